@@ -52,7 +52,7 @@ class Runtime:
     param_dtype: Literal["float32", "bfloat16"] = option("float32", description="dtype in which weights are stored")
     remat: str = option(
         "full",
-        description="what the backward pass computes again: full saves only the input of each layer, none saves all; "
+        description="which activations are recomputed: full keeps only the input of each layer, none keeps all; "
         "docs/memory.md describes the others",
     )
     remat_tensors: tuple[tuple[str, str], ...] = option(

@@ -86,14 +86,15 @@ def run_examples(spec: str, options: dict | None = None, timeout_s: float = 1.0)
     ]
     advice = _HOW_TO.format(spec=spec, columns="".join(f"{json.dumps(name)}: ..., " for name in needed))
     if needed:
-        advice = advice.replace("only called on two samples of no meaning", "not called: it needs columns")
+        what = f"it needs the column{'s' * (len(needed) > 1)} {', '.join(needed)}"
+        advice = advice.replace("only called on two samples of no meaning", f"not called: {what}")
         return Report(spec, [], advice=advice)
     report = _run(spec, [dict(sample) for sample in _SMOKE], options or {}, timeout_s)
     return Report(spec, report.outcomes, report.skipped, advice)
 
 
 def main(spec: str, options: dict | None = None, timeout_s: float = 1.0) -> int:
-    """Prints the outcome of every example. Returns 0 if all passed, 1 if not, 2 if the reward cannot be used."""
+    """Prints the outcome of every example. Returns 0 if all passed, 1 if not, 2 if the reward cannot be called."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -125,6 +126,8 @@ def main(spec: str, options: dict | None = None, timeout_s: float = 1.0) -> int:
         console.print(Text(f"{report.skipped} more not run after a call without an answer in {timeout_s:g} s"))
     passed = sum(outcome.passed for outcome in report.outcomes)
     console.print(Text(f"{spec}: {passed} of {len(report.outcomes)} passed", style="green" if report.passed else "red"))
+    if report.advice and not report.outcomes:
+        return 2
     return 0 if report.passed else 1
 
 

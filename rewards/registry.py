@@ -227,12 +227,12 @@ def check(spec: str, options: dict | None = None, columns: Iterable[str] | None 
 
 def require_columns(spec: str, takes: Parameters, options: Iterable[str], columns: Iterable[str]) -> None:
     """Raises RewardError if a required argument is neither an option nor among the columns."""
-    columns = sorted(columns)
+    columns = {*columns}
     missing = [name for name in takes.required if name not in {*options, *columns}]
     if missing:
         raise RewardError(
             f"reward {spec}: it needs {', '.join(map(repr, missing))}, which is neither a column of the data "
-            f"(columns: {', '.join(columns) or 'none'}) nor set under `options`"
+            f"(columns: {', '.join(sorted(columns - {*GIVEN})) or 'none'}) nor set under `options`"
         )
 
 
@@ -336,6 +336,8 @@ def _guarded(importing: Callable[[], Any], spec: str, file: str | None) -> Any:
         last = traceback.format_exception_only(error)[-1].strip()
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         where = f" (line {lines[-1]} of {file})" if lines else ""
+        if isinstance(error, SyntaxError) and error.lineno:
+            where = f" (line {error.lineno} of {error.filename})"
         raise RewardError(f"reward {spec}: importing it failed: {last}{where}") from error
 
 

@@ -50,7 +50,7 @@ def copy_root_pages(app: Sphinx, _: Any = None) -> None:
 def rewrite(app: Sphinx, docname: str, source: list[str]) -> None:
     """Points every relative link of a document at its page in the build. Leaves dead links, which Sphinx reports."""
     folder = Path(docname).parent
-    base = ROOT if folder.name == COPIES else DOCS
+    base = ROOT if folder.name == COPIES else DOCS / folder
     linked = app.env.__dict__.setdefault("duet_linked", set())
 
     def target(match: re.Match[str]) -> str:

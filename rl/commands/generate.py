@@ -85,8 +85,10 @@ def _prompts(file: str) -> Iterator[str | list[dict]]:
     """Yields the prompts of a file. Raises DataError with file and line for a prompt that cannot be read."""
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--prompts {file}: {error}") from None
+    except OSError as error:
+        raise DataError(f"--prompts {file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"--prompts {file}: not UTF-8 (byte {error.start}); save the file as UTF-8") from None
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "several processes (docs/processes.md)", "by default, the cluster announces them, if there is one"
     )
     group.add_argument(
-        "--processes", type=int, metavar="N", help="number of processes of the run; 1: do not ask the cluster"
+        "--processes", type=int, metavar="N", help="number of processes of the run (1: skip cluster detection)"
     )
     group.add_argument("--process", type=int, metavar="I", help="number of this process, from 0")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="machine of process 0, and a port that is free there")
@@ -63,18 +63,23 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("run.dir: several processes need one folder that all of them see; set run.dir=FOLDER")
     if config.run.dir is None:
         config = with_directory(config, new_directory(given))
+    notes = _first_rows(config) if arguments.check else []  # an error comes before the configuration
     if together is None or together.index == 0:
         _show(files.changed_yaml(config))
     if arguments.check:
-        from rl.data.inspect import check_first_rows
-
-        for note in check_first_rows(config):
+        for note in notes:
             print(note)
         print("the configuration is good, and so are the tokenizer and the first rows of the data")
         return 0
     choose_platform(config.platform)
     use_program_cache(config.run.program_cache)
     return _train(config) if together is None else _train_together(config, launch.start(together))
+
+
+def _first_rows(config: RunConfig) -> list[str]:
+    from rl.data.inspect import check_first_rows
+
+    return check_first_rows(config)
 
 
 def new_directory(given: Sequence[str]) -> str:

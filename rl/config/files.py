@@ -106,9 +106,14 @@ def _read(path: str | Path, is_run: bool = False) -> Item:
         with file.open(encoding="utf-8-sig") as opened:
             text = opened.read(yaml_tree.MAX_CHARACTERS + 1)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file{nearest(Path(path).name, run_names())}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        if str(path).partition(".")[0] in RunConfig.model_fields:
+            raise ConfigError(f"{path}: no such file; an override has a value: {path}=VALUE") from None
+        what = "no such file" if Path(path).suffix else "no such file, and no directory of a run"
+        raise ConfigError(f"{path}: {what}{nearest(Path(path).name, run_names())}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 (byte {error.start}); save the file as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     tree = yaml_tree.parse(text, lambda line: f"{file}:{line}")
     if tree.value is None:
         raise ConfigError(f"{path}: the file is empty")

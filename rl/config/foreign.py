@@ -22,6 +22,8 @@ FOREIGN: dict[str, str] = {
     "warmup": "stages.N.optimizer.warmup_steps",
     "warmup_steps": "stages.N.optimizer.warmup_steps",
     "lr_warmup_steps": "stages.N.optimizer.warmup_steps",
+    "warmup_ratio": "stages.N.optimizer.warmup_steps",
+    "lr_warmup_steps_ratio": "stages.N.optimizer.warmup_steps",
     "weight_decay": "stages.N.optimizer.weight_decay",
     "adam_beta1": "stages.N.optimizer.beta1",
     "adam_beta2": "stages.N.optimizer.beta2",
@@ -115,6 +117,8 @@ FOREIGN: dict[str, str] = {
     "model_name_or_path": "model.source",
     "pretrain": "model.source",
     "model_path": "model.source",
+    "bf16": "model.dtype",
+    "torch_dtype": "model.dtype",
     "dataset": "data.path",
     "dataset_name": "data.path",
     "train_files": "data.path",
@@ -148,6 +152,11 @@ ABSENT: dict[str, str] = {
         "leave this out: `stages.N.prompts_per_step` sets the batch, and `stages.N.micro_batch` changes speed and "
         "memory only",
     ),
+    **dict.fromkeys(
+        ("peft_config", "lora_r", "lora_rank"), "Duet has no adapters and trains all weights: leave this out"
+    ),
+    "resume_from_checkpoint": "leave this out: `rl-train RUN` continues a run",
+    "report_to": "write `run.tensorboard` or `run.wandb`",
     "ppo_mini_batch_size": "write `stages.N.updates_per_step`: prompts_per_step divided by this number",
 }
 """Last part of the other framework's key -> why Duet has no such key, and what to do."""

@@ -70,7 +70,7 @@ class ModelOptions(Section):
     )
     remat: Literal[REMAT_POLICIES] = Field(  # pyright: ignore[reportInvalidTypeForm]
         default="full",
-        description="what the backward pass computes again: full keeps the input of each layer only, none keeps all; "
+        description="which activations are recomputed: full keeps only the input of each layer, none keeps all; "
         "memory.md describes the others",
     )
     remat_tensors: dict[str, Literal["device", "offload", "remat"]] = Field(

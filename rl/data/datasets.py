@@ -212,7 +212,7 @@ def read_example(where: str, row: dict[str, Any], options: DataOptions, demonstr
     prompt = _prompt(row, options)
     if names.completion not in row or row[names.completion] is None:
         if demonstrations:
-            raise _missing(names.completion, row, "demonstrations need it (data.columns.completion names another)")
+            raise _missing(names.completion, row, "demonstrations need it; set data.columns.completion=COLUMN")
         return Example(prompt, columns=columns, where=where)
     completion = row[names.completion]
     if isinstance(completion, str):
@@ -252,7 +252,7 @@ def read_pair(where: str, row: dict[str, Any], options: DataOptions) -> Example:
 
 def _answer(row: dict[str, Any], name: str) -> str | Messages:
     if name not in row:
-        raise _missing(name, row, "pairs need it (data.columns.chosen and data.columns.rejected name others)")
+        raise _missing(name, row, "pairs need it; set data.columns.chosen=COLUMN and data.columns.rejected=COLUMN")
     if row[name] is None or row[name] == "":
         raise ValueError(f"`{name}` is empty")
     if isinstance(row[name], str):
@@ -281,7 +281,7 @@ def _prompt(row: dict[str, Any], options: DataOptions) -> str | Messages:
     if options.prompt_template is not None:
         prompt: Any = _filled(options.prompt_template, row)
     elif name not in row:
-        raise _missing(name, row, "data.columns.prompt names another")
+        raise _missing(name, row, "set data.columns.prompt=COLUMN")
     else:
         prompt = row[name]
     if not isinstance(prompt, str):
@@ -319,7 +319,10 @@ def _filled(template: str, row: dict[str, Any]) -> str:
 
 
 def _missing(name: str, row: dict[str, Any], why: str) -> _MissingColumn:
-    return _MissingColumn(f"no column `{name}`, there are {', '.join(f'`{key}`' for key in row) or 'none'}; {why}")
+    only = next(iter(row)) if len(row) == 1 else ""
+    if mark := next((mark for mark in ";\t|" if mark in only), None):
+        why = f"its only column has {mark!r} in its name; separate the columns of a CSV file with commas"
+    return _MissingColumn(f"no column `{name}` (columns: {', '.join(f'`{key}`' for key in row) or 'none'}); {why}")
 
 
 def _messages(value: Any, name: str) -> Messages:

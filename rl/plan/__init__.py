@@ -1,4 +1,4 @@
-"""`rl plan`: compiles the programs of a run for a slice and reports their needs. The slice need not be present."""
+"""`rl plan`: compiles the programs of a run for hardware that you do not have, and reports their needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from rl.plan.slices import HOW
 
 HELP = """\
-Compiles the programs of a run for a slice that need not be present. Shows for each program, per device: memory,
+Compiles the programs of a run for hardware that you do not have. Shows for each program, per device: memory,
 operations, HBM traffic, communication, and a lower bound of its time. If a program does not fit, suggests settings with
 which it does. With --search, chooses mesh, micro-batch and remat policy for the slice:
 

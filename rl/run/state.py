@@ -134,7 +134,7 @@ class Run(Context):
         if largest:
             what = f"{largest['name']} ({' x '.join(map(str, largest['shape']))})"
             self.events.note(
-                f"{FILE}: of the programs new there {what} takes most, {largest['peak'] / 2**20:,.1f} MiB a device"
+                f"the largest new program ({what}) needs {largest['peak'] / 2**20:,.1f} MiB per device; details: {FILE}"
             )
 
     def export(self) -> None:

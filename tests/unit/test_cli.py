@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from policy.huggingface import sources
 from rl.commands import cli, environment, train
 from rl.config.data import refuse_secrets
 from rl.errors import ConfigError, DataError, Interrupted
@@ -182,7 +183,7 @@ def test_ctrl_c_before_anything_was_saved_ends_with_130(monkeypatch):
 
 def test_checking_a_configuration_imports_no_jax(tmp_path):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "config.json").write_text(sources.preset("tiny-deepseek", {"vocab_size": 320}).hf)
     (tmp_path / "run.yml").write_text(
         "model: model\ntokenizer: bytes\ndata: {task: arithmetic}\n"
         "rewards: {functions: [exact_answer]}\nstages: [{algorithm: grpo, steps: 1}]\n"

@@ -229,6 +229,10 @@ FOREIGN_KEYS = [
     ("stages.1.epsilon=0.1", "unknown key; it belongs to `stages.1.algorithm`"),
     ("functions=[a]", "unknown key; it belongs to `rewards` or `stages.N.rewards`"),
     ("stages.0.max_length=8", "unknown key; it belongs to the top level"),
+    ("stages.0.optimizer.warmup_ratio=0.1", "unknown key; Duet calls it `stages.0.optimizer.warmup_steps`"),
+    ("model.torch_dtype=bfloat16", "unknown key; Duet calls it `model.dtype`"),
+    ("model.lora_rank=16", "unknown key; Duet has no adapters and trains all weights: leave this out"),
+    ("run.resume_from_checkpoint=x", "unknown key; leave this out: `rl-train RUN` continues a run"),
     ("data.use_vllm=true", "unknown key; Duet trains and generates with one decoder"),
     ("actor_rollout_ref.actor.optim.lr=1", "unknown key; of its keys, `lr` is `stages.N.optimizer.learning_rate`"),
     ("stages.0.xyz=1", "unknown key (nearest: "),
@@ -312,7 +316,7 @@ def test_files_that_cannot_be_read_are_named(folder):
     assert "nothing.yml: no such file" in message("nothing.yml")
     assert "model: a directory without config.yml" in message("model")
     Path("latin.yml").write_bytes(b"a: \xff\n")
-    assert "latin.yml: cannot be read" in message("latin.yml")
+    assert "latin.yml: not UTF-8 (byte" in message("latin.yml")
     assert "no configuration" in message()
     assert "nowhere: no such directory" in message(overrides=["resume=nowhere"])
 
@@ -467,6 +471,7 @@ def test_the_command_line_reports_bad_configurations_as_text_with_exit_code_2(fo
     bad = run_check(edited("max_length: 64", "max_lenght: 64\nplatform: gpus"), "stages.0.steps=x")
     assert bad.returncode == 2 and "Traceback" not in bad.stderr
     assert "3 problems" in bad.stderr and "bad.yml:5: max_lenght" in bad.stderr and "override 1" in bad.stderr
+    Path("model/config.json").write_text(sources.preset("tiny-deepseek", {"vocab_size": 320}).hf)
     good = run_check("run.yml")
     assert good.returncode == 0 and "learning_rate: 0.001" in good.stdout
 

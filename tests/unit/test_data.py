@@ -108,7 +108,9 @@ def test_every_malformed_line_is_named():
 
 def test_missing_columns_empty_datasets_and_unreadable_files_are_errors():
     path = jsonl("q.jsonl", [{"question": "a", "answer": "b"}])
-    assert "no column `prompt`, there are `question`, `answer`" in error(DataError, path=path)
+    assert "no column `prompt` (columns: `question`, `answer`); set data.columns.prompt=COLUMN" in error(
+        DataError, path=path
+    )
     only_prompts = jsonl("p.jsonl", [{"prompt": "a"}])
     assert "no column `completion`" in error(DataError, path=only_prompts, demonstrations=True)
     assert "no rows" in error(DataError, path=jsonl("empty.jsonl", []))

@@ -39,7 +39,7 @@ BASE = {
 NOT_RUN = {
     "rl view runs/quickstart",  # test_view.py and test_viewer.py run these verbs
     "rl samples runs/quickstart 'step:100-200 reward<0.5' --sort gap",
-    "rl samples runs/quickstart 'stage:grpo step:300-320' --rescore exact_answer",
+    "rl samples runs/quickstart 'stage:grpo step:100-120' --rescore exact_answer",
     "pip install -e . && rl-train configs/quickstart.yml",
     "pip install -e '.[test]' && pytest -n auto",
     "rl-train configs/sft_then_grpo.yml configs/tiny.yml",
@@ -48,7 +48,8 @@ NOT_RUN = {
     "rl-train configs/quickstart.yml run.dir=runs/first",
     "rl-train runs/first",
     "rl-train resume=runs/first",
-    "rl generate runs/first --prompts prompts.txt --samples 4 --output completions.jsonl",
+    "printf '57+68=\\n' > prompts.txt",
+    "rl generate runs/quickstart --prompts prompts.txt --samples 4 --output completions.jsonl",
     "rl chat path/to/model",
     "rl schema > duet.schema.json",
     "rl schema --partial > duet.partial.schema.json",
@@ -71,7 +72,7 @@ NOT_RUN = {
     "rl-train configs/grpo_deepseek.yml configs/tiny.yml",
     "rl-train my_run.yml",
     "rl generate runs/quickstart --prompts prompts.txt",
-    "chromium --headless --hide-scrollbars --window-size=1280,1008 --screenshot=docs/pictures/report.png "
+    "chromium --headless --hide-scrollbars --window-size=1280,1110 --screenshot=docs/pictures/report.png "
     "runs/quickstart/report.html",
     "rl compare runs/a runs/b",
     "rl compare runs/a runs/b --text",

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -9,10 +10,12 @@ from urllib.parse import urlsplit
 import pytest
 
 import rl.errors
+from rl.commands import cli
+from rl.config import foreign
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("notebooks/*.md"))]
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 PLACEHOLDER = "\0"
@@ -136,12 +139,33 @@ def test_every_exit_code_has_its_words_and_a_section():
     text = (DOCS / "troubleshooting.md").read_text()
     rows = dict(re.findall(r"^\| (\d+) \| `?([^`|]*?)`? ?\|", text, re.M))
     headings = {str(kind.exit_code): kind.heading for kind in rl.errors.DuetError.__subclasses__()}
-    assert rows == headings | {"0": "", "130": "interrupted"}
+    assert rows == headings | {"0": "", "1": "", "130": "interrupted", "141": ""}
     titles = " ".join(re.findall(r"^## .*exit codes? (.*)$", text, re.M))
-    assert set(re.findall(r"\d+", titles)) == rows.keys() - {"0"}
+    assert set(re.findall(r"\d+", titles)) == rows.keys() - {"0", "1", "141"}
 
 
 def test_every_shipped_configuration_has_a_recipe():
     text = (DOCS / "recipes.md").read_text()
     shipped = {path.name for path in (ROOT / "configs").glob("*.yml")} - {"tiny.yml"}
     assert set(re.findall(r"\]\(\.\./configs/(\w+\.yml)\)", text)) == shipped
+
+
+def test_the_page_for_other_frameworks_has_the_table_of_the_messages():
+    text = (DOCS / "from_other_frameworks.md").read_text()
+    keys = text.split("\n## Keys\n")[1]
+    mapped, absent = keys.split("\n## Keys without a counterpart\n")
+    rows = [row.strip("| ").split(" | ") for row in mapped.splitlines() if row.startswith("| `")]
+    assert {word: row[1].strip("` |") for row in rows for word in re.findall(r"`(\w+)`", row[0])} == foreign.FOREIGN
+    rows = [row.strip("| ").split(" | ") for row in absent.splitlines() if row.startswith("| `")]
+    assert {word: row[1] for row in rows for word in re.findall(r"`(\w+)`", row[0])} == foreign.ABSENT
+
+
+def test_every_command_for_programs_exists_with_its_options():
+    commands = re.findall(r"\| `(rl(?:-train)? [^`]+)` \|", (DOCS / "agents.md").read_text())
+    assert len(commands) > 10
+    for command in commands:
+        program, *arguments = [word.strip("[]") for word in shlex.split(command)]
+        parser = cli.train_parser() if program == "rl-train" else cli.parser()
+        if "--version" not in arguments:
+            _, unknown = parser.parse_known_args(arguments)
+            assert not unknown, command

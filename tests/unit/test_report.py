@@ -330,11 +330,11 @@ def test_the_policy_names_the_hashes_of_the_one_script_and_style(tmp_path):
 
 def test_the_page_in_its_order(tmp_path, monkeypatch):
     run = learning(tmp_path / "a")
-    monkeypatch.setattr("rl.reporting.report.command.verdict", lambda run: ["healthy: reward rose <b>"])
+    monkeypatch.setattr("rl.reporting.report.command.verdict", lambda run: [f"{run.path}: 9 steps", "reward rose <b>"])
     _, page = report(run)
     places = [
-        "Verdict",
-        "healthy: reward rose &lt;b&gt;",
+        "Verdict</h2><p>9 steps</p>",
+        "<li>reward rose &lt;b&gt;</li>",
         'id="stages"',
         'id="charts"',
         'id="evaluation"',

@@ -83,7 +83,7 @@ def test_without_examples_it_says_how_to_add_them(file, capsys):
     assert "EXAMPLES = [" in capsys.readouterr().out
     assert main(f"{file}:without_and_broken") == 1
     assert "returned a float" in capsys.readouterr().out
-    assert main(f"{file}:without_but_needs") == 1
+    assert main(f"{file}:without_but_needs") == 2
     assert '"answer": ..., "topic": ...' in capsys.readouterr().out
 
 

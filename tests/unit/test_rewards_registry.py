@@ -170,7 +170,7 @@ NUMBER = 3
         ("own.py:takes", {"rate": "high"}, r"option 'rate' is 'high', expected float \| None"),
         ("own.py:takes", {"completions": []}, "'completions' is given by the run"),
         ("own.py:careful", {"limit": 0}, "reward own.py:careful: limit must be positive"),
-        ("own.py:needs", {}, r"it needs 'answer', .*columns: completion_lengths, .*question"),
+        ("own.py:needs", {}, r"it needs 'answer', .*columns: question"),
     ],
 )
 def test_wrong_rewards_are_refused_with_the_reason(folder, spec, options, words):

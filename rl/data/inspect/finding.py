@@ -30,10 +30,14 @@ class Finding:
     stage: str | None = None
 
     def line(self) -> str:
-        """Returns the finding as one line."""
+        """Returns the finding as one line of a table."""
+        return f"{self.level} {self.check:2}  {self.message()}"
+
+    def message(self) -> str:
+        """Returns stage, text and what to type."""
         place = f"{self.stage}: " if self.stage else ""
         end = f". {self.change}" if self.change else ""
-        return f"{self.level} {self.check:2}  {place}{self.text}{end}"
+        return f"{place}{self.text}{end}"
 
     def to_json(self) -> dict[str, Any]:
         """Returns all fields as values that JSON can hold."""

@@ -54,7 +54,7 @@ def vocabulary(stage: StageRows) -> Iterator[Finding]:
                 9,
                 "refuse",
                 f"token {largest} ({row.example.where}) is outside the model's vocabulary of {stage.vocab_size}",
-                "Use the model's own tokenizer, or a model with more tokens",
+                "Use the model's own tokenizer, or more tokens (random weights: set model.overrides.vocab_size)",
                 stage.name,
             )
         elif len(stage.tokenizer) > stage.vocab_size:

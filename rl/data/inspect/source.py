@@ -22,7 +22,7 @@ from rl.data.inspect.finding import Finding
 from rl.data.inspect.reward_check import demonstrations_score
 from rl.data.inspect.stage_rows import Encoded, StageRows
 from rl.data.tokenizer import read_tokenizer
-from rl.errors import DataError, DuetError
+from rl.errors import DataError, DuetError, ModelError
 from rollout.text import chat
 from rollout.text.tokenizer import CHAT_TEMPLATE
 
@@ -184,9 +184,14 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     """Reads the tokenizer and the first rows of each dataset, as a quick check. Scores nothing.
 
     Returns notes about what was not read: datasets of the hub, which would be downloaded. Raises ConfigError for a
-    tokenizer, file, task or teacher that cannot be used, ModelError for a teacher that is not there, DataError for
-    findings that refuse a run, and for a column that a reward needs and the rows do not have.
+    tokenizer, file, task or teacher that cannot be used, ModelError for such a config.json and for a teacher that is
+    not there, DataError for findings that refuse a run, and for a column that a reward needs and the rows do not have.
     """
+    try:
+        if (directory := models.directory(config.model.source)) is not None:
+            sources.read_config(directory, config.model.sections)
+    except ValueError as error:
+        raise ModelError(f"model {config.model.source}: {error}") from None
     _check_teachers(config)
     notes: list[str] = []
 
@@ -204,7 +209,7 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     short = config.model_copy(update={"data": None, "stages": stages, "evaluation": evaluation})
     names = [name for name, stage in zip(config.stage_names, stages, strict=True) if stage.data is not None]
     inspections = [inspect(short, name, rewards=False) for name in names]
-    refused = [each.line() for inspection in inspections for each in inspection.findings if each.level == "refuse"]
+    refused = [each.message() for inspection in inspections for each in inspection.findings if each.level == "refuse"]
     for stage in (stage for inspection in inspections for stage in inspection.stages if stage.samples):
         if (settings := config.stages[int(stage.path.split(".")[1])].rewards or config.rewards) is not None:
             refused += datasets.missing_columns(settings, (row.example for row in stage.rows))

@@ -86,7 +86,8 @@ def _figure(chart: Chart, axis: Axis, data: svg.Data, restarts: Sequence[float],
     unit, now = (f" {chart.unit}" if chart.unit else ""), ""
     if own and single:
         last = sum(line.curve.mean[-1] for line in own) if chart.stacked else own[0].curve.mean[-1]
-        now = f'<span class="now">{text(last)}{unit}</span>'
+        label = "" if chart.small else '<span class="note">last</span> '
+        now = f'<span class="now">{label}{text(last)}{unit}</span>'
     elif unit:
         now = f'<span class="note">{unit}</span>'
     note = f'<span class="note wide">{esc(chart.note)}</span>' if chart.note else ""

@@ -73,9 +73,7 @@ def _before(report: Report) -> str:
     parts = [f'<header><div class="head">{head}</div>{about}{_nav(report)}</header>']
     for run, lines in zip(runs, report.verdicts, strict=True):
         if lines:
-            items = "".join(f"<li>{esc(line)}</li>" for line in lines)
-            name = f": {esc(run.name)}" if len(runs) > 1 else ""
-            parts.append(f'<section class="card verdict"><h2>Verdict{name}</h2><ul>{items}</ul></section>')
+            parts.append(_verdict(run, lines, f": {run.name}" if len(runs) > 1 else ""))
     if damage := [each for run in runs for each in run.damage]:
         parts.append(
             f'<section class="card warn"><h2>Damaged: this report leaves out what could not be read</h2>'
@@ -88,6 +86,14 @@ def _before(report: Report) -> str:
     if tables := sections.stages(runs):
         parts.append(f'<section id="stages"><h2>Stages</h2>{tables}</section>')
     return "".join(parts)
+
+
+def _verdict(run: Run, lines: Sequence[str], name: str) -> str:
+    """Returns the card of the verdict: the summary without the folder that it starts with, then a list."""
+    summary, *findings = lines
+    items = "".join(f"<li>{esc(line)}</li>" for line in findings)
+    body = f"<p>{esc(summary.removeprefix(f'{run.path}: '))}</p>" + (f"<ul>{items}</ul>" if items else "")
+    return f'<section class="card verdict"><h2>Verdict{esc(name)}</h2>{body}</section>'
 
 
 def _nav(report: Report) -> str:
