@@ -180,6 +180,7 @@ def test_options_of_the_generator_go_with_pictures(options, case):
             assert {len(routes) for routes in completion.routes.values()} == {len(document) + NEW - 1}
 
 
+@pytest.mark.slow
 def test_a_sampled_placeholder_is_a_token_like_any_other(case):
     """The policy is made to sample the placeholder id. Decoding feeds its embedding, as the full forward pass does."""
     model, (first, _), _ = case("Qwen3VLMoe")

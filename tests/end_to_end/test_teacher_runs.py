@@ -81,6 +81,7 @@ def test_a_run_that_is_cut_off_goes_on_to_the_same_bits(finished, tmp_path):
     launch.assert_same_run(finished / "run", run)
 
 
+@pytest.mark.slow
 def test_files_with_all_tokens_are_the_teacher_and_a_stopped_command_goes_on(finished, tmp_path, capsys, monkeypatch):
     files, teach = tmp_path / "files", ["teach", str(finished / "run.yml"), "--top", "24", "--dtype", "float32"]
     assert cli.main([*teach, "--output", str(files), "--rows-per-file", "40"]) == 0

@@ -64,6 +64,7 @@ def test_a_teacher_equal_to_the_policy_gives_no_divergence_and_no_gradient():
         np.testing.assert_allclose(after[path], array, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_policy_learns_one_batch_of_another_model():
     """Until the reverse KL of each token is below a hundredth of a nat in the mean."""
     trainer, _ = reverse()
@@ -187,6 +188,7 @@ def test_stored_numbers_are_those_of_the_live_teacher(options):
         np.testing.assert_allclose(other[path], array, atol=1e-5, err_msg=path)
 
 
+@pytest.mark.slow
 def test_weights_of_few_bits_and_in_host_memory_compute_the_same_teacher():
     data, results = batch(), {}
     for weights, hosted in ((None, False), (None, True), ("int8", False), ("int8", True)):

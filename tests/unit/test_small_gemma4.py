@@ -58,7 +58,8 @@ def on_device_outputs(jaxpr) -> list:
     return [aval for aval in result if "<host>" not in str(aval)]
 
 
-@pytest.mark.parametrize("trained", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", [False, True])
 def test_a_table_in_host_memory_gives_the_same_numbers_and_learns_the_same(config, trained):
     """Two updates with weight decay and clipping; a frozen table keeps its bits and has no moments."""
     data, result = learners.batch(4), {}
