@@ -244,7 +244,9 @@ def check_way(name, way):
 
 
 WAYS_OF_BOTH = [  # by default the one that changes most: few pages
-    pytest.param(name, way, id=f"{name}-{way}", marks=() if way == FEW_PAGES else pytest.mark.slow)
+    pytest.param(
+        name, way, id=f"{name}-{way}", marks=() if way == FEW_PAGES and name != "gemma4_small" else pytest.mark.slow
+    )
     for name, ways in WAYS.items()
     for way in ways
 ]

@@ -110,6 +110,7 @@ def all_optimizations():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.mark.slow
 def test_deepstack_under_scan_equals_unrolled_to_the_bit(pair, all_optimizations):
     tokens, segments, media = media_oracles.batch([pair("Qwen3VL").documents], WIDTH)
     model = pair("Qwen3VL").ours
@@ -155,6 +156,7 @@ def test_log_probabilities_of_text_after_pictures(kind, pair):
     np.testing.assert_array_equal(again[0, : len(second)], logp[1, : len(second)])
 
 
+@pytest.mark.slow
 def test_a_placeholder_without_a_row_is_a_token_and_one_with_a_row_may_be_no_id(pair):
     """The index decides: the embedding of a placeholder id is read where no row stands, and an id outside the vocabulary does no
     harm where one does."""

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 2.0])
 def test_values_and_gradients_are_those_of_gkd(temperature, monkeypatch):
     """Masked tokens count for neither; TRL's `batchmean` is the mean over the tokens that are not masked."""
     import torch

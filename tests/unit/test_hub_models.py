@@ -265,6 +265,7 @@ def test_a_reward_model_of_the_hub(cache, capsys):
     assert "reward model org/other" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_completes_prompts(cache, capsys):
     snapshot, texts = add(cache), []
     Path("prompts.txt").write_text("one")

@@ -98,6 +98,7 @@ def test_no_program_makes_an_array_as_large_as_a_table_in_host_memory():
         assert largest.size < model.graph.shapes[TABLE].size, largest
 
 
+@pytest.mark.slow
 def test_a_generator_reads_a_table_in_host_memory(config):
     prompts, sampling = [[3, 1, 4, 1, 5], [9, 2]], SamplingParams(max_new_tokens=6, temperature=0)
     result = []
