@@ -101,6 +101,7 @@ def assert_greedy(out, expected):
 CUTS = [
     ("Qwen3VLMoe", {"prefill_chunk": 5, "cache": "paged"}),
     ("Gemma3", {"prefill_chunk": 10}),
+    ("Qwen3OmniMoeThinker", {"prefill_chunk": 8, "cache": "paged"}),
 ]
 MORE_CUTS = [
     ("Qwen3VLMoe", {"prefill_chunk": 64}),
