@@ -8,10 +8,11 @@ import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
+from towers import CHUNKED
 
 from policy.cache.media import DocumentMedia, Media, MediaTable
 
-IMAGE = 150
+IMAGE, SOUND = 150, 154
 SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 TEXT = {
     "vocab_size": 160,
@@ -34,7 +35,7 @@ GRID = {
     "deepstack_visual_indexes": [0, 2],
     "initializer_range": 0.2,
 }
-_SECTIONS = {
+SECTIONS = {
     "rope_type": "default",
     "rope_theta": 1e4,
     "mrope_section": [3, 3, 2],
@@ -45,27 +46,37 @@ _TWO_ROPES = {
     "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
 }
 _PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0}
+_MOE = TEXT | {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "rope_parameters": SECTIONS,
+    "num_experts": 4,
+    "moe_intermediate_size": 12,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [1],
+}
 # Class of transformers -> (text configuration, vision configuration, further keys of the wrapper).
 MODELS = {
     "Qwen3VL": (
-        TEXT | {"num_hidden_layers": 4, "head_dim": 16, "rope_parameters": _SECTIONS},
+        TEXT | {"num_hidden_layers": 4, "head_dim": 16, "rope_parameters": SECTIONS},
         GRID,
         IDS | {"tie_word_embeddings": False},
     ),
     "Qwen3VLMoe": (
-        TEXT
-        | {
-            "num_hidden_layers": 3,
-            "head_dim": 16,
-            "rope_parameters": _SECTIONS,
-            "num_experts": 4,
-            "moe_intermediate_size": 12,
-            "num_experts_per_tok": 2,
-            "mlp_only_layers": [1],
-            "tie_word_embeddings": True,  # which no class reads: the wrapper's key decides
-        },
+        _MOE | {"tie_word_embeddings": True},  # which no class reads: the wrapper's key decides
         GRID,
         IDS | {"tie_word_embeddings": False},
+    ),
+    "Qwen3OmniMoeThinker": (
+        _MOE,
+        GRID,
+        IDS
+        | {
+            "audio_token_id": SOUND,
+            "audio_start_token_id": 155,
+            "audio_config": CHUNKED | {"initializer_range": 0.2},
+            "initializer_range": 0.2,
+        },
     ),
     "Qwen3_5": (
         TEXT
@@ -77,7 +88,7 @@ MODELS = {
             "linear_value_head_dim": 8,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
-            "rope_parameters": _SECTIONS | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
+            "rope_parameters": SECTIONS | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
         },
         {key: value for key, value in GRID.items() if key != "deepstack_visual_indexes"} | {"depth": 2},
         IDS,
@@ -165,10 +176,13 @@ MODELS = {
         {"image_token_index": IMAGE, "boi_token_index": 152, "eoi_token_index": 153},
     ),
 }
-# The part of each model whose output is the rows, and the pictures of a document as (height, width) in rows.
+# The part of each model whose output is the rows, and the pictures of a document as (height, width) in rows. (rows,) is a sound.
 _TOWER = {"Gemma3": "multi_modal_projector", "Gemma4": "embed_vision", "Llama4": "multi_modal_projector"}
 PICTURES = {"Gemma3": [(3, 3), (3, 3)], "Gemma4": [(2, 3), (2, 3)], "Llama4": [(3, 3), (3, 3)]}
+PICTURES["Qwen3OmniMoeThinker"] = [(2, 3), (13,)]
+FRAMES = 100  # of a sound: one chunk, of 13 rows
 LOOKS_AHEAD = ("Gemma3", "Gemma4")
+_COMPUTED = ("inv_freq", "embed_scale", "positional_embedding.")  # buffers that no file holds
 
 
 def build(kind: str, seed: int = 0):
@@ -178,7 +192,7 @@ def build(kind: str, seed: int = 0):
 
     text, vision, keys = copy.deepcopy(MODELS[kind])
     config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **keys)
-    for each in (config, config.text_config, config.vision_config):
+    for each in (config, config.text_config, config.vision_config, getattr(config, "audio_config", None) or config):
         each._attn_implementation = each._experts_implementation = "eager"
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float().eval()
@@ -188,7 +202,7 @@ def build(kind: str, seed: int = 0):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "std_" in name:  # created empty
                 tensor.copy_(1.0 + torch.randn_like(tensor) * 0.3)
-            elif tensor.is_floating_point() and "inv_freq" not in name and "embed_scale" not in name:
+            elif tensor.is_floating_point() and not any(part in name for part in _COMPUTED):
                 tensor.add_(torch.randn_like(tensor) * (0.3 if tensor.dim() == 1 else 0.05))
     return model
 
@@ -206,8 +220,8 @@ class Document:
         return len(self.tokens)
 
 
-def places(kind: str, texts: tuple[int, ...], seed: int) -> tuple[np.ndarray, list[tuple[int, int]], DocumentMedia]:
-    """(tokens, pictures, media with an empty table) of texts of these lengths with a picture between each two."""
+def places(kind: str, texts: tuple[int, ...], seed: int) -> tuple[np.ndarray, list[tuple[int, ...]], DocumentMedia]:
+    """(tokens, pictures, media with an empty table) of texts of these lengths with a picture or a sound between each two."""
     rng, shapes = np.random.default_rng(seed), PICTURES.get(kind, [(2, 3), (2, 2)])[: len(texts) - 1]
     tokens, index, turns, until, count, row = [], [], [], [], 0, 0
     for number, length in enumerate(texts):
@@ -218,12 +232,25 @@ def places(kind: str, texts: tuple[int, ...], seed: int) -> tuple[np.ndarray, li
         count += length
         if number == len(texts) - 1:
             break
+        if len(shapes[number]) == 1:  # a sound, whose positions are those of text
+            (length,) = shapes[number]
+            tokens += [SOUND] * length
+            index += range(row, row + length)
+            until += [len(until) + length - 1] * length
+            turns += [(count + n,) * 3 for n in range(length)]
+            row, count = row + length, count + length
+            continue
         h, w = shapes[number]
         tokens += [IMAGE] * (h * w)
         index += range(row, row + h * w)
         until += [len(until) + h * w - 1] * (h * w)
         turns += [(count, count + y, count + x) for y in range(h) for x in range(w)]
         row, count = row + h * w, count + max(h, w)
+    if kind == "Qwen3OmniMoeThinker":  # it finds pictures and sounds by the tokens around them
+        for at in [n for n in range(1, len(tokens)) if (index[n] < 0) != (index[n - 1] < 0)]:
+            placeholder = tokens[at] if index[at] >= 0 else tokens[at - 1]
+            start, end = (152, 153) if placeholder == IMAGE else (155, 156)
+            tokens[at - 1 if index[at] >= 0 else at] = start if index[at] >= 0 else end
     arrays = [np.asarray(each, np.int32) for each in (index, turns, until)]
     qwen = kind.startswith("Qwen")
     media = DocumentMedia(
@@ -239,8 +266,8 @@ def places(kind: str, texts: tuple[int, ...], seed: int) -> tuple[np.ndarray, li
 def document(
     kind: str, model, texts: tuple[int, ...] = (4, 3, 5), seed: int = 1, pictures: int | None = None
 ) -> Document:
-    """A document of texts of these lengths with pictures of noise between them, with the rows of the oracle's tower. `pictures`:
-    the seed of the pictures, by default that of the texts."""
+    """A document of texts of these lengths with pictures of noise between them, or a sound, with the rows of the oracle's towers.
+    `pictures`: the seed of the pictures, by default that of the texts."""
     import torch
 
     tokens, shapes, media = places(kind, texts, seed)
@@ -248,7 +275,7 @@ def document(
     is_picture = torch.tensor(media.index[None] >= 0).long()
     if kind == "Gemma3":
         inputs["token_type_ids"] = is_picture
-    elif kind != "Llama4":
+    elif kind not in ("Llama4", "Qwen3OmniMoeThinker"):
         inputs["mm_token_type_ids"] = is_picture.int()
     tower = model if kind == "Llama4" else model.model
     tower.rope_deltas = None  # it stays from call to call
@@ -256,18 +283,33 @@ def document(
 
     def keep(module, inputs, output):  # the model splits the tower's output by picture later
         rows = getattr(output, "pooler_output", output)
+        rows = output.last_hidden_state if rows is None else rows
         deep = getattr(output, "deepstack_features", None)
         deep = np.stack([each.numpy() for each in deep]) if deep else None
         tables.append(MediaTable(rows.reshape(-1, rows.shape[-1]).numpy(), deep))
 
-    handle = getattr(tower, _TOWER.get(kind, "visual")).register_forward_hook(keep)
+    towers = [_TOWER.get(kind, "visual"), *(["audio_tower"] if "input_features" in inputs else [])]
+    handles = [getattr(tower, name).register_forward_hook(keep) for name in towers]
+    ids = torch.tensor(tokens[None])
+    mask = {"attention_mask": torch.ones_like(ids)} if kind == "Qwen3OmniMoeThinker" else {}
     with torch.no_grad():
-        logits = model(torch.tensor(tokens[None]), use_cache=False, **inputs).logits[0].numpy()
-    handle.remove()
-    (table,) = tables
+        logits = model(ids, use_cache=False, **mask, **inputs).logits[0].numpy()
+    for handle in handles:
+        handle.remove()
+    table = _one_table(tables)
     media = DocumentMedia(media.index, table, media.turns, media.until, media.delta)
     assert len(table.rows) == (media.index >= 0).sum()
     return Document(tokens, media, inputs, logits)
+
+
+def _one_table(tables: list[MediaTable]) -> MediaTable:
+    """The rows of a picture, and after them those of a sound, at which deepstack features are 0."""
+    if len(tables) == 1:
+        return tables[0]
+    picture, sound = sorted(tables, key=lambda table: table.deep is None)
+    assert picture.deep is not None
+    deep = np.pad(picture.deep, ((0, 0), (0, len(sound.rows)), (0, 0)))
+    return MediaTable(np.concatenate([picture.rows, sound.rows]), deep)
 
 
 def plain(kind: str, length: int, seed: int = 3) -> Document:
@@ -290,8 +332,12 @@ def _pictures(kind: str, shapes, generator) -> dict:
         return {"pixel_values": torch.rand(len(shapes), h * w, 48, generator=generator), "image_position_ids": at}
     if kind in ("Gemma3", "Llama4"):
         return {"pixel_values": noise(len(shapes), 3, 24, 24)}
-    grid = torch.tensor([(1, 2 * h, 2 * w) for h, w in shapes])
-    return {"pixel_values": noise(int(grid.prod(-1).sum()), 96), "image_grid_thw": grid}
+    grid = torch.tensor([(1, 2 * shape[0], 2 * shape[1]) for shape in shapes if len(shape) == 2])
+    inputs = {"pixel_values": noise(int(grid.prod(-1).sum()), 96), "image_grid_thw": grid}
+    if sounds := sum(len(shape) == 1 for shape in shapes):
+        inputs["input_features"] = noise(sounds, CHUNKED["num_mel_bins"], FRAMES)
+        inputs["feature_attention_mask"] = torch.ones(sounds, FRAMES, dtype=torch.long)
+    return inputs
 
 
 def batch(rows: list[list[Document]], width: int) -> tuple[np.ndarray, np.ndarray, dict]:

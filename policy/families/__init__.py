@@ -14,6 +14,8 @@ Optional:
 - PASSED_OVER: a pattern for the start of the names of such layers that transformers ignores in a file.
 - `unread(config)`: patterns of stored tensors that are not read, for names that depend on the configuration.
 - `empty_tensors(hf)`: names and shapes of tensors without elements that transformers expects.
+- PART: the key under which a configuration of several models has the one that is read and written. Its class is the
+  first of ARCHITECTURES.
 - WRAPPED: pair of a prefix in the tables and its replacement in the files of a multimodal model. `read` then gets the
   complete multimodal configuration, which is also written.
 - `towers(stored)`: the towers of a complete multimodal configuration, by field of DecoderConfig, "image" or "audio".
@@ -64,9 +66,24 @@ def find(hf: dict) -> ModuleType:
     )
 
 
+def single_model(hf: dict) -> dict:
+    """Returns the configuration of the model that is read from one of several models (PART of the family); any other
+    configuration unchanged."""
+    try:
+        family = find(hf)
+    except UnsupportedModel:
+        return hf
+    inner = hf.get(getattr(family, "PART", ""))
+    if not isinstance(inner, dict):
+        return hf
+    outer = {extensions.KEY: hf[extensions.KEY]} if extensions.KEY in hf else {}
+    return inner | outer | {"architectures": [family.ARCHITECTURES[0]], "model_type": family.MODEL_TYPES[0]}
+
+
 def text_model(hf: dict) -> dict:
     """Returns the configuration of the text model inside a multimodal one; any other configuration unchanged, and the
     multimodal ones of families that read them."""
+    hf = single_model(hf)
     inner = hf.get("text_config")
     if not isinstance(inner, dict):
         return hf
@@ -93,6 +110,7 @@ def read(hf: dict, *, media: bool = False) -> DecoderConfig:
     """Reads the decoder that a Hugging Face configuration describes, with the parts that
     policy/huggingface/extensions.py adds. `media`: with the towers of a multimodal one. Raises UnsupportedModel with
     the key that is missing or unknown, and if there is no tower to read."""
+    hf = single_model(hf)
     text = text_model(hf)
     module = find(text)
     try:

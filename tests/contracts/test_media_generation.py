@@ -101,6 +101,7 @@ def assert_greedy(out, expected):
 CUTS = [("Qwen3VLMoe", {"prefill_chunk": 5, "cache": "paged"})]
 MORE_CUTS = [
     ("Gemma3", {"prefill_chunk": 10}),
+    ("Qwen3OmniMoeThinker", {"prefill_chunk": 8, "cache": "paged"}),
     ("Qwen3VLMoe", {"prefill_chunk": 64}),
     ("Gemma3", {"prefill_chunk": 12, "cache": "paged", "sliding_window_cache": True}),
     ("Qwen3VL", {"prefill_chunk": 8}),

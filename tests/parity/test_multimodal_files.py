@@ -10,13 +10,14 @@ import pytest
 import towers
 
 import policy
+from policy import families
 from policy.media import rows_of
 
 pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 KINDS = [
-    pytest.param(kind, marks=() if kind in ("Qwen3VL", "Gemma3") else pytest.mark.every_family)
+    pytest.param(kind, marks=() if kind in ("Qwen3VL", "Gemma3", "Qwen3OmniMoeThinker") else pytest.mark.every_family)
     for kind in media_oracles.MODELS
 ]
 
@@ -48,16 +49,22 @@ def model(request, tmp_path_factory):
     return kind, theirs, policy.load(directory, media=True)
 
 
-def test_logits_of_a_document_with_pictures(model):
+def test_logits_of_a_document_with_pictures_and_sounds(model):
     kind, theirs, ours = model
     document = media_oracles.document(kind, theirs)
     values, shapes = pictures(kind, document.inputs)
     rows, deep = ours.encode("image", values, shapes)
     own = [slice(rows_of(ours.config.image, tuple(shape))) for shape in shapes]
     table = np.concatenate([np.asarray(rows[r, part]) for r, part in enumerate(own)])
-    np.testing.assert_allclose(table, document.media.table.rows, atol=2e-5, rtol=0)
     if deep is not None:
         deep = np.concatenate([np.asarray(deep[:, r, part]) for r, part in enumerate(own)], axis=1)
+    if "input_features" in document.inputs:
+        frames = document.inputs["input_features"].numpy().transpose(0, 2, 1)
+        sounds, features = ours.encode("audio", frames, [[len(frames[0]), 1]])
+        assert features is None
+        table, deep = np.concatenate([table, sounds[0]]), np.pad(deep, ((0, 0), (0, len(sounds[0])), (0, 0)))
+    np.testing.assert_allclose(table, document.media.table.rows, atol=2e-5, rtol=0)
+    if deep is not None:
         np.testing.assert_allclose(deep, document.media.table.deep, atol=2e-5, rtol=0)
     tokens, segments, keywords = media_oracles.batch([[document]], len(document))
     keywords["media"] = type(keywords["media"])(keywords["media"].index, table, deep)
@@ -84,8 +91,8 @@ def test_text_alone_is_read_without_towers(model, tmp_path):
     kind, theirs, ours = model
     policy.save(ours, tmp_path)
     text = policy.load(tmp_path)
-    assert text.config.image is None
-    assert set(text.params) == {path for path in ours.params if not path.startswith("image.")}
+    assert text.config.image is None and text.config.audio is None
+    assert set(text.params) == {path for path in ours.params if not path.startswith(("image.", "audio."))}
     with pytest.raises(ValueError, match="media=True"):
         text.encode("image", np.zeros((1, 1, 1)), np.zeros((1, 2)))
 
@@ -107,6 +114,72 @@ def test_released_names_of_siglip(tmp_path):
     del released["vision_tower.vision_model.post_layernorm.bias"]
     save_file(released, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"missing tensor vision_tower\.post_layernorm\.bias"):
+        policy.load(tmp_path, media=True)
+
+
+def omni(thinker):
+    """The complete model of transformers around this thinker, with a talker and a vocoder."""
+    import transformers
+
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    small |= {"num_key_value_heads": 1, "vocab_size": 32}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    text = (
+        small
+        | experts
+        | {
+            "shared_expert_intermediate_size": 8,
+            "rope_parameters": media_oracles.SECTIONS | {"mrope_section": [2, 1, 1]},
+        }
+    )
+    talker = {"text_config": text, "code_predictor_config": small | {"num_code_groups": 2}, "num_code_groups": 2}
+    talker |= {"thinker_hidden_size": 32, "accept_hidden_layer": 1, "spatial_merge_size": 2}
+    vocoder = {
+        "codebook_size": 8,
+        "num_quantizers": 2,
+        "decoder_dim": 8,
+        "upsample_rates": [2],
+        "upsampling_ratios": [2],
+    }
+    config = transformers.Qwen3OmniMoeConfig(
+        thinker_config=thinker.config.to_dict(), talker_config=talker, code2wav_config=small | vocoder
+    )
+    model = transformers.Qwen3OmniMoeForConditionalGeneration(config)
+    model.thinker.load_state_dict(thinker.state_dict())
+    return model
+
+
+def test_released_files_of_omni(tmp_path):
+    """They hold the thinker under a prefix and in a part of the configuration, next to two models that are not read. What we
+    write is the thinker."""
+    from safetensors.numpy import load_file, save_file
+
+    thinker = media_oracles.build("Qwen3OmniMoeThinker")
+    omni(thinker).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    released = load_file(path)
+    assert {name.partition(".")[0] for name in released} == {"thinker", "talker", "code2wav"}
+    ours, text = (policy.load(tmp_path, media=media) for media in (True, False))
+    assert set(text.params) == {name for name in ours.params if not name.startswith(("image.", "audio."))}
+    complete = json.loads((tmp_path / "config.json").read_text())
+    extended = complete | {"duet": {"multi_token_prediction": {"depth": 1}}}
+    assert families.read(complete).multi_token_prediction is None
+    assert families.read(extended).multi_token_prediction is not None
+    policy.save(ours, tmp_path / "ours")
+    again, info = type(thinker).from_pretrained(tmp_path / "ours", output_loading_info=True, dtype="auto")
+    assert {key: list(value) for key, value in info.items() if value} == {}
+    for name, tensor in thinker.state_dict().items():
+        np.testing.assert_array_equal(again.state_dict()[name].numpy(), tensor.numpy(), err_msg=name)
+    before, after = (media_oracles.document("Qwen3OmniMoeThinker", each).logits for each in (thinker, again.eval()))
+    np.testing.assert_allclose(after, before, atol=1e-5, rtol=0)
+    save_file(released | {"thinker.other.weight": np.ones(4, np.float32)}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"unexpected tensors thinker\.other\.weight"):
         policy.load(tmp_path, media=True)
 
 

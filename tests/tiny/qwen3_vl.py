@@ -3,21 +3,22 @@ from tiny import BASE, LINEAR, Kind
 _SECTIONS = {"rope_parameters": BASE["rope_parameters"] | {"mrope_section": [3, 1, 1], "mrope_interleaved": True}}
 
 
-def text_class(library: str, name: str):
-    """A function that returns the text model of a multimodal class with a head, which transformers has only as a part of
+def text_class(library: str, name: str, part: str = "Text"):
+    """A function that returns the text model of a multimodal class with a head, which transformers has only as a `part` of
     that class."""
 
     def oracle_class():
         import importlib
 
         import torch
+        from transformers.generation import GenerationMixin
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         module = importlib.import_module(f"transformers.models.{library}.modeling_{library}")
-        base, text = getattr(module, f"{name}PreTrainedModel"), getattr(module, f"{name}TextModel")
+        base, text = getattr(module, f"{name}PreTrainedModel"), getattr(module, f"{name}{part}Model")
         config = getattr(importlib.import_module("transformers"), f"{name}TextConfig")
 
-        class WithHead(base):
+        class WithHead(base, GenerationMixin):
             config_class = config
             _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -26,6 +27,7 @@ def text_class(library: str, name: str):
                 self.model = text(config)
                 self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
                 self.post_init()
+                self.generation_config.use_cache = False  # forward keeps no cache
 
             def forward(self, input_ids, **inputs):
                 return CausalLMOutputWithPast(logits=self.lm_head(self.model(input_ids, **inputs)[0]))
