@@ -101,8 +101,8 @@ def forward(
 
     The streams of hyper-connections are reduced in `hidden`. `logits` maps it to the logits of the next token.
 
-    caches: one dict of pools per layer, from `create_caches`. Call the function under `jax.jit` with `caches` donated: the
-        entries are then written in place.
+    caches: one dict of pools per layer, from `create_caches`. Call the function under `jax.jit` with `caches` donated:
+        the entries are then written in place.
     record: names of `Runtime.record`; those that the model's own runtime records are added. recorded[name][n] is the
         output of layer n, with N in front ("routes": int32[N, k], for layers with experts), except "activations",
         statistics of all rows together; layers without that output are left out.

@@ -101,8 +101,8 @@ def compare(
     temperature: ArrayLike,
     runtime: Runtime,
 ) -> DivergenceOutputs:
-    """Returns the divergence of the student's distribution of each token from the teacher's, with its metrics, float32[B,
-    T]. Both states are those one token earlier. `runtime` is the student's."""
+    """Returns the divergence of the student's distribution of each token from the teacher's, with its metrics,
+    float32[B, T]. Both states are those one token earlier. `runtime` is the student's."""
     rows = Rows(runtime.layout, *states_BTE.shape[:2])
     outputs = divergence(
         rows.flat(states_BTE),
@@ -118,8 +118,8 @@ def compare(
 
 
 def prefill(decoder: Decoder, tokens_BT: jax.Array, step: Step, cache: tuple, runtime: Runtime) -> tuple:
-    """Returns the cache with these tokens of row b added to slot b. It computes no logits: decoding starts from the last
-    token of the prompt."""
+    """Returns the cache with these tokens of row b added to slot b. It computes no logits: decoding starts from the
+    last token of the prompt."""
     return cast(tuple, decoder(tokens_BT, step, cache, runtime)[1])
 
 

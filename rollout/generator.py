@@ -218,8 +218,8 @@ class Generator:
         return self.engine.runner.compiled_ahead
 
     def step(self) -> list[Request]:
-        """Collects the output of the last decode, fills free slots from the queue, prefills, and starts the next decode.
-        Returns the requests that ended; the caller processes them while the device works.
+        """Collects the output of the last decode, fills free slots from the queue, prefills, and starts the next
+        decode. Returns the requests that ended; the caller processes them while the device works.
 
         If it is interrupted or fails, it drops all requests and the cache, which may have been donated to a program
         that never returned."""

@@ -1,5 +1,6 @@
-"""Tiny multimodal models of transformers, as oracles of the text side: what they say about a document with two pictures, and the
-rows that their towers made of them. Every weight is perturbed, since norms and position tables start constant."""
+"""Tiny multimodal models of transformers, as oracles of the text side: what they say about a document with two
+pictures, and the rows that their towers made of them. Every weight is perturbed, since norms and position tables start
+constant."""
 
 from __future__ import annotations
 
@@ -176,7 +177,8 @@ MODELS = {
         {"image_token_index": IMAGE, "boi_token_index": 152, "eoi_token_index": 153},
     ),
 }
-# The part of each model whose output is the rows, and the pictures of a document as (height, width) in rows. (rows,) is a sound.
+# The part of each model whose output is the rows, and the pictures of a document as (height, width) in rows. (rows,) is
+# a sound.
 _TOWER = {"Gemma3": "multi_modal_projector", "Gemma4": "embed_vision", "Llama4": "multi_modal_projector"}
 PICTURES = {"Gemma3": [(3, 3), (3, 3)], "Gemma4": [(2, 3), (2, 3)], "Llama4": [(3, 3), (3, 3)]}
 PICTURES["Qwen3OmniMoeThinker"] = [(2, 3), (13,)]
@@ -209,7 +211,8 @@ def build(kind: str, seed: int = 0):
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """A document with pictures: its tokens, its media, and what the oracle is given and says about it, float32[T, V]."""
+    """A document with pictures: its tokens, its media, and what the oracle is given and says about it, float32[T,
+    V]."""
 
     tokens: np.ndarray
     media: DocumentMedia
@@ -221,7 +224,8 @@ class Document:
 
 
 def places(kind: str, texts: tuple[int, ...], seed: int) -> tuple[np.ndarray, list[tuple[int, ...]], DocumentMedia]:
-    """(tokens, pictures, media with an empty table) of texts of these lengths with a picture or a sound between each two."""
+    """(tokens, pictures, media with an empty table) of texts of these lengths with a picture or a sound between each
+    two."""
     rng, shapes = np.random.default_rng(seed), PICTURES.get(kind, [(2, 3), (2, 2)])[: len(texts) - 1]
     tokens, index, turns, until, count, row = [], [], [], [], 0, 0
     for number, length in enumerate(texts):
@@ -266,8 +270,8 @@ def places(kind: str, texts: tuple[int, ...], seed: int) -> tuple[np.ndarray, li
 def document(
     kind: str, model, texts: tuple[int, ...] = (4, 3, 5), seed: int = 1, pictures: int | None = None
 ) -> Document:
-    """A document of texts of these lengths with pictures of noise between them, or a sound, with the rows of the oracle's towers.
-    `pictures`: the seed of the pictures, by default that of the texts."""
+    """A document of texts of these lengths with pictures of noise between them, or a sound, with the rows of the
+    oracle's towers. `pictures`: the seed of the pictures, by default that of the texts."""
     import torch
 
     tokens, shapes, media = places(kind, texts, seed)
@@ -341,8 +345,8 @@ def _pictures(kind: str, shapes, generator) -> dict:
 
 
 def batch(rows: list[list[Document]], width: int) -> tuple[np.ndarray, np.ndarray, dict]:
-    """(tokens [B, width], segments, media, turns and until as keywords) of rows of documents, packed one after the other; the
-    tables are joined into one."""
+    """(tokens [B, width], segments, media, turns and until as keywords) of rows of documents, packed one after the
+    other; the tables are joined into one."""
     documents = [document for row in rows for document in row]
     joined = np.concatenate([each.media.table.rows for each in documents])
     deep = documents[0].media.table.deep

@@ -1,4 +1,5 @@
-"""Tiny towers of transformers, as oracles of ours: their modules with every number perturbed, and ours with the same numbers."""
+"""Tiny towers of transformers, as oracles of ours: their modules with every number perturbed, and ours with the same
+numbers."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ E = 32  # hidden size of the decoder
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kind:
-    """A tower: how it is read, its name table, how transformers makes it, calls it (items -> rows of each, deepstack features of
-    each or None), and which items it is tried on: their shapes."""
+    """A tower: how it is read, its name table, how transformers makes it, calls it (items -> rows of each, deepstack
+    features of each or None), and which items it is tried on: their shapes."""
 
     config: dict
     read: Callable
@@ -47,7 +48,8 @@ class Kind:
 
 
 def perturb(module, seed: int = 0):
-    """Moves every parameter and buffer of a module: norms, position tables and bounds start constant, zero or infinite."""
+    """Moves every parameter and buffer of a module: norms, position tables and bounds start constant, zero or
+    infinite."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -23,7 +23,8 @@ from policy.ops.parameter import normal, ones, stacked, weight, zeros
 from policy.ops.rope import sinusoids
 from policy.towers.blocks import STD, Projections, convolved, for_towers, prepared, real_inputs, run
 
-# Queries and keys are scaled so that fresh per-dimension scales, softplus(0) = ln 2, leave q k / sqrt(d) ln(1 + e) / ln 2.
+# Queries and keys are scaled so that fresh per-dimension scales, softplus(0) = ln 2, leave q k / sqrt(d) ln(1 + e)
+# / ln 2.
 QUERY_SCALE, KEY_SCALE = 1 / math.log(2), math.log(1 + math.e) / math.log(2)
 
 

@@ -16,8 +16,8 @@ _NAMES = {"forward": "distill/forward_kl", "reverse": "distill/reverse_kl", "jsd
 def distillation_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (scalar, metrics): alpha d + (1 - alpha) nll + features_coef f, means over the tokens of the batch.
 
-    An alpha that stays 0 or 1 leaves the other targets out, so that they cost no backward pass. Raises ValueError for an
-    input that is missing.
+    An alpha that stays 0 or 1 leaves the other targets out, so that they cost no backward pass. Raises ValueError for
+    an input that is missing.
     """
     missing = [name for name in ("logp", "divergence") if getattr(inputs, name) is None]
     if missing:

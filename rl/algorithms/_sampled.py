@@ -38,7 +38,8 @@ class Sampled:
     )
 
     def token_flags(self, inputs: Any) -> Any:
-        """Returns uint8[N,T]: which tokens of a PolicyInputs clipping or the sampler correction cuts off; None: none."""
+        """Returns uint8[N,T]: which tokens of a PolicyInputs clipping or the sampler correction cuts off; None:
+        none."""
         return None
 
     @model_validator(mode="after")

@@ -3,9 +3,9 @@ teacher (Hinton et al. 2015, arXiv:1503.02531), the demonstrations themselves, a
 
     L = alpha d + (1 - alpha) nll + features_coef f
 
-d is the divergence of softmax(z / tau) of the policy from softmax(z / tau) of the teacher, in nats per token; nll is the
-loss of `sft`, at temperature 1; f is the distance of the outputs of the mixers. All are means over the tokens of the
-optimiser batch.
+d is the divergence of softmax(z / tau) of the policy from softmax(z / tau) of the teacher, in nats per token; nll is
+the loss of `sft`, at temperature 1; f is the distance of the outputs of the mixers. All are means over the tokens of
+the optimiser batch.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ ALPHA, TEMPERATURE, FEATURES = "distill/alpha", "distill/temperature", "distill/
 
 @algorithm_options()
 class Algorithm(Supervised):
-    """Soft targets of a teacher and hard targets of the data; alpha, temperature and features_coef may move from step to
-    step."""
+    """Soft targets of a teacher and hard targets of the data; alpha, temperature and features_coef may move from step
+    to step."""
 
     name: ClassVar[str] = "distill"
     inputs: ClassVar[frozenset[str]] = frozenset({"teacher"})
 
     divergence: Literal["forward", "reverse", "jsd"] = Field(
         "forward",
-        description="forward: KL(teacher || policy), covers what the teacher does; reverse: KL(policy || teacher), avoids "
-        "what the teacher does not do; jsd: the Jensen-Shannon divergence of GKD (arXiv:2306.13649)",
+        description="forward: KL(teacher || policy), covers what the teacher does; reverse: KL(policy || teacher), "
+        "avoids what the teacher does not do; jsd: the Jensen-Shannon divergence of GKD (arXiv:2306.13649)",
     )
     beta: float = Field(0.5, gt=0, lt=1, description="jsd: weight of the teacher in the mixture")
     alpha: float = Field(0.5, ge=0, le=1, description="weight of the soft targets; 1 - alpha: of the hard targets")

@@ -121,16 +121,16 @@ class TokenizerOptions(Strict):
 
 
 class TeacherOptions(Strict):
-    """A frozen model whose next-token distributions a stage learns from (`distill`), on the mesh of the run: `source`. Or
-    its likeliest tokens, which `rl teach` wrote: `files`."""
+    """A frozen model whose next-token distributions a stage learns from (`distill`), on the mesh of the run: `source`.
+    Or its likeliest tokens, which `rl teach` wrote: `files`."""
 
     shorthand: ClassVar[str | None] = "source"
     exactly_one: ClassVar[tuple[str, ...]] = ("source", "files")
 
     source: str | None = Field(
         default=None,
-        description="Hugging Face directory with the tokenizer of the run, the directory of a finished run, or a model on "
-        "the hub; or the name of a file in configs/models/ (random weights, to try a configuration)",
+        description="Hugging Face directory with the tokenizer of the run, the directory of a finished run, or a model "
+        "on the hub; or the name of a file in configs/models/ (random weights, to try a configuration)",
     )
     files: str | None = Field(
         default=None, description="directory that `rl teach` wrote; the run then loads no teacher; see distillation.md"
@@ -143,7 +143,8 @@ class TeacherOptions(Strict):
     )
     weights: StoredType | None = Field(
         default=None,
-        description="type in which the weights of its products are stored, with a scale per output channel; null: dtype",
+        description="type in which the weights of its products are stored, with a scale per output channel; null: "
+        "dtype",
     )
     host_memory: bool = Field(
         default=False, description="its weights live in host memory; one layer at a time is on the device"

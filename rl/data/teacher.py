@@ -19,8 +19,8 @@ from rollout.text.tokenizer import load_tokenizer, stop_ids
 def directory_of(options: TeacherOptions, *, weights: bool = False) -> Path | None:
     """Returns the directory of a teacher's model, or None for a preset, whose weights are random.
 
-    The directory of a finished run stands for its final weights. With `weights`, files of the hub are downloaded. Raises
-    ModelError if there is no such model.
+    The directory of a finished run stands for its final weights. With `weights`, files of the hub are downloaded.
+    Raises ModelError if there is no such model.
     """
     assert options.source is not None  # of a teacher without files
     if options.source in sources.presets():
@@ -53,8 +53,8 @@ def problems(
 ) -> Iterator[tuple[str, str]]:
     """Yields (key of the teacher, message) for each problem that the files of both models show.
 
-    student: the decoder of the policy, if it can be read. A teacher that is not there yet has no problem: `check_teacher`
-    and the start of the stage refuse it.
+    student: the decoder of the policy, if it can be read. A teacher that is not there yet has no problem:
+    `check_teacher` and the start of the stage refuse it.
     """
     if options.files is not None:
         for key in ("overrides", "dtype", "weights", "host_memory"):
@@ -81,8 +81,8 @@ def problems(
 def _feature_problems(pairs: list[list[int]] | None, student: DecoderConfig, teacher: DecoderConfig) -> Iterator[str]:
     if student.hidden_size != teacher.hidden_size:
         yield (
-            f"features_coef compares states of the same width, but the policy has {student.hidden_size} and this teacher "
-            f"{teacher.hidden_size}; set features_coef: 0"
+            f"features_coef compares states of the same width, but the policy has {student.hidden_size} and this "
+            f"teacher {teacher.hidden_size}; set features_coef: 0"
         )
     mixing = [{n for n, layer in enumerate(config.layers) if layer.mixer is not None} for config in (student, teacher)]
     if pairs is None and mixing[0] != mixing[1]:
@@ -96,8 +96,8 @@ def _feature_problems(pairs: list[list[int]] | None, student: DecoderConfig, tea
 
 
 def check_teacher(options: TeacherOptions, tokenizer: Any, stops: tuple[int, ...]) -> None:
-    """Raises ConfigError for a teacher that reads other ids than the run or ends texts elsewhere, ModelError for one that
-    is not there.
+    """Raises ConfigError for a teacher that reads other ids than the run or ends texts elsewhere, ModelError for one
+    that is not there.
 
     tokenizer: of the run. stops: ids that end a completion of the run.
     """
@@ -138,9 +138,10 @@ def check_stops(where: str, their_stops: tuple[int, ...], tokenizer: Any, stops:
     """Raises ConfigError if a teacher ends a completion with other ids than the run."""
     if set(their_stops) != set(stops):
         raise ConfigError(
-            f"{where} ends a completion with {_named(their_stops, tokenizer)}, the run with {_named(stops, tokenizer)}: "
-            "the student would not learn to stop. Give the same chat template and eos_token_id to both (tokenizer, "
-            "generation_config.json), or name the further ids in stages.N.sampling.stop_token_ids"
+            f"{where} ends a completion with {_named(their_stops, tokenizer)}, the run with "
+            f"{_named(stops, tokenizer)}: the student would not learn to stop. Give the same chat template and "
+            "eos_token_id to both (tokenizer, generation_config.json), or name the further ids in "
+            "stages.N.sampling.stop_token_ids"
         )
 
 

@@ -1,13 +1,15 @@
 """Files with a teacher's likeliest tokens, which `rl teach` writes and a stage of `distill` reads. Imports no jax.
 
-A directory holds teacher.json and part-00000.safetensors, part-00001.safetensors, ... Rows have the order of the dataset,
-so neither packing nor shuffling moves them. A part of r rows with n tokens, m of which are trained on, holds
+A directory holds teacher.json and part-00000.safetensors, part-00001.safetensors, ... Rows have the order of the
+dataset, so neither packing nor shuffling moves them. A part of r rows with n tokens, m of which are trained on, holds
 
     tokens int32[n], mask uint8[n], starts int64[r + 1]     the rows; row i is starts[i] .. starts[i + 1]
     scored int64[r + 1]                                     the same for the m tokens that are trained on
-    top_ids uint32[m, K], top_logp float[m, K]              the K likeliest tokens, likeliest first, and their log-probabilities
+    top_ids uint32[m, K], top_logp float[m, K]              the K likeliest tokens, likeliest first, and their
+                                                            log-probabilities
     rest float[m]                                           the logarithm of the probability of all other tokens
-    row_sha256, top_sha256 uint8[r, 32]                     hashes of each row: of its tokens and mask, and of its numbers
+    row_sha256, top_sha256 uint8[r, 32]                     hashes of each row: of its tokens and mask, and of its
+                                                            numbers
 
 Log-probabilities are at temperature 1 over `vocab` tokens. teacher.json appears when all parts are there; until then
 partial.json says what they are made from, and a second `rl teach` goes on after the last part.
@@ -88,7 +90,8 @@ def _hash(*arrays: np.ndarray) -> np.ndarray:
 
 
 class TeacherWriter:
-    """Writes a directory of teacher files part by part. A part appears in one step, so a kill leaves only full parts."""
+    """Writes a directory of teacher files part by part. A part appears in one step, so a kill leaves only full
+    parts."""
 
     def __init__(self, directory: Path, facts: TeacherFacts):
         """Raises ConfigError if the directory holds other files of a teacher, or is finished."""
@@ -199,9 +202,9 @@ class TeacherFiles:
             part, place = divmod(number, self.facts.rows_per_part)
             if not np.array_equal(hashes[part][place], row_sha256(row)):
                 raise DataError(
-                    f"row {number} of the data has other tokens, or other tokens that are trained on, than row {number} of "
-                    f"{self.directory}: tokenizer, template, order of the data or train_on are not those of `rl teach`; "
-                    "run it again with this configuration"
+                    f"row {number} of the data has other tokens, or other tokens that are trained on, than row "
+                    f"{number} of {self.directory}: tokenizer, template, order of the data or train_on are not those "
+                    "of `rl teach`; run it again with this configuration"
                 )
 
     def take(self, number: int, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -220,7 +223,8 @@ class TeacherFiles:
         return ids[:, :k], logp[:, :k], np.maximum(others, LEAST_REST).astype(np.float32)
 
     def arrays(self, numbers: Sequence[int], mask_NT: np.ndarray, top_k: int | None) -> dict[str, np.ndarray]:
-        """Returns the fields `teacher_*` of a batch, by name: at each token of the mask the numbers of its place, else 0.
+        """Returns the fields `teacher_*` of a batch, by name: at each token of the mask the numbers of its place, else
+        0.
 
         numbers: of the rows of the batch. top_k: tokens in each place; None: all that are stored.
         """

@@ -143,8 +143,8 @@ class RunFolder:
         rate = any(each.schedule != "constant" for each in (last.optimizer, last.critic))
         if rate or coefs(0.0) != coefs(1.0):
             raise ConfigError(
-                f"{key}: {'the learning rate' if rate else last.algorithm.name} follows a schedule over all steps, so the "
-                f"steps of {self.path} would have been others. Give {self.path}/export to a new run as `model`"
+                f"{key}: {'the learning rate' if rate else last.algorithm.name} follows a schedule over all steps, so "
+                f"the steps of {self.path} would have been others. Give {self.path}/export to a new run as `model`"
             )
         if not kind_of(last).trains_policy:
             raise ConfigError(f"{key}: a stage that trains a reward model cannot be extended; start a new run")

@@ -45,8 +45,8 @@ class TeachOptions:
 def teach(config: RunConfig, options: TeachOptions) -> None:
     """Writes the files, or the parts that an earlier call did not write. Prints a line for each part.
 
-    Raises ConfigError, DataError or ModelError for a teacher, data or a directory that cannot be used, before the teacher
-    is loaded.
+    Raises ConfigError, DataError or ModelError for a teacher, data or a directory that cannot be used, before the
+    teacher is loaded.
     """
     stage = _stage(config, options.stage)
     teacher_options = stage.teacher

@@ -335,8 +335,8 @@ class StageKind(ConfiguredStage, ABC):
     def update(self, state: Any, batch: Batch, **options: Any) -> tuple[Any, dict[str, float]]:
         """Makes `updates_per_step` updates, each on a mini-batch of equally many rows. `options`: for `Trainer.update`.
 
-        Returns the state and the mean of each metric (of `first_update_metrics`, the first value). After each update the
-        model holds the new weights.
+        Returns the state and the mean of each metric (of `first_update_metrics`, the first value). After each update
+        the model holds the new weights.
         """
         import jax
 

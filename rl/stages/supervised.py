@@ -150,9 +150,9 @@ class Stage(StageKind):
         outside = teacher.outside(graph, state.policy.params, padded_batch(first, self.config.max_length))
         if outside > MOST_OUTSIDE:
             raise ModelError(
-                f"teacher {self.teacher.source} has {vocabulary} ids, the policy {graph.config.vocab_size}, and gives those "
-                f"beyond a probability of {outside:.2g} (most: {MOST_OUTSIDE:g}); the divergence does not see them. Train "
-                "the policy on texts first (sft), or use models of the same width"
+                f"teacher {self.teacher.source} has {vocabulary} ids, the policy {graph.config.vocab_size}, and gives "
+                f"those beyond a probability of {outside:.2g} (most: {MOST_OUTSIDE:g}); the divergence does not see "
+                "them. Train the policy on texts first (sft), or use models of the same width"
             )
 
     def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:

@@ -204,9 +204,9 @@ class ModelTeacher(Teacher):
 
     @functools.cache  # noqa: B019 - a teacher is made once for a stage
     def top(self, k: int, vocab: int) -> CompiledCache:
-        """Returns the program (params, tokens, segments, None) -> (log-probabilities float32[R, T, k], ids int32[R, T, k],
-        logarithm of the probability of all others float32[R, T]) of the likeliest of the first `vocab` tokens in place of
-        each token, at temperature 1."""
+        """Returns the program (params, tokens, segments, None) -> (log-probabilities float32[R, T, k], ids int32[R, T,
+        k], logarithm of the probability of all others float32[R, T]) of the likeliest of the first `vocab` tokens in
+        place of each token, at temperature 1."""
 
         def run(params, tokens, segments, _):
             tokens = constrain(tokens, ("batch", None), self.graph.layout)

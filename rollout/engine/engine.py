@@ -14,9 +14,9 @@ prefix cache mean what they mean in vLLM; slot and row are words of this engine.
 - preempt: take the pages of a running request, so that others can go on. It is prefilled again later.
 
 `start` first prefills prompts. While other requests decode, it begins no prefill call after `prefill_budget` tokens of
-this step, so that a long prompt never stalls them. Then it starts a decode of all slots whose prompt is in the cache. A decode
-stops early when requests wait and enough slots are free for them, or when the active rows fit a smaller batch. While it
-runs, the host processes the completions that have ended. `collect` waits for it.
+this step, so that a long prompt never stalls them. Then it starts a decode of all slots whose prompt is in the cache. A
+decode stops early when requests wait and enough slots are free for them, or when the active rows fit a smaller batch.
+While it runs, the host processes the completions that have ended. `collect` waits for it.
 
 Counters (`Engine.counts`), all cumulative: `steps`, decoding steps; `rows` of the batches of these steps; `useful`,
 rows that produced a token; `prefill`, prefilled tokens without padding; `dispatches`, decodes; `preempted`,

@@ -1,4 +1,5 @@
-"""Pictures in prompts of the generator: its tokens are those of transformers' `generate`, however prompts are cut and cached."""
+"""Pictures in prompts of the generator: its tokens are those of transformers' `generate`, however prompts are cut and
+cached."""
 
 import dataclasses
 import functools
@@ -54,7 +55,8 @@ def greedy(theirs, document) -> Greedy:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """case(kind) -> (ours, two documents with the same text and other pictures, greedy tokens of transformers for both)."""
+    """case(kind) -> (ours, two documents with the same text and other pictures, greedy tokens of transformers for
+    both)."""
 
     @functools.cache
     def made(kind):
@@ -121,7 +123,8 @@ MORE_CUTS = [
     ("kind", "options"), [*CUTS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_CUTS)], ids=str
 )
 def test_greedy_tokens_are_those_of_transformers_for_every_cut(kind, options, case):
-    """Two prompts of the same ids with other pictures, and the first one again: no cached entry of another picture is used."""
+    """Two prompts of the same ids with other pictures, and the first one again: no cached entry of another picture is
+    used."""
     model, (first, second), (want, other) = case(kind)
     assert want.tokens != other.tokens, "the pictures change nothing"
     gen = generator(model, **options)
@@ -135,8 +138,8 @@ def test_greedy_tokens_are_those_of_transformers_for_every_cut(kind, options, ca
 
 @pytest.mark.slow
 def test_exact_completions_have_the_bits_of_log_probabilities(case):
-    """Also the samples of one prompt, of a text next to it, and whatever the cache: exact completions are a function of the
-    prompt."""
+    """Also the samples of one prompt, of a text next to it, and whatever the cache: exact completions are a function of
+    the prompt."""
     model, (first, second), _ = case("Qwen3VLMoe")
     text = media_oracles.plain("Qwen3VLMoe", 7).tokens.tolist()
     params = SamplingParams(n=2, max_new_tokens=NEW, temperature=0.8)
@@ -166,7 +169,8 @@ def extended(document, completion):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"kv_cache": "int8"}, {"record_routes": True}, {"weights": "int8"}], ids=str)
 def test_options_of_the_generator_go_with_pictures(options, case):
-    """Two pictures in each prompt; quantised entries and weights move log-probabilities a little, recorded routes not at all."""
+    """Two pictures in each prompt; quantised entries and weights move log-probabilities a little, recorded routes not
+    at all."""
     model, documents, expected = case("Qwen3VLMoe")
     prompts = [prompt_of(each, str(n)) for n, each in enumerate(documents)]
     out = generator(model, prefill_chunk=8, **options).generate(prompts, GREEDY)

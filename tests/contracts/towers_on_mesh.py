@@ -2,7 +2,8 @@
 
     python towers_on_mesh.py '[["Qwen3VL", {"fsdp": 2, "tensor": 2}], ...]'
 
-Prints a JSON list with the largest difference of the rows and of the gradients of weights, as a share of the largest number.
+Prints a JSON list with the largest difference of the rows and of the gradients of weights, as a share of the largest
+number.
 """
 
 import json

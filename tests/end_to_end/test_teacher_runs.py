@@ -1,4 +1,5 @@
-"""Runs of `distill`: from a teacher that is loaded, from files of `rl teach`, interrupted, and with teachers that do not fit."""
+"""Runs of `distill`: from a teacher that is loaded, from files of `rl teach`, interrupted, and with teachers that do
+not fit."""
 
 import json
 import shutil

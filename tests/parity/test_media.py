@@ -1,5 +1,5 @@
-"""Pictures in the text model, against transformers: logits with the rows of the oracle's tower, packed documents, deepstack under
-scan, experts in both orders of their axes."""
+"""Pictures in the text model, against transformers: logits with the rows of the oracle's tower, packed documents,
+deepstack under scan, experts in both orders of their axes."""
 
 import dataclasses
 import functools
@@ -25,7 +25,8 @@ WIDTH = 64
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A multimodal model of transformers, the directory that it was saved to, ours read from there, and two documents."""
+    """A multimodal model of transformers, the directory that it was saved to, ours read from there, and two
+    documents."""
 
     theirs: object
     directory: object
@@ -52,8 +53,8 @@ def with_runtime(model, **changes):
 
 
 def check_documents(model, documents):
-    """One batch: both documents packed into one row, and each alone. Logits are those of the oracle, and the packed documents
-    those alone."""
+    """One batch: both documents packed into one row, and each alone. Logits are those of the oracle, and the packed
+    documents those alone."""
     first, second = documents
     tokens, segments, media = media_oracles.batch([documents, [first], [second]], WIDTH)
     logits = np.asarray(model.logits(tokens, segments=segments, **media))
@@ -139,7 +140,8 @@ def test_dropout_of_rows_with_pictures_does_not_depend_on_how_layers_are_compute
 
 @pytest.mark.parametrize("kind", by_kind(("Qwen3VLMoe", "Gemma3"), always=("Gemma3",)))
 def test_log_probabilities_of_text_after_pictures(kind, pair):
-    """Those of transformers; the bits of a document do not depend on the others of a batch, with pictures or without."""
+    """Those of transformers; the bits of a document do not depend on the others of a batch, with pictures or
+    without."""
     first, second = pair(kind).documents
     text = media_oracles.plain(kind, 9)
     tokens, segments, media = media_oracles.batch([[first, text], [second]], WIDTH)
@@ -158,8 +160,8 @@ def test_log_probabilities_of_text_after_pictures(kind, pair):
 
 @pytest.mark.slow
 def test_a_placeholder_without_a_row_is_a_token_and_one_with_a_row_may_be_no_id(pair):
-    """The index decides: the embedding of a placeholder id is read where no row stands, and an id outside the vocabulary does no
-    harm where one does."""
+    """The index decides: the embedding of a placeholder id is read where no row stands, and an id outside the
+    vocabulary does no harm where one does."""
     model, document = pair("Qwen3VLMoe").ours, pair("Qwen3VLMoe").documents[0]
     tokens, segments, media = media_oracles.batch([[document]] * 3, WIDTH)
     tokens[1] = np.where(media["media"].index[1] >= 0, 10**6, tokens[1])

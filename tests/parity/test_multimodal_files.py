@@ -1,5 +1,5 @@
-"""Directories of multimodal models: text and towers are read, compute what transformers computes from pictures, and are written
-so that transformers reads them again."""
+"""Directories of multimodal models: text and towers are read, compute what transformers computes from pictures, and are
+written so that transformers reads them again."""
 
 import copy
 import json
@@ -156,8 +156,8 @@ def omni(thinker):
 
 
 def test_released_files_of_omni(tmp_path):
-    """They hold the thinker under a prefix and in a part of the configuration, next to two models that are not read. What we
-    write is the thinker."""
+    """They hold the thinker under a prefix and in a part of the configuration, next to two models that are not read.
+    What we write is the thinker."""
     from safetensors.numpy import load_file, save_file
 
     thinker = media_oracles.build("Qwen3OmniMoeThinker")

@@ -4,8 +4,8 @@ _SECTIONS = {"rope_parameters": BASE["rope_parameters"] | {"mrope_section": [3, 
 
 
 def text_class(library: str, name: str, part: str = "Text"):
-    """A function that returns the text model of a multimodal class with a head, which transformers has only as a `part` of
-    that class."""
+    """A function that returns the text model of a multimodal class with a head, which transformers has only as a `part`
+    of that class."""
 
     def oracle_class():
         import importlib

@@ -11,8 +11,8 @@ from policy.config import Rope
 from policy.ops.rope import frequencies, rotation
 from rollout.request import Request, prefix_keys
 
-# Two tokens, a picture of three that see each other, one token, a picture of two, one token. What follows turns by 3 less than
-# its place, as after larger pictures.
+# Two tokens, a picture of three that see each other, one token, a picture of two, one token. What follows turns by 3
+# less than its place, as after larger pictures.
 INDEX = np.array([-1, -1, 0, 1, 2, -1, 3, 4, -1], np.int32)
 UNTIL = np.array([0, 1, 4, 4, 4, 5, 7, 7, 8], np.int32)
 TURNS = np.array(

@@ -40,7 +40,8 @@ class Options:
     end: str = ""
     """Text after the demonstration."""
     noise: float = 0.0
-    """Share of the digits of training demonstrations that are wrong, chosen by a hash of the problem. `answer` stays right."""
+    """Share of the digits of training demonstrations that are wrong, chosen by a hash of the problem. `answer` stays
+    right."""
     eval_share: float = 0.1
     """Share of the problems for evaluation, chosen by a hash of the problem."""
     problems: int = 50_000
