@@ -5,7 +5,7 @@ teacher (Hinton et al. 2015, arXiv:1503.02531), the demonstrations themselves, a
 
 d is the divergence of softmax(z / tau) of the policy from softmax(z / tau) of the teacher, in nats per token; nll is
 the loss of `sft`, at temperature 1; f is the distance of the outputs of the mixers. All are means over the tokens of
-the optimiser batch.
+the mini-batch.
 """
 
 from __future__ import annotations
@@ -107,16 +107,16 @@ class Algorithm(Supervised):
         return {name: scheduled(self.schedule, start, end, done) for name, (start, end) in ends.items()}
 
     def coefs_of(self, inputs: Any) -> tuple[Any, Any, Any]:
-        """Returns (alpha, temperature, features_coef) of an optimiser batch, `PolicyInputs`."""
+        """Returns (alpha, temperature, features_coef) of a mini-batch, `PolicyInputs`."""
         coefs = inputs.adaptive_coefs or self.adaptive_coefs
         return coefs[ALPHA], coefs[TEMPERATURE], coefs.get(FEATURES, 0.0)
 
     def temperature_of(self, inputs: Any) -> Any:
-        """Returns the temperature of an optimiser batch, `PolicyInputs`."""
+        """Returns the temperature of a mini-batch, `PolicyInputs`."""
         return self.coefs_of(inputs)[1]
 
     def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns the mean over the tokens of the optimiser batch, and metrics.
+        """Returns the mean over the tokens of the mini-batch, and metrics.
 
         Raises ValueError without `logp` and `divergence`.
         """
