@@ -138,10 +138,10 @@ class Generator:
         self._streams.append(stream)
         try:
             while stream.left:
-                if not stream.ended:
-                    self._advance()
                 if stream.failure is not None:
                     raise RuntimeError("another stream of this generator failed") from stream.failure
+                if not stream.ended:
+                    self._advance()
                 while stream.ended:
                     request = stream.ended.popleft()
                     stream.left.remove(id(request))

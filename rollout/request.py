@@ -4,14 +4,14 @@ The words of the folder `engine` about a request, from the smallest to the large
 
 - entry: what the cache keeps of one token.
 - `cached`: how many of the first tokens of prompt and completion have entries now.
-- `needed`: how many entries decoding needs: one for each token but the last. `cacheable`: the first
-  `needed` tokens of prompt and completion, all but the last.
+- `needed`: how many entries decoding needs: one for each token but the last. `cacheable`: the keys of these tokens. The
+  key of a token is its id, or a number below 0 for a part of a picture or sound (`prefix_keys`).
 - `last`: the token without an entry. The next decoding step feeds it, makes its entry and samples the token after it.
 - `ready`: `cached` has reached `needed`, so the request can decode.
 - `left`: how many tokens may still be sampled.
 
-The engine calls the `cacheable` tokens the prompt of a request. They are the user's prompt without its last token, and
-also a part of the completion if the request was preempted or continues.
+The `cacheable` tokens are the user's prompt without its last token, and also a part of the completion if the request
+was preempted or continues.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Media:
-    """The rows of a call.
+    """The pictures and sounds of a call.
 
     index: int32[B, T], the row of `table` that stands at each token; -1: the token's own embedding.
     table: [M, E], the output of towers.
@@ -85,7 +85,10 @@ class DocumentMedia:
         if T and self.index[-1] >= 0:
             return "ends with a picture or sound; put a token after it, since decoding feeds the last token as text"
         if self.until is not None and (
-            np.any(self.until < np.arange(T)) or np.any(self.until >= T) or np.any(np.diff(self.until) < 0)
+            np.any(self.until < np.arange(T))
+            or np.any(self.until >= T)
+            or np.any(self.until[np.minimum(self.until, T - 1)] != self.until)
+            or (T > 1 and self.until[-2] == T - 1)  # decoding feeds the last token alone
         ):
             return "has media whose until does not name the last token of each block"
         return None

@@ -116,7 +116,7 @@ class Algorithm(Supervised):
         return self.coefs_of(inputs)[1]
 
     def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns the mean over the tokens of the mini-batch, and metrics.
+        """Returns the micro-batch's share of the mean over the tokens of the mini-batch, and metrics.
 
         Raises ValueError without `logp` and `divergence`.
         """

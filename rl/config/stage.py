@@ -134,7 +134,7 @@ class AlgorithmOptions(Strict):
 
 class StageOptions(Strict):
     algorithm: AlgorithmOptions = Field(description="its name, or its name and options")
-    steps: int = Field(ge=0, description="generation batches (grpo, ppo), or optimiser steps (sft, dpo)")
+    steps: int = Field(ge=0, description="steps of the stage; each makes updates_per_step updates")
     until: UntilOptions | None = Field(default=None, description="end the stage earlier, when a metric reaches a bound")
     prompts_per_step: int = Field(
         default=32, ge=1, description="prompts (grpo, ppo), demonstrations (sft) or pairs (dpo) of one step"

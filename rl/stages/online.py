@@ -118,7 +118,7 @@ class Stage(StageKind):
         self._add_inputs(data)
         advantages = self._advantages(data)
         state, updated = self._update(data, n)
-        if not data.stale:  # with stale tokens, which this mean includes, `log_probabilities` has checked the others
+        if not data.stale:  # else the mean says nothing; `log_probabilities` has checked the tokens that are not stale
             _check_difference(self.options.max_logp_diff, updated.get("sampler/logp_diff_mean"))
         state = self._renew_reference(state, n)
         return state, self._log(data, advantages, updated, n, flops_before)

@@ -8,7 +8,7 @@ A stage goes through five phases, and each method belongs to one:
     start, step, evaluation    run: a state, and one step after the other
     finish, export             files
 
-A step takes `prompts_per_step` prompts or examples, whose rows are the batch of the step. It makes `updates_per_step`
+A step takes `prompts_per_step` rows of data: prompts, demonstrations or pairs. It makes `updates_per_step`
 updates, each on a mini-batch: an equal part of the rows, as in PPO. An update sums the gradients of micro-batches.
 """
 

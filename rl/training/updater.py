@@ -226,14 +226,14 @@ class OptimizerStep:
         return learner, value_head, metrics | step_metrics, tokens
 
     def apply(self, learner: ParamState, grads: dict, loss: jax.Array, routing: dict) -> tuple[ParamState, dict]:
-        """Returns (learner after a step by these gradients, metrics), in a jitted function. routing: router loads."""
+        """Returns (learner after an update by these gradients, metrics), in a jitted function. routing: router loads."""
         trained, others = self._split(learner.params)
         squares = to_device(joined(on_each_memory(_squares, self._tables, grads)))
         part_norms = gradient_norms(squares) if self._diagnostics else {}
         mtp = self._stage.mtp
         detach = mtp is not None and mtp.detach
         factors, norm, norms = _clipping(squares, self._options.clip_norm, detach=detach)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        finite = _is_finite(loss, norm, norms)
         # A gradient of 0, as from equal rewards, changes nothing: otherwise the old moments would change the weights.
         good = finite & (sum(squares.values()) > 0)
         arguments = grads, factors, learner.optimizer, trained, good
@@ -252,7 +252,7 @@ class OptimizerStep:
         return ParamState(joined(weights) | others, joined(states)), metrics
 
     def _apply_optimizer(self, grads, factors, state, weights, good):
-        """Returns (weights, optimizer state, norm of the change) after a step. Tables in host memory stay there."""
+        """Returns (weights, optimizer state, norm of the change) after an update. Tables in host memory stay there."""
         step = by_layer if self._in_host_memory and not weights.keys() <= self._tables else at_once
         grads = jax.tree.map(jnp.multiply, row_tables.summed(grads), factors)
         weights = self._shard_as_moments(weights) if step is at_once else weights
@@ -336,6 +336,12 @@ def _clipping(squares: dict[str, jax.Array], limit: float | None, *, detach: boo
         norms |= dict.fromkeys(clipped_alone, metrics["mtp/grad_norm"])
     factors = {path: 1.0 if limit is None else jnp.minimum(1.0, limit / (each + 1e-6)) for path, each in norms.items()}
     return factors, norm, metrics
+
+
+def _is_finite(loss: jax.Array, norm: jax.Array, norms: dict[str, jax.Array]) -> jax.Array:
+    """Returns whether an update is finite. `norm` leaves out prediction modules that are clipped by their own norm."""
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    return finite & jnp.isfinite(norms["mtp/grad_norm"]) if "mtp/grad_norm" in norms else finite
 
 
 def updates_made(learner: ParamState) -> jax.Array:

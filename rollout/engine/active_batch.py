@@ -123,7 +123,7 @@ class ActiveBatch:
         """
         size = len(self.slots)
         if waiting:
-            return decoding - 1 - size // EARLY_EXIT_DIVISOR
+            return max(0, decoding - 1 - size // EARLY_EXIT_DIVISOR)
         smaller = max((s for s in self._geometry.batch_sizes if s < size), default=0)
         if smaller < decoding:
             return smaller

@@ -10,13 +10,12 @@ prefix cache mean what they mean in vLLM; slot and row are words of this engine.
 - slot: a place for one running request. There are S of them, the most requests that run at the same time (max_num_seqs
   in vLLM). In a contiguous cache a slot has room for `max_length` entries; in a paged cache it has a page table.
 - row: a row of the arrays of one call. A row of the cache of all slots belongs to one slot.
-- prompt of a request: the tokens that must have entries before it can decode (`Request.cacheable`).
 - preempt: take the pages of a running request, so that others can go on. It is prefilled again later.
 
-`start` first prefills prompts. While other requests decode, it begins no prefill call after `prefill_budget` tokens of
-this step, so that a long prompt never stalls them. Then it starts a decode of all slots whose prompt is in the cache. A
-decode stops early when requests wait and enough slots are free for them, or when the active rows fit a smaller batch.
-While it runs, the host processes the completions that have ended. `collect` waits for it.
+`start` first prefills the `cacheable` tokens of requests. While other requests decode, it begins no prefill call after
+`prefill_budget` tokens of this step, so that a long prompt never stalls them. Then it starts a decode of all slots
+whose request is `ready`. A decode stops early when requests wait and enough slots are free for them, or when the active
+rows fit a smaller batch. While it runs, the host processes the completions that have ended. `collect` waits for it.
 
 Counters (`Engine.counts`), all cumulative: `steps`, decoding steps; `rows` of the batches of these steps; `useful`,
 rows that produced a token; `prefill`, prefilled tokens without padding; `dispatches`, decodes; `preempted`,

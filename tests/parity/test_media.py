@@ -78,6 +78,7 @@ def test_unrolled_layers_say_the_same(kind, pair):
 
 
 @pytest.mark.parametrize(("kind", "absent"), [("Qwen3VLMoe", "turns"), ("Gemma3", "until"), ("Qwen3VLMoe", "deep")])
+@pytest.mark.slow
 def test_positions_blocks_and_deepstack_all_matter(kind, absent, pair):
     """Without each of them the logits are far from those of transformers, so the tests above can fail."""
     document = pair(kind).documents[0]

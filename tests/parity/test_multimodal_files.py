@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="the oracle is transformers on torch: pip in
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 KINDS = [
-    pytest.param(kind, marks=() if kind in ("Qwen3VL", "Gemma3", "Qwen3OmniMoeThinker") else pytest.mark.every_family)
+    pytest.param(kind, marks=() if kind in ("Qwen3VL", "Gemma3") else pytest.mark.every_family)
     for kind in media_oracles.MODELS
 ]
 

@@ -46,3 +46,8 @@ def test_micro_batches_add_up_and_nothing_kept_has_no_gradient():
     assert not np.any(jax.grad(lambda logp: raft.loss(dataclasses.replace(none, logp=logp))[0])(LOGP))
     with pytest.raises(ValueError, match="advantages"):
         raft.loss(rl.algorithms.PolicyInputs(logp=LOGP, mask=MASK))
+
+
+def test_it_has_no_ratio_and_so_no_old_log_probabilities():
+    """A stage asks each algorithm where they come from, also under `generator.exact`."""
+    assert rl.algorithms.get("raft").old_logp is None and rl.algorithms.get("grpo").old_logp == "trainer"

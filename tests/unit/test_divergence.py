@@ -308,6 +308,7 @@ def test_likeliest_tokens_against_differences_in_float64(kind, beta, tail):
     np.testing.assert_allclose(g_w, differences(lambda a: rows(h, a).sum(), w), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_stored_probabilities_give_what_a_live_teacher_gives():
     """From a file: log-probabilities at temperature 1 and the logarithm of the rest. Another temperature is a
     division.

@@ -29,7 +29,7 @@ STREAMS = {"duet": {"hyper_connections": {"streams": 2, "reduce": "head"}}}
 MODELS = {kind: short(kind) for kind in KINDS} | {"streams": short("Llama", **STREAMS)}
 RECURRENT = ("Qwen3Next", "Qwen3_5")  # and Qwen3_5Moe
 SERVED = [name for name in MODELS if not name.startswith(RECURRENT)]
-REPRESENTATIVE = ("Llama", "Gemma3", "DeepseekV3", "DeepseekV32", "streams")
+REPRESENTATIVE = ("Llama", "Gemma3", "DeepseekV3")
 # Which tokens of three requests a call feeds, as spans. In the second call two requests are in the middle of their
 # prompts, and the third one decodes.
 CALLS = [((0, 5), (0, 3), (0, 8)), ((5, 9), (3, 7), (8, 9)), ((9, 14), (7, 11), (9, 10))]
@@ -165,6 +165,7 @@ def test_caches_are_one_entry_per_layer_and_written_in_place(name):
         np.testing.assert_array_equal(old, new, err_msg="all rows were idle")
 
 
+@pytest.mark.slow
 def test_requests_share_the_pages_of_a_prefix():
     """Request 1 goes on from the first two pages of request 0, which hold the same tokens."""
     model, run = model_of("Llama"), program("Llama")

@@ -104,6 +104,7 @@ def test_a_preset_and_a_directory_come_first(cache):
     assert models.directory("qwen3-0.6b") is None
 
 
+@pytest.mark.slow
 def test_a_run_reads_model_tokenizer_and_stops_from_the_cache(cache):
     old, new = add(cache, OLD, "v1", seed=5), add(cache)
     for name, snapshot in (("org/name", new), ("hf://org/name@v1", old), (f"hf://org/name@{OLD}", old)):

@@ -57,6 +57,8 @@ def test_a_span_past_the_prompt_is_text_at_shifted_positions():
         ({"index": np.where(INDEX == -1, 0, INDEX)}, "ends with a picture"),
         ({"until": UNTIL[::-1].copy()}, "until does not name"),
         ({"until": np.minimum(UNTIL, 3)}, "until does not name"),
+        ({"until": np.append([1, 4], UNTIL[2:])}, "until does not name"),  # token 1 belongs to another block
+        ({"until": np.append(UNTIL[:-2], [len(UNTIL) - 1] * 2)}, "until does not name"),  # a block with the last token
     ],
 )
 def test_media_that_do_not_fit_a_prompt_are_named(change, message):

@@ -252,6 +252,7 @@ def test_a_tokenizer_without_the_tokens_is_refused(tmp_path):
         processors.read(tmp_path, SimpleNamespace())
 
 
+@pytest.mark.slow
 def test_values_need_neither_torch_nor_jax(tmp_path):
     """All families compute the same in a process that can import neither."""
     kinds = {

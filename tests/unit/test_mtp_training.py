@@ -11,6 +11,7 @@ from oracles import configuration, random_model
 
 from policy import families
 from policy.modes import make_step
+from rl.training import updater
 from rl.training.auxiliary_losses import auxiliary_loss, totals
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -97,6 +98,13 @@ def check_detached(*which):
         np.testing.assert_allclose(extra[path], alone[path], atol=1e-7, err_msg=path)
     assert of_modules(moved(before, extra)) == of_modules(before) and metrics["mtp/grad_norm"] > 0
     return before, alone, extra
+
+
+def test_an_infinite_gradient_of_detached_modules_skips_the_update():
+    for square, finite in ((1.0, True), (np.inf, False), (np.nan, False)):
+        squares = {"embed_tokens": jnp.float32(1.0), "mtp.layer.norm": jnp.float32(square)}
+        _, norm, norms = updater._clipping(squares, 1.0, detach=True)
+        assert bool(updater._is_finite(jnp.float32(0.0), norm, norms)) is finite and norm == 1.0
 
 
 @pytest.mark.slow

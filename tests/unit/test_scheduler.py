@@ -622,6 +622,7 @@ def test_a_batch_is_packed_and_scattered_back():
     batch.replace_cache(tuple(running[slot].cacheable for slot in range(4)))
     assert batch.prepare(running, [1, 3], changed=True) and batch.slots == (1, 3)
     assert batch.requests == (running[1], running[3]) and batch.early_exit_threshold(2, waiting=False) == 1
+    assert batch.early_exit_threshold(1, waiting=True) == 0
     assert not batch.prepare(running, [1, 3], changed=False), "it can go on"
     output = batch.decode({}, (2, 0))
     for row, slot in enumerate(batch.slots):

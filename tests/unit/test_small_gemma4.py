@@ -123,6 +123,7 @@ def test_layers_that_share_keys_store_no_entries():
     assert [(len(s.pattern), s.repeats) for s in e4b.stacks] == [(6, 3), (1, 4), (1, 1), (1, 1), (6, 3)]
 
 
+@pytest.mark.slow
 def test_a_prefill_computes_only_the_layers_that_fill_the_cache():
     """Wider feed-forwards of the layers that share keys change the work of a forward pass and not that of a prefill."""
 
