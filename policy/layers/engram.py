@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from policy.cache.layer_cache import LayerCache
@@ -24,6 +25,7 @@ from policy.config import DecoderConfig, Engram, Runtime
 from policy.intermediates import LayerAux
 from policy.layers.delta_net import number_documents
 from policy.mesh import processes
+from policy.mesh.explicit import in_explicit_mode, spec_of
 from policy.mesh.sharding import Layout, constrain
 from policy.ops.host_memory import on_host, to_device
 from policy.ops.norms import RMSNorm
@@ -169,8 +171,12 @@ def look_up(table: jax.Array, rows_BTH: jax.Array, dtype: DTypeLike, runtime: Ru
     layout = runtime.layout
     batch = None if _is_sharded(table, layout) else "batch"
     rows_BTH = constrain(rows_BTH, (batch, None, None), layout)
-    read = _read_on_host if runtime.table_memory == "host" else _read
-    vectors = constrain(read(table, rows_BTH, dtype), (batch, None, None, "engram_row"), layout)
+    if in_explicit_mode() and layout is not None:
+        places = PartitionSpec(*spec_of(rows_BTH), layout.spec((None, "engram_row"), table.shape)[1])
+        vectors = table.at[rows_BTH].get(out_sharding=places).astype(dtype)
+    else:
+        read = _read_on_host if runtime.table_memory == "host" else _read
+        vectors = constrain(read(table, rows_BTH, dtype), (batch, None, None, "engram_row"), layout)
     return constrain(vectors, ("batch", None, None, None), layout)
 
 
