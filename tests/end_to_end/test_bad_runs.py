@@ -201,7 +201,12 @@ def test_a_stage_without_a_finite_update_is_exit_code_4_however_often_it_is_star
 
 @pytest.mark.slow
 def test_a_run_without_any_score_goes_on_and_changes_nothing_by_it(tmp_path):
-    more = [f"rewards.functions=['{OWN}:always_raises']", "evaluation=null", "stages.0.router={bias_rate: 0}"]
+    more = [
+        f"rewards.functions=['{OWN}:always_raises']",
+        "evaluation=null",
+        "rewards.unscored_steps=0",
+        "stages.0.router={bias_rate: 0}",
+    ]
     assert launch.train(tmp_path / "run", ONE_STEP, *more) == 0
     (row,) = events.read(tmp_path / "run" / "events.jsonl")
     assert row["metrics"]["reward/mean"] is None and row["metrics"]["optim/grad_norm"] == 0
