@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from towers import CHUNKED
+from towers import GRID as VISION
 
 from policy.cache.media import DocumentMedia, Media, MediaTable
 
@@ -25,17 +26,7 @@ TEXT = {
     "max_position_embeddings": 256,
 } | SPECIAL
 IDS = {"image_token_id": IMAGE, "video_token_id": 151, "vision_start_token_id": 152, "vision_end_token_id": 153}
-GRID = {
-    "depth": 3,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_heads": 2,
-    "patch_size": 4,
-    "out_hidden_size": 32,
-    "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0, 2],
-    "initializer_range": 0.2,
-}
+GRID = VISION | {"initializer_range": 0.2}
 SECTIONS = {
     "rope_type": "default",
     "rope_theta": 1e4,
