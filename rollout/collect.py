@@ -103,8 +103,10 @@ def collect(
     params: SamplingParams,
     prompt_ids: Sequence[int],
     version: int = 0,
+    prompts: Sequence[Any] | None = None,
 ) -> Rollouts:
-    """Completes the prompts with weights of this `version`, and starts to compute the rewards.
+    """Completes the prompts with weights of this `version`, and starts to compute the rewards. prompts: the problems as
+    the generator takes them; None: their ids.
 
     The reward functions get a group as soon as it is complete, in their own processes, while other groups are decoded.
     Reward models need the devices too, so with them all rewards start after the last completion.
@@ -131,7 +133,8 @@ def collect(
         known = {"completion_lengths": len(completion.tokens), "truncated": completion.finish == "length"}
         handle.add(p * G + sample, text, **known, **more)
 
-    for p, sample, completion in generator.stream([problem.ids for problem in problems], params, ids=prompt_ids):
+    prompts = [problem.ids for problem in problems] if prompts is None else prompts
+    for p, sample, completion in generator.stream(prompts, params, ids=prompt_ids):
         completions[p][sample] = completion
         if not source.scorers:
             reward(p, sample)

@@ -155,6 +155,11 @@ class StageOptions(Strict):
         description="packed rows in one gradient computation (null: all, on CPU 768 tokens); changes speed and memory "
         "only",
     )
+    freeze: list[str] = Field(
+        default=["image", "audio"],
+        description="weights that updates leave as they are: towers (image, audio) and parts of the decoder, by the "
+        "beginning of their paths, such as image.blocks or embed_tokens; []: all are trained",
+    )
     diagnostics: bool = Field(
         default=False, description="log activations of each layer and gradient norms of each kind of part"
     )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rl.config.run import RunConfig
     from rl.reporting.events import Events
     from rl.reporting.timeline import Timeline
+    from rl.stages.media import MediaTables
     from rollout import Generator
 
 
@@ -92,6 +93,7 @@ class Context:
     events: Events
     progress: Progress
     timeline: Timeline
+    media: MediaTables | None = None  # None: no row of the run has pictures or sounds
 
     @contextmanager
     def resharded(self) -> Iterator[dict[str, float]]:

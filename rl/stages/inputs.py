@@ -24,7 +24,9 @@ from rl.stages.stage import Program, StageKind
 from rl.training.flops import rates
 
 if TYPE_CHECKING:
+    from policy.cache.media import MediaTable
     from rewards import Scores
+    from rl.stages.media import StepTable
     from rollout.collect import Rollouts
 
 EXAMPLES, SAMPLING, MODEL_PASSES, REWARDS = "examples", "sampling", "model passes", "rewards"
@@ -43,6 +45,7 @@ class StepData:
     """The data of a step while the stage assembles it.
 
     state: the RunState of the stage. batch: all rows of the step, before they are split into mini-batches and packed.
+    table: that of a batch with pictures or sounds.
     rollouts: the completions. scores: the scores of each reward function, and their weighted sums. rewards: float[P,G],
     the sums as `advantages` takes them (float[P,G,F], each function, under `each_reward`). arguments: keyword arguments
     of `Algorithm.estimate`, which passes them to `advantages`. stale: whether older weights sampled a token that is
@@ -53,6 +56,7 @@ class StepData:
 
     state: Any
     batch: Any = None
+    table: StepTable | None = None
     rollouts: Rollouts | None = None
     scores: Scores | None = None
     rewards: np.ndarray | None = None
@@ -62,6 +66,11 @@ class StepData:
     trainer_logp: np.ndarray | None = None
     token_outputs: dict[str, np.ndarray] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def media_rows(self) -> MediaTable | None:
+        """Returns the arrays of `table`."""
+        return None if self.table is None else self.table.table
 
 
 @dataclass(frozen=True)
@@ -211,7 +220,7 @@ def old_logp(stage: StageKind, data: StepData) -> None:
     another source: the stage replaces it by the generator's log-probabilities under the algorithm's option `old_logp:
     sampler`, and under `generator.exact`.
     """
-    logp, entropy = stage.trainer.logprobs(data.state.policy.params, data.batch)
+    logp, entropy = stage.trainer.logprobs(data.state.policy.params, data.batch, data.media_rows)
     data.batch, data.trainer_logp = data.batch.replace(old_logp=logp, entropy=entropy), logp
 
 
@@ -227,7 +236,7 @@ def current_logp(stage: StageKind, data: StepData) -> None:
         return
     data.current = data.batch
     if data.batch.old_logp is None:
-        logp, entropy = stage.trainer.logprobs(data.state.policy.params, data.batch)
+        logp, entropy = stage.trainer.logprobs(data.state.policy.params, data.batch, data.media_rows)
         data.current, data.trainer_logp = data.batch.replace(old_logp=logp, entropy=entropy), logp
 
 
@@ -240,7 +249,8 @@ def stale_tokens(batch: Any, version: int) -> np.ndarray:
 def ref_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities under the reference model. It is another model, so its routers choose experts themselves."""
     with stage.context.timeline.span("log-probabilities of the reference") as span:
-        logp = stage.trainer.logprobs(data.state.reference, data.batch.replace(routes=None))[0]
+        table = stage.context.media and stage.context.media.with_weights(data.state.reference, data.table)
+        logp = stage.trainer.logprobs(data.state.reference, data.batch.replace(routes=None), table)[0]
     data.batch = data.batch.replace(ref_logp=logp)
     data.metrics["time/ref"] = span.seconds
 
@@ -257,7 +267,7 @@ def values(stage: StageKind, data: StepData) -> None:
     truncated = [completion.finish == "length" for _, completion in data.rollouts.flat]
     if data.batch.old_values is not None and not (stage.algorithm.bootstrap_truncated and any(truncated)):
         return
-    before, after = stage.trainer.values(data.state, data.batch)
+    before, after = stage.trainer.values(data.state, data.batch, data.media_rows)
     last = values_at_the_end(after, data.batch.mask, truncated)
     data.batch = data.batch.replace(old_values=before, last_values=last)
 

@@ -162,13 +162,18 @@ class Stage(StageKind):
     def _make_batch(self, data: StepData) -> None:
         """Puts the completions into rows for the device."""
         assert data.rollouts is not None
-        length, replay, values = self.config.max_length, self.options.router_replay, self.sampled_values
-        with self.context.timeline.span("batch"):
+        context, length = self.context, self.config.max_length
+        replay, values = self.options.router_replay, self.sampled_values
+        with context.timeline.span("batch"):
             batch = rollouts.to_batch(data.rollouts, length, replay=replay, values=values)
         if self.algorithm.mask_truncated:
             complete = np.asarray([[completion.finish != "length"] for _, completion in data.rollouts.flat], np.float32)
             batch = batch.replace(mask=batch.mask * complete)
         data.batch = batch
+        if context.media is not None:
+            problems = [data.rollouts.problems[p] for p, _ in data.rollouts.flat]
+            data.table = self.media_table([problem.media for problem in data.rollouts.problems])
+            data.batch = data.table.add(batch, [(row, 0, problem.media) for row, problem in enumerate(problems)])
 
     def _add_inputs(self, data: StepData) -> None:
         """Adds the inputs from policy, reference and critic, waits for the rewards, and adds the inputs from these."""
@@ -239,7 +244,7 @@ class Stage(StageKind):
         critic_only = data.state.critic is not None and n <= self.algorithm.critic_warmup
         outputs = []
         on_tokens = outputs.append if self.config.run.samples.keeps_step(n) else None
-        state, updated = self.update(data.state, batch, critic_only=critic_only, on_tokens=on_tokens)
+        state, updated = self.update(data.state, batch, data.table, critic_only=critic_only, on_tokens=on_tokens)
         parts = [each.on_host() for each in outputs]
         data.token_outputs = _concatenated(parts)
         if parts:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from rl.data.reader import DataReader
     from rl.training.batch import Batch
+    from rollout.media.expand import Expanded
 
 
 class Stage(supervised.Stage):
@@ -30,7 +31,18 @@ class Stage(supervised.Stage):
         return abstract_batch(shape, None, *inputs.fields(self), "margin")
 
     def batch(self) -> Batch:
-        return batch_of(self.examples.take(self.draw_examples(self.examples.total)), self.config.max_length)
+        pairs = self.examples.take(self.draw_examples(self.examples.total))
+        self.documents = documents_of(pairs)
+        return batch_of(pairs, self.config.max_length)
+
+
+def documents_of(pairs: Sequence[Pair]) -> list[tuple[int, int, Expanded | None]]:
+    """Returns (row, first column, document) of the answers of a batch of pairs."""
+    return [
+        each
+        for row, pair in enumerate(pairs)
+        for each in ((row, 0, pair.chosen.media), (row, len(pair.chosen.ids), pair.rejected.media))
+    ]
 
 
 def batch_of(pairs: Sequence[Pair], max_length: int) -> Batch:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from rl.data import datasets
+from rl.errors import DataError
 from rl.stages import algorithm_of, generation, rollouts
 from rl.stages.evaluation import Evaluation
 from rl.training.flops import rates
@@ -37,9 +38,11 @@ if TYPE_CHECKING:
     from rl.config.stage import StageOptions
     from rl.data.reader import DataReader
     from rl.stages.context import Context
+    from rl.stages.media import StepTable
     from rl.training.batch import Batch
     from rl.training.reward_model import RewardModelScorer
     from rollout import SamplingParams
+    from rollout.media.expand import Expanded
 
 ConfigProblems = Iterator[tuple[tuple, str]]
 """(path of keys, message that says what is wrong and what to change) of each problem in a configuration."""
@@ -293,14 +296,28 @@ class StageKind(ConfiguredStage, ABC):
 
         ids: a prompt id for each, for the random draws.
         """
-        context = self.context
+        context, prompts = self.context, None
+        if context.media is not None:
+            table = self.media_table([problem.media for problem in problems])
+            prompts = [table.prompt(problem.ids, problem.media) for problem in problems]
         return collect(
             Source(context.generator, self.runner, self._timed_scorers(), context.timeline.calls),
             problems,
             params,
             ids,
             context.progress.version,
+            prompts,
         )
+
+    def media_table(self, documents: Sequence[Expanded | None]) -> StepTable:
+        """Returns the table of the pictures and sounds of these documents. Raises DataError."""
+        context = self.context
+        assert context.media is not None
+        try:
+            with context.timeline.span("pictures and sounds"):
+                return context.media.of(context.model.params, documents)
+        except ValueError as error:  # a MediaError, which names file and row
+            raise DataError(str(error)) from None
 
     def _timed_scorers(self) -> dict[str, Callable[[list[list[int]]], list[float]]]:
         """Returns the reward models; the timeline shows each call."""
@@ -332,8 +349,11 @@ class StageKind(ConfiguredStage, ABC):
         self.example_numbers = [datasets.order(seed, total, number) for number in range(start, start + count)]
         return self.example_numbers
 
-    def update(self, state: Any, batch: Batch, **options: Any) -> tuple[Any, dict[str, float]]:
+    def update(
+        self, state: Any, batch: Batch, table: StepTable | None = None, **options: Any
+    ) -> tuple[Any, dict[str, float]]:
         """Makes `updates_per_step` updates, each on a mini-batch of equally many rows. `options`: for `Trainer.update`.
+        table: that of a batch with places.
 
         Returns the state and the mean of each metric (of `first_update_metrics`, the first value). After each update
         the model holds the new weights.
@@ -347,10 +367,14 @@ class StageKind(ConfiguredStage, ABC):
         with context.timeline.span("updates") as span:
             for u in range(updates):
                 mini_batch = batch.rows(slice(u * rows, (u + 1) * rows))
+                if table is not None:
+                    options["media"] = table.update_media(mini_batch)
                 options["adaptive_coefs"] = progress.adaptive_coefs
                 state, metrics = self.trainer.update(state, mini_batch, **options)
                 context.model.params = state.policy.params
                 progress.version += updates_policy
+                if context.media is not None:
+                    context.media.forget()
                 if coefs and updates_policy:  # the coefficients of the next update follow from the metrics of this one
                     metrics = jax.device_get(metrics)
                     progress.adaptive_coefs = self.algorithm.adapt_after_update(progress.adaptive_coefs, metrics)
@@ -363,6 +387,7 @@ class StageKind(ConfiguredStage, ABC):
         if self.rows_of_data:
             means["data/epoch"] = progress.examples_drawn / self.rows_of_data
         flops = self.trainer.total_flops - flops_before
+        means |= {} if context.media is None else context.media.metrics()
         return state, coefs | means | rates("train", flops, batch.real, span.seconds, context.model.graph.layout)
 
     def learner(self, state: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from rl.training.batch import Batch
     from rl.training.teacher import Teacher
     from rl.training.trainer import RunState
+    from rollout.media.expand import Expanded
 
+Documents = Sequence[tuple[int, int, "Expanded | None"]]
+"""(row, first column, document) of the sequences of a batch."""
 MOST_OUTSIDE = 1e-3
 """Largest probability that the policy may give to ids that a teacher's smaller vocabulary does not have."""
 
@@ -32,6 +35,7 @@ class Stage(StageKind):
     """Updates the policy on examples of a dataset."""
 
     examples: Shard
+    documents: Documents = ()
 
     def _check_kind(self) -> ConfigProblems:
         yield from self._check_offline()
@@ -122,7 +126,9 @@ class Stage(StageKind):
         """Returns the batch of the next step, one example per row."""
         from rl.training.batch import padded_batch
 
-        return padded_batch(self.examples.take(self.draw_examples(self.examples.total)), self.config.max_length)
+        rows = self.examples.take(self.draw_examples(self.examples.total))
+        self.documents = [(number, 0, row.media) for number, row in enumerate(rows)]
+        return padded_batch(rows, self.config.max_length)
 
     def complete(self, data: inputs.StepData) -> None:
         """Changes the batch after its inputs have been added. By default it changes nothing."""
@@ -161,10 +167,13 @@ class Stage(StageKind):
         progress.adaptive_coefs |= self.algorithm.scheduled_coefs((n - 1) / self.options.steps)
         with self.context.timeline.span("data"):
             data = inputs.StepData(state, self.batch())
+            if self.context.media is not None:
+                data.table = self.media_table([document for _, _, document in self.documents])
+                data.batch = data.table.add(data.batch, self.documents)
             inputs.provide(self, data, inputs.EXAMPLES)
         if inputs.any_at(self, inputs.MODEL_PASSES):
             inputs.run_model_passes(self, data)
         self.complete(data)
-        state, updated = self.update(state, data.batch)
+        state, updated = self.update(state, data.batch, data.table)
         updated["perf/step_tflop"] = (self.trainer.total_flops - flops_before) / 1e12
         return state, data.metrics | updated

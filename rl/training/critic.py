@@ -29,7 +29,8 @@ class Critic:
         self.sizes = {VALUE_HEAD: (policy.config.hidden_size,)}
         self.trunk, self.untrained, self.hosted, self.tables = policy, frozenset(), frozenset(), frozenset()
         if not shared:
-            trunk = dataclasses.replace(policy.config, tied_head=True, multi_token_prediction=None)
+            alone = {"tied_head": True, "multi_token_prediction": None, "image": None, "audio": None}
+            trunk = dataclasses.replace(policy.config, **alone)  # it reads the table of the policy
             self.trunk = Graph(trunk, policy.runtime, policy.layout)
             self.untrained, self.hosted, self.tables = self.trunk.untrained, self.trunk.hosted, self.trunk.tables
             self.axes, self.shardings = self.trunk.axes | self.axes, self.trunk.shardings | self.shardings

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from policy.config import Attention, GatedDeltaNet, LatentAttention, LayerSpec
+from policy.execution.encoding import is_tower
 from rl.reporting import chips
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Operations:
         result, config = 0.0, self.graph.config
         head = ({"embed_tokens"} if config.tied_head else {"lm_head"}) if self.head else set()
         for path, shape in self.graph.shapes.items():
+            if is_tower(path):  # reads pictures and sounds, not tokens
+                continue
             if path not in head and path not in self.graph.inputs and not _INPUTS & set(self.graph.axes[path]):
                 continue
             share = 1.0

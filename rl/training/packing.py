@@ -14,7 +14,7 @@ import numpy as np
 
 from policy.cache.step import UNKNOWN
 from policy.mesh import processes
-from rl.training.batch import Batch
+from rl.training.batch import Batch, Places
 
 # The most different numbers of packed rows without micro-batches. Each number is a shape that compiles.
 MAX_ROW_COUNTS = 8
@@ -90,13 +90,21 @@ class Packing:
         extra = None if batch.extra is None else {name: self.pack(array) for name, array in batch.extra.items()}
         routes = self.routes(batch)
         prompt = self.pack_row_values((numbers - np.count_nonzero(prompts < 0)).astype(np.int32), fill=-1)
-        return Batch(**by_token, segments=self.segments, prompt=prompt, extra=extra, routes=routes)
+        places = {} if (own := self.places(batch)) is None else own._asdict()
+        return Batch(**by_token, **places, segments=self.segments, prompt=prompt, extra=extra, routes=routes)
 
     def routes(self, batch: Batch) -> dict[str, np.ndarray] | None:
         """Packs the routes of the batch into [R, T, ...]."""
         if batch.routes is None:
             return None
         return {path: self.pack(each, fill=UNKNOWN) for path, each in batch.routes.items()}
+
+    def places(self, batch: Batch) -> Places | None:
+        """Packs the places of pictures and sounds. Positions count in each sequence, so they stay as they are."""
+        if batch.media is None:
+            return None
+        turns, until = (None if a is None else self.pack(a) for a in (batch.turns, batch.until))
+        return Places(self.pack(batch.media, fill=-1), turns, until)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class RewardModelTrainer(BatchUpdates):
         return RewardModelState(state.policy, learner), metrics | {"perf/packed_share": packing.efficiency(R)}
 
     def _score_loss(self, params, micro: Batch, inputs: PolicyInputs):
-        scores, aux = self.model.scores(params, micro.tokens, self.step_of(micro))
+        scores, aux = self.model.scores(params, micro.tokens, self.step_of(params, micro))
         loss, metrics = self.algorithm.loss(replace(inputs, scores=scores))
         return loss, metrics, aux, None, {}
 

@@ -5,9 +5,10 @@ All other weights stay bit-identical: no gradient, no weight decay, no moments, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from policy.config import Runtime
+from policy.execution.encoding import TOWERS
 from policy.layers.layer_embeddings import TABLE
 
 INDEXER = ".indexer."
@@ -16,18 +17,25 @@ MODULES = "mtp."
 """Starts the path of every weight of a prediction module (policy/heads/multi_token_prediction.py)."""
 
 
-def trained_paths(paths: Iterable[str], runtime: Runtime) -> frozenset[str]:
+def is_named(path: str, name: str) -> bool:
+    """Whether `name` names the weight at `path`: it is the path, or parts at its beginning."""
+    return path == name or path.startswith(f"{name}.")
+
+
+def trained_paths(paths: Iterable[str], runtime: Runtime, frozen: Collection[str] = TOWERS) -> frozenset[str]:
     """Returns the paths of the weights that are trained.
 
     Indexers and prediction modules are trained only by their own losses, so without these losses they stay as they are.
     During dense warm-up only indexers are trained. The table of the embeddings for each layer is trained if the runtime
-    says so.
+    says so. frozen: names of weights and of parts that are not trained.
     """
 
     def is_trained(path: str) -> bool:
         if path.startswith(MODULES) and runtime.mtp is None:
             return False
         if path == TABLE and not runtime.train_layer_embeddings:
+            return False
+        if any(is_named(path, name) for name in frozen):
             return False
         return runtime.indexer != ("off" if INDEXER in path else "dense_warmup")
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from policy import modes
 from policy.attention import sequence_shards
+from policy.cache.media import MediaTable
 from policy.cache.step import Step
 from policy.execution.compiled_cache import CompiledCache
 from policy.layers import batch_split
@@ -27,12 +28,14 @@ from policy.ops.dropout import Dropout
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
 from rl.errors import ModelError
+from rl.training import towers
 from rl.training.batch import Batch
 from rl.training.critic import Critic
 from rl.training.flops import Operations, lengths
 from rl.training.host_memory import copied, mixed
 from rl.training.packing import Packing, TokenOutputs, plan_packing, row_counts
 from rl.training.teacher import Student, Teacher
+from rl.training.towers import UpdateMedia
 from rl.training.updater import OptimizerStep, ParamState, updates_made
 
 # Target number of tokens in a default micro-batch on a CPU.
@@ -69,8 +72,10 @@ def shard_rows(tree: Any, layout: Layout) -> Any:
 
 
 def by_micro_batch(program: Callable, batch: Batch, packing: Packing, R: int, layout: Layout) -> tuple[np.ndarray, ...]:
-    """Runs `program(tokens, segments, routes)` on R packed rows at a time. Returns arrays [N, T] on the host."""
+    """Runs `program(tokens, segments, routes)` on R packed rows at a time; of rows with pictures or sounds
+    `program(tokens, segments, routes, places)`. Returns arrays [N, T] on the host."""
     packed = packing.pack(batch.tokens), packing.segments, packing.routes(batch)
+    packed += () if batch.media is None else (packing.places(batch),)
     outputs = []
     for i in range(0, packing.filled_rows, R):
         outputs.append(
@@ -158,9 +163,11 @@ class BatchUpdates:
                 "dtype are usual causes"
             )
 
-    def step_of(self, micro: Batch) -> Step:
-        """Returns the forward-pass inputs of a micro-batch: positions, routes and dropout seeds."""
-        step = replace(modes.make_step(micro.tokens, segments=micro.segments), routes=micro.routes)
+    def step_of(self, params: dict[str, jax.Array], micro: Batch) -> Step:
+        """Returns the forward-pass inputs of a micro-batch: positions, routes, dropout seeds, and its places with the
+        table among `params`."""
+        media = towers.inputs_of(params, micro.places)
+        step = replace(modes.make_step(micro.tokens, segments=micro.segments, inputs=media), routes=micro.routes)
         return step if micro.dropout is None else replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
 
 
@@ -263,11 +270,13 @@ class Trainer(BatchUpdates):
         critic_only: bool = False,
         adaptive_coefs: dict[str, float] | None = None,
         on_tokens: Callable[[TokenOutputs], None] | None = None,
+        media: UpdateMedia | None = None,
     ) -> tuple[RunState, dict]:
         """Makes one optimiser update of the policy, and of the critic if there is one.
 
         batch: the mini-batch, one sequence per row. critic_only: skips the policy. adaptive_coefs: values for
-        `PolicyInputs`. on_tokens: gets the policy's outputs for each token.
+        `PolicyInputs`. on_tokens: gets the policy's outputs for each token. media: the pictures and sounds of a batch
+        with places.
 
         Returns (state, metrics). Raises ValueError if the stage replays routes and the batch has none.
         """
@@ -287,16 +296,18 @@ class Trainer(BatchUpdates):
         batch = shard_rows(packing.batch(batch), self.graph.layout)
         policy, critic, metrics = state.policy, state.critic, {"perf/packed_share": packing.efficiency(R)}
         coefs = {name: np.float32(value) for name, value in (adaptive_coefs or {}).items()}
-        inputs = self.loss_inputs(batch, coefs or None)
+        inputs, table = self.loss_inputs(batch, coefs or None), towers.as_params(media and media.table)
         if separate_critic:
             assert self.critic is not None and critic is not None  # the state has a critic
-            critic, _, result, _ = self.critic(critic, batch, inputs, R, self.value_model.extra_params(policy.params))
+            more = self.value_model.extra_params(policy.params) | table
+            critic, _, result, _ = self.critic(critic, batch, inputs, R, more)
             del result["loss"]  # the sum of value/loss and value/moe/balance, which are both reported
             metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in result.items()}
         if not critic_only:
-            frozen = None if self.teacher is None else self.teacher.params
+            frozen = table if self.teacher is None else self.teacher.params | table
+            pieces = None if media is None else media.pieces
             policy, value_head, result, tokens = self.policy(
-                policy, batch, inputs, R, frozen, value_head=None if separate_critic else critic
+                policy, batch, inputs, R, frozen, None if separate_critic else critic, pieces
             )
             critic = critic if separate_critic else value_head
             metrics |= result
@@ -306,13 +317,14 @@ class Trainer(BatchUpdates):
 
     def _auxiliary_only_loss(self, params, micro: Batch, inputs: PolicyInputs):
         """Returns a policy loss of 0 and the Aux of the layers: only auxiliary losses train. Computes no logits."""
-        return jnp.float32(0.0), {}, self._update_graph.aux(params, micro.tokens, self.step_of(micro)), None, {}
+        return jnp.float32(0.0), {}, self._update_graph.aux(params, micro.tokens, self.step_of(params, micro)), None, {}
 
     def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs):
         frozen: dict[str, Any] = {}
         if self.teacher is not None:
             params, frozen = self.teacher.split(params)
-        logp, entropy, aux = self._update_graph.logprobs(params, micro.tokens, self.step_of(micro), self.temperature)
+        step = self.step_of(params, micro)
+        logp, entropy, aux = self._update_graph.logprobs(params, micro.tokens, step, self.temperature)
         inputs = replace(inputs, logp=logp, entropy=entropy)
         if self.teacher is not None:
             inputs = self.teacher.compare(Student(self._update_graph, params, aux), micro, inputs, frozen)
@@ -343,28 +355,34 @@ class Trainer(BatchUpdates):
         return jax.grad(loss, has_aux=True)(jax.lax.stop_gradient(head_E))
 
     def _critic_loss(self, params, micro: Batch, inputs: PolicyInputs):
+        media = towers.inputs_of(params, micro.places)
         step = replace(
-            modes.make_step(micro.tokens, segments=micro.segments),
+            modes.make_step(micro.tokens, segments=micro.segments, inputs=media),
             routes=micro.routes if self.value_model.shared else None,
         )
         values, _, aux = self.value_model.values(params, micro.tokens, step)
         loss, metrics = self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
         return loss, metrics, aux, None, {}
 
-    def logprobs(self, params: dict[str, jax.Array], batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    def logprobs(
+        self, params: dict[str, jax.Array], batch: Batch, table: MediaTable | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Computes (logp, entropy), float32[N, T] on the host, with the training graph, micro-batch by micro-batch.
 
-        Tokens follow the routes of the batch, if it has routes.
+        Tokens follow the routes of the batch, if it has routes. table: that of a batch with places.
         """
         self.add_flops(self.flops, batch, passes=1)
-        logp, entropy = self._by_micro_batch(self._logprobs, params, batch)
+        logp, entropy = self._by_micro_batch(self._logprobs, params | towers.as_params(table), batch)
         return logp, entropy
 
-    def values(self, state: RunState, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Computes the values of the states before and after each token, float32[N, T] on the host."""
+    def values(
+        self, state: RunState, batch: Batch, table: MediaTable | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Computes the values of the states before and after each token, float32[N, T] on the host. table: that of a
+        batch with places."""
         self.add_flops(self.value_model.flops, batch, passes=1)
         assert state.critic is not None
-        params = self.value_model.extra_params(state.policy.params) | state.critic.params
+        params = self.value_model.extra_params(state.policy.params) | state.critic.params | towers.as_params(table)
         # A critic with its own trunk is another model, whose routers make their own choices.
         before, after = self._by_micro_batch(
             self._values, params, batch if self.value_model.shared else batch.replace(routes=None)
@@ -377,19 +395,18 @@ class Trainer(BatchUpdates):
 
     @cached_property
     def _logprobs(self):
-        def run(params, tokens, segments, routes):
-            tokens = constrain(tokens, ("batch", None), self.graph.layout)
-            step = replace(modes.make_step(tokens, segments=segments), routes=routes)
+        def run(params, tokens, segments, routes, places=None):
+            tokens, media = constrain(tokens, ("batch", None), self.graph.layout), towers.inputs_of(params, places)
+            step = replace(modes.make_step(tokens, segments=segments, inputs=media), routes=routes)
             return self.graph.logprobs(params, tokens, step, self.temperature)[:2]
 
         return CompiledCache(jax.jit(run), self.graph.layout.platform)
 
     @cached_property
     def _values(self):
-        def run(params, tokens, segments, routes):
-            tokens = constrain(tokens, ("batch", None), self.graph.layout)
-            return self.value_model.values(
-                params, tokens, replace(modes.make_step(tokens, segments=segments), routes=routes)
-            )[:2]
+        def run(params, tokens, segments, routes, places=None):
+            tokens, media = constrain(tokens, ("batch", None), self.graph.layout), towers.inputs_of(params, places)
+            step = replace(modes.make_step(tokens, segments=segments, inputs=media), routes=routes)
+            return self.value_model.values(params, tokens, step)[:2]
 
         return CompiledCache(jax.jit(run), self.graph.layout.platform)

@@ -5,7 +5,7 @@ N rows, T tokens, M micro-batches of R rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 import rl.algorithms
 from policy.execution import row_tables
 from policy.execution.compiled_cache import CompiledCache
+from policy.execution.encoding import Piece
 from policy.layers import batch_split
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
@@ -32,6 +33,7 @@ from rl.training.diagnostics import activation_metrics, gradient_norms
 from rl.training.host_memory import joined, on_each_memory
 from rl.training.optimizer import at_once, by_layer, schedule, start, stored_as
 from rl.training.optimizer import norm as norm_of
+from rl.training.towers import TrainedTowers
 from rl.training.trainable import MODULES, trained_paths
 
 
@@ -97,7 +99,7 @@ class OptimizerStep:
             `loss` then reads the head from `params`, returns its gradient (else None), and reports value/loss.
         """
         self.model, self._loss, self._options, self._stage, self.value_head = model, loss, options, stage, value_head
-        self._trained_paths = trained_paths(model.axes, model.runtime)
+        self._trained_paths = trained_paths(model.axes, model.runtime, stage.freeze)
         self._tables = model.tables & self._trained_paths
         self._seed = seed if stage.dropout else None
         self._diagnostics = stage.diagnostics and isinstance(model, Graph)
@@ -191,15 +193,16 @@ class OptimizerStep:
         micro_rows: int,
         extra_params: dict[str, jax.Array] | None = None,
         value_head: ParamState | None = None,
+        pieces: Sequence[Piece] | None = None,
     ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
         """Returns (learner, value head, metrics on the device) after one update, and the token outputs of the loss.
 
         batch: a mini-batch, a multiple of `micro_rows` rows. inputs: its PolicyInputs. extra_params: frozen weights
-        that the loss reads, by path. value_head: the value head if this update trains it, else None.
+        that the loss reads, by path. value_head: the value head if this update trains it, else None. pieces: the items
+        of the table among `extra_params`, if this update trains a tower, else None.
         """
-        return block_on_cpu_mesh(
-            self.executable(learner, batch, inputs, extra_params or {}, value_head, micro_rows=micro_rows), self.layout
-        )
+        arguments = (learner, batch, inputs, extra_params or {}, value_head, *(() if pieces is None else (pieces,)))
+        return block_on_cpu_mesh(self.executable(*arguments, micro_rows=micro_rows), self.layout)
 
     def _update(
         self,
@@ -208,6 +211,7 @@ class OptimizerStep:
         inputs: Any,
         extra_params: dict[str, jax.Array] | None = None,
         value_head: ParamState | None = None,
+        pieces: Sequence[Piece] | None = None,
         *,
         micro_rows: int,
     ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
@@ -215,8 +219,11 @@ class OptimizerStep:
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, updates_made(learner), batch.tokens.shape[0]))
         constants = others | (extra_params or {}) | (value_head.params if value_head else {})
-        sums, tokens = self._gradients(trained, constants, batch, inputs, micro_rows)
+        towers = None if pieces is None else TrainedTowers(self._graph)
+        by = (trained, constants) if towers is None else towers.with_table(trained, constants, pieces)
+        sums, tokens = self._gradients(*by, batch, inputs, micro_rows)
         grads, head_gradient, loss, metrics, routing = sums
+        grads = grads if towers is None else towers.gradients(trained, constants, grads, pieces)
         if value_head is not None:
             assert self.value_head is not None  # the caller passes a head only if there is an update for it
             arguments = value_head, {VALUE_HEAD: head_gradient}, metrics["value/loss"], {}

@@ -1,0 +1,251 @@
+"""Tables of pictures and sounds: towers in programs of fixed sizes.
+
+An item (a picture, a tile or a clip) is computed with others of its size: its inputs are padded to 64, 256, 1024, ...,
+and a program takes a fixed number of items. The same item always meets the same program, so the bits of its rows depend
+on no other item. Programs write into a table of a fixed number of rows.
+
+R items of a program, G calls of it, N inputs of an item after padding, K numbers of an input, m rows of an item after
+padding, M rows of the table, E hidden, D layers with deepstack features.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policy.cache.media import MediaTable
+from policy.execution.compiled_cache import CompiledCache
+from policy.media import PooledVision, Siglip, TileVision, Tower, input_width
+from policy.mesh.sharding import block_on_cpu_mesh, constrain
+from policy.model import Graph
+
+Kind = Literal["image", "audio"]
+Params = Mapping[str, jax.Array]
+
+SHORTEST, STEP = 64, 4
+"""Inputs of the smallest item after padding, and the factor from one size to the next."""
+INPUTS = 4096
+"""Inputs of all items of a program, unless one item has more or the mesh has more shards of rows."""
+TOWERS: tuple[Kind, ...] = ("image", "audio")
+"""Start the paths of the weights of towers."""
+
+
+class Item(Protocol):
+    """What a tower reads (rollout/media/item.py)."""
+
+    @property
+    def kind(self) -> Kind:
+        """The tower that reads it."""
+        ...
+
+    @property
+    def values(self) -> np.ndarray:
+        """Its inputs, float32[n, K]."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(Height, width) in patches, or (frames, 1)."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Piece:
+    """Items of one kind and size, for G calls of one program.
+
+    values: float32[G, R, N, K]. shapes: int32[G, R, 2]. places: int32[G, R, m], the row of the table that each row of
+    an item goes to; M: none.
+    """
+
+    kind: Kind = field(metadata={"static": True})
+    values: Any
+    shapes: Any
+    places: Any
+
+
+def is_tower(path: str) -> bool:
+    """Whether a weight belongs to a tower."""
+    return path.partition(".")[0] in TOWERS
+
+
+def padded_inputs(spec: Tower, inputs: int) -> int:
+    """Returns the number of inputs after padding. Towers of one size read full items."""
+    if isinstance(spec, Siglip | TileVision):
+        return spec.side**2
+    size, unit = SHORTEST, spec.pool**2 if isinstance(spec, PooledVision) else 1
+    while size < inputs:
+        size *= STEP
+    return -(-size // unit) * unit
+
+
+class MediaEncoder:
+    """The towers of a model.
+
+    encoded: how many items have been encoded.
+    """
+
+    def __init__(self, graph: Graph):
+        self.graph, self.encoded = graph, 0
+        config = graph.config
+        self._features = sum(spec.deepstack for spec in config.layers)
+        self._layout = graph.layout
+
+    def items_per_call(self, N: int) -> int:
+        """Returns R, a multiple of the parts into which the mesh cuts a batch."""
+        mesh = self._layout.mesh.shape
+        shards = int(np.prod([mesh[axis] for axis in dict(self._layout.rules)["batch"]]))
+        return -(-max(1, INPUTS // N) // shards) * shards
+
+    def spec(self, kind: Kind) -> Tower:
+        """Returns the tower of a kind. Raises ValueError if the model has none."""
+        spec = getattr(self.graph.config, kind)
+        if spec is None:
+            raise ValueError(f"this model has no tower for {kind}")
+        return spec
+
+    def abstract(self, M: int) -> MediaTable:
+        """Returns the shapes of a table."""
+        dtype, E = jnp.dtype(self.graph.runtime.dtype), self.graph.config.hidden_size
+        replicated = self._layout.replicated
+        rows = jax.ShapeDtypeStruct((M, E), dtype, sharding=replicated)
+        deep = jax.ShapeDtypeStruct((self._features, M, E), dtype, sharding=replicated)
+        return MediaTable(rows, deep if self._features else None)
+
+    def pieces(self, items: Sequence[tuple[Item, int]], M: int, *, round_up: bool = False) -> list[Piece]:
+        """Returns the items, each with its first row in a table of M rows, as arguments of `write`.
+
+        round_up: the calls of a piece are 1, 2, 4, 8, ..., so that few numbers of them occur.
+        """
+        groups: dict[tuple[Kind, int], list[tuple[Item, int]]] = defaultdict(list)
+        for item, first in items:
+            groups[item.kind, padded_inputs(self.spec(item.kind), len(item.values))].append((item, first))
+        return [self._piece(kind, N, group, M, round_up) for (kind, N), group in sorted(groups.items())]
+
+    def _piece(self, kind: Kind, N: int, items: Sequence[tuple[Item, int]], M: int, round_up: bool) -> Piece:
+        spec, R = self.spec(kind), self.items_per_call(N)
+        G, m = -(-len(items) // R), self._padded_rows(kind, N)
+        G = 1 << (G - 1).bit_length() if round_up else G
+        values = np.zeros((G * R, N, input_width(spec)), np.float32)
+        shapes, places = np.ones((G * R, 2), np.int32), np.full((G * R, m), M, np.int32)
+        for i, (item, first) in enumerate(items):
+            values[i, : len(item.values)] = item.values
+            shapes[i], places[i, : item.rows] = item.shape, np.arange(first, first + item.rows)
+        return Piece(kind, *(a.reshape(G, R, *a.shape[1:]) for a in (values, shapes, places)))
+
+    def _padded_rows(self, kind: Kind, N: int) -> int:
+        inputs = jax.ShapeDtypeStruct((1, N, input_width(self.spec(kind))), jnp.float32)
+        shapes = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+        return jax.eval_shape(lambda p, v, s: self.graph.encode(p, kind, v, s), self.graph.shapes, inputs, shapes)[
+            0
+        ].shape[1]
+
+    def empty(self, M: int) -> MediaTable:
+        """Returns a table of zeros."""
+        return block_on_cpu_mesh(self._empty(M), self._layout)
+
+    def write(self, params: Params, table: MediaTable, pieces: Iterable[Piece]) -> MediaTable:
+        """Encodes items into the table, whose arrays are donated."""
+        towers = {path: array for path, array in params.items() if is_tower(path)}
+        for piece in pieces:
+            for i in range(len(piece.values)):
+                call = Piece(piece.kind, *(a[i : i + 1] for a in (piece.values, piece.shapes, piece.places)))
+                table = block_on_cpu_mesh(self._write(towers, table, call), self._layout)
+                self.encoded += int(np.count_nonzero(call.places[0, :, 0] < len(table.rows)))
+        return table
+
+    def copied(self, table: MediaTable, sources_M: np.ndarray) -> MediaTable:
+        """Returns a table of M rows, those of `table` at `sources`, int32[M]; -1: zeros."""
+        return block_on_cpu_mesh(self._copied(table, np.asarray(sources_M, np.int32)), self._layout)
+
+    def compile_ahead(self, params: Params, sizes: Iterable[tuple[Kind, int]], M: int) -> int:
+        """Compiles the programs of these kinds and numbers of inputs after padding. Returns their number."""
+        towers = {path: array for path, array in params.items() if is_tower(path)}
+        count = 0
+        for kind, N in sorted(set(sizes)):
+            R, m = self.items_per_call(N), self._padded_rows(kind, N)
+            values = jax.ShapeDtypeStruct((1, R, N, input_width(self.spec(kind))), jnp.float32)
+            piece = Piece(kind, values, *(jax.ShapeDtypeStruct((1, R, n), jnp.int32) for n in (2, m)))
+            self._write.compile(towers, self.abstract(M), piece)
+            count += 1
+        return count
+
+    def encoded_into(self, params: Params, table: MediaTable, piece: Piece) -> MediaTable:
+        """Encodes a piece, one call after the other, in a jitted function. Rows are rounded to the table's dtype."""
+
+        def call(table, xs):
+            values, shapes, places = xs
+            rows, deep = self._encode(params, piece.kind, values, shapes)
+            return _placed(table, rows, deep, places), None
+
+        return jax.lax.scan(call, table, (piece.values, piece.shapes, piece.places))[0]
+
+    def gradients(self, trained: Params, others: Params, grads: MediaTable, piece: Piece) -> dict[str, jax.Array]:
+        """Returns the float32 gradients of the weights `trained` of towers, given those of the table, in a jitted
+        function. The activations of one call are there at a time."""
+        zeros = {path: jnp.zeros(array.shape, jnp.float32) for path, array in trained.items()}
+
+        def call(total, xs):
+            values, shapes, places = xs
+            outputs, pull = jax.vjp(lambda own: self._encode(own | dict(others), piece.kind, values, shapes), trained)
+            back = jax.tree.map(lambda out, grad: grad.astype(out.dtype), outputs, _taken(grads, places, outputs))
+            return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, pull(back)[0]), None
+
+        return jax.lax.scan(call, zeros, (piece.values, piece.shapes, piece.places))[0]
+
+    def _encode(self, params: Params, kind: Kind, values_RNK, shapes_R2):
+        values = constrain(values_RNK, ("batch", None, None), self._layout)
+        return self.graph.encode(self._complete(params), kind, values, shapes_R2)
+
+    def _complete(self, params: Params) -> dict[str, jax.Array]:
+        """Returns the weights of towers with zeros for all others, which no tower reads."""
+        return {
+            path: params[path] if path in params else jnp.zeros(shape.shape, shape.dtype)
+            for path, shape in self.graph.shapes.items()
+        }
+
+    @cached_property
+    def _write(self) -> CompiledCache:
+        out = jax.tree.map(lambda a: a.sharding, self.abstract(1))
+        jitted = jax.jit(self.encoded_into, donate_argnums=1, out_shardings=out)
+        return CompiledCache(jitted, self._layout.platform, shape_of=lambda _, table, piece: piece.values.shape)
+
+    @cached_property
+    def _copied(self):
+        def copied(table, sources_M):
+            known = sources_M >= 0
+            return MediaTable(*(None if a is None else jnp.where(known[:, None], a[..., sources_M, :], 0) for a in table))
+
+        return jax.jit(copied, out_shardings=jax.tree.map(lambda a: a.sharding, self.abstract(1)))
+
+    @cached_property
+    def _empty(self):
+        def empty(M):
+            return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.abstract(M))
+
+        return jax.jit(empty, static_argnums=0, out_shardings=jax.tree.map(lambda a: a.sharding, self.abstract(1)))
+
+
+def _placed(table: MediaTable, rows_RmE, deep_DRmE, places_Rm) -> MediaTable:
+    rows = table.rows.at[places_Rm].set(rows_RmE.astype(table.rows.dtype), mode="drop")
+    if table.deep is None or deep_DRmE is None:  # sounds have no features: their rows stay 0
+        return MediaTable(rows, table.deep)
+    return MediaTable(rows, table.deep.at[:, places_Rm].set(deep_DRmE.astype(table.deep.dtype), mode="drop"))
+
+
+def _taken(grads: MediaTable, places_Rm, outputs) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the gradients of the rows of these places, 0 where there is none, for each output of a tower."""
+    take = partial(jnp.take, indices=places_Rm, mode="fill", fill_value=0)
+    return take(grads.rows, axis=0), None if outputs[1] is None else take(grads.deep, axis=1)

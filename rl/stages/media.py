@@ -1,0 +1,221 @@
+"""Tables of the pictures and sounds of a step, which the generator, the passes and the updates share.
+
+A picture is encoded once in a step, whatever the number of prompts and completions that show it. Towers that no stage
+trains give the same rows in every step, so the rows of the last table are also taken again.
+
+P documents, N rows of a batch, T tokens, M rows of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from policy.cache.media import DocumentMedia, MediaTable
+from policy.execution.encoding import MediaEncoder
+from policy.mesh import processes
+from rl.training.towers import UpdateMedia
+from rollout.request import MediaPrompt, prefix_keys
+
+if TYPE_CHECKING:
+    from rl.training.batch import Batch
+    from rollout.media.expand import Expanded
+    from rollout.media.item import Extent, Item
+    from rollout.media.loader import Loader
+
+Key = tuple[str, str]
+"""(kind, digest) of an item."""
+
+
+def table_rows(rows: Iterable[Sequence[Expanded]], count: int) -> int:
+    """Returns the rows of a table, a power of 2, that holds the items of any `count` of these rows of data. All
+    processes must call this, each with the rows that it holds.
+    """
+    distinct: dict[Key, int] = {}
+    each = []
+    for expanded in rows:
+        own = {(item.kind, item.digest): item.rows for one in expanded for item in one.items}
+        distinct |= own
+        each.append(sum(own.values()))
+    parts = processes.all_gather_object((sorted(each)[-count:], sum(distinct.values())))
+    most = sum(sorted(number for numbers, _ in parts for number in numbers)[-count:])
+    needed = min(most, sum(total for _, total in parts))
+    return 1 << (needed - 1).bit_length() if needed else 0
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """A table, and where each item begins in it.
+
+    items: what the towers read; None: no stage trains a tower.
+    """
+
+    table: MediaTable
+    first: Mapping[Key, int]
+    encoder: MediaEncoder
+    items: Mapping[Key, Item] | None = None
+
+    @property
+    def _decoder(self) -> Any:
+        return self.encoder.graph.config
+
+    def index(self, expanded: Expanded) -> np.ndarray:
+        """Returns the row of the table at each token of a document, int32[T], -1 at text."""
+        rows = [np.arange(item.rows) + self.first[item.kind, item.digest] for item in expanded.items]
+        own = np.concatenate(rows) if rows else np.zeros(1, int)
+        return np.where(expanded.index >= 0, own[np.maximum(expanded.index, 0)], -1).astype(np.int32)
+
+    def document(self, expanded: Expanded) -> DocumentMedia:
+        """Returns the pictures and sounds of a document, with the arrays that the decoder reads."""
+        positions = np.arange(len(expanded.tokens), dtype=np.int32)
+        turns, until = expanded.turns, expanded.until
+        if self._decoder.has_sections and turns is None:
+            turns = np.repeat(positions[:, None], 3, axis=1)
+        if self._decoder.looks_ahead and until is None:
+            until = positions
+        return DocumentMedia(self.index(expanded), self.table, turns, until, expanded.delta)
+
+    def prompt(self, ids: Sequence[int], expanded: Expanded | None) -> Any:
+        """Returns a prompt as the generator takes it."""
+        if expanded is None:
+            return ids
+        parts = [(item.digest, number) for item in expanded.items for number in range(item.rows)]
+        keys = prefix_keys(ids, [None if row < 0 else parts[row] for row in expanded.index.tolist()])
+        return MediaPrompt(tuple(ids), self.document(expanded), keys)
+
+    def add(self, batch: Batch, documents: Iterable[tuple[int, int, Expanded | None]]) -> Batch:
+        """Returns the batch with its places. documents: (row, first column, document) of sequences that begin with
+        these tokens; all others are text."""
+        positions = _positions(batch.segments)
+        media = np.full(batch.tokens.shape, -1, np.int32)
+        turns = np.repeat(positions[..., None], 3, axis=2) if self._decoder.has_sections else None
+        until = positions.copy() if self._decoder.looks_ahead else None
+        for row, start, expanded in documents:
+            if expanded is None:
+                continue
+            document = self.document(expanded)
+            end = start + np.count_nonzero(batch.segments[row] == batch.segments[row, start])
+            columns, spans = slice(start, end), document.span(0, end - start)
+            for array, values in zip((media, turns, until), spans, strict=True):
+                if array is not None:
+                    array[row, columns] = values
+        tokens = np.where(media >= 0, 0, batch.tokens)  # ids at these places may lie outside the vocabulary
+        return batch.replace(tokens=tokens.astype(np.int32), media=media, turns=turns, until=until)
+
+    def update_media(self, batch: Batch) -> UpdateMedia:
+        """Returns what an update on this batch takes."""
+        if self.items is None:
+            return UpdateMedia(self.table)
+        used = set(np.unique(batch.media).tolist())
+        chosen = [(item, self.first[key]) for key, item in self.items.items() if self.first[key] in used]
+        return UpdateMedia(self.table, self.encoder.pieces(chosen, len(self.table.rows), round_up=True))
+
+
+@dataclass
+class MediaTables:
+    """Makes the tables of a run.
+
+    loader: decodes the contents. M: rows of every table. trained: whether a stage trains a tower.
+    """
+
+    encoder: MediaEncoder
+    loader: Loader
+    M: int
+    trained: bool
+    _last: StepTable | None = None
+    _counts: dict[str, float] = field(default_factory=dict)
+
+    def of(self, params: Mapping[str, jax.Array], documents: Sequence[Expanded | None]) -> StepTable:
+        """Returns the table of the pictures and sounds of these documents.
+
+        Raises MediaError for a content that cannot be decoded.
+        """
+        shown = [document for document in documents if document is not None]
+        extents: dict[Key, Extent] = {}
+        for document in shown:
+            extents.update({(item.kind, item.digest): item for item in document.items})
+        first = dict(zip(extents, np.cumsum([0, *(item.rows for item in extents.values())]).tolist(), strict=False))
+        if self._last is not None and self._last.first == first:
+            self._count(shown, extents, 0, 0.0, 0.0)
+            return self._last
+        known = {} if self._last is None else self._last.first
+        new = {key for key in extents if key not in known}
+        loaded, waited = self._load(shown, set(extents) if self.trained else new)
+        began = perf_counter()
+        table = self._copied({key: extents[key] for key in extents if key in known}, first)
+        pieces = self.encoder.pieces([(loaded[key], first[key]) for key in sorted(new, key=first.__getitem__)], self.M)
+        table = jax.block_until_ready(self.encoder.write(params, table, pieces))
+        self._count(shown, extents, len(new), perf_counter() - began, waited)
+        self._last = StepTable(table, first, self.encoder, loaded if self.trained else None)
+        return self._last
+
+    def with_weights(self, params: Mapping[str, jax.Array], table: StepTable) -> MediaTable:
+        """Returns the table of the same items under other weights."""
+        if table.items is None:
+            return table.table
+        pieces = self.encoder.pieces([(item, table.first[key]) for key, item in table.items.items()], self.M)
+        return self.encoder.write(params, self.encoder.empty(self.M), pieces)
+
+    def prefetch(self, documents: Iterable[Expanded | None]) -> None:
+        """Starts to decode the contents of documents that a later step will show."""
+        self.loader.prefetch([each for document in documents if document is not None for each in document.references])
+
+    def forget(self) -> None:
+        """Drops the last table after an update of the towers."""
+        if self.trained:
+            self._last = None
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics since the last call."""
+        counts, self._counts = self._counts, {}
+        if not counts:
+            return {}
+        counts["media/distinct"] = counts.pop("distinct") / counts["media/pictures"]
+        return counts
+
+    def _load(self, documents: Sequence[Expanded], wanted: set[Key]) -> tuple[dict[Key, Item], float]:
+        contents = {(kind, digest.partition("-")[0]) for kind, digest in wanted}  # tiles are numbered after it
+        references = {
+            (reference.kind, reference.digest): reference
+            for document in documents
+            for reference in document.references
+            if (reference.kind, reference.digest) in contents
+        }
+        waited = self.loader.waited
+        items: dict[Key, Item] = dict(self.loader.items(list(references.values()))) if references else {}
+        return items, self.loader.waited - waited
+
+    def _copied(self, kept: Mapping[Key, Extent], first: Mapping[Key, int]) -> MediaTable:
+        """Returns a new table with the rows of items that the last one holds."""
+        if not kept:
+            return self.encoder.empty(self.M)
+        assert self._last is not None
+        sources = np.full(self.M, -1, np.int32)
+        for key, item in kept.items():
+            start = self._last.first[key]
+            sources[first[key] : first[key] + item.rows] = np.arange(start, start + item.rows)
+        return self.encoder.copied(self._last.table, sources)
+
+    def _count(self, shown: Sequence[Expanded], extents: Mapping, encoded: int, seconds: float, waited: float) -> None:
+        added = {
+            "media/pictures": sum(len(document.items) for document in shown),
+            "media/rows": sum(item.rows for document in shown for item in document.items),
+            "distinct": len(extents),
+            "media/encoded": encoded,
+            "media/encode_seconds": seconds,
+            "media/wait_seconds": waited,
+        }
+        for name, number in added.items():
+            self._counts[name] = self._counts.get(name, 0.0) + number
+
+
+def _positions(segments_NT: np.ndarray) -> np.ndarray:
+    """Returns the position of each token in its sequence, int32[N, T]."""
+    columns = np.broadcast_to(np.arange(segments_NT.shape[1], dtype=np.int32), segments_NT.shape)
+    begins = np.diff(segments_NT, axis=1, prepend=-1) != 0
+    return columns - np.maximum.accumulate(np.where(begins, columns, 0), axis=1)

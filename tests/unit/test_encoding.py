@@ -1,0 +1,104 @@
+"""Tables of pictures and sounds: the rows of an item are those of `Model.encode`, whatever else is encoded."""
+
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from media_oracles import MODELS
+
+import policy
+from policy import families
+from policy.execution import encoding
+from policy.execution.encoding import MediaEncoder, padded_inputs
+from policy.media import input_width, rows_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Item:
+    kind: str
+    values: np.ndarray
+    shape: tuple[int, int]
+    rows: int
+
+
+SHAPES = {"Qwen3VL": [(4, 6), (2, 2), (4, 6), (10, 8)], "Gemma4": [(4, 6), (2, 2)], "Gemma3": [(6, 6)] * 2}
+
+
+def tiny(kind):
+    text, vision, keys = copy.deepcopy(MODELS[kind])
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **keys)
+    hf = config.to_dict() | {"architectures": [f"{kind}ForConditionalGeneration"]}
+    return policy.create(families.read(hf, media=True), seed=3)
+
+
+def items_of(spec, shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        Item("image", rng.normal(size=(h * w, input_width(spec))).astype(np.float32), (h, w), rows_of(spec, (h, w)))
+        for h, w in shapes
+    ]
+
+
+@pytest.fixture(scope="module", params=["Qwen3VL", "Gemma4", "Gemma3"])
+def case(request):
+    model = tiny(request.param)
+    return model, MediaEncoder(model.graph), items_of(model.config.image, SHAPES[request.param])
+
+
+def placed(items):
+    firsts = np.cumsum([2, *(item.rows for item in items)]).tolist()
+    return list(zip(items, firsts, strict=False)), 1 << int(firsts[-1]).bit_length()
+
+
+def test_the_table_holds_the_rows_of_each_item(case):
+    model, encoder, items = case
+    chosen, M = placed(items)
+    table = encoder.write(model.params, encoder.empty(M), encoder.pieces(chosen, M))
+    assert encoder.encoded == len(items)
+    free = np.ones(M, bool)
+    for item, first in chosen:
+        N = padded_inputs(model.config.image, len(item.values))
+        values = np.zeros((1, N, item.values.shape[1]), np.float32)
+        values[0, : len(item.values)] = item.values
+        rows, deep = model.encode("image", values, np.asarray([item.shape]))
+        own = slice(first, first + item.rows)
+        free[own] = False
+        np.testing.assert_allclose(table.rows[own], rows[0, : item.rows], atol=2e-6)
+        if deep is not None:
+            np.testing.assert_allclose(table.deep[:, own], deep[:, 0, : item.rows], atol=2e-6)
+    assert not np.asarray(table.rows)[free].any()
+    # Another table, other neighbours: the same bits.
+    alone = encoder.write(model.params, encoder.empty(M), encoder.pieces([(items[1], 0)], M))
+    first = chosen[1][1]
+    assert np.array_equal(alone.rows[: items[1].rows], table.rows[first : first + items[1].rows])
+    back = encoder.copied(table, np.r_[np.arange(first, first + items[1].rows), np.full(3, -1)])
+    assert np.array_equal(back.rows[: items[1].rows], alone.rows[: items[1].rows]) and not np.any(back.rows[-3:])
+
+
+def test_gradients_in_pieces_equal_those_of_one_backward_pass(case, monkeypatch):
+    monkeypatch.setattr(encoding, "INPUTS", 1)  # a call for each item
+    model, encoder, items = case
+    chosen, M = placed(items)
+    piece = encoder.pieces(chosen, M, round_up=True)[-1]
+    assert len(piece.values) > 1
+    towers = {path: array for path, array in model.params.items() if path.startswith("image.")}
+    empty = encoder.empty(M)
+    rng = np.random.default_rng(1)
+    weights = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), empty)
+
+    def loss(own):
+        table = encoder.encoded_into(own, empty, piece)
+        return sum(jnp.sum(a * w) for a, w in zip(table, weights, strict=True) if a is not None)
+
+    constants = {path: towers[path] for path in towers if path in model.graph.untrained}
+    trained = {path: array for path, array in towers.items() if path not in constants}
+    whole = jax.jit(jax.grad(lambda own: loss(own | constants)))(trained)
+    parts = jax.jit(lambda own: encoder.gradients(own, constants, weights, piece))(trained)
+    assert any(np.any(np.asarray(g)) for g in whole.values())
+    for path, gradient in whole.items():
+        np.testing.assert_allclose(parts[path], gradient, atol=1e-5, rtol=1e-4, err_msg=path)
