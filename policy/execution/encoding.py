@@ -226,7 +226,9 @@ class MediaEncoder:
     def _copied(self):
         def copied(table, sources_M):
             known = sources_M >= 0
-            return MediaTable(*(None if a is None else jnp.where(known[:, None], a[..., sources_M, :], 0) for a in table))
+            return MediaTable(
+                *(None if a is None else jnp.where(known[:, None], a[..., sources_M, :], 0) for a in table)
+            )
 
         return jax.jit(copied, out_shardings=jax.tree.map(lambda a: a.sharding, self.abstract(1)))
 

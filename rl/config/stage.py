@@ -155,10 +155,10 @@ class StageOptions(Strict):
         description="packed rows in one gradient computation (null: all, on CPU 768 tokens); changes speed and memory "
         "only",
     )
-    freeze: list[str] = Field(
-        default=["image", "audio"],
-        description="weights that updates leave as they are: towers (image, audio) and parts of the decoder, by the "
-        "beginning of their paths, such as image.blocks or embed_tokens; []: all are trained",
+    freeze: list[str] | None = Field(
+        default=None,
+        description="weights that updates of the policy leave as they are, by the parts at the beginning of their "
+        "paths, such as image.blocks or embed_tokens; null: the towers of pictures and sounds (image, audio); []: none",
     )
     diagnostics: bool = Field(
         default=False, description="log activations of each layer and gradient norms of each kind of part"

@@ -23,10 +23,11 @@ from rl.training.towers import UpdateMedia
 from rollout.request import MediaPrompt, prefix_keys
 
 if TYPE_CHECKING:
+    from rollout.media.loader import Loader
+
     from rl.training.batch import Batch
     from rollout.media.expand import Expanded
     from rollout.media.item import Extent, Item
-    from rollout.media.loader import Loader
 
 Key = tuple[str, str]
 """(kind, digest) of an item."""

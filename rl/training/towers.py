@@ -55,8 +55,9 @@ class TrainedTowers:
     def with_table(self, trained: dict, constants: dict, pieces: Sequence[Piece]) -> tuple[dict, dict]:
         """Returns (what the loss is differentiated by, constants): a float32 table takes the place of the towers."""
         towers = {path: array for path, array in trained.items() if is_tower(path)}
-        table = MediaTable(*(jnp.zeros(constants[name].shape, jnp.float32) if name in constants else None
-                             for name in (ROWS, DEEP)))
+        table = MediaTable(
+            *(jnp.zeros(constants[name].shape, jnp.float32) if name in constants else None for name in (ROWS, DEEP))
+        )
         for piece in pieces:
             table = self._encoder.encoded_into(_towers(trained | constants), table, piece)
         others = {path: array for path, array in trained.items() if path not in towers}

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from policy.config import Runtime
-from policy.execution.encoding import TOWERS
 from policy.layers.layer_embeddings import TABLE
 
 INDEXER = ".indexer."
@@ -22,7 +21,7 @@ def is_named(path: str, name: str) -> bool:
     return path == name or path.startswith(f"{name}.")
 
 
-def trained_paths(paths: Iterable[str], runtime: Runtime, frozen: Collection[str] = TOWERS) -> frozenset[str]:
+def trained_paths(paths: Iterable[str], runtime: Runtime, frozen: Collection[str] = ()) -> frozenset[str]:
     """Returns the paths of the weights that are trained.
 
     Indexers and prediction modules are trained only by their own losses, so without these losses they stay as they are.

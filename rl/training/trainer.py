@@ -375,9 +375,7 @@ class Trainer(BatchUpdates):
         logp, entropy = self._by_micro_batch(self._logprobs, params | towers.as_params(table), batch)
         return logp, entropy
 
-    def values(
-        self, state: RunState, batch: Batch, table: MediaTable | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def values(self, state: RunState, batch: Batch, table: MediaTable | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Computes the values of the states before and after each token, float32[N, T] on the host. table: that of a
         batch with places."""
         self.add_flops(self.value_model.flops, batch, passes=1)

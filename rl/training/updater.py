@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 import rl.algorithms
 from policy.execution import row_tables
 from policy.execution.compiled_cache import CompiledCache
-from policy.execution.encoding import Piece
+from policy.execution.encoding import TOWERS, Piece
 from policy.layers import batch_split
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
@@ -44,6 +44,13 @@ class ParamState:
 
     params: dict[str, jax.Array]
     optimizer: Any
+
+
+def frozen_names(model: Graph | Critic, stage: StageOptions) -> Sequence[str]:
+    """Returns the names of weights that a stage does not train; a critic has no towers and trains all of its own."""
+    if isinstance(model, Critic):
+        return ()
+    return TOWERS if stage.freeze is None else stage.freeze
 
 
 def _updates(model: Graph | Critic, stage: StageOptions) -> int:
@@ -99,7 +106,7 @@ class OptimizerStep:
             `loss` then reads the head from `params`, returns its gradient (else None), and reports value/loss.
         """
         self.model, self._loss, self._options, self._stage, self.value_head = model, loss, options, stage, value_head
-        self._trained_paths = trained_paths(model.axes, model.runtime, stage.freeze)
+        self._trained_paths = trained_paths(model.axes, model.runtime, frozen_names(model, stage))
         self._tables = model.tables & self._trained_paths
         self._seed = seed if stage.dropout else None
         self._diagnostics = stage.diagnostics and isinstance(model, Graph)

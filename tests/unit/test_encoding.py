@@ -84,21 +84,24 @@ def test_gradients_in_pieces_equal_those_of_one_backward_pass(case, monkeypatch)
     monkeypatch.setattr(encoding, "INPUTS", 1)  # a call for each item
     model, encoder, items = case
     chosen, M = placed(items)
-    piece = encoder.pieces(chosen, M, round_up=True)[-1]
-    assert len(piece.values) > 1
+    pieces = encoder.pieces(chosen, M, round_up=True)
+    assert len(pieces[0].values) > 1
     towers = {path: array for path, array in model.params.items() if path.startswith("image.")}
     empty = encoder.empty(M)
     rng = np.random.default_rng(1)
     weights = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), empty)
 
     def loss(own):
-        table = encoder.encoded_into(own, empty, piece)
+        table = empty
+        for piece in pieces:
+            table = encoder.encoded_into(own, table, piece)
         return sum(jnp.sum(a * w) for a, w in zip(table, weights, strict=True) if a is not None)
 
     constants = {path: towers[path] for path in towers if path in model.graph.untrained}
     trained = {path: array for path, array in towers.items() if path not in constants}
     whole = jax.jit(jax.grad(lambda own: loss(own | constants)))(trained)
-    parts = jax.jit(lambda own: encoder.gradients(own, constants, weights, piece))(trained)
+    parts = jax.jit(lambda own: [encoder.gradients(own, constants, weights, piece) for piece in pieces])(trained)
+    parts = jax.tree.map(lambda *each: sum(each), *parts)
     assert any(np.any(np.asarray(g)) for g in whole.values())
     for path, gradient in whole.items():
         np.testing.assert_allclose(parts[path], gradient, atol=1e-5, rtol=1e-4, err_msg=path)
