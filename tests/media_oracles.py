@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 from towers import CHUNKED
 from towers import GRID as VISION
 
+import policy
+from policy import families
 from policy.cache.media import DocumentMedia, Media, MediaTable
+from policy.media import input_width, rows_of
 
 IMAGE, SOUND = 150, 154
 SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -198,6 +202,43 @@ def build(kind: str, seed: int = 0):
             elif tensor.is_floating_point() and not any(part in name for part in _COMPUTED):
                 tensor.add_(torch.randn_like(tensor) * (0.3 if tensor.dim() == 1 else 0.05))
     return model
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A picture as a tower reads it."""
+
+    kind: str
+    values: np.ndarray
+    shape: tuple[int, int]
+    rows: int
+    digest: str = ""
+
+
+@functools.cache
+def random_policy(kind: str):
+    """The model of `build`'s configuration with its towers and random weights of ours."""
+    import transformers
+
+    text, vision, keys = copy.deepcopy(MODELS[kind])
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **keys)
+    hf = config.to_dict() | {"architectures": [f"{kind}ForConditionalGeneration"]}
+    return policy.create(families.read(hf, media=True), seed=3)
+
+
+def drawn(spec, shapes, seed: int = 0) -> list[Item]:
+    """Random pictures of these sizes in patches."""
+    rng = np.random.default_rng(seed)
+    return [
+        Item(
+            "image",
+            rng.normal(size=(h * w, input_width(spec))).astype(np.float32),
+            (h, w),
+            rows_of(spec, (h, w)),
+            f"{seed}.{n}",
+        )
+        for n, (h, w) in enumerate(shapes)
+    ]
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,7 +61,8 @@ class TrainedTowers:
         for piece in pieces:
             table = self._encoder.encoded_into(_towers(trained | constants), table, piece)
         others = {path: array for path, array in trained.items() if path not in towers}
-        return others | as_params(table), constants | towers
+        rest = {name: array for name, array in constants.items() if name not in (ROWS, DEEP)}
+        return others | as_params(table), rest | towers
 
     def gradients(self, trained: dict, constants: dict, grads: dict, pieces: Sequence[Piece]) -> dict:
         """Returns the gradients with those of the towers in the place of those of the table."""

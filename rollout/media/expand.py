@@ -42,6 +42,7 @@ class Expanded:
     delta: int
     items: tuple[Extent, ...]
     starts: np.ndarray
+    references: tuple[Reference, ...] = ()
 
 
 def expand(

@@ -1,53 +1,21 @@
 """Tables of pictures and sounds: the rows of an item are those of `Model.encode`, whatever else is encoded."""
 
-import copy
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from media_oracles import MODELS
+from media_oracles import drawn, random_policy
 
-import policy
-from policy import families
 from policy.execution import encoding
 from policy.execution.encoding import MediaEncoder, padded_inputs
-from policy.media import input_width, rows_of
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Item:
-    kind: str
-    values: np.ndarray
-    shape: tuple[int, int]
-    rows: int
-
 
 SHAPES = {"Qwen3VL": [(4, 6), (2, 2), (4, 6), (10, 8)], "Gemma4": [(4, 6), (2, 2)], "Gemma3": [(6, 6)] * 2}
 
 
-def tiny(kind):
-    text, vision, keys = copy.deepcopy(MODELS[kind])
-    import transformers
-
-    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **keys)
-    hf = config.to_dict() | {"architectures": [f"{kind}ForConditionalGeneration"]}
-    return policy.create(families.read(hf, media=True), seed=3)
-
-
-def items_of(spec, shapes, seed=0):
-    rng = np.random.default_rng(seed)
-    return [
-        Item("image", rng.normal(size=(h * w, input_width(spec))).astype(np.float32), (h, w), rows_of(spec, (h, w)))
-        for h, w in shapes
-    ]
-
-
 @pytest.fixture(scope="module", params=["Qwen3VL", "Gemma4", "Gemma3"])
 def case(request):
-    model = tiny(request.param)
-    return model, MediaEncoder(model.graph), items_of(model.config.image, SHAPES[request.param])
+    model = random_policy(request.param)
+    return model, MediaEncoder(model.graph), drawn(model.config.image, SHAPES[request.param])
 
 
 def placed(items):

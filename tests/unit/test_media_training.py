@@ -1,0 +1,204 @@
+"""Updates on rows with pictures: places in packed rows, frozen and trained towers."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import learners
+import numpy as np
+import pytest
+from media_oracles import IMAGE, LOOKS_AHEAD, drawn, random_policy
+
+from policy.cache.media import Media
+from policy.execution.encoding import MediaEncoder
+from rl.stages.media import MediaTables, table_rows
+from rl.training.batch import padded_batch
+from rollout.media.expand import Expanded
+
+SHAPES = {"Qwen3VL": [(4, 6), (2, 2)], "Gemma3": [(6, 6), (6, 6)]}
+CLOSE = 2e-5
+
+
+@dataclasses.dataclass
+class Loader:
+    """Contents that are items already."""
+
+    known: dict
+    asked: list = dataclasses.field(default_factory=list)
+    waited: float = 0.0
+
+    def items(self, references):
+        self.asked += [each.digest for each in references]
+        return {(each.kind, each.digest): self.known[each.digest] for each in references}
+
+
+def document(kind: str, parts, seed: int) -> Expanded:
+    """A document of texts (a length) and pictures (an item)."""
+    rng, tokens, index, turns, until = np.random.default_rng(seed), [], [], [], []
+    count = row = 0
+    for part in parts:
+        if isinstance(part, int):
+            tokens += rng.integers(0, 149, part).tolist()
+            index += [-1] * part
+            until += range(len(until), len(until) + part)
+            turns += [(count + n,) * 3 for n in range(part)]
+            count += part
+            continue
+        h, w = (side // 2 for side in part.shape)
+        tokens += [IMAGE] * part.rows
+        index += range(row, row + part.rows)
+        until += [len(until) + part.rows - 1] * part.rows
+        turns += [(count, count + y, count + x) for y in range(h) for x in range(w)]
+        row, count = row + part.rows, count + max(h, w)
+    qwen, items = kind.startswith("Qwen"), tuple(part for part in parts if not isinstance(part, int))
+    arrays = [np.asarray(each, np.int32) for each in (tokens, index, turns if qwen else [], until)]
+    return Expanded(
+        arrays[0],
+        arrays[1],
+        arrays[2] if qwen else None,
+        arrays[3] if kind in LOOKS_AHEAD else None,
+        count - len(tokens) if qwen else 0,
+        items,
+        np.zeros(len(tokens), np.int32),
+        items,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """Three documents with pictures and one of text, one per row of a batch."""
+
+    kind: str
+    model: object
+    documents: list
+    answers: list
+    batch: object
+
+    def tables(self, trained: bool = False, M: int = 32) -> MediaTables:
+        known = {item.digest: item for each in self.documents if each for item in each.items}
+        return MediaTables(MediaEncoder(self.model.graph), Loader(known), M, trained)
+
+    def add(self, table):
+        return table.add(self.batch, [(row, 0, each) for row, each in enumerate(self.documents)])
+
+
+@functools.cache
+def case(kind: str) -> Case:
+    model = random_policy(kind)
+    one, two = drawn(model.config.image, SHAPES[kind])
+    parts = [(3, one, 2), (2, two, 1, one, 3), None, (1, two, 4)]
+    documents = [None if each is None else document(kind, each, seed) for seed, each in enumerate(parts)]
+    rng = np.random.default_rng(5)
+    answers = [rng.integers(0, 149, n).tolist() for n in (4, 2, 9, 3)]
+    rows = []
+    for each, answer in zip(documents, answers, strict=True):
+        prompt = [] if each is None else each.tokens.tolist()
+        rows.append((prompt + answer, [0] * len(prompt) + [1] * len(answer)))
+    batch = padded_batch(rows, 64)
+    return Case(kind, model, documents, answers, batch)
+
+
+KINDS = pytest.mark.parametrize("kind", ["Qwen3VL", "Gemma3"])
+
+
+@KINDS
+def test_packed_rows_equal_each_document_alone(kind):
+    one = case(kind)
+    tables = one.tables()
+    table = tables.of(one.model.params, one.documents)
+    batch = one.add(table)
+    trainer, state = learners.begin(one.model, learners.stage("sft", micro_batch=2))
+    packed = trainer.packing_of(batch.segments)[0]
+    assert packed.filled_rows < len(one.documents)
+    logp, _ = trainer.logprobs(state.policy.params, batch, table.table)
+    for row, (each, answer) in enumerate(zip(one.documents, one.answers, strict=True)):
+        tokens = np.asarray(([] if each is None else each.tokens.tolist()) + answer, np.int32)
+        how = {}
+        if each is not None:
+            index, turns, until = (
+                None if a is None else a[None] for a in table.document(each).span(0, len(tokens))
+            )
+            how = {"media": Media(index, table.table.rows, table.table.deep), "turns": turns, "until": until}
+            tokens = np.where(index[0] >= 0, 0, tokens)
+        alone, _ = one.model.logprobs(tokens[None], **how)
+        np.testing.assert_allclose(logp[row, 1 : len(tokens)], np.asarray(alone)[0, 1:], atol=CLOSE)
+
+
+def test_equal_pictures_are_encoded_once_and_other_tables_take_their_rows():
+    one = case("Qwen3VL")
+    tables = one.tables()
+    first = tables.of(one.model.params, one.documents * 8)
+    assert tables.encoder.encoded == 2 and sorted(tables.loader.asked) == ["0.0", "0.1"]
+    assert tables.of(one.model.params, one.documents) is first
+    metrics = tables.metrics()
+    assert metrics["media/pictures"] == 4 * 9 and metrics["media/encoded"] == 2 and metrics["media/distinct"] == 4 / 36
+    alone = tables.of(one.model.params, one.documents[3:])
+    assert tables.encoder.encoded == 2
+    rows = first.first["image", "0.1"]
+    assert np.array_equal(alone.table.rows[:1], first.table.rows[rows : rows + 1])
+    assert tables.metrics()["media/encoded"] == 0
+    assert table_rows([[each] for each in one.documents if each], 2) == 8
+
+
+@KINDS
+def test_frozen_towers_stay_and_the_rest_learns(kind):
+    one = case(kind)
+    table = one.tables().of(one.model.params, one.documents)
+    batch = one.add(table)
+    trainer, state = learners.begin(one.model, learners.stage("sft", micro_batch=2))
+    before = learners.host(state.policy.params)
+    state, metrics = trainer.update(state, batch, media=table.update_media(batch))
+    after = learners.host(state.policy.params)
+    changed = {path for path in before if before[path].tobytes() != after[path].tobytes()}
+    assert changed and not any("image." in path for path in changed) and metrics["optim/skipped"] == 0
+    assert not any("image." in key for key in learners.host(state.policy.optimizer))
+
+
+@KINDS
+def test_the_gradient_of_a_trained_tower_is_that_of_one_backward_pass(kind):
+    one = case(kind)
+    tables = one.tables(trained=True)
+    table = tables.of(one.model.params, one.documents)
+    batch = one.add(table)
+    options = {"learning_rate": 1.0, "eps": 1.0, "clip_norm": None, "weight_decay": 0.0}
+    encoder, M = tables.encoder, tables.M
+    pieces = table.update_media(batch).pieces
+
+    def loss(params):
+        made = encoder.empty(M)
+        for piece in pieces:
+            made = encoder.encoded_into(params, made, piece)
+        how = {
+            "media": Media(batch.media, made.rows, made.deep),
+            "turns": batch.turns,
+            "until": batch.until,
+        }
+        logp, _ = type(one.model)(one.model.graph, params).logprobs(batch.tokens, segments=batch.segments, **how)
+        return -jnp.sum(logp * batch.mask) / jnp.sum(batch.mask)
+
+    expected = jax.jit(jax.grad(loss))(one.model.params)
+    for rows in (None, 1):
+        trainer, state = learners.begin(one.model, learners.stage("sft", micro_batch=rows, freeze=[], optimizer=options))
+        before = {path: np.array(array) for path, array in state.policy.params.items()}
+        state, _ = trainer.update(state, batch, media=table.update_media(batch))
+        for path, gradient in expected.items():
+            if path in one.model.graph.untrained:
+                continue
+            step = np.asarray(gradient) / (np.abs(gradient) + 1.0)  # of AdamW with eps 1, in its first update
+            np.testing.assert_allclose(before[path] - state.policy.params[path], step, atol=2e-5, err_msg=path)
+        assert any(np.abs(gradient).max() > 1e-3 for path, gradient in expected.items() if "image." in path)
+
+
+def test_parts_are_frozen_by_name():
+    one = case("Qwen3VL")
+    table = one.tables(trained=True).of(one.model.params, one.documents)
+    batch = one.add(table)
+    options = learners.stage("sft", freeze=["image.blocks", "stacks", "embed_tokens"])
+    trainer, state = learners.begin(one.model, options)
+    before = learners.host(state.policy.params)
+    state, _ = trainer.update(state, batch, media=table.update_media(batch))
+    after = learners.host(state.policy.params)
+    changed = {path.strip("[]'") for path in before if before[path].tobytes() != after[path].tobytes()}
+    assert "image.merger.up_proj" in changed
+    assert not any(path.startswith(("image.blocks", "stacks", "embed_tokens")) for path in changed)
