@@ -25,8 +25,8 @@ ORDER = {
     "rewards": ["suggest", "text", "registry", "plugins", "workers", "runner", "check"],
     "rollout": ["types", "request", "text", "media", "engine", "generator", "collect"],
     "rl": [
-        *("errors", "cluster", "algorithms", "tasks", "config", "data", "reporting", "training", "stages", "run"),
-        *("plan", "commands"),
+        *("errors", "cluster", "algorithms", "tasks", "config", "data", "reporting", "training", "media", "stages"),
+        *("run", "plan", "commands"),
     ],
 }
 FIELDS = ("names", "config_fields", "extensions", "ngrams", "tower_names", "tower_fields")

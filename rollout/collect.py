@@ -15,6 +15,7 @@ from rewards import Runner, Scores
 
 if TYPE_CHECKING:
     from rollout.generator import Generator
+    from rollout.media.expand import Expanded
     from rollout.types import Completion, SamplingParams
 
 
@@ -44,6 +45,11 @@ class Problem(Protocol):
     @property
     def ids(self) -> list[int]:
         """The prompt as token ids."""
+        ...
+
+    @property
+    def media(self) -> Expanded | None:
+        """Its pictures and sounds; None: it has none."""
         ...
 
 

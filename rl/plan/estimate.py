@@ -6,7 +6,7 @@ are a model of a few terms, good for a comparison of configurations:
 - Temporaries of an update: float32 gradients; for each token and layer, its input and the share of product outputs that
   `remat` keeps; all outputs of the largest layer, its full weights, and a chunk of logits. Other passes: the last
   three.
-- Operations (rl/training/flops.py): three times the forward pass for a gradient, and once more for recomputation.
+- Operations (rl/reporting/flops.py): three times the forward pass for a gradient, and once more for recomputation.
 - HBM traffic: all weights in each pass, and activations.
 - Communication: an all-gather of weights over the axes that shard them but not the products, a reduce-scatter of their
   gradients, and two activations per layer where products are sharded.
@@ -29,9 +29,9 @@ from policy.model import Graph
 from rl.config.run import RunConfig
 from rl.plan.programs import Planned, PlannedStage, Sampling, planned, stages
 from rl.reporting import chips
+from rl.reporting.flops import Operations
 from rl.reporting.program_memory import RESHARD
 from rl.run import build
-from rl.training.flops import Operations
 from rl.training.trainable import trained_paths
 from rollout.engine.exact import CHECKS
 

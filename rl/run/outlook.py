@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from rl.reporting import memory
-from rl.training.flops import rates
+from rl.reporting.flops import rates
 
 if TYPE_CHECKING:
     from policy.mesh.sharding import Layout

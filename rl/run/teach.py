@@ -115,9 +115,9 @@ def top(teacher: ModelTeacher, rows: Sequence[Row], k: int, vocab: int, limit: i
     vocab: the distribution is over the first so many tokens. limit: tokens of the longest row.
     """
     from rl.training.batch import padded_batch
+    from rl.training.batch_updates import by_micro_batch
     from rl.training.packing import plan_packing
     from rl.training.reward_model import rows_at_a_time
-    from rl.training.trainer import by_micro_batch
 
     layout, batch = teacher.graph.layout, padded_batch(rows, limit)
     N, T = batch.tokens.shape

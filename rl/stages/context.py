@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,11 @@ from rl.stages.dynamic_sampling import Group
 if TYPE_CHECKING:
     from policy.model import Model
     from rl.config.run import RunConfig
+    from rl.media import MediaTables, StepTable
     from rl.reporting.events import Events
     from rl.reporting.timeline import Timeline
-    from rl.stages.media import MediaTables
     from rollout import Generator
+    from rollout.media.expand import Expanded
 
 
 # Fields of Progress with another name in the files of checkpoints.
@@ -94,6 +95,13 @@ class Context:
     progress: Progress
     timeline: Timeline
     media: MediaTables | None = None  # None: no row of the run has pictures or sounds
+
+    def media_table(self, documents: Sequence[Expanded | None]) -> StepTable:
+        """Returns the table of the pictures and sounds of these documents, by the current weights. Raises DataError
+        for a content that cannot be decoded."""
+        assert self.media is not None, "the stage asks for a table only if the run has pictures or sounds"
+        with self.timeline.span("pictures and sounds"):
+            return self.media.of(self.model.params, documents)
 
     @contextmanager
     def resharded(self) -> Iterator[dict[str, float]]:

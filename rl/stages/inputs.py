@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from rl.reporting.flops import rates
 from rl.stages.shapes import abstract_batch, abstract_rows
 from rl.stages.stage import Program, StageKind
-from rl.training.flops import rates
 
 if TYPE_CHECKING:
     from policy.cache.media import MediaTable
     from rewards import Scores
-    from rl.stages.media import StepTable
+    from rl.media import StepTable
     from rollout.collect import Rollouts
 
 EXAMPLES, SAMPLING, MODEL_PASSES, REWARDS = "examples", "sampling", "model passes", "rewards"

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl.errors import ConfigError, ModelError, RewardStop
+from rl.reporting.flops import memory_share, rates
 from rl.stages import inputs, rollouts
 from rl.stages.dynamic_sampling import DynamicSampling
 from rl.stages.inputs import StepData
 from rl.stages.shapes import abstract_batch, abstract_rows, update_program
 from rl.stages.stage import ConfigProblems, Program, StageKind
-from rl.training.flops import memory_share, rates
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
@@ -171,9 +171,8 @@ class Stage(StageKind):
             batch = batch.replace(mask=batch.mask * complete)
         data.batch = batch
         if context.media is not None:
-            problems = [data.rollouts.problems[p] for p, _ in data.rollouts.flat]
-            data.table = self.media_table([problem.media for problem in data.rollouts.problems])
-            data.batch = data.table.add(batch, [(row, 0, problem.media) for row, problem in enumerate(problems)])
+            data.table = context.media_table([problem.media for problem in data.rollouts.problems])
+            data.batch = data.table.add(batch, rollouts.documents(data.rollouts))
 
     def _add_inputs(self, data: StepData) -> None:
         """Adds the inputs from policy, reference and critic, waits for the rewards, and adds the inputs from these."""

@@ -13,14 +13,15 @@ import numpy as np
 
 from rewards import Scores
 from rl.config.stage import SamplingOptions
+from rl.reporting.flops import Operations
 from rl.reporting.samples import STOP, TOKEN, TRAINED
-from rl.training.flops import Operations
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
     from rl.reporting.events import Events
     from rl.training.batch import Batch
     from rollout import Completion, SamplingParams
+    from rollout.media.expand import Expanded
 
 LONGEST_COLUMN = 1024  # bytes of a text of the data that is kept with each sample
 
@@ -54,6 +55,11 @@ def to_batch(rollouts: Rollouts, limit: int, *, replay: bool = False, values: bo
         old_values=scatter_to_mask(recorded, batch.mask) if values and len(recorded) == len(rows) else None,
         routes=routes_of([c for _, c in rollouts.flat], batch.tokens.shape[1]) if replay else None,
     )
+
+
+def documents(rollouts: Rollouts) -> list[tuple[int, int, Expanded | None]]:
+    """Returns (row, first column, pictures and sounds of the prompt) of each row of `to_batch`."""
+    return [(row, 0, rollouts.problems[p].media) for row, (p, _) in enumerate(rollouts.flat)]
 
 
 def routes_of(completions: Sequence[Completion], length: int) -> dict[str, np.ndarray]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from rl.data import datasets
-from rl.errors import DataError
+from rl.reporting.flops import rates
 from rl.stages import algorithm_of, generation, rollouts
 from rl.stages.evaluation import Evaluation
-from rl.training.flops import rates
 from rollout.collect import Rollouts, Source, collect
 
 if TYPE_CHECKING:
@@ -37,12 +36,11 @@ if TYPE_CHECKING:
     from rl.config.run import RunConfig
     from rl.config.stage import StageOptions
     from rl.data.reader import DataReader
+    from rl.media import StepTable
     from rl.stages.context import Context
-    from rl.stages.media import StepTable
     from rl.training.batch import Batch
     from rl.training.reward_model import RewardModelScorer
     from rollout import SamplingParams
-    from rollout.media.expand import Expanded
 
 ConfigProblems = Iterator[tuple[tuple, str]]
 """(path of keys, message that says what is wrong and what to change) of each problem in a configuration."""
@@ -296,37 +294,20 @@ class StageKind(ConfiguredStage, ABC):
 
         ids: a prompt id for each, for the random draws.
         """
+        from rl.stages.scorers import timed
+
         context, prompts = self.context, None
         if context.media is not None:
-            table = self.media_table([problem.media for problem in problems])
+            table = context.media_table([problem.media for problem in problems])
             prompts = [table.prompt(problem.ids, problem.media) for problem in problems]
         return collect(
-            Source(context.generator, self.runner, self._timed_scorers(), context.timeline.calls),
+            Source(context.generator, self.runner, timed(self.scorers, context.timeline), context.timeline.calls),
             problems,
             params,
             ids,
             context.progress.version,
             prompts,
         )
-
-    def media_table(self, documents: Sequence[Expanded | None]) -> StepTable:
-        """Returns the table of the pictures and sounds of these documents. Raises DataError."""
-        context = self.context
-        assert context.media is not None
-        try:
-            with context.timeline.span("pictures and sounds"):
-                return context.media.of(context.model.params, documents)
-        except ValueError as error:  # a MediaError, which names file and row
-            raise DataError(str(error)) from None
-
-    def _timed_scorers(self) -> dict[str, Callable[[list[list[int]]], list[float]]]:
-        """Returns the reward models; the timeline shows each call."""
-
-        def rewards_of(source: str, scorer: RewardModelScorer, sequences: list[list[int]]) -> list[float]:
-            with self.context.timeline.span("reward model", source=source, completions=len(sequences)):
-                return scorer(sequences)
-
-        return {source: partial(rewards_of, source, scorer) for source, scorer in self.scorers.items()}
 
     def evaluation(self, held_out: list) -> Evaluation | None:
         """Returns the evaluation of the policy, or None if the run has none or the stage does not change the policy."""

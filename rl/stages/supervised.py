@@ -168,7 +168,7 @@ class Stage(StageKind):
         with self.context.timeline.span("data"):
             data = inputs.StepData(state, self.batch())
             if self.context.media is not None:
-                data.table = self.media_table([document for _, _, document in self.documents])
+                data.table = self.context.media_table([document for _, _, document in self.documents])
                 data.batch = data.table.add(data.batch, self.documents)
             inputs.provide(self, data, inputs.EXAMPLES)
         if inputs.any_at(self, inputs.MODEL_PASSES):

@@ -11,7 +11,7 @@ from policy.cache.step import Step
 from policy.intermediates import Aux
 from policy.model import Graph
 from policy.modes import VALUE_HEAD, first_of_segment
-from rl.training.flops import Operations
+from rl.reporting.flops import Operations
 from rl.training.host_memory import copied
 
 

@@ -34,6 +34,26 @@ def schedule(options: OptimizerOptions, updates: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(peak / (warm + 1), peak, warm), after_warmup], [warm])
 
 
+def adamw(
+    options: OptimizerOptions, rate: optax.Schedule, axes: dict, param_dtype: str
+) -> optax.GradientTransformation:
+    """Returns AdamW for weights in `param_dtype`. Weight decay acts on matrices only, not on vectors."""
+    decayed = {path: len([a for a in names if a != "layers"]) > 1 for path, names in axes.items()}
+    transform = optax.adamw(
+        rate,
+        b1=options.beta1,
+        b2=options.beta2,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        mask=lambda params: {path: decayed[path] for path in cast(dict, params)},
+    )
+    if param_dtype == options.state_dtype == "float32":
+        return transform
+    return stored_as(
+        transform, options.state_dtype, master=param_dtype != "float32" and options.state_dtype == "float32"
+    )
+
+
 def stored_as(transform: optax.GradientTransformation, dtype: str, master: bool) -> optax.GradientTransformation:
     """Returns `transform` computed in float32, with moments stored in `dtype`.
 

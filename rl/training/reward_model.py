@@ -25,9 +25,9 @@ from policy.modes import VALUE_HEAD
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
 from rl.training.batch import Batch, padded_batch
+from rl.training.batch_updates import CPU_TOKENS, BatchUpdates, by_micro_batch, num_row_shards, shard_rows
 from rl.training.critic import Critic
 from rl.training.packing import plan_packing
-from rl.training.trainer import CPU_TOKENS, BatchUpdates, by_micro_batch, num_row_shards, shard_rows
 from rl.training.updater import OptimizerStep, ParamState
 
 # Tokens that one device scores at a time, unless it is a CPU.

@@ -39,8 +39,8 @@ from policy.ops.host_memory import fetch, in_host_memory
 from policy.ops.quantization import TYPES, quantize
 from rl.algorithms import PolicyInputs
 from rl.errors import ModelError
+from rl.reporting.flops import Operations
 from rl.training.batch import Batch
-from rl.training.flops import Operations
 
 PREFIX = "teacher."
 """Paths of a teacher's weights begin with it where they lie among the policy's."""

@@ -46,31 +46,36 @@ def inputs_of(params: dict[str, jax.Array], places: Places | None) -> MediaInput
     return None if places is None else places.inputs(MediaTable(params[ROWS], params.get(DEEP)))
 
 
-class TrainedTowers:
-    """The towers in an update that trains weights of them."""
+class TowerGradients:
+    """Gradients of an update, through the towers that it trains.
 
-    def __init__(self, graph: Graph):
+    arguments: what the loss is differentiated by, and its constants, by path. A float32 table takes the place of
+    trained towers.
+    """
+
+    def __init__(self, graph: Graph, trained: dict, constants: dict, pieces: Sequence[Piece] | None):
+        """Encodes the `pieces`, in a jitted function; None: the update trains no tower, and nothing changes."""
+        self._pieces, self.arguments = pieces, (trained, constants)
+        if pieces is None:
+            return
         self._encoder = MediaEncoder(graph)
-
-    def with_table(self, trained: dict, constants: dict, pieces: Sequence[Piece]) -> tuple[dict, dict]:
-        """Returns (what the loss is differentiated by, constants): a float32 table takes the place of the towers."""
-        towers = {path: array for path, array in trained.items() if is_tower(path)}
-        table = MediaTable(
-            *(jnp.zeros(constants[name].shape, jnp.float32) if name in constants else None for name in (ROWS, DEEP))
-        )
+        self._trained, self._others = _towers(trained), _towers(constants)
+        table = MediaTable(constants[ROWS], constants.get(DEEP))
+        table = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), table)
         for piece in pieces:
-            table = self._encoder.encoded_into(_towers(trained | constants), table, piece)
-        others = {path: array for path, array in trained.items() if path not in towers}
-        rest = {name: array for name, array in constants.items() if name not in (ROWS, DEEP)}
-        return others | as_params(table), rest | towers
+            table = self._encoder.encoded_into(self._trained | self._others, table, piece)
+        rest = {path: array for path, array in trained.items() if path not in self._trained}
+        kept = {path: array for path, array in constants.items() if path not in (ROWS, DEEP)}
+        self.arguments = rest | as_params(table), kept | self._trained
 
-    def gradients(self, trained: dict, constants: dict, grads: dict, pieces: Sequence[Piece]) -> dict:
-        """Returns the gradients with those of the towers in the place of those of the table."""
-        towers = {path: jnp.zeros(a.shape, jnp.float32) for path, a in trained.items() if is_tower(path)}
-        weights, others = _towers(trained), _towers(constants)
+    def gradients(self, grads: dict) -> dict:
+        """Returns the gradients by path, with those of the towers in the place of those of the table."""
+        if self._pieces is None:
+            return grads
+        towers = {path: jnp.zeros(a.shape, jnp.float32) for path, a in self._trained.items()}
         table = MediaTable(grads[ROWS], grads.get(DEEP))
-        for piece in pieces:
-            towers = jax.tree.map(jnp.add, towers, self._encoder.gradients(weights, others, table, piece))
+        for piece in self._pieces:
+            towers = jax.tree.map(jnp.add, towers, self._encoder.gradients(self._trained, self._others, table, piece))
         return {path: grad for path, grad in grads.items() if path not in (ROWS, DEEP)} | towers
 
 

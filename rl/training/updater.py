@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding
 
 import rl.algorithms
@@ -31,9 +30,9 @@ from rl.training.batch import Batch
 from rl.training.critic import Critic
 from rl.training.diagnostics import activation_metrics, gradient_norms
 from rl.training.host_memory import joined, on_each_memory
-from rl.training.optimizer import at_once, by_layer, schedule, start, stored_as
+from rl.training.optimizer import adamw, at_once, by_layer, schedule, start
 from rl.training.optimizer import norm as norm_of
-from rl.training.towers import TrainedTowers
+from rl.training.towers import TowerGradients
 from rl.training.trainable import MODULES, trained_paths
 
 
@@ -57,24 +56,6 @@ def _updates(model: Graph | Critic, stage: StageOptions) -> int:
     """Returns how many updates of the model a stage makes. A policy has none while only its critic learns."""
     warmup = 0 if isinstance(model, Critic) else getattr(stage.algorithm, "critic_warmup", 0)
     return max(0, stage.steps - warmup) * stage.updates_per_step
-
-
-def optimizer(
-    options: OptimizerOptions, rate: optax.Schedule, axes: dict, param_dtype: str
-) -> optax.GradientTransformation:
-    """Returns AdamW for weights in `param_dtype`. Weight decay acts on matrices only, not on vectors."""
-    decayed = {path: len([a for a in names if a != "layers"]) > 1 for path, names in axes.items()}
-    adamw = optax.adamw(
-        rate,
-        b1=options.beta1,
-        b2=options.beta2,
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        mask=lambda params: {path: decayed[path] for path in cast(dict, params)},
-    )
-    if param_dtype == options.state_dtype == "float32":
-        return adamw
-    return stored_as(adamw, options.state_dtype, master=param_dtype != "float32" and options.state_dtype == "float32")
 
 
 class OptimizerStep:
@@ -113,7 +94,7 @@ class OptimizerStep:
         self._graph = model if isinstance(model, Graph) else model.trunk
         self.layout = self._graph.layout
         self.rate = schedule(options, _updates(model, stage))
-        self._transform = optimizer(options, self.rate, model.axes, model.runtime.param_dtype)
+        self._transform = adamw(options, self.rate, model.axes, model.runtime.param_dtype)
 
     def _split(self, params: dict) -> tuple[dict, dict]:
         """Returns (weights with a gradient, other weights). Biases of routers are trained, but without a gradient."""
@@ -226,11 +207,10 @@ class OptimizerStep:
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, updates_made(learner), batch.tokens.shape[0]))
         constants = others | (extra_params or {}) | (value_head.params if value_head else {})
-        towers = None if pieces is None else TrainedTowers(self._graph)
-        by = (trained, constants) if towers is None else towers.with_table(trained, constants, pieces)
-        sums, tokens = self._gradients(*by, batch, inputs, micro_rows)
+        towers = TowerGradients(self._graph, trained, constants, pieces)
+        sums, tokens = self._gradients(*towers.arguments, batch, inputs, micro_rows)
         grads, head_gradient, loss, metrics, routing = sums
-        grads = grads if towers is None else towers.gradients(trained, constants, grads, pieces)
+        grads = towers.gradients(grads)
         if value_head is not None:
             assert self.value_head is not None  # the caller passes a head only if there is an update for it
             arguments = value_head, {VALUE_HEAD: head_gradient}, metrics["value/loss"], {}

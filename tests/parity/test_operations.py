@@ -13,7 +13,7 @@ from policy.huggingface import sources
 from policy.mesh.sharding import layout
 from policy.model import Graph
 from rl.reporting import chips
-from rl.training.flops import Operations, lengths, memory_share, rates
+from rl.reporting.flops import Operations, lengths, memory_share, rates
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 

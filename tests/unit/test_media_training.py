@@ -12,7 +12,7 @@ from media_oracles import IMAGE, LOOKS_AHEAD, drawn, random_policy
 
 from policy.cache.media import Media
 from policy.execution.encoding import MediaEncoder
-from rl.stages.media import MediaTables, table_rows
+from rl.media import MediaTables, table_rows
 from rl.training.batch import padded_batch
 from rollout.media.expand import Expanded
 
@@ -116,9 +116,7 @@ def test_packed_rows_equal_each_document_alone(kind):
         tokens = np.asarray(([] if each is None else each.tokens.tolist()) + answer, np.int32)
         how = {}
         if each is not None:
-            index, turns, until = (
-                None if a is None else a[None] for a in table.document(each).span(0, len(tokens))
-            )
+            index, turns, until = (None if a is None else a[None] for a in table.document(each).span(0, len(tokens)))
             how = {"media": Media(index, table.table.rows, table.table.deep), "turns": turns, "until": until}
             tokens = np.where(index[0] >= 0, 0, tokens)
         alone, _ = one.model.logprobs(tokens[None], **how)
@@ -179,7 +177,9 @@ def test_the_gradient_of_a_trained_tower_is_that_of_one_backward_pass(kind):
 
     expected = jax.jit(jax.grad(loss))(one.model.params)
     for rows in (None, 1):
-        trainer, state = learners.begin(one.model, learners.stage("sft", micro_batch=rows, freeze=[], optimizer=options))
+        trainer, state = learners.begin(
+            one.model, learners.stage("sft", micro_batch=rows, freeze=[], optimizer=options)
+        )
         before = {path: np.array(array) for path, array in state.policy.params.items()}
         state, _ = trainer.update(state, batch, media=table.update_media(batch))
         for path, gradient in expected.items():

@@ -19,6 +19,7 @@ import numpy as np
 from policy.cache.media import DocumentMedia, MediaTable
 from policy.execution.encoding import MediaEncoder
 from policy.mesh import processes
+from rl.errors import DataError
 from rl.training.towers import UpdateMedia
 from rollout.request import MediaPrompt, prefix_keys
 
@@ -134,7 +135,7 @@ class MediaTables:
     def of(self, params: Mapping[str, jax.Array], documents: Sequence[Expanded | None]) -> StepTable:
         """Returns the table of the pictures and sounds of these documents.
 
-        Raises MediaError for a content that cannot be decoded.
+        Raises DataError for a content that cannot be decoded.
         """
         shown = [document for document in documents if document is not None]
         extents: dict[Key, Extent] = {}
@@ -188,7 +189,10 @@ class MediaTables:
             if (reference.kind, reference.digest) in contents
         }
         waited = self.loader.waited
-        items: dict[Key, Item] = dict(self.loader.items(list(references.values()))) if references else {}
+        try:
+            items: dict[Key, Item] = dict(self.loader.items(list(references.values()))) if references else {}
+        except ValueError as error:  # a MediaError, which names file and row
+            raise DataError(str(error)) from None
         return items, self.loader.waited - waited
 
     def _copied(self, kept: Mapping[Key, Extent], first: Mapping[Key, int]) -> MediaTable:
