@@ -101,10 +101,10 @@ class StepTable:
             if expanded is None:
                 continue
             document = self.document(expanded)
-            end = start + np.count_nonzero(batch.segments[row] == batch.segments[row, start])
-            columns, spans = slice(start, end), document.span(0, end - start)
+            length = int(np.count_nonzero(batch.segments[row] == batch.segments[row, start]))
+            columns, spans = slice(start, start + length), document.span(0, length)
             for array, values in zip((media, turns, until), spans, strict=True):
-                if array is not None:
+                if array is not None and values is not None:
                     array[row, columns] = values
         tokens = np.where(media >= 0, 0, batch.tokens)  # ids at these places may lie outside the vocabulary
         return batch.replace(tokens=tokens.astype(np.int32), media=media, turns=turns, until=until)
@@ -113,6 +113,7 @@ class StepTable:
         """Returns what an update on this batch takes."""
         if self.items is None:
             return UpdateMedia(self.table)
+        assert batch.media is not None
         used = set(np.unique(batch.media).tolist())
         chosen = [(item, self.first[key]) for key, item in self.items.items() if self.first[key] in used]
         return UpdateMedia(self.table, self.encoder.pieces(chosen, len(self.table.rows), round_up=True))
@@ -156,10 +157,10 @@ class MediaTables:
         self._last = StepTable(table, first, self.encoder, loaded if self.trained else None)
         return self._last
 
-    def with_weights(self, params: Mapping[str, jax.Array], table: StepTable) -> MediaTable:
-        """Returns the table of the same items under other weights."""
-        if table.items is None:
-            return table.table
+    def with_weights(self, params: Mapping[str, jax.Array], table: StepTable | None) -> MediaTable | None:
+        """Returns the table of the same items under other weights; None: there are none."""
+        if table is None or table.items is None:
+            return table and table.table
         pieces = self.encoder.pieces([(item, table.first[key]) for key, item in table.items.items()], self.M)
         return self.encoder.write(params, self.encoder.empty(self.M), pieces)
 

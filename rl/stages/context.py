@@ -94,7 +94,7 @@ class Context:
     events: Events
     progress: Progress
     timeline: Timeline
-    media: MediaTables | None = None  # None: no row of the run has pictures or sounds
+    media: MediaTables | None  # None: no row of the run has pictures or sounds
 
     def media_table(self, documents: Sequence[Expanded | None]) -> StepTable:
         """Returns the table of the pictures and sounds of these documents, by the current weights. Raises DataError

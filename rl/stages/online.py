@@ -182,20 +182,12 @@ class Stage(StageKind):
         with context.timeline.span("waiting for rewards") as span:
             data.scores = scores = data.rollouts.scores.result()
         data.metrics["time/reward"] = span.seconds
-        self._check_scored(scores)
+        _check_scored(self, scores)
         data.batch = data.batch.without(~np.isfinite(scores.total))
         data.rewards = scores.total.reshape(len(data.rollouts.completions), self.options.samples_per_prompt)
         inputs.provide(self, data, inputs.REWARDS)
         data.stale, staleness = _staleness(data.batch, context.progress.version)
         data.metrics |= staleness
-
-    def _check_scored(self, scores: Scores) -> None:
-        """Raises RewardStop after `rewards.unscored_steps` steps in a row without one score."""
-        progress = self.context.progress
-        progress.unscored_steps = 0 if np.isfinite(scores.total).any() else progress.unscored_steps + 1
-        limit = min(self.rewards.unscored_steps, self.options.steps)
-        if limit and progress.unscored_steps >= limit:
-            raise RewardStop(_unscored_text(self.name, progress.unscored_steps, scores))
 
     def log_probabilities(self, data: StepData) -> None:
         """Adds the old, reference and critic outputs that the algorithm asks for.
@@ -282,6 +274,15 @@ class Stage(StageKind):
         metrics["perf/step_tflop"] = (flops + self.trainer.total_flops - flops_before) / 1e12
         drafted = self.config.generator.speculative > 0
         return rollouts.metrics(sampled, scores, drafted=drafted) | metrics | updated
+
+
+def _check_scored(stage: Stage, scores: Scores) -> None:
+    """Raises RewardStop after `rewards.unscored_steps` steps in a row without one score."""
+    progress = stage.context.progress
+    progress.unscored_steps = 0 if np.isfinite(scores.total).any() else progress.unscored_steps + 1
+    limit = min(stage.rewards.unscored_steps, stage.options.steps)
+    if limit and progress.unscored_steps >= limit:
+        raise RewardStop(_unscored_text(stage.name, progress.unscored_steps, scores))
 
 
 def _unscored_text(stage: str, steps: int, scores: Scores) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from rl.errors import ModelError
 if TYPE_CHECKING:
     from policy.mesh.sharding import Layout
     from policy.model import Graph
+    from rl.reporting.timeline import Timeline
     from rl.training.reward_model import RewardModelScorer
 
 
@@ -47,6 +49,16 @@ def load_scorers(config: RunConfig, names: Iterable[str], mesh: Layout) -> dict[
         except (ModelFileError, UnsupportedModel) as error:
             raise ModelError(f"reward model {source}: {error}") from None
     return scorers
+
+
+def timed(scorers: Mapping[str, RewardModelScorer], timeline: Timeline) -> dict[str, Callable[[list], list[float]]]:
+    """Returns reward models as functions of token ids; the timeline shows each call."""
+
+    def rewards_of(source: str, scorer: RewardModelScorer, sequences: list[list[int]]) -> list[float]:
+        with timeline.span("reward model", source=source, completions=len(sequences)):
+            return scorer(sequences)
+
+    return {source: partial(rewards_of, source, scorer) for source, scorer in scorers.items()}
 
 
 def abstract_scorers(config: RunConfig, rewards: RewardSettings | None, graph: Graph) -> dict[str, RewardModelScorer]:

@@ -193,15 +193,7 @@ class OptimizerStep:
         return block_on_cpu_mesh(self.executable(*arguments, micro_rows=micro_rows), self.layout)
 
     def _update(
-        self,
-        learner: ParamState,
-        batch: Batch,
-        inputs: Any,
-        extra_params: dict[str, jax.Array] | None = None,
-        value_head: ParamState | None = None,
-        pieces: Sequence[Piece] | None = None,
-        *,
-        micro_rows: int,
+        self, learner, batch: Batch, inputs, extra_params=None, value_head=None, pieces=None, *, micro_rows: int
     ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
         trained, others = self._split(learner.params)
         if self._seed is not None:
