@@ -25,8 +25,8 @@ from rl.config.run import RunConfig
 from rl.config.stage import StageOptions
 from rl.reporting.program_memory import GENERATOR, RESHARD
 from rl.run import build
-from rl.stages.scorers import abstract_scorers
-from rl.stages.stage import StageKind
+from rl.stages import scorers
+from rl.stages.stage import Program, StageKind
 from rollout.engine.active_batch import stop_width
 from rollout.engine.exact import CHECKS, Verifier
 from rollout.engine.runner import ModelRunner, program_inputs
@@ -81,7 +81,7 @@ def stages(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[tu
     graph, sampling = build.graph(config, mesh), None
     for stage in rl.stages.create(config):
         stage.bind(graph)
-        stage.scorers = abstract_scorers(config, stage.rewards, graph)
+        stage.scorers = scorers.abstract_scorers(config, stage.rewards, graph)
         planned_stage = PlannedStage(stage, graph)
         if sampling is None and (stage.samples_completions or (config.evaluation and stage.trains_policy)):
             sampling = Sampling(config, planned_stage, memory)
@@ -94,7 +94,7 @@ def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
     routes = sampling.routes if sampling and stage.options.router_replay else None
     for each in (
         *stage.programs(routes, build.generator_options(own.stage.config).record_values),
-        *stage.reward_model_programs(),
+        *_reward_models(stage),
     ):
         resident = own.bytes
         if sampling:
@@ -104,6 +104,17 @@ def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
             own.name, each.kind, each.shape, each.lower, resident, other, each.times, each.trip_count, graph=each.graph
         )
         yield replace(made, occupancy=_occupancy(each.graph, made))
+
+
+def _reward_models(stage: StageKind) -> Iterator[Program]:
+    """Yields the programs of reward models, on full rows of all completions of a step."""
+    completions = stage.options.prompts_per_step * stage.options.samples_per_prompt * stage.samples_completions
+    for source, scorer in stage.scorers.items():
+        shape, lower = scorer.lowered(stage.config.max_length)
+        times = -(-completions // shape[0])
+        yield Program(
+            scorers.program_name(source), shape, lower, scorer.graph, scorer.abstract, times, rollout_memory=True
+        )
 
 
 def _occupancy(graph: Graph, planned: Planned) -> float:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from policy.model import Graph
     from rewards import Scores
     from rl.data.reader import DataReader
-    from rl.data.shard import Shard
     from rl.training.batch import Batch
     from rl.training.trainer import RunState
 
@@ -32,7 +31,6 @@ class Stage(StageKind):
     """Updates the policy, and a critic if the algorithm has one, on completions that the policy samples."""
 
     samples_completions = True
-    problems: Shard
 
     @property
     def inputs(self) -> frozenset[str]:
@@ -69,7 +67,7 @@ class Stage(StageKind):
         yield from self._check_room()
 
     def prepare(self, reader: DataReader) -> None:
-        self.problems = reader.problems(self.data, self.options)
+        self.rows = reader.problems(self.data, self.options)
         self.prepare_rewards(reader, self.prompts())
         reward = self.algorithm.dynamic_reward
         if reward is not None and reward not in self.runner.names:
@@ -77,7 +75,7 @@ class Stage(StageKind):
             raise ConfigError(f"{self.name}: dynamic_reward: no reward function {reward!r}; they are {names}")
 
     def prompts(self) -> list:
-        return list(self.problems.own)
+        return list(self.rows.own)
 
     def bind(self, graph: Graph) -> None:
         from rl.training.trainer import Trainer
@@ -142,18 +140,18 @@ class Stage(StageKind):
         params = self.sampling_params(n=self.options.samples_per_prompt)
 
         def sample() -> tuple[Rollouts, list[int]]:
-            rows = self.draw_examples(self.problems.total)  # indices in the data
+            rows = self.draw_examples(self.rows.total)  # indices in the data
             # Numbers for the random draws. They go on through the run: a prompt that comes again is drawn differently.
             ids = range(progress.next_prompt_id, progress.next_prompt_id + len(rows))
             progress.next_prompt_id += len(rows)
             with self.context.timeline.span("data"):
-                problems = self.problems.take(rows)
+                problems = self.rows.take(rows)
             return self.collect(problems, params, ids), rows
 
         if not algorithm.dynamic_batches:
             return sample()[0], {}
         reward = algorithm.dynamic_reward
-        sampling = DynamicSampling(algorithm.dynamic_batches, reward, self.problems.take, self.runner)
+        sampling = DynamicSampling(algorithm.dynamic_batches, reward, self.rows.take, self.runner)
         groups, left_over, metrics = sampling.fill(self.options.prompts_per_step, progress.carried, sample)
         # Routes are large: a checkpoint does not hold them, so groups that are left over are dropped.
         progress.carried = [] if self.options.router_replay else left_over

@@ -24,14 +24,14 @@ class Stage(supervised.Stage):
     sequences_per_row = 2
 
     def prepare(self, reader: DataReader) -> None:
-        self.examples = reader.pairs(self.data)
+        self.rows = reader.pairs(self.data)
         self.prepare_rewards(reader, [])
 
     def abstract_batch(self, shape: tuple[int, int]) -> Batch:
         return abstract_batch(shape, None, *inputs.fields(self), "margin")
 
     def batch(self) -> Batch:
-        pairs = self.examples.take(self.draw_examples(self.examples.total))
+        pairs = self.rows.take(self.draw_examples(self.rows.total))
         self.documents = documents_of(pairs)
         return batch_of(pairs, self.config.max_length)
 

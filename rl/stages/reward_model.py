@@ -16,7 +16,6 @@ from rl.stages.stage import ConfigProblems, Program, StageKind
 if TYPE_CHECKING:
     from policy.model import Graph
     from rl.data.reader import DataReader
-    from rl.data.shard import Shard
     from rl.training.reward_model import RewardModelState
 
 
@@ -25,7 +24,6 @@ class Stage(StageKind):
 
     trains_policy = False
     sequences_per_row = 2
-    pairs: Shard
 
     def _check_kind(self) -> ConfigProblems:
         stage = self.options
@@ -41,7 +39,7 @@ class Stage(StageKind):
         yield from self._check_no_capacity()
 
     def prepare(self, reader: DataReader) -> None:
-        self.pairs = reader.pairs(self.data)
+        self.rows = reader.pairs(self.data)
 
     def bind(self, graph: Graph) -> None:
         from rl.training.reward_model import RewardModelTrainer
@@ -61,7 +59,7 @@ class Stage(StageKind):
         """Makes `updates_per_step` updates on the next `prompts_per_step` pairs."""
         flops_before = self.trainer.total_flops
         with self.context.timeline.span("data"):
-            batch = batch_of(self.pairs.take(self.draw_examples(self.pairs.total)), self.config.max_length)
+            batch = batch_of(self.rows.take(self.draw_examples(self.rows.total)), self.config.max_length)
         state, metrics = self.update(state, batch)
         return state, metrics | {"perf/step_tflop": (self.trainer.total_flops - flops_before) / 1e12}
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rl.config.run import RunConfig
     from rl.config.stage import StageOptions
     from rl.data.reader import DataReader
+    from rl.data.shard import Shard
     from rl.media import StepTable
     from rl.stages.context import Context
     from rl.training.batch import Batch
@@ -188,6 +189,8 @@ class StageKind(ConfiguredStage, ABC):
     run."""
 
     context: Context
+    rows: Shard
+    """The rows of its data."""
 
     def __init__(self, config: RunConfig, index: int):
         super().__init__(config, index)
@@ -242,16 +245,6 @@ class StageKind(ConfiguredStage, ABC):
         routes: Batch.routes of one token (the experts that computed it), as shapes; None: the generator records none.
         values: whether the generator computes values of a critic while it samples.
         """
-
-    def reward_model_programs(self) -> Iterator[Program]:
-        """Yields the programs of reward models, on full rows of all completions of a step."""
-        from rl.stages.scorers import program_name
-
-        completions = self.options.prompts_per_step * self.options.samples_per_prompt * self.samples_completions
-        for source, scorer in self.scorers.items():
-            shape, lower = scorer.lowered(self.config.max_length)
-            times = -(-completions // shape[0])
-            yield Program(program_name(source), shape, lower, scorer.graph, scorer.abstract, times, rollout_memory=True)
 
     def frozen(self) -> list[Any]:
         """Returns the shapes and shardings of other models' weights that the stage keeps on the devices."""

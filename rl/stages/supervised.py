@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from policy.mesh.sharding import Layout
     from policy.model import Graph
     from rl.data.reader import DataReader
-    from rl.data.shard import Shard
     from rl.stages.context import Context
     from rl.training.batch import Batch
     from rl.training.teacher import Teacher
@@ -34,7 +33,6 @@ MOST_OUTSIDE = 1e-3
 class Stage(StageKind):
     """Updates the policy on examples of a dataset."""
 
-    examples: Shard
     documents: Documents = ()
 
     def _check_kind(self) -> ConfigProblems:
@@ -46,7 +44,7 @@ class Stage(StageKind):
             yield (*self.path, "teacher"), f"{self.algorithm.name} {text}"
 
     def prepare(self, reader: DataReader) -> None:
-        self.examples = reader.demonstrations(self.data, self.algorithm.train_on)
+        self.rows = reader.demonstrations(self.data, self.algorithm.train_on)
         self.prepare_rewards(reader, [])
         if self.teacher is not None:
             self._check_teacher(reader)
@@ -65,7 +63,7 @@ class Stage(StageKind):
         teachers.check_stops(where, tuple(facts.stops), reader.tokenizer, stops)
         if (self.algorithm.top_k or 1) > facts.k:
             raise ConfigError(f"{where} holds {facts.k} tokens in each place, top_k asks for {self.algorithm.top_k}")
-        self.teacher_rows.check_rows(self.examples.numbered(), self.examples.total)
+        self.teacher_rows.check_rows(self.rows.numbered(), self.rows.total)
 
     @cached_property
     def teacher_rows(self) -> TeacherFiles:
@@ -126,7 +124,7 @@ class Stage(StageKind):
         """Returns the batch of the next step, one example per row."""
         from rl.training.batch import padded_batch
 
-        rows = self.examples.take(self.draw_examples(self.examples.total))
+        rows = self.rows.take(self.draw_examples(self.rows.total))
         self.documents = [(number, 0, row.media) for number, row in enumerate(rows)]
         return padded_batch(rows, self.config.max_length)
 
@@ -152,7 +150,7 @@ class Stage(StageKind):
         vocabulary = teacher.vocabulary(graph)
         if graph.config.vocab_size <= vocabulary:
             return
-        first = self.examples.take(range(min(self.examples.total, self.options.prompts_per_step)))
+        first = self.rows.take(range(min(self.rows.total, self.options.prompts_per_step)))
         outside = teacher.outside(graph, state.policy.params, padded_batch(first, self.config.max_length))
         if outside > MOST_OUTSIDE:
             raise ModelError(

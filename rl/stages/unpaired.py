@@ -57,8 +57,8 @@ class Stage(supervised.Stage):
         def length(answers: list[Answer]) -> int:
             return max(len(row[0]) for row, _ in answers)
 
-        self.examples = reader.rows(self.data, ("answers",), encode, length, read=read_answer)
-        counts = {len(answers) for answers in self.examples.own}
+        self.rows = reader.rows(self.data, ("answers",), encode, length, read=read_answer)
+        counts = {len(answers) for answers in self.rows.own}
         self.answers_per_example = max(max(each, default=0) for each in processes.all_gather_object(counts))
         self.prepare_rewards(reader, [])
 
@@ -68,8 +68,8 @@ class Stage(supervised.Stage):
 
     def batch(self) -> Batch:
         per_example = self.answers_per_example
-        numbers = self.draw_examples(self.examples.total * per_example)
-        examples = self.examples.take([number // per_example for number in numbers])
+        numbers = self.draw_examples(self.rows.total * per_example)
+        examples = self.rows.take([number // per_example for number in numbers])
         answers = [example[number % per_example] for example, number in zip(examples, numbers, strict=True)]
         size = self.rows_per_update if "old_logp" in self.inputs else None
         return batch_of(answers, self.config.max_length, size)

@@ -98,8 +98,8 @@ def _refusal(stage: str, problems: Sequence[str]) -> str:
 
 def _problems(stage: Any, count: int) -> list[Any]:
     """Returns the first `count` problems in the order of the stage, without drawing them."""
-    total, seed = stage.problems.total, stage.config.seed * 1000 + stage.index
-    return stage.problems.take([datasets.order(seed, total, number) for number in range(min(count, total))])
+    total, seed = stage.rows.total, stage.config.seed * 1000 + stage.index
+    return stage.rows.take([datasets.order(seed, total, number) for number in range(min(count, total))])
 
 
 def _gap(model: Model, made: Rollouts, temperature: float) -> float:
