@@ -31,7 +31,7 @@ def stored_processors(model: ModelOptions) -> Stored | None:
     if (directory := models.directory(model.source)) is not None:
         result = processors.of_directory(directory)
         return None if result.image is None and result.audio is None else result
-    preset = sources.preset_processor(model.source, model.changes) if model.source in sources.presets() else None
+    preset = _preset(model)
     return None if preset is None else processors.stored(*preset, {})
 
 
@@ -57,7 +57,7 @@ def read_processors(model: ModelOptions, tokenizer: Any) -> Processors | None:
 def preset_changes(model: ModelOptions, tokenizer: Any) -> dict[str, Any]:
     """Returns the keys to change in the configuration of a preset: those of the run, and the ids that the tokenizer has
     for placeholders, such as `image_token_id`."""
-    preset = sources.preset_processor(model.source, model.changes)
+    preset = _preset(model)
     return model.changes | ({} if preset is None else tokens.ids(preset[0], tokenizer))
 
 
@@ -70,12 +70,19 @@ def write_files(model: ModelOptions, tokenizer: Any, directory: Path) -> None:
     with contextlib.suppress(ModelError):
         if (source := models.directory(model.source)) is not None:
             _copy(source, directory)
-        elif (preset := sources.preset_processor(model.source)) is not None:
+        elif (preset := _preset(model)) is not None:
             (directory / "processor_config.json").write_text(json.dumps(preset[1], indent=2))
     file = directory / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     if (changed := config | tokens.ids(config, tokenizer)) != config:
         file.write_text(json.dumps(changed, indent=2))
+
+
+def _preset(model: ModelOptions) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Returns (config.json, processor_config.json) of a preset with towers; None for any other source."""
+    if model.source not in sources.presets():
+        return None
+    return sources.preset_processor(model.source, model.changes)
 
 
 def _copy(source: Path, directory: Path) -> None:
