@@ -22,7 +22,8 @@ ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 MODEL_TYPES = ("gemma3_text", "gemma3")
 KINDS = ("full_attention", "sliding_attention")
 MULTIMODAL = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
-PREFIXES = (("vision_tower.vision_model.", "vision_tower."),)  # the spelling of released files
+# The spelling of released files, also as transformers 4 has it in memory.
+PREFIXES = tuple((f"{outer}vision_tower.vision_model.", "vision_tower.") for outer in ("", "model."))
 TOWERS = {"image": tower_names.SIGLIP}
 NAMES = names.ATTENTION | names.MLP | names.NORMS_BY_ROLE
 

@@ -20,6 +20,8 @@ from policy.huggingface.tensorfiles import ModelFileError
 # 3.11).
 PRESETS = Path(__file__).resolve().parents[2] / "configs" / "models"
 QUANTIZATION = "quantization_config"
+# The key of a preset with towers that holds the content of processor_config.json.
+PROCESSOR = "processor_config"
 
 
 class _Loader(yaml.SafeLoader):
@@ -36,13 +38,44 @@ def presets() -> list[str]:
     return sorted(entry.name.removesuffix(".yml") for entry in PRESETS.iterdir() if entry.name.endswith(".yml"))
 
 
-def preset(name: str, overrides: dict | None = None) -> DecoderConfig:
+def preset(name: str, overrides: dict | None = None, *, media: bool = False) -> DecoderConfig:
     """Reads the architecture in configs/models/NAME.yml (the keys of a Hugging Face configuration), with some keys
-    replaced. Raises UnsupportedModel for an unknown name."""
+    replaced. `media`: with its towers. Raises UnsupportedModel for an unknown name."""
+    hf = _preset_file(name)
+    hf.pop(PROCESSOR, None)
+    return families.read(_changed(hf, overrides or {}), media=media)
+
+
+def preset_processor(name: str, overrides: dict | None = None) -> tuple[dict, dict] | None:
+    """Returns (configuration, content of processor_config.json) of a preset with towers for pictures or sounds; None
+    for a text model. Raises UnsupportedModel as `preset`."""
+    hf = _preset_file(name)
+    processor = hf.pop(PROCESSOR, None)
+    return None if processor is None else (_changed(hf, overrides or {}), processor)
+
+
+def _preset_file(name: str) -> dict:
     if name not in presets():
         raise UnsupportedModel(f"no model preset {name!r}; there are {', '.join(presets())}")
-    text = (PRESETS / f"{name}.yml").read_text()
-    return families.read(yaml.load(text, _Loader) | (overrides or {}))
+    return yaml.load((PRESETS / f"{name}.yml").read_text(), _Loader)
+
+
+def _changed(hf: dict, overrides: dict) -> dict:
+    """Returns a configuration with some keys replaced. In a multimodal one, keys that the wrapper has replace those,
+    its sections key by key, and all others are keys of the text model."""
+    if not isinstance(hf.get("text_config"), dict):
+        return hf | overrides
+    outer, inner = dict(hf), dict(hf["text_config"])
+    for key, value in overrides.items():
+        if key.endswith("_config") and isinstance(value, dict) and isinstance(hf.get(key), dict):
+            section = inner if key == "text_config" else dict(hf[key])
+            section.update(value)
+            outer[key] = section
+        elif key in hf or key == extensions.KEY:
+            outer[key] = value
+        else:
+            inner[key] = value
+    return outer | {"text_config": inner}
 
 
 def _read_json(directory: str | os.PathLike) -> dict:

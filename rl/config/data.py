@@ -62,7 +62,7 @@ class DataOptions(Strict):
         "path": ("subset", "split", "columns", "prompt_template"),
     }
 
-    task: str | None = Field(default=None, description="arithmetic, or any reasoning-gym task by name")
+    task: str | None = Field(default=None, description="arithmetic, pictures, tones, or any reasoning-gym task by name")
     options: PluginOptions = Field(default={}, description="options of the task")
     path: str | None = Field(
         default=None,

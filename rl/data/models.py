@@ -13,10 +13,11 @@ from rl.data.hub import COMMIT, PREFIX, HubName, fetch, hub_name
 from rl.errors import ModelError, ResourceError, no_room
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 CONFIGURATION = (
     *("config.json", "generation_config.json", *TOKENIZER_FILES),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
-    *("chat_template.jinja", "chat_template.json"),
+    *("chat_template.jinja", "chat_template.json", *PROCESSOR_FILES),
 )
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 

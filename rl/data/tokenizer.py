@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from rl.config.run import RunConfig
-from rl.data import models
+from rl.data import models, towers
 from rl.errors import ConfigError
-from rollout.text.tokenizer import load_tokenizer, stop_ids
+from rollout.text.tokenizer import BUILT_IN, load_tokenizer, stop_ids
 
 
 def read_tokenizer(config: RunConfig) -> tuple[Any, tuple[int, ...]]:
     """Returns (tokenizer of the run, token ids that end a completion).
+
+    A built-in tokenizer gets the special tokens of a model that reads pictures or sounds, after all others.
 
     Raises ConfigError for a tokenizer that cannot be used, ModelError for a name on the hub that cannot be read.
     """
@@ -25,6 +27,7 @@ def read_tokenizer(config: RunConfig) -> tuple[Any, tuple[int, ...]]:
                 models.directory(source, part="tokenizer") or source,
                 config.tokenizer.alphabet,
                 config.tokenizer.chat_template,
+                towers.media_tokens(config.model) if source in BUILT_IN else None,
             )
         return tokenizer, stop_ids(tokenizer, directory)
     except (ValueError, OSError) as error:

@@ -46,39 +46,79 @@ class Processors:
         return tuple(p for p in (self.image, self.audio) if p is not None)
 
 
+@dataclass(frozen=True)
+class Stored:
+    """The configurations of the processors of a model, before the tokenizer is known.
+
+    image, audio: keys of its image processor and of its feature extractor; None: the model has none.
+    rest: what else a processor needs to know: other keys of processor_config.json, and the sections of config.json.
+    """
+
+    image: Mapping[str, Any] | None
+    audio: Mapping[str, Any] | None
+    rest: Mapping[str, Any]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Returns the classes of transformers, without the suffix of their form."""
+        both = ((self.image, "image_processor_type"), (self.audio, "feature_extractor_type"))
+        return tuple(_class(stored, key) for stored, key in both if stored is not None)
+
+    def processors(self, tokenizer: Any, where: str) -> Processors:
+        """Returns the processors; the markers are those of the tokenizer.
+
+        where: the model, for messages.
+        Raises MediaError for a class that is not supported.
+        """
+        image, audio = self.image, self.audio
+        try:
+            return Processors(
+                None if image is None else _reader(image, "image_processor_type")(image, self.rest, tokenizer),
+                None if audio is None else _reader(audio, "feature_extractor_type")(audio, self.rest, tokenizer),
+            )
+        except MediaError as error:
+            raise MediaError(f"{where}: {error}") from None
+
+
+def stored(model: Mapping[str, Any], nested: Mapping[str, Any], flat: Mapping[str, Any]) -> Stored:
+    """Returns the processors by the contents of config.json, processor_config.json and preprocessor_config.json."""
+    # Keys that a processor needs of the model: patches of Gemma 3, attention of Gemma 4.
+    rest = {key: value for key, value in model.items() if key.endswith("_config")}
+    rest |= {key: value for key, value in nested.items() if key not in ("image_processor", "feature_extractor")}
+    image = nested.get("image_processor") or (flat if "image_processor_type" in flat else None)
+    audio = nested.get("feature_extractor") or (flat if "feature_extractor_type" in flat else None)
+    return Stored(image, audio, rest)
+
+
+def of_directory(directory: Path) -> Stored:
+    """Returns the processors by the files of a model's directory. Raises MediaError for a file that is not JSON."""
+    names = ("config.json", "processor_config.json", "preprocessor_config.json")
+    return stored(*(_stored(directory / name) for name in names))
+
+
 def read(directory: Path, tokenizer: Any) -> Processors:
     """Reads the processors of a model's directory. The markers are those of its tokenizer.
 
     Raises MediaError for a directory without a processor, and for a class that is not supported.
     """
-    flat = _stored(directory / "preprocessor_config.json")
-    nested = _stored(directory / "processor_config.json")
-    # Keys that a processor needs of the model: patches of Gemma 3, attention of Gemma 4.
-    model = {key: value for key, value in _stored(directory / "config.json").items() if key.endswith("_config")}
-    rest = {
-        **model,
-        **{key: value for key, value in nested.items() if key not in ("image_processor", "feature_extractor")},
-    }
-    image = nested.get("image_processor") or (flat if "image_processor_type" in flat else None)
-    audio = nested.get("feature_extractor") or (flat if "feature_extractor_type" in flat else None)
-    if image is None and audio is None:
+    files = of_directory(directory)
+    if files.image is None and files.audio is None:
         raise MediaError(f"{directory}: no preprocessor_config.json or processor_config.json that names a processor")
-    try:
-        return Processors(
-            None if image is None else _reader(image, "image_processor_type")(image, rest, tokenizer),
-            None if audio is None else _reader(audio, "feature_extractor_type")(audio, rest, tokenizer),
-        )
-    except MediaError as error:
-        raise MediaError(f"{directory}: {error}") from None
+    return files.processors(tokenizer, str(directory))
 
 
 def _reader(stored: Mapping[str, Any], key: str) -> _Reader:
-    name = str(stored.get(key, "None"))
-    for suffix in _SUFFIXES:
-        name = name.removesuffix(suffix)
+    name = _class(stored, key)
     if name not in _READERS:
         raise MediaError(f"unknown {key} {name!r}{nearest(name, _READERS)}")
     return _READERS[name]
+
+
+def _class(stored: Mapping[str, Any], key: str) -> str:
+    name = str(stored.get(key, "None"))
+    for suffix in _SUFFIXES:
+        name = name.removesuffix(suffix)
+    return name
 
 
 def _stored(file: Path) -> dict[str, Any]:

@@ -7,6 +7,8 @@ The built-in ones are ordinary `PreTrainedTokenizerFast` objects: `save_pretrain
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +33,45 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 
+# In front of the template of a model that reads pictures or sounds: the text of a content with parts.
+_PARTS = """\
+{%- macro text_of(content) -%}
+{%- if content is string -%}{{- content -}}
+{%- else -%}
+{%- for part in content -%}
+{%- if part['type'] == 'text' -%}{{- part['text'] -}}
+{%- elif part['type'] in written -%}{{- written[part['type']] -}}
+{%- else -%}{{- raise_exception('the model does not read parts of type ' + part['type']) -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+"""
+
+
+@dataclass(frozen=True)
+class MediaTokens:
+    """What a built-in tokenizer needs for a model that reads pictures or sounds.
+
+    names: attribute of the tokenizer -> special token, such as `image_token`, in the order of their ids.
+    written: kind of a part ("image", "audio") -> the text that the chat template writes for it.
+    """
+
+    names: Mapping[str, str]
+    written: Mapping[str, str]
+
+    @property
+    def chat_template(self) -> str:
+        """Returns the chat template of the built-in tokenizers for messages with parts."""
+        lines = CHAT_TEMPLATE.replace("message['content']", "text_of(message['content'])")
+        return f"{{%- set written = {json.dumps(dict(self.written))} -%}}\n{_PARTS}{lines}"
+
 
 def load_tokenizer(
-    source: str | Path, alphabet: str | None = None, chat_template: str | Path | None = None
+    source: str | Path,
+    alphabet: str | None = None,
+    chat_template: str | Path | None = None,
+    media: MediaTokens | None = None,
 ) -> PreTrainedTokenizerFast:
     """Builds or loads a tokenizer.
 
@@ -41,6 +79,7 @@ def load_tokenizer(
         source: `characters`, `bytes`, or a directory with a tokenizer.
         alphabet: the characters that `characters` knows.
         chat_template: file of a jinja template that replaces the tokenizer's own.
+        media: special tokens of pictures and sounds, which a built-in tokenizer gets after all others.
 
     Raises:
         ValueError: the directory has no tokenizer, the tokenizer has no end-of-sequence token, or the source has no
@@ -50,9 +89,9 @@ def load_tokenizer(
     if (source == "characters") != (alphabet is not None):
         raise ValueError("`characters`, and no other tokenizer, needs an alphabet")
     if alphabet is not None:
-        tokenizer = characters(alphabet)
+        tokenizer = characters(alphabet, media)
     elif source == "bytes":
-        tokenizer = byte_level()
+        tokenizer = byte_level(media)
     else:
         tokenizer = _from_directory(Path(source))
     if chat_template is not None:
@@ -62,7 +101,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def characters(alphabet: str) -> PreTrainedTokenizerFast:
+def characters(alphabet: str, media: MediaTokens | None = None) -> PreTrainedTokenizerFast:
     """Builds a tokenizer with one token for each character of `alphabet`; any other character is <unk>."""
     from tokenizers import Regex, decoders, models, pre_tokenizers
 
@@ -71,17 +110,17 @@ def characters(alphabet: str) -> PreTrainedTokenizerFast:
     vocabulary = {token: number for number, token in enumerate([*SPECIALS, *alphabet])}
     # [\s\S]: a dot leaves out line breaks.
     splitter = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    return _wrapped(models.WordLevel(vocabulary, unk_token="<unk>"), splitter, decoders.Fuse())
+    return _wrapped(models.WordLevel(vocabulary, unk_token="<unk>"), splitter, decoders.Fuse(), media)
 
 
-def byte_level() -> PreTrainedTokenizerFast:
+def byte_level(media: MediaTokens | None = None) -> PreTrainedTokenizerFast:
     """Builds a tokenizer with one token for each byte of UTF-8, so that decoding returns any text unchanged."""
     from tokenizers import decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([*SPECIALS, *letters])}
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return _wrapped(models.BPE(vocabulary, []), splitter, decoders.ByteLevel())
+    return _wrapped(models.BPE(vocabulary, []), splitter, decoders.ByteLevel(), media)
 
 
 def stop_ids(tokenizer: Any, directory: str | Path | None = None) -> tuple[int, ...]:
@@ -112,12 +151,14 @@ def first_stop(tokenizer: Any, tokens: list[int], before: int, stop: tuple[str, 
     return next(end for end in range(before + 1, len(tokens) + 1) if has_stop(end))
 
 
-def _wrapped(model: Any, splitter: Any, decoder: Any) -> PreTrainedTokenizerFast:
+def _wrapped(model: Any, splitter: Any, decoder: Any, media: MediaTokens | None) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(model)
     backend.pre_tokenizer, backend.decoder = splitter, decoder
+    names = {} if media is None else dict(media.names)
+    backend.add_special_tokens(list(dict.fromkeys(names.values())))  # in this order, after all others
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",
@@ -126,7 +167,8 @@ def _wrapped(model: Any, splitter: Any, decoder: Any) -> PreTrainedTokenizerFast
         unk_token="<unk>",
         additional_special_tokens=list(SPECIALS[4:]),
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE if media is None else media.chat_template,
+        **names,
     )
 
 
@@ -136,6 +178,11 @@ def _from_directory(directory: Path):
     if not directory.is_dir():
         raise ValueError(f"no tokenizer {directory}: give a directory or one of {', '.join(BUILT_IN)}")
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        # Multimodal directories of transformers 4 keep the template in a file that only processors read.
+        file = directory / "chat_template.json"
+        if not tokenizer.chat_template and file.is_file():
+            tokenizer.chat_template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{directory}: no tokenizer can be read from it: {error}") from None
+    return tokenizer

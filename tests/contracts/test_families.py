@@ -260,6 +260,6 @@ def test_router_statistics_count_the_choices(model):
 @pytest.mark.slow
 def test_presets_of_released_models_have_their_number_of_parameters():
     published = tiny.PUBLISHED
-    assert set(sources.presets()) == {*published, "tiny-deepseek", "tiny-deepseek-v32"}
+    assert set(sources.presets()) == {*published, "tiny-deepseek", "tiny-deepseek-v32", "tiny-vl", "tiny-omni"}
     for name, count in published.items():
         assert Graph(sources.preset(name), Runtime(), layout({"fsdp": 1})).parameters == count, name

@@ -2,12 +2,15 @@
 written so that transformers reads them again."""
 
 import copy
+import functools
 import json
+import re
 
 import media_oracles
 import numpy as np
 import pytest
 import towers
+from safetensors.numpy import load_file, save_file
 
 import policy
 from policy import families
@@ -97,24 +100,75 @@ def test_text_alone_is_read_without_towers(model, tmp_path):
         text.encode("image", np.zeros((1, 1, 1)), np.zeros((1, 2)))
 
 
-def test_released_names_of_siglip(tmp_path):
-    """Released files of Gemma 3 have one more word in the names of the tower than transformers 5 writes."""
-    from safetensors.numpy import load_file, save_file
+# Kind -> spellings of its names: pairs of a pattern of the names that transformers 5 writes and what stands in its place.
+SPELLINGS = {
+    "Qwen3VL": {
+        "without the wrapper": [(r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")],
+        "text model inside": [(r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "language_model.model.")],
+        "base class": [(r"^model\.", "")],
+    },
+    "Gemma3": {
+        "released": [(r"^vision_tower\.", "vision_tower.vision_model.")],
+        "in memory": [
+            (r"^(vision_tower|multi_modal_projector)\.", r"model.\1."),
+            (r"^language_model\.model\.", "model.language_model."),
+        ],
+        "in memory of transformers 4": [
+            (r"^vision_tower\.", "model.vision_tower.vision_model."),
+            (r"^multi_modal_projector\.", "model.multi_modal_projector."),
+            (r"^language_model\.model\.", "model.language_model."),
+        ],
+        "base class": [(r"^language_model\.model\.", "language_model.")],
+    },
+    "Gemma4": {"base class": [(r"^model\.", "")]},
+    "Llama4": {"text model outside": [(r"^language_model\.", "")]},
+    "Qwen3OmniMoeThinker": {"released": [(r"^", "thinker.")]},
+    "Qwen3_5": {"base class": [(r"^model\.", "")]},
+}
 
-    theirs = media_oracles.build("Gemma3")
-    theirs.save_pretrained(tmp_path)
-    expected, path = policy.load(tmp_path, media=True).params, tmp_path / "model.safetensors"
-    released = {
-        name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in load_file(path).items()
-    }
-    save_file(released, path, metadata={"format": "pt"})
-    params = policy.load(tmp_path, media=True).params
+
+@pytest.mark.parametrize(
+    ("kind", "spelling"),
+    [
+        pytest.param(kind, spelling, marks=() if kind in ("Qwen3VL", "Gemma3") else pytest.mark.every_family)
+        for kind, spellings in SPELLINGS.items()
+        for spelling in spellings
+    ],
+)
+def test_other_spellings_of_names(kind, spelling, spelled):
+    path, tensors, expected = spelled(kind)
+    renamed = {}
+    for name, tensor in tensors.items():
+        for pattern, replacement in SPELLINGS[kind][spelling]:
+            if (changed := re.sub(pattern, replacement, name)) != name:
+                break
+        renamed[changed] = tensor
+    assert renamed.keys() != tensors.keys() and len(renamed) == len(tensors)
+    save_file(renamed, path, metadata={"format": "pt"})
+    params = policy.load(path.parent, media=True).params
+    assert params.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_array_equal(params[name], array, err_msg=name)
-    del released["vision_tower.vision_model.post_layernorm.bias"]
-    save_file(released, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"missing tensor vision_tower\.post_layernorm\.bias"):
-        policy.load(tmp_path, media=True)
+    text = policy.load(path.parent).params
+    assert set(text) == {name for name in expected if not name.startswith(("image.", "audio."))}
+    lost = next(name for name in renamed if "layers.1." in name or "blocks.1." in name)
+    save_file({name: tensor for name, tensor in renamed.items() if name != lost}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="missing tensor"):
+        policy.load(path.parent, media=True)
+
+
+@pytest.fixture(scope="module")
+def spelled(tmp_path_factory):
+    """kind -> (file of its weights, its tensors, the weights as they are read), made once."""
+
+    @functools.cache
+    def directory(kind):
+        folder = tmp_path_factory.mktemp("spelled")
+        media_oracles.build(kind).save_pretrained(folder)
+        path = folder / "model.safetensors"
+        return path, load_file(path), policy.load(folder, media=True).params
+
+    return directory
 
 
 def omni(thinker):
@@ -158,8 +212,6 @@ def omni(thinker):
 def test_released_files_of_omni(tmp_path):
     """They hold the thinker under a prefix and in a part of the configuration, next to two models that are not read.
     What we write is the thinker."""
-    from safetensors.numpy import load_file, save_file
-
     thinker = media_oracles.build("Qwen3OmniMoeThinker")
     omni(thinker).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"

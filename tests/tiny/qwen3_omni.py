@@ -20,3 +20,4 @@ VARIANTS = {
         {"num_hidden_layers": 5, "decoder_sparse_step": 2, "attention_bias": True, "norm_topk_prob": False},
     )
 }
+PUBLISHED = {"qwen3-omni-30b-a3b": 30_532_646_912}

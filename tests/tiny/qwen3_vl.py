@@ -49,3 +49,4 @@ KINDS = {
     )
 }
 VARIANTS = {"qwen3_vl-biases-untied": ("Qwen3VL", {"attention_bias": True, "rope_parameters": LINEAR})}
+PUBLISHED = {"qwen3-vl-2b": 1_720_574_976, "qwen3-vl-8b": 8_190_735_360}

@@ -20,3 +20,4 @@ VARIANTS = {
         {"num_hidden_layers": 5, "decoder_sparse_step": 2, "tie_word_embeddings": False, "num_experts_per_tok": 8},
     )
 }
+PUBLISHED = {"qwen3-vl-30b-a3b": 30_532_122_624}

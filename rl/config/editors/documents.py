@@ -22,6 +22,11 @@ from rl.config.run import GeneratorOptions, ProfileOptions, RunConfig
 from rl.config.stage import StageOptions
 
 _MERGED = ("every_stage", "if_present")
+_SECTIONS = {
+    "vision_config": "the tower of pictures",
+    "audio_config": "the tower of sounds",
+    "processor_config": "content of processor_config.json: how pictures and sounds become inputs of the towers",
+}
 
 
 def documents() -> dict[str, Json]:
@@ -82,6 +87,14 @@ def _model() -> Json:
         "model_type": {"enum": kinds, "description": "decides the family if no class does"},
         **dict.fromkeys(("num_hidden_layers", "num_attention_heads", *sorted(names)), _COUNT),
     }
+    inner = {key: value for key, value in properties.items() if key != "architectures"}
+    properties["text_config"] = {
+        "type": "object",
+        "properties": inner,
+        "description": "keys of the text model in a model that also reads pictures or sounds",
+    }
+    for key, description in _SECTIONS.items():
+        properties[key] = {"type": ["object", "null"], "description": description}
     return {
         "$schema": DIALECT,
         "title": "Duet: an architecture",
@@ -93,7 +106,15 @@ def _model() -> Json:
 
 
 def _keys(file: Any) -> list[str]:
-    return [line.partition(":")[0] for line in file.read_text(encoding="utf-8").splitlines() if line[:1].isalpha()]
+    """Returns the keys of a decoder: those of the file, or of its `text_config`."""
+    keys, section = [], None
+    for line in file.read_text(encoding="utf-8").splitlines():
+        key = line.partition(":")[0].strip()
+        if line[:1].isalpha():
+            section = key
+        if line[:1].isalpha() or (section == "text_config" and line[:3].strip().isalpha()):
+            keys.append(key)
+    return keys
 
 
 def _writer() -> SchemaWriter:

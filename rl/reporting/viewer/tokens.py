@@ -54,11 +54,11 @@ class TokenTexts:
         """Lists what may be the tokenizer: the exported one, that of config.yml, that of the model."""
         result: list[tuple[Any, ...]] = [(self._directory / "export",)]
         config = read_config(self._directory, [])
-        named = config.get("tokenizer")
-        if isinstance(named, dict) and isinstance(named.get("source"), str):
-            result += [(each, named.get("alphabet")) for each in _places(named["source"])]
-        model = config.get("model")
+        named, model = config.get("tokenizer"), config.get("model")
         source = model.get("source") if isinstance(model, dict) else None
+        if isinstance(named, dict) and isinstance(named.get("source"), str):
+            media = _media_tokens(source) if named["source"] in ("bytes", "characters") else None
+            result += [(each, named.get("alphabet"), None, media) for each in _places(named["source"])]
         if isinstance(source, str):
             result += [(each,) for each in _places(source)]
         return result
@@ -90,6 +90,19 @@ def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
         start = end - 1
         shown = tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return pieces
+
+
+def _media_tokens(source: Any) -> Any:
+    """Returns the special tokens that a built-in tokenizer has for a model with towers, without a download."""
+    if not isinstance(source, str) or hub_name(source) is not None:
+        return None
+    from rl.config.model import ModelOptions
+    from rl.data.towers import media_tokens
+
+    try:
+        return media_tokens(ModelOptions(source=source))
+    except ValueError:  # files of the model that are damaged by now
+        return None
 
 
 def _places(source: str) -> list[str | Path]:
