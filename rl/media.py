@@ -8,7 +8,8 @@ P documents, N rows of a batch, T tokens, M rows of a table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import jax
 import numpy as np
 
 from policy.cache.media import DocumentMedia, MediaTable
-from policy.execution.encoding import MediaEncoder
+from policy.execution.encoding import Kind, MediaEncoder, padded_inputs
 from policy.mesh import processes
 from rl.errors import DataError
 from rl.training.towers import UpdateMedia
@@ -123,13 +124,15 @@ class StepTable:
 class MediaTables:
     """Makes the tables of a run.
 
-    loader: decodes the contents. M: rows of every table. trained: whether a stage trains a tower.
+    loader: decodes the contents. M: rows of every table. trained: whether a stage trains a tower. sizes: kinds and
+    shapes of the items of the run.
     """
 
     encoder: MediaEncoder
     loader: Loader
     M: int
     trained: bool
+    sizes: Collection[tuple[Kind, tuple[int, int]]] = ()
     _last: StepTable | None = None
     _counts: dict[str, float] = field(default_factory=dict)
 
@@ -163,6 +166,11 @@ class MediaTables:
             return table and table.table
         pieces = self.encoder.pieces([(item, table.first[key]) for key, item in table.items.items()], self.M)
         return self.encoder.write(params, self.encoder.empty(self.M), pieces)
+
+    def compile_ahead(self, params: Mapping[str, jax.Array]) -> int:
+        """Compiles the programs that encode the items of the run. Returns their number."""
+        sizes = {(kind, padded_inputs(self.encoder.spec(kind), math.prod(shape))) for kind, shape in self.sizes}
+        return self.encoder.compile_ahead(params, sizes, self.M)
 
     def prefetch(self, documents: Iterable[Expanded | None]) -> None:
         """Starts to decode the contents of documents that a later step will show."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 
 import policy
 import rl.stages
+from policy import compatibility
 from policy.attention import context_parallel
 from policy.config import DecoderConfig
+from policy.execution.encoding import TOWERS, MediaEncoder, is_tower
 from policy.experts import expert_parallel
 from policy.huggingface import sources
 from policy.huggingface.config_fields import UnsupportedModel
@@ -22,11 +25,15 @@ from policy.layers.engram import set_classes
 from policy.mesh.sharding import Layout, layout
 from policy.model import Graph, Model
 from policy.ops.host_memory import NoHostMemory, in_host_memory
+from rewards.suggest import nearest
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
-from rl.data import models
+from rl.config.stage import StageOptions
+from rl.data import models, towers
+from rl.data.encoded import media_of
 from rl.data.reader import read_tokenizer
 from rl.errors import ConfigError, ModelError, ResourceError
+from rl.media import MediaTables, table_rows
 from rl.reporting.events import Events
 from rl.reporting.program_memory import ProgramMemoryLog
 from rl.reporting.timeline import CHECKPOINTS, Timeline
@@ -36,6 +43,7 @@ from rl.run.prepare import Prepared
 from rl.run.signals import StopSignal
 from rl.run.state import Run
 from rl.stages.context import Progress
+from rl.training.trainable import is_named, trained_paths
 from rollout import Generator, GeneratorOptions
 from rollout.engine import speculative
 from rollout.text.classes import token_classes
@@ -54,8 +62,9 @@ def run(
     with timeline.span("looking for a checkpoint"):
         saved = checkpoints.host()
     progress = Progress.from_json(saved[1].get("progress")) if saved else Progress()
+    has_media = prepared.data.has_media
     with timeline.span("loading the model"):
-        decoder = model(config, prepared, with_weights=saved is None)
+        decoder = model(config, prepared, with_weights=saved is None, media=has_media)
     events = Events(config, folder.path)
     try:
         yield Run(
@@ -74,30 +83,58 @@ def run(
             stop=stop,
             programs=ProgramMemoryLog(folder.path),
             saved=saved,
+            media=media_tables(config, prepared, decoder.graph) if has_media else None,
         )
     finally:
         checkpoints.close()
         events.close()
 
 
-def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model:
-    """Returns the model on its mesh, without weights if a checkpoint will bring them.
+def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTables:
+    """Returns what makes the tables of pictures and sounds, with rows for those of any step and any evaluation."""
+    shown = [([media_of(row) for row in stage.rows.own], stage.options.prompts_per_step) for stage in prepared.stages]
+    shown.append(([media_of(problem) for problem in prepared.held_out], len(prepared.held_out)))
+    M = max(table_rows(rows, count) for rows, count in shown)
+    sizes = {(item.kind, item.shape) for rows, _ in shown for row in rows for each in row for item in each.items}
+    loader = prepared.data.loader
+    assert loader is not None  # rows with pictures or sounds come with processors
+    return MediaTables(MediaEncoder(graph), loader, M, trains_towers(graph, config.stages), frozenset(sizes))
+
+
+def trains_towers(graph: Graph, stages: Sequence[StageOptions]) -> bool:
+    """Whether a stage trains a weight of a tower. Raises ConfigError for a name in `freeze` that no weight has."""
+    trained = False
+    for number, stage in enumerate(stages):
+        for name in stage.freeze or ():
+            if not any(is_named(path, name) for path in graph.paths):
+                parts = sorted({path.partition(".")[0] for path in graph.paths})
+                raise ConfigError(f"stages[{number}].freeze: no weight begins with {name!r}{nearest(name, parts)}")
+        frozen = TOWERS if stage.freeze is None else stage.freeze
+        trained |= any(is_tower(path) for path in trained_paths(graph.paths, graph.runtime, frozen))
+    return trained
+
+
+def model(config: RunConfig, prepared: Prepared, *, with_weights: bool, media: bool = False) -> Model:
+    """Returns the model on its mesh, without weights if a checkpoint will bring them. `media`: with its towers.
 
     Raises ResourceError for missing devices or memory, ConfigError for options that do not fit the model, ModelError
     for a model that cannot be read.
     """
     options, mesh = config.model, on_mesh(config)
     try:
-        decoder, classes = _decoder(options, prepared.tokenizer)
+        decoder, classes = _decoder(options, prepared.tokenizer, media)
         _check(config, decoder, prepared.tokenizer)
         _check_runtime(options, decoder, mesh)
+        if media:
+            _check_media(config, decoder, prepared, mesh)
         graph = check_cut(Graph(decoder, options.runtime, mesh), config.mesh.sharding_tolerance)
         if not with_weights:
             return Model(graph, {})
         how = {"runtime": options.runtime, "mesh": mesh}
         if (directory := models.directory(options.source, weights=True)) is not None:
             missing = part.missing if (part := options.multi_token_prediction) else "refuse"
-            return policy.load(directory, sections=options.sections, seed=config.seed, missing=missing, **how)
+            how |= {"seed": config.seed, "missing": missing, "media": media}
+            return policy.load(directory, sections=options.sections, **how)
         made = policy.create(decoder, config.seed, **how)
     except NoHostMemory as error:
         raise ResourceError(str(error)) from None
@@ -182,10 +219,13 @@ def check_cut(graph: Graph, tolerance: float) -> Graph:
     return graph
 
 
-def _decoder(options: ModelOptions, tokenizer) -> tuple[DecoderConfig, np.ndarray | None]:
-    """Returns the decoder, and the token classes of n-gram tables with random weights if it has such tables."""
+def _decoder(options: ModelOptions, tokenizer, media: bool = False) -> tuple[DecoderConfig, np.ndarray | None]:
+    """Returns the decoder, and the token classes of n-gram tables with random weights if it has such tables. `media`:
+    with its towers."""
     if (directory := models.directory(options.source)) is not None:
-        return sources.read_config(directory, options.sections), None
+        return sources.read_config(directory, options.sections, media=media), None
+    if media:
+        return sources.preset(options.source, towers.preset_changes(options, tokenizer), media=True), None
     decoder = sources.preset(options.source, options.changes)
     if options.engram is None:
         return decoder, None
@@ -203,6 +243,21 @@ def _check_runtime(options: ModelOptions, decoder: DecoderConfig, mesh: Layout) 
         batch_split.check(decoder, options.runtime)
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
+
+
+def _check_media(config: RunConfig, decoder: DecoderConfig, prepared: Prepared, mesh: Layout) -> None:
+    """Checks that this run can read pictures and sounds. Raises ConfigError."""
+    runtime = replace(config.model.runtime, layout=mesh)
+    for stage in prepared.stages:
+        for text in compatibility.conflicts(decoder, replace(runtime, **stage.options.runtime), media=True):
+            raise ConfigError(f"{stage.name}: {text}")
+        if stage.teacher is not None and any(media_of(row) for row in stage.rows.own):
+            raise ConfigError(f"{stage.name}: a teacher reads no pictures or sounds; use rows of text, or sft")
+    if config.generator.speculative:
+        raise ConfigError(
+            "generator.speculative does not go with pictures or sounds: a prediction module embeds the next token, "
+            "which may stand for a part of a picture; leave it out"
+        )
 
 
 def _check(config: RunConfig, decoder: DecoderConfig, tokenizer) -> None:

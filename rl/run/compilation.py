@@ -26,5 +26,8 @@ def compile_generator(run: Run) -> None:
     run.events.note("compiling the programs of the generator, once for all steps ...")
     every = [sampling_params(stage.options.sampling, run.stop_ids) for stage in run.stages]
     with run.timeline.span("compiling the generator") as span:
-        count = generator.compile_ahead(longest, every, strict=run.config.generator.strict_shapes)
+        count, strict = 0, run.config.generator.strict_shapes
+        if run.media is not None:
+            count = run.media.compile_ahead(run.model.params)
+        count += generator.compile_ahead(longest, every, (run.media.M,) if run.media else (), strict=strict)
     run.events.note(f"the generator has {count} programs; they were compiled in {span.seconds:.1f} s")
