@@ -17,6 +17,7 @@ CONFIGURATION = (
     *("config.json", "generation_config.json", *TOKENIZER_FILES),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
     *("chat_template.jinja", "chat_template.json"),
+    *("preprocessor_config.json", "processor_config.json"),
 )
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
