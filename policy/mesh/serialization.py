@@ -1,7 +1,7 @@
 """Serialization of values between the processes of a run, as JSON: reading a message never executes code.
 
 A value that JSON lacks becomes an object with one key, the name of its type: tuples, dicts with keys of any type, numpy
-arrays, paths, and objects of the classes that `register_type` has registered.
+arrays, bytes, paths, and objects of the classes that `register_type` has registered.
 """
 
 from __future__ import annotations
@@ -34,23 +34,30 @@ register_type(OSError)
 
 def write(value: Any) -> bytes:
     """Serializes a value. Raises TypeError if its type is not registered."""
-    return json.dumps(_plain(value)).encode()
+    return json.dumps(_plain(value, {})).encode()
 
 
 def read(text: bytes) -> Any:
     """Reads a value back. Numpy numbers become Python numbers; an exception gets its nearest registered class."""
-    return _value(json.loads(text))
+    return _value(json.loads(text), [])
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, seen: dict[int, int]) -> Any:
+    """Returns a value as JSON. seen: number of each bytes object so far by its id; a file that several objects refer to
+    is written once."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_plain(each, seen) for each in value]
     if isinstance(value, dict):
-        return {"dict": [[_plain(key), _plain(each)] for key, each in value.items()]}
+        return {"dict": [[_plain(key, seen), _plain(each, seen)] for key, each in value.items()]}
     if isinstance(value, Path):
         return {"path": str(value)}
+    if isinstance(value, bytes):
+        if id(value) in seen:
+            return {"again": seen[id(value)]}
+        seen[id(value)] = len(seen)
+        return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
@@ -59,29 +66,35 @@ def _plain(value: Any) -> Any:
         if isinstance(value, BaseException):
             return {kind.__name__: str(value)}
         fields = [getattr(value, name) for name in _fields(kind)]
-        return {kind.__name__: [_plain(each) for each in fields]}
+        return {kind.__name__: [_plain(each, seen) for each in fields]}
     if type(value) is tuple:
-        return {"tuple": [_plain(each) for each in value]}
+        return {"tuple": [_plain(each, seen) for each in value]}
     raise TypeError(f"{type(value).__name__} cannot be told to the other processes")
 
 
-def _value(plain: Any) -> Any:
+def _value(plain: Any, seen: list[bytes]) -> Any:
+    """Reads JSON. seen: the bytes objects so far, in the order in which they were written."""
     if isinstance(plain, list):
-        return [_value(each) for each in plain]
+        return [_value(each, seen) for each in plain]
     if not isinstance(plain, dict):
         return plain
     [(kind, content)] = plain.items()
     if kind == "dict":
-        return {_value(key): _value(each) for key, each in content}
+        return {_value(key, seen): _value(each, seen) for key, each in content}
     if kind == "path":
         return Path(content)
+    if kind == "bytes":
+        seen.append(base64.b64decode(content))
+        return seen[-1]
+    if kind == "again":
+        return seen[content]
     if kind == "array":
         dtype, shape, data = content
         return np.frombuffer(base64.b64decode(data), np.dtype(dtype)).reshape(shape)
     if kind == "tuple":
-        return tuple(_value(each) for each in content)
+        return tuple(_value(each, seen) for each in content)
     cls = _REGISTERED[kind]
-    return cls(content) if issubclass(cls, BaseException) else cls(*map(_value, content))
+    return cls(content) if issubclass(cls, BaseException) else cls(*(_value(each, seen) for each in content))
 
 
 def _fields(kind: type) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rewards.registry import RewardError
+from rewards.workers.media import Content
 
 
 def split_groups(count: int, groups: list[int] | None) -> list[list[int]]:
@@ -22,8 +23,12 @@ def split_groups(count: int, groups: list[int] | None) -> list[list[int]]:
 
 
 def plain(value: Any, where: str) -> Any:
-    """Turns numpy arrays, numpy scalars and tuples into types that JSON has. Raises RewardError for other types."""
+    """Turns numpy arrays, numpy scalars and tuples into types that JSON has; pictures and sounds stay as they are.
+
+    Raises RewardError for other types."""
     if value is None or (isinstance(value, (str, int, float)) and not isinstance(value, np.generic)):
+        return value
+    if isinstance(value, Content):
         return value
     if isinstance(value, (list, tuple)):
         return [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]

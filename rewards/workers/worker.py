@@ -1,7 +1,7 @@
 """Runs rewards in a worker process: reads calls from one pipe and writes answers to another.
 
-Frames are JSON after a length of 4 bytes, on separate pipes, so that the output of a reward cannot be mistaken for an
-answer, and no answer can execute code in the run (no pickle). There are two kinds of call:
+Frames are JSON (rewards/workers/media.py) after a length of 4 bytes, on separate pipes, so that the output of a reward
+cannot be mistaken for an answer, and no answer can execute code in the run (no pickle). There are two kinds of call:
 
     {"load": slot, "spec": ..., "options": {...}}  -> {"ok": true} or {"error": kind, "text": traceback}
     {"call": slot, "count": n, "arguments": {...}} -> {"values": [...], "bad": [[index, kind, text], ...]} or error
@@ -14,14 +14,13 @@ Every answer also says how many child processes the worker has, so that the run 
 Each worker has a guard, a fork that waits for the end of the run or of the worker, and then kills what the worker
 started. No thread of the worker could do this: a reward that hangs inside C code holds the interpreter lock.
 
-Imports the standard library and `registry`, no numpy: a worker starts in about 50 ms.
+Imports the standard library, `registry` and `media`, no numpy: a worker starts in about 50 ms.
 """
 
 from __future__ import annotations
 
 import inspect
 import io
-import json
 import math
 import numbers
 import os
@@ -36,6 +35,7 @@ from contextlib import redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from rewards import registry
+from rewards.workers import media
 
 if TYPE_CHECKING:
     import asyncio
@@ -49,7 +49,7 @@ HEAD_BYTES = _LENGTH.size
 
 def pack(message: dict) -> bytes:
     """Returns the frame of a message."""
-    body = json.dumps(message).encode()
+    body = media.dump(message).encode()
     return _LENGTH.pack(len(body)) + body
 
 
@@ -208,7 +208,7 @@ def _children() -> int:
 def _read(descriptor: int) -> dict | None:
     head = _read_exactly(descriptor, HEAD_BYTES)
     body = _read_exactly(descriptor, frame_length(head)) if head else b""
-    return json.loads(body) if body else None
+    return media.parse(body) if body else None
 
 
 def _read_exactly(descriptor: int, size: int) -> bytes:

@@ -88,6 +88,18 @@ class ModelOptions(Section):
         description="modules that predict further tokens; null: none, or what the directory's config.json says",
     )
 
+    media: Literal["auto", "never"] = Field(
+        default="auto",
+        description="pictures and sounds: auto reads those of the data with the towers of the model; never reads no "
+        "tower, and refuses rows with them",
+    )
+    media_rows: int | None = Field(
+        default=None,
+        ge=1,
+        description="most embeddings that the pictures and sounds of one row of data may fill; longer rows are "
+        "refused. null: as many as max_length has room for",
+    )
+
     @property
     def runtime(self) -> Runtime:
         """Returns how the model is computed."""

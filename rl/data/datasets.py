@@ -12,47 +12,25 @@ import itertools
 import math
 import string
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rewards import RewardError, registry
 from rl.config.data import DataOptions, RewardSettings
-from rl.data.rows import Malformed, read_rows
+from rl.data import media
+from rl.data.encoded import Example, Messages
+from rl.data.rows import Malformed, folder_of, read_rows
 from rl.errors import ConfigError, DataError
+from rollout.media.processors import Processors
 
-Messages = list[dict[str, Any]]
-
-RowReader = Callable[[str, dict[str, Any], DataOptions], "Example"]
+RowReader = Callable[[str, dict[str, Any], DataOptions], Example]
 """(where, row, options) -> Example."""
 _SHOWN = 20
 """Most rows in one error message."""
 _RESERVED = ("prompt", "prompts", "completion", "completions", "messages")
 """Columns that rewards do not receive, because the run passes arguments of these names."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """One row.
-
-    prompt: text, or messages for the chat template.
-    completion: demonstration as text, or None.
-    messages: the full conversation of a demonstration in messages form, or None. `prompt` holds the messages before the
-        last answer.
-    pair: (chosen, rejected) answers to `prompt`, each a text or messages, or None.
-    margin: margin of the pair.
-    columns: the row's columns, for rewards.
-    where: place of the row for messages, e.g. file:line.
-    """
-
-    prompt: str | Messages
-    completion: str | None = None
-    messages: Messages | None = None
-    pair: tuple[str | Messages, str | Messages] | None = None
-    margin: float = 0.0
-    columns: dict[str, Any] = field(default_factory=dict)
-    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,6 +64,7 @@ def load(
     read: RowReader | None = None,
     held_out: bool = False,
     part: tuple[int, int] = (0, 1),
+    processors: Processors | None = None,
 ) -> Dataset:
     """Reads and checks a dataset.
 
@@ -95,12 +74,15 @@ def load(
         read: makes the Example of a row, instead of the readers for the forms above.
         held_out: read data of an evaluation: the split `eval` of a task, or `test` of a dataset with splits.
         part: (i, n): check and keep every n-th row only, from row i on.
+        processors: of a model that reads pictures or sounds; None: rows with them are malformed.
 
     Raises:
         ConfigError: a file or task does not exist, or column names contradict each other.
         DataError: rows are malformed, a column does not exist, or the dataset has no rows.
     """
-    rows, name = read_rows(options, held_out), f"task {options.task}" if options.task is not None else str(options.path)
+    rows = read_rows(options, held_out, decode=processors is None)
+    name = f"task {options.task}" if options.task is not None else str(options.path)
+    base = folder_of(options)
     examples, problems = [], _Problems()
     options = _task_columns(options)
     if read is None:
@@ -114,7 +96,9 @@ def load(
             problems.add(where, row.text)
             continue
         try:
-            examples.append(read(where, row, options))
+            example = read(where, row, options)
+            mixed = processors is not None
+            examples.append(media.with_references(example, row, base) if mixed else media.refuse(example, row))
         except _MissingColumn as error:
             raise DataError(f"{where}: {error}") from None
         except ValueError as error:
@@ -122,7 +106,7 @@ def load(
     problems.raise_if_any()
     if not total:
         raise DataError(f"{name}: the dataset has no rows")
-    return Dataset(examples, name, total)
+    return Dataset(examples if processors is None else media.with_lists(examples), name, total)
 
 
 def order(seed: int, rows: int, index: int) -> int:
@@ -331,6 +315,6 @@ def _messages(value: Any, name: str) -> Messages:
     for number, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"`{name}`: message {number} must be a mapping with `role` and `content`")
-        if not isinstance(message.get("content"), str):
+        if not isinstance(message.get("content"), (str, list)):  # lists of parts: rl/data/media.py
             raise ValueError(f"`{name}`: the content of message {number} must be a text")
     return [dict(message) for message in value]

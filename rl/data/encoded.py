@@ -1,20 +1,59 @@
-"""Defines rows of data as token ids."""
+"""Defines rows of data as texts and messages, and as token ids."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rl.data.datasets import Example
+if TYPE_CHECKING:
+    from rollout.media.expand import Expanded
+    from rollout.media.reference import Reference
 
-Row = tuple[list[int], list[int]]  # token ids of a sequence, and 1 where a token is trained on
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row.
+
+    prompt: text, or messages for the chat template. Contents are texts, or lists of parts where a row has pictures or
+        sounds (rollout/media/rows.py).
+    completion: demonstration as text, or None.
+    messages: the full conversation of a demonstration in messages form, or None. `prompt` holds the messages before the
+        last answer.
+    pair: (chosen, rejected) answers to `prompt`, each a text or messages, or None.
+    margin: margin of the pair.
+    columns: the row's columns, for rewards. Pictures and sounds are lists `images` and `audios` of rewards/workers/media.py.
+    where: place of the row for messages, e.g. file:line.
+    references: pictures and sounds of the conversation, those of a kind in the order of their parts.
+    """
+
+    prompt: str | Messages
+    completion: str | None = None
+    messages: Messages | None = None
+    pair: tuple[str | Messages, str | Messages] | None = None
+    margin: float = 0.0
+    columns: dict[str, Any] = field(default_factory=dict)
+    where: str = ""
+    references: tuple[Reference, ...] = ()
+
+
+class Row(NamedTuple):
+    """A sequence: its token ids, 1 where a token is trained on, and its pictures and sounds (None: it has none)."""
+
+    ids: list[int]
+    mask: list[int]
+    media: Expanded | None = None
 
 
 @dataclass(frozen=True)
 class Problem:
-    """An example with its prompt as token ids."""
+    """An example with its prompt as token ids, and the pictures and sounds of the prompt (None: it has none)."""
 
     example: Example
     ids: list[int]
+    media: Expanded | None = None
 
 
 @dataclass(frozen=True)
@@ -27,3 +66,14 @@ class Pair:
     chosen: Row
     rejected: Row
     margin: float
+
+
+def media_of(row: Problem | Row | Pair | Iterable[tuple[Row, Any]]) -> list[Expanded]:
+    """Returns the pictures and sounds of a row of data: of a prompt, a sequence, a pair, or labelled answers."""
+    if isinstance(row, Pair):
+        parts = [row.chosen, row.rejected]
+    elif isinstance(row, (Problem, Row)):
+        parts = [row]
+    else:
+        parts = [answer for answer, _ in row]
+    return [part.media for part in parts if part.media is not None]

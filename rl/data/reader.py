@@ -8,23 +8,32 @@ from typing import Any, TypeVar
 from policy.huggingface import sources
 from policy.mesh import processes, serialization
 from rewards import RewardError, Runner, RunnerOptions, Share
+from rewards.workers.media import Picture, Sound
 from rewards.workers.threads import Call, Failure
 from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.run import RunConfig
 from rl.config.stage import StageOptions
 from rl.data import datasets, models
-from rl.data.datasets import Example
-from rl.data.encoded import Pair, Problem, Row
+from rl.data.encoded import Example, Pair, Problem, Row
+from rl.data.encoding import ExampleEncoder
+from rl.data.media import read_processors
 from rl.data.shard import Shard
 from rl.data.tokenizer import read_tokenizer
 from rl.errors import ConfigError, DataError
-from rollout.text import chat
+from rollout.media.expand import Expanded
+from rollout.media.item import Extent, MediaError
+from rollout.media.loader import Loader
+from rollout.media.reference import Reference
 from rollout.text.tokenizer import load_tokenizer
 
 T = TypeVar("T")
 
-# Types that the processes of a run send to each other: rows of data, calls of rewards, and scores that failed.
-serialization.register_type(Example, Problem, Pair, Call, Failure)
+# Types that the processes of a run send to each other: rows of data with their pictures and sounds, calls of rewards,
+# and scores that failed.
+serialization.register_type(Example, Problem, Row, Pair, Call, Failure)
+serialization.register_type(Reference, Extent, Expanded, Picture, Sound)
+_DECODED = 4
+"""Contents of a dataset that are decoded before a model is built. Of the others only the header is read."""
 
 
 def _runner(settings: RewardSettings) -> Runner:
@@ -63,17 +72,33 @@ class DataReader:
     """
 
     def __init__(self, config: RunConfig):
-        """Reads the tokenizer. Raises ConfigError."""
+        """Reads the tokenizer and the processors. Raises ConfigError, and ModelError for a name on the hub that cannot
+        be read.
+
+        processors: None for a model that reads texts only. loader: decodes pictures and sounds; None without
+        processors.
+        """
         self._config = config
         self.tokenizer, self.stop_ids = read_tokenizer(config)
+        self.processors = read_processors(config, self.tokenizer)
+        self.loader = None if self.processors is None else Loader(self.processors)
+        self._encoder = ExampleEncoder(self.tokenizer, self.processors, config.model.media_rows)
+        self._references = False
         self.held_out: list[Problem] = []
         self._read: dict[tuple, Any] = {}
         self._runners: dict[str, Runner] = {}
 
     def close(self) -> None:
-        """Ends the reward workers."""
+        """Ends the reward workers and the threads that decode."""
         for runner in self._runners.values():
             runner.close()
+        if self.loader is not None:
+            self.loader.close()
+
+    @property
+    def has_media(self) -> bool:
+        """Whether any row that any process has read so far has pictures or sounds. All processes must ask for it."""
+        return self.processors is not None and any(processes.all_gather_object(self._references))
 
     def read_held_out(self, options: EvaluationOptions, stages: Sequence[StageOptions]) -> None:
         """Reads the problems of the evaluations that `stages` make, into `held_out`."""
@@ -115,15 +140,14 @@ class DataReader:
         """Reads a Row for each demonstration; `train_on`: which tokens are trained on, as in rl/algorithms/sft.py."""
 
         def encode(example: Example) -> Row:
-            texts = example.prompt, example.completion, example.messages
-            return self.guarded(example, lambda: chat.encode_example(self.tokenizer, *texts, train_on))
+            return self.guarded(example, lambda: self._encoder.demonstration(example, train_on))
 
-        return self.rows(source, ("demonstrations", train_on), encode, lambda row: len(row[0]), demonstrations=True)
+        return self.rows(source, ("demonstrations", train_on), encode, lambda row: len(row.ids), demonstrations=True)
 
     def pairs(self, source: DataOptions) -> Shard:
         """Reads a Pair for each preference."""
         return self.rows(
-            source, ("pairs",), self._pair, lambda pair: max(len(pair.chosen[0]), len(pair.rejected[0])), pairs=True
+            source, ("pairs",), self._pair, lambda pair: max(len(pair.chosen.ids), len(pair.rejected.ids)), pairs=True
         )
 
     def rows(
@@ -144,8 +168,21 @@ class DataReader:
         """Loads a dataset. Every process loads all held-out rows, because it samples completions for all of them."""
         part = (0, 1) if kind.get("held_out") else (processes.index(), processes.count())
         return self._once(
-            ("data", source.model_dump_json(), *kind.items()), lambda: datasets.load(source, part=part, **kind)
+            ("data", source.model_dump_json(), *kind.items()), lambda: self._checked(source, part=part, **kind)
         )
+
+    def _checked(self, source: DataOptions, **kind: Any) -> datasets.Dataset:
+        """Loads a dataset and decodes its first pictures and sounds. Raises DataError for those that are broken."""
+        dataset = datasets.load(source, processors=self.processors, **kind)
+        references = [reference for example in dataset for reference in example.references]
+        if references:
+            self._references = True
+            assert self.loader is not None  # references come with processors
+            try:
+                self.loader.items(references[:_DECODED])
+            except MediaError as error:
+                raise DataError(str(error)) from None
+        return dataset
 
     def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
         if key not in self._read:
@@ -153,30 +190,30 @@ class DataReader:
         return self._read[key]
 
     def _problem(self, example: Example) -> Problem:
-        ids = self.guarded(example, lambda: chat.render_prompt(self.tokenizer, example.prompt))
+        ids, media = self.guarded(example, lambda: self._encoder.prompt(example))
         if not ids:
             raise DataError(f"{example.where}: the prompt is empty: there is no token to go on from")
-        return Problem(example, ids)
+        return Problem(example, ids, media)
 
     def answer(self, example: Example, answer: Any) -> Row:
         """Encodes the prompt of an example and an answer to it, up to the last token that the assistant writes.
 
         Raises DataError for an answer without a token.
         """
-        ids, mask = self.guarded(example, lambda: chat.encode_answer(self.tokenizer, example.prompt, answer))
+        ids, mask, media = self.guarded(example, lambda: self._encoder.answer(example, answer))
         if not any(mask):
             raise DataError(f"{example.where}: an answer has no token of its own")
         end = len(mask) - mask[::-1].index(1)
-        return ids[:end], mask[:end]
+        return Row(ids[:end], mask[:end], media and media.first(end))
 
     def _pair(self, example: Example) -> Pair:
         assert example.pair is not None
         rows = [self.answer(example, answer) for answer in example.pair]
-        if rows[0] == rows[1]:
+        if rows[0].ids == rows[1].ids and rows[0].mask == rows[1].mask:
             raise DataError(
                 f"{example.where}: both answers are the same tokens: there is nothing to learn from this pair"
             )
-        if not rows[0][1][0] == rows[1][1][0] == 0:
+        if not rows[0].mask[0] == rows[1].mask[0] == 0:
             raise DataError(f"{example.where}: the prompt is empty: there is no token to go on from")
         return Pair(rows[0], rows[1], example.margin)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -22,20 +23,42 @@ class Malformed:
     text: str
 
 
+_BATCH = 16
+"""Rows of a table that are in memory at a time, because they may hold the bytes of pictures."""
+
 Rows = Iterator[tuple[str, dict[str, Any] | Malformed]]
 """(place of the row for messages, the row)."""
 
 
-def read_rows(options: DataOptions, held_out: bool) -> Rows:
+def read_rows(options: DataOptions, held_out: bool, decode: bool = True) -> Rows:
     """Reads the rows of a task, a file, a folder or a dataset of the Hugging Face hub.
 
     held_out: read the split of an evaluation.
+    decode: let the package `datasets` decode pictures and sounds; false: they stay {bytes, path}.
     Raises ConfigError for a name that does not exist, DataError for a source that cannot be read.
     """
     if options.task is not None:
         return _task_rows(options.task, options, held_out)
     assert options.path is not None  # DataOptions has a task or a path
-    return _path_rows(options.path, options, held_out)
+    return _path_rows(options.path, options, held_out, decode)
+
+
+def folder_of(options: DataOptions) -> Path:
+    """Returns the folder that paths in rows start from: that of the data file, of a saved dataset, or of the file of a
+    task. Rows of other tasks and of the hub start from the working directory."""
+    name = options.path or (options.task or "").rpartition(":")[0]
+    path = _existing(name)
+    if path.is_dir() and options.path is not None:
+        return path
+    return path.parent if path.is_file() else Path()
+
+
+def _existing(name: str) -> Path:
+    """Returns the path of a file or folder that exists, also one that the package has; any other path as it is."""
+    from rl.config.packaged import packaged
+
+    path = Path(name)
+    return path if path.exists() else packaged(path) or path
 
 
 def _task_rows(task: str, options: DataOptions, held_out: bool) -> Rows:
@@ -49,14 +72,10 @@ def _task_rows(task: str, options: DataOptions, held_out: bool) -> Rows:
         yield f"task {task}, problem {number}", row
 
 
-def _path_rows(name: str, options: DataOptions, held_out: bool) -> Rows:
-    from rl.config.packaged import packaged
-
-    path = Path(name)
-    if not path.exists():
-        path = packaged(path) or path
+def _path_rows(name: str, options: DataOptions, held_out: bool, decode: bool) -> Rows:
+    path = _existing(name)
     if path.is_dir():
-        return _library_rows(options, held_out, path)
+        return _library_rows(options, held_out, decode, path)
     if path.is_file():
         kind = path.suffix.lower()
         if kind not in _READERS:
@@ -64,7 +83,7 @@ def _path_rows(name: str, options: DataOptions, held_out: bool) -> Rows:
         return _READERS[kind](path)
     if hub_name(name, alone=True) is None:
         raise ConfigError(f"no such file or directory: {name} (from {Path.cwd()})")
-    return _library_rows(options, held_out, None)
+    return _library_rows(options, held_out, decode, None)
 
 
 def _text_lines(path: Path) -> Iterator[tuple[int, str | Malformed]]:
@@ -159,7 +178,7 @@ _READERS: dict[str, Callable[[Path], Rows]] = {
 }
 
 
-def _library_rows(options: DataOptions, held_out: bool, directory: Path | None) -> Rows:
+def _library_rows(options: DataOptions, held_out: bool, decode: bool, directory: Path | None) -> Rows:
     """Reads a saved dataset, a folder of data files, or (directory None) the hub, with the package `datasets`."""
     import datasets
 
@@ -188,7 +207,33 @@ def _library_rows(options: DataOptions, held_out: bool, directory: Path | None) 
     except Exception as error:  # `datasets` raises its own errors, and errors of pyarrow, fsspec and the network
         where = directory or f"{options.path} (no such file here, so looked for on the Hugging Face hub)"
         raise DataError(f"{where}: split {split!r} cannot be loaded: {type(error).__name__}: {error}") from None
-    return _numbered(dataset, name)
+    return _numbered(dataset if decode else _undecoded(dataset), name)
+
+
+def _undecoded(dataset: Any) -> Iterable[dict[str, Any]]:
+    """Returns the rows of a dataset with pictures and sounds as {bytes, path}, also inside lists and mappings.
+
+    `Dataset.cast` would write a copy of a dataset with lists of pictures.
+    """
+    import datasets
+
+    stored = getattr(dataset, "features", None)
+    if stored is None or not _stop_decoding(features := copy.deepcopy(dict(stored))):
+        return dataset
+    undecoded = datasets.Features(features)
+    tables = dataset.with_format("arrow").iter(batch_size=_BATCH)
+    return (undecoded.decode_example(row) for table in tables for row in table.to_pylist())
+
+
+def _stop_decoding(feature: Any) -> bool:
+    """Sets `decode` of all features in this one to false. Returns whether there are any."""
+    if isinstance(feature, (dict, list)):
+        parts = feature.values() if isinstance(feature, dict) else feature
+        return sum(_stop_decoding(part) for part in parts) > 0  # all of them, not up to the first
+    if hasattr(feature, "decode"):
+        feature.decode = False
+        return True
+    return hasattr(feature, "feature") and _stop_decoding(feature.feature)
 
 
 def _numbered(rows: Iterable[dict[str, Any]], name: str) -> Rows:

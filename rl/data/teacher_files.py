@@ -78,8 +78,7 @@ def model_sha256(directory: Path) -> str:
 
 def row_sha256(row: Row) -> np.ndarray:
     """Returns the hash of the tokens and the mask of a row, uint8[32]."""
-    ids, mask = row
-    return _hash(np.asarray(ids, np.int32), np.asarray(mask, np.uint8))
+    return _hash(np.asarray(row[0], np.int32), np.asarray(row[1], np.uint8))
 
 
 def _hash(*arrays: np.ndarray) -> np.ndarray:

@@ -103,7 +103,7 @@ def _write(
     parts = -(-facts.rows // facts.rows_per_part)
     for number, rows in missing:
         arrays = top(teacher, rows, facts.k, facts.vocab, config.max_length)
-        columns = [np.flatnonzero(mask) for _, mask in rows]
+        columns = [np.flatnonzero(row.mask) for row in rows]
         writer.write(number, rows, *([array[row, at] for row, at in enumerate(columns)] for array in arrays))
         print(f"part {number + 1} of {parts}: {len(rows)} rows", flush=True)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl.data import datasets
+from rl.data.encoded import Row
 from rl.stages import inputs, supervised
 from rl.stages.shapes import abstract_batch
 from rl.stages.stage import ConfigProblems
@@ -18,13 +19,12 @@ from rl.stages.stage import ConfigProblems
 if TYPE_CHECKING:
     from rl.config.data import DataOptions
     from rl.data.datasets import Example
-    from rl.data.encoded import Row
     from rl.data.reader import DataReader
     from rl.training.batch import Batch
 
 _LABELS = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0}
-Answer = tuple["Row", float]
-"""(token ids and mask of a prompt with its answer, label: 1 for a good answer, 0 for a bad one)."""
+Answer = tuple[Row, float]
+"""(row of a prompt with its answer, label: 1 for a good answer, 0 for a bad one)."""
 
 
 class Stage(supervised.Stage):
@@ -55,7 +55,7 @@ class Stage(supervised.Stage):
             return [(reader.answer(example, answer), _LABELS[_key(example.columns["label"])])]
 
         def length(answers: list[Answer]) -> int:
-            return max(len(row[0]) for row, _ in answers)
+            return max(len(row.ids) for row, _ in answers)
 
         self.rows = reader.rows(self.data, ("answers",), encode, length, read=read_answer)
         counts = {len(answers) for answers in self.rows.own}
@@ -114,8 +114,9 @@ def batch_of(answers: list[Answer], max_length: int, rotate: int | None) -> Batc
 
 def _mismatched(row: Row, other: Row, max_length: int) -> Row:
     """Returns the prompt of one row with the answer of another."""
-    ids, mask = ([*a[: row[1].index(1)], *b[other[1].index(1) :]] for a, b in zip(row, other, strict=True))
-    return ids[:max_length], mask[:max_length]
+    end, start = row.mask.index(1), other.mask.index(1)
+    ids, mask = [*row.ids[:end], *other.ids[start:]], [*row.mask[:end], *other.mask[start:]]
+    return Row(ids[:max_length], mask[:max_length], row.media and row.media.first(end))
 
 
 def with_kl(batch: Batch) -> Batch:

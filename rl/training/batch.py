@@ -112,18 +112,18 @@ def padded_length(longest: int, limit: int) -> int:
     return min(limit, -(-longest // unit) * unit)
 
 
-def padded_batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]], limit: int) -> Batch:
-    """Returns a batch with one row per (ids, mask), padded on the right."""
+def padded_batch(rows: Sequence[Sequence[Any]], limit: int) -> Batch:
+    """Returns a batch with one row per (ids, mask, ...), padded on the right."""
     return segmented_batch([(row,) for row in rows], limit)
 
 
-def segmented_batch(rows: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]], limit: int) -> Batch:
-    """Returns a batch with one row per list of (ids, mask), which become segments 1, 2, ...; padded on the right."""
-    N, T = len(rows), padded_length(max(sum(len(ids) for ids, _ in row) for row in rows), limit)
+def segmented_batch(rows: Sequence[Sequence[Sequence[Any]]], limit: int) -> Batch:
+    """Returns a batch with one row per list of (ids, mask, ...), which become segments 1, 2, ...; padded on the right."""
+    N, T = len(rows), padded_length(max(sum(len(ids) for ids, *_ in row) for row in rows), limit)
     tokens, segments, mask = np.zeros((N, T), np.int32), np.zeros((N, T), np.int32), np.zeros((N, T), np.float32)
     for i, row in enumerate(rows):
         start = 0
-        for number, (ids, trained) in enumerate(row, start=1):
+        for number, (ids, trained, *_) in enumerate(row, start=1):
             columns = slice(start, start := start + len(ids))
             tokens[i, columns], segments[i, columns], mask[i, columns] = ids, number, trained
     return Batch(tokens=tokens, segments=segments, mask=mask, prompt=np.arange(N, dtype=np.int32))

@@ -3,11 +3,15 @@
 The expansion is of text, before tokenizing, as transformers does it: line breaks around a picture merge with those of
 the text. Rows belong to positions by an index that is made here, never by the id of a token.
 
+Prompts and masks follow the rules of rollout/text/chat.py. A token belongs to the assistant by the character of the
+rendered text where it begins; the tokens of rows are never trained on.
+
 Axes: T tokens of a prompt.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +22,7 @@ import numpy as np
 from rollout.media.item import KINDS, NOUNS, Extent, Kind, MediaError
 from rollout.media.processors import Processors
 from rollout.media.reference import Reference
+from rollout.text import chat
 from rollout.text.chat import Messages, render_text
 
 
@@ -33,6 +38,7 @@ class Expanded:
     items: pictures, tiles and clips in the order of their rows.
     starts: int32[T], the character of the rendered text at which a token begins; all tokens of a picture begin at its
         marker.
+    references: the contents in the order of the items; a picture cut into tiles has several items.
     """
 
     tokens: np.ndarray
@@ -43,6 +49,21 @@ class Expanded:
     items: tuple[Extent, ...]
     starts: np.ndarray
     references: tuple[Reference, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Returns the number of rows of all items."""
+        return sum(item.rows for item in self.items)
+
+    def first(self, end: int) -> Expanded:
+        """Returns the first `end` tokens, which hold all items; the others are text."""
+        turns, until = (None if array is None else array[:end] for array in (self.turns, self.until))
+        cut = {"tokens": self.tokens[:end], "index": self.index[:end], "starts": self.starts[:end]}
+        return dataclasses.replace(self, turns=turns, until=until, **cut)
+
+
+Masked = tuple[Expanded, list[int]]
+"""(tokens, 1 where a token is trained on)."""
 
 
 def expand(
@@ -62,6 +83,44 @@ def expand(
     """
     refuse_reserved(messages, processors)
     return expand_text(tokenizer, render_text(tokenizer, messages, add_generation_prompt), references, processors)
+
+
+def expand_prompt(
+    tokenizer: Any, messages: Messages, references: Sequence[Reference], processors: Processors
+) -> Expanded:
+    """Converts a prompt as `chat.render_prompt` does. Raises MediaError and ChatError as `expand` and that function."""
+    expanded = expand(tokenizer, messages, references, processors)
+    chat.check_one_beginning(tokenizer, expanded.tokens[:2].tolist())
+    return expanded
+
+
+def expand_conversation(
+    tokenizer: Any, messages: Messages, references: Sequence[Reference], processors: Processors, first: int = 0
+) -> Masked:
+    """Converts a conversation as `chat.render_conversation` does; `first` is as there.
+
+    Raises MediaError and ChatError as `expand` and that function.
+    """
+    refuse_reserved(messages, processors)
+    text, spans = chat.assistant_spans(tokenizer, messages, first)
+    expanded = expand_text(tokenizer, text, references, processors)
+    chat.check_one_beginning(tokenizer, expanded.tokens[:2].tolist())
+    return expanded, _without_rows(chat.mask_of(spans, expanded.starts.tolist()), expanded)
+
+
+def expand_demonstration(
+    tokenizer: Any, messages: Messages, references: Sequence[Reference], processors: Processors, train_on: str
+) -> Masked:
+    """Converts a conversation that ends with the assistant; train_on: as in `chat.encode_example`."""
+    first = len(messages) - 1 if train_on == "last_turn" else 0
+    expanded, mask = expand_conversation(tokenizer, messages, references, processors, first)
+    if train_on == "all":
+        mask = _without_rows(chat.all_but_first(len(expanded.tokens)), expanded)
+    return expanded, mask
+
+
+def _without_rows(mask: list[int], expanded: Expanded) -> list[int]:
+    return [trained if row < 0 else 0 for trained, row in zip(mask, expanded.index.tolist(), strict=True)]
 
 
 def refuse_reserved(messages: Messages, processors: Processors) -> None:
@@ -102,6 +161,7 @@ def expand_text(tokenizer: Any, text: str, references: Sequence[Reference], proc
         delta=after - len(tokens),
         items=items,
         starts=_origins(np.asarray([a for a, _ in encoded["offset_mapping"]], np.int64), pieces, starts),
+        references=tuple(ordered),
     )
 
 

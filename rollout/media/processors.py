@@ -28,16 +28,21 @@ _SUFFIXES = ("Fast", "Pil")
 
 @dataclass(frozen=True)
 class Processors:
-    """The processors of a model; None for what it does not read."""
+    """The processors of a model; None for what it does not read.
+
+    problem: why a model with towers has no processors, for the message about the first row that needs one.
+    """
 
     image: Processor | None
     audio: Processor | None
+    problem: str = ""
 
     def of(self, kind: Kind) -> Processor:
         """Returns the processor of a kind. Raises MediaError if the model reads nothing of the kind."""
         processor = self.image if kind == "image" else self.audio
         if processor is None:
-            raise MediaError(f"the row has a {NOUNS[kind]}, but the model has no processor of {NOUNS[kind]}s")
+            text = f"the row has a {NOUNS[kind]}, but the model has no processor of {NOUNS[kind]}s"
+            raise MediaError(f"{text}: {self.problem}" if self.problem else text)
         return processor
 
     @property

@@ -63,6 +63,11 @@ class Reference:
         return [Item(e.kind, e.digest, v, e.shape, e.rows) for e, v in zip(extents, values, strict=True)]
 
 
+def decode(kind: Kind, digest: str, size: tuple[int, int], source: Path | bytes | np.ndarray) -> np.ndarray:
+    """Decodes a content as `Reference.decode`, for rewards (rewards/workers/media.py)."""
+    return Reference(kind, digest, size, source).decode()
+
+
 def refer(kind: Kind, value: Any, base: Path, where: str = "") -> Reference:
     """Makes a reference from a value of a row.
 

@@ -31,12 +31,19 @@ _TYPES: dict[str, Kind] = {
     "audio_url": "audio",
     "input_audio": "audio",
 }
-_COLUMNS: dict[Kind, tuple[str, str]] = {"image": ("image", "images"), "audio": ("audio", "audios")}
+COLUMNS: dict[Kind, tuple[str, str]] = {"image": ("image", "images"), "audio": ("audio", "audios")}
+"""Names of the columns of a kind: of one value, and of a list."""
 _PAYLOADS = ("image", "image_url", "audio", "audio_url", "input_audio", "url", "path", "bytes")
 _TAG = re.compile(r"<(image|audio)>")
 _VIDEO = ("video", "videos")
 
 Messages = list[dict[str, Any]]
+
+
+def first_kind(content: Any) -> Kind | None:
+    """Returns the kind of the first part of a content that is a picture or a sound; None: it has none."""
+    parts = content if isinstance(content, (list, tuple)) else ()
+    return next((_TYPES[p["type"]] for p in parts if isinstance(p, Mapping) and p.get("type") in _TYPES), None)
 
 
 @dataclass
@@ -83,7 +90,7 @@ def normalise(
 
 
 def _column(kind: Kind, columns: Mapping[str, Any]) -> list[Any]:
-    names = [name for name in _COLUMNS[kind] if _filled(columns.get(name))]
+    names = [name for name in COLUMNS[kind] if _filled(columns.get(name))]
     if len(names) > 1:
         raise MediaError(f"the row has a column {names[0]!r} and a column {names[1]!r}; leave one of them out")
     if not names:

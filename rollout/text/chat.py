@@ -6,7 +6,7 @@ sequence, and a template's marker may occur in a message.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Messages = Sequence[dict[str, Any]]
@@ -31,7 +31,7 @@ def render_prompt(tokenizer: Any, prompt: str | Messages, add_generation_prompt:
             ids.pop()
     else:
         ids = list(tokenizer.encode(render_text(tokenizer, prompt, add_generation_prompt), add_special_tokens=False))
-    _check_one_beginning(tokenizer, ids)
+    check_one_beginning(tokenizer, ids)
     return ids
 
 
@@ -42,17 +42,31 @@ def render_conversation(tokenizer: Any, messages: Messages, first: int = 0) -> t
 
     Raises ChatError if the template drops or rewrites a turn of the assistant.
     """
+    text, spans = assistant_spans(tokenizer, messages, first)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = list(encoded["input_ids"])
+    check_one_beginning(tokenizer, ids)
+    return ids, mask_of(spans, (start for start, _ in encoded["offset_mapping"]))
+
+
+def assistant_spans(tokenizer: Any, messages: Messages, first: int = 0) -> tuple[str, list[tuple[int, int]]]:
+    """Returns (rendered conversation, first and past-the-end character of each turn of the assistant in it).
+
+    first, errors: as for `render_conversation`.
+    """
     text = render_text(tokenizer, messages, False)
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= first]
     if not turns:
         raise ChatError("the conversation has no turn of the assistant")
-    spans = [_span(tokenizer, messages, number, text) for number in turns]
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = list(encoded["input_ids"])
-    _check_one_beginning(tokenizer, ids)
-    # A token belongs to the assistant if its first character does; tokens of one character's bytes share its offset.
-    mask = [int(any(a <= start < b for a, b in spans)) for start, _ in encoded["offset_mapping"]]
-    return ids, mask
+    return text, [_span(tokenizer, messages, number, text) for number in turns]
+
+
+def mask_of(spans: Sequence[tuple[int, int]], starts: Iterable[int]) -> list[int]:
+    """Returns 1 for each token that begins in one of the spans, 0 for all others. starts: the character of each.
+
+    A token belongs to the assistant if its first character does; tokens of one character's bytes share its offset.
+    """
+    return [int(any(a <= start < b for a, b in spans)) for start in starts]
 
 
 def encode_example(
@@ -78,7 +92,12 @@ def encode_example(
         raise ValueError("a demonstration needs a completion or messages")
     else:
         ids, mask = encode_answer(tokenizer, prompt, completion)
-    return ids, [0] + [1] * (len(ids) - 1) if train_on == "all" else mask
+    return ids, all_but_first(len(ids)) if train_on == "all" else mask
+
+
+def all_but_first(length: int) -> list[int]:
+    """Returns the mask of `train_on: all`: nothing predicts the first token."""
+    return [0] + [1] * (length - 1)
 
 
 def encode_answer(tokenizer: Any, prompt: str | Messages, answer: str | Messages) -> tuple[list[int], list[int]]:
@@ -136,7 +155,8 @@ def _span(tokenizer, messages: Messages, turn: int, text: str) -> tuple[int, int
     return start, end
 
 
-def _check_one_beginning(tokenizer, ids: list[int]) -> None:
+def check_one_beginning(tokenizer: Any, ids: Sequence[int]) -> None:
+    """Raises ChatError for token ids that begin with two beginnings of sequence."""
     beginning = tokenizer.bos_token_id
     if beginning is not None and len(ids) > 1 and ids[0] == ids[1] == beginning:
         raise ChatError(

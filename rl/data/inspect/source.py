@@ -15,15 +15,17 @@ from rl.config.data import DataOptions
 from rl.config.run import RunConfig
 from rl.data import datasets, models
 from rl.data import teacher as teachers
-from rl.data.datasets import Example
+from rl.data.encoded import Example
+from rl.data.encoding import ExampleEncoder
 from rl.data.hub import hub_name
 from rl.data.inspect.checks import check_stages, in_order
 from rl.data.inspect.finding import Finding
 from rl.data.inspect.reward_check import demonstrations_score
 from rl.data.inspect.stage_rows import Encoded, StageRows
+from rl.data.media import read_processors
 from rl.data.tokenizer import read_tokenizer
 from rl.errors import DataError, DuetError, ModelError
-from rollout.text import chat
+from rollout.media.processors import Processors
 from rollout.text.tokenizer import CHAT_TEMPLATE
 
 ENCODED = 5000
@@ -56,13 +58,14 @@ def inspect(config: RunConfig, only: str | None = None, rewards: bool = True) ->
     Raises ConfigError for a tokenizer, file or task that cannot be used. Malformed rows are findings.
     """
     tokenizer, stops = read_tokenizer(config)
+    encoder = ExampleEncoder(tokenizer, read_processors(config, tokenizer), config.model.media_rows)
     malformed: list[Finding] = []
-    held_out = _held_out(config, malformed)
+    held_out = _held_out(config, malformed, encoder.processors)
     stages = []
     for index, name in enumerate(config.stage_names):
         if only in (None, name):
             try:
-                stages.append(_stage(config, index, tokenizer, stops, held_out))
+                stages.append(_stage(config, index, encoder, stops, held_out))
             except DataError as error:
                 lines = str(error).splitlines()
                 more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
@@ -131,25 +134,28 @@ def stage_rows(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, 
     )
 
 
-def _held_out(config: RunConfig, malformed: list[Finding]) -> list[Example]:
+def _held_out(config: RunConfig, malformed: list[Finding], processors: Processors | None) -> list[Example]:
     if config.evaluation is None:
         return []
     try:
-        return datasets.load(config.evaluation.data, held_out=True).examples[: config.evaluation.problems]
+        data = datasets.load(config.evaluation.data, held_out=True, processors=processors)
+        return data.examples[: config.evaluation.problems]
     except DataError as error:
         malformed.append(Finding(14, "refuse", f"evaluation: {str(error).splitlines()[0]}"))
         return []
 
 
-def _stage(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, ...], held_out: list[Example]) -> StageRows:
-    stage, options = stage_rows(config, index, tokenizer, stops), config.stages[index].data or config.data
+def _stage(
+    config: RunConfig, index: int, encoder: ExampleEncoder, stops: tuple[int, ...], held_out: list[Example]
+) -> StageRows:
+    stage, options = stage_rows(config, index, encoder.tokenizer, stops), config.stages[index].data or config.data
     if options is None:
         raise DataError("the stage has no data")
     pairs = stage.kind in ("preference", "reward_model")
     form: dict[str, Any] = {"demonstrations": stage.kind == "supervised", "pairs": pairs}
     if stage.kind == "unpaired":
         form = {"read": _read_labelled}
-    dataset = datasets.load(options, **form)
+    dataset = datasets.load(options, processors=encoder.processors, **form)
     examples = dataset.examples
     if len(examples) > ENCODED:
         examples = [examples[n] for n in sorted(random.Random(config.seed).sample(range(len(examples)), ENCODED))]
@@ -157,7 +163,7 @@ def _stage(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, ...]
     problems: list[tuple[Example, str]] = []
     for example in examples:
         try:
-            rows += _encoded(stage, example)
+            rows += _encoded(stage, example, encoder)
         except ValueError as error:
             problems.append((example, str(error)))
     return replace(stage, rows=rows, problems=problems, total=dataset.total, held_out=held_out)
@@ -168,16 +174,14 @@ def _read_labelled(where: str, row: dict[str, Any], options: Any) -> Example:
     return reader(where, row, options)
 
 
-def _encoded(stage: StageRows, example: Example) -> list[Encoded]:
+def _encoded(stage: StageRows, example: Example, encoder: ExampleEncoder) -> list[Encoded]:
     """Encodes an example as its stage does. Raises ValueError."""
-    tokenizer = stage.tokenizer
     if stage.samples:
-        ids = chat.render_prompt(tokenizer, example.prompt)
-        return [Encoded(example, ids, [0] * len(ids))]
+        ids, media = encoder.prompt(example)
+        return [Encoded(example, ids, [0] * len(ids), media)]
     if example.pair is not None:
-        return [Encoded(example, *chat.encode_answer(tokenizer, example.prompt, answer)) for answer in example.pair]
-    texts = example.prompt, example.completion, example.messages
-    return [Encoded(example, *chat.encode_example(tokenizer, *texts, stage.train_on))]
+        return [Encoded(example, *encoder.answer(example, answer)) for answer in example.pair]
+    return [Encoded(example, *encoder.demonstration(example, stage.train_on))]
 
 
 def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rl.data.datasets import Example
+from rl.data.encoded import Example
+from rollout.media.expand import Expanded
 
 Kind = Literal["prompt", "trained", "ignored", "stop"]
 
@@ -19,12 +20,14 @@ SOME = 100
 class Encoded:
     """A sequence of tokens.
 
-    mask: 1 on the tokens that are trained on; all 0 for a prompt alone. n_prompt: tokens before the first of these.
+    mask: 1 on the tokens that are trained on; all 0 for a prompt alone. media: its pictures and sounds; None: it has
+    none. n_prompt: tokens before the first that is trained on.
     """
 
     example: Example
     ids: list[int]
     mask: list[int]
+    media: Expanded | None = None
 
     @property
     def n_prompt(self) -> int:

@@ -1,0 +1,85 @@
+"""Encodes examples as token ids: texts, and conversations with pictures and sounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rl.data.encoded import Example, Messages, Row
+from rollout.media import expand
+from rollout.media.expand import Expanded
+from rollout.media.item import MediaError
+from rollout.media.processors import Processors
+from rollout.text import chat
+
+
+@dataclass(frozen=True)
+class ExampleEncoder:
+    """Encodes examples of one run. Methods raise ValueError (ChatError, MediaError) without the place of the row.
+
+    processors: those of the run's model; None: it reads texts only.
+    media_rows: most embeddings that the pictures and sounds of an example may fill; None: any number.
+    """
+
+    tokenizer: Any
+    processors: Processors | None = None
+    media_rows: int | None = None
+
+    def prompt(self, example: Example) -> tuple[list[int], Expanded | None]:
+        """Returns (token ids of the prompt, its pictures and sounds)."""
+        processors = self._processors(example, example.prompt)
+        if processors is None:
+            return chat.render_prompt(self.tokenizer, example.prompt), None
+        assert not isinstance(example.prompt, str)  # references stand in messages
+        expanded = expand.expand_prompt(self.tokenizer, example.prompt, example.references, processors)
+        return self._checked(expanded).tokens.tolist(), expanded
+
+    def demonstration(self, example: Example, train_on: str) -> Row:
+        """Returns a demonstration; train_on: as in rl/algorithms/sft.py."""
+        messages = example.messages
+        processors = self._processors(example, example.prompt if messages is None else messages)
+        if processors is None:
+            return Row(*chat.encode_example(self.tokenizer, example.prompt, example.completion, messages, train_on))
+        if messages is None:
+            if example.completion is None:
+                raise ValueError("a demonstration needs a completion or messages")
+            messages = _answered(example, example.completion)
+            train_on = "all" if train_on == "all" else "last_turn"
+        return self._row(
+            *expand.expand_demonstration(self.tokenizer, messages, example.references, processors, train_on)
+        )
+
+    def answer(self, example: Example, answer: str | Messages) -> Row:
+        """Returns the prompt of an example with this answer to it; the answer is trained on."""
+        processors = self._processors(example, example.prompt)
+        if processors is None:
+            return Row(*chat.encode_answer(self.tokenizer, example.prompt, answer))
+        return self._row(
+            *expand.expand_conversation(
+                self.tokenizer, _answered(example, answer), example.references, processors, len(example.prompt)
+            )
+        )
+
+    def _processors(self, example: Example, texts: str | Messages) -> Processors | None:
+        """Returns the processors for an example with pictures or sounds, None for one of text. Raises MediaError for a
+        text with a token that stands for a picture."""
+        if self.processors is None or example.references:
+            return self.processors
+        expand.refuse_reserved([{"content": texts}] if isinstance(texts, str) else texts, self.processors)
+        return None
+
+    def _row(self, expanded: Expanded, mask: list[int]) -> Row:
+        return Row(self._checked(expanded).tokens.tolist(), mask, expanded)
+
+    def _checked(self, expanded: Expanded) -> Expanded:
+        if self.media_rows is not None and expanded.rows > self.media_rows:
+            raise MediaError(
+                f"its pictures and sounds fill {expanded.rows} embeddings, more than model.media_rows "
+                f"({self.media_rows}); leave the row out, scale its pictures down, or raise model.media_rows"
+            )
+        return expanded
+
+
+def _answered(example: Example, answer: str | Messages) -> Messages:
+    answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    return [*example.prompt, *answers]  # pyright: ignore[reportReturnType]

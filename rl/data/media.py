@@ -1,0 +1,149 @@
+"""Pictures and sounds of rows of data: the processors of the run's model, and examples with references."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from policy.huggingface import sources
+from rewards.workers.media import Content, Picture, Sound
+from rl.config.run import RunConfig
+from rl.data import models, towers
+from rl.data.encoded import Example, Messages
+from rollout.media import processors, rows
+from rollout.media.item import KINDS, NOUNS, Kind, MediaError
+from rollout.media.processors import Processors
+from rollout.media.reference import Reference
+
+COLUMNS: dict[Kind, tuple[str, str]] = rows.COLUMNS
+_LISTS: dict[Kind, str] = {kind: names[1] for kind, names in COLUMNS.items()}
+"""Columns that rewards get."""
+_DECODER = "rollout.media.reference:decode"
+
+
+def read_processors(config: RunConfig, tokenizer: Any) -> Processors | None:
+    """Returns the processors of the run's model; None: it has no towers, or `model.media` is `never`.
+
+    Of a model with towers but without a processor that can be read, they hold the problem, and the first row with a
+    picture or a sound is refused with it: rows of text need no processor. Raises as `models.directory`.
+    """
+    if config.model.media == "never":
+        return None
+    if (directory := models.directory(config.model.source)) is None:
+        return towers.read_processors(config.model, tokenizer)
+    try:
+        decoder = sources.read_config(directory, config.model.sections, media=True)
+    except ValueError as error:  # the towers cannot be computed; the build of the model reports all other errors
+        return _unreadable(directory, str(error))
+    if decoder.image is None and decoder.audio is None:
+        return None
+    try:
+        read = processors.read(directory, tokenizer)
+    except MediaError as error:
+        return Processors(None, None, str(error))
+    return replace(
+        read,
+        image=read.image if decoder.image is not None else None,
+        audio=read.audio if decoder.audio is not None else None,
+    )
+
+
+def _unreadable(directory: Path, problem: str) -> Processors | None:
+    """Returns what stands for the towers of a directory whose text model alone can be read."""
+    try:
+        stored = sources.read_hf(directory)
+    except ValueError:
+        return None
+    has_towers = any(isinstance(stored.get(f"{name}_config"), dict) for name in ("vision", "audio", "thinker"))
+    return Processors(None, None, problem) if has_towers else None
+
+
+def with_references(example: Example, row: dict[str, Any], base: Path) -> Example:
+    """Returns an example in the form of `rollout.media.rows.normalise`, with the references of its row.
+
+    base: folder that relative paths start from. Raises MediaError as `normalise`, and for a picture or sound in an
+    answer of a pair.
+    """
+    conversation = example.prompt if example.messages is None else example.messages
+    normal, references = rows.normalise(conversation, row, example.where, base)
+    pair = example.pair and (_answer(example.pair[0], base), _answer(example.pair[1], base))
+    if isinstance(normal, str):
+        return replace(example, pair=pair)
+    if example.messages is None:
+        return replace(example, prompt=normal, pair=pair, references=references)
+    return replace(example, prompt=normal[: len(example.prompt)], messages=normal, references=references)
+
+
+def _answer(answer: str | Messages, base: Path) -> str | Messages:
+    normal, references = rows.normalise(answer, {}, "", base)
+    if references:
+        raise MediaError(f"an answer of the pair has a {NOUNS[references[0].kind]}; only the prompt may have them")
+    return normal
+
+
+def refuse(example: Example, row: dict[str, Any]) -> Example:
+    """Returns the example of a model that reads texts only.
+
+    Raises ValueError if it has pictures or sounds, as parts of messages or as a column with as many tags in the texts,
+    and for contents that are no texts.
+    """
+    for conversation in (example.prompt, example.messages, *(example.pair or ())):
+        for number, message in enumerate(() if isinstance(conversation, str) else conversation or ()):
+            if not isinstance(message["content"], str):
+                if (kind := rows.first_kind(message["content"])) is not None:
+                    raise ValueError(f"message {number} has a {NOUNS[kind]}, {_UNREAD.format(NOUNS[kind])}")
+                raise ValueError(f"the content of message {number} must be a text")
+    for kind, name in _LISTS.items():
+        if isinstance(values := row.get(name), (list, tuple)) and values:
+            tags = sum(text.count(f"<{kind}>") for text in _texts(example))
+            if tags == len(values):
+                text = f"the row has {tags} {NOUNS[kind]}s in column {name!r} and as many <{kind}> in its texts"
+                raise ValueError(f"{text}, {_UNREAD.format(NOUNS[kind])}")
+    return example
+
+
+def _texts(example: Example) -> list[str]:
+    conversation = example.prompt if example.messages is None else example.messages
+    return [conversation] if isinstance(conversation, str) else [message["content"] for message in conversation]
+
+
+_UNREAD = "but the model reads no {}s: its directory describes no tower for them, or model.media is never"
+
+
+def with_lists(examples: Sequence[Example]) -> list[Example]:
+    """Returns the examples of a dataset with its pictures and sounds as columns for rewards.
+
+    If any row has a picture, all rows have the column `images`, a list of rewards.workers.media.Picture, and no column `image`;
+    so with sounds and `audios`. A dataset of text stays as it is.
+    """
+    kinds: list[Kind] = [
+        kind for kind in KINDS if any(each.kind == kind for example in examples for each in example.references)
+    ]
+    if not kinds:
+        return list(examples)
+    replaced = {name for kind in kinds for name in COLUMNS[kind]}
+
+    def columns(example: Example) -> dict[str, Any]:
+        kept = {name: value for name, value in example.columns.items() if name not in replaced}
+        return kept | {_LISTS[kind]: contents(example.references, kind) for kind in kinds}
+
+    return [replace(example, columns=columns(example)) for example in examples]
+
+
+def contents(references: Sequence[Reference], kind: Kind) -> list[Content]:
+    """Returns the references of a kind as rewards get them."""
+    make = Picture if kind == "image" else Sound
+    return [make(each.digest, each.size, each.source, _DECODER) for each in references if each.kind == kind]
+
+
+def with_example_lists(example: dict[str, Any], base: Path) -> dict[str, Any]:
+    """Returns an example of a reward (`rl reward test`) whose columns `image`, `images`, `audio` and `audios` are lists
+    `images` and `audios` as rewards get them. base: as in `with_references`. Raises MediaError."""
+    _, references = rows.normalise("", example, "", base)
+    if not references:
+        return example
+    rest = {name: value for name, value in example.items() if not any(name in names for names in COLUMNS.values())}
+    kinds: set[Kind] = {reference.kind for reference in references}
+    return rest | {_LISTS[kind]: contents(references, kind) for kind in kinds}

@@ -1,0 +1,114 @@
+"""Decodes pictures and sounds in threads and prepares them for the towers, ahead of the step that needs them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from rollout.media.item import Item, Kind, MediaError
+from rollout.media.processors import Processors
+from rollout.media.reference import Reference
+
+CACHED_BYTES = 1 << 31
+"""Bytes of prepared contents that are kept: 80 pictures of 1024 rows of Qwen3-VL, 25 MB each."""
+_MOST_THREADS = 8
+
+
+class Loader:
+    """Contents as items of the towers. Equal references, from any row, are decoded once.
+
+    The contents used longest ago leave the cache, so that prefetched ones stay until they are used as long as a step's
+    contents fit. Use it as a context manager, or call `close`.
+    """
+
+    def __init__(self, processors: Processors, cached_bytes: int = CACHED_BYTES, threads: int | None = None):
+        """Starts no thread before the first content.
+
+        cached_bytes: bound of the cache; the items that a call returns are held by its caller.
+        threads: threads that decode; None: one per CPU core, at most 8.
+        """
+        self._processors, self._bound = processors, cached_bytes
+        self._threads = ThreadPoolExecutor(threads or min(_MOST_THREADS, os.cpu_count() or 1), "media")
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[Reference, list[Item]] = OrderedDict()
+        self._bytes = 0
+        self._pending: dict[Reference, Future[list[Item]]] = {}
+        self.waited = 0.0
+        """Seconds that `items` has waited in all."""
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def prefetch(self, references: Iterable[Reference]) -> None:
+        """Starts to decode contents that are neither in the cache nor being decoded. Returns immediately."""
+        with self._lock:
+            for reference in references:
+                if reference in self._cache:
+                    self._cache.move_to_end(reference)
+                else:
+                    self._started(reference)
+
+    def items(self, references: Iterable[Reference]) -> dict[tuple[Kind, str], Item]:
+        """Returns the items of these contents by (kind, digest of the item), and waits until they are there.
+
+        Raises MediaError, with file and row, for a content that cannot be decoded.
+        """
+        needed = list(dict.fromkeys(references))
+        began = time.perf_counter()
+        with self._lock:
+            ready = {reference: self._cache[reference] for reference in needed if reference in self._cache}
+            for reference in ready:
+                self._cache.move_to_end(reference)
+            started = {reference: self._started(reference) for reference in needed if reference not in ready}
+        try:
+            for reference, future in started.items():
+                try:
+                    ready[reference] = future.result()
+                except MediaError:  # of an equal content in another file or row, or of this one, which then says so
+                    ready[reference] = self._prepared(reference)
+        finally:
+            self.waited += time.perf_counter() - began
+        return {(item.kind, item.digest): item for reference in needed for item in ready[reference]}
+
+    def close(self) -> None:
+        """Ends the threads, without the contents that they have not begun, and empties the cache."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            self._cache.clear()
+            self._bytes = 0
+
+    def _started(self, reference: Reference) -> Future[list[Item]]:
+        """Returns the running or queued preparation of a content. The caller holds the lock."""
+        if reference not in self._pending:
+            self._pending[reference] = self._threads.submit(self._kept, reference)
+        return self._pending[reference]
+
+    def _kept(self, reference: Reference) -> list[Item]:
+        """Prepares a content and puts it into the cache."""
+        try:
+            items = self._prepared(reference)
+        except BaseException:
+            with self._lock:
+                del self._pending[reference]
+            raise
+        with self._lock:
+            del self._pending[reference]
+            self._cache[reference] = items
+            self._bytes += _size(items)
+            while self._bytes > self._bound and self._cache:
+                self._bytes -= _size(self._cache.popitem(last=False)[1])
+        return items
+
+    def _prepared(self, reference: Reference) -> list[Item]:
+        return reference.items(self._processors.of(reference.kind))
+
+
+def _size(items: list[Item]) -> int:
+    return sum(item.values.nbytes for item in items)
