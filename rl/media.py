@@ -25,13 +25,12 @@ from rl.training.towers import UpdateMedia
 from rollout.request import MediaPrompt, prefix_keys
 
 if TYPE_CHECKING:
-    from rollout.media.loader import Loader
-
     from rl.training.batch import Batch
     from rollout.media.expand import Expanded
     from rollout.media.item import Extent, Item
+    from rollout.media.loader import Loader
 
-Key = tuple[str, str]
+Key = tuple[Kind, str]
 """(kind, digest) of an item."""
 
 
