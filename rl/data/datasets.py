@@ -97,8 +97,10 @@ def load(
             continue
         try:
             example = read(where, row, options)
-            mixed = processors is not None
-            examples.append(media.with_references(example, row, base) if mixed else media.refuse(example, row))
+            if processors is None:
+                examples.append(media.refuse(example, row))
+            else:
+                examples.append(media.with_references(example, row, base, processors))
         except _MissingColumn as error:
             raise DataError(f"{where}: {error}") from None
         except ValueError as error:

@@ -60,14 +60,19 @@ def _unreadable(directory: Path, problem: str) -> Processors | None:
     return Processors(None, None, problem) if has_towers else None
 
 
-def with_references(example: Example, row: dict[str, Any], base: Path) -> Example:
+def with_references(example: Example, row: dict[str, Any], base: Path, read: Processors) -> Example:
     """Returns an example in the form of `rollout.media.rows.normalise`, with the references of its row.
 
-    base: folder that relative paths start from. Raises MediaError as `normalise`, and for a picture or sound in an
-    answer of a pair.
+    base: folder that relative paths start from. read: the processors of the model. Raises MediaError as `normalise`,
+    for a picture or sound in an answer of a pair, and for one that the model cannot represent.
     """
     conversation = example.prompt if example.messages is None else example.messages
     normal, references = rows.normalise(conversation, row, example.where, base)
+    for reference in references:
+        try:
+            read.of(reference.kind).shapes(reference.size)
+        except MediaError as error:
+            raise MediaError(f"{reference.where.removeprefix(f'{example.where}: ')}: {error}") from None
     pair = example.pair and (_answer(example.pair[0], base), _answer(example.pair[1], base))
     if isinstance(normal, str):
         return replace(example, pair=pair)
