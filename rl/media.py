@@ -20,6 +20,7 @@ import numpy as np
 from policy.cache.media import DocumentMedia, MediaTable
 from policy.execution.encoding import Kind, MediaEncoder, padded_inputs
 from policy.mesh import processes
+from rl.data.encoded import media_of
 from rl.errors import DataError
 from rl.training.towers import UpdateMedia
 from rollout.request import MediaPrompt, prefix_keys
@@ -171,9 +172,10 @@ class MediaTables:
         sizes = {(kind, padded_inputs(self.encoder.spec(kind), math.prod(shape))) for kind, shape in self.sizes}
         return self.encoder.compile_ahead(params, sizes, self.M)
 
-    def prefetch(self, documents: Iterable[Expanded | None]) -> None:
-        """Starts to decode the contents of documents that a later step will show."""
-        self.loader.prefetch([each for document in documents if document is not None for each in document.references])
+    def prefetch(self, rows: Iterable[Any]) -> None:
+        """Starts to decode the contents of these rows of data, the first ones first."""
+        shown = [each for row in rows for each in media_of(row)]
+        self.loader.prefetch([reference for each in shown for reference in each.references])
 
     def forget(self) -> None:
         """Drops the last table after an update of the towers."""

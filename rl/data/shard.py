@@ -26,6 +26,11 @@ class Shard:
         """Returns the rows of this process by their number among all."""
         return {processes.index() + i * processes.count(): row for i, row in enumerate(self.own)}
 
+    def held(self, numbers: Sequence[int]) -> list[Any]:
+        """Returns the rows with these numbers that this process holds."""
+        index, count = processes.index(), processes.count()
+        return [self.own[number // count] for number in numbers if number % count == index]
+
     def take(self, numbers: Sequence[int]) -> list[Any]:
         """Returns the rows with these numbers on all processes. All processes must call this with the same numbers."""
         index, count = processes.index(), processes.count()

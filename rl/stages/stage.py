@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from rl.data import datasets
+from rl.data import datasets, towers
 from rl.reporting.flops import rates
 from rl.stages import algorithm_of, generation, rollouts
 from rl.stages.evaluation import Evaluation
@@ -320,7 +320,11 @@ class StageKind(ConfiguredStage, ABC):
         start, seed = progress.examples_drawn, self.config.seed * 1000 + self.index
         progress.examples_drawn += count
         self.rows_of_data = total
-        self.example_numbers = [datasets.order(seed, total, number) for number in range(start, start + count)]
+        drawn = [datasets.order(seed, total, number) for number in range(start, start + 2 * count)]
+        self.example_numbers = drawn[:count]
+        if self.context.media is not None:
+            held = self.rows.held([number * self.rows.total // total for number in drawn])
+            self.context.media.prefetch(held)
         return self.example_numbers
 
     def update(
@@ -393,3 +397,5 @@ class StageKind(ConfiguredStage, ABC):
         policy.save(self.context.model, directory, generation=generation.keys(self.context))
         if processes.first():
             self.context.tokenizer.save_pretrained(directory)
+            if self.context.media is not None:
+                towers.write_files(self.config.model, self.context.tokenizer, directory)
