@@ -26,6 +26,7 @@ from rl.training.towers import UpdateMedia
 from rollout.request import MediaPrompt, prefix_keys
 
 if TYPE_CHECKING:
+    from rl.config.run import RunConfig
     from rl.training.batch import Batch
     from rollout.media.expand import Expanded
     from rollout.media.item import Extent, Item
@@ -42,13 +43,21 @@ def table_rows(rows: Iterable[Sequence[Expanded]], count: int) -> int:
     distinct: dict[Key, int] = {}
     each = []
     for expanded in rows:
-        own = {(item.kind, item.digest): item.rows for one in expanded for item in one.items}
+        own: dict[Key, int] = {(item.kind, item.digest): item.rows for one in expanded for item in one.items}
         distinct |= own
         each.append(sum(own.values()))
     parts = processes.all_gather_object((sorted(each)[-count:], sum(distinct.values())))
     most = sum(sorted(number for numbers, _ in parts for number in numbers)[-count:])
     needed = min(most, sum(total for _, total in parts))
     return 1 << (needed - 1).bit_length() if needed else 0
+
+
+def planned_rows(config: RunConfig) -> int:
+    """Returns the rows of the tables of a run by its configuration alone; 0: it plans no pictures and sounds."""
+    most = config.model.media_rows or 0
+    prompts = max(stage.prompts_per_step for stage in config.stages)
+    evaluated = (config.evaluation and config.evaluation.problems) or 0
+    return 1 << (max(prompts, evaluated) * most - 1).bit_length() if most else 0
 
 
 @dataclass(frozen=True)
@@ -169,7 +178,9 @@ class MediaTables:
 
     def compile_ahead(self, params: Mapping[str, jax.Array]) -> int:
         """Compiles the programs that encode the items of the run. Returns their number."""
-        sizes = {(kind, padded_inputs(self.encoder.spec(kind), math.prod(shape))) for kind, shape in self.sizes}
+        sizes: set[tuple[Kind, int]] = {
+            (kind, padded_inputs(self.encoder.spec(kind), math.prod(shape))) for kind, shape in self.sizes
+        }
         return self.encoder.compile_ahead(params, sizes, self.M)
 
     def prefetch(self, rows: Iterable[Any]) -> None:

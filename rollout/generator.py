@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policy.execution.encoding import is_tower
 from policy.model import Model
 from policy.ops.host_memory import on_a_device
 from rollout.engine.active_batch import stop_width
@@ -259,7 +260,8 @@ class Generator:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes per device of the weights that decoding reads."""
-        return on_a_device(self.model.params | (self.weights.abstract if self.weights else {}))
+        read = {path: array for path, array in self.model.params.items() if not is_tower(path)}
+        return on_a_device(read | (self.weights.abstract if self.weights else {}))
 
     def completion(self, request: Request) -> Completion:
         """Returns the completion of a request that has ended. Raises ValueError if it has not."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from policy.cache.media import MediaTable
 from policy.execution.compiled_cache import CompiledCache
-from policy.media import PooledVision, Siglip, TileVision, Tower, input_width
+from policy.media import ChunkedAudio, Conformer, GridVision, PooledVision, Siglip, TileVision, Tower, input_width
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
 
@@ -74,6 +74,19 @@ class Piece:
     values: Any
     shapes: Any
     places: Any
+
+
+def largest_inputs(spec: Tower, rows: int) -> int:
+    """Returns the number of inputs, after padding, of an item with so many rows."""
+    match spec:
+        case GridVision(merge=side) | PooledVision(pool=side):
+            return padded_inputs(spec, rows * side**2)
+        case ChunkedAudio():
+            return padded_inputs(spec, -(-rows // spec.chunk_rows) * spec.chunk)
+        case Conformer():
+            return padded_inputs(spec, rows * 4)
+        case _:
+            return padded_inputs(spec, 0)
 
 
 def is_tower(path: str) -> bool:
@@ -162,7 +175,7 @@ class MediaEncoder:
         for piece in pieces:
             for i in range(len(piece.values)):
                 call = Piece(piece.kind, *(a[i : i + 1] for a in (piece.values, piece.shapes, piece.places)))
-                table = block_on_cpu_mesh(self._write(towers, table, call), self._layout)
+                table = block_on_cpu_mesh(self.executable(towers, table, call), self._layout)
                 self.encoded += int(np.count_nonzero(call.places[0, :, 0] < len(table.rows)))
         return table
 
@@ -172,15 +185,20 @@ class MediaEncoder:
 
     def compile_ahead(self, params: Params, sizes: Iterable[tuple[Kind, int]], M: int) -> int:
         """Compiles the programs of these kinds and numbers of inputs after padding. Returns their number."""
+        towers, distinct = {path: array for path, array in params.items() if is_tower(path)}, sorted(set(sizes))
+        for kind, N in distinct:
+            self.executable.compile(towers, self.abstract(M), self._abstract_piece(kind, N))
+        return len(distinct)
+
+    def lower(self, params: Params, table: MediaTable, kind: Kind, N: int) -> jax.stages.Lowered:
+        """Traces the program that encodes items of this size. The arguments may be abstract."""
         towers = {path: array for path, array in params.items() if is_tower(path)}
-        count = 0
-        for kind, N in sorted(set(sizes)):
-            R, m = self.items_per_call(N), self._padded_rows(kind, N)
-            values = jax.ShapeDtypeStruct((1, R, N, input_width(self.spec(kind))), jnp.float32)
-            piece = Piece(kind, values, *(jax.ShapeDtypeStruct((1, R, n), jnp.int32) for n in (2, m)))
-            self._write.compile(towers, self.abstract(M), piece)
-            count += 1
-        return count
+        return self.executable.lower(towers, table, self._abstract_piece(kind, N))
+
+    def _abstract_piece(self, kind: Kind, N: int) -> Piece:
+        R, m = self.items_per_call(N), self._padded_rows(kind, N)
+        values = jax.ShapeDtypeStruct((1, R, N, input_width(self.spec(kind))), jnp.float32)
+        return Piece(kind, values, *(jax.ShapeDtypeStruct((1, R, n), jnp.int32) for n in (2, m)))
 
     def encoded_into(self, params: Params, table: MediaTable, piece: Piece) -> MediaTable:
         """Encodes a piece, one call after the other, in a jitted function. Rows are rounded to the table's dtype."""
@@ -217,10 +235,11 @@ class MediaEncoder:
         }
 
     @cached_property
-    def _write(self) -> CompiledCache:
+    def executable(self) -> CompiledCache:
+        """Returns the compiled programs of `write`."""
         out = jax.tree.map(lambda a: a.sharding, self.abstract(1))
         jitted = jax.jit(self.encoded_into, donate_argnums=1, out_shardings=out)
-        return CompiledCache(jitted, self._layout.platform, shape_of=lambda _, table, piece: piece.values.shape)
+        return CompiledCache(jitted, self._layout.platform, shape_of=lambda _, table, piece: piece.values.shape[1:3])
 
     @cached_property
     def _copied(self):

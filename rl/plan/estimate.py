@@ -23,6 +23,7 @@ from functools import cached_property
 
 import jax.numpy as jnp
 
+from policy.execution.encoding import is_tower
 from policy.layers.layer_embeddings import TABLE
 from policy.mesh.sharding import axes_of
 from policy.model import Graph
@@ -30,7 +31,7 @@ from rl.config.run import RunConfig
 from rl.plan.programs import Planned, PlannedStage, Sampling, planned, stages
 from rl.reporting import chips
 from rl.reporting.flops import Operations
-from rl.reporting.program_memory import RESHARD
+from rl.reporting.program_memory import ENCODING, RESHARD
 from rl.run import build
 from rl.training.trainable import trained_paths
 from rollout.engine.exact import CHECKS
@@ -69,7 +70,7 @@ class Weights:
         self.local = self.trained = self.largest = self.assembled = self.outputs = self.qkv = 0.0
         layers, outputs, trained = {}, {}, trained_paths(graph.shapes, graph.runtime)
         for path, shape in graph.shapes.items():
-            if path in graph.tables:
+            if path in graph.tables or is_tower(path):
                 continue
             axes, sizes = graph.axes[path], shape.shape
             spec = [axes_of(dims) for dims in graph.layout.spec(axes, sizes)]
@@ -177,6 +178,8 @@ class Estimator:
             return Cost(
                 planned.resident, 2 * item * weights.largest, planned.times * item * weights.local / (slowest * 1e9)
             )
+        if kind == ENCODING:
+            return self._encoding(planned, weights)
         if kind in CHECKS[1:]:
             numbers = config.vocab_size * E / mesh.size
             read = max(2.0 * tokens * numbers / (chip.tflops * 1e12), item * numbers / (chip.bandwidth * 1e9))
@@ -202,6 +205,16 @@ class Estimator:
         links = exchanged / (chip.links * 1e9) if chip.links else 0.0
         seconds = max(work / (chip.tflops * 1e12), moved / (chip.bandwidth * 1e9), links)
         return Cost(planned.resident, temporaries, planned.times * planned.trip_count * seconds)
+
+    def _encoding(self, planned: Planned, weights: Weights) -> Cost:
+        """Returns the cost of encoding pictures: the products with the weights of towers, and the scores of one block,
+        cut to 512 queries."""
+        graph, chip = weights.graph, self._chip
+        (R, N), numbers = planned.shape, sum(math.prod(s.shape) for path, s in graph.shapes.items() if is_tower(path))
+        work = 2.0 * numbers * R * N / graph.layout.mesh.size
+        seconds = max(work / (chip.tflops * 1e12), weights.bytes * numbers / (chip.bandwidth * 1e9))
+        scores = 4.0 * 16 * min(N, 512) * N * max(1, R // weights.parts)
+        return Cost(planned.resident, scores, planned.times * seconds)
 
 
 def _generating(

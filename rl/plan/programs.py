@@ -16,6 +16,7 @@ import numpy as np
 
 import rl.stages
 from policy.attention.paged_attention import KERNELS
+from policy.execution.encoding import Kind, MediaEncoder, is_tower, largest_inputs
 from policy.execution.scoring import Scorer
 from policy.experts.expert_shards import ExpertShards
 from policy.mesh.sharding import Layout
@@ -23,7 +24,8 @@ from policy.model import Graph
 from policy.ops.host_memory import on_a_device
 from rl.config.run import RunConfig
 from rl.config.stage import StageOptions
-from rl.reporting.program_memory import GENERATOR, RESHARD
+from rl.media import planned_rows
+from rl.reporting.program_memory import ENCODING, GENERATOR, RESHARD
 from rl.run import build
 from rl.stages import scorers
 from rl.stages.stage import Program, StageKind
@@ -81,6 +83,8 @@ def stages(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[tu
     graph, sampling = build.graph(config, mesh), None
     for stage in rl.stages.create(config):
         stage.bind(graph)
+        if M := planned_rows(config):
+            stage.table_shapes = MediaEncoder(graph).abstract(M)
         stage.scorers = scorers.abstract_scorers(config, stage.rewards, graph)
         planned_stage = PlannedStage(stage, graph)
         if sampling is None and (stage.samples_completions or (config.evaluation and stage.trains_policy)):
@@ -93,6 +97,7 @@ def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
     stage = own.stage
     routes = sampling.routes if sampling and stage.options.router_replay else None
     for each in (
+        *_encoding(stage),
         *stage.programs(routes, build.generator_options(own.stage.config).record_values),
         *_reward_models(stage),
     ):
@@ -104,6 +109,26 @@ def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
             own.name, each.kind, each.shape, each.lower, resident, other, each.times, each.trip_count, graph=each.graph
         )
         yield replace(made, occupancy=_occupancy(each.graph, made))
+
+
+def _encoding(stage: StageKind) -> Iterator[Program]:
+    """Yields the program that encodes pictures, or sounds, each with as many rows as one row of data may have."""
+    if (table := stage.table_shapes) is None:
+        return
+    encoder, most = MediaEncoder(stage.trainer.graph), stage.config.model.media_rows
+    kind: Kind = "audio" if encoder.graph.config.image is None else "image"
+    assert most is not None  # without it a plan has no table
+    N = largest_inputs(encoder.spec(kind), most)
+    R, params = (
+        encoder.items_per_call(N),
+        {path: a for path, a in stage.abstract().policy.params.items() if is_tower(path)},
+    )
+
+    def lower() -> jax.stages.Lowered:
+        return encoder.lower(params, table, kind, N)
+
+    times = -(-stage.options.prompts_per_step // R)
+    yield Program(ENCODING, (R, N), lower, encoder.graph, (params, stage.media_params), times)
 
 
 def _reward_models(stage: StageKind) -> Iterator[Program]:
@@ -215,11 +240,17 @@ class Sampling:
         steps = options.sampling.max_new_tokens * -(-P * options.samples_per_prompt // slots)
         longest = self.config.max_length if self._prefills_completions else prompts
         lengths = {"prefill": prefill_lengths(longest - 1, runner.chunk)[-1], "extend": runner.chunk}
-        for (name, *shape), arguments in program_inputs(runner, params, longest, [stop_width(1)]):
+        media = () if stage.stage.table_shapes is None else (len(stage.stage.table_shapes.rows),)
+        turned = bool(media) and self.graph.config.has_sections
+        for (name, *shape), arguments in program_inputs(runner, params, longest, [stop_width(1)], media):
             dispatch = 1
-            if name == "decode" and shape[0] == slots:
+            if name == "decode" and shape[0] == slots and (len(shape) == 3) == turned:
                 times, dispatch = steps, min(runner.decode_steps, options.sampling.max_new_tokens)
-            elif name in lengths and shape == [runner.max_prefill_rows, lengths[name] + runner.lookahead_tokens]:
+            elif name in lengths and shape == [
+                runner.max_prefill_rows,
+                lengths[name] + runner.lookahead_tokens,
+                *media,
+            ]:
                 chunks = -(-prompts // runner.chunk)
                 times = P * (1 if name == "prefill" else chunks - 1) / shape[0]
             else:

@@ -16,6 +16,7 @@ FILE = "programs.json"
 GENERATOR = {"decode": "decode a token", "extend": "prefill, further chunk"}
 """Name of a generator program -> its name in a plan, where they differ."""
 RESHARD = "reshard"
+ENCODING = "encode pictures and sounds"
 
 
 class ProgramMemoryLog:

@@ -15,7 +15,7 @@ import rl.stages
 from policy import compatibility
 from policy.attention import context_parallel
 from policy.config import DecoderConfig
-from policy.execution.encoding import TOWERS, MediaEncoder, is_tower
+from policy.execution.encoding import Kind, MediaEncoder, is_tower
 from policy.experts import expert_parallel
 from policy.huggingface import sources
 from policy.huggingface.config_fields import UnsupportedModel
@@ -33,7 +33,7 @@ from rl.data import models, towers
 from rl.data.encoded import media_of
 from rl.data.reader import read_tokenizer
 from rl.errors import ConfigError, ModelError, ResourceError
-from rl.media import MediaTables, table_rows
+from rl.media import MediaTables, planned_rows, table_rows
 from rl.reporting.events import Events
 from rl.reporting.program_memory import ProgramMemoryLog
 from rl.reporting.timeline import CHECKPOINTS, Timeline
@@ -44,6 +44,7 @@ from rl.run.signals import StopSignal
 from rl.run.state import Run
 from rl.stages.context import Progress
 from rl.training.trainable import is_named, trained_paths
+from rl.training.updater import frozen_names
 from rollout import Generator, GeneratorOptions
 from rollout.engine import speculative
 from rollout.text.classes import token_classes
@@ -95,23 +96,32 @@ def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTa
     shown = [([media_of(row) for row in stage.rows.own], stage.options.prompts_per_step) for stage in prepared.stages]
     shown.append(([media_of(problem) for problem in prepared.held_out], len(prepared.held_out)))
     M = max(table_rows(rows, count) for rows, count in shown)
-    sizes = {(item.kind, item.shape) for rows, _ in shown for row in rows for each in row for item in each.items}
+    sizes: set[tuple[Kind, tuple[int, int]]] = {
+        (item.kind, item.shape) for rows, _ in shown for row in rows for each in row for item in each.items
+    }
     loader = prepared.data.loader
     assert loader is not None  # rows with pictures or sounds come with processors
     return MediaTables(MediaEncoder(graph), loader, M, trains_towers(graph, config.stages), frozenset(sizes))
 
 
 def trains_towers(graph: Graph, stages: Sequence[StageOptions]) -> bool:
-    """Whether a stage trains a weight of a tower. Raises ConfigError for a name in `freeze` that no weight has."""
-    trained = False
+    """Whether a stage trains a weight of a tower."""
+    trained = (trained_paths(graph.paths, graph.runtime, frozen_names(graph, stage)) for stage in stages)
+    return any(is_tower(path) for paths in trained for path in paths)
+
+
+def check_freeze(graph: Graph, stages: Sequence[StageOptions]) -> Graph:
+    """Returns the graph. Raises ConfigError for a name in `freeze` that no weight has, and if nothing is left to
+    train."""
     for number, stage in enumerate(stages):
+        where = f"stages[{number}].freeze"
         for name in stage.freeze or ():
-            if not any(is_named(path, name) for path in graph.paths):
+            if not is_tower(name) and not any(is_named(path, name) for path in graph.paths):
                 parts = sorted({path.partition(".")[0] for path in graph.paths})
-                raise ConfigError(f"stages[{number}].freeze: no weight begins with {name!r}{nearest(name, parts)}")
-        frozen = TOWERS if stage.freeze is None else stage.freeze
-        trained |= any(is_tower(path) for path in trained_paths(graph.paths, graph.runtime, frozen))
-    return trained
+                raise ConfigError(f"{where}: the path of no weight begins with {name!r}{nearest(name, parts)}")
+        if not trained_paths(graph.paths, graph.runtime, frozen_names(graph, stage)):
+            raise ConfigError(f"{where}: no weight is left to train; name fewer parts")
+    return graph
 
 
 def model(config: RunConfig, prepared: Prepared, *, with_weights: bool, media: bool = False) -> Model:
@@ -128,6 +138,7 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool, media: b
         if media:
             _check_media(config, decoder, prepared, mesh)
         graph = check_cut(Graph(decoder, options.runtime, mesh), config.mesh.sharding_tolerance)
+        check_freeze(graph, config.stages)
         if not with_weights:
             return Model(graph, {})
         how = {"runtime": options.runtime, "mesh": mesh}
@@ -175,11 +186,13 @@ def graph(config: RunConfig, mesh: Layout) -> Graph:
     """
     options = config.model
     try:
-        decoder = _decoder(options, read_tokenizer(config)[0] if options.engram is not None else None)[0]
+        media = planned_rows(config) > 0
+        tokenizer = read_tokenizer(config)[0] if options.engram is not None or media else None
+        decoder = _decoder(options, tokenizer, media)[0]
     except (ModelFileError, UnsupportedModel) as error:
         raise ModelError(f"model {options.source}: {error}") from None
     _check_runtime(options, decoder, mesh)
-    return check_cut(Graph(decoder, options.runtime, mesh), config.mesh.sharding_tolerance)
+    return check_freeze(check_cut(Graph(decoder, options.runtime, mesh), config.mesh.sharding_tolerance), config.stages)
 
 
 def generator(config: RunConfig, model: Model, tokenizer: Any, options: GeneratorOptions) -> Generator:

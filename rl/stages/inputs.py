@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rl.reporting.flops import rates
-from rl.stages.shapes import abstract_batch, abstract_rows
+from rl.stages.shapes import abstract_batch, abstract_rows, with_places
 from rl.stages.stage import Program, StageKind
 
 if TYPE_CHECKING:
@@ -149,22 +149,23 @@ def run_model_passes(stage: StageKind, data: StepData) -> None:
 def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Program]:
     """Yields the programs that the providers call, over all sequences of a step."""
     (rows, T), R = abstract_rows(stage, 1)
-    micro, passes, trainer = abstract_batch((R, T), routes), rows // R, stage.trainer
+    micro, passes, trainer = with_places(stage, abstract_batch((R, T), routes)), rows // R, stage.trainer
+    places = () if micro.places is None else (micro.places,)
     called = [each.executable for each in active_providers(stage)]
     in_every_step = [each.executable for each in active_providers(stage) if not each.in_some_steps]
 
     def program(kind: str, params: dict, routes: dict | None, times: int) -> Program:
         def lower() -> Any:
-            return trainer.executables[kind].lower(params, micro.tokens, micro.segments, routes)
+            return trainer.executables[kind].lower(params, micro.tokens, micro.segments, routes, *places)
 
         return Program(kind, (R, T), lower, trainer.graph, params, times)
 
-    params = state.policy.params
+    params = state.policy.params | stage.media_params
     if LOGPROBS in called:
         yield program(LOGPROBS, params, micro.routes, passes * in_every_step.count(LOGPROBS))
     if VALUES in called:
         model = trainer.value_model
-        critic_params = model.extra_params(params) | state.critic.params
+        critic_params = model.extra_params(params) | state.critic.params | stage.media_params
         yield program(VALUES, critic_params, micro.routes if model.shared else None, passes)
 
 

@@ -47,16 +47,29 @@ def update_program(
     """
     import jax
 
-    trainer = stage.trainer
+    trainer, table, batch = stage.trainer, stage.media_params, with_places(stage, batch)
+    (frozen, *others), resident = rest, (resident, table)
     rows, T = batch.tokens.shape
     R = abstract_rows(stage, stage.options.updates_per_step)[1]
     coefs = {name: jax.ShapeDtypeStruct((), np.float32) for name in stage.algorithm.adaptive_coefs}
     loss_inputs = jax.eval_shape(trainer.loss_inputs, batch, coefs or None)
 
     def lower():
-        return trainer.executables[kind].lower(learner, batch, loss_inputs, *rest, micro_rows=R)
+        arguments = learner, batch, loss_inputs, frozen | table, *others
+        return trainer.executables[kind].lower(*arguments, micro_rows=R)
 
     return Program(kind, (rows, T), lower, trainer.graph, resident, times, trip_count=rows // R)
+
+
+def with_places(stage: StageKind, batch: Batch) -> Batch:
+    """Returns a batch of shapes with the places of pictures and sounds, if the plan of the stage has them."""
+    import jax
+
+    if stage.table_shapes is None:
+        return batch
+    ids, config = batch.tokens, stage.trainer.graph.config
+    turns = jax.ShapeDtypeStruct((*ids.shape, 3), ids.dtype) if config.has_sections else None
+    return replace(batch, media=ids, turns=turns, until=ids if config.looks_ahead else None)
 
 
 def abstract_batch(shape: tuple[int, int], routes: dict | None, *names: str, extra: tuple[str, ...] = ()) -> Batch:

@@ -26,11 +26,13 @@ import numpy as np
 
 from rl.data import datasets, towers
 from rl.reporting.flops import rates
+from rl.reporting.program_memory import ENCODING
 from rl.stages import algorithm_of, generation, rollouts
 from rl.stages.evaluation import Evaluation
 from rollout.collect import Rollouts, Source, collect
 
 if TYPE_CHECKING:
+    from policy.cache.media import MediaTable
     from policy.execution.compiled_cache import CompiledCache
     from policy.model import Graph
     from rl.config.run import RunConfig
@@ -199,6 +201,7 @@ class StageKind(ConfiguredStage, ABC):
         self.example_numbers: list[int] = []  # in the data, of the examples of the current step
         self.scorers: dict[str, RewardModelScorer] = {}  # reward models, by the name in the rewards
         self.trainer: Any = None
+        self.table_shapes: MediaTable | None = None  # of pictures and sounds, in a plan of a run with them
 
     # Data.
 
@@ -236,7 +239,9 @@ class StageKind(ConfiguredStage, ABC):
         from rl.stages.scorers import program_name
 
         reward_models = {program_name(source): scorer.executable for source, scorer in self.scorers.items()}
-        return self.trainer.executables | reward_models
+        media = getattr(self, "context", None) and self.context.media
+        towers = {ENCODING: media.encoder.executable} if media else {}
+        return self.trainer.executables | towers | reward_models
 
     @abstractmethod
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
@@ -248,7 +253,14 @@ class StageKind(ConfiguredStage, ABC):
 
     def frozen(self) -> list[Any]:
         """Returns the shapes and shardings of other models' weights that the stage keeps on the devices."""
-        return [scorer.abstract for scorer in self.scorers.values()]
+        return [*(scorer.abstract for scorer in self.scorers.values()), self.media_params]
+
+    @property
+    def media_params(self) -> dict[str, Any]:
+        """Returns `table_shapes` by the names that programs take its arrays by."""
+        from rl.training.towers import as_params
+
+        return as_params(self.table_shapes)
 
     def with_options(self, options: StageOptions) -> StageKind:
         """Returns a copy of the stage with another micro-batch size, for a plan. Both share their programs."""
