@@ -33,6 +33,7 @@ class Expanded:
     items: pictures, tiles and clips in the order of their rows.
     starts: int32[T], the character of the rendered text at which a token begins; all tokens of a picture begin at its
         marker.
+    references: the contents in the order of the items; a picture cut into tiles has several items.
     """
 
     tokens: np.ndarray
@@ -42,6 +43,7 @@ class Expanded:
     delta: int
     items: tuple[Extent, ...]
     starts: np.ndarray
+    references: tuple[Reference, ...] = ()
 
 
 def expand(
@@ -101,6 +103,7 @@ def expand_text(tokenizer: Any, text: str, references: Sequence[Reference], proc
         delta=after - len(tokens),
         items=items,
         starts=_origins(np.asarray([a for a, _ in encoded["offset_mapping"]], np.int64), pieces, starts),
+        references=tuple(ordered),
     )
 
 
