@@ -89,14 +89,19 @@ def described(item: Mapping[str, Any]) -> str:
 
 
 def flat(pieces: Sequence[Piece]) -> str:
-    """Returns the pieces of a message as one text, with pictures and sounds in brackets."""
-    return "".join(piece if isinstance(piece, str) else f"[{described(piece)}]" for piece in pieces)
+    """Returns the pieces of a message as one text, each picture or sound in brackets on a line of its own."""
+    text = ""
+    for number, piece in enumerate(pieces):
+        separate = number and not (isinstance(piece, str) and isinstance(pieces[number - 1], str))
+        own = piece if isinstance(piece, str) else f"[{described(piece)}]"
+        text += "\n" + own.lstrip("\n") if separate and not text.endswith("\n") else own
+    return text
 
 
 def start(record: Mapping[str, Any], name: str, count: int) -> str:
     """Returns the beginning of the last message of `prompt` or `completion`, on one line of `count` characters."""
     last = [pieces for _, pieces in messages(record, name)][-1:]
-    texts = [each if isinstance(each, str) else f"[{NOUNS[each['kind']]}] " for pieces in last for each in pieces]
+    texts = [each if isinstance(each, str) else f" [{NOUNS[each['kind']]}] " for pieces in last for each in pieces]
     line = " ".join("".join(texts)[: 4 * count].split())
     return line if len(line) <= count else line[:count] + "..."
 

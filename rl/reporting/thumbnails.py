@@ -1,7 +1,7 @@
 """Writes a small copy of each picture of recorded samples, and reads it: `media/DIGEST.jpg` in the folder of a run.
 
-Without Pillow the copies are PNG files (`.png`). A file is written once, in one step, and never removed: samples of
-other steps may show the same picture. H and W are the sides of a picture in pixels.
+Tiny pictures, and all pictures without Pillow, are PNG files (`.png`). A file is written once, in one step, and never
+removed: samples of other steps may show the same picture. H and W are the sides of a picture in pixels.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 SIDE = 256
 """Longest side of a thumbnail in pixels. Smaller pictures keep their size."""
+TINY = 64
+"""Longest side of pictures that are kept exactly: JPEG blurs the few pixels that they have, and saves nothing."""
 MOST_BYTES = 1 << 20
 """Size of the largest file that is read: SIDE x SIDE pixels are 196,608 bytes before compression."""
 _JPEG, _PNG = ".jpg", ".png"
@@ -96,11 +98,13 @@ class Thumbnails:
 
 
 def encode(pixels_HWC: np.ndarray) -> tuple[bytes, str]:
-    """Returns (a file with a longest side of at most SIDE, its ending): JPEG by Pillow, PNG without.
+    """Returns (a file with a longest side of at most SIDE, its ending): JPEG by Pillow; PNG without it, or up to TINY.
 
     pixels_HWC: uint8[H, W, 3].
     """
     height, width = fit(*pixels_HWC.shape[:2])
+    if max(pixels_HWC.shape[:2]) <= TINY:
+        return png(pixels_HWC), _PNG
     try:
         from PIL import Image
     except ImportError:

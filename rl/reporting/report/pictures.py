@@ -21,7 +21,6 @@ from rl.reporting.report.series import esc
 MOST_BYTES = 600_000
 """Size of all pictures of a page, as data URIs."""
 _SIDE, _LEAST = 128, 6  # pixels of a picture in a sample: its longest side, and the least of the other
-_TINY = 64  # up to this side single pixels are shown as squares
 
 
 @dataclass
@@ -70,7 +69,7 @@ def figure(item: Mapping[str, Any], embedded: Embedded) -> str:
     scale = _SIDE / max(sides)
     shown = f'width="{max(_LEAST, round(width * scale))}" height="{max(_LEAST, round(height * scale))}"'
     fill = "none" if min(sides) * scale < _LEAST else "xMinYMid meet"
-    tiny = ' class="tiny"' if max(sides) <= _TINY else ""
+    tiny = ' class="tiny"' if max(sides) <= thumbnails.TINY else ""
     return (
         f'<details class="media"><summary title="larger or smaller"><svg{tiny} role="img" aria-label="{about}" {shown} '
         f'viewBox="0 0 {width} {height}" preserveAspectRatio="{fill}"><use href="#{name}"/></svg><span>{about}</span>'

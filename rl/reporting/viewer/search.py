@@ -178,7 +178,7 @@ def _word_rows(rows: np.ndarray, data: mmap.mmap, words: str) -> Iterator[int]:
         while place >= 0:
             row = _row_of(begin, place, row)
             inside = place - begin[row]
-            span = next(((begins, ends) for begins, ends in spans[row] if begins <= inside < ends), None)
+            span = next((each for each in spans[row] if each[0] <= inside < each[1]), None)
             if span is None:
                 place = chunk.find(needle, place + 1)
             elif span in spans[row][:2] and not _in_texts(chunk[begin[row] + span[0] : begin[row] + span[1]], needle):

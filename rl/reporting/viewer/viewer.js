@@ -208,7 +208,8 @@ function texts(s) {
   })];
 }
 
-// A picture or sound in the place of its part. Its files need the token, so they are fetched and not linked.
+// A picture or sound in the place of its part. Its files need the token, so they are fetched and not linked. Single
+// pixels of tiny pictures are shown as squares.
 const SIDE = 160, LEAST = 6, TINY = 64, loaded = new Map();
 function address(one) {
   if (STATIC) return Promise.resolve("media/" + one.thumbnail);
