@@ -3,7 +3,7 @@
 events.jsonl has one object per step, `{"stage", "step", "time", "metrics": {...}}`, `time` in Unix seconds;
 samples.jsonl has one per completion (rl/reporting/samples.py). Lines are appended in one write per step, so that a
 killed process leaves at most one torn line, the last. `truncate_after` removes it when the run continues. On a full
-disk lines wait in memory.
+disk lines wait in memory. The folder media/ has a thumbnail of each picture of a sample (rl/reporting/thumbnails.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +26,11 @@ from rl.reporting.append_file import AppendFile
 from rl.reporting.json_lines import complete_lines, line
 from rl.reporting.run_files import EVENTS
 from rl.reporting.samples import SampleLog
+from rl.reporting.thumbnails import Thumbnails
 from rl.reporting.trackers import Mirror, mirrors
+
+if TYPE_CHECKING:
+    from rollout.media.reference import Reference
 
 _LOG = logging.getLogger("duet.events")
 
@@ -48,13 +52,15 @@ class EventLog:
         record = {"stage": stage, "step": step, "time": round(time.time(), 3), "metrics": dict(metrics)}
         self._events.append(line(record).encode())
 
-    def samples(self, records: Sequence[Mapping[str, Any]], tokens: Sequence[np.ndarray]) -> None:
+    def samples(self, records: Sequence[Mapping[str, Any]], tokens: Sequence[np.ndarray]) -> list[Mapping[str, Any]]:
         """Writes one line of samples.jsonl per completion, and their tokens, samples.TOKEN[n] each.
 
-        Leaves out the prompts that `run.samples.share` leaves out.
+        Leaves out the prompts that `run.samples.share` leaves out. Returns the records that it has written.
         """
         kept = [pair for pair in zip(records, tokens, strict=True) if self._options.keeps_prompt(pair[0]["prompt_id"])]
-        self._samples.write([record for record, _ in kept], [own for _, own in kept])
+        written = [record for record, _ in kept]
+        self._samples.write(written, [own for _, own in kept])
+        return written
 
     def truncate_after(self, stages: Sequence[str], stage: str, step: int) -> None:
         """Removes all lines after `step` of `stage`, and torn last lines, to match a checkpoint.
@@ -111,6 +117,7 @@ class Events:
         first = processes.first()
         self.log = EventLog(directory, config.run.samples) if first else None
         self._mirrors: list[Mirror] = mirrors(config, Path(directory)) if first else []
+        self._thumbnails = Thumbnails(Path(directory), self.note)
 
     def start_stage(self, name: str, steps: int, first_step: int = 0) -> None:
         """Announces that a stage of `steps` steps begins, or continues after step `first_step`."""
@@ -126,10 +133,21 @@ class Events:
         for mirror in self._mirrors:
             mirror.step(stage, step, numbers)
 
-    def samples(self, records: Sequence[Mapping[str, Any]], tokens: Sequence[np.ndarray]) -> None:
-        """Records completions (rl/stages/rollouts.py:records) and their tokens."""
-        if self.log is not None:
-            self.log.samples(records, tokens)
+    def samples(
+        self,
+        records: Sequence[Mapping[str, Any]],
+        tokens: Sequence[np.ndarray],
+        references: Sequence[Reference] = (),
+    ) -> None:
+        """Records completions (rl/stages/rollouts.py:records), their tokens, and thumbnails of their pictures.
+
+        references: pictures and sounds of the prompts; those of prompts that are not recorded are left out.
+        """
+        if self.log is None:
+            return
+        written = self.log.samples(records, tokens)
+        digests = {item["digest"] for record in written for item in record.get("media", ())}
+        self._thumbnails.write([each for each in references if each.digest in digests])
 
     def note(self, text: str) -> None:
         """Shows a line in the mirrors. The record does not contain it."""
@@ -142,7 +160,8 @@ class Events:
             self.log.truncate_after(stages, stage, step)
 
     def sync(self) -> bool:
-        """Calls `EventLog.sync` and returns its result on all processes."""
+        """Waits for thumbnails, calls `EventLog.sync` and returns its result on all processes."""
+        self._thumbnails.wait()
         return processes.broadcast(self.log is not None and self.log.sync())
 
     def rotate(self) -> None:
@@ -151,7 +170,8 @@ class Events:
             self.log.rotate()
 
     def close(self) -> None:
-        """Closes the mirrors and the log."""
+        """Closes the mirrors and the log, after waiting for thumbnails."""
+        self._thumbnails.close()
         for mirror in self._mirrors:
             mirror.close()
         if self.log is not None:

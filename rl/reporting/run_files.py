@@ -18,7 +18,7 @@ from rl.config import yaml_tree
 from rl.errors import ConfigError
 
 EVENTS, CONFIG, ATTEMPTS = "events.jsonl", "config.yml", "run.json"
-SAMPLES, TOKENS, SEGMENTS = "samples.jsonl", "tokens.bin", "samples"
+SAMPLES, TOKENS, SEGMENTS, MEDIA = "samples.jsonl", "tokens.bin", "samples", "media"
 
 
 @dataclass(frozen=True)

@@ -263,7 +263,8 @@ class Stage(StageKind):
         if self.config.run.samples.keeps_step(n):
             with context.timeline.span("writing samples"):
                 lines = rollouts.records(sampled, scores, self.name, n, advantages)
-                context.events.samples(lines, rollouts.token_records(sampled, data.batch, data.token_outputs))
+                tokens = rollouts.token_records(sampled, data.batch, data.token_outputs)
+                context.events.samples(lines, tokens, rollouts.references(sampled))
         metrics, layout = data.metrics, context.model.graph.layout
         flops, seconds = rollouts.operations(sampled, self.trainer.flops), sampled.seconds
         metrics |= rates("sample", flops, sampled.counts["tokens"], seconds, layout)

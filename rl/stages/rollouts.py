@@ -14,14 +14,17 @@ import numpy as np
 from rewards import Scores
 from rl.config.stage import SamplingOptions
 from rl.reporting.flops import Operations
+from rl.reporting.messages import entries, is_data_uri, without_contents
 from rl.reporting.samples import STOP, TOKEN, TRAINED
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
+    from rl.data.encoded import Problem
     from rl.reporting.events import Events
     from rl.training.batch import Batch
     from rollout import Completion, SamplingParams
     from rollout.media.expand import Expanded
+    from rollout.media.reference import Reference
 
 LONGEST_COLUMN = 1024  # bytes of a text of the data that is kept with each sample
 
@@ -97,7 +100,8 @@ def records(
     """Returns a line of samples.jsonl for each completion; rl/reporting/samples.py adds `at`.
 
     In a line, `prompt` is the text or the messages of the prompt, `prompt_id` its running number in the run, and
-    `sample` the number of the completion in its group.
+    `sample` the number of the completion in its group. `media` describes the pictures and sounds of the prompt; their
+    contents are in no line.
 
     advantages: float[P * G], the advantage of each completion or the mean over its tokens; None: the completions of an
     evaluation.
@@ -105,6 +109,7 @@ def records(
     faults: dict[int, dict[str, str]] = defaultdict(dict)
     for fault in scores.faults:
         faults[fault.sample][fault.function] = fault.kind
+    media = [entries(expanded) for expanded in map(media_of, rollouts.problems)]
     lines, sample_of = [], Counter()
     for i, (p, completion) in enumerate(rollouts.flat):
         problem = rollouts.problems[p]
@@ -114,7 +119,7 @@ def records(
             "prompt_id": int(rollouts.prompt_ids[p]),
             "sample": sample_of[p],
             "version": rollouts.versions[p],
-            "prompt": problem.example.prompt,
+            "prompt": without_contents(problem.example.prompt),
             "completion": completion.text,
             "tokens": completion.tokens,
             "finish": completion.finish,
@@ -126,6 +131,7 @@ def records(
             "n": len(completion.tokens),
         }
         optional = {"faults": faults.get(i), "reward_log": scores.logs.get(i), "eval": advantages is None}
+        optional["media"] = media[p]
         lines.append(line | {name: value for name, value in optional.items() if value})
         sample_of[p] += 1
     return lines
@@ -133,13 +139,26 @@ def records(
 
 def record_evaluation(events: Events, stage: str, step: int, rollouts: Rollouts, scores: Scores) -> None:
     """Writes the completions of an evaluation."""
-    events.samples(records(rollouts, scores, stage, step), token_records(rollouts))
+    events.samples(records(rollouts, scores, stage, step), token_records(rollouts), references(rollouts))
+
+
+def media_of(problem: Problem) -> Expanded | None:
+    """Returns the pictures and sounds of a prompt; None: it has none."""
+    return getattr(problem, "media", None)
+
+
+def references(rollouts: Rollouts) -> list[Reference]:
+    """Returns the pictures and sounds of all prompts, with repeats."""
+    return [each for media in map(media_of, rollouts.problems) if media is not None for each in media.references]
 
 
 def _is_short(value: Any) -> bool:
-    """Whether a value of a column is kept with a sample: a number, or text of at most a kilobyte."""
+    """Whether a value of a column is kept with a sample: a number, or text of at most a kilobyte.
+
+    A data URI is not kept.
+    """
     if isinstance(value, str):
-        return len(value.encode("utf-8", "replace")) <= LONGEST_COLUMN
+        return len(value.encode("utf-8", "replace")) <= LONGEST_COLUMN and not is_data_uri(value)
     return value is None or isinstance(value, (bool, int, float, np.number, np.bool_))
 
 

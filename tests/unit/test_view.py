@@ -1,5 +1,6 @@
 """`rl view`: the server by HTTP, and its page in a headless Chromium."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -34,18 +35,12 @@ STATIC_FILTERS = {
 }
 
 
-class Server:
-    """`rl view` in a process of its own, over a run of 60 steps with a hostile sample."""
+class Served:
+    """`rl view` in a process of its own, over the samples of a run."""
 
-    def __init__(self, run: Path):
-        self.run, self.log = run, SampleLog(run)
-        (run / "config.yml").write_text(f"tokenizer: {{source: characters, alphabet: '{ALPHABET}'}}\n")
-        (run / "events.jsonl").write_text('{"stage":"grpo","step":61,"metrics":{"reward/mean":0.75}}\n{"torn')
-        write(self.log, range(1, 61))
-        evil = sample(
-            61, 0, prompt=EVIL, completion=EVIL, reward_log={EVIL: EVIL}, columns={EVIL: EVIL}, finish="length"
-        )
-        self.log.write([evil | {"faults": {EVIL: "timeout"}}], [tokens()])
+    def __init__(self, run: Path, samples: int):
+        """samples: waits until so many are indexed."""
+        self.run = run
         code = "import sys; from rl.commands.cli import main; sys.exit(main(sys.argv[1:]))"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "view", str(run), "--no-open"],
@@ -55,7 +50,7 @@ class Server:
         )
         self.url = self.process.stdout.readline().strip()
         self.port, self.token = int(self.url.split(":")[2].split("/")[0]), self.url.split("#token=")[1]
-        while self.json("/api/run")["total"] < 121:
+        while self.json("/api/run")["total"] < samples:
             time.sleep(0.05)
 
     def get(self, path: str, **headers: str) -> http.client.HTTPResponse:
@@ -68,13 +63,50 @@ class Server:
         assert answer.status == 200, answer.read()
         return json.loads(answer.read())
 
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(timeout=20) == 0
+
+
+class Server(Served):
+    """A run of 60 steps with a hostile sample."""
+
+    def __init__(self, run: Path):
+        self.log = SampleLog(run)
+        (run / "config.yml").write_text(f"tokenizer: {{source: characters, alphabet: '{ALPHABET}'}}\n")
+        (run / "events.jsonl").write_text('{"stage":"grpo","step":61,"metrics":{"reward/mean":0.75}}\n{"torn')
+        write(self.log, range(1, 61))
+        evil = sample(
+            61, 0, prompt=EVIL, completion=EVIL, reward_log={EVIL: EVIL}, columns={EVIL: EVIL}, finish="length"
+        )
+        self.log.write([evil | {"faults": {EVIL: "timeout"}}], [tokens()])
+        super().__init__(run, 121)
+
+
+@contextlib.contextmanager
+def files_served(folder: Path):
+    """Yields the address of a file server over a folder, which knows nothing of the viewer."""
+    code = """
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+server = ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        yield f"http://127.0.0.1:{process.stdout.readline().strip()}/"
+    finally:
+        process.kill()
+        process.wait()
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     server = Server(tmp_path_factory.mktemp("run"))
     yield server
-    server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(timeout=20) == 0
+    server.end()
 
 
 @pytest.fixture(scope="module")
@@ -227,29 +259,16 @@ def test_a_static_folder_shows_the_same(server, tmp_path, capsys):
     assert cli.main(["view", str(server.run), "--static", str(site)]) == 0
     assert cli.main(["view", str(server.run), "--static", str(site)]) == 0  # again
     assert cli.main(["view", str(server.run), "--static", str(server.run)]) == 2
-    code = """
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-server = ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler)
-print(server.server_port, flush=True)
-server.serve_forever()
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=site, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        with Browser() as browser:
-            browser.open(f"http://127.0.0.1:{process.stdout.readline().strip()}/")
-            browser.wait("document.querySelectorAll('#list li').length === 50")
-            browser.evaluate("step(1)")
-            browser.wait("document.querySelectorAll('#strip .t').length === 5")
-            browser.evaluate("document.querySelector('td a').click()")
-            for text, count in STATIC_FILTERS.items():
-                browser.evaluate(f"search({text!r})")
-                browser.wait(f"document.querySelectorAll('#list li').length === {count}")
-                browser.wait("$('error').hidden")
-            browser.evaluate("search('rewrd<1')")
-            assert "no such field" in browser.wait("$('error').hidden ? '' : $('error').textContent")
-            assert browser.errors == []
-    finally:
-        process.kill()
-        process.wait()
+    with files_served(site) as address, Browser() as browser:
+        browser.open(address)
+        browser.wait("document.querySelectorAll('#list li').length === 50")
+        browser.evaluate("step(1)")
+        browser.wait("document.querySelectorAll('#strip .t').length === 5")
+        browser.evaluate("document.querySelector('td a').click()")
+        for text, count in STATIC_FILTERS.items():
+            browser.evaluate(f"search({text!r})")
+            browser.wait(f"document.querySelectorAll('#list li').length === {count}")
+            browser.wait("$('error').hidden")
+        browser.evaluate("search('rewrd<1')")
+        assert "no such field" in browser.wait("$('error').hidden ? '' : $('error').textContent")
+        assert browser.errors == []

@@ -17,6 +17,7 @@ from typing import Any
 from rl.config.stage_names import stage_names
 from rl.errors import ConfigError
 from rl.reporting.explain.series import Series
+from rl.reporting.messages import identity
 from rl.reporting.run_files import Damage, attempts, check_run, read_config, read_json, sample_files, steps
 
 SAMPLE_BYTES = 2 * 2**20
@@ -148,7 +149,7 @@ class StageRecord:
 
     def _rows_of_data(self) -> int:
         """Returns the most rows that the data can have: `limit`, or the prompts of the samples if they occur twice."""
-        prompts = {sample.get("prompt_id"): str(sample.get("prompt")) for sample in self.samples}
+        prompts = {sample.get("prompt_id"): identity(sample) for sample in self.samples}
         distinct = len(set(prompts.values()))
         limit = self.setting("data")[0].get("limit")
         known: list[int] = [limit] if isinstance(limit, int) else []

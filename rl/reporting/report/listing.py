@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl.reporting.messages import Piece, messages, start
 from rl.reporting.report import samples
+from rl.reporting.report.pictures import Embedded, figure
 from rl.reporting.report.read import Run
 from rl.reporting.report.series import esc, text
 
@@ -16,22 +18,23 @@ _EXPLAINED = (
 )
 
 
-def listing(runs: Sequence[Run], chosen: Sequence[samples.Chosen], room: int) -> str:
-    """Returns the section of samples in at most `room` bytes. chosen: for each run."""
+def listing(runs: Sequence[Run], chosen: Sequence[samples.Chosen], embedded: Embedded, room: int) -> str:
+    """Returns the section of samples in at most `room` bytes. chosen: for each run. embedded: pictures of the page."""
     every = [(run, record) for run, each in zip(runs, chosen, strict=True) for record in each.records]
     if not every or room < 2000:
         return ""
     items, size = [], 0
     sizes = [len(content) for _, record in every for content in _texts(record)]
+    write = lambda run, record, cap: _sample(run if len(runs) > 1 else None, record, embedded, cap)  # noqa: E731
     for cap in _CAPS:
         if sum(min(each, cap) for each in sizes) > room:
             continue
-        items = [_sample(run if len(runs) > 1 else None, record, cap) for run, record in every]
+        items = [write(run, record, cap) for run, record in every]
         size = sum(len(item.encode("utf-8", "replace")) for item in items)
         if size <= room - 2000:
             break
     if size > room - 2000 or not items:
-        items = [_sample(run if len(runs) > 1 else None, record, _CAPS[-1]) for run, record in every]
+        items = [write(run, record, _CAPS[-1]) for run, record in every]
         size = sum(len(item.encode("utf-8", "replace")) for item in items)
         items = items[: len(items) * (room - 2000) // max(size, room - 2000)]
     counts = {kind: sum(kind in record["why"] for _, record in every) for kind in samples.KINDS}
@@ -42,29 +45,29 @@ def listing(runs: Sequence[Run], chosen: Sequence[samples.Chosen], room: int) ->
     )
     partial = " of the part of the files that was read" if any(each.partial for each in chosen) else ""
     total = sum(each.total for each in chosen)
+    shown = f" {len(embedded.names)} of their {embedded.total} pictures are in the page." if embedded.total else ""
     return (
         f'<section id="samples"><h2>Samples</h2><p class="about">{len(items)} of {total:,} recorded completions'
-        f'{partial}: {_EXPLAINED}.</p><div class="tools" hidden><button data-kind="" aria-pressed="true">all '
+        f'{partial}: {_EXPLAINED}.{shown}</p><div class="tools" hidden><button data-kind="" aria-pressed="true">all '
         f"{len(items)}</button>"
         f'{buttons}<input type="search" id="words" placeholder="text in a sample" aria-label="text in a sample"></div>'
         f'<div class="samples">{"".join(items)}</div></section>'
     )
 
 
-def _sample(run: Run | None, record: Mapping[str, Any], cap: int) -> str:
+def _sample(run: Run | None, record: Mapping[str, Any], embedded: Embedded, cap: int) -> str:
     """Returns one completion, folded. cap: bytes of each text."""
     where = f"{record.get('stage', '')} {record.get('step', '')}" + (f" · {run.name}" if run else "")
     reward = record.get("reward")
     score = f"reward {text(reward)}" if isinstance(reward, (int, float)) else "unscored" if "reward" in record else ""
     tags = "".join(f'<span class="tag {kind.split()[0]}">{kind}</span>' for kind in record["why"])
     tags += '<span class="tag">evaluation</span>' if record.get("eval") is True else ""
-    asked = samples.start(record.get("prompt"), _PEEK // 2)
-    peek = f"<i>{esc(asked)} → </i>{esc(samples.start(record.get('completion'), _PEEK))}"
+    peek = f"<i>{esc(start(record, 'prompt', _PEEK // 2))} → </i>{esc(start(record, 'completion', _PEEK))}"
     facts = _facts(record)
     body = "".join(
-        f"<h3>{esc(name + (': ' + role if role else ''))}</h3><pre>{_cut(content, cap)}</pre>"
+        f"<h3>{esc(name + (': ' + role if role else ''))}</h3>{_message(pieces, embedded, cap)}"
         for name in ("prompt", "completion")
-        for role, content in samples.messages(record.get(name))
+        for role, pieces in messages(record, name)
     )
     notes = record.get("reward_log")
     for name, note in notes.items() if isinstance(notes, dict) else ():
@@ -78,6 +81,14 @@ def _sample(run: Run | None, record: Mapping[str, Any], cap: int) -> str:
         f'<span class="where">{esc(where)}</span><span class="score">{esc(score)}</span>'
         f'<span class="peek mono">{peek}</span><span class="tags">{tags}</span></summary>'
         f'<div class="body"><div class="facts">{facts}</div>{body}</div></details>'
+    )
+
+
+def _message(pieces: Sequence[Piece], embedded: Embedded, cap: int) -> str:
+    """Returns the texts of a message, and its pictures and sounds in their places."""
+    texts = [piece for piece in pieces if not isinstance(piece, str) or piece.strip()] or [""]
+    return "".join(
+        f"<pre>{_cut(piece, cap)}</pre>" if isinstance(piece, str) else figure(piece, embedded) for piece in texts
     )
 
 
@@ -98,7 +109,8 @@ def _facts(record: Mapping[str, Any]) -> str:
 
 
 def _texts(record: Mapping[str, Any]) -> list[str]:
-    return [content for name in ("prompt", "completion") for _, content in samples.messages(record.get(name))]
+    every = [pieces for name in ("prompt", "completion") for _, pieces in messages(record, name)]
+    return [piece for pieces in every for piece in pieces if isinstance(piece, str)]
 
 
 def _cut(content: str, cap: int) -> str:

@@ -1,7 +1,8 @@
 """Writes the report: one HTML file that asks for nothing, of at most 2 MB however long the run was.
 
 The page holds one style and one script, each named by its hash in a Content-Security-Policy that refuses everything
-else. All texts of a run are escaped: in HTML, and in the JSON of the charts, where `<` is written as \\u003c.
+else, but for data URIs of pictures where samples have some. All texts of a run are escaped: in HTML, and in the JSON of
+the charts, where `<` is written as \\u003c.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 
+from rl.reporting.messages import pictures
 from rl.reporting.report import samples, sections
 from rl.reporting.report.figures import figures
 from rl.reporting.report.listing import listing
+from rl.reporting.report.pictures import embed
 from rl.reporting.report.read import Run, damage_text
 from rl.reporting.report.series import Axis, esc
 
@@ -45,6 +48,8 @@ def page(report: Report) -> str:
     charts = figures(report.runs, report.axis, report.against)
     script, style = _asset("report.js"), _asset("report.css")
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
+    if any(pictures(record) for chosen in report.samples for record in chosen.records):
+        policy += "; img-src data:"
     head = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" '
         f"content=\"{policy}; base-uri 'none'; form-action 'none'\">\n"
@@ -57,7 +62,9 @@ def page(report: Report) -> str:
         f"<script>{script}</script>\n</body>\n</html>\n"
     )
     room = MOST_BYTES - len((before + after).encode("utf-8", "replace"))
-    return before + listing(report.runs, report.samples, min(room, _SAMPLE_BYTES)) + after
+    embedded = embed(report.runs, report.samples, room // 2)
+    room = min(room - len(embedded.html), _SAMPLE_BYTES)
+    return before + embedded.html + listing(report.runs, report.samples, embedded, room) + after
 
 
 def _before(report: Report) -> str:

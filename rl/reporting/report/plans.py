@@ -149,6 +149,20 @@ PLANS: tuple[Plan, ...] = (
         quiet=True,
     ),
     Plan(
+        "media",
+        "Pictures and sounds",
+        "Of the prompts of a step, with repeats, and those that a tower encoded in it.",
+        (Line("media/pictures", "in prompts"), Line("media/encoded", "encoded")),
+    ),
+    Plan(
+        "media-seconds",
+        "Seconds for pictures and sounds",
+        "Encoding by the towers, and waiting for files to be decoded.",
+        (Line("media/encode_seconds", "encoding"), Line("media/wait_seconds", "waiting")),
+        "down",
+        unit="s",
+    ),
+    Plan(
         "seconds",
         "Seconds of a step",
         "By part, on each other. Idle: the devices wait for the host.",

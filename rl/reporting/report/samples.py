@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -288,21 +288,3 @@ def _gaps(index: _Index, files: Sequence[Path]) -> np.ndarray:
             size[(tokens["flags"] & TRAINED == 0) | ~np.isfinite(size)] = np.nan
             result[rows[first]] = np.fmax.reduceat(size, places)
     return result
-
-
-def messages(value: Any) -> Iterator[tuple[str, str]]:
-    """Yields (role, text) of a prompt or completion; a plain text has the role ""."""
-    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
-        for each in value:
-            content = each.get("content")
-            shown = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-            yield str(each.get("role", "")), shown
-    elif value is not None:
-        yield "", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def start(value: Any, count: int) -> str:
-    """Returns the beginning of the last message of a prompt or completion, on one line of `count` characters."""
-    content = [content for _, content in messages(value)][-1:]
-    line = " ".join("".join(content)[: 4 * count].split())
-    return line if len(line) <= count else line[:count] + "..."

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.reporting.messages import identity
 from rl.reporting.report.samples import sample_length
 from rl.reporting.run_files import SEGMENTS, sample_files, tokens_file
 from rl.reporting.samples import TOKEN, TRAINED
@@ -245,7 +246,7 @@ class Index:
         bits = 0
         for kind in faults.values() if isinstance(faults, dict) else ():
             bits |= 1 << min(self._name("fault", str(kind)), 31)
-        prompt = json.dumps(record.get("prompt"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        prompt = identity(record).encode("utf-8", "surrogatepass")
         return (
             offset,
             len(line),

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rl.reporting.report.samples import messages, start
+from rl.reporting import thumbnails
+from rl.reporting.messages import Piece, described, messages, start
 from rl.reporting.viewer import tokens as token_texts
 from rl.reporting.viewer.index import Index, columns
 from rl.reporting.viewer.search import Place, places
@@ -43,14 +44,14 @@ def listed(index: Index, place: Place) -> dict[str, Any]:
     """Returns `short` with the beginnings of prompt and completion. Raises as `Place.record`."""
     record = place.record()
     return short(index, place) | {
-        "prompt": start(record.get("prompt"), _PEEK // 2),
-        "completion": start(record.get("completion"), _PEEK),
+        "prompt": start(record, "prompt", _PEEK // 2),
+        "completion": start(record, "completion", _PEEK),
     }
 
 
 def full(index: Index, place: Place, most: int = _MOST) -> dict[str, Any]:
-    """Returns everything about a sample: record, messages, tokens without their texts, its group, and the same row of
-    the data at other steps.
+    """Returns everything about a sample: record, pieces of its messages, tokens without their texts, its group, and the
+    same row of the data at other steps.
 
     most: listed relatives of each kind. Raises as `Place.record`.
     """
@@ -58,7 +59,8 @@ def full(index: Index, place: Place, most: int = _MOST) -> dict[str, Any]:
     own = place.tokens(record)
     result = short(index, place) | {"record": {key: value for key, value in record.items() if key != "tokens"}}
     result["messages"] = {
-        name: [[role, text] for role, text in messages(record.get(name))] for name in ("prompt", "completion")
+        name: [[role, [_shown(index, piece) for piece in pieces]] for role, pieces in messages(record, name)]
+        for name in ("prompt", "completion")
     }
     ids = own["id"].tolist() if len(own) else record.get("tokens")
     result["tokens"] = token_texts.numbers(own) if len(own) else {"id": ids if isinstance(ids, list) else []}
@@ -66,6 +68,16 @@ def full(index: Index, place: Place, most: int = _MOST) -> dict[str, Any]:
     result["group"] = [(listed if number < _READ else short)(index, each) for number, each in enumerate(siblings)]
     result["others"] = [short(index, each) for each in others(index, place, most)]
     return result
+
+
+def _shown(index: Index, piece: Piece) -> Piece:
+    """Returns a piece of a message; a picture or sound with its text `about`, and the name of its `thumbnail` or
+    None.
+    """
+    if isinstance(piece, str):
+        return piece
+    file = thumbnails.find(index.directory, str(piece.get("digest")))
+    return piece | {"about": described(piece), "thumbnail": file and file.name}
 
 
 def with_texts(sample: dict[str, Any], texts: token_texts.TokenTexts) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def _texts(segment: Segment, term: Text | Regex, candidates: np.ndarray) -> np.n
 
 def _word_rows(rows: np.ndarray, data: mmap.mmap, words: str) -> Iterator[int]:
     """Yields the rows in whose prompt, completion, columns or reward logs the words are."""
-    needle = json.dumps(words, ensure_ascii=False)[1:-1].encode("utf-8", "surrogatepass").lower()
+    needle = _escaped(words)
     offsets = rows["offset"]
     first = 0
     while first < len(rows):
@@ -178,14 +178,29 @@ def _word_rows(rows: np.ndarray, data: mmap.mmap, words: str) -> Iterator[int]:
         while place >= 0:
             row = _row_of(begin, place, row)
             inside = place - begin[row]
-            if any(begins <= inside < ends for begins, ends in spans[row]):
+            span = next((each for each in spans[row] if each[0] <= inside < each[1]), None)
+            if span is None:
+                place = chunk.find(needle, place + 1)
+            elif span in spans[row][:2] and not _in_texts(chunk[begin[row] + span[0] : begin[row] + span[1]], needle):
+                place = chunk.find(needle, begin[row] + span[1])
+            else:
                 yield first + row
                 if row + 1 == len(begin):
                     break
                 place = chunk.find(needle, begin[row + 1])
-            else:
-                place = chunk.find(needle, place + 1)
         first = last
+
+
+def _in_texts(value: bytes, needle: bytes) -> bool:
+    """Tells whether words that are in a prompt or completion are in its texts, not in a key, a role or a type."""
+    if value.lstrip().startswith(b'"'):
+        return True
+    return any(needle in _escaped(text) for text in _strings(value))
+
+
+def _escaped(text: str) -> bytes:
+    """Returns a text as a line holds it, in lower case as far as it is ASCII."""
+    return json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "surrogatepass").lower()
 
 
 def _row_of(begin: list[int], place: int, low: int) -> int:
@@ -220,7 +235,7 @@ def _contents(value: Any) -> Iterator[str]:
             yield from _contents(each)
     elif isinstance(value, dict):
         for key, each in value.items():
-            if key != "role":
+            if key not in ("role", "type"):
                 yield from _contents(each)
 
 

@@ -1,4 +1,5 @@
-"""Serves the page of `rl view` and the JSON that it reads: /api/run, samples, sample, groups, events.
+"""Serves the page of `rl view` and what it reads: /api/run, samples, sample, groups, events as JSON, and the files of
+/api/media by digest.
 
 Every answer of /api needs the token as a header, so that no other page and no other user reads the samples. A Host
 header that does not name this server is refused (DNS rebinding), no other origin is allowed, and the policy of the page
@@ -25,6 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rl.errors import ConfigError
+from rl.reporting import thumbnails
 from rl.reporting.run_files import EVENTS
 from rl.reporting.viewer import records, search
 from rl.reporting.viewer.index import Index
@@ -33,7 +35,7 @@ from rl.reporting.viewer.tokens import TokenTexts
 PAGE = 50
 TOKEN_HEADER = "x-duet-token"
 CSP = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 FILES = {"viewer.js": "text/javascript", "viewer.css": "text/css"}
@@ -207,6 +209,13 @@ def application(viewer: Viewer, token: str, host: str) -> ASGIApp:
         after = request.query_params.get("after", "0")
         return JSONResponse(viewer.events(int(after) if after.isdecimal() else 0))
 
+    def media(request: Request) -> Response:
+        digest = request.path_params["digest"]
+        thumbnail = thumbnails.read(viewer.directory, digest)
+        if thumbnail is None:
+            return _error(404, f"no thumbnail of the picture {digest[:64]}")
+        return Response(thumbnail.content, media_type=thumbnail.kind)
+
     routes = [
         *(Route(f"/{name}", _file(name, kind)) for name, kind in FILES.items()),
         Route("/", _file("viewer.html", "text/html")),
@@ -215,6 +224,7 @@ def application(viewer: Viewer, token: str, host: str) -> ASGIApp:
         Route("/api/sample/{id}", sample),
         Route("/api/groups/{prompt:int}", groups),
         Route("/api/events", events),
+        Route("/api/media/{digest}", media),
     ]
     return _Guard(Starlette(routes=routes), token, host)
 

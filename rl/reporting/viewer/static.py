@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rl.errors import ConfigError, DataError, ResourceError
+from rl.reporting import thumbnails
+from rl.reporting.run_files import MEDIA
 from rl.reporting.viewer import query, records, search, terminal
 from rl.reporting.viewer.tokens import TokenTexts
 
@@ -20,7 +22,7 @@ PER_CHUNK = 50  # samples of one file; viewer.js has the same number
 _MODE = '<meta name="duet-mode" content="{}">'
 _POLICY = (
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'self'; "
-    "style-src 'self'; connect-src 'self'; img-src data:\">"
+    "style-src 'self'; connect-src 'self'; img-src 'self' data:\">"
 )
 
 
@@ -47,6 +49,7 @@ def write(directory: str, target: str, text: str = "") -> int:
             for sample in samples:
                 for name in ("group", "others"):
                     sample[name] = [_numbered(each, numbers) for each in sample[name] if each["id"] in numbers]
+                _write_thumbnails(folder, index.directory, sample)
             _write(folder / f"data/list-{page}.json", [_numbered(each, numbers) for each in lists])
             _write(folder / f"data/samples-{page}.json", [_numbered(each, numbers) for each in samples])
             if page % 100 == 99:
@@ -64,6 +67,17 @@ def write(directory: str, target: str, text: str = "") -> int:
         f"{folder}/index.html: {len(every):,} samples; for example: python -m http.server -d {folder}", file=sys.stderr
     )
     return 0
+
+
+def _write_thumbnails(folder: Path, run: Path, sample: dict[str, Any]) -> None:
+    """Writes the thumbnails that a sample of `records.full` names, each once."""
+    pieces = [piece for message in sample["messages"].values() for _, own in message for piece in own]
+    for piece in pieces:
+        if isinstance(piece, str) or not piece["thumbnail"]:
+            continue
+        path, thumbnail = folder / MEDIA / piece["thumbnail"], thumbnails.read(run, piece["digest"])
+        if thumbnail is not None and not path.exists():
+            thumbnails.write(path, thumbnail.content)
 
 
 def _numbered(item: dict[str, Any], numbers: dict[str, str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rich.text import Text
 from rewards import RunnerOptions
 from rewards.text import for_terminal
 from rl.errors import ConfigError, DataError
-from rl.reporting.report.samples import messages
+from rl.reporting.messages import flat, messages, start
 from rl.reporting.run_files import check_run, sample_files
 from rl.reporting.viewer import query, records, rescore, search
 from rl.reporting.viewer.index import Index
@@ -133,8 +133,8 @@ def _table(index: Index, chosen: Sequence[search.Place], width: int) -> Table:
             *(["eval"] if own["eval"] else []),
         ]
         peek = Text("".join(f"[{for_terminal(mark)}] " for mark in marks), style="yellow")
-        peek.append(for_terminal(records.start(record.get("prompt"), max(20, width // 4))) + " → ", style="default dim")
-        peek.append(for_terminal(records.start(record.get("completion"), width)), style="default")
+        peek.append(for_terminal(start(record, "prompt", max(20, width // 4))) + " → ", style="default dim")
+        peek.append(for_terminal(start(record, "completion", width)), style="default")
         cells = (own["stage"], own["step"], f"{own['prompt_id']}/{own['sample']}", _real(own["reward"]))
         cells += (_real(own["advantage"]), _real(own["gap"]), own["len"])
         table.add_row(*(Text(for_terminal(cell)) for cell in cells), peek)
@@ -149,9 +149,9 @@ def _print_full(console: Console, index: Index, place: search.Place, texts: Toke
     about += f"  advantage {_real(own['advantage'])}  gap {_real(own['gap'])}  {own['len']} tokens, {own['finish']}"
     console.print(Text(for_terminal(about) + ("  eval" if own["eval"] else ""), style="bold"))
     for name in ("prompt", "completion"):
-        for role, content in messages(record.get(name)):
+        for role, pieces in messages(record, name):
             console.print(Text(for_terminal(f"{name}{': ' + role if role else ''}"), style="dim"))
-            console.print(Text(for_terminal(content)))
+            console.print(Text(for_terminal(flat(pieces))))
     for title, key in (
         ("rewards", "rewards"),
         ("faults", "faults"),
@@ -213,7 +213,7 @@ def _changes(index: Index, changed: Sequence[rescore.Rescored]) -> Table:
     table.add_column("completion", ratio=1, no_wrap=True, overflow="ellipsis")
     for each in changed:
         own = records.short(index, each.place)
-        peek = Text(for_terminal(records.start(each.record.get("completion"), 200)))
+        peek = Text(for_terminal(start(each.record, "completion", 200)))
         why = [*(f"{name}: {kind}" for name, kind in each.faults.items()), *each.log.values()]
         peek.append("".join(f" [{for_terminal(one)}]" for one in why), style="yellow")
         cells = (own["step"], f"{own['prompt_id']}/{own['sample']}", _real(each.before), _real(each.reward))

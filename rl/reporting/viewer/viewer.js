@@ -198,11 +198,52 @@ function faults(record) {
 
 function texts(s) {
   const all = [...s.messages.prompt.map((one) => ["prompt", ...one]), ...s.messages.completion.map((one) => ["completion", ...one])];
-  return [make("h3", {}, "messages"), ...all.map(([name, role, text]) => {
-    const details = make("details", {}, make("summary", {}, `${name}${role ? ": " + role : ""} (${count(text.length)} characters)`), make("pre", {}, text));
+  return [make("h3", {}, "messages"), ...all.map(([name, role, pieces]) => {
+    const size = pieces.reduce((sum, one) => sum + (typeof one === "string" ? one.length : 0), 0);
+    const shown = pieces.filter((one) => typeof one !== "string" || one.trim());
+    const details = make("details", {}, make("summary", {}, `${name}${role ? ": " + role : ""} (${count(size)} characters)`),
+      ...(shown.length ? shown : [""]).map((one) => typeof one === "string" ? make("pre", {}, one) : media(one)));
     details.open = all.length <= 4;
     return details;
   })];
+}
+
+// A picture or sound in the place of its part. Its files need the token, so they are fetched and not linked. Single
+// pixels of tiny pictures are shown as squares.
+const SIDE = 160, LEAST = 6, TINY = 64, loaded = new Map();
+function address(one) {
+  if (STATIC) return Promise.resolve("media/" + one.thumbnail);
+  if (!loaded.has(one.digest)) loaded.set(one.digest, fetchedFile("api/media/" + one.digest).catch((error) => { loaded.delete(one.digest); throw error; }));
+  return loaded.get(one.digest);
+}
+
+async function fetchedFile(path) {
+  const answer = await fetch(path, {headers: {[HEADER]: sessionStorage.getItem("duet-token") || ""}});
+  if (!answer.ok) throw new Error(`${path}: the server answered ${answer.status}`);
+  return URL.createObjectURL(await answer.blob());
+}
+
+function media(one) {
+  const about = make("span", {}, one.about);
+  if (!one.thumbnail || !(one.width > 0 && one.height > 0)) return make("div", {class: "media"}, about);
+  const image = make("img", {alt: one.about}), scale = SIDE / Math.max(one.width, one.height);
+  sized(image, one, scale);
+  const button = make("button", {type: "button", title: "larger", onclick: () => enlarge(one, image.src)}, image);
+  address(one).then((url) => { image.src = url; }, () => button.remove());
+  return make("div", {class: "media"}, button, about);
+}
+
+function sized(image, one, scale) {
+  image.style.width = Math.max(LEAST, Math.round(one.width * scale)) + "px";
+  image.style.height = Math.max(LEAST, Math.round(one.height * scale)) + "px";
+  image.classList.toggle("tiny", Math.max(one.width, one.height) <= TINY);
+}
+
+function enlarge(one, url) {
+  const image = make("img", {alt: one.about, src: url});
+  sized(image, one, Math.min(innerWidth * 0.88 / one.width, innerHeight * 0.76 / one.height, 768 / Math.max(one.width, one.height)));
+  $("large").replaceChildren(image, make("p", {}, one.about), make("button", {type: "button", onclick: () => $("large").close()}, "close"));
+  $("large").showModal();
 }
 
 function logs(title, values) {
@@ -230,11 +271,12 @@ function strip(s) {
   const t = s.tokens;
   if (!t.id.length) return [make("h3", {}, "tokens"), make("p", {class: "empty"}, "No tokens were recorded.")];
   const buttons = t.logp ? Object.entries(COLOURS).map(([key, name]) => make("button", {"data-colour": key, "aria-pressed": key === state.colour, onclick: () => { state.colour = key; paint(); }}, name)) : [];
-  const nodes = t.id.map((id, place) => {
-    const kind = t.turn && t.turn[place] === 0 ? " prompt" : "";
-    if (!t.text) return make("span", {class: "t id" + kind, "data-place": place}, String(id));
+  const nodes = runs(s).map(([place, times]) => {
+    const id = t.id[place], kind = t.turn && t.turn[place] === 0 ? " prompt" : "";
+    const more = times > 1 ? make("u", {}, ` × ${count(times)}`) : null;
+    if (!t.text) return make("span", {class: "t id" + kind, "data-place": place}, String(id), more);
     const parts = t.text[place].split("\n").flatMap((text, number) => number ? [make("u", {}, "⏎"), "\n", text] : [text]);
-    return make("span", {class: "t" + kind, "data-place": place}, ...(t.text[place] === "" ? [make("u", {}, "·")] : parts));
+    return make("span", {class: "t" + kind, "data-place": place}, ...(t.text[place] === "" ? [make("u", {}, "·")] : parts), more);
   });
   const box = make("div", {id: "strip"}, ...nodes);
   box.addEventListener("mouseover", (event) => tip(event));
@@ -242,6 +284,17 @@ function strip(s) {
   box.addEventListener("mouseleave", () => { $("tip").hidden = true; });
   queueMicrotask(paint);
   return [make("h3", {}, `tokens${t.text ? "" : " (ids: the run has no tokenizer here)"}`), make("div", {class: "tools"}, ...buttons), box, make("p", {class: "legend", id: "legend"})];
+}
+
+// Returns [place, times] of the tokens that are shown: the rows of a picture or sound have one token, which is shown once.
+function runs(s) {
+  const t = s.tokens, shown = [], rows = (s.record.media || []).length > 0;
+  for (let place = 0; place < t.id.length; place++) {
+    const last = shown[shown.length - 1], prompt = t.turn && t.turn[place] === 0;
+    if (rows && prompt && last && t.id[last[0]] === t.id[place]) last[1]++;
+    else shown.push([place, 1]);
+  }
+  return shown.flatMap(([place, times]) => times >= 4 ? [[place, times]] : Array.from({length: times}, (_, more) => [place + more, 1]));
 }
 
 // Both signs: blue below 0, orange above. One sign: the larger, the deeper.
@@ -252,8 +305,8 @@ function paint() {
   const values = key === "mask" ? t.flags.map((flags) => flags & TRAINED ? 1 : 0) : key === "logp" ? t.logp.map((x) => x === null ? null : -x) : t[key];
   const most = Math.max(1e-9, ...values.map((x) => Math.abs(x ?? 0)));
   const full = key === "logp" ? Math.max(1, most) : most;
-  [...$("strip").children].forEach((node, place) => {
-    const x = values[place], share = x === null ? 0 : Math.min(1, Math.abs(x) / full) * 0.75;
+  [...$("strip").children].forEach((node) => {
+    const x = values[Number(node.dataset.place)], share = x === null ? 0 : Math.min(1, Math.abs(x) / full) * 0.75;
     node.style.backgroundColor = share ? `rgba(var(${x < 0 ? "--low" : key === "mask" ? "--low" : "--high"}), ${share.toFixed(3)})` : "";
   });
   const both = values.some((x) => x < 0), shown = key === "logp" ? -full : full;
@@ -313,10 +366,12 @@ $("sort").addEventListener("change", () => { state.sort = $("sort").value; searc
 $("fresh").addEventListener("click", () => search(state.query));
 $("left").addEventListener("scroll", () => { if ($("left").scrollTop + $("left").clientHeight > $("left").scrollHeight - 600) load(true); });
 document.addEventListener("keydown", (event) => {
+  if ($("large").open) return;
   if (event.target.matches("input, select")) { if (event.key === "Escape") event.target.blur(); return; }
   if (event.key === "/") { event.preventDefault(); $("query").focus(); }
   if (event.key === "j" || event.key === "k") step(event.key === "j" ? 1 : -1);
 });
+$("large").addEventListener("click", (event) => { if (event.target === $("large") || event.target.matches("img")) $("large").close(); });
 if (STATIC) $("sort").hidden = true;
 search(fragment.get("q") || "");
 if (fragment.get("id")) choose(fragment.get("id"));
