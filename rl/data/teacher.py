@@ -79,17 +79,14 @@ def problems(
 
 
 def _feature_problems(pairs: list[list[int]] | None, student: DecoderConfig, teacher: DecoderConfig) -> Iterator[str]:
-    if student.hidden_size != teacher.hidden_size:
-        yield (
-            f"features_coef compares states of the same width, but the policy has {student.hidden_size} and this "
-            f"teacher {teacher.hidden_size}; set features_coef: 0"
-        )
     mixing = [{n for n, layer in enumerate(config.layers) if layer.mixer is not None} for config in (student, teacher)]
     if pairs is None and mixing[0] != mixing[1]:
         yield (
             f"features_coef compares layer by layer, but the policy has {len(mixing[0])} and this teacher "
             f"{len(mixing[1])} layers; name pairs of layers in features_layers"
         )
+    if repeated := [pair for n, pair in enumerate(pairs or ()) if pair in (pairs or ())[:n]]:
+        yield f"features_layers names the pair {repeated[0]} twice; leave one out"
     for who, have, at in (("policy", mixing[0], 0), ("teacher", mixing[1], 1)):
         if missing := sorted({pair[at] for pair in pairs or ()} - have):
             yield f"features_layers: the {who} has no layer {missing[0]} with a mixer; its last is {max(have)}"

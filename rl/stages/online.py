@@ -98,7 +98,7 @@ class Stage(StageKind):
         names = ("sampler_logp", "advantages", *inputs.fields(self))
         batch = self._with_old_logp(abstract_batch(abstract_rows(self, updates)[0], routes, *names))
         policy, critic, trainer = state.policy, state.critic, self.trainer
-        value_head = critic if trainer.policy.value_head else None
+        value_head = critic if trainer.policy.companion else None
         if critic is not None and (value_head is None or self.algorithm.critic_warmup):
             trunk = trainer.value_model.extra_params(policy.params)
             # A value head has its own update only during the critic's warm-up, when the policy does not change.

@@ -43,7 +43,7 @@ def update_program(
     """Returns the Program of an update, which takes (learner, batch, totals, *rest).
 
     learner: the ParamState that is trained. batch: the batch of one update, from `abstract_batch`. rest: (extra_params,
-    value_head), as OptimizerStep takes them. resident, times: as in Program.
+    companion), as OptimizerStep takes them. resident, times: as in Program.
     """
     import jax
 

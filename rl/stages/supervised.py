@@ -107,8 +107,8 @@ class Stage(StageKind):
         state, updates = self.abstract(), self.options.updates_per_step
         batch = self.abstract_batch(abstract_rows(self, updates)[0])
         frozen = {} if self.trainer.teacher is None else dict(self.trainer.teacher.abstract)
-        resident = state.policy, None, frozen
-        yield update_program(self, "update", batch, state.policy, (frozen, None), resident, updates)
+        resident = state.policy, state.projections, frozen
+        yield update_program(self, "update", batch, state.policy, (frozen, state.projections), resident, updates)
         yield from inputs.programs(self, state, None)
 
     def abstract_batch(self, shape: tuple[int, int]) -> Batch:

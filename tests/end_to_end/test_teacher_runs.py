@@ -9,6 +9,7 @@ import launch
 import numpy as np
 import pytest
 from oracles import configuration, random_model
+from safetensors.numpy import load_file
 
 import policy
 from policy import families
@@ -82,6 +83,29 @@ def test_a_run_that_is_cut_off_goes_on_to_the_same_bits(finished, tmp_path):
     launch.assert_same_run(finished / "run", run)
 
 
+def test_projections_of_features_are_kept_in_checkpoints_and_not_exported(finished, tmp_path):
+    """Of another width and depth. A run that is cut off goes on to the same bits."""
+    features = "stages.0.algorithm.features_coef=0.5", "stages.0.algorithm.features_layers=[[0, 1]]"
+    arguments = [str(finished / "run.yml"), *features]
+    assert cli.train_main([*arguments, f"run.dir={tmp_path / 'run'}"]) == 0
+    rows = metrics_of(tmp_path / "run")
+    assert rows[-1]["distill/features"] < rows[0]["distill/features"]
+    assert rows[0]["distill/projections/optim/grad_norm"] > 0
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "export")
+    for made in sorted((tmp_path / "again" / "checkpoints").iterdir())[2:]:
+        shutil.rmtree(made)
+    assert cli.train_main([*arguments, f"run.dir={tmp_path / 'again'}"]) == 0
+    launch.assert_same_run(tmp_path / "run", tmp_path / "again")
+    newest = sorted((tmp_path / "again" / "checkpoints").iterdir())[-1]
+    named = json.loads((newest / "manifest.json").read_text())["arrays"]
+    assert sum("projection.0.1" in name for name in named) == 3, "the matrix and its two moments"
+    stored, plain = (
+        load_file(folder / "export" / "model.safetensors") for folder in (tmp_path / "again", finished / "run")
+    )
+    assert stored.keys() == plain.keys()
+
+
 @pytest.mark.slow
 def test_files_with_all_tokens_are_the_teacher_and_a_stopped_command_goes_on(finished, tmp_path, capsys, monkeypatch):
     files, teach = tmp_path / "files", ["teach", str(finished / "run.yml"), "--top", "24", "--dtype", "float32"]
@@ -141,7 +165,12 @@ def test_a_plan_counts_the_teacher(finished):
         ("teacher.weights=int8 mesh.shard_mode=explicit", 2, "explicit sharding takes no weights of few bits"),
         ("teacher.overrides={hidden_size: 8}", 2, "only random weights take overrides"),
         ("max_length=2000 teacher=gpt2", 2, "max_length 2000 is more than the 1024 positions of this teacher"),
-        ("stages.0.algorithm.features_coef=0.1", 2, "the policy has 16 and this teacher 24"),
+        ("stages.0.algorithm.features_coef=0.1", 2, "the policy has 1 and this teacher 2 layers"),
+        (
+            "stages.0.algorithm.features_coef=0.1 stages.0.algorithm.features_layers=[[0,1],[0,1]]",
+            2,
+            "features_layers names the pair [0, 1] twice",
+        ),
         ("stages.0.algorithm={name: sft, alpha: null, alpha_end: null}", 2, "no option"),
         ("stages=[{algorithm: sft, steps: 1}]", 2, "no stage learns from a teacher"),
         ("stages=[{algorithm: sft, steps: 1, teacher: TEACHER}]", 2, "sft learns from no teacher"),
