@@ -56,7 +56,8 @@ def update_program(
     def lower():
         return trainer.executables[kind].lower(learner, batch, loss_inputs, *rest, micro_rows=R)
 
-    return Program(kind, (rows, T), lower, trainer.graph, resident, times, trip_count=rows // R)
+    teacher = None if kind != "update" or trainer.teacher is None else trainer.teacher.model
+    return Program(kind, (rows, T), lower, trainer.graph, resident, times, trip_count=rows // R, teacher=teacher)
 
 
 def abstract_batch(shape: tuple[int, int], routes: dict | None, *names: str, extra: tuple[str, ...] = ()) -> Batch:

@@ -54,6 +54,7 @@ class Program:
     such as weights and moments; the plan counts them once for all programs. times: calls per step. trip_count:
     iterations of its loop over micro-batches. The program computes this number, so the compiler does not know it.
     rollout_memory: whether the generator's resharded weights (`Context.resharded`) are on the devices while it runs.
+    teacher: the model whose forward pass it contains.
     """
 
     kind: str
@@ -64,6 +65,7 @@ class Program:
     times: float
     trip_count: int = 1
     rollout_memory: bool = False
+    teacher: Graph | None = None
 
 
 class ConfiguredStage:

@@ -85,6 +85,11 @@ class Teacher(ABC):
         """Returns the graph of the policy with the outputs that the comparison reads."""
         return graph
 
+    @property
+    def model(self) -> Graph | None:
+        """Returns the model whose forward pass an update contains; None: it contains none."""
+        return None
+
     def operations(self, graph: Graph, lengths: Any) -> float:
         """Returns the operations that an update of the policy of `graph` has in addition, over sequences of these
         lengths."""
@@ -204,6 +209,10 @@ class ModelTeacher(Teacher):
 
     def recorded(self, graph: Graph) -> Graph:
         return graph.at(record=(*graph.runtime.record, "mixed")) if self.algorithm.has_features else graph
+
+    @property
+    def model(self) -> Graph:
+        return self.graph
 
     def operations(self, graph: Graph, lengths: Any) -> float:
         projections = self.projections(graph)

@@ -1,6 +1,7 @@
 """Runs of `distill`: from a teacher that is loaded, from files of `rl teach`, interrupted, and with teachers that do
 not fit."""
 
+import dataclasses
 import json
 import shutil
 
@@ -15,7 +16,9 @@ import policy
 from policy import families
 from policy.ops.host_memory import on_a_device
 from rl.commands import cli
-from rl.plan import programs
+from rl.plan import compiled, programs
+from rl.plan.command import table
+from rl.plan.estimate import Estimator, teacher_work
 from rl.reporting import events
 from rl.run import build
 from rl.run.load import load
@@ -38,6 +41,7 @@ stages:
     updates_per_step: 2
     optimizer: {learning_rate: 1e-2}
 """
+SFT = "{algorithm: sft, steps: 4, prompts_per_step: 8}"
 TEACHER = {"vocab_size": 24, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
 SIZES = TEACHER | {"hidden_size": 16, "num_hidden_layers": 1}
 
@@ -147,10 +151,36 @@ def test_a_plan_counts_the_teacher(finished):
         ((stage, _),) = programs.stages(changed, build.on_mesh(config, jax.devices()[:1]), None)
         (update,) = [each for each in programs.planned(stage, None) if each.kind == "update"]
         teacher = on_a_device(stage.stage.frozen())
+        assert update.teacher is stage.stage.trainer.teacher.graph
         assert update.resident == stage.bytes == on_a_device(stage.state) + teacher and update.non_argument == 0
         sizes[weights] = teacher
     assert sizes["null"] > 2 * sizes["int8"] > 0
     update.lower()
+
+
+def test_the_least_time_of_an_update_counts_the_pass_of_the_teacher(finished):
+    """The estimate against the products of the compiled update, which has the teacher's in addition to those of sft."""
+    counted, estimated, planned = {}, {}, {}
+    for name, changes in (
+        ("distill", ["stages.0.algorithm={name: distill, alpha: 0.0, alpha_end: null}"]),
+        ("sft", [f"stages=[{SFT}]", "teacher=null"]),
+    ):
+        config = load([finished / "run.yml"], [f"run.dir={finished}", "stages.0.updates_per_step=1", *changes])
+        devices = jax.devices()[:1]
+        (each,) = [p for p in programs.programs(config, build.on_mesh(config, devices), None) if p.kind == "update"]
+        planned[name] = each
+        counted[name] = compiled.counts(each.lower().compile().as_text(), each)
+        estimated[name] = Estimator(devices, None, None)(config)[each.name].seconds
+    assert teacher_work(planned["sft"]) is None and planned["distill"].trip_count == planned["sft"].trip_count
+    operations, moved = teacher_work(planned["distill"])
+    more = {key: counted["distill"][key] - counted["sft"][key] for key in ("operations", "moved")}
+    # The heads of both models are multiplied once more, for the divergence; attention counts full squares here.
+    assert 0.4 * more["operations"] < operations < 1.1 * more["operations"], (operations, more)
+    assert 0.1 * more["moved"] < moved < 1.1 * more["moved"], (moved, more)
+    assert estimated["distill"] > 1.3 * estimated["sft"]
+    fields = {field.name: 0 for field in dataclasses.fields(compiled.Report)} | {"exchanged": {}, "kernels": {}}
+    shown = compiled.Report(**fields | {"name": "distill: update", "teacher": [operations, moved]})
+    assert "distill: update contains the teacher's passes, about " in table([shown], None)
 
 
 @pytest.mark.parametrize(
