@@ -16,6 +16,8 @@ import policy
 from policy import families
 from policy.ops.host_memory import on_a_device
 from rl.commands import cli
+from rl.config.model import TeacherOptions
+from rl.data import teacher as teachers
 from rl.plan import compiled, programs
 from rl.plan.command import table
 from rl.plan.estimate import Estimator, teacher_work
@@ -85,6 +87,44 @@ def test_a_run_that_is_cut_off_goes_on_to_the_same_bits(finished, tmp_path):
         shutil.rmtree(made)
     assert cli.train_main([str(finished / "run.yml"), f"run.dir={run}"]) == 0
     launch.assert_same_run(finished / "run", run)
+
+
+def test_a_run_goes_on_with_the_teacher_of_its_first_steps_only(finished, tmp_path, capsys):
+    """The other teacher has the same shapes, so that only its numbers differ."""
+    shutil.copytree(finished / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "export")
+    shutil.rmtree(sorted((tmp_path / "run" / "checkpoints").iterdir())[-1])
+    shutil.copytree(finished / "teacher", tmp_path / "kept")
+    saved(finished / "teacher", TEACHER, 5)
+    try:
+        assert cli.train_main([str(finished / "run.yml"), f"run.dir={tmp_path / 'run'}"]) == 4
+    finally:
+        shutil.rmtree(finished / "teacher")
+        shutil.copytree(tmp_path / "kept", finished / "teacher")
+    assert "its files have changed since the first steps of distill" in " ".join(capsys.readouterr().err.split())
+    assert cli.train_main([str(finished / "run.yml"), f"run.dir={tmp_path / 'run'}"]) == 0
+
+
+@pytest.mark.parametrize("change", ["weights", "length", "config", "files"])
+def test_the_identity_of_a_teacher_is_that_of_its_files(change, tmp_path):
+    large = np.random.default_rng(0).integers(0, 255, 3 << 20, np.uint8).tobytes()
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(large)
+    (tmp_path / "notes.txt").write_text("of no weight")
+    options = TeacherOptions(**{"files" if change == "files" else "source": str(tmp_path)})
+    before = teachers.identity(options)
+    if change != "files":
+        (tmp_path / "notes.txt").write_text("changed")
+    assert teachers.identity(options) == before
+    if change == "config":
+        (tmp_path / "config.json").write_text("[]")
+    elif change == "files":
+        (tmp_path / "notes.txt").write_text("changed")
+    else:  # all numbers after the first MiB
+        rest = large[1 << 20 :]
+        rest = bytes(255 - each for each in rest) if change == "weights" else rest[:-1]
+        (tmp_path / "model.safetensors").write_bytes(large[: 1 << 20] + rest)
+    assert teachers.identity(options) != before
 
 
 def test_projections_of_features_are_kept_in_checkpoints_and_not_exported(finished, tmp_path):
