@@ -60,6 +60,18 @@ def update_program(
     return Program(kind, (rows, T), lower, trainer.graph, resident, times, trip_count=rows // R, teacher=teacher)
 
 
+def policy_update(stage: StageKind, batch: Batch, state: Any, times: float) -> Program:
+    """Returns the Program of an update of the policy, with the other weights that it trains and its teacher.
+
+    state: the RunState of the stage, as shapes.
+    """
+    trainer = stage.trainer
+    frozen = {} if trainer.teacher is None else dict(trainer.teacher.abstract)
+    companion = trainer.companion and getattr(state, trainer.companion)
+    resident = state.policy, companion, frozen
+    return update_program(stage, "update", batch, state.policy, (frozen, companion), resident, times)
+
+
 def abstract_batch(shape: tuple[int, int], routes: dict | None, *names: str, extra: tuple[str, ...] = ()) -> Batch:
     """Returns a packed batch of `shape` (N, T) as shapes.
 

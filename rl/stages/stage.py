@@ -256,7 +256,8 @@ class StageKind(ConfiguredStage, ABC):
 
     def frozen(self) -> list[Any]:
         """Returns the shapes and shardings of other models' weights that the stage keeps on the devices."""
-        return [scorer.abstract for scorer in self.scorers.values()]
+        teachers = [] if self.teacher is None else [self.trainer.teacher]
+        return [each.abstract for each in (*self.scorers.values(), *teachers)]
 
     def with_options(self, options: StageOptions) -> StageKind:
         """Returns a copy of the stage with another micro-batch size, for a plan. Both share their programs."""
@@ -275,9 +276,10 @@ class StageKind(ConfiguredStage, ABC):
         return self.trainer.start(context.model.params, self.config.seed + self.index)
 
     def load_scorers(self, context: Context) -> None:
-        """Loads the reward models that the rewards call."""
-        from rl.stages.scorers import load_scorers
+        """Loads the teacher, and the reward models that the rewards call."""
+        from rl.stages.scorers import load_scorers, load_teacher
 
+        load_teacher(self.teacher, self.trainer, partial(context.timeline.span, stage=self.name))
         if self.runner and self.runner.sources:
             with context.timeline.span("loading reward models", stage=self.name):
                 self.scorers = load_scorers(self.config, self.runner.sources, context.model.graph.layout)

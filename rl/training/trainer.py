@@ -199,17 +199,17 @@ class Trainer(BatchUpdates):
         self.temperature, self._returns_tokens = np.float32(temperature), returns_tokens
         self._has_reference = "reference" in state
         loss = self._auxiliary_only_loss if stage.indexer.training == "dense_warmup" else self._policy_loss
-        self.critic = self.projections = self._companion = self._value_model = None
+        self.critic = self.projections = self.companion = self._value_model = None
         if "critic" in state:
             self._value_model = Critic(graph, shared=algorithm.critic_trunk == "policy")
             self.critic = OptimizerStep(self._value_model, self._critic_loss, stage.critic, stage, seed)
-            self._companion = "critic" if self._value_model.shared else None
+            self.companion = "critic" if self._value_model.shared else None
         if projections is not None:
-            if self._companion:
+            if self.companion:
                 raise ValueError("the update of a policy trains a value head or projections of features, not both")
             self.projections = OptimizerStep(projections, loss, stage.optimizer, stage, seed)
-            self._companion = "projections"
-        companion = self._companion and getattr(self, self._companion)
+            self.companion = "projections"
+        companion = self.companion and getattr(self, self.companion)
         self.policy = OptimizerStep(self._update_graph, loss, stage.optimizer, stage, seed, companion)
 
     @property
@@ -303,7 +303,7 @@ class Trainer(BatchUpdates):
             metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in result.items()}
         if not critic_only:
             frozen = None if self.teacher is None else self.teacher.params
-            own = {} if (name := self._companion) is None else {name: getattr(state, name)}
+            own = {} if (name := self.companion) is None else {name: getattr(state, name)}
             policy, companion, result, tokens = self.policy(state.policy, batch, inputs, R, frozen, *own.values())
             state = replace(state, policy=policy, **dict.fromkeys(own, companion))
             metrics |= result
