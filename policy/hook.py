@@ -22,6 +22,7 @@ from policy import compatibility, modes
 from policy.attention.sequence_shards import AXIS
 from policy.cache import cache as cache_of_stacks
 from policy.cache.layer_cache import CacheArray
+from policy.cache.media import Media
 from policy.cache.pages import Pages
 from policy.cache.step import Step
 from policy.config import DecoderConfig, StoredType
@@ -37,6 +38,7 @@ LayerEntries = dict[str, CacheArray]
 REFUSED = {
     compatibility.RECURRENT: "its state passes through the tokens of a request in order, and a row is one token",
     compatibility.ENGRAM: "its n-grams and its convolution read the tokens before, and a row is one token",
+    compatibility.LOOKS_AHEAD: "the tokens of a picture see each other, and a row is one token",
     compatibility.CAPACITY: "which choices of experts are dropped would depend on the rows of other requests",
 }
 
@@ -52,27 +54,43 @@ class Rows:
         results mean nothing.
     pages: int32[R, M], the pages of each request in the order of its tokens: position p is entry p % P of page
         pages[r, p // P]. Page 0 may pad a request's row. Requests may share pages that no row of the call writes.
+    turns: int32[N, 3], the positions by time, height and width that rotary embeddings with sections turn by
+        (`Step.turns`); None: `positions`.
+    media: the rows of pictures and sounds that stand in the place of token embeddings, with `index` int32[N]; None: the
+        call has none. A request whose prompt had pictures needs `turns` in its later calls too, and `media` only while
+        rows of its pictures are fed.
     """
 
     tokens: jax.Array
     positions: jax.Array
     request: jax.Array
     pages: jax.Array
+    turns: jax.Array | None = None
+    media: Media | None = None
 
     def step(self) -> Step:
         """Returns the step of N rows of one token. Raises ValueError for arrays of other shapes."""
-        shapes = {field.name: jnp.shape(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        (N, *_), pages = shapes["tokens"] or (0,), shapes.pop("pages")
-        if len(pages) != 2 or any(shape != (N,) for shape in shapes.values()):
+        per_row = {"tokens": self.tokens, "positions": self.positions, "request": self.request}
+        per_row |= {} if self.media is None else {"media.index": self.media.index}
+        shapes = {name: jnp.shape(array) for name, array in per_row.items()}
+        (N, *_), pages = shapes["tokens"] or (0,), jnp.shape(self.pages)
+        turns = (N, 3) if self.turns is None else jnp.shape(self.turns)
+        if len(pages) != 2 or turns != (N, 3) or any(shape != (N,) for shape in shapes.values()):
             raise ValueError(
-                "Rows needs tokens, positions and request of one shape [N], and pages [requests, M]; "
-                f"got {shapes | {'pages': pages}}"
+                "Rows needs tokens, positions and request of one shape [N], media.index of the same shape, turns [N, 3] and "
+                f"pages [requests, M]; got {shapes | {'turns': turns, 'pages': pages}}"
             )
         request, active = jnp.asarray(self.request), (jnp.asarray(self.request) >= 0).astype(jnp.int32)
         # A row's pages may lie in any shard of a pool: the engine orders the rows as it likes.
         table = jnp.asarray(self.pages)[jnp.maximum(request, 0)]
         positions = jnp.asarray(self.positions)[:, None]
-        return Step(positions=positions, segments=active[:, None], pages=table, anywhere=True)
+        step = Step(positions=positions, segments=active[:, None], pages=table, anywhere=True)
+        media, turns = self.media, self.turns
+        return dataclasses.replace(
+            step,
+            media=None if media is None else dataclasses.replace(media, index=jnp.asarray(media.index)[:, None]),
+            turns=None if turns is None else jnp.asarray(turns)[:, None],
+        )
 
 
 def create_caches(
@@ -110,7 +128,7 @@ def forward(
     Raises Conflict if the hook does not serve the model, and ValueError for arrays or names that do not fit.
     """
     record = tuple(dict.fromkeys((*record, *model.graph.runtime.record)))
-    graph, step = _graph(model, record), rows.step()
+    graph, step = _graph(model, record, media=rows.media is not None), rows.step()
     with graph.precision():
         decoder, cache = graph.decoder(model.params), by_stack(graph.config, caches)
         tokens = jnp.asarray(rows.tokens)[:, None]
@@ -156,10 +174,11 @@ def by_stack(config: DecoderConfig, caches: Sequence[LayerEntries]) -> tuple:
     )
 
 
-def _graph(model: Model, record: tuple[str, ...] = ()) -> Graph:
-    """Returns the graph that the hook runs. Raises Conflict if the hook does not serve the model."""
+def _graph(model: Model, record: tuple[str, ...] = (), *, media: bool = False) -> Graph:
+    """Returns the graph that the hook runs. Raises Conflict if the hook does not serve the model, or not with pictures
+    or sounds (`media`)."""
     graph = model.graph
-    on = compatibility.features(graph.config, graph.runtime)
+    on = compatibility.features(graph.config, graph.runtime, media=media)
     for feature, reason in REFUSED.items():
         if feature in on:
             raise compatibility.Conflict(

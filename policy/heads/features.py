@@ -6,7 +6,7 @@ B rows, T tokens, E hidden of the student, D of the teacher.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def by_number(aux: Aux, config: DecoderConfig, name: Literal["hidden", "mixed"])
 
 
 def pairs_of(
-    student: Mapping[int, jax.Array], teacher: Mapping[int, jax.Array], pairs: Sequence[tuple[int, int]] | None = None
+    student: Mapping[int, Any], teacher: Mapping[int, Any], pairs: Sequence[tuple[int, int]] | None = None
 ) -> list[tuple[int, int]]:
     """Returns the pairs (layer of the student, layer of the teacher) that are compared. None: equal numbers.
 

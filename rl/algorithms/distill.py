@@ -60,7 +60,10 @@ class Algorithm(Supervised):
         "other tokens; none sums over the k tokens as they are, which is no divergence",
     )
     features_coef: float = Field(
-        0.0, ge=0, description="weight of the distance between the outputs of both models' mixers; 0: not computed"
+        0.0,
+        ge=0,
+        description="weight of the distance between the outputs of both models' mixers; 0: not computed. Learned "
+        "matrices project those of a policy of another width than the teacher",
     )
     features_coef_end: float | None = Field(
         None, ge=0, description="features_coef at the end of the stage; null: constant"

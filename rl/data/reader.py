@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from policy.huggingface import sources
@@ -11,9 +11,11 @@ from rewards import RewardError, Runner, RunnerOptions, Share
 from rewards.workers.media import Picture, Sound
 from rewards.workers.threads import Call, Failure
 from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
+from rl.config.model import TeacherOptions
 from rl.config.run import RunConfig
 from rl.config.stage import StageOptions
 from rl.data import datasets, models
+from rl.data import teacher as teachers
 from rl.data.encoded import Example, Pair, Problem, Row
 from rl.data.encoding import ExampleEncoder
 from rl.data.media import read_processors
@@ -104,6 +106,14 @@ class DataReader:
         """Reads the problems of the evaluations that `stages` make, into `held_out`."""
         longest = max(stages, key=lambda stage: stage.sampling.max_new_tokens)
         self.held_out = list(self.problems(options.data, longest, held_out=True).own[: options.problems])
+
+    def check_teacher(self, options: TeacherOptions | None, stop_token_ids: Iterable[int]) -> None:
+        """Raises ConfigError or ModelError for a teacher that reads other ids than the run or ends texts elsewhere.
+
+        options: None, or files: nothing is checked. stop_token_ids: further ids that end a completion of the stage.
+        """
+        if options is not None and options.files is None:
+            teachers.check_teacher(options, self.tokenizer, tuple({*self.stop_ids, *stop_token_ids}))
 
     def reward_runner(self, settings: RewardSettings, problems: Sequence[Problem]) -> Runner:
         """Returns the workers that score `problems` and the held-out problems with these functions.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from rl.config.model import TeacherOptions
 from rl.data import models
 from rl.errors import ConfigError, ModelError
 from rollout.text.tokenizer import load_tokenizer, stop_ids
+
+# What `identity` reads of a file, in bytes: its start, and pieces.
+_HEAD, _PIECE, _PIECES = 1 << 20, 1 << 12, 64
 
 
 def directory_of(options: TeacherOptions, *, weights: bool = False) -> Path | None:
@@ -35,6 +39,34 @@ def directory_of(options: TeacherOptions, *, weights: bool = False) -> Path | No
             "configs/models/; train the teacher first, or set `teacher.source` to a model"
         )
     return result
+
+
+def identity(options: TeacherOptions) -> str:
+    """Returns a hash of the teacher, which a resumed run compares: of its configuration, and of names, sizes, headers
+    and samples of its weights or of the files of `rl teach`. The samples are the first MiB of a file and 64 pieces of
+    4 KiB at equal distances, so that a model of many shards takes a second.
+
+    Raises ModelError if there is no such model, ConfigError if there are no such files.
+    """
+    if options.files is not None:
+        directory, pattern = Path(options.files), "*"
+    elif (model := directory_of(options, weights=True)) is not None:
+        directory, pattern = model, "*.safetensors*"
+    else:  # random weights, which the configuration determines
+        return f"preset {options.source}"
+    digest = hashlib.sha256()
+    try:
+        for file in sorted({*directory.glob("config.json"), *directory.glob(pattern)}):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}".encode())
+            with file.open("rb") as opened:
+                digest.update(opened.read(_HEAD))
+                for n in range(1, _PIECES + 1):
+                    opened.seek(max(0, size * n // _PIECES - _PIECE))
+                    digest.update(opened.read(_PIECE))
+    except OSError as error:
+        raise ModelError(f"teacher {options.source or options.files}: {error}") from None
+    return digest.hexdigest()
 
 
 def decoder_of(options: TeacherOptions) -> DecoderConfig:
@@ -79,17 +111,14 @@ def problems(
 
 
 def _feature_problems(pairs: list[list[int]] | None, student: DecoderConfig, teacher: DecoderConfig) -> Iterator[str]:
-    if student.hidden_size != teacher.hidden_size:
-        yield (
-            f"features_coef compares states of the same width, but the policy has {student.hidden_size} and this "
-            f"teacher {teacher.hidden_size}; set features_coef: 0"
-        )
     mixing = [{n for n, layer in enumerate(config.layers) if layer.mixer is not None} for config in (student, teacher)]
     if pairs is None and mixing[0] != mixing[1]:
         yield (
             f"features_coef compares layer by layer, but the policy has {len(mixing[0])} and this teacher "
             f"{len(mixing[1])} layers; name pairs of layers in features_layers"
         )
+    if repeated := [pair for n, pair in enumerate(pairs or ()) if pair in (pairs or ())[:n]]:
+        yield f"features_layers names the pair {repeated[0]} twice; leave one out"
     for who, have, at in (("policy", mixing[0], 0), ("teacher", mixing[1], 1)):
         if missing := sorted({pair[at] for pair in pairs or ()} - have):
             yield f"features_layers: the {who} has no layer {missing[0]} with a mixer; its last is {max(have)}"

@@ -138,6 +138,9 @@ def table(reports: Sequence[Report], chip: chips.Chip | None) -> str:
         if each.kernels:
             calls = ", ".join(f"{name} x {number:,.6g}" for name, number in sorted(each.kernels.items()))
             notes.append(f"kernels of {each.name}: {calls}")
+        if each.teacher:
+            work = f"{each.teacher[0]:.2e} FLOP and {_bytes(each.teacher[1])} moved"
+            notes.append(f"{each.name} contains the teacher's passes, about {work} of it")
     if chip is not None:
         total = sum(each.times * bound(each, chip) for each in reports)
         far = any(kind.endswith(BETWEEN) for each in reports for kind in each.exchanged)

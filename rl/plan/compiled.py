@@ -45,7 +45,7 @@ class Report:
     shape: of the arrays that it computes on. arguments to peak: bytes, as in policy.execution.compiled_cache.Memory.
     non_argument: bytes of everything else that the run keeps on the device. operations: of products. moved: bytes of
     HBM traffic. exchanged: [bytes, number] by kind of collective. kernels: calls of each kernel. times: runs per step.
-    seconds: compile time.
+    seconds: compile time. teacher: estimates of [operations, bytes of HBM traffic] of a teacher's passes in it.
     """
 
     name: str
@@ -62,6 +62,7 @@ class Report:
     kernels: dict[str, float]
     times: float
     seconds: float
+    teacher: list[float] | None = None
 
     @property
     def needs(self) -> int:
@@ -124,6 +125,8 @@ def _estimated(configs: list[dict], devices: list, memory: float | None) -> Iter
 
 
 def _report(planned: Planned, topology: Topology, dump: Path, cache: Path | None) -> Report:
+    from rl.plan.estimate import teacher_work
+
     start = time.perf_counter()
     lowered = planned.lower()
     known = None if cache is None else cache / f"{_key(lowered, topology, planned)}.json"
@@ -141,6 +144,7 @@ def _report(planned: Planned, topology: Topology, dump: Path, cache: Path | None
         "shape": planned.shape,
         "non_argument": planned.non_argument,
         "times": planned.times,
+        "teacher": teacher_work(planned),
     }
     fields |= counted
     return Report(**fields)

@@ -8,6 +8,7 @@ are a model of a few terms, good for a comparison of configurations:
   three.
 - Operations (rl/reporting/flops.py): three times the forward pass for a gradient, and once more for recomputation.
 - HBM traffic: all weights in each pass, and activations.
+- The pass of a teacher in an update is one more forward pass, of its own weights.
 - Communication: an all-gather of weights over the axes that shard them but not the products, a reduce-scatter of their
   gradients, and two activations per layer where products are sharded.
 
@@ -104,6 +105,13 @@ class Weights:
         """Returns the bytes of a number in a product."""
         return jnp.dtype(self.graph.runtime.dtype).itemsize
 
+    def forward(self, sequences: int, length: int) -> tuple[float, float]:
+        """Returns (operations, bytes of HBM traffic) per device of a forward pass over so many sequences."""
+        size, numbers = self.graph.layout.mesh.size, sequences * length
+        tokens = numbers / min(self.parts, max(1, numbers))
+        work = self.operations.forward([length] * sequences) / size
+        return work, self.bytes * (self.assembled + 4 * tokens * self.outputs)
+
     def kept(self, remat: str) -> float:
         """Returns the product outputs per token, in all layers, that a remat policy keeps for the backward pass."""
         if remat in _KEPT:
@@ -120,6 +128,7 @@ class Estimator:
             str, tuple[Weights, list[tuple[PlannedStage, Sampling | None, list[tuple[Planned, Weights]]]]]
         ] = {}
         self._programs: dict[str, list[tuple[Planned, Weights]]] = {}
+        self._teachers: dict[int, Weights] = {}
 
     def __call__(self, config: RunConfig) -> dict[str, Cost]:
         """Returns the cost of each program by name. Raises the errors of rl.run.build."""
@@ -160,6 +169,11 @@ class Estimator:
             self._parts[key] = weights, parts
         return self._parts[key]
 
+    def _teacher(self, graph: Graph) -> Weights:
+        if id(graph) not in self._teachers:
+            self._teachers[id(graph)] = Weights(graph)
+        return self._teachers[id(graph)]
+
     def _cost(self, planned: Planned, weights: Weights, remat: str) -> Cost:
         graph, kind, item = weights.graph, planned.kind, weights.bytes
         mesh, config, chip = graph.layout.mesh, graph.config, self._chip
@@ -191,13 +205,16 @@ class Estimator:
         if update:
             temporaries += 4 * weights.trained + item * tokens * (E * layers + kept)
         passes = 3.0 + again if update else 1.0
-        work = passes * weights.operations.forward([length] * (numbers // length)) / mesh.size
-        moved = (
-            passes * item * (weights.assembled + 4 * tokens * weights.outputs)
-            + update * 24 * weights.trained / planned.trip_count
-        )
+        work, moved = (passes * each for each in weights.forward(numbers // length, length))
+        moved += update * 24 * weights.trained / planned.trip_count
         exchanged = (2 + (again > 0) if update else 1) * item * (weights.assembled - weights.local)
         exchanged += update * 4 * (weights.assembled - weights.local)
+        if planned.teacher is not None:
+            teacher = self._teacher(planned.teacher)
+            further = teacher.forward(numbers // length, length)
+            work, moved = work + further[0], moved + further[1]
+            exchanged += teacher.bytes * (teacher.assembled - teacher.local)
+            temporaries += teacher.bytes * (3 * tokens * teacher.widest + 2 * teacher.layer)
         t, x = mesh.size / weights.parts, mesh.shape["expert"]
         exchanged += (
             passes * layers * tokens * E * item * (4 * (1 - 1 / t) + (x - 1) * any(spec.moe for spec in config.layers))
@@ -215,6 +232,15 @@ class Estimator:
         seconds = max(work / (chip.tflops * 1e12), weights.bytes * numbers / (chip.bandwidth * 1e9))
         scores = 4.0 * 16 * min(N, 512) * N * max(1, R // weights.parts)
         return Cost(planned.resident, scores, planned.times * seconds)
+
+
+def teacher_work(planned: Planned) -> list[float] | None:
+    """Returns [operations, bytes of HBM traffic] per device of the passes of a teacher in one run of an update."""
+    if planned.teacher is None:
+        return None
+    rows, length = planned.shape
+    each = Weights(planned.teacher).forward(rows // planned.trip_count, length)
+    return [planned.trip_count * number for number in each]
 
 
 def _generating(

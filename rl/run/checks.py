@@ -310,11 +310,20 @@ def _reward_models(config: RunConfig, stage: Any, trained: list[str]) -> Iterato
 def _teacher(config: RunConfig, stage: Any) -> Iterator[tuple[tuple, str]]:
     """Checks the teacher of a stage, if it has one, against the policy."""
     if stage.teacher is None:
+        if "teacher" in stage.inputs:
+            text = "needs a teacher: set `teacher: {source: DIRECTORY}`, here or for all stages"
+            yield (*stage.path, "teacher"), f"{stage.algorithm.name} {text}"
         return
     path = (*stage.path, "teacher") if stage.options.teacher else ("teacher",)
     if stage.teacher.weights and config.mesh.shard_mode == "explicit":
         text = f"explicit sharding takes no weights of few bits, and these are {stage.teacher.weights}; leave one out"
         yield (*path, "weights"), text
+    if stage.teacher.files and stage.samples_completions:
+        yield (
+            (*path, "files"),
+            f"files hold numbers for rows of data, and {stage.name} samples its tokens; give `source`",
+        )
+        return
     student = decoder_of(config.model)
     for key, text in teachers.problems(stage.teacher, stage.algorithm, student, config.max_length):
         yield (*path, key), text

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from policy.mesh import processes
+from rl.cluster.launch import on_first
 from rl.data import models
+from rl.data import teacher as teachers
 from rl.data.inspect import Finding
-from rl.errors import Interrupted, ResourceError
+from rl.errors import Interrupted, ModelError, ResourceError
 from rl.reporting.program_memory import FILE, ProgramMemoryLog
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
@@ -33,7 +36,7 @@ class Run(Context):
     """The context of the stages, and further objects of the loop.
 
     held_out: problems of the evaluations. programs: the log of the memory of compiled programs. saved: (number, host
-    part) of the checkpoint that the run goes on from, or None.
+    part) of the checkpoint that the run goes on from, or None. teacher: identity of the teacher of the current stage.
     """
 
     stages: Sequence[StageKind]
@@ -43,6 +46,7 @@ class Run(Context):
     stop: StopSignal
     programs: ProgramMemoryLog
     saved: tuple[int, dict] | None
+    teacher: str | None = None
 
     @property
     def weights(self) -> str:
@@ -74,6 +78,7 @@ class Run(Context):
 
     def start(self, stage: StageKind, checkpoint: dict | None) -> Any:
         """Returns the state of a stage: a new one, or the restored one of the checkpoint with this host part."""
+        self._identify_teacher(stage, checkpoint)
         stage.bind(self.model.graph)
         stage.load_scorers(self)
         self.events.start_stage(stage.name, stage.options.steps, checkpoint["step"] if checkpoint else 0)
@@ -88,6 +93,16 @@ class Run(Context):
         self.model.params = state.policy.params
         return state
 
+    def _identify_teacher(self, stage: StageKind, checkpoint: dict | None) -> None:
+        """Raises ModelError if the teacher of the stage is another one than the steps before this checkpoint had."""
+        options = stage.teacher
+        self.teacher = None if options is None else on_first(partial(teachers.identity, options))
+        if options is not None and checkpoint is not None and checkpoint.get("teacher", self.teacher) != self.teacher:
+            raise ModelError(
+                f"teacher {options.source or options.files}: its files have changed since the first steps of "
+                f"{stage.name} (config.json, or the weights). Restore them, or start a new run in another run.dir"
+            )
+
     def save(self, stage: StageKind, state: Any, step: int, ended: bool) -> None:
         """Writes a checkpoint where one is due. Raises Interrupted, once it is written, after a signal to stop."""
         options = self.config.run
@@ -96,7 +111,7 @@ class Run(Context):
         number = sum(each.options.steps + 1 for each in self.stages[: stage.index]) + step
         if due and self.events.sync():
             host = {"stage": stage.index, "step": step, "steps": stage.options.steps, "ended": ended}
-            host["progress"] = self.progress.to_json()
+            host |= {"progress": self.progress.to_json()} | ({"teacher": self.teacher} if self.teacher else {})
             with self.timeline.span("checkpoint", stage=stage.name, step=step):
                 self.checkpoints.save(number, state, host, wait=bool(signal))
             self.events.rotate()

@@ -21,6 +21,7 @@ from rl.data.reader import DataReader
 from rl.data.teacher_files import TeacherFacts, TeacherWriter, model_sha256, vocabulary_sha256
 from rl.errors import ConfigError
 from rl.run import checks
+from rl.stages.scorers import bound_teacher
 from rl.stages.supervised import Stage
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _write(
     from rl.run import build
     from rl.training.teacher import ModelTeacher
 
-    teacher = stage.bound_teacher(build.on_mesh(config))
+    teacher = bound_teacher(config, stage.teacher, stage.algorithm, build.on_mesh(config))
     assert isinstance(teacher, ModelTeacher)  # it has a source
     teacher.read()
     facts = writer.facts

@@ -6,7 +6,7 @@ P prompts, G completions of each, N = P G in all, T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from rl.reporting.flops import memory_share, rates
 from rl.stages import inputs, rollouts
 from rl.stages.dynamic_sampling import DynamicSampling
 from rl.stages.inputs import StepData
-from rl.stages.shapes import abstract_batch, abstract_rows, update_program
+from rl.stages.scorers import bound_teacher
+from rl.stages.shapes import abstract_batch, abstract_rows, policy_update, update_program
 from rl.stages.stage import ConfigProblems, Program, StageKind
 from rollout.collect import Rollouts
 
@@ -69,6 +70,7 @@ class Stage(StageKind):
     def prepare(self, reader: DataReader) -> None:
         self.rows = reader.problems(self.data, self.options)
         self.prepare_rewards(reader, self.prompts())
+        reader.check_teacher(self.teacher, self.options.sampling.stop_token_ids)
         reward = self.algorithm.dynamic_reward
         if reward is not None and reward not in self.runner.names:
             names = ", ".join(self.runner.names)
@@ -80,15 +82,10 @@ class Stage(StageKind):
     def bind(self, graph: Graph) -> None:
         from rl.training.trainer import Trainer
 
-        self.trainer = Trainer(
-            graph,
-            self.options,
-            self.algorithm,
-            self.config.seed,
-            state=inputs.state_of(self.inputs),
-            temperature=self.options.sampling.temperature,
-            returns_tokens=True,
-        )
+        how: dict[str, Any] = {"temperature": self.options.sampling.temperature, "returns_tokens": True}
+        how["teacher"] = bound_teacher(self.config, self.teacher, self.algorithm, graph.layout)
+        state = inputs.state_of(self.inputs)
+        self.trainer = Trainer(graph, self.options, self.algorithm, self.config.seed, state=state, **how)
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
         state, updates = self.abstract(), self.options.updates_per_step
@@ -96,13 +93,13 @@ class Stage(StageKind):
         names = ("sampler_logp", "advantages", *inputs.fields(self))
         batch = self._with_old_logp(abstract_batch(abstract_rows(self, updates)[0], routes, *names))
         policy, critic, trainer = state.policy, state.critic, self.trainer
-        value_head = critic if trainer.policy.value_head else None
+        value_head = critic if trainer.companion == "critic" else None
         if critic is not None and (value_head is None or self.algorithm.critic_warmup):
             trunk = trainer.value_model.extra_params(policy.params)
             # A value head has its own update only during the critic's warm-up, when the policy does not change.
             times = updates if value_head is None else 0
             yield update_program(self, "update of the critic", batch, critic, (trunk, None), (critic, trunk), times)
-        yield update_program(self, "update", batch, policy, ({}, value_head), (policy, value_head), updates)
+        yield policy_update(self, batch, state, updates)
         for each in inputs.programs(self, state, routes):
             sampled = each.kind == inputs.VALUES and values and self.sampled_values
             if not sampled or self.algorithm.bootstrap_truncated:

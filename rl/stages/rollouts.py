@@ -19,7 +19,6 @@ from rl.reporting.samples import STOP, TOKEN, TRAINED
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
-    from rl.data.encoded import Problem
     from rl.reporting.events import Events
     from rl.training.batch import Batch
     from rollout import Completion, SamplingParams
@@ -109,7 +108,7 @@ def records(
     faults: dict[int, dict[str, str]] = defaultdict(dict)
     for fault in scores.faults:
         faults[fault.sample][fault.function] = fault.kind
-    media = [entries(expanded) for expanded in map(media_of, rollouts.problems)]
+    media = [entries(problem.media) for problem in rollouts.problems]
     lines, sample_of = [], Counter()
     for i, (p, completion) in enumerate(rollouts.flat):
         problem = rollouts.problems[p]
@@ -142,14 +141,10 @@ def record_evaluation(events: Events, stage: str, step: int, rollouts: Rollouts,
     events.samples(records(rollouts, scores, stage, step), token_records(rollouts), references(rollouts))
 
 
-def media_of(problem: Problem) -> Expanded | None:
-    """Returns the pictures and sounds of a prompt; None: it has none."""
-    return getattr(problem, "media", None)
-
-
 def references(rollouts: Rollouts) -> list[Reference]:
     """Returns the pictures and sounds of all prompts, with repeats."""
-    return [each for media in map(media_of, rollouts.problems) if media is not None for each in media.references]
+    shown = [problem.media for problem in rollouts.problems if problem.media is not None]
+    return [reference for media in shown for reference in media.references]
 
 
 def _is_short(value: Any) -> bool:

@@ -1,11 +1,13 @@
-"""The reward models that the rewards of a stage ask: where they lie, and what scores completions with them."""
+"""The frozen models of a stage: the reward models that its rewards ask, and its teacher."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from policy.config import Runtime
 from policy.huggingface import sources
@@ -13,15 +15,18 @@ from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
 from rewards.registry import REWARD_MODEL
 from rl.config.data import RewardSettings
+from rl.config.model import TeacherOptions
 from rl.config.run import RunConfig
 from rl.data import models
-from rl.errors import ModelError
+from rl.data import teacher as teachers
+from rl.errors import ConfigError, ModelError, ResourceError
 
 if TYPE_CHECKING:
     from policy.mesh.sharding import Layout
     from policy.model import Graph
     from rl.reporting.timeline import Timeline
     from rl.training.reward_model import RewardModelScorer
+    from rl.training.teacher import Teacher
 
 
 def reward_model_of(config: RunConfig, stage: str) -> Path:
@@ -79,6 +84,48 @@ def abstract_scorers(config: RunConfig, rewards: RewardSettings | None, graph: G
             raise ModelError(f"reward model {source}: {error}") from None
         scorers[source] = RewardModelScorer(Graph(decoder, _runtime(config), graph.layout), None, config.max_length)
     return scorers
+
+
+def bound_teacher(config: RunConfig, options: TeacherOptions | None, algorithm: Any, mesh: Layout) -> Teacher | None:
+    """Returns the teacher on the mesh of the run, without weights; None: without options.
+
+    Raises ConfigError or ModelError.
+    """
+    from policy.model import Graph
+    from policy.ops.host_memory import NoHostMemory
+    from rl.training.teacher import ModelTeacher, StoredTeacher
+
+    if options is None:
+        return None
+    if options.files is not None:
+        return StoredTeacher(algorithm)
+    runtime = config.model.runtime
+    dtype = options.dtype or runtime.dtype
+    runtime = replace(runtime, dtype=dtype, param_dtype=dtype, remat="full", remat_tensors=(), quantization=None)
+    runtime = replace(runtime, host_parameters=options.host_memory, table_memory="device", batch_split=False)
+    decoder, directory = teachers.decoder_of(options), teachers.directory_of(options)
+    try:
+        frozen = Graph(decoder, runtime, mesh)
+    except NoHostMemory:
+        raise ResourceError(
+            "teacher.host_memory: these devices have no host memory that programs can read; set it to false"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"teacher {options.source}: {error}") from None
+    return ModelTeacher(frozen, algorithm, directory, config.seed, options.weights)
+
+
+def load_teacher(options: TeacherOptions | None, trainer: Any, span: Callable[[str], AbstractContextManager]) -> None:
+    """Reads the weights of the teacher of a trainer, in a span of the timeline; without options it does nothing.
+
+    Raises ModelError.
+    """
+    if options is None:
+        return
+    if options.source is not None:
+        teachers.directory_of(options, weights=True)  # downloads those of the hub
+    with span("loading the teacher"):
+        trainer.teacher.read()
 
 
 def _directory(source: str, weights: bool = False) -> Path:

@@ -43,7 +43,7 @@ def update_program(
     """Returns the Program of an update, which takes (learner, batch, totals, *rest).
 
     learner: the ParamState that is trained. batch: the batch of one update, from `abstract_batch`. rest: (extra_params,
-    value_head), as OptimizerStep takes them. resident, times: as in Program.
+    companion), as OptimizerStep takes them. resident, times: as in Program.
     """
     import jax
 
@@ -58,7 +58,20 @@ def update_program(
         arguments = learner, batch, loss_inputs, frozen | table, *others
         return trainer.executables[kind].lower(*arguments, micro_rows=R)
 
-    return Program(kind, (rows, T), lower, trainer.graph, resident, times, trip_count=rows // R)
+    teacher = None if kind != "update" or trainer.teacher is None else trainer.teacher.model
+    return Program(kind, (rows, T), lower, trainer.graph, resident, times, trip_count=rows // R, teacher=teacher)
+
+
+def policy_update(stage: StageKind, batch: Batch, state: Any, times: float) -> Program:
+    """Returns the Program of an update of the policy, with the other weights that it trains and its teacher.
+
+    state: the RunState of the stage, as shapes.
+    """
+    trainer = stage.trainer
+    frozen = {} if trainer.teacher is None else dict(trainer.teacher.abstract)
+    companion = trainer.companion and getattr(state, trainer.companion)
+    resident = state.policy, companion, frozen
+    return update_program(stage, "update", batch, state.policy, (frozen, companion), resident, times)
 
 
 def with_places(stage: StageKind, batch: Batch) -> Batch:

@@ -58,6 +58,7 @@ class Program:
     such as weights and moments; the plan counts them once for all programs. times: calls per step. trip_count:
     iterations of its loop over micro-batches. The program computes this number, so the compiler does not know it.
     rollout_memory: whether the generator's resharded weights (`Context.resharded`) are on the devices while it runs.
+    teacher: the model whose forward pass it contains.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class Program:
     times: float
     trip_count: int = 1
     rollout_memory: bool = False
+    teacher: Graph | None = None
 
 
 class ConfiguredStage:
@@ -253,7 +255,8 @@ class StageKind(ConfiguredStage, ABC):
 
     def frozen(self) -> list[Any]:
         """Returns the shapes and shardings of other models' weights that the stage keeps on the devices."""
-        return [*(scorer.abstract for scorer in self.scorers.values()), self.media_params]
+        teachers = [] if self.teacher is None else [self.trainer.teacher]
+        return [*(each.abstract for each in (*self.scorers.values(), *teachers)), self.media_params]
 
     @property
     def media_params(self) -> dict[str, Any]:
@@ -279,9 +282,10 @@ class StageKind(ConfiguredStage, ABC):
         return self.trainer.start(context.model.params, self.config.seed + self.index)
 
     def load_scorers(self, context: Context) -> None:
-        """Loads the reward models that the rewards call."""
-        from rl.stages.scorers import load_scorers
+        """Loads the teacher, and the reward models that the rewards call."""
+        from rl.stages.scorers import load_scorers, load_teacher
 
+        load_teacher(self.teacher, self.trainer, partial(context.timeline.span, stage=self.name))
         if self.runner and self.runner.sources:
             with context.timeline.span("loading reward models", stage=self.name):
                 self.scorers = load_scorers(self.config, self.runner.sources, context.model.graph.layout)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rl.data import teacher as teachers
 from rl.data.teacher_files import TeacherFiles, vocabulary_sha256
-from rl.errors import ConfigError, ModelError, ResourceError
+from rl.errors import ConfigError, ModelError
 from rl.stages import inputs
-from rl.stages.shapes import abstract_batch, abstract_rows, update_program
+from rl.stages.scorers import bound_teacher
+from rl.stages.shapes import abstract_batch, abstract_rows, policy_update
 from rl.stages.stage import ConfigProblems, Program, StageKind
 
 if TYPE_CHECKING:
-    from policy.mesh.sharding import Layout
     from policy.model import Graph
     from rl.data.reader import DataReader
     from rl.stages.context import Context
@@ -39,22 +38,17 @@ class Stage(StageKind):
         yield from self._check_offline()
         if self.options.algorithm.name != "sft":
             yield from self._check_no_capacity()
-        if "teacher" in self.inputs and self.teacher is None:
-            text = "needs a teacher: set `teacher: {source: DIRECTORY}`, here or for all stages, or `files`"
-            yield (*self.path, "teacher"), f"{self.algorithm.name} {text}"
 
     def prepare(self, reader: DataReader) -> None:
         self.rows = reader.demonstrations(self.data, self.algorithm.train_on)
         self.prepare_rewards(reader, [])
-        if self.teacher is not None:
-            self._check_teacher(reader)
+        reader.check_teacher(self.teacher, self.options.sampling.stop_token_ids)
+        if self.teacher is not None and self.teacher.files is not None:
+            self._check_teacher_files(reader)
 
-    def _check_teacher(self, reader: DataReader) -> None:
-        """Raises ConfigError, ModelError or DataError for a teacher that does not fit the run or its data."""
+    def _check_teacher_files(self, reader: DataReader) -> None:
+        """Raises ConfigError or DataError for files of a teacher that do not fit the run or its data."""
         stops = tuple({*reader.stop_ids, *self.options.sampling.stop_token_ids})
-        if self.teacher.files is None:
-            teachers.check_teacher(self.teacher, reader.tokenizer, stops)
-            return
         facts, where = self.teacher_rows.facts, f"teacher.files: {self.teacher.files}"
         if facts.vocabulary_sha256 != vocabulary_sha256(reader.tokenizer):
             raise ConfigError(
@@ -74,43 +68,13 @@ class Stage(StageKind):
         from rl.training.trainer import Trainer
 
         state = inputs.state_of(self.inputs)
-        teacher = None if self.teacher is None else self.bound_teacher(graph.layout)
+        teacher = bound_teacher(self.config, self.teacher, self.algorithm, graph.layout)
         self.trainer = Trainer(graph, self.options, self.algorithm, self.config.seed, state=state, teacher=teacher)
-
-    def bound_teacher(self, mesh: Layout) -> Teacher:
-        """Returns the teacher on the mesh of the run, without weights. Raises ConfigError or ModelError."""
-        from policy.model import Graph
-        from policy.ops.host_memory import NoHostMemory
-        from rl.training.teacher import ModelTeacher, StoredTeacher
-
-        options = self.teacher
-        if options.files is not None:
-            return StoredTeacher(self.algorithm)
-        runtime = self.config.model.runtime
-        dtype = options.dtype or runtime.dtype
-        runtime = replace(runtime, dtype=dtype, param_dtype=dtype, remat="full", remat_tensors=(), quantization=None)
-        runtime = replace(runtime, host_parameters=options.host_memory, table_memory="device", batch_split=False)
-        decoder, directory = teachers.decoder_of(options), teachers.directory_of(options)
-        try:
-            frozen = Graph(decoder, runtime, mesh)
-        except NoHostMemory:
-            raise ResourceError(
-                "teacher.host_memory: these devices have no host memory that programs can read; set it to false"
-            ) from None
-        except ValueError as error:
-            raise ConfigError(f"teacher {options.source}: {error}") from None
-        return ModelTeacher(frozen, self.algorithm, directory, self.config.seed, options.weights)
-
-    def frozen(self) -> list[Any]:
-        teacher = self.trainer.teacher
-        return [*super().frozen(), *([] if teacher is None else [teacher.abstract])]
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
         state, updates = self.abstract(), self.options.updates_per_step
         batch = self.abstract_batch(abstract_rows(self, updates)[0])
-        frozen = {} if self.trainer.teacher is None else dict(self.trainer.teacher.abstract)
-        resident = state.policy, None, frozen
-        yield update_program(self, "update", batch, state.policy, (frozen, None), resident, updates)
+        yield policy_update(self, batch, state, updates)
         yield from inputs.programs(self, state, None)
 
     def abstract_batch(self, shape: tuple[int, int]) -> Batch:
@@ -132,13 +96,8 @@ class Stage(StageKind):
         """Changes the batch after its inputs have been added. By default it changes nothing."""
 
     def start(self, context: Context, restored: Any = None) -> RunState:
-        if (teacher := self.trainer.teacher) is not None:
-            if self.teacher.source is not None:
-                teachers.directory_of(self.teacher, weights=True)  # downloads those of the hub
-            with context.timeline.span("loading the teacher", stage=self.name):
-                teacher.read()
         state = super().start(context, restored)
-        if teacher is not None and restored is None:
+        if (teacher := self.trainer.teacher) is not None and restored is None:
             self._check_vocabulary(teacher, state)
         return state
 

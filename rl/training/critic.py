@@ -20,8 +20,10 @@ class Critic:
 
     The critic owns VALUE_HEAD float32[E] and, unless `shared`, the weights of the trunk: a decoder with the
     architecture of the policy, without an output projection. If `shared`, the trunk is the policy, which the critic
-    does not change.
+    does not change. `metrics` starts the names of the metrics of its updates.
     """
+
+    metrics = "value"
 
     def __init__(self, policy: Graph, shared: bool = False):
         self.shared, self.runtime = shared, policy.runtime

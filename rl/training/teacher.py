@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +27,7 @@ from policy.config import StoredType
 from policy.execution.compiled_cache import CompiledCache
 from policy.heads import head
 from policy.heads.divergence import DivergenceOutputs, top_divergence
-from policy.heads.features import by_number, feature_loss
+from policy.heads.features import by_number, feature_loss, pairs_of
 from policy.huggingface import model_directory
 from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
@@ -44,6 +44,8 @@ from rl.training.batch import Batch
 
 PREFIX = "teacher."
 """Paths of a teacher's weights begin with it where they lie among the policy's."""
+PROJECTION = "projection."
+"""Behind PREFIX, paths of the projections of features begin with it."""
 COMPARED = ("student_entropy", "teacher_entropy", "agreement", "outside", "student_mass", "teacher_mass")
 """Fields of DivergenceOutputs that are metrics of an update, as distill/<name>."""
 
@@ -60,11 +62,8 @@ class Student:
 class Teacher(ABC):
     """What an update compares the policy with.
 
-    flops: the operations of its pass; None: it has none. params: its weights, by path behind PREFIX, which no update
-    donates; there after `read`.
+    params: its weights, by path behind PREFIX, which no update donates; there after `read`.
     """
-
-    flops: Operations | None = None
 
     def __init__(self, algorithm: Any):
         self.algorithm = algorithm
@@ -86,9 +85,23 @@ class Teacher(ABC):
         """Returns the graph of the policy with the outputs that the comparison reads."""
         return graph
 
+    @property
+    def model(self) -> Graph | None:
+        """Returns the model whose forward pass an update contains; None: it contains none."""
+        return None
+
+    def operations(self, graph: Graph, lengths: Any) -> float:
+        """Returns the operations that an update of the policy of `graph` has in addition, over sequences of these
+        lengths."""
+        return 0.0
+
+    def projections(self, graph: Graph) -> FeatureProjections | None:
+        """Returns the projections of the features of the policy of `graph`; None: they are compared as they are."""
+        return None
+
     @staticmethod
     def split(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns (weights of the policy, weights of the teacher by its own paths)."""
+        """Returns (weights of the policy, weights of the teacher by its own paths, with projections)."""
         own = {path: array for path, array in params.items() if not path.startswith(PREFIX)}
         return own, {path.removeprefix(PREFIX): array for path, array in params.items() if path not in own}
 
@@ -119,7 +132,8 @@ class Teacher(ABC):
 
     @abstractmethod
     def compare(self, student: Student, micro: Batch, inputs: PolicyInputs, frozen: dict[str, Any]) -> PolicyInputs:
-        """Returns the inputs with `divergence`, `features` and `teacher`. frozen: the teacher's weights."""
+        """Returns the inputs with `divergence`, `features` and `teacher`. frozen: the teacher's weights, and those of
+        projections, which alone have a gradient."""
 
     def _with(self, inputs: PolicyInputs, outputs: DivergenceOutputs, micro: Batch, **more: Any) -> PolicyInputs:
         """Adds numbers per token, 0 at the first token of a segment and on padding, which nothing predicts."""
@@ -148,7 +162,7 @@ class ModelTeacher(Teacher):
         """
         super().__init__(algorithm)
         self.graph = graph.at(record=("mixed",)) if algorithm.has_features else graph
-        self.flops, self._directory, self._seed, self._stored_type = Operations(graph), directory, seed, weights
+        self._flops, self._directory, self._seed, self._stored_type = Operations(graph), directory, seed, weights
 
     @functools.cached_property
     def abstract(self) -> Mapping[str, Any]:
@@ -196,6 +210,29 @@ class ModelTeacher(Teacher):
     def recorded(self, graph: Graph) -> Graph:
         return graph.at(record=(*graph.runtime.record, "mixed")) if self.algorithm.has_features else graph
 
+    @property
+    def model(self) -> Graph:
+        return self.graph
+
+    def operations(self, graph: Graph, lengths: Any) -> float:
+        projections = self.projections(graph)
+        learned = 0.0 if projections is None else projections.operations(lengths)
+        return self._flops.forward(lengths) + learned
+
+    def projections(self, graph: Graph) -> FeatureProjections | None:
+        mine, theirs = graph.config, self.graph.config
+        if not self.algorithm.has_features or mine.hidden_size == theirs.hidden_size:
+            return None
+        mixing = [
+            {n: n for n, layer in enumerate(config.layers) if layer.mixer is not None} for config in (mine, theirs)
+        ]
+        return FeatureProjections(graph, theirs.hidden_size, pairs_of(mixing[0], mixing[1], self._pairs))
+
+    @property
+    def _pairs(self) -> list[tuple[int, int]] | None:
+        pairs = self.algorithm.features_layers
+        return None if pairs is None else [(n, m) for n, m in pairs]
+
     def states(self, frozen: dict[str, Any], tokens: jax.Array, step: Step) -> tuple[Any, jax.Array, Aux]:
         """Returns (decoder, final states [R, T, D], Aux) of a pass without a head."""
         decoder = self.graph.decoder(frozen)
@@ -237,19 +274,61 @@ class ModelTeacher(Teacher):
             )
         if student.graph.config.vocab_size <= self.graph.config.vocab_size:
             outputs = replace(outputs, outside=None)
-        features = self._features(student, aux, micro) if self.algorithm.has_features else None
+        features = self._features(student, aux, micro, frozen) if self.algorithm.has_features else None
         return self._with(inputs, outputs, micro, features=features)
 
-    def _features(self, student: Student, aux: Aux, micro: Batch) -> jax.Array:
+    def _features(self, student: Student, aux: Aux, micro: Batch, frozen: dict[str, Any]) -> jax.Array:
         """Returns the distance of the layers [R, T], at each token that of the state that predicts it."""
         mine, theirs = by_number(student.aux, student.graph.config, "mixed"), by_number(aux, self.graph.config, "mixed")
-        pairs = self.algorithm.features_layers
-        pairs = None if pairs is None else [(n, m) for n, m in pairs]
-        distance = feature_loss(mine, theirs, micro.segments, self.algorithm.features_loss, pairs)
+        projections = self.projections(student.graph)
+        maps = None if projections is None else projections.maps(frozen)
+        distance = feature_loss(mine, theirs, micro.segments, self.algorithm.features_loss, self._pairs, maps)
         return jnp.where(_scored(micro), jnp.pad(distance[:, :-1], ((0, 0), (1, 0))), 0.0)
 
     def vocabulary(self, graph: Graph) -> int:
         return self.graph.config.vocab_size
+
+
+class FeatureProjections:
+    """Matrices that map features of the policy to the width of a teacher, one for each pair of layers.
+
+    They learn with the policy by the same loss. They are a part of the state of a stage, and no part of the policy.
+    `metrics` starts the names of the metrics of their updates.
+
+    paths: of each matrix float32[E, D], in the order of the pairs. The other attributes are those of a Critic.
+    """
+
+    metrics = "distill/projections"
+
+    def __init__(self, policy: Graph, width: int, pairs: Sequence[tuple[int, int]]):
+        """Defines the matrices. width: of the teacher. pairs: (layer of the policy, layer of the teacher)."""
+        self.paths = [f"{PREFIX}{PROJECTION}{n}.{m}" for n, m in pairs]
+        shape, axes = (policy.config.hidden_size, width), ("embed", None)
+        self.trunk, self.runtime = policy, replace(policy.runtime, param_dtype="float32")
+        self.untrained, self.hosted, self.tables = frozenset(), frozenset(), frozenset()
+        self.axes, self.sizes = dict.fromkeys(self.paths, axes), dict.fromkeys(self.paths, shape)
+        self.shardings = dict.fromkeys(self.paths, policy.layout.sharding(axes, shape))
+
+    def init(self, seed: int) -> dict[str, jax.Array]:
+        """Draws the matrices, normally distributed with variance 1 / E: a projected feature keeps its size."""
+
+        def create(key):
+            keys = jax.random.split(key, len(self.paths))
+            scale = {path: size[0] ** -0.5 for path, size in self.sizes.items()}
+            return {
+                path: scale[path] * jax.random.normal(each, self.sizes[path], jnp.float32)
+                for path, each in zip(self.paths, keys, strict=True)
+            }
+
+        return jax.jit(create, out_shardings=self.shardings)(jax.random.key(seed))
+
+    def maps(self, params: dict[str, Any]) -> list[jax.Array]:
+        """Returns the matrices in the order of the pairs. params: the second part of `Teacher.split`."""
+        return [params[path.removeprefix(PREFIX)] for path in self.paths]
+
+    def operations(self, lengths: Any) -> float:
+        """Returns the operations of the products and of their gradients over sequences of these lengths."""
+        return 6.0 * sum(E * D for E, D in self.sizes.values()) * float(np.sum(lengths))
 
 
 class StoredTeacher(Teacher):

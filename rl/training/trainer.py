@@ -39,12 +39,13 @@ class RunState:
     """All arrays of a stage of a run. An absent part is None.
 
     policy: the trained weights and their optimizer state. reference: the policy at the start of the stage, mixed with
-    later policies at each renewal. critic: the weights of the critic and their optimizer state.
+    later policies at each renewal. critic, projections: other trained weights (FeatureProjections), as of the policy.
     """
 
     policy: ParamState
     reference: dict[str, jax.Array] | None
     critic: ParamState | None
+    projections: ParamState | None = None
 
 
 class Trainer(BatchUpdates):
@@ -75,18 +76,24 @@ class Trainer(BatchUpdates):
           teacher: the model, or its numbers in the batch, that an update compares the policy with.
         """
         super().__init__(graph, stage, algorithm)
-        self.teacher = teacher
+        self.teacher, projections = teacher, None
         if teacher is not None:
-            self._update_graph = teacher.recorded(self._update_graph)
+            self._update_graph, projections = teacher.recorded(self._update_graph), teacher.projections(graph)
         self.temperature, self._returns_tokens = np.float32(temperature), returns_tokens
         self._has_reference = "reference" in state
         loss = self._auxiliary_only_loss if stage.indexer.training == "dense_warmup" else self._policy_loss
-        self.critic = value_head = self._value_model = None
+        self.critic = self.projections = self.companion = self._value_model = None
         if "critic" in state:
             self._value_model = Critic(graph, shared=algorithm.critic_trunk == "policy")
             self.critic = OptimizerStep(self._value_model, self._critic_loss, stage.critic, stage, seed)
-            value_head = self.critic if self._value_model.shared else None
-        self.policy = OptimizerStep(self._update_graph, loss, stage.optimizer, stage, seed, value_head)
+            self.companion = "critic" if self._value_model.shared else None
+        if projections is not None:
+            if self.companion:
+                raise ValueError("the update of a policy trains a value head or projections of features, not both")
+            self.projections = OptimizerStep(projections, loss, stage.optimizer, stage, seed)
+            self.companion = "projections"
+        companion = self.companion and getattr(self, self.companion)
+        self.policy = OptimizerStep(self._update_graph, loss, stage.optimizer, stage, seed, companion)
 
     @property
     def value_model(self) -> Critic:
@@ -108,20 +115,18 @@ class Trainer(BatchUpdates):
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
         """Returns the state at the beginning of the stage. Owns `params`; reference and critic are copies."""
-        reference = critic = None
+        reference = None
         if self._has_reference:
             copies = partial(copied, tables=self.graph.tables)
             reference = jax.jit(copies, out_shardings=self.graph.shardings)(params)
-        if self.critic:
-            critic = self.critic.start(self.value_model.init(params, self.algorithm.value_init_std, seed))
-        return block_on_cpu_mesh(RunState(self.policy.start(params), reference, critic), self.graph.layout)
+        critic = self.critic and self.critic.start(self.value_model.init(params, self.algorithm.value_init_std, seed))
+        projections = self.projections and self.projections.start(cast(Any, self.projections.model).init(seed))
+        return block_on_cpu_mesh(RunState(self.policy.start(params), reference, critic, projections), self.graph.layout)
 
     def renew_reference(self, state: RunState, mix: float) -> RunState:
         """Returns the state with the reference model mix * policy + (1 - mix) * reference."""
-        reference = block_on_cpu_mesh(
-            self._renewed(state.reference, state.policy.params, np.float32(mix)), self.graph.layout
-        )
-        return RunState(state.policy, reference, state.critic)
+        reference = self._renewed(state.reference, state.policy.params, np.float32(mix))
+        return replace(state, reference=block_on_cpu_mesh(reference, self.graph.layout))
 
     @cached_property
     def _renewed(self):
@@ -135,6 +140,7 @@ class Trainer(BatchUpdates):
             self.policy.shardings,
             cast(Any, self.graph.shardings) if shapes.reference is not None else None,
             self.critic.shardings if self.critic else None,
+            self.projections and self.projections.shardings,
         )
         return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, shardings)
 
@@ -164,41 +170,40 @@ class Trainer(BatchUpdates):
         separate_critic = state.critic is not None and (critic_only or not self.value_model.shared)
         if not critic_only:
             self.add_flops(self.flops, batch, passes=3)
-            if self.teacher is not None and self.teacher.flops is not None:
-                self.add_flops(self.teacher.flops, batch, passes=1)
+            if self.teacher is not None:
+                self.total_flops += self.teacher.operations(self.graph, lengths(batch.segments))
         if separate_critic:
             self.add_flops(self.value_model.flops, batch, passes=1 if self.value_model.shared else 3)
         packing, R = self.packing_of(batch.segments)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
-        policy, critic, metrics = state.policy, state.critic, {"perf/packed_share": packing.efficiency(R)}
+        metrics = {"perf/packed_share": packing.efficiency(R)}
         coefs = {name: np.float32(value) for name, value in (adaptive_coefs or {}).items()}
         inputs, table = self.loss_inputs(batch, coefs or None), towers.as_params(media and media.table)
         if separate_critic:
-            assert self.critic is not None and critic is not None  # the state has a critic
-            more = self.value_model.extra_params(policy.params) | table
-            critic, _, result, _ = self.critic(critic, batch, inputs, R, more)
+            assert self.critic is not None and state.critic is not None  # the state has a critic
+            trunk = self.value_model.extra_params(state.policy.params) | table
+            critic, _, result, _ = self.critic(state.critic, batch, inputs, R, trunk)
+            state = replace(state, critic=critic)
             del result["loss"]  # the sum of value/loss and value/moe/balance, which are both reported
             metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in result.items()}
         if not critic_only:
             frozen = table if self.teacher is None else self.teacher.params | table
+            own = {} if (name := self.companion) is None else {name: getattr(state, name)}
             pieces = None if media is None else media.pieces
-            policy, value_head, result, tokens = self.policy(
-                policy, batch, inputs, R, frozen, None if separate_critic else critic, pieces
-            )
-            critic = critic if separate_critic else value_head
+            companions = next(iter(own.values()), None), pieces
+            policy, companion, result, tokens = self.policy(state.policy, batch, inputs, R, frozen, *companions)
+            state = replace(state, policy=policy, **dict.fromkeys(own, companion))
             metrics |= result
             if on_tokens is not None and tokens:
                 on_tokens(TokenOutputs(tokens, packing))
-        return RunState(policy, state.reference, critic), metrics
+        return state, metrics
 
     def _auxiliary_only_loss(self, params, micro: Batch, inputs: PolicyInputs):
         """Returns a policy loss of 0 and the Aux of the layers: only auxiliary losses train. Computes no logits."""
         return jnp.float32(0.0), {}, self._update_graph.aux(params, micro.tokens, self.step_of(params, micro)), None, {}
 
     def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs):
-        frozen: dict[str, Any] = {}
-        if self.teacher is not None:
-            params, frozen = self.teacher.split(params)
+        params, frozen = (params, {}) if self.teacher is None else self.teacher.split(params)
         step = self.step_of(params, micro)
         logp, entropy, aux = self._update_graph.logprobs(params, micro.tokens, step, self.temperature)
         inputs = replace(inputs, logp=logp, entropy=entropy)

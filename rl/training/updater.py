@@ -32,6 +32,7 @@ from rl.training.diagnostics import activation_metrics, gradient_norms
 from rl.training.host_memory import joined, on_each_memory
 from rl.training.optimizer import adamw, at_once, by_layer, schedule, start
 from rl.training.optimizer import norm as norm_of
+from rl.training.teacher import FeatureProjections
 from rl.training.towers import TowerGradients
 from rl.training.trainable import MODULES, trained_paths
 
@@ -45,14 +46,14 @@ class ParamState:
     optimizer: Any
 
 
-def frozen_names(model: Graph | Critic, stage: StageOptions) -> Sequence[str]:
-    """Returns the names of weights that a stage does not train; a critic has no towers and trains all of its own."""
-    if isinstance(model, Critic):
+def frozen_names(model: Graph | Critic | FeatureProjections, stage: StageOptions) -> Sequence[str]:
+    """Returns the names of weights that a stage does not train; only a policy has names that can be frozen."""
+    if not isinstance(model, Graph):
         return ()
     return TOWERS if stage.freeze is None else stage.freeze
 
 
-def _updates(model: Graph | Critic, stage: StageOptions) -> int:
+def _updates(model: Graph | Critic | FeatureProjections, stage: StageOptions) -> int:
     """Returns how many updates of the model a stage makes. A policy has none while only its critic learns."""
     warmup = 0 if isinstance(model, Critic) else getattr(stage.algorithm, "critic_warmup", 0)
     return max(0, stage.steps - warmup) * stage.updates_per_step
@@ -67,12 +68,12 @@ class OptimizerStep:
 
     def __init__(
         self,
-        model: Graph | Critic,
+        model: Graph | Critic | FeatureProjections,
         loss: Callable,
         options: OptimizerOptions,
         stage: StageOptions,
         seed: int,
-        value_head: OptimizerStep | None = None,
+        companion: OptimizerStep | None = None,
     ):
         """Defines the update.
 
@@ -83,14 +84,13 @@ class OptimizerStep:
           options: settings of AdamW.
           stage: settings of the stage.
           seed: seed of the run, for dropout.
-          value_head: update of a value head that learns in the same program, from the states that `loss` computes.
-            `loss` then reads the head from `params`, returns its gradient (else None), and reports value/loss.
+          companion: update of other weights that learn in the same program. `loss` reads them from `params`. It returns
+            the gradient of a value head and reports value/loss; projections of features get the gradient of `loss`.
         """
-        self.model, self._loss, self._options, self._stage, self.value_head = model, loss, options, stage, value_head
+        self.model, self._loss, self._options, self._stage, self.companion = model, loss, options, stage, companion
         self._trained_paths = trained_paths(model.axes, model.runtime, frozen_names(model, stage))
         self._tables = model.tables & self._trained_paths
-        self._seed = seed if stage.dropout else None
-        self._diagnostics = stage.diagnostics and isinstance(model, Graph)
+        self._seed, self._diagnostics = seed if stage.dropout else None, stage.diagnostics and isinstance(model, Graph)
         self._graph = model if isinstance(model, Graph) else model.trunk
         self.layout = self._graph.layout
         self.rate = schedule(options, _updates(model, stage))
@@ -167,7 +167,7 @@ class OptimizerStep:
         update = jax.jit(
             self._update,
             donate_argnums=(0, 4),
-            out_shardings=(self.shardings, self.value_head and self.value_head.shardings, None, None),
+            out_shardings=(self.shardings, self.companion and self.companion.shardings, None, None),
             static_argnames="micro_rows",
             compiler_options=batch_split.compiler_options(self._graph.runtime),
         )
@@ -180,44 +180,45 @@ class OptimizerStep:
         inputs: Any,
         micro_rows: int,
         extra_params: dict[str, jax.Array] | None = None,
-        value_head: ParamState | None = None,
+        companion: ParamState | None = None,
         pieces: Sequence[Piece] | None = None,
     ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
-        """Returns (learner, value head, metrics on the device) after one update, and the token outputs of the loss.
+        """Returns (learner, companion, metrics on the device) after one update, and the token outputs of the loss.
 
         batch: a mini-batch, a multiple of `micro_rows` rows. inputs: its PolicyInputs. extra_params: frozen weights
-        that the loss reads, by path. value_head: the value head if this update trains it, else None. pieces: the items
-        of the table among `extra_params`, if this update trains a tower, else None.
+        that the loss reads, by path. companion: the weights of `self.companion` if this update trains them, else None.
+        pieces: the items of the table among `extra_params`, if this update trains a tower, else None.
         """
-        arguments = (learner, batch, inputs, extra_params or {}, value_head, *(() if pieces is None else (pieces,)))
+        arguments = (learner, batch, inputs, extra_params or {}, companion, *(() if pieces is None else (pieces,)))
         return block_on_cpu_mesh(self.executable(*arguments, micro_rows=micro_rows), self.layout)
 
     def _update(
-        self, learner, batch: Batch, inputs, extra_params=None, value_head=None, pieces=None, *, micro_rows: int
+        self, learner, batch: Batch, inputs, extra_params=None, companion=None, pieces=None, *, micro_rows: int
     ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
         trained, others = self._split(learner.params)
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, updates_made(learner), batch.tokens.shape[0]))
-        constants = others | (extra_params or {}) | (value_head.params if value_head else {})
-        towers = TowerGradients(self._graph, trained, constants, pieces)
+        constants, joint = others | (extra_params or {}), companion.params if companion else {}
+        if VALUE_HEAD in joint:  # it has a loss of its own
+            constants, joint = constants | joint, {}
+        towers = TowerGradients(self._graph, trained | joint, constants, pieces)
         sums, tokens = self._gradients(*towers.arguments, batch, inputs, micro_rows)
         grads, head_gradient, loss, metrics, routing = sums
         grads = towers.gradients(grads)
-        if value_head is not None:
-            assert self.value_head is not None  # the caller passes a head only if there is an update for it
-            arguments = value_head, {VALUE_HEAD: head_gradient}, metrics["value/loss"], {}
-            value_head, head_metrics = self.value_head.apply(*arguments)
-            metrics |= {f"value/{name}": value for name, value in head_metrics.items() if name != "loss"}
+        if companion is not None:  # then there is an update for it
+            step = cast(Any, self.companion)
+            gradients = {path: grads.pop(path) for path in joint} or {VALUE_HEAD: head_gradient}
+            companion, more = step.apply(companion, gradients, metrics.get("value/loss", loss), {})
+            metrics |= {f"{step.model.metrics}/{name}": value for name, value in more.items() if name != "loss"}
         learner, step_metrics = self.apply(learner, grads, loss, routing)
-        return learner, value_head, metrics | step_metrics, tokens
+        return learner, companion, metrics | step_metrics, tokens
 
     def apply(self, learner: ParamState, grads: dict, loss: jax.Array, routing: dict) -> tuple[ParamState, dict]:
         """Returns (learner after an update by these gradients, metrics), in a jitted function. routing: router loads."""
         trained, others = self._split(learner.params)
         squares = to_device(joined(on_each_memory(_squares, self._tables, grads)))
         part_norms = gradient_norms(squares) if self._diagnostics else {}
-        mtp = self._stage.mtp
-        detach = mtp is not None and mtp.detach
+        detach = self._stage.mtp is not None and self._stage.mtp.detach
         factors, norm, norms = _clipping(squares, self._options.clip_norm, detach=detach)
         finite = _is_finite(loss, norm, norms)
         # A gradient of 0, as from equal rewards, changes nothing: otherwise the old moments would change the weights.

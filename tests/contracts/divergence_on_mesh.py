@@ -11,9 +11,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import learners
 import numpy as np
-from oracles import random_model, short, tokens
+from oracles import configuration, random_model, short, tokens
 
+import rl.algorithms
 from policy import families
 from policy.config import Runtime
 from policy.heads.divergence import Divergence, divergence
@@ -21,6 +23,8 @@ from policy.heads.features import by_number
 from policy.heads.head import Tiling
 from policy.mesh.sharding import layout
 from policy.modes import make_step
+from rl.training.teacher import PREFIX, ModelTeacher
+from rl.training.trainer import Trainer
 
 MESHES = ({"fsdp": 4}, {"tensor": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "expert": 2})
 # Vocabularies of student and teacher with their soft caps. 44: the last of three tiles is filled up.
@@ -84,6 +88,26 @@ def recorded(kind: str, degrees: dict | None, **runtime):
     return np.asarray(jax.block_until_ready(jax.jit(run)(model.params)))[:, np.asarray(segments) != 0]
 
 
+def updated(degrees: dict | None, explicit: bool = False) -> dict[str, np.ndarray]:
+    """All arrays after two updates from a teacher of other width and depth, with a projection of its features."""
+    how = {} if degrees is None else {"mesh": layout(degrees, explicit=explicit)}
+    sizes = learners.SIZES, learners.SIZES | {"hidden_size": 24, "num_hidden_layers": 2}
+    mine, theirs = (
+        random_model(families.read(configuration("Llama", **each)), runtime=learners.QUICK, **how) for each in sizes
+    )
+    options = learners.stage({"name": "distill", "features_coef": 0.5, "features_layers": [[0, 1]]})
+    algorithm = rl.algorithms.get("distill", **options.algorithm.model_extra)
+    teacher = ModelTeacher(theirs.graph, algorithm)
+    teacher.params = {PREFIX + path: array for path, array in theirs.params.items()}
+    trainer = Trainer(mine.graph, options, algorithm, teacher=teacher)
+    state = trainer.start(mine.params, seed=3)
+    for _ in range(2):
+        state, _ = trainer.update(state, learners.batch())
+    (projection,) = state.projections.params.values()
+    assert degrees is None or not projection.sharding.is_fully_replicated
+    return learners.host(state)
+
+
 def compare() -> dict:
     result = {}
     for degrees in MESHES:
@@ -94,6 +118,11 @@ def compare() -> dict:
     for balance in (False, True):
         cut = recorded("Llama", {"fsdp": 2, "context": 2}, context_load_balance=balance)
         result[f"recorded, balance {balance}"] = {"results": float(np.abs(cut - expected).max())}
+    expected = updated(None)
+    for degrees, explicit in (({"fsdp": 2, "tensor": 2}, False), ({"fsdp": 4}, True)):
+        arrays = updated(degrees, explicit)
+        differences = [float(np.abs(arrays[path] - array).max()) for path, array in expected.items()]
+        result[f"projected, {degrees}, explicit {explicit}"] = {"results": max(differences)}
     return result
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import rl.algorithms
 from rl.reporting import events
-from rl.training.teacher import COMPARED
+from rl.training.teacher import COMPARED, FeatureProjections
 
 PREDICTION = ("mtp/loss", "mtp/acceptance", "mtp/grad_norm", "speculative/accepted_per_step")
 EXACT = ("generator/replaced_share",)
@@ -109,6 +109,7 @@ def test_every_metric_of_the_losses_is_documented_and_no_other_name(uninterrupte
         losses
         | written(uninterrupted)
         | {f"value/{name}" for name in CRITIC}
+        | {f"{FeatureProjections.metrics}/{name}" for name in CRITIC if name.startswith("optim/")}
         | {*PREDICTION, *INDEXER, *EXACT, *REPLAY}
     )
     possible |= {*ASKED_FOR, *UTILISATION, *RESHARDED, *REWARD_MODELS}

@@ -1,6 +1,7 @@
 """Runs of `distill`: from a teacher that is loaded, from files of `rl teach`, interrupted, and with teachers that do
 not fit."""
 
+import dataclasses
 import json
 import shutil
 
@@ -9,12 +10,18 @@ import launch
 import numpy as np
 import pytest
 from oracles import configuration, random_model
+from safetensors.numpy import load_file
 
 import policy
+import rl.algorithms
 from policy import families
 from policy.ops.host_memory import on_a_device
 from rl.commands import cli
-from rl.plan import programs
+from rl.config.model import TeacherOptions
+from rl.data import teacher as teachers
+from rl.plan import compiled, programs
+from rl.plan.command import table
+from rl.plan.estimate import Estimator, teacher_work
 from rl.reporting import events
 from rl.run import build
 from rl.run.load import load
@@ -37,6 +44,50 @@ stages:
     updates_per_step: 2
     optimizer: {learning_rate: 1e-2}
 """
+TOY = """
+from typing import ClassVar
+
+import numpy as np
+
+from rl.algorithms._options import algorithm_options
+from rl.algorithms._sampled import Sampled
+
+
+@algorithm_options()
+class Algorithm(Sampled):
+    '''The reverse KL from a teacher at the tokens of the policy's samples.'''
+
+    name: ClassVar[str] = "on_policy_toy"
+    inputs: ClassVar[frozenset[str]] = frozenset({"teacher"})
+    has_features: ClassVar[bool] = False
+
+    @property
+    def divergence_spec(self):
+        from policy.heads.divergence import Divergence
+
+        return Divergence("reverse")
+
+    def temperature_of(self, inputs):
+        return np.float32(1.0)
+
+    def advantages(self, rewards, lengths=None):
+        return np.zeros_like(np.asarray(rewards, np.float64))
+
+    def with_totals(self, inputs):
+        from rl.algorithms._inputs import with_totals
+
+        return with_totals(inputs)
+
+    def loss(self, inputs):
+        import jax
+
+        from rl.algorithms._losses import tokens_of
+
+        loss = tokens_of(self.with_totals(inputs)).mean(inputs.divergence)
+        return loss, {"toy/reverse_kl": jax.lax.stop_gradient(loss)}
+"""
+GENERATOR = "generator={slots: 32, tokens_per_dispatch: 6, batch_sizes: []}"
+SFT = "{algorithm: sft, steps: 4, prompts_per_step: 8}"
 TEACHER = {"vocab_size": 24, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
 SIZES = TEACHER | {"hidden_size": 16, "num_hidden_layers": 1}
 
@@ -82,6 +133,93 @@ def test_a_run_that_is_cut_off_goes_on_to_the_same_bits(finished, tmp_path):
     launch.assert_same_run(finished / "run", run)
 
 
+def test_a_stage_that_samples_can_learn_from_a_teacher(finished, tmp_path, monkeypatch, capsys):
+    """By an algorithm of one file that names the input. The reverse KL on the policy's own samples falls."""
+    (tmp_path / "algorithms").mkdir()
+    (tmp_path / "algorithms" / "on_policy_toy.py").write_text(TOY)
+    monkeypatch.setattr(rl.algorithms, "__path__", [*rl.algorithms.__path__, str(tmp_path / "algorithms")])
+    sampling = "{algorithm: on_policy_toy, steps: 6, prompts_per_step: 8, samples_per_prompt: 4, max_logp_diff: 1e-4, "
+    sampling += "sampling: {max_new_tokens: 6}, optimizer: {learning_rate: 1e-2}}"
+    arguments = [str(finished / "run.yml"), f"stages=[{sampling}]", "rewards.functions=[exact_answer]", GENERATOR]
+    assert cli.train_main([*arguments, f"run.dir={tmp_path / 'run'}"]) == 0
+    rows = metrics_of(tmp_path / "run")
+    kl = [row["toy/reverse_kl"] for row in rows]
+    assert kl[-1] < 0.9 * kl[0] and min(kl) > 0, kl
+    assert all(row["optim/grad_norm"] > 0 for row in rows)
+    config = load([finished / "run.yml"], [*arguments[1:], f"run.dir={tmp_path / 'plan'}"])
+    planned = programs.programs(config, build.on_mesh(config, jax.devices()[:1]), None)
+    (update,) = [each for each in planned if each.kind == "update"]
+    assert update.teacher is not None
+    update.lower()
+    for change, code, said in (
+        ("teacher=null", 2, "on_policy_toy needs a teacher"),
+        ("teacher={source: null, files: x}", 2, "files hold numbers for rows of data, and on_policy_toy samples"),
+    ):
+        assert cli.train_main([*arguments, f"run.dir={tmp_path / 'refused'}", change]) == code
+        assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_goes_on_with_the_teacher_of_its_first_steps_only(finished, tmp_path, capsys):
+    """The other teacher has the same shapes, so that only its numbers differ."""
+    shutil.copytree(finished / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "export")
+    shutil.rmtree(sorted((tmp_path / "run" / "checkpoints").iterdir())[-1])
+    shutil.copytree(finished / "teacher", tmp_path / "kept")
+    saved(finished / "teacher", TEACHER, 5)
+    try:
+        assert cli.train_main([str(finished / "run.yml"), f"run.dir={tmp_path / 'run'}"]) == 4
+    finally:
+        shutil.rmtree(finished / "teacher")
+        shutil.copytree(tmp_path / "kept", finished / "teacher")
+    assert "its files have changed since the first steps of distill" in " ".join(capsys.readouterr().err.split())
+    assert cli.train_main([str(finished / "run.yml"), f"run.dir={tmp_path / 'run'}"]) == 0
+
+
+@pytest.mark.parametrize("change", ["weights", "length", "config", "files"])
+def test_the_identity_of_a_teacher_is_that_of_its_files(change, tmp_path):
+    large = np.random.default_rng(0).integers(0, 255, 3 << 20, np.uint8).tobytes()
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(large)
+    (tmp_path / "notes.txt").write_text("of no weight")
+    options = TeacherOptions(**{"files" if change == "files" else "source": str(tmp_path)})
+    before = teachers.identity(options)
+    if change != "files":
+        (tmp_path / "notes.txt").write_text("changed")
+    assert teachers.identity(options) == before
+    if change == "config":
+        (tmp_path / "config.json").write_text("[]")
+    elif change == "files":
+        (tmp_path / "notes.txt").write_text("changed")
+    else:  # all numbers after the first MiB
+        rest = large[1 << 20 :]
+        rest = bytes(255 - each for each in rest) if change == "weights" else rest[:-1]
+        (tmp_path / "model.safetensors").write_bytes(large[: 1 << 20] + rest)
+    assert teachers.identity(options) != before
+
+
+def test_projections_of_features_are_kept_in_checkpoints_and_not_exported(finished, tmp_path):
+    """Of another width and depth. A run that is cut off goes on to the same bits."""
+    features = "stages.0.algorithm.features_coef=0.5", "stages.0.algorithm.features_layers=[[0, 1]]"
+    arguments = [str(finished / "run.yml"), *features]
+    assert cli.train_main([*arguments, f"run.dir={tmp_path / 'run'}"]) == 0
+    rows = metrics_of(tmp_path / "run")
+    assert rows[-1]["distill/features"] < rows[0]["distill/features"]
+    assert rows[0]["distill/projections/optim/grad_norm"] > 0
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "export")
+    for made in sorted((tmp_path / "again" / "checkpoints").iterdir())[2:]:
+        shutil.rmtree(made)
+    assert cli.train_main([*arguments, f"run.dir={tmp_path / 'again'}"]) == 0
+    launch.assert_same_run(tmp_path / "run", tmp_path / "again")
+    newest = sorted((tmp_path / "again" / "checkpoints").iterdir())[-1]
+    named = json.loads((newest / "manifest.json").read_text())["arrays"]
+    assert sum("projection.0.1" in name for name in named) == 3, "the matrix and its two moments"
+    stored, plain = (
+        load_file(folder / "export" / "model.safetensors") for folder in (tmp_path / "again", finished / "run")
+    )
+    assert stored.keys() == plain.keys()
+
+
 @pytest.mark.slow
 def test_files_with_all_tokens_are_the_teacher_and_a_stopped_command_goes_on(finished, tmp_path, capsys, monkeypatch):
     files, teach = tmp_path / "files", ["teach", str(finished / "run.yml"), "--top", "24", "--dtype", "float32"]
@@ -123,10 +261,36 @@ def test_a_plan_counts_the_teacher(finished):
         ((stage, _),) = programs.stages(changed, build.on_mesh(config, jax.devices()[:1]), None)
         (update,) = [each for each in programs.planned(stage, None) if each.kind == "update"]
         teacher = on_a_device(stage.stage.frozen())
+        assert update.teacher is stage.stage.trainer.teacher.graph
         assert update.resident == stage.bytes == on_a_device(stage.state) + teacher and update.non_argument == 0
         sizes[weights] = teacher
     assert sizes["null"] > 2 * sizes["int8"] > 0
     update.lower()
+
+
+def test_the_least_time_of_an_update_counts_the_pass_of_the_teacher(finished):
+    """The estimate against the products of the compiled update, which has the teacher's in addition to those of sft."""
+    counted, estimated, planned = {}, {}, {}
+    for name, changes in (
+        ("distill", ["stages.0.algorithm={name: distill, alpha: 0.0, alpha_end: null}"]),
+        ("sft", [f"stages=[{SFT}]", "teacher=null"]),
+    ):
+        config = load([finished / "run.yml"], [f"run.dir={finished}", "stages.0.updates_per_step=1", *changes])
+        devices = jax.devices()[:1]
+        (each,) = [p for p in programs.programs(config, build.on_mesh(config, devices), None) if p.kind == "update"]
+        planned[name] = each
+        counted[name] = compiled.counts(each.lower().compile().as_text(), each)
+        estimated[name] = Estimator(devices, None, None)(config)[each.name].seconds
+    assert teacher_work(planned["sft"]) is None and planned["distill"].trip_count == planned["sft"].trip_count
+    operations, moved = teacher_work(planned["distill"])
+    more = {key: counted["distill"][key] - counted["sft"][key] for key in ("operations", "moved")}
+    # The heads of both models are multiplied once more, for the divergence; attention counts full squares here.
+    assert 0.4 * more["operations"] < operations < 1.1 * more["operations"], (operations, more)
+    assert 0.1 * more["moved"] < moved < 1.1 * more["moved"], (moved, more)
+    assert estimated["distill"] > 1.3 * estimated["sft"]
+    fields = {field.name: 0 for field in dataclasses.fields(compiled.Report)} | {"exchanged": {}, "kernels": {}}
+    shown = compiled.Report(**fields | {"name": "distill: update", "teacher": [operations, moved]})
+    assert "distill: update contains the teacher's passes, about " in table([shown], None)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +305,12 @@ def test_a_plan_counts_the_teacher(finished):
         ("teacher.weights=int8 mesh.shard_mode=explicit", 2, "explicit sharding takes no weights of few bits"),
         ("teacher.overrides={hidden_size: 8}", 2, "only random weights take overrides"),
         ("max_length=2000 teacher=gpt2", 2, "max_length 2000 is more than the 1024 positions of this teacher"),
-        ("stages.0.algorithm.features_coef=0.1", 2, "the policy has 16 and this teacher 24"),
+        ("stages.0.algorithm.features_coef=0.1", 2, "the policy has 1 and this teacher 2 layers"),
+        (
+            "stages.0.algorithm.features_coef=0.1 stages.0.algorithm.features_layers=[[0,1],[0,1]]",
+            2,
+            "features_layers names the pair [0, 1] twice",
+        ),
         ("stages.0.algorithm={name: sft, alpha: null, alpha_end: null}", 2, "no option"),
         ("stages=[{algorithm: sft, steps: 1}]", 2, "no stage learns from a teacher"),
         ("stages=[{algorithm: sft, steps: 1, teacher: TEACHER}]", 2, "sft learns from no teacher"),

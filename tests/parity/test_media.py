@@ -13,7 +13,9 @@ import pytest
 from oracles import by_kind
 
 import policy
+from policy import hook
 from policy.cache.media import Media, MediaInputs
+from policy.compatibility import Conflict
 from policy.modes import make_step
 from policy.ops.dropout import Dropout
 
@@ -102,6 +104,85 @@ def gradients(model, tokens, segments, media):
         jnp.asarray(media["media"].table), jnp.asarray(media["media"].deep)
     )
     return logp, *slopes
+
+
+def rows_of_hook(documents, spans, table, rng):
+    """These tokens of each document as 24 rows of the engine hook, in random order, idle rows among them."""
+    fed = [(r, p) for r, (start, end) in enumerate(spans) for p in range(start, end)]
+    fed += [(-1, 0)] * (24 - len(fed))
+    fed = [fed[i] for i in rng.permutation(len(fed))]
+    starts = np.cumsum([0] + [len(each.media.table.rows) for each in documents])
+    tokens, index, turns = [], [], []
+    for r, p in fed:
+        media = documents[r].media
+        tokens.append(documents[r].tokens[p])
+        index.append(media.index[p] + starts[r] if r >= 0 and media.index[p] >= 0 else -1)
+        turns.append((p, p, p) if media.turns is None else media.turns[p])
+    rows, deep = ([getattr(each.media.table, name) for each in documents] for name in ("rows", "deep"))
+    deep = None if deep[0] is None else jnp.concatenate(deep, axis=1)
+    media = Media(jnp.array(index, jnp.int32), jnp.concatenate(rows), deep)
+    request, positions = jnp.array(fed, jnp.int32).T
+    given = None if documents[0].media.turns is None else jnp.array(turns, jnp.int32)
+    return hook.Rows(jnp.array(tokens, jnp.int32), positions, request, table, given, media), fed
+
+
+@pytest.mark.parametrize(
+    "kind", by_kind(("Qwen3VL", "Qwen3VLMoe", "Qwen3OmniMoeThinker", "Llama4"), always=("Qwen3VLMoe",))
+)
+def test_rows_of_the_engine_hook_with_pictures_are_the_full_forward_pass(kind, pair):
+    """Two requests with pictures, which two calls cut in two; the last tokens are decoded after them."""
+    model, documents = pair(kind).ours, pair(kind).documents
+    first, second = map(len, documents)
+    cuts = [((0, 7), (0, 5)), ((7, first - 2), (5, second - 1)), ((first - 2, first), (second - 1, second))]
+    pages, rng = jnp.array([[3, 9, 5, 2, 7, 12], [1, 4, 6, 8, 10, 0]]), np.random.default_rng(0)
+    pages = jnp.pad(pages, ((0, 0), (0, 6)), constant_values=0).at[:, 6:].set(jnp.array([range(13, 19), range(19, 25)]))
+    caches = hook.create_caches(model, 25, 4)
+    result = [np.zeros_like(each.logits) for each in documents]
+
+    @functools.partial(jax.jit, donate_argnames="caches")
+    def run(model, rows, caches):
+        hidden, caches, recorded = hook.forward(model, rows, caches, record=("hidden",))
+        return hook.logits(model, hidden), hidden, recorded, caches
+
+    for spans in cuts:
+        rows, fed = rows_of_hook(documents, spans, pages, rng)
+        logits, hidden, recorded, caches = run(model, rows, caches)
+        np.testing.assert_array_equal(recorded["hidden"][len(model.config.layers) - 1], hidden)
+        for row, (r, p) in enumerate(fed):
+            if r >= 0:
+                result[r][p] = logits[row]
+    tokens, segments, media = media_oracles.batch([[each] for each in documents], WIDTH)
+    full = np.asarray(model.logits(tokens, segments=segments, **media))
+    for r, document in enumerate(documents):
+        np.testing.assert_allclose(result[r], full[r, : len(document)], atol=2e-5, rtol=0)
+        np.testing.assert_allclose(result[r], document.logits, atol=1e-4, rtol=0)
+    if kind != "Llama4":
+        plain = jnp.repeat(rows.positions[:, None], 3, axis=1)
+        without = run(model, dataclasses.replace(rows, turns=plain), caches)[0]
+        active = np.asarray(rows.request) >= 0
+        assert np.abs(without - logits)[active].max() > 0.01, "the tokens after a picture turn by other positions"
+
+
+@pytest.mark.parametrize("kind", by_kind(media_oracles.LOOKS_AHEAD, always=("Gemma3",)))
+def test_the_engine_hook_refuses_pictures_that_see_themselves(kind, pair):
+    model, documents = pair(kind).ours, pair(kind).documents
+    rows, _ = rows_of_hook(documents, ((0, 2), (0, 2)), jnp.ones((2, 4), jnp.int32), np.random.default_rng(0))
+    caches = hook.create_caches(model, 5, 4)
+    with pytest.raises(
+        Conflict, match="does not go with attention to later parts of a picture: the tokens of a picture"
+    ):
+        hook.forward(model, rows, caches)
+    jax.eval_shape(hook.forward, model, dataclasses.replace(rows, media=None), caches)  # text is served
+
+
+def test_rows_with_media_of_another_shape_are_refused(pair):
+    rows, _ = rows_of_hook(pair("Qwen3VLMoe").documents, ((0, 2), (0, 2)), jnp.ones((2, 4)), np.random.default_rng(0))
+    for changes, message in (
+        ({"turns": rows.turns[:, :2]}, r"turns \[N, 3\].*'turns': \(24, 2\)"),
+        ({"media": dataclasses.replace(rows.media, index=rows.media.index[:, None])}, r"'media.index': \(24, 1\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(rows, **changes).step()
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from learners import QUICK, VOCAB, batch, dense, experts, host, same_bits, stage
 from oracles import configuration, random_model
 
 import rl.algorithms
-from policy import families
+from policy import families, modes
+from policy.heads.features import by_number
 from policy.model import Graph, Model
 from rl.algorithms.distill import ALPHA, FEATURES, TEMPERATURE
 from rl.training.teacher import PREFIX, ModelTeacher, StoredTeacher
@@ -128,6 +129,85 @@ def test_rows_micro_batches_and_packing_change_nothing():
             np.testing.assert_allclose(array, full[path], atol=1e-5, err_msg=path)
         for name in ("loss", "nll", "distill/forward_kl", "distill/teacher_entropy", "distill/features"):
             np.testing.assert_allclose(other[name], metrics[name], atol=1e-5, err_msg=name)
+
+
+def slopes_of_features(s, t, maps, pairs, weight, kind):
+    """(loss, its gradients in the features of the student and in the matrices), in float64.
+
+    s, t: features [B, T, E] and [B, T, D] by layer; weight: [B, T], the weight of the state at each token.
+    """
+    loss, g_s, g_maps = 0.0, {n: np.zeros(a.shape) for n, a in s.items()}, []
+    for (n, m), map_ in zip(pairs, maps, strict=True):
+        a, b = s[n] @ map_, t[m]
+        if kind == "squared":
+            rows, slope = np.square(a - b).mean(-1), 2 * (a - b) / a.shape[-1]
+        else:
+            norms = [np.linalg.norm(x, axis=-1, keepdims=True) for x in (a, b)]
+            cosine = (a * b).sum(-1, keepdims=True) / norms[0] / norms[1]
+            rows, slope = 1 - cosine[..., 0], cosine * a / norms[0] ** 2 - b / norms[0] / norms[1]
+        slope = slope * weight[..., None] / len(pairs)
+        loss += (rows * weight).sum() / len(pairs)
+        g_s[n] += slope @ map_.T
+        g_maps.append(np.einsum("bte,btd->ed", s[n], slope))
+    return loss, g_s, g_maps
+
+
+@pytest.mark.parametrize("kind", ["squared", "cosine"])
+def test_features_of_another_width_are_projected_and_the_projections_learn(kind):
+    """A teacher with other width and depth. The gradients of an update against formulas in float64, behind which the
+    gradients of the policy follow from the features by its own vjp. Two micro-batches."""
+    pairs, coef = [[0, 1], [0, 0]], 0.7
+    options = {"alpha": 1.0, "features_coef": coef, "features_loss": kind, "features_layers": pairs}
+    how = {"optimizer": {"beta1": 0.9, "clip_norm": None}, "micro_batch": 4}
+    trainer, state = learner(dense(), wider(), options=options, **how)
+    maps = [np.asarray(state.projections.params[f"teacher.projection.{n}.{m}"], np.float64) for n, m in pairs]
+    assert [a.shape for a in maps] == [(16, 24)] * 2 and np.std(maps) == pytest.approx(0.25, rel=0.1)
+    data = batch()
+
+    def features(params, graph):
+        tokens, segments = jax.numpy.asarray(data.tokens), jax.numpy.asarray(data.segments)
+        aux = graph.at(record=("mixed",)).aux(params, tokens, modes.make_step(tokens, segments=segments))
+        return by_number(aux, graph.config, "mixed")
+
+    s, pull = jax.vjp(lambda params: features(params, dense().graph), dense().params)
+    weight = np.pad(data.mask[:, 1:] * (data.segments[:, 1:] != 0), ((0, 0), (0, 1))) / data.mask.sum()
+    wide = [
+        {n: np.asarray(a, np.float64) for n, a in each.items()} for each in (s, features(wider().params, wider().graph))
+    ]
+    loss, g_s, g_maps = slopes_of_features(*wide, maps, pairs, coef * weight, kind)
+    (expected,) = pull({n: np.float32(a) for n, a in g_s.items()})
+
+    plain, start = learner(dense(), wider(), options={"alpha": 1.0}, **how)
+    soft, _ = plain.update(start, data)
+    arrays, metrics = updated(trainer, state, data)
+    np.testing.assert_allclose(coef * metrics["distill/features"], loss, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], metrics["distill/forward_kl"] + loss, rtol=1e-5)
+    # The first moment after one update is 0.1 of the gradient.
+    norms = 0.0
+    for (n, m), g in zip(pairs, g_maps, strict=True):
+        moment = arrays[f".projections.optimizer[0].mu['teacher.projection.{n}.{m}']"]
+        np.testing.assert_allclose(10 * moment, g, atol=2e-6 * np.abs(g).max() + 1e-9)
+        norms += np.square(g).sum()
+    np.testing.assert_allclose(metrics["distill/projections/optim/grad_norm"], np.sqrt(norms), rtol=1e-5)
+    for path, moment in soft.policy.optimizer[0].mu.items():
+        both = arrays[f".policy.optimizer[0].mu['{path}']"]
+        np.testing.assert_allclose(10 * (both - moment), expected[path], atol=3e-6, err_msg=path)
+    assert not any("projection" in path for path in arrays if path.startswith(".policy"))
+    assert metrics["distill/projections/optim/update_norm"] > 0
+
+
+def test_projections_learn_to_map_the_features_and_equal_widths_have_none():
+    options = {"alpha": 0.0, "features_coef": 1.0, "features_loss": "squared", "features_layers": [[0, 1]]}
+    trainer, state = learner(dense(), wider(), options=options)
+    again = trainer.start(jax.tree.map(np.array, dense().params), seed=3)
+    assert same_bits(host(again.projections), host(state.projections))
+    losses = []
+    for _ in range(30):
+        state, metrics = trainer.update(state, batch(), adaptive_coefs=trainer.algorithm.adaptive_coefs)
+        losses.append(float(metrics["distill/features"]))
+    assert losses[-1] < 0.5 * losses[0], losses
+    trainer, state = learner(dense(), dense(), options={"features_coef": 1.0})
+    assert state.projections is None and trainer.projections is None
 
 
 @pytest.mark.slow

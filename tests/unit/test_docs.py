@@ -54,6 +54,7 @@ NOT_RUN = {
     "rl schema > duet.schema.json",
     "rl schema --partial > duet.partial.schema.json",
     "rl plan configs/quickstart.yml mesh.fsdp=4 mesh.tensor=2 --topology cpu:8",
+    "rl plan configs/distill_quickstart.yml teacher=tiny-deepseek --topology cpu:1",  # test_teacher_runs.py plans one
     "rl plan configs/quickstart.yml --topology cpu:2 --search --memory 2 --candidates 1",
     "rl-train configs/quickstart.yml run.dir=runs/quickstart",
     "rl report runs/quickstart",
