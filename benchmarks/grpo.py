@@ -176,7 +176,7 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
     from rewards import Runner, RunnerOptions
     from rl.data.datasets import Example
     from rl.data.encoded import Problem
-    from rl.stages.rollouts import to_batch
+    from rl.stages.sampling.rollouts import to_batch
     from rl.training.trainer import Trainer
     from rollout import Generator, SamplingParams
     from rollout.collect import Source, collect

@@ -84,7 +84,7 @@ class Rollouts:
     random draws. completions: [P][G]. versions: policy version (number of updates) that sampled each group. counts:
     what the generator counted (Generator.counts) in the calls that sampled the groups, and the `tokens` of its
     completions; the greedy completions of `greedy_reward` are not counted. With dynamic sampling
-    (rl/stages/dynamic_sampling.py) they include the groups that it dropped. seconds: time of sampling. scoring: time of
+    (rl/stages/sampling/dynamic.py) they include the groups that it dropped. seconds: time of sampling. scoring: time of
     the reward models after it.
     """
 

@@ -73,8 +73,7 @@ class Generator:
         self.weights = RolloutWeights.from_options(model.graph, options)
         budget = options.prefill_budget or max(options.prefill_chunk, slots * options.tokens_per_dispatch)
         runner = ModelRunner(model.graph, options, slots, max_length)
-        if self.weights and self.weights.reshards:
-            runner.reserved_bytes = self.weights.bytes
+        runner.reserved_bytes = self.weights.bytes if self.weights and self.weights.reshards else runner.reserved_bytes
         stop_string = None if tokenizer is None else partial(first_stop, tokenizer)
         self.engine = Engine(runner, lambda: self._params, seed, stop_string=stop_string, prefill_budget=budget)
         if options.record_values:
@@ -260,8 +259,8 @@ class Generator:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes per device of the weights that decoding reads."""
-        read = {path: array for path, array in self.model.params.items() if not is_tower(path)}
-        return on_a_device(read | (self.weights.abstract if self.weights else {}))
+        read = self.model.params | (self.weights.abstract if self.weights else {})
+        return on_a_device({path: array for path, array in read.items() if not is_tower(path)})
 
     def completion(self, request: Request) -> Completion:
         """Returns the completion of a request that has ended. Raises ValueError if it has not."""

@@ -8,8 +8,8 @@ import numpy as np
 from rewards import Scores
 from rl.config.run import RunConfig
 from rl.reporting.events import Events
-from rl.stages import rollouts
-from rl.stages.dynamic_sampling import ReadyScores
+from rl.stages.sampling import rollouts
+from rl.stages.sampling.dynamic import ReadyScores
 from rollout import Completion
 from rollout.collect import Rollouts
 from rollout.media.expand import Expanded

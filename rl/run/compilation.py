@@ -5,7 +5,7 @@ from __future__ import annotations
 from policy.mesh import processes
 from rl.errors import ConfigError
 from rl.run.state import Run
-from rl.stages.rollouts import sampling_params
+from rl.stages.sampling.rollouts import sampling_params
 
 
 def compile_generator(run: Run) -> None:

@@ -28,7 +28,7 @@ from rl.run.outlook import Outlook, step_metrics
 from rl.run.prepare import prepare
 from rl.run.signals import StopSignal
 from rl.run.state import Run, is_finished
-from rl.stages.evaluation import Evaluation
+from rl.stages.sampling.evaluation import Evaluation
 from rl.stages.stage import StageKind
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl.errors import ModelError
-from rl.stages.dynamic_sampling import Group
+from rl.stages.sampling.dynamic import Group
 
 if TYPE_CHECKING:
     from policy.model import Model

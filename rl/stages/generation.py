@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from policy.huggingface import generation_config
 from rl.data import models
 from rl.errors import ModelError
-from rl.stages import kind_of, rollouts
+from rl.stages import kind_of
+from rl.stages.sampling import rollouts
 
 if TYPE_CHECKING:
     from rl.stages.context import Context

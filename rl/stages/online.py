@@ -12,12 +12,14 @@ import numpy as np
 
 from rl.errors import ConfigError, ModelError, RewardStop
 from rl.reporting.flops import memory_share, rates
-from rl.stages import inputs, rollouts
-from rl.stages.dynamic_sampling import DynamicSampling
+from rl.stages import inputs
+from rl.stages.configured import ConfigProblems
 from rl.stages.inputs import StepData
+from rl.stages.sampling import rollouts
+from rl.stages.sampling.dynamic import DynamicSampling
 from rl.stages.scorers import bound_teacher
 from rl.stages.shapes import abstract_batch, abstract_rows, policy_update, update_program
-from rl.stages.stage import ConfigProblems, Program, StageKind
+from rl.stages.stage import Program, StageKind
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:

@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl.stages.configured import ConfigProblems
 from rl.stages.preference import batch_of
 from rl.stages.scorers import reward_model_of
 from rl.stages.shapes import abstract_batch, abstract_rows, update_program
-from rl.stages.stage import ConfigProblems, Program, StageKind
+from rl.stages.stage import Program, StageKind
 
 if TYPE_CHECKING:
     from policy.model import Graph

@@ -20,15 +20,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl.data import datasets, towers
 from rl.reporting.flops import rates
 from rl.reporting.program_memory import ENCODING
-from rl.stages import algorithm_of, generation, rollouts
-from rl.stages.evaluation import Evaluation
+from rl.stages import generation
+from rl.stages.configured import ConfiguredStage
+from rl.stages.sampling import rollouts
+from rl.stages.sampling.evaluation import Evaluation
 from rollout.collect import Rollouts, Source, collect
 
 if TYPE_CHECKING:
@@ -44,9 +46,6 @@ if TYPE_CHECKING:
     from rl.training.batch import Batch
     from rl.training.reward_model import RewardModelScorer
     from rollout import SamplingParams
-
-ConfigProblems = Iterator[tuple[tuple, str]]
-"""(path of keys, message that says what is wrong and what to change) of each problem in a configuration."""
 
 
 @dataclass(frozen=True)
@@ -70,122 +69,6 @@ class Program:
     trip_count: int = 1
     rollout_memory: bool = False
     teacher: Graph | None = None
-
-
-class ConfiguredStage:
-    """A stage as its configuration describes it. Free of jax."""
-
-    samples_completions: ClassVar[bool] = False
-    """Whether a step samples completions."""
-    trains_policy: ClassVar[bool] = True
-    """Whether a step changes the policy, which is then evaluated."""
-    sequences_per_row: ClassVar[int] = 1
-    """Sequences of at most `max_length` tokens in one row of a batch, before rows are packed."""
-
-    def __init__(self, config: RunConfig, index: int):
-        """Reads only the configuration. `index`: index of the stage in the run."""
-        self.config, self.index = config, index
-        self.name, self.options = config.stage_names[index], config.stages[index]
-        self.algorithm = algorithm_of(self.options)
-        self.path = ("stages", index)
-
-    @property
-    def inputs(self) -> frozenset[str]:
-        """Names of rl/stages/inputs.py that a step provides to the algorithm."""
-        repeated = self.algorithm.repeated_inputs if self.options.updates_per_step > 1 else frozenset()
-        return self.algorithm.inputs | repeated
-
-    @property
-    def data(self) -> Any:
-        """Returns the DataOptions of the stage, or of the run."""
-        return self.options.data or self.config.data
-
-    @property
-    def rewards(self) -> Any:
-        """Returns the RewardSettings of the stage, or of the run; None where nothing is scored."""
-        rewarded = self.samples_completions or (self.config.evaluation is not None and self.trains_policy)
-        return (self.options.rewards or self.config.rewards) if rewarded else None
-
-    @property
-    def teacher(self) -> Any:
-        """Returns the TeacherOptions of the stage, or of the run; None where the algorithm has no teacher."""
-        return (self.options.teacher or self.config.teacher) if "teacher" in self.inputs else None
-
-    @property
-    def optimizers(self) -> list[str]:
-        """Keys of the stage that hold OptimizerOptions in use."""
-        return ["optimizer", "critic"] if "values" in self.inputs else ["optimizer"]
-
-    @property
-    def sampled_values(self) -> bool:
-        """Whether the generator could compute the critic's values while it samples."""
-        return False
-
-    @property
-    def rows_per_update(self) -> int:
-        """Rows of the batch of one update, before they are packed: sequences or pairs."""
-        return self.options.prompts_per_step // self.options.updates_per_step
-
-    def check(self) -> ConfigProblems:
-        """Yields the problems of the stage in this configuration. It is quick and does not import jax."""
-        stage, config, name = self.options, self.config, self.options.algorithm.name
-        if not self.data:
-            yield (*self.path, "data"), f"{name} needs data, here or for all stages (`data`)"
-        if stage.indexer.training == "dense_warmup" and name != "sft":
-            yield (
-                (*self.path, "indexer", "training"),
-                f"a dense_warmup learns from texts alone and has no use for {name}; use sft",
-            )
-        if stage.router_replay and config.generator.exact:
-            yield (
-                (*self.path, "router_replay"),
-                "`generator.exact: true` takes log-probabilities under the trainer's own routes, and replay takes them "
-                "under the generator's routes; leave one out",
-            )
-        yield from self._check_kind()
-        if stage.router.ragged_buffer_factor is not None and config.model.expert_parallel != "all_to_all":
-            yield (
-                (*self.path, "router", "ragged_buffer_factor"),
-                "only `model.expert_parallel: all_to_all` has this buffer, the scheme is "
-                f"{config.model.expert_parallel}",
-            )
-        if stage.teacher and "teacher" not in self.inputs:
-            yield (*self.path, "teacher"), f"{name} learns from no teacher; leave it out, or use distill"
-        if stage.micro_batch and stage.micro_batch > (rows := self.rows_per_update):
-            text = f"{stage.micro_batch} rows, but one update has {rows}; leave it out or lower it"
-            yield (*self.path, "micro_batch"), text
-
-    def _check_kind(self) -> ConfigProblems:
-        """Yields the problems that only this kind of stage can have."""
-        yield from ()
-
-    def _check_offline(self) -> ConfigProblems:
-        """Yields the problems of a stage that samples nothing."""
-        if self.options.router_replay:
-            yield (
-                (*self.path, "router_replay"),
-                f"{self.options.algorithm.name} learns from data that no generator routed; leave it out, or set it in "
-                "stages that sample",
-            )
-        if self.config.evaluation and self.trains_policy:
-            yield from self._check_room()
-
-    def _check_room(self) -> ConfigProblems:
-        new, limit = self.options.sampling.max_new_tokens, self.config.max_length
-        if new >= limit:
-            text = f"{new} leaves no room for a prompt in max_length ({limit})"
-            yield (*self.path, "sampling", "max_new_tokens"), text
-
-    def _check_no_capacity(self) -> ConfigProblems:
-        """Yields an error for each option that lets updates drop tokens which the compared model keeps."""
-        for key in ("capacity_factor", "ragged_buffer_factor"):
-            if getattr(self.options.router, key) is not None:
-                yield (
-                    (*self.path, "router", key),
-                    f"{self.options.algorithm.name} compares the policy with a model that drops nothing (the "
-                    f"generator's, or the reference), but with {key} it would give tokens other probabilities. Leave "
-                    f"{key} out, or use it in sft stages only",
-                )
 
 
 class StageKind(ConfiguredStage, ABC):

@@ -10,9 +10,10 @@ from rl.data import teacher as teachers
 from rl.data.teacher_files import TeacherFiles, vocabulary_sha256
 from rl.errors import ConfigError, ModelError
 from rl.stages import inputs
+from rl.stages.configured import ConfigProblems
 from rl.stages.scorers import bound_teacher
 from rl.stages.shapes import abstract_batch, abstract_rows, policy_update
-from rl.stages.stage import ConfigProblems, Program, StageKind
+from rl.stages.stage import Program, StageKind
 
 if TYPE_CHECKING:
     from policy.model import Graph

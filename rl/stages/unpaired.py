@@ -13,8 +13,8 @@ import numpy as np
 from rl.data import datasets
 from rl.data.encoded import Row
 from rl.stages import inputs, supervised
+from rl.stages.configured import ConfigProblems
 from rl.stages.shapes import abstract_batch
-from rl.stages.stage import ConfigProblems
 
 if TYPE_CHECKING:
     from rl.config.data import DataOptions

@@ -22,6 +22,7 @@ from policy.model import Graph
 from policy.modes import VALUE_HEAD
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
+from rl.reporting.flops import lengths
 from rl.training import towers
 from rl.training.batch import Batch
 from rl.training.batch_updates import BatchUpdates, by_micro_batch, shard_rows

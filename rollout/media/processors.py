@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rewards.suggest import nearest
-from rollout.media import gemma3, gemma4, gemma4_audio, llama4, qwen, qwen_audio
+from rollout.media.families import gemma3, gemma4, gemma4_audio, llama4, qwen, qwen_audio
 from rollout.media.item import NOUNS, Kind, MediaError, Processor
 
 _Reader = Callable[[Mapping[str, Any], Mapping[str, Any], Any], Processor]

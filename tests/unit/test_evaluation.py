@@ -12,7 +12,7 @@ from rl.config.data import EvaluationOptions
 from rl.data.datasets import Example
 from rl.data.encoded import Problem
 from rl.errors import DataError
-from rl.stages.evaluation import Evaluation, pass_at_k
+from rl.stages.sampling.evaluation import Evaluation, pass_at_k
 from rollout import Completion, SamplingParams
 from rollout.collect import Source, collect
 

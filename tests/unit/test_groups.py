@@ -13,7 +13,7 @@ from rewards import Fault, Scores
 from rl.errors import ModelError, RewardStop
 from rl.stages import online
 from rl.stages.context import Progress
-from rl.stages.dynamic_sampling import DynamicSampling, Group, ReadyScores
+from rl.stages.sampling.dynamic import DynamicSampling, Group, ReadyScores
 from rollout import Completion
 from rollout.collect import Rollouts
 

@@ -7,7 +7,7 @@ import pytest
 from media_rows import PROCESSOR, pixels, png
 from media_tokenizers import tokenizer
 
-from rollout.media import qwen
+from rollout.media.families import qwen
 from rollout.media.item import MediaError
 from rollout.media.loader import Loader
 from rollout.media.processors import Processors

@@ -16,7 +16,7 @@ from rl.reporting import messages, thumbnails
 from rl.reporting.events import Events
 from rl.reporting.run_files import MEDIA
 from rl.reporting.thumbnails import SIDE, Thumbnails
-from rl.stages import rollouts
+from rl.stages.sampling import rollouts
 from rollout.media.reference import refer
 
 

@@ -19,7 +19,7 @@ from rl.run import build
 from rl.run.health.prompt_probe import ProbeResult, probe
 from rl.run.prepare import prepare
 from rl.run.state import Run
-from rl.stages import rollouts as stage_rollouts
+from rl.stages.sampling import rollouts as stage_rollouts
 from rl.stages.stage import StageKind
 from rollout.collect import Rollouts, Source, collect
 

@@ -1,0 +1,1 @@
+"""What stages do with sampled completions: rows for the device, dynamic sampling, evaluations."""
