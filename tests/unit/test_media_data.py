@@ -1,5 +1,5 @@
-"""Rows with pictures through the reader of data: forms of files, tokens and masks against the processor of transformers,
-references between processes, and refusals that name file and row."""
+"""Rows with pictures through the reader of data: forms of files, tokens and masks against the processor of
+transformers, references between processes, and refusals that name file and row."""
 
 import base64
 import io
