@@ -96,23 +96,32 @@ def _answer(answer: str | Messages, base: Path) -> str | Messages:
 def refuse(example: Example, row: dict[str, Any]) -> Example:
     """Returns the example of a model that reads texts only. Raises ValueError as `refuse_media`, and for contents of
     messages that are no texts."""
-    refuse_media(example, row)
     for conversation in _conversations(example):
         for number, message in enumerate(conversation):
             if not isinstance(message["content"], str):
+                _refuse_parts(example)
                 raise ValueError(f"the content of message {number} must be a text")
+    _refuse_tags(example, row)
     return example
 
 
 def refuse_media(example: Example, row: dict[str, Any]) -> None:
     """Raises ValueError for an example with pictures or sounds, as parts of messages, or as a column with as many tags
     in the texts."""
+    _refuse_parts(example)
+    _refuse_tags(example, row)
+
+
+def _refuse_parts(example: Example) -> None:
     for conversation in _conversations(example):
         for number, message in enumerate(conversation):
             if (kind := rows.first_kind(message["content"])) is not None:
                 raise ValueError(f"message {number} has a {NOUNS[kind]}, {_UNREAD.format(NOUNS[kind])}")
+
+
+def _refuse_tags(example: Example, row: dict[str, Any]) -> None:
     for kind, name in _LISTS.items():
-        if isinstance(values := row.get(name), (list, tuple)) and values:
+        if name in row and isinstance(values := row.get(name), (list, tuple)) and values:
             conversation = example.prompt if example.messages is None else example.messages
             if (tags := text_of(_as_prompt(conversation)).count(f"<{kind}>")) == len(values):
                 text = f"the row has {tags} {NOUNS[kind]}s in column {name!r} and as many <{kind}> in its texts"
