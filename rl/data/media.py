@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rewards.workers.media import Content, Picture, Sound
 from rl.config.run import RunConfig
 from rl.data import models
 from rl.data.encoded import Example, Messages
+from rl.errors import DataError
 from rollout.media import processors, rows
 from rollout.media.item import KINDS, NOUNS, Kind, MediaError
 from rollout.media.processors import Processors
@@ -21,6 +23,8 @@ from rollout.media.reference import Reference
 COLUMNS: dict[Kind, tuple[str, str]] = rows.COLUMNS
 _LISTS: dict[Kind, str] = {kind: names[1] for kind, names in COLUMNS.items()}
 """Columns that rewards get."""
+_DECODED = 4
+"""Contents of a dataset that are decoded before a model is built."""
 _DECODER = "rollout.media.reference:decode"
 
 
@@ -84,6 +88,19 @@ def with_references(example: Example, row: dict[str, Any], base: Path, read: Pro
     if example.messages is None:
         return replace(example, prompt=normal, pair=pair, references=references)
     return replace(example, prompt=normal[: len(example.prompt)], messages=normal, references=references)
+
+
+def decode_first(examples: Iterable[Example], read: Processors) -> None:
+    """Decodes and prepares the first contents of a dataset. Of the others only the header is read before a step.
+
+    Raises DataError, with file and row, for one that is broken.
+    """
+    references = (reference for example in examples for reference in example.references)
+    try:
+        for reference in itertools.islice(references, _DECODED):
+            reference.items(read.of(reference.kind))
+    except MediaError as error:
+        raise DataError(str(error)) from None
 
 
 def _answer(answer: str | Messages, base: Path) -> str | Messages:

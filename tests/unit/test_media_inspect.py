@@ -37,7 +37,8 @@ def run(model, tmp_path):
         (tmp_path / "tall.png").write_bytes(png(4, (24, 16)))
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / "reward.py").write_text(
-            "def sees(completions, images):\n    return [float(each[0].array().shape == (16, 24, 3)) for each in images]\n"
+            "def sees(completions, images):\n"
+            "    return [float(each[0].array().shape == (16, 24, 3)) for each in images]\n"
         )
         values = {
             "model": model,
@@ -85,6 +86,10 @@ def test_checks_see_texts_and_pictures_of_rows(run, model):
     assert any("contain special tokens as text" in each.text for each in special)
     bad = inspect(load([run(row("<image>Is it?", "none.png"))], []), rewards=False).findings
     assert any("rows.jsonl:1: picture 1: no such file" in each.text and each.level == "refuse" for each in bad)
+    file = run(row("<image>Is it?", "cut.png"))
+    file.with_name("cut.png").write_bytes(png(3)[:-30])
+    bad = inspect(load([file], []), rewards=False).findings
+    assert any("rows.jsonl:1: picture 1: broken picture" in each.text and each.level == "refuse" for each in bad)
 
 
 def test_a_small_share_of_trained_tokens_counts_texts_only(run, tmp_path):

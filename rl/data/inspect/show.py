@@ -9,7 +9,7 @@ from typing import Any
 
 from rewards.text import for_terminal
 from rl.data.inspect.finding import Finding
-from rl.data.inspect.pieces import counts, pieces, statistics, text_of
+from rl.data.inspect.pieces import Piece, counts, pieces, statistics, text_of
 from rl.data.inspect.source import Inspection
 from rl.data.inspect.stage_rows import Encoded, Kind, StageRows
 
@@ -57,10 +57,7 @@ def page(inspection: Inspection, rows: int) -> str:
     for stage in inspection.stages:
         parts.append(f"<h2>{html.escape(stage.name)}: {stage.total} rows, {html.escape(_stops(stage))}</h2>")
         for row in stage.rows[:rows]:
-            tokens = "".join(
-                f'<span class="{each.kind}" title="{each.place}: {each.token} {each.kind}">{html.escape(each.text)}</span>'
-                for each in pieces(stage, row)
-            )
+            tokens = "".join(map(_span, pieces(stage, row)))
             parts.append(f"<h3>{html.escape(row.example.where)}</h3><pre>{tokens}</pre>")
     css = "".join(f".{kind}{{color:{color}}}" for kind, color in _CSS.items())
     return (
@@ -70,6 +67,11 @@ def page(inspection: Inspection, rows: int) -> str:
         f"auto}}pre{{white-space:pre-wrap;line-height:1.6}}"
         f"pre span{{border-right:1px solid #ddd}}{css}</style><body>{''.join(parts)}</body></html>\n"
     )
+
+
+def _span(piece: Piece) -> str:
+    title = f"{piece.place}: {piece.token} {piece.kind}"
+    return f'<span class="{piece.kind}" title="{title}">{html.escape(piece.text)}</span>'
 
 
 def _row(stage: StageRows, row: Encoded, color: bool) -> Iterator[str]:
