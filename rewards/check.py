@@ -8,7 +8,8 @@ The module of the function lists the examples:
     ]
 
 `prompt`, `completion` and the expected `score` (None: not applicable) are required. `options` holds options of the
-function. Every other key is a column. A module with several rewards has a dict from function name to such a list.
+function. Every other key is a column; `image`, `images`, `audio` and `audios` are read as in rows of data, and relative
+paths start from the folder of the file. A module with several rewards has a dict from function name to such a list.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ import json
 import logging
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from rewards import registry
 from rewards.registry import RewardError
 from rewards.runner import Runner, RunnerOptions
 from rewards.workers.scores import Fault
 
+Convert = Callable[[dict, Path], dict]
+"""(example, folder that relative paths start from) -> example."""
 _TOLERANCE = 1e-6
 _OWN_KEYS = ("prompt", "completion", "score", "options")
 _SMOKE = ({"prompt": "What is 2 + 2?", "completion": "4"}, {"prompt": "What is 2 + 2?", "completion": ""})
@@ -69,14 +74,17 @@ class Report:
         return bool(self.outcomes) and not self.skipped and all(outcome.passed for outcome in self.outcomes)
 
 
-def run_examples(spec: str, options: dict | None = None, timeout_s: float = 1.0) -> Report:
+def run_examples(
+    spec: str, options: dict | None = None, timeout_s: float = 1.0, convert: Convert | None = None
+) -> Report:
     """Calls the reward on each of its examples in a worker process. Options of an example override `options`.
 
+    convert: makes the pictures and sounds of an example what rewards get; a ValueError of it is one of the example.
     Stops at the first example that takes more than `timeout_s` seconds. A reward without examples is called on two
     generic samples if it needs no column. Raises RewardError as `registry.check` does, and for malformed examples.
     """
     located = registry.locate(spec)
-    examples = _examples(located)
+    examples = _examples(located, convert)
     if examples is not None:
         return _run(spec, examples, options or {}, timeout_s)
     needed = [
@@ -93,8 +101,9 @@ def run_examples(spec: str, options: dict | None = None, timeout_s: float = 1.0)
     return Report(spec, report.outcomes, report.skipped, advice)
 
 
-def main(spec: str, options: dict | None = None, timeout_s: float = 1.0) -> int:
-    """Prints the outcome of every example. Returns 0 if all passed, 1 if not, 2 if the reward cannot be called."""
+def main(spec: str, options: dict | None = None, timeout_s: float = 1.0, convert: Convert | None = None) -> int:
+    """Prints the outcome of every example. Returns 0 if all passed, 1 if not, 2 if the reward cannot be called.
+    convert: as for `run_examples`."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -103,7 +112,7 @@ def main(spec: str, options: dict | None = None, timeout_s: float = 1.0) -> int:
     log = logging.getLogger("duet.rewards")
     log.addFilter(_drop_record)  # faults are printed below
     try:
-        report = run_examples(spec, options, timeout_s)
+        report = run_examples(spec, options, timeout_s, convert)
     except RewardError as error:
         console.print(Text(str(error), style="red"))
         return 2
@@ -131,7 +140,7 @@ def main(spec: str, options: dict | None = None, timeout_s: float = 1.0) -> int:
     return 0 if report.passed else 1
 
 
-def _examples(located: registry.Located) -> list[dict] | None:
+def _examples(located: registry.Located, convert: Convert | None) -> list[dict] | None:
     module = sys.modules.get(located.function.__module__)
     examples = getattr(module, "EXAMPLES", None)
     if isinstance(examples, dict):
@@ -142,7 +151,16 @@ def _examples(located: registry.Located) -> list[dict] | None:
         missing = [key for key in ("prompt", "completion", "score") if key not in example]
         if missing:
             raise RewardError(f"EXAMPLES[{number}] of {located.address} lacks {', '.join(map(repr, missing))}")
-    return examples
+    if convert is None:
+        return examples
+    folder = Path(getattr(module, "__file__", None) or "").parent
+    converted = []
+    for number, example in enumerate(examples):
+        try:
+            converted.append(convert(example, folder))
+        except ValueError as error:
+            raise RewardError(f"EXAMPLES[{number}] of {located.address}: {error}") from None
+    return converted
 
 
 def _run(spec: str, examples: list[dict], options: dict, timeout_s: float) -> Report:

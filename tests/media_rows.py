@@ -17,6 +17,15 @@ PROCESSOR = {
     "patch_size": 4,
     "size": {"shortest_edge": 64, "longest_edge": 4096},
 }
+TEMPLATE = """\
+{%- for message in messages -%}{{ '[' + message.role + ']' }}
+{%- if message.role == 'assistant' -%}
+{% generation %}{{ message.content + '<eos>' }}{% endgeneration %}{{ '\\n' }}
+{%- elif message.content is string -%}{{ message.content }}{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ part.text }}{%- endif -%}
+{%- endfor -%}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}[assistant]{%- endif -%}"""
 
 
 def pixels(shade: int, size: tuple[int, int] = (16, 24)) -> np.ndarray:
@@ -43,7 +52,9 @@ def model_directory(folder: Path, processor: bool = True) -> str:
         "tie_word_embeddings": False,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    tokenizer("qwen3_vl").save_pretrained(folder)
+    tokens = tokenizer("qwen3_vl")
+    tokens.chat_template = TEMPLATE
+    tokens.save_pretrained(folder)
     if processor:
         (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     return str(folder)

@@ -47,17 +47,14 @@ def run(arguments: argparse.Namespace) -> None:
     """
     choose_platform(arguments.platform)
     use_program_cache(default_program_cache())
+    from rl.data import prompts
+    from rl.data.encoding import ExampleEncoder
     from rollout import Generator
-    from rollout.text.chat import ChatError, render_prompt
 
-    prompts = list(_prompts(arguments.prompts))
-    if not prompts:
-        raise DataError(f"{arguments.prompts}: no prompts")
+    read = prompts.read_prompts(arguments.prompts)
     model, tokenizer, params = sampled_model.load(arguments, n=arguments.samples)
-    try:
-        ids = [render_prompt(tokenizer, prompt) for prompt in prompts]
-    except ChatError as error:
-        raise DataError(f"{arguments.prompts}: {error}") from None
+    problems = prompts.problems(read, ExampleEncoder(tokenizer), Path(arguments.prompts).parent)
+    ids = [problem.ids for problem in problems]
     longest = max(map(len, ids)) + params.max_new_tokens
     try:
         generator = Generator(
@@ -75,36 +72,10 @@ def run(arguments: argparse.Namespace) -> None:
         for prompt, sample, completion in completions:
             done[prompt][sample] = completion
             while written < len(ids) and None not in done[written]:
-                for line in _lines(prompts[written], done[written]):
+                for line in _lines(problems[written].example.prompt, done[written]):
                     print(line, file=out)
                 out.flush()
                 written += 1
-
-
-def _prompts(file: str) -> Iterator[str | list[dict]]:
-    """Yields the prompts of a file. Raises DataError with file and line for a prompt that cannot be read."""
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"--prompts {file}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"--prompts {file}: not UTF-8 (byte {error.start}); save the file as UTF-8") from None
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        if not file.endswith(".jsonl"):
-            yield line
-            continue
-        try:
-            prompt = json.loads(line)["prompt"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise DataError(f"{file}:{number}: not an object with `prompt`") from None
-        messages = isinstance(prompt, list) and all(
-            isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt
-        )
-        if not prompt or not (messages or isinstance(prompt, str)):
-            raise DataError(f"{file}:{number}: `prompt` is neither a text nor a list of messages with role and content")
-        yield prompt
 
 
 def _output(file: str | None) -> contextlib.AbstractContextManager[TextIO]:

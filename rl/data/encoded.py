@@ -24,7 +24,8 @@ class Example:
         last answer.
     pair: (chosen, rejected) answers to `prompt`, each a text or messages, or None.
     margin: margin of the pair.
-    columns: the row's columns, for rewards. Pictures and sounds are lists `images` and `audios` of rewards/workers/media.py.
+    columns: the row's columns, for rewards. Pictures and sounds are lists `images` and `audios` of objects of
+        rewards/workers/media.py.
     where: place of the row for messages, e.g. file:line.
     references: pictures and sounds of the conversation, those of a kind in the order of their parts.
     """

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from policy.huggingface import sources
+from rewards.text import text_of
 from rewards.workers.media import Content, Picture, Sound
 from rl.config.run import RunConfig
 from rl.data import models, towers
 from rl.data.encoded import Example, Messages
+from rl.errors import DataError
 from rollout.media import processors, rows
 from rollout.media.item import KINDS, NOUNS, Kind, MediaError
 from rollout.media.processors import Processors
@@ -20,38 +23,46 @@ from rollout.media.reference import Reference
 COLUMNS: dict[Kind, tuple[str, str]] = rows.COLUMNS
 _LISTS: dict[Kind, str] = {kind: names[1] for kind, names in COLUMNS.items()}
 """Columns that rewards get."""
+_DECODED = 4
+"""Contents of a dataset that are decoded before a model is built."""
 _DECODER = "rollout.media.reference:decode"
 
 
 def read_processors(config: RunConfig, tokenizer: Any) -> Processors | None:
     """Returns the processors of the run's model; None: it has no towers, or `model.media` is `never`.
 
-    Of a model with towers but without a processor that can be read, they hold the problem, and the first row with a
-    picture or a sound is refused with it: rows of text need no processor. Raises as `models.directory`.
+    Raises as `models.directory`; all else as `processors_of`.
     """
     if config.model.media == "never":
         return None
     if (directory := models.directory(config.model.source)) is None:
         return towers.read_processors(config.model, tokenizer)
+    return processors_of(directory, tokenizer, config.model.sections)
+
+
+def processors_of(directory: Path, tokenizer: Any, sections: dict | None = None) -> Processors | None:
+    """Returns the processors of a model's directory; None: it has no towers.
+
+    Of a model with towers but without a processor that can be read, they hold the problem, and the first row with a
+    picture or a sound is refused with it: rows of text need no processor. sections: as for `sources.read_config`.
+    """
     try:
-        decoder = sources.read_config(directory, config.model.sections, media=True)
-    except ValueError as error:  # the towers cannot be computed; the build of the model reports all other errors
-        return _unreadable(directory, str(error))
+        decoder = sources.read_config(directory, sections, media=True)
+    except ValueError as error:
+        return _without_towers(directory, str(error))
     if decoder.image is None and decoder.audio is None:
         return None
     try:
         read = processors.read(directory, tokenizer)
     except MediaError as error:
         return Processors(None, None, str(error))
-    return replace(
-        read,
-        image=read.image if decoder.image is not None else None,
-        audio=read.audio if decoder.audio is not None else None,
-    )
+    image = None if decoder.image is None else read.image
+    return Processors(image, None if decoder.audio is None else read.audio)
 
 
-def _unreadable(directory: Path, problem: str) -> Processors | None:
-    """Returns what stands for the towers of a directory whose text model alone can be read."""
+def _without_towers(directory: Path, problem: str) -> Processors | None:
+    """Returns what stands for the towers of a directory of which only the text model can be read. The build of the
+    model reports all other problems."""
     try:
         stored = sources.read_hf(directory)
     except ValueError:
@@ -81,6 +92,19 @@ def with_references(example: Example, row: dict[str, Any], base: Path, read: Pro
     return replace(example, prompt=normal[: len(example.prompt)], messages=normal, references=references)
 
 
+def decode_first(examples: Iterable[Example], read: Processors) -> None:
+    """Decodes and prepares the first contents of a dataset. Of the others only the header is read before a step.
+
+    Raises DataError, with file and row, for one that is broken.
+    """
+    references = (reference for example in examples for reference in example.references)
+    try:
+        for reference in itertools.islice(references, _DECODED):
+            reference.items(read.of(reference.kind))
+    except MediaError as error:
+        raise DataError(str(error)) from None
+
+
 def _answer(answer: str | Messages, base: Path) -> str | Messages:
     normal, references = rows.normalise(answer, {}, "", base)
     if references:
@@ -89,29 +113,48 @@ def _answer(answer: str | Messages, base: Path) -> str | Messages:
 
 
 def refuse(example: Example, row: dict[str, Any]) -> Example:
-    """Returns the example of a model that reads texts only.
-
-    Raises ValueError if it has pictures or sounds, as parts of messages or as a column with as many tags in the texts,
-    and for contents that are no texts.
-    """
-    for conversation in (example.prompt, example.messages, *(example.pair or ())):
-        for number, message in enumerate(() if isinstance(conversation, str) else conversation or ()):
+    """Returns the example of a model that reads texts only. Raises ValueError as `refuse_media`, and for contents of
+    messages that are no texts."""
+    for conversation in _conversations(example):
+        for number, message in enumerate(conversation):
             if not isinstance(message["content"], str):
-                if (kind := rows.first_kind(message["content"])) is not None:
-                    raise ValueError(f"message {number} has a {NOUNS[kind]}, {_UNREAD.format(NOUNS[kind])}")
+                _refuse_parts(example)
                 raise ValueError(f"the content of message {number} must be a text")
-    for kind, name in _LISTS.items():
-        if isinstance(values := row.get(name), (list, tuple)) and values:
-            tags = sum(text.count(f"<{kind}>") for text in _texts(example))
-            if tags == len(values):
-                text = f"the row has {tags} {NOUNS[kind]}s in column {name!r} and as many <{kind}> in its texts"
-                raise ValueError(f"{text}, {_UNREAD.format(NOUNS[kind])}")
+    _refuse_tags(example, row)
     return example
 
 
-def _texts(example: Example) -> list[str]:
-    conversation = example.prompt if example.messages is None else example.messages
-    return [conversation] if isinstance(conversation, str) else [message["content"] for message in conversation]
+def refuse_media(example: Example, row: dict[str, Any]) -> None:
+    """Raises ValueError for an example with pictures or sounds, as parts of messages, or as a column with as many tags
+    in the texts."""
+    _refuse_parts(example)
+    _refuse_tags(example, row)
+
+
+def _refuse_parts(example: Example) -> None:
+    for conversation in _conversations(example):
+        for number, message in enumerate(conversation):
+            if (kind := rows.first_kind(message["content"])) is not None:
+                raise ValueError(f"message {number} has a {NOUNS[kind]}, {_UNREAD.format(NOUNS[kind])}")
+
+
+def _refuse_tags(example: Example, row: dict[str, Any]) -> None:
+    for kind, name in _LISTS.items():
+        if name in row and isinstance(values := row.get(name), (list, tuple)) and values:
+            conversation = example.prompt if example.messages is None else example.messages
+            if (tags := text_of(_as_prompt(conversation)).count(f"<{kind}>")) == len(values):
+                text = f"the row has {tags} {NOUNS[kind]}s in column {name!r} and as many <{kind}> in its texts"
+                raise ValueError(f"{text}, {_UNREAD.format(NOUNS[kind])}")
+
+
+def _conversations(example: Example) -> list[Messages]:
+    parts = (example.prompt, example.messages, *(example.pair or ()))
+    return [part for part in parts if part is not None and not isinstance(part, str)]
+
+
+def _as_prompt(conversation: str | Messages) -> str | Messages:
+    """Returns a conversation of which `text_of` takes all messages."""
+    return conversation if isinstance(conversation, str) else [m | {"role": "user"} for m in conversation]
 
 
 _UNREAD = "but the model reads no {}s: its directory describes no tower for them, or model.media is never"
@@ -120,8 +163,8 @@ _UNREAD = "but the model reads no {}s: its directory describes no tower for them
 def with_lists(examples: Sequence[Example]) -> list[Example]:
     """Returns the examples of a dataset with its pictures and sounds as columns for rewards.
 
-    If any row has a picture, all rows have the column `images`, a list of rewards.workers.media.Picture, and no column `image`;
-    so with sounds and `audios`. A dataset of text stays as it is.
+    If any row has a picture, all rows have the column `images`, lists of rewards.workers.media.Picture, and no column
+    `image`; so with sounds and `audios`. A dataset of text stays as it is.
     """
     kinds: list[Kind] = [
         kind for kind in KINDS if any(each.kind == kind for example in examples for each in example.references)

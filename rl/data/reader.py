@@ -18,12 +18,12 @@ from rl.data import datasets, models
 from rl.data import teacher as teachers
 from rl.data.encoded import Example, Pair, Problem, Row
 from rl.data.encoding import ExampleEncoder
-from rl.data.media import read_processors
+from rl.data.media import decode_first, read_processors
 from rl.data.shard import Shard
 from rl.data.tokenizer import read_tokenizer
 from rl.errors import ConfigError, DataError
 from rollout.media.expand import Expanded
-from rollout.media.item import Extent, MediaError
+from rollout.media.item import Extent
 from rollout.media.loader import Loader
 from rollout.media.reference import Reference
 from rollout.text.tokenizer import load_tokenizer
@@ -34,8 +34,6 @@ T = TypeVar("T")
 # and scores that failed.
 serialization.register_type(Example, Problem, Row, Pair, Call, Failure)
 serialization.register_type(Reference, Extent, Expanded, Picture, Sound)
-_DECODED = 4
-"""Contents of a dataset that are decoded before a model is built. Of the others only the header is read."""
 
 
 def _runner(settings: RewardSettings) -> Runner:
@@ -184,14 +182,9 @@ class DataReader:
     def _checked(self, source: DataOptions, **kind: Any) -> datasets.Dataset:
         """Loads a dataset and decodes its first pictures and sounds. Raises DataError for those that are broken."""
         dataset = datasets.load(source, processors=self.processors, **kind)
-        references = [reference for example in dataset for reference in example.references]
-        if references:
-            self._references = True
-            assert self.loader is not None  # references come with processors
-            try:
-                self.loader.items(references[:_DECODED])
-            except MediaError as error:
-                raise DataError(str(error)) from None
+        if self.processors is not None:
+            self._references |= any(example.references for example in dataset)
+            decode_first(dataset, self.processors)
         return dataset
 
     def _once(self, key: tuple, make: Callable[[], Any]) -> Any:

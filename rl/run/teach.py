@@ -19,7 +19,7 @@ from rl.data import teacher as teachers
 from rl.data.encoded import Row
 from rl.data.reader import DataReader
 from rl.data.teacher_files import TeacherFacts, TeacherWriter, model_sha256, vocabulary_sha256
-from rl.errors import ConfigError
+from rl.errors import ConfigError, DataError
 from rl.run import checks
 from rl.stages.scorers import bound_teacher
 from rl.stages.supervised import Stage
@@ -55,6 +55,8 @@ def teach(config: RunConfig, options: TeachOptions) -> None:
     stops = tuple(sorted({*reader.stop_ids, *stage.options.sampling.stop_token_ids}))
     teachers.check_teacher(teacher_options, reader.tokenizer, stops)
     rows = reader.demonstrations(stage.data, stage.algorithm.train_on).own
+    if (seen := next((row for row in rows if row.media is not None), None)) is not None:
+        raise DataError(f"{seen.media.references[0].where}: `rl teach` reads texts only; set model.media: never")
     decoder, policy = teachers.decoder_of(teacher_options), checks.decoder_of(config.model)
     vocab = min(decoder.vocab_size, decoder.vocab_size if policy is None else policy.vocab_size)
     if options.k > vocab:

@@ -118,7 +118,8 @@ def padded_batch(rows: Sequence[Sequence[Any]], limit: int) -> Batch:
 
 
 def segmented_batch(rows: Sequence[Sequence[Sequence[Any]]], limit: int) -> Batch:
-    """Returns a batch with one row per list of (ids, mask, ...), which become segments 1, 2, ...; padded on the right."""
+    """Returns a batch with one row per list of (ids, mask, ...), which become segments 1, 2, ...; padded on the
+    right."""
     N, T = len(rows), padded_length(max(sum(len(ids) for ids, *_ in row) for row in rows), limit)
     tokens, segments, mask = np.zeros((N, T), np.int32), np.zeros((N, T), np.int32), np.zeros((N, T), np.float32)
     for i, row in enumerate(rows):

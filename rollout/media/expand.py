@@ -55,6 +55,19 @@ class Expanded:
         """Returns the number of rows of all items."""
         return sum(item.rows for item in self.items)
 
+    @property
+    def owners(self) -> list[int]:
+        """Returns the number of the reference that each item is of."""
+        owners: list[int] = []
+        number = tile = -1
+        for item in self.items:
+            content, _, suffix = item.digest.partition("-")
+            tile += 1
+            if not suffix or int(suffix) != tile or content != self.references[number].digest:
+                number, tile = number + 1, 0
+            owners.append(number)
+        return owners
+
     def first(self, end: int) -> Expanded:
         """Returns the first `end` tokens, which hold all items; the others are text."""
         turns, until = (None if array is None else array[:end] for array in (self.turns, self.until))

@@ -385,7 +385,9 @@ def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_qu
 
     sft, grpo = prepared.stages
     trained = {what(problem.example.prompt) for problem in grpo.problems.own}
-    prompts = ([i for i, trained_on in zip(ids, mask, strict=True) if not trained_on] for ids, mask in sft.examples.own)
+    prompts = (
+        [i for i, trained_on in zip(ids, mask, strict=True) if not trained_on] for ids, mask, _ in sft.examples.own
+    )
     demonstrated = {what(prepared.tokenizer.decode(ids)) for ids in prompts}
     held_out = {what(problem.example.prompt) for problem in prepared.held_out}
     assert (
@@ -393,7 +395,7 @@ def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_qu
     )  # 12+34 and 34+12 are on one side together
     assert len(trained) > 3000 and demonstrated == trained
     assert not held_out & trained
-    texts = {prepared.tokenizer.decode(ids) for ids, _ in sft.examples.own} | {
+    texts = {prepared.tokenizer.decode(row.ids) for row in sft.examples.own} | {
         p.example.prompt for p in grpo.problems.own
     }
     assert not any(text.startswith(problem.example.prompt) for problem in prepared.held_out for text in texts)

@@ -11,6 +11,7 @@ from oracles import oracle, reload, saved
 import policy
 import rl.algorithms
 from policy.modes import make_step
+from rl.data.encoded import Row
 from rl.stages.unpaired import batch_of, with_kl
 
 pytestmark = [
@@ -26,10 +27,10 @@ OPTIONS = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7}
 
 
 def answers():
-    """((ids, mask), label) of each row."""
+    """(row, label) of each row."""
     rng, rows = np.random.default_rng(3), []
     for (p, n), label in zip(LENGTHS, LABELS, strict=True):
-        rows.append(((rng.integers(3, 259, p + n).tolist(), [0] * p + [1] * n), label))
+        rows.append((Row(rng.integers(3, 259, p + n).tolist(), [0] * p + [1] * n), label))
     return rows
 
 
@@ -53,12 +54,12 @@ def theirs_of(rows):
     import torch
 
     def padded(sequences):
-        width = max(len(ids) for ids, _ in sequences)
-        stacked = [[[*a, *[0] * (width - len(a))] for a in (ids, mask, [1] * len(ids))] for ids, mask in sequences]
+        width = max(len(ids) for ids, *_ in sequences)
+        stacked = [[[*a, *[0] * (width - len(a))] for a in (ids, mask, [1] * len(ids))] for ids, mask, *_ in sequences]
         return torch.tensor(stacked).unbind(1)
 
-    prompts = [ids[: mask.index(1)] for (ids, mask), _ in rows]
-    completions = [ids[mask.index(1) :] for (ids, mask), _ in rows]
+    prompts = [row.ids[: row.mask.index(1)] for row, _ in rows]
+    completions = [row.ids[row.mask.index(1) :] for row, _ in rows]
     rotated = [completions[-1], *completions[:-1]]
     mismatched = [(p + c, [0] * len(p) + [1] * len(c)) for p, c in zip(prompts, rotated, strict=True)]
     own, other = padded([row for row, _ in rows]), padded(mismatched)

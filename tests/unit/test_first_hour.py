@@ -106,8 +106,8 @@ def test_a_reward_without_examples_names_its_columns(folder, capsys):
 def test_prompts_that_cannot_be_read(folder, capsys):
     Path("latin.txt").write_bytes(b"caf\xe9\n")
     for name, expected in (("absent.txt", "No such file"), ("latin.txt", "not UTF-8 (byte 3); save the file as UTF-8")):
-        from rl.commands.generate import _prompts
+        from rl.data.prompts import read_prompts
         from rl.errors import DataError
 
         with pytest.raises(DataError, match=re.escape(f"--prompts {name}: {expected}")):
-            list(_prompts(name))
+            read_prompts(name)

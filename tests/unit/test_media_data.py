@@ -1,10 +1,12 @@
-"""Rows with pictures through the reader of data: forms of files, tokens and masks against the processor of transformers,
-references between processes, and refusals that name file and row."""
+"""Rows with pictures through the reader of data: forms of files, tokens and masks against the processor of
+transformers, references between processes, and refusals that name file and row."""
 
 import base64
 import io
 import json
+import struct
 import sys
+import zlib
 from pathlib import Path
 
 import datasets as library
@@ -12,14 +14,14 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from media_rows import PROCESSOR, model_directory, pixels, png, run_config
+from media_rows import PROCESSOR, TEMPLATE, model_directory, pixels, png, run_config
 from media_tokenizers import tokenizer
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.processing_utils import ProcessorMixin
 
-from policy.mesh import serialization
+from policy.mesh import processes, serialization
 from rewards import Runner, RunnerOptions
 from rl.config.data import EvaluationOptions
 from rl.data import media
@@ -155,7 +157,7 @@ def test_all_forms_of_a_row_give_the_same_prompt(form, folder, reader):
     [reference] = problem.media.references
     np.testing.assert_array_equal(reference.decode(), pixels(10))
     shown = one.tokenizer.decode(problem.ids)
-    assert shown == f"[user]\n<|vision_start|>{'<|image_pad|>' * 6}<|vision_end|>Find x.\n[assistant]"
+    assert shown == f"[user]<|vision_start|>{'<|image_pad|>' * 6}<|vision_end|>Find x.[assistant]"
     assert problem.media.index[problem.media.index >= 0].tolist() == list(range(6)) and problem.media.rows == 6
     [picture] = problem.example.columns["images"]
     assert "image" not in problem.example.columns and picture.size == (16, 24)
@@ -186,14 +188,6 @@ def test_sounds_are_read_by_a_model_that_hears(folder, reader, tmp_path):
 # Tokens and masks
 
 
-GENERATION = """\
-{%- for message in messages -%}{{ '[' + message.role + ']' }}
-{%- if message.role == 'assistant' -%}{% generation %}{{ message.content + '<eos>' }}{% endgeneration %}
-{%- elif message.content is string -%}{{ message.content }}{%- else -%}
-{%- for part in message.content -%}
-{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ part.text }}{%- endif -%}
-{%- endfor -%}{%- endif -%}{%- endfor -%}
-{%- if add_generation_prompt -%}[assistant]{%- endif -%}"""
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [text("One "), IMAGE, text(" two "), IMAGE]},
@@ -210,20 +204,10 @@ def theirs():
     patch = pytest.MonkeyPatch()
     patch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *_: None)
     tokens = tokenizer("qwen3_vl")
-    tokens.chat_template = GENERATION
+    tokens.chat_template = TEMPLATE
     keys = {key: value for key, value in PROCESSOR.items() if key != "image_processor_type"}
-    yield Qwen3VLProcessor(Qwen2VLImageProcessorPil(**keys), tokens, None, chat_template=GENERATION)
+    yield Qwen3VLProcessor(Qwen2VLImageProcessorPil(**keys), tokens, None, chat_template=TEMPLATE)
     patch.undo()
-
-
-@pytest.fixture
-def marked(folder):
-    (folder / "template.jinja").write_text(GENERATION)
-
-    def tokenizer_options(model):
-        return {"source": model, "chat_template": str(folder / "template.jinja")}
-
-    return tokenizer_options
 
 
 def as_transformers(theirs, messages, **how):
@@ -246,9 +230,9 @@ def as_transformers(theirs, messages, **how):
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last_turn", "all"])
-def test_demonstrations_and_masks_are_those_of_transformers(train_on, folder, reader, model, marked, theirs):
+def test_demonstrations_and_masks_are_those_of_transformers(train_on, folder, reader, theirs):
     path = lines(folder / "talk.jsonl", {"messages": TALK, "images": FILES})
-    one = reader(path, tokenizer=marked(model))
+    one = reader(path)
     [row] = one.demonstrations(one._config.data, train_on).own
     ids, mask = as_transformers(theirs, TALK, return_assistant_tokens_mask=True)
     assert row.ids == list(ids) and 1 in row.mask
@@ -263,7 +247,7 @@ def test_demonstrations_and_masks_are_those_of_transformers(train_on, folder, re
     assert [reference.size for reference in row.media.references] == [(16, 24), (24, 16), (16, 24)]
 
 
-def test_a_prompt_with_a_completion_is_the_conversation(folder, reader, model, marked, theirs):
+def test_a_prompt_with_a_completion_is_the_conversation(folder, reader, theirs):
     """Prompt and completion as texts, as messages, and TRL's pairs: the same tokens as transformers'."""
     talk = [TALK[1], {"role": "assistant", "content": "Yes."}]
     expected, mask = as_transformers(theirs, talk, return_assistant_tokens_mask=True)
@@ -273,7 +257,7 @@ def test_a_prompt_with_a_completion_is_the_conversation(folder, reader, model, m
         {"prompt": talk[:1], "completion": talk[1:], "images": images},
         {"prompt": talk[:1], "completion": [{"role": "assistant", "content": [text("Yes.")]}], "images": images},
     ]
-    one = reader(lines(folder / "sft.jsonl", *rows), tokenizer=marked(model))
+    one = reader(lines(folder / "sft.jsonl", *rows))
     for row in one.demonstrations(one._config.data, "assistant").own:
         assert row.ids == list(expected) and row.mask == list(mask)
     for problem in problems(one):
@@ -288,25 +272,26 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("row", PAIRS, ids=["messages", "texts", "conversations"])
-def test_both_answers_of_a_pair_follow_the_prompt_with_its_pictures(row, folder, reader, model, marked, theirs):
-    one = reader(lines(folder / "pairs.jsonl", row | {"images": FILES[:2]}), tokenizer=marked(model))
+def test_both_answers_of_a_pair_follow_the_prompt_with_its_pictures(row, folder, reader, theirs):
+    one = reader(lines(folder / "pairs.jsonl", row | {"images": FILES[:2]}))
     [pair] = one.pairs(one._config.data).own
     for answer, content in ((pair.chosen, "Yes é."), (pair.rejected, "No.")):
         talk = [TALK[1], {"role": "assistant", "content": content}]
         ids, mask = as_transformers(theirs, talk, return_assistant_tokens_mask=True)
-        assert answer.ids == list(ids) and answer.mask == list(mask)
+        # A pair ends with what the assistant writes, without the line break after it.
+        assert answer.ids == list(ids)[:-1] and answer.mask == list(mask)[:-1] and answer.mask[-1] == 1
         assert len(answer.media.tokens) == len(answer.ids) and answer.media.rows == 12
 
 
 def test_an_answer_ends_with_what_the_assistant_writes(folder, reader):
-    """The template of this directory writes a line break after a turn, which no completion has."""
+    """The template writes a line break after the end of a turn, which no completion has."""
     row = {"prompt": "One <image>", "images": ["one.png"], "completion": "Yes.", "label": True}
     one = reader(lines(folder / "kto.jsonl", row, row | {"prompt": "<image> Other", "completion": "No."}))
     shard = one.rows(one._config.data, ("x",), lambda e: one.answer(e, e.completion), len, read=read_answer)
     first, second = shard.own
-    assert one.tokenizer.decode(first.ids).endswith("Yes.") and len(first.media.tokens) == len(first.ids)
+    assert one.tokenizer.decode(first.ids).endswith("Yes.<eos>") and len(first.media.tokens) == len(first.ids)
     mixed = _mismatched(first, second, 256)
-    assert one.tokenizer.decode(mixed.ids).endswith("No.") and mixed.media.references == first.media.references
+    assert one.tokenizer.decode(mixed.ids).endswith("No.<eos>") and mixed.media.references == first.media.references
     assert len(mixed.media.index) == first.mask.index(1)
 
 
@@ -346,6 +331,50 @@ def test_rows_go_to_other_processes_with_paths_and_each_file_once(folder, reader
     )
 
 
+def test_pictures_of_another_process_count(folder, reader, monkeypatch):
+    one = reader(lines(folder / "d.jsonl", {"prompt": "a"}))
+    problems(one)
+    assert not one.has_media
+    monkeypatch.setattr(processes, "all_gather_object", lambda own: [own, True])
+    assert one.has_media
+
+
+def stored(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def claims(side: int) -> bytes:
+    """A PNG file whose header says that it is `side` pixels high and wide."""
+    header = struct.pack(">II", side, side) + ONE[24:29]
+    return ONE[:16] + header + struct.pack(">I", zlib.crc32(b"IHDR" + header)) + ONE[33:]
+
+
+FRAMES = [Image.fromarray(pixels(shade)) for shade in (10, 200)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        stored(FRAMES[0].convert("CMYK"), "JPEG"),
+        stored(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]),
+        stored(Image.fromarray(np.full((16, 24), 7000, np.uint16))),
+        stored(Image.new("RGB", (1, 1))),
+        stored(Image.new("RGBA", (24, 16))),
+    ],
+    ids=["CMYK", "animation", "16 bits", "one pixel", "opacity"],
+)
+def test_unusual_pictures_are_read_by_header_and_content(content, folder, reader):
+    (folder / "a.bin").write_bytes(content)
+    one = reader(lines(folder / "d.jsonl", {"prompt": "a", "image": "a.bin"}))
+    [problem] = problems(one)
+    items = one.loader.items(problem.media.references)
+    assert [(item.kind, item.digest) for item in problem.media.items] == list(items)
+    [item] = items.values()
+    assert item.values.shape == (item.rows * 4, 96) and np.isfinite(item.values).all()
+
+
 # Refusals
 
 
@@ -364,6 +393,7 @@ REFUSALS = {
     "a sound": ({"audio": {"array": [0.5] * 9, "sampling_rate": 8000}}, "the model has no processor of sounds"),
     "too long": ({"image": "long.png"}, "picture 1: a picture of 8x1608 pixels is too long"),
     "a token of the model": ({"prompt": "<|image_pad|>"}, "contains '<|image_pad|>', which stands for a picture"),
+    "a bomb": ({"image": "bomb.png"}, "picture 1: .*the picture has more than 89478485 pixels; scale it down"),
     "a broken picture": ({"image": "cut.png"}, "picture 1: broken picture"),
     "too many rows": ({"image": "large.png"}, r"fill 64 embeddings, more than model.media_rows \(40\)"),
 }
@@ -373,6 +403,7 @@ REFUSALS = {
 def test_a_row_is_refused_with_its_file_and_line(case, folder, reader, model):
     row, message = REFUSALS[case]
     (folder / "cut.png").write_bytes(ONE[:-30])
+    (folder / "bomb.png").write_bytes(claims(50_000))
     (folder / "long.png").write_bytes(png(1, (8, 1608)))
     (folder / "large.png").write_bytes(png(1, (128, 128)))
     path = lines(folder / "d.jsonl", {"prompt": "fine", "image": "one.png"}, {"prompt": "a"} | row)

@@ -82,3 +82,22 @@ def test_an_error_names_file_and_row_and_is_tried_again(processors, tmp_path):
         assert len(loader.items([second])) == 1  # equal, from a file that is as it was
         (tmp_path / "a.png").write_bytes(png(9))
         assert len(loader.items([first])) == 1
+
+
+def test_a_content_whose_equal_is_broken_is_read_from_its_own_file(processors, tmp_path, monkeypatch):
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(png(9))
+    first, second = (refer("image", name, tmp_path) for name in ("a.png", "b.png"))
+    (tmp_path / "a.png").write_bytes(png(10))
+    waiting, decode = threading.Event(), Reference.decode
+
+    def held(self):
+        if self is first:
+            waiting.wait(10)
+        return decode(self)
+
+    monkeypatch.setattr(Reference, "decode", held)
+    with Loader(processors) as loader:
+        loader.prefetch([first])
+        threading.Timer(0.05, waiting.set).start()
+        assert len(loader.items([second])) == 1

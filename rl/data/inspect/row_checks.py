@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rl.data.inspect.finding import Finding
-from rl.data.inspect.stage_rows import Encoded, StageRows
+from rl.data.inspect.stage_rows import Encoded, StageRows, texts_in
 
 UNKNOWN_SHARE = 0.01
 FIT = 0.99
@@ -47,7 +47,7 @@ def vocabulary(stage: StageRows) -> Iterator[Finding]:
     """9: ids lie in the model's vocabulary, and few tokens are unknown."""
     if stage.vocab_size is not None:
         largest, row = max(
-            ((max(row.ids, default=0), row) for row in stage.rows), key=lambda each: each[0], default=(0, None)
+            ((max(row.text_ids, default=0), row) for row in stage.rows), key=lambda each: each[0], default=(0, None)
         )
         if row is not None and largest >= stage.vocab_size:
             yield Finding(
@@ -68,9 +68,9 @@ def vocabulary(stage: StageRows) -> Iterator[Finding]:
     unknown = stage.tokenizer.unk_token_id
     if unknown is None or unknown in stage.stops:
         return
-    total = sum(len(row.ids) for row in stage.rows)
-    affected = [row for row in stage.rows if unknown in row.ids]
-    count = sum(row.ids.count(unknown) for row in affected)
+    total = sum(len(row.text_ids) for row in stage.rows)
+    affected = [row for row in stage.rows if unknown in row.text_ids]
+    count = sum(row.text_ids.count(unknown) for row in affected)
     if total and count / total > UNKNOWN_SHARE:
         yield Finding(
             9,
@@ -115,7 +115,7 @@ def masks(stage: StageRows) -> Iterator[Finding]:
             "Remove them, or check completion and roles",
             stage.name,
         )
-    share = sum(sum(row.mask) for row in stage.rows) / max(1, sum(len(row.ids) for row in stage.rows))
+    share = sum(sum(row.mask) for row in stage.rows) / max(1, sum(len(row.text_ids) for row in stage.rows))
     if stage.train_on == "all" or all(row.n_prompt <= 1 for row in stage.rows):
         yield Finding(
             11,
@@ -133,13 +133,13 @@ def masks(stage: StageRows) -> Iterator[Finding]:
 
 def duplicates(stage: StageRows) -> Iterator[Finding]:
     """12: prompts that occur twice, and prompts of the training that the evaluation has too."""
-    prompts = Counter(normalised(example.prompt) for example in stage.examples)
+    prompts = Counter(_identity(example) for example in stage.examples)
     repeated = sum(count - 1 for count in prompts.values())
     if repeated and not stage.task:  # a task draws its problems with repetition
         yield Finding(
             12, "warn", f"{repeated} of {len(stage.examples)} prompts occur before", "Remove duplicates", stage.name
         )
-    held_out = {normalised(example.prompt) for example in stage.held_out}
+    held_out = {_identity(example) for example in stage.held_out}
     if shared := sum(count for prompt, count in prompts.items() if prompt in held_out):
         yield Finding(
             12,
@@ -151,9 +151,14 @@ def duplicates(stage: StageRows) -> Iterator[Finding]:
         )
 
 
+def _identity(example: Any) -> tuple[str, ...]:
+    """Returns what two equal prompts share: the text, and the digests of pictures and sounds."""
+    return normalised(example.prompt), *(reference.digest for reference in example.references)
+
+
 def normalised(prompt: Any) -> str:
     """Returns a prompt as text without differences of case, white space and Unicode form. Of messages, the last one."""
-    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) if prompt else ""
+    text = prompt if isinstance(prompt, str) else "".join(texts_in(prompt[-1])) if prompt else ""
     return re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text)).strip().casefold()
 
 
@@ -194,8 +199,9 @@ def _special_texts(stage: StageRows, examples: Sequence[Any]) -> Iterator[Findin
 
 def _text(example: Any) -> str:
     """Returns all texts of an example that its author wrote."""
-    prompt = example.prompt if isinstance(example.prompt, str) else "\n".join(m["content"] for m in example.prompt)
-    messages = "\n".join(message["content"] for message in example.messages or ())
+    conversations = (() if isinstance(example.prompt, str) else example.prompt, example.messages or ())
+    messages = "\n".join(text for each in conversations for message in each for text in texts_in(message))
+    prompt = example.prompt if isinstance(example.prompt, str) else ""
     pair = "\n".join(answer if isinstance(answer, str) else "" for answer in example.pair or ())
     return "\n".join((prompt, example.completion or "", messages, pair))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rewards.text import for_terminal
 from rl.data.inspect.finding import Finding
+from rl.data.inspect.pieces import Piece, counts, pieces, statistics, text_of
 from rl.data.inspect.source import Inspection
 from rl.data.inspect.stage_rows import Encoded, Kind, StageRows
 
@@ -26,7 +27,7 @@ def lines(inspection: Inspection, rows: int, color: bool) -> Iterator[str]:
     rows: rows shown per stage. color: use the colors of a terminal in place of marks.
     """
     for stage in inspection.stages:
-        yield f"== {stage.name}: {stage.total} rows, {_stops(stage)}"
+        yield f"== {stage.name}: {stage.total} rows, {_stops(stage)}{statistics(stage.rows)}"
         for row in stage.rows[:rows]:
             yield from _row(stage, row, color)
     if rows and inspection.stages:
@@ -56,10 +57,7 @@ def page(inspection: Inspection, rows: int) -> str:
     for stage in inspection.stages:
         parts.append(f"<h2>{html.escape(stage.name)}: {stage.total} rows, {html.escape(_stops(stage))}</h2>")
         for row in stage.rows[:rows]:
-            tokens = "".join(
-                f'<span class="{kind}" title="{place}: {token} {kind}">{html.escape(text)}</span>'
-                for place, (token, kind, text) in enumerate(_tokens(stage, row))
-            )
+            tokens = "".join(map(_span, pieces(stage, row)))
             parts.append(f"<h3>{html.escape(row.example.where)}</h3><pre>{tokens}</pre>")
     css = "".join(f".{kind}{{color:{color}}}" for kind, color in _CSS.items())
     return (
@@ -71,14 +69,17 @@ def page(inspection: Inspection, rows: int) -> str:
     )
 
 
+def _span(piece: Piece) -> str:
+    title = f"{piece.place}: {piece.token} {piece.kind}"
+    return f'<span class="{piece.kind}" title="{title}">{html.escape(piece.text)}</span>'
+
+
 def _row(stage: StageRows, row: Encoded, color: bool) -> Iterator[str]:
-    yield f"-- {row.example.where}: {len(row.ids)} tokens, {sum(row.mask)} trained on"
-    yield textwrap.indent(
-        for_terminal(stage.tokenizer.decode(row.ids, skip_special_tokens=False)), "   | ", lambda _: True
-    )
+    yield f"-- {row.example.where}: {len(row.ids)} tokens, {sum(row.mask)} trained on{counts(row.media)}"
+    yield textwrap.indent(for_terminal(text_of(stage, row)), "   | ", lambda _: True)
     line, width = "  ", 2
-    for token, kind, text in _tokens(stage, row):
-        item = f"{token}:{text!r}"
+    for each in pieces(stage, row):
+        item, kind = for_terminal(each.text) if each.count > 1 else f"{each.token}:{each.text!r}", each.kind
         size = len(item) + 2
         if width + size > _WIDTH:
             yield line
@@ -88,16 +89,13 @@ def _row(stage: StageRows, row: Encoded, color: bool) -> Iterator[str]:
     yield line
 
 
-def _tokens(stage: StageRows, row: Encoded) -> list[tuple[int, Kind, str]]:
-    decode = stage.tokenizer.decode
-    texts = [decode([token], skip_special_tokens=False) for token in row.ids]
-    return list(zip(row.ids, row.kinds(stage.stops), texts, strict=True))
-
-
 def _plain(stage: StageRows, row: Encoded) -> dict[str, Any]:
-    tokens = [{"id": token, "kind": kind, "text": text} for token, kind, text in _tokens(stage, row)]
-    text = stage.tokenizer.decode(row.ids, skip_special_tokens=False)
-    return {"where": row.example.where, "text": text, "tokens": tokens}
+    """Returns a row for JSON. The tokens of a picture or sound are one entry with their `count`."""
+    tokens = [
+        {"id": each.token, "kind": each.kind, "text": each.text} | ({"count": each.count} if each.count > 1 else {})
+        for each in pieces(stage, row)
+    ]
+    return {"where": row.example.where, "text": text_of(stage, row), "tokens": tokens}
 
 
 def _stops(stage: StageRows) -> str:

@@ -22,7 +22,7 @@ from rl.data.inspect.checks import check_stages, in_order
 from rl.data.inspect.finding import Finding
 from rl.data.inspect.reward_check import demonstrations_score
 from rl.data.inspect.stage_rows import Encoded, StageRows
-from rl.data.media import read_processors
+from rl.data.media import decode_first, read_processors
 from rl.data.tokenizer import read_tokenizer
 from rl.errors import DataError, DuetError, ModelError
 from rollout.media.processors import Processors
@@ -157,6 +157,8 @@ def _stage(
         form = {"read": _read_labelled}
     dataset = datasets.load(options, processors=encoder.processors, **form)
     examples = dataset.examples
+    if encoder.processors is not None:
+        decode_first(examples, encoder.processors)
     if len(examples) > ENCODED:
         examples = [examples[n] for n in sorted(random.Random(config.seed).sample(range(len(examples)), ENCODED))]
     rows: list[Encoded] = []

@@ -16,6 +16,12 @@ SOME = 100
 """Rows that checks of the template look at: the others repeat it."""
 
 
+def texts_in(message: dict[str, Any]) -> list[str]:
+    """Returns the texts of a message: its content, or those of its parts."""
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
 @dataclass(frozen=True)
 class Encoded:
     """A sequence of tokens.
@@ -33,6 +39,14 @@ class Encoded:
     def n_prompt(self) -> int:
         """Number of tokens before the first one that is trained on."""
         return self.mask.index(1) if 1 in self.mask else len(self.ids)
+
+    @property
+    def text_ids(self) -> list[int]:
+        """Returns the tokens that do not stand for a picture or a sound."""
+        if self.media is None:
+            return self.ids
+        index = self.media.index.tolist()
+        return [token for place, token in enumerate(self.ids) if place >= len(index) or index[place] < 0]
 
     def kinds(self, stops: Sequence[int]) -> list[Kind]:
         """Returns what each token is for the run: part of the prompt, trained on, ignored, or a stop that is trained

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rl.data.inspect.finding import Finding
-from rl.data.inspect.stage_rows import SOME, StageRows
+from rl.data.inspect.stage_rows import SOME, StageRows, texts_in
 from rollout.text import chat
 
 _CONTENT = "DuetAnswer"
@@ -255,7 +255,7 @@ def _messages(example: Any) -> list[dict]:
 def _texts(example: Any) -> list[str]:
     """Returns the plain texts of an example."""
     if not isinstance(example.prompt, str):
-        return [message["content"] for message in _messages(example)]
+        return [text for message in _messages(example) for text in texts_in(message)]
     return [example.prompt, *([example.completion] if example.completion else [])]
 
 

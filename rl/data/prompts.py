@@ -1,0 +1,78 @@
+"""Reads the prompts of `rl generate`: lines of text, or rows of a JSONL file, also with pictures and sounds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rl.data import media
+from rl.data.encoded import Example, Problem
+from rl.data.encoding import ExampleEncoder
+from rl.errors import DataError
+
+
+class Prompt(NamedTuple):
+    """A line of a file of prompts: its place for messages, and its row; `prompt` is a text or a list of messages."""
+
+    where: str
+    row: dict[str, Any]
+
+
+def read_prompts(file: str) -> list[Prompt]:
+    """Reads *.jsonl, on each line an object with `prompt` and columns of pictures and sounds as in data; of any other
+    file, and of `-` (standard input), each line is a prompt. Empty lines are left out.
+
+    Raises DataError with file and line for a prompt that cannot be read, and for a file without prompts.
+    """
+    prompts = list(_prompts(file))
+    if not prompts:
+        raise DataError(f"{file}: no prompts")
+    return prompts
+
+
+def _prompts(file: str) -> Iterator[Prompt]:
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--prompts {file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"--prompts {file}: not UTF-8 (byte {error.start}); save the file as UTF-8") from None
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            where = f"{file}:{number}"
+            yield Prompt(where, _row(where, line) if file.endswith(".jsonl") else {"prompt": line})
+
+
+def _row(where: str, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        prompt = row["prompt"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise DataError(f"{where}: not an object with `prompt`") from None
+    messages = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    if not prompt or not (messages or isinstance(prompt, str)):
+        raise DataError(f"{where}: `prompt` is neither a text nor a list of messages with role and content")
+    return row
+
+
+def problems(prompts: Sequence[Prompt], encoder: ExampleEncoder, base: Path) -> list[Problem]:
+    """Returns the prompts as token ids, with their pictures and sounds.
+
+    encoder: its processors are those of the model, None of one that reads texts only. base: folder that relative paths
+    start from, that of the file. Raises DataError with file and line for a prompt that the model cannot read.
+    """
+    result = []
+    for where, row in prompts:
+        try:
+            example = Example(row["prompt"], where=where)
+            if encoder.processors is None:
+                media.refuse_media(example, row)
+            else:
+                example = media.with_references(example, row, base, encoder.processors)
+            result.append(Problem(example, *encoder.prompt(example)))
+        except ValueError as error:
+            raise DataError(f"{where}: {error}") from None
+    return result
