@@ -16,7 +16,8 @@ from policy.specs import Activation
 @dataclass(frozen=True)
 class Encoder:
     """`depth` pre-norm transformer blocks of `width` with biases everywhere: x += attention(norm(x)), x +=
-    feed_forward(norm(x)). Feed-forwards are plain, of `mlp_width`."""
+    feed_forward(norm(x)). Feed-forwards are plain, of `mlp_width`. `initializer_range`: standard deviation of random
+    weights of the tower."""
 
     depth: int
     width: int
@@ -24,6 +25,7 @@ class Encoder:
     mlp_width: int
     activation: Activation
     eps: float
+    initializer_range: float = 0.02
 
     @property
     def head_dim(self) -> int:
@@ -105,6 +107,7 @@ class PooledVision:
     clipped: bool = False
     standardized: bool = False
     channels: int = 3
+    initializer_range: float = 0.02
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ class Conformer:
     residual: float = 0.5
     eps: float = 1e-6
     clipped: bool = True
+    initializer_range: float = 0.02
 
     @property
     def head_dim(self) -> int:
@@ -158,6 +162,15 @@ class ChunkedAudio:
 
 
 Tower = GridVision | Siglip | TileVision | PooledVision | Conformer | ChunkedAudio
+
+
+def initializer_range(spec: Tower | Encoder) -> float:
+    """Returns the standard deviation of a tower's random weights."""
+    return (
+        spec.initializer_range
+        if isinstance(spec, Encoder | PooledVision | Conformer)
+        else spec.encoder.initializer_range
+    )
 
 
 def rows_of(spec: Tower, shape: tuple[int, int]) -> int:

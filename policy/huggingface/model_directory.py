@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 from policy import families
 from policy.config import DecoderConfig, LayerSpec
-from policy.huggingface import extensions, names, sources
+from policy.huggingface import extensions, names, sources, tower_names
 from policy.huggingface.quantized import Scheme
 from policy.huggingface.tensorfiles import INDEX, SINGLE, ModelFileError, TensorFiles
 from policy.mesh import processes
@@ -36,25 +36,19 @@ PIECE = 2**24  # how many numbers are dequantised at once: 64 MB
 MTP, MTP_FILE = "mtp", "multi_token_prediction.safetensors"
 # What to do if the files lack prediction modules that they should hold.
 Missing = Literal["refuse", "fresh"]
-# Where the towers of other modalities begin in the names of multimodal models.
-_TOWER_NAMES = (
-    *("visual", "vision_tower", "vision_model", "audio_tower"),
-    *("multi_modal_projector", "embed_vision", "embed_audio"),
-)
-# Prefixes of stored names -> prefixes in the tables, for text models inside multimodal ones and for towers, in the
-# spellings of all versions of transformers, with and without the class around the model. A family's PREFIXES are tried
-# first.
+# Prefixes of stored names -> prefixes in the tables, for text models inside multimodal ones and for towers, as all
+# versions of transformers spell them. A family's PREFIXES are tried first.
 PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
     ("language_model.", "model."),
-    *((f"model.{name}.", f"{name}.") for name in _TOWER_NAMES),
+    *((f"model.{root}.", f"{root}.") for root in tower_names.ROOTS),
 )
 # Tensors that a text model does not need: the towers of other modalities (TOWERS, unless they are read), heads that
 # predict further tokens, copies of embedding and head in prediction modules, and tables of old files that follow from
 # the configuration.
-TOWERS = rf"(model\.)?({'|'.join(_TOWER_NAMES)})\..*"
+TOWERS = rf"(model\.)?({'|'.join(tower_names.ROOTS)})\..*"
 SKIP = (r"mtp\..*", r".*\.\d+\.(embed_tokens|shared_head\.head)\.weight", r".*rotary_emb\.inv_freq")
 
 

@@ -137,6 +137,7 @@ def pooled_vision(config: dict) -> PooledVision:
         theta=_theta(hf, 100.0),
         clipped=bool(hf["use_clipped_linears"]),
         standardized=bool(hf["standardize"]),
+        initializer_range=first(hf, "initializer_range", default=0.02),
     )
 
 
@@ -209,6 +210,7 @@ def conformer(config: dict) -> Conformer:
         residual=hf["residual_weight"],
         eps=hf["rms_norm_eps"],
         clipped=bool(hf["use_clipped_linears"]),
+        initializer_range=first(hf, "initializer_range", default=0.02),
     )
 
 
@@ -217,7 +219,8 @@ def _encoder(hf: dict, depth: str, heads: str, eps: float) -> Encoder:
     width, number = hf["hidden_size"], hf[heads]
     if width % number:
         raise UnsupportedModel(f"hidden_size {width} of a tower is not a multiple of its {number} heads")
-    return Encoder(hf[depth], width, number, hf["intermediate_size"], activation(hf), eps)
+    std = first(hf, "initializer_range", default=0.02)
+    return Encoder(hf[depth], width, number, hf["intermediate_size"], activation(hf), eps, std)
 
 
 def _side(hf: dict, key: str) -> int:

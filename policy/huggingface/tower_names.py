@@ -10,6 +10,12 @@ from dataclasses import replace
 
 from policy.huggingface.names import Stored, Table
 
+# How the names of towers and their projections begin in the files of multimodal models.
+ROOTS = (
+    *("visual", "vision_tower", "vision_model", "audio_tower"),
+    *("multi_modal_projector", "embed_vision", "embed_audio"),
+)
+
 
 def _linear(ours: str, stored: str, layout: str = "o i -> i o", bias: str = "") -> Table:
     """Returns the entries of a linear layer and its bias."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from policy.cache.layer_cache import Visible
 from policy.cache.step import Step
 from policy.config import LayerNorm, Rope, Runtime
 from policy.experts.mlp import ACTIVATIONS
-from policy.media import Encoder
+from policy.media import Encoder, initializer_range
 from policy.mesh.sharding import constrain
 from policy.ops.linear import linear
 from policy.ops.norms import MeanNorm
@@ -27,16 +28,18 @@ from policy.ops.parameter import Constant, normal, weight, zeros
 from policy.ops.rope import rotate
 from policy.remat import checkpointed, saved
 
-STD = 0.02  # of initial weights, the default of every configuration class
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 Table = tuple[jax.Array, jax.Array]
 
 
 class Projections(nnx.Module):
-    """A module with linear layers by name: NAME_proj [inputs, outputs], and NAME_bias where there is one.
+    """A module with linear layers by name: NAME_proj [inputs, outputs], and NAME_bias where there is one. `spec`, set
+    before the layers, says how their weights start.
 
     The weights of a tower are never quantised: its rows enter every layer of the decoder.
     """
+
+    spec: Any  # of the tower, or of its blocks
 
     def add(
         self,
@@ -51,7 +54,9 @@ class Projections(nnx.Module):
         """Declares the layer `name` that maps dimensions shape[0] to shape[1], with their logical axes. `clipped`: four
         stored numbers, NAME_input_min and so on, bound its inputs and outputs."""
         (inputs, outputs), (rows, columns) = shape, axes
-        setattr(self, f"{name}_proj", weight(rngs, inputs + outputs, rows + columns, normal(STD)))
+        setattr(
+            self, f"{name}_proj", weight(rngs, inputs + outputs, rows + columns, normal(initializer_range(self.spec)))
+        )
         if bias:
             named = tuple("norm" if axis == "embed" else axis for axis in columns)
             setattr(self, f"{name}_bias", weight(rngs, outputs, named, zeros))

@@ -13,11 +13,11 @@ from flax import nnx
 
 from policy.config import LayerNorm, Runtime
 from policy.experts.mlp import ACTIVATIONS
-from policy.media import ChunkedAudio, halved
+from policy.media import ChunkedAudio, halved, initializer_range
 from policy.ops.norms import MeanNorm
 from policy.ops.parameter import normal, stacked, weight, zeros
 from policy.ops.rope import sinusoids
-from policy.towers.blocks import STD, Block, Projections, convolved, for_towers, prepared, real_inputs, run, within
+from policy.towers.blocks import Block, Projections, convolved, for_towers, prepared, real_inputs, run, within
 
 CONVOLUTIONS = ("first", "second", "third")
 
@@ -28,7 +28,11 @@ class ChunkedAudioTower(Projections):
     def __init__(self, spec: ChunkedAudio, out_width: int, rngs: nnx.Rngs):
         self.spec, D, C = spec, spec.encoder.width, spec.channels
         for name, inputs in zip(CONVOLUTIONS, (1, C, C), strict=True):
-            setattr(self, f"{name}_conv", weight(rngs, (3, 3, inputs, C), (None, None, None, "mlp"), normal(STD)))
+            setattr(
+                self,
+                f"{name}_conv",
+                weight(rngs, (3, 3, inputs, C), (None, None, None, "mlp"), normal(initializer_range(spec))),
+            )
             setattr(self, f"{name}_bias", weight(rngs, (C,), ("mlp",), zeros))
         self.add(rngs, "frame", ((halved(spec.mels, 3), C), (D,)), ((None, "mlp"), ("embed",)))
         self.blocks = stacked(partial(Block, spec.encoder), rngs, spec.encoder.depth)

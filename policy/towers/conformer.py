@@ -17,11 +17,11 @@ from jax.ad_checkpoint import checkpoint_name
 from policy.attention.dot_product_attention import MASKED
 from policy.config import Norm, Runtime
 from policy.experts.mlp import ACTIVATIONS
-from policy.media import Conformer, halved
+from policy.media import Conformer, halved, initializer_range
 from policy.ops.norms import RMSNorm
 from policy.ops.parameter import normal, ones, stacked, weight, zeros
 from policy.ops.rope import sinusoids
-from policy.towers.blocks import STD, Projections, convolved, for_towers, prepared, real_inputs, run
+from policy.towers.blocks import Projections, convolved, for_towers, prepared, real_inputs, run
 
 # Queries and keys are scaled so that fresh per-dimension scales, softplus(0) = ln 2, leave q k / sqrt(d) ln(1 + e)
 # / ln 2.
@@ -83,7 +83,7 @@ class LightConvolution(Projections):
         self.spec, D, norm = spec, spec.width, Norm(spec.eps, "before_cast")
         self.input_norm, self.norm = RMSNorm(D, norm, rngs), RMSNorm(D, norm, rngs)
         self.add(rngs, "up", ((D,), (2 * D,)), (("embed",), ("mlp",)), clipped=spec.clipped)
-        self.conv = weight(rngs, (spec.kernel, D), (None, "norm"), normal(STD))
+        self.conv = weight(rngs, (spec.kernel, D), (None, "norm"), normal(initializer_range(spec)))
         self.add(rngs, "down", ((D,), (D,)), (("mlp",), ("embed",)), clipped=spec.clipped)
 
     def __call__(self, x_RTD: jax.Array, runtime: Runtime) -> jax.Array:
@@ -132,8 +132,10 @@ class ConformerTower(Projections):
 
     def __init__(self, spec: Conformer, out_width: int, rngs: nnx.Rngs):
         self.spec, D, (first, second) = spec, spec.width, spec.channels
-        self.first_conv = weight(rngs, (3, 3, 1, first), (None, None, None, "mlp"), normal(STD))
-        self.second_conv = weight(rngs, (3, 3, first, second), (None, None, None, "mlp"), normal(STD))
+        self.first_conv = weight(rngs, (3, 3, 1, first), (None, None, None, "mlp"), normal(initializer_range(spec)))
+        self.second_conv = weight(
+            rngs, (3, 3, first, second), (None, None, None, "mlp"), normal(initializer_range(spec))
+        )
         self.first_norm = CenteredScale(first, spec.eps, rngs)
         self.second_norm = CenteredScale(second, spec.eps, rngs)
         self.add(rngs, "frame", ((halved(spec.mels, 2), second), (D,)), ((None, "mlp"), ("embed",)))

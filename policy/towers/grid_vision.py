@@ -13,11 +13,10 @@ from flax import nnx
 
 from policy.config import LayerNorm, Runtime
 from policy.experts.mlp import ACTIVATIONS
-from policy.media import GridVision
+from policy.media import GridVision, initializer_range
 from policy.ops.norms import MeanNorm
 from policy.ops.parameter import normal, stacked, weight
 from policy.towers.blocks import (
-    STD,
     Block,
     Projections,
     axis_angles,
@@ -37,7 +36,7 @@ class Merger(Projections):
 
     def __init__(self, spec: GridVision, out_width: int, joined_norm: bool, rngs: nnx.Rngs):
         joined = spec.merge**2 * spec.encoder.width
-        self.joined, self.joined_norm = joined, joined_norm
+        self.spec, self.joined, self.joined_norm = spec, joined, joined_norm
         self.norm = MeanNorm(joined if joined_norm else spec.encoder.width, LayerNorm(spec.encoder.eps), rngs)
         self.add(rngs, "up", ((joined,), (joined,)), (("embed",), ("mlp",)), bias=True)
         self.add(rngs, "down", ((joined,), (out_width,)), (("mlp",), ("embed",)), bias=True)
@@ -56,7 +55,7 @@ class GridVisionTower(Projections):
         self.spec, D = spec, spec.encoder.width
         self.patch_shape = (spec.channels, spec.frames, spec.patch, spec.patch)
         self.add(rngs, "patch", (self.patch_shape, (D,)), ((None,) * 4, ("embed",)), bias=True)
-        self.positions = weight(rngs, (spec.side**2, D), (None, "embed"), normal(STD))
+        self.positions = weight(rngs, (spec.side**2, D), (None, "embed"), normal(initializer_range(spec)))
         self.blocks = stacked(partial(Block, spec.encoder), rngs, spec.encoder.depth)
         self.merger = Merger(spec, out_width, False, rngs)
         if spec.deepstack:

@@ -16,11 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 from policy.attention.dot_product_attention import Mask
 from policy.config import Norm, Runtime
 from policy.experts.mlp import ACTIVATIONS
-from policy.media import PooledVision
+from policy.media import PooledVision, initializer_range
 from policy.ops.norms import RMSNorm
 from policy.ops.parameter import Constant, normal, ones, stacked, weight, zeros
 from policy.towers.blocks import (
-    STD,
     Projections,
     attention,
     axis_angles,
@@ -78,7 +77,7 @@ class PooledVisionTower(Projections):
         self.spec, D = spec, spec.width
         self.patch_shape = (spec.patch, spec.patch, spec.channels)
         self.add(rngs, "patch", (self.patch_shape, (D,)), ((None,) * 3, ("embed",)))
-        self.positions = weight(rngs, (2, spec.positions, D), (None, None, "embed"), normal(STD))
+        self.positions = weight(rngs, (2, spec.positions, D), (None, None, "embed"), normal(initializer_range(spec)))
         self.blocks = stacked(partial(PooledBlock, spec), rngs, spec.depth)
         if spec.standardized:
             self.shift = Constant(zeros(rngs.params(), (D,)), out_sharding=("norm",))

@@ -13,11 +13,10 @@ from flax import nnx
 
 from policy.config import LayerNorm, Runtime
 from policy.experts.mlp import ACTIVATIONS
-from policy.media import TileVision
+from policy.media import TileVision, initializer_range
 from policy.ops.norms import MeanNorm
 from policy.ops.parameter import normal, stacked, weight
 from policy.towers.blocks import (
-    STD,
     Block,
     Projections,
     axis_angles,
@@ -36,8 +35,8 @@ class TileVisionTower(Projections):
         self.spec, D = spec, spec.encoder.width
         self.patch_shape, joined = (spec.channels, spec.patch, spec.patch), spec.merge**2 * D
         self.add(rngs, "patch", (self.patch_shape, (D,)), ((None,) * 3, ("embed",)))
-        self.class_token = weight(rngs, (D,), ("norm",), normal(STD))
-        self.positions = weight(rngs, (spec.side**2 + 1, D), (None, "embed"), normal(STD))
+        self.class_token = weight(rngs, (D,), ("norm",), normal(initializer_range(spec)))
+        self.positions = weight(rngs, (spec.side**2 + 1, D), (None, "embed"), normal(initializer_range(spec)))
         self.first_norm = MeanNorm(D, LayerNorm(spec.encoder.eps), rngs)
         self.blocks = stacked(partial(Block, spec.encoder), rngs, spec.encoder.depth)
         self.norm = MeanNorm(D, LayerNorm(spec.encoder.eps), rngs)

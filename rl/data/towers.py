@@ -1,5 +1,6 @@
-"""What a run needs of a model that reads pictures or sounds, besides its weights: special tokens for a tokenizer that is
-built in code, processors, ids in config.json, and the files of processors in a saved directory. Imports no jax.
+"""Provides what a run needs of a model that reads pictures or sounds, besides its weights: special tokens for a
+tokenizer that is built in code, processors, ids in config.json, and the files of processors in a saved directory.
+Imports no jax.
 
 A directory of a model holds files of its processors; a file of configs/models/ describes them under `processor_config`.
 """
@@ -16,8 +17,9 @@ from policy.huggingface import sources
 from rl.config.model import ModelOptions
 from rl.data import models
 from rl.errors import ModelError
-from rollout.media import processors, tokens
+from rollout.media import processors
 from rollout.media.processors import Processors, Stored
+from rollout.text import media_tokens as tokens
 from rollout.text.tokenizer import MediaTokens
 
 _TEMPLATE, _OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
@@ -89,6 +91,6 @@ def _copy(source: Path, directory: Path) -> None:
     for name in models.PROCESSOR_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
-    # Processors prefer the older file, so it may not stand beside a template that the tokenizer has written.
+    # Processors prefer the older file, so it may not stand next to a template that the tokenizer has written.
     if (source / _OLD_TEMPLATE).is_file() and not (directory / _TEMPLATE).exists():
         shutil.copyfile(source / _OLD_TEMPLATE, directory / _OLD_TEMPLATE)

@@ -100,7 +100,7 @@ def test_text_alone_is_read_without_towers(model, tmp_path):
         text.encode("image", np.zeros((1, 1, 1)), np.zeros((1, 2)))
 
 
-# Kind -> spellings of its names: pairs of a pattern of the names that transformers 5 writes and what stands in its place.
+# Kind -> spellings of its names: pairs of a pattern of the names that transformers 5 writes, and its replacement.
 SPELLINGS = {
     "Qwen3VL": {
         "without the wrapper": [(r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")],

@@ -59,8 +59,8 @@ class Options:
     noise: int = 24
     """Most grey levels by which noise changes a pixel, 0 to 100."""
     problems: int = 2000
-    """Distinct pictures in both splits together, 10 to 100000; fewer if so many do not differ. A picture of 32x32 pixels
-    takes 3 KB of memory."""
+    """Distinct pictures in both splits together, 10 to 100000; fewer if so many do not differ. A picture of 32x32
+    pixels takes 3 KB of memory."""
     eval_share: float = 0.1
     """Share of the pictures for evaluation, chosen by a hash of the picture without its noise."""
 

@@ -31,8 +31,8 @@ class Options:
     """Samples per second, 4000 to 48000."""
     octaves: int = 3
     """Octaves that a note is drawn from, 1 to 7."""
-    first_octave: int = 4
-    """The lowest of them, 1 to 7; octave 4 begins with middle C, 262 Hz."""
+    first_octave: int = 5
+    """The lowest of them, 1 to 7; octave 5 begins with the C of 523 Hz."""
     cents: int = 10
     """Most hundredths of a semitone by which a note is off its pitch, 0 to 40."""
     noise: float = 0.1
@@ -54,7 +54,7 @@ class Options:
                 raise ValueError(f"`{name}` must be a number from {least} to {most}, got {value!r}")
         if not isinstance(self.eval_share, (int, float)) or not 0 < self.eval_share < 1:
             raise ValueError(f"`eval_share` must lie between 0 and 1, got {self.eval_share!r}")
-        highest = _C4 * 2 ** (self.first_octave + self.octaves - 4)
+        highest = _C4 * 2 ** (self.first_octave + self.octaves - 4 - (1 - self.cents / 100) / 12)
         if highest > self.rate / 2:
             raise ValueError(
                 f"`octaves`: notes up to {highest:.0f} Hz need a `rate` of at least {math.ceil(2 * highest)}, got "

@@ -7,6 +7,7 @@ These frames do not depend on it.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -94,12 +95,14 @@ def _filters(fft: int, bins: int, rate: int) -> np.ndarray:
     """Returns float64[fft // 2 + 1, bins]: the triangular filters of Slaney's mel scale up to 8 kHz."""
     from transformers.audio_utils import mel_filter_bank
 
-    return mel_filter_bank(
-        num_frequency_bins=fft // 2 + 1,
-        num_mel_filters=bins,
-        min_frequency=0.0,
-        max_frequency=8000.0,
-        sampling_rate=rate,
-        norm="slaney",
-        mel_scale="slaney",
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # below 16 kHz, filters above half the rate are empty
+        return mel_filter_bank(
+            num_frequency_bins=fft // 2 + 1,
+            num_mel_filters=bins,
+            min_frequency=0.0,
+            max_frequency=8000.0,
+            sampling_rate=rate,
+            norm="slaney",
+            mel_scale="slaney",
+        )
