@@ -215,6 +215,32 @@ def test_a_quantised_generator_stays_near_the_trainer(family, weights, cache):
     assert 0 < result.mean() < mean and result.max() < largest
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", ["contiguous", "paged"])
+@pytest.mark.parametrize("kind", ["int8", "int4", None])
+def test_keys_that_layers_share_are_rounded_once(kind, stored):
+    """The layers of the small Gemma 4 that share keys read the rounded entries of an earlier layer. The float cache
+    gives what the trainer computes."""
+    model = random_model(small("Gemma4Small"))
+    assert any(spec.shares for spec in model.config.layers)
+    options = GeneratorOptions(kv_cache=kind, cache=stored, page_size=4)
+    result = differences(model, options)
+    if kind is None:
+        assert result.max() < 1e-5
+        return
+    mean, largest = BOUNDS[None if kind == "int8" else kind, kind]
+    assert 1e-5 < result.mean() < mean and result.max() < largest
+    entries = [
+        {name: str(a.dtype) for name, a in part.items()}
+        for part in jax.tree.leaves(
+            caches.create(model.config, S, C, "float32", scan=False, quantization=kind),
+            is_leaf=lambda x: isinstance(x, dict),
+        )
+    ]
+    keeper = {"k": kind, "v": kind, "k.scale": "float32", "v.scale": "float32"}
+    assert entries == [{} if spec.shares else keeper for spec in model.config.layers]
+
+
 @pytest.mark.parametrize(
     ("family", "weights"),
     [
