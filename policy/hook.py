@@ -77,8 +77,8 @@ class Rows:
         turns = (N, 3) if self.turns is None else jnp.shape(self.turns)
         if len(pages) != 2 or turns != (N, 3) or any(shape != (N,) for shape in shapes.values()):
             raise ValueError(
-                "Rows needs tokens, positions and request of one shape [N], media.index of that shape, turns [N, 3] and "
-                f"pages [requests, M]; got {shapes | {'turns': turns, 'pages': pages}}"
+                "Rows needs tokens, positions and request of one shape [N], media.index of that shape, turns [N, 3], "
+                f"and pages [requests, M]; got {shapes | {'turns': turns, 'pages': pages}}"
             )
         request, active = jnp.asarray(self.request), (jnp.asarray(self.request) >= 0).astype(jnp.int32)
         # A row's pages may lie in any shard of a pool: the engine orders the rows as it likes.
