@@ -23,14 +23,16 @@ from policy.mesh import processes
 from rl.data.encoded import media_of
 from rl.errors import DataError
 from rl.training.towers import UpdateMedia
+from rollout.media.loader import Loader
 from rollout.request import MediaPrompt, prefix_keys
 
 if TYPE_CHECKING:
+    from policy.model import Graph
     from rl.config.run import RunConfig
     from rl.training.batch import Batch
     from rollout.media.expand import Expanded
     from rollout.media.item import Extent, Item
-    from rollout.media.loader import Loader
+    from rollout.media.processors import Processors
 
 Key = tuple[Kind, str]
 """(kind, digest) of an item."""
@@ -145,6 +147,12 @@ class MediaTables:
     _last: StepTable | None = None
     _counts: dict[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def of_blocks(cls, graph: Graph, processors: Processors, blocks: Iterable[Sequence[Any]]) -> MediaTables:
+        """Returns what makes the tables of blocks of rows of data, each with a table of its own."""
+        M = max(table_rows([media_of(row) for row in block], len(block)) for block in blocks)
+        return cls(MediaEncoder(graph), Loader(processors), M, trained=False)
+
     def of(self, params: Mapping[str, jax.Array], documents: Sequence[Expanded | None]) -> StepTable:
         """Returns the table of the pictures and sounds of these documents.
 
@@ -201,8 +209,8 @@ class MediaTables:
         counts["media/distinct"] = counts.pop("distinct") / counts["media/pictures"]
         return counts
 
-    def _load(self, documents: Sequence[Expanded], wanted: set[Key]) -> tuple[dict[Key, Item], float]:
-        contents = {(kind, digest.partition("-")[0]) for kind, digest in wanted}  # tiles are numbered after it
+    def _load(self, documents: Sequence[Expanded], asked: set[Key]) -> tuple[dict[Key, Item], float]:
+        contents = {(kind, digest.partition("-")[0]) for kind, digest in asked}  # tiles are numbered after it
         references = {
             (reference.kind, reference.digest): reference
             for document in documents

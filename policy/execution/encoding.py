@@ -206,7 +206,7 @@ class MediaEncoder:
         def call(table, xs):
             values, shapes, places = xs
             rows, deep = self._encode(params, piece.kind, values, shapes)
-            return _placed(table, rows, deep, places), None
+            return _written(table, rows, deep, places), None
 
         return jax.lax.scan(call, table, (piece.values, piece.shapes, piece.places))[0]
 
@@ -259,7 +259,7 @@ class MediaEncoder:
         return jax.jit(empty, static_argnums=0, out_shardings=jax.tree.map(lambda a: a.sharding, self.abstract(1)))
 
 
-def _placed(table: MediaTable, rows_RmE, deep_DRmE, places_Rm) -> MediaTable:
+def _written(table: MediaTable, rows_RmE, deep_DRmE, places_Rm) -> MediaTable:
     rows = table.rows.at[places_Rm].set(rows_RmE.astype(table.rows.dtype), mode="drop")
     if table.deep is None or deep_DRmE is None:  # sounds have no features: their rows stay 0
         return MediaTable(rows, table.deep)

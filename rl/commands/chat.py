@@ -31,9 +31,11 @@ def run(arguments: argparse.Namespace) -> None:
     from rollout import Generator
     from rollout.text.chat import render_prompt
 
-    model, tokenizer, params = sampled_model.load(arguments)
+    source = sampled_model.find(arguments)
+    tokenizer, params = source.tokenizer, source.params
     if tokenizer.chat_template is None:
         raise ModelError(f"{arguments.model}: the tokenizer has no chat template; use `rl generate`")
+    model = source.load()
     try:
         generator = Generator(model, max_length=arguments.max_length, slots=1, seed=arguments.seed, tokenizer=tokenizer)
     except ValueError as error:

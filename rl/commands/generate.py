@@ -15,7 +15,9 @@ from rl.commands.environment import choose_platform, default_program_cache, use_
 from rl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from rollout import Completion
+    from rl.data.encoded import Problem
+    from rollout import Completion, Generator, SamplingParams
+    from rollout.media.processors import Processors
 
 SUMMARY = "complete prompts with a model, as JSON lines"
 
@@ -49,33 +51,61 @@ def run(arguments: argparse.Namespace) -> None:
     use_program_cache(default_program_cache())
     from rl.data import prompts
     from rl.data.encoding import ExampleEncoder
+    from rl.data.media import processors_of
     from rollout import Generator
 
-    read = prompts.read_prompts(arguments.prompts)
-    model, tokenizer, params = sampled_model.load(arguments, n=arguments.samples)
-    problems = prompts.problems(read, ExampleEncoder(tokenizer), Path(arguments.prompts).parent)
-    ids = [problem.ids for problem in problems]
-    longest = max(map(len, ids)) + params.max_new_tokens
+    read, source = prompts.read_prompts(arguments.prompts), sampled_model.find(arguments, n=arguments.samples)
+    processors = processors_of(source.directory, source.tokenizer)
+    problems = prompts.problems(read, ExampleEncoder(source.tokenizer, processors), Path(arguments.prompts).parent)
+    model = source.load(media=any(problem.media for problem in problems))
+    longest = max(len(problem.ids) for problem in problems) + source.params.max_new_tokens
     try:
         generator = Generator(
-            model, max_length=longest, slots=arguments.slots, seed=arguments.seed, tokenizer=tokenizer
+            model, max_length=longest, slots=arguments.slots, seed=arguments.seed, tokenizer=source.tokenizer
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    try:
-        completions = generator.stream(ids, params)
-    except ValueError as error:
-        raise DataError(f"{arguments.prompts}: {error}") from None
-    done: list[list[Completion | None]] = [[None] * params.n for _ in ids]
+    done: list[list[Completion | None]] = [[None] * arguments.samples for _ in problems]
     written = 0
     with _output(arguments.output) as out:
-        for prompt, sample, completion in completions:
+        for prompt, sample, completion in _completions(generator, problems, source.params, processors):
             done[prompt][sample] = completion
-            while written < len(ids) and None not in done[written]:
+            while written < len(done) and None not in done[written]:
                 for line in _lines(problems[written].example.prompt, done[written]):
                     print(line, file=out)
                 out.flush()
                 written += 1
+
+
+def _completions(
+    generator: Generator, problems: Sequence[Problem], params: SamplingParams, processors: Processors | None
+) -> Iterator[tuple[int, int, Completion]]:
+    """Yields (prompt, sample, completion). Prompts with pictures or sounds are completed in blocks, so that the table of
+    one block is on the devices at a time. Raises DataError for a prompt or a picture that cannot be read."""
+    if not any(problem.media for problem in problems):
+        blocks, tables = [problems], None
+    else:
+        from rl.media import MediaTables
+
+        size = 4 * generator.slots
+        blocks = [problems[i : i + size] for i in range(0, len(problems), size)]
+        assert processors is not None  # prompts with pictures or sounds come with processors
+        tables = MediaTables.of_blocks(generator.model.graph, processors, blocks)
+    start = 0
+    try:
+        for block in blocks:
+            prompts: list[Any] = [problem.ids for problem in block]
+            if tables is not None:
+                table = tables.of(generator.model.params, [problem.media for problem in block])
+                prompts = [table.prompt(problem.ids, problem.media) for problem in block]
+            for prompt, sample, completion in generator.stream(prompts, params, range(start, start + len(block))):
+                yield start + prompt, sample, completion
+            start += len(block)
+    except ValueError as error:
+        raise DataError(f"{problems[0].example.where.rpartition(':')[0]}: {error}") from None
+    finally:
+        if tables is not None:
+            tables.loader.close()
 
 
 def _output(file: str | None) -> contextlib.AbstractContextManager[TextIO]:

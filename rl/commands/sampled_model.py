@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 from rl.data import models
 from rl.errors import ConfigError, ModelError
 
 
-class Loaded(NamedTuple):
-    """A model, its tokenizer and the sampling parameters, with the stop tokens that the model names."""
+@dataclass(frozen=True)
+class SampledModel:
+    """The model that the arguments name, before its weights are read.
 
-    model: Any
+    params: the sampling parameters, with the stop tokens that the model names.
+    """
+
+    directory: Path
+    dtype: Literal["float32", "bfloat16"]
     tokenizer: Any
     params: Any
+
+    def load(self, *, media: bool = False) -> Any:
+        """Reads the weights. `media`: with the towers of pictures and sounds. Raises ModelError."""
+        import policy
+        from policy.huggingface.config_fields import UnsupportedModel
+        from policy.huggingface.tensorfiles import ModelFileError
+        from policy.mesh.sharding import layout
+
+        try:
+            return policy.load(self.directory, dtype=self.dtype, mesh=layout({"fsdp": -1}), media=media)
+        except (ModelFileError, UnsupportedModel, ValueError) as error:
+            raise ModelError(f"{self.directory}: {error}") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,18 +81,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load(arguments: argparse.Namespace, **changes: Any) -> Loaded:
-    """Loads the model that the arguments name. `changes` override sampling parameters.
+def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
+    """Returns the model that the arguments name. `changes` override sampling parameters.
 
-    Raises ModelError for a name or directory without a readable model or tokenizer, ConfigError for invalid sampling
-    parameters.
+    Raises ModelError for a name or directory without a readable tokenizer, ConfigError for invalid sampling parameters.
     """
     directory = _directory(arguments.model)
 
-    import policy
-    from policy.huggingface.config_fields import UnsupportedModel
-    from policy.huggingface.tensorfiles import ModelFileError
-    from policy.mesh.sharding import layout
     from rollout import SamplingParams
     from rollout.text.tokenizer import load_tokenizer, stop_ids
 
@@ -88,10 +100,10 @@ def load(arguments: argparse.Namespace, **changes: Any) -> Loaded:
         raise ConfigError(str(error)) from None
     try:
         tokenizer = load_tokenizer(directory)
-        model = policy.load(directory, dtype=arguments.dtype, mesh=layout({"fsdp": -1}))
-    except (ModelFileError, UnsupportedModel, ValueError) as error:
+    except ValueError as error:
         raise ModelError(f"{directory}: {error}") from None
-    return Loaded(model, tokenizer, replace(params, stop_token_ids=stop_ids(tokenizer, directory)))
+    params = replace(params, stop_token_ids=stop_ids(tokenizer, directory))
+    return SampledModel(directory, arguments.dtype, tokenizer, params)
 
 
 def _directory(source: str) -> Path:

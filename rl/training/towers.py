@@ -20,7 +20,7 @@ from policy.model import Graph
 from rl.training.batch import Places
 
 ROWS, DEEP = "media.rows", "media.deep"
-"""Names of the arrays of a table beside the paths of weights."""
+"""Names of the arrays of a table next to the paths of weights."""
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ def case(request):
     return model, MediaEncoder(model.graph), drawn(model.config.image, SHAPES[request.param])
 
 
-def placed(items):
+def with_rows(items):
     firsts = np.cumsum([2, *(item.rows for item in items)]).tolist()
     return list(zip(items, firsts, strict=False)), 1 << int(firsts[-1]).bit_length()
 
 
 def test_the_table_holds_the_rows_of_each_item(case):
     model, encoder, items = case
-    chosen, M = placed(items)
+    chosen, M = with_rows(items)
     table = encoder.write(model.params, encoder.empty(M), encoder.pieces(chosen, M))
     assert encoder.encoded == len(items)
     free = np.ones(M, bool)
@@ -51,7 +51,7 @@ def test_the_table_holds_the_rows_of_each_item(case):
 def test_gradients_in_pieces_equal_those_of_one_backward_pass(case, monkeypatch):
     monkeypatch.setattr(encoding, "INPUTS", 1)  # a call for each item
     model, encoder, items = case
-    chosen, M = placed(items)
+    chosen, M = with_rows(items)
     pieces = encoder.pieces(chosen, M, round_up=True)
     assert len(pieces[0].values) > 1
     towers = {path: array for path, array in model.params.items() if path.startswith("image.")}
@@ -67,9 +67,9 @@ def test_gradients_in_pieces_equal_those_of_one_backward_pass(case, monkeypatch)
 
     constants = {path: towers[path] for path in towers if path in model.graph.untrained}
     trained = {path: array for path, array in towers.items() if path not in constants}
-    whole = jax.jit(jax.grad(lambda own: loss(own | constants)))(trained)
+    expected = jax.jit(jax.grad(lambda own: loss(own | constants)))(trained)
     parts = jax.jit(lambda own: [encoder.gradients(own, constants, weights, piece) for piece in pieces])(trained)
     parts = jax.tree.map(lambda *each: sum(each), *parts)
-    assert any(np.any(np.asarray(g)) for g in whole.values())
-    for path, gradient in whole.items():
+    assert any(np.any(np.asarray(g)) for g in expected.values())
+    for path, gradient in expected.items():
         np.testing.assert_allclose(parts[path], gradient, atol=1e-5, rtol=1e-4, err_msg=path)
