@@ -8,7 +8,7 @@ inputs, and makes fewer rows of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from policy.specs import Activation
 
@@ -161,6 +161,12 @@ class ChunkedAudio:
         return halved(self.chunk, 3)
 
 
+Kind = Literal["image", "audio"]
+TOWERS: tuple[Kind, ...] = ("image", "audio")
+"""Start the paths of the weights of towers."""
+SHORTEST, STEP = 64, 4
+"""Inputs of the smallest item after padding, and the factor from one size to the next."""
+
 Tower = GridVision | Siglip | TileVision | PooledVision | Conformer | ChunkedAudio
 
 
@@ -199,3 +205,31 @@ def halved(length: Any, times: int) -> Any:
     for _ in range(times):
         length = (length + 1) // 2
     return length
+
+
+def padded_inputs(spec: Tower, inputs: int) -> int:
+    """Returns the number of inputs after padding. Towers of one size read full items."""
+    if isinstance(spec, Siglip | TileVision):
+        return spec.side**2
+    size, unit = SHORTEST, spec.pool**2 if isinstance(spec, PooledVision) else 1
+    while size < inputs:
+        size *= STEP
+    return -(-size // unit) * unit
+
+
+def largest_inputs(spec: Tower, rows: int) -> int:
+    """Returns the number of inputs, after padding, of an item with so many rows."""
+    match spec:
+        case GridVision(merge=side) | PooledVision(pool=side):
+            return padded_inputs(spec, rows * side**2)
+        case ChunkedAudio():
+            return padded_inputs(spec, -(-rows // spec.chunk_rows) * spec.chunk)
+        case Conformer():
+            return padded_inputs(spec, rows * 4)
+        case _:
+            return padded_inputs(spec, 0)
+
+
+def is_tower(path: str) -> bool:
+    """Whether a weight belongs to a tower."""
+    return path.partition(".")[0] in TOWERS

@@ -18,7 +18,8 @@ import jax
 import numpy as np
 
 from policy.cache.media import DocumentMedia, MediaTable
-from policy.execution.encoding import Kind, MediaEncoder, padded_inputs
+from policy.execution.encoding import MediaEncoder
+from policy.media import Kind, padded_inputs
 from policy.mesh import processes
 from rl.data.encoded import media_of
 from rl.errors import DataError

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy.execution.encoding import is_tower
+from policy.media import is_tower
 from policy.model import Model
 from policy.ops.host_memory import on_a_device
 from rollout.engine.active_batch import stop_width

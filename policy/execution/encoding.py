@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +22,14 @@ import numpy as np
 
 from policy.cache.media import MediaTable
 from policy.execution.compiled_cache import CompiledCache
-from policy.media import ChunkedAudio, Conformer, GridVision, PooledVision, Siglip, TileVision, Tower, input_width
+from policy.media import Kind, Tower, input_width, is_tower, padded_inputs
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
 
-Kind = Literal["image", "audio"]
 Params = Mapping[str, jax.Array]
 
-SHORTEST, STEP = 64, 4
-"""Inputs of the smallest item after padding, and the factor from one size to the next."""
 INPUTS = 4096
 """Inputs of all items of a program, unless one item has more or the mesh has more shards of rows."""
-TOWERS: tuple[Kind, ...] = ("image", "audio")
-"""Start the paths of the weights of towers."""
 
 
 class Item(Protocol):
@@ -74,34 +69,6 @@ class Piece:
     values: Any
     shapes: Any
     places: Any
-
-
-def largest_inputs(spec: Tower, rows: int) -> int:
-    """Returns the number of inputs, after padding, of an item with so many rows."""
-    match spec:
-        case GridVision(merge=side) | PooledVision(pool=side):
-            return padded_inputs(spec, rows * side**2)
-        case ChunkedAudio():
-            return padded_inputs(spec, -(-rows // spec.chunk_rows) * spec.chunk)
-        case Conformer():
-            return padded_inputs(spec, rows * 4)
-        case _:
-            return padded_inputs(spec, 0)
-
-
-def is_tower(path: str) -> bool:
-    """Whether a weight belongs to a tower."""
-    return path.partition(".")[0] in TOWERS
-
-
-def padded_inputs(spec: Tower, inputs: int) -> int:
-    """Returns the number of inputs after padding. Towers of one size read full items."""
-    if isinstance(spec, Siglip | TileVision):
-        return spec.side**2
-    size, unit = SHORTEST, spec.pool**2 if isinstance(spec, PooledVision) else 1
-    while size < inputs:
-        size *= STEP
-    return -(-size // unit) * unit
 
 
 class MediaEncoder:

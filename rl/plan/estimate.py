@@ -24,8 +24,8 @@ from functools import cached_property
 
 import jax.numpy as jnp
 
-from policy.execution.encoding import is_tower
 from policy.layers.layer_embeddings import TABLE
+from policy.media import is_tower
 from policy.mesh.sharding import axes_of
 from policy.model import Graph
 from rl.config.run import RunConfig

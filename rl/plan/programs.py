@@ -16,9 +16,10 @@ import numpy as np
 
 import rl.stages
 from policy.attention.paged_attention import KERNELS
-from policy.execution.encoding import Kind, MediaEncoder, is_tower, largest_inputs
+from policy.execution.encoding import MediaEncoder
 from policy.execution.scoring import Scorer
 from policy.experts.expert_shards import ExpertShards
+from policy.media import Kind, is_tower, largest_inputs
 from policy.mesh.sharding import Layout
 from policy.model import Graph
 from policy.ops.host_memory import on_a_device

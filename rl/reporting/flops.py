@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from policy.config import Attention, GatedDeltaNet, LatentAttention, LayerSpec
-from policy.execution.encoding import is_tower
+from policy.media import is_tower
 from rl.reporting import chips
 
 if TYPE_CHECKING:

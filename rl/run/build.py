@@ -15,13 +15,14 @@ import rl.stages
 from policy import compatibility
 from policy.attention import context_parallel
 from policy.config import DecoderConfig
-from policy.execution.encoding import Kind, MediaEncoder, is_tower
+from policy.execution.encoding import MediaEncoder
 from policy.experts import expert_parallel
 from policy.huggingface import sources
 from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
 from policy.layers import batch_split
 from policy.layers.engram import set_classes
+from policy.media import Kind, is_tower
 from policy.mesh.sharding import Layout, layout
 from policy.model import Graph, Model
 from policy.ops.host_memory import NoHostMemory, in_host_memory

@@ -26,7 +26,6 @@ import numpy as np
 
 from rl.data import datasets, towers
 from rl.reporting.flops import rates
-from rl.reporting.program_memory import ENCODING
 from rl.stages import generation
 from rl.stages.configured import ConfiguredStage
 from rl.stages.sampling import rollouts
@@ -121,6 +120,7 @@ class StageKind(ConfiguredStage, ABC):
 
     def executables(self) -> Mapping[str, CompiledCache]:
         """Returns the compiled functions of a step and of reward models, by the names of their programs in a plan."""
+        from rl.reporting.program_memory import ENCODING
         from rl.stages.scorers import program_name
 
         reward_models = {program_name(source): scorer.executable for source, scorer in self.scorers.items()}

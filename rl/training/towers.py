@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from policy.cache.media import MediaInputs, MediaTable
-from policy.execution.encoding import MediaEncoder, Piece, is_tower
+from policy.execution.encoding import MediaEncoder, Piece
+from policy.media import is_tower
 from policy.model import Graph
 from rl.training.batch import Places
 

@@ -17,8 +17,9 @@ from jax.sharding import NamedSharding
 import rl.algorithms
 from policy.execution import row_tables
 from policy.execution.compiled_cache import CompiledCache
-from policy.execution.encoding import TOWERS, Piece
+from policy.execution.encoding import Piece
 from policy.layers import batch_split
+from policy.media import TOWERS
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.modes import VALUE_HEAD

@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
+from policy.media import Kind
 
-Kind = Literal["image", "audio"]
+if TYPE_CHECKING:
+    import numpy as np
+
 KINDS: tuple[Kind, ...] = ("image", "audio")
 NOUNS: dict[str, str] = {"image": "picture", "audio": "sound"}
 """What messages call an item of a kind."""

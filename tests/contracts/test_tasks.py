@@ -29,16 +29,25 @@ OPTIONS = {
 CASES = [(name, options) for name in tasks.names() for options in OPTIONS.get(name, [{}])]
 
 
+def _shown(problem):
+    """(the prompt with the bytes of its picture or sound, the demonstration) of a problem."""
+    contents = [problem.columns.get("image"), problem.columns.get("audio", {}).get("array")]
+    return problem.prompt + "".join(each.tobytes().hex() for each in contents if each is not None), problem.completion
+
+
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_the_splits_are_fixed_and_share_no_problem(name, options):
     train, held_out = (tasks.problems(name, options, split) for split in ("train", "eval"))
     assert train and held_out
-    assert tasks.problems(name, options, "train") == train and tasks.problems(name, options, "eval") == held_out
-    prompts = [{problem.prompt for problem in split} for split in (train, held_out)]
+    shown = [[_shown(problem) for problem in split] for split in (train, held_out)]
+    assert [
+        [_shown(problem) for problem in tasks.problems(name, options, split)] for split in ("train", "eval")
+    ] == shown
+    prompts = [{prompt for prompt, _ in split} for split in shown]
     assert not prompts[0] & prompts[1]
     assert [len(split) for split in prompts] == [len(train), len(held_out)]
-    seen = {problem.prompt + problem.completion for problem in train if problem.completion is not None}
-    assert not any(problem.prompt + str(problem.completion) in seen for problem in held_out)
+    seen = {prompt + completion for prompt, completion in shown[0] if completion is not None}
+    assert not any(prompt + str(completion) in seen for prompt, completion in shown[1])
     assert all(problem.columns["answer"] for problem in (*train, *held_out))
 
 

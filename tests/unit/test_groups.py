@@ -117,10 +117,10 @@ def test_a_resumed_stage_goes_on_counting_steps_without_a_score():
     stage.name, stage.context = "grpo", SimpleNamespace(progress=progress)
     stage.options = SimpleNamespace(rewards=SimpleNamespace(unscored_steps=4), steps=9)
     unscored, scored = (Scores(np.full((2, 1), each), np.full(2, each), ("f",), [], {}) for each in (np.nan, 1.0))
-    stage._check_scored(unscored)
+    online._check_scored(stage, unscored)
     with pytest.raises(RewardStop, match="grpo: no completion of the last 4 steps has a score"):
-        stage._check_scored(unscored)
-    stage._check_scored(scored)
+        online._check_scored(stage, unscored)
+    online._check_scored(stage, scored)
     assert progress.unscored_steps == 0
     progress.unscored_steps = 2
     progress.start_stage({})
