@@ -136,10 +136,10 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool, media: b
         decoder, classes = _decoder(options, prepared.tokenizer, media)
         _check(config, decoder, prepared.tokenizer)
         _check_runtime(options, decoder, mesh)
-        if media:
-            _check_media(config, decoder, prepared, mesh)
         graph = check_cut(Graph(decoder, options.runtime, mesh), config.mesh.sharding_tolerance)
         check_freeze(graph, config.stages)
+        if media:
+            _check_media(config, graph, prepared)
         if not with_weights:
             return Model(graph, {})
         how = {"runtime": options.runtime, "mesh": mesh}
@@ -259,14 +259,20 @@ def _check_runtime(options: ModelOptions, decoder: DecoderConfig, mesh: Layout) 
         raise ConfigError(f"model.{error}") from None
 
 
-def _check_media(config: RunConfig, decoder: DecoderConfig, prepared: Prepared, mesh: Layout) -> None:
+def _check_media(config: RunConfig, graph: Graph, prepared: Prepared) -> None:
     """Checks that this run can read pictures and sounds. Raises ConfigError."""
-    runtime = replace(config.model.runtime, layout=mesh)
+    decoder, runtime = graph.config, graph.runtime
     for stage in prepared.stages:
         for text in compatibility.conflicts(decoder, replace(runtime, **stage.options.runtime), media=True):
             raise ConfigError(f"{stage.name}: {text}")
         if stage.teacher is not None and any(media_of(row) for row in stage.rows.own):
             raise ConfigError(f"{stage.name}: a teacher reads no pictures or sounds; use rows of text, or sft")
+        scored = stage.runner is not None and stage.runner.sources
+        if scored and trains_towers(graph, [stage.options]):
+            raise ConfigError(
+                f"{stage.name}: a reward model reads the rows that the towers of the policy make, so a stage that it "
+                "scores cannot train them; leave `freeze` out"
+            )
     if config.generator.speculative:
         raise ConfigError(
             "generator.speculative does not go with pictures or sounds: a prediction module embeds the next token, "

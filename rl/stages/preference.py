@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from rl.data.reader import DataReader
     from rl.training.batch import Batch
-    from rollout.media.expand import Expanded
 
 
 class Stage(supervised.Stage):
@@ -32,17 +31,8 @@ class Stage(supervised.Stage):
 
     def batch(self) -> Batch:
         pairs = self.rows.take(self.draw_examples(self.rows.total))
-        self.documents = documents_of(pairs)
+        self.documents = supervised.documents_of([(pair.chosen, pair.rejected) for pair in pairs])
         return batch_of(pairs, self.config.max_length)
-
-
-def documents_of(pairs: Sequence[Pair]) -> list[tuple[int, int, Expanded | None]]:
-    """Returns (row, first column, document) of the answers of a batch of pairs."""
-    return [
-        each
-        for row, pair in enumerate(pairs)
-        for each in ((row, 0, pair.chosen.media), (row, len(pair.chosen.ids), pair.rejected.media))
-    ]
 
 
 def batch_of(pairs: Sequence[Pair], max_length: int) -> Batch:

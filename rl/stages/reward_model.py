@@ -13,6 +13,7 @@ from rl.stages.preference import batch_of
 from rl.stages.scorers import reward_model_of
 from rl.stages.shapes import abstract_batch, abstract_rows, update_program
 from rl.stages.stage import Program, StageKind
+from rl.stages.supervised import documents_of
 
 if TYPE_CHECKING:
     from policy.model import Graph
@@ -59,9 +60,15 @@ class Stage(StageKind):
     def step(self, state: RewardModelState, n: int) -> tuple[RewardModelState, dict[str, float]]:
         """Makes `updates_per_step` updates on the next `prompts_per_step` pairs."""
         flops_before = self.trainer.total_flops
-        with self.context.timeline.span("data"):
-            batch = batch_of(self.rows.take(self.draw_examples(self.rows.total)), self.config.max_length)
-        state, metrics = self.update(state, batch)
+        context, table = self.context, None
+        with context.timeline.span("data"):
+            pairs = self.rows.take(self.draw_examples(self.rows.total))
+            batch = batch_of(pairs, self.config.max_length)
+            documents = documents_of([(pair.chosen, pair.rejected) for pair in pairs])
+            if context.media is not None:
+                table = context.media_table([document for _, _, document in documents])
+                batch = table.add(batch, documents)
+        state, metrics = self.update(state, batch, table)
         return state, metrics | {"perf/step_tflop": (self.trainer.total_flops - flops_before) / 1e12}
 
     def finish(self, state: RewardModelState, write: Callable[[Path, Callable[[Path], None]], Any]) -> None:

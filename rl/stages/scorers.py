@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -24,9 +24,11 @@ from rl.errors import ConfigError, ModelError, ResourceError
 if TYPE_CHECKING:
     from policy.mesh.sharding import Layout
     from policy.model import Graph
+    from rl.media import StepTable
     from rl.reporting.timeline import Timeline
     from rl.training.reward_model import RewardModelScorer
     from rl.training.teacher import Teacher
+    from rollout.media.expand import Expanded
 
 
 def reward_model_of(config: RunConfig, stage: str) -> Path:
@@ -56,12 +58,21 @@ def load_scorers(config: RunConfig, names: Iterable[str], mesh: Layout) -> dict[
     return scorers
 
 
-def timed(scorers: Mapping[str, RewardModelScorer], timeline: Timeline) -> dict[str, Callable[[list], list[float]]]:
-    """Returns reward models as functions of token ids; the timeline shows each call."""
+def timed(
+    scorers: Mapping[str, RewardModelScorer],
+    timeline: Timeline,
+    table: StepTable | None = None,
+    prompts: Sequence[Expanded | None] = (),
+) -> dict[str, Callable[[list], list[float]]]:
+    """Returns reward models as functions of token ids, equally many sequences for each of the `prompts`, which `table`
+    holds; the timeline shows each call."""
 
     def rewards_of(source: str, scorer: RewardModelScorer, sequences: list[list[int]]) -> list[float]:
         with timeline.span("reward model", source=source, completions=len(sequences)):
-            return scorer(sequences)
+            if table is None:
+                return scorer(sequences)
+            documents = [(row, 0, prompts[row * len(prompts) // len(sequences)]) for row in range(len(sequences))]
+            return scorer(sequences, partial(table.add, documents=documents), table.table)
 
     return {source: partial(rewards_of, source, scorer) for source, scorer in scorers.items()}
 

@@ -188,12 +188,18 @@ class StageKind(ConfiguredStage, ABC):
         """
         from rl.stages.scorers import timed
 
-        context, prompts = self.context, None
+        context, prompts, table = self.context, None, None
+        documents = [problem.media for problem in problems]
         if context.media is not None:
-            table = context.media_table([problem.media for problem in problems])
+            table = context.media_table(documents)
             prompts = [table.prompt(problem.ids, problem.media) for problem in problems]
         return collect(
-            Source(context.generator, self.runner, timed(self.scorers, context.timeline), context.timeline.calls),
+            Source(
+                context.generator,
+                self.runner,
+                timed(self.scorers, context.timeline, table, documents),
+                context.timeline.calls,
+            ),
             problems,
             params,
             ids,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from rl.stages.stage import Program, StageKind
 
 if TYPE_CHECKING:
     from policy.model import Graph
+    from rl.data.encoded import Row
     from rl.data.reader import DataReader
     from rl.stages.context import Context
     from rl.training.batch import Batch
@@ -90,7 +92,7 @@ class Stage(StageKind):
         from rl.training.batch import padded_batch
 
         rows = self.rows.take(self.draw_examples(self.rows.total))
-        self.documents = [(number, 0, row.media) for number, row in enumerate(rows)]
+        self.documents = documents_of([(row,) for row in rows])
         return padded_batch(rows, self.config.max_length)
 
     def complete(self, data: inputs.StepData) -> None:
@@ -135,3 +137,12 @@ class Stage(StageKind):
         state, updated = self.update(state, data.batch, data.table)
         updated["perf/step_tflop"] = (self.trainer.total_flops - flops_before) / 1e12
         return state, data.metrics | updated
+
+
+def documents_of(sequences: Sequence[Sequence[Row]]) -> Documents:
+    """Returns (row, first column, pictures and sounds) of the sequences in each row of a batch."""
+    result = []
+    for number, row in enumerate(sequences):
+        starts = [0, *itertools.accumulate(len(each.ids) for each in row)]
+        result += [(number, start, each.media) for start, each in zip(starts, row, strict=False)]
+    return result

@@ -15,6 +15,7 @@ from rl.data.encoded import Row
 from rl.stages import inputs, supervised
 from rl.stages.configured import ConfigProblems
 from rl.stages.shapes import abstract_batch
+from rl.stages.supervised import documents_of
 
 if TYPE_CHECKING:
     from rl.config.data import DataOptions
@@ -72,7 +73,9 @@ class Stage(supervised.Stage):
         examples = self.rows.take([number // per_example for number in numbers])
         answers = [example[number % per_example] for example, number in zip(examples, numbers, strict=True)]
         size = self.rows_per_update if "old_logp" in self.inputs else None
-        return batch_of(answers, self.config.max_length, size)
+        sequences = sequences_of([row for row, _ in answers], self.config.max_length, size)
+        self.documents = documents_of(sequences)
+        return batch_of(sequences, [label for _, label in answers], self.config.max_length)
 
     def complete(self, data: inputs.StepData) -> None:
         if "old_logp" in self.inputs:
@@ -92,24 +95,28 @@ def _key(label: Any) -> Any:
     return label.strip().lower() if isinstance(label, str) else label
 
 
-def batch_of(answers: list[Answer], max_length: int, rotate: int | None) -> Batch:
-    """Returns a batch of labelled answers, one per row.
+def sequences_of(answers: list[Row], max_length: int, rotate: int | None) -> list[list[Row]]:
+    """Returns the sequences of each row of a batch.
 
-    rotate: number of rows in an update. Segment 2 of a row then holds the prompt of the row with the answer of the
-    previous row in the same update (for the first row, the last row), cut at `max_length`. None: no such segment.
+    rotate: number of rows in an update. The second sequence of a row then is the prompt of the row with the answer of
+    the previous row in the same update (for the first row, the last row), cut at `max_length`. None: there is none.
     """
+    sequences = [[row] for row in answers]
+    if rotate is None:
+        return sequences
+    for i, row in enumerate(answers):
+        start = i - i % rotate  # first row of the update
+        sequences[i].append(_mismatched(row, answers[start + (i - start - 1) % rotate], max_length))
+    return sequences
+
+
+def batch_of(sequences: list[list[Row]], labels: list[float], max_length: int) -> Batch:
+    """Returns a batch of labelled answers, one per row: the sequences of a row are segments 1 and 2."""
     from rl.training.batch import segmented_batch
 
-    sequences: list[list[Row]] = []
-    for i, (row, _) in enumerate(answers):
-        sequences.append([row])
-        if rotate is not None:
-            start = i - i % rotate  # first row of the update
-            other = answers[start + (i - start - 1) % rotate][0]
-            sequences[-1].append(_mismatched(row, other, max_length))
     batch = segmented_batch(sequences, 2 * max_length)
-    labels = np.asarray([label for _, label in answers], np.float32)[:, None]
-    return batch.replace(extra={"label": np.broadcast_to(labels, batch.tokens.shape)})
+    labels_N1 = np.asarray(labels, np.float32)[:, None]
+    return batch.replace(extra={"label": np.broadcast_to(labels_N1, batch.tokens.shape)})
 
 
 def _mismatched(row: Row, other: Row, max_length: int) -> Row:

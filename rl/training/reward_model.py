@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from policy import modes
+from policy.cache.media import MediaTable
 from policy.config import Runtime
 from policy.execution.compiled_cache import CompiledCache
 from policy.huggingface import classification, sources
@@ -24,10 +25,12 @@ from policy.model import Graph
 from policy.modes import VALUE_HEAD
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
+from rl.training import towers
 from rl.training.batch import Batch, padded_batch
 from rl.training.batch_updates import CPU_TOKENS, BatchUpdates, by_micro_batch, num_row_shards, shard_rows
 from rl.training.critic import Critic
 from rl.training.packing import plan_packing
+from rl.training.towers import UpdateMedia
 from rl.training.updater import OptimizerStep, ParamState
 
 # Tokens that one device scores at a time, unless it is a CPU.
@@ -69,13 +72,20 @@ class RewardModelTrainer(BatchUpdates):
         return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, shardings)
 
     def update(
-        self, state: RewardModelState, batch: Batch, *, adaptive_coefs: dict[str, float] | None = None
+        self,
+        state: RewardModelState,
+        batch: Batch,
+        *,
+        adaptive_coefs: dict[str, float] | None = None,
+        media: UpdateMedia | None = None,
     ) -> tuple[RewardModelState, dict]:
-        """Makes one optimiser update of the reward model from `batch`, one pair per row. Adapts no coefficients."""
+        """Makes one optimiser update of the reward model from `batch`, one pair per row. Adapts no coefficients. media:
+        the pictures and sounds of a batch with places, as the towers of the policy encode them."""
         self.add_flops(self.model.flops, batch, passes=3)
         packing, R = self.packing_of(batch.segments)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
-        learner, _, metrics, _ = self.reward_model(state.reward_model, batch, self.loss_inputs(batch), R)
+        table = towers.as_params(media and media.table)
+        learner, _, metrics, _ = self.reward_model(state.reward_model, batch, self.loss_inputs(batch), R, table)
         return RewardModelState(state.policy, learner), metrics | {"perf/packed_share": packing.efficiency(R)}
 
     def _score_loss(self, params, micro: Batch, inputs: PolicyInputs):
@@ -129,13 +139,22 @@ class RewardModelScorer:
         """Returns how many rows of T tokens are scored at a time."""
         return rows_at_a_time(self._layout, T)
 
-    def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """Returns the score at the last token of each sequence. Sequences are packed."""
-        batch = padded_batch([(ids, [1] * len(ids)) for ids in sequences], self._limit)
+    def __call__(
+        self,
+        sequences: Sequence[Sequence[int]],
+        add_media: Callable[[Batch], Batch] = lambda batch: batch,
+        table: MediaTable | None = None,
+    ) -> list[float]:
+        """Returns the score at the last token of each sequence. Sequences are packed.
+
+        add_media: returns the batch of the sequences, one per row, with its places in `table`.
+        """
+        batch = add_media(padded_batch([(ids, [1] * len(ids)) for ids in sequences], self._limit))
         N, T = batch.tokens.shape
         R = self.rows(T)
         packing = plan_packing(batch.segments, [-(-N // R) * R])
-        (scores,) = by_micro_batch(partial(self.executable, self._params), batch, packing, R, self._layout)
+        params = cast(dict, self._params) | towers.as_params(table)
+        (scores,) = by_micro_batch(partial(self.executable, params), batch, packing, R, self._layout)
         return [float(scores[row, len(ids) - 1]) for row, ids in enumerate(sequences)]
 
     def lowered(self, T: int) -> tuple[tuple[int, int], Callable[[], Any]]:
@@ -144,6 +163,6 @@ class RewardModelScorer:
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
         return shape, lambda: self.executable.lower(self.abstract, tokens, tokens, None)
 
-    def _scores(self, params, tokens, segments, _):
-        tokens = constrain(tokens, ("batch", None), self._layout)
-        return self._critic.scores(params, tokens, modes.make_step(tokens, segments=segments))[:1]
+    def _scores(self, params, tokens, segments, _, places=None):
+        tokens, media = constrain(tokens, ("batch", None), self._layout), towers.inputs_of(params, places)
+        return self._critic.scores(params, tokens, modes.make_step(tokens, segments=segments, inputs=media))[:1]

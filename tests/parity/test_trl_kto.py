@@ -12,7 +12,7 @@ import policy
 import rl.algorithms
 from policy.modes import make_step
 from rl.data.encoded import Row
-from rl.stages.unpaired import batch_of, with_kl
+from rl.stages.unpaired import batch_of, sequences_of, with_kl
 
 pytestmark = [
     pytest.mark.slow,
@@ -101,7 +101,8 @@ def test_loss_and_gradients_are_those_of_trl(loss_type, directories, tmp_path):
 
     algorithm = rl.algorithms.get("kto", loss_type=loss_type, **OPTIONS)
     model, reference = (policy.load(directory) for directory in (near, far))
-    batch = batch_of(rows, 16, 4 if loss_type == "kto" else None)
+    rotated = sequences_of([row for row, _ in rows], 16, 4 if loss_type == "kto" else None)
+    batch = batch_of(rotated, [label for _, label in rows], 16)
 
     def logprobs(model, params, batch):
         step = make_step(batch.tokens, segments=batch.segments)

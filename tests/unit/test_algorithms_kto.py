@@ -9,7 +9,7 @@ import pytest
 import rl.algorithms
 from rl.config.data import DataOptions
 from rl.data.encoded import Row
-from rl.stages.unpaired import batch_of, read_answer, with_kl
+from rl.stages.unpaired import batch_of, read_answer, sequences_of, with_kl
 
 LABELS = np.array([1.0, 0.0, 1.0, 0.0], np.float32)
 MASK = np.array([[0, 1, 1], [0, 1, 0], [1, 1, 1], [0, 0, 1]], np.float32)
@@ -49,7 +49,7 @@ def test_micro_batches_add_up():
 
 def test_each_prompt_has_the_answer_of_the_row_before_it_in_the_same_update():
     answers = [(Row([10 + i] * (i + 1) + [20 + i] * 2, [0] * (i + 1) + [1] * 2), float(i % 2)) for i in range(4)]
-    batch = batch_of(answers, 8, 2)
+    batch = batch_of(sequences_of([row for row, _ in answers], 8, 2), [label for _, label in answers], 8)
     others = [batch.tokens[i][batch.segments[i] == 2].tolist() for i in range(4)]
     assert others == [[10, 21, 21], [11, 11, 20, 20], [12, 12, 12, 23, 23], [13, 13, 13, 13, 22, 22]]
     batch = batch.replace(old_logp=np.full(batch.mask.shape, -1.0), ref_logp=np.full(batch.mask.shape, -1.5))
