@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 from media_oracles import IMAGE, LOOKS_AHEAD, drawn, random_policy
 
+from policy import modes
 from policy.cache.media import Media
 from policy.execution.encoding import MediaEncoder
+from rl.data.encoded import Row
 from rl.media import MediaTables, table_rows
-from rl.training.batch import padded_batch
+from rl.stages.supervised import documents_of
+from rl.training.batch import padded_batch, segmented_batch
+from rl.training.reward_model import RewardModelScorer
 from rollout.media.expand import Expanded
 
 SHAPES = {"Qwen3VL": [(4, 6), (2, 2)], "Gemma3": [(6, 6), (6, 6)]}
@@ -202,3 +206,36 @@ def test_parts_are_frozen_by_name():
     changed = {path.strip("[]'") for path in before if before[path].tobytes() != after[path].tobytes()}
     assert "image.merger.up_proj" in changed
     assert not any(path.startswith(("image.blocks", "stacks", "embed_tokens")) for path in changed)
+
+
+def test_reward_models_read_the_rows_of_the_policys_towers():
+    one = case("Qwen3VL")
+    table = one.tables().of(one.model.params, one.documents)
+    prompts = [[] if each is None else each.tokens.tolist() for each in one.documents]
+    pairs = [
+        (Row(ids + answer, [0] * len(ids) + [1] * len(answer), media), Row(ids + [7], [0] * len(ids) + [1], media))
+        for ids, answer, media in zip(prompts, one.answers, one.documents, strict=True)
+    ]
+    batch = table.add(segmented_batch(pairs, 64), documents_of(pairs))
+    batch = batch.replace(margin=np.zeros(batch.tokens.shape, np.float32))
+    trainer, state = learners.begin(one.model, learners.stage("reward_model"))
+    assert not any(path.startswith("image.") for path in state.reward_model.params)
+    losses = []
+    for _ in range(4):
+        state, metrics = trainer.update(state, batch, media=table.update_media(batch))
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0]
+
+    params = state.reward_model.params
+    scorer = RewardModelScorer(trainer.model.trunk, params, 64)
+    sequences = [ids + answer for ids, answer in zip(prompts, one.answers, strict=True)]
+    documents = [(row, 0, each) for row, each in enumerate(one.documents)]
+    scores = scorer(sequences, functools.partial(table.add, documents=documents), table.table)
+    for row, ids in enumerate(sequences):
+        alone = table.add(padded_batch([(ids, [1] * len(ids))], 64), [(0, 0, one.documents[row])])
+        step = modes.make_step(
+            jnp.asarray(alone.tokens), segments=alone.segments, inputs=alone.places.inputs(table.table)
+        )
+        expected, _ = trainer.model.scores(params, jnp.asarray(alone.tokens), step)
+        assert abs(scores[row] - expected[0, len(ids) - 1]) < CLOSE
+    assert abs(scores[0] - scorer(sequences)[0]) > 1e-3  # without the pictures
