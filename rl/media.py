@@ -58,9 +58,13 @@ def table_rows(rows: Iterable[Sequence[Expanded]], count: int) -> int:
 def planned_rows(config: RunConfig) -> int:
     """Returns the rows of the tables of a run by its configuration alone; 0: it plans no pictures and sounds."""
     most = config.model.media_rows or 0
-    prompts = max(stage.prompts_per_step for stage in config.stages)
-    evaluated = (config.evaluation and config.evaluation.problems) or 0
-    return 1 << (max(prompts, evaluated) * most - 1).bit_length() if most else 0
+    return 1 << (evaluated_at_once(config) * most - 1).bit_length() if most else 0
+
+
+def evaluated_at_once(config: RunConfig) -> int:
+    """Returns how many problems of an evaluation with pictures or sounds are completed in one call: as many as the
+    largest step has prompts."""
+    return max(stage.prompts_per_step for stage in config.stages)
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ class MediaTables:
     """Makes the tables of a run.
 
     loader: decodes the contents. M: rows of every table. trained: whether a stage trains a tower. sizes: kinds and
-    shapes of the items of the run.
+    shapes of the items of the run. block: problems of one call of an evaluation.
     """
 
     encoder: MediaEncoder
@@ -145,6 +149,7 @@ class MediaTables:
     M: int
     trained: bool
     sizes: Collection[tuple[Kind, tuple[int, int]]] = ()
+    block: int = 1
     _last: StepTable | None = None
     _counts: dict[str, float] = field(default_factory=dict)
 

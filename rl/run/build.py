@@ -34,7 +34,7 @@ from rl.data import models, towers
 from rl.data.encoded import media_of
 from rl.data.reader import read_tokenizer
 from rl.errors import ConfigError, ModelError, ResourceError
-from rl.media import MediaTables, planned_rows, table_rows
+from rl.media import MediaTables, evaluated_at_once, planned_rows, table_rows
 from rl.reporting.events import Events
 from rl.reporting.program_memory import ProgramMemoryLog
 from rl.reporting.timeline import CHECKPOINTS, Timeline
@@ -95,14 +95,15 @@ def run(
 def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTables:
     """Returns what makes the tables of pictures and sounds, with rows for those of any step and any evaluation."""
     shown = [([media_of(row) for row in stage.rows.own], stage.options.prompts_per_step) for stage in prepared.stages]
-    shown.append(([media_of(problem) for problem in prepared.held_out], len(prepared.held_out)))
+    block = evaluated_at_once(config)
+    shown.append(([media_of(problem) for problem in prepared.held_out], block))
     M = max(table_rows(rows, count) for rows, count in shown)
     sizes: set[tuple[Kind, tuple[int, int]]] = {
         (item.kind, item.shape) for rows, _ in shown for row in rows for each in row for item in each.items
     }
     loader = prepared.data.loader
     assert loader is not None  # rows with pictures or sounds come with processors
-    return MediaTables(MediaEncoder(graph), loader, M, trains_towers(graph, config.stages), frozenset(sizes))
+    return MediaTables(MediaEncoder(graph), loader, M, trains_towers(graph, config.stages), frozenset(sizes), block)
 
 
 def trains_towers(graph: Graph, stages: Sequence[StageOptions]) -> bool:

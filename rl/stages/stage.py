@@ -214,7 +214,8 @@ class StageKind(ConfiguredStage, ABC):
             return None
         record = partial(rollouts.record_evaluation, self.context.events, self.name)
         kept = {"record": record} if self.config.run.samples.every else {}
-        return Evaluation(options, held_out, self.collect, self.sampling_params(), **kept)
+        block = None if self.context.media is None else self.context.media.block
+        return Evaluation(options, held_out, self.collect, self.sampling_params(), block=block, **kept)
 
     def draw_examples(self, total: int) -> list[int]:
         """Draws the next `prompts_per_step` of the `total` examples, in shuffled order, and counts them as drawn.

@@ -39,12 +39,15 @@ class Evaluation:
         collect: Callable[[Sequence[Problem], SamplingParams, Sequence[int]], Rollouts],
         params: SamplingParams,
         record: Callable[[int, Rollouts, Scores], None] = lambda step, samples, scores: None,
+        block: int | None = None,
     ):
         """Computes nothing yet.
 
         collect: completes and scores (problems, params, prompt ids). params: lengths and stops; temperatures come from
-        `options`. record: gets (step, completions, scores) of each call.
+        `options`. record: gets (step, completions, scores) of each call. block: problems of one call, whose pictures are
+        on the devices at a time; None: all.
         """
+        self._block = block or max(1, len(problems))
         self.options, self.problems, self._collect, self._params = options, problems, collect, params
         self._record = record
 
@@ -57,14 +60,14 @@ class Evaluation:
         began, options = time.perf_counter(), self.options
         unfiltered = replace(self._params, n=1, top_k=0, top_p=1.0, min_p=0.0)
         greedy = replace(unfiltered, temperature=0)
-        rollouts, totals = self._rollouts(greedy, step)
+        texts, totals = self._rollouts(greedy, step)
         metrics = {
             "eval/problems": float(len(self.problems)),
             "eval/greedy_accuracy": float(np.mean(self._correct(totals))),
             "eval/reward_mean": float(np.nanmean(totals)) if np.isfinite(totals).any() else float("nan"),
         }
         for name in options.metrics:
-            metrics |= _own_metric(name, rollouts, totals)
+            metrics |= _own_metric(name, self.problems, texts, totals)
         if options.samples:
             sampled = replace(unfiltered, n=options.samples, temperature=options.temperature)
             totals = self._rollouts(sampled, step)[1].reshape(len(self.problems), options.samples)
@@ -77,27 +80,34 @@ class Evaluation:
     def _correct(self, totals: np.ndarray) -> np.ndarray:
         return np.nan_to_num(totals, nan=-np.inf) >= self.options.correct_at
 
-    def _rollouts(self, params: SamplingParams, step: int) -> tuple[Rollouts, np.ndarray]:
-        """Returns (completions, rewards float[problems * n]); NaN where there is no score."""
-        ids = range(SEED_OFFSET, SEED_OFFSET + len(self.problems))
-        rollouts = self._collect(self.problems, params, ids)
-        scores = rollouts.scores.result()
-        self._record(step, rollouts, scores)
-        return rollouts, scores.total
+    def _rollouts(self, params: SamplingParams, step: int) -> tuple[list[str], np.ndarray]:
+        """Returns (texts of the completions, rewards float[problems * n]); NaN where there is no score."""
+        texts, totals = [], []
+        for start in range(0, len(self.problems), self._block):
+            problems = self.problems[start : start + self._block]
+            first = SEED_OFFSET + start
+            rollouts = self._collect(problems, params, range(first, first + len(problems)))
+            scores = rollouts.scores.result()
+            self._record(step, rollouts, scores)
+            texts += [completion.text for _, completion in rollouts.flat]
+            totals.append(scores.total)
+        return texts, np.concatenate(totals)
 
 
-def _own_metric(name: str, rollouts: Rollouts, rewards: np.ndarray) -> dict[str, float]:
+def _own_metric(
+    name: str, problems: Sequence[Problem], completions: list[str], rewards: np.ndarray
+) -> dict[str, float]:
     """Returns a user-defined metric of greedy completions: one number eval/<function>, or several by name.
 
     The function takes lists (prompts, completions, rewards, **columns), or the part of these that it names. Raises
     DataError for a result that is no finite number.
     """
     function = plugins.load(name, "evaluation metric")
-    examples = [problem.example for problem in rollouts.problems]
+    examples = [problem.example for problem in problems]
     columns = {key: [each.columns.get(key) for each in examples] for each in examples for key in each.columns}
     values = columns | {
         "prompts": [each.prompt for each in examples],
-        "completions": [completion.text for _, completion in rollouts.flat],
+        "completions": completions,
         "rewards": rewards.tolist(),
     }
     parameters = inspect.signature(function).parameters
