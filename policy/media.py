@@ -164,7 +164,7 @@ class ChunkedAudio:
 Kind = Literal["image", "audio"]
 TOWERS: tuple[Kind, ...] = ("image", "audio")
 """Start the paths of the weights of towers."""
-SHORTEST, STEP = 64, 4
+SHORTEST, STEP = 64, 2
 """Inputs of the smallest item after padding, and the factor from one size to the next."""
 
 Tower = GridVision | Siglip | TileVision | PooledVision | Conformer | ChunkedAudio

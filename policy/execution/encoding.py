@@ -1,6 +1,6 @@
 """Tables of pictures and sounds: towers in programs of fixed sizes.
 
-An item (a picture, a tile or a clip) is computed with others of its size: its inputs are padded to 64, 256, 1024, ...,
+An item (a picture, a tile or a clip) is computed with others of its size: its inputs are padded to 64, 128, 256, ...,
 and a program takes a fixed number of items. The same item always meets the same program, so the bits of its rows depend
 on no other item. Programs write into a table of a fixed number of rows.
 

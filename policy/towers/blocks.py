@@ -175,6 +175,7 @@ def run(
     graph, weights = nnx.split(blocks)
 
     def body(x, block_weights):
+        x = constrain(x, ("batch", None, None), runtime.layout)  # gathers weights rather than sums activations
         return apply(nnx.merge(graph, block_weights), checkpoint_name(x, "decoder_layer_input"))
 
     if runtime.remat != "none":
