@@ -128,7 +128,9 @@ def reduced(pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
     rows, columns = np.arange(height) * H // height, np.arange(width) * W // width
     sums = np.add.reduceat(pixels_HWC.astype(np.uint32), rows, axis=0)
     sums = np.add.reduceat(sums, columns, axis=1)
-    counts = np.diff(np.append(rows, H))[:, None, None] * np.diff(np.append(columns, W))[None, :, None]
+    heights: np.ndarray = np.diff(np.append(rows, H))
+    widths: np.ndarray = np.diff(np.append(columns, W))
+    counts = heights[:, None, None] * widths[None, :, None]
     return ((sums + counts // 2) // counts).astype(np.uint8)
 
 
