@@ -181,17 +181,18 @@ class StageKind(ConfiguredStage, ABC):
         """Returns how completions are drawn, with `changes`."""
         return rollouts.sampling_params(self.options.sampling, self.context.stop_ids, **changes)
 
-    def collect(self, problems, params: SamplingParams, ids) -> Rollouts:
+    def collect(self, problems, params: SamplingParams, ids, *, counted: bool = True) -> Rollouts:
         """Samples completions of `problems` (prompts with their data columns) and starts to compute their rewards.
 
-        ids: a prompt id for each, for the random draws.
+        ids: a prompt id for each, for the random draws. counted: whether the metrics of the step count the pictures and
+        sounds.
         """
         from rl.stages.scorers import timed
 
         context, prompts, table = self.context, None, None
         documents = [problem.media for problem in problems]
         if context.media is not None:
-            table = context.media_table(documents)
+            table = context.media_table(documents, counted=counted)
             prompts = [table.prompt(problem.ids, problem.media) for problem in problems]
         return collect(
             Source(
@@ -215,7 +216,8 @@ class StageKind(ConfiguredStage, ABC):
         record = partial(rollouts.record_evaluation, self.context.events, self.name)
         kept = {"record": record} if self.config.run.samples.every else {}
         block = None if self.context.media is None else self.context.media.block
-        return Evaluation(options, held_out, self.collect, self.sampling_params(), block=block, **kept)
+        collect = partial(self.collect, counted=False)
+        return Evaluation(options, held_out, collect, self.sampling_params(), block=block, **kept)
 
     def draw_examples(self, total: int) -> list[int]:
         """Draws the next `prompts_per_step` of the `total` examples, in shuffled order, and counts them as drawn.
