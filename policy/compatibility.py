@@ -20,7 +20,6 @@ EXPLICIT, FEW_BITS = "mesh.shard_mode: explicit", "model.quantization"
 WEIGHTS_AWAY, KEPT_AWAY = "model.host_parameters", "a policy of model.remat that offloads"
 EMBEDDINGS, TABLES_AWAY = "embeddings for each layer", "model.table_memory: host"
 MEDIA, LOOKS_AHEAD, DEEPSTACK = "pictures or sounds", "attention to later parts of a picture", "deepstack features"
-PROCESSES = "several processes"
 
 # Unordered pairs of features that are refused, and the reason.
 INCOMPATIBLE: dict[tuple[str, str], str] = {
@@ -49,7 +48,6 @@ INCOMPATIBLE: dict[tuple[str, str], str] = {
     (MEDIA, INDEXER): "no decoder with an indexer was trained on pictures or sounds",
     (MEDIA, SPLIT): "the schedule halves the rows of arrays, and the table of pictures has no rows of the batch",
     (MEDIA, EXPLICIT): "reads of the table of pictures declare no shardings; use auto",
-    (MEDIA, PROCESSES): "the table of pictures is not sent between processes",
     (DEEPSTACK, HYPER): "which of the residual streams gets the features is not defined",
     (LOOKS_AHEAD, RING): "a picture may be cut between devices; use all_gather or ulysses",
     (LOOKS_AHEAD, BALANCE): "a picture may be cut between early and late parts of a sequence",
@@ -88,7 +86,6 @@ def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False,
         MEDIA: media,
         LOOKS_AHEAD: media and config.looks_ahead,
         DEEPSTACK: media and any(spec.deepstack for spec in config.layers),
-        PROCESSES: runtime.layout is not None and runtime.layout.processes > 1,
     }
     return frozenset(name for name, is_on in on.items() if is_on)
 

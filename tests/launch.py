@@ -63,8 +63,11 @@ def lines(directory, name: str = run_files.EVENTS) -> int:
 def numbers(directory) -> list[tuple]:
     """Stage, step and metrics of every event, without those that measure time."""
     rows = events.read(Path(directory) / run_files.EVENTS)
-    timed = ("time/", "perf/")
-    return [(r["stage"], r["step"], {k: v for k, v in r["metrics"].items() if not k.startswith(timed)}) for r in rows]
+
+    def kept(metrics: dict) -> dict:
+        return {k: v for k, v in metrics.items() if not k.startswith(("time/", "perf/")) and not k.endswith("_seconds")}
+
+    return [(r["stage"], r["step"], kept(r["metrics"])) for r in rows]
 
 
 def weights(directory) -> bytes:

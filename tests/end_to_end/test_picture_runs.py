@@ -1,16 +1,19 @@
 """configs/vlm_quickstart.yml: a tiny model learns the colours of drawn pictures, and without them it does not."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import launch
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import policy
 from policy.huggingface import sources
+from rl.reporting import samples
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "vlm_quickstart.yml"
@@ -65,3 +68,53 @@ def test_with_shuffled_pictures_it_guesses(tmp_path):
     task += ["evaluation.data.task=shuffled.py:problems", "evaluation.data.options={}"]
     events = train(tmp_path / "run", *task, "stages.1.steps=40")
     assert [event[ACCURACY] for event in events if ACCURACY in event][-1] <= 0.4
+
+
+def on_processes(folder: Path, processes: int, devices: int) -> Path:
+    """Two stages of two steps with a checkpoint after each; returns the folder of the run."""
+    stages = json.dumps(
+        [
+            {
+                "algorithm": "sft",
+                "steps": 2,
+                "prompts_per_step": 4,
+                "optimizer": {"eps": 1e-4},
+                "sampling": {"max_new_tokens": 6},
+            },
+            {
+                "algorithm": {"name": "grpo", "kl_coef": 0.05},
+                "steps": 2,
+                "prompts_per_step": 4,
+                "samples_per_prompt": 4,
+                "freeze": [],
+                "optimizer": {"eps": 1e-4},
+                "sampling": {"max_new_tokens": 6},
+            },
+        ]
+    )
+    options = [f"run.dir={folder}", f"stages={stages}", "evaluation.problems=8", "generator.slots=16"]
+    options += ["data.options.problems=100", "evaluation.every=2"]
+    environment = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    join = ["--processes", str(processes), "--coordinator", f"127.0.0.1:{port}"] if processes > 1 else []
+    running = [
+        launch.process(str(CONFIG), *options, *join, *(["--process", str(i)] if join else []), environment=environment)
+        for i in range(processes)
+    ]
+    for code, _, err in [launch.finish(one) for one in running]:
+        assert code == 0, err[-2000:]
+    return folder
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_numbers_of_one(tmp_path):
+    """The second stage trains the tower, so its table and that of the reference are encoded again."""
+    one, two = on_processes(tmp_path / "one", 1, 4), on_processes(tmp_path / "two", 2, 2)
+    for ours, theirs in zip(launch.numbers(two), launch.numbers(one), strict=True):
+        assert ours[:2] == theirs[:2] and ours[2].keys() == theirs[2].keys()
+        for name, value in theirs[2].items():
+            np.testing.assert_allclose(ours[2][name], value, rtol=1e-4, atol=1e-5, err_msg=f"{ours[:2]} {name}")
+    digests = {each["digest"] for line in samples.read(two) for each in line["media"]}
+    assert digests == {path.stem for path in (two / "media").iterdir()}

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -118,8 +117,6 @@ def with_feature(decoder, feature):
     }
     if feature == compatibility.INDEXER:
         return sources.preset("tiny-deepseek-v32"), Runtime()
-    if feature == compatibility.PROCESSES:  # a mesh whose devices belong to two processes
-        return decoder, replace(Runtime(), layout=SimpleNamespace(explicit=False, processes=2))
     if feature in sections:
         name, section = sections[feature]
         decoder = families.read(json.loads(decoder.hf) | {extensions.KEY: {name: section}})
@@ -133,7 +130,7 @@ def test_calls_with_pictures_refuse_a_pair_and_calls_of_text_do_not(pair):
     text = f"{pair[0]} does not go with {pair[1]}: {compatibility.INCOMPATIBLE[pair]}"
     assert text in list(compatibility.conflicts(decoder, how, media=True))
     assert not {of_calls} & compatibility.features(decoder, how) and text not in compatibility.conflicts(decoder, how)
-    if other in (compatibility.SPLIT, compatibility.PROCESSES):  # needs experts; needs two processes
+    if other == compatibility.SPLIT:  # needs experts
         return
     tokens = np.zeros((1, 4), np.int32)
     index, table = np.full((1, 4), -1, np.int32), np.zeros((1, decoder.hidden_size), np.float32)
