@@ -63,6 +63,7 @@ NOT_RUN = {
     "rl-train configs/quickstart.yml",
     "rl-train configs/quickstart_v32.yml",
     "rl-train configs/distill_teacher.yml",
+    "rl-train configs/vlm_quickstart.yml",  # test_picture_runs.py
     "rl-train configs/distill_quickstart.yml",
     "rl-train configs/distill_quickstart.yml teacher.files=runs/teacher_files",
     "rl teach configs/distill_quickstart.yml --top 16 --output runs/teacher_files",

@@ -48,7 +48,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("text", "count"), FILTERS.items(), ids=FILTERS)
-def test_words_are_found_in_texts_only(run, text, count):
+def test_a_search_reads_texts_only(run, text, count):
     assert len(search.search(opened(run), text)) == count
 
 
