@@ -262,9 +262,10 @@ def _check_runtime(options: ModelOptions, decoder: DecoderConfig, mesh: Layout) 
 
 def _check_media(config: RunConfig, graph: Graph, prepared: Prepared) -> None:
     """Checks that this run can read pictures and sounds. Raises ConfigError."""
-    decoder, runtime = graph.config, graph.runtime
+    decoder, explicit = graph.config, config.mesh.shard_mode == "explicit"
     for stage in prepared.stages:
-        for text in compatibility.conflicts(decoder, replace(runtime, **stage.options.runtime), media=True):
+        runtime = replace(graph.runtime, **stage.options.runtime)
+        for text in compatibility.conflicts(decoder, runtime, explicit=explicit, media=True):
             raise ConfigError(f"{stage.name}: {text}")
         if stage.teacher is not None and any(media_of(row) for row in stage.rows.own):
             raise ConfigError(f"{stage.name}: a teacher reads no pictures or sounds; use rows of text, or sft")

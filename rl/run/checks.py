@@ -85,8 +85,8 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     """Checks that model, stages and generator fit each other."""
     if (decoder := decoder_of(config.model)) is None:
         return
-    explicit = config.mesh.shard_mode == "explicit"
-    reported = set(compatibility.conflicts(decoder, config.model.runtime, explicit=explicit))
+    calls = {"explicit": config.mesh.shard_mode == "explicit", "media": config.model.media_rows is not None}
+    reported = set(compatibility.conflicts(decoder, config.model.runtime, **calls))
     yield from ((("model",), text) for text in sorted(reported))
     if config.generator.speculative and decoder.multi_token_prediction is None:
         yield ("generator", "speculative"), _NO_MODULES
@@ -97,7 +97,7 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     indexers = [indexer for spec in decoder.layers if (indexer := getattr(spec.mixer, "indexer", None)) is not None]
     for number, stage in enumerate(config.stages):
         path, training = ("stages", number), stage.indexer.training
-        for text in compatibility.conflicts(decoder, replace(config.model.runtime, **stage.runtime), explicit=explicit):
+        for text in compatibility.conflicts(decoder, replace(config.model.runtime, **stage.runtime), **calls):
             if text not in reported:
                 yield path, text
         if stage.mtp and decoder.multi_token_prediction is None:

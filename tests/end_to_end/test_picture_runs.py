@@ -142,14 +142,14 @@ COMMON = {"prompts_per_step": 4, "samples_per_prompt": 2, "steps": 2, "sampling"
 
 def every_kind(pairs: Path) -> list[dict]:
     """A stage of each kind; rewards come from a reward model of the run. Only one trains the tower."""
-    data, judge = {"task": f"{pairs}:problems"}, {"name": "reward_model", "options": {"source": "reward_model"}}
+    data, scored = {"task": f"{pairs}:problems"}, {"name": "reward_model", "options": {"source": "reward_model"}}
     stages = [
         {"algorithm": "reward_model", "data": data},
         {"algorithm": "dpo", "data": data},
         {"algorithm": "kto", "data": data},
         {"algorithm": {"name": "ppo", "critic_trunk": "own"}},
         {"algorithm": {"name": "ppo", "critic_trunk": "policy"}},
-        {"algorithm": "remax", "rewards": {"functions": [judge]}},
+        {"algorithm": "remax", "rewards": {"functions": [scored]}},
         {"algorithm": "dapo", "prompts_per_step": 3},
         {"algorithm": {"name": "grpo", "kl_coef": 0.05}, "freeze": []},
         {"algorithm": "sft"},

@@ -137,3 +137,11 @@ def test_calls_with_pictures_refuse_a_pair_and_calls_of_text_do_not(pair):
     model = oracles.random_model(decoder, runtime=how, mesh=how.layout)
     with pytest.raises(compatibility.Conflict, match=other):
         model.logits(tokens, media=Media(index, table))
+
+
+def test_a_configuration_that_plans_pictures_is_refused_before_its_data_is_read():
+    config = run(compatibility.EXPLICIT)
+    pictures = config.model_copy(update={"model": config.model.model_copy(update={"media_rows": 8})})
+    pair = (compatibility.MEDIA, compatibility.EXPLICIT)
+    text = f"{pair[0]} does not go with {pair[1]}: {compatibility.INCOMPATIBLE[pair]}"
+    assert text in [said for _, said in checks.problems(pictures)] and checks.problems(config) == []

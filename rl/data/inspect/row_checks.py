@@ -175,7 +175,7 @@ def columns(stage: StageRows) -> Iterator[Finding]:
         elif len(values) >= CONSTANT_ROWS and len({repr(value) for value in values}) == 1 and not stage.task:
             text = f"column `{name}` is {_short(values[0])} in all {len(values)} rows"
             yield Finding(14, "warn", text, "A reward cannot tell rows apart by it", stage.name)
-        if empty := sum(value == "" for value in values):
+        if empty := sum(isinstance(value, str) and not value for value in values):
             yield Finding(14, "warn", f"column `{name}` is empty in {empty} of {len(values)} rows", "", stage.name)
     yield from _special_texts(stage, examples)
 
