@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -20,17 +19,6 @@ import numpy as np
 from side_by_side import in_turns
 
 MODEL = "tiny-vl"
-
-
-@dataclass(frozen=True, eq=False)
-class Item:
-    """A picture as the tower reads it."""
-
-    kind: str
-    values: np.ndarray
-    shape: tuple[int, int]
-    rows: int
-    digest: str
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Sequence[float]]:
@@ -70,14 +58,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Sequence[float]]:
     return seconds
 
 
-def pictures(spec: Any, count: int, side: int) -> list[Item]:
+def pictures(spec: Any, count: int, side: int) -> list[Any]:
     """Returns pictures of noise."""
     from policy.media import input_width, rows_of
+    from rollout.media.item import Item
 
     rng, cells = np.random.default_rng(0), side // spec.patch
     rows = rows_of(spec, (cells, cells))
     values = rng.normal(size=(count, cells * cells, input_width(spec))).astype(np.float32)
-    return [Item("image", each, (cells, cells), rows, str(number)) for number, each in enumerate(values)]
+    return [Item("image", str(number), each, (cells, cells), rows) for number, each in enumerate(values)]
 
 
 def update(model: Any, options: argparse.Namespace, rows: int, table: Any) -> Callable[[], Any]:

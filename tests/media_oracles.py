@@ -17,6 +17,7 @@ import policy
 from policy import families
 from policy.cache.media import DocumentMedia, Media, MediaTable
 from policy.media import input_width, rows_of
+from rollout.media.item import Item
 
 IMAGE, SOUND = 150, 154
 SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -204,17 +205,6 @@ def build(kind: str, seed: int = 0):
     return model
 
 
-@dataclass(frozen=True, eq=False)
-class Item:
-    """A picture as a tower reads it."""
-
-    kind: str
-    values: np.ndarray
-    shape: tuple[int, int]
-    rows: int
-    digest: str = ""
-
-
 @functools.cache
 def random_policy(kind: str):
     """The model of `build`'s configuration with its towers and random weights of ours."""
@@ -232,10 +222,10 @@ def drawn(spec, shapes, seed: int = 0) -> list[Item]:
     return [
         Item(
             "image",
+            f"{seed}.{n}",
             rng.normal(size=(h * w, input_width(spec))).astype(np.float32),
             (h, w),
             rows_of(spec, (h, w)),
-            f"{seed}.{n}",
         )
         for n, (h, w) in enumerate(shapes)
     ]

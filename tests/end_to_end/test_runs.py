@@ -384,10 +384,8 @@ def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_qu
         return arithmetic.identity(text.removesuffix("="))
 
     sft, grpo = prepared.stages
-    trained = {what(problem.example.prompt) for problem in grpo.problems.own}
-    prompts = (
-        [i for i, trained_on in zip(ids, mask, strict=True) if not trained_on] for ids, mask, _ in sft.examples.own
-    )
+    trained = {what(problem.example.prompt) for problem in grpo.rows.own}
+    prompts = ([i for i, trained_on in zip(ids, mask, strict=True) if not trained_on] for ids, mask, _ in sft.rows.own)
     demonstrated = {what(prepared.tokenizer.decode(ids)) for ids in prompts}
     held_out = {what(problem.example.prompt) for problem in prepared.held_out}
     assert (
@@ -395,9 +393,7 @@ def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_qu
     )  # 12+34 and 34+12 are on one side together
     assert len(trained) > 3000 and demonstrated == trained
     assert not held_out & trained
-    texts = {prepared.tokenizer.decode(row.ids) for row in sft.examples.own} | {
-        p.example.prompt for p in grpo.problems.own
-    }
+    texts = {prepared.tokenizer.decode(row.ids) for row in sft.rows.own} | {p.example.prompt for p in grpo.rows.own}
     assert not any(text.startswith(problem.example.prompt) for problem in prepared.held_out for text in texts)
 
 
@@ -488,9 +484,9 @@ def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generato
     stages = [stage | {"critic": {"learning_rate": 1e-2}, "sampling": {"max_new_tokens": 6}, "updates_per_step": 2}]
     passes, values = [], Trainer.values
 
-    def counted(self, state, batch):
+    def counted(self, state, batch, table=None):
         passes.append(batch)
-        return values(self, state, batch)
+        return values(self, state, batch, table)
 
     def train(name: str) -> int:
         passes.clear()
