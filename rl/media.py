@@ -170,7 +170,8 @@ class MediaTables:
             extents.update({(item.kind, item.digest): item for item in document.items})
         first = dict(zip(extents, np.cumsum([0, *(item.rows for item in extents.values())]).tolist(), strict=False))
         if self._last is not None and self._last.first == first:
-            self._count(shown, extents, 0, 0.0, 0.0)
+            if not self._counts:  # else it is the batch of the prompts that a step has counted
+                self._count(shown, extents, 0, 0.0, 0.0)
             return self._last
         known = {} if self._last is None else self._last.first
         new = {key for key in extents if key not in known}
