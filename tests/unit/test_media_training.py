@@ -15,12 +15,14 @@ from policy.cache.media import Media
 from policy.execution.encoding import MediaEncoder
 from rl.data.encoded import Row
 from rl.media import MediaTables, table_rows
+from rl.stages.sampling import rollouts
 from rl.stages.supervised import documents_of
 from rl.training.batch import padded_batch, segmented_batch
 from rl.training.reward_model import RewardModelScorer
+from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.media.expand import Expanded
 
-SHAPES = {"Qwen3VL": [(4, 6), (2, 2)], "Gemma3": [(6, 6), (6, 6)]}
+SHAPES = {"Qwen3VL": [(4, 6), (2, 2)], "Qwen3VLMoe": [(4, 6), (2, 2)], "Gemma3": [(6, 6), (6, 6)]}
 CLOSE = 2e-5
 
 
@@ -239,3 +241,33 @@ def test_reward_models_read_the_rows_of_the_policys_towers():
         expected, _ = trainer.model.scores(params, jnp.asarray(alone.tokens), step)
         assert abs(scores[row] - expected[0, len(ids) - 1]) < CLOSE
     assert abs(scores[0] - scorer(sequences)[0]) > 1e-3  # without the pictures
+
+
+@pytest.mark.slow
+def test_routes_of_prompts_with_pictures_are_replayed_and_quantised_rollouts_leave_towers_alone():
+    one = case("Qwen3VLMoe")
+    table = one.tables().of(one.model.params, one.documents)
+    shown = [each for each in one.documents if each is not None]
+    options = GeneratorOptions(record_routes=True, weights="int8", kv_cache="int8", cache="paged", page_size=8)
+    generator = Generator(one.model, max_length=48, slots=4, options=options)
+    assert generator.weights.paths and not any(path.startswith("image.") for path in generator.weights.paths)
+    assert all(len(c.tokens) == 4 for [c] in complete(generator, table, shown))
+
+    generator = Generator(one.model, max_length=48, slots=4, options=GeneratorOptions(record_routes=True))
+    completions = [completion for [completion] in complete(generator, table, shown)]
+    rows = [
+        (each.tokens.tolist() + c.tokens, [0] * len(each.tokens) + [1] * 4)
+        for each, c in zip(shown, completions, strict=True)
+    ]
+    batch = table.add(padded_batch(rows, 48), [(row, 0, each) for row, each in enumerate(shown)])
+    batch = batch.replace(routes=rollouts.routes_of(completions, batch.tokens.shape[1]))
+    trainer, state = learners.begin(one.model, learners.stage("grpo", router_replay=True))
+    logp, _ = trainer.logprobs(state.policy.params, batch, table.table)
+    for row, (each, completion) in enumerate(zip(shown, completions, strict=True)):
+        own = logp[row, len(each.tokens) : len(each.tokens) + 4]
+        np.testing.assert_allclose(own, completion.logprobs, atol=CLOSE)
+
+
+def complete(generator, table, documents) -> list:
+    prompts = [table.prompt(each.tokens.tolist(), each) for each in documents]
+    return generator.generate(prompts, SamplingParams(max_new_tokens=4))
