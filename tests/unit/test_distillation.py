@@ -152,7 +152,7 @@ def slopes_of_features(s, t, maps, pairs, weight, kind):
     return loss, g_s, g_maps
 
 
-@pytest.mark.parametrize("kind", ["squared", "cosine"])
+@pytest.mark.parametrize("kind", ["squared", pytest.param("cosine", marks=pytest.mark.slow)])
 def test_features_of_another_width_are_projected_and_the_projections_learn(kind):
     """A teacher with other width and depth. The gradients of an update against formulas in float64, behind which the
     gradients of the policy follow from the features by its own vjp. Two micro-batches."""

@@ -10,6 +10,8 @@ from policy.execution import encoding
 from policy.execution.encoding import MediaEncoder
 from policy.media import padded_inputs
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SHAPES = {"Qwen3VL": [(4, 6), (2, 2), (4, 6), (10, 8)], "Gemma4": [(4, 6), (2, 2)], "Gemma3": [(6, 6)] * 2}
 
 
@@ -49,6 +51,7 @@ def test_the_table_holds_the_rows_of_each_item(case):
     assert np.array_equal(back.rows[: items[1].rows], alone.rows[: items[1].rows]) and not np.any(back.rows[-3:])
 
 
+@pytest.mark.slow
 def test_gradients_in_pieces_equal_those_of_one_backward_pass(case, monkeypatch):
     monkeypatch.setattr(encoding, "INPUTS", 1)  # a call for each item
     model, encoder, items = case

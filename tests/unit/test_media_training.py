@@ -22,6 +22,8 @@ from rl.training.reward_model import RewardModelScorer
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.media.expand import Expanded
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SHAPES = {"Qwen3VL": [(4, 6), (2, 2)], "Qwen3VLMoe": [(4, 6), (2, 2)], "Gemma3": [(6, 6), (6, 6)]}
 CLOSE = 2e-5
 
@@ -105,7 +107,7 @@ def case(kind: str) -> Case:
     return Case(kind, model, documents, answers, batch)
 
 
-KINDS = pytest.mark.parametrize("kind", ["Qwen3VL", "Gemma3"])
+KINDS = pytest.mark.parametrize("kind", ["Qwen3VL", pytest.param("Gemma3", marks=pytest.mark.slow)])
 
 
 @KINDS
@@ -196,6 +198,7 @@ def test_the_gradient_of_a_trained_tower_is_that_of_one_backward_pass(kind):
         assert any(np.abs(gradient).max() > 1e-3 for path, gradient in expected.items() if "image." in path)
 
 
+@pytest.mark.slow
 def test_parts_are_frozen_by_name():
     one = case("Qwen3VL")
     table = one.tables(trained=True).of(one.model.params, one.documents)
@@ -210,6 +213,7 @@ def test_parts_are_frozen_by_name():
     assert not any(path.startswith(("image.blocks", "stacks", "embed_tokens")) for path in changed)
 
 
+@pytest.mark.slow
 def test_reward_models_read_the_rows_of_the_policys_towers():
     one = case("Qwen3VL")
     table = one.tables().of(one.model.params, one.documents)
