@@ -24,7 +24,7 @@ from rollout.text.tokenizer import SPECIALS, load_tokenizer
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz ?#CDEFGAB"
 PRESETS = [name for name in sources.presets() if sources.preset_processor(name)]
-# Parameters of the models with their towers, as their cards on the Hugging Face hub give them.
+# Parameters with towers, as the classes of transformers count them: pinned, so that a changed number of a preset is seen.
 PUBLISHED = {
     "qwen3-vl-2b": 2_127_532_032,
     "qwen3-vl-8b": 8_767_123_696,
