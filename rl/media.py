@@ -19,17 +19,20 @@ import numpy as np
 
 from policy.cache.media import DocumentMedia, MediaTable
 from policy.execution.encoding import MediaEncoder
-from policy.media import Kind, padded_inputs
+from policy.media import Kind, is_tower, padded_inputs
 from policy.mesh import processes
 from rl.data.encoded import media_of
 from rl.errors import DataError
 from rl.training.towers import UpdateMedia
+from rl.training.trainable import trained_paths
+from rl.training.updater import frozen_names
 from rollout.media.loader import Loader
 from rollout.request import MediaPrompt, prefix_keys
 
 if TYPE_CHECKING:
     from policy.model import Graph
     from rl.config.run import RunConfig
+    from rl.config.stage import StageOptions
     from rl.training.batch import Batch
     from rollout.media.expand import Expanded
     from rollout.media.item import Extent, Item
@@ -67,11 +70,16 @@ def evaluated_at_once(config: RunConfig) -> int:
     return max(stage.prompts_per_step for stage in config.stages)
 
 
+def trains_towers(graph: Graph, stage: StageOptions) -> bool:
+    """Whether a stage of the policy trains a weight of a tower."""
+    return any(is_tower(path) for path in trained_paths(graph.paths, graph.runtime, frozen_names(graph, stage)))
+
+
 @dataclass(frozen=True)
 class StepTable:
     """A table, and where each item begins in it.
 
-    items: what the towers read; None: no stage trains a tower.
+    items: what the towers read; None: the stage trains no tower.
     """
 
     table: MediaTable
@@ -140,14 +148,14 @@ class StepTable:
 class MediaTables:
     """Makes the tables of a run.
 
-    loader: decodes the contents. M: rows of every table. trained: whether a stage trains a tower. sizes: kinds and
-    shapes of the items of the run. block: problems of one call of an evaluation.
+    loader: decodes the contents. M: rows of every table. trained: whether the current stage trains a tower. sizes: kinds
+    and shapes of the items of the run. block: problems of one call of an evaluation.
     """
 
     encoder: MediaEncoder
     loader: Loader
     M: int
-    trained: bool
+    trained: bool = False
     sizes: Collection[tuple[Kind, tuple[int, int]]] = ()
     block: int = 1
     _last: StepTable | None = None
@@ -157,21 +165,30 @@ class MediaTables:
     def of_blocks(cls, graph: Graph, processors: Processors, blocks: Iterable[Sequence[Any]]) -> MediaTables:
         """Returns what makes the tables of blocks of rows of data, each with a table of its own."""
         M = max(table_rows([media_of(row) for row in block], len(block)) for block in blocks)
-        return cls(MediaEncoder(graph), Loader(processors), M, trained=False)
+        return cls(MediaEncoder(graph), Loader(processors), M)
 
-    def of(self, params: Mapping[str, jax.Array], documents: Sequence[Expanded | None]) -> StepTable:
-        """Returns the table of the pictures and sounds of these documents.
+    def start_stage(self, trained: bool) -> None:
+        """Goes on to the next stage. trained: whether it trains a tower."""
+        if trained:  # the last table may lack what the towers read
+            self._last = None
+        self.trained = trained
+
+    def of(
+        self, params: Mapping[str, jax.Array], documents: Sequence[Expanded | None], *, again: bool = False
+    ) -> StepTable:
+        """Returns the table of the pictures and sounds of these documents. again: the metrics have counted these
+        documents before.
 
         Raises DataError for a content that cannot be decoded.
         """
         shown = [document for document in documents if document is not None]
+        counted = [] if again else shown
         extents: dict[Key, Extent] = {}
         for document in shown:
             extents.update({(item.kind, item.digest): item for item in document.items})
         first = dict(zip(extents, np.cumsum([0, *(item.rows for item in extents.values())]).tolist(), strict=False))
         if self._last is not None and self._last.first == first:
-            if not self._counts:  # else it is the batch of the prompts that a step has counted
-                self._count(shown, extents, 0, 0.0, 0.0)
+            self._count(counted, 0, 0.0, 0.0)
             return self._last
         known = {} if self._last is None else self._last.first
         new = {key for key in extents if key not in known}
@@ -180,7 +197,7 @@ class MediaTables:
         table = self._copied({key: extents[key] for key in extents if key in known}, first)
         pieces = self.encoder.pieces([(loaded[key], first[key]) for key in sorted(new, key=first.__getitem__)], self.M)
         table = jax.block_until_ready(self.encoder.write(params, table, pieces))
-        self._count(shown, extents, len(new), perf_counter() - began, waited)
+        self._count(counted, len(new), perf_counter() - began, waited)
         self._last = StepTable(table, first, self.encoder, loaded if self.trained else None)
         return self._last
 
@@ -204,7 +221,7 @@ class MediaTables:
         self.loader.prefetch([reference for each in shown for reference in each.references])
 
     def forget(self) -> None:
-        """Drops the last table after an update of the towers."""
+        """Drops the last table after an update, if it changed the towers."""
         if self.trained:
             self._last = None
 
@@ -213,8 +230,8 @@ class MediaTables:
         counts, self._counts = self._counts, {}
         if not counts:
             return {}
-        counts["media/distinct"] = counts.pop("distinct") / counts["media/pictures"]
-        return counts
+        distinct, pictures = counts.pop("distinct"), counts["media/pictures"]
+        return counts | {"media/distinct": distinct / pictures if pictures else 1.0}
 
     def _load(self, documents: Sequence[Expanded], asked: set[Key]) -> tuple[dict[Key, Item], float]:
         contents = {(kind, digest.partition("-")[0]) for kind, digest in asked}  # tiles are numbered after it
@@ -242,11 +259,12 @@ class MediaTables:
             sources[first[key] : first[key] + item.rows] = np.arange(start, start + item.rows)
         return self.encoder.copied(self._last.table, sources)
 
-    def _count(self, shown: Sequence[Expanded], extents: Mapping, encoded: int, seconds: float, waited: float) -> None:
+    def _count(self, shown: Sequence[Expanded], encoded: int, seconds: float, waited: float) -> None:
+        items = [item for document in shown for item in document.items]
         added = {
-            "media/pictures": sum(len(document.items) for document in shown),
-            "media/rows": sum(item.rows for document in shown for item in document.items),
-            "distinct": len(extents),
+            "media/pictures": len(items),
+            "media/rows": sum(item.rows for item in items),
+            "distinct": len({(item.kind, item.digest) for item in items}),
             "media/encoded": encoded,
             "media/encode_seconds": seconds,
             "media/wait_seconds": waited,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from policy import compatibility
+from policy.config import DecoderConfig
 from policy.huggingface import sources
 from rewards.text import text_of
 from rewards.workers.media import Content, Picture, Sound
@@ -92,6 +94,20 @@ def with_references(example: Example, row: dict[str, Any], base: Path, read: Pro
     return replace(example, prompt=normal[: len(example.prompt)], messages=normal, references=references)
 
 
+def conflicts(config: RunConfig, decoder: DecoderConfig) -> Iterator[str]:
+    """Yields why a run with pictures or sounds cannot have its configuration. decoder: the model with its towers."""
+    explicit = config.mesh.shard_mode == "explicit"
+    for name, stage in zip(config.stage_names, config.stages, strict=True):
+        runtime = replace(config.model.runtime, **stage.runtime)
+        for text in compatibility.conflicts(decoder, runtime, explicit=explicit, media=True):
+            yield f"{name}: {text}"
+    if config.generator.speculative:
+        yield (
+            "generator.speculative does not go with pictures or sounds: a prediction module embeds the next token, "
+            "which may stand for a part of a picture; leave it out"
+        )
+
+
 def decode_first(examples: Iterable[Example], read: Processors) -> None:
     """Decodes and prepares the first contents of a dataset. Of the others only the header is read before a step.
 
@@ -160,15 +176,20 @@ def _as_prompt(conversation: str | Messages) -> str | Messages:
 _UNREAD = "but the model reads no {}s: its directory describes no tower for them, or model.media is never"
 
 
-def with_lists(examples: Sequence[Example]) -> list[Example]:
+def kinds_of(examples: Iterable[Example]) -> list[Kind]:
+    """Returns the kinds of contents that rows of a dataset have."""
+    present = {each.kind for example in examples for each in example.references}
+    return [kind for kind in KINDS if kind in present]
+
+
+def with_lists(examples: Sequence[Example], kinds: Collection[Kind] | None = None) -> list[Example]:
     """Returns the examples of a dataset with its pictures and sounds as columns for rewards.
 
     If any row has a picture, all rows have the column `images`, lists of rewards.workers.media.Picture, and no column
-    `image`; so with sounds and `audios`. A dataset of text stays as it is.
+    `image`; so with sounds and `audios`. A dataset of text stays as it is. kinds: of all rows, if these are a part of
+    them.
     """
-    kinds: list[Kind] = [
-        kind for kind in KINDS if any(each.kind == kind for example in examples for each in example.references)
-    ]
+    kinds = kinds_of(examples) if kinds is None else kinds
     if not kinds:
         return list(examples)
     replaced = {name for kind in kinds for name in COLUMNS[kind]}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from policy.huggingface import sources
@@ -10,6 +12,7 @@ from policy.mesh import processes, serialization
 from rewards import RewardError, Runner, RunnerOptions, Share
 from rewards.workers.media import Picture, Sound
 from rewards.workers.threads import Call, Failure
+from rl.cluster.launch import raise_on_all
 from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.model import TeacherOptions
 from rl.config.run import RunConfig
@@ -18,13 +21,14 @@ from rl.data import datasets, models
 from rl.data import teacher as teachers
 from rl.data.encoded import Example, Pair, Problem, Row
 from rl.data.encoding import ExampleEncoder
-from rl.data.media import decode_first, read_processors
+from rl.data.media import decode_first, kinds_of, read_processors, with_lists
 from rl.data.shard import Shard
 from rl.data.tokenizer import read_tokenizer
 from rl.errors import ConfigError, DataError
 from rollout.media.expand import Expanded
 from rollout.media.item import Extent
 from rollout.media.loader import Loader
+from rollout.media.processors import Processors
 from rollout.media.reference import Reference
 from rollout.text.tokenizer import load_tokenizer
 
@@ -97,8 +101,8 @@ class DataReader:
 
     @property
     def has_media(self) -> bool:
-        """Whether any row that any process has read so far has pictures or sounds. All processes must ask for it."""
-        return self.processors is not None and any(processes.all_gather_object(self._references))
+        """Whether any row that any process has read so far has pictures or sounds."""
+        return self._references
 
     def read_held_out(self, options: EvaluationOptions, stages: Sequence[StageOptions]) -> None:
         """Reads the problems of the evaluations that `stages` make, into `held_out`."""
@@ -180,12 +184,20 @@ class DataReader:
         )
 
     def _checked(self, source: DataOptions, **kind: Any) -> datasets.Dataset:
-        """Loads a dataset and decodes its first pictures and sounds. Raises DataError for those that are broken."""
-        dataset = datasets.load(source, processors=self.processors, **kind)
-        if self.processors is not None:
-            self._references |= any(example.references for example in dataset)
-            decode_first(dataset, self.processors)
-        return dataset
+        """Loads a dataset and decodes its first pictures and sounds. Raises DataError for those that are broken, and for
+        malformed rows."""
+        if self.processors is None:
+            return datasets.load(source, **kind)
+
+        def loaded(processors: Processors) -> datasets.Dataset:
+            dataset = datasets.load(source, processors=processors, **kind)
+            decode_first(dataset, processors)
+            return dataset
+
+        dataset = raise_on_all(partial(loaded, self.processors))
+        everywhere = {each for part in processes.all_gather_object(kinds_of(dataset)) for each in part}
+        self._references |= bool(everywhere)
+        return replace(dataset, examples=with_lists(dataset.examples, sorted(everywhere)))
 
     def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
         if key not in self._read:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 
 import policy
 import rl.stages
-from policy import compatibility
 from policy.attention import context_parallel
 from policy.config import DecoderConfig
 from policy.execution.encoding import MediaEncoder
@@ -23,6 +21,7 @@ from policy.huggingface.tensorfiles import ModelFileError
 from policy.layers import batch_split
 from policy.layers.engram import set_classes
 from policy.media import Kind, is_tower
+from policy.mesh import processes
 from policy.mesh.sharding import Layout, layout
 from policy.model import Graph, Model
 from policy.ops.host_memory import NoHostMemory, in_host_memory
@@ -32,9 +31,10 @@ from rl.config.run import RunConfig
 from rl.config.stage import StageOptions
 from rl.data import models, towers
 from rl.data.encoded import media_of
+from rl.data.media import conflicts
 from rl.data.reader import read_tokenizer
 from rl.errors import ConfigError, ModelError, ResourceError
-from rl.media import MediaTables, evaluated_at_once, planned_rows, table_rows
+from rl.media import MediaTables, evaluated_at_once, planned_rows, table_rows, trains_towers
 from rl.reporting.events import Events
 from rl.reporting.program_memory import ProgramMemoryLog
 from rl.reporting.timeline import CHECKPOINTS, Timeline
@@ -97,19 +97,14 @@ def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTa
     shown = [([media_of(row) for row in stage.rows.own], stage.options.prompts_per_step) for stage in prepared.stages]
     block = evaluated_at_once(config)
     shown.append(([media_of(problem) for problem in prepared.held_out], block))
-    M = max(table_rows(rows, count) for rows, count in shown)
+    M = max(1, *(table_rows(rows, count) for rows, count in shown))  # 1: what has pictures is never evaluated
+    own = {(item.kind, *item.shape) for rows, _ in shown for row in rows for each in row for item in each.items}
     sizes: set[tuple[Kind, tuple[int, int]]] = {
-        (item.kind, item.shape) for rows, _ in shown for row in rows for each in row for item in each.items
+        (kind, (height, width)) for part in processes.all_gather_object(sorted(own)) for kind, height, width in part
     }
     loader = prepared.data.loader
     assert loader is not None  # rows with pictures or sounds come with processors
-    return MediaTables(MediaEncoder(graph), loader, M, trains_towers(graph, config.stages), frozenset(sizes), block)
-
-
-def trains_towers(graph: Graph, stages: Sequence[StageOptions]) -> bool:
-    """Whether a stage trains a weight of a tower."""
-    trained = (trained_paths(graph.paths, graph.runtime, frozen_names(graph, stage)) for stage in stages)
-    return any(is_tower(path) for paths in trained for path in paths)
+    return MediaTables(MediaEncoder(graph), loader, M, sizes=frozenset(sizes), block=block)
 
 
 def check_freeze(graph: Graph, stages: Sequence[StageOptions]) -> Graph:
@@ -262,24 +257,22 @@ def _check_runtime(options: ModelOptions, decoder: DecoderConfig, mesh: Layout) 
 
 def _check_media(config: RunConfig, graph: Graph, prepared: Prepared) -> None:
     """Checks that this run can read pictures and sounds. Raises ConfigError."""
-    decoder, explicit = graph.config, config.mesh.shard_mode == "explicit"
+    for text in conflicts(config, graph.config):
+        raise ConfigError(text)
+    changed = -1  # the last stage that trains a tower
     for stage in prepared.stages:
-        runtime = replace(graph.runtime, **stage.options.runtime)
-        for text in compatibility.conflicts(decoder, runtime, explicit=explicit, media=True):
-            raise ConfigError(f"{stage.name}: {text}")
-        if stage.teacher is not None and any(media_of(row) for row in stage.rows.own):
+        changed = stage.index if stage.trains_policy and trains_towers(graph, stage.options) else changed
+        taught = stage.teacher is not None and any(media_of(row) for row in stage.rows.own)
+        if any(processes.all_gather_object(taught)):
             raise ConfigError(f"{stage.name}: a teacher reads no pictures or sounds; use rows of text, or sft")
-        scored = stage.runner is not None and stage.runner.sources
-        if scored and trains_towers(graph, [stage.options]):
-            raise ConfigError(
-                f"{stage.name}: a reward model reads the rows that the towers of the policy make, so a stage that it "
-                "scores cannot train them; leave `freeze` out"
-            )
-    if config.generator.speculative:
-        raise ConfigError(
-            "generator.speculative does not go with pictures or sounds: a prediction module embeds the next token, "
-            "which may stand for a part of a picture; leave it out"
-        )
+        for source in () if stage.runner is None else stage.runner.sources:
+            made = config.stage_names.index(source) if source in config.stage_names else -1
+            if changed > made:
+                raise ConfigError(
+                    f"{stage.name}: reward model {source} reads the rows that the towers of the policy make, and stage "
+                    f"{config.stage_names[changed]} changes them; leave `freeze` out there, or train the reward model "
+                    "after it"
+                )
 
 
 def _check(config: RunConfig, decoder: DecoderConfig, tokenizer) -> None:

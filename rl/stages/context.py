@@ -96,12 +96,15 @@ class Context:
     timeline: Timeline
     media: MediaTables | None  # None: no row of the run has pictures or sounds
 
-    def media_table(self, documents: Sequence[Expanded | None], *, counted: bool = True) -> StepTable:
+    def media_table(
+        self, documents: Sequence[Expanded | None], *, counted: bool = True, again: bool = False
+    ) -> StepTable:
         """Returns the table of the pictures and sounds of these documents, by the current weights. counted: whether the
-        metrics of the step count them. Raises DataError for a content that cannot be decoded."""
+        metrics of the step count the call. again: they have counted these documents before. Raises DataError for a
+        content that cannot be decoded."""
         assert self.media is not None, "the stage asks for a table only if the run has pictures or sounds"
         with self.timeline.span("pictures and sounds"):
-            table = self.media.of(self.model.params, documents)
+            table = self.media.of(self.model.params, documents, again=again)
         if not counted:
             self.media.metrics()
         return table

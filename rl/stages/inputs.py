@@ -184,9 +184,10 @@ def greedy_reward(stage: StageKind, data: StepData) -> None:
     """Adds the argument `greedy`, float[P]: the reward of the greedy completion of each prompt."""
     assert data.rollouts is not None
     params = stage.sampling_params(n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    scores = stage.collect(data.rollouts.problems, params, data.rollouts.prompt_ids).scores.result()
-    data.arguments["greedy"] = greedy = scores.total
-    data.metrics["reward/greedy"] = float(np.nanmean(greedy)) if np.isfinite(greedy).any() else float("nan")
+    greedy = stage.collect(data.rollouts.problems, params, data.rollouts.prompt_ids, again=True)
+    scores = greedy.scores.result()
+    data.arguments["greedy"] = total = scores.total
+    data.metrics["reward/greedy"] = float(np.nanmean(total)) if np.isfinite(total).any() else float("nan")
 
 
 @provides("sampler_logp", when=MODEL_PASSES)

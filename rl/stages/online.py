@@ -168,7 +168,8 @@ class Stage(StageKind):
             batch = batch.replace(mask=batch.mask * complete)
         data.batch = batch
         if context.media is not None:
-            data.table = context.media_table([problem.media for problem in data.rollouts.problems])
+            documents = [problem.media for problem in data.rollouts.problems]
+            data.table = context.media_table(documents, again=True)
             data.batch = data.table.add(batch, rollouts.documents(data.rollouts))
 
     def _add_inputs(self, data: StepData) -> None:

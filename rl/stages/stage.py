@@ -159,6 +159,11 @@ class StageKind(ConfiguredStage, ABC):
     def start(self, context: Context, restored: Any = None) -> Any:
         """Returns the state before the first step, or `restored`, the arrays of a checkpoint."""
         self.context = context
+        if context.media is not None:
+            from rl.media import trains_towers
+
+            trained = self.trains_policy and trains_towers(context.model.graph, self.options)
+            context.media.start_stage(trained)
         if restored is not None:
             return restored
         context.progress.start_stage(self.algorithm.adaptive_coefs)
@@ -181,18 +186,17 @@ class StageKind(ConfiguredStage, ABC):
         """Returns how completions are drawn, with `changes`."""
         return rollouts.sampling_params(self.options.sampling, self.context.stop_ids, **changes)
 
-    def collect(self, problems, params: SamplingParams, ids, *, counted: bool = True) -> Rollouts:
+    def collect(self, problems, params: SamplingParams, ids, *, counted: bool = True, again: bool = False) -> Rollouts:
         """Samples completions of `problems` (prompts with their data columns) and starts to compute their rewards.
 
-        ids: a prompt id for each, for the random draws. counted: whether the metrics of the step count the pictures and
-        sounds.
+        ids: a prompt id for each, for the random draws. counted, again: as for `Context.media_table`.
         """
         from rl.stages.scorers import timed
 
         context, prompts, table = self.context, None, None
         documents = [problem.media for problem in problems]
         if context.media is not None:
-            table = context.media_table(documents, counted=counted)
+            table = context.media_table(documents, counted=counted, again=again)
             prompts = [table.prompt(problem.ids, problem.media) for problem in problems]
         return collect(
             Source(

@@ -332,11 +332,14 @@ def test_rows_go_to_other_processes_with_paths_and_each_file_once(folder, reader
 
 
 def test_pictures_of_another_process_count(folder, reader, monkeypatch):
-    one = reader(lines(folder / "d.jsonl", {"prompt": "a"}))
-    problems(one)
-    assert not one.has_media
-    monkeypatch.setattr(processes, "all_gather_object", lambda own: [own, True])
-    assert one.has_media
+    """A process whose rows are all text has the column `images` for rewards where another one has pictures."""
+    file = lines(folder / "d.jsonl", {"prompt": "a", "image": None})
+    one, two = reader(file), reader(file)
+    assert "images" not in problems(one)[0].example.columns and not one.has_media
+    # Of errors and of kinds.
+    monkeypatch.setattr(processes, "all_gather_object", lambda own: [own, None if own is None else ["image"]])
+    (problem,) = problems(two)
+    assert two.has_media and problem.example.columns["images"] == [] and "image" not in problem.example.columns
 
 
 def stored(image: Image.Image, kind: str = "PNG", **options) -> bytes:

@@ -136,7 +136,7 @@ def test_equal_pictures_are_encoded_once_and_other_tables_take_their_rows():
     tables = one.tables()
     first = tables.of(one.model.params, one.documents * 8)
     assert tables.encoder.encoded == 2 and sorted(tables.loader.asked) == ["0.0", "0.1"]
-    assert tables.of(one.model.params, one.documents) is first
+    assert tables.of(one.model.params, one.documents, again=True) is first
     metrics = tables.metrics()
     assert metrics["media/pictures"] == 4 * 8 and metrics["media/encoded"] == 2 and metrics["media/distinct"] == 2 / 32
     alone = tables.of(one.model.params, one.documents[3:])

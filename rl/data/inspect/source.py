@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import rl.algorithms
 from policy.huggingface import sources
 from rl.config.data import DataOptions
 from rl.config.run import RunConfig
-from rl.data import datasets, models
+from rl.data import datasets, models, towers
 from rl.data import teacher as teachers
 from rl.data.encoded import Example
 from rl.data.encoding import ExampleEncoder
@@ -22,9 +22,9 @@ from rl.data.inspect.checks import check_stages, in_order
 from rl.data.inspect.finding import Finding
 from rl.data.inspect.reward_check import demonstrations_score
 from rl.data.inspect.stage_rows import Encoded, StageRows
-from rl.data.media import decode_first, read_processors
+from rl.data.media import conflicts, decode_first, read_processors
 from rl.data.tokenizer import read_tokenizer
-from rl.errors import DataError, DuetError, ModelError
+from rl.errors import ConfigError, DataError, DuetError, ModelError
 from rollout.media.processors import Processors
 from rollout.text.tokenizer import CHAT_TEMPLATE
 
@@ -215,6 +215,7 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     short = config.model_copy(update={"data": None, "stages": stages, "evaluation": evaluation})
     names = [name for name, stage in zip(config.stage_names, stages, strict=True) if stage.data is not None]
     inspections = [inspect(short, name, rewards=False) for name in names]
+    _check_media(config, [stage for inspection in inspections for stage in inspection.stages])
     refused = [each.message() for inspection in inspections for each in inspection.findings if each.level == "refuse"]
     for stage in (stage for inspection in inspections for stage in inspection.stages if stage.samples):
         if (settings := config.stages[int(stage.path.split(".")[1])].rewards or config.rewards) is not None:
@@ -222,6 +223,20 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     if refused:
         raise DataError("\n".join(dict.fromkeys(refused)))
     return list(dict.fromkeys(notes))
+
+
+def _check_media(config: RunConfig, stages: Sequence[StageRows]) -> None:
+    """Raises ConfigError if these rows have pictures or sounds and the options of the run exclude them."""
+    shown = [example for stage in stages for example in (*stage.held_out, *(row.example for row in stage.rows))]
+    if not any(example.references for example in shown):
+        return
+    if (directory := models.directory(config.model.source)) is not None:
+        decoder = sources.read_config(directory, config.model.sections, media=True)
+    else:
+        changes = towers.preset_changes(config.model, stages[0].tokenizer)
+        decoder = sources.preset(config.model.source, changes, media=True)
+    if problems := list(dict.fromkeys(conflicts(config, decoder))):
+        raise ConfigError("\n".join(problems))
 
 
 def _check_teachers(config: RunConfig) -> None:
