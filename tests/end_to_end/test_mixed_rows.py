@@ -1,0 +1,82 @@
+"""Runs whose data mix rows of text with rows that have pictures or sounds (mixed_rows.py): on two processes of which
+one holds text only, in stages that train the tower and stages that do not, and after a kill."""
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+
+import launch
+import numpy as np
+import pytest
+
+from policy.huggingface import tensorfiles
+from rl.reporting import samples
+
+HERE = Path(__file__).parent
+CONFIG, ROWS = HERE / "mixed.yml", HERE / "mixed_rows.py"
+COMMON = {"prompts_per_step": 4, "steps": 2, "optimizer": {"eps": 1e-4}, "sampling": {"max_new_tokens": 6}}
+SAMPLED = COMMON | {"samples_per_prompt": 4}
+TRAINED = SAMPLED | {"algorithm": {"name": "grpo", "kl_coef": 0.05}, "freeze": [], "updates_per_step": 4}
+
+
+def of(name: str) -> dict:
+    return {"task": f"{ROWS}:{name}"}
+
+
+def rewards(name: str) -> dict:
+    return {"functions": [f"{ROWS}:{name}"], "workers": 1}
+
+
+def arguments(folder: Path, stages: list[dict], *options: str) -> list[str]:
+    return [str(CONFIG), f"run.dir={folder}", f"stages={json.dumps(stages)}", *options]
+
+
+def run(folder: Path, stages: list[dict], *options: str, processes: int = 1, devices: int = 1) -> Path:
+    """Returns the folder of a run that ends well."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    join = ["--processes", str(processes), "--coordinator", f"127.0.0.1:{port}"] if processes > 1 else []
+    running = [
+        launch.process(
+            *arguments(folder, stages, *options),
+            *join,
+            *(["--process", str(i)] if join else []),
+            environment=environment,
+        )
+        for i in range(processes)
+    ]
+    for code, _, err in [launch.finish(one) for one in running]:
+        assert code == 0, err[-2000:]
+    return folder
+
+
+def by_stage(folder: Path) -> dict[str, list[dict]]:
+    """The metrics of the steps of each stage, without evaluations before the first."""
+    steps: dict[str, list[dict]] = {}
+    for stage, step, metrics in launch.numbers(folder):
+        if step:
+            steps.setdefault(stage, []).append(metrics)
+    return steps
+
+
+@pytest.mark.slow
+def test_a_process_without_a_picture_takes_part(tmp_path):
+    """Its rows have the column `images` for rewards, and it decodes the pictures of the other."""
+    stages = [
+        COMMON | {"algorithm": "sft", "prompts_per_step": 8},
+        COMMON | {"algorithm": "dpo", "data": of("pairs")},
+        TRAINED,
+    ]
+    one = run(tmp_path / "one", stages, devices=4)
+    two = run(tmp_path / "two", stages, processes=2, devices=2)
+    for ours, theirs in zip(launch.numbers(two), launch.numbers(one), strict=True):
+        assert ours[:2] == theirs[:2] and ours[2].keys() == theirs[2].keys()
+        for name, value in theirs[2].items():
+            np.testing.assert_allclose(ours[2][name], value, rtol=1e-4, atol=1e-5, err_msg=f"{ours[:2]} {name}")
+    shown = [each["digest"] for line in samples.read(two) for each in line.get("media", ())]
+    assert set(shown) == {path.stem for path in (two / "media").iterdir()}
+    assert {len(line.get("media", ())) for line in samples.read(two)} == {0, 1, 2}
