@@ -80,6 +80,7 @@ def varied(prompts, completions, images):
     return [len(set(text_of(each))) + shade for each, shade in zip(completions, shades, strict=True)]
 
 
-def letters(prompts, completions):
-    """Whether a completion has many letters."""
-    return [float(len(set(text_of(each))) > 4) for each in completions]
+def odd(prompts, completions, completion_lengths):
+    """Whether a completion has an odd number of letters and tokens."""
+    lengths = zip(completions, completion_lengths, strict=True)
+    return [float((len(text_of(each)) + tokens) % 2) for each, tokens in lengths]

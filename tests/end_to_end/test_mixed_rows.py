@@ -11,7 +11,6 @@ import launch
 import numpy as np
 import pytest
 
-from policy.huggingface import tensorfiles
 from rl.reporting import samples
 
 HERE = Path(__file__).parent
@@ -33,19 +32,22 @@ def arguments(folder: Path, stages: list[dict], *options: str) -> list[str]:
     return [str(CONFIG), f"run.dir={folder}", f"stages={json.dumps(stages)}", *options]
 
 
+def on_devices(count: int) -> dict[str, str]:
+    return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
+
+
 def run(folder: Path, stages: list[dict], *options: str, processes: int = 1, devices: int = 1) -> Path:
     """Returns the folder of a run that ends well."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     join = ["--processes", str(processes), "--coordinator", f"127.0.0.1:{port}"] if processes > 1 else []
     running = [
         launch.process(
             *arguments(folder, stages, *options),
             *join,
             *(["--process", str(i)] if join else []),
-            environment=environment,
+            environment=on_devices(devices),
         )
         for i in range(processes)
     ]
@@ -80,3 +82,36 @@ def test_a_process_without_a_picture_takes_part(tmp_path):
     shown = [each["digest"] for line in samples.read(two) for each in line.get("media", ())]
     assert set(shown) == {path.stem for path in (two / "media").iterdir()}
     assert {len(line.get("media", ())) for line in samples.read(two)} == {0, 1, 2}
+
+
+def going_on() -> list[dict]:
+    """Steps of text alone; groups that are left over for the next step; a stage that trains the tower, with mini-batches
+    that have no picture; one that does not."""
+    return [
+        COMMON | {"algorithm": "sft", "data": of("text"), "steps": 1},
+        SAMPLED | {"algorithm": "dapo", "samples_per_prompt": 2, "steps": 3, "rewards": rewards("odd")},
+        TRAINED,
+        COMMON | {"algorithm": "sft", "data": of("conversations")},
+    ]
+
+
+@pytest.mark.slow
+def test_a_run_of_text_and_pictures_goes_on_to_the_same_bits_after_kills(tmp_path):
+    straight, killed = run(tmp_path / "straight", going_on()), tmp_path / "killed"
+    steps = by_stage(straight)
+    assert all(each["media/pictures"] == each["media/encoded"] == 0 for each in steps["sft"])
+    assert all(each["media/encoded"] <= each["media/distinct"] * each["media/pictures"] for each in steps["sft-2"])
+    assert {name: len(each) for name, each in steps.items()} == {"sft": 1, "dapo": 3, "grpo": 2, "sft-2": 2}
+    carried = [each["dynamic/carried"] for each in steps["dapo"]]
+    assert carried[1] > 0, "no group is left over, so this test says nothing about them"
+    saved = "run.checkpoint_every=1"
+    for lines in (4, 9):  # after the first steps of `dapo` and `grpo`
+        running = launch.process(*arguments(killed, going_on(), saved), environment=on_devices(1))
+        launch.wait_for(lambda lines=lines: launch.lines(killed) >= lines, running)
+        os.killpg(running.pid, signal.SIGKILL)
+        running.communicate()
+    run(killed, going_on(), saved)
+    for (*ours, metrics), (*theirs, others) in zip(launch.numbers(killed), launch.numbers(straight), strict=True):
+        # What a table that is made anew encodes it would otherwise have copied.
+        assert ours == theirs and repr(metrics | {"media/encoded": 0}) == repr(others | {"media/encoded": 0})
+    assert launch.weights(killed) == launch.weights(straight) and launch.samples(killed) == launch.samples(straight)
