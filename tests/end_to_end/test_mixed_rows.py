@@ -115,3 +115,36 @@ def test_a_run_of_text_and_pictures_goes_on_to_the_same_bits_after_kills(tmp_pat
         # What a table that is made anew encodes it would otherwise have copied.
         assert ours == theirs and repr(metrics | {"media/encoded": 0}) == repr(others | {"media/encoded": 0})
     assert launch.weights(killed) == launch.weights(straight) and launch.samples(killed) == launch.samples(straight)
+
+
+@pytest.mark.slow
+def test_more_meshes_and_quantised_rollouts(tmp_path):
+    """Rows of text and rows with two pictures, with a trained tower: replicas, sequences that are cut and gathered."""
+    one = by_stage(run(tmp_path / "one", [TRAINED], "evaluation=null"))["grpo"]
+    meshes = {"data": ["mesh.data=2", "mesh.fsdp=1"], "context": ["mesh.context=2", "mesh.fsdp=1"]}
+    for name, mesh in meshes.items():
+        options = ("evaluation=null", "mesh.sharding_tolerance=0.1", *mesh)
+        for ours, theirs in zip(
+            by_stage(run(tmp_path / name, [TRAINED], *options, devices=2))["grpo"], one, strict=True
+        ):
+            for key in ("loss", "optim/grad_norm", "reward/mean", "kl/ref", "entropy", "media/encoded"):
+                np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-4, atol=1e-5, err_msg=f"{name} {key}")
+    stored = ("evaluation=null", "generator.weights=int8", "generator.kv_cache=int8", "generator.cache=paged")
+    steps = by_stage(run(tmp_path / "int8", [TRAINED], *stored, "generator.page_size=16"))["grpo"]
+    assert all(0 < each["sampler/logp_diff_mean"] < 0.05 for each in steps)
+
+
+@pytest.mark.slow
+def test_sounds_pictures_and_text_through_a_model_with_experts(tmp_path):
+    """Rows with a sound, with a picture and a sound, and of text; replayed routes choose the experts of the update."""
+    sft = COMMON | {"algorithm": "sft", "freeze": []}
+    grpo = SAMPLED | {"algorithm": {"name": "grpo", "kl_coef": 0.05}, "router_replay": True}
+    model = ["model.source=tiny-omni", "model.overrides={text_config: {mlp_only_layers: []}}"]
+    data = [f"{key}.task={ROWS}:sounds" for key in ("data", "evaluation.data")]
+    alphabet = 'tokenizer.alphabet="abcdefghijklmnopqrstuvwxyz ?#ABCDEFG"'
+    folder = run(tmp_path / "run", [sft, grpo], *model, *data, alphabet, f"rewards.functions=[{ROWS}:odd]")
+    steps = by_stage(folder)
+    assert all(each["sampler/logp_diff_max"] < 1e-5 for each in steps["grpo"])
+    assert all(each["media/encoded"] > 0 for each in (*steps["sft"], *steps["grpo"]))
+    shown = {tuple(each["kind"] for each in line.get("media", ())) for line in samples.read(folder)}
+    assert shown == {("audio",), ("image", "audio"), ()}
