@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from policy.cache.media import Media
 from policy.mesh import processes
 from policy.model import Model
 from rl.config.run import RunConfig
 from rl.data import datasets
 from rl.data.inspect.source import random_weights
 from rl.errors import ConfigError, DataError
+from rl.media import StepTable
 from rl.run import build
 from rl.run.health.prompt_probe import ProbeResult, probe
 from rl.run.prepare import prepare
 from rl.run.state import Run
 from rl.stages.sampling import rollouts as stage_rollouts
 from rl.stages.stage import StageKind
+from rl.training.batch import padded_batch
 from rollout.collect import Rollouts, Source, collect
 
 FILE = "probe.json"
@@ -33,8 +37,7 @@ def before_first_step(run: Run, stage: StageKind) -> None:
     """Probes the first stage of a run that samples, as `run.probe` says, and notes the result.
 
     Raises DataError for a stage that cannot learn from what it samples, where `run.probe` is a number. Unset, the run
-    goes
-    on with a warning: it probes DEFAULT prompts if its weights were read, and none if they are random.
+    goes on with a warning: it probes DEFAULT prompts if its weights were read, and none if they are random.
     """
     asked = run.config.run.probe
     count = (0 if random_weights(run.config) else DEFAULT) if asked is None else asked
@@ -43,15 +46,17 @@ def before_first_step(run: Run, stage: StageKind) -> None:
         return
     with run.resharded(), run.timeline.span("probe", stage=stage.name):
         params = stage.sampling_params(n=stage.options.samples_per_prompt)
-        result, _ = probe(stage.name, _problems(stage, count), params, stage.collect, run.tokenizer)
-    problems = [text for _, text in result.problems()]
+        collected = partial(stage.collect, counted=False)
+        problems = _problems(stage, count, has_media=run.media is not None)
+        result, _ = probe(stage.name, problems, params, collected, run.tokenizer)
+    said = [text for _, text in result.problems()]
     if processes.first():
         text = json.dumps(result.to_json(), indent=1, ensure_ascii=False)
         (run.folder.path / FILE).write_text(text + "\n", encoding="utf-8")
-        for line in [*result.lines(), *(f"warn: {problem}" for problem in problems)]:
+        for line in [*result.lines(), *(f"warn: {problem}" for problem in said)]:
             run.events.note(line)
-    if problems and asked is not None:
-        raise DataError(_refusal(stage.name, problems))
+    if said and asked is not None:
+        raise DataError(_refusal(stage.name, said))
 
 
 def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> ProbeResult:
@@ -65,7 +70,8 @@ def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> Pro
         stage = next((each for each in prepared.stages if each.samples_completions and name in (None, each.name)), None)
         if stage is None:
             raise ConfigError(f"--probe: {name or 'no stage of this run'} samples nothing")
-        model = build.model(config, prepared, with_weights=True)
+        has_media = prepared.data.has_media
+        model = build.model(config, prepared, with_weights=True, media=has_media)
         options = replace(build.generator_options(config), record_values=False, record_routes=False)
         generator = build.generator(config, model, prepared.tokenizer, options)
         if stage.runner.sources:
@@ -74,14 +80,19 @@ def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> Pro
         params = stage_rollouts.sampling_params(
             stage.options.sampling, prepared.stop_ids, n=stage.options.samples_per_prompt
         )
+        problems, table, prompts = _problems(stage, count, has_media), None, None
+        if has_media:
+            documents = [problem.media for problem in problems]
+            table = build.media_tables(config, prepared, model.graph).of(model.params, documents)
+            prompts = [table.prompt(problem.ids, problem.media) for problem in problems]
         result, made = probe(
             stage.name,
-            _problems(stage, count),
+            problems,
             params,
-            lambda problems, params, ids: collect(source, problems, params, ids),
+            lambda problems, params, ids: collect(source, problems, params, ids, prompts=prompts),
             prepared.tokenizer,
         )
-        return replace(result, gap=_gap(model, made, params.temperature))
+        return replace(result, gap=_gap(model, made, params.temperature, table))
     finally:
         prepared.close()
 
@@ -96,21 +107,26 @@ def _refusal(stage: str, problems: Sequence[str]) -> str:
     )
 
 
-def _problems(stage: Any, count: int) -> list[Any]:
-    """Returns the first `count` problems in the order of the stage, without drawing them."""
+def _problems(stage: Any, count: int, has_media: bool) -> list[Any]:
+    """Returns the first `count` problems in the order of the stage, without drawing them; with pictures or sounds at
+    most those of a step, because no table holds more."""
     total, seed = stage.rows.total, stage.config.seed * 1000 + stage.index
+    count = min(count, stage.options.prompts_per_step) if has_media else count
     return stage.rows.take([datasets.order(seed, total, number) for number in range(min(count, total))])
 
 
-def _gap(model: Model, made: Rollouts, temperature: float) -> float:
-    """Returns the mean of |trainer - generator| over the tokens of some completions, of their log-probabilities."""
+def _gap(model: Model, made: Rollouts, temperature: float, table: StepTable | None = None) -> float:
+    """Returns the mean of |trainer - generator| over the tokens of some completions, of their log-probabilities. table:
+    the pictures and sounds of the prompts."""
     chosen = made.flat[:: max(1, len(made.flat) // _COMPARED)][:_COMPARED]
     rows = [[*made.problems[p].ids, *completion.tokens] for p, completion in chosen]
-    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
-    segments = np.zeros_like(tokens)
-    for number, row in enumerate(rows):
-        tokens[number, : len(row)], segments[number, : len(row)] = row, 1
-    logp, _ = model.logprobs(tokens, segments=segments, temperature=temperature)
+    batch, shown = padded_batch([(row, [1] * len(row)) for row in rows], max(map(len, rows))), {}
+    if table is not None:
+        batch = table.add(batch, [(row, 0, made.problems[p].media) for row, (p, _) in enumerate(chosen)])
+        assert batch.media is not None
+        media = Media(batch.media, table.table.rows, table.table.deep)
+        shown = {"media": media, "turns": batch.turns, "until": batch.until}
+    logp, _ = model.logprobs(batch.tokens, segments=batch.segments, temperature=temperature, **shown)
     logp = np.asarray(logp)
     differences = [
         np.abs(logp[number, len(row) - len(completion.tokens) : len(row)] - np.asarray(completion.logprobs))
