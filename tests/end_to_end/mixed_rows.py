@@ -1,4 +1,4 @@
-"""Rows of text beside rows with one and two contents, and a reward that opens the pictures: for runs in these tests."""
+"""Rows of text next to rows with one and two contents, and a reward that opens the pictures: for runs in these tests."""
 
 from rewards.text import text_of
 from rl.data.tasks import pictures, tones

@@ -119,7 +119,7 @@ def test_a_run_of_text_and_pictures_goes_on_to_the_same_bits_after_kills(tmp_pat
 
 @pytest.mark.slow
 def test_more_meshes_and_quantised_rollouts(tmp_path):
-    """Rows of text and rows with two pictures, with a trained tower: replicas, sequences that are cut and gathered."""
+    """Rows of text and rows with two pictures, with a trained tower: replicas, sequences that are cut."""
     one = by_stage(run(tmp_path / "one", [TRAINED], "evaluation=null"))["grpo"]
     meshes = {"data": ["mesh.data=2", "mesh.fsdp=1"], "context": ["mesh.context=2", "mesh.fsdp=1"]}
     for name, mesh in meshes.items():

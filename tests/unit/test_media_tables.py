@@ -1,5 +1,5 @@
 """Tables of steps at their edges: steps and mini-batches without a picture, pictures that occur twice or touch, text
-prompts beside pictures, stages that train towers after stages that do not, and the rows that a run plans."""
+prompts between pictures, stages that train towers after stages that do not, and the rows that a run plans."""
 
 import dataclasses
 
@@ -77,7 +77,7 @@ def test_a_picture_that_occurs_twice_and_pictures_that_touch_have_the_rows_of_co
     np.testing.assert_array_equal(logprobs_of(one.model, shown, ours), logprobs_of(one.model, apart, theirs))
 
 
-def test_text_prompts_are_completed_beside_prompts_with_pictures():
+def test_text_prompts_are_completed_between_prompts_with_pictures():
     one = case("Qwen3VL")
     table = one.tables().of(one.model.params, one.documents)
     text = [5, 9, 17, 3]
@@ -123,13 +123,13 @@ def test_planned_rows_hold_every_batch(monkeypatch):
             rows.append([one] * int(rng.integers(1, 3)) if items else [])
         count, said = int(rng.integers(1, 6)), []
 
-        def gathered(own, said=said):
+        def of_both(own, said=said):
             said.append(own)
             return said[-2:]
 
         alone = table_rows(rows, count)
         with monkeypatch.context() as patch:
-            patch.setattr(processes, "all_gather_object", gathered)
+            patch.setattr(processes, "all_gather_object", of_both)
             table_rows(rows[::2], count)
             split = table_rows(rows[1::2], count)
         for M in (alone, split):
