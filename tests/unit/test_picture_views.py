@@ -1,4 +1,4 @@
-"""Samples with pictures and sounds in every reader: search, terminal, report, comparison, verdict, viewer, static page."""
+"""Samples with pictures and sounds in every reader: search, terminal, report, verdict, viewer, static page."""
 
 import base64
 import json
@@ -17,12 +17,14 @@ from test_viewer import opened
 
 from rl.commands import cli
 from rl.reporting import thumbnails
+from rl.reporting.events import EventLog
 from rl.reporting.explain.record import read as read_record
 from rl.reporting.messages import pictures
 from rl.reporting.report import page as report_page
 from rl.reporting.report import pictures as embedding
 from rl.reporting.run_files import MEDIA
 from rl.reporting.viewer import records, search
+from rl.stages.sampling import rollouts
 
 pytestmark = pytest.mark.xdist_group("chromium")
 chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
@@ -50,6 +52,16 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize(("text", "count"), FILTERS.items(), ids=FILTERS)
 def test_a_search_reads_texts_only(run, text, count):
     assert len(search.search(opened(run), text)) == count
+
+
+def test_words_of_reward_functions_are_searched(tmp_path):
+    sampled, scores = picture_runs.step([picture_runs.question("red")], 0)
+    scores.logs[1] = {"exact_answer": "not a colour"}
+    log = EventLog(tmp_path)
+    log.samples(rollouts.records(sampled, scores, "grpo", 1, scores.total), rollouts.token_records(sampled))
+    index = opened(tmp_path)
+    [place] = search.places(index, search.search(index, '"not a colour"'))
+    assert place.record()["sample"] == 1 and not len(search.search(index, '"n_prompt"'))
 
 
 def test_equal_questions_about_other_pictures_are_other_rows(run):

@@ -126,11 +126,12 @@ def records(
             "reward": float(scores.total[i]),
             "advantage": None if advantages is None else float(advantages[i]),
             "columns": {name: value for name, value in problem.example.columns.items() if _is_short(value)},
+            # Between `columns` and `n_prompt` a search looks for words (rl/reporting/viewer/index.py).
+            **({"reward_log": log} if (log := scores.logs.get(i)) else {}),
             "n_prompt": len(problem.ids),
             "n": len(completion.tokens),
         }
-        optional = {"faults": faults.get(i), "reward_log": scores.logs.get(i), "eval": advantages is None}
-        optional["media"] = media[p]
+        optional = {"faults": faults.get(i), "eval": advantages is None, "media": media[p]}
         lines.append(line | {name: value for name, value in optional.items() if value})
         sample_of[p] += 1
     return lines
