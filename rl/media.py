@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from rollout.media.item import Extent, Item
     from rollout.media.processors import Processors
 
+    Documents = Sequence[tuple[int, int, Expanded | None]]
+    """(row, first column, document) of sequences of a batch."""
+
 Key = tuple[Kind, str]
 """(kind, digest) of an item."""
 
@@ -55,13 +58,12 @@ def table_rows(rows: Iterable[Sequence[Expanded]], count: int) -> int:
     parts = processes.all_gather_object((sorted(each)[-count:], sum(distinct.values())))
     most = sum(sorted(number for numbers, _ in parts for number in numbers)[-count:])
     needed = min(most, sum(total for _, total in parts))
-    return 1 << (needed - 1).bit_length() if needed else 0
+    return _power_of_2(needed)
 
 
 def planned_rows(config: RunConfig) -> int:
     """Returns the rows of the tables of a run by its configuration alone; 0: it plans no pictures and sounds."""
-    most = config.model.media_rows or 0
-    return 1 << (evaluated_at_once(config) * most - 1).bit_length() if most else 0
+    return _power_of_2(evaluated_at_once(config) * (config.model.media_rows or 0))
 
 
 def evaluated_at_once(config: RunConfig) -> int:
@@ -115,17 +117,18 @@ class StepTable:
         keys = prefix_keys(ids, [None if row < 0 else parts[row] for row in expanded.index.tolist()])
         return MediaPrompt(tuple(ids), self.document(expanded), keys)
 
-    def add(self, batch: Batch, documents: Iterable[tuple[int, int, Expanded | None]]) -> Batch:
-        """Returns the batch with its places. documents: (row, first column, document) of sequences that begin with
-        these tokens; all others are text."""
+    def add(self, batch: Batch, documents: Documents) -> Batch:
+        """Returns the batch with its places. documents: of the sequences that begin with these tokens; all
+        others are text."""
         positions = _positions(batch.segments)
         media = np.full(batch.tokens.shape, -1, np.int32)
         turns = np.repeat(positions[..., None], 3, axis=2) if self._decoder.has_sections else None
         until = positions.copy() if self._decoder.looks_ahead else None
+        made: dict[int, DocumentMedia] = {}  # by the identity of a document: the completions of a prompt share one
         for row, start, expanded in documents:
             if expanded is None:
                 continue
-            document = self.document(expanded)
+            document = made.get(id(expanded)) or made.setdefault(id(expanded), self.document(expanded))
             length = int(np.count_nonzero(batch.segments[row] == batch.segments[row, start]))
             columns, spans = slice(start, start + length), document.span(0, length)
             for array, values in zip((media, turns, until), spans, strict=True):
@@ -271,6 +274,11 @@ class MediaTables:
         }
         for name, number in added.items():
             self._counts[name] = self._counts.get(name, 0.0) + number
+
+
+def _power_of_2(rows: int) -> int:
+    """Returns the smallest power of 2 that is not less than `rows`, and 0 for 0."""
+    return 1 << (rows - 1).bit_length() if rows else 0
 
 
 def _positions(segments_NT: np.ndarray) -> np.ndarray:

@@ -79,14 +79,14 @@ class MediaEncoder:
 
     def __init__(self, graph: Graph):
         self.graph, self.encoded = graph, 0
+        self._rows: dict[tuple[Kind, int], int] = {}
         config = graph.config
         self._features = sum(spec.deepstack for spec in config.layers)
         self._layout = graph.layout
 
     def items_per_call(self, N: int) -> int:
         """Returns R, a multiple of the parts into which the mesh cuts a batch."""
-        mesh = self._layout.mesh.shape
-        shards = int(np.prod([mesh[axis] for axis in dict(self._layout.rules)["batch"]]))
+        shards = self._layout.num_row_shards
         return -(-max(1, INPUTS // N) // shards) * shards
 
     def spec(self, kind: Kind) -> Tower:
@@ -126,11 +126,15 @@ class MediaEncoder:
         return Piece(kind, *(a.reshape(G, R, *a.shape[1:]) for a in (values, shapes, places)))
 
     def _padded_rows(self, kind: Kind, N: int) -> int:
-        inputs = jax.ShapeDtypeStruct((1, N, input_width(self.spec(kind))), jnp.float32)
-        shapes = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-        return jax.eval_shape(lambda p, v, s: self.graph.encode(p, kind, v, s), self.graph.shapes, inputs, shapes)[
-            0
-        ].shape[1]
+        """Returns m, the rows that the tower makes of N inputs."""
+        if (kind, N) not in self._rows:
+            inputs = jax.ShapeDtypeStruct((1, N, input_width(self.spec(kind))), jnp.float32)
+            shapes = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+            rows, _ = jax.eval_shape(
+                lambda p, v, s: self.graph.encode(p, kind, v, s), self.graph.shapes, inputs, shapes
+            )
+            self._rows[kind, N] = rows.shape[1]
+        return self._rows[kind, N]
 
     def empty(self, M: int) -> MediaTable:
         """Returns a table of zeros."""
@@ -138,7 +142,7 @@ class MediaEncoder:
 
     def write(self, params: Params, table: MediaTable, pieces: Iterable[Piece]) -> MediaTable:
         """Encodes items into the table, whose arrays are donated."""
-        towers = {path: array for path, array in params.items() if is_tower(path)}
+        towers = tower_params(params)
         for piece in pieces:
             for i in range(len(piece.values)):
                 call = Piece(piece.kind, *(a[i : i + 1] for a in (piece.values, piece.shapes, piece.places)))
@@ -152,15 +156,14 @@ class MediaEncoder:
 
     def compile_ahead(self, params: Params, sizes: Iterable[tuple[Kind, int]], M: int) -> int:
         """Compiles the programs of these kinds and numbers of inputs after padding. Returns their number."""
-        towers, distinct = {path: array for path, array in params.items() if is_tower(path)}, sorted(set(sizes))
+        towers, distinct = tower_params(params), sorted(set(sizes))
         for kind, N in distinct:
             self.executable.compile(towers, self.abstract(M), self._abstract_piece(kind, N))
         return len(distinct)
 
     def lower(self, params: Params, table: MediaTable, kind: Kind, N: int) -> jax.stages.Lowered:
         """Traces the program that encodes items of this size. The arguments may be abstract."""
-        towers = {path: array for path, array in params.items() if is_tower(path)}
-        return self.executable.lower(towers, table, self._abstract_piece(kind, N))
+        return self.executable.lower(tower_params(params), table, self._abstract_piece(kind, N))
 
     def _abstract_piece(self, kind: Kind, N: int) -> Piece:
         R, m = self.items_per_call(N), self._padded_rows(kind, N)
@@ -204,8 +207,7 @@ class MediaEncoder:
     @cached_property
     def executable(self) -> CompiledCache:
         """Returns the compiled programs of `write`."""
-        out = jax.tree.map(lambda a: a.sharding, self.abstract(1))
-        jitted = jax.jit(self.encoded_into, donate_argnums=1, out_shardings=out)
+        jitted = jax.jit(self.encoded_into, donate_argnums=1, out_shardings=self._layout.replicated)
         return CompiledCache(jitted, self._layout.platform, shape_of=lambda _, table, piece: piece.values.shape[1:3])
 
     @cached_property
@@ -216,14 +218,19 @@ class MediaEncoder:
                 *(None if a is None else jnp.where(known[:, None], a[..., sources_M, :], 0) for a in table)
             )
 
-        return jax.jit(copied, out_shardings=jax.tree.map(lambda a: a.sharding, self.abstract(1)))
+        return jax.jit(copied, out_shardings=self._layout.replicated)
 
     @cached_property
     def _empty(self):
         def empty(M):
             return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.abstract(M))
 
-        return jax.jit(empty, static_argnums=0, out_shardings=jax.tree.map(lambda a: a.sharding, self.abstract(1)))
+        return jax.jit(empty, static_argnums=0, out_shardings=self._layout.replicated)
+
+
+def tower_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the weights of towers among these."""
+    return {path: array for path, array in params.items() if is_tower(path)}
 
 
 def _written(table: MediaTable, rows_RmE, deep_DRmE, places_Rm) -> MediaTable:

@@ -117,9 +117,8 @@ class Scorer:
     def rows(self, L: int) -> int:
         """Returns the rows of the program: TOKENS / L, rounded up to a multiple of the parts into which the mesh cuts a
         batch."""
-        rows, mesh = max(1, TOKENS // L), self.graph.layout.mesh
-        num_row_shards = int(np.prod([mesh.shape[axis] for axis in dict(self.graph.layout.rules)["batch"]]))
-        return -(-rows // num_row_shards) * num_row_shards
+        shards = self.graph.layout.num_row_shards
+        return -(-max(1, TOKENS // L) // shards) * shards
 
     def hidden(
         self, params: Params, tokens_RL: np.ndarray, lengths_R: np.ndarray, inputs: MediaInputs | None = None

@@ -107,6 +107,11 @@ class Layout:
         return replace(self, rules=tuple(sorted((dict(self.rules) | overrides).items())), decodes=True)
 
     @property
+    def num_row_shards(self) -> int:
+        """Returns the number of shards into which the mesh splits the rows of a batch."""
+        return math.prod(self.mesh.shape[axis] for axis in dict(self.rules)["batch"])
+
+    @property
     def processes(self) -> int:
         """Returns the number of processes that the devices of the mesh belong to; 1 for an abstract mesh."""
         if not isinstance(self.mesh, Mesh):

@@ -14,9 +14,10 @@ from rl.stages.sampling.dynamic import Group
 if TYPE_CHECKING:
     from policy.model import Model
     from rl.config.run import RunConfig
-    from rl.media import MediaTables, StepTable
+    from rl.media import Documents, MediaTables, StepTable
     from rl.reporting.events import Events
     from rl.reporting.timeline import Timeline
+    from rl.training.batch import Batch
     from rollout import Generator
     from rollout.media.expand import Expanded
 
@@ -108,6 +109,15 @@ class Context:
         if not counted:
             self.media.metrics()
         return table
+
+    def with_media(self, batch: Batch, documents: Documents) -> tuple[Batch, StepTable | None]:
+        """Returns the batch with the places of its pictures and sounds, and their table. A run of text changes nothing.
+
+        Raises DataError for a content that cannot be decoded."""
+        if self.media is None:
+            return batch, None
+        table = self.media_table([document for _, _, document in documents])
+        return table.add(batch, documents), table
 
     @contextmanager
     def resharded(self) -> Iterator[dict[str, float]]:

@@ -60,14 +60,12 @@ class Stage(StageKind):
     def step(self, state: RewardModelState, n: int) -> tuple[RewardModelState, dict[str, float]]:
         """Makes `updates_per_step` updates on the next `prompts_per_step` pairs."""
         flops_before = self.trainer.total_flops
-        context, table = self.context, None
+        context = self.context
         with context.timeline.span("data"):
             pairs = self.rows.take(self.draw_examples(self.rows.total))
             batch = batch_of(pairs, self.config.max_length)
             documents = documents_of([(pair.chosen, pair.rejected) for pair in pairs])
-            if context.media is not None:
-                table = context.media_table([document for _, _, document in documents])
-                batch = table.add(batch, documents)
+            batch, table = context.with_media(batch, documents)
         state, metrics = self.update(state, batch, table)
         return state, metrics | {"perf/step_tflop": (self.trainer.total_flops - flops_before) / 1e12}
 

@@ -20,14 +20,12 @@ if TYPE_CHECKING:
     from policy.model import Graph
     from rl.data.encoded import Row
     from rl.data.reader import DataReader
+    from rl.media import Documents
     from rl.stages.context import Context
     from rl.training.batch import Batch
     from rl.training.teacher import Teacher
     from rl.training.trainer import RunState
-    from rollout.media.expand import Expanded
 
-Documents = Sequence[tuple[int, int, "Expanded | None"]]
-"""(row, first column, document) of the sequences of a batch."""
 MOST_OUTSIDE = 1e-3
 """Largest probability that the policy may give to ids that a teacher's smaller vocabulary does not have."""
 
@@ -126,10 +124,8 @@ class Stage(StageKind):
         flops_before, progress = self.trainer.total_flops, self.context.progress
         progress.adaptive_coefs |= self.algorithm.scheduled_coefs((n - 1) / self.options.steps)
         with self.context.timeline.span("data"):
-            data = inputs.StepData(state, self.batch())
-            if self.context.media is not None:
-                data.table = self.context.media_table([document for _, _, document in self.documents])
-                data.batch = data.table.add(data.batch, self.documents)
+            batch, table = self.context.with_media(self.batch(), self.documents)
+            data = inputs.StepData(state, batch, table=table)
             inputs.provide(self, data, inputs.EXAMPLES)
         if inputs.any_at(self, inputs.MODEL_PASSES):
             inputs.run_model_passes(self, data)

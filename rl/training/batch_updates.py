@@ -34,12 +34,6 @@ from rl.training.updater import ParamState, updates_made
 CPU_TOKENS = 768
 
 
-def num_row_shards(layout: Layout) -> int:
-    """Returns the number of shards into which a mesh splits the rows of a batch."""
-    mesh = layout.mesh.shape
-    return mesh["data"] * mesh["fsdp"] * mesh["expert"]
-
-
 def shard_rows(tree: Any, layout: Layout) -> Any:
     """Shards host arrays [N, ...] by rows over several processes. With one process it returns them unchanged."""
     if processes.count() == 1:
@@ -81,7 +75,7 @@ class BatchUpdates:
 
     def row_counts(self, N: int, T: int) -> tuple[list[int], int | None]:
         """Returns (possible numbers of packed rows of N sequences of T tokens, rows of a micro-batch; None: all)."""
-        multiple = num_row_shards(self.graph.layout) * (batch_split.PARTS if self.graph.runtime.batch_split else 1)
+        multiple = self.graph.layout.num_row_shards * (batch_split.PARTS if self.graph.runtime.batch_split else 1)
         micro = self.stage.micro_batch or self._micro_batch(N, T)
         if micro is None:
             return row_counts(N, multiple), None

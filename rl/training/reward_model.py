@@ -27,7 +27,7 @@ from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
 from rl.training import towers
 from rl.training.batch import Batch, padded_batch
-from rl.training.batch_updates import CPU_TOKENS, BatchUpdates, by_micro_batch, num_row_shards, shard_rows
+from rl.training.batch_updates import CPU_TOKENS, BatchUpdates, by_micro_batch, shard_rows
 from rl.training.critic import Critic
 from rl.training.packing import plan_packing
 from rl.training.towers import UpdateMedia
@@ -106,7 +106,7 @@ class RewardModelTrainer(BatchUpdates):
 def rows_at_a_time(layout: Layout, T: int) -> int:
     """Returns how many rows of T tokens a model that is not trained reads at a time."""
     tokens = CPU_TOKENS if layout.platform == "cpu" else SCORED_TOKENS
-    return num_row_shards(layout) * max(1, tokens // T)
+    return layout.num_row_shards * max(1, tokens // T)
 
 
 class RewardModelScorer:

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from policy.cache.media import MediaInputs, MediaTable
-from policy.execution.encoding import MediaEncoder, Piece
-from policy.media import is_tower
+from policy.execution.encoding import MediaEncoder, Piece, tower_params
 from policy.model import Graph
 from rl.training.batch import Places
 
@@ -60,7 +59,7 @@ class TowerGradients:
         if pieces is None:
             return
         self._encoder = MediaEncoder(graph)
-        self._trained, self._others = _towers(trained), _towers(constants)
+        self._trained, self._others = tower_params(trained), tower_params(constants)
         table = MediaTable(constants[ROWS], constants.get(DEEP))
         table = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), table)
         for piece in pieces:
@@ -78,7 +77,3 @@ class TowerGradients:
         for piece in self._pieces:
             towers = jax.tree.map(jnp.add, towers, self._encoder.gradients(self._trained, self._others, table, piece))
         return {path: grad for path, grad in grads.items() if path not in (ROWS, DEEP)} | towers
-
-
-def _towers(params: dict) -> dict:
-    return {path: array for path, array in params.items() if is_tower(path)}
