@@ -37,6 +37,7 @@ def rows() -> list[dict]:
     return [two, text, two | {"images": ["two.png", "one.png"]}, {"prompt": "<image>what", "image": "one.png"}, two]
 
 
+@pytest.mark.slow
 def test_pictures_are_shown_to_the_model_and_text_is_completed_between_them(directory, tmp_path, capsys):
     (tmp_path / "one.png").write_bytes(png(10))
     (tmp_path / "two.png").write_bytes(png(200))

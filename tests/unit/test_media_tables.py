@@ -77,6 +77,7 @@ def test_a_picture_that_occurs_twice_and_pictures_that_touch_have_the_rows_of_co
     np.testing.assert_array_equal(logprobs_of(one.model, shown, ours), logprobs_of(one.model, apart, theirs))
 
 
+@pytest.mark.slow
 def test_text_prompts_are_completed_between_prompts_with_pictures():
     one = case("Qwen3VL")
     table = one.tables().of(one.model.params, one.documents)

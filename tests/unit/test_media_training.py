@@ -161,6 +161,7 @@ def test_frozen_towers_stay_and_the_rest_learns(kind):
     assert not any("image." in key for key in learners.host(state.policy.optimizer))
 
 
+@pytest.mark.slow
 @KINDS
 def test_the_gradient_of_a_trained_tower_is_that_of_one_backward_pass(kind):
     one = case(kind)
