@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from policy.attention.sequence_shards import Rows
 from policy.cache.media import MediaInputs
-from policy.cache.paths import before, scored
+from policy.cache.paths import Tree, before, scored
 from policy.cache.step import Step
 from policy.config import Runtime
 from policy.decoder import Decoder
@@ -30,14 +30,17 @@ def make_step(
     positions: ArrayLike | None = None,
     segments: ArrayLike | None = None,
     inputs: MediaInputs | None = None,
+    tree: Tree | None = None,
 ) -> Step:
     """Returns the `Step` (positions, segments: the metadata of a forward pass) of tokens without a cache.
 
     Without `segments` each row is one full segment; without `positions` they count from 0 inside each segment, which
     must be contiguous.
 
-    `inputs`: the pictures and sounds of the tokens.
+    `inputs`: the pictures and sounds of the tokens. `tree`: takes the place of positions and segments.
     """
+    if tree is not None:
+        return Step(tree.position, tree.node, tree=tree, contiguous=True).with_media(inputs)
     contiguous = positions is None
     segments = jnp.ones(tokens_BT.shape, jnp.int32) if segments is None else jnp.asarray(segments, jnp.int32)
     if positions is None:
@@ -64,8 +67,8 @@ def train(
     tokens_BT = tokens_BT if step.media is None else step.media.text_tokens(tokens_BT)
     if runtime.mtp is not None:
         aux = predictions(decoder, tokens_BT, step, hidden, aux, temperature, runtime)
-    logp, entropy = logprobs_of_states(decoder, before(hidden), tokens_BT, temperature, runtime)
-    predicted = scored(step.segments)
+    logp, entropy = logprobs_of_states(decoder, before(hidden, step.tree), tokens_BT, temperature, runtime)
+    predicted = scored(step.segments, step.tree)
     aux = replace(aux, mtp_input=None, states=hidden)
     return jnp.where(predicted, logp, 0.0), jnp.where(predicted, entropy, 0.0), aux
 

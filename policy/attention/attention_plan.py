@@ -23,12 +23,13 @@ from policy.config import Runtime
 
 
 class TokenPositions(NamedTuple):
-    """The position in its document and the segment of each token, int32[b, t], and `Step.until`, which is None where
-    no layer looks ahead."""
+    """The position in its document and the segment of each token, int32[b, t]; `Step.until`, which is None where no
+    layer looks ahead; and `Tree.last`, None without trees."""
 
     positions: jax.Array
     segments: jax.Array
     until: jax.Array | None = None
+    last: jax.Array | None = None
 
 
 def _unchanged(parts, weights):
@@ -54,7 +55,8 @@ class AttentionPlan:
     """Everything about a call that is known when it is compiled.
 
     devices: devices along the axis `context`. chunk: queries whose scores exist at a time.
-    contiguous: tokens lie in order. balanced: each device has two runs of neighbours.
+    contiguous: tokens lie in order. balanced: each device has two runs of neighbours. trees: positions count along
+    paths, so that a window says nothing about places.
     kernel: the kernel for TPUs; None: the portable form.
     """
 
@@ -64,6 +66,7 @@ class AttentionPlan:
     make: Callable
     contiguous: bool
     balanced: bool
+    trees: bool
     kernel: CutQueries | None
 
     @classmethod
@@ -76,12 +79,16 @@ class AttentionPlan:
         if bounds.chunk is None:
             places = balanced_places(step.segments.shape[1], p) if step.balanced else None
             kernel = CutQueries.of(step, dtype, runtime, AXIS, bounds, places)
-        return cls(p, bounds, runtime.attention_chunk, keys.make, step.contiguous, step.balanced, kernel)
+        return cls(
+            p, bounds, runtime.attention_chunk, keys.make, step.contiguous, step.balanced, step.tree is not None, kernel
+        )
 
     def mask(self, queries: TokenPositions, keys: TokenPositions) -> Mask:
         """Returns the mask between tokens at these positions."""
         bounds, step = self.bounds, Step(queries.positions, queries.segments, until=queries.until)
-        return Mask(step, Visible({}, keys.positions, keys.segments), bounds.window, bounds.chunk, bounds.looks_ahead)
+        return Mask(
+            step, Visible({}, keys.positions, keys.segments, keys.last), bounds.window, bounds.chunk, bounds.looks_ahead
+        )
 
     def attend(
         self,

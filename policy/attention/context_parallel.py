@@ -94,7 +94,8 @@ def attend_cut(
         heads = layout.sharding(QUERIES, q_BHTD.shape).shard_shape(q_BHTD.shape)[1]
         kernel, kernel_spec = plan.kernel.build(heads, layout)
     token = cast(Any, layout.spec(("batch", "length"), step.segments.shape))
-    where = TokenPositions(step.positions, step.segments, step.until if bounds.looks_ahead else None)
+    until, last = step.until if bounds.looks_ahead else None, None if step.tree is None else step.tree.last
+    where = TokenPositions(step.positions, step.segments, until, last)
     specs = (
         q_spec,
         jax.tree.map(lambda _: token, where),

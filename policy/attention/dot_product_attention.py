@@ -30,7 +30,7 @@ class AttentionBounds(NamedTuple):
 
 
 class Mask:
-    """Allows keys of the same document that are not padding and not in the future.
+    """Allows keys of the same document, or in trees of the path, that are not padding and not in the future.
 
     window: a query looks back at most so many tokens, itself included. chunk: key and query lie in the same chunk of
     positions. looks_ahead: where the step has blocks (`Step.until`), a query sees keys up to the end of its block.
@@ -46,7 +46,7 @@ class Mask:
     ):
         ahead = (step.until,) if looks_ahead and step.until is not None else ()
         self.queries = (step.positions, step.segments, *ahead)
-        self.keys = (visible.positions, visible.segments)
+        self.keys = (visible.positions, visible.segments, *(() if visible.last is None else (visible.last,)))
         self.window, self.chunk = window, chunk
 
     def between(self, queries: tuple, keys: tuple) -> Mask:
@@ -57,11 +57,12 @@ class Mask:
 
     def of(self, positions_BT: jax.Array, segments_BT: jax.Array, until_BT: jax.Array | None = None) -> jax.Array:
         """Returns the mask bool[B, T, C] of some queries. The arguments are the arrays of `queries`, cut along T."""
-        k_positions, k_segments = (a[:, None, :] for a in self.keys)
+        k_positions, k_segments, *k_last = (a[:, None, :] for a in self.keys)
         positions, segments = positions_BT[..., None], segments_BT[..., None]
         back = positions - k_positions
         seen = back >= 0 if until_BT is None else k_positions <= until_BT[..., None]
-        allowed = seen & (segments == k_segments) & (segments != 0)
+        same = (k_segments <= segments) & (segments <= k_last[0]) if k_last else segments == k_segments
+        allowed = seen & same & (segments != 0)
         if self.window:
             allowed &= back < self.window
         if self.chunk:

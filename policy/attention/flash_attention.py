@@ -43,7 +43,7 @@ def served(step: Step, dtype: DTypeLike, runtime: Runtime, platform: str = "tpu"
     way."""
     # Float32 means products at the highest precision, which the kernels do not have.
     here = runtime.layout is not None and runtime.layout.platform == platform and dtype == jnp.bfloat16
-    return here and step.contiguous and step.segments.shape[1] >= FEWEST
+    return here and step.contiguous and step.tree is None and step.segments.shape[1] >= FEWEST
 
 
 def attend(

@@ -53,7 +53,8 @@ class KeyIndexer(nnx.Module):
 class IndexedMask(Mask):
     """Allows the `topk` visible keys with the largest index scores; at equal scores the earlier key wins.
 
-    With no more than `topk` keys it allows all of them and scores none.
+    With no more than `topk` keys it allows all of them and scores none. counts: (`Tree.count` of the queries,) in
+    trees, else ().
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class IndexedMask(Mask):
             queries = q, w
         self.queries: tuple[jax.Array, ...] = (*self.queries, *queries)
         self.index_keys, self.topk = visible.arrays["index"][:, 0], spec.topk
+        self.counts: tuple[jax.Array, ...] = () if step.tree is None else (step.tree.count,)
 
     @property
     def selects(self) -> bool:

@@ -38,7 +38,7 @@ def _seen(plan: AttentionPlan, device, other, size: int) -> list[list]:
     a key of the second. None: not known without the positions."""
     if not (plan.contiguous or plan.balanced):
         return [[None]]
-    last, window = 2 * plan.devices - 1, plan.bounds.window
+    last, window = 2 * plan.devices - 1, None if plan.trees else plan.bounds.window
 
     def places(number):
         return (number, last - number) if plan.balanced else (number,)

@@ -9,7 +9,7 @@ B rows, T tokens, p devices, E hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.cache.layer_cache import LayerCache
+from policy.cache.paths import Tree
 from policy.cache.step import UNKNOWN, Step
 from policy.config import Runtime
 from policy.intermediates import Aux, LayerAux
@@ -99,6 +100,10 @@ class Order:
             changes["routes"] = {path: reorder(each, UNKNOWN) for path, each in step.routes.items()}
         if step.media is not None:
             changes["media"] = replace(step.media, index=reorder(step.media.index, -1))
+        if step.tree is not None:
+            fills = {"before": -1}
+            arrays = {each.name: getattr(step.tree, each.name) for each in fields(step.tree)}
+            changes["tree"] = Tree(**{name: reorder(array, fills.get(name, 0)) for name, array in arrays.items()})
         for name in ("turns", "until"):
             if (array := getattr(step, name)) is not None:
                 changes[name] = reorder(array)

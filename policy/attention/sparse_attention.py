@@ -68,8 +68,10 @@ def _attend_and_teach(q_BHTD: jax.Array, k_BHCD: jax.Array, v_BHCD: jax.Array, m
     weights exist at a time, and the backward pass recomputes them once for output and divergence.
     """
     T, chunk, dense = q_BHTD.shape[2], runtime.attention_chunk, runtime.indexer == "dense_warmup"
+    of_queries = (*mask.queries, *mask.counts)
 
-    def some(q_BHtD, *queries):
+    def some(q_BHtD, *of_queries):
+        queries, counts = of_queries[: len(mask.queries)], of_queries[len(mask.queries) :]
         visible, index = mask.visible(*queries), mask.scores(*queries[2:])
         kept = mask.kept(visible, index)
         allowed = visible if dense else kept
@@ -77,21 +79,24 @@ def _attend_and_teach(q_BHTD: jax.Array, k_BHCD: jax.Array, v_BHCD: jax.Array, m
         weights = jax.nn.softmax(jnp.where(allowed[:, None], scores, MASKED), axis=-1)
         out = jnp.einsum("bhtc,bhcd->bhtd", weights.astype(v_BHCD.dtype), v_BHCD)
         p = jax.lax.stop_gradient(weights).sum(axis=1)
-        return out, _compared(p, index, allowed, kept if dense else None)
+        return out, _compared(p, index, allowed, kept if dense else None, *counts)
 
     if chunk >= T:
-        return some(q_BHTD, *mask.queries)
-    parts = (in_chunks(a, chunk, axis) for a, axis in ((q_BHTD, 2), *((a, 1) for a in mask.queries)))
+        return some(q_BHTD, *of_queries)
+    parts = (in_chunks(a, chunk, axis) for a, axis in ((q_BHTD, 2), *((a, 1) for a in of_queries)))
     out, indexing = jax.lax.map(jax.checkpoint(lambda xs: some(*xs)), tuple(parts))
     return of_chunks(out, 2)[:, :, :T], jax.tree.map(lambda a: a.sum(axis=0), indexing)
 
 
-def _compared(p_BTC, scores_BTC, allowed_BTC, kept_BTC) -> Indexing:
+def _compared(p_BTC, scores_BTC, allowed_BTC, kept_BTC, counts_BT=None) -> Indexing:
     """Returns the divergence of softmax(scores) from p over the allowed keys, and the share of p on the kept keys.
 
-    p: the attention weights, summed over heads. Padding adds 0 to both: none of its keys is allowed.
+    p: the attention weights, summed over heads. Padding adds 0 to both: none of its keys is allowed. counts: how many
+    sequences a query of a tree stands for.
     """
     p = p_BTC / jnp.maximum(p_BTC.sum(axis=-1, keepdims=True), 1e-30)
     log_q = jax.nn.log_softmax(jnp.where(allowed_BTC, scores_BTC, MASKED), axis=-1)
     terms = jnp.where(allowed_BTC & (p > 0), p * (jnp.log(jnp.where(p > 0, p, 1.0)) - log_q), 0.0)
+    if counts_BT is not None:
+        terms, p = terms * counts_BT[..., None], p * counts_BT[..., None]
     return Indexing(terms.sum(), None if kept_BTC is None else jnp.sum(p, where=kept_BTC))

@@ -36,12 +36,13 @@ CacheArray = jax.Array | Pool | WindowEntries
 
 
 class Visible(NamedTuple):
-    """Everything the queries of a call may look at: named arrays [B, K, C, D], and positions and segments int32[B,
-    C]."""
+    """Everything the queries of a call may look at: named arrays [B, K, C, D]; positions, segments and, in trees,
+    `Tree.last`, int32[B, C]."""
 
     arrays: dict[str, jax.Array]
     positions: jax.Array
     segments: jax.Array
+    last: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -68,6 +69,11 @@ class LayerCache:
         return cls(arrays, index, step.pages, layout, step.anywhere)
 
 
+def own_tokens(step: Step, arrays: dict[str, jax.Array]) -> Visible:
+    """Returns what the queries of a call without a cache may look at: `arrays` of its own tokens."""
+    return Visible(arrays, step.positions, step.segments, None if step.tree is None else step.tree.last)
+
+
 def row_layout(cache: LayerCache | None, layout: Layout | None) -> Layout | None:
     """Returns the layout that routes queries and new entries to cache rows.
 
@@ -90,7 +96,9 @@ def extend(
     larger.
     """
     if cache is None:
-        return Visible(new, step.positions, step.segments), None
+        return own_tokens(step, new), None
+    if step.tree is not None:
+        raise ValueError("a cache holds no trees: sequences share beginnings in training and scoring only")
     arrays: dict[str, CacheArray] = {}
     entries: dict[str, jax.Array] = {}
     B, T = step.positions.shape
@@ -121,7 +129,7 @@ def visible(cache: LayerCache | None, step: Step, *, lookback: int | None = None
     """Returns everything visible to a layer that reads the cache of another layer, which holds `new` already; without a
     cache `new` itself. `lookback` as in `extend`."""
     if cache is None:
-        return Visible(new, step.positions, step.segments)
+        return own_tokens(step, new)
     read_cache, first_position = _narrowed(cache, step, lookback, next(iter(new)))
     pick = partial(_all_entries, read_cache)
     entries = {name: read(cache.arrays, name, pick, value.dtype) for name, value in new.items()}

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from policy.cache.media import Media, MediaInputs
+from policy.cache.paths import Tree
 from policy.config import Rope
 from policy.ops.dropout import Dropout
 
@@ -22,6 +23,8 @@ class Step:
 
     positions, segments: int32[B, T], the position of each token in its document, and its document within the row (0:
         padding). Tokens attend to tokens of their own segment only.
+    tree: where sequences share beginnings (policy/cache/paths.py); then `segments` are its nodes, and tokens attend to
+        their paths. None: they share none.
     tokens, rotations: int32[B, T] and the (cos, sin) tables of all rotary embeddings; the decoder fills both in.
     dropout: for training only.
     pages: int32[B, M], the pages of each row in a paged cache.
@@ -58,6 +61,7 @@ class Step:
     media: Media | None = None
     turns: jax.Array | None = None
     until: jax.Array | None = None
+    tree: Tree | None = None
     contiguous: bool = field(default=False, metadata={"static": True})
     balanced: bool = field(default=False, metadata={"static": True})
     anywhere: bool = field(default=False, metadata={"static": True})

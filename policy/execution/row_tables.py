@@ -12,12 +12,12 @@ M calls, R repeats of a stack, B rows of tokens, T tokens, H heads, D numbers in
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 
-from policy import modes
+from policy.cache.step import Step
 from policy.layers import layer_embeddings
 from policy.layers.engram import look_up, ngram_rows
 from policy.mesh.sharding import constrain
@@ -52,16 +52,14 @@ def summed(grads: dict[str, jax.Array | RowGradient]) -> dict[str, jax.Array]:
     return {path: grad.summed() if isinstance(grad, RowGradient) else grad for path, grad in grads.items()}
 
 
-def read_rows(
-    graph: Graph, params: dict[str, jax.Array], tokens_BT: jax.Array, segments_BT: jax.Array, paths: Iterable[str]
-) -> tuple[dict, dict]:
+def read_rows(graph: Graph, params: dict[str, jax.Array], step: Step, paths: Iterable[str]) -> tuple[dict, dict]:
     """Returns (rows, values) by the path of each of these tables in host memory.
 
-    rows: the rows that the tokens look up, int32[R, B, T, H]. values: the contents of these rows on the device,
-    [R, B, T, H, D], or [B, T, H, D] of a table that is not stacked. They replace the table in a forward pass over the
-    tokens.
+    step: of the tokens, which it holds. rows: the rows that they look up, int32[R, B, T, H]. values: the contents of
+    these rows on the device, [R, B, T, H, D], or [B, T, H, D] of a table that is not stacked. They replace the table in
+    a forward pass over the tokens.
     """
-    step, rows, values = replace(modes.make_step(tokens_BT, segments=segments_BT), tokens=tokens_BT), {}, {}
+    rows, values = {}, {}
     for path in paths:
         if path == layer_embeddings.TABLE:
             row_numbers = layer_embeddings.table_rows(step)

@@ -6,11 +6,13 @@ B rows, T tokens, N tokens of all rows, X experts, k experts per token.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from policy.cache.paths import Tree
 from policy.cache.step import UNKNOWN, Step
 from policy.config import DecoderConfig, Router, Runtime
 from policy.experts.capacity import limited
@@ -88,15 +90,17 @@ def chosen(router: TopKRouter, x_BTE: jax.Array, step: Step, runtime: Runtime) -
     B, T, E = x_BTE.shape
     experts, weights, scores = (a.reshape(B, T, -1) for a in router(x_BTE.reshape(-1, E)))
     experts, weights, replayed = replay(router, (experts, weights, scores), step)
-    routing = replace(routing_statistics(experts, scores, step.segments), replayed=replayed)
+    routing = replace(routing_statistics(experts, scores, step.segments, step.tree), replayed=replayed)
     if runtime.drops:
         experts, dropped = limited(experts, step.segments, router.spec, runtime)
         routing = replace(routing, dropped=dropped)
     return experts, weights, routing
 
 
-def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_BT: jax.Array) -> Routing:
-    """Computes the statistics of a batch of choices.
+def routing_statistics(
+    experts_BTK: jax.Array, scores_BTX: jax.Array, segments_BT: jax.Array, tree: Tree | None = None
+) -> Routing:
+    """Computes the statistics of a batch of choices. A token of a tree counts for each of its sequences.
 
     counts: float32[X], choices of each expert, without padding.
     balance: the sequence-wise balance term of arXiv 2412.19437 (eq. 17-20), summed over sequences: sum_e f_e P_e with
@@ -110,7 +114,9 @@ def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_B
     chosen = jax.nn.one_hot(experts_BTK, X, dtype=jnp.float32).sum(axis=2) * valid[..., None]
     share = scores_BTX / (scores_BTX.sum(axis=-1, keepdims=True) + 1e-20) * valid[..., None]
     # Sequences are numbered within their row; there are at most S = T + 1.
-    tokens, chosen_BSX, share_BSX = (_by_segment(a, segments_BT) for a in (valid[..., None], chosen, share))
+    tokens, chosen_BSX, share_BSX = (_by_sequence(a, segments_BT, tree) for a in (valid[..., None], chosen, share))
+    if tree is not None:
+        chosen, share = (a * tree.count[..., None] for a in (chosen, share))
     tokens = jnp.maximum(tokens, 1.0)
     frequency = chosen_BSX * (X / k) / tokens
     return Routing(
@@ -120,10 +126,19 @@ def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_B
     )
 
 
-def _by_segment(values_BTX: jax.Array, segments_BT: jax.Array) -> jax.Array:
-    """Sums over the tokens of each segment of a row, numbered up to T: [B, T + 1, X]."""
+def _by_sequence(values_BTX: jax.Array, segments_BT: jax.Array, tree: Tree | None) -> jax.Array:
+    """Sums over the tokens of each sequence of a row: [B, T + 1, X], at the number of its segment, in a tree at that of
+    the last node of its path; 0 at all other numbers."""
     places = segments_BT.shape[1] + 1
-    return jax.vmap(lambda values, ids: jax.ops.segment_sum(values, ids, num_segments=places))(values_BTX, segments_BT)
+    sum_rows = jax.vmap(partial(jax.ops.segment_sum, num_segments=places))
+    sums = sum_rows(values_BTX, segments_BT)
+    if tree is None:
+        return sums
+    # Node n adds its sum to the paths of the nodes n to last: at n, and taken off behind last.
+    last = jax.vmap(partial(jax.ops.segment_max, num_segments=places))(tree.last, segments_BT)
+    behind = jnp.where(segments_BT == 0, 0, tree.last + 1)
+    paths = jnp.cumsum(sums - sum_rows(values_BTX, behind), axis=1)
+    return jnp.where((last == jnp.arange(places))[..., None], paths, 0)
 
 
 def bias_update(bias_X: jax.Array, counts_X: jax.Array, rate: float) -> jax.Array:
@@ -154,6 +169,7 @@ def replay(
     given = step.routes.astype(own.dtype)
     known = given != UNKNOWN
     counted = (known & (step.segments != 0)[..., None]).astype(jnp.float32)
+    counted = counted if step.tree is None else counted * step.tree.count[..., None]
     agrees = jnp.any(given[..., :, None] == own[..., None, :], axis=-1)
     experts = jnp.where(known, given, own)
     return experts, router.weigh(scores, experts), Replayed(counted.sum(), jnp.sum(counted * ~agrees))

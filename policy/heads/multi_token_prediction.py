@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from policy.cache.layer_cache import LayerCache
-from policy.cache.paths import before, scored
+from policy.cache.paths import Tree, before, scored
 from policy.cache.step import Step
 from policy.config import MultiTokenPrediction, Runtime
 from policy.heads import head
@@ -69,8 +69,10 @@ def predictions(
     """Adds to `aux` the Predictions of all modules, at logits / temperature, and the LayerAux of their layers.
 
     hidden: the decoder's states after its norm. The agreement costs one more product with the head for the decoder and
-    for each module, without a gradient. An entry is padding where the token d places on belongs to another segment.
-    Routers of the modules choose their experts themselves: `step.routes` is for the decoder's layers.
+    for each module, without a gradient. An entry is padding where the token d places on belongs to another segment. In
+    a tree the tokens up to `depth` places on have to be the same on all paths, so beginnings that sequences share end
+    `depth` tokens before they differ. Routers of the modules choose their experts themselves: `step.routes` is for the
+    decoder's layers.
     """
     states = aux.mtp_input
     if runtime.mtp == "detached":
@@ -79,11 +81,13 @@ def predictions(
         states = jax.lax.stop_gradient(states)
     config = decoder.config
     tiling = head.Tiling(runtime.num_vocab_tiling, runtime.layout)
-    best = _likeliest(decoder, hidden_BTE, 1, tiling)
+    best = _likeliest(decoder, hidden_BTE, step.tree, 1, tiling)
 
     def module(d, states):
-        segments = jnp.where(_ahead(step.segments, d) == step.segments, step.segments, 0)
-        shifted = replace(step, tokens=_ahead(tokens_BT, d), segments=segments, routes=None)
+        goes_on = _goes_on(step, d)
+        shifted = replace(step, tokens=_ahead(tokens_BT, d), segments=jnp.where(goes_on, step.segments, 0), routes=None)
+        if step.tree is not None:
+            shifted = replace(shifted, tree=replace(step.tree, last=jnp.where(goes_on, step.tree.last, 0)))
         states, normed, _, layer = predict(decoder, d, states, shifted, None, runtime)
         return states, normed, layer
 
@@ -91,11 +95,13 @@ def predictions(
     for d in range(1, _spec(decoder).depth + 1):
         run = partial(module, d)
         states, normed, layer = (run if runtime.remat == "none" else jax.checkpoint(run))(states)
-        rows, targets = _rows(normed, d + 1), tokens_BT.reshape(-1)
+        rows, targets = _rows(normed, step.tree, d + 1), tokens_BT.reshape(-1)
         logp, _ = head.logprobs(rows, decoder.head_weight, targets, temperature, config.logit_softcap, tiling)
-        valid = scored(step.segments, d + 1)
+        valid = scored(step.segments, step.tree, d + 1)
         logps.append(jnp.where(valid, logp.reshape(valid.shape), 0.0))
-        agrees.append(jnp.where(valid, _likeliest(decoder, normed, d + 1, tiling) == best, False).astype(jnp.float32))
+        agrees.append(
+            jnp.where(valid, _likeliest(decoder, normed, step.tree, d + 1, tiling) == best, False).astype(jnp.float32)
+        )
         layers.append(layer)
     stacked = jax.tree.map(lambda *each: jnp.stack(each), *layers)
     return replace(
@@ -108,12 +114,20 @@ def _ahead(x_BT: jax.Array, d: int) -> jax.Array:
     return jnp.pad(x_BT[:, d:], ((0, 0), (0, min(d, x_BT.shape[1]))))
 
 
-def _rows(hidden_BTE: jax.Array, back: int) -> jax.Array:
-    """Returns for each token the state `back` places before it, [B * T, E]."""
-    return before(hidden_BTE, back).reshape(-1, hidden_BTE.shape[-1])
+def _goes_on(step: Step, d: int) -> jax.Array:
+    """Returns bool[B, T]: whether the token d places on continues the sequence of each token."""
+    ahead = _ahead(step.segments, d)
+    if step.tree is None:
+        return ahead == step.segments
+    return (step.segments <= ahead) & (ahead <= step.tree.last)
 
 
-def _likeliest(decoder: Decoder, hidden_BTE: jax.Array, back: int, tiling: head.Tiling) -> jax.Array:
-    """Returns the likeliest token at each place by the state `back` places before it, int32[B, T]."""
-    best = head.likeliest(_rows(hidden_BTE, back), decoder.head_weight, decoder.config.logit_softcap, tiling)
+def _rows(hidden_BTE: jax.Array, tree: Tree | None, back: int) -> jax.Array:
+    """Returns for each token the state `back` tokens before it, [B * T, E]."""
+    return before(hidden_BTE, tree, back).reshape(-1, hidden_BTE.shape[-1])
+
+
+def _likeliest(decoder: Decoder, hidden_BTE: jax.Array, tree: Tree | None, back: int, tiling: head.Tiling) -> jax.Array:
+    """Returns the likeliest token at each place by the state `back` tokens before it, int32[B, T]."""
+    best = head.likeliest(_rows(hidden_BTE, tree, back), decoder.head_weight, decoder.config.logit_softcap, tiling)
     return best.reshape(hidden_BTE.shape[:2])

@@ -69,6 +69,11 @@ class Operations:
         different = {mixer: mixers.count(mixer) for mixer in mixers if mixer is not None}
         return 2.0 * self.active_weights * tokens + sum(n * _mixing(mixer, lengths) for mixer, n in different.items())
 
+    def of_runs(self, ends: np.ndarray, starts: np.ndarray) -> float:
+        """Returns the operations of one forward pass over runs of tokens: of a sequence up to `ends`, without its
+        tokens up to `starts`, which another run has computed."""
+        return self.forward(ends) - self.forward(starts)
+
     def _layer(self, path: str) -> LayerSpec:
         """Returns the layer that the weight at `path` belongs to."""
         config, parts = self.graph.config, path.split(".")

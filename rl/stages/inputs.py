@@ -150,13 +150,12 @@ def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Prog
     """Yields the programs that the providers call, over all sequences of a step."""
     (rows, T), R = abstract_rows(stage, 1)
     micro, passes, trainer = with_places(stage, abstract_batch((R, T), routes)), rows // R, stage.trainer
-    places = () if micro.places is None else (micro.places,)
     called = [each.executable for each in active_providers(stage)]
     in_every_step = [each.executable for each in active_providers(stage) if not each.in_some_steps]
 
     def program(kind: str, params: dict, routes: dict | None, times: int) -> Program:
         def lower() -> Any:
-            return trainer.executables[kind].lower(params, micro.tokens, micro.segments, routes, *places)
+            return trainer.executables[kind].lower(params, micro.replace(mask=None, prompt=None, routes=routes))
 
         return Program(kind, (R, T), lower, trainer.graph, params, times)
 

@@ -11,7 +11,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from policy.cache.paths import first, scored
+from policy.cache.paths import Tree, first, scored
 from policy.experts.router import bias_update
 from policy.intermediates import Aux, Indexing, Predictions, Routing
 from rl.config.stage import StageOptions
@@ -25,7 +25,7 @@ _BIAS = ".feed_forward.router.correction_bias"
 class Totals:
     """Totals of the mini-batch, which a micro-batch needs.
 
-    sequences: how many. tokens: how many are not padding. segments, mask: as in Batch. counts: choices of each expert,
+    sequences: how many. tokens: of all sequences. segments, mask, tree: as in Batch. counts: choices of each expert,
     float32[R, X] by path of the layer; None: the micro-batch is the mini-batch.
     """
 
@@ -33,16 +33,18 @@ class Totals:
     tokens: jax.Array
     segments: jax.Array
     mask: jax.Array
+    tree: Tree | None = None
     counts: dict[str, jax.Array] | None = None
 
     def predicted(self, d: int) -> jax.Array:
         """Returns how many trained tokens prediction module d predicts, at least 1."""
-        return jnp.maximum(jnp.sum(self.mask * scored(self.segments, d + 1)), 1.0)
+        return jnp.maximum(jnp.sum(self.mask * scored(self.segments, self.tree, d + 1)), 1.0)
 
 
 def totals(batch: Batch) -> Totals:
     """Counts the totals of a mini-batch."""
-    return Totals(jnp.sum(first(batch.segments)), jnp.sum(batch.segments != 0), batch.segments, batch.mask)
+    tokens = batch.segments != 0 if batch.tree is None else batch.tree.count
+    return Totals(jnp.sum(first(batch.segments, batch.tree)), jnp.sum(tokens), batch.segments, batch.mask, batch.tree)
 
 
 def auxiliary_loss(

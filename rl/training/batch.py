@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from policy.cache.media import Media, MediaInputs, MediaTable
+from policy.cache.paths import Tree
 
 # numpy.ndarray on the host, jax.Array on the device.
 Array = Any
@@ -43,7 +44,7 @@ class Batch:
     """
 
     tokens: Array  # int32[N, T]
-    segments: Array  # int32[N, T], 0 on padding
+    segments: Array  # int32[N, T], 0 on padding, and on shared tokens of a tree that nothing is trained on
     mask: Array  # float32[N, T], 1 on the tokens that are trained on
     prompt: Array  # int32[N] or [N, T], index of the group: 0, 1, ... by prompt within the batch; not the prompt id
     sampler_logp: Array | None = None  # float32[N, T], as the generator gave them
@@ -73,6 +74,12 @@ class Batch:
     media: Array | None = None
     turns: Array | None = None
     until: Array | None = None
+    tree: Tree | None = None  # of packed rows whose sequences share beginnings (policy/cache/paths.py)
+
+    @property
+    def filled(self) -> Array:
+        """Returns bool[N, T]: which tokens are not padding."""
+        return (self.segments if self.tree is None else self.tree.node) != 0
 
     @property
     def places(self) -> Places | None:

@@ -24,10 +24,11 @@ from policy.ops.dropout import Dropout
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
 from rl.errors import ModelError
-from rl.reporting.flops import Operations, lengths
+from rl.reporting.flops import Operations
 from rl.training import towers
 from rl.training.batch import Batch
 from rl.training.packing import Packing, plan_packing, row_counts
+from rl.training.trees import Sharing, plan_trees
 from rl.training.updater import ParamState, updates_made
 
 # Target number of tokens in a default micro-batch on a CPU.
@@ -43,16 +44,20 @@ def shard_rows(tree: Any, layout: Layout) -> Any:
     )
 
 
+def step_of(params: dict[str, jax.Array], micro: Batch) -> Step:
+    """Returns the forward-pass inputs of a micro-batch: positions, routes, and its places with the table among
+    `params`."""
+    media = towers.inputs_of(params, micro.places)
+    step = modes.make_step(micro.tokens, segments=micro.segments, inputs=media, tree=micro.tree)
+    return replace(step, routes=micro.routes)
+
+
 def by_micro_batch(program: Callable, batch: Batch, packing: Packing, R: int, layout: Layout) -> tuple[np.ndarray, ...]:
-    """Runs `program(tokens, segments, routes)` on R packed rows at a time; of rows with pictures or sounds
-    `program(tokens, segments, routes, places)`. Returns arrays [N, T] on the host."""
-    packed = packing.pack(batch.tokens), packing.segments, packing.routes(batch)
-    packed += () if batch.media is None else (packing.places(batch),)
-    outputs = []
+    """Runs `program(micro)` on R packed rows of the batch at a time, with what a forward pass reads. Returns arrays
+    [N, T] on the host."""
+    packed, outputs = packing.inputs(batch), []
     for i in range(0, packing.filled_rows, R):
-        outputs.append(
-            block_on_cpu_mesh(program(*shard_rows(jax.tree.map(lambda a, i=i: a[i : i + R], packed), layout)), layout)
-        )
+        outputs.append(block_on_cpu_mesh(program(shard_rows(packed.rows(slice(i, i + R)), layout)), layout))
     return tuple(
         packing.unpack(np.concatenate([processes.on_host(p) for p in each])) for each in zip(*outputs, strict=True)
     )
@@ -64,23 +69,37 @@ class BatchUpdates:
     def __init__(self, graph: Graph, stage: StageOptions, algorithm: Any):
         self.graph, self.stage, self.algorithm = graph, stage, algorithm
         self.flops, self.total_flops = Operations(graph), 0.0
+        self.sharing: Sharing | None = None
         # Only updates may drop tokens of full experts: the generator, and passes that are compared with it, never do.
         self._update_graph = graph.at(**stage.runtime)
 
-    def packing_of(self, segments_NT: np.ndarray) -> tuple[Packing, int]:
-        """Returns (packing of these sequences, packed rows per micro-batch)."""
-        counts, R = self.row_counts(*segments_NT.shape)
-        packing = plan_packing(segments_NT, counts, sequence_shards.multiple(self._update_graph.runtime))
+    def packing_of(self, batch: Batch) -> tuple[Packing, int]:
+        """Returns (packing of the sequences of a batch on the host, packed rows per micro-batch)."""
+        counts, R = self.row_counts(*batch.segments.shape)
+        multiple = sequence_shards.multiple(self._update_graph.runtime)
+        if self.sharing is None:
+            packing = plan_packing(batch.segments, counts, multiple)
+        else:
+            packing = plan_trees(batch, counts, self.sharing, multiple)
         return packing, R or packing.shape[0]
 
     def row_counts(self, N: int, T: int) -> tuple[list[int], int | None]:
-        """Returns (possible numbers of packed rows of N sequences of T tokens, rows of a micro-batch; None: all)."""
-        multiple = self.graph.layout.num_row_shards * (batch_split.PARTS if self.graph.runtime.batch_split else 1)
-        micro = self.stage.micro_batch or self._micro_batch(N, T)
+        """Returns (possible numbers of packed rows of N rows of T tokens, rows of a micro-batch; None: all)."""
+        multiple = self.row_multiple
+        micro, longer = (
+            self.stage.micro_batch or self._micro_batch(N, T),
+            1 if self.sharing is None else self.sharing.rows,
+        )
+        packed = -(-N // longer)
         if micro is None:
-            return row_counts(N, multiple), None
-        R = -(-min(micro, N) // multiple) * multiple
-        return [-(-N // R) * R], R
+            return row_counts(packed, multiple), None
+        R = -(-min(-(-micro // longer), packed) // multiple) * multiple
+        return [-(-packed // R) * R], R
+
+    @property
+    def row_multiple(self) -> int:
+        """Returns the number whose multiples are the rows of a program."""
+        return self.graph.layout.num_row_shards * (batch_split.PARTS if self.graph.runtime.batch_split else 1)
 
     def _micro_batch(self, N: int, T: int) -> int | None:
         """Returns the default rows of a micro-batch; None: all.
@@ -118,9 +137,9 @@ class BatchUpdates:
 
         return jax.jit(loss_inputs)
 
-    def add_flops(self, operations: Operations, batch: Batch, passes: int) -> None:
-        """Adds `passes` over `batch` to `total_flops`: a forward pass counts 1, its gradient 2."""
-        self.total_flops += passes * operations.forward(lengths(batch.segments))
+    def add_flops(self, operations: Operations, packing: Packing, passes: int) -> None:
+        """Adds `passes` over packed rows to `total_flops`: a forward pass counts 1, its gradient 2."""
+        self.total_flops += passes * operations.of_runs(*packing.runs)
 
     def check_updates(self, learner: ParamState, metrics: dict[str, float]) -> None:
         """Raises ModelError if no update changed `learner` and the last step's updates were not finite.
@@ -136,8 +155,6 @@ class BatchUpdates:
             )
 
     def step_of(self, params: dict[str, jax.Array], micro: Batch) -> Step:
-        """Returns the forward-pass inputs of a micro-batch: positions, routes, dropout seeds, and its places with the
-        table among `params`."""
-        media = towers.inputs_of(params, micro.places)
-        step = replace(modes.make_step(micro.tokens, segments=micro.segments, inputs=media), routes=micro.routes)
+        """Returns the forward-pass inputs of a micro-batch, with the seeds of dropout."""
+        step = step_of(params, micro)
         return step if micro.dropout is None else replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))

@@ -72,12 +72,12 @@ class Critic:
         the losses of the trunk.
         """
         values, aux = self.scores(params, tokens_BT, step)
-        return _values_before(values, step.segments), values, Aux({}) if self.shared else aux
+        return _values_before(values, step), values, Aux({}) if self.shared else aux
 
-    def values_of(self, states_BTE: jax.Array, head_E: jax.Array, segments_BT: jax.Array) -> jax.Array:
+    def values_of(self, states_BTE: jax.Array, head_E: jax.Array, step: Step) -> jax.Array:
         """Returns float32[B, T], the values before each token, from detached final states of another pass."""
         with self.trunk.precision():
-            return _values_before(_head_values(jax.lax.stop_gradient(states_BTE), head_E), segments_BT)
+            return _values_before(_head_values(jax.lax.stop_gradient(states_BTE), head_E), step)
 
 
 def _head_values(states_BTE: jax.Array, head_E: jax.Array) -> jax.Array:
@@ -85,6 +85,6 @@ def _head_values(states_BTE: jax.Array, head_E: jax.Array) -> jax.Array:
     return jnp.einsum("bte,e->bt", states_BTE.astype(jnp.float32), head_E)
 
 
-def _values_before(values_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
+def _values_before(values_BT: jax.Array, step: Step) -> jax.Array:
     """Returns the value before each token, given those after it; 0 at the first token of a sequence."""
-    return jnp.where(scored(segments_BT), before(values_BT), 0.0)
+    return jnp.where(scored(step.segments, step.tree), before(values_BT, step.tree), 0.0)

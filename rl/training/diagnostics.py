@@ -47,14 +47,14 @@ def gradient_norms(squares: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def activation_metrics(
-    activations: dict[str, Activations], segments_MRT: jax.Array, config: DecoderConfig
+    activations: dict[str, Activations], filled_MRT: jax.Array, config: DecoderConfig
 ) -> dict[str, jax.Array]:
     """Returns activation/mean/<layer>, activation/std/<layer> and activation/zeros/<layer>.
 
     They are over all tokens of M micro-batches that are not padding. Layers count from 0, prediction modules from mtp1.
-    activations: by path of the layer, arrays [M, repeats].
+    activations: by path of the layer, arrays [M, repeats]. A shared token counts once.
     """
-    tokens_M = jnp.sum(segments_MRT != 0, axis=(1, 2))
+    tokens_M = jnp.sum(filled_MRT, axis=(1, 2))
     share = (tokens_M / jnp.maximum(jnp.sum(tokens_M), 1))[:, None]
     metrics = {}
     for path, each in activations.items():

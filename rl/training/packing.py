@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import numpy as np
 
+from policy.cache.paths import Tree
 from policy.cache.step import UNKNOWN
 from policy.mesh import processes
+from rl.reporting import flops
 from rl.training.batch import Batch, Places
 
 # The most different numbers of packed rows without micro-batches. Each number is a shape that compiles.
@@ -43,7 +46,11 @@ class Packing:
 
     unpacked_shape: (N, T). shape: (R, T). source, target: flat token indices; token `source[i]` of the rows is token
     `target[i]` of the packed rows. segments: int32[R, T], sequence of each token within its packed row, from 1.
-    filled_rows: packed rows that hold tokens; empty rows come last.
+    filled_rows: packed rows that hold tokens; empty rows come last. runs: (lengths up to the end, and up to the start)
+    of the runs of tokens that are computed; a sequence alone is a run from 0.
+
+    tree: the trees of the packed rows, if sequences share beginnings (rl/training/trees.py). Then several tokens have
+    one target, and `writes`, bool of each source, tells which of them its values come from.
     """
 
     unpacked_shape: tuple[int, int]
@@ -52,18 +59,35 @@ class Packing:
     target: np.ndarray
     segments: np.ndarray
     filled_rows: int
+    runs: tuple[np.ndarray, np.ndarray]
+    tree: Tree | None = None
+    writes: np.ndarray | None = None
 
-    def efficiency(self, micro_rows: int) -> float:
-        """Returns the share of computed tokens that are real, if `micro_rows` rows are computed at a time."""
+    def metrics(self, micro_rows: int) -> dict[str, float]:
+        """Returns the share of computed tokens that are real, if `micro_rows` rows are computed at a time, and with
+        trees the tokens of all sequences over those that are computed."""
         computed = max(1, -(-self.filled_rows // micro_rows)) * micro_rows * self.shape[1]
-        return len(self.source) / computed
+        metrics = {"perf/packed_share": self.distinct / computed}
+        return metrics if self.tree is None else metrics | {"perf/shared_prefix": len(self.source) / self.distinct}
+
+    @property
+    def distinct(self) -> int:
+        """Returns the number of tokens that are computed, each shared one once."""
+        return len(self.source) if self.writes is None else int(np.count_nonzero(self.writes))
+
+    @cached_property
+    def _written(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns `source` and `target` without the tokens that do not write."""
+        return (
+            (self.source, self.target) if self.writes is None else (self.source[self.writes], self.target[self.writes])
+        )
 
     def pack(self, array_NT: np.ndarray, fill: float = 0) -> np.ndarray:
         """Packs [N, T, ...] into [R, T, ...], with `fill` on padding."""
         array = np.asarray(array_NT)
         trailing = array.shape[2:]
-        out = np.full((*self.shape, *trailing), fill, array.dtype)
-        out.reshape(-1, *trailing)[self.target] = array.reshape(-1, *trailing)[self.source]
+        out, (source, target) = np.full((*self.shape, *trailing), fill, array.dtype), self._written
+        out.reshape(-1, *trailing)[target] = array.reshape(-1, *trailing)[source]
         return out
 
     def unpack(self, array_RT: np.ndarray) -> np.ndarray:
@@ -91,13 +115,28 @@ class Packing:
         routes = self.routes(batch)
         prompt = self.pack_row_values((numbers - np.count_nonzero(prompts < 0)).astype(np.int32), fill=-1)
         places = {} if (own := self.places(batch)) is None else own._asdict()
-        return Batch(**by_token, **places, segments=self.segments, prompt=prompt, extra=extra, routes=routes)
+        own = {"segments": self.segments, "tree": self.tree, "prompt": prompt, "extra": extra, "routes": routes}
+        return Batch(**by_token, **places, **own)
+
+    def inputs(self, batch: Batch) -> Batch:
+        """Returns what a forward pass reads of the batch, in packed rows."""
+        places = {} if (own := self.places(batch)) is None else own._asdict()
+        tokens, routes = self.pack(batch.tokens), self.routes(batch)
+        return Batch(
+            tokens=tokens, segments=self.segments, mask=None, prompt=None, routes=routes, tree=self.tree, **places
+        )
 
     def routes(self, batch: Batch) -> dict[str, np.ndarray] | None:
-        """Packs the routes of the batch into [R, T, ...]."""
+        """Packs the routes of the batch into [R, T, ...]. A shared token has the route that any sequence knows."""
         if batch.routes is None:
             return None
-        return {path: self.pack(each, fill=UNKNOWN) for path, each in batch.routes.items()}
+        packed = {path: self.pack(each, fill=UNKNOWN) for path, each in batch.routes.items()}
+        if self.writes is not None:
+            for path, each in batch.routes.items():
+                trailing = each.shape[2:]
+                shared = each.reshape(-1, *trailing)[self.source[~self.writes]]
+                np.maximum.at(packed[path].reshape(-1, *trailing), self.target[~self.writes], shared)
+        return packed
 
     def places(self, batch: Batch) -> Places | None:
         """Packs the places of pictures and sounds. Positions count in each sequence, so they stay as they are."""
@@ -149,7 +188,8 @@ def plan_packing(segments_NT: np.ndarray, counts: Sequence[int], multiple: int =
     source, target = row * T + column, packed_row[row] * length + start[row] + tokens_before
     packed_segments = np.zeros((rows, length), np.int32)
     packed_segments.reshape(-1)[target] = first_sequence[row] + segments[row, column]
-    return Packing((N, T), (rows, length), source, target, packed_segments, filled_rows)
+    ends = flops.lengths(segments)
+    return Packing((N, T), (rows, length), source, target, packed_segments, filled_rows, (ends, np.zeros_like(ends)))
 
 
 def row_counts(sequences: int, multiple: int) -> list[int]:

@@ -14,7 +14,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from policy import modes
 from policy.cache.media import MediaTable
 from policy.config import Runtime
 from policy.execution.compiled_cache import CompiledCache
@@ -27,7 +26,7 @@ from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
 from rl.training import towers
 from rl.training.batch import Batch, padded_batch
-from rl.training.batch_updates import CPU_TOKENS, BatchUpdates, by_micro_batch, shard_rows
+from rl.training.batch_updates import CPU_TOKENS, BatchUpdates, by_micro_batch, shard_rows, step_of
 from rl.training.critic import Critic
 from rl.training.packing import plan_packing
 from rl.training.towers import UpdateMedia
@@ -81,12 +80,12 @@ class RewardModelTrainer(BatchUpdates):
     ) -> tuple[RewardModelState, dict]:
         """Makes one optimiser update of the reward model from `batch`, one pair per row. Adapts no coefficients. media:
         the pictures and sounds of a batch with places, as the towers of the policy encode them."""
-        self.add_flops(self.model.flops, batch, passes=3)
-        packing, R = self.packing_of(batch.segments)
+        packing, R = self.packing_of(batch)
+        self.add_flops(self.model.flops, packing, passes=3)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
         table = towers.as_params(media and media.table)
         learner, _, metrics, _ = self.reward_model(state.reward_model, batch, self.loss_inputs(batch), R, table)
-        return RewardModelState(state.policy, learner), metrics | {"perf/packed_share": packing.efficiency(R)}
+        return RewardModelState(state.policy, learner), metrics | packing.metrics(R)
 
     def _score_loss(self, params, micro: Batch, inputs: PolicyInputs):
         scores, aux = self.model.scores(params, micro.tokens, self.step_of(params, micro))
@@ -161,8 +160,9 @@ class RewardModelScorer:
         """Returns (shape of a full batch in rows of T tokens, the function that traces its program)."""
         shape = self.rows(T), T
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-        return shape, lambda: self.executable.lower(self.abstract, tokens, tokens, None)
+        batch = Batch(tokens=tokens, segments=tokens, mask=None, prompt=None)
+        return shape, lambda: self.executable.lower(self.abstract, batch)
 
-    def _scores(self, params, tokens, segments, _, places=None):
-        tokens, media = constrain(tokens, ("batch", None), self._layout), towers.inputs_of(params, places)
-        return self._critic.scores(params, tokens, modes.make_step(tokens, segments=segments, inputs=media))[:1]
+    def _scores(self, params, micro: Batch):
+        tokens = constrain(micro.tokens, ("batch", None), self._layout)
+        return self._critic.scores(params, tokens, step_of(params, micro))[:1]

@@ -138,7 +138,7 @@ class Teacher(ABC):
 
     def _with(self, inputs: PolicyInputs, outputs: DivergenceOutputs, micro: Batch, **more: Any) -> PolicyInputs:
         """Adds numbers per token, 0 at the first token of a segment and on padding, which nothing predicts."""
-        predicted = scored(micro.segments)
+        predicted = scored(micro.segments, micro.tree)
         numbers = {name: array for name in COMPARED if (array := getattr(outputs, name)) is not None}
         numbers = {name: jax.lax.stop_gradient(jnp.where(predicted, array, 0.0)) for name, array in numbers.items()}
         divergence = jnp.where(predicted, outputs.divergence, 0.0)
@@ -242,15 +242,15 @@ class ModelTeacher(Teacher):
 
     @functools.cache  # noqa: B019 - a teacher is made once for a stage
     def top(self, k: int, vocab: int) -> CompiledCache:
-        """Returns the program (params, tokens, segments, None) -> (log-probabilities float32[R, T, k], ids int32[R, T,
+        """Returns the program (params, micro-batch) -> (log-probabilities float32[R, T, k], ids int32[R, T,
         k], logarithm of the probability of all others float32[R, T]) of the likeliest of the first `vocab` tokens in
         place of each token, at temperature 1."""
 
-        def run(params, tokens, segments, _):
-            tokens = constrain(tokens, ("batch", None), self.graph.layout)
+        def run(params, micro: Batch):
+            tokens = constrain(micro.tokens, ("batch", None), self.graph.layout)
             rows = Rows(self.graph.layout, *tokens.shape)
             with self.graph.precision():
-                step = modes.make_step(tokens, segments=segments)
+                step = modes.make_step(tokens, segments=micro.segments)
                 decoder, hidden, _ = self.states(self.split(params)[1], tokens, step)
                 states, tiling = rows.flat(before(hidden)), head.Tiling(None, rows.layout)
                 weight, softcap = decoder.head_weight, decoder.config.logit_softcap
@@ -259,16 +259,17 @@ class ModelTeacher(Teacher):
         return CompiledCache(jax.jit(run), self.graph.layout.platform)
 
     def compare(self, student: Student, micro: Batch, inputs: PolicyInputs, frozen: dict[str, Any]) -> PolicyInputs:
-        step = modes.make_step(micro.tokens, segments=micro.segments)  # its own routes, and no dropout
+        # its own routes, and no dropout
+        step = modes.make_step(micro.tokens, segments=micro.segments, tree=micro.tree)
         with self.graph.precision():
             decoder, hidden, aux = self.states(frozen, micro.tokens, step)
         with student.graph.precision():
             assert student.aux.states is not None  # log-probabilities were computed from them
             outputs = modes.compare(
                 student.graph.decoder(student.params),
-                before(student.aux.states),
+                before(student.aux.states, micro.tree),
                 decoder,
-                before(hidden),
+                before(hidden, micro.tree),
                 self.algorithm.divergence_spec,
                 self.algorithm.temperature_of(inputs),
                 student.graph.runtime,
@@ -283,8 +284,8 @@ class ModelTeacher(Teacher):
         mine, theirs = by_number(student.aux, student.graph.config, "mixed"), by_number(aux, self.graph.config, "mixed")
         projections = self.projections(student.graph)
         maps = None if projections is None else projections.maps(frozen)
-        distance = feature_loss(mine, theirs, micro.segments, self.algorithm.features_loss, self._pairs, maps)
-        return jnp.where(scored(micro.segments), before(distance), 0.0)
+        distance = feature_loss(mine, theirs, micro.filled, self.algorithm.features_loss, self._pairs, maps)
+        return jnp.where(scored(micro.segments, micro.tree), before(distance, micro.tree), 0.0)
 
     def vocabulary(self, graph: Graph) -> int:
         return self.graph.config.vocab_size
@@ -341,7 +342,7 @@ class StoredTeacher(Teacher):
         assert ids is not None and top is not None and micro.teacher_rest is not None  # the stage adds them
         with graph.precision():
             assert student.aux.states is not None  # log-probabilities were computed from them
-            decoder, states = graph.decoder(student.params), before(student.aux.states)
+            decoder, states = graph.decoder(student.params), before(student.aux.states, micro.tree)
             mine, entropy = modes.logprobs_of_states(decoder, states, ids, temperature, graph.runtime)
         teacher = rows.flat(top) / temperature  # up to a constant, which only `renormalise` takes
         outputs = top_divergence(

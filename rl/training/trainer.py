@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy import modes
 from policy.cache.media import MediaTable
 from policy.execution.compiled_cache import CompiledCache
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
@@ -22,10 +21,10 @@ from policy.model import Graph
 from policy.modes import VALUE_HEAD
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
-from rl.reporting.flops import lengths
+from rl.reporting.flops import Operations
 from rl.training import towers
 from rl.training.batch import Batch
-from rl.training.batch_updates import BatchUpdates, by_micro_batch, shard_rows
+from rl.training.batch_updates import BatchUpdates, by_micro_batch, shard_rows, step_of
 from rl.training.critic import Critic
 from rl.training.host_memory import copied, mixed
 from rl.training.packing import TokenOutputs
@@ -169,15 +168,16 @@ class Trainer(BatchUpdates):
             )
         # A value head learns in the update of the policy, which computes its input states.
         separate_critic = state.critic is not None and (critic_only or not self.value_model.shared)
+        packing, R = self.packing_of(batch)
         if not critic_only:
-            self.add_flops(self.flops, batch, passes=3)
+            self.add_flops(self.flops, packing, passes=3)
             if self.teacher is not None:
-                self.total_flops += self.teacher.operations(self.graph, lengths(batch.segments))
+                ends, starts = (self.teacher.operations(self.graph, each) for each in packing.runs)
+                self.total_flops += ends - starts
         if separate_critic:
-            self.add_flops(self.value_model.flops, batch, passes=1 if self.value_model.shared else 3)
-        packing, R = self.packing_of(batch.segments)
+            self.add_flops(self.value_model.flops, packing, passes=1 if self.value_model.shared else 3)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
-        metrics = {"perf/packed_share": packing.efficiency(R)}
+        metrics = packing.metrics(R)
         coefs = {name: np.float32(value) for name, value in (adaptive_coefs or {}).items()}
         inputs, table = self.loss_inputs(batch, coefs or None), towers.as_params(media and media.table)
         if separate_critic:
@@ -231,18 +231,14 @@ class Trainer(BatchUpdates):
         """Returns (gradient of the loss of a value head on these states, metrics)."""
 
         def loss(head_E):
-            values = self.value_model.values_of(states_BTE, head_E, micro.segments)
+            values = self.value_model.values_of(states_BTE, head_E, step_of({}, micro.replace(media=None)))
             return self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
 
         return jax.grad(loss, has_aux=True)(jax.lax.stop_gradient(head_E))
 
     def _critic_loss(self, params, micro: Batch, inputs: PolicyInputs):
-        media = towers.inputs_of(params, micro.places)
-        step = replace(
-            modes.make_step(micro.tokens, segments=micro.segments, inputs=media),
-            routes=micro.routes if self.value_model.shared else None,
-        )
-        values, _, aux = self.value_model.values(params, micro.tokens, step)
+        routed = micro if self.value_model.shared else micro.replace(routes=None)
+        values, _, aux = self.value_model.values(params, micro.tokens, step_of(params, routed))
         loss, metrics = self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
         return loss, metrics, aux, None, {}
 
@@ -253,40 +249,36 @@ class Trainer(BatchUpdates):
 
         Tokens follow the routes of the batch, if it has routes. table: that of a batch with places.
         """
-        self.add_flops(self.flops, batch, passes=1)
-        logp, entropy = self._by_micro_batch(self._logprobs, params | towers.as_params(table), batch)
+        logp, entropy = self._by_micro_batch(self._logprobs, params | towers.as_params(table), batch, self.flops)
         return logp, entropy
 
     def values(self, state: RunState, batch: Batch, table: MediaTable | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Computes the values of the states before and after each token, float32[N, T] on the host. table: that of a
         batch with places."""
-        self.add_flops(self.value_model.flops, batch, passes=1)
         assert state.critic is not None
         params = self.value_model.extra_params(state.policy.params) | state.critic.params | towers.as_params(table)
         # A critic with its own trunk is another model, whose routers make their own choices.
-        before, after = self._by_micro_batch(
-            self._values, params, batch if self.value_model.shared else batch.replace(routes=None)
-        )
+        batch = batch if self.value_model.shared else batch.replace(routes=None)
+        before, after = self._by_micro_batch(self._values, params, batch, self.value_model.flops)
         return before, after
 
-    def _by_micro_batch(self, program, params, batch: Batch) -> tuple[np.ndarray, ...]:
-        packing, R = self.packing_of(batch.segments)
+    def _by_micro_batch(self, program, params, batch: Batch, operations: Operations) -> tuple[np.ndarray, ...]:
+        packing, R = self.packing_of(batch)
+        self.add_flops(operations, packing, passes=1)
         return by_micro_batch(partial(program, params), batch, packing, R, self.graph.layout)
 
     @cached_property
     def _logprobs(self):
-        def run(params, tokens, segments, routes, places=None):
-            tokens, media = constrain(tokens, ("batch", None), self.graph.layout), towers.inputs_of(params, places)
-            step = replace(modes.make_step(tokens, segments=segments, inputs=media), routes=routes)
-            return self.graph.logprobs(params, tokens, step, self.temperature)[:2]
+        def run(params, micro: Batch):
+            tokens = constrain(micro.tokens, ("batch", None), self.graph.layout)
+            return self.graph.logprobs(params, tokens, step_of(params, micro), self.temperature)[:2]
 
         return CompiledCache(jax.jit(run), self.graph.layout.platform)
 
     @cached_property
     def _values(self):
-        def run(params, tokens, segments, routes, places=None):
-            tokens, media = constrain(tokens, ("batch", None), self.graph.layout), towers.inputs_of(params, places)
-            step = replace(modes.make_step(tokens, segments=segments, inputs=media), routes=routes)
-            return self.value_model.values(params, tokens, step)[:2]
+        def run(params, micro: Batch):
+            tokens = constrain(micro.tokens, ("batch", None), self.graph.layout)
+            return self.value_model.values(params, tokens, step_of(params, micro))[:2]
 
         return CompiledCache(jax.jit(run), self.graph.layout.platform)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 import rl.algorithms
+from policy import modes
 from policy.execution import row_tables
 from policy.execution.compiled_cache import CompiledCache
 from policy.execution.encoding import Piece
@@ -290,19 +291,21 @@ class OptimizerStep:
         def micro_step(total, xs):
             rows, looked_up = {}, {}
             if self._tables:
-                inputs = xs[0].tokens, xs[0].segments
-                rows, looked_up = row_tables.read_rows(self._graph, trained | constants, *inputs, self._tables)
+                micro = xs[0]
+                step = modes.make_step(micro.tokens, segments=micro.segments, tree=micro.tree)
+                step = replace(step, tokens=micro.tokens)
+                rows, looked_up = row_tables.read_rows(self._graph, trained | constants, step, self._tables)
             (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(multiplied | looked_up, *xs)
             table_grads = row_tables.gradients(self._graph, rows, {path: grads.pop(path) for path in looked_up})
             return _accumulated(total, self._shard_as_moments(fetch(grads))), (table_grads, (loss, *rest))
 
         # Gradients of tables in host memory stay in host memory. There, only a scan can stack arrays.
-        scan = jax.lax.scan if self._tables else partial(_scan_first, count=_num_filled(micros[0].segments))
+        scan = jax.lax.scan if self._tables else partial(_scan_first, count=_num_filled(micros[0].filled))
         grads, (table_grads, outputs) = scan(micro_step, self._shard_as_moments(_zeros(dense)), micros)
         loss, metrics, routing, activations, head_gradients, tokens = outputs
         metrics = rl.algorithms.reduce_metrics(metrics)
         if self._diagnostics:
-            metrics |= activation_metrics(activations, batch.segments.reshape(M, R, -1), self._graph.config)
+            metrics |= activation_metrics(activations, batch.filled.reshape(M, R, -1), self._graph.config)
         head_gradient, routing = jax.tree.map(lambda a: a.sum(axis=0), (head_gradients, routing))
         tokens = {name: array.reshape(N, -1) for name, array in tokens.items()}
         return (grads | table_grads, head_gradient, loss.sum(), metrics, routing), tokens
@@ -337,10 +340,10 @@ def updates_made(learner: ParamState) -> jax.Array:
     return learner.optimizer[-1].count
 
 
-def _num_filled(segments_MRT: jax.Array) -> jax.Array | int:
+def _num_filled(filled_MRT: jax.Array) -> jax.Array | int:
     """Returns how many micro-batches hold tokens, at least 1. Micro-batches of padding come last."""
-    M = len(segments_MRT)
-    return 1 if M == 1 else jnp.maximum(jnp.sum(jnp.any(segments_MRT != 0, axis=(1, 2))), 1)
+    M = len(filled_MRT)
+    return 1 if M == 1 else jnp.maximum(jnp.sum(jnp.any(filled_MRT, axis=(1, 2))), 1)
 
 
 def _scan_first(function, carry, xs, count):

@@ -6,6 +6,7 @@ gradient), whether the table is cut, and the kinds of memory that it lives in.
 """
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -37,12 +38,14 @@ def computed(mesh, memory):
     graph = model.graph
     weights = {path: array for path, array in model.params.items() if path not in graph.untrained | graph.tables}
 
+    step = replace(make_step(rows, None, segments), tokens=rows)
+
     def loss(weights):
         logp = graph.logprobs(model.params | weights, rows, make_step(rows, None, segments), 1.0)[0]
         return logp.sum(), logp
 
     def gradient(params):
-        at, result = row_tables.read_rows(graph, params, rows, segments, graph.tables)
+        at, result = row_tables.read_rows(graph, params, step, graph.tables)
         grads, logp = jax.grad(loss, has_aux=True)(weights | result)
         slopes = row_tables.gradients(graph, at, {path: grads.pop(path) for path in result})
         return grads | on_host(lambda one: row_tables.summed(jax.tree.map(lambda a: a[None], one)), slopes), logp

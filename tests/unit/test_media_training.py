@@ -117,7 +117,7 @@ def test_packed_rows_equal_each_document_alone(kind):
     table = tables.of(one.model.params, one.documents)
     batch = one.add(table)
     trainer, state = learners.begin(one.model, learners.stage("sft", micro_batch=2))
-    packed = trainer.packing_of(batch.segments)[0]
+    packed = trainer.packing_of(batch)[0]
     assert packed.filled_rows < len(one.documents)
     logp, _ = trainer.logprobs(state.policy.params, batch, table.table)
     for row, (each, answer) in enumerate(zip(one.documents, one.answers, strict=True)):

@@ -201,7 +201,7 @@ def test_updates_on_pairs_do_not_depend_on_how_they_are_cut(name):
         state, metrics = trainer.update(state, data)
         states.append(host(state))
         result.append(metrics)
-    packing = trainer.packing_of(data.segments)[0]
+    packing = trainer.packing_of(data)[0]
     assert packing.filled_rows < len(rows) and packing.segments.max() == 4
     for key in result[0]:
         if key != "perf/packed_share":

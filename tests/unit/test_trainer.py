@@ -432,7 +432,7 @@ def test_a_value_head_learns_with_the_policy_what_it_learns_alone():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
     trainer, state = begin(model, options)
-    packing, R = trainer.packing_of(data.segments)
+    packing, R = trainer.packing_of(data)
     packed, start = packing.batch(data), host(state.policy)
     still = jax.jit(partial(trainer.policy._update, micro_rows=R))(state.policy, packed, trainer.loss_inputs(packed))[0]
     moved = host(both.policy)

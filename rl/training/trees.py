@@ -1,0 +1,328 @@
+"""Packs sequences with equal beginnings so that each beginning is computed once.
+
+The sequences of a group, the completions of a prompt or the answers of a pair, make trees (policy/cache/paths.py). A
+node ends where its sequences differ, where a second of them begins to be trained on, and before the last token of any
+of them. So each place has at most one term of the loss, and each sequence has a node of its own.
+
+N rows of a batch, S sequences of a group, T tokens, R packed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from policy.cache.paths import Tree
+from policy.cache.step import UNKNOWN
+from rl.training.batch import Batch
+from rl.training.packing import Packing
+
+LEAST_SAVED = 0.05
+"""Groups whose trees save a smaller share of their tokens are packed as sequences alone."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the sequences of a stage share beginnings.
+
+    rows: tokens of a packed row in rows of the batch. ahead: tokens after a token that have to be the same on all paths
+    (the depth of prediction modules). one_level: trees have no nodes between root and leaves, as recurrent layers need
+    it. whole: the sequences of a group stay in one packed row, in their order.
+    """
+
+    rows: int = 1
+    ahead: int = 0
+    one_level: bool = False
+    whole: bool = False
+
+
+@dataclass
+class Node:
+    """A run of tokens, from `start` up to `end` along its sequences. sequences: their numbers in the group."""
+
+    start: int
+    end: int
+    sequences: list[int]
+    children: list[Node] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Returns the tokens of the node and of all that continue it."""
+        return self.end - self.start + sum(child.size for child in self.children)
+
+    def of(self, kept: set[int]) -> Node:
+        """Returns the tree of some of the sequences."""
+        children = [child.of(kept) for child in self.children if kept.intersection(child.sequences)]
+        return Node(self.start, self.end, [s for s in self.sequences if s in kept], children)
+
+
+@dataclass
+class Group:
+    """The sequences of a group, as arrays padded to the longest.
+
+    columns: of each sequence, its places in the flat batch. equal: arrays [S, T, ...] that have to agree where sequences
+    share tokens. routes: int[S, T, ...], where known ones have to. trained: bool[S, T]. until: int[S, T], the end of
+    each token's block of a picture, or None.
+    """
+
+    columns: list[np.ndarray]
+    equal: list[np.ndarray]
+    routes: list[np.ndarray]
+    trained: np.ndarray
+    until: np.ndarray | None
+
+    @classmethod
+    def of(cls, batch: Batch, columns: list[np.ndarray]) -> Group:
+        """Reads the sequences at these places of the batch."""
+        T = max(map(len, columns))
+        index = np.stack([np.pad(each, (0, T - len(each)), mode="edge") for each in columns])
+
+        def read(array: Any) -> np.ndarray:
+            return np.asarray(array).reshape(-1, *np.shape(array)[2:])[index]
+
+        equal = [read(a) for a in (batch.tokens, batch.media, batch.turns, batch.until) if a is not None]
+        routes = [read(a) for a in (batch.routes or {}).values()]
+        until = None if batch.until is None else read(batch.until)
+        return cls(columns, equal, routes, read(batch.mask) > 0, until)
+
+    def lengths(self, sequences: Sequence[int]) -> list[int]:
+        """Returns the lengths of these sequences."""
+        return [len(self.columns[s]) for s in sequences]
+
+    def trees(self, sharing: Sharing) -> list[Node]:
+        """Returns the trees of the group; sequences alone if trees save less than LEAST_SAVED of the tokens."""
+        every = list(range(len(self.columns)))
+        total, trees = sum(self.lengths(every)), list(self._from(every, 0, sharing, 0))
+        if sum(tree.size for tree in trees) > (1 - LEAST_SAVED) * total:
+            return [self._alone(s, 0) for s in every]
+        return trees
+
+    def _alone(self, s: int, start: int) -> Node:
+        return Node(start, len(self.columns[s]), [s])
+
+    def _from(self, sequences: list[int], start: int, sharing: Sharing, level: int) -> Iterator[Node]:
+        """Yields the trees of sequences from `start` on, up to which they are equal."""
+        if len(sequences) == 1 or (level and sharing.one_level):
+            yield from (self._alone(s, start) for s in sequences)
+            return
+        differ = start + self._common(sequences, start)
+        end = self._outside_blocks(sequences[0], start, differ - sharing.ahead)
+        parts = self._parts(sequences, differ)
+        node = Node(start, end, sequences) if end > start else None
+        if len(parts) == 1:  # nothing tells these apart but what they train on
+            parts = [[s] for s in sequences]
+        below = [
+            tree for part in parts for tree in self._from(part, max(start, end), sharing, level + (node is not None))
+        ]
+        if node is None:
+            yield from below
+        else:
+            node.children = below
+            yield node
+
+    def _common(self, sequences: list[int], start: int) -> int:
+        """Returns how many tokens from `start` on these sequences can share."""
+        columns = slice(start, min(self.lengths(sequences)) - 1)
+        trained = np.maximum.accumulate(self.trained[sequences, columns], axis=1)
+        same = np.count_nonzero(trained, axis=0) <= 1
+        for array in self.equal:
+            own = array[sequences, columns]
+            same &= _flat(own == own[:1])
+        for array in self.routes:
+            own = array[sequences, columns]
+            known = own != UNKNOWN
+            most, least = own.max(axis=0), np.where(known, own, np.iinfo(own.dtype).max).min(axis=0)
+            same &= _flat(((most == least) | ~known.any(axis=0))[None])
+        return len(same) if same.all() else int(np.argmin(same))
+
+    def _outside_blocks(self, s: int, start: int, end: int) -> int:
+        """Returns the last place up to `end` that is not inside a block of a picture whose tokens look ahead."""
+        while self.until is not None and end > start and self.until[s, end - 1] > end - 1:
+            end -= 1
+        return end
+
+    def _parts(self, sequences: list[int], at: int) -> list[list[int]]:
+        """Parts sequences by their tokens at a place: equal ones stay together, one of them trained at most."""
+        parts: list[list[int]] = []
+        for s in sequences:
+            alone = at >= len(self.columns[s]) - 1
+            part = next((part for part in parts if not alone and self._fits(part, s, at)), None)
+            if part is None:
+                parts.append([s])
+            else:
+                part.append(s)
+        return parts
+
+    def _fits(self, part: list[int], s: int, at: int) -> bool:
+        if at >= len(self.columns[part[0]]) - 1 or (self.trained[s, at] and self.trained[part, at].any()):
+            return False
+        if any((array[s, at] != array[part[0], at]).any() for array in self.equal):
+            return False
+        return all(
+            ((array[part, at] == array[s, at]) | (array[part, at] == UNKNOWN) | (array[s, at] == UNKNOWN)).all()
+            for array in self.routes
+        )
+
+
+def _flat(same_STx: np.ndarray) -> np.ndarray:
+    """Returns bool[T]: where all sequences and numbers of a token are true."""
+    return np.asarray(same_STx.all(axis=(0, *range(2, same_STx.ndim))))
+
+
+@dataclass
+class _Rows:
+    """Packed rows while trees are placed, and the arrays of a Packing."""
+
+    length: int
+    arrays: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    sequences: list[int] = field(default_factory=list)
+
+    def add(self, group: Group, trees: Sequence[Node], r: int) -> None:
+        """Places trees in packed row r."""
+        if r == len(self.free):
+            for each, first in ((self.free, self.length), (self.nodes, 0), (self.sequences, 0)):
+                each.append(first)
+        numbers = sorted(s for tree in trees for s in tree.sequences)
+        number = {s: self.sequences[r] + i for i, s in enumerate(numbers, start=1)}
+        self.sequences[r] += len(numbers)
+        for tree in trees:
+            self._place(group, tree, r, -1, number)
+
+    def _place(self, group: Group, node: Node, r: int, before: int, number: dict[int, int]) -> None:
+        size, place = node.end - node.start, self.length - self.free[r]
+        self.free[r] -= size
+        self.nodes[r] += 1
+        own, steps = self.nodes[r], np.arange(size)
+        places, trained = place + steps, group.trained[node.sequences, node.start : node.end]
+        writer = np.argmax(trained, axis=0)  # the first, if none is trained on
+        owned = trained.any(axis=0) | (len(node.sequences) == 1)
+        arrays = {
+            "row": np.full(size, r),
+            "place": places,
+            "node": np.full(size, own),
+            "position": node.start + steps,
+            "before": np.where(steps > 0, places - 1, before),
+            "count": np.full(size, len(node.sequences)),
+            "segment": np.where(owned, np.array([number[s] for s in node.sequences])[writer], 0),
+        }
+        for i, s in enumerate(node.sequences):
+            self._append(source=group.columns[s][node.start : node.end], writes=writer == i)
+            self._append(target=r * self.length + places)
+        for child in node.children:
+            self._place(group, child, r, int(places[-1]), number)
+        self._append(
+            **arrays, last=np.full(size, self.nodes[r]), end=np.array([node.end]), start=np.array([node.start])
+        )
+
+    def _append(self, **arrays: np.ndarray) -> None:
+        for name, array in arrays.items():
+            self.arrays.setdefault(name, []).append(array)
+
+    def joined(self) -> dict[str, np.ndarray]:
+        """Returns each array as one."""
+        return {name: np.concatenate(parts) for name, parts in self.arrays.items()}
+
+
+def groups_of(batch: Batch) -> list[Group]:
+    """Returns the groups of a batch on the host, in the order of their prompts."""
+    rows: dict[int, list[np.ndarray]] = {}
+    segments, T = np.asarray(batch.segments), batch.segments.shape[1]
+    for row in np.argsort(batch.prompt, kind="stable").tolist():
+        for number in range(1, int(segments[row].max(initial=0)) + 1):
+            if len(columns := np.flatnonzero(segments[row] == number)):
+                rows.setdefault(int(batch.prompt[row]), []).append(row * T + columns)
+    return [Group.of(batch, columns) for columns in rows.values()]
+
+
+def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: int = 1) -> Packing:
+    """Packs the sequences of a batch as trees, the largest first, each into the packed row with the least room that is
+    enough.
+
+    Where no row has room for a tree, it is cut: as many of its sequences as fill the emptiest row beside what they
+    share go there, and the others are a tree of their own. So packed rows are as few as those of plan_packing, which
+    explains `counts` and `multiple`.
+    """
+    N, T = batch.segments.shape
+    length = -(-T * sharing.rows // multiple) * multiple
+    rows = _Rows(length)
+    waiting = []
+    for number, group in enumerate(groups_of(batch)):
+        trees = group.trees(sharing)
+        waiting += [(number, group, trees)] if sharing.whole else [(number, group, [tree]) for tree in trees]
+    limit = T * sharing.rows
+    waiting.sort(key=lambda each: -sum(tree.size for tree in each[2]))
+    while waiting:
+        number, group, trees = waiting.pop(0)
+        room, size = [free - (length - limit) for free in rows.free], sum(tree.size for tree in trees)
+        if enough := [(free, r) for r, free in enumerate(room) if free >= size]:
+            rows.add(group, trees, min(enough)[1])
+            continue
+        r = max(range(len(room)), key=room.__getitem__, default=0)
+        fitting = set() if sharing.whole or not room else _fitting(trees[0], room[r])
+        if not fitting:
+            r, fitting = len(room), set() if size <= limit else _fitting(trees[0], limit)
+        if not fitting:
+            rows.add(group, trees, r)
+            continue
+        rows.add(group, [trees[0].of(fitting)], r)
+        if rest := set(trees[0].sequences) - fitting:
+            tree = trees[0].of(rest)
+            place = next(
+                (i for i, each in enumerate(waiting) if sum(t.size for t in each[2]) < tree.size), len(waiting)
+            )
+            waiting.insert(place, (number, group, [tree]))
+    return _packing(rows, (N, T), counts)
+
+
+def _fitting(tree: Node, room: int) -> set[int]:
+    """Returns the sequences of a tree that fit into `room`, those with the longest ends of their own first."""
+    own = {}
+    for node in _nodes(tree):
+        for s in node.sequences:
+            own[s] = node.end - node.start
+    chosen: set[int] = set()
+    for s in sorted(own, key=lambda s: (-own[s], s)):
+        if tree.of(chosen | {s}).size <= room:
+            chosen.add(s)
+    return chosen
+
+
+def _nodes(tree: Node) -> Iterator[Node]:
+    yield tree
+    for child in tree.children:
+        yield from _nodes(child)
+
+
+def _packing(rows: _Rows, unpacked_shape: tuple[int, int], counts: Sequence[int]) -> Packing:
+    """Returns the Packing of placed trees."""
+    arrays, filled = rows.joined() if rows.arrays else {}, len(rows.free)
+    shape = next(count for count in counts if count >= filled), rows.length
+    nothing = np.zeros(0, np.int64)
+    at = arrays.get("row", nothing) * rows.length + arrays.get("place", nothing)
+
+    def laid_out(name: str, fill: int = 0) -> np.ndarray:
+        out = np.full(shape, fill, np.int32)
+        out.reshape(-1)[at] = arrays.get(name, nothing)
+        return out
+
+    tree = Tree(**{name: laid_out(name, fill) for name, fill in TREE_FILLS.items()})
+    return Packing(
+        unpacked_shape,
+        shape,
+        arrays.get("source", nothing),
+        arrays.get("target", nothing),
+        laid_out("segment"),
+        filled,
+        (arrays.get("end", nothing), arrays.get("start", nothing)),
+        tree,
+        arrays.get("writes", np.zeros(0, bool)),
+    )
+
+
+TREE_FILLS = {"node": 0, "last": 0, "position": 0, "before": -1, "count": 0}
+"""The fields of a Tree on padding."""

@@ -1,0 +1,53 @@
+"""Batches of groups with equal beginnings, and trainers with and without trees, for the tests of shared prefixes."""
+
+from __future__ import annotations
+
+import jax
+import learners
+import numpy as np
+
+from rl.training.batch import Batch
+from rl.training.trees import Sharing
+
+T = 20
+
+
+def groups(vocab: int, lengths=((5, (6, 9, 4, 7)), (3, (12, 1, 8)), (9, (2, 10, 5, 5)), (1, (4,))), seed=0) -> Batch:
+    """Groups of completions of uneven lengths: (tokens of the prompt, of each completion)."""
+    rng, rows = np.random.default_rng(seed), []
+    for number, (prompt, completions) in enumerate(lengths):
+        shared = rng.integers(0, vocab, prompt).tolist()
+        rows += [(number, shared, rng.integers(0, vocab, n).tolist()) for n in completions]
+    N = len(rows)
+    tokens, segments, mask = np.zeros((N, T), np.int32), np.zeros((N, T), np.int32), np.zeros((N, T), np.float32)
+    for i, (_, prompt, completion) in enumerate(rows):
+        n = len(prompt) + len(completion)
+        tokens[i, :n], segments[i, :n], mask[i, len(prompt) : n] = prompt + completion, 1, 1
+    noise = rng.normal(-3, 0.3, (4, N, T)).astype(np.float32)
+    return Batch(
+        tokens=tokens,
+        segments=segments,
+        mask=mask,
+        prompt=np.array([number for number, *_ in rows], np.int32),
+        sampler_logp=noise[0],
+        old_logp=noise[1],
+        ref_logp=noise[2],
+        entropy=-noise[3],
+        advantages=rng.normal(size=N).astype(np.float32),
+        old_values=noise[0],
+        returns=noise[1],
+    )
+
+
+def pair(model, options, sharing=Sharing(rows=2)):
+    """Two trainers of a stage and their equal states: one of sequences alone, one of trees."""
+    plain, state = learners.begin(model, options, fresh=True)
+    trees, other = learners.begin(model, options, fresh=True)
+    trees.sharing = sharing
+    return (plain, state), (trees, other)
+
+
+def differences(one: dict, other: dict) -> dict[str, float]:
+    """The largest difference of each array, over the norm of the first."""
+    one, other = jax.tree.map(np.asarray, (one, other))
+    return {k: float(np.linalg.norm(one[k] - other[k]) / max(1e-12, np.linalg.norm(one[k]))) for k in one}
