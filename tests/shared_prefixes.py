@@ -7,7 +7,7 @@ import learners
 import numpy as np
 
 from rl.training.batch import Batch
-from rl.training.trees import Sharing
+from rl.training.packing.trees import Sharing
 
 T = 20
 

@@ -155,6 +155,11 @@ class StageOptions(Strict):
         description="packed rows in one gradient computation (null: all, on CPU 768 tokens); changes speed and memory "
         "only",
     )
+    shared_prefix: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="compute what completions of a prompt, or answers of a pair, begin with once in updates and passes; "
+        "auto: where nothing excludes it; changes speed, memory and last bits only",
+    )
     freeze: list[str] | None = Field(
         default=None,
         description="weights that updates of the policy leave as they are, by the parts at the beginning of their "

@@ -119,7 +119,7 @@ def top(teacher: ModelTeacher, rows: Sequence[Row], k: int, vocab: int, limit: i
     """
     from rl.training.batch import padded_batch
     from rl.training.batch_updates import by_micro_batch
-    from rl.training.packing import plan_packing
+    from rl.training.packing.packing import plan_packing
     from rl.training.reward_model import rows_at_a_time
 
     layout, batch = teacher.graph.layout, padded_batch(rows, limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl.stages import algorithm_of
@@ -14,6 +15,28 @@ ConfigProblems = Iterator[tuple[tuple, str]]
 """(path of keys, message that says what is wrong and what to change) of each problem in a configuration."""
 
 
+@dataclass(frozen=True)
+class Group:
+    """The largest group of sequences of a stage that share a beginning.
+
+    sequences: how many. shared, own: tokens of the beginning, and of a sequence after it.
+    """
+
+    sequences: int
+    shared: int
+    own: int
+
+    @property
+    def tokens(self) -> int:
+        """Returns the tokens of all sequences."""
+        return self.sequences * (self.shared + self.own)
+
+    @property
+    def distinct(self) -> int:
+        """Returns the tokens that are computed if the beginning is computed once."""
+        return self.shared + self.sequences * self.own
+
+
 class ConfiguredStage:
     """A stage as its configuration describes it. Free of jax."""
 
@@ -23,6 +46,8 @@ class ConfiguredStage:
     """Whether a step changes the policy, which is then evaluated."""
     sequences_per_row: ClassVar[int] = 1
     """Sequences of at most `max_length` tokens in one row of a batch, before rows are packed."""
+    answers_share_prompts: ClassVar[bool] = False
+    """Whether the two sequences of a row are answers to one prompt."""
 
     def __init__(self, config: RunConfig, index: int):
         """Reads only the configuration. `index`: index of the stage in the run."""
@@ -68,6 +93,43 @@ class ConfiguredStage:
         """Rows of the batch of one update, before they are packed: sequences or pairs."""
         return self.options.prompts_per_step // self.options.updates_per_step
 
+    @property
+    def row_length(self) -> int:
+        """Returns the most tokens of a row of the batch, before rows are packed."""
+        return self.config.max_length * self.sequences_per_row
+
+    @property
+    def group(self) -> Group | None:
+        """Returns the largest group of the stage, with completions of full length; None: its sequences have no
+        groups."""
+        options, limit = self.options, self.config.max_length
+        if self.answers_share_prompts:
+            return Group(2, limit // 2, limit - limit // 2)
+        if self.samples_completions and options.samples_per_prompt > 1:
+            own = options.sampling.max_new_tokens
+            return Group(options.samples_per_prompt, limit - own, own)
+        return None
+
+    @property
+    def unshared(self) -> tuple[str, str] | None:
+        """Returns (name, reason) of what in the configuration keeps sequences from sharing beginnings; None: nothing
+        does."""
+        options = self.options
+        if self.group is None:
+            if self.samples_completions:
+                return f"stages.{self.index}.samples_per_prompt: 1", "a prompt with one completion is not repeated"
+            return options.algorithm.name, "its rows have different prompts"
+        if options.dropout:
+            return (
+                f"stages.{self.index}.dropout",
+                "sequences of a group would draw the same units, which changes the loss",
+            )
+        for key in ("capacity_factor", "ragged_buffer_factor"):
+            if getattr(options.router, key) is not None:
+                name = f"stages.{self.index}.router.{key}"
+                return name, "which tokens are dropped depends on those that share their row"
+        return None
+
     def check(self) -> ConfigProblems:
         """Yields the problems of the stage in this configuration. It is quick and does not import jax."""
         stage, config, name = self.options, self.config, self.options.algorithm.name
@@ -91,6 +153,9 @@ class ConfiguredStage:
                 "only `model.expert_parallel: all_to_all` has this buffer, the scheme is "
                 f"{config.model.expert_parallel}",
             )
+        if stage.shared_prefix == "always" and self.unshared is not None:
+            name, reason = self.unshared
+            yield (*self.path, "shared_prefix"), f"always does not go with {name}: {reason}; use auto"
         if stage.teacher and "teacher" not in self.inputs:
             yield (*self.path, "teacher"), f"{name} learns from no teacher; leave it out, or use distill"
         if stage.micro_batch and stage.micro_batch > (rows := self.rows_per_update):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rl.reporting.flops import rates
-from rl.stages.shapes import abstract_batch, abstract_rows, with_places
+from rl.stages.shapes import abstract_batch, abstract_rows, with_structure
 from rl.stages.stage import Program, StageKind
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def run_model_passes(stage: StageKind, data: StepData) -> None:
 def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Program]:
     """Yields the programs that the providers call, over all sequences of a step."""
     (rows, T), R = abstract_rows(stage, 1)
-    micro, passes, trainer = with_places(stage, abstract_batch((R, T), routes)), rows // R, stage.trainer
+    micro, passes, trainer = with_structure(stage, abstract_batch((R, T), routes)), rows // R, stage.trainer
     called = [each.executable for each in active_providers(stage)]
     in_every_step = [each.executable for each in active_providers(stage) if not each.in_some_steps]
 

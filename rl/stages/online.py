@@ -19,6 +19,7 @@ from rl.stages.sampling import rollouts
 from rl.stages.sampling.dynamic import DynamicSampling
 from rl.stages.scorers import bound_teacher
 from rl.stages.shapes import abstract_batch, abstract_rows, policy_update, update_program
+from rl.stages.sharing import sharing_of
 from rl.stages.stage import Program, StageKind
 from rollout.collect import Rollouts
 
@@ -88,6 +89,7 @@ class Stage(StageKind):
         how["teacher"] = bound_teacher(self.config, self.teacher, self.algorithm, graph.layout)
         state = inputs.state_of(self.inputs)
         self.trainer = Trainer(graph, self.options, self.algorithm, self.config.seed, state=state, **how)
+        self.trainer.sharing = sharing_of(self, graph, self.options)
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
         state, updates = self.abstract(), self.options.updates_per_step

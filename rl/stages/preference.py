@@ -21,6 +21,7 @@ class Stage(supervised.Stage):
     """Updates the policy on pairs, both answers of a pair in one row."""
 
     sequences_per_row = 2
+    answers_share_prompts = True
 
     def prepare(self, reader: DataReader) -> None:
         self.rows = reader.pairs(self.data)

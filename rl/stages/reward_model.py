@@ -12,6 +12,7 @@ from rl.stages.configured import ConfigProblems
 from rl.stages.preference import batch_of
 from rl.stages.scorers import reward_model_of
 from rl.stages.shapes import abstract_batch, abstract_rows, update_program
+from rl.stages.sharing import sharing_of
 from rl.stages.stage import Program, StageKind
 from rl.stages.supervised import documents_of
 
@@ -26,6 +27,7 @@ class Stage(StageKind):
 
     trains_policy = False
     sequences_per_row = 2
+    answers_share_prompts = True
 
     def _check_kind(self) -> ConfigProblems:
         stage = self.options
@@ -47,6 +49,7 @@ class Stage(StageKind):
         from rl.training.reward_model import RewardModelTrainer
 
         self.trainer = RewardModelTrainer(graph, self.options, self.algorithm, self.config.seed)
+        self.trainer.sharing = sharing_of(self, graph, self.options)
 
     def learner(self, state: RewardModelState) -> Any:
         return state.reward_model

@@ -1,7 +1,7 @@
 """Batches and updates as shapes, for a plan, which compiles the programs of a step without data.
 
 A row of a batch is one sequence, or the two answers of a pair, until the trainer packs several into one row
-(rl/training/packing.py). The shapes of this module are those after packing: N packed rows of T tokens.
+(rl/training/packing/packing.py). The shapes of this module are those after packing: N packed rows of T tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def abstract_rows(stage: StageKind, updates: int) -> tuple[tuple[int, int], int]
     """
     from rl.training.batch import padded_length
 
-    limit = stage.config.max_length * stage.sequences_per_row
+    limit, sharing = stage.row_length, stage.trainer.sharing
     N = (
         stage.options.prompts_per_step
         // updates
@@ -33,8 +33,9 @@ def abstract_rows(stage: StageKind, updates: int) -> tuple[tuple[int, int], int]
     )
     T = padded_length(limit, limit)
     counts, R = stage.trainer.row_counts(N, T)
-    rows = min(count for count in counts if count >= N)
-    return (rows, T), R or rows
+    longer = 1 if sharing is None else sharing.rows
+    rows = min(count for count in counts if count >= -(-N // longer))
+    return (rows, T * longer), R or rows
 
 
 def update_program(
@@ -47,7 +48,7 @@ def update_program(
     """
     import jax
 
-    trainer, table, batch = stage.trainer, stage.media_params, with_places(stage, batch)
+    trainer, table, batch = stage.trainer, stage.media_params, with_structure(stage, batch)
     (frozen, *others), resident = rest, (resident, table)
     rows, T = batch.tokens.shape
     R = abstract_rows(stage, stage.options.updates_per_step)[1]
@@ -74,13 +75,18 @@ def policy_update(stage: StageKind, batch: Batch, state: Any, times: float) -> P
     return update_program(stage, "update", batch, state.policy, (frozen, companion), resident, times)
 
 
-def with_places(stage: StageKind, batch: Batch) -> Batch:
-    """Returns a batch of shapes with the places of pictures and sounds, if the plan of the stage has them."""
+def with_structure(stage: StageKind, batch: Batch) -> Batch:
+    """Returns a batch of shapes with its trees, if sequences share beginnings, and with the places of pictures and
+    sounds, if the plan of the stage has them."""
     import jax
 
+    from policy.cache.paths import Tree
+
+    ids, config = batch.tokens, stage.trainer.graph.config
+    if stage.trainer.sharing is not None:
+        batch = replace(batch, tree=Tree(ids, ids, ids, ids, ids))
     if stage.table_shapes is None:
         return batch
-    ids, config = batch.tokens, stage.trainer.graph.config
     turns = jax.ShapeDtypeStruct((*ids.shape, 3), ids.dtype) if config.has_sections else None
     return replace(batch, media=ids, turns=turns, until=ids if config.looks_ahead else None)
 

@@ -30,6 +30,7 @@ from rl.stages import generation
 from rl.stages.configured import ConfiguredStage
 from rl.stages.sampling import rollouts
 from rl.stages.sampling.evaluation import Evaluation
+from rl.stages.sharing import sharing_of
 from rollout.collect import Rollouts, Source, collect
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ class StageKind(ConfiguredStage, ABC):
         """Returns a copy of the stage with another micro-batch size, for a plan. Both share their programs."""
         other, other.trainer = copy.copy(self), copy.copy(self.trainer)
         other.options = other.trainer.stage = options
+        other.trainer.sharing = sharing_of(other, other.trainer.graph, options)
         return other
 
     # Run.

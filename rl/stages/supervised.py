@@ -14,6 +14,7 @@ from rl.stages import inputs
 from rl.stages.configured import ConfigProblems
 from rl.stages.scorers import bound_teacher
 from rl.stages.shapes import abstract_batch, abstract_rows, policy_update
+from rl.stages.sharing import sharing_of
 from rl.stages.stage import Program, StageKind
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Stage(StageKind):
         state = inputs.state_of(self.inputs)
         teacher = bound_teacher(self.config, self.teacher, self.algorithm, graph.layout)
         self.trainer = Trainer(graph, self.options, self.algorithm, self.config.seed, state=state, teacher=teacher)
+        self.trainer.sharing = sharing_of(self, graph, self.options)
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
         state, updates = self.abstract(), self.options.updates_per_step

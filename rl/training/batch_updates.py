@@ -27,8 +27,8 @@ from rl.errors import ModelError
 from rl.reporting.flops import Operations
 from rl.training import towers
 from rl.training.batch import Batch
-from rl.training.packing import Packing, plan_packing, row_counts
-from rl.training.trees import Sharing, plan_trees
+from rl.training.packing.packing import Packing, plan_packing, row_counts
+from rl.training.packing.trees import Sharing, plan_trees
 from rl.training.updater import ParamState, updates_made
 
 # Target number of tokens in a default micro-batch on a CPU.

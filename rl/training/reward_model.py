@@ -28,7 +28,7 @@ from rl.training import towers
 from rl.training.batch import Batch, padded_batch
 from rl.training.batch_updates import CPU_TOKENS, BatchUpdates, by_micro_batch, shard_rows, step_of
 from rl.training.critic import Critic
-from rl.training.packing import plan_packing
+from rl.training.packing.packing import plan_packing
 from rl.training.towers import UpdateMedia
 from rl.training.updater import OptimizerStep, ParamState
 

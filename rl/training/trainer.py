@@ -27,7 +27,7 @@ from rl.training.batch import Batch
 from rl.training.batch_updates import BatchUpdates, by_micro_batch, shard_rows, step_of
 from rl.training.critic import Critic
 from rl.training.host_memory import copied, mixed
-from rl.training.packing import TokenOutputs
+from rl.training.packing.packing import TokenOutputs
 from rl.training.teacher import Student, Teacher
 from rl.training.towers import UpdateMedia
 from rl.training.updater import OptimizerStep, ParamState

@@ -10,7 +10,7 @@ from oracles import oracle, reload, saved
 import policy
 import rl.algorithms
 from rl.training.batch import padded_batch
-from rl.training.packing import plan_packing
+from rl.training.packing.packing import plan_packing
 from rollout.text import chat
 from rollout.text.tokenizer import byte_level
 

@@ -9,7 +9,7 @@ import pytest
 import rl.algorithms
 from rl.algorithms._pairs import LOSSES
 from rl.training.batch import segmented_batch
-from rl.training.packing import plan_packing
+from rl.training.packing.packing import plan_packing
 
 BETA, SMOOTHING = 0.3, 0.1
 # Tokens before, and in, the chosen and the rejected answer of each pair.

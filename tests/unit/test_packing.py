@@ -17,7 +17,7 @@ from learners import batch, begin, host, same_bits, stage
 import rl.algorithms
 from policy import modes
 from rl.training.batch import segmented_batch
-from rl.training.packing import MAX_ROW_COUNTS, plan_packing, row_counts
+from rl.training.packing.packing import MAX_ROW_COUNTS, plan_packing, row_counts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -25,7 +25,7 @@ from rl.reporting import events
 from rl.run import checks
 from rl.stages.sampling.rollouts import routes_of, to_batch
 from rl.training.batch import padded_batch
-from rl.training.packing import plan_packing
+from rl.training.packing.packing import plan_packing
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.collect import Rollouts
 

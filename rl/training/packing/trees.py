@@ -18,7 +18,7 @@ import numpy as np
 from policy.cache.paths import Tree
 from policy.cache.step import UNKNOWN
 from rl.training.batch import Batch
-from rl.training.packing import Packing
+from rl.training.packing.packing import Packing
 
 LEAST_SAVED = 0.05
 """Groups whose trees save a smaller share of their tokens are packed as sequences alone."""

@@ -1,0 +1,67 @@
+"""Whether the updates and passes of a stage compute equal beginnings of sequences once (`stages.N.shared_prefix`), and
+in rows of which length. The configuration, the model and the mesh alone decide, so all batches of a stage meet the same
+programs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl.stages.configured import ConfiguredStage
+
+if TYPE_CHECKING:
+    from policy.model import Graph
+    from rl.config.stage import StageOptions
+    from rl.training.packing.trees import Sharing
+
+LONGEST = 8192
+"""Tokens of a packed row of trees on a TPU, whose kernel takes the mask as an array that grows with their square."""
+
+
+def sharing_of(stage: ConfiguredStage, graph: Graph, options: StageOptions) -> Sharing | None:
+    """Returns how the sequences of a stage share beginnings on this mesh; None: each is computed alone. options: of the
+    stage, with another micro-batch in a plan."""
+    from policy.config import GatedDeltaNet
+    from policy.layers import batch_split
+    from rl.training.packing.trees import Sharing
+
+    group, config = stage.group, graph.config
+    if options.shared_prefix == "never" or group is None or stage.unshared is not None:
+        return None
+    if options.shared_prefix == "auto" and _unmeasured(graph):
+        return None
+    rows, length = 1, stage.row_length
+    multiple = graph.layout.num_row_shards * (batch_split.PARTS if graph.runtime.batch_split else 1)
+    most = min(group.sequences, (options.micro_batch or stage.rows_per_update) // multiple)
+    while rows * length < group.distinct and 2 * rows <= most:
+        rows *= 2
+    if graph.layout.platform == "tpu":
+        if length > LONGEST:
+            return None
+        while rows * length > LONGEST:
+            rows //= 2
+    modules = config.multi_token_prediction
+    return Sharing(
+        rows,
+        ahead=modules.depth if options.mtp and modules else 0,
+        one_level=any(isinstance(spec.mixer, GatedDeltaNet) for spec in config.layers),
+        whole=stage.answers_share_prompts,
+    )
+
+
+def _unmeasured(graph: Graph) -> bool:
+    """Whether it is not known that trees gain: in bfloat16 on a GPU, whose kernel reads none."""
+    return graph.layout.platform == "gpu" and str(graph.runtime.dtype) != "float32"
+
+
+def describe(stage: ConfiguredStage, sharing: Sharing | None) -> str:
+    """Returns a line that says what the sequences of a stage share, or the key that keeps them from it."""
+    group = stage.group
+    if sharing is None or group is None:
+        if stage.options.shared_prefix == "never":
+            return f"shared prefix: off: stages.{stage.index}.shared_prefix: never"
+        return f"shared prefix: off: {'this device' if stage.unshared is None else stage.unshared[0]}"
+    return (
+        f"shared prefix: beginnings of up to {group.shared} tokens before {group.own} of each of {group.sequences} "
+        f"sequences: {group.distinct} of {group.tokens} tokens, at most {group.tokens / group.distinct:.1f}x; rows of "
+        f"{sharing.rows * stage.row_length}"
+    )
