@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from policy.attention.sequence_shards import Rows
 from policy.cache.media import MediaInputs
+from policy.cache.paths import before, scored
 from policy.cache.step import Step
 from policy.config import Runtime
 from policy.decoder import Decoder
@@ -41,7 +42,7 @@ def make_step(
     segments = jnp.ones(tokens_BT.shape, jnp.int32) if segments is None else jnp.asarray(segments, jnp.int32)
     if positions is None:
         index = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        start = jnp.where(first_of_segment(segments), index, 0)
+        start = jnp.where(before(segments) != segments, index, 0)
         positions = index - jax.lax.cummax(start, axis=1)
     step = Step(positions=jnp.asarray(positions, jnp.int32), segments=segments, contiguous=contiguous)
     return step.with_media(inputs)
@@ -49,12 +50,6 @@ def make_step(
 
 # Key of the optional value head (float32[E]) among the weights.
 VALUE_HEAD = "value_head"
-
-
-def first_of_segment(segments_BT: jax.Array) -> jax.Array:
-    """Returns bool[B, T]: whether a token is the first of its segment."""
-    before = jnp.pad(segments_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    return segments_BT != before
 
 
 def train(
@@ -69,15 +64,10 @@ def train(
     tokens_BT = tokens_BT if step.media is None else step.media.text_tokens(tokens_BT)
     if runtime.mtp is not None:
         aux = predictions(decoder, tokens_BT, step, hidden, aux, temperature, runtime)
-    logp, entropy = logprobs_of_states(decoder, shift_right(hidden), tokens_BT, temperature, runtime)
-    predicted = (step.segments != 0) & ~first_of_segment(step.segments)
+    logp, entropy = logprobs_of_states(decoder, before(hidden), tokens_BT, temperature, runtime)
+    predicted = scored(step.segments)
     aux = replace(aux, mtp_input=None, states=hidden)
     return jnp.where(predicted, logp, 0.0), jnp.where(predicted, entropy, 0.0), aux
-
-
-def shift_right(hidden_BTE: jax.Array) -> jax.Array:
-    """Moves the states of a row one token to the right; the first is 0."""
-    return jnp.pad(hidden_BTE[:, :-1], ((0, 0), (1, 0), (0, 0)))
 
 
 def logprobs_of_states(

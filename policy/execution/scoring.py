@@ -24,6 +24,7 @@ import numpy as np
 
 from policy import modes
 from policy.cache.media import DocumentMedia, Media, MediaInputs, MediaTable, media_inputs
+from policy.cache.paths import before
 from policy.cache.step import Step
 from policy.execution.compiled_cache import CompiledCache
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
@@ -202,7 +203,7 @@ class Scorer:
             hidden, _, _ = self.graph.decoder(params)(
                 tokens, modes.make_step(tokens, segments=segments, inputs=inputs), None, self.graph.runtime
             )
-        return modes.shift_right(hidden)[:, self.first(L) :]
+        return before(hidden)[:, self.first(L) :]
 
     def _scores_program(self, params, hidden_RTE, tokens_RT, temperature):
         with self.graph.precision():

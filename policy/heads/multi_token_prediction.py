@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from policy.cache.layer_cache import LayerCache
+from policy.cache.paths import before, scored
 from policy.cache.step import Step
 from policy.config import MultiTokenPrediction, Runtime
 from policy.heads import head
@@ -48,11 +49,6 @@ def predict(
     x, cache, aux = module(hidden_BTE, decoder.embed(step, runtime), step, cache, runtime)
     normed = module.post_norm(x) if spec.final_norm else decoder.norm(x)
     return normed if spec.input == "post_norm" else x, normed, cache, aux
-
-
-def predicted(segments_BT: jax.Array, d: int) -> jax.Array:
-    """Tells which tokens module d predicts, bool[B, T]: tokens with d + 1 tokens of their segment before them."""
-    return (_shifted(segments_BT, -d - 1) == segments_BT) & (segments_BT != 0)
 
 
 def _spec(decoder: Decoder) -> MultiTokenPrediction:
@@ -86,8 +82,8 @@ def predictions(
     best = _likeliest(decoder, hidden_BTE, 1, tiling)
 
     def module(d, states):
-        segments = jnp.where(_shifted(step.segments, d) == step.segments, step.segments, 0)
-        shifted = replace(step, tokens=_shifted(tokens_BT, d), segments=segments, routes=None)
+        segments = jnp.where(_ahead(step.segments, d) == step.segments, step.segments, 0)
+        shifted = replace(step, tokens=_ahead(tokens_BT, d), segments=segments, routes=None)
         states, normed, _, layer = predict(decoder, d, states, shifted, None, runtime)
         return states, normed, layer
 
@@ -97,7 +93,7 @@ def predictions(
         states, normed, layer = (run if runtime.remat == "none" else jax.checkpoint(run))(states)
         rows, targets = _rows(normed, d + 1), tokens_BT.reshape(-1)
         logp, _ = head.logprobs(rows, decoder.head_weight, targets, temperature, config.logit_softcap, tiling)
-        valid = predicted(step.segments, d)
+        valid = scored(step.segments, d + 1)
         logps.append(jnp.where(valid, logp.reshape(valid.shape), 0.0))
         agrees.append(jnp.where(valid, _likeliest(decoder, normed, d + 1, tiling) == best, False).astype(jnp.float32))
         layers.append(layer)
@@ -107,16 +103,14 @@ def predictions(
     )
 
 
-def _shifted(x_BT: jax.Array, by: int) -> jax.Array:
-    """Moves the entry at t + by to t; 0 where t + by is outside."""
-    T, other_dims = x_BT.shape[1], [(0, 0)] * (x_BT.ndim - 2)
-    by = max(-T, min(T, by))
-    return jnp.pad(x_BT[:, max(by, 0) : T + min(by, 0)], ((0, 0), (max(-by, 0), max(by, 0)), *other_dims))
+def _ahead(x_BT: jax.Array, d: int) -> jax.Array:
+    """Returns [B, T]: at t the entry of the token d places on; 0 where the row has no such token."""
+    return jnp.pad(x_BT[:, d:], ((0, 0), (0, min(d, x_BT.shape[1]))))
 
 
 def _rows(hidden_BTE: jax.Array, back: int) -> jax.Array:
     """Returns for each token the state `back` places before it, [B * T, E]."""
-    return _shifted(hidden_BTE, -back).reshape(-1, hidden_BTE.shape[-1])
+    return before(hidden_BTE, back).reshape(-1, hidden_BTE.shape[-1])
 
 
 def _likeliest(decoder: Decoder, hidden_BTE: jax.Array, back: int, tiling: head.Tiling) -> jax.Array:

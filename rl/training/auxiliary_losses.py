@@ -11,10 +11,9 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
+from policy.cache.paths import first, scored
 from policy.experts.router import bias_update
-from policy.heads.multi_token_prediction import predicted
 from policy.intermediates import Aux, Indexing, Predictions, Routing
-from policy.modes import first_of_segment
 from rl.config.stage import StageOptions
 from rl.training.batch import Batch
 
@@ -38,14 +37,12 @@ class Totals:
 
     def predicted(self, d: int) -> jax.Array:
         """Returns how many trained tokens prediction module d predicts, at least 1."""
-        return jnp.maximum(jnp.sum(self.mask * predicted(self.segments, d)), 1.0)
+        return jnp.maximum(jnp.sum(self.mask * scored(self.segments, d + 1)), 1.0)
 
 
 def totals(batch: Batch) -> Totals:
     """Counts the totals of a mini-batch."""
-    real = batch.segments != 0
-    sequences = jnp.sum(first_of_segment(batch.segments) & real)
-    return Totals(sequences, jnp.sum(real), batch.segments, batch.mask)
+    return Totals(jnp.sum(first(batch.segments)), jnp.sum(batch.segments != 0), batch.segments, batch.mask)
 
 
 def auxiliary_loss(

@@ -7,10 +7,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from policy.cache.paths import before, scored
 from policy.cache.step import Step
 from policy.intermediates import Aux
 from policy.model import Graph
-from policy.modes import VALUE_HEAD, first_of_segment
+from policy.modes import VALUE_HEAD
 from rl.reporting.flops import Operations
 from rl.training.host_memory import copied
 
@@ -85,5 +86,5 @@ def _head_values(states_BTE: jax.Array, head_E: jax.Array) -> jax.Array:
 
 
 def _values_before(values_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
-    """Shifts values after each token to values before it; 0 at the first token of a sequence."""
-    return jnp.where(first_of_segment(segments_BT), 0.0, jnp.pad(values_BT[:, :-1], ((0, 0), (1, 0))))
+    """Returns the value before each token, given those after it; 0 at the first token of a sequence."""
+    return jnp.where(scored(segments_BT), before(values_BT), 0.0)

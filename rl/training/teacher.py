@@ -22,6 +22,7 @@ import qwix
 
 from policy import modes
 from policy.attention.sequence_shards import Rows
+from policy.cache.paths import before, scored
 from policy.cache.step import Step
 from policy.config import StoredType
 from policy.execution.compiled_cache import CompiledCache
@@ -119,7 +120,7 @@ class Teacher(ABC):
             step = modes.make_step(tokens, segments=segments)
             with graph.precision():
                 decoder = graph.decoder(params)
-                states = modes.shift_right(decoder(tokens, step, None, graph.runtime)[0])
+                states = before(decoder(tokens, step, None, graph.runtime)[0])
                 logits = modes.logits(decoder, states, graph.runtime)
                 return 1.0 - jnp.exp(jax.nn.logsumexp(logits[..., :vocabulary], -1) - jax.nn.logsumexp(logits, -1))
 
@@ -137,10 +138,10 @@ class Teacher(ABC):
 
     def _with(self, inputs: PolicyInputs, outputs: DivergenceOutputs, micro: Batch, **more: Any) -> PolicyInputs:
         """Adds numbers per token, 0 at the first token of a segment and on padding, which nothing predicts."""
-        scored = _scored(micro)
+        predicted = scored(micro.segments)
         numbers = {name: array for name in COMPARED if (array := getattr(outputs, name)) is not None}
-        numbers = {name: jax.lax.stop_gradient(jnp.where(scored, array, 0.0)) for name, array in numbers.items()}
-        divergence = jnp.where(scored, outputs.divergence, 0.0)
+        numbers = {name: jax.lax.stop_gradient(jnp.where(predicted, array, 0.0)) for name, array in numbers.items()}
+        divergence = jnp.where(predicted, outputs.divergence, 0.0)
         return replace(inputs, divergence=divergence, teacher=numbers, **more)
 
 
@@ -251,7 +252,7 @@ class ModelTeacher(Teacher):
             with self.graph.precision():
                 step = modes.make_step(tokens, segments=segments)
                 decoder, hidden, _ = self.states(self.split(params)[1], tokens, step)
-                states, tiling = rows.flat(modes.shift_right(hidden)), head.Tiling(None, rows.layout)
+                states, tiling = rows.flat(before(hidden)), head.Tiling(None, rows.layout)
                 weight, softcap = decoder.head_weight, decoder.config.logit_softcap
                 return jax.tree.map(rows.back, head.top_and_rest(states, weight, k, 1.0, softcap, tiling, vocab))
 
@@ -265,9 +266,9 @@ class ModelTeacher(Teacher):
             assert student.aux.states is not None  # log-probabilities were computed from them
             outputs = modes.compare(
                 student.graph.decoder(student.params),
-                modes.shift_right(student.aux.states),
+                before(student.aux.states),
                 decoder,
-                modes.shift_right(hidden),
+                before(hidden),
                 self.algorithm.divergence_spec,
                 self.algorithm.temperature_of(inputs),
                 student.graph.runtime,
@@ -283,7 +284,7 @@ class ModelTeacher(Teacher):
         projections = self.projections(student.graph)
         maps = None if projections is None else projections.maps(frozen)
         distance = feature_loss(mine, theirs, micro.segments, self.algorithm.features_loss, self._pairs, maps)
-        return jnp.where(_scored(micro), jnp.pad(distance[:, :-1], ((0, 0), (1, 0))), 0.0)
+        return jnp.where(scored(micro.segments), before(distance), 0.0)
 
     def vocabulary(self, graph: Graph) -> int:
         return self.graph.config.vocab_size
@@ -340,7 +341,7 @@ class StoredTeacher(Teacher):
         assert ids is not None and top is not None and micro.teacher_rest is not None  # the stage adds them
         with graph.precision():
             assert student.aux.states is not None  # log-probabilities were computed from them
-            decoder, states = graph.decoder(student.params), modes.shift_right(student.aux.states)
+            decoder, states = graph.decoder(student.params), before(student.aux.states)
             mine, entropy = modes.logprobs_of_states(decoder, states, ids, temperature, graph.runtime)
         teacher = rows.flat(top) / temperature  # up to a constant, which only `renormalise` takes
         outputs = top_divergence(
@@ -348,8 +349,3 @@ class StoredTeacher(Teacher):
         )
         outputs = replace(jax.tree.map(rows.back, outputs), student_entropy=entropy)
         return self._with(inputs, outputs, micro)
-
-
-def _scored(micro: Batch) -> jax.Array:
-    """Returns bool[R, T]: the tokens that a state before them predicts."""
-    return (micro.segments != 0) & ~modes.first_of_segment(micro.segments)
