@@ -40,8 +40,8 @@ class GridVision:
 
     An input is a patch of `patch` x `patch` pixels, flattened as (channel, frame, y, x) with `frames` equal frames.
     Inputs are in the order of the blocks that become rows: block row, block column, row and column in the block.
-    `side`: rows and columns of the table of positions, which is interpolated. After the blocks `deepstack` a feature of
-    each row is taken, which a layer of the decoder adds.
+    `side`: rows and columns of the table of positions, which is interpolated. `deepstack`: the blocks whose outputs also
+    become features of each row; layer i of the decoder adds those of the i-th to its output.
     """
 
     encoder: Encoder
@@ -163,7 +163,7 @@ class ChunkedAudio:
 
 Kind = Literal["image", "audio"]
 TOWERS: tuple[Kind, ...] = ("image", "audio")
-"""Start the paths of the weights of towers."""
+"""The first parts of the paths of weights of towers."""
 SHORTEST, STEP = 64, 2
 """Inputs of the smallest item after padding, and the factor from one size to the next."""
 
@@ -180,14 +180,17 @@ def initializer_range(spec: Tower | Encoder) -> float:
 
 
 def rows_of(spec: Tower, shape: tuple[int, int]) -> int:
-    """Returns how many rows an item has: `shape` is (height, width) in patches, or (frames, 1)."""
+    """Returns how many rows an item has: `shape` is (height, width) in patches, or (frames, 1).
+
+    Processors (rollout/media/families) count the same from their own configuration; tests compare the two.
+    """
     height, width = shape
     match spec:
         case GridVision(merge=k) | PooledVision(pool=k):
             return (height // k) * (width // k)
         case Siglip(side=side, pool=k) | TileVision(side=side, merge=k):
             return (side // k) ** 2
-        case Conformer():
+        case Conformer():  # two convolutions of stride 2
             return halved(height, 2)
         case ChunkedAudio():
             return spec.chunk_rows * (height // spec.chunk) + halved(height % spec.chunk, 3)
@@ -208,7 +211,8 @@ def halved(length: Any, times: int) -> Any:
 
 
 def padded_inputs(spec: Tower, inputs: int) -> int:
-    """Returns the number of inputs after padding. Towers of one size read full items."""
+    """Returns the number of inputs after padding: that of a full item for towers of one size, else the next of 64, 128,
+    256, ..., rounded up to a multiple of the inputs of a row."""
     if isinstance(spec, Siglip | TileVision):
         return spec.side**2
     size, unit = SHORTEST, spec.pool**2 if isinstance(spec, PooledVision) else 1

@@ -46,8 +46,9 @@ Key = tuple[Kind, str]
 
 
 def table_rows(rows: Iterable[Sequence[Expanded]], count: int) -> int:
-    """Returns the rows of a table, a power of 2, that holds the items of any `count` of these rows of data. All
-    processes must call this, each with the rows that it holds.
+    """Returns how many rows a table needs, a power of 2, to hold the items of any `count` of these rows of data.
+
+    All processes must call this, each with the rows of data that it holds.
     """
     distinct: dict[Key, int] = {}
     each = []
@@ -79,7 +80,7 @@ def trains_towers(graph: Graph, stage: StageOptions) -> bool:
 
 @dataclass(frozen=True)
 class StepTable:
-    """A table, and where each item begins in it.
+    """A table of media embeddings, and where each item begins in it.
 
     items: what the towers read; None: the stage trains no tower.
     """
@@ -153,6 +154,9 @@ class MediaTables:
 
     loader: decodes the contents. M: rows of every table. trained: whether the current stage trains a tower. sizes: kinds
     and shapes of the items of the run. block: problems of one call of an evaluation.
+
+    The last table is valid for the current weights of the towers: `start_stage` drops it where a stage begins to train
+    them, and `forget` after each update that does.
     """
 
     encoder: MediaEncoder
@@ -205,7 +209,8 @@ class MediaTables:
         return self._last
 
     def with_weights(self, params: Mapping[str, jax.Array], table: StepTable | None) -> MediaTable | None:
-        """Returns the table of the same items under other weights; None: there are none."""
+        """Returns the table of the same items for `params`: encoded again if the stage trains a tower, else the table as
+        it is. None: there is no table."""
         if table is None or table.items is None:
             return table and table.table
         pieces = self.encoder.pieces([(item, table.first[key]) for key, item in table.items.items()], self.M)

@@ -71,7 +71,8 @@ class DocumentMedia:
     delta: int = 0
 
     def refusal(self, T: int) -> str | None:
-        """Returns why a prompt of T tokens cannot have this, as the end of a sentence; None: it can."""
+        """Returns why these arrays do not fit a prompt of T tokens, to follow "the prompt" in a message; None: they
+        do."""
         rows = len(self.table.rows)
         for name, array, shape in (
             ("index", self.index, (T,)),
@@ -102,7 +103,7 @@ class DocumentMedia:
         """Returns the last place, `end` or earlier, where a call may end: a block is computed in one call."""
         if self.until is None or end >= len(self.until):
             return end
-        return int(np.searchsorted(self.until[:end], end))
+        return int(np.searchsorted(self.until[:end], end))  # the first token whose block reaches past `end`
 
     def span(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
         """Returns (index, turns, until) of the tokens start .. end - 1."""

@@ -1,8 +1,9 @@
 """Tables of pictures and sounds: towers in programs of fixed sizes.
 
-An item (a picture, a tile or a clip) is computed with others of its size: its inputs are padded to 64, 128, 256, ...,
-and a program takes a fixed number of items. The same item always meets the same program, so the bits of its rows depend
-on no other item. Programs write into a table of a fixed number of rows.
+An item (a picture, a tile or a clip) is computed with others of its size: its inputs are padded to one of few numbers
+(`padded_inputs`: 64, 128, 256, ... unless its tower has one size), and a program takes a fixed number of items. The
+same item always meets the same program, so the bits of its rows depend on no other item. Programs write into a table of
+a fixed number of rows.
 
 R items of a program, G calls of it, N inputs of an item after padding, K numbers of an input, m rows of an item after
 padding, M rows of the table, E hidden, D layers with deepstack features.
@@ -59,7 +60,7 @@ class Item(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Piece:
-    """Items of one kind and size, for G calls of one program.
+    """Items of one kind and size, padded, for G calls of one program.
 
     values: float32[G, R, N, K]. shapes: int32[G, R, 2]. places: int32[G, R, m], the row of the table that each row of
     an item goes to; M: none.
@@ -198,7 +199,8 @@ class MediaEncoder:
         return self.graph.encode(self._complete(params), kind, values, shapes_R2)
 
     def _complete(self, params: Params) -> dict[str, jax.Array]:
-        """Returns the weights of towers with zeros for all others, which no tower reads."""
+        """Returns the weights of towers with zeros for all others, which no tower reads: in a compiled program they take
+        no memory."""
         return {
             path: params[path] if path in params else jnp.zeros(shape.shape, shape.dtype)
             for path, shape in self.graph.shapes.items()

@@ -116,8 +116,8 @@ def attention(q_RHNd: jax.Array, k_RKNd: jax.Array, v_RKNd: jax.Array, mask: Mas
 
 
 def within(groups_RN: jax.Array) -> Mask:
-    """Returns the mask that lets the inputs of an item see all inputs of their group; group 0 is padding. Groups are
-    the segments of the decoder's mask, and equal positions switch off its order."""
+    """Returns the mask that lets the inputs of an item see all inputs of their group; group 0 is padding. It is the
+    decoder's mask with groups as segments and all positions 0, so that causality excludes nothing."""
     nowhere = jnp.zeros_like(groups_RN)
     return Mask(Step(nowhere, groups_RN), Visible({}, nowhere, groups_RN))
 

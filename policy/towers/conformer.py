@@ -23,8 +23,8 @@ from policy.ops.parameter import normal, ones, stacked, weight, zeros
 from policy.ops.rope import sinusoids
 from policy.towers.blocks import Projections, convolved, for_towers, prepared, real_inputs, run
 
-# Queries and keys are scaled so that fresh per-dimension scales, softplus(0) = ln 2, leave q k / sqrt(d) ln(1 + e)
-# / ln 2.
+# A fresh per-dimension scale of queries, softplus(0) = ln 2, cancels QUERY_SCALE: scores are then q k / sqrt(d) times
+# KEY_SCALE, as in transformers.
 QUERY_SCALE, KEY_SCALE = 1 / math.log(2), math.log(1 + math.e) / math.log(2)
 
 
@@ -77,7 +77,8 @@ class RelativeAttention(Projections):
 
 
 class LightConvolution(Projections):
-    """x + f(x) with f a gated linear unit, a causal depthwise convolution, a norm, silu and a linear layer."""
+    """x + f(x) with f a gated linear unit, a causal depthwise convolution, a norm, an activation and a linear
+    layer."""
 
     def __init__(self, spec: Conformer, rngs: nnx.Rngs):
         self.spec, D, norm = spec, spec.width, Norm(spec.eps, "before_cast")

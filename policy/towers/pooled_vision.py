@@ -87,7 +87,7 @@ class PooledVisionTower(Projections):
 
     def __call__(self, values_RNK: jax.Array, shape_R2: jax.Array, runtime: Runtime) -> tuple[jax.Array, None]:
         """Returns (rows [R, M, E], None) of pictures of `shape` (height, width) in patches; patches past it are
-        padding. N is a multiple of the patches of a row, and so are height and width of its sides."""
+        padding. N is a multiple of pool * pool, height and width are multiples of pool."""
         spec, runtime = self.spec, for_towers(runtime)
         N = values_RNK.shape[1]
         real, (row, column) = real_inputs(shape_R2, N), grid_positions(shape_R2, N)

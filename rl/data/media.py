@@ -28,12 +28,13 @@ _LISTS: dict[Kind, str] = {kind: names[1] for kind, names in COLUMNS.items()}
 _DECODED = 4
 """Contents of a dataset that are decoded before a model is built."""
 _DECODER = "rollout.media.reference:decode"
+_UNREAD = "but the model reads no {}s: its directory describes no tower for them, or model.media is never"
 
 
 def read_processors(config: RunConfig, tokenizer: Any) -> Processors | None:
     """Returns the processors of the run's model; None: it has no towers, or `model.media` is `never`.
 
-    Raises as `models.directory`; all else as `processors_of`.
+    Raises what `models.directory` raises, and for a preset MediaError as `towers.read_processors`.
     """
     if config.model.media == "never":
         return None
@@ -45,13 +46,14 @@ def read_processors(config: RunConfig, tokenizer: Any) -> Processors | None:
 def processors_of(directory: Path, tokenizer: Any, sections: dict | None = None) -> Processors | None:
     """Returns the processors of a model's directory; None: it has no towers.
 
-    Of a model with towers but without a processor that can be read, they hold the problem, and the first row with a
-    picture or a sound is refused with it: rows of text need no processor. sections: as for `sources.read_config`.
+    If a model has towers but no processor that can be read, they are `Processors(None, None, problem)`: rows of text
+    work, and the first row with a picture or a sound is refused with the problem. sections: as for
+    `sources.read_config`.
     """
     try:
         decoder = sources.read_config(directory, sections, media=True)
     except ValueError as error:
-        return _without_towers(directory, str(error))
+        return _unreadable_towers(directory, str(error))
     if decoder.image is None and decoder.audio is None:
         return None
     try:
@@ -62,9 +64,9 @@ def processors_of(directory: Path, tokenizer: Any, sections: dict | None = None)
     return Processors(image, None if decoder.audio is None else read.audio)
 
 
-def _without_towers(directory: Path, problem: str) -> Processors | None:
-    """Returns what stands for the towers of a directory of which only the text model can be read. The build of the
-    model reports all other problems."""
+def _unreadable_towers(directory: Path, problem: str) -> Processors | None:
+    """Returns the processors of a directory with towers that cannot be read, which hold the problem; None: it has no
+    towers, and the build of the model reports the problem."""
     try:
         stored = sources.read_hf(directory)
     except ValueError:
@@ -169,11 +171,9 @@ def _conversations(example: Example) -> list[Messages]:
 
 
 def _as_prompt(conversation: str | Messages) -> str | Messages:
-    """Returns a conversation of which `text_of` takes all messages."""
+    """Returns a conversation with all roles `user`: `text_of` takes the messages of the assistant alone if there are
+    any."""
     return conversation if isinstance(conversation, str) else [m | {"role": "user"} for m in conversation]
-
-
-_UNREAD = "but the model reads no {}s: its directory describes no tower for them, or model.media is never"
 
 
 def kinds_of(examples: Iterable[Example]) -> list[Kind]:

@@ -87,7 +87,7 @@ class DataReader:
         self.processors = read_processors(config, self.tokenizer)
         self.loader = None if self.processors is None else Loader(self.processors)
         self._encoder = ExampleEncoder(self.tokenizer, self.processors, config.model.media_rows)
-        self._references = False
+        self._has_media = False
         self.held_out: list[Problem] = []
         self._read: dict[tuple, Any] = {}
         self._runners: dict[str, Runner] = {}
@@ -102,7 +102,7 @@ class DataReader:
     @property
     def has_media(self) -> bool:
         """Whether any row that any process has read so far has pictures or sounds."""
-        return self._references
+        return self._has_media
 
     def read_held_out(self, options: EvaluationOptions, stages: Sequence[StageOptions]) -> None:
         """Reads the problems of the evaluations that `stages` make, into `held_out`."""
@@ -196,7 +196,7 @@ class DataReader:
 
         dataset = raise_on_all(partial(loaded, self.processors))
         everywhere = {each for part in processes.all_gather_object(kinds_of(dataset)) for each in part}
-        self._references |= bool(everywhere)
+        self._has_media |= bool(everywhere)
         return replace(dataset, examples=with_lists(dataset.examples, sorted(everywhere)))
 
     def _once(self, key: tuple, make: Callable[[], Any]) -> Any:

@@ -16,10 +16,10 @@ import numpy as np
 
 import rl.stages
 from policy.attention.paged_attention import KERNELS
-from policy.execution.encoding import MediaEncoder
+from policy.execution.encoding import MediaEncoder, tower_params
 from policy.execution.scoring import Scorer
 from policy.experts.expert_shards import ExpertShards
-from policy.media import Kind, is_tower, largest_inputs
+from policy.media import Kind, largest_inputs
 from policy.mesh.sharding import Layout
 from policy.model import Graph
 from policy.ops.host_memory import on_a_device
@@ -123,10 +123,7 @@ def _encoding(stage: StageKind) -> Iterator[Program]:
     kind: Kind = "audio" if encoder.graph.config.image is None else "image"
     assert most is not None  # without it a plan has no table
     N = largest_inputs(encoder.spec(kind), most)
-    R, params = (
-        encoder.items_per_call(N),
-        {path: a for path, a in stage.abstract().policy.params.items() if is_tower(path)},
-    )
+    R, params = encoder.items_per_call(N), tower_params(stage.abstract().policy.params)
 
     def lower() -> jax.stages.Lowered:
         return encoder.lower(params, table, kind, N)

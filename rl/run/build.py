@@ -97,7 +97,8 @@ def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTa
     shown = [([media_of(row) for row in stage.rows.own], stage.options.prompts_per_step) for stage in prepared.stages]
     block = evaluated_at_once(config)
     shown.append(([media_of(problem) for problem in prepared.held_out], block))
-    M = max(1, *(table_rows(rows, count) for rows, count in shown))  # 1: what has pictures is never evaluated
+    # Held-out problems that no stage evaluates may be the only ones with pictures: the table then has one empty row.
+    M = max(1, *(table_rows(rows, count) for rows, count in shown))
     own = {(item.kind, *item.shape) for rows, _ in shown for row in rows for each in row for item in each.items}
     sizes: set[tuple[Kind, tuple[int, int]]] = {
         (kind, (height, width)) for part in processes.all_gather_object(sorted(own)) for kind, height, width in part
@@ -109,11 +110,13 @@ def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTa
 
 def check_freeze(graph: Graph, stages: Sequence[StageOptions]) -> Graph:
     """Returns the graph. Raises ConfigError for a name in `freeze` that no weight has, and if nothing is left to
-    train."""
+    train. A model without towers, for rows of text, has none of the weights of towers."""
+    has_towers = any(map(is_tower, graph.paths))
     for number, stage in enumerate(stages):
         where = f"stages[{number}].freeze"
         for name in stage.freeze or ():
-            if not is_tower(name) and not any(is_named(path, name) for path in graph.paths):
+            absent = is_tower(name) and not has_towers
+            if not absent and not any(is_named(path, name) for path in graph.paths):
                 parts = sorted({path.partition(".")[0] for path in graph.paths})
                 raise ConfigError(f"{where}: the path of no weight begins with {name!r}{nearest(name, parts)}")
         if not trained_paths(graph.paths, graph.runtime, frozen_names(graph, stage)):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Fields of Progress with another name in the files of checkpoints.
 _JSON_KEYS = {"next_prompt_id": "prompts", "examples_drawn": "drawn", "adaptive_coefs": "controls"}
-# Fields that checkpoints of earlier versions lack: they start from these values.
+# Fields that the JSON of a checkpoint may lack, with their values then.
 _ADDED = {"unscored_steps": 0}
 
 
@@ -101,8 +101,8 @@ class Context:
         self, documents: Sequence[Expanded | None], *, counted: bool = True, again: bool = False
     ) -> StepTable:
         """Returns the table of the pictures and sounds of these documents, by the current weights. counted: whether the
-        metrics of the step count the call. again: they have counted these documents before. Raises DataError for a
-        content that cannot be decoded."""
+        metrics of the step keep what they have counted; False, for a call before the first step, drops it. again: they
+        have counted these documents before. Raises DataError for a content that cannot be decoded."""
         assert self.media is not None, "the stage asks for a table only if the run has pictures or sounds"
         with self.timeline.span("pictures and sounds"):
             table = self.media.of(self.model.params, documents, again=again)
@@ -111,9 +111,11 @@ class Context:
         return table
 
     def with_media(self, batch: Batch, documents: Documents) -> tuple[Batch, StepTable | None]:
-        """Returns the batch with the places of its pictures and sounds, and their table. A run of text changes nothing.
+        """Returns (the batch with the places of its pictures and sounds, their table). In a run of text the batch is as
+        it was and the table None.
 
-        Raises DataError for a content that cannot be decoded."""
+        Raises DataError for a content that cannot be decoded.
+        """
         if self.media is None:
             return batch, None
         table = self.media_table([document for _, _, document in documents])

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rl.data.reader import DataReader
+    from rl.media import Documents
     from rl.training.batch import Batch
 
 
@@ -30,10 +31,10 @@ class Stage(supervised.Stage):
     def abstract_batch(self, shape: tuple[int, int]) -> Batch:
         return abstract_batch(shape, None, *inputs.fields(self), "margin")
 
-    def batch(self) -> Batch:
+    def batch(self) -> tuple[Batch, Documents]:
         pairs = self.rows.take(self.draw_examples(self.rows.total))
-        self.documents = supervised.documents_of([(pair.chosen, pair.rejected) for pair in pairs])
-        return batch_of(pairs, self.config.max_length)
+        documents = supervised.documents_of([(pair.chosen, pair.rejected) for pair in pairs])
+        return batch_of(pairs, self.config.max_length), documents
 
 
 def batch_of(pairs: Sequence[Pair], max_length: int) -> Batch:

@@ -34,8 +34,6 @@ MOST_OUTSIDE = 1e-3
 class Stage(StageKind):
     """Updates the policy on examples of a dataset."""
 
-    documents: Documents = ()
-
     def _check_kind(self) -> ConfigProblems:
         yield from self._check_offline()
         if self.options.algorithm.name != "sft":
@@ -87,13 +85,12 @@ class Stage(StageKind):
             return batch
         return batch.replace(**self.teacher_rows.shapes(shape, self.algorithm.top_k))
 
-    def batch(self) -> Batch:
-        """Returns the batch of the next step, one example per row."""
+    def batch(self) -> tuple[Batch, Documents]:
+        """Returns (the batch of the next step, one example per row; the pictures and sounds of its sequences)."""
         from rl.training.batch import padded_batch
 
         rows = self.rows.take(self.draw_examples(self.rows.total))
-        self.documents = documents_of([(row,) for row in rows])
-        return padded_batch(rows, self.config.max_length)
+        return padded_batch(rows, self.config.max_length), documents_of([(row,) for row in rows])
 
     def complete(self, data: inputs.StepData) -> None:
         """Changes the batch after its inputs have been added. By default it changes nothing."""
@@ -126,7 +123,7 @@ class Stage(StageKind):
         flops_before, progress = self.trainer.total_flops, self.context.progress
         progress.adaptive_coefs |= self.algorithm.scheduled_coefs((n - 1) / self.options.steps)
         with self.context.timeline.span("data"):
-            batch, table = self.context.with_media(self.batch(), self.documents)
+            batch, table = self.context.with_media(*self.batch())
             data = inputs.StepData(state, batch, table=table)
             inputs.provide(self, data, inputs.EXAMPLES)
         if inputs.any_at(self, inputs.MODEL_PASSES):

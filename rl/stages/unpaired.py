@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rl.config.data import DataOptions
     from rl.data.datasets import Example
     from rl.data.reader import DataReader
+    from rl.media import Documents
     from rl.training.batch import Batch
 
 _LABELS = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0}
@@ -67,15 +68,15 @@ class Stage(supervised.Stage):
         extra = ("label", "kl") if "old_logp" in self.inputs else ("label",)
         return abstract_batch(shape, None, *inputs.fields(self), extra=extra)
 
-    def batch(self) -> Batch:
+    def batch(self) -> tuple[Batch, Documents]:
         per_example = self.answers_per_example
         numbers = self.draw_examples(self.rows.total * per_example)
         examples = self.rows.take([number // per_example for number in numbers])
         answers = [example[number % per_example] for example, number in zip(examples, numbers, strict=True)]
         size = self.rows_per_update if "old_logp" in self.inputs else None
         sequences = sequences_of([row for row, _ in answers], self.config.max_length, size)
-        self.documents = documents_of(sequences)
-        return batch_of(sequences, [label for _, label in answers], self.config.max_length)
+        batch = batch_of(sequences, [label for _, label in answers], self.config.max_length)
+        return batch, documents_of(sequences)
 
     def complete(self, data: inputs.StepData) -> None:
         if "old_logp" in self.inputs:

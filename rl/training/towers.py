@@ -49,8 +49,9 @@ def inputs_of(params: dict[str, jax.Array], places: Places | None) -> MediaInput
 class TowerGradients:
     """Gradients of an update, through the towers that it trains.
 
-    arguments: what the loss is differentiated by, and its constants, by path. A float32 table takes the place of
-    trained towers.
+    arguments: (what the loss is differentiated by, its constants), by path. If towers are trained, a float32 table is
+    among the first, and their weights, which the loss does not read, are among the second: a decoder needs all its
+    weights.
     """
 
     def __init__(self, graph: Graph, trained: dict, constants: dict, pieces: Sequence[Piece] | None):

@@ -28,10 +28,10 @@ from rollout.text.chat import Messages, render_text
 
 @dataclass(frozen=True, eq=False)
 class Expanded:
-    """A prompt as tokens.
+    """A rendered conversation as tokens: a prompt, or a prompt with its answer.
 
     tokens: int32[T].
-    index: int32[T], the number of the row among those of the prompt, -1 at text.
+    index: int32[T], the number of the row among those of the conversation, -1 at text.
     turns: int32[T, 3], rotary positions by (time, height, width); None if all three are the position.
     until: int32[T], the position of the last token of the picture, the token's own elsewhere; None in causal families.
     delta: rotary position of the next token less T.
@@ -69,14 +69,14 @@ class Expanded:
         return owners
 
     def first(self, end: int) -> Expanded:
-        """Returns the first `end` tokens, which hold all items; the others are text."""
+        """Returns the first `end` tokens. `end` must not cut off a part of a picture or sound."""
         turns, until = (None if array is None else array[:end] for array in (self.turns, self.until))
         cut = {"tokens": self.tokens[:end], "index": self.index[:end], "starts": self.starts[:end]}
         return dataclasses.replace(self, turns=turns, until=until, **cut)
 
 
 Masked = tuple[Expanded, list[int]]
-"""(tokens, 1 where a token is trained on)."""
+"""(conversation, 1 at each token that is trained on)."""
 
 
 def expand(

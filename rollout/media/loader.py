@@ -71,7 +71,9 @@ class Loader:
             for reference, future in started.items():
                 try:
                     ready[reference] = future.result()
-                except MediaError:  # of an equal content in another file or row, or of this one, which then says so
+                except (
+                    MediaError
+                ):  # maybe of an equal content elsewhere: decoded here, the error names its own file and row
                     ready[reference] = self._prepared(reference)
         finally:
             self.waited += time.perf_counter() - began

@@ -22,7 +22,7 @@ _READERS: dict[str, _Reader] = {
     "WhisperFeatureExtractor": qwen_audio.read,
     "Gemma4AudioFeatureExtractor": gemma4_audio.read,
 }
-"""Classes of transformers, without the suffix of their form, to the readers of their configurations."""
+"""Classes of transformers, without the suffixes Fast and Pil, to the readers of their configurations."""
 _SUFFIXES = ("Fast", "Pil")
 
 
@@ -65,7 +65,7 @@ class Stored:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Returns the classes of transformers, without the suffix of their form."""
+        """Returns the classes of transformers, without the suffixes Fast and Pil."""
         both = ((self.image, "image_processor_type"), (self.audio, "feature_extractor_type"))
         return tuple(_class(stored, key) for stored, key in both if stored is not None)
 

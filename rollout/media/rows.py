@@ -84,7 +84,7 @@ def normalise(
             return prompt, ()
         prompt = [{"role": "user", "content": prompt}]
     messages = [dict(message, content=_content(row, number, message)) for number, message in enumerate(prompt)]
-    for kind in reversed(KINDS):
+    for kind in reversed(KINDS):  # each goes to the front, so that pictures come before sounds
         _insert(row, kind, messages)
     return messages, _references(row, where, base)
 

@@ -86,3 +86,9 @@ def test_a_teacher_reads_no_pictures():
     teacher = {"algorithm": "distill", "steps": 1, "prompts_per_step": 2, "sampling": {"max_new_tokens": 6}}
     with pytest.raises(ConfigError, match="distill: a teacher reads no pictures or sounds; use rows of text, or sft"):
         built(f"stages={json.dumps([teacher | {'teacher': {'source': 'tiny-vl'}}])}")
+
+
+def test_a_misspelt_part_of_a_tower_is_refused():
+    with pytest.raises(ConfigError, match=r"begins with 'image.blockz'"):
+        built("stages.0.freeze=[image.blockz]")
+    built("stages.0.freeze=[image.blocks]")
