@@ -65,7 +65,9 @@ class LayerCache:
 
     @classmethod
     def of(cls, arrays: dict[str, CacheArray], index: jax.Array | int, step: Step, layout: Layout | None) -> LayerCache:
-        """Makes the cache of layer `index` for a call over the tokens of `step`."""
+        """Makes the cache of layer `index` for a call over the tokens of `step`, which may not be those of trees."""
+        if step.tree is not None:
+            raise ValueError("a cache holds no trees: sequences share beginnings in training and scoring only")
         return cls(arrays, index, step.pages, layout, step.anywhere)
 
 
@@ -97,8 +99,6 @@ def extend(
     """
     if cache is None:
         return own_tokens(step, new), None
-    if step.tree is not None:
-        raise ValueError("a cache holds no trees: sequences share beginnings in training and scoring only")
     arrays: dict[str, CacheArray] = {}
     entries: dict[str, jax.Array] = {}
     B, T = step.positions.shape

@@ -1,12 +1,13 @@
 """Gated delta net (arXiv 2412.06464): linear attention whose state is updated by the delta rule and decays by a gate.
 
 B rows, T tokens, E hidden, K key heads, G value heads of a key head, D and V dimensions of keys and values, J = 2D + GV
-channels of a key head in the convolution, W its width, N chunks of C tokens.
+channels of a key head in the convolution, W its width.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import jax
@@ -17,16 +18,18 @@ from jax.sharding import PartitionSpec
 
 from policy.attention.sequence_shards import replicate_length
 from policy.cache.layer_cache import LayerCache
+from policy.cache.paths import Tree
+from policy.cache.paths import before as entries_before
 from policy.cache.step import Step
 from policy.config import DecoderConfig, GatedDeltaNet, Runtime
 from policy.intermediates import LayerAux
+from policy.layers.delta_rule import chunked, chunked_trees, single, stepwise
 from policy.mesh.explicit import in_explicit_mode, over_devices, reshard_like, spec_of
 from policy.mesh.sharding import from_cache, to_cache
 from policy.ops.linear import linear
 from policy.ops.norms import RMSNorm
 from policy.ops.parameter import normal, ones, split_module, weight
 
-CHUNK = 64
 # Inputs of the convolution -> the names under which remat policies save them.
 CONVOLVED = {"q": "query_proj", "k": "key_proj", "v": "value_proj"}
 
@@ -64,12 +67,12 @@ class DeltaNet(nnx.Module):
     ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
         """Computes (x_BTE, cache, LayerAux). Padding gives 0 and leaves the cache as it is. Without a cache every
         document of a row starts from an empty state; with one, the first document of a row continues from the cached
-        state."""
+        state. In trees a token continues from the state after the token before it on its path."""
         if in_explicit_mode():
             return self._over_devices(x_BTE, step, runtime), cache, LayerAux()
         real, documents = step.segments != 0, number_documents(step.segments)
         x = jnp.where(real[..., None], replicate_length(x_BTE, runtime), 0)
-        q, k, v, inputs = self._convolved(x, documents, cache, runtime)
+        q, k, v, inputs = self._convolved(x, documents, step.tree, cache, runtime)
         beta, g = (to_cache(a, runtime.layout) for a in self._gates(x, real))
         B, K, G, T, V = v.shape
         if cache is None:
@@ -81,6 +84,8 @@ class DeltaNet(nnx.Module):
             if tentative:
                 out, states = stepwise(q, k, v, beta, g, state)
                 aux = LayerAux(states={"conv": self._windows(inputs, T), "state": states.reshape(B, T, K * G, -1, V)})
+            elif step.tree is not None:
+                out = chunked_trees(q, k, v, beta, g, step.tree)
             elif T == 1:
                 out, state = single(q, k, v, beta, g, state)
             else:
@@ -111,7 +116,7 @@ class DeltaNet(nnx.Module):
 
         places = [layout.used(spec_of(w)) for w in weights], rows, PartitionSpec(rows[0])
         out = over_devices(local, layout.mesh, places, rows, check_vma=False)(
-            weights, x_BTE, Step(step.positions, step.segments)
+            weights, x_BTE, Step(step.positions, step.segments, tree=step.tree)
         )
         return reshard_like(out, x_BTE)
 
@@ -136,7 +141,7 @@ class DeltaNet(nnx.Module):
         before = self.spec.conv_width - 1
         return jnp.stack([self._stored(inputs_BKTJ[:, :, t + 1 : t + 1 + before]) for t in range(T)], axis=1)
 
-    def _convolved(self, x_BTE, documents_BT, cache, runtime):
+    def _convolved(self, x_BTE, documents_BT, tree: Tree | None, cache, runtime):
         """Returns (q, k [B, K, T, D], v [B, K, G, T, V], inputs): float32 after convolution and silu, q and k of unit
         length, and the inputs of the convolution, preceded by the W - 1 inputs of earlier calls."""
         spec = self.spec
@@ -150,7 +155,11 @@ class DeltaNet(nnx.Module):
             window = cast(jax.Array, cache.arrays["conv"])[cache.index].reshape(B, before, K, J).swapaxes(1, 2)
             inputs = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=2)
         kernel = jnp.concatenate([getattr(self, f"{name}_conv")[...].astype(jnp.float32) for name in CONVOLVED], axis=1)
-        convolved = jax.nn.silu(convolve(inputs, kernel, documents_BT))
+        if tree is None:
+            convolved = convolve(inputs, kernel, documents_BT)
+        else:
+            convolved = convolve_paths(inputs[:, :, before:], kernel, tree)
+        convolved = jax.nn.silu(convolved)
         q, k, v = jnp.split(convolved, [spec.key_dim, 2 * spec.key_dim], axis=-1)
         return _unit(q) * spec.key_dim**-0.5, _unit(k), self._heads(v), inputs
 
@@ -203,134 +212,12 @@ def convolve(inputs_BKTJ: jax.Array, kernel_KJW: jax.Array, documents_BT: jax.Ar
     return out
 
 
-def single(
-    q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: jax.Array, state_BKGDV: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Computes the recurrence for one token: (out [B, K, G, 1, V], state). Arguments as in `chunked`, with T = 1.
-
-    The state is read once for k and q: S^T q = e^g S_before^T q + (k . q) u.
-    """
-    decay = jnp.exp(g)[..., None]
-    seen = jnp.einsum("bkxd,bkgdv->bkgxv", jnp.concatenate([k, q], axis=2), state_BKGDV)
-    written = beta[..., None] * (v - decay * seen[..., :1, :])
-    match = jnp.sum(k * q, axis=-1)[:, :, None, :, None]
-    out = decay * seen[..., 1:, :] + match * written
-    return out, decay * state_BKGDV + k.swapaxes(2, 3)[:, :, None] * written
-
-
-def stepwise(
-    q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: jax.Array, state_BKGDV: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Computes the recurrence token by token: (out [B, K, G, T, V], states after each token [B, T, K, G, D, V])."""
-
-    def one(state, xs):
-        q, k, v, beta, g = (jnp.expand_dims(x, axis) for x, axis in zip(xs, (2, 2, 3, 3, 3), strict=True))
-        out, state = single(q, k, v, beta, g, state)
-        return state, (out[:, :, :, 0], state)
-
-    xs = tuple(jnp.moveaxis(x, axis, 0) for x, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
-    _, (out, states) = jax.lax.scan(one, state_BKGDV, xs)
-    return jnp.moveaxis(out, 0, 3), jnp.moveaxis(states, 0, 1)
-
-
-def chunked(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    beta: jax.Array,
-    g: jax.Array,
-    documents_BT: jax.Array,
-    state_BKGDV: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Computes the recurrence over T tokens, C at a time: (out [B, K, G, T, V], state after the last token).
-
-    q, k [B, K, T, D]; v [B, K, G, T, V]; beta, g [B, K, G, T]. Within a chunk the written values u_i = beta_i (v_i -
-    S_i^T k_i) solve a unit lower triangular system (section 3.3): u = U - W S with S the state before the chunk. U, W
-    and all else that does not depend on S are computed for all chunks at once; three products remain in the scan.
-    """
-    T = v.shape[3]
-    C = min(CHUNK, T)
-    q, k, v, beta, g = (_chunks(a, axis, C) for a, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
-    decay, entering = _decays(g, _chunks(documents_BT, 1, C, mode="edge"))
-    solution = unit_lower_inverse(beta[..., None] * decay * _products(k, k)) * beta[..., None, :]
-    U, W = solution @ v, (solution * entering[..., None, :]) @ k[:, :, :, None]
-    remaining = decay[..., -1, :, None]
-
-    def chunk(state, xs):
-        U, W, k, remaining, kept = xs
-        u = U - W @ state
-        after = kept[..., None] * state + jnp.einsum("bkcd,bkgcv->bkgdv", k, remaining * u)
-        return after, (state, u)
-
-    state, (states, u) = jax.lax.scan(chunk, state_BKGDV, (U, W, k, remaining, entering[..., -1:]))
-    out = entering[..., None] * jnp.einsum("nbkcd,nbkgdv->nbkgcv", q, states) + (decay * _products(q, k)) @ u
-    out = jnp.moveaxis(out, 0, 3)
-    return out.reshape(*out.shape[:3], -1, out.shape[-1])[:, :, :, :T], state
-
-
-@jax.custom_vjp
-def unit_lower_inverse(a: jax.Array) -> jax.Array:
-    """Computes the inverse of I + tril(a, -1), [..., C, C], from blocks of size 1 to C, two neighbours at a time:
-    [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]].
-
-    It uses products only. On CPU a batched triangular solve calls a threaded BLAS, which is slow and can hang in a
-    backward pass. The series I - a + a^2 - ... loses all digits for equal keys.
-    """
-    C = a.shape[-1]
-
-    def quarters(size):
-        """Returns the lower left quarters Q of the diagonal blocks of size 2 `size`."""
-        block = jnp.arange(C) // size
-        return jnp.where((block[:, None] // 2 == block // 2) & (block[:, None] > block), a, 0)
-
-    inverse, size = jnp.eye(C, dtype=a.dtype) - quarters(1), 2
-    while size < C:
-        inverse = inverse - inverse @ quarters(size) @ inverse
-        size *= 2
-    return inverse
-
-
-def _inverse_forward(a):
-    inverse = unit_lower_inverse(a)
-    return inverse, inverse
-
-
-def _inverse_backward(inverse, cotangent):
-    transposed = jnp.swapaxes(inverse, -1, -2)
-    with jax.default_matmul_precision("highest"):  # traced outside the caller's context
-        return (-jnp.tril(transposed @ cotangent @ transposed, -1),)
-
-
-unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
-
-
-def _chunks(a: jax.Array, axis: int, C: int, mode: str = "constant") -> jax.Array:
-    """Pads the tokens of `a`, along `axis`, to a multiple of C and splits them into chunks: [N, ..., C, ...]."""
-    pad = [(0, 0)] * a.ndim
-    pad[axis] = (0, -a.shape[axis] % C)
-    a = jnp.pad(a, pad, mode=mode)
-    return jnp.moveaxis(a.reshape(*a.shape[:axis], -1, C, *a.shape[axis + 1 :]), axis, 0)
-
-
-def _products(a_NBKCD: jax.Array, b_NBKCD: jax.Array) -> jax.Array:
-    """Returns [N, B, K, 1, C, C]: a_i . b_j, the same for all value heads of a key head."""
-    return jnp.einsum("nbkid,nbkjd->nbkij", a_NBKCD, b_NBKCD)[:, :, :, None]
-
-
-def _decays(g_NBKGC: jax.Array, documents_NBC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the decay at token i of the value that token j wrote, [N, B, K, G, C, C], and of the state before the
-    chunk, [N, B, K, G, C]; 0 for the future and for other documents.
-
-    The logarithms of the pairs are sums over j < l <= i. Differences of one cumulative sum would lose digits after a
-    strong decay: float32 has a spacing of 6e-5 at 1000. The upper half is masked before the exponential, where it would
-    overflow.
-    """
-    C = g_NBKGC.shape[-1]
-    later = jnp.tril(jnp.ones((C, C), bool), -1)
-    pairs = jnp.cumsum(jnp.where(later, g_NBKGC[..., :, None], 0.0), axis=-2)
-    same = documents_NBC[..., :, None] == documents_NBC[..., None, :]
-    allowed = (same & jnp.tril(jnp.ones((C, C), bool)))[:, :, None, None]
-    first = jnp.zeros_like(documents_NBC[:1, :, -1:])
-    carried = documents_NBC == jnp.concatenate([first, documents_NBC[:-1, :, -1:]])
-    total = jnp.where(carried[:, :, None, None], jnp.cumsum(g_NBKGC, axis=-1), -jnp.inf)
-    return jnp.exp(jnp.where(allowed, pairs, -jnp.inf)), jnp.exp(total)
+def convolve_paths(inputs_BKTJ: jax.Array, kernel_KJW: jax.Array, tree: Tree) -> jax.Array:
+    """Computes `convolve` along the paths of trees, from the inputs of the T tokens: out_t = sum_w kernel[w] in(the
+    token W - 1 - w before t on its path). A tap ahead of the path counts as 0."""
+    inputs, W = inputs_BKTJ.astype(jnp.float32), kernel_KJW.shape[-1]
+    out = inputs * kernel_KJW[:, None, :, W - 1]
+    for times in range(1, W):
+        tap = jax.vmap(partial(entries_before, tree=tree, times=times), 1, 1)(inputs)
+        out = out + tap * kernel_KJW[:, None, :, W - 1 - times]
+    return out

@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from policy.cache.layer_cache import LayerCache
+from policy.cache.paths import Tree
+from policy.cache.paths import before as entries_before
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Engram, Runtime
 from policy.intermediates import LayerAux
@@ -91,8 +93,8 @@ class NgramLookup(nnx.Module):
         self, x: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
     ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
         """Computes (the update that is added to x, cache, LayerAux). x is [B, T, E] or [B, T, G, E]. Documents of a row
-        do not see each other; with a cache the first document continues the cached one. Padding leaves the cache as it
-        is."""
+        do not see each other, tokens of trees see what their paths hold; with a cache the first document continues the
+        cached one. Padding leaves the cache as it is."""
         spec = self.spec
         assert step.tokens is not None
         x_BTGE = x[:, :, None] if x.ndim == 3 else x
@@ -111,16 +113,19 @@ class NgramLookup(nnx.Module):
         score = jnp.sum(normed, axis=-1) / math.sqrt(x.shape[-1])
         gate = jax.nn.sigmoid(jnp.sign(score) * jnp.sqrt(jnp.maximum(jnp.abs(score), 1e-6)))
         value_BTGE = gate[..., None].astype(x.dtype) * value[:, :, None]
-        convolved = self._convolved(value_BTGE, documents, history)
+        convolved = self._convolved(value_BTGE, documents, step, history)
         out = checkpoint_name(value_BTGE + jax.nn.silu(convolved).astype(x.dtype), "engram")
         return out.reshape(x.shape), history.cache, LayerAux(states=history.states or None)
 
-    def _convolved(self, value_BTGE: jax.Array, documents_BT: jax.Array, history: History) -> jax.Array:
-        """Computes sum_w conv[w] r(t - (W - 1 - w) N) for the normed values r, float32[B, T, G, E]."""
+    def _convolved(self, value_BTGE: jax.Array, documents_BT: jax.Array, step: Step, history: History) -> jax.Array:
+        """Computes sum_w conv[w] r(t - (W - 1 - w) N) for the normed values r, float32[B, T, G, E]; t counts along the
+        path in trees."""
         spec, shape = self.spec, value_BTGE.shape
         N, T, before = len(spec.multipliers), shape[1], spec.history
         normed = jnp.where(history.real[..., None, None], _rms(value_BTGE, self.conv_norm, spec.conv_norm.eps), 0)
         inputs = normed.astype(value_BTGE.dtype).reshape(*shape[:2], -1)
+        if step.tree is not None:
+            return self._convolved_paths(inputs.astype(jnp.float32), step.tree).reshape(shape)
         inputs = history.before("ngram_conv", inputs, before)
         kernel = self.conv[...].astype(jnp.float32).reshape(spec.kernel_size, -1)
         sources = jnp.pad(documents_BT, ((0, 0), (before, 0)))
@@ -130,6 +135,14 @@ class NgramLookup(nnx.Module):
             same = sources[:, tap] == documents_BT
             out = out + jnp.where(same[..., None], inputs[:, tap], 0) * kernel[w]
         return out.reshape(shape)
+
+    def _convolved_paths(self, inputs_BTX: jax.Array, tree: Tree) -> jax.Array:
+        W, N = self.spec.kernel_size, len(self.spec.multipliers)
+        kernel = self.conv[...].astype(jnp.float32).reshape(W, -1)
+        out = inputs_BTX * kernel[W - 1]
+        for back in range(1, W):
+            out = out + entries_before(inputs_BTX, tree, back * N) * kernel[W - 1 - back]
+        return out
 
 
 def set_classes(params: dict[str, jax.Array], classes: np.ndarray) -> dict[str, jax.Array]:
@@ -156,6 +169,9 @@ def ngram_rows(spec: Engram, classes_V: jax.Array, step: Step, history: History 
     documents_BT = number_documents(step.segments)
     N, T = len(spec.multipliers), step.tokens.shape[1]
     ids = jnp.where(history.real, classes_V[step.tokens] + 1, 0)  # from 1, as 0 in an empty cache is no token
+    if step.tree is not None:
+        shifted = [ids, *(entries_before(ids, step.tree, times) for times in range(1, N))]
+        return table_rows(spec, [jnp.where(each > 0, each - 1, spec.pad_id) for each in shifted])
     ids = history.before("ngram_ids", ids[..., None], N - 1)
     sources, shifted = jnp.pad(documents_BT, ((0, 0), (N - 1, 0))), []
     for j in range(N):

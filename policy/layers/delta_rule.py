@@ -1,0 +1,215 @@
+"""The recurrence of the gated delta net (arXiv 2412.06464): token by token, in chunks, and in chunks over trees.
+
+A state S [D, V] decays by e^g, loses what it holds under the key k, and gets beta v in its place:
+S_t = e^g S_(t-1) + k_t u_t^T, u_t = beta_t (v_t - e^g S_(t-1)^T k_t); the output is S_t^T q_t.
+
+B rows, T tokens, K key heads, G value heads of a key head, D and V dimensions of keys and values, N chunks of C tokens.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from policy.cache.paths import Tree
+
+CHUNK = 64
+
+
+def single(
+    q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: jax.Array, state_BKGDV: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the recurrence for one token: (out [B, K, G, 1, V], state). Arguments as in `chunked`, with T = 1.
+
+    The state is read once for k and q: S^T q = e^g S_before^T q + (k . q) u.
+    """
+    decay = jnp.exp(g)[..., None]
+    seen = jnp.einsum("bkxd,bkgdv->bkgxv", jnp.concatenate([k, q], axis=2), state_BKGDV)
+    written = beta[..., None] * (v - decay * seen[..., :1, :])
+    match = jnp.sum(k * q, axis=-1)[:, :, None, :, None]
+    out = decay * seen[..., 1:, :] + match * written
+    return out, decay * state_BKGDV + k.swapaxes(2, 3)[:, :, None] * written
+
+
+def stepwise(
+    q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: jax.Array, state_BKGDV: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the recurrence token by token: (out [B, K, G, T, V], states after each token [B, T, K, G, D, V])."""
+
+    def one(state, xs):
+        q, k, v, beta, g = (jnp.expand_dims(x, axis) for x, axis in zip(xs, (2, 2, 3, 3, 3), strict=True))
+        out, state = single(q, k, v, beta, g, state)
+        return state, (out[:, :, :, 0], state)
+
+    xs = tuple(jnp.moveaxis(x, axis, 0) for x, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
+    _, (out, states) = jax.lax.scan(one, state_BKGDV, xs)
+    return jnp.moveaxis(out, 0, 3), jnp.moveaxis(states, 0, 1)
+
+
+def chunked(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    beta: jax.Array,
+    g: jax.Array,
+    documents_BT: jax.Array,
+    state_BKGDV: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the recurrence over T tokens, C at a time: (out [B, K, G, T, V], state after the last token).
+
+    q, k [B, K, T, D]; v [B, K, G, T, V]; beta, g [B, K, G, T]. Within a chunk the written values u_i = beta_i (v_i -
+    S_i^T k_i) solve a unit lower triangular system (section 3.3): u = U - W S with S the state before the chunk. U, W
+    and all else that does not depend on S are computed for all chunks at once; three products remain in the scan.
+    """
+    T = v.shape[3]
+    C = min(CHUNK, T)
+    q, k, v, beta, g = (_chunks(a, axis, C) for a, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
+    decay, entering = _decays(g, _chunks(documents_BT, 1, C, mode="edge"))
+    solution = unit_lower_inverse(beta[..., None] * decay * _products(k, k)) * beta[..., None, :]
+    U, W = solution @ v, (solution * entering[..., None, :]) @ k[:, :, :, None]
+    remaining = decay[..., -1, :, None]
+
+    def chunk(state, xs):
+        U, W, k, remaining, kept = xs
+        u = U - W @ state
+        after = kept[..., None] * state + jnp.einsum("bkcd,bkgcv->bkgdv", k, remaining * u)
+        return after, (state, u)
+
+    state, (states, u) = jax.lax.scan(chunk, state_BKGDV, (U, W, k, remaining, entering[..., -1:]))
+    out = entering[..., None] * jnp.einsum("nbkcd,nbkgdv->nbkgcv", q, states) + (decay * _products(q, k)) @ u
+    out = jnp.moveaxis(out, 0, 3)
+    return out.reshape(*out.shape[:3], -1, out.shape[-1])[:, :, :, :T], state
+
+
+def chunked_trees(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: jax.Array, tree: Tree) -> jax.Array:
+    """Computes the recurrence along the paths of trees of a root and leaves, C tokens at a time: out [B, K, G, T, V].
+
+    Arguments as in `chunked`. The path of a token enters a chunk with one of two states (axis S): the running one,
+    after the token ahead of the chunk, or the kept one, after the last root that has leaves and ended before the chunk.
+    The values that a chunk writes depend on both: u = U - W_running S_running - W_kept S_kept.
+    """
+    B, K, G, T, V = v.shape
+    C = min(CHUNK, T)
+    q, k, v, beta, g = (_chunks(a, axis, C) for a, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
+    along, enters, ends = _paths(tree, C)
+    decay, entering = _decays_along(g, along, enters)
+    solution = unit_lower_inverse(beta[..., None] * decay * _products(k, k)) * beta[..., None, :]
+    U, W = solution @ v, (solution[:, :, :, :, None] * entering[..., None, :]) @ k[:, :, :, None, None]
+    # Of the two states after the chunk [S]: what remains of each value [S, C] and of each state before it [S, S].
+    ends, none = ends[:, :, None, None], 1.0 - ends.sum(axis=-1)[:, :, None, None, None]
+    remaining = jnp.stack([decay[..., -1, :], jnp.einsum("nbkgi,nbkgij->nbkgj", ends, decay)], axis=4)
+    passed = jnp.stack([entering[..., -1], jnp.einsum("nbkgi,nbkgsi->nbkgs", ends, entering)], axis=4)
+    passed = passed.at[..., 1, 1].add(none[..., 0])
+
+    def chunk(states, xs):
+        U, W, k, remaining, passed = xs
+        u = U - jnp.einsum("bkgscd,bkgsdv->bkgcv", W, states)
+        written = jnp.einsum("bkcd,bkgscv->bkgsdv", k, remaining[..., None] * u[:, :, :, None])
+        return jnp.einsum("bkgrs,bkgsdv->bkgrdv", passed, states) + written, (states, u)
+
+    empty = jnp.zeros((B, K, G, 2, q.shape[-1], V), jnp.float32)
+    _, (states, u) = jax.lax.scan(chunk, empty, (U, W, k, remaining, passed))
+    read = entering[..., None] * jnp.einsum("nbkcd,nbkgsdv->nbkgscv", q, states)
+    out = read.sum(axis=4) + (decay * _products(q, k)) @ u
+    out = jnp.moveaxis(out, 0, 3)
+    return out.reshape(B, K, G, -1, V)[:, :, :, :T]
+
+
+@jax.custom_vjp
+def unit_lower_inverse(a: jax.Array) -> jax.Array:
+    """Computes the inverse of I + tril(a, -1), [..., C, C], from blocks of size 1 to C, two neighbours at a time:
+    [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]].
+
+    It uses products only. On CPU a batched triangular solve calls a threaded BLAS, which is slow and can hang in a
+    backward pass. The series I - a + a^2 - ... loses all digits for equal keys.
+    """
+    C = a.shape[-1]
+
+    def quarters(size):
+        """Returns the lower left quarters Q of the diagonal blocks of size 2 `size`."""
+        block = jnp.arange(C) // size
+        return jnp.where((block[:, None] // 2 == block // 2) & (block[:, None] > block), a, 0)
+
+    inverse, size = jnp.eye(C, dtype=a.dtype) - quarters(1), 2
+    while size < C:
+        inverse = inverse - inverse @ quarters(size) @ inverse
+        size *= 2
+    return inverse
+
+
+def _inverse_forward(a):
+    inverse = unit_lower_inverse(a)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse, cotangent):
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    with jax.default_matmul_precision("highest"):  # traced outside the caller's context
+        return (-jnp.tril(transposed @ cotangent @ transposed, -1),)
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+def _chunks(a: jax.Array, axis: int, C: int, mode: str = "constant") -> jax.Array:
+    """Pads the tokens of `a`, along `axis`, to a multiple of C and splits them into chunks: [N, ..., C, ...]."""
+    pad = [(0, 0)] * a.ndim
+    pad[axis] = (0, -a.shape[axis] % C)
+    a = jnp.pad(a, pad, mode=mode)
+    return jnp.moveaxis(a.reshape(*a.shape[:axis], -1, C, *a.shape[axis + 1 :]), axis, 0)
+
+
+def _products(a_NBKCD: jax.Array, b_NBKCD: jax.Array) -> jax.Array:
+    """Returns [N, B, K, 1, C, C]: a_i . b_j, the same for all value heads of a key head."""
+    return jnp.einsum("nbkid,nbkjd->nbkij", a_NBKCD, b_NBKCD)[:, :, :, None]
+
+
+def _decays(g_NBKGC: jax.Array, documents_NBC: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the decay at token i of the value that token j wrote, [N, B, K, G, C, C], and of the state before the
+    chunk, [N, B, K, G, C]; 0 for the future and for other documents.
+
+    The logarithms of the pairs are sums over j < l <= i. Differences of one cumulative sum would lose digits after a
+    strong decay: float32 has a spacing of 6e-5 at 1000. The upper half is masked before the exponential, where it would
+    overflow.
+    """
+    C = g_NBKGC.shape[-1]
+    later = jnp.tril(jnp.ones((C, C), bool), -1)
+    pairs = jnp.cumsum(jnp.where(later, g_NBKGC[..., :, None], 0.0), axis=-2)
+    same = documents_NBC[..., :, None] == documents_NBC[..., None, :]
+    allowed = (same & jnp.tril(jnp.ones((C, C), bool)))[:, :, None, None]
+    first = jnp.zeros_like(documents_NBC[:1, :, -1:])
+    carried = documents_NBC == jnp.concatenate([first, documents_NBC[:-1, :, -1:]])
+    total = jnp.where(carried[:, :, None, None], jnp.cumsum(g_NBKGC, axis=-1), -jnp.inf)
+    return jnp.exp(jnp.where(allowed, pairs, -jnp.inf)), jnp.exp(total)
+
+
+def _paths(tree: Tree, C: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what chunks of C tokens need to know of paths: bool[N, B, C, C], whether token j of a chunk is on the
+    path of token i; bool[N, B, S, C], whether the path of token i enters the chunk with the running and with the kept
+    state; and float32[N, B, C], 1 at the end of the chunk's last root that has leaves, 0 elsewhere."""
+    node, last, before = (
+        _chunks(jnp.pad(a, ((0, 0), (0, -a.shape[1] % C)), constant_values=fill), 1, C)
+        for a, fill in ((tree.node, 0), (tree.last, 0), (tree.before, -1))
+    )
+    index = jnp.arange(C)
+    own, other = node[..., :, None], node[..., None, :]
+    along = (other <= own) & (own <= last[..., None, :]) & (index <= index[:, None])
+    entry = jnp.take_along_axis(before, jnp.argmax(along, axis=-1), axis=-1)  # of the first token of the path
+    ahead = C * jnp.arange(len(node))[:, None, None] - 1
+    enters = jnp.stack([entry == ahead, entry != ahead], axis=2) & (entry >= 0)[:, :, None]
+    continued = jnp.pad(tree.node[:, 1:], ((0, 0), (0, 1))) > tree.node
+    ends = _chunks(continued & (tree.last > tree.node), 1, C)
+    latest = jnp.max(jnp.where(ends, index, -1), axis=-1, keepdims=True)
+    return along, enters, (index == latest).astype(jnp.float32)
+
+
+def _decays_along(g_NBKGC: jax.Array, along_NBCC: jax.Array, enters_NBSC: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the decays of `_decays` along paths: [N, B, K, G, C, C], and of each state before the chunk [N, B, K, G,
+    S, C]; 0 for tokens that are not on the path and for states that it does not enter with."""
+    C, on_path = g_NBKGC.shape[-1], along_NBCC[:, :, None, None]
+    later, weights = jnp.tril(jnp.ones((C, C), bool), -1), on_path.astype(jnp.float32)
+    pairs = weights @ jnp.where(later, g_NBKGC[..., :, None], 0.0)
+    total = jnp.where(
+        enters_NBSC[:, :, None, None], jnp.einsum("nbkgil,nbkgl->nbkgi", weights, g_NBKGC)[..., None, :], -jnp.inf
+    )
+    return jnp.exp(jnp.where(on_path, pairs, -jnp.inf)), jnp.exp(total)
