@@ -8,6 +8,8 @@ B rows, T tokens, K key heads, G value heads of a key head, D and V dimensions o
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -84,33 +86,35 @@ def chunked(
 def chunked_trees(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: jax.Array, tree: Tree) -> jax.Array:
     """Computes the recurrence along the paths of trees of a root and leaves, C tokens at a time: out [B, K, G, T, V].
 
-    Arguments as in `chunked`. The path of a token enters a chunk with one of two states (axis S): the running one,
-    after the token ahead of the chunk, or the kept one, after the last root that has leaves and ended before the chunk.
-    The values that a chunk writes depend on both: u = U - W_running S_running - W_kept S_kept.
+    Arguments as in `chunked`. The path of a token enters a chunk with one of two states: the running one, after the
+    token ahead of the chunk, or the kept one, after the last root with leaves that ended before the chunk. What a chunk
+    writes depends on both: u = U - W_running S_running - W_kept S_kept.
     """
     B, K, G, T, V = v.shape
     C = min(CHUNK, T)
     q, k, v, beta, g = (_chunks(a, axis, C) for a, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
-    along, enters, ends = _paths(tree, C)
-    decay, entering = _decays_along(g, along, enters)
+    paths = _Paths.of(tree, C)
+    decay, entering = _decays_along(g, paths)
     solution = unit_lower_inverse(beta[..., None] * decay * _products(k, k)) * beta[..., None, :]
-    U, W = solution @ v, (solution[:, :, :, :, None] * entering[..., None, :]) @ k[:, :, :, None, None]
-    # Of the two states after the chunk [S]: what remains of each value [S, C] and of each state before it [S, S].
-    ends, none = ends[:, :, None, None], 1.0 - ends.sum(axis=-1)[:, :, None, None, None]
-    remaining = jnp.stack([decay[..., -1, :], jnp.einsum("nbkgi,nbkgij->nbkgj", ends, decay)], axis=4)
-    passed = jnp.stack([entering[..., -1], jnp.einsum("nbkgi,nbkgsi->nbkgs", ends, entering)], axis=4)
-    passed = passed.at[..., 1, 1].add(none[..., 0])
+    U, W = solution @ v, tuple((solution * a[..., None, :]) @ k[:, :, :, None] for a in entering)
+    ends = paths.ends[:, :, None, None]
+    # Of each value, and of each state before the chunk, at the last token and where a root ends.
+    remaining = decay[..., -1, :, None], jnp.sum(ends[..., None] * decay, axis=-2)[..., None]
+    passed = *(a[..., -1:, None] for a in entering), jnp.sum(ends * entering[0], axis=-1)[..., None, None]
+    none = 1.0 - jnp.sum(ends, axis=-1)[..., None, None]
 
     def chunk(states, xs):
-        U, W, k, remaining, passed = xs
-        u = U - jnp.einsum("bkgscd,bkgsdv->bkgcv", W, states)
-        written = jnp.einsum("bkcd,bkgscv->bkgsdv", k, remaining[..., None] * u[:, :, :, None])
-        return jnp.einsum("bkgrs,bkgsdv->bkgrdv", passed, states) + written, (states, u)
+        (running, kept), (U, W, k, remaining, passed, none) = states, xs
+        u = U - W[0] @ running - W[1] @ kept
+        written = [jnp.einsum("bkcd,bkgcv->bkgdv", k, each * u) for each in remaining]
+        after = passed[0] * running + passed[1] * kept + written[0], passed[2] * running + none * kept + written[1]
+        return after, (states, u)
 
-    empty = jnp.zeros((B, K, G, 2, q.shape[-1], V), jnp.float32)
-    _, (states, u) = jax.lax.scan(chunk, empty, (U, W, k, remaining, passed))
-    read = entering[..., None] * jnp.einsum("nbkcd,nbkgsdv->nbkgscv", q, states)
-    out = read.sum(axis=4) + (decay * _products(q, k)) @ u
+    empty = jnp.zeros((B, K, G, q.shape[-1], V), jnp.float32)
+    _, (states, u) = jax.lax.scan(chunk, (empty, empty), (U, W, k, remaining, passed, none))
+    out = (decay * _products(q, k)) @ u
+    for a, state in zip(entering, states, strict=True):
+        out = out + a[..., None] * jnp.einsum("nbkcd,nbkgdv->nbkgcv", q, state)
     out = jnp.moveaxis(out, 0, 3)
     return out.reshape(B, K, G, -1, V)[:, :, :, :T]
 
@@ -183,33 +187,44 @@ def _decays(g_NBKGC: jax.Array, documents_NBC: jax.Array) -> tuple[jax.Array, ja
     return jnp.exp(jnp.where(allowed, pairs, -jnp.inf)), jnp.exp(total)
 
 
-def _paths(tree: Tree, C: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns what chunks of C tokens need to know of paths: bool[N, B, C, C], whether token j of a chunk is on the
-    path of token i; bool[N, B, S, C], whether the path of token i enters the chunk with the running and with the kept
-    state; and float32[N, B, C], 1 at the end of the chunk's last root that has leaves, 0 elsewhere."""
-    node, last, before = (
-        _chunks(jnp.pad(a, ((0, 0), (0, -a.shape[1] % C)), constant_values=fill), 1, C)
-        for a, fill in ((tree.node, 0), (tree.last, 0), (tree.before, -1))
-    )
-    index = jnp.arange(C)
-    own, other = node[..., :, None], node[..., None, :]
-    along = (other <= own) & (own <= last[..., None, :]) & (index <= index[:, None])
-    entry = jnp.take_along_axis(before, jnp.argmax(along, axis=-1), axis=-1)  # of the first token of the path
-    ahead = C * jnp.arange(len(node))[:, None, None] - 1
-    enters = jnp.stack([entry == ahead, entry != ahead], axis=2) & (entry >= 0)[:, :, None]
-    continued = jnp.pad(tree.node[:, 1:], ((0, 0), (0, 1))) > tree.node
-    ends = _chunks(continued & (tree.last > tree.node), 1, C)
-    latest = jnp.max(jnp.where(ends, index, -1), axis=-1, keepdims=True)
-    return along, enters, (index == latest).astype(jnp.float32)
+class _Paths(NamedTuple):
+    """What chunks of C tokens need to know of the paths of trees.
+
+    along: bool[N, B, C, C], whether token j is on the path of token i. running, kept: bool[N, B, C], whether the path of
+    token i enters the chunk with that state. ends: float32[N, B, C], 1 at the end of the chunk's last root that has
+    leaves, 0 elsewhere.
+    """
+
+    along: jax.Array
+    running: jax.Array
+    kept: jax.Array
+    ends: jax.Array
+
+    @classmethod
+    def of(cls, tree: Tree, C: int) -> _Paths:
+        padding = (0, 0), (0, -tree.node.shape[1] % C)
+        node, last = (_chunks(a, 1, C) for a in (tree.node, tree.last))
+        before = _chunks(jnp.pad(tree.before, padding, constant_values=-1), 1, C)
+        index = jnp.arange(C)
+        own, others = node[..., :, None], (node[..., None, :], last[..., None, :])
+        along = (others[0] <= own) & (own <= others[1]) & (index <= index[:, None])
+        entry = jnp.take_along_axis(before, jnp.argmax(along, axis=-1), axis=-1)  # of the first token on the path
+        ahead = C * jnp.arange(len(node))[:, None, None] - 1
+        following = jnp.pad(tree.node[:, 1:], ((0, 0), (0, 1)))
+        ends = _chunks((tree.last > tree.node) & (following != tree.node), 1, C)
+        latest = jnp.max(jnp.where(ends, index, -1), axis=-1, keepdims=True)
+        real = entry >= 0
+        return cls(along, real & (entry == ahead), real & (entry != ahead), (index == latest).astype(jnp.float32))
 
 
-def _decays_along(g_NBKGC: jax.Array, along_NBCC: jax.Array, enters_NBSC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the decays of `_decays` along paths: [N, B, K, G, C, C], and of each state before the chunk [N, B, K, G,
-    S, C]; 0 for tokens that are not on the path and for states that it does not enter with."""
-    C, on_path = g_NBKGC.shape[-1], along_NBCC[:, :, None, None]
-    later, weights = jnp.tril(jnp.ones((C, C), bool), -1), on_path.astype(jnp.float32)
+def _decays_along(g_NBKGC: jax.Array, paths: _Paths) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns the decays of `_decays` along paths: of values [N, B, K, G, C, C], and of the running and the kept state
+    before the chunk, [N, B, K, G, C] each; 0 for what is not on the path."""
+    C, along = g_NBKGC.shape[-1], paths.along[:, :, None, None]
+    later, weights = jnp.tril(jnp.ones((C, C), bool), -1), along.astype(jnp.float32)
     pairs = weights @ jnp.where(later, g_NBKGC[..., :, None], 0.0)
-    total = jnp.where(
-        enters_NBSC[:, :, None, None], jnp.einsum("nbkgil,nbkgl->nbkgi", weights, g_NBKGC)[..., None, :], -jnp.inf
+    total = jnp.einsum("nbkgil,nbkgl->nbkgi", weights, g_NBKGC)
+    running, kept = (
+        jnp.exp(jnp.where(here[:, :, None, None], total, -jnp.inf)) for here in (paths.running, paths.kept)
     )
-    return jnp.exp(jnp.where(on_path, pairs, -jnp.inf)), jnp.exp(total)
+    return jnp.exp(jnp.where(along, pairs, -jnp.inf)), (running, kept)

@@ -181,8 +181,8 @@ def test_a_memory_reads_the_path(streams):
     grown, model = several_chunks(), memory(streams)
     config, rng = model.graph.config, np.random.default_rng(3)
     path, shape = "stacks.1.layers.0.lookup.", grown.tree.node.shape
-    lookup = nnx.eval_shape(lambda: NgramLookup(config.layers[1].engram, config, nnx.Rngs(0)))
-    structure, state = nnx.split(lookup)
+    with nnx.use_eager_sharding(False):
+        structure, state = nnx.split(nnx.eval_shape(lambda: NgramLookup(config.layers[1].engram, config, nnx.Rngs(0))))
     names = [".".join(map(str, name)) for name, _ in nnx.to_flat_state(state)]
     weights = {name: model.params[path + name][0] for name in names}
     whole = {"classes": weights.pop("classes")}
@@ -213,34 +213,47 @@ def test_a_cache_holds_no_trees():
 
 
 RUNTIMES = {"unrolled": learners.QUICK, "scanned_and_recomputed": Runtime(remat="full", scan=True)}
+KIND = "Qwen3Next"
+
+
+def sequences():
+    return shared_prefixes.groups(short(KIND)["vocab_size"])
+
+
+def learned(runtime, packing):
+    """([log-probabilities, entropies] [S, T], gradients by path) of the packed sequences."""
+    model, packed = random_model(families.read(short(KIND)), runtime=runtime), packing.batch(sequences())
+    graph = model.graph
+    weights = {path: array for path, array in model.params.items() if path not in graph.untrained}
+
+    @jax.jit
+    def run(weights, packed):
+        def loss(weights):
+            step = make_step(packed.tokens, segments=packed.segments, tree=packed.tree)
+            decoder = graph.decoder(model.params | weights)
+            logp, entropy, _ = modes.train(decoder, packed.tokens, step, 1.0, graph.runtime)
+            return jnp.sum((logp + 0.1 * entropy) * packed.advantages * packed.mask), (logp, entropy)
+
+        with graph.precision():
+            return jax.grad(loss, has_aux=True)(weights)
+
+    grads, outputs = run(weights, jax.tree.map(jnp.asarray, packed))
+    return [packing.unpack(a) for a in outputs], grads
+
+
+@functools.cache
+def learned_alone():
+    return learned(learners.QUICK, plan_packing(sequences().segments, [16]))
 
 
 @pytest.mark.parametrize("how", [pytest.param("unrolled", marks=pytest.mark.slow), "scanned_and_recomputed"])
 def test_a_decoder_with_delta_nets_scores_and_learns_as_from_sequences_alone(how, monkeypatch):
-    """Log-probabilities, entropies and gradients, packed by the trainer's packings, with states handed over between
-    chunks of 16 tokens."""
+    """Packed by the trainer's packings, with states handed over between chunks of 16 tokens."""
     monkeypatch.setattr(delta_rule, "CHUNK", 16)
-    model = random_model(families.read(short("Qwen3Next")), runtime=RUNTIMES[how])
-    graph, data = model.graph, shared_prefixes.groups(model.graph.config.vocab_size)
-    weights = {path: array for path, array in model.params.items() if path not in graph.untrained}
-
-    def computed(packing):
-        packed = packing.batch(data)
-
-        def loss(weights):
-            step = make_step(packed.tokens, segments=packed.segments, tree=packed.tree)
-            with graph.precision():
-                decoder = graph.decoder(model.params | weights)
-                logp, entropy, _ = modes.train(decoder, packed.tokens, step, 1.0, graph.runtime)
-            return jnp.sum((logp + 0.1 * entropy) * packed.advantages * packed.mask), (logp, entropy)
-
-        grads, outputs = jax.jit(jax.grad(loss, has_aux=True))(weights)
-        return [packing.unpack(a) for a in outputs], grads
-
-    trees = plan_trees(data, [16], Sharing(rows=2, one_level=True))
+    trees = plan_trees(sequences(), [16], Sharing(rows=2, one_level=True))
     assert trees.distinct < 0.8 * len(trees.source) and trees.shape[1] == 40
-    (logp, entropy), grads = computed(trees)
-    (expected, expected_entropy), expected_grads = computed(plan_packing(data.segments, [16]))
+    (logp, entropy), grads = learned(RUNTIMES[how], trees)
+    (expected, expected_entropy), expected_grads = learned_alone()
     np.testing.assert_allclose(logp, expected, atol=5e-5, rtol=0)
     np.testing.assert_allclose(entropy, expected_entropy, atol=5e-5, rtol=0)
     for path, grad in expected_grads.items():
