@@ -96,7 +96,7 @@ def forest(L: int, *rows) -> Forest:
 @functools.cache
 def several_chunks() -> Forest:
     """Roots that end inside a chunk of 64, at its border, in the chunk of another root, one place into a chunk, and
-    after several; leaves of a token and of more than a chunk; sequences alone; padding between trees and at the end."""
+    after several; leaves of a token, of more than a chunk, and of the end of a chunk; sequences alone; padding between trees and at the end."""
     assert CHUNK == 64
     return forest(
         230,
@@ -104,7 +104,8 @@ def several_chunks() -> Forest:
         [(64, 10, 70, 3), -2, (62, 3, 4)],
         [(150, 20, 19, 1), (10,), (8, 3, 6)],
         [(10, 3, 5), (20, 8, 90, 60), (2, 30)],
-        [(50,), (15, 1), (100, 7, 6), -20],
+        [(20, 8, 97, 20), (45, 2, 3), -20],
+        [(60,), (7, 70, 5), (1,)],
     )
 
 
