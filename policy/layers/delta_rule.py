@@ -98,7 +98,9 @@ def chunked_trees(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: 
     solution = unit_lower_inverse(beta[..., None] * decay * _products(k, k)) * beta[..., None, :]
     U, W = solution @ v, tuple((solution * a[..., None, :]) @ k[:, :, :, None] for a in entering)
     ends = paths.ends[:, :, None, None]
-    # Of each value, and of each state before the chunk, at the last token and where a root ends.
+    # What is left of each value and of each state before the chunk: after the last token, and after the end of a root,
+    # which the kept state does not reach. The states are two arrays, not one with an axis more: XLA for CPUs (jax
+    # 0.10.2) makes of products with so many axes a transposition that ends the process.
     remaining = decay[..., -1, :, None], jnp.sum(ends[..., None] * decay, axis=-2)[..., None]
     passed = *(a[..., -1:, None] for a in entering), jnp.sum(ends * entering[0], axis=-1)[..., None, None]
     none = 1.0 - jnp.sum(ends, axis=-1)[..., None, None]
@@ -190,8 +192,8 @@ def _decays(g_NBKGC: jax.Array, documents_NBC: jax.Array) -> tuple[jax.Array, ja
 class _Paths(NamedTuple):
     """What chunks of C tokens need to know of the paths of trees.
 
-    along: bool[N, B, C, C], whether token j is on the path of token i. running, kept: bool[N, B, C], whether the path of
-    token i enters the chunk with that state. ends: float32[N, B, C], 1 at the end of the chunk's last root that has
+    along: bool[N, B, C, C], whether token j is on the path of token i. running, kept: bool[N, B, C], whether the path
+    of token i enters the chunk with that state. ends: float32[N, B, C], 1 at the end of the chunk's last root that has
     leaves, 0 elsewhere.
     """
 

@@ -125,6 +125,7 @@ class NgramLookup(nnx.Module):
         normed = jnp.where(history.real[..., None, None], _rms(value_BTGE, self.conv_norm, spec.conv_norm.eps), 0)
         inputs = normed.astype(value_BTGE.dtype).reshape(*shape[:2], -1)
         if step.tree is not None:
+            # Gradients of all paths through a token add up in float32.
             return self._convolved_paths(inputs.astype(jnp.float32), step.tree).reshape(shape)
         inputs = history.before("ngram_conv", inputs, before)
         kernel = self.conv[...].astype(jnp.float32).reshape(spec.kernel_size, -1)
@@ -137,6 +138,7 @@ class NgramLookup(nnx.Module):
         return out.reshape(shape)
 
     def _convolved_paths(self, inputs_BTX: jax.Array, tree: Tree) -> jax.Array:
+        """Computes the convolution of `_convolved`, [B, T, X], from the inputs of the T tokens."""
         W, N = self.spec.kernel_size, len(self.spec.multipliers)
         kernel = self.conv[...].astype(jnp.float32).reshape(W, -1)
         out = inputs_BTX * kernel[W - 1]

@@ -95,8 +95,9 @@ def forest(L: int, *rows) -> Forest:
 
 @functools.cache
 def several_chunks() -> Forest:
-    """Roots that end inside a chunk of 64, at its border, in the chunk of another root, one place into a chunk, and
-    after several; leaves of a token, of more than a chunk, and of the end of a chunk; sequences alone; padding between trees and at the end."""
+    """Roots that end inside a chunk of 64, at its border, just behind it, in the chunk of another root and after
+    several; leaves of a token, of more than a chunk, and at the end of a chunk; sequences alone; padding between trees
+    and at the end."""
     assert CHUNK == 64
     return forest(
         230,
@@ -161,6 +162,12 @@ def memory(streams=2):
     return remembering(configured(streams=streams, ids=90, outer_norm=True, **MEMORY), runtime=learners.QUICK)
 
 
+def memory_spec(model):
+    spec = model.graph.config.layers[1].engram
+    assert spec is not None
+    return spec
+
+
 def a_step_of(grown: Forest, tokens_BL, tree):
     tokens = jnp.asarray(tokens_BL) if tree is not None else grown.alone(tokens_BL)
     step = make_step(tokens, segments=None if tree is not None else grown.segments, tree=tree)
@@ -169,7 +176,7 @@ def a_step_of(grown: Forest, tokens_BL, tree):
 
 def test_ngrams_are_of_the_path():
     grown, model = several_chunks(), memory()
-    spec, classes = model.graph.config.layers[1].engram, model.params["stacks.1.layers.0.lookup.classes"][0]
+    spec, classes = memory_spec(model), model.params["stacks.1.layers.0.lookup.classes"][0]
     tokens = np.random.default_rng(2).integers(0, model.graph.config.vocab_size, grown.tree.node.shape)
     rows = jax.jit(lambda tree: ngram_rows(spec, classes, a_step_of(grown, tokens, tree)))
     together, alone = grown.alone(rows(jax.tree.map(jnp.asarray, grown.tree))), rows(None)
@@ -183,10 +190,10 @@ def test_a_memory_reads_the_path(streams):
     config, rng = model.graph.config, np.random.default_rng(3)
     path, shape = "stacks.1.layers.0.lookup.", grown.tree.node.shape
     with nnx.use_eager_sharding(False):
-        structure, state = nnx.split(nnx.eval_shape(lambda: NgramLookup(config.layers[1].engram, config, nnx.Rngs(0))))
+        structure, state = nnx.split(nnx.eval_shape(lambda: NgramLookup(memory_spec(model), config, nnx.Rngs(0))))
     names = [".".join(map(str, name)) for name, _ in nnx.to_flat_state(state)]
     weights = {name: model.params[path + name][0] for name in names}
-    whole = {"classes": weights.pop("classes")}
+    constants = {"classes": weights.pop("classes")}
     tokens = rng.integers(0, config.vocab_size, shape)
     inner = (config.hidden_size,) if streams is None else (streams, config.hidden_size)
     x = rng.normal(size=(*shape, *inner)).astype(np.float32)
@@ -194,7 +201,7 @@ def test_a_memory_reads_the_path(streams):
     cotangent *= grown.segments.reshape(*grown.place.shape, *[1] * len(inner))
 
     def call(weights, x, tree):
-        leaves = [(weights | whole)[name] for name in names]
+        leaves = [(weights | constants)[name] for name in names]
         layer = nnx.merge(structure, jax.tree.unflatten(jax.tree.structure(state), leaves))
         return layer(x, a_step_of(grown, tokens, tree), None, Runtime())[0]
 
@@ -206,9 +213,29 @@ def test_a_memory_reads_the_path(streams):
     close(grads[1], expected_grads[1], 1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["device", "host"])
+def test_an_update_moves_a_table_as_sequences_alone_do(memory):
+    """Trees of several levels, through the trainer; the rows of a table in host memory are read before the loss."""
+    config = configured(depth=2, outer_norm=True, **MEMORY)
+    model = remembering(config, runtime=Runtime(table_memory=memory, remat="none", scan=False))
+    data, moved = shared_prefixes.groups(config.vocab_size), []
+    for trainer, state in shared_prefixes.pair(model, learners.stage("grpo")):
+        before = jax.tree.map(np.array, state.policy.params)  # an update gives its arrays away
+        logp, _ = trainer.logprobs(state.policy.params, data)
+        state, metrics = trainer.update(state, data)
+        moved.append((logp, {path: np.asarray(a) - before[path] for path, a in state.policy.params.items()}))
+    assert metrics["perf/shared_prefix"] > 1.2
+    (expected, plain), (logp, trees) = moved
+    np.testing.assert_allclose(logp, expected, atol=1e-5, rtol=0)
+    for path, change in plain.items():
+        if not path.endswith("classes"):
+            close(trees[path], change, 1e-4, path)
+
+
 def test_a_cache_holds_no_trees():
     arrays = caches.create(a_config(), 1, 7, "float32", scan=True)[0][0][0]
-    step = make_step(np.ones((1, 3)), tree=jax.tree.map(jnp.asarray, forest(3, [(1, 1, 1)]).tree))
+    step = make_step(jnp.ones((1, 3), int), tree=jax.tree.map(jnp.asarray, forest(3, [(1, 1, 1)]).tree))
     with pytest.raises(ValueError, match="a cache holds no trees"):
         LayerCache.of(arrays, 0, step, None)
 
