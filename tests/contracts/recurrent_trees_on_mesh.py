@@ -18,7 +18,7 @@ from policy import families, modes
 from policy.config import Runtime
 from policy.layers import delta_rule
 from policy.mesh.sharding import layout
-from rl.training.trees import Sharing, plan_trees
+from rl.training.packing.trees import Sharing, plan_trees
 
 SECTION = {"layers": [1], "vocab_bases": [50, 70], "heads": 2, "head_dim": 4, "kernel_size": 3}
 MODELS = {

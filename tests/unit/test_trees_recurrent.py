@@ -29,8 +29,8 @@ from policy.layers import delta_rule
 from policy.layers.delta_rule import CHUNK
 from policy.layers.engram import NgramLookup, ngram_rows
 from policy.modes import make_step
-from rl.training.packing import plan_packing
-from rl.training.trees import Sharing, plan_trees
+from rl.training.packing.packing import plan_packing
+from rl.training.packing.trees import Sharing, plan_trees
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
