@@ -8,16 +8,15 @@ import jax.numpy as jnp
 import learners
 import numpy as np
 import pytest
+from tree_rows import arrays, reference, seen, trees
 
 from policy.attention import block_attention
 from policy.attention.block_attention import BlockSpec
 from policy.attention.dot_product_attention import AttentionBounds, Mask
 from policy.cache.layer_cache import own_tokens
-from policy.cache.paths import Tree
 from policy.config import Runtime
 from policy.mesh.sharding import layout
 from policy.modes import make_step
-from rl.training.trees import TREE_FILLS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -29,63 +28,11 @@ ROWS = (
 )
 
 
-def trees(rows, T) -> Tree:
-    """The tables of trees, with padding up to T tokens."""
-    tables = {name: np.full((len(rows), T), fill, np.int32) for name, fill in TREE_FILLS.items()}
-    for r, roots in enumerate(rows):
-        place = number = 0
-
-        def add(node, position, before, r=r):
-            nonlocal place, number
-            size, children = node
-            at, number = np.arange(place, place + size), number + 1
-            tables["node"][r, at], tables["position"][r, at] = number, position + np.arange(size)
-            tables["before"][r, at] = np.append(before, at[:-1])
-            place += size
-            for child in children:
-                add(child, position + size, at[-1])
-            tables["last"][r, at] = number
-
-        for root in roots:
-            add(root, 0, -1)
-    return Tree(**tables)
-
-
 def flat(rows, T):
     """int32[len(rows), T]: segments of these lengths, then padding; numbers need not ascend."""
     return np.asarray(
         [np.repeat([*range(len(row), 0, -1), 0], [*row, T - sum(row)]) for row in rows],
         np.int32,
-    )
-
-
-def seen(before, position, window=None, chunk=None):
-    """bool[B, T, T] from the definition: a token sees those that are before it, by one step at a time, and itself."""
-    allowed = np.zeros((*before.shape, before.shape[1]), bool)
-    for r, t in np.ndindex(before.shape):
-        at = t
-        while at >= 0:
-            near = window is None or position[r, t] - position[r, at] < window
-            allowed[r, t, at] = near and (chunk is None or position[r, t] // chunk == position[r, at] // chunk)
-            at = before[r, at]
-    return allowed
-
-
-def reference(q, k, v, allowed, softcap=None):
-    """The softmax over what each query sees."""
-    k, v = (jnp.repeat(a, q.shape[1] // a.shape[1], axis=1) for a in (k, v))
-    scores = jnp.einsum("bhtd,bhcd->bhtc", q, k)
-    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
-    return jnp.einsum("bhtc,bhcd->bhtd", jax.nn.softmax(jnp.where(allowed[:, None], scores, -1e30)), v)
-
-
-def arrays(B, T, heads, dtype=jnp.float32):
-    """Queries, keys, values and what the result is multiplied by, with scores up to about 5."""
-    H, K, D, V = heads
-    sizes = ((H, D, 1), (K, D, 1), (K, V, 2), (H, V, 2))
-    return tuple(
-        scale * jax.random.normal(jax.random.key(i), (B, n, T, dim), dtype) / dim**0.25
-        for i, (n, dim, scale) in enumerate(sizes)
     )
 
 
@@ -140,7 +87,7 @@ def test_blocks_are_the_softmax_over_paths(case):
 
     ((_, out), gradients), ((_, expected), slopes) = (
         jax.jit(jax.value_and_grad(partial(run, f), argnums=(0, 1, 2), has_aux=True))(*parts)
-        for f in (attention, partial(reference, allowed=allowed, softcap=softcap))
+        for f in (attention, partial(reference, allowed, softcap))
     )
     np.testing.assert_allclose(np.where(real, out, 0), np.where(real, expected, 0), atol=2e-6)
     assert np.all(np.isfinite(out))
