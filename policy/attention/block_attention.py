@@ -17,7 +17,7 @@ block, n = T / S blocks of a row, M pairs of blocks.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +124,8 @@ def block_attention(
 
     q, k, v = (padded(a, a.ndim - 2) for a in (q_BHTD.reshape(B, K, H // K, T, D), k_BKTD, v_BKTV))
     queries, keys = (tuple(padded(a, 1) for a in tokens) for tokens in (queries, keys))
-    return _attend_blocks(spec, q, k, v, queries, keys)[:, :, :, :T].reshape(B, H, T, -1)
+    out = cast(jax.Array, _attend_blocks(spec, q, k, v, queries, keys))
+    return out[:, :, :, :T].reshape(B, H, T, -1)
 
 
 def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> Pairs:
@@ -156,7 +157,8 @@ def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> Pairs:
     if bounds.chunk:
         low, high = low // bounds.chunk, high // bounds.chunk
         meet &= before_queries(low, high) & ~before_queries(high, low - 1)
-    return Pairs(*jnp.nonzero(meet, size=B * n * (n + 1) // 2, fill_value=0), meet.sum())
+    rows, of_queries, of_keys = jnp.nonzero(meet, size=B * n * (n + 1) // 2, fill_value=0)
+    return Pairs(rows, of_queries, of_keys, meet.sum())
 
 
 def _take(a: jax.Array, row: jax.Array, block: jax.Array, size: int, axis: int) -> jax.Array:

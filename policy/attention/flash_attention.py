@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +163,7 @@ def tree_attention(
 
     policy = jax.checkpoint_policies.save_only_these_names("context")
     attend_row = jax.checkpoint(attend_row, policy=policy)
-    return jax.lax.map(lambda row: attend_row(*row, sinks), (q, k, v, rows))[:, :, :T]
+    return jax.lax.map(lambda row: attend_row(row[0], row[1], row[2], row[3], sinks), (q, k, v, rows))[:, :, :T]
 
 
 def _kernel_of_mask(mask_1TT: jax.Array, softcap: float | None, interpret: bool):
@@ -178,7 +178,7 @@ def _kernel_of_mask(mask_1TT: jax.Array, softcap: float | None, interpret: bool)
         interpret=interpret,
     )
     # Inside of jit the function above makes an array of the flag, and the kernel cannot branch on it.
-    infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+    infos = cast(Any, (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info))
     return splash.SplashAttentionKernel(*(info._replace(is_dynamic_mask=True) for info in infos), **kernel.kwargs)
 
 
