@@ -27,6 +27,9 @@ class Runtime:
 
     Memory. `remat` is "none" or a policy of policy/remat.py; "custom" keeps `remat_tensors`, pairs (name, memory).
     `scan` runs the repeats of a stack in a loop. More than `attention_chunk` queries are taken in chunks.
+    `skip_blocks`: attention of long rows may skip blocks of tokens that do not see each other
+    (policy/attention/block_attention.py), which changes last bits. It is for training: the generator and the scorer of
+    policy/execution/scoring.py never do.
     `host_parameters`: trained weights live in host memory (policy/ops/host_memory.py). `table_memory`: n-gram tables
     and the table of the embeddings for each layer live in the memory of the device or of its host; with "host" only
     the rows that are looked up reach the device. `train_layer_embeddings`: that table is trained.
@@ -61,6 +64,7 @@ class Runtime:
     )
     scan: bool = option(True, description="scan over stacked layers in training (false: unrolled)")
     attention_chunk: int = 512
+    skip_blocks: bool = False
     record: tuple[Recorded, ...] = ()
     indexer: Literal["off", "dense_warmup", "sparse"] = "off"
     mtp: Literal["joint", "detached"] | None = None

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from policy.attention import flash_attention, paged_attention
+from policy.attention import block_attention, flash_attention, paged_attention
 from policy.attention.attention_plan import Keys
 from policy.attention.context_parallel import applies, attend_cut
 from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
@@ -93,6 +93,8 @@ class GroupedQueryAttention(nnx.Module):
             out = attend_cut(q * spec.scale, Keys((k, v)), step, runtime, bounds, sinks)
         elif out is None:
             out = flash_attention.attend(q * spec.scale, k, v, step, runtime, bounds, sinks)
+        if out is None and entries is None:
+            out = block_attention.attend(q * spec.scale, k, v, step, runtime, bounds, sinks)
         if out is None:
             out = attend(q * spec.scale, keys, values, mask, runtime.attention_chunk, spec.softcap, sinks)
         out = checkpoint_name(from_cache(out, runtime.layout), "context")

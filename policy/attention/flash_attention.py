@@ -2,7 +2,8 @@
 
 The kernel is jax's splash attention on TPU and policy/attention/gpu_attention.py on GPU. Where neither can compute a
 call, `attend` returns None, and the caller uses the portable form (policy/attention/dot_product_attention.py), which is
-the kernels' oracle.
+the kernels' oracle. Trees of sequences (policy/cache/paths.py) are computed by splash attention with the mask as an
+array, or by policy/attention/block_attention.py.
 
 The kernels serve calls whose queries see tokens of the call only (`Step.contiguous`): training, scoring, and the first
 tokens of a prompt.
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.typing import DTypeLike
 
 from policy.attention import gpu_attention
-from policy.attention.dot_product_attention import AttentionBounds
+from policy.attention.dot_product_attention import AttentionBounds, Mask
+from policy.cache.layer_cache import own_tokens
 from policy.cache.step import Step
 from policy.config import Runtime
 from policy.mesh.explicit import over_devices
@@ -36,14 +38,25 @@ LANES = 128
 BLOCK = 512
 # With fewer tokens a kernel does not pay.
 FEWEST = 128
+# Tokens of the longest row of trees: the kernels read three masks of 4 bytes for each pair of tokens.
+LONGEST_TREES = 8192
 
 
 def served(step: Step, dtype: DTypeLike, runtime: Runtime, platform: str = "tpu") -> bool:
     """Tells whether the kernel of a platform serves a call over its own tokens, if query and key heads are cut the same
     way."""
+    return step.tree is None and _here(step, dtype, runtime, platform)
+
+
+def _here(step: Step, dtype: DTypeLike, runtime: Runtime, platform: str) -> bool:
     # Float32 means products at the highest precision, which the kernels do not have.
     here = runtime.layout is not None and runtime.layout.platform == platform and dtype == jnp.bfloat16
-    return here and step.contiguous and step.tree is None and step.segments.shape[1] >= FEWEST
+    return here and step.contiguous and step.segments.shape[1] >= FEWEST
+
+
+def serves_trees(step: Step, dtype: DTypeLike, runtime: Runtime) -> bool:
+    """Tells whether the kernel of a TPU serves a call over trees, if query and key heads are cut the same way."""
+    return step.tree is not None and step.segments.shape[1] <= LONGEST_TREES and _here(step, dtype, runtime, "tpu")
 
 
 def attend(
@@ -63,9 +76,13 @@ def attend(
     """
     layout, plain = runtime.layout, bounds == AttentionBounds() and sinks_H is None
     dtype, dims = q_BHTD.dtype, (q_BHTD.shape[-1], v_BKTV.shape[-1])
-    if bounds.chunk is not None or bounds.looks_ahead:
+    tokens: Any = step.segments
+    if serves_trees(step, dtype, runtime):
+        mask = Mask(step, own_tokens(step, {}), bounds.window, bounds.chunk, bounds.looks_ahead)
+        kernel, tokens = partial(tree_attention, mask=mask, softcap=bounds.softcap), (mask.queries, mask.keys)
+    elif bounds.chunk is not None or bounds.looks_ahead:
         return None
-    if served(step, dtype, runtime):
+    elif served(step, dtype, runtime):
         kernel = partial(splash_attention, bounds=bounds)
     elif plain and served(step, dtype, runtime, "gpu") and gpu_attention.supports_heads(*dims):
         kernel = gpu_attention.flash_attention
@@ -73,12 +90,12 @@ def attend(
         return None
     assert layout is not None, "a served call has a layout"
     if layout.mesh.size == 1:
-        return kernel(q_BHTD, k_BKTD, v_BKTV, step.segments, sinks_H)
-    return _on_mesh(kernel, layout, q_BHTD, k_BKTD, v_BKTV, step.segments, sinks_H)
+        return kernel(q_BHTD, k_BKTD, v_BKTV, tokens, sinks_H)
+    return _on_mesh(kernel, layout, q_BHTD, k_BKTD, v_BKTV, tokens, sinks_H)
 
 
-def _on_mesh(kernel, layout: Layout, q_BHTD, k_BKTD, v_BKTV, segments_BT, sinks_H) -> jax.Array | None:
-    """Runs a kernel on every device with its own rows and heads.
+def _on_mesh(kernel, layout: Layout, q_BHTD, k_BKTD, v_BKTV, tokens, sinks_H) -> jax.Array | None:
+    """Runs a kernel on every device with its own rows and heads. tokens: arrays [B, T].
 
     None where the mesh cuts query and key heads differently.
     """
@@ -89,8 +106,8 @@ def _on_mesh(kernel, layout: Layout, q_BHTD, k_BKTD, v_BKTV, segments_BT, sinks_
     k_spec = layout.spec((rows, kv_heads, None, None), k_BKTD.shape)
     if q_spec != k_spec:
         return None
-    specs = (q_spec, k_spec, k_spec, layout.spec((rows, None), segments_BT.shape))
-    arguments = (q_BHTD, k_BKTD, v_BKTV, segments_BT)
+    specs = (q_spec, k_spec, k_spec, jax.sharding.PartitionSpec(q_spec[0]))
+    arguments = (q_BHTD, k_BKTD, v_BKTV, tokens)
     if sinks_H is None:
         kernel = partial(kernel, sinks_H=None)
     else:
@@ -116,6 +133,61 @@ def splash_attention(
     return _by_rows(run, q, (k, v), (segments, segments), sinks_H)[:, :, :T]
 
 
+def tree_attention(
+    q_BHTD: jax.Array,
+    k_BKTD: jax.Array,
+    v_BKTV: jax.Array,
+    tokens: tuple[tuple, tuple],
+    sinks_H: jax.Array | None,
+    mask: Mask,
+    softcap: float | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Runs splash attention with the mask as an array on one device: [B, H, T, V]. T is padded to full blocks.
+
+    tokens: the arrays [B, T] of `mask.queries` and `mask.keys`. The rows are computed one after the other, since the
+    mask of a row takes T^2 bytes, and more in the kernel; the backward pass makes it again.
+    """
+    T = q_BHTD.shape[2]
+    filling = -T % LANES
+    q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, filling), (0, 0))) for a in (q_BHTD, k_BKTD, v_BKTV))
+    rows = jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, filling)))[:, None], tokens)
+    sinks = None if sinks_H is None else sinks_H.astype(jnp.float32)
+
+    def attend_row(q_HTD, k_KTD, v_KTV, row, sinks):
+        queries, keys = row
+        allowed = mask.between(queries, keys).of(*queries)
+        # Padding sees itself: the kernel divides by the sum over what a query sees.
+        allowed |= jnp.eye(T + filling, dtype=bool)
+        return _kernel_of_mask(allowed, softcap, interpret)(q_HTD, k_KTD, v_KTV, None, sinks)
+
+    policy = jax.checkpoint_policies.save_only_these_names("context")
+    attend_row = jax.checkpoint(attend_row, policy=policy)
+    return jax.lax.map(lambda row: attend_row(row[0], row[1], row[2], row[3], sinks), (q, k, v, rows))[:, :, :T]
+
+
+def _kernel_of_mask(mask_1TT: jax.Array, softcap: float | None, interpret: bool):
+    """Builds the kernel of a mask that all heads share and that is known on the device only."""
+    kernel = splash.make_splash_mha(
+        mask=mask_1TT,
+        block_sizes=_block_sizes(mask_1TT.shape[1]),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=softcap,
+        residual_checkpoint_name="context",
+        interpret=interpret,
+    )
+    # Inside of jit the function above makes an array of the flag, and the kernel cannot branch on it.
+    infos = cast(Any, (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info))
+    return splash.SplashAttentionKernel(*(info._replace(is_dynamic_mask=True) for info in infos), **kernel.kwargs)
+
+
+def _block_sizes(tokens: int) -> splash.BlockSizes:
+    """Returns blocks that as many tokens as a device has fill."""
+    block = next(size for size in (BLOCK, BLOCK // 2, LANES) if tokens % size == 0)
+    return splash.BlockSizes(block, block, block, block, block, block, block, block)
+
+
 def _kernel(H: int, places_T: np.ndarray, devices: int, bounds: AttentionBounds, interpret: bool = False):
     """Builds the kernel for H heads, keys in order, and the queries at these places of a row.
 
@@ -124,10 +196,9 @@ def _kernel(H: int, places_T: np.ndarray, devices: int, bounds: AttentionBounds,
     T, window = len(places_T), bounds.window
     mask = masks.CausalMask((T, T)) if window is None else masks.LocalMask((T, T), (window - 1, 0), 0)
     mask.q_sequence = places_T
-    block = next(size for size in (BLOCK, BLOCK // 2, LANES) if T // devices % size == 0)
     return splash.make_splash_mha(
         mask=masks.MultiHeadMask([mask] * H),
-        block_sizes=splash.BlockSizes(block, block, block, block, block, block, block, block),
+        block_sizes=_block_sizes(T // devices),
         head_shards=1,
         q_seq_shards=devices,
         attn_logits_soft_cap=bounds.softcap,

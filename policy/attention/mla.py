@@ -15,7 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from policy.attention import flash_attention
+from policy.attention import block_attention, flash_attention
 from policy.attention.attention_plan import Keys
 from policy.attention.context_parallel import applies, attend_cut
 from policy.attention.dot_product_attention import Mask, attend
@@ -161,9 +161,10 @@ class MultiHeadLatentAttention(nnx.Module):
         if cut:  # an indexer chooses among all keys of a row
             parts, new = jax.tree.map(lambda a: replicate_length(a[:, 0], runtime)[:, None], (parts, new))
         k, v = expand(parts, weights)
-        out = None if new else flash_attention.attend(q_BHTD * self.spec.scale, k, v, step, runtime)
-        if out is not None:
-            return out, LayerAux()
+        kernels = () if new else (flash_attention.attend, *(() if cache else (block_attention.attend,)))
+        for kernel in kernels:
+            if (out := kernel(q_BHTD * self.spec.scale, k, v, step, runtime)) is not None:
+                return out, LayerAux()
         visible, _ = extend(None, step, k=k, v=v, **new)
         return self._attend(q_BHTD, k, v, self._mask(step, visible, queries, runtime), None, runtime)
 

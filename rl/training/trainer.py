@@ -271,7 +271,7 @@ class Trainer(BatchUpdates):
     def _logprobs(self):
         def run(params, micro: Batch):
             tokens = constrain(micro.tokens, ("batch", None), self.graph.layout)
-            return self.graph.logprobs(params, tokens, step_of(params, micro), self.temperature)[:2]
+            return self._scoring_graph.logprobs(params, tokens, step_of(params, micro), self.temperature)[:2]
 
         return CompiledCache(jax.jit(run), self.graph.layout.platform)
 

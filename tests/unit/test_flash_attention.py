@@ -1,13 +1,17 @@
 """The kernel over full sequences, interpreted, gives what the portable form gives, and its gradients."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tree_rows import arrays, reference, seen, trees
 
 from policy.attention import flash_attention
 from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
-from policy.cache.layer_cache import Visible
+from policy.cache.layer_cache import Visible, own_tokens
+from policy.cache.paths import Tree
 from policy.config import Runtime
 from policy.mesh.sharding import Layout, layout
 from policy.modes import make_step
@@ -64,6 +68,65 @@ def test_the_kernel_is_the_portable_form(case, monkeypatch):
     np.testing.assert_allclose(ours, want, atol=2e-6)
     for ours, want in zip(*(jax.grad(objective(f), wrt)(*arguments) for f in (kernel, portable)), strict=True):
         np.testing.assert_allclose(ours, want, atol=3e-5 * float(jnp.abs(want).max()))
+
+
+TREES = {
+    "plain": ((4, 2, 64, 64), {}),
+    "bounds": ((2, 1, 128, 64), {"window": 40, "softcap": 3.0}),
+    "chunk": ((2, 2, 128, 128), {"chunk": 32}),
+    "sinks": ((4, 1, 64, 64), {}),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c != "bounds")) for c in TREES])
+def test_the_kernel_of_trees_is_the_softmax_over_paths(case, monkeypatch):
+    """The mask is an array: two rows of trees under one jit, padding that fills blocks, and blocks nothing sees."""
+    monkeypatch.setattr(flash_attention, "BLOCK", 128)
+    heads, bounds = TREES[case]
+    bounds = AttentionBounds(**bounds)
+    rows = ([(40, [(30, []), (50, [(9, []), (10, [])])]), (20, [])], [(100, [(8, []), (90, []), (70, [])])])
+    tree = trees(rows, T)
+    step = make_step(jnp.zeros((2, T)), tree=jax.tree.map(jnp.asarray, tree))
+    mask = Mask(step, own_tokens(step, {}), bounds.window, bounds.chunk)
+    allowed = seen(tree.before, tree.position, bounds.window, bounds.chunk)
+    *parts, given = arrays(2, T, heads)
+    wrt, real = (0, 1, 2, 3) if case == "sinks" else (0, 1, 2), (tree.node != 0)[:, None, :, None]
+    parts.append(jax.random.normal(jax.random.key(9), heads[:1]) if case == "sinks" else None)
+
+    def kernel(q, k, v, sinks):
+        tokens = mask.queries, mask.keys
+        return flash_attention.tree_attention(q, k, v, tokens, sinks, mask, bounds.softcap, interpret=True)
+
+    def run(attention, *parts):
+        out = attention(*parts)
+        return jnp.sum(jnp.where(real, out * given, 0.0)), out
+
+    ((_, out), gradients), ((_, expected), slopes) = (
+        jax.jit(jax.value_and_grad(partial(run, attention), wrt, has_aux=True))(*parts)
+        for attention in (kernel, partial(reference, allowed, bounds.softcap))
+    )
+    assert np.all(np.isfinite(out))  # padding too: as keys of weight 0 its values are multiplied
+    np.testing.assert_allclose(np.where(real, out, 0), np.where(real, expected, 0), atol=2e-6)
+    for ours, want in zip(gradients, slopes, strict=True):
+        np.testing.assert_allclose(ours, want, atol=3e-5 * float(jnp.abs(want).max()))
+
+
+def test_calls_with_trees(monkeypatch):
+    """No kernel but the one of trees takes a tree, and rows that are too long have none."""
+    monkeypatch.setattr(Layout, "platform", "tpu")
+    runtime = Runtime(layout=layout({"fsdp": 1}, devices=jax.devices()[:1]))
+
+    def step(T):
+        return make_step(jnp.zeros((1, T)), tree=Tree(*[jnp.ones((1, T), jnp.int32)] * 5))
+
+    for platform in ("tpu", "gpu"):
+        monkeypatch.setattr(Layout, "platform", platform)
+        assert not flash_attention.served(step(256), jnp.bfloat16, runtime, platform)
+        assert flash_attention.serves_trees(step(256), jnp.bfloat16, runtime) == (platform == "tpu")
+    monkeypatch.setattr(Layout, "platform", "tpu")
+    assert not flash_attention.serves_trees(step(flash_attention.LONGEST_TREES + 1), jnp.bfloat16, runtime)
+    assert not flash_attention.serves_trees(step(256), jnp.float32, runtime)
+    assert not flash_attention.serves_trees(make_step(jnp.zeros((1, 256))), jnp.bfloat16, runtime)
 
 
 def test_calls_without_a_kernel(monkeypatch):
