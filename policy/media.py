@@ -39,7 +39,7 @@ class GridVision:
     and columns, and `merge` x `merge` patches joined to a row.
 
     An input is a patch of `patch` x `patch` pixels, flattened as (channel, frame, y, x) with `frames` equal frames.
-    Inputs are in the order of the blocks that become rows: block row, block column, row and column in the block.
+    Inputs are in the order of the squares that become rows: row and column of the square, row and column in it.
     `side`: rows and columns of the table of positions, which is interpolated. `deepstack`: the blocks whose outputs also
     become features of each row; layer i of the decoder adds those of the i-th to its output.
     """
@@ -212,7 +212,7 @@ def halved(length: Any, times: int) -> Any:
 
 def padded_inputs(spec: Tower, inputs: int) -> int:
     """Returns the number of inputs after padding: that of a full item for towers of one size, else the next of 64, 128,
-    256, ..., rounded up to a multiple of the inputs of a row."""
+    256, ..., of PooledVision rounded up to a multiple of the inputs of a row."""
     if isinstance(spec, Siglip | TileVision):
         return spec.side**2
     size, unit = SHORTEST, spec.pool**2 if isinstance(spec, PooledVision) else 1

@@ -10,8 +10,8 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from policy.cache.paths import first, scored
 
+from policy.cache.paths import first, scored
 from policy.experts.router import bias_update
 from policy.intermediates import Aux, Indexing, Predictions, Routing
 from rl.config.stage import StageOptions

@@ -6,8 +6,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from policy.cache.paths import before, scored
 
+from policy.cache.paths import before, scored
 from policy.cache.step import Step
 from policy.intermediates import Aux
 from policy.model import Graph

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import qwix
-from policy.cache.paths import before, scored
 
 from policy import modes
 from policy.attention.sequence_shards import Rows
+from policy.cache.paths import before, scored
 from policy.cache.step import Step
 from policy.config import StoredType
 from policy.execution.compiled_cache import CompiledCache
