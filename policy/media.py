@@ -212,13 +212,13 @@ def halved(length: Any, times: int) -> Any:
 
 def padded_inputs(spec: Tower, inputs: int) -> int:
     """Returns the number of inputs after padding: that of a full item for towers of one size, else the next of 64, 128,
-    256, ..., of PooledVision rounded up to a multiple of the inputs of a row."""
+    256, ..., each rounded up to a multiple of the inputs of a row where a tower needs it (PooledVision)."""
     if isinstance(spec, Siglip | TileVision):
         return spec.side**2
     size, unit = SHORTEST, spec.pool**2 if isinstance(spec, PooledVision) else 1
-    while size < inputs:
+    while (padded := -(-size // unit) * unit) < inputs:
         size *= STEP
-    return -(-size // unit) * unit
+    return padded
 
 
 def largest_inputs(spec: Tower, rows: int) -> int:

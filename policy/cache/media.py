@@ -38,7 +38,7 @@ class Media:
 
 
 class MediaInputs(NamedTuple):
-    """The fields of a Step that calls without pictures and sounds leave at None; policy.cache.step.Step explains
+    """Fields of a Step; they are None in a call without pictures and sounds; policy.cache.step.Step explains
     them."""
 
     media: Media | None = None

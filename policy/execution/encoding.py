@@ -172,7 +172,7 @@ class MediaEncoder:
         return Piece(kind, values, *(jax.ShapeDtypeStruct((1, R, n), jnp.int32) for n in (2, m)))
 
     def encoded_into(self, params: Params, table: MediaTable, piece: Piece) -> MediaTable:
-        """Encodes a piece, one call after the other, in a jitted function. Rows are rounded to the table's dtype."""
+        """Encodes a piece, one call after the other. Rows are rounded to the table's dtype. Traced by a caller's program."""
 
         def call(table, xs):
             values, shapes, targets = xs
@@ -182,8 +182,8 @@ class MediaEncoder:
         return jax.lax.scan(call, table, (piece.values, piece.shapes, piece.targets))[0]
 
     def gradients(self, trained: Params, others: Params, grads: MediaTable, piece: Piece) -> dict[str, jax.Array]:
-        """Returns the float32 gradients of the weights `trained` of towers, given those of the table, in a jitted
-        function. The activations of one call are there at a time."""
+        """Returns the float32 gradients of the weights `trained` of towers, given those of the table.
+        Only the activations of one call are in memory at a time. Traced by a caller's program."""
         zeros = {path: jnp.zeros(array.shape, jnp.float32) for path, array in trained.items()}
 
         def call(total, xs):

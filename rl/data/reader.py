@@ -76,8 +76,8 @@ class DataReader:
     """
 
     def __init__(self, config: RunConfig):
-        """Reads the tokenizer and the processors. Raises ConfigError, and ModelError for a name on the hub that cannot
-        be read.
+        """Reads the tokenizer and the processors. Raises ConfigError, ModelError for a name on the hub that cannot be
+        read, and what `read_processors` raises.
 
         processors: None for a model that reads texts only. loader: decodes pictures and sounds; None without
         processors.

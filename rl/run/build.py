@@ -111,7 +111,7 @@ def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTa
 
 def check_freeze(graph: Graph, stages: Sequence[StageOptions]) -> Graph:
     """Returns the graph. Raises ConfigError for a name in `freeze` that no weight has, and if nothing is left to
-    train. A model without towers, for rows of text, has none of the weights of towers."""
+    train. Names of weights of towers go with a model that was built without towers, for rows of text."""
     has_towers = any(map(is_tower, graph.paths))
     for number, stage in enumerate(stages):
         where = f"stages[{number}].freeze"
@@ -181,7 +181,7 @@ def on_mesh(config: RunConfig, devices: Sequence[Any] | None = None) -> Layout:
 def graph(config: RunConfig, mesh: Layout) -> Graph:
     """Returns the graph of the configuration's model, without weights.
 
-    Reads the tokenizer only if the model or its pictures depend on it.
+    Reads the tokenizer only if the model or the pictures that a plan has may depend on it.
 
     Raises ConfigError or ModelError as `model` does.
     """

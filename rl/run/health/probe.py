@@ -114,8 +114,8 @@ def _problems(stage: Any, count: int, has_media: bool) -> list[Any]:
 
 
 def _gap(model: Model, made: Rollouts, temperature: float, table: StepTable | None = None) -> float:
-    """Returns the mean of |trainer - generator| over the tokens of some completions, of their log-probabilities. table:
-    the pictures and sounds of the prompts."""
+    """Returns the mean of |log-probability by the trainer - by the generator| over the tokens of some completions.
+    table: the pictures and sounds of the prompts."""
     chosen = made.flat[:: max(1, len(made.flat) // _COMPARED)][:_COMPARED]
     rows = [[*made.problems[p].ids, *completion.tokens] for p, completion in chosen]
     batch, shown = padded_batch([(row, [1] * len(row)) for row in rows], max(map(len, rows))), {}
