@@ -39,7 +39,7 @@ class GridVision:
     and columns, and `merge` x `merge` patches joined to a row.
 
     An input is a patch of `patch` x `patch` pixels, flattened as (channel, frame, y, x) with `frames` equal frames.
-    Inputs are in the order of the blocks that become rows: block row, block column, row and column in the block.
+    Inputs are in the order of the squares that become rows: row and column of the square, row and column in it.
     `side`: rows and columns of the table of positions, which is interpolated. `deepstack`: the blocks whose outputs also
     become features of each row; layer i of the decoder adds those of the i-th to its output.
     """
@@ -212,13 +212,13 @@ def halved(length: Any, times: int) -> Any:
 
 def padded_inputs(spec: Tower, inputs: int) -> int:
     """Returns the number of inputs after padding: that of a full item for towers of one size, else the next of 64, 128,
-    256, ..., rounded up to a multiple of the inputs of a row."""
+    256, ..., each rounded up to a multiple of the inputs of a row where a tower needs it (PooledVision)."""
     if isinstance(spec, Siglip | TileVision):
         return spec.side**2
     size, unit = SHORTEST, spec.pool**2 if isinstance(spec, PooledVision) else 1
-    while size < inputs:
+    while (padded := -(-size // unit) * unit) < inputs:
         size *= STEP
-    return -(-size // unit) * unit
+    return padded
 
 
 def largest_inputs(spec: Tower, rows: int) -> int:

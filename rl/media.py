@@ -3,7 +3,7 @@
 A picture is encoded once in a step, whatever the number of prompts and completions that show it. Towers that no stage
 trains give the same rows in every step, so the rows of the last table are also taken again.
 
-P documents, N rows of a batch, T tokens, M rows of a table.
+N rows of a batch, T tokens, M rows of a table.
 """
 
 from __future__ import annotations
@@ -119,8 +119,11 @@ class StepTable:
         return MediaPrompt(tuple(ids), self.document(expanded), keys)
 
     def add(self, batch: Batch, documents: Documents) -> Batch:
-        """Returns the batch with its places. documents: of the sequences that begin with these tokens; all
-        others are text."""
+        """Returns the batch with `media`, `turns` and `until`, and 0 in place of the ids of placeholders.
+
+        documents: of the sequences with pictures or sounds; a sequence may go on with text after the tokens of its
+        document. All other sequences are text.
+        """
         positions = _positions(batch.segments)
         media = np.full(batch.tokens.shape, -1, np.int32)
         turns = np.repeat(positions[..., None], 3, axis=2) if self._decoder.has_sections else None
@@ -153,10 +156,10 @@ class MediaTables:
     """Makes the tables of a run.
 
     loader: decodes the contents. M: rows of every table. trained: whether the current stage trains a tower. sizes: kinds
-    and shapes of the items of the run. block: problems of one call of an evaluation.
+    and shapes of the items of the run. block: problems of an evaluation that are completed at once.
 
-    The last table is valid for the current weights of the towers: `start_stage` drops it where a stage begins to train
-    them, and `forget` after each update that does.
+    `forget` drops the last table after an update that changes the towers; `start_stage` drops it where the training of
+    towers begins or ends, since the tables of such stages alone hold `items`.
     """
 
     encoder: MediaEncoder
@@ -176,7 +179,7 @@ class MediaTables:
 
     def start_stage(self, trained: bool) -> None:
         """Goes on to the next stage. trained: whether it trains a tower."""
-        if trained:  # the last table may lack what the towers read
+        if trained != self.trained:
             self._last = None
         self.trained = trained
 

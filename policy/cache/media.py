@@ -38,7 +38,7 @@ class Media:
 
 
 class MediaInputs(NamedTuple):
-    """The fields of a Step that calls without pictures and sounds leave at None; policy.cache.step.Step explains
+    """Fields of a Step; they are None in a call without pictures and sounds; policy.cache.step.Step explains
     them."""
 
     media: Media | None = None
@@ -89,9 +89,10 @@ class DocumentMedia:
             np.any(self.until < np.arange(T))
             or np.any(self.until >= T)
             or np.any(self.until[np.minimum(self.until, T - 1)] != self.until)
-            or (T > 1 and self.until[-2] == T - 1)  # decoding feeds the last token alone
         ):
             return "has media whose until does not name the last token of each block"
+        if self.until is not None and T > 1 and self.until[-2] == T - 1:
+            return "ends with a block of a picture; put a token after it, since decoding feeds the last token alone"
         return None
 
     @property

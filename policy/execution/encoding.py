@@ -62,14 +62,14 @@ class Item(Protocol):
 class Piece:
     """Items of one kind and size, padded, for G calls of one program.
 
-    values: float32[G, R, N, K]. shapes: int32[G, R, 2]. places: int32[G, R, m], the row of the table that each row of
+    values: float32[G, R, N, K]. shapes: int32[G, R, 2]. targets: int32[G, R, m], the row of the table that each row of
     an item goes to; M: none.
     """
 
     kind: Kind = field(metadata={"static": True})
     values: Any
     shapes: Any
-    places: Any
+    targets: Any
 
 
 class MediaEncoder:
@@ -120,11 +120,11 @@ class MediaEncoder:
         G, m = -(-len(items) // R), self._padded_rows(kind, N)
         G = 1 << (G - 1).bit_length() if round_up else G
         values = np.zeros((G * R, N, input_width(spec)), np.float32)
-        shapes, places = np.ones((G * R, 2), np.int32), np.full((G * R, m), M, np.int32)
+        shapes, targets = np.ones((G * R, 2), np.int32), np.full((G * R, m), M, np.int32)
         for i, (item, first) in enumerate(items):
             values[i, : len(item.values)] = item.values
-            shapes[i], places[i, : item.rows] = item.shape, np.arange(first, first + item.rows)
-        return Piece(kind, *(a.reshape(G, R, *a.shape[1:]) for a in (values, shapes, places)))
+            shapes[i], targets[i, : item.rows] = item.shape, np.arange(first, first + item.rows)
+        return Piece(kind, *(a.reshape(G, R, *a.shape[1:]) for a in (values, shapes, targets)))
 
     def _padded_rows(self, kind: Kind, N: int) -> int:
         """Returns m, the rows that the tower makes of N inputs."""
@@ -146,9 +146,9 @@ class MediaEncoder:
         towers = tower_params(params)
         for piece in pieces:
             for i in range(len(piece.values)):
-                call = Piece(piece.kind, *(a[i : i + 1] for a in (piece.values, piece.shapes, piece.places)))
+                call = Piece(piece.kind, *(a[i : i + 1] for a in (piece.values, piece.shapes, piece.targets)))
                 table = block_on_cpu_mesh(self.executable(towers, table, call), self._layout)
-                self.encoded += int(np.count_nonzero(call.places[0, :, 0] < len(table.rows)))
+                self.encoded += int(np.count_nonzero(call.targets[0, :, 0] < len(table.rows)))
         return table
 
     def copied(self, table: MediaTable, sources_M: np.ndarray) -> MediaTable:
@@ -172,27 +172,27 @@ class MediaEncoder:
         return Piece(kind, values, *(jax.ShapeDtypeStruct((1, R, n), jnp.int32) for n in (2, m)))
 
     def encoded_into(self, params: Params, table: MediaTable, piece: Piece) -> MediaTable:
-        """Encodes a piece, one call after the other, in a jitted function. Rows are rounded to the table's dtype."""
+        """Encodes a piece, one call after the other. Rows are rounded to the table's dtype. Traced by a caller's program."""
 
         def call(table, xs):
-            values, shapes, places = xs
+            values, shapes, targets = xs
             rows, deep = self._encode(params, piece.kind, values, shapes)
-            return _written(table, rows, deep, places), None
+            return _written(table, rows, deep, targets), None
 
-        return jax.lax.scan(call, table, (piece.values, piece.shapes, piece.places))[0]
+        return jax.lax.scan(call, table, (piece.values, piece.shapes, piece.targets))[0]
 
     def gradients(self, trained: Params, others: Params, grads: MediaTable, piece: Piece) -> dict[str, jax.Array]:
-        """Returns the float32 gradients of the weights `trained` of towers, given those of the table, in a jitted
-        function. The activations of one call are there at a time."""
+        """Returns the float32 gradients of the weights `trained` of towers, given those of the table.
+        Only the activations of one call are in memory at a time. Traced by a caller's program."""
         zeros = {path: jnp.zeros(array.shape, jnp.float32) for path, array in trained.items()}
 
         def call(total, xs):
-            values, shapes, places = xs
+            values, shapes, targets = xs
             outputs, pull = jax.vjp(lambda own: self._encode(own | dict(others), piece.kind, values, shapes), trained)
-            back = jax.tree.map(lambda out, grad: grad.astype(out.dtype), outputs, _taken(grads, places, outputs))
+            back = jax.tree.map(lambda out, grad: grad.astype(out.dtype), outputs, _taken(grads, targets, outputs))
             return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, pull(back)[0]), None
 
-        return jax.lax.scan(call, zeros, (piece.values, piece.shapes, piece.places))[0]
+        return jax.lax.scan(call, zeros, (piece.values, piece.shapes, piece.targets))[0]
 
     def _encode(self, params: Params, kind: Kind, values_RNK, shapes_R2):
         values = constrain(values_RNK, ("batch", None, None), self._layout)
@@ -235,14 +235,14 @@ def tower_params(params: Mapping[str, Any]) -> dict[str, Any]:
     return {path: array for path, array in params.items() if is_tower(path)}
 
 
-def _written(table: MediaTable, rows_RmE, deep_DRmE, places_Rm) -> MediaTable:
-    rows = table.rows.at[places_Rm].set(rows_RmE.astype(table.rows.dtype), mode="drop")
+def _written(table: MediaTable, rows_RmE, deep_DRmE, targets_Rm) -> MediaTable:
+    rows = table.rows.at[targets_Rm].set(rows_RmE.astype(table.rows.dtype), mode="drop")
     if table.deep is None or deep_DRmE is None:  # sounds have no features: their rows stay 0
         return MediaTable(rows, table.deep)
-    return MediaTable(rows, table.deep.at[:, places_Rm].set(deep_DRmE.astype(table.deep.dtype), mode="drop"))
+    return MediaTable(rows, table.deep.at[:, targets_Rm].set(deep_DRmE.astype(table.deep.dtype), mode="drop"))
 
 
-def _taken(grads: MediaTable, places_Rm, outputs) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the gradients of the rows of these places, 0 where there is none, for each output of a tower."""
-    take = partial(jnp.take, indices=places_Rm, mode="fill", fill_value=0)
+def _taken(grads: MediaTable, targets_Rm, outputs) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the gradients of these rows, 0 where there is none, for each output of a tower."""
+    take = partial(jnp.take, indices=targets_Rm, mode="fill", fill_value=0)
     return take(grads.rows, axis=0), None if outputs[1] is None else take(grads.deep, axis=1)

@@ -186,8 +186,8 @@ def with_lists(examples: Sequence[Example], kinds: Collection[Kind] | None = Non
     """Returns the examples of a dataset with its pictures and sounds as columns for rewards.
 
     If any row has a picture, all rows have the column `images`, lists of rewards.workers.media.Picture, and no column
-    `image`; so with sounds and `audios`. A dataset of text stays as it is. kinds: of all rows, if these are a part of
-    them.
+    `image`; so with sounds and `audios`. A dataset of text stays as it is. kinds: those of the dataset on all
+    processes; None: those of `examples`, which are all of it.
     """
     kinds = kinds_of(examples) if kinds is None else kinds
     if not kinds:

@@ -76,8 +76,8 @@ class DataReader:
     """
 
     def __init__(self, config: RunConfig):
-        """Reads the tokenizer and the processors. Raises ConfigError, and ModelError for a name on the hub that cannot
-        be read.
+        """Reads the tokenizer and the processors. Raises ConfigError, ModelError for a name on the hub that cannot be
+        read, and what `read_processors` raises.
 
         processors: None for a model that reads texts only. loader: decodes pictures and sounds; None without
         processors.
@@ -176,21 +176,21 @@ class DataReader:
         datasets.check_lengths(dataset, lambda example: lengths[id(example)], self._config.max_length, advice)
         return Shard(encoded, dataset.total, dataset.examples)
 
-    def _load(self, source: DataOptions, **kind: Any) -> datasets.Dataset:
+    def _load(self, source: DataOptions, **form: Any) -> datasets.Dataset:
         """Loads a dataset. Every process loads all held-out rows, because it samples completions for all of them."""
-        part = (0, 1) if kind.get("held_out") else (processes.index(), processes.count())
+        part = (0, 1) if form.get("held_out") else (processes.index(), processes.count())
         return self._once(
-            ("data", source.model_dump_json(), *kind.items()), lambda: self._checked(source, part=part, **kind)
+            ("data", source.model_dump_json(), *form.items()), lambda: self._checked(source, part=part, **form)
         )
 
-    def _checked(self, source: DataOptions, **kind: Any) -> datasets.Dataset:
+    def _checked(self, source: DataOptions, **form: Any) -> datasets.Dataset:
         """Loads a dataset and decodes its first pictures and sounds. Raises DataError for those that are broken, and for
         malformed rows."""
         if self.processors is None:
-            return datasets.load(source, **kind)
+            return datasets.load(source, **form)
 
         def loaded(processors: Processors) -> datasets.Dataset:
-            dataset = datasets.load(source, processors=processors, **kind)
+            dataset = datasets.load(source, processors=processors, **form)
             decode_first(dataset, processors)
             return dataset
 

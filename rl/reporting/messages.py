@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollout.media.item import NOUNS, Extent
+from rollout.media.item import NOUNS
 
 if TYPE_CHECKING:
     from rollout.media.expand import Expanded
@@ -25,19 +25,17 @@ def entries(media: Expanded | None) -> list[dict[str, Any]]:
     """Returns `media` of a line: one entry for each picture or sound, the rows of its tiles added up."""
     if media is None:
         return []
-    groups: list[list[Extent]] = []
-    for item in media.items:
-        if item.digest.partition("-")[2] in ("", "0"):  # the digest of a tile ends with its number
-            groups.append([])
-        groups[-1].append(item)
+    rows = [0] * len(media.references)
+    for item, owner in zip(media.items, media.owners, strict=True):
+        rows[owner] += item.rows
     result = []
-    for reference, items in zip(media.references, groups, strict=True):
+    for number, reference in enumerate(media.references):
         first, second = reference.size
         size = {"width": second, "height": first}
         if reference.kind == "audio":
             size = {"seconds": round(first / second, 3), "rate": second}
         entry = {"kind": reference.kind, "digest": reference.digest, **size}
-        result.append(entry | {"rows": sum(item.rows for item in items)})
+        result.append(entry | {"rows": rows[number]})
     return result
 
 
@@ -99,7 +97,8 @@ def flat(pieces: Sequence[Piece]) -> str:
 
 
 def start(record: Mapping[str, Any], name: str, count: int) -> str:
-    """Returns the beginning of the last message of `prompt` or `completion`, on one line of `count` characters."""
+    """Returns the beginning of the last message of `prompt` or `completion`, on one line of at most `count` characters, and
+    "..." where it is cut."""
     last = [pieces for _, pieces in messages(record, name)][-1:]
     texts = [each if isinstance(each, str) else f" [{NOUNS[each['kind']]}] " for pieces in last for each in pieces]
     line = " ".join("".join(texts)[: 4 * count].split())

@@ -1,4 +1,5 @@
-"""The model that a run trains: from what the configuration asks for to weights on their mesh."""
+"""Everything that a run holds, built from its configuration: the model on its mesh, the generator, the tables of
+pictures, checkpoints and events."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTa
     shown = [([media_of(row) for row in stage.rows.own], stage.options.prompts_per_step) for stage in prepared.stages]
     block = evaluated_at_once(config)
     shown.append(([media_of(problem) for problem in prepared.held_out], block))
-    # Held-out problems that no stage evaluates may be the only ones with pictures: the table then has one empty row.
+    # 1: rows with pictures may be read and never used, such as held-out ones beyond `evaluation.problems`.
     M = max(1, *(table_rows(rows, count) for rows, count in shown))
     own = {(item.kind, *item.shape) for rows, _ in shown for row in rows for each in row for item in each.items}
     sizes: set[tuple[Kind, tuple[int, int]]] = {
@@ -110,7 +111,7 @@ def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTa
 
 def check_freeze(graph: Graph, stages: Sequence[StageOptions]) -> Graph:
     """Returns the graph. Raises ConfigError for a name in `freeze` that no weight has, and if nothing is left to
-    train. A model without towers, for rows of text, has none of the weights of towers."""
+    train. Names of weights of towers go with a model that was built without towers, for rows of text."""
     has_towers = any(map(is_tower, graph.paths))
     for number, stage in enumerate(stages):
         where = f"stages[{number}].freeze"
@@ -180,7 +181,7 @@ def on_mesh(config: RunConfig, devices: Sequence[Any] | None = None) -> Layout:
 def graph(config: RunConfig, mesh: Layout) -> Graph:
     """Returns the graph of the configuration's model, without weights.
 
-    Reads the tokenizer only if the model depends on it.
+    Reads the tokenizer only if the model or the pictures that a plan has may depend on it.
 
     Raises ConfigError or ModelError as `model` does.
     """
@@ -273,8 +274,8 @@ def _check_media(config: RunConfig, graph: Graph, prepared: Prepared) -> None:
             if changed > made:
                 raise ConfigError(
                     f"{stage.name}: reward model {source} reads the rows that the towers of the policy make, and stage "
-                    f"{config.stage_names[changed]} changes them; leave `freeze` out there, or train the reward model "
-                    "after it"
+                    f"{config.stage_names[changed]} changes them; leave `freeze` out there"
+                    + (", or train the reward model after it" if made >= 0 else "")
                 )
 
 

@@ -100,9 +100,12 @@ class Context:
     def media_table(
         self, documents: Sequence[Expanded | None], *, counted: bool = True, again: bool = False
     ) -> StepTable:
-        """Returns the table of the pictures and sounds of these documents, by the current weights. counted: whether the
-        metrics of the step keep what they have counted; False, for a call before the first step, drops it. again: they
-        have counted these documents before. Raises DataError for a content that cannot be decoded."""
+        """Returns the table of the pictures and sounds of these documents, by the current weights.
+
+        counted: False, for probes and evaluations, drops the metrics since the last step, with those of this
+        call. again: the metrics of the step have the documents already, so only the encoding is counted. Raises
+        DataError for a content that cannot be decoded.
+        """
         assert self.media is not None, "the stage asks for a table only if the run has pictures or sounds"
         with self.timeline.span("pictures and sounds"):
             table = self.media.of(self.model.params, documents, again=again)

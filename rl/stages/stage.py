@@ -225,16 +225,21 @@ class StageKind(ConfiguredStage, ABC):
         collect = partial(self.collect, counted=False)
         return Evaluation(options, held_out, collect, self.sampling_params(), block=block, **kept)
 
+    def order(self, total: int, numbers: range) -> list[int]:
+        """Returns the indices in the data of the examples that a stage takes as number 0, 1, 2, ... of its `total`."""
+        seed = self.config.seed * 1000 + self.index
+        return [datasets.order(seed, total, number) for number in numbers]
+
     def draw_examples(self, total: int) -> list[int]:
         """Draws the next `prompts_per_step` of the `total` examples, in shuffled order, and counts them as drawn.
 
         Returns their indices in the data.
         """
         progress, count = self.context.progress, self.options.prompts_per_step
-        start, seed = progress.examples_drawn, self.config.seed * 1000 + self.index
+        start = progress.examples_drawn
         progress.examples_drawn += count
         self.rows_of_data = total
-        drawn = [datasets.order(seed, total, number) for number in range(start, start + 2 * count)]
+        drawn = self.order(total, range(start, start + 2 * count))
         self.example_numbers = drawn[:count]
         if self.context.media is not None:
             held = self.rows.held([number * self.rows.total // total for number in drawn])

@@ -55,7 +55,7 @@ class TowerGradients:
     """
 
     def __init__(self, graph: Graph, trained: dict, constants: dict, pieces: Sequence[Piece] | None):
-        """Encodes the `pieces`, in a jitted function; None: the update trains no tower, and nothing changes."""
+        """Encodes the `pieces`, while the update is traced; None: it trains no tower, and nothing changes."""
         self._pieces, self.arguments = pieces, (trained, constants)
         if pieces is None:
             return

@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from policy.cache.media import Media
 from policy.mesh import processes
 from policy.model import Model
 from rl.config.run import RunConfig
-from rl.data import datasets
 from rl.data.inspect.source import random_weights
 from rl.errors import ConfigError, DataError
 from rl.media import StepTable
@@ -110,22 +108,21 @@ def _refusal(stage: str, problems: Sequence[str]) -> str:
 def _problems(stage: Any, count: int, has_media: bool) -> list[Any]:
     """Returns the first `count` problems in the order of the stage, without drawing them; with pictures or sounds at
     most those of a step, because no table holds more."""
-    total, seed = stage.rows.total, stage.config.seed * 1000 + stage.index
+    total = stage.rows.total
     count = min(count, stage.options.prompts_per_step) if has_media else count
-    return stage.rows.take([datasets.order(seed, total, number) for number in range(min(count, total))])
+    return stage.rows.take(stage.order(total, range(min(count, total))))
 
 
 def _gap(model: Model, made: Rollouts, temperature: float, table: StepTable | None = None) -> float:
-    """Returns the mean of |trainer - generator| over the tokens of some completions, of their log-probabilities. table:
-    the pictures and sounds of the prompts."""
+    """Returns the mean of |log-probability by the trainer - by the generator| over the tokens of some completions.
+    table: the pictures and sounds of the prompts."""
     chosen = made.flat[:: max(1, len(made.flat) // _COMPARED)][:_COMPARED]
     rows = [[*made.problems[p].ids, *completion.tokens] for p, completion in chosen]
     batch, shown = padded_batch([(row, [1] * len(row)) for row in rows], max(map(len, rows))), {}
     if table is not None:
         batch = table.add(batch, [(row, 0, made.problems[p].media) for row, (p, _) in enumerate(chosen)])
-        assert batch.media is not None
-        media = Media(batch.media, table.table.rows, table.table.deep)
-        shown = {"media": media, "turns": batch.turns, "until": batch.until}
+        assert batch.places is not None
+        shown = batch.places.inputs(table.table)._asdict()
     logp, _ = model.logprobs(batch.tokens, segments=batch.segments, temperature=temperature, **shown)
     logp = np.asarray(logp)
     differences = [
