@@ -45,7 +45,8 @@ class Report:
     shape: of the arrays that it computes on. arguments to peak: bytes, as in policy.execution.compiled_cache.Memory.
     non_argument: bytes of everything else that the run keeps on the device. operations: of products. moved: bytes of
     HBM traffic. exchanged: [bytes, number] by kind of collective. kernels: calls of each kernel. times: runs per step.
-    seconds: compile time. teacher: estimates of [operations, bytes of HBM traffic] of a teacher's passes in it.
+    seconds: compile time. teacher: estimates of [operations, bytes of HBM traffic] of a teacher's passes in it. shared: what its
+    sequences share, as a line.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Report:
     times: float
     seconds: float
     teacher: list[float] | None = None
+    shared: str | None = None
 
     @property
     def needs(self) -> int:
@@ -145,6 +147,7 @@ def _report(planned: Planned, topology: Topology, dump: Path, cache: Path | None
         "non_argument": planned.non_argument,
         "times": planned.times,
         "teacher": teacher_work(planned),
+        "shared": planned.shared,
     }
     fields |= counted
     return Report(**fields)

@@ -45,7 +45,7 @@ class Planned:
     that are not arguments of the program. times: runs per step. trip_count: iterations of the outermost loop, whose
     length the device computes (micro-batches that hold tokens). dispatch: most steps of one run of a multi-step decode;
     `times` and counts are per step. kernels and occupancy: as in rl/plan/hlo.py. graph: the model that it computes.
-    teacher: a further model, whose forward pass it contains.
+    teacher: a further model, whose forward pass it contains. shared: what its sequences share, as a line.
     """
 
     stage: str
@@ -61,6 +61,7 @@ class Planned:
     occupancy: float = 1.0
     graph: Graph | None = None
     teacher: Graph | None = None
+    shared: str | None = None
 
     @property
     def name(self) -> str:
@@ -108,7 +109,7 @@ def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
         if sampling:
             resident += sampling.rolling if each.rollout_memory else sampling.bytes
         other = resident - on_a_device(each.resident)
-        models = {"graph": each.graph, "teacher": each.teacher}
+        models = {"graph": each.graph, "teacher": each.teacher, "shared": each.shared}
         made = Planned(
             own.name, each.kind, each.shape, each.lower, resident, other, each.times, each.trip_count, **models
         )

@@ -19,6 +19,7 @@ from rl.run.folder import RunFolder
 from rl.run.health import start_checks
 from rl.run.signals import StopSignal
 from rl.stages.context import Context
+from rl.stages.sharing import describe
 from rl.stages.stage import StageKind
 
 _FINISHED = """\
@@ -82,6 +83,8 @@ class Run(Context):
         stage.bind(self.model.graph)
         stage.load_scorers(self)
         self.events.start_stage(stage.name, stage.options.steps, checkpoint["step"] if checkpoint else 0)
+        if shared := describe(stage, stage.trainer.sharing):
+            self.events.note(f"{stage.name}: {shared}")
         with self.timeline.span(
             "starting the stage" if checkpoint is None else "reading a checkpoint", stage=stage.name
         ):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl.stages.sharing import describe
 from rl.stages.stage import Program, StageKind
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def update_program(
         return trainer.executables[kind].lower(*arguments, micro_rows=R)
 
     teacher = None if kind != "update" or trainer.teacher is None else trainer.teacher.model
-    return Program(kind, (rows, T), lower, trainer.graph, resident, times, trip_count=rows // R, teacher=teacher)
+    more = {"trip_count": rows // R, "teacher": teacher, "shared": describe(stage, trainer.sharing)}
+    return Program(kind, (rows, T), lower, trainer.graph, resident, times, **more)
 
 
 def policy_update(stage: StageKind, batch: Batch, state: Any, times: float) -> Program:

@@ -53,10 +53,12 @@ def _unmeasured(graph: Graph) -> bool:
     return graph.layout.platform == "gpu" and str(graph.runtime.dtype) != "float32"
 
 
-def describe(stage: ConfiguredStage, sharing: Sharing | None) -> str:
-    """Returns a line that says what the sequences of a stage share, or the key that keeps them from it."""
-    group = stage.group
-    if sharing is None or group is None:
+def describe(stage: ConfiguredStage, sharing: Sharing | None) -> str | None:
+    """Returns a line that says what the sequences of a stage share, or the key that keeps them from it; None: they have
+    no groups."""
+    if (group := stage.group) is None:
+        return None
+    if sharing is None:
         if stage.options.shared_prefix == "never":
             return f"shared prefix: off: stages.{stage.index}.shared_prefix: never"
         return f"shared prefix: off: {'this device' if stage.unshared is None else stage.unshared[0]}"

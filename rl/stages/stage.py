@@ -57,7 +57,7 @@ class Program:
     such as weights and moments; the plan counts them once for all programs. times: calls per step. trip_count:
     iterations of its loop over micro-batches. The program computes this number, so the compiler does not know it.
     rollout_memory: whether the generator's resharded weights (`Context.resharded`) are on the devices while it runs.
-    teacher: the model whose forward pass it contains.
+    teacher: the model whose forward pass it contains. shared: what its sequences share, as a line of a plan.
     """
 
     kind: str
@@ -69,6 +69,7 @@ class Program:
     trip_count: int = 1
     rollout_memory: bool = False
     teacher: Graph | None = None
+    shared: str | None = None
 
 
 class StageKind(ConfiguredStage, ABC):

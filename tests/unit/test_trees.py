@@ -46,7 +46,7 @@ def test_a_packing_holds_every_token_once_and_the_chains_before_are_the_rows(row
     N, T = data.tokens.shape
     packing = plan_trees(data, row_counts(-(-N // sharing.rows) if not sharing.whole else N, 1), sharing)
     tree, L = packing.tree, packing.shape[1]
-    assert L == T * sharing.rows
+    assert T * sharing.rows == L
     real = np.flatnonzero(data.segments)
     assert np.array_equal(np.sort(packing.source), real), "every token of a row has a place"
     kept = np.zeros(data.tokens.size, np.int64)
