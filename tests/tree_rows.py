@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.cache.paths import Tree
-from rl.training.trees import TREE_FILLS
+from rl.training.packing.trees import TREE_FILLS
 
 
 def trees(rows, T) -> Tree:
