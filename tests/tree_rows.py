@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rl.training.trees import TREE_FILLS
 
 from policy.cache.paths import Tree
+from rl.training.packing.trees import TREE_FILLS
 
 
 def trees(rows, T) -> Tree:

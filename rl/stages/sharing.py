@@ -44,7 +44,7 @@ def sharing_of(stage: ConfiguredStage, graph: Graph, options: StageOptions) -> S
         rows,
         ahead=modules.depth if options.mtp and modules else 0,
         one_level=any(isinstance(spec.mixer, GatedDeltaNet) for spec in config.layers),
-        whole=stage.answers_share_prompts,
+        together=stage.answers_share_prompts,
     )
 
 

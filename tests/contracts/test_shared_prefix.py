@@ -4,6 +4,8 @@ The oracle is the packed update of the same trainer without trees: log-probabili
 and counts of experts of groups of uneven lengths, of which some are cut.
 """
 
+from dataclasses import replace
+
 import jax
 import learners
 import numpy as np
@@ -12,6 +14,7 @@ import shared_prefixes
 from oracles import KINDS, by_kind, configuration, random_model
 
 from policy import families
+from policy.attention import block_attention
 from policy.config import GatedDeltaNet, Runtime
 from rl.training.auxiliary_losses import auxiliary_loss, totals
 from rl.training.packing.trees import Sharing
@@ -86,6 +89,18 @@ def test_numbers_are_those_of_sequences_alone(kind):
 @pytest.mark.parametrize("kind", ["Llama", "DeepseekV32", "Qwen3Next", "Llama4"])
 def test_they_are_with_scanned_layers_that_compute_again(kind):
     check(kind, SCANNED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", [UNROLLED, SCANNED, replace(SCANNED, remat="minimal_with_context")], ids=str)
+@pytest.mark.parametrize("kind", ["Gemma3", "Llama4", "DeepseekV3"])
+def test_they_are_with_attention_in_blocks(kind, runtime, monkeypatch):
+    """Blocks of 8, so that these short rows have five: windows, chunks and latent attention."""
+    sizes, run = [], block_attention.block_attention
+    monkeypatch.setitem(block_attention.SIZES, "cpu", 8)
+    monkeypatch.setattr(block_attention, "block_attention", lambda spec, *a: sizes.append(spec.size) or run(spec, *a))
+    check(kind, runtime)
+    assert set(sizes) == {8}
 
 
 def test_one_token_of_a_completion_changes_its_row_alone_and_one_of_a_prompt_its_group():

@@ -23,7 +23,7 @@ def batch_of(groups, T=24) -> Batch:
 
 @st.composite
 def groups(draw):
-    """Rows of few different tokens, so that many begin alike, some of them trained in the middle."""
+    """Rows of few different tokens, so that many begin equally, some of them trained in the middle."""
     result = []
     for _ in range(draw(st.integers(1, 4))):
         prompt = draw(st.lists(st.integers(0, 1), min_size=0, max_size=8))
@@ -36,7 +36,7 @@ def groups(draw):
     return result
 
 
-SHARINGS = [Sharing(), Sharing(2), Sharing(4), Sharing(2, one_level=True), Sharing(2, ahead=2), Sharing(1, whole=True)]
+SHARINGS = [Sharing(), Sharing(2), Sharing(4), Sharing(2, one_level=True), Sharing(2, ahead=2)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -44,7 +44,7 @@ SHARINGS = [Sharing(), Sharing(2), Sharing(4), Sharing(2, one_level=True), Shari
 def test_a_packing_holds_every_token_once_and_the_chains_before_are_the_rows(rows, sharing):
     data = batch_of(rows)
     N, T = data.tokens.shape
-    packing = plan_trees(data, row_counts(-(-N // sharing.rows) if not sharing.whole else N, 1), sharing)
+    packing = plan_trees(data, row_counts(-(-N // sharing.rows), 1), sharing)
     tree, L = packing.tree, packing.shape[1]
     assert T * sharing.rows == L
     real = np.flatnonzero(data.segments)
@@ -80,7 +80,7 @@ def test_a_packing_holds_every_token_once_and_the_chains_before_are_the_rows(row
     assert not (np.diff(np.where(tree.node == 0, 10**6, tree.node), axis=1) < 0).any(), "preorder"
 
 
-def test_whole_groups_keep_the_order_of_their_sequences():
+def test_groups_that_stay_together_keep_the_order_of_their_sequences():
     rng = np.random.default_rng(0)
     tokens, segments, mask = (np.zeros((6, 30), kind) for kind in (np.int32, np.int32, np.float32))
     for i in range(6):
@@ -91,7 +91,7 @@ def test_whole_groups_keep_the_order_of_their_sequences():
             mask[i, at + 6 : at + len(ids)] = 1
             at += len(ids)
     data = Batch(tokens=tokens, segments=segments, mask=mask, prompt=np.arange(6, dtype=np.int32))
-    packing = plan_trees(data, row_counts(6, 1), Sharing(whole=True))
+    packing = plan_trees(data, row_counts(6, 1), Sharing(together=True))
     assert packing.filled_rows < 6 and packing.distinct < len(packing.source)
     own = packing.pack(np.where(mask > 0, np.arange(1, 7)[:, None] * 10 + segments, 0))
     for row in range(packing.filled_rows):

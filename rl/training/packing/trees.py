@@ -30,13 +30,13 @@ class Sharing:
 
     rows: tokens of a packed row in rows of the batch. ahead: tokens after a token that have to be the same on all paths
     (the depth of prediction modules). one_level: trees have no nodes between root and leaves, as recurrent layers need
-    it. whole: the sequences of a group stay in one packed row, in their order.
+    it. together: the sequences of a group stay in one packed row, in their order.
     """
 
     rows: int = 1
     ahead: int = 0
     one_level: bool = False
-    whole: bool = False
+    together: bool = False
 
 
 @dataclass
@@ -174,7 +174,7 @@ def _flat(same_STx: np.ndarray) -> np.ndarray:
 
 @dataclass
 class _Rows:
-    """Packed rows while trees are placed, and the arrays of a Packing."""
+    """Packed rows while trees are put in, and the arrays of a Packing."""
 
     length: int
     arrays: dict[str, list[np.ndarray]] = field(default_factory=dict)
@@ -243,7 +243,7 @@ def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: 
     """Packs the sequences of a batch as trees, the largest first, each into the packed row with the least room that is
     enough.
 
-    Where no row has room for a tree, it is cut: as many of its sequences as fill the emptiest row beside what they
+    Where no row has room for a tree, it is cut: as many of its sequences as fill the emptiest row next to what they
     share go there, and the others are a tree of their own. So packed rows are as few as those of plan_packing, which
     explains `counts` and `multiple`.
     """
@@ -253,7 +253,7 @@ def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: 
     waiting = []
     for number, group in enumerate(groups_of(batch)):
         trees = group.trees(sharing)
-        waiting += [(number, group, trees)] if sharing.whole else [(number, group, [tree]) for tree in trees]
+        waiting += [(number, group, trees)] if sharing.together else [(number, group, [tree]) for tree in trees]
     limit = T * sharing.rows
     waiting.sort(key=lambda each: -sum(tree.size for tree in each[2]))
     while waiting:
@@ -262,14 +262,15 @@ def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: 
         if enough := [(free, r) for r, free in enumerate(room) if free >= size]:
             rows.add(group, trees, min(enough)[1])
             continue
-        r = max(range(len(room)), key=room.__getitem__, default=0)
-        fitting = set() if sharing.whole or not room else _fitting(trees[0], room[r])
-        if not fitting:
-            r, fitting = len(room), set() if size <= limit else _fitting(trees[0], limit)
-        if not fitting:
-            rows.add(group, trees, r)
+        if sharing.together:
+            rows.add(group, trees, len(room))
             continue
-        rows.add(group, [trees[0].of(fitting)], r)
+        emptiest = max(range(len(room)), key=room.__getitem__, default=0)
+        if room and (fitting := _fitting(trees[0], room[emptiest])):
+            rows.add(group, [trees[0].of(fitting)], emptiest)
+        else:
+            fitting = _fitting(trees[0], limit)
+            rows.add(group, [trees[0].of(fitting)], len(room))
         if rest := set(trees[0].sequences) - fitting:
             tree = trees[0].of(rest)
             place = next(
@@ -299,24 +300,24 @@ def _nodes(tree: Node) -> Iterator[Node]:
 
 
 def _packing(rows: _Rows, unpacked_shape: tuple[int, int], counts: Sequence[int]) -> Packing:
-    """Returns the Packing of placed trees."""
+    """Returns the Packing of trees in rows."""
     arrays, filled = rows.joined() if rows.arrays else {}, len(rows.free)
     shape = next(count for count in counts if count >= filled), rows.length
     nothing = np.zeros(0, np.int64)
     at = arrays.get("row", nothing) * rows.length + arrays.get("place", nothing)
 
-    def laid_out(name: str, fill: int = 0) -> np.ndarray:
+    def in_rows(name: str, fill: int = 0) -> np.ndarray:
         out = np.full(shape, fill, np.int32)
         out.reshape(-1)[at] = arrays.get(name, nothing)
         return out
 
-    tree = Tree(**{name: laid_out(name, fill) for name, fill in TREE_FILLS.items()})
+    tree = Tree(**{name: in_rows(name, fill) for name, fill in TREE_FILLS.items()})
     return Packing(
         unpacked_shape,
         shape,
         arrays.get("source", nothing),
         arrays.get("target", nothing),
-        laid_out("segment"),
+        in_rows("segment"),
         filled,
         (arrays.get("end", nothing), arrays.get("start", nothing)),
         tree,
