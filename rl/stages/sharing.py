@@ -13,13 +13,11 @@ if TYPE_CHECKING:
     from rl.config.stage import StageOptions
     from rl.training.packing.trees import Sharing
 
-LONGEST = 8192
-"""Tokens of a packed row of trees on a TPU, whose kernel takes the mask as an array that grows with their square."""
-
 
 def sharing_of(stage: ConfiguredStage, graph: Graph, options: StageOptions) -> Sharing | None:
     """Returns how the sequences of a stage share beginnings on this mesh; None: each is computed alone. options: of the
     stage, with another micro-batch in a plan."""
+    from policy.attention.flash_attention import LONGEST_TREES
     from policy.config import GatedDeltaNet
     from policy.layers import batch_split
     from rl.training.packing.trees import Sharing
@@ -35,9 +33,9 @@ def sharing_of(stage: ConfiguredStage, graph: Graph, options: StageOptions) -> S
     while rows * length < group.distinct and 2 * rows <= most:
         rows *= 2
     if graph.layout.platform == "tpu":
-        if length > LONGEST:
+        if length > LONGEST_TREES:
             return None
-        while rows * length > LONGEST:
+        while rows * length > LONGEST_TREES:
             rows //= 2
     modules = config.multi_token_prediction
     return Sharing(

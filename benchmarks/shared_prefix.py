@@ -1,0 +1,131 @@
+"""Measures updates whose prompts are computed once for a group, in turns with updates of sequences alone.
+
+Completions have equal lengths, but for 24/32 those of `benchmarks/grpo.py`: uneven. `tokens` is the floor: the tokens
+of all sequences over those that are computed. An update gains more where attention costs much, because pairs of tokens
+that do not see each other are skipped.
+
+    python benchmarks/shared_prefix.py [--model 25m] [--shapes 24/32x8 256/64x4 512/512x1 1024/128x1] [--repeats 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+from models import MODELS
+from side_by_side import in_turns
+
+SHAPES = ("24/32x8", "256/64x4", "512/512x1", "1024/128x1")
+SAMPLES = 8
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
+    """Runs the benchmark from the command line. Returns the numbers of each shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=tuple(MODELS), default="25m")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="tokens of prompt/completion x prompts")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--alone", action="store_true", help="prompts that nothing shares: the cost of the tables")
+    options = parser.parse_args(argv)
+
+    import policy
+    from policy import families
+    from policy.config import Runtime
+
+    config = families.read(MODELS[options.model] | {"max_position_embeddings": 4096})
+    model = policy.create(config, runtime=Runtime(remat="none", scan=False))
+    results = {}
+    print(f"{options.model}, {SAMPLES} completions of each prompt; seconds are medians of {options.repeats} turns")
+    for shape in options.shapes:
+        results[shape] = numbers = measure(model, shape, options)
+        print(
+            f"{shape:>12}: tokens {numbers['tokens']:.2f}x, never {numbers['never']:.3f} s, "
+            f"auto {numbers['auto']:.3f} s, ratio {numbers['ratio']:.2f}; "
+            f"temporaries {numbers['never_mib']:.0f} and {numbers['auto_mib']:.0f} MiB"
+        )
+    return results
+
+
+def measure(model: Any, shape: str, options: argparse.Namespace) -> dict[str, float]:
+    """Returns seconds of both, their ratio, the ratio of tokens, and temporaries in MiB."""
+    lengths, prompts = shape.split("x")
+    P, C = map(int, lengths.split("/"))
+    batch = groups(model.config.vocab_size, P, C, int(prompts), options.alone)
+    updates, tokens, memory = {}, {}, {}
+    for kind in ("never", "auto"):
+        updates[kind], tokens[kind], memory[kind] = update(model, kind, batch, P, C)
+    seconds = dict(zip(updates, map(median, in_turns(*updates.values(), options.repeats)), strict=True))
+    return {
+        **seconds,
+        "ratio": seconds["never"] / seconds["auto"],
+        "tokens": tokens["never"] / tokens["auto"],
+        **{f"{kind}_mib": number / 2**20 for kind, number in memory.items()},
+    }
+
+
+def groups(vocab: int, P: int, C: int, prompts: int, alone: bool) -> Any:
+    """Returns a batch of groups. alone: the prompts of a group differ."""
+    from rl.training.batch import Batch
+
+    rng, N, T = np.random.default_rng(0), prompts * SAMPLES, P + C
+    tokens = rng.integers(0, vocab, (N, T)).astype(np.int32)
+    if not alone:
+        tokens[:, :P] = np.repeat(tokens[::SAMPLES, :P], SAMPLES, axis=0)
+    ends = rng.integers(P + 1, T + 1, N) if C == 32 else np.full(N, T)
+    real = np.arange(T) < ends[:, None]
+    noise = rng.normal(-3, 0.3, (2, N, T)).astype(np.float32)
+    return Batch(
+        tokens=np.where(real, tokens, 0),
+        segments=real.astype(np.int32),
+        mask=(real & (np.arange(T) >= P)).astype(np.float32),
+        prompt=np.repeat(np.arange(prompts, dtype=np.int32), SAMPLES),
+        sampler_logp=noise[0],
+        old_logp=noise[1],
+        advantages=rng.normal(size=N).astype(np.float32),
+    )
+
+
+def update(model: Any, kind: str, batch: Any, P: int, C: int) -> tuple[Callable[[], Any], int, int]:
+    """Returns (an update by GRPO, the tokens that it computes, bytes of temporaries of its program)."""
+    import jax
+
+    from rl.config.run import RunConfig
+    from rl.stages import create
+
+    stage = {
+        "algorithm": "grpo",
+        "steps": 100,
+        "samples_per_prompt": SAMPLES,
+        "prompts_per_step": len(batch.prompt) // SAMPLES,
+        "shared_prefix": kind,
+        "sampling": {"max_new_tokens": C},
+    }
+    config = RunConfig.model_validate(
+        {
+            "model": {"source": "tiny"},
+            "max_length": P + C,
+            "data": {"task": "arithmetic"},
+            "rewards": {"functions": ["exact_answer"]},
+            "stages": [stage],
+        }
+    )
+    [made] = create(config)
+    made.bind(model.graph)
+    trainer = made.trainer
+    state = trainer.start({path: jax.numpy.copy(array) for path, array in model.params.items()}, 0)
+
+    def step() -> Any:
+        nonlocal state
+        state, metrics = trainer.update(state, batch)
+        return float(metrics["loss"])
+
+    step()
+    [memory] = trainer.executables["update"].memory.values()
+    return step, trainer.packing_of(batch)[0].distinct, memory.temporaries
+
+
+if __name__ == "__main__":
+    main()

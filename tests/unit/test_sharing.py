@@ -1,0 +1,94 @@
+"""Which stages share beginnings, in rows of which length, and what excludes it by name."""
+
+import jax
+import learners
+import pytest
+
+import rl.stages
+from rl.commands import cli
+from rl.config.run import RunConfig
+from rl.stages.sharing import describe
+from rl.training.packing.trees import Sharing
+
+PAIRS = {"task": "reversal"}
+
+
+def config(stage: dict, **keys) -> RunConfig:
+    common = {"algorithm": "grpo", "steps": 1, "prompts_per_step": 8, "sampling": {"max_new_tokens": 16}}
+    return RunConfig.model_validate(
+        {
+            "model": {"source": "tiny"},
+            "max_length": 64,
+            "data": {"task": "arithmetic"},
+            "rewards": {"functions": ["exact_answer"]},
+            "stages": [common | stage],
+        }
+        | keys
+    )
+
+
+def bound(stage: dict, model=None):
+    [made] = rl.stages.create(config(stage))
+    made.bind((model or learners.dense()).graph)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("stage", "sharing"),
+    [
+        ({}, Sharing(4)),  # 48 + 8 x 16 tokens in rows of 64
+        ({"samples_per_prompt": 2}, Sharing(2)),
+        ({"micro_batch": 2}, Sharing(2)),
+        ({"micro_batch": 1}, Sharing(1)),
+        ({"algorithm": "dpo"}, Sharing(1, together=True)),
+        ({"algorithm": "reward_model"}, Sharing(1, together=True)),
+        ({"shared_prefix": "never"}, None),
+        ({"samples_per_prompt": 1}, None),
+        ({"algorithm": "sft"}, None),
+        ({"dropout": 0.1}, None),
+    ],
+)
+def test_the_configuration_decides(stage, sharing):
+    made = bound(stage)
+    assert made.trainer.sharing == sharing
+    line = describe(made, made.trainer.sharing)
+    assert (line is None) == (made.group is None)
+    if sharing is not None:
+        assert f"rows of {sharing.rows * made.row_length}" in line
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        ({"samples_per_prompt": 1}, "stages.0.samples_per_prompt: 1"),
+        ({"algorithm": "sft"}, "sft"),
+        ({"dropout": 0.1}, "stages.0.dropout"),
+    ],
+)
+def test_always_is_refused_with_what_excludes_it(stage, name):
+    [made] = rl.stages.create(config(stage | {"shared_prefix": "always"}))
+    [(path, text)] = [each for each in made.check() if each[0][-1] == "shared_prefix"]
+    assert path == ("stages", 0, "shared_prefix") and f"always does not go with {name}" in text
+
+
+def test_the_command_line_refuses_it_before_anything_starts(tmp_path, capsys):
+    file = tmp_path / "run.yml"
+    file.write_text(config({"dropout": 0.1, "shared_prefix": "always"}).model_dump_json(exclude_defaults=True))
+    assert cli.train_main([str(file), f"run.dir={tmp_path / 'run'}"]) == 2
+    assert "shared_prefix" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_one_program_serves_batches_of_all_lengths_of_a_shape():
+    made = bound({"samples_per_prompt": 4, "prompts_per_step": 2, "algorithm": {"name": "grpo"}})
+    trainer, state = made.trainer, None
+    import shared_prefixes
+
+    for seed in range(3):
+        data = shared_prefixes.groups(
+            learners.VOCAB, lengths=((5 + seed, (6, 9, 4, 7)), (3, (12, 1, 8, 2 + seed))), seed=seed
+        )
+        if state is None:
+            state = trainer.start(jax.tree.map(jax.numpy.copy, learners.dense().params), 0)
+        state, metrics = trainer.update(state, data)
+        assert metrics["perf/shared_prefix"] > 1.1
+    assert trainer.policy.executable.number == 1
