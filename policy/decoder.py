@@ -132,20 +132,29 @@ def _decode_rotations(step: Step, runtime: Runtime) -> Step:
 def _as_stored(weights, runtime: Runtime):
     """Pins the weights of one repeat to the memory layout in which they are stored. Otherwise a TPU begins each loop of
     decoding steps with a copy of the query, key and value projections of all layers, ordered by head: a tenth of
-    llama3.1-8b. Arrays that do not fill the tiles of 8 x 128 are left to the compiler, which stores them in an order of
-    its own."""
-    if runtime.layout is None or runtime.layout.platform != "tpu":
+    llama3.1-8b. A device may have a narrow part of the last dimension; then the one before fills the lanes, since the
+    48 of an expert of Qwen's would take 128. Other arrays that do not fill the tiles of 8 x 128 are left to the
+    compiler, which stores them in an order of its own."""
+    layout = runtime.layout
+    if layout is None or layout.platform != "tpu":
         return weights
 
-    def pinned(array):
-        full_tiles = array.ndim > 1 and array.shape[-1] % 128 == 0 and array.shape[-2] % 8 == 0
-        return (
-            with_layout_constraint(array, MemoryLayout(major_to_minor=tuple(range(array.ndim))))
-            if full_tiles
-            else array
-        )
+    def pinned(array, axes):
+        cut = array.shape if array.ndim != len(axes) else layout.sharding(axes, array.shape).shard_shape(array.shape)
+        last = tuple(range(array.ndim))
+        if array.ndim < 2 or array.shape[-2] % 8:
+            return array
+        if cut[-1] % 128 == 0:
+            return with_layout_constraint(array, MemoryLayout(major_to_minor=last))
+        if cut[-2] % 128 == 0 and cut[-1] % 8 == 0:
+            return with_layout_constraint(array, MemoryLayout(major_to_minor=(*last[:-2], *last[:-3:-1])))
+        return array
 
-    return jax.tree.map(pinned, weights)
+    def of_variable(variable):
+        axes = (variable.get_metadata("out_sharding") or ())[1:]
+        return jax.tree.map(lambda array: pinned(array, axes), variable)
+
+    return jax.tree.map(of_variable, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
 def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
