@@ -25,6 +25,7 @@ hidden, p devices.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -41,7 +42,9 @@ from policy.experts.grouped import block_rows, dispatch, plan
 from policy.experts.ragged_exchange import exchange, groups_on_arrival, trips
 from policy.mesh.explicit import over_devices
 from policy.mesh.sharding import Layout
+from policy.ops.linear import Weight
 from policy.ops.quantization import quantize
+from policy.ops.stacked import StackedWeight, unstacked
 
 # Part of the names of operations by which rl/plan/hlo.py knows a choice between branches of which the last one is
 # expected.
@@ -61,22 +64,30 @@ def mixture(
         platform, groups = layout.platform if layout else jax.default_backend(), spec.router.experts
         x, chosen, scores = (a.reshape(-1, a.shape[-1]) for a in (x_BTE, experts_BTK, weights_BTK))
         if experts.small_batch(len(x), platform):
-            out = experts.through_every((x, chosen, scores), weights, groups, spec, runtime)
+            out = experts.through_every((x, chosen, scores), unstacked(weights), groups, spec, runtime)
             return out.reshape(x_BTE.shape), None
         block = block_rows(len(x), experts_BTK.shape[-1], groups, platform)
         routed = experts.route((x, chosen, scores), spec, groups=groups, block=block, partial=runtime.drops)
         return experts.unroute(experts.compute(weights, routed, spec, runtime)).reshape(x_BTE.shape), None
     shards = ExpertShards(spec, runtime, x_BTE.shape)
     body: Callable = all_to_all if shards.exchanges else gather
+    weights = unstacked(weights) if shards.every else weights
     specs = shards.places(weights)
     limited = shards.exchanges and runtime.ragged_buffer_factor is not None
     run = over_devices(
         partial(_on_one_device, body=body, shards=shards, specs=specs),
         layout.mesh,
-        (shards.tokens, shards.tokens, shards.tokens, specs),
+        (shards.tokens, shards.tokens, shards.tokens, {name: _stacked(weights[name], specs[name]) for name in specs}),
         (shards.tokens, PartitionSpec() if limited else None),
     )
     return run(x_BTE, experts_BTK, weights_BTK, weights)
+
+
+def _stacked(weight: Weight, spec: PartitionSpec) -> PartitionSpec | StackedWeight:
+    """Returns the sharding of the arrays of a weight. spec: of the weight of one layer."""
+    if isinstance(weight, StackedWeight):
+        return StackedWeight(PartitionSpec(None, *spec), PartitionSpec())
+    return spec
 
 
 def check(config: DecoderConfig, runtime: Runtime, layout: Layout) -> None:
@@ -124,6 +135,7 @@ def _in_parts(tokens: tuple[jax.Array, ...], ready: Weights, body: Callable, sha
     """Returns (out [N, E], dropped) of a scheme, computed in `shards.chunks` parts of the tokens."""
     if shards.chunks == 1:
         return body(*tokens, ready, shards)
+    ready = unstacked(ready)
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), ready)
 
     # Recomputed in the backward pass, because its residuals are as large as its rows. Gradients of weights add up in
@@ -145,6 +157,11 @@ def gather_weights(weights: Weights, specs: dict[str, PartitionSpec], shards: Ex
     """Gathers the weights over the axes that cut them in storage only. Returns them as a device uses them."""
     ready: Weights = {}
     for name, array in weights.items():
+        if all_axes(specs[name]) - shards.kept_axes:
+            array = unstacked(array)
+        if isinstance(array, StackedWeight):
+            ready[name] = replace(array, array=_vary(array.array, specs[name], shards))
+            continue
         array = _vary(array, specs[name], shards)
         for dim, axes in enumerate(axes_of_dims(specs[name])):
             if stored := tuple(axis for axis in axes if axis not in shards.kept_axes):

@@ -62,6 +62,8 @@ SLICES, UPDATES = {"dynamic-slice", "slice", "gather"}, {"dynamic-update-slice",
 # Instructions that pass an array on inside a fusion that continues a collective.
 PASSES_ON = {"parameter", "tuple", "custom-call"}
 BETWEEN = " between slices"
+# Prefix of the kernels that read one layer of stacked weights (policy/ops/stacked_kernel.py).
+STACKED = "gmm_stacked"
 # Prefixes of kernels that skip rows without a group: XLA's, and those of policy/ops/grouped_kernel.py.
 GROUPED = ("ragged-dot", "gmm", "tgmm")
 COLLECTIVES = {
@@ -244,7 +246,13 @@ class Program:
                 yield prefix, size
                 return
         operands = [inside.instructions[name].result for name in each.operands]
-        if each.kind in ("send", "recv"):
+        if each.kind == "custom-call" and each.name.startswith(STACKED):
+            # The kernel reads one layer of the stack [R, G, E, F].
+            yield from (
+                (text, bytes_in_hbm(text) // (hlo_text.dims(text)[0] if len(hlo_text.dims(text)) == 4 else 1))
+                for text in (*operands, each.result)
+            )
+        elif each.kind in ("send", "recv"):
             yield from ((array[0], size_in_hbm(array)) for array in hlo_text.arrays(each.result)[:1])
         elif each.kind == "copy-start":
             yield from ((array[0], size_in_hbm(array)) for array in hlo_text.arrays(each.result)[:2])

@@ -84,7 +84,7 @@ class Draws:
 
         def apply_filters():
             logits = row_major(logits_SV, layout)
-            mask = filter_mask(logits, *(row[:, None] for row in (self.top_k, self.top_p, self.min_p)), layout)
+            mask = filter_mask(logits, *(row[:, None] for row in (self.top_k, self.top_p, self.min_p)), layout=layout)
             return row_major(jnp.where(mask, logits, -jnp.inf), layout)
 
         has_filter = (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
