@@ -9,7 +9,7 @@ R repeats of a stack.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,10 +19,15 @@ from flax import nnx
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StackedWeight:
-    """The weight of layer number `layer` of a stack. array: [R, ...], of all layers. layer: int32[]."""
+    """The weight of layer number `layer` of a stack. array: [R, ...], of all layers. layer: int32[].
+
+    own: the slice of the layer, which the scan makes; None: it is made where it is asked for. What is not read is not
+    computed.
+    """
 
     array: Any
     layer: Any
+    own: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,6 +42,8 @@ class StackedWeight:
     @property
     def one(self) -> jax.Array:
         """Returns the weight of the layer, a slice."""
+        if self.own is not None:
+            return self.own
         return jax.lax.dynamic_index_in_dim(self.array, self.layer, axis=0, keepdims=False)
 
     def __getitem__(self, key: Any) -> StackedWeight:
@@ -54,11 +61,17 @@ def unstacked(weights: Any) -> Any:
     return jax.tree.map(lambda node: node.one if is_stacked(node) else node, weights, is_leaf=is_stacked)
 
 
+def in_place(weight: Any) -> Any:
+    """Returns a weight without the slice that the scan makes of a stacked one, where a choice follows: a branch that
+    does not read the slice must not wait for it."""
+    return replace(weight, own=None) if isinstance(weight, StackedWeight) else weight
+
+
 def keep_stacked(of_layer: Any, stack: Any, layer: jax.Array, chosen: Callable[[nnx.Variable], bool]) -> Any:
     """Returns the variables of one layer, those that are `chosen` stacked. stack: the variables of all layers."""
 
     def replaced(own, full):
-        return full.replace(StackedWeight(full.get_value(), layer)) if chosen(full) else own
+        return full.replace(StackedWeight(full.get_value(), layer, own.get_value())) if chosen(full) else own
 
     def is_variable(node) -> bool:
         return isinstance(node, nnx.Variable)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from policy.ops import stacked_kernel
-from policy.ops.stacked import StackedWeight, unstacked
+from policy.ops.stacked import StackedWeight, in_place, unstacked
 from rl.plan.hlo import Program
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -30,12 +30,22 @@ def test_products_are_those_of_one_layer(sizes, monkeypatch):
         assert not result[used:].any()
 
 
+def test_halves_of_rows_are_joined():
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=(128, 512)), jnp.bfloat16)
+    halves = stacked_kernel.halves(rows)
+    for joined in (stacked_kernel.joined(halves, None, interpret=True), stacked_kernel.joined(halves, None)):
+        np.testing.assert_array_equal(np.asarray(joined, np.float32), np.asarray(rows, np.float32))
+
+
 def test_a_stacked_weight_stands_for_its_layer():
     array = jnp.arange(24.0).reshape(3, 2, 4)
     weight = StackedWeight(array, jnp.int32(2))
     assert weight.shape == (2, 4) and weight[...] is weight
     np.testing.assert_array_equal(unstacked({"gate": weight, "bias": array})["gate"], array[2])
     np.testing.assert_array_equal(unstacked({"gate": weight, "bias": array})["bias"], array)
+    sliced = StackedWeight(array, jnp.int32(2), array[1])
+    assert sliced.one is sliced.own
+    np.testing.assert_array_equal(in_place(sliced).one, array[2])
 
 
 def test_a_plan_counts_one_layer_of_the_stack():
@@ -48,3 +58,27 @@ ENTRY %main (rows: bf16[64,256], weights: bf16[3,4,256,384]) -> bf16[64,384] {
 }
 """
     assert sum(each.bytes for each in Program(text).moved()) == 2 * (64 * 256 + 4 * 256 * 384 + 64 * 384)
+
+
+def test_a_plan_counts_an_asynchronous_exchange_once():
+    """Its start names its operands again in its result, of which the second is written in place. 64 rows leave, and as
+    many arrive in a room of 160."""
+    text = """
+%exchange (rows: bf16[64,2,128], into: bf16[160,2,128], at: s32[4]) -> bf16[160,2,128] {
+  %rows = bf16[64,2,128]{2,1,0} parameter(0)
+  %into = bf16[160,2,128]{2,1,0} parameter(1)
+  %at = s32[4]{0} parameter(2)
+  ROOT %inner = bf16[160,2,128]{2,1,0} ragged-all-to-all(%rows, %into, %at, %at, %at, %at), channel_id=1
+}
+
+ENTRY %main (rows: bf16[64,2,128], at: s32[4]) -> bf16[160,2,128] {
+  %rows = bf16[64,2,128]{2,1,0} parameter(0)
+  %at = s32[4]{0} parameter(1)
+  %into = bf16[160,2,128]{2,1,0} custom-call(), custom_call_target="AllocateBuffer"
+  %start = ((ROWS, PLACES), PLACES) async-start(%rows, %into, %at), calls=%exchange
+  ROOT %done = bf16[160,2,128]{2,1,0} async-done(%start), calls=%exchange
+}
+"""
+    for name, rows in (("ROWS", 64), ("PLACES", 160)):
+        text = text.replace(name, f"bf16[{rows},2,128]{{2,1,0}}")
+    assert sum(each.bytes for each in Program(text).moved()) == 2 * 2 * 64 * 2 * 128
