@@ -77,8 +77,8 @@ def compare_with_maxtext(selected: set[str]) -> None:
 def shipped(selected: set[str]) -> None:
     """Prints one line per program of each shipped configuration."""
     print(
-        "| configuration, slice | program | arguments | temporaries | other | peak of all | moved | ratio | exchanged | "
-        "per step | at least |"
+        "| configuration, slice | program | arguments | temporaries | other | peak of all | moved | ratio | "
+        "exchanged | per step | at least |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for name, topology in SHIPPED:

@@ -1,7 +1,7 @@
 """A weight inside a scan over layers that is still stacked: all layers of it, and the number of one.
 
-A kernel on TPU reads the layer where it lies. A slice in front of a kernel is a copy: it reads the layer, writes it, and
-the kernel reads it again. Every other product takes `one`, the slice.
+A kernel on TPU reads the layer where it lies. A slice in front of a kernel is a copy: it reads the layer, writes it,
+and the kernel reads it again. Every other product takes `one`, the slice.
 
 R repeats of a stack.
 """

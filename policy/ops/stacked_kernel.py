@@ -108,7 +108,10 @@ def _lowered(rows_ME, weights_RGEF, layer_1, bounds, *, interpret: bool) -> jax.
 
 
 def halves(rows_ME: jax.Array) -> jax.Array:
-    """Returns rows [M, E] as [M, 2, E / 2]: in this form a TPU stores the numbers of a row together, and rows travel."""
+    """Returns rows [M, E] as [M, 2, E / 2], the form in which a TPU stores the numbers of a row together.
+
+    Rows travel in it.
+    """
     return rows_ME.reshape(len(rows_ME), 2, -1)
 
 

@@ -5,8 +5,8 @@ one if its name marks it as the usual one.
 
 HBM traffic: an instruction moves its operands and its result, padded to tiles as they are stored. Arrays in other
 memories, S(1) and so on, do not count. If a fusion only slices or gathers from an operand, the part that it takes
-counts. If it updates an operand in place, the update counts twice. A ragged exchange reads and writes the smaller of its
-input and output, which is the mean.
+counts. If it updates an operand in place, the update counts twice. A ragged exchange reads and writes the smaller of
+its input and output, which is the mean.
 
 Operations: 2 for each multiplication of a product (dot, convolution, ragged dot), as XLA counts them. Elementwise
 operations do not count. A kernel counts its own `cost_estimate` (of a Pallas call). A ragged dot computes the rows of

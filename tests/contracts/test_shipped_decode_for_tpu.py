@@ -1,8 +1,8 @@
-"""A decoded token of the shipped configurations reads weights and cache once, on the slices and at the lengths that they
-are meant for.
+"""A decoded token of the shipped configurations reads weights and cache once, on the slices and at the lengths that
+they are meant for.
 
-Their stacks are deep and wide enough that VMEM hides no copy: on a small one slices stay there, and copies that cost the
-full model a third of its traffic count nothing.
+Their stacks are deep and wide enough that VMEM hides no copy: on a small one slices stay there, and copies that cost
+the full model a third of its traffic count nothing.
 """
 
 import importlib.util
