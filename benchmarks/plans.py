@@ -77,24 +77,22 @@ def compare_with_maxtext(selected: set[str]) -> None:
 def shipped(selected: set[str]) -> None:
     """Prints one line per program of each shipped configuration."""
     print(
-        "| configuration, slice | program | arguments | temporaries | other | peak of all | exchanged | per step | at "
-        "least |"
+        "| configuration, slice | program | arguments | temporaries | other | peak of all | moved | ratio | "
+        "exchanged | per step | at least |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for name, topology in SHIPPED:
         if name not in selected:
             continue
         plan, chip = planned(CONFIGS / f"{name}.yml", topology), chips.of(TPUS[topology.split(":")[0]])
         for place, each in enumerate(Report(**program) for program in plan["programs"]):
             first = f"{name}, {topology}" if place == 0 else ""
-            sizes = (each.arguments, each.temporaries, each.non_argument, each.needs)
-            sizes = " | ".join(
-                f"{size / 2**30:.2f}" for size in (*sizes, sum(size for size, _ in each.exchanged.values()))
-            )
-            seconds = each.times * bound(each, chip)
-            print(
-                f"| {first} | {each.name.split(': ')[1]} | {sizes} | {each.times:,.6g} | {seconds:.3g} s |", flush=True
-            )
+            sizes = (each.arguments, each.temporaries, each.non_argument, each.needs, each.moved)
+            sizes = " | ".join(f"{size / 2**30:.2f}" for size in sizes)
+            ratio = "-" if each.moved_ratio is None else f"{each.moved_ratio:.2f}"
+            exchanged = f"{sum(size for size, _ in each.exchanged.values()) / 2**30:.2f}"
+            run = f"{each.times:,.6g} | {each.times * bound(each, chip):.3g} s"
+            print(f"| {first} | {each.name.split(': ')[1]} | {sizes} | {ratio} | {exchanged} | {run} |", flush=True)
 
 
 def update(model: dict, topology: str, mesh: dict[str, int], tokens: int, state_dtype: str) -> dict:

@@ -33,10 +33,11 @@ from policy.layers.shared_keys import hand_on
 from policy.mesh.explicit import in_explicit_mode, with_explicit_axes
 from policy.mesh.sharding import Layout, axes_of, constrain, decoded, own_rows
 from policy.ops.dropout import drop
-from policy.ops.host_memory import fetch_layer
+from policy.ops.host_memory import fetch_layer, lies_on_host
 from policy.ops.norms import norm
 from policy.ops.parameter import normal, split_module, stacked, weight
 from policy.ops.rope import materialized, rotation, sinusoids
+from policy.ops.stacked import keep_stacked
 from policy.remat import checkpointed, saved
 
 
@@ -90,10 +91,14 @@ class LayerStack(nnx.Module):
             x_BTE, cache, outputs = self._unrolled(x_BTE, cache, (weights, embeddings), repeat)
             return batch_split.merge(x_BTE) if split else x_BTE, cache, outputs
 
+        decodes = step.positions.shape[1] == 1 and runtime.layout is not None and runtime.layout.platform == "tpu"
+
         def body(carry, xs):
             (x, part), (repeat_weights, embeddings, r) = carry, xs
             if cache is not None:
                 repeat_weights = _as_stored(repeat_weights, runtime)
+                if decodes:
+                    repeat_weights = keep_stacked(repeat_weights, weights, r, _is_expert)
             x, part, outputs = repeat(x, part, repeat_weights, embeddings, r, r)
             return (x, part), outputs
 
@@ -132,20 +137,35 @@ def _decode_rotations(step: Step, runtime: Runtime) -> Step:
 def _as_stored(weights, runtime: Runtime):
     """Pins the weights of one repeat to the memory layout in which they are stored. Otherwise a TPU begins each loop of
     decoding steps with a copy of the query, key and value projections of all layers, ordered by head: a tenth of
-    llama3.1-8b. Arrays that do not fill the tiles of 8 x 128 are left to the compiler, which stores them in an order of
-    its own."""
-    if runtime.layout is None or runtime.layout.platform != "tpu":
+    llama3.1-8b. A device may have a narrow part of the last dimension; then the one before fills the lanes, since the
+    48 of an expert of Qwen's would take 128. Other arrays that do not fill the tiles of 8 x 128 are left to the
+    compiler, which stores them in an order of its own."""
+    layout = runtime.layout
+    if layout is None or layout.platform != "tpu":
         return weights
 
-    def pinned(array):
-        full_tiles = array.ndim > 1 and array.shape[-1] % 128 == 0 and array.shape[-2] % 8 == 0
-        return (
-            with_layout_constraint(array, MemoryLayout(major_to_minor=tuple(range(array.ndim))))
-            if full_tiles
-            else array
-        )
+    def pinned(array, axes):
+        cut = array.shape if array.ndim != len(axes) else layout.sharding(axes, array.shape).shard_shape(array.shape)
+        last = tuple(range(array.ndim))
+        if array.ndim < 2 or array.shape[-2] % 8:
+            return array
+        if cut[-1] % 128 == 0:
+            return with_layout_constraint(array, MemoryLayout(major_to_minor=last))
+        if cut[-2] % 128 == 0 and cut[-1] % 8 == 0:
+            return with_layout_constraint(array, MemoryLayout(major_to_minor=(*last[:-2], *last[:-3:-1])))
+        return array
 
-    return jax.tree.map(pinned, weights)
+    def of_variable(variable):
+        axes = (variable.get_metadata("out_sharding") or ())[1:]
+        return jax.tree.map(lambda array: pinned(array, axes), variable)
+
+    return jax.tree.map(of_variable, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+
+def _is_expert(variable: nnx.Variable) -> bool:
+    """Tells whether a stacked variable holds weights of experts in device memory, floats [R, X, E, F]."""
+    axes, value = variable.get_metadata("out_sharding") or (), variable.get_value()
+    return isinstance(value, jax.Array) and len(axes) == 4 and axes[1] == "exp" and not lies_on_host(value)
 
 
 def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:

@@ -126,6 +126,11 @@ class Attention:
     shares: str | None = None
     looks_ahead: bool = False
 
+    @property
+    def lookback(self) -> int | None:
+        """Returns how many tokens a query looks back at most, itself included; None: all of them."""
+        return min((tokens for tokens in (self.window, self.chunk) if tokens), default=None)
+
 
 @dataclass(frozen=True)
 class LatentAttention:

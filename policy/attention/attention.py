@@ -77,13 +77,12 @@ class GroupedQueryAttention(nnx.Module):
         parts = [None if a is None else checkpoint_name(a, name) for name, a in named.items()]
         layout = row_layout(cache, runtime.layout)
         q, k, v = cast(Any, [None if a is None else to_cache(a, layout) for a in parts])
-        lookback = min((tokens for tokens in (spec.window, spec.chunk) if tokens), default=None)
         if shares is None:
-            seen, cache = extend(cache, step, lookback=lookback, k=k, v=v)
+            seen, cache = extend(cache, step, lookback=spec.lookback, k=k, v=v)
             entries = cache
         else:
             k, v, entries = step.keys(shares)
-            seen = visible(entries, step, lookback=lookback, k=k, v=v)
+            seen = visible(entries, step, lookback=spec.lookback, k=k, v=v)
         keys, values = seen.arrays["k"], seen.arrays["v"]
         mask = Mask(step, seen, spec.window, spec.chunk, spec.looks_ahead)
         sinks = self.sinks[...] if spec.sinks else None

@@ -11,6 +11,7 @@ of a row, L latent dimension.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -21,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 from jax.sharding import PartitionSpec
 
-from policy.attention import gpu_attention
+from policy.attention import gpu_attention, window_kernel
 from policy.cache import pages
 from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
@@ -35,7 +36,7 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 # Names of the kernels in compiled programs, and the entries of the cache that they read.
-KERNELS = {"paged_attention": ("k", "v"), "latent_paged_attention": ("latent",)}
+KERNELS = {"paged_attention": ("k", "v"), "latent_paged_attention": ("latent",), window_kernel.NAME: ("k", "v")}
 
 
 def decode(
@@ -45,20 +46,41 @@ def decode(
 
     None: no kernel serves the call.
     """
-    plain = spec.window is None and spec.chunk is None and not spec.sinks
-    if not (plain and cache is not None and _served(q_BHTD, cache, "k", step, runtime)):
+    if spec.sinks or cache is None or not _served(q_BHTD, cache, "k", step, runtime):
         return None
     assert runtime.layout is not None, "a served call has a layout"
     # The kernels round their inputs to bfloat16.
     if _pool(cache, "k").dtype != jnp.bfloat16:
         return None
-    if runtime.layout.platform == "gpu":
+    lookback = spec.lookback
+    if runtime.layout.platform == "gpu" and lookback is None:
         kernel = partial(gpu_attention.attend_pages, softcap=spec.softcap)
-    elif spec.head_dim % pages.LANES == 0:
-        kernel = partial(_keys_and_values, softcap=spec.softcap)
+    elif runtime.layout.platform == "tpu" and spec.head_dim % pages.LANES == 0:
+        kernel = partial(_keys_and_values if lookback is None else _window, softcap=spec.softcap)
     else:
         return None
-    return _over_pages(kernel, q_BHTD, cache, ("k", "v"), step, runtime.layout)
+    seen = _lengths(step)
+    if lookback is not None:
+        cache, seen = _seen_through_window(cache, seen, spec)
+    return _over_pages(kernel, q_BHTD, cache, ("k", "v"), seen, runtime.layout)
+
+
+def _seen_through_window(cache: LayerCache, lengths_B: jax.Array, spec: Attention) -> tuple[LayerCache, jax.Array]:
+    """Returns (the cache with the pages alone that the tokens of a step see, the bounds of the entries that they see
+    of these pages, int32[B, 2])."""
+    assert cache.table is not None and spec.lookback is not None
+    size, last = _pool(cache, "k").shape[3], lengths_B - 1
+    first = last - last % spec.chunk if spec.chunk else jnp.zeros_like(last)
+    first = jnp.maximum(first, last - spec.window + 1) if spec.window else first
+    step = Step(positions=last[:, None], segments=jnp.ones_like(last)[:, None])
+    table, start = pages.visible_table(cache.table, step, spec.lookback, size)
+    bounds = jnp.stack([first, lengths_B], axis=1) - start
+    return replace(cache, table=table), bounds
+
+
+def _window(q_BHD, k_KNPD, v_KNPD, table_BM, bounds_B2, softcap: float | None) -> jax.Array:
+    block = _pages_of_block(k_KNPD.shape[2], table_BM.shape[1])
+    return window_kernel.attend(q_BHD, k_KNPD, v_KNPD, table_BM, bounds_B2, block=block, softcap=softcap)
 
 
 def _keys_and_values(q_BHD, k_KNPD, v_KNPD, table_BM, lengths_B, softcap: float | None) -> jax.Array:
@@ -83,11 +105,13 @@ def decode_latent(
     filling = pages.padded_dim(q_BHTL.shape[-1]) - q_BHTL.shape[-1]
     q_BHTL = jnp.pad(q_BHTL, [(0, 0)] * 3 + [(0, filling)])
     assert runtime.layout is not None, "a served call has a layout"
-    return _over_pages(partial(latent_kernel, rank=rank), q_BHTL, cache, ("latent",), step, runtime.layout)
+    return _over_pages(partial(latent_kernel, rank=rank), q_BHTL, cache, ("latent",), _lengths(step), runtime.layout)
 
 
 def _served(q: jax.Array, cache: LayerCache | None, name: str, step: Step, runtime: Runtime) -> bool:
     if cache is None or cache.table is None or step.positions.shape[1] != 1 or runtime.layout is None:
+        return False
+    if not isinstance(cache.arrays[name], pages.Pool):  # a sliding window of entries
         return False
     pool, platform = _pool(cache, name), runtime.layout.platform
     floats = f"{name}.scale" not in cache.arrays and pool.dtype in (jnp.float32, jnp.bfloat16)
@@ -124,21 +148,27 @@ def _pages_of_block(size: int, width: int) -> int:
     return max(1, min(BLOCK_TOKENS // size, width))
 
 
-def _over_pages(
-    kernel, q_BHTD: jax.Array, cache: LayerCache, names: tuple[str, ...], step: Step, layout: Layout
-) -> jax.Array:
-    """Runs `kernel(q [B, H, D], pools [K, R N, P, D], table, lengths)` on every device with its own rows, heads and
-    pages."""
-    pools = [_pool(cache, name) for name in names]
-    # A kernel must look at one entry at least. The result of a row that is not active is not used.
-    lengths = jnp.where(step.segments[:, 0] != 0, step.positions[:, 0] + 1, 1).astype(jnp.int32)
+def _lengths(step: Step) -> jax.Array:
+    """Returns the entries that the token of each row sees without a window, int32[B].
 
-    def local(q, layer, table, lengths, *pools):
+    A kernel must look at one entry at least. The result of a row that is not active is not used.
+    """
+    return jnp.where(step.segments[:, 0] != 0, step.positions[:, 0] + 1, 1).astype(jnp.int32)
+
+
+def _over_pages(
+    kernel, q_BHTD: jax.Array, cache: LayerCache, names: tuple[str, ...], seen: jax.Array, layout: Layout
+) -> jax.Array:
+    """Runs `kernel(q [B, H, D], pools [K, R N, P, D], table, seen)` on every device with its own rows, heads and
+    pages. seen: lengths or bounds of the rows."""
+    pools = [_pool(cache, name) for name in names]
+
+    def local(q, layer, table, seen, *pools):
         K, R, N, P, D = pools[0].shape
         flat = (pool.reshape(pool.shape[0], R * N, P, pool.shape[-1]) for pool in pools)
-        return kernel(q[:, :, 0], *flat, table % N + layer * N, lengths)[:, :, None]
+        return kernel(q[:, :, 0], *flat, table % N + layer * N, seen)[:, :, None]
 
-    arguments = (q_BHTD, jnp.int32(cache.index), cache.table, lengths, *pools)
+    arguments = (q_BHTD, jnp.int32(cache.index), cache.table, seen, *pools)
     if layout.mesh.size == 1:
         return local(*arguments)
     q_spec = layout.spec((*_places(layout), None, None), q_BHTD.shape)

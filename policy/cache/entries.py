@@ -73,8 +73,7 @@ def _mixer_entries(spec: LayerSpec) -> dict[str, Entry]:
     match spec.mixer:
         case Attention(shares=str()):
             return {}
-        case Attention(kv_heads=heads, head_dim=dim, window=window, chunk=chunk):
-            back = min((w for w in (window, chunk) if w), default=None)
+        case Attention(kv_heads=heads, head_dim=dim, lookback=back):
             return {name: Entry(heads, dim, tile=dim, window=back) for name in "kv"}
         case LatentAttention(kv_lora_rank=rank, rope=rope, indexer=indexer):
             keys = {} if indexer is None else {"index": Entry(1, indexer.head_dim)}

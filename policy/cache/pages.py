@@ -123,6 +123,11 @@ def _put(pool: Pool, at: tuple, value: jax.Array) -> Pool:
     return replace(pool, array=array.at[at].set(written.astype(array.dtype), mode="drop", unique_indices=True))
 
 
+def visible_columns(lookback: int, tokens: int, size: int) -> int:
+    """Returns how many pages of `size` hold all that so many tokens of a row see, wherever they start in a page."""
+    return -(-(lookback + tokens - 1 + size - 1) // size)
+
+
 def visible_table(table_BM: jax.Array, step: Step, lookback: int, size: int) -> tuple[jax.Array, jax.Array | int]:
     """Returns (the columns of a table that the step's queries see, the position of their first entry).
 
@@ -132,7 +137,7 @@ def visible_table(table_BM: jax.Array, step: Step, lookback: int, size: int) -> 
     follow one another.
     """
     T, M = step.positions.shape[1], table_BM.shape[1]
-    columns = -(-(lookback + T - 1 + size - 1) // size)
+    columns = visible_columns(lookback, T, size)
     if columns >= M:
         return table_BM, 0
     lowest = jnp.min(jnp.where(step.segments != 0, step.positions, M * size), axis=1, keepdims=True)

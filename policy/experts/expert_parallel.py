@@ -25,6 +25,7 @@ hidden, p devices.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -37,11 +38,20 @@ from policy.config import DecoderConfig, Moe, Runtime
 from policy.experts import experts
 from policy.experts.expert_shards import AXIS, ExpertShards, all_axes, axes_of_dims
 from policy.experts.experts import Routed, Weights
-from policy.experts.grouped import block_rows, dispatch, plan
-from policy.experts.ragged_exchange import exchange, groups_on_arrival, trips
+from policy.experts.grouped import Plan, block_rows, by_row, dispatch, plan
+from policy.experts.ragged_exchange import (
+    exchange,
+    exchange_uninitialized,
+    groups_on_arrival,
+    trips,
+    trips_by_group,
+)
 from policy.mesh.explicit import over_devices
 from policy.mesh.sharding import Layout
+from policy.ops import stacked_kernel
+from policy.ops.linear import Weight
 from policy.ops.quantization import quantize
+from policy.ops.stacked import StackedWeight, in_place, unstacked
 
 # Part of the names of operations by which rl/plan/hlo.py knows a choice between branches of which the last one is
 # expected.
@@ -61,22 +71,30 @@ def mixture(
         platform, groups = layout.platform if layout else jax.default_backend(), spec.router.experts
         x, chosen, scores = (a.reshape(-1, a.shape[-1]) for a in (x_BTE, experts_BTK, weights_BTK))
         if experts.small_batch(len(x), platform):
-            out = experts.through_every((x, chosen, scores), weights, groups, spec, runtime)
+            out = experts.through_every((x, chosen, scores), unstacked(weights), groups, spec, runtime)
             return out.reshape(x_BTE.shape), None
         block = block_rows(len(x), experts_BTK.shape[-1], groups, platform)
         routed = experts.route((x, chosen, scores), spec, groups=groups, block=block, partial=runtime.drops)
         return experts.unroute(experts.compute(weights, routed, spec, runtime)).reshape(x_BTE.shape), None
     shards = ExpertShards(spec, runtime, x_BTE.shape)
     body: Callable = all_to_all if shards.exchanges else gather
+    weights = unstacked(weights) if shards.every else {name: in_place(weight) for name, weight in weights.items()}
     specs = shards.places(weights)
     limited = shards.exchanges and runtime.ragged_buffer_factor is not None
     run = over_devices(
         partial(_on_one_device, body=body, shards=shards, specs=specs),
         layout.mesh,
-        (shards.tokens, shards.tokens, shards.tokens, specs),
+        (shards.tokens, shards.tokens, shards.tokens, {name: _stacked(weights[name], specs[name]) for name in specs}),
         (shards.tokens, PartitionSpec() if limited else None),
     )
     return run(x_BTE, experts_BTK, weights_BTK, weights)
+
+
+def _stacked(weight: Weight, spec: PartitionSpec) -> PartitionSpec | StackedWeight:
+    """Returns the sharding of the arrays of a weight. spec: of the weight of one layer."""
+    if isinstance(weight, StackedWeight):
+        return StackedWeight(PartitionSpec(None, *spec), PartitionSpec())
+    return spec
 
 
 def check(config: DecoderConfig, runtime: Runtime, layout: Layout) -> None:
@@ -124,6 +142,7 @@ def _in_parts(tokens: tuple[jax.Array, ...], ready: Weights, body: Callable, sha
     """Returns (out [N, E], dropped) of a scheme, computed in `shards.chunks` parts of the tokens."""
     if shards.chunks == 1:
         return body(*tokens, ready, shards)
+    ready = unstacked(ready)
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), ready)
 
     # Recomputed in the backward pass, because its residuals are as large as its rows. Gradients of weights add up in
@@ -145,6 +164,11 @@ def gather_weights(weights: Weights, specs: dict[str, PartitionSpec], shards: Ex
     """Gathers the weights over the axes that cut them in storage only. Returns them as a device uses them."""
     ready: Weights = {}
     for name, array in weights.items():
+        if all_axes(specs[name]) - shards.kept_axes:
+            array = unstacked(array)
+        if isinstance(array, StackedWeight):
+            ready[name] = replace(array, array=_vary(array.array, specs[name], shards))
+            continue
         array = _vary(array, specs[name], shards)
         for dim, axes in enumerate(axes_of_dims(specs[name])):
             if stored := tuple(axis for axis in axes if axis not in shards.kept_axes):
@@ -238,6 +262,8 @@ def all_to_all(
     spec, drops, own = shards.spec, shards.runtime.drops, shards.own_experts
     room = shards.room(N)
     tokens = x_NE, experts_NK, weights_NK
+    if isinstance(weights["gate"], StackedWeight) and shards.runtime.ragged_buffer_factor is None:
+        return _by_group(tokens, weights, room, shards), None
     leaving = experts.route(tokens, spec, groups=spec.router.experts, block=None, partial=drops)
     trip, arriving = trips(jax.lax.all_gather(leaving.plan.sizes, AXIS), room)
     here, native = jax.lax.axis_index(AXIS), shards.layout.platform != "cpu"
@@ -255,3 +281,26 @@ def all_to_all(
     dropped = (leaving.plan.sizes.sum() - trip.sizes[here].sum()).astype(jnp.float32)
     dropped = jax.lax.pmean(dropped, shards.summed) if shards.summed else dropped
     return out, jax.lax.psum(dropped, tuple(sorted(shards.token_axes)))
+
+
+def _by_group(tokens: tuple[jax.Array, ...], weights: Weights, room: int, shards: ExpertShards) -> jax.Array:
+    """Computes `all_to_all` in decoding on TPU: [N, E]. tokens: (x [N, E], choices [N, k], their weights [N, k]).
+
+    Rows arrive in the order of the products, and leave in it: nothing but the exchanges and the products writes them.
+    Places without a row hold anything.
+    """
+    (x_NE, experts_NK, weights_NK), (spec, runtime) = tokens, (shards.spec, shards.runtime)
+    leaving = plan(experts_NK, spec.router.experts, block=None, partial=runtime.drops)
+    mode = "fill" if runtime.drops else "promise_in_bounds"
+    rows = stacked_kernel.halves(x_NE).at[leaving.token].get(mode=mode, fill_value=0)
+    if spec.weigh == "input":
+        rows = rows * by_row(weights_NK.astype(rows.dtype), leaving)[:, None, None]
+        weights_NK = jnp.ones_like(weights_NK)
+    trip = trips_by_group(jax.lax.all_gather(leaving.sizes, AXIS), shards.own_experts)
+    arrived = stacked_kernel.joined(exchange_uninitialized(rows, trip, room, AXIS), shards.layout)
+    place, sizes = jnp.arange(room), trip.sizes[:, jax.lax.axis_index(AXIS)].sum(axis=0)
+    routed = Routed(arrived, Plan(place, place[:, None], sizes, None), jnp.ones((room, 1), jnp.float32))
+    done = stacked_kernel.halves(experts.compute(weights, routed, spec, runtime).rows)
+    home = stacked_kernel.joined(exchange_uninitialized(done, trip.back, len(rows), AXIS), shards.layout)
+    out = experts.unroute(Routed(home, leaving, weights_NK))
+    return jax.lax.psum(out, shards.summed) if shards.summed else out

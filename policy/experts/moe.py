@@ -21,6 +21,7 @@ from policy.intermediates import LayerAux, Routing
 from policy.mesh.explicit import auto_axes, in_explicit_mode, spec_of
 from policy.ops.linear import Weight, einsum, rounded
 from policy.ops.parameter import normal, split_module, weight, zeros
+from policy.ops.stacked import StackedWeight
 
 
 class MixtureOfExperts(nnx.Module):
@@ -91,6 +92,8 @@ def _ready(weight: Weight, dtype: DTypeLike, runtime: Runtime) -> Weight:
 
     Several devices do not exchange scales, so there a quantised weight becomes floats.
     """
+    if isinstance(weight, StackedWeight):
+        return weight if weight.dtype == dtype else weight.one.astype(dtype)
     if isinstance(weight, qwix.QArray):
         alone = runtime.layout is None or runtime.layout.mesh.size == 1
         return weight if alone else rounded(weight, (1,), dtype, runtime)

@@ -16,7 +16,10 @@ import jax.numpy as jnp
 @dataclass(frozen=True)
 class Trip:
     """The rows that device i sends to device j, int32[P, P] each: their number, their start on i, and their start on
-    j."""
+    j.
+
+    Or int32[P, P, G]: the same for the rows of each group of j.
+    """
 
     sizes: jax.Array
     source: jax.Array
@@ -25,7 +28,7 @@ class Trip:
     @property
     def back(self) -> Trip:
         """Returns the trip that brings every row back."""
-        return Trip(self.sizes.T, self.target.T, self.source.T)
+        return Trip(*(jnp.swapaxes(a, 0, 1) for a in (self.sizes, self.target, self.source)))
 
 
 def trips(counts_PX: jax.Array, room: int) -> tuple[Trip, jax.Array]:
@@ -41,6 +44,19 @@ def trips(counts_PX: jax.Array, room: int) -> tuple[Trip, jax.Array]:
     sizes = jnp.clip(room - _before(requested, 0), 0, requested)
     arriving = jnp.clip(sizes[..., None] - _before(counts_PPG, 2), 0, counts_PPG)
     return Trip(sizes, _before(requested, 1), _before(sizes, 0)), arriving
+
+
+def trips_by_group(counts_PX: jax.Array, groups: int) -> Trip:
+    """Returns the trip on which rows arrive ordered by group, and by sender within a group.
+
+    counts: as in `trips`. groups: of a device, G. All rows must have room.
+    """
+    P = counts_PX.shape[0]
+    counts_PPG = counts_PX.reshape(P, P, groups).astype(jnp.int32)
+    source = _before(counts_PX.astype(jnp.int32), 1).reshape(counts_PPG.shape)
+    by_place = counts_PPG.transpose(1, 2, 0).reshape(P, groups * P)  # in the order in which they lie on a receiver
+    target = _before(by_place, 1).reshape(P, groups, P).transpose(2, 0, 1)
+    return Trip(counts_PPG, source, target)
 
 
 def _before(sizes: jax.Array, axis: int) -> jax.Array:
@@ -77,6 +93,18 @@ def exchange(rows_ME: jax.Array, trip: Trip, lengths: tuple[int, int], axis: str
     origin = sender_in * M + trip.source[sender_in, here] + place - start[sender_in]
     arrived = (sender < P) & (place >= start[sender_in])
     return jnp.take(everywhere, jnp.where(arrived, origin, P * M), axis=0, mode="fill", fill_value=0)
+
+
+def exchange_uninitialized(rows_M: jax.Array, trip: Trip, room: int, axis: str) -> jax.Array:
+    """Returns the rows [room, ...] of a device after the trip; where none arrived, anything. TPU and GPU only.
+
+    It has no gradient. Inside `jax.shard_map`.
+    """
+    here = jax.lax.axis_index(axis)
+    blank = jax.lax.empty((room, *rows_M.shape[1:]), rows_M.dtype)
+    blank = jax.lax.pcast(blank, tuple(jax.typeof(rows_M).manual_axis_type.varying), to="varying")
+    slices = trip.source[here], trip.sizes[here], trip.target[here], trip.sizes[:, here]
+    return jax.lax.ragged_all_to_all(rows_M, blank, *(each.reshape(-1) for each in slices), axis_name=axis)
 
 
 def _forward(rows_ME, trip, lengths, axis, native):

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from policy.mesh.axes import AXES, DEFAULT_RULES, HIDDEN_SPLIT_RULES, UNUSED
@@ -265,6 +267,16 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...], layout: Layout | None)
     if in_explicit_mode():
         return jax.reshard(x, layout.spec(axes, x.shape))
     return jax.lax.with_sharding_constraint(x, layout.sharding(axes, x.shape))
+
+
+def row_major(x: jax.Array, layout: Layout | None) -> jax.Array:
+    """Pins, on TPU, the order of x in memory: its last dimension lies in the 128 lanes of a tile.
+
+    Left to itself the compiler may choose another one, as 4 rows of logits in the lanes, which it pads to 128.
+    """
+    if layout is None or layout.platform != "tpu":
+        return x
+    return with_layout_constraint(x, MemoryLayout(major_to_minor=tuple(range(x.ndim))))
 
 
 def to_cache(x: jax.Array, layout: Layout | None) -> jax.Array:

@@ -8,6 +8,7 @@ M rows, E inputs, F outputs, G groups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -41,7 +42,7 @@ def product(rows_ME: jax.Array, weights_GEF: jax.Array, sizes_G: jax.Array, inte
 
     sizes: rows of each group. Gradients have the dtypes of rows and weights.
     """
-    return cast(jax.Array, _product(*_all_varying(rows_ME, weights_GEF, sizes_G), interpret))
+    return cast(jax.Array, _product(*all_varying(rows_ME, weights_GEF, sizes_G), interpret))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -60,7 +61,7 @@ def _backward(interpret, saved, g_MF):
 _product.defvjp(_forward, _backward)
 
 
-def _primitive(name: str, result, kernel) -> Primitive:
+def primitive(name: str, result: Callable, kernel: Callable) -> Primitive:
     """Makes an instruction of `kernel`, whose result type is `result(*types)`.
 
     jax's kernels do not state over which axes of a `jax.shard_map` their results vary, and tracing needs that of each
@@ -98,11 +99,11 @@ def _gradient_of_weights(rows_ME, weights_GEF, sizes_G, g_MF, *, interpret: bool
     return tgmm(rows_EM, _pad_to_blocks(g_MF), sizes_G, weights_GEF.dtype, block, interpret=interpret)
 
 
-_FORWARD = _primitive(
+_FORWARD = primitive(
     "grouped_product", lambda x, w, *_, **__: x.update(shape=(x.shape[0], w.shape[2])), _forward_kernel
 )
-_OF_ROWS = _primitive("grouped_product_rows", lambda x, *_, **__: x, _gradient_of_rows)
-_OF_WEIGHTS = _primitive("grouped_product_weights", lambda _, w, *__, **___: w, _gradient_of_weights)
+_OF_ROWS = primitive("grouped_product_rows", lambda x, *_, **__: x, _gradient_of_rows)
+_OF_WEIGHTS = primitive("grouped_product_weights", lambda _, w, *__, **___: w, _gradient_of_weights)
 
 
 def _block(rows_ME: jax.Array, inputs: int, outputs: int) -> tuple[int, int, int]:
@@ -116,7 +117,7 @@ def _pad_to_blocks(rows_ME: jax.Array) -> jax.Array:
     return jnp.pad(rows_ME, ((0, -len(rows_ME) % _block(rows_ME, LANES, LANES)[0]), (0, 0)))
 
 
-def _all_varying(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+def all_varying(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Marks each array as varying along every axis of a `jax.shard_map` along which one of them varies."""
     axes = [jax.typeof(a).manual_axis_type.varying for a in arrays]
     missing = (tuple(sorted(frozenset().union(*axes) - own)) for own in axes)

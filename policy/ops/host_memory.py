@@ -63,6 +63,11 @@ def fetch(tree: Any) -> Any:
     )
 
 
+def lies_on_host(array: jax.Array) -> bool:
+    """Tells whether an array lies in host memory."""
+    return jax.typeof(array).memory_space == Space.Host
+
+
 def fetch_layer(weights: Any, runtime: Runtime) -> Any:
     """Fetches the weights of a layer, except a table that `table_memory` keeps in host memory."""
 

@@ -6,7 +6,8 @@ their own. Products that are never quantised do not: routers and gates, norms, t
 In training a weight is an array of floats, and `Runtime.quantization` names the rule by which its product is computed
 (policy/ops/quantization.py). For rollouts it may be a `qwix.QArray` (rollout/engine/weights.py), which is multiplied as
 floats in the dtype of the activations, or, with a rule, by quantised activations. In decoding on CPU it is a
-`Projection`, stored for fast products (policy/ops/projection.py).
+`Projection`, stored for fast products (policy/ops/projection.py). In decoding on TPU the weights of experts are
+`StackedWeight`s, which a kernel reads in place (policy/ops/stacked.py).
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from jax.typing import DTypeLike
 from policy.config import Runtime
 from policy.mesh.explicit import in_explicit_mode, spec_of
 from policy.mesh.sharding import Layout
-from policy.ops import grouped_kernel, quantization
+from policy.ops import grouped_kernel, quantization, stacked_kernel
 from policy.ops.projection import Projection
+from policy.ops.stacked import StackedWeight
 
-Weight = jax.Array | qwix.QArray | Projection
+Weight = jax.Array | qwix.QArray | Projection | StackedWeight
 
 
 def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax.Array:
     """Computes einsum(equation, x, weight) in x's dtype. In the equation "..." may stand for leading dimensions of
     x."""
     rule = runtime.quantization
+    weight = weight.one if isinstance(weight, StackedWeight) else weight
     if rule is None and isinstance(weight, jax.Array):
         if runtime.layout is not None and runtime.layout.mesh.size == 1 and runtime.layout.platform == "cpu":
             return _by_rows(_spelled(equation, x), x, weight.astype(x.dtype))
@@ -117,6 +120,10 @@ def ragged_linear(rows_ME: jax.Array, weights_GEF: Weight, sizes_G: jax.Array, r
     their numbers."""
     rule = runtime.quantization
     assert not isinstance(weights_GEF, Projection)  # expert weights are not projected
+    if isinstance(weights_GEF, StackedWeight):
+        if rule is None and stacked_kernel.served(rows_ME, weights_GEF, runtime.layout):
+            return stacked_kernel.product(rows_ME, weights_GEF, sizes_G)
+        weights_GEF = weights_GEF.one
     if rule is None and isinstance(weights_GEF, jax.Array):
         weights = weights_GEF.astype(rows_ME.dtype)
         served = grouped_kernel.served(rows_ME, weights, runtime.layout)
@@ -132,7 +139,7 @@ def ragged_linear(rows_ME: jax.Array, weights_GEF: Weight, sizes_G: jax.Array, r
 def rounded(array: Weight, inputs: tuple[int, ...], dtype: DTypeLike, runtime: Runtime) -> jax.Array:
     """Returns the numbers by which `linear` multiplies, as floats of `dtype`, for products that are computed in another
     way. `array` is a weight or an activation, `inputs` are the dimensions that `linear` would sum over."""
-    assert not isinstance(array, Projection)  # exists in decoding only
+    assert not isinstance(array, Projection | StackedWeight)  # they exist in decoding only
     if isinstance(array, qwix.QArray):
         return qwix.dequantize(array.astype(dtype))
     if runtime.quantization is None:

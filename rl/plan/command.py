@@ -121,18 +121,19 @@ def _suggested(fitting: Sequence[tuple[Change, Attempt]]) -> str:
 
 def table(reports: Sequence[Report], chip: chips.Chip | None) -> str:
     """Formats one line per program."""
-    lines = [
-        ["program", "arguments", "temporary", "peak", "other", "FLOP", "moved", "exchanged", "per step", "at least"]
-    ]
+    sizes = ("arguments", "temporary", "peak", "other")
+    lines = [["program", *sizes, "FLOP", "moved", "ratio", "exchanged", "per step", "at least"]]
     for each in reports:
         exchanged = ", ".join(f"{kind} {_bytes(size)}" for kind, (size, _) in sorted(each.exchanged.items())) or "-"
         least = "" if chip is None else f"{each.times * bound(each, chip):.3g} s"
         sizes = map(_bytes, (each.arguments, each.temporaries, each.peak, each.non_argument))
-        work = (f"{each.operations:.2e}", _bytes(each.moved))
+        ratio = "-" if each.moved_ratio is None else f"{each.moved_ratio:.2f}"
+        work = (f"{each.operations:.2e}", _bytes(each.moved), ratio)
         lines.append([each.name, *sizes, *work, exchanged, f"x {each.times:.4g}", least])
     notes = [
         "Per device and per run (of a multi-step decode: per step); other: bytes that the run keeps there besides;",
-        "moved: HBM traffic; exchanged: the larger of input and output of a collective, of a ragged one the smaller.",
+        "moved: HBM traffic; ratio: moved over arguments;",
+        "exchanged: the larger of input and output of a collective, of a ragged one the smaller.",
     ]
     for each in reports:
         if each.kernels:
@@ -151,7 +152,7 @@ def table(reports: Sequence[Report], chip: chips.Chip | None) -> str:
             f"a step takes {total:.3g} s at least; each program the longest of operations at {chip.tflops:g} TFLOP/s, "
             f"bytes moved at {chip.bandwidth:g} GB/s and exchanged at {chip.links:g} GB/s{between}"
         )
-    return "\n".join([_aligned(lines, left=(0, 7)), *notes])
+    return "\n".join([_aligned(lines, left=(0, 8)), *notes])
 
 
 def _aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:

@@ -71,6 +71,11 @@ class Report:
         """Returns the bytes in use on a device while the program runs."""
         return self.peak + self.non_argument
 
+    @property
+    def moved_ratio(self) -> float | None:
+        """Returns the bytes moved over the bytes of all arguments; None for a program that the compiler refused."""
+        return self.moved / self.arguments if self.arguments else None
+
 
 def main() -> int:
     """Answers the request on standard input; returns the exit code."""

@@ -5,7 +5,8 @@ one if its name marks it as the usual one.
 
 HBM traffic: an instruction moves its operands and its result, padded to tiles as they are stored. Arrays in other
 memories, S(1) and so on, do not count. If a fusion only slices or gathers from an operand, the part that it takes
-counts. If it updates an operand in place, the update counts twice.
+counts. If it updates an operand in place, the update counts twice. A ragged exchange reads and writes the smaller of
+its input and output, which is the mean.
 
 Operations: 2 for each multiplication of a product (dot, convolution, ragged dot), as XLA counts them. Elementwise
 operations do not count. A kernel counts its own `cost_estimate` (of a Pallas call). A ragged dot computes the rows of
@@ -62,6 +63,8 @@ SLICES, UPDATES = {"dynamic-slice", "slice", "gather"}, {"dynamic-update-slice",
 # Instructions that pass an array on inside a fusion that continues a collective.
 PASSES_ON = {"parameter", "tuple", "custom-call"}
 BETWEEN = " between slices"
+# Prefix of the kernels that read one layer of stacked weights (policy/ops/stacked_kernel.py).
+STACKED = "gmm_stacked"
 # Prefixes of kernels that skip rows without a group: XLA's, and those of policy/ops/grouped_kernel.py.
 GROUPED = ("ragged-dot", "gmm", "tgmm")
 COLLECTIVES = {
@@ -244,7 +247,20 @@ class Program:
                 yield prefix, size
                 return
         operands = [inside.instructions[name].result for name in each.operands]
-        if each.kind in ("send", "recv"):
+        if each.kind == "custom-call" and each.name.startswith(STACKED):
+            # The kernel reads one layer of the stack [R, G, E, F].
+            yield from (
+                (text, bytes_in_hbm(text) // (hlo_text.dims(text)[0] if len(hlo_text.dims(text)) == 4 else 1))
+                for text in (*operands, each.result)
+            )
+        elif each.kind == "custom-call" and '"AllocateBuffer"' in each.rest:
+            return
+        elif each.kind == "async-start" and (exchange := self._wrapped(each)).kind == "ragged-all-to-all":
+            yield from self._moved(self.computations[each.called("calls")], exchange, continues)
+        elif each.kind == "ragged-all-to-all":  # the second operand is the array to write into
+            rows = min(bytes_anywhere(operands[0]), bytes_anywhere(each.result))
+            yield from ((text, min(rows, bytes_in_hbm(text))) for text in (operands[0], each.result))
+        elif each.kind in ("send", "recv"):
             yield from ((array[0], size_in_hbm(array)) for array in hlo_text.arrays(each.result)[:1])
         elif each.kind == "copy-start":
             yield from ((array[0], size_in_hbm(array)) for array in hlo_text.arrays(each.result)[:2])
@@ -265,6 +281,10 @@ class Program:
             yield from ((update, bytes_anywhere(update)), (each.result, bytes_anywhere(update)))
         else:
             yield from ((text, bytes_in_hbm(text)) for text in (*operands, each.result))
+
+    def _wrapped(self, each: Instruction) -> Instruction:
+        """Returns the instruction that an asynchronous one starts."""
+        return self.computations[each.called("calls")].root
 
     def _read(self, inside: Computation, name: str) -> int | None:
         """Returns the bytes that a fusion reads of one operand; None: all of it."""

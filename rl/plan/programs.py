@@ -15,7 +15,11 @@ import jax
 import numpy as np
 
 import rl.stages
+from policy.attention import window_kernel
 from policy.attention.paged_attention import KERNELS
+from policy.cache import pages
+from policy.cache.pages import Pool
+from policy.config import Attention, LayerSpec
 from policy.execution.encoding import MediaEncoder, tower_params
 from policy.execution.scoring import Scorer
 from policy.experts.expert_shards import ExpertShards
@@ -274,13 +278,26 @@ class Sampling:
             yield Planned(stage.name, kind, arguments[1].shape, lower, held, held - on_a_device(weights), times)
 
     def _read_by_kernels(self) -> dict[str, int]:
-        """Returns the bytes that each decode kernel reads of one layer with full pages. Its operand is the pool."""
+        """Returns the bytes that each decode kernel reads of one layer with full pages: of all pages, or of those of
+        the largest window. Its operand is the pool."""
         sizes: dict[str, int] = {}
-        for part in (part for stack in self.cache for layers in stack for part in layers):
-            for kernel, names in KERNELS.items():
-                pools = [part[name].array for name in names if name in part]
-                sizes[kernel] = max(sizes.get(kernel, 0), sum(on_a_device(pool) // pool.shape[1] for pool in pools))
+        for stack, parts in zip(self.graph.config.stacks, self.cache, strict=True):
+            for spec, arrays in (pair for part in parts for pair in zip(stack.pattern, part, strict=True)):
+                for kernel, names in KERNELS.items():
+                    pools = [arrays[name].array for name in names if isinstance(arrays.get(name), Pool)]
+                    layers = [on_a_device(pool) // pool.shape[1] for pool in pools]
+                    if kernel == window_kernel.NAME:
+                        layers = [int(size * self._seen(spec, pool)) for size, pool in zip(layers, pools, strict=True)]
+                    sizes[kernel] = max(sizes.get(kernel, 0), sum(layers))
         return {kernel: size for kernel, size in sizes.items() if size}
+
+    def _seen(self, layer: LayerSpec, pool_KRNPD: jax.ShapeDtypeStruct) -> float:
+        """Returns the share of a layer's pages that the tokens of all slots see; 0 for a layer without a window."""
+        geometry, (_, _, N, P, _) = self._runner.geometry, pool_KRNPD.shape
+        lookback = layer.mixer.lookback if isinstance(layer.mixer, Attention) else None
+        if lookback is None or geometry.table_width is None:
+            return 0.0
+        return geometry.slots * min(pages.visible_columns(lookback, 1, P), geometry.table_width) / N
 
     def _copying(self, copies: RolloutWeights, stage: PlannedStage, held: int) -> Planned:
         """Returns the program that makes the copies: in place, or new at each step if they were released."""

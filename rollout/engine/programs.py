@@ -298,7 +298,7 @@ class DecoderPrograms:
             step = modes.next_token_step(cached, active, state.pages, state.deltas)
             states, cache = modes.next_token_states(decoder, token, step, cache, runtime)
             logits = modes.logits(decoder, states, runtime)
-            new, logp = choose(logits, (state.prompt_id, state.sample, cached + 1), state.draws)
+            new, logp = choose(logits, (state.prompt_id, state.sample, cached + 1), state.draws, runtime.layout)
             results = new, logp, None if head is None else states.astype(jnp.float32) @ head
             outputs = jax.tree.map(
                 lambda each, row, none: each.at[i].set(jnp.where(active, row, none)), outputs, results, no_output

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policy.mesh.sharding import Layout, row_major
 from rollout.types import SamplingParams
 
 
@@ -25,11 +26,13 @@ def uniforms(seed: jax.Array, prompt_ids_S: jax.Array, samples_S: jax.Array, pos
     return jax.vmap(uniform)(prompt_ids_S, samples_S, positions_S)
 
 
-def filter_mask(logits_SV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+def filter_mask(
+    logits_SV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, layout: Layout | None = None
+) -> jax.Array:
     """Returns bool[S, V]: the tokens that pass top-k, top-p and min-p ([S, 1] each). Tokens as likely as the least
     likely one that passes pass too."""
     V = logits_SV.shape[-1]
-    ranked = -jnp.sort(-logits_SV, axis=-1)
+    ranked = row_major(-jnp.sort(-logits_SV, axis=-1), layout)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
     threshold = jnp.take_along_axis(ranked, k - 1, axis=-1)
     probs = jax.nn.softmax(jnp.where(ranked >= threshold, ranked, -jnp.inf), axis=-1)
@@ -76,26 +79,31 @@ class Draws:
         rows = (self.temperature, self.top_k, self.top_p, self.min_p)
         return Draws(self.seed, *(jnp.repeat(row, times) for row in rows))
 
-    def filtered(self, logits_SV: jax.Array) -> jax.Array:
+    def filtered(self, logits_SV: jax.Array, layout: Layout | None = None) -> jax.Array:
         """Sets the logits of filtered tokens to -inf. Sorts only if a row has a filter."""
 
         def apply_filters():
-            mask = filter_mask(logits_SV, *(row[:, None] for row in (self.top_k, self.top_p, self.min_p)))
-            return jnp.where(mask, logits_SV, -jnp.inf)
+            logits = row_major(logits_SV, layout)
+            mask = filter_mask(logits, *(row[:, None] for row in (self.top_k, self.top_p, self.min_p)), layout=layout)
+            return row_major(jnp.where(mask, logits, -jnp.inf), layout)
 
         has_filter = (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
         return jax.lax.cond(jnp.any(has_filter), apply_filters, lambda: logits_SV)
 
 
-def choose(logits_SV: jax.Array, draw_ids: tuple, draws: Draws) -> tuple[jax.Array, jax.Array]:
+def choose(
+    logits_SV: jax.Array, draw_ids: tuple, draws: Draws, layout: Layout | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Returns (token int[S], its log-probability float32[S] before any filter). draw_ids: int[S] each, the prompt id,
-    sample index and position of the token; its draw is a function of the seed and these."""
+    sample index and position of the token; its draw is a function of the seed and these.
+
+    layout: of the program's devices. On TPU arrays [S, V] are kept with V in the lanes: a step has few rows."""
     is_sampled = draws.temperature > 0
-    logits_SV = logits_SV / jnp.where(is_sampled, draws.temperature, 1.0)[:, None]
+    logits_SV = row_major(logits_SV / jnp.where(is_sampled, draws.temperature, 1.0)[:, None], layout)
     best = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
 
     def drawn():
-        return jnp.where(is_sampled, draw(draws.filtered(logits_SV), uniforms(draws.seed, *draw_ids)), best)
+        return jnp.where(is_sampled, draw(draws.filtered(logits_SV, layout), uniforms(draws.seed, *draw_ids)), best)
 
     new = jax.lax.cond(jnp.any(is_sampled), drawn, lambda: best)
     return new, jnp.take_along_axis(jax.nn.log_softmax(logits_SV), new[:, None], axis=-1)[:, 0]

@@ -178,7 +178,7 @@ class SpeculativePrograms(DecoderPrograms):
             assert layer is not None, "a module that has a cache returns it"
             layers[module - 1] = layer.arrays
             logits = modes.logits(decoder, normed[:, -1], runtime)
-            new, _ = choose(logits, (state.prompt_id, state.sample, loop.cached + k), state.draws)
+            new, _ = choose(logits, (state.prompt_id, state.sample, loop.cached + k), state.draws, runtime.layout)
             drafted.append(new)
             tokens = jnp.concatenate([tokens[:, 1:], new[:, None]], axis=1)
         cache = main, drafts._replace(layers=tuple(layers))
@@ -195,7 +195,8 @@ class SpeculativePrograms(DecoderPrograms):
         step = Step(positions=positions, segments=segments, pages=state.pages)
         logits, main, aux = modes.verify(decoder, fed, step, main, self.graph.runtime)
         each = jnp.repeat(state.prompt_id, T), jnp.repeat(state.sample, T), (step.positions + 1).reshape(-1)
-        new, logp = (a.reshape(S, T) for a in choose(logits.reshape(S * T, -1), each, state.draws.repeat(T)))
+        drawn = choose(logits.reshape(S * T, -1), each, state.draws.repeat(T), self.graph.layout)
+        new, logp = (a.reshape(S, T) for a in drawn)
 
         accepted = jnp.cumprod(drafted == new[:, :-1], axis=1)
         ends = jnp.any(new[..., None] == state.stops[:, None], axis=-1)

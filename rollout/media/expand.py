@@ -12,6 +12,7 @@ Axes: T tokens of a prompt.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,15 +59,9 @@ class Expanded:
     @property
     def owners(self) -> list[int]:
         """Returns the number of the reference that each item is of."""
-        owners: list[int] = []
-        number = tile = -1
-        for item in self.items:
-            content, _, suffix = item.digest.partition("-")
-            tile += 1
-            if not suffix or int(suffix) != tile or content != self.references[number].digest:
-                number, tile = number + 1, 0
-            owners.append(number)
-        return owners
+        # The digest of a tile ends with its number.
+        begins = [item.digest.partition("-")[2] in ("", "0") for item in self.items]
+        return [number - 1 for number in itertools.accumulate(begins)]
 
     def first(self, end: int) -> Expanded:
         """Returns the first `end` tokens. `end` must not cut off a part of a picture or sound."""

@@ -21,9 +21,9 @@ MESHES = {
 }
 
 
-def on_devices(number: int, cases: list) -> list[dict]:
+def on_devices(number: int, cases: list, script: str = "experts_on_mesh.py") -> list:
     flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={number}"
-    script = Path(__file__).with_name("experts_on_mesh.py")
+    script = Path(__file__).with_name(script)
     done = subprocess.run(
         [sys.executable, script, json.dumps(cases)],
         capture_output=True,
@@ -39,6 +39,14 @@ def on_devices(number: int, cases: list) -> list[dict]:
 def check_layers(number: int, cases: list) -> None:
     for case, result in zip(cases, on_devices(number, cases), strict=True):
         assert result["difference"] < case[4].get("tolerance", 1e-5) and result["dropped"] == 0, (case, result)
+
+
+def test_rows_that_arrive_by_expert_give_what_one_device_does():
+    """As in decoding on TPU, where weights stay in their stack: weighed outputs, weighed inputs, and biases with sliced
+    experts. What lies in the places where no row arrives reaches no result."""
+    cases = [[{"expert": 4}, {}], [{"fsdp": 2, "expert": 2}, {"weigh": "input"}]]
+    differences = on_devices(4, [*cases, [{"expert": 2, "tensor": 2}, {"bias": True}]], "stacked_experts_on_mesh.py")
+    assert max(differences) < 2e-6, differences
 
 
 @pytest.mark.slow

@@ -71,6 +71,47 @@ def test_keys_and_values_are_attended_over_their_pages(softcap, monkeypatch):
             np.testing.assert_allclose(result[b, h, 0], weights @ values / weights.sum(), atol=1e-5)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(
+    "bounds", [{"window": 17}, {"window": 100}, {"chunk": 24}, {"window": 20, "chunk": 64}], ids=str
+)
+def test_a_window_is_attended_over_its_pages_alone(bounds, softcap, monkeypatch):
+    """Rows of one page to a full table, in the second of two layers; blocks of one page or two, and windows that start
+    and end inside a page. Entries that no token of the step sees are not numbers."""
+    monkeypatch.setattr(paged_attention, "BLOCK_TOKENS", 32 if softcap else 16)
+    monkeypatch.setattr(Layout, "platform", "tpu")
+    K, G, D, P, M, B = 2, 3, 128, 16, 6, 5
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(B, K * G, 1, D)).astype(np.float32) * 0.1
+    q = np.asarray(jnp.asarray(q, jnp.bfloat16), np.float32)
+    pools = [rng.normal(size=(K, 2, B * M + 1, P, D)).astype(np.float32) for _ in range(2)]
+    table = 1 + rng.permutation(B * M).reshape(B, M).astype(np.int32)
+    last = np.array([5, 16, 47, 70, P * M - 1], np.int32)
+    window, chunk = bounds.get("window", 1000), bounds.get("chunk", 1000)
+    first = np.maximum(np.maximum(last - window + 1, last - last % chunk), 0)
+    for pool in pools:
+        pool[:, 0] = np.nan
+        for b in range(B):
+            for page in range(M):
+                if (page + 1) * P <= first[b] or page * P > last[b]:
+                    pool[:, 1, table[b, page]] = np.nan
+    k, v = (jnp.asarray(pool, jnp.bfloat16) for pool in pools)
+    cache = LayerCache({"k": Pool(k, D), "v": Pool(v, D)}, 1, jnp.asarray(table))
+    step = Step(jnp.asarray(last)[:, None], jnp.ones((B, 1), jnp.int32))
+    runtime = Runtime(layout=layout({"fsdp": 1}, devices=jax.devices()[:1]))
+    spec = Attention(heads=K * G, kv_heads=K, head_dim=D, scale=1.0, softcap=softcap, **bounds)
+    with pltpu.force_tpu_interpret_mode():
+        result = np.asarray(paged_attention.decode(jnp.asarray(q), cache, step, spec, runtime))
+    k, v = (np.asarray(a, np.float32)[:, 1] for a in (k, v))
+    for b in range(B):
+        for h in range(K * G):
+            keys, values = (a[h // G][table[b]].reshape(-1, D)[first[b] : last[b] + 1] for a in (k, v))
+            scores = keys @ q[b, h, 0]
+            scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+            weights = np.exp(scores - scores.max())
+            np.testing.assert_allclose(result[b, h, 0], weights @ values / weights.sum(), atol=6e-3)
+
+
 def test_what_no_kernel_serves_is_left_to_the_portable_form(monkeypatch):
     runtime = Runtime(layout=layout({"fsdp": 1}, devices=jax.devices()[:1]))
     step, q = Step(jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32)), jnp.zeros((1, 2, 1, 128))
@@ -85,7 +126,8 @@ def test_what_no_kernel_serves_is_left_to_the_portable_form(monkeypatch):
     assert not served()  # on a CPU
     monkeypatch.setattr(Layout, "platform", "tpu")
     assert served()
-    assert not any((served(dtype=jnp.float32), served(size=4), served(window=8), served(chunk=8), served(sinks=True)))
+    assert served(window=8) and served(chunk=8)
+    assert not any((served(dtype=jnp.float32), served(size=4), served(sinks=True)))
 
 
 @pytest.mark.parametrize(("kv_heads", "served"), [(4, True), (2, False), (1, True)])

@@ -2,6 +2,7 @@
 numbers.
 """
 
+import dataclasses
 import math
 import os
 
@@ -12,6 +13,7 @@ from rl.config import files
 from rl.errors import ConfigError
 from rl.plan import changes, search, slices, suggest
 from rl.plan.children import Attempt, Costs, Target
+from rl.plan.command import table
 from rl.plan.compiled import Report
 from rl.run.load import load
 
@@ -232,3 +234,11 @@ def test_a_compiler_for_tpus_is_given_no_flags_of_other_compilers(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_dump_to=x --xla_gpu_autotune_level=0")
     assert slices.Topology.read("v5p:2x2x1").environment["XLA_FLAGS"] == "--xla_dump_to=x"
     assert slices.Topology.read("cpu:2").environment["XLA_FLAGS"].startswith("--xla_cpu_use_fusion_emitters=false ")
+
+
+def test_the_table_has_the_bytes_moved_over_the_arguments():
+    """A program that the compiler refused has no arguments to compare with."""
+    read_once = dataclasses.replace(report(8, "grpo: decode a token"), arguments=2**31, moved=2.5 * 2**30)
+    header, first, second, *_ = table([read_once, report(8)], None).splitlines()
+    places = [i for i in range(len(header)) if header.startswith("ratio", i)]
+    assert [line[places[0] : places[0] + 5].strip() for line in (first, second)] == ["1.25", "-"]

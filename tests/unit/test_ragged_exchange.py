@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policy.experts.ragged_exchange import groups_on_arrival, trips
+from policy.experts.ragged_exchange import groups_on_arrival, trips, trips_by_group
 
 
 @pytest.mark.parametrize("room", [1000, 11, 4])
@@ -33,3 +33,23 @@ def test_rows_arrive_by_sender_and_group_and_the_last_stay_behind_when_the_room_
         (trip.sizes, trip.back.sizes),
     ):
         np.testing.assert_array_equal(forth, back.T)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_arrive_by_group_and_sender(seed):
+    P, G = 4, 3
+    counts = np.random.default_rng(seed).integers(0, 5, (P, P * G))
+    counts[seed] = 0
+    trip = trips_by_group(jnp.asarray(counts), G)
+    before = [[(i, n, g) for n, g in enumerate(np.repeat(np.arange(P * G), counts[i]))] for i in range(P)]
+    for j in range(P):
+        after = sorted(
+            (row for rows in before for row in rows if row[2] // G == j), key=lambda row: (row[2], row[0], row[1])
+        )
+        for i in range(P):
+            for g in range(G):
+                start, size, target = (int(a[i, j, g]) for a in (trip.source, trip.sizes, trip.target))
+                assert before[i][start : start + size] == after[target : target + size]
+                assert size == sum(row[0] == i and row[2] == j * G + g for row in after)
+                back = trip.back
+                assert (int(back.source[j, i, g]), int(back.target[j, i, g])) == (target, start)

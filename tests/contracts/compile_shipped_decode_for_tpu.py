@@ -1,0 +1,56 @@
+"""Compiles the decoding of a shipped configuration for its TPU slice, and prints what a token moves as JSON.
+
+    python compile_shipped_decode_for_tpu.py grpo_deepseek v5p:8x8x4
+
+Prints {"moved", "arguments", "temporary": bytes; "kernels": calls by name; "most": the instructions that move most}.
+All are per chip and decoded token, by the counting of `rl plan`. Needs libtpu.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
+dump = tempfile.TemporaryDirectory()
+os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump.name} --xla_dump_hlo_as_text"
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # a program from the cache is not dumped
+
+from policy.execution.compiled_cache import Memory  # noqa: E402
+from rl.plan.compiled import counts  # noqa: E402
+from rl.plan.hlo import Program  # noqa: E402
+from rl.plan.programs import programs  # noqa: E402
+from rl.plan.slices import Topology  # noqa: E402
+from rl.reporting.program_memory import GENERATOR  # noqa: E402
+from rl.run import build  # noqa: E402
+from rl.run.load import load  # noqa: E402
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def main(name: str, slice_name: str) -> dict:
+    topology = Topology.read(slice_name)
+    devices = topology.devices()
+    config = load([CONFIGS / f"{name}.yml"])
+    planned = programs(config, build.on_mesh(config, devices), topology.memory(devices[0]))
+    decode = next(each for each in planned if each.kind == GENERATOR["decode"])
+    memory = Memory.of(decode.lower().compile(), topology.platform)
+    assert memory is not None
+    text = max(Path(dump.name).glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size).read_text()
+    counted, steps = counts(text, decode), decode.dispatch
+    program = Program(text, decode.kernels, decode.trip_count * steps, decode.occupancy)
+    most = sorted(program.moved(), key=lambda each: -each.bytes)[:15]
+    return {
+        "moved": counted["moved"],
+        "arguments": memory.arguments,
+        "temporary": memory.temporaries,
+        "kernels": counted["kernels"],
+        "most": [(each.name, each.times / steps, each.bytes / steps) for each in most],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))
