@@ -18,6 +18,7 @@ from rl.config.model import ModelOptions
 from rl.data import models
 from rl.errors import ModelError
 from rollout.media import processors
+from rollout.media.item import MediaError
 from rollout.media.processors import Processors, Stored
 from rollout.text import media_tokens as tokens
 from rollout.text.tokenizer import MediaTokens
@@ -28,10 +29,13 @@ _TEMPLATE, _OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
 def stored_processors(model: ModelOptions) -> Stored | None:
     """Returns the processors as the model's files describe them; None for a model that reads texts only.
 
-    Raises ModelError for a name on the hub that cannot be read, MediaError for a file that is not JSON.
+    Raises ModelError for a name on the hub that cannot be read, and for a file that is not JSON.
     """
     if (directory := models.directory(model.source)) is not None:
-        result = processors.of_directory(directory)
+        try:
+            result = processors.of_directory(directory)
+        except MediaError as error:
+            raise ModelError(f"model: {error}") from None
         return None if result.image is None and result.audio is None else result
     preset = _preset(model)
     return None if preset is None else processors.stored(*preset, {})

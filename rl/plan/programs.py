@@ -93,7 +93,7 @@ def stages(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[tu
         stage.bind(graph)
         if M := planned_rows(config):
             stage.table_shapes = MediaEncoder(graph).abstract(M)
-        stage.scorers = scorers.abstract_scorers(config, stage.rewards, graph)
+        stage.scorers = scorers.abstract_scorers(config, stage.rewards, graph, stage.trainer.sharing)
         planned_stage = PlannedStage(stage, graph)
         if sampling is None and (stage.samples_completions or (config.evaluation and stage.trains_policy)):
             sampling = Sampling(config, planned_stage, memory)
@@ -142,7 +142,7 @@ def _reward_models(stage: StageKind) -> Iterator[Program]:
     completions = stage.options.prompts_per_step * stage.options.samples_per_prompt * stage.samples_completions
     for source, scorer in stage.scorers.items():
         shape, lower = scorer.lowered(stage.config.max_length)
-        times = -(-completions // shape[0])
+        times = -(-completions // (shape[0] * scorer.longer))
         yield Program(
             scorers.program_name(source), shape, lower, scorer.graph, scorer.abstract, times, rollout_memory=True
         )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from policy.model import Graph
     from rl.media import StepTable
     from rl.reporting.timeline import Timeline
+    from rl.training.packing.trees import Sharing
     from rl.training.reward_model import RewardModelScorer
     from rl.training.teacher import Teacher
     from rollout.media.expand import Expanded
@@ -41,9 +42,12 @@ def program_name(source: str) -> str:
     return f"scores of {source}"
 
 
-def load_scorers(config: RunConfig, names: Iterable[str], mesh: Layout) -> dict[str, RewardModelScorer]:
-    """Loads reward models: stages of the run, directories, or names on the hub. Raises ModelError where one cannot be
-    read.
+def load_scorers(
+    config: RunConfig, names: Iterable[str], mesh: Layout, sharing: Sharing | None = None
+) -> dict[str, RewardModelScorer]:
+    """Loads reward models: stages of the run, directories, or names on the hub, for sequences that share beginnings.
+
+    Raises ModelError where one cannot be read.
     """
     from rl.training.reward_model import RewardModelScorer
 
@@ -52,7 +56,7 @@ def load_scorers(config: RunConfig, names: Iterable[str], mesh: Layout) -> dict[
         trained = source in config.stage_names
         directory = reward_model_of(config, source) if trained else _directory(source, weights=True)
         try:
-            scorers[source] = RewardModelScorer.read(directory, _runtime(config), mesh, config.max_length)
+            scorers[source] = RewardModelScorer.read(directory, _runtime(config), mesh, config.max_length, sharing)
         except (ModelFileError, UnsupportedModel) as error:
             raise ModelError(f"reward model {source}: {error}") from None
     return scorers
@@ -61,23 +65,26 @@ def load_scorers(config: RunConfig, names: Iterable[str], mesh: Layout) -> dict[
 def timed(
     scorers: Mapping[str, RewardModelScorer],
     timeline: Timeline,
+    prompts: Sequence[Expanded | None],
     table: StepTable | None = None,
-    prompts: Sequence[Expanded | None] = (),
 ) -> dict[str, Callable[[list], list[float]]]:
-    """Returns reward models as functions of token ids, equally many sequences for each of the `prompts`, which `table`
-    holds; the timeline shows each call."""
+    """Returns reward models as functions of token ids, equally many sequences, next to each other, for each of the
+    `prompts`, whose pictures and sounds `table` holds; the timeline shows each call."""
 
     def rewards_of(source: str, scorer: RewardModelScorer, sequences: list[list[int]]) -> list[float]:
         with timeline.span("reward model", source=source, completions=len(sequences)):
+            samples = len(sequences) // len(prompts)
             if table is None:
-                return scorer(sequences)
-            documents = [(row, 0, prompts[row * len(prompts) // len(sequences)]) for row in range(len(sequences))]
-            return scorer(sequences, partial(table.add, documents=documents), table.table)
+                return scorer(sequences, samples=samples)
+            documents = [(row, 0, prompts[row // samples]) for row in range(len(sequences))]
+            return scorer(sequences, partial(table.add, documents=documents), table.table, samples)
 
     return {source: partial(rewards_of, source, scorer) for source, scorer in scorers.items()}
 
 
-def abstract_scorers(config: RunConfig, rewards: RewardSettings | None, graph: Graph) -> dict[str, RewardModelScorer]:
+def abstract_scorers(
+    config: RunConfig, rewards: RewardSettings | None, graph: Graph, sharing: Sharing | None = None
+) -> dict[str, RewardModelScorer]:
     """Returns the reward models without weights, for a plan.
 
     A stage that has not run yet trains its reward model on a copy of the policy, whose graph is `graph`.
@@ -93,7 +100,8 @@ def abstract_scorers(config: RunConfig, rewards: RewardSettings | None, graph: G
             decoder = sources.trunk(graph.config) if trained else sources.classifier(_directory(source))
         except (ModelFileError, UnsupportedModel) as error:
             raise ModelError(f"reward model {source}: {error}") from None
-        scorers[source] = RewardModelScorer(Graph(decoder, _runtime(config), graph.layout), None, config.max_length)
+        trunk = Graph(decoder, _runtime(config), graph.layout)
+        scorers[source] = RewardModelScorer(trunk, None, config.max_length, sharing)
     return scorers
 
 
@@ -113,7 +121,9 @@ def bound_teacher(config: RunConfig, options: TeacherOptions | None, algorithm: 
     runtime = config.model.runtime
     dtype = options.dtype or runtime.dtype
     runtime = replace(runtime, dtype=dtype, param_dtype=dtype, remat="full", remat_tensors=(), quantization=None)
-    runtime = replace(runtime, host_parameters=options.host_memory, table_memory="device", batch_split=False)
+    runtime = replace(
+        runtime, host_parameters=options.host_memory, table_memory="device", batch_split=False, skip_blocks=True
+    )
     decoder, directory = teachers.decoder_of(options), teachers.directory_of(options)
     try:
         frozen = Graph(decoder, runtime, mesh)

@@ -18,9 +18,8 @@ def sharing_of(stage: ConfiguredStage, graph: Graph, options: StageOptions) -> S
     """Returns how the sequences of a stage share beginnings on this mesh; None: each is computed alone. options: of the
     stage, with another micro-batch in a plan."""
     from policy.attention.flash_attention import LONGEST_TREES
-    from policy.config import GatedDeltaNet
     from policy.layers import batch_split
-    from rl.training.packing.trees import Sharing
+    from rl.training.packing.trees import Sharing, has_state
 
     group, config = stage.group, graph.config
     if options.shared_prefix == "never" or group is None or stage.unshared is not None:
@@ -41,7 +40,7 @@ def sharing_of(stage: ConfiguredStage, graph: Graph, options: StageOptions) -> S
     return Sharing(
         rows,
         ahead=modules.depth if options.mtp and modules else 0,
-        one_level=any(isinstance(spec.mixer, GatedDeltaNet) for spec in config.layers),
+        one_level=has_state(config),
         together=stage.answers_share_prompts,
     )
 

@@ -179,7 +179,8 @@ class StageKind(ConfiguredStage, ABC):
         load_teacher(self.teacher, self.trainer, partial(context.timeline.span, stage=self.name))
         if self.runner and self.runner.sources:
             with context.timeline.span("loading reward models", stage=self.name):
-                self.scorers = load_scorers(self.config, self.runner.sources, context.model.graph.layout)
+                graph, sources = context.model.graph, self.runner.sources
+                self.scorers = load_scorers(self.config, sources, graph.layout, self.trainer.sharing)
 
     @abstractmethod
     def step(self, state: Any, n: int) -> tuple[Any, dict[str, float]]:
@@ -205,7 +206,7 @@ class StageKind(ConfiguredStage, ABC):
             Source(
                 context.generator,
                 self.runner,
-                timed(self.scorers, context.timeline, table, documents),
+                timed(self.scorers, context.timeline, documents, table),
                 context.timeline.calls,
             ),
             problems,

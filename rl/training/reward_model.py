@@ -13,8 +13,10 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from policy.cache.media import MediaTable
+from policy.cache.paths import Tree
 from policy.config import Runtime
 from policy.execution.compiled_cache import CompiledCache
 from policy.huggingface import classification, sources
@@ -29,6 +31,7 @@ from rl.training.batch import Batch, padded_batch
 from rl.training.batch_updates import CPU_TOKENS, BatchUpdates, by_micro_batch, shard_rows, step_of
 from rl.training.critic import Critic
 from rl.training.packing.packing import plan_packing
+from rl.training.packing.trees import Sharing, plan_trees
 from rl.training.towers import UpdateMedia
 from rl.training.updater import OptimizerStep, ParamState
 
@@ -51,7 +54,7 @@ class RewardModelTrainer(BatchUpdates):
     def __init__(self, graph: Graph, stage: StageOptions, algorithm: Any, seed: int = 0):
         """Defines the program of the update. `seed`: the seed of the run, for dropout."""
         super().__init__(graph, stage, algorithm)
-        self.model = Critic(graph)
+        self.model = Critic(self._scoring_graph)
         self.reward_model = OptimizerStep(self.model, self._score_loss, stage.optimizer, stage, seed)
 
     @property
@@ -111,21 +114,26 @@ def rows_at_a_time(layout: Layout, T: int) -> int:
 class RewardModelScorer:
     """A reward model on the devices of the run, which scores sequences of token ids."""
 
-    def __init__(self, graph: Graph, params: dict[str, jax.Array] | None, limit: int):
+    def __init__(self, graph: Graph, params: dict[str, jax.Array] | None, limit: int, sharing: Sharing | None = None):
         """Defines the scoring program.
 
         graph: the model of the trunk. params: the weights of the trunk and VALUE_HEAD; None: the scorer cannot score.
-        limit: tokens of the longest sequence.
+        limit: tokens of the longest sequence. sharing: how the sequences of the stage share beginnings; None: each is
+        scored alone.
         """
-        self.graph, self._params, self._limit = graph, params, limit
-        self._critic, self._layout = Critic(graph), graph.layout
+        self.graph, self._params, self._limit = graph.at(skip_blocks=True), params, limit
+        self._sharing = sharing and sharing.of_scores(graph.config)
+        self._critic, self._layout = Critic(self.graph), graph.layout
         self.executable = CompiledCache(jax.jit(self._scores), self._layout.platform)
 
     @classmethod
-    def read(cls, directory: Path, runtime: Runtime, mesh: Layout, limit: int) -> RewardModelScorer:
+    def read(
+        cls, directory: Path, runtime: Runtime, mesh: Layout, limit: int, sharing: Sharing | None = None
+    ) -> RewardModelScorer:
         """Reads the scorer of a directory. Raises what `policy.huggingface.classification.read` raises."""
         graph, params, score = classification.read(directory, runtime, mesh)
-        return cls(graph, params | {VALUE_HEAD: processes.device_put_global(score, graph.layout.replicated)}, limit)
+        params |= {VALUE_HEAD: processes.device_put_global(score, graph.layout.replicated)}
+        return cls(graph, params, limit, sharing)
 
     @property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -135,32 +143,45 @@ class RewardModelScorer:
         return {path: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=shardings[path]) for path, s in shapes.items()}
 
     def rows(self, T: int) -> int:
-        """Returns how many rows of T tokens are scored at a time."""
-        return rows_at_a_time(self._layout, T)
+        """Returns how many packed rows are scored at a time, in which T tokens of each sequence fit."""
+        return rows_at_a_time(self._layout, T * self.longer)
+
+    @property
+    def longer(self) -> int:
+        """Returns how many times the tokens of a sequence a packed row has."""
+        return 1 if self._sharing is None else self._sharing.rows
 
     def __call__(
         self,
         sequences: Sequence[Sequence[int]],
         add_media: Callable[[Batch], Batch] = lambda batch: batch,
         table: MediaTable | None = None,
+        samples: int = 1,
     ) -> list[float]:
         """Returns the score at the last token of each sequence. Sequences are packed.
 
-        add_media: returns the batch of the sequences, one per row, with its places in `table`.
+        add_media: returns the batch of the sequences, one per row, with its places in `table`. samples: so many
+        neighbours are completions of one prompt.
         """
-        batch = add_media(padded_batch([(ids, [1] * len(ids)) for ids in sequences], self._limit))
+        batch = add_media(padded_batch([(ids, [0] * len(ids)) for ids in sequences], self._limit))
         N, T = batch.tokens.shape
         R = self.rows(T)
-        packing = plan_packing(batch.segments, [-(-N // R) * R])
+        rows = -(-N // self.longer)
+        counts = [-(-rows // R) * R]
+        if self._sharing is None:
+            packing = plan_packing(batch.segments, counts)
+        else:
+            packing = plan_trees(batch.replace(prompt=np.arange(N) // samples), counts, self._sharing)
         params = cast(dict, self._params) | towers.as_params(table)
         (scores,) = by_micro_batch(partial(self.executable, params), batch, packing, R, self._layout)
         return [float(scores[row, len(ids) - 1]) for row, ids in enumerate(sequences)]
 
     def lowered(self, T: int) -> tuple[tuple[int, int], Callable[[], Any]]:
         """Returns (shape of a full batch in rows of T tokens, the function that traces its program)."""
-        shape = self.rows(T), T
+        shape = self.rows(T), T * self.longer
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-        batch = Batch(tokens=tokens, segments=tokens, mask=None, prompt=None)
+        tree = None if self._sharing is None else Tree(*[tokens] * 5)
+        batch = Batch(tokens=tokens, segments=tokens, mask=None, prompt=None, tree=tree)
         return shape, lambda: self.executable.lower(self.abstract, batch)
 
     def _scores(self, params, micro: Batch):

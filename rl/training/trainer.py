@@ -84,7 +84,7 @@ class Trainer(BatchUpdates):
         loss = self._auxiliary_only_loss if stage.indexer.training == "dense_warmup" else self._policy_loss
         self.critic = self.projections = self.companion = self._value_model = None
         if "critic" in state:
-            self._value_model = Critic(graph, shared=algorithm.critic_trunk == "policy")
+            self._value_model = Critic(self._scoring_graph, shared=algorithm.critic_trunk == "policy")
             self.critic = OptimizerStep(self._value_model, self._critic_loss, stage.critic, stage, seed)
             self.companion = "critic" if self._value_model.shared else None
         if projections is not None:
@@ -255,11 +255,12 @@ class Trainer(BatchUpdates):
     def values(self, state: RunState, batch: Batch, table: MediaTable | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Computes the values of the states before and after each token, float32[N, T] on the host. table: that of a
         batch with places."""
+        model = self.value_model
         assert state.critic is not None
-        params = self.value_model.extra_params(state.policy.params) | state.critic.params | towers.as_params(table)
+        params = model.extra_params(state.policy.params) | state.critic.params | towers.as_params(table)
         # A critic with its own trunk is another model, whose routers make their own choices.
-        batch = batch if self.value_model.shared else batch.replace(routes=None)
-        before, after = self._by_micro_batch(self._values, params, batch, self.value_model.flops)
+        batch = batch if model.shared else batch.replace(routes=None)
+        before, after = self._by_micro_batch(self._values, params, batch, model.flops)
         return before, after
 
     def _by_micro_batch(self, program, params, batch: Batch, operations: Operations) -> tuple[np.ndarray, ...]:

@@ -131,8 +131,10 @@ def _stored(file: Path) -> dict[str, Any]:
         return {}
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise MediaError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from None
     except (OSError, ValueError) as error:
-        raise MediaError(f"{file}: not valid JSON: {error}") from None
+        raise MediaError(f"{file}: cannot be read: {error}") from None
     if not isinstance(stored, dict):
         raise MediaError(f"{file}: must hold an object {{...}}")
     return stored

@@ -14,6 +14,7 @@ from policy import families, modes
 from policy.heads.features import by_number
 from policy.model import Graph, Model
 from rl.algorithms.distill import ALPHA, FEATURES, TEMPERATURE
+from rl.training.batch import Batch
 from rl.training.teacher import PREFIX, ModelTeacher, StoredTeacher
 from rl.training.trainer import Trainer
 
@@ -45,6 +46,11 @@ def updated(trainer, state, data, updates=1):
     for _ in range(updates):
         state, metrics = trainer.update(state, data, adaptive_coefs=trainer.algorithm.adaptive_coefs)
     return host(state), {key: float(value) for key, value in metrics.items()}
+
+
+def inputs(data):
+    """What a teacher reads of a batch."""
+    return Batch(tokens=data.tokens, segments=data.segments, mask=None, prompt=None)
 
 
 @functools.cache
@@ -257,8 +263,7 @@ def test_stored_numbers_are_those_of_the_live_teacher(options):
     keys = options | {"alpha": 1.0}
     trainer, state = learner(dense(), wider(), options=keys)
     data, k = batch(), keys.get("top_k", VOCAB)
-    program = trainer.teacher.top(k, VOCAB)
-    logp, ids, rest = (np.asarray(a) for a in program(trainer.teacher.params, data.tokens, data.segments, None))
+    logp, ids, rest = map(np.asarray, trainer.teacher.top(k, VOCAB)(trainer.teacher.params, inputs(data)))
     stored = data.replace(teacher_ids=ids, teacher_top=logp, teacher_rest=np.maximum(rest, np.log(2.0**-23)))
     one, expected = updated(trainer, state, data)
     reader, state = learner(dense(), None, options=keys)
@@ -288,7 +293,7 @@ def test_weights_of_few_bits_and_in_host_memory_compute_the_same_teacher():
             assert all(jax.tree.leaves(same)), path
         kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(teacher.params)}
         assert ("pinned_host" in kinds) == hosted
-        logp, ids, _ = teacher.top(VOCAB, VOCAB)(teacher.params, data.tokens, data.segments, None)
+        logp, ids, _ = teacher.top(VOCAB, VOCAB)(teacher.params, inputs(data))
         in_order = np.take_along_axis(np.asarray(logp), np.argsort(np.asarray(ids), axis=-1), axis=-1)
         results[weights, hosted] = in_order[data.segments != 0]
     np.testing.assert_array_equal(results[None, True], results[None, False])

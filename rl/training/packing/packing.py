@@ -68,7 +68,11 @@ class Packing:
         trees the tokens of all sequences over those that are computed."""
         computed = max(1, -(-self.filled_rows // micro_rows)) * micro_rows * self.shape[1]
         metrics = {"perf/packed_share": self.distinct / computed}
-        return metrics if self.tree is None else metrics | {"perf/shared_prefix": len(self.source) / self.distinct}
+        return (
+            metrics
+            if self.tree is None
+            else metrics | {"perf/shared_prefix": max(1, len(self.source)) / max(1, self.distinct)}
+        )
 
     @property
     def distinct(self) -> int:

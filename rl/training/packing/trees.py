@@ -10,13 +10,14 @@ N rows of a batch, S sequences of a group, T tokens, R packed rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from policy.cache.paths import Tree
 from policy.cache.step import UNKNOWN
+from policy.config import DecoderConfig, GatedDeltaNet
 from rl.training.batch import Batch
 from rl.training.packing.packing import Packing
 
@@ -37,6 +38,15 @@ class Sharing:
     ahead: int = 0
     one_level: bool = False
     together: bool = False
+
+    def of_scores(self, config: DecoderConfig) -> Sharing:
+        """Returns how the completions of a prompt share beginnings in a model that scores them."""
+        return replace(self, ahead=0, one_level=has_state(config), together=False)
+
+
+def has_state(config: DecoderConfig) -> bool:
+    """Returns whether layers of a decoder carry a state from token to token."""
+    return any(isinstance(spec.mixer, GatedDeltaNet) for spec in config.layers)
 
 
 @dataclass
