@@ -33,6 +33,7 @@ from rl.media import planned_rows
 from rl.reporting.program_memory import ENCODING, GENERATOR, RESHARD
 from rl.run import build
 from rl.stages import scorers
+from rl.stages.sharing import full_rows
 from rl.stages.stage import Program, StageKind
 from rollout.engine.active_batch import stop_width
 from rollout.engine.exact import CHECKS, Verifier
@@ -142,7 +143,7 @@ def _reward_models(stage: StageKind) -> Iterator[Program]:
     completions = stage.options.prompts_per_step * stage.options.samples_per_prompt * stage.samples_completions
     for source, scorer in stage.scorers.items():
         shape, lower = scorer.lowered(stage.config.max_length)
-        times = -(-completions // (shape[0] * scorer.longer))
+        times = -(-full_rows(stage, stage.trainer.sharing, completions) // shape[0])
         yield Program(
             scorers.program_name(source), shape, lower, scorer.graph, scorer.abstract, times, rollout_memory=True
         )

@@ -36,6 +36,15 @@ class Group:
         """Returns the tokens that are computed if the beginning is computed once."""
         return self.shared + self.sequences * self.own
 
+    def packed_length(self, most: int) -> int:
+        """Returns the tokens of packed rows, at most `most`, that hold the group whole, or in as few equal parts as
+        possible, each with the beginning."""
+        parts, sequences = 1, self.sequences
+        while sequences > 1 and self.shared + sequences * self.own > most:
+            parts += 1
+            sequences = -(-self.sequences // parts)
+        return self.shared + sequences * self.own
+
 
 class ConfiguredStage:
     """A stage as its configuration describes it. Free of jax."""

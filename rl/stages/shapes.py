@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl.stages.sharing import describe
+from rl.stages.sharing import describe, full_rows
 from rl.stages.stage import Program, StageKind
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def abstract_rows(stage: StageKind, updates: int) -> tuple[tuple[int, int], int]:
     """Returns ((packed rows, tokens per row), rows of a micro-batch) of one of the `updates` equal parts of a step.
 
-    The number of packed rows is the largest that a step can need: one for each row before packing, if no two of them
-    fit into one, rounded up to a number of rows that is compiled (`Trainer.row_counts`).
+    The number of packed rows is that of rows of full length, rounded up to a number of rows that is compiled
+    (`Trainer.row_counts`).
     """
     from rl.training.batch import padded_length
 
@@ -33,10 +33,10 @@ def abstract_rows(stage: StageKind, updates: int) -> tuple[tuple[int, int], int]
         * (stage.options.samples_per_prompt if stage.samples_completions else 1)
     )
     T = padded_length(limit, limit)
-    counts, R = stage.trainer.row_counts(N, T)
-    longer = 1 if sharing is None else sharing.rows
-    rows = min(count for count in counts if count >= -(-N // longer))
-    return (rows, T * longer), R or rows
+    counts, R = stage.trainer.row_counts(N, T, sharing)
+    full = full_rows(stage, sharing, N)
+    rows = min(count for count in counts if count >= full)
+    return (rows, T if sharing is None else sharing.packed_length(T)), R or rows
 
 
 def update_program(

@@ -4,6 +4,7 @@ programs."""
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from rl.stages.configured import ConfiguredStage
@@ -26,23 +27,29 @@ def sharing_of(stage: ConfiguredStage, graph: Graph, options: StageOptions) -> S
         return None
     if options.shared_prefix == "auto" and _unmeasured(graph):
         return None
-    rows, length = 1, stage.row_length
+    length = stage.row_length
     multiple = graph.layout.num_row_shards * (batch_split.PARTS if graph.runtime.batch_split else 1)
-    most = min(group.sequences, (options.micro_batch or stage.rows_per_update) // multiple)
-    while rows * length < group.distinct and 2 * rows <= most:
-        rows *= 2
+    most = max(1, (options.micro_batch or stage.rows_per_update) // multiple) * length
     if graph.layout.platform == "tpu":
         if length > LONGEST_TREES:
             return None
-        while rows * length > LONGEST_TREES:
-            rows //= 2
+        most = min(most, LONGEST_TREES)
     modules = config.multi_token_prediction
     return Sharing(
-        rows,
+        Fraction(max(length, group.packed_length(most)), length),
         ahead=modules.depth if options.mtp and modules else 0,
         one_level=has_state(config),
         together=stage.answers_share_prompts,
     )
+
+
+def full_rows(stage: ConfiguredStage, sharing: Sharing | None, rows: int) -> int:
+    """Returns how many packed rows so many rows of a batch fill, if all sequences have their full length."""
+    group = stage.group
+    if sharing is None or group is None or stage.answers_share_prompts:
+        return rows
+    together = (sharing.packed_length(stage.row_length) - group.shared) // group.own
+    return -(-rows // group.sequences) * -(-group.sequences // together)
 
 
 def _unmeasured(graph: Graph) -> bool:
@@ -62,5 +69,5 @@ def describe(stage: ConfiguredStage, sharing: Sharing | None) -> str | None:
     return (
         f"shared prefix: beginnings of up to {group.shared} tokens before {group.own} of each of {group.sequences} "
         f"sequences: {group.distinct} of {group.tokens} tokens, at most {group.tokens / group.distinct:.1f}x; rows of "
-        f"{sharing.rows * stage.row_length}"
+        f"{sharing.packed_length(stage.row_length)}"
     )

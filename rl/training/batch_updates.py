@@ -75,27 +75,35 @@ class BatchUpdates:
         self._update_graph = self._scoring_graph.at(**stage.runtime)
 
     def packing_of(self, batch: Batch) -> tuple[Packing, int]:
-        """Returns (packing of the sequences of a batch on the host, packed rows per micro-batch)."""
-        counts, R = self.row_counts(*batch.segments.shape)
-        multiple = sequence_shards.multiple(self._update_graph.runtime)
-        if self.sharing is None:
-            packing = plan_packing(batch.segments, counts, multiple)
-        else:
+        """Returns (packing of the sequences of a batch on the host, packed rows per micro-batch).
+
+        A batch in which no group has a beginning worth sharing is packed as sequences alone.
+        """
+        (N, T), multiple = batch.segments.shape, sequence_shards.multiple(self._update_graph.runtime)
+        if self.sharing is not None:
+            counts, R = self.row_counts(N, T, self.sharing)
             packing = plan_trees(batch, counts, self.sharing, multiple)
+            if packing.distinct < len(packing.source):
+                return packing, R or packing.shape[0]
+        counts, R = self.row_counts(N, T)
+        packing = plan_packing(batch.segments, counts, multiple)
         return packing, R or packing.shape[0]
 
-    def row_counts(self, N: int, T: int) -> tuple[list[int], int | None]:
-        """Returns (possible numbers of packed rows of N rows of T tokens, rows of a micro-batch; None: all)."""
+    def row_counts(self, N: int, T: int, sharing: Sharing | None = None) -> tuple[list[int], int | None]:
+        """Returns (possible numbers of packed rows of N rows of T tokens, rows of a micro-batch; None: all).
+
+        Longer packed rows are fewer, so that a micro-batch has no more tokens.
+        """
         multiple = self.row_multiple
-        micro, longer = (
-            self.stage.micro_batch or self._micro_batch(N, T),
-            1 if self.sharing is None else self.sharing.rows,
-        )
-        packed = -(-N // longer)
+        micro = self.stage.micro_batch or self._micro_batch(N, T)
+        if sharing is not None:
+            N = sharing.most_rows(N)
+            tokens = micro and -(-micro // multiple) * multiple * T
+            micro = tokens and max(1, tokens // sharing.packed_length(T) // multiple) * multiple
         if micro is None:
-            return row_counts(packed, multiple), None
-        R = -(-min(-(-micro // longer), packed) // multiple) * multiple
-        return [-(-packed // R) * R], R
+            return row_counts(N, multiple), None
+        R = -(-min(micro, N) // multiple) * multiple
+        return [-(-N // R) * R], R
 
     @property
     def row_multiple(self) -> int:

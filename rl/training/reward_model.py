@@ -88,7 +88,7 @@ class RewardModelTrainer(BatchUpdates):
         batch = shard_rows(packing.batch(batch), self.graph.layout)
         table = towers.as_params(media and media.table)
         learner, _, metrics, _ = self.reward_model(state.reward_model, batch, self.loss_inputs(batch), R, table)
-        return RewardModelState(state.policy, learner), metrics | packing.metrics(R)
+        return RewardModelState(state.policy, learner), metrics | packing.metrics(R, self.sharing is not None)
 
     def _score_loss(self, params, micro: Batch, inputs: PolicyInputs):
         scores, aux = self.model.scores(params, micro.tokens, self.step_of(params, micro))
@@ -143,13 +143,12 @@ class RewardModelScorer:
         return {path: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=shardings[path]) for path, s in shapes.items()}
 
     def rows(self, T: int) -> int:
-        """Returns how many packed rows are scored at a time, in which T tokens of each sequence fit."""
-        return rows_at_a_time(self._layout, T * self.longer)
+        """Returns how many packed rows are scored at a time, for sequences of T tokens."""
+        return rows_at_a_time(self._layout, self.packed_length(T))
 
-    @property
-    def longer(self) -> int:
-        """Returns how many times the tokens of a sequence a packed row has."""
-        return 1 if self._sharing is None else self._sharing.rows
+    def packed_length(self, T: int) -> int:
+        """Returns the tokens of a packed row, for sequences of T tokens."""
+        return T if self._sharing is None else self._sharing.packed_length(T)
 
     def __call__(
         self,
@@ -166,11 +165,10 @@ class RewardModelScorer:
         batch = add_media(padded_batch([(ids, [0] * len(ids)) for ids in sequences], self._limit))
         N, T = batch.tokens.shape
         R = self.rows(T)
-        rows = -(-N // self.longer)
-        counts = [-(-rows // R) * R]
         if self._sharing is None:
-            packing = plan_packing(batch.segments, counts)
+            packing = plan_packing(batch.segments, [-(-N // R) * R])
         else:
+            counts = [-(-self._sharing.most_rows(N) // R) * R]
             packing = plan_trees(batch.replace(prompt=np.arange(N) // samples), counts, self._sharing)
         params = cast(dict, self._params) | towers.as_params(table)
         (scores,) = by_micro_batch(partial(self.executable, params), batch, packing, R, self._layout)
@@ -178,7 +176,7 @@ class RewardModelScorer:
 
     def lowered(self, T: int) -> tuple[tuple[int, int], Callable[[], Any]]:
         """Returns (shape of a full batch in rows of T tokens, the function that traces its program)."""
-        shape = self.rows(T), T * self.longer
+        shape = self.rows(T), self.packed_length(T)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
         tree = None if self._sharing is None else Tree(*[tokens] * 5)
         batch = Batch(tokens=tokens, segments=tokens, mask=None, prompt=None, tree=tree)

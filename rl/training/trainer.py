@@ -177,7 +177,7 @@ class Trainer(BatchUpdates):
         if separate_critic:
             self.add_flops(self.value_model.flops, packing, passes=1 if self.value_model.shared else 3)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
-        metrics = packing.metrics(R)
+        metrics = packing.metrics(R, self.sharing is not None)
         coefs = {name: np.float32(value) for name, value in (adaptive_coefs or {}).items()}
         inputs, table = self.loss_inputs(batch, coefs or None), towers.as_params(media and media.table)
         if separate_critic:

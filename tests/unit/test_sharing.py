@@ -1,5 +1,7 @@
 """Which stages share beginnings, in rows of which length, and what excludes it by name."""
 
+from fractions import Fraction
+
 import jax
 import learners
 import pytest
@@ -36,9 +38,9 @@ def bound(stage: dict, model=None):
 @pytest.mark.parametrize(
     ("stage", "sharing"),
     [
-        ({}, Sharing(4)),  # 48 + 8 x 16 tokens in rows of 64
-        ({"samples_per_prompt": 2}, Sharing(2)),
-        ({"micro_batch": 2}, Sharing(2)),
+        ({}, Sharing(Fraction(48 + 8 * 16, 64))),
+        ({"samples_per_prompt": 2}, Sharing(Fraction(48 + 2 * 16, 64))),
+        ({"micro_batch": 2}, Sharing(Fraction(48 + 4 * 16, 64))),  # two parts of four
         ({"micro_batch": 1}, Sharing(1)),
         ({"algorithm": "dpo"}, Sharing(1, together=True)),
         ({"algorithm": "reward_model"}, Sharing(1, together=True)),
@@ -54,7 +56,7 @@ def test_the_configuration_decides(stage, sharing):
     line = describe(made, made.trainer.sharing)
     assert (line is None) == (made.group is None)
     if sharing is not None:
-        assert f"rows of {sharing.rows * made.row_length}" in line
+        assert f"rows of {sharing.packed_length(made.row_length)}" in line
 
 
 @pytest.mark.parametrize(

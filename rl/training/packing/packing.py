@@ -63,16 +63,12 @@ class Packing:
     tree: Tree | None = None
     writes: np.ndarray | None = None
 
-    def metrics(self, micro_rows: int) -> dict[str, float]:
-        """Returns the share of computed tokens that are real, if `micro_rows` rows are computed at a time, and with
-        trees the tokens of all sequences over those that are computed."""
+    def metrics(self, micro_rows: int, shared: bool) -> dict[str, float]:
+        """Returns the share of computed tokens that are real, if `micro_rows` rows are computed at a time. shared:
+        whether to add the tokens of all sequences over those that are computed."""
         computed = max(1, -(-self.filled_rows // micro_rows)) * micro_rows * self.shape[1]
         metrics = {"perf/packed_share": self.distinct / computed}
-        return (
-            metrics
-            if self.tree is None
-            else metrics | {"perf/shared_prefix": max(1, len(self.source)) / max(1, self.distinct)}
-        )
+        return metrics | ({"perf/shared_prefix": max(1, len(self.source)) / max(1, self.distinct)} if shared else {})
 
     @property
     def distinct(self) -> int:

@@ -9,8 +9,10 @@ N rows of a batch, S sequences of a group, T tokens, R packed rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -29,15 +31,23 @@ LEAST_SAVED = 0.05
 class Sharing:
     """How the sequences of a stage share beginnings.
 
-    rows: tokens of a packed row in rows of the batch. ahead: tokens after a token that have to be the same on all paths
-    (the depth of prediction modules). one_level: trees have no nodes between root and leaves, as recurrent layers need
-    it. together: the sequences of a group stay in one packed row, in their order.
+    rows: tokens of a packed row over those of a row of the batch, at least 1. ahead: tokens after a token that have to
+    be the same on all paths (the depth of prediction modules). one_level: trees have no nodes between root and leaves,
+    as recurrent layers need it. together: the sequences of a group stay in one packed row, in their order.
     """
 
-    rows: int = 1
+    rows: Fraction | int = 1
     ahead: int = 0
     one_level: bool = False
     together: bool = False
+
+    def packed_length(self, T: int) -> int:
+        """Returns the tokens of a packed row, for a batch in rows of T tokens."""
+        return math.ceil(T * self.rows)
+
+    def most_rows(self, N: int) -> int:
+        """Returns the most packed rows that N rows of a batch fill."""
+        return -(-N // math.floor(self.rows))
 
     def of_scores(self, config: DecoderConfig) -> Sharing:
         """Returns how the completions of a prompt share beginnings in a model that scores them."""
@@ -258,13 +268,13 @@ def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: 
     explains `counts` and `multiple`.
     """
     N, T = batch.segments.shape
-    length = -(-T * sharing.rows // multiple) * multiple
+    limit = sharing.packed_length(T)
+    length = -(-limit // multiple) * multiple
     rows = _Rows(length)
     waiting = []
     for number, group in enumerate(groups_of(batch)):
         trees = group.trees(sharing)
         waiting += [(number, group, trees)] if sharing.together else [(number, group, [tree]) for tree in trees]
-    limit = T * sharing.rows
     waiting.sort(key=lambda each: -sum(tree.size for tree in each[2]))
     while waiting:
         number, group, trees = waiting.pop(0)
