@@ -20,11 +20,14 @@ class RMSNorm(nnx.Module):
             self.weight = weight(rngs, (dim,), ("norm",), zeros if config.scale == "zero_centred" else ones)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        # Factors have the shape of x, so that their gradients are sums over all other dimensions: XLA on CPU needs a
+        # hundred times as long where a dimension of size 1 is left out of such a sum (docs/decisions.md).
         x32 = x.astype(jnp.float32)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.config.eps)
+        factor = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1) + self.config.eps)
+        normed = x32 * jnp.broadcast_to(factor[..., None], x.shape)
         if self.config.scale == "none":
             return normed.astype(x.dtype)
-        w = self.weight[...]
+        w = jnp.broadcast_to(self.weight[...], x.shape)
         if self.config.scale == "after_cast":
             return normed.astype(x.dtype) * w.astype(x.dtype)
         w32 = w.astype(jnp.float32)

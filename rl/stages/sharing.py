@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from rl.training.packing.trees import Sharing
 
 
+LONGEST_ON_CPU = 3072
+"""Tokens of the longest packed row on a CPU, whose activations would leave its caches and take new pages of memory in
+each update."""
+
+
 def sharing_of(stage: ConfiguredStage, graph: Graph, options: StageOptions) -> Sharing | None:
     """Returns how the sequences of a stage share beginnings on this mesh; None: each is computed alone. options: of the
     stage, with another micro-batch in a plan."""
@@ -34,6 +39,8 @@ def sharing_of(stage: ConfiguredStage, graph: Graph, options: StageOptions) -> S
         if length > LONGEST_TREES:
             return None
         most = min(most, LONGEST_TREES)
+    if graph.layout.platform == "cpu" and options.micro_batch is None:
+        most = min(most, LONGEST_ON_CPU)
     modules = config.multi_token_prediction
     return Sharing(
         Fraction(max(length, group.packed_length(most)), length),
