@@ -165,55 +165,51 @@ def grpo_stage():
     )
 
 
-def duet_steps(directory: str, turns: int, told: Turns) -> None:
-    """Takes the steps of Duet."""
-    import jax
-    import jax.numpy as jnp
+class Duet:
+    """The parts of Duet that a GRPO step calls."""
 
-    import policy
-    import rl.algorithms
-    from policy.config import Runtime
-    from rewards import Runner, RunnerOptions
-    from rl.data.datasets import Example
-    from rl.data.encoded import Problem
-    from rl.stages.sampling.rollouts import to_batch
-    from rl.training.trainer import Trainer
-    from rollout import Generator, SamplingParams
-    from rollout.collect import Source, collect
-    from rollout.text import chat
-    from rollout.text.tokenizer import byte_level
+    def __init__(self, directory: str):
+        """Loads the model, and makes its trainer and its generator."""
+        import policy
+        import rl.algorithms
+        from policy.config import Runtime
+        from rl.data.datasets import Example
+        from rl.data.encoded import Problem
+        from rl.training.trainer import Trainer
+        from rollout import Generator, SamplingParams
+        from rollout.text import chat
+        from rollout.text.tokenizer import byte_level
 
-    model = policy.load(directory, runtime=Runtime(remat="none", scan=False))
-    tokenizer, reward = byte_level(), f"{Path(__file__).with_name('letters.py')}:letters"
-    algorithm = rl.algorithms.get("grpo")
-    trainer = Trainer(model.graph, grpo_stage(), algorithm)
-    state = trainer.start(model.params, seed=0)
-    problems = [Problem(Example(text), chat.render_prompt(tokenizer, text)) for text in TEXTS]
-    max_length = max(len(problem.ids) for problem in problems) + NEW_TOKENS
-    generator = Generator(model, max_length=max_length, slots=PROMPTS * SAMPLES, tokenizer=tokenizer)
-    params = SamplingParams(
-        n=SAMPLES, max_new_tokens=NEW_TOKENS, stop_token_ids=tuple(stop_ids(model.config.vocab_size))
-    )
-    matrix, count = jnp.ones((2048, 2048), jnp.float32), 0
-    weights = model.graph.parameters - model.graph.shapes["embed_tokens"].size
+        self.model, tokenizer = policy.load(directory, runtime=Runtime(remat="none", scan=False)), byte_level()
+        self.algorithm = rl.algorithms.get("grpo")
+        self.trainer = Trainer(self.model.graph, grpo_stage(), self.algorithm)
+        self.state, self.drawn = self.trainer.start(self.model.params, seed=0), 0
+        self.problems = [Problem(Example(text), chat.render_prompt(tokenizer, text)) for text in TEXTS]
+        self.max_length = max(len(problem.ids) for problem in self.problems) + NEW_TOKENS
+        self.generator = Generator(self.model, max_length=self.max_length, slots=PROMPTS * SAMPLES, tokenizer=tokenizer)
+        stops = tuple(stop_ids(self.model.config.vocab_size))
+        self.params = SamplingParams(n=SAMPLES, max_new_tokens=NEW_TOKENS, stop_token_ids=stops)
 
-    def rate() -> float:
+    def step(self, runner) -> dict:
+        """Takes a step, with the rewards of `runner`, and returns its seconds and counts."""
+        import jax
+
+        from rl.stages.sampling.rollouts import to_batch
+        from rollout.collect import Source, collect
+
         began = time.perf_counter()
-        jax.block_until_ready(matrix @ matrix)
-        return 2 * 2048**3 / (time.perf_counter() - began)
-
-    def step() -> dict:
-        nonlocal state, count
-        began = time.perf_counter()
-        samples = collect(Source(generator, runner), problems, params, range(count, count + PROMPTS))
-        count += PROMPTS
-        advantages = algorithm.advantages(samples.scores.result().total.reshape(PROMPTS, SAMPLES))
-        batch = to_batch(samples, max_length).replace(advantages=advantages.reshape(-1).astype("float32"))
+        ids = range(self.drawn, self.drawn + PROMPTS)
+        samples = collect(Source(self.generator, runner), self.problems, self.params, ids)
+        self.drawn += PROMPTS
+        advantages = self.algorithm.advantages(samples.scores.result().total.reshape(PROMPTS, SAMPLES))
+        batch = to_batch(samples, self.max_length).replace(advantages=advantages.reshape(-1).astype("float32"))
         before = time.perf_counter()
-        state, metrics = trainer.update(state, batch)
-        model.params = state.policy.params
-        jax.block_until_ready((state, metrics))
+        self.state, metrics = self.trainer.update(self.state, batch)
+        self.model.params = self.state.policy.params
+        jax.block_until_ready((self.state, metrics))
         ended = time.perf_counter()
+        graph = self.model.graph
+        weights = graph.parameters - graph.shapes["embed_tokens"].size
         return {
             "step": ended - began,
             "generation": samples.seconds,
@@ -221,13 +217,33 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
             "length": float(batch.mask.sum()) / len(batch.prompt),
             "packed": metrics["perf/packed_share"],
             "operations": 6 * weights * int((batch.segments != 0).sum()),
-            "rate": max(rate() for _ in range(3)),
         }
 
+
+def product_rate() -> float:
+    """Returns the FLOP/s of a product of two matrices of 2048 x 2048, the best of three."""
+    import jax
+    import jax.numpy as jnp
+
+    matrix = jax.block_until_ready(jnp.ones((2048, 2048), jnp.float32))
+
+    def rate() -> float:
+        began = time.perf_counter()
+        jax.block_until_ready(matrix @ matrix)
+        return 2 * 2048**3 / (time.perf_counter() - began)
+
+    return max(rate() for _ in range(3))
+
+
+def duet_steps(directory: str, turns: int, told: Turns) -> None:
+    """Takes the steps of Duet."""
+    from rewards import Runner, RunnerOptions
+
+    duet, reward = Duet(directory), f"{Path(__file__).with_name('letters.py')}:letters"
     with Runner(RunnerOptions(((reward, 1.0, {}),))) as runner:
         for _ in range(turns):
             told.wait()
-            told.done(step())
+            told.done(duet.step(runner) | {"rate": product_rate()})
 
 
 def plain_steps(directory: str, turns: int, told: Turns) -> None:

@@ -66,7 +66,7 @@ def pictures(spec: Any, count: int, side: int) -> list[Any]:
     rng, cells = np.random.default_rng(0), side // spec.patch
     rows = rows_of(spec, (cells, cells))
     values = rng.normal(size=(count, cells * cells, input_width(spec))).astype(np.float32)
-    return [Item("image", str(number), each, (cells, cells), rows) for number, each in enumerate(values)]
+    return [Item("image", str(number), (cells, cells), rows, each) for number, each in enumerate(values)]
 
 
 def update(model: Any, options: argparse.Namespace, rows: int, table: Any) -> Callable[[], Any]:

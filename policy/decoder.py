@@ -31,7 +31,7 @@ from policy.layers.layer_embeddings import LayerEmbeddings
 from policy.layers.prediction_module import PredictionModule
 from policy.layers.shared_keys import hand_on
 from policy.mesh.explicit import in_explicit_mode, with_explicit_axes
-from policy.mesh.sharding import Layout, axes_of, constrain, decoded, own_rows
+from policy.mesh.sharding import Layout, axes_of, constrain, decoded, own_rows, row_major
 from policy.ops.dropout import drop
 from policy.ops.host_memory import fetch_layer, lies_on_host
 from policy.ops.norms import norm
@@ -145,14 +145,14 @@ def _as_stored(weights, runtime: Runtime):
         return weights
 
     def pinned(array, axes):
-        cut = array.shape if array.ndim != len(axes) else layout.sharding(axes, array.shape).shard_shape(array.shape)
-        last = tuple(range(array.ndim))
         if array.ndim < 2 or array.shape[-2] % 8:
             return array
+        cut = array.shape if array.ndim != len(axes) else layout.sharding(axes, array.shape).shard_shape(array.shape)
         if cut[-1] % 128 == 0:
-            return with_layout_constraint(array, MemoryLayout(major_to_minor=last))
+            return row_major(array, layout)
         if cut[-2] % 128 == 0 and cut[-1] % 8 == 0:
-            return with_layout_constraint(array, MemoryLayout(major_to_minor=(*last[:-2], *last[:-3:-1])))
+            *others, rows, columns = range(array.ndim)
+            return with_layout_constraint(array, MemoryLayout(major_to_minor=(*others, columns, rows)))
         return array
 
     def of_variable(variable):

@@ -35,14 +35,11 @@ if TYPE_CHECKING:
     from rl.config.stage import StageOptions
     from rl.training.batch import Batch
     from rollout.media.expand import Expanded
-    from rollout.media.item import Extent, Item
+    from rollout.media.item import Extent, Item, Key
     from rollout.media.processors import Processors
 
     Documents = Sequence[tuple[int, int, Expanded | None]]
     """(row, first column, document) of sequences of a batch."""
-
-Key = tuple[Kind, str]
-"""(kind, digest) of an item."""
 
 
 def table_rows(rows: Iterable[Sequence[Expanded]], count: int) -> int:
@@ -53,7 +50,7 @@ def table_rows(rows: Iterable[Sequence[Expanded]], count: int) -> int:
     distinct: dict[Key, int] = {}
     each = []
     for expanded in rows:
-        own: dict[Key, int] = {(item.kind, item.digest): item.rows for one in expanded for item in one.items}
+        own: dict[Key, int] = {item.key: item.rows for one in expanded for item in one.items}
         distinct |= own
         each.append(sum(own.values()))
     parts = processes.all_gather_object((sorted(each)[-count:], sum(distinct.values())))
@@ -96,7 +93,7 @@ class StepTable:
 
     def index(self, expanded: Expanded) -> np.ndarray:
         """Returns the row of the table at each token of a document, int32[T], -1 at text."""
-        rows = [np.arange(item.rows) + self.first[item.kind, item.digest] for item in expanded.items]
+        rows = [np.arange(item.rows) + self.first[item.key] for item in expanded.items]
         own = np.concatenate(rows) if rows else np.zeros(1, int)
         return np.where(expanded.index >= 0, own[np.maximum(expanded.index, 0)], -1).astype(np.int32)
 
@@ -195,14 +192,14 @@ class MediaTables:
         counted = [] if again else shown
         extents: dict[Key, Extent] = {}
         for document in shown:
-            extents.update({(item.kind, item.digest): item for item in document.items})
+            extents.update({item.key: item for item in document.items})
         first = dict(zip(extents, np.cumsum([0, *(item.rows for item in extents.values())]).tolist(), strict=False))
         if self._last is not None and self._last.first == first:
             self._count(counted, 0, 0.0, 0.0)
             return self._last
         known = {} if self._last is None else self._last.first
         new = {key for key in extents if key not in known}
-        loaded, waited = self._load(shown, set(extents) if self.trained else new)
+        loaded, waited = self._load(shown, [extents[key] for key in (extents if self.trained else new)])
         began = perf_counter()
         table = self._copied({key: extents[key] for key in extents if key in known}, first)
         pieces = self.encoder.pieces([(loaded[key], first[key]) for key in sorted(new, key=first.__getitem__)], self.M)
@@ -244,8 +241,8 @@ class MediaTables:
         distinct, pictures = counts.pop("distinct"), counts["media/pictures"]
         return counts | {"media/distinct": distinct / pictures if pictures else 1.0}
 
-    def _load(self, documents: Sequence[Expanded], asked: set[Key]) -> tuple[dict[Key, Item], float]:
-        contents = {(kind, digest.partition("-")[0]) for kind, digest in asked}  # tiles are numbered after it
+    def _load(self, documents: Sequence[Expanded], asked: Iterable[Extent]) -> tuple[dict[Key, Item], float]:
+        contents = {extent.content for extent in asked}
         references = {
             (reference.kind, reference.digest): reference
             for document in documents
@@ -275,7 +272,7 @@ class MediaTables:
         added = {
             "media/pictures": len(items),
             "media/rows": sum(item.rows for item in items),
-            "distinct": len({(item.kind, item.digest) for item in items}),
+            "distinct": len({item.key for item in items}),
             "media/encoded": encoded,
             "media/encode_seconds": seconds,
             "media/wait_seconds": waited,

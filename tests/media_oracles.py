@@ -223,9 +223,9 @@ def drawn(spec, shapes, seed: int = 0) -> list[Item]:
         Item(
             "image",
             f"{seed}.{n}",
-            rng.normal(size=(h * w, input_width(spec))).astype(np.float32),
             (h, w),
             rows_of(spec, (h, w)),
+            rng.normal(size=(h * w, input_width(spec))).astype(np.float32),
         )
         for n, (h, w) in enumerate(shapes)
     ]

@@ -23,18 +23,17 @@ from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 from jax.sharding import PartitionSpec
 
 from policy.attention import gpu_attention, window_kernel
+from policy.attention.window_kernel import MASKED
 from policy.cache import pages
 from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import Attention, LatentAttention, Runtime
 from policy.mesh.sharding import Layout
+from policy.ops.page_blocks import PageBlocks, scratch_shapes
 
 # Tokens that a kernel works on at a time: 512 keys and values of 128 numbers in bfloat16 are 256 KiB of VMEM, twice for
 # the next.
 BLOCK_TOKENS = 512
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
-
-
 # Names of the kernels in compiled programs, and the entries of the cache that they read.
 KERNELS = {"paged_attention": ("k", "v"), "latent_paged_attention": ("latent",), window_kernel.NAME: ("k", "v")}
 
@@ -188,25 +187,20 @@ def latent_kernel(
 ) -> jax.Array:
     """Computes softmax(q k^T) k[:, :rank] over the first lengths[b] >= 1 entries of the pages table[b]: [B, H, rank].
 
-    One program per row reads its pages in blocks and holds the softmax so far as (maximum, sum, output). It fetches the
-    next block, which may be the first of the next row, meanwhile. A page that holds entries is read once for all heads.
+    One program per row reads its pages in blocks and holds the softmax so far as (maximum, sum, output). A page that
+    holds entries is read once for all heads.
     """
     B, H, L = q_BHL.shape
-    _, _, P, _ = pool_1NPL.shape
-    block = _pages_of_block(P, table_BM.shape[1])
+    block = _pages_of_block(pool_1NPL.shape[2], table_BM.shape[1])
     table = jnp.pad(table_BM, ((0, 0), (0, -table_BM.shape[1] % block)))
     return pl.pallas_call(
-        partial(_latent_kernel, rank=rank, width=table.shape[1]),
+        _latent_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(B,),
             in_specs=[pl.BlockSpec((None, H, L), lambda b, *_: (b, 0, 0)), pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=pl.BlockSpec((None, H, rank), lambda b, *_: (b, 0, 0)),
-            scratch_shapes=[
-                pltpu.VMEM((2, block, P, L), pool_1NPL.dtype),
-                pltpu.SMEM((1,), jnp.int32),
-                pltpu.SemaphoreType.DMA((2,)),
-            ],
+            scratch_shapes=scratch_shapes(block, pool_1NPL),
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         out_shape=jax.ShapeDtypeStruct((B, H, rank), q_BHL.dtype),
@@ -215,52 +209,21 @@ def latent_kernel(
     )(lengths_B, table.reshape(-1), q_BHL, pool_1NPL)
 
 
-def _latent_kernel(lengths, table, q, pool, out, buffer, turn, arrived, *, rank: int, width: int):
-    """Computes one row. `turn`: the half of `buffer` that holds the next block, carried from row to row."""
-    b, (_, block, P, L) = pl.program_id(0), buffer.shape
-    tokens = block * P
+def _latent_kernel(lengths, table, q, pool, out, *scratch):
+    """Computes one row."""
+    b, P, (H, rank) = pl.program_id(0), pool.shape[2], out.shape
+    blocks = PageBlocks(table, (pool,), scratch, lambda row, page: page * P < lengths[row])
 
-    def each_page(row, i, half, do):
-        """Calls `do` with the copy of each page of a block that holds entries of the row."""
-        for j in range(block):
-            number = i * block + j
-
-            @pl.when(number * P < lengths[row])
-            def _(j=j, number=number):
-                page = pool.at[0, table[row * width + number]]
-                do(pltpu.make_async_copy(page, buffer.at[half, j], arrived.at[half]))
-
-    def start(row, i, half):
-        each_page(row, i, half, lambda copy: copy.start())
-
-    @pl.when(b == 0)
-    def _():
-        turn[0] = 0
-        buffer[...] = jnp.zeros_like(buffer)  # entries with weight 0 must be numbers
-        start(0, 0, 0)
-
-    blocks, first = pl.cdiv(lengths[b], tokens), turn[0]
-
-    def work(i, carry):
+    def work(start, carry, keys):
         top, total, sum_HV = carry
-        half, last = (first + i) % 2, i + 1 == blocks
-
-        @pl.when(jnp.logical_not(last) | (b + 1 < pl.num_programs(0)))
-        def _():
-            start(jnp.where(last, b + 1, b), jnp.where(last, 0, i + 1), 1 - half)
-
-        each_page(b, i, half, lambda copy: copy.wait())
-        keys = buffer[half].reshape(tokens, L)
         scores = jax.lax.dot_general(q[...], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        column = i * tokens + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        column = start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         scores = jnp.where(column < lengths[b], scores, MASKED)
         higher = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
         shrink, weights = jnp.exp(top - higher), jnp.exp(scores - higher)
         seen = jnp.dot(weights.astype(keys.dtype), keys[:, :rank], preferred_element_type=jnp.float32)
         return higher, shrink * total + jnp.sum(weights, axis=1, keepdims=True), shrink * sum_HV + seen
 
-    H = q.shape[0]
     nothing = jnp.full((H, 1), MASKED, jnp.float32), jnp.zeros((H, 1), jnp.float32), jnp.zeros((H, rank), jnp.float32)
-    _, total, sum_HV = jax.lax.fori_loop(0, blocks, work, nothing)
-    turn[0] = (first + blocks) % 2
+    _, total, sum_HV = blocks.fold(lengths[b], work, nothing)
     out[...] = (sum_HV / total).astype(out.dtype)

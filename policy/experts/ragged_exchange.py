@@ -30,6 +30,12 @@ class Trip:
         """Returns the trip that brings every row back."""
         return Trip(*(jnp.swapaxes(a, 0, 1) for a in (self.sizes, self.target, self.source)))
 
+    def slices(self, here: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns what `jax.lax.ragged_all_to_all` asks of device `here`: where the rows that it sends start, their
+        numbers, where they arrive, and the numbers of the rows that it receives."""
+        each = self.source[here], self.sizes[here], self.target[here], self.sizes[:, here]
+        return tuple(array.reshape(-1) for array in each)
+
 
 def trips(counts_PX: jax.Array, room: int) -> tuple[Trip, jax.Array]:
     """Returns (the trip, the number of rows that arrive from device i at device j for its group g, int32[P, P, G]).
@@ -82,8 +88,7 @@ def exchange(rows_ME: jax.Array, trip: Trip, lengths: tuple[int, int], axis: str
     here = jax.lax.axis_index(axis)
     if native:
         empty = jnp.zeros_like(rows_ME, shape=(R, rows_ME.shape[1]))
-        sent = trip.source[here], trip.sizes[here], trip.target[here]
-        return jax.lax.ragged_all_to_all(rows_ME, empty, *sent, trip.sizes[:, here], axis_name=axis)
+        return jax.lax.ragged_all_to_all(rows_ME, empty, *trip.slices(here), axis_name=axis)
     everywhere = jax.lax.all_gather(rows_ME, axis, axis=0, tiled=True)
     start, size = trip.target[:, here], trip.sizes[:, here]
     place = jnp.arange(R)
@@ -103,8 +108,7 @@ def exchange_uninitialized(rows_M: jax.Array, trip: Trip, room: int, axis: str) 
     here = jax.lax.axis_index(axis)
     blank = jax.lax.empty((room, *rows_M.shape[1:]), rows_M.dtype)
     blank = jax.lax.pcast(blank, tuple(jax.typeof(rows_M).manual_axis_type.varying), to="varying")
-    slices = trip.source[here], trip.sizes[here], trip.target[here], trip.sizes[:, here]
-    return jax.lax.ragged_all_to_all(rows_M, blank, *(each.reshape(-1) for each in slices), axis_name=axis)
+    return jax.lax.ragged_all_to_all(rows_M, blank, *trip.slices(here), axis_name=axis)
 
 
 def _forward(rows_ME, trip, lengths, axis, native):

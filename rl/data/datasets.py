@@ -74,7 +74,8 @@ def load(
         read: makes the Example of a row, instead of the readers for the forms above.
         held_out: read data of an evaluation: the split `eval` of a task, or `test` of a dataset with splits.
         part: (i, n): check and keep every n-th row only, from row i on.
-        processors: of a model that reads pictures or sounds; None: rows with them are malformed.
+        processors: of a model that reads pictures or sounds; None: rows with them are malformed. The examples have
+            references to them, and `media.with_lists` makes the columns of rewards.
 
     Raises:
         ConfigError: a file or task does not exist, or column names contradict each other.
@@ -108,7 +109,7 @@ def load(
     problems.raise_if_any()
     if not total:
         raise DataError(f"{name}: the dataset has no rows")
-    return Dataset(examples if processors is None else media.with_lists(examples), name, total)
+    return Dataset(examples, name, total)
 
 
 def order(seed: int, rows: int, index: int) -> int:

@@ -182,14 +182,13 @@ def kinds_of(examples: Iterable[Example]) -> list[Kind]:
     return [kind for kind in KINDS if kind in present]
 
 
-def with_lists(examples: Sequence[Example], kinds: Collection[Kind] | None = None) -> list[Example]:
+def with_lists(examples: Sequence[Example], kinds: Collection[Kind]) -> list[Example]:
     """Returns the examples of a dataset with its pictures and sounds as columns for rewards.
 
     If any row has a picture, all rows have the column `images`, lists of rewards.workers.media.Picture, and no column
     `image`; so with sounds and `audios`. A dataset of text stays as it is. kinds: those of the dataset on all
-    processes; None: those of `examples`, which are all of it.
+    processes.
     """
-    kinds = kinds_of(examples) if kinds is None else kinds
     if not kinds:
         return list(examples)
     replaced = {name for kind in kinds for name in COLUMNS[kind]}

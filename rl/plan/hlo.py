@@ -198,7 +198,7 @@ class Program:
             following = body.instructions[body.root.operands[int(index[1])]]
             inputs = [body.instructions[name] for name in following.operands]
             if following.kind == "fusion":
-                inputs += self.computations[following.called("calls")].instructions.values()
+                inputs += self._called(following).instructions.values()
             added = [int(each.rest.split(")")[0]) for each in inputs if each.kind == "constant"]
             return added[0] if len(added) == 1 else 1
         return 1
@@ -248,15 +248,13 @@ class Program:
                 return
         operands = [inside.instructions[name].result for name in each.operands]
         if each.kind == "custom-call" and each.name.startswith(STACKED):
-            # The kernel reads one layer of the stack [R, G, E, F].
-            yield from (
-                (text, bytes_in_hbm(text) // (hlo_text.dims(text)[0] if len(hlo_text.dims(text)) == 4 else 1))
-                for text in (*operands, each.result)
-            )
+            for text in (*operands, each.result):
+                shape = hlo_text.dims(text)  # the kernel reads one layer of the stack [R, G, E, F]
+                yield text, bytes_in_hbm(text) // (shape[0] if len(shape) == 4 else 1)
         elif each.kind == "custom-call" and '"AllocateBuffer"' in each.rest:
             return
-        elif each.kind == "async-start" and (exchange := self._wrapped(each)).kind == "ragged-all-to-all":
-            yield from self._moved(self.computations[each.called("calls")], exchange, continues)
+        elif each.kind == "async-start" and self._called(each).root.kind == "ragged-all-to-all":
+            yield from self._moved(self._called(each), self._called(each).root, continues)
         elif each.kind == "ragged-all-to-all":  # the second operand is the array to write into
             rows = min(bytes_anywhere(operands[0]), bytes_anywhere(each.result))
             yield from ((text, min(rows, bytes_in_hbm(text))) for text in (operands[0], each.result))
@@ -265,7 +263,7 @@ class Program:
         elif each.kind == "copy-start":
             yield from ((array[0], size_in_hbm(array)) for array in hlo_text.arrays(each.result)[:2])
         elif each.kind == "fusion":
-            called = self.computations[each.called("calls")]
+            called = self._called(each)
             for number, operand in enumerate(operands):
                 name = called.parameter(number).name
                 if continues and all(user.kind in COLLECTIVES | PASSES_ON for user, _ in called.users(name)):
@@ -282,9 +280,9 @@ class Program:
         else:
             yield from ((text, bytes_in_hbm(text)) for text in (*operands, each.result))
 
-    def _wrapped(self, each: Instruction) -> Instruction:
-        """Returns the instruction that an asynchronous one starts."""
-        return self.computations[each.called("calls")].root
+    def _called(self, each: Instruction) -> Computation:
+        """Returns the computation of a fusion, or of what an asynchronous instruction starts."""
+        return self.computations[each.called("calls")]
 
     def _read(self, inside: Computation, name: str) -> int | None:
         """Returns the bytes that a fusion reads of one operand; None: all of it."""
@@ -296,7 +294,7 @@ class Program:
             elif user.kind in UPDATES and first:
                 total += bytes_anywhere(_update(inside, user))
             elif user.kind == "fusion":
-                called = self.computations[user.called("calls")]
+                called = self._called(user)
                 part = self._read(called, called.parameter(user.operands.index(operand)).name)
                 if part is None:
                     return None
@@ -317,7 +315,7 @@ class Program:
         elif root.kind in UPDATES:
             yield root.result, bytes_anywhere(_update(inside, root))
         elif root.kind == "fusion":
-            called = self.computations[root.called("calls")]
+            called = self._called(root)
             yield from self._written(called, called.root)
         else:
             yield root.result, bytes_in_hbm(root.result)

@@ -59,9 +59,7 @@ class Expanded:
     @property
     def owners(self) -> list[int]:
         """Returns the number of the reference that each item is of."""
-        # The digest of a tile ends with its number.
-        begins = [item.digest.partition("-")[2] in ("", "0") for item in self.items]
-        return [number - 1 for number in itertools.accumulate(begins)]
+        return [number - 1 for number in itertools.accumulate(item.is_first for item in self.items)]
 
     def first(self, end: int) -> Expanded:
         """Returns the first `end` tokens. `end` must not cut off a part of a picture or sound."""

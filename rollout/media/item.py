@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 KINDS: tuple[Kind, ...] = ("image", "audio")
 NOUNS: dict[str, str] = {"image": "picture", "audio": "sound"}
 """What messages call an item of a kind."""
+Key = tuple[Kind, str]
+"""(kind, digest) of an item or of a content."""
 
 
 class MediaError(ValueError):
@@ -39,7 +41,7 @@ def require(module: str, extra: str, need: str) -> ModuleType:
 class Extent:
     """An item of a prompt before it is decoded: its place in a table follows from it.
 
-    digest: sha256 of the content; of a tile also its number.
+    digest: sha256 of the content; of a tile also "-" and its number.
     shape: (height, width) in patches, or (frames, 1).
     rows: how many rows of the table it fills.
     """
@@ -49,19 +51,30 @@ class Extent:
     shape: tuple[int, int]
     rows: int
 
+    @property
+    def key(self) -> Key:
+        """Returns (kind, digest), by which a table knows equal items."""
+        return self.kind, self.digest
+
+    @property
+    def content(self) -> Key:
+        """Returns (kind, digest) of the content, which its tiles share."""
+        return self.kind, self.digest.partition("-")[0]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the items of a content begin with this one."""
+        return self.digest.partition("-")[2] in ("", "0")
+
 
 @dataclass(frozen=True, eq=False)
-class Item:
+class Item(Extent):
     """A picture, a tile of a picture, or a clip of sound, as its tower reads it.
 
-    values: float32[N, K] in the order of the tower; N is the product of `shape`. The other fields are those of Extent.
+    values: float32[N, K] in the order of the tower; N is the product of `shape`.
     """
 
-    kind: Kind
-    digest: str
     values: np.ndarray
-    shape: tuple[int, int]
-    rows: int
 
 
 class Processor:

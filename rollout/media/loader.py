@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from rollout.media.item import Item, Kind, MediaError
+from rollout.media.item import Item, Key, MediaError
 from rollout.media.processors import Processors
 from rollout.media.reference import Reference
 
@@ -55,7 +55,7 @@ class Loader:
                 else:
                     self._started(reference)
 
-    def items(self, references: Iterable[Reference]) -> dict[tuple[Kind, str], Item]:
+    def items(self, references: Iterable[Reference]) -> dict[Key, Item]:
         """Returns the items of these contents by (kind, digest of the item), and waits until they are there.
 
         Raises MediaError, with file and row, for a content that cannot be decoded.
@@ -71,13 +71,11 @@ class Loader:
             for reference, future in started.items():
                 try:
                     ready[reference] = future.result()
-                except (
-                    MediaError
-                ):  # maybe of an equal content elsewhere: decoded here, the error names its own file and row
+                except MediaError:  # maybe with the file and row of an equal content
                     ready[reference] = self._prepared(reference)
         finally:
             self.waited += time.perf_counter() - began
-        return {(item.kind, item.digest): item for reference in needed for item in ready[reference]}
+        return {item.key: item for reference in needed for item in ready[reference]}
 
     def close(self) -> None:
         """Ends the threads, without the contents that they have not begun, and empties the cache."""

@@ -60,7 +60,7 @@ class Reference:
         rate = self.size[1] if self.kind == "audio" else 0
         values = processor.values(self.decode(), rate)
         extents = processor.extents(self.digest, self.size)
-        return [Item(e.kind, e.digest, v, e.shape, e.rows) for e, v in zip(extents, values, strict=True)]
+        return [Item(e.kind, e.digest, e.shape, e.rows, v) for e, v in zip(extents, values, strict=True)]
 
 
 def decode(kind: Kind, digest: str, size: tuple[int, int], source: Path | bytes | np.ndarray) -> np.ndarray:

@@ -10,30 +10,22 @@ between its start and its end. Needs libtpu.
 
 import json
 import math
-import os
 import re
 import sys
-import tempfile
-from pathlib import Path
 
-dump = tempfile.TemporaryDirectory()
-os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
-os.environ["XLA_FLAGS"] = (
-    f"--xla_dump_to={dump.name}"  # compiled.as_text() fails for programs with asynchronous updates
-)
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # a program from the cache is not dumped
+from tpu_compiler import program_text  # isort: split
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from oracles import STANDARD, configuration  # noqa: E402
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from oracles import STANDARD, configuration
 
-from policy import families  # noqa: E402
-from policy.config import Runtime  # noqa: E402
-from policy.layers import batch_split  # noqa: E402
-from policy.mesh.sharding import layout  # noqa: E402
-from policy.model import Graph  # noqa: E402
-from policy.modes import make_step  # noqa: E402
+from policy import families
+from policy.config import Runtime
+from policy.layers import batch_split
+from policy.mesh.sharding import layout
+from policy.model import Graph
+from policy.modes import make_step
 
 ROWS, LENGTH, DEVICES = 8, 768, 4
 SIZES = {
@@ -73,7 +65,7 @@ def compiled(split: bool, rule: str | None) -> str:
     jax.jit(jax.grad(loss), out_shardings=places).lower(trained, still, tokens, tokens).compile(
         compiler_options=options
     )
-    return max(Path(dump.name).glob("*.after_optimizations.txt"), key=lambda file: file.stat().st_size).read_text()
+    return program_text()
 
 
 class Program:

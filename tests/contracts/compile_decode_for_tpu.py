@@ -12,31 +12,24 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
-import tempfile
-from pathlib import Path
 
-os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
-dump = tempfile.TemporaryDirectory()
-os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump.name} --xla_dump_hlo_as_text"
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # a program from the cache is not dumped
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tpu_compiler import program_text  # isort: split
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
 
-from policy import modes  # noqa: E402
-from policy.cache import cache as caches  # noqa: E402
-from policy.cache import pages  # noqa: E402
-from policy.cache.pages import Pages  # noqa: E402
-from policy.config import Runtime  # noqa: E402
-from policy.huggingface import sources  # noqa: E402
-from policy.mesh.sharding import layout  # noqa: E402
-from policy.model import Graph  # noqa: E402
-from rl.plan.hlo import Program  # noqa: E402
-from rl.plan.hlo_text import dims  # noqa: E402
+from policy import modes
+from policy.cache import cache as caches
+from policy.cache import pages
+from policy.cache.pages import Pages
+from policy.config import Runtime
+from policy.huggingface import sources
+from policy.mesh.sharding import layout
+from policy.model import Graph
+from rl.plan.hlo import Program
+from rl.plan.hlo_text import dims
 
 STEPS, SIZE = 4, 32
 KERNELS = {"k": "paged_attention", "latent": "latent_paged_attention"}
@@ -85,7 +78,7 @@ def report(preset: str, topology: str, degrees: dict, rows: int, width: int, rul
     params = {path: put(shape, graph.axes[path]) for path, shape in graph.shapes.items()}
     arguments = (params, cache, ids(rows), ids(rows), ids(rows), ids(rows, width))
     compiled = jax.jit(decoding(graph), donate_argnums=1).lower(*arguments).compile()
-    text = max(Path(dump.name).glob("*.after_optimizations.txt"), key=lambda file: file.stat().st_size).read_text()
+    text = program_text()
 
     pools = [part for stack in cache for layers in stack for part in layers]
     layer = {

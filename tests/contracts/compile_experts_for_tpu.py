@@ -8,30 +8,22 @@ libtpu.
 
 import collections
 import json
-import os
 import re
 import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
-dump = tempfile.TemporaryDirectory()
-os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
-os.environ["XLA_FLAGS"] = (
-    f"--xla_dump_to={dump.name}"  # compiled.as_text() fails for programs with asynchronous updates
-)
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # a program from the cache is not dumped
+from tpu_compiler import program_text  # isort: split
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from flax import nnx  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental import topologies
 
-from policy.cache.step import Step  # noqa: E402
-from policy.config import DecoderConfig, Moe, Norm, Router, Runtime  # noqa: E402
-from policy.experts.experts import AXES  # noqa: E402
-from policy.experts.moe import MixtureOfExperts  # noqa: E402
-from policy.mesh.sharding import layout  # noqa: E402
+from policy.cache.step import Step
+from policy.config import DecoderConfig, Moe, Norm, Router, Runtime
+from policy.experts.experts import AXES
+from policy.experts.moe import MixtureOfExperts
+from policy.mesh.sharding import layout
 
 B, T, E = 8, 256, 512
 
@@ -59,7 +51,7 @@ def main(scheme: str, degrees: dict, topology: str) -> None:
 
     places = jax.tree.map(lambda a: a.sharding, (weights, x))
     jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=places).lower(weights, x, segments).compile()
-    text = max(Path(dump.name).glob("*.after_optimizations.txt"), key=lambda file: file.stat().st_size).read_text()
+    text = program_text()
     kinds = re.findall(r" (ragged-all-to-all|all-gather|reduce-scatter|all-reduce|all-to-all)(?:-start)?\(", text)
     kernels = [
         re.sub(r"[.\d]+$", "", name) for name in re.findall(r'%(\S+) = .*custom_call_target="tpu_custom_call"', text)

@@ -10,30 +10,22 @@ libtpu.
 
 import json
 import math
-import os
 import re
 import sys
-import tempfile
-from pathlib import Path
 
-dump = tempfile.TemporaryDirectory()
-os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
-os.environ["XLA_FLAGS"] = (
-    f"--xla_dump_to={dump.name}"  # compiled.as_text() fails for programs with asynchronous updates
-)
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # a program from the cache is not dumped
+from tpu_compiler import program_text  # isort: split
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from oracles import STANDARD, configuration  # noqa: E402
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from oracles import STANDARD, configuration
 
-from policy import families, modes  # noqa: E402
-from policy.cache import cache as caches  # noqa: E402
-from policy.cache.step import Step  # noqa: E402
-from policy.config import Runtime  # noqa: E402
-from policy.mesh.sharding import layout  # noqa: E402
-from policy.model import Graph  # noqa: E402
+from policy import families, modes
+from policy.cache import cache as caches
+from policy.cache.step import Step
+from policy.config import Runtime
+from policy.mesh.sharding import layout
+from policy.model import Graph
 
 # Sizes that nothing else has. The portable form takes queries in chunks.
 ROWS, LENGTH, CHUNK, VOCAB = 4, 1536, 768, 40960
@@ -94,8 +86,7 @@ def main(family: str, topology: str, degrees: dict) -> dict:
 
 
 def _shapes_and_kernels(name: str, tokens: int) -> dict:
-    (file,) = Path(dump.name).glob(f"*jit_{name}.*.after_optimizations.txt")
-    text = file.read_text()
+    text = program_text(f"jit_{name}")
     shapes = {tuple(map(int, match.split(","))) for match in re.findall(r"\w+\[([\d,]+)\]", text)}
     scores = [shape for shape in shapes if shape.count(LENGTH) > 1 or {LENGTH, CHUNK} <= set(shape)]
     logits = [

@@ -9,24 +9,19 @@ All are per chip and decoded token, by the counting of `rl plan`. Needs libtpu.
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 
-os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
-dump = tempfile.TemporaryDirectory()
-os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump.name} --xla_dump_hlo_as_text"
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # a program from the cache is not dumped
+from tpu_compiler import program_text  # isort: split
 
-from policy.execution.compiled_cache import Memory  # noqa: E402
-from rl.plan.compiled import counts  # noqa: E402
-from rl.plan.hlo import Program  # noqa: E402
-from rl.plan.programs import programs  # noqa: E402
-from rl.plan.slices import Topology  # noqa: E402
-from rl.reporting.program_memory import GENERATOR  # noqa: E402
-from rl.run import build  # noqa: E402
-from rl.run.load import load  # noqa: E402
+from policy.execution.compiled_cache import Memory
+from rl.plan.compiled import counts
+from rl.plan.hlo import Program
+from rl.plan.programs import programs
+from rl.plan.slices import Topology
+from rl.reporting.program_memory import GENERATOR
+from rl.run import build
+from rl.run.load import load
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -39,7 +34,7 @@ def main(name: str, slice_name: str) -> dict:
     decode = next(each for each in planned if each.kind == GENERATOR["decode"])
     memory = Memory.of(decode.lower().compile(), topology.platform)
     assert memory is not None
-    text = max(Path(dump.name).glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size).read_text()
+    text = program_text()
     counted, steps = counts(text, decode), decode.dispatch
     program = Program(text, decode.kernels, decode.trip_count * steps, decode.occupancy)
     most = sorted(program.moved(), key=lambda each: -each.bytes)[:15]

@@ -26,6 +26,16 @@ def by_numpy(q_BHL, pool_NPL, table_BM, lengths_B, rank):
     return np.stack(out)
 
 
+def one_row(q_HD, pools, pages_M, seen: slice, softcap):
+    """Attention over the entries `seen` of these pages, in the second layer of pools [K, R, N, P, D]: [H, D]."""
+    K, *_, D = pools[0].shape
+    keys, values = (np.asarray(pool, np.float32)[:, 1, pages_M].reshape(K, -1, D)[:, seen] for pool in pools)
+    scores = np.einsum("kgd,ktd->kgt", q_HD.reshape(K, -1, D), keys)
+    scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.einsum("kgt,ktd->kgd", weights / weights.sum(axis=-1, keepdims=True), values).reshape(q_HD.shape)
+
+
 @pytest.mark.parametrize("lengths", [[1, 12, 33, 40], [17], [40, 1], [20, 8, 32, 9]])
 def test_latents_are_attended_over_their_pages(lengths, monkeypatch):
     """Blocks of two pages and a table of five: rows of one to three blocks, the last of them in part, in scattered
@@ -61,14 +71,9 @@ def test_keys_and_values_are_attended_over_their_pages(softcap, monkeypatch):
     with pltpu.force_tpu_interpret_mode():
         result = np.asarray(paged_attention.decode(jnp.asarray(q), cache, step, spec, runtime))
     assert np.isfinite(result).all()
-    k, v = (np.asarray(a, np.float32)[:, 1] for a in (k, v))
     for b in (0, 2):
-        for h in range(K * G):
-            keys, values = (a[h // G][table[b]].reshape(-1, D)[: positions[b, 0] + 1] for a in (k, v))
-            scores = keys @ q[b, h, 0]
-            scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
-            weights = np.exp(scores - scores.max())
-            np.testing.assert_allclose(result[b, h, 0], weights @ values / weights.sum(), atol=1e-5)
+        expected = one_row(q[b, :, 0], (k, v), table[b], slice(positions[b, 0] + 1), softcap)
+        np.testing.assert_allclose(result[b, :, 0], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -102,14 +107,9 @@ def test_a_window_is_attended_over_its_pages_alone(bounds, softcap, monkeypatch)
     spec = Attention(heads=K * G, kv_heads=K, head_dim=D, scale=1.0, softcap=softcap, **bounds)
     with pltpu.force_tpu_interpret_mode():
         result = np.asarray(paged_attention.decode(jnp.asarray(q), cache, step, spec, runtime))
-    k, v = (np.asarray(a, np.float32)[:, 1] for a in (k, v))
     for b in range(B):
-        for h in range(K * G):
-            keys, values = (a[h // G][table[b]].reshape(-1, D)[first[b] : last[b] + 1] for a in (k, v))
-            scores = keys @ q[b, h, 0]
-            scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
-            weights = np.exp(scores - scores.max())
-            np.testing.assert_allclose(result[b, h, 0], weights @ values / weights.sum(), atol=6e-3)
+        expected = one_row(q[b, :, 0], (k, v), table[b], slice(first[b], last[b] + 1), softcap)
+        np.testing.assert_allclose(result[b, :, 0], expected, atol=6e-3)
 
 
 def test_what_no_kernel_serves_is_left_to_the_portable_form(monkeypatch):

@@ -22,7 +22,7 @@ from rl.data.inspect.checks import check_stages, in_order
 from rl.data.inspect.finding import Finding
 from rl.data.inspect.reward_check import demonstrations_score
 from rl.data.inspect.stage_rows import Encoded, StageRows
-from rl.data.media import conflicts, decode_first, read_processors
+from rl.data.media import conflicts, decode_first, kinds_of, read_processors, with_lists
 from rl.data.tokenizer import read_tokenizer
 from rl.errors import ConfigError, DataError, DuetError, ModelError
 from rollout.media.processors import Processors
@@ -138,8 +138,7 @@ def _held_out(config: RunConfig, malformed: list[Finding], processors: Processor
     if config.evaluation is None:
         return []
     try:
-        data = datasets.load(config.evaluation.data, held_out=True, processors=processors)
-        return data.examples[: config.evaluation.problems]
+        return _loaded(config.evaluation.data, processors, held_out=True).examples[: config.evaluation.problems]
     except DataError as error:
         malformed.append(Finding(14, "refuse", f"evaluation: {str(error).splitlines()[0]}"))
         return []
@@ -155,7 +154,7 @@ def _stage(
     form: dict[str, Any] = {"demonstrations": stage.kind == "supervised", "pairs": pairs}
     if stage.kind == "unpaired":
         form = {"read": _read_labelled}
-    dataset = datasets.load(options, processors=encoder.processors, **form)
+    dataset = _loaded(options, encoder.processors, **form)
     examples = dataset.examples
     if encoder.processors is not None:
         decode_first(examples, encoder.processors)
@@ -169,6 +168,12 @@ def _stage(
         except ValueError as error:
             problems.append((example, str(error)))
     return replace(stage, rows=rows, problems=problems, total=dataset.total, held_out=held_out)
+
+
+def _loaded(options: DataOptions, processors: Processors | None, **form: Any) -> datasets.Dataset:
+    """Loads a dataset in the `form` that `datasets.load` takes, with the columns that rewards get."""
+    dataset = datasets.load(options, processors=processors, **form)
+    return replace(dataset, examples=with_lists(dataset.examples, kinds_of(dataset)))
 
 
 def _read_labelled(where: str, row: dict[str, Any], options: Any) -> Example:
