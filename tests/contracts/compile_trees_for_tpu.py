@@ -7,29 +7,21 @@ Prints as JSON the calls of attention kernels in the program and the MiB of its 
 
 import json
 import math
-import os
 import re
 import sys
-import tempfile
-from pathlib import Path
 
-dump = tempfile.TemporaryDirectory()
-os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
-os.environ["XLA_FLAGS"] = (
-    f"--xla_dump_to={dump.name}"  # compiled.as_text() fails for programs with asynchronous updates
-)
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # a program from the cache is not dumped
+from tpu_compiler import program_text  # isort: split
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from oracles import STANDARD, configuration  # noqa: E402
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from oracles import STANDARD, configuration
 
-from policy import families, modes  # noqa: E402
-from policy.cache.paths import Tree  # noqa: E402
-from policy.config import Runtime  # noqa: E402
-from policy.mesh.sharding import layout  # noqa: E402
-from policy.model import Graph  # noqa: E402
+from policy import families, modes
+from policy.cache.paths import Tree
+from policy.config import Runtime
+from policy.mesh.sharding import layout
+from policy.model import Graph
 
 ROWS = 4
 SIZES = {
@@ -57,8 +49,7 @@ def main(topology: str, degrees: dict, tokens: int) -> dict:
         return jnp.sum(graph.logprobs(params, tokens, modes.make_step(tokens, tree=tree), 1.0)[0])
 
     compiled = jax.jit(jax.grad(loss)).lower(params, rows, Tree(*[rows] * 5)).compile()
-    (file,) = Path(dump.name).glob("*jit_loss.*.after_optimizations.txt")
-    text = file.read_text()
+    text = program_text("jit_loss")
     calls = re.findall(r'%(splash\w*)\S* = .*custom_call_target="tpu_custom_call"', text)
     return {
         "kernels": sorted(calls),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import rl.algorithms
+import rl.stages
 from policy.config import Runtime
 from policy.execution.compiled_cache import Memory
 from policy.huggingface import classification, sources
@@ -25,6 +26,7 @@ from rl.reporting import program_memory
 from rl.run import build
 from rl.run.load import load
 from rl.stages.scorers import program_name
+from rl.training.batch import padded_batch
 from rl.training.reward_model import RewardModelScorer
 from rl.training.trainer import Trainer
 from rollout.engine import exact
@@ -115,7 +117,7 @@ def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
     state = trainer.start(graph.init(0), seed=0)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     N, T = options.prompts_per_step, config.max_length
-    packing, _ = trainer.packing_of(np.ones((N, T), np.int32))
+    packing, _ = trainer.packing_of(padded_batch([([0] * T, [1] * T)] * N, T))
     assert result["aliased"] == held
     read = 3 * 4 * packing.shape[0] * packing.shape[1] + 4  # tokens, segments and mask, and how many tokens count
     assert result["arguments"] == held + read
@@ -201,7 +203,9 @@ def test_reward_models_and_the_check_of_exact_completions_are_planned_as_they_ar
         name: asdict(Memory.of(each.lower().compile(), "cpu")) | {"shape": each.shape, "times": each.times}
         for name, each in listed.items()
     }
-    graph, scorer = build.graph(config, mesh), RewardModelScorer.read(source, Runtime(), mesh, config.max_length)
+    graph, [stage] = build.graph(config, mesh), rl.stages.create(config)
+    stage.bind(graph)
+    scorer = RewardModelScorer.read(source, Runtime(), mesh, config.max_length, stage.trainer.sharing)
     options = GeneratorOptions(exact=True)
     generator = Generator(Model(graph, graph.init(0)), max_length=config.max_length, slots=1, options=options)
     generator.verifier.compile_ahead(generator.model.params, config.max_length)
@@ -228,7 +232,8 @@ def test_a_run_that_asks_a_reward_model_and_checks_takes_what_was_planned(plan, 
     } == planned.keys()
     assert_ran_as_planned(tmp_path / "run", planned)
     update, scores = planned["grpo: update"], planned[f"grpo: scores of {source}"]
-    weights = scores["arguments"] - 2 * 4 * scores["shape"][0] * scores["shape"][1]  # tokens and segments
+    read = 4 * 4 * scores["shape"][0] * scores["shape"][1]  # tokens; node, last and position in trees
+    weights = scores["arguments"] - read
     assert weights > 0 and update["aliased"] + update["non_argument"] == weights + scores["non_argument"], (
         "all of it lies there all the time"
     )
