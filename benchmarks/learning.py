@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--methods", nargs="+", choices=[TRL, *ALGORITHMS], default=[TRL, *ALGORITHMS])
+    parser.add_argument("--shared-prefix", choices=("auto", "never"), default="auto", help="of Duet's stages")
     parser.add_argument("--out", type=Path, help="file for the curves; what it holds already is kept")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the curves of a file, and measure nothing")
     parser.add_argument(
@@ -80,9 +81,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             start = first_weights(Path(scratch), seed)
             for method in options.methods:
-                measure = trl if method == TRL else duet
                 measured = [each for each in measured if (each["method"], each["seed"]) != (method, seed)]
-                measured.append(measure(method, Path(scratch), start, seed, options.steps))
+                run = Path(scratch), start, seed, options.steps
+                measured.append(trl(method, *run) if method == TRL else duet(method, *run, options.shared_prefix))
                 print(line(measured[-1]), flush=True)
                 if options.out:
                     options.out.write_text(json.dumps(measured, indent=1) + "\n")
@@ -144,7 +145,7 @@ def first_weights(scratch: Path, seed: int) -> Path:
     return scratch / "sft" / "export"
 
 
-def duet(method: str, scratch: Path, start: Path, seed: int, steps: int) -> dict:
+def duet(method: str, scratch: Path, start: Path, seed: int, steps: int, shared_prefix: str) -> dict:
     """Runs Duet and returns its curve by the number of samples."""
     every = max(1, steps // MARKS)
     warm = ALGORITHMS[method].get("critic_warmup", 0)
@@ -153,6 +154,7 @@ def duet(method: str, scratch: Path, start: Path, seed: int, steps: int) -> dict
         "steps": steps + warm,
         "prompts_per_step": PROMPTS,
         "samples_per_prompt": SAMPLES,
+        "shared_prefix": shared_prefix,
         "optimizer": OPTIMIZER,
         "critic": {"learning_rate": 1e-3},
     }

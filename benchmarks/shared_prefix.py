@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     for shape in options.shapes:
         results[shape] = numbers = measure(model, shape, options)
         print(
-            f"{shape:>12}: tokens {numbers['tokens']:.2f}x, never {numbers['never']:.3f} s, "
+            f"{shape:>12}: tokens {numbers['tokens']:.2f}x, pairs {numbers['pairs']:.2f}x, never {numbers['never']:.3f} s, "
             f"auto {numbers['auto']:.3f} s, ratio {numbers['ratio']:.2f}; "
             f"temporaries {numbers['never_mib']:.0f} and {numbers['auto_mib']:.0f} MiB"
         )
@@ -50,18 +50,22 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
 
 
 def measure(model: Any, shape: str, options: argparse.Namespace) -> dict[str, float]:
-    """Returns seconds of both, their ratio, the ratio of tokens, and temporaries in MiB."""
+    """Returns seconds of both, their ratio, the ratios of tokens and of pairs of tokens that see each other, and
+    temporaries in MiB."""
     lengths, prompts = shape.split("x")
     P, C = map(int, lengths.split("/"))
     batch = groups(model.config.vocab_size, P, C, int(prompts), options.alone)
-    updates, tokens, memory = {}, {}, {}
+    updates, packings, memory = {}, {}, {}
     for kind in ("never", "auto"):
-        updates[kind], tokens[kind], memory[kind] = update(model, kind, batch, P, C)
+        updates[kind], packings[kind], memory[kind] = update(model, kind, batch, P, C)
+    ends, starts = ({kind: np.square(each.runs[i]).sum() for kind, each in packings.items()} for i in (0, 1))
+    pairs = {kind: ends[kind] - starts[kind] for kind in packings}
     seconds = dict(zip(updates, map(median, in_turns(*updates.values(), options.repeats)), strict=True))
     return {
         **seconds,
         "ratio": seconds["never"] / seconds["auto"],
-        "tokens": tokens["never"] / tokens["auto"],
+        "tokens": packings["never"].distinct / packings["auto"].distinct,
+        "pairs": pairs["never"] / pairs["auto"],
         **{f"{kind}_mib": number / 2**20 for kind, number in memory.items()},
     }
 
@@ -88,8 +92,8 @@ def groups(vocab: int, P: int, C: int, prompts: int, alone: bool) -> Any:
     )
 
 
-def update(model: Any, kind: str, batch: Any, P: int, C: int) -> tuple[Callable[[], Any], int, int]:
-    """Returns (an update by GRPO, the tokens that it computes, bytes of temporaries of its program)."""
+def update(model: Any, kind: str, batch: Any, P: int, C: int) -> tuple[Callable[[], Any], Any, int]:
+    """Returns (an update by GRPO, the Packing of its batch, bytes of temporaries of its program)."""
     import jax
 
     from rl.config.run import RunConfig
@@ -124,7 +128,7 @@ def update(model: Any, kind: str, batch: Any, P: int, C: int) -> tuple[Callable[
 
     step()
     [memory] = trainer.executables["update"].memory.values()
-    return step, trainer.packing_of(batch)[0].distinct, memory.temporaries
+    return step, trainer.packing_of(batch)[0], memory.temporaries
 
 
 if __name__ == "__main__":

@@ -20,18 +20,30 @@ class RMSNorm(nnx.Module):
             self.weight = weight(rngs, (dim,), ("norm",), zeros if config.scale == "zero_centred" else ones)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        # Factors have the shape of x, so that their gradients are sums over all other dimensions: XLA on CPU needs a
-        # hundred times as long where a dimension of size 1 is left out of such a sum (docs/decisions.md).
         x32 = x.astype(jnp.float32)
-        factor = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1) + self.config.eps)
-        normed = x32 * jnp.broadcast_to(factor[..., None], x.shape)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.config.eps)
         if self.config.scale == "none":
             return normed.astype(x.dtype)
-        w = jnp.broadcast_to(self.weight[...], x.shape)
+        w = self.weight[...]
         if self.config.scale == "after_cast":
-            return normed.astype(x.dtype) * w.astype(x.dtype)
+            return _scaled(normed.astype(x.dtype), w.astype(x.dtype))
         w32 = w.astype(jnp.float32)
-        return (normed * (1.0 + w32 if self.config.scale == "zero_centred" else w32)).astype(x.dtype)
+        return _scaled(normed, 1.0 + w32 if self.config.scale == "zero_centred" else w32).astype(x.dtype)
+
+
+@jax.custom_vjp
+def _scaled(y: jax.Array, weight_D: jax.Array) -> jax.Array:
+    """Returns y * weight. The gradient of the weight is a sum over all other dimensions: XLA on CPU needs a hundred times
+    as long for the sum of automatic differentiation, which leaves out dimensions of size 1 (docs/decisions.md)."""
+    return y * weight_D
+
+
+def _scaled_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    y, weight_D = saved
+    return g * weight_D, jnp.sum(g * y, axis=tuple(range(y.ndim - 1)))
+
+
+_scaled.defvjp(lambda y, weight_D: (y * weight_D, (y, weight_D)), _scaled_backward)
 
 
 class MeanNorm(nnx.Module):

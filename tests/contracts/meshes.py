@@ -23,8 +23,8 @@ from policy.attention.context_parallel import attend_cut
 from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
 from policy.attention.sequence_shards import Order
 from policy.cache import cache as caches
+from policy.cache.layer_cache import own_tokens
 from policy.cache.pages import Pages
-from policy.cache.step import Step
 from policy.config import Runtime
 from policy.mesh.axes import STATIONARY_RULES
 from policy.mesh.sharding import layout
@@ -84,7 +84,7 @@ def attention(degrees: dict, scheme: str, options: dict) -> dict:
     keep = (np.asarray(step.segments) != 0)[:, None, :, None]
 
     def full(q, k, v, sinks):
-        mask = Mask(step, Step(step.positions, step.segments), limits.window, limits.chunk)
+        mask = Mask(step, own_tokens(step, {}), limits.window, limits.chunk)
         return attend(q, k, v, mask, T, limits.softcap, sinks if options["sinks"] else None)
 
     runtime = Runtime(
