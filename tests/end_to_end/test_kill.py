@@ -45,6 +45,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(uninterrupted, tmp_path):
     assert not (directory / "export").exists()
     assert launch.train(directory) == 0
     launch.assert_same_run(directory, uninterrupted)
+    assert events.read(directory / "events.jsonl")[-1]["metrics"]["perf/shared_prefix"] > 1
 
 
 @pytest.mark.slow

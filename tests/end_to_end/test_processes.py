@@ -119,7 +119,8 @@ def test_a_run_that_loses_a_process_goes_on_to_the_numbers_of_one_process(tmp_pa
     scored = Counter(map(int, (tmp_path / "counted").read_text().split()))
     assert scored == {process.pid: 8 * (3 - step) for process in running}
     assert_same_numbers(directory, alone(tmp_path / "alone"))
-    assert all(row["metrics"]["time/sync"] > 0 for row in events.read(directory / "events.jsonl"))
+    metrics = [row["metrics"] for row in events.read(directory / "events.jsonl")]
+    assert all(each["time/sync"] > 0 and each["perf/shared_prefix"] > 1 for each in metrics)
 
 
 @pytest.mark.slow

@@ -4,15 +4,15 @@ from fractions import Fraction
 
 import jax
 import learners
+import numpy as np
 import pytest
+import shared_prefixes
 
 import rl.stages
 from rl.commands import cli
 from rl.config.run import RunConfig
 from rl.stages.sharing import describe
 from rl.training.packing.trees import Sharing
-
-PAIRS = {"task": "reversal"}
 
 
 def config(stage: dict, **keys) -> RunConfig:
@@ -83,8 +83,6 @@ def test_the_command_line_refuses_it_before_anything_starts(tmp_path, capsys):
 def test_one_program_serves_batches_of_all_lengths_of_a_shape():
     made = bound({"samples_per_prompt": 4, "prompts_per_step": 2, "algorithm": {"name": "grpo"}})
     trainer, state = made.trainer, None
-    import shared_prefixes
-
     for seed in range(3):
         data = shared_prefixes.groups(
             learners.VOCAB, lengths=((5 + seed, (6, 9, 4, 7)), (3, (12, 1, 8, 2 + seed))), seed=seed
@@ -94,3 +92,25 @@ def test_one_program_serves_batches_of_all_lengths_of_a_shape():
         state, metrics = trainer.update(state, data)
         assert metrics["perf/shared_prefix"] > 1.1
     assert trainer.policy.executable.number == 1
+
+
+def test_operations_are_those_of_what_is_computed():
+    """Each completion attends to its prompt, whose own operations count once."""
+    (plain, state), (trees, _) = shared_prefixes.pair(learners.dense(), learners.stage("grpo"))
+    data = shared_prefixes.groups(learners.VOCAB, lengths=((8, (6, 6, 6, 6)), (4, (2, 2))))
+    for trainer in (plain, trees):
+        trainer.logprobs(state.policy.params, data)
+    forward = plain.flops.forward
+    assert plain.total_flops == pytest.approx(4 * forward(np.array([14])) + 2 * forward(np.array([6])))
+    alone = 3 * forward(np.array([8])) + forward(np.array([4]))
+    assert trees.total_flops == pytest.approx(plain.total_flops - alone)
+
+
+def test_a_batch_of_which_nothing_is_shared_is_packed_as_without_trees():
+    (plain, _), (trees, _) = shared_prefixes.pair(learners.dense(), learners.stage("grpo"))
+    data = shared_prefixes.groups(learners.VOCAB).replace(prompt=np.arange(12, dtype=np.int32))
+    packing, rows = trees.packing_of(data)
+    expected, expected_rows = plain.packing_of(data)
+    assert packing.tree is None and rows == expected_rows
+    np.testing.assert_array_equal(packing.segments, expected.segments)
+    assert packing.metrics(rows, shared=True)["perf/shared_prefix"] == 1
