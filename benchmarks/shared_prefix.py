@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     for shape in options.shapes:
         results[shape] = numbers = measure(model, shape, options)
         print(
-            f"{shape:>12}: tokens {numbers['tokens']:.2f}x, pairs {numbers['pairs']:.2f}x, never {numbers['never']:.3f} s, "
-            f"auto {numbers['auto']:.3f} s, ratio {numbers['ratio']:.2f}; "
+            f"{shape:>12}: tokens {numbers['tokens']:.2f}x, pairs {numbers['pairs']:.2f}x, "
+            f"never {numbers['never']:.3f} s, auto {numbers['auto']:.3f} s, ratio {numbers['ratio']:.2f}; "
             f"temporaries {numbers['never_mib']:.0f} and {numbers['auto_mib']:.0f} MiB"
         )
     return results

@@ -157,8 +157,8 @@ class StageOptions(Strict):
     )
     shared_prefix: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="compute what completions of a prompt, or answers of a pair, begin with once in updates and passes; "
-        "auto: where nothing excludes it; changes speed, memory and last bits only",
+        description="compute what completions of a prompt, or answers of a pair, begin with once in updates and passes;"
+        " auto: where nothing excludes it; changes speed, memory and last bits only",
     )
     freeze: list[str] | None = Field(
         default=None,

@@ -37,7 +37,7 @@ class Group:
         return self.shared + self.sequences * self.own
 
     def packed_length(self, most: int) -> int:
-        """Returns the tokens of packed rows, at most `most`, that hold the group whole, or in as few equal parts as
+        """Returns the tokens of packed rows, at most `most`, that hold the full group, or in as few equal parts as
         possible, each with the beginning."""
         parts, sequences = 1, self.sequences
         while sequences > 1 and self.shared + sequences * self.own > most:

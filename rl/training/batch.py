@@ -39,8 +39,8 @@ class Batch:
     """The arrays of the batch of a step, of a mini-batch or of a micro-batch; an absent array is None.
 
     On the host a row is one sequence (segment 1) or the two answers of a pair (segments 1 and 2). On the device rows
-    are packed (rl/training/packing/packing.py), and `prompt` and `advantages` have one value per token. Padding has segment 0
-    and prompt -1.
+    are packed (rl/training/packing/packing.py), and `prompt` and `advantages` have one value per token. Padding has
+    segment 0 and prompt -1.
     """
 
     tokens: Array  # int32[N, T]

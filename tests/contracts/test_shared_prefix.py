@@ -1,7 +1,7 @@
 """Beginnings that sequences share are computed once, with the numbers of the sequences alone.
 
-The oracle is the packed update of the same trainer without trees: log-probabilities, entropies, loss, metrics, gradients
-and counts of experts of groups of uneven lengths, of which some are cut.
+The oracle is the packed update of the same trainer without trees: log-probabilities, entropies, loss, metrics,
+gradients and counts of experts of groups of uneven lengths, of which some are cut.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Whole updates whose sequences share beginnings move metrics and weights as those of sequences alone do: every
+"""Updates whose sequences share beginnings move metrics and weights as those of sequences alone do: every
 algorithm, owners of tokens that several sequences have, biases of experts, replayed routes, indexers and prediction
 modules.
 """
