@@ -45,8 +45,8 @@ class Report:
     shape: of the arrays that it computes on. arguments to peak: bytes, as in policy.execution.compiled_cache.Memory.
     non_argument: bytes of everything else that the run keeps on the device. operations: of products. moved: bytes of
     HBM traffic. exchanged: [bytes, number] by kind of collective. kernels: calls of each kernel. times: runs per step.
-    seconds: compile time. teacher: estimates of [operations, bytes of HBM traffic] of a teacher's passes in it. shared: what
-    its sequences share, as a line.
+    seconds: compile time. teacher: estimates of [operations, bytes of HBM traffic] of a teacher's passes in it. shared:
+    what its sequences share, as a line.
     """
 
     name: str

@@ -49,8 +49,8 @@ class Packing:
     filled_rows: packed rows that hold tokens; empty rows come last. runs: (lengths up to the end, and up to the start)
     of the runs of tokens that are computed; a sequence alone is a run from 0.
 
-    tree: the trees of the packed rows, if sequences share beginnings (rl/training/packing/trees.py). Then several tokens
-    have one target, and `writes`, bool of each source, tells which of them its values come from.
+    tree: the trees of the packed rows, if sequences share beginnings (rl/training/packing/trees.py). Then several
+    tokens have one target, and `writes`, bool of each source, tells which of them its values come from.
     """
 
     unpacked_shape: tuple[int, int]
