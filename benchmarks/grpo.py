@@ -36,6 +36,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager, suppress
+from fractions import Fraction
 from pathlib import Path
 
 from letters import letters
@@ -175,6 +176,8 @@ class Duet:
         from policy.config import Runtime
         from rl.data.datasets import Example
         from rl.data.encoded import Problem
+        from rl.stages.configured import Group
+        from rl.training.packing.trees import Sharing
         from rl.training.trainer import Trainer
         from rollout import Generator, SamplingParams
         from rollout.text import chat
@@ -185,7 +188,10 @@ class Duet:
         self.trainer = Trainer(self.model.graph, grpo_stage(), self.algorithm)
         self.state, self.drawn = self.trainer.start(self.model.params, seed=0), 0
         self.problems = [Problem(Example(text), chat.render_prompt(tokenizer, text)) for text in TEXTS]
-        self.max_length = max(len(problem.ids) for problem in self.problems) + NEW_TOKENS
+        longest = max(len(problem.ids) for problem in self.problems)
+        self.max_length = longest + NEW_TOKENS
+        packed = Group(SAMPLES, longest, NEW_TOKENS).distinct  # as a run chooses it
+        self.trainer.sharing = Sharing(Fraction(packed, self.max_length))
         self.generator = Generator(self.model, max_length=self.max_length, slots=PROMPTS * SAMPLES, tokenizer=tokenizer)
         stops = tuple(stop_ids(self.model.config.vocab_size))
         self.params = SamplingParams(n=SAMPLES, max_new_tokens=NEW_TOKENS, stop_token_ids=stops)

@@ -84,8 +84,8 @@ class Group:
     """The sequences of a group, as arrays padded to the longest.
 
     columns: of each sequence, its places in the flat batch. equal: arrays [S, T, ...] that have to agree where
-    sequences share tokens. routes: int[S, T, ...], where known ones have to. trained: bool[S, T]. until: int[S, T], the end
-    of each token's block of a picture, or None.
+    sequences share tokens. routes: int[S, T, ...], where known ones have to. trained: bool[S, T]. until: int[S, T], the
+    end of each token's block of a picture, or None.
     """
 
     columns: list[np.ndarray]
