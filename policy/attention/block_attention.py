@@ -131,9 +131,11 @@ def block_attention(
 def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> Pairs:
     """Lists the pairs of blocks of which a query may see a key, in the order of rows, queries and keys.
 
-    In a pair the keys are not behind the queries, some key is of a node that starts no later than the last node of the
-    queries and ends no earlier than their first (in rows of segments: node and end are the segment), and the smallest
-    and largest positions do not rule out window and chunk.
+    Blocks are a pair if all of this holds:
+    - the block of keys is that of the queries, or comes before it;
+    - some key is of a node that starts no later than the last node of the queries (in rows of segments, a segment);
+    - some such node ends no earlier than the first node of the queries;
+    - the smallest and largest positions leave keys inside of window and chunk.
     """
     positions, nodes, last = *queries, *(keys[2:] or keys[1:])
     (B, T), bounds = nodes.shape, spec.bounds

@@ -52,7 +52,7 @@ def taken(x_BT: jax.Array, places_BT: jax.Array) -> jax.Array:
 def before(x_BT: jax.Array, tree: Tree | None = None, times: int = 1) -> jax.Array:
     """Returns [B, T, ...]: at t the entry of the token `times` tokens before token t in its sequence.
 
-    It means nothing where `scored` is false: there may be 0, or the entry of another sequence.
+    Ignore it where `scored` is false: it is 0 there, or the entry of another sequence.
     """
     if tree is not None:
         return taken(x_BT, places_before(tree, times))

@@ -7,6 +7,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from rl.errors import ConfigError
 from rl.stages.configured import ConfiguredStage
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ each update."""
 
 def sharing_of(stage: ConfiguredStage, graph: Graph, options: StageOptions) -> Sharing | None:
     """Returns how the sequences of a stage share beginnings on this mesh; None: each is computed alone. options: of the
-    stage, with another micro-batch in a plan."""
+    stage, with another micro-batch in a plan. Raises ConfigError where `always` cannot be."""
     from policy.attention.flash_attention import LONGEST_TREES
     from policy.layers import batch_split
     from rl.training.packing.trees import Sharing, has_state
@@ -36,6 +37,11 @@ def sharing_of(stage: ConfiguredStage, graph: Graph, options: StageOptions) -> S
     multiple = graph.layout.num_row_shards * (batch_split.PARTS if graph.runtime.batch_split else 1)
     most = max(1, (options.micro_batch or stage.rows_per_update) // multiple) * length
     if graph.layout.platform == "tpu":
+        if length > LONGEST_TREES and options.shared_prefix == "always":
+            raise ConfigError(
+                f"stages.{stage.index}.shared_prefix: always does not go with rows of {length} tokens on a TPU, "
+                f"whose kernel takes {LONGEST_TREES}; use auto, or a shorter max_length"
+            )
         if length > LONGEST_TREES:
             return None
         most = min(most, LONGEST_TREES)
@@ -74,7 +80,7 @@ def describe(stage: ConfiguredStage, sharing: Sharing | None) -> str | None:
             return f"shared prefix: off: stages.{stage.index}.shared_prefix: never"
         return f"shared prefix: off: {'this device' if stage.unshared is None else stage.unshared[0]}"
     return (
-        f"shared prefix: beginnings of up to {group.shared} tokens before {group.own} of each of {group.sequences} "
-        f"sequences: {group.distinct} of {group.tokens} tokens, at most {group.tokens / group.distinct:.1f}x; rows of "
+        f"shared prefix: beginnings of {group.shared} tokens before {group.own} of each of {group.sequences} "
+        f"sequences: {group.distinct} of {group.tokens} tokens, {group.tokens / group.distinct:.1f}x; rows of "
         f"{sharing.packed_length(stage.row_length)}"
     )

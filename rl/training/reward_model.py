@@ -159,8 +159,8 @@ class RewardModelScorer:
     ) -> list[float]:
         """Returns the score at the last token of each sequence. Sequences are packed.
 
-        add_media: returns the batch of the sequences, one per row, with its places in `table`. samples: so many
-        neighbours are completions of one prompt.
+        add_media: returns the batch of the sequences, one per row, with its places in `table`. samples: the number of
+        consecutive sequences that complete one prompt.
         """
         batch = add_media(padded_batch([(ids, [0] * len(ids)) for ids in sequences], self._limit))
         N, T = batch.tokens.shape

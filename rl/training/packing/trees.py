@@ -124,7 +124,7 @@ class Group:
         return Node(start, len(self.columns[s]), [s])
 
     def _from(self, sequences: list[int], start: int, sharing: Sharing, level: int) -> Iterator[Node]:
-        """Yields the trees of sequences from `start` on, up to which they are equal."""
+        """Yields the trees, from `start` on, of sequences that are equal up to `start`."""
         if len(sequences) == 1 or (level and sharing.one_level):
             yield from (self._alone(s, start) for s in sequences)
             return
@@ -263,8 +263,8 @@ def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: 
     """Packs the sequences of a batch as trees, the largest first, each into the packed row with the least room that is
     enough.
 
-    Where no row has room for a tree, it is cut: as many of its sequences as fill the emptiest row next to what they
-    share go there, and the others are a tree of their own. So packed rows are as few as those of plan_packing, which
+    Where no row has room for a tree, it is cut: the emptiest row takes as many of its sequences as fit, with the tokens
+    that they share, and the others wait as another tree. So packed rows are as few as those of plan_packing, which
     explains `counts` and `multiple`.
     """
     N, T = batch.segments.shape
@@ -272,17 +272,18 @@ def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: 
     length = -(-limit // multiple) * multiple
     rows = _Rows(length)
     waiting = []
-    for number, group in enumerate(groups_of(batch)):
+    for group in groups_of(batch):
         trees = group.trees(sharing)
-        waiting += [(number, group, trees)] if sharing.together else [(number, group, [tree]) for tree in trees]
-    waiting.sort(key=lambda each: -sum(tree.size for tree in each[2]))
+        waiting += [(group, trees)] if sharing.together else [(group, [tree]) for tree in trees]
+    waiting.sort(key=lambda each: -sum(tree.size for tree in each[1]))
     while waiting:
-        number, group, trees = waiting.pop(0)
+        group, trees = waiting.pop(0)
         room, size = [free - (length - limit) for free in rows.free], sum(tree.size for tree in trees)
         if enough := [(free, r) for r, free in enumerate(room) if free >= size]:
             rows.add(group, trees, min(enough)[1])
             continue
         if sharing.together:
+            assert size <= limit, "a row of the batch has room for its sequences"
             rows.add(group, trees, len(room))
             continue
         emptiest = max(range(len(room)), key=room.__getitem__, default=0)
@@ -294,9 +295,9 @@ def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: 
         if rest := set(trees[0].sequences) - fitting:
             tree = trees[0].of(rest)
             place = next(
-                (i for i, each in enumerate(waiting) if sum(t.size for t in each[2]) < tree.size), len(waiting)
+                (i for i, each in enumerate(waiting) if sum(t.size for t in each[1]) < tree.size), len(waiting)
             )
-            waiting.insert(place, (number, group, [tree]))
+            waiting.insert(place, (group, [tree]))
     return _packing(rows, (N, T), counts)
 
 
