@@ -1,6 +1,7 @@
 """Which stages share beginnings, in rows of which length, and what excludes it by name."""
 
 from fractions import Fraction
+from types import SimpleNamespace
 
 import jax
 import learners
@@ -11,7 +12,8 @@ import shared_prefixes
 import rl.stages
 from rl.commands import cli
 from rl.config.run import RunConfig
-from rl.stages.sharing import describe
+from rl.errors import ConfigError
+from rl.stages.sharing import describe, sharing_of
 from rl.training.packing.trees import Sharing
 
 
@@ -114,3 +116,33 @@ def test_a_batch_of_which_nothing_is_shared_is_packed_as_without_trees():
     assert packing.tree is None and rows == expected_rows
     np.testing.assert_array_equal(packing.segments, expected.segments)
     assert packing.metrics(rows, shared=True)["perf/shared_prefix"] == 1
+
+
+def on(platform: str, dtype: str) -> SimpleNamespace:
+    """What a device and a type say of a graph."""
+    layout, runtime = (
+        SimpleNamespace(platform=platform, num_row_shards=1),
+        SimpleNamespace(batch_split=False, dtype=dtype),
+    )
+    return SimpleNamespace(layout=layout, runtime=runtime, config=learners.dense().config)
+
+
+@pytest.mark.parametrize(
+    ("platform", "max_length", "auto", "always"),
+    [
+        ("tpu", 4096, Sharing(Fraction(2784 + 4 * 1312, 4096)), Sharing(Fraction(2784 + 4 * 1312, 4096))),
+        ("tpu", 16384, None, "tokens on a TPU, whose kernel takes 8192"),
+        ("gpu", 64, None, Sharing(Fraction(48 + 8 * 16, 64))),
+    ],
+)
+def test_devices_whose_attention_excludes_it(platform, max_length, auto, always):
+    for value, expected in (("auto", auto), ("always", always)):
+        more = {"samples_per_prompt": 8, "shared_prefix": value}
+        if platform == "tpu" and max_length == 4096:
+            more["sampling"] = {"max_new_tokens": 1312}  # two parts of four
+        [stage] = rl.stages.create(config(more, max_length=max_length))
+        if isinstance(expected, str):
+            with pytest.raises(ConfigError, match=expected):
+                sharing_of(stage, on(platform, "bfloat16"), stage.options)
+        else:
+            assert sharing_of(stage, on(platform, "bfloat16"), stage.options) == expected
