@@ -291,9 +291,8 @@ class OptimizerStep:
         def micro_step(total, xs):
             rows, looked_up = {}, {}
             if self._tables:
-                micro = xs[0]
-                step = modes.make_step(micro.tokens, segments=micro.segments, tree=micro.tree)
-                step = replace(step, tokens=micro.tokens)
+                tokens, segments, tree = xs[0].tokens, xs[0].segments, xs[0].tree
+                step = replace(modes.make_step(tokens, segments=segments, tree=tree), tokens=tokens)
                 rows, looked_up = row_tables.read_rows(self._graph, trained | constants, step, self._tables)
             (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(multiplied | looked_up, *xs)
             table_grads = row_tables.gradients(self._graph, rows, {path: grads.pop(path) for path in looked_up})
