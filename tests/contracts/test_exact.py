@@ -155,9 +155,9 @@ def bad_drafts(monkeypatch):
     """The decoder's logits are off by enough to change about one token in five; those of `together` are not."""
     baseline("Llama"), baseline("Llama", FILTERED)
 
-    def poor(logits_SV, numbers, draws):
+    def poor(logits_SV, numbers, *others):
         noise = 0.3 * jnp.sin(jnp.arange(logits_SV.shape[-1]) * (1.0 + numbers[2][:, None]))
-        return rollout.engine.sampling.choose(logits_SV + noise, numbers, draws)
+        return rollout.engine.sampling.choose(logits_SV + noise, numbers, *others)
 
     monkeypatch.setattr(rollout.engine.programs, "choose", poor)
 
