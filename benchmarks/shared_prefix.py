@@ -1,8 +1,8 @@
 """Measures updates whose prompts are computed once for a group, in turns with updates of sequences alone.
 
-Completions have equal lengths, but for 24/32 those of `benchmarks/grpo.py`: uneven. `tokens` is the floor: the tokens
-of all sequences over those that are computed. An update gains more where attention costs much, because pairs of tokens
-that do not see each other are skipped.
+Completions have equal lengths, but those of the first shape are drawn from 1 to their limit. `tokens` is the gain of
+all that is computed token by token: the tokens of all sequences over those that are computed. `pairs` is that of
+attention: the pairs of tokens that see each other.
 
     python benchmarks/shared_prefix.py [--model 25m] [--shapes 24/32x8 256/64x4 512/512x1 1024/128x1] [--repeats 3]
 """
@@ -54,7 +54,7 @@ def measure(model: Any, shape: str, options: argparse.Namespace) -> dict[str, fl
     temporaries in MiB."""
     lengths, prompts = shape.split("x")
     P, C = map(int, lengths.split("/"))
-    batch = groups(model.config.vocab_size, P, C, int(prompts), options.alone)
+    batch = groups(model.config.vocab_size, P, C, int(prompts), alone=options.alone, uneven=shape == SHAPES[0])
     updates, packings, memory = {}, {}, {}
     for kind in ("never", "auto"):
         updates[kind], packings[kind], memory[kind] = update(model, kind, batch, P, C)
@@ -70,15 +70,15 @@ def measure(model: Any, shape: str, options: argparse.Namespace) -> dict[str, fl
     }
 
 
-def groups(vocab: int, P: int, C: int, prompts: int, alone: bool) -> Any:
-    """Returns a batch of groups. alone: the prompts of a group differ."""
+def groups(vocab: int, P: int, C: int, prompts: int, *, alone: bool, uneven: bool) -> Any:
+    """Returns a batch of groups. alone: the prompts of a group differ. uneven: the lengths of completions do."""
     from rl.training.batch import Batch
 
     rng, N, T = np.random.default_rng(0), prompts * SAMPLES, P + C
     tokens = rng.integers(0, vocab, (N, T)).astype(np.int32)
     if not alone:
         tokens[:, :P] = np.repeat(tokens[::SAMPLES, :P], SAMPLES, axis=0)
-    ends = rng.integers(P + 1, T + 1, N) if C == 32 else np.full(N, T)
+    ends = rng.integers(P + 1, T + 1, N) if uneven else np.full(N, T)
     real = np.arange(T) < ends[:, None]
     noise = rng.normal(-3, 0.3, (2, N, T)).astype(np.float32)
     return Batch(

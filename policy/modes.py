@@ -61,7 +61,7 @@ def train(
     """Returns (logp float32[B, T], entropy float32[B, T], Aux).
 
     logp[t] is the log-probability of token t given the tokens before it, at logits / temperature; entropy[t] is the
-    entropy of that distribution. Both are 0 at the first token of a segment and on padding.
+    entropy of that distribution. Both are 0 at the first token of a sequence and on padding.
     """
     hidden, _, aux = decoder(tokens_BT, step, None, runtime)
     tokens_BT = tokens_BT if step.media is None else step.media.text_tokens(tokens_BT)

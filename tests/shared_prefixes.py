@@ -39,7 +39,7 @@ def groups(vocab: int, lengths=((5, (6, 9, 4, 7)), (3, (12, 1, 8)), (9, (2, 10, 
     )
 
 
-def pair(model, options, sharing=Sharing(rows=2)):
+def pair(model, options, sharing=Sharing(length_factor=2)):
     """Two trainers of a stage and their equal states: one of sequences alone, one of trees."""
     plain, state = learners.begin(model, options, fresh=True)
     trees, other = learners.begin(model, options, fresh=True)
@@ -100,7 +100,9 @@ def pairs(vocab: int, seed=0) -> Batch:
     )
 
 
-def moved(model, options, data: Batch, sharing=Sharing(rows=2), updates=1, alone=None) -> list[tuple[dict, dict]]:
+def moved(
+    model, options, data: Batch, sharing=Sharing(length_factor=2), updates=1, alone=None
+) -> list[tuple[dict, dict]]:
     """(metrics of the last update, what the weights moved by) of updates of sequences alone, and of trees. alone: the
     batch of the former, if it is another."""
     result = []

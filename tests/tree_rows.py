@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.cache.paths import Tree
-from rl.training.packing.trees import TREE_FILLS
 
 
 def trees(rows, T) -> Tree:
     """The tables of trees, with padding up to T tokens."""
-    tables = {name: np.full((len(rows), T), fill, np.int32) for name, fill in TREE_FILLS.items()}
+    tables = {name: np.full((len(rows), T), fill, np.int32) for name, fill in Tree.FILLS.items()}
     for r, roots in enumerate(rows):
         place = number = 0
 

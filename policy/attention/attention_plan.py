@@ -56,8 +56,8 @@ class AttentionPlan:
 
     devices: devices along the axis `context`. chunk: queries whose scores exist at a time.
     contiguous: tokens lie in order. balanced: each device has two runs of neighbours. trees: positions count along
-    paths, so that a window says nothing about places.
-    kernel: the kernel for TPUs; None: the portable form.
+    paths, so that a window cannot leave out keys by their place in the row.
+    kernel: the kernel for TPUs; None: the dense form.
     """
 
     devices: int

@@ -1,13 +1,14 @@
-"""The portable form of attention that skips blocks of tokens which do not see each other.
+"""Attention, on every platform, that skips blocks of tokens which do not see each other.
 
 The places of a row are cut into blocks of one size. A list of pairs of blocks, made on the device, says which queries
 may see which keys, and a loop as long as the list adds the keys of each pair to what its queries have read, as
 policy/attention/ring_attention.py adds up the keys of other devices. So the work of a packed row follows what its
 sequences see, while all batches of one shape share a program.
 
-It serves calls whose queries see tokens of the call only and whose order is that of the places: `Step.contiguous`.
-Trees (policy/cache/paths.py) take it wherever a row is long enough, rows of segments where the runtime allows it
-(`Runtime.skip_blocks`). Where it does not serve a call, `attend` returns None, and the caller uses the dense form
+It serves calls whose queries see tokens of the call only and whose order is that of the places: `Step.contiguous`. It
+computes trees (policy/cache/paths.py) in rows of at least two blocks and, on CPU where the runtime allows it
+(`Runtime.skip_blocks`), segments in rows of at least SHORTEST_FLAT tokens. It has no sinks, no layers that look ahead
+and no indexers. Where it does not serve a call, `attend` returns None, and the caller uses the dense form
 (policy/attention/dot_product_attention.py), which is its oracle.
 
 B rows, T tokens, H query heads, K key-value heads, G = H / K, D and V dimensions of keys and values, S places of a
@@ -31,8 +32,8 @@ from policy.cache.step import Step
 from policy.config import Runtime
 from policy.mesh.explicit import over_devices
 
-# Places of a block by platform. A block of a CPU stays in its caches, with its scores; other platforms need products
-# that fill them.
+# Places of a block by platform. On a CPU a block and its scores stay in the caches; elsewhere larger products use the
+# device better.
 SIZES, OTHERWISE = {"cpu": 64}, 256
 # Shorter rows of segments are computed by the dense form.
 SHORTEST_FLAT = 512
@@ -85,8 +86,8 @@ def attend(
     bounds: AttentionBounds = AttentionBounds(),
     sinks_H: jax.Array | None = None,
 ) -> jax.Array | None:
-    """Computes softmax(q k^T) v, [B, H, T, V], with the scale already in q. Returns None where blocks do not serve the
-    call: besides those of `served` calls with sinks, and layers whose queries look ahead.
+    """Computes softmax(q k^T) v, [B, H, T, V], with the scale already in q. Returns None if `served` is false, if there
+    are sinks, or if queries look ahead.
 
     `bounds` and `sinks` are those of the dense form. The output and the logarithm of the sum of each softmax have the
     name "context" for rematerialisation. On a mesh every device computes its own rows and heads.
@@ -131,10 +132,10 @@ def block_attention(
 def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> Pairs:
     """Lists the pairs of blocks of which a query may see a key, in the order of rows, queries and keys.
 
-    Blocks are a pair if all of this holds:
+    Blocks are a pair if all of this holds, each for some key and some query, so a few pairs have nothing to see:
     - the block of keys is that of the queries, or comes before it;
-    - some key is of a node that starts no later than the last node of the queries (in rows of segments, a segment);
-    - some such node ends no earlier than the first node of the queries;
+    - the node of a key is no later than that of a query (in rows of segments, the segment);
+    - the last node below that of a key is no earlier than the node of a query;
     - the smallest and largest positions leave keys inside of window and chunk.
     """
     positions, nodes, last = *queries, *(keys[2:] or keys[1:])

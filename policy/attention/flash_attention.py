@@ -1,7 +1,7 @@
 """Attention of full sequences by kernels that store no scores.
 
 The kernel is jax's splash attention on TPU and policy/attention/gpu_attention.py on GPU. Where neither can compute a
-call, `attend` returns None, and the caller uses the portable form (policy/attention/dot_product_attention.py), which is
+call, `attend` returns None, and the caller uses the dense form (policy/attention/dot_product_attention.py), which is
 the kernels' oracle. Trees of sequences (policy/cache/paths.py) are computed by splash attention with the mask as an
 array, or by policy/attention/block_attention.py.
 
@@ -183,7 +183,7 @@ def _kernel_of_mask(mask_1TT: jax.Array, softcap: float | None, interpret: bool)
 
 
 def _block_sizes(tokens: int) -> splash.BlockSizes:
-    """Returns blocks that as many tokens as a device has fill."""
+    """Returns the largest blocks that divide the tokens of a device."""
     block = next(size for size in (BLOCK, BLOCK // 2, LANES) if tokens % size == 0)
     return splash.BlockSizes(block, block, block, block, block, block, block, block)
 

@@ -9,7 +9,7 @@ B rows, T tokens, p devices, E hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -101,9 +101,7 @@ class Order:
         if step.media is not None:
             changes["media"] = replace(step.media, index=reorder(step.media.index, -1))
         if step.tree is not None:
-            fills = {"before": -1}
-            arrays = {each.name: getattr(step.tree, each.name) for each in fields(step.tree)}
-            changes["tree"] = Tree(**{name: reorder(array, fills.get(name, 0)) for name, array in arrays.items()})
+            changes["tree"] = Tree(**{name: reorder(getattr(step.tree, name), Tree.FILLS[name]) for name in Tree.FILLS})
         for name in ("turns", "until"):
             if (array := getattr(step, name)) is not None:
                 changes[name] = reorder(array)

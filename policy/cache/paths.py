@@ -1,7 +1,7 @@
 """What comes before a token in its sequence: in rows of segments, one after the other, and in rows of trees.
 
 A tree holds sequences with equal beginnings, each beginning once. A node is a run of tokens that the same sequences
-share, and the path of a token are the nodes from the root of its tree to its own. The nodes of a row stand in preorder:
+share. The path of a token is the nodes from the root of its tree to its own. The nodes of a row stand in preorder:
 each before the nodes that continue it. A token sees the tokens of its path and no others. A sequence alone is a tree of
 one node.
 
@@ -11,7 +11,7 @@ B rows, T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,14 @@ class Tree:
     position: Any
     before: Any
     count: Any
+
+    FILLS: ClassVar = {"node": 0, "last": 0, "position": 0, "before": -1, "count": 0}
+    """The fields on padding."""
+
+    @classmethod
+    def of_shapes(cls, tokens: jax.ShapeDtypeStruct) -> Tree:
+        """Returns the trees of rows of tokens as shapes."""
+        return cls(*[tokens] * len(cls.FILLS))
 
 
 def places_before(tree: Tree, times: int) -> jax.Array:

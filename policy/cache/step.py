@@ -21,8 +21,8 @@ UNKNOWN = -1
 class Step:
     """Where the tokens of a call sit and what they may attend to: the metadata of a forward pass.
 
-    positions, segments: int32[B, T], the position of each token in its document, and its document within the row (0:
-        padding). Tokens attend to tokens of their own segment only.
+    positions, segments: int32[B, T], the position of each token in its sequence, and the number of its sequence within
+        the row (0: padding). Without `tree`, tokens attend to tokens of their own segment only.
     tree: where sequences share beginnings (policy/cache/paths.py); then `segments` are its nodes, and tokens attend to
         their paths. None: they share none.
     tokens, rotations: int32[B, T] and the (cos, sin) tables of all rotary embeddings; the decoder fills both in.
@@ -42,7 +42,8 @@ class Step:
 
     Three flags are static, known when a program is compiled:
     contiguous: queries look at nothing before this call, and each segment is one run of tokens whose positions count by
-        one. Order and segments alone then decide which keys a query sees.
+        one; or the tokens of trees lie in preorder. Order and segments, or nodes, alone then decide which keys a query
+        sees.
     balanced: `contiguous` was true before the tokens were put into the balanced order of
         policy/attention/sequence_shards.py.
     anywhere: row b is not slot b. On a mesh its pages may then lie in any shard of the pool, not only in the shard of

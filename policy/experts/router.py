@@ -113,7 +113,7 @@ def routing_statistics(
     valid = (segments_BT != 0).astype(jnp.float32)
     chosen = jax.nn.one_hot(experts_BTK, X, dtype=jnp.float32).sum(axis=2) * valid[..., None]
     share = scores_BTX / (scores_BTX.sum(axis=-1, keepdims=True) + 1e-20) * valid[..., None]
-    # Sequences are numbered within their row; there are at most S = T + 1.
+    # Sequences are numbered within their row, from 1; 0 is padding, so S = T + 1 numbers are enough.
     tokens, chosen_BSX, share_BSX = (_by_sequence(a, segments_BT, tree) for a in (valid[..., None], chosen, share))
     if tree is not None:
         chosen, share = (a * tree.count[..., None] for a in (chosen, share))

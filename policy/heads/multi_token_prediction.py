@@ -69,8 +69,8 @@ def predictions(
     """Adds to `aux` the Predictions of all modules, at logits / temperature, and the LayerAux of their layers.
 
     hidden: the decoder's states after its norm. The agreement costs one more product with the head for the decoder and
-    for each module, without a gradient. An entry is padding where the token d places on belongs to another segment. In
-    a tree the tokens up to `depth` places on have to be the same on all paths, so beginnings that sequences share end
+    for each module, without a gradient. An entry is padding where the token d places on does not continue the sequence.
+    In a tree the tokens up to `depth` places on have to be the same on all paths, so beginnings that sequences share end
     `depth` tokens before they differ. Routers of the modules choose their experts themselves: `step.routes` is for the
     decoder's layers.
     """

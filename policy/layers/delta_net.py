@@ -214,7 +214,7 @@ def convolve(inputs_BKTJ: jax.Array, kernel_KJW: jax.Array, documents_BT: jax.Ar
 
 def convolve_paths(inputs_BKTJ: jax.Array, kernel_KJW: jax.Array, tree: Tree) -> jax.Array:
     """Computes `convolve` along the paths of trees, from the inputs of the T tokens: out_t = sum_w kernel[w] in(the
-    token W - 1 - w before t on its path). A tap ahead of the path counts as 0."""
+    token W - 1 - w before t on its path). A tap before the path counts as 0."""
     inputs, W = inputs_BKTJ.astype(jnp.float32), kernel_KJW.shape[-1]  # gradients of all leaves add up in float32
     out = inputs * kernel_KJW[:, None, :, W - 1]
     for times in range(1, W):

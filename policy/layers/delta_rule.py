@@ -87,7 +87,7 @@ def chunked_trees(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: 
     """Computes the recurrence along the paths of trees of a root and leaves, C tokens at a time: out [B, K, G, T, V].
 
     Arguments as in `chunked`. The path of a token enters a chunk with one of two states: the running one, after the
-    token ahead of the chunk, or the kept one, after the last root with leaves that ended before the chunk. What a chunk
+    token before the chunk, or the kept one, after the last root with leaves that ended before the chunk. What a chunk
     writes depends on both: u = U - W_running S_running - W_kept S_kept.
     """
     B, K, G, T, V = v.shape
@@ -98,9 +98,10 @@ def chunked_trees(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: 
     solution = unit_lower_inverse(beta[..., None] * decay * _products(k, k)) * beta[..., None, :]
     U, W = solution @ v, tuple((solution * a[..., None, :]) @ k[:, :, :, None] for a in entering)
     ends = paths.ends[:, :, None, None]
-    # What is left of each value and of each state before the chunk: after the last token, and after the end of a root,
-    # which the kept state does not reach. The states are two arrays, not one with an axis more: XLA for CPUs (jax
-    # 0.10.2) makes of products with so many axes a transposition that ends the process.
+    # `remaining`: the decay of each value that the chunk writes; `passed`: that of the states that enter it. Each up to
+    # the last token, for the next running state, and up to the end of the last root, for the next kept state, which
+    # nothing of the kept state enters. The states are two arrays, not one with an axis more: XLA for CPUs (jax 0.10.2)
+    # makes of products with so many axes a transposition that ends the process.
     remaining = decay[..., -1, :, None], jnp.sum(ends[..., None] * decay, axis=-2)[..., None]
     passed = *(a[..., -1:, None] for a in entering), jnp.sum(ends * entering[0], axis=-1)[..., None, None]
     none = 1.0 - jnp.sum(ends, axis=-1)[..., None, None]
@@ -211,12 +212,14 @@ class _Paths(NamedTuple):
         own, others = node[..., :, None], (node[..., None, :], last[..., None, :])
         along = (others[0] <= own) & (own <= others[1]) & (index <= index[:, None])
         entry = jnp.take_along_axis(before, jnp.argmax(along, axis=-1), axis=-1)  # of the first token on the path
-        ahead = C * jnp.arange(len(node))[:, None, None] - 1
+        before_chunk = C * jnp.arange(len(node))[:, None, None] - 1
         following = jnp.pad(tree.node[:, 1:], ((0, 0), (0, 1)))
         ends = _chunks((tree.last > tree.node) & (following != tree.node), 1, C)
         latest = jnp.max(jnp.where(ends, index, -1), axis=-1, keepdims=True)
         real = entry >= 0
-        return cls(along, real & (entry == ahead), real & (entry != ahead), (index == latest).astype(jnp.float32))
+        return cls(
+            along, real & (entry == before_chunk), real & (entry != before_chunk), (index == latest).astype(jnp.float32)
+        )
 
 
 def _decays_along(g_NBKGC: jax.Array, paths: _Paths) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:

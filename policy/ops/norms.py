@@ -33,9 +33,8 @@ class RMSNorm(nnx.Module):
 
 @jax.custom_vjp
 def _scaled(y: jax.Array, weight_D: jax.Array) -> jax.Array:
-    """Returns y * weight. The gradient of the weight is a sum over all other dimensions: XLA on CPU needs a hundred
-    times as long for the sum of automatic differentiation, which leaves out dimensions of size 1
-    (docs/decisions.md)."""
+    """Returns y * weight. The gradient of the weight is one sum over all other dimensions. Automatic differentiation
+    sums over those of more than one entry, which takes XLA on CPU up to twenty times as long (docs/decisions.md)."""
     return y * weight_D
 
 

@@ -152,8 +152,8 @@ class StageOptions(Strict):
     micro_batch: int | None = Field(
         default=None,
         ge=1,
-        description="packed rows in one gradient computation (null: all, on CPU 768 tokens); changes speed and memory "
-        "only",
+        description="sequences of full length, or pairs, in one gradient computation, whose tokens bound those of its "
+        "packed rows (null: all, on CPU about 768 tokens); changes speed and memory only",
     )
     shared_prefix: Literal["auto", "always", "never"] = Field(
         default="auto",

@@ -143,7 +143,7 @@ def _reward_models(stage: StageKind) -> Iterator[Program]:
     completions = stage.options.prompts_per_step * stage.options.samples_per_prompt * stage.samples_completions
     for source, scorer in stage.scorers.items():
         shape, lower = scorer.lowered(stage.config.max_length)
-        times = -(-full_rows(stage, stage.trainer.sharing, completions) // shape[0])
+        times = -(-full_rows(stage, scorer.sharing, completions) // shape[0])
         yield Program(
             scorers.program_name(source), shape, lower, scorer.graph, scorer.abstract, times, rollout_memory=True
         )

@@ -83,7 +83,7 @@ class Run(Context):
         stage.bind(self.model.graph)
         stage.load_scorers(self)
         self.events.start_stage(stage.name, stage.options.steps, checkpoint["step"] if checkpoint else 0)
-        if shared := describe(stage, stage.trainer.sharing):
+        if shared := describe(stage, stage.trainer.graph, stage.trainer.sharing):
             self.events.note(f"{stage.name}: {shared}")
         with self.timeline.span(
             "starting the stage" if checkpoint is None else "reading a checkpoint", stage=stage.name

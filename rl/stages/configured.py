@@ -16,7 +16,7 @@ ConfigProblems = Iterator[tuple[tuple, str]]
 
 
 @dataclass(frozen=True)
-class Group:
+class LargestGroup:
     """The largest group of sequences of a stage that share a beginning.
 
     sequences: how many. shared, own: tokens of the beginning, and of a sequence after it.
@@ -37,8 +37,8 @@ class Group:
         return self.shared + self.sequences * self.own
 
     def packed_length(self, most: int) -> int:
-        """Returns the tokens of packed rows, at most `most`, that hold the full group, or in as few equal parts as
-        possible, each with the beginning."""
+        """Returns the tokens of packed rows that hold the full group; if these are more than `most`, of rows that hold
+        equal parts of it, as few as possible and each with the beginning. One sequence may have more."""
         parts, sequences = 1, self.sequences
         while sequences > 1 and self.shared + sequences * self.own > most:
             parts += 1
@@ -108,15 +108,15 @@ class ConfiguredStage:
         return self.config.max_length * self.sequences_per_row
 
     @property
-    def group(self) -> Group | None:
+    def group(self) -> LargestGroup | None:
         """Returns the largest group of the stage, with completions of full length; None: its sequences have no
         groups."""
         options, limit = self.options, self.config.max_length
         if self.answers_share_prompts:
-            return Group(2, limit // 2, limit - limit // 2)
+            return LargestGroup(2, limit // 2, limit - limit // 2)
         if self.samples_completions and options.samples_per_prompt > 1:
             own = options.sampling.max_new_tokens
-            return Group(options.samples_per_prompt, limit - own, own)
+            return LargestGroup(options.samples_per_prompt, limit - own, own)
         return None
 
     @property
@@ -127,11 +127,11 @@ class ConfiguredStage:
         if self.group is None:
             if self.samples_completions:
                 return f"stages.{self.index}.samples_per_prompt: 1", "a prompt with one completion is not repeated"
-            return options.algorithm.name, "its rows have different prompts"
+            return options.algorithm.name, "its sequences are in no groups"
         if options.dropout:
             return (
                 f"stages.{self.index}.dropout",
-                "sequences of a group would draw the same units, which changes the loss",
+                "sequences of a group would have one dropout mask, which changes the loss",
             )
         for key in ("capacity_factor", "ragged_buffer_factor"):
             if getattr(options.router, key) is not None:
@@ -163,8 +163,8 @@ class ConfiguredStage:
                 f"{config.model.expert_parallel}",
             )
         if stage.shared_prefix == "always" and self.unshared is not None:
-            name, reason = self.unshared
-            yield (*self.path, "shared_prefix"), f"always does not go with {name}: {reason}; use auto"
+            excluded, reason = self.unshared
+            yield (*self.path, "shared_prefix"), f"always does not go with {excluded}: {reason}; use auto"
         if stage.teacher and "teacher" not in self.inputs:
             yield (*self.path, "teacher"), f"{name} learns from no teacher; leave it out, or use distill"
         if stage.micro_batch and stage.micro_batch > (rows := self.rows_per_update):

@@ -68,8 +68,11 @@ def timed(
     prompts: Sequence[Expanded | None],
     table: StepTable | None = None,
 ) -> dict[str, Callable[[list], list[float]]]:
-    """Returns reward models as functions of token ids, equally many sequences, next to each other, for each of the
-    `prompts`, whose pictures and sounds `table` holds; the timeline shows each call."""
+    """Returns each reward model as a function of lists of token ids; the timeline shows each call.
+
+    The sequences of a prompt stand next to each other, equally many for each of the `prompts`. table: the pictures and
+    sounds of the prompts.
+    """
 
     def rewards_of(source: str, scorer: RewardModelScorer, sequences: list[list[int]]) -> list[float]:
         with timeline.span("reward model", source=source, completions=len(sequences)):

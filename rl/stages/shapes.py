@@ -50,19 +50,19 @@ def update_program(
     import jax
 
     trainer, table, batch = stage.trainer, stage.media_params, with_structure(stage, batch)
-    (frozen, *others), resident = rest, (resident, table)
+    frozen, *companions = rest
     rows, T = batch.tokens.shape
     R = abstract_rows(stage, stage.options.updates_per_step)[1]
     coefs = {name: jax.ShapeDtypeStruct((), np.float32) for name in stage.algorithm.adaptive_coefs}
     loss_inputs = jax.eval_shape(trainer.loss_inputs, batch, coefs or None)
 
     def lower():
-        arguments = learner, batch, loss_inputs, frozen | table, *others
+        arguments = learner, batch, loss_inputs, frozen | table, *companions
         return trainer.executables[kind].lower(*arguments, micro_rows=R)
 
     teacher = None if kind != "update" or trainer.teacher is None else trainer.teacher.model
-    more = {"trip_count": rows // R, "teacher": teacher, "shared": describe(stage, trainer.sharing)}
-    return Program(kind, (rows, T), lower, trainer.graph, resident, times, **more)
+    more = {"trip_count": rows // R, "teacher": teacher, "shared": describe(stage, trainer.graph, trainer.sharing)}
+    return Program(kind, (rows, T), lower, trainer.graph, (resident, table), times, **more)
 
 
 def policy_update(stage: StageKind, batch: Batch, state: Any, times: float) -> Program:
@@ -86,7 +86,7 @@ def with_structure(stage: StageKind, batch: Batch) -> Batch:
 
     ids, config = batch.tokens, stage.trainer.graph.config
     if stage.trainer.sharing is not None:
-        batch = replace(batch, tree=Tree(ids, ids, ids, ids, ids))
+        batch = replace(batch, tree=Tree.of_shapes(ids))
     if stage.table_shapes is None:
         return batch
     turns = jax.ShapeDtypeStruct((*ids.shape, 3), ids.dtype) if config.has_sections else None

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 LONGEST_ON_CPU = 3072
-"""Tokens of the longest packed row on a CPU, whose activations would leave its caches and take new pages of memory in
-each update."""
+"""Tokens of the longest packed row on a CPU, unless one sequence has more. Activations of longer rows leave its caches,
+and their memory is allocated anew in each update."""
 
 
 def sharing_of(stage: ConfiguredStage, graph: Graph, options: StageOptions) -> Sharing | None:
@@ -28,24 +28,14 @@ def sharing_of(stage: ConfiguredStage, graph: Graph, options: StageOptions) -> S
     from policy.layers import batch_split
     from rl.training.packing.trees import Sharing, has_state
 
-    group, config = stage.group, graph.config
-    if options.shared_prefix == "never" or group is None or stage.unshared is not None:
+    if (group := stage.group) is None or excluded(stage, graph) is not None:
         return None
-    if options.shared_prefix == "auto" and _unmeasured(graph):
-        return None
-    length = stage.row_length
+    length, config, platform = stage.row_length, graph.config, graph.layout.platform
     multiple = graph.layout.num_row_shards * (batch_split.PARTS if graph.runtime.batch_split else 1)
     most = max(1, (options.micro_batch or stage.rows_per_update) // multiple) * length
-    if graph.layout.platform == "tpu":
-        if length > LONGEST_TREES and options.shared_prefix == "always":
-            raise ConfigError(
-                f"stages.{stage.index}.shared_prefix: always does not go with rows of {length} tokens on a TPU, "
-                f"whose kernel takes {LONGEST_TREES}; use auto, or a shorter max_length"
-            )
-        if length > LONGEST_TREES:
-            return None
+    if platform == "tpu":
         most = min(most, LONGEST_TREES)
-    if graph.layout.platform == "cpu" and options.micro_batch is None:
+    if platform == "cpu" and options.micro_batch is None:
         most = min(most, LONGEST_ON_CPU)
     modules = config.multi_token_prediction
     return Sharing(
@@ -54,6 +44,27 @@ def sharing_of(stage: ConfiguredStage, graph: Graph, options: StageOptions) -> S
         one_level=has_state(config),
         together=stage.answers_share_prompts,
     )
+
+
+def excluded(stage: ConfiguredStage, graph: Graph) -> str | None:
+    """Returns what keeps the sequences of a stage with groups from sharing beginnings: a key, or the device. None:
+    nothing does. Raises ConfigError where `always` cannot be."""
+    from policy.attention.flash_attention import LONGEST_TREES
+
+    shared_prefix, platform, length = stage.options.shared_prefix, graph.layout.platform, stage.row_length
+    if shared_prefix == "never":
+        return f"stages.{stage.index}.shared_prefix: never"
+    if stage.unshared is not None:
+        return stage.unshared[0]
+    if shared_prefix == "auto" and platform == "gpu" and str(graph.runtime.dtype) != "float32":
+        return f"{graph.runtime.dtype} on a GPU, whose kernel for attention reads no trees"
+    if platform == "tpu" and length > LONGEST_TREES:
+        limit = f"rows of {length} tokens on a TPU, whose kernel takes {LONGEST_TREES}"
+        if shared_prefix == "always":
+            key = f"stages.{stage.index}.shared_prefix"
+            raise ConfigError(f"{key}: always does not go with {limit}; use auto, or a shorter max_length")
+        return f"{limit} (max_length)"
+    return None
 
 
 def full_rows(stage: ConfiguredStage, sharing: Sharing | None, rows: int) -> int:
@@ -65,22 +76,16 @@ def full_rows(stage: ConfiguredStage, sharing: Sharing | None, rows: int) -> int
     return -(-rows // group.sequences) * -(-group.sequences // together)
 
 
-def _unmeasured(graph: Graph) -> bool:
-    """Whether it is not known that trees gain: in bfloat16 on a GPU, whose kernel reads none."""
-    return graph.layout.platform == "gpu" and str(graph.runtime.dtype) != "float32"
-
-
-def describe(stage: ConfiguredStage, sharing: Sharing | None) -> str | None:
-    """Returns a line that says what the sequences of a stage share, or the key that keeps them from it; None: they have
-    no groups."""
+def describe(stage: ConfiguredStage, graph: Graph, sharing: Sharing | None) -> str | None:
+    """Returns a line that says what the sequences of a stage share, or what keeps them from it; None: they have no
+    groups."""
     if (group := stage.group) is None:
         return None
     if sharing is None:
-        if stage.options.shared_prefix == "never":
-            return f"shared prefix: off: stages.{stage.index}.shared_prefix: never"
-        return f"shared prefix: off: {'this device' if stage.unshared is None else stage.unshared[0]}"
+        return f"shared prefix: off: {excluded(stage, graph)}"
+    assumed = " (half of max_length)" if stage.answers_share_prompts else ""
     return (
-        f"shared prefix: beginnings of {group.shared} tokens before {group.own} of each of {group.sequences} "
+        f"shared prefix: beginnings of {group.shared} tokens{assumed} before {group.own} of each of {group.sequences} "
         f"sequences: {group.distinct} of {group.tokens} tokens, {group.tokens / group.distinct:.1f}x; rows of "
         f"{sharing.packed_length(stage.row_length)}"
     )

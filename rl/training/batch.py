@@ -88,7 +88,7 @@ class Batch:
 
     @property
     def real(self) -> int:
-        """Returns how many tokens are not padding."""
+        """Returns how many tokens of a batch on the host are not padding."""
         return int(np.count_nonzero(self.segments))
 
     def rows(self, chosen: slice) -> Batch:

@@ -92,7 +92,7 @@ class BatchUpdates:
     def row_counts(self, N: int, T: int, sharing: Sharing | None = None) -> tuple[list[int], int | None]:
         """Returns (possible numbers of packed rows of N rows of T tokens, rows of a micro-batch; None: all).
 
-        Longer packed rows are fewer, so that a micro-batch has no more tokens.
+        Longer packed rows are fewer, so that a micro-batch has no more tokens, unless one packed row has.
         """
         multiple = self.row_multiple
         micro = self.stage.micro_batch or self._micro_batch(N, T)

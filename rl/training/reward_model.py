@@ -81,7 +81,8 @@ class RewardModelTrainer(BatchUpdates):
         adaptive_coefs: dict[str, float] | None = None,
         media: UpdateMedia | None = None,
     ) -> tuple[RewardModelState, dict]:
-        """Makes one optimiser update of the reward model from `batch`, one pair per row. Adapts no coefficients. media:
+        """Makes one optimiser update of the reward model from `batch`, one pair per row. `adaptive_coefs` is
+        ignored. media:
         the pictures and sounds of a batch with places, as the towers of the policy encode them."""
         packing, R = self.packing_of(batch)
         self.add_flops(self.model.flops, packing, passes=3)
@@ -122,7 +123,7 @@ class RewardModelScorer:
         scored alone.
         """
         self.graph, self._params, self._limit = graph.at(skip_blocks=True), params, limit
-        self._sharing = sharing and sharing.of_scores(graph.config)
+        self.sharing = sharing and sharing.of_scores(graph.config)
         self._critic, self._layout = Critic(self.graph), graph.layout
         self.executable = CompiledCache(jax.jit(self._scores), self._layout.platform)
 
@@ -148,7 +149,7 @@ class RewardModelScorer:
 
     def packed_length(self, T: int) -> int:
         """Returns the tokens of a packed row, for sequences of T tokens."""
-        return T if self._sharing is None else self._sharing.packed_length(T)
+        return T if self.sharing is None else self.sharing.packed_length(T)
 
     def __call__(
         self,
@@ -165,11 +166,11 @@ class RewardModelScorer:
         batch = add_media(padded_batch([(ids, [0] * len(ids)) for ids in sequences], self._limit))
         N, T = batch.tokens.shape
         R = self.rows(T)
-        if self._sharing is None:
+        if self.sharing is None:
             packing = plan_packing(batch.segments, [-(-N // R) * R])
         else:
-            counts = [-(-self._sharing.most_rows(N) // R) * R]
-            packing = plan_trees(batch.replace(prompt=np.arange(N) // samples), counts, self._sharing)
+            counts = [-(-self.sharing.most_rows(N) // R) * R]
+            packing = plan_trees(batch.replace(prompt=np.arange(N) // samples), counts, self.sharing)
         params = cast(dict, self._params) | towers.as_params(table)
         (scores,) = by_micro_batch(partial(self.executable, params), batch, packing, R, self._layout)
         return [float(scores[row, len(ids) - 1]) for row, ids in enumerate(sequences)]
@@ -178,7 +179,7 @@ class RewardModelScorer:
         """Returns (shape of a full batch in rows of T tokens, the function that traces its program)."""
         shape = self.rows(T), self.packed_length(T)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-        tree = None if self._sharing is None else Tree(*[tokens] * 5)
+        tree = None if self.sharing is None else Tree.of_shapes(tokens)
         batch = Batch(tokens=tokens, segments=tokens, mask=None, prompt=None, tree=tree)
         return shape, lambda: self.executable.lower(self.abstract, batch)
 

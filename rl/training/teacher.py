@@ -137,7 +137,7 @@ class Teacher(ABC):
         projections, which alone have a gradient."""
 
     def _with(self, inputs: PolicyInputs, outputs: DivergenceOutputs, micro: Batch, **more: Any) -> PolicyInputs:
-        """Adds numbers per token, 0 at the first token of a segment and on padding, which nothing predicts."""
+        """Adds numbers per token, 0 at the first token of a sequence and on padding, which nothing predicts."""
         predicted = scored(micro.segments, micro.tree)
         numbers = {name: array for name in COMPARED if (array := getattr(outputs, name)) is not None}
         numbers = {name: jax.lax.stop_gradient(jnp.where(predicted, array, 0.0)) for name, array in numbers.items()}
@@ -344,7 +344,7 @@ class StoredTeacher(Teacher):
             assert student.aux.states is not None  # log-probabilities were computed from them
             decoder, states = graph.decoder(student.params), before(student.aux.states, micro.tree)
             mine, entropy = modes.logprobs_of_states(decoder, states, ids, temperature, graph.runtime)
-        teacher = rows.flat(top) / temperature  # up to a constant, which only `renormalise` takes
+        teacher = rows.flat(top) / temperature  # not normalised at this temperature, which only `renormalise` allows
         outputs = top_divergence(
             rows.flat(mine), teacher, rows.flat(micro.teacher_rest), self.algorithm.divergence_spec
         )

@@ -16,6 +16,7 @@ import numpy as np
 
 from policy.cache.media import MediaTable
 from policy.execution.compiled_cache import CompiledCache
+from policy.mesh import processes
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.modes import VALUE_HEAD
@@ -27,7 +28,7 @@ from rl.training.batch import Batch
 from rl.training.batch_updates import BatchUpdates, by_micro_batch, shard_rows, step_of
 from rl.training.critic import Critic
 from rl.training.host_memory import copied, mixed
-from rl.training.packing.packing import TokenOutputs
+from rl.training.packing.packing import Packing
 from rl.training.teacher import Student, Teacher
 from rl.training.towers import UpdateMedia
 from rl.training.updater import OptimizerStep, ParamState
@@ -46,6 +47,22 @@ class RunState:
     reference: dict[str, jax.Array] | None
     critic: ParamState | None
     projections: ParamState | None = None
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What an update computed of each token before it changed the weights.
+
+    arrays: packed rows on the devices. logp, entropy: float32 under the current policy. flags: uint8, which tokens the
+    loss cuts off (rl/algorithms/_token_flags.py); absent for a loss that cuts off none.
+    """
+
+    arrays: dict[str, jax.Array]
+    packing: Packing
+
+    def on_host(self) -> dict[str, np.ndarray]:
+        """Waits for the update. Returns the arrays [N, T], one sequence per row, 0 on padding."""
+        return {name: self.packing.unpack(processes.on_host(array)) for name, array in self.arrays.items()}
 
 
 class Trainer(BatchUpdates):
@@ -245,7 +262,8 @@ class Trainer(BatchUpdates):
     def logprobs(
         self, params: dict[str, jax.Array], batch: Batch, table: MediaTable | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Computes (logp, entropy), float32[N, T] on the host, with the training graph, micro-batch by micro-batch.
+        """Computes (logp, entropy), float32[N, T] on the host, micro-batch by micro-batch, with the graph that skips
+        blocks of attention as updates do and drops no tokens.
 
         Tokens follow the routes of the batch, if it has routes. table: that of a batch with places.
         """

@@ -86,8 +86,8 @@ class OptimizerStep:
           options: settings of AdamW.
           stage: settings of the stage.
           seed: seed of the run, for dropout.
-          companion: update of other weights that learn in the same program. `loss` reads them from `params`. It returns
-            the gradient of a value head and reports value/loss; projections of features get the gradient of `loss`.
+          companion: update of other weights that learn in the same program, which `loss` reads from `params`. A value
+            head: `loss` returns its gradient and reports value/loss. Projections: the gradient of `loss` is theirs too.
         """
         self.model, self._loss, self._options, self._stage, self.companion = model, loss, options, stage, companion
         self._trained_paths = trained_paths(model.axes, model.runtime, frozen_names(model, stage))
@@ -263,8 +263,8 @@ class OptimizerStep:
 
         micros, batch_totals = jax.tree.map(split, (batch, inputs)), totals(batch)
         if self._stage.router.balance == "batch" and M > 1:
-            # An extra forward pass without the head: the balance loss of every micro-batch needs the token count of
-            # each expert in the mini-batch.
+            # An extra forward pass, of which XLA drops the head: the balance loss of every micro-batch needs the token
+            # count of each expert in the mini-batch.
             def count(_, xs):
                 return None, {
                     path: each.counts

@@ -61,7 +61,7 @@ def compare(names: list[str]) -> dict:
         devices = jax.devices()[: int(np.prod(list(degrees.values())))]
         mesh = layout(degrees, devices=devices, explicit=name == "explicit")
         _, logp, weights = expected[family]
-        shared, other, others = moved(family, mesh, how, Sharing(rows=2))
+        shared, other, others = moved(family, mesh, how, Sharing(length_factor=2))
         result[name] = {
             "shared": shared,
             "logp": float(np.abs(other - logp).max()),

@@ -25,7 +25,7 @@ FIRST = ("ppo", "dpo")
 SAMPLED = [name for name in rl.algorithms.known() if rl.algorithms.get(name).stage == "online"]
 
 
-def check(model, options, data, sharing=Sharing(rows=2), alone=None) -> dict:
+def check(model, options, data, sharing=Sharing(length_factor=2), alone=None) -> dict:
     """Returns the metrics with trees. alone: the batch of the sequences alone, if it is another."""
     (alone, expected), (metrics, weights) = shared_prefixes.moved(model, options, data, sharing, alone=alone)
     for name, value in alone.items():
@@ -49,12 +49,12 @@ def test_algorithms_that_sample(name):
 @pytest.mark.parametrize("name", marked(["dpo", "reward_model"]))
 def test_pairs(name):
     data = shared_prefixes.pairs(VOCAB)
-    check(learners.dense(), learners.stage(name), data, Sharing(rows=1, together=True))
+    check(learners.dense(), learners.stage(name), data, Sharing(length_factor=1, together=True))
 
 
 @pytest.mark.slow
 def test_pairs_in_micro_batches():
-    data, sharing = shared_prefixes.pairs(VOCAB), Sharing(rows=1, together=True)
+    data, sharing = shared_prefixes.pairs(VOCAB), Sharing(length_factor=1, together=True)
     check(learners.dense(), learners.stage({"name": "dpo", "loss_type": "ipo"}, micro_batch=1), data, sharing)
 
 
@@ -159,7 +159,9 @@ def test_reward_models_score_completions_of_a_prompt_together():
     head = np.random.default_rng(0).normal(size=graph.config.hidden_size).astype(np.float32)
     data = shared_prefixes.groups(VOCAB, ((5, (6, 9, 4, 7)), (9, (2, 10, 5, 5)), (1, (4, 1, 3, 8))))
     sequences = [row[: int(n)].tolist() for row, n in zip(data.tokens, data.segments.sum(1), strict=True)]
-    one, other = (RewardModelScorer(graph, params | {VALUE_HEAD: head}, 20, how) for how in (None, Sharing(rows=2)))
+    one, other = (
+        RewardModelScorer(graph, params | {VALUE_HEAD: head}, 20, how) for how in (None, Sharing(length_factor=2))
+    )
     expected = one(sequences)
     assert np.ptp(expected) > 0.1
     np.testing.assert_allclose(other(sequences, samples=4), expected, atol=1e-5)

@@ -55,7 +55,7 @@ def bound(stage: dict, model=None):
 def test_the_configuration_decides(stage, sharing):
     made = bound(stage)
     assert made.trainer.sharing == sharing
-    line = describe(made, made.trainer.sharing)
+    line = describe(made, made.trainer.graph, made.trainer.sharing)
     assert (line is None) == (made.group is None)
     if sharing is not None:
         assert f"rows of {sharing.packed_length(made.row_length)}" in line
@@ -73,6 +73,12 @@ def test_always_is_refused_with_what_excludes_it(stage, name):
     [made] = rl.stages.create(config(stage | {"shared_prefix": "always"}))
     [(path, text)] = [each for each in made.check() if each[0][-1] == "shared_prefix"]
     assert path == ("stages", 0, "shared_prefix") and f"always does not go with {name}" in text
+
+
+def test_what_excludes_it_does_not_name_the_algorithm_of_other_problems():
+    [made] = rl.stages.create(config({"dropout": 0.1, "shared_prefix": "always", "teacher": {"source": "tiny"}}))
+    [text] = [text for path, text in made.check() if path[-1] == "teacher"]
+    assert text.startswith("grpo learns from no teacher")
 
 
 def test_the_command_line_refuses_it_before_anything_starts(tmp_path, capsys):
@@ -128,14 +134,14 @@ def on(platform: str, dtype: str) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("platform", "max_length", "auto", "always"),
+    ("platform", "max_length", "auto", "always", "line"),
     [
-        ("tpu", 4096, Sharing(Fraction(2784 + 4 * 1312, 4096)), Sharing(Fraction(2784 + 4 * 1312, 4096))),
-        ("tpu", 16384, None, "tokens on a TPU, whose kernel takes 8192"),
-        ("gpu", 64, None, Sharing(Fraction(48 + 8 * 16, 64))),
+        (*("tpu", 4096), *(Sharing(Fraction(2784 + 4 * 1312, 4096)),) * 2, "8 sequences"),
+        (*("tpu", 16384), None, "tokens on a TPU, whose kernel takes 8192", "off: rows of 16384 tokens on a TPU"),
+        (*("gpu", 64), None, Sharing(Fraction(48 + 8 * 16, 64)), "off: bfloat16 on a GPU"),
     ],
 )
-def test_devices_whose_attention_excludes_it(platform, max_length, auto, always):
+def test_devices_whose_attention_excludes_it(platform, max_length, auto, always, line):
     for value, expected in (("auto", auto), ("always", always)):
         more = {"samples_per_prompt": 8, "shared_prefix": value}
         if platform == "tpu" and max_length == 4096:
@@ -146,3 +152,5 @@ def test_devices_whose_attention_excludes_it(platform, max_length, auto, always)
                 sharing_of(stage, on(platform, "bfloat16"), stage.options)
         else:
             assert sharing_of(stage, on(platform, "bfloat16"), stage.options) == expected
+            if value == "auto":
+                assert line in describe(stage, on(platform, "bfloat16"), expected)

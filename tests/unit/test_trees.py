@@ -44,9 +44,9 @@ SHARINGS = [Sharing(), Sharing(2), Sharing(4), Sharing(2, one_level=True), Shari
 def test_a_packing_holds_every_token_once_and_the_chains_before_are_the_rows(rows, sharing):
     data = batch_of(rows)
     N, T = data.tokens.shape
-    packing = plan_trees(data, row_counts(-(-N // sharing.rows), 1), sharing)
+    packing = plan_trees(data, row_counts(-(-N // sharing.length_factor), 1), sharing)
     tree, L = packing.tree, packing.shape[1]
-    assert T * sharing.rows == L
+    assert T * sharing.length_factor == L
     real = np.flatnonzero(data.segments)
     assert np.array_equal(np.sort(packing.source), real), "every token of a row has a place"
     kept = np.zeros(data.tokens.size, np.int64)

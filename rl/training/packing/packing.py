@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import jax
 import numpy as np
 
 from policy.cache.paths import Tree
 from policy.cache.step import UNKNOWN
-from policy.mesh import processes
 from rl.reporting import flops
 from rl.training.batch import Batch, Places
 
@@ -42,15 +40,16 @@ PER_TOKEN_FIELDS = (
 
 @dataclass(frozen=True)
 class Packing:
-    """The map from N rows of T tokens to R packed rows of T tokens or a few more.
+    """The map from N rows of T tokens to R packed rows of L tokens: as many or a few more, several times as many if
+    sequences share beginnings.
 
-    unpacked_shape: (N, T). shape: (R, T). source, target: flat token indices; token `source[i]` of the rows is token
-    `target[i]` of the packed rows. segments: int32[R, T], sequence of each token within its packed row, from 1.
-    filled_rows: packed rows that hold tokens; empty rows come last. runs: (lengths up to the end, and up to the start)
-    of the runs of tokens that are computed; a sequence alone is a run from 0.
+    unpacked_shape: (N, T). shape: (R, L). source, target: flat token indices; token `source[i]` of the rows is token
+    `target[i]` of the packed rows. segments: int32[R, L], sequence of each token within its packed row, from 1.
+    filled_rows: packed rows that hold tokens; empty rows come last. runs: (ends, starts), where in its sequence
+    each run of tokens that is computed ends and starts. A sequence alone is one run from 0.
 
     tree: the trees of the packed rows, if sequences share beginnings (rl/training/packing/trees.py). Then several
-    tokens have one target, and `writes`, bool of each source, tells which of them its values come from.
+    tokens have one target, and `writes`, bool of each source, tells which of them gives it its values.
     """
 
     unpacked_shape: tuple[int, int]
@@ -144,22 +143,6 @@ class Packing:
             return None
         turns, until = (None if a is None else self.pack(a) for a in (batch.turns, batch.until))
         return Places(self.pack(batch.media, fill=-1), turns, until)
-
-
-@dataclass(frozen=True)
-class TokenOutputs:
-    """What an update computed of each token before it changed the weights.
-
-    arrays: packed rows on the devices. logp, entropy: float32 under the current policy. flags: uint8, which tokens the
-    loss cuts off (rl/algorithms/_token_flags.py); absent for a loss that cuts off none.
-    """
-
-    arrays: dict[str, jax.Array]
-    packing: Packing
-
-    def on_host(self) -> dict[str, np.ndarray]:
-        """Waits for the update. Returns the arrays [N, T], one sequence per row, 0 on padding."""
-        return {name: self.packing.unpack(processes.on_host(array)) for name, array in self.arrays.items()}
 
 
 def plan_packing(segments_NT: np.ndarray, counts: Sequence[int], multiple: int = 1) -> Packing:

@@ -1,8 +1,10 @@
 """Packs sequences with equal beginnings so that each beginning is computed once.
 
 The sequences of a group, the completions of a prompt or the answers of a pair, make trees (policy/cache/paths.py). A
-node ends where its sequences differ, where a second of them begins to be trained on, and before the last token of any
-of them. So each place has at most one term of the loss, and each sequence has a node of its own.
+node ends where its sequences differ in tokens, pictures or known routes, where a second of them begins to be trained
+on, and before the last token of any of them. So each place has at most one term of the loss, and each sequence has a
+node of its own. Three things end a node earlier: prediction modules (`Sharing.ahead`), recurrent layers
+(`Sharing.one_level`), and a picture whose tokens look ahead, which no node cuts.
 
 N rows of a batch, S sequences of a group, T tokens, R packed rows.
 """
@@ -31,23 +33,24 @@ LEAST_SAVED = 0.05
 class Sharing:
     """How the sequences of a stage share beginnings.
 
-    rows: tokens of a packed row over those of a row of the batch, at least 1. ahead: tokens after a token that have to
-    be the same on all paths (the depth of prediction modules). one_level: trees have no nodes between root and leaves,
-    as recurrent layers need it. together: the sequences of a group stay in one packed row, in their order.
+    length_factor: tokens of a packed row over those of a row of the batch, at least 1. ahead: how many tokens before
+    sequences differ a node ends (the depth of prediction modules, which read so many tokens after a token). one_level:
+    trees have no nodes between root and leaves, as recurrent layers need it. together: the sequences of a group stay in
+    one packed row, in their order.
     """
 
-    rows: Fraction | int = 1
+    length_factor: Fraction | int = 1
     ahead: int = 0
     one_level: bool = False
     together: bool = False
 
     def packed_length(self, T: int) -> int:
         """Returns the tokens of a packed row, for a batch in rows of T tokens."""
-        return math.ceil(T * self.rows)
+        return math.ceil(T * self.length_factor)
 
     def most_rows(self, N: int) -> int:
         """Returns the most packed rows that N rows of a batch fill."""
-        return -(-N // math.floor(self.rows))
+        return -(-N // math.floor(self.length_factor))
 
     def of_scores(self, config: DecoderConfig) -> Sharing:
         """Returns how the completions of a prompt share beginnings in a model that scores them."""
@@ -132,7 +135,7 @@ class Group:
         end = self._outside_blocks(sequences[0], start, differ - sharing.ahead)
         parts = self._parts(sequences, differ)
         node = Node(start, end, sequences) if end > start else None
-        if len(parts) == 1:  # nothing tells these apart but what they train on
+        if len(parts) == 1:  # equal here too, but two were trained on before: each goes on alone
             parts = [[s] for s in sequences]
         below = [
             tree for part in parts for tree in self._from(part, max(start, end), sharing, level + (node is not None))
@@ -332,7 +335,7 @@ def _packing(rows: _Rows, unpacked_shape: tuple[int, int], counts: Sequence[int]
         out.reshape(-1)[at] = arrays.get(name, nothing)
         return out
 
-    tree = Tree(**{name: in_rows(name, fill) for name, fill in TREE_FILLS.items()})
+    tree = Tree(**{name: in_rows(name, fill) for name, fill in Tree.FILLS.items()})
     return Packing(
         unpacked_shape,
         shape,
@@ -344,7 +347,3 @@ def _packing(rows: _Rows, unpacked_shape: tuple[int, int], counts: Sequence[int]
         tree,
         arrays.get("writes", np.zeros(0, bool)),
     )
-
-
-TREE_FILLS = {"node": 0, "last": 0, "position": 0, "before": -1, "count": 0}
-"""The fields of a Tree on padding."""
