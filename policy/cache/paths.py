@@ -83,3 +83,13 @@ def first(segments_BT: jax.Array, tree: Tree | None = None) -> jax.Array:
     if tree is None:
         return (segments_BT != 0) & ~scored(segments_BT)
     return (tree.node != 0) & (tree.node == tree.last) & (before(tree.node) != tree.node)
+
+
+def number_documents(segments_BT: jax.Array) -> jax.Array:
+    """Returns int32[B, T]: the number of each token's document in its row, from 0. Padding counts as part of the
+    document before it (or after it, at the start of a row), so that only a real token begins a document."""
+    index = jnp.arange(segments_BT.shape[1])
+    last = jax.lax.cummax(jnp.where(segments_BT != 0, index, 0), axis=1)
+    filled = jnp.take_along_axis(segments_BT, last, axis=1)
+    previous = jnp.pad(filled[:, :-1], ((0, 0), (1, 0)))
+    return jnp.cumsum((filled != previous) & (previous != 0), axis=1, dtype=jnp.int32)

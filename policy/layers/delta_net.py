@@ -7,7 +7,6 @@ channels of a key head in the convolution, W its width.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import cast
 
 import jax
@@ -18,11 +17,11 @@ from jax.sharding import PartitionSpec
 
 from policy.attention.sequence_shards import replicate_length
 from policy.cache.layer_cache import LayerCache
-from policy.cache.paths import Tree
-from policy.cache.paths import before as entries_before
+from policy.cache.paths import Tree, number_documents
 from policy.cache.step import Step
 from policy.config import DecoderConfig, GatedDeltaNet, Runtime
 from policy.intermediates import LayerAux
+from policy.layers.convolution import convolve, convolve_paths
 from policy.layers.delta_rule import chunked, chunked_trees, single, stepwise
 from policy.mesh.explicit import in_explicit_mode, over_devices, reshard_like, spec_of
 from policy.mesh.sharding import from_cache, to_cache
@@ -181,43 +180,9 @@ def _unit(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
 
-def number_documents(segments_BT: jax.Array) -> jax.Array:
-    """Returns int32[B, T]: the number of each token's document in its row, from 0. Padding counts as part of the
-    document before it (or after it, at the start of a row), so that only a real token begins a document."""
-    index = jnp.arange(segments_BT.shape[1])
-    last = jax.lax.cummax(jnp.where(segments_BT != 0, index, 0), axis=1)
-    filled = jnp.take_along_axis(segments_BT, last, axis=1)
-    before = jnp.pad(filled[:, :-1], ((0, 0), (1, 0)))
-    return jnp.cumsum((filled != before) & (before != 0), axis=1, dtype=jnp.int32)
-
-
 def _last_inputs(inputs_BKTJ: jax.Array, real_BT: jax.Array, count: int) -> jax.Array:
     """Returns [B, K, count, J]: the `count` inputs up to the last real token. The first `count` inputs come from
     earlier calls and are returned if no token is real."""
     end = jnp.max(jnp.where(real_BT, 1 + jnp.arange(real_BT.shape[1]), 0), axis=1)
     at = end[:, None] + jnp.arange(count)
     return jnp.take_along_axis(inputs_BKTJ, at[:, None, :, None], axis=2)
-
-
-def convolve(inputs_BKTJ: jax.Array, kernel_KJW: jax.Array, documents_BT: jax.Array) -> jax.Array:
-    """Computes a causal depthwise convolution, float32[B, K, T, J]: out_t = sum_w kernel[w] in_(t + w), where the last
-    of the W inputs belongs to token t itself. `inputs` starts with W - 1 inputs of earlier calls. A tap in another
-    document counts as 0."""
-    W, T = kernel_KJW.shape[-1], documents_BT.shape[1]
-    sources = jnp.pad(documents_BT, ((0, 0), (W - 1, 0)))
-    out = jnp.float32(0.0)
-    for w in range(W):
-        same = (sources[:, w : w + T] == documents_BT)[:, None, :, None]
-        out = out + jnp.where(same, inputs_BKTJ[:, :, w : w + T], 0) * kernel_KJW[:, None, :, w]
-    return out
-
-
-def convolve_paths(inputs_BKTJ: jax.Array, kernel_KJW: jax.Array, tree: Tree) -> jax.Array:
-    """Computes `convolve` along the paths of trees, from the inputs of the T tokens: out_t = sum_w kernel[w] in(the
-    token W - 1 - w before t on its path). A tap before the path counts as 0."""
-    inputs, W = inputs_BKTJ.astype(jnp.float32), kernel_KJW.shape[-1]  # gradients of all leaves add up in float32
-    out = inputs * kernel_KJW[:, None, :, W - 1]
-    for times in range(1, W):
-        tap = jax.vmap(partial(entries_before, tree=tree, times=times), 1, 1)(inputs)
-        out = out + tap * kernel_KJW[:, None, :, W - 1 - times]
-    return out

@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from policy.cache.layer_cache import LayerCache
-from policy.cache.paths import Tree
 from policy.cache.paths import before as entries_before
+from policy.cache.paths import number_documents
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Engram, Runtime
 from policy.intermediates import LayerAux
-from policy.layers.delta_net import number_documents
+from policy.layers.convolution import convolve, convolve_paths
 from policy.mesh import processes
 from policy.mesh.explicit import in_explicit_mode, spec_of
 from policy.mesh.sharding import Layout, constrain
@@ -121,30 +121,14 @@ class NgramLookup(nnx.Module):
         """Computes sum_w conv[w] r(t - (W - 1 - w) N) for the normed values r, float32[B, T, G, E]; t counts along the
         path in trees."""
         spec, shape = self.spec, value_BTGE.shape
-        N, T, before = len(spec.multipliers), shape[1], spec.history
+        N = len(spec.multipliers)
         normed = jnp.where(history.real[..., None, None], _rms(value_BTGE, self.conv_norm, spec.conv_norm.eps), 0)
         inputs = normed.astype(value_BTGE.dtype).reshape(*shape[:2], -1)
+        kernel = self.conv[...].astype(jnp.float32).reshape(spec.kernel_size, -1).T[None]
         if step.tree is not None:
-            # Gradients of all paths through a token add up in float32.
-            return self._convolved_paths(inputs.astype(jnp.float32), step.tree).reshape(shape)
-        inputs = history.before("ngram_conv", inputs, before)
-        kernel = self.conv[...].astype(jnp.float32).reshape(spec.kernel_size, -1)
-        sources = jnp.pad(documents_BT, ((0, 0), (before, 0)))
-        out = jnp.float32(0.0)
-        for w in range(spec.kernel_size):
-            tap = slice(w * N, w * N + T)
-            same = sources[:, tap] == documents_BT
-            out = out + jnp.where(same[..., None], inputs[:, tap], 0) * kernel[w]
-        return out.reshape(shape)
-
-    def _convolved_paths(self, inputs_BTX: jax.Array, tree: Tree) -> jax.Array:
-        """Computes the convolution of `_convolved`, [B, T, X], from the inputs of the T tokens."""
-        W, N = self.spec.kernel_size, len(self.spec.multipliers)
-        kernel = self.conv[...].astype(jnp.float32).reshape(W, -1)
-        out = inputs_BTX * kernel[W - 1]
-        for back in range(1, W):
-            out = out + entries_before(inputs_BTX, tree, back * N) * kernel[W - 1 - back]
-        return out
+            return convolve_paths(inputs[:, None], kernel, step.tree, N).reshape(shape)
+        inputs = history.before("ngram_conv", inputs, spec.history)
+        return convolve(inputs[:, None], kernel, documents_BT, N).reshape(shape)
 
 
 def set_classes(params: dict[str, jax.Array], classes: np.ndarray) -> dict[str, jax.Array]:

@@ -1,0 +1,38 @@
+"""Causal depthwise convolutions over the tokens of each sequence, with a kernel of W taps, `dilation` tokens apart.
+
+B rows, K groups of J channels, T tokens.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from policy.cache.paths import Tree
+from policy.cache.paths import before as entries_before
+
+
+def convolve(inputs_BKTJ: jax.Array, kernel_KJW: jax.Array, documents_BT: jax.Array, dilation: int = 1) -> jax.Array:
+    """Computes float32[B, K, T, J]: out_t = sum_w kernel[w] in_(t + w dilation), where the last tap belongs to token t
+    itself. `inputs` starts with the (W - 1) dilation inputs of earlier calls. A tap in another document counts as 0."""
+    W, T = kernel_KJW.shape[-1], documents_BT.shape[1]
+    sources = jnp.pad(documents_BT, ((0, 0), ((W - 1) * dilation, 0)))
+    out = jnp.float32(0.0)
+    for w in range(W):
+        tap = slice(w * dilation, w * dilation + T)
+        same = (sources[:, tap] == documents_BT)[:, None, :, None]
+        out = out + jnp.where(same, inputs_BKTJ[:, :, tap], 0) * kernel_KJW[:, None, :, w]
+    return out
+
+
+def convolve_paths(inputs_BKTJ: jax.Array, kernel_KJW: jax.Array, tree: Tree, dilation: int = 1) -> jax.Array:
+    """Computes `convolve` along the paths of trees, from the inputs of the T tokens: a tap before the path counts as
+    0."""
+    inputs, W = inputs_BKTJ.astype(jnp.float32), kernel_KJW.shape[-1]  # gradients of all paths add up in float32
+    out = inputs * kernel_KJW[:, None, :, W - 1]
+    for back in range(1, W):
+        tap = jax.vmap(partial(entries_before, tree=tree, times=back * dilation), 1, 1)(inputs)
+        out = out + tap * kernel_KJW[:, None, :, W - 1 - back]
+    return out
