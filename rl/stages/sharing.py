@@ -25,14 +25,13 @@ def sharing_of(stage: ConfiguredStage, graph: Graph, options: StageOptions) -> S
     """Returns how the sequences of a stage share beginnings on this mesh; None: each is computed alone. options: of the
     stage, with another micro-batch in a plan. Raises ConfigError where `always` cannot be."""
     from policy.attention.flash_attention import LONGEST_TREES
-    from policy.layers import batch_split
+    from rl.training.batch_updates import row_multiple
     from rl.training.packing.trees import Sharing, has_state
 
     if (group := stage.group) is None or excluded(stage, graph) is not None:
         return None
     length, config, platform = stage.row_length, graph.config, graph.layout.platform
-    multiple = graph.layout.num_row_shards * (batch_split.PARTS if graph.runtime.batch_split else 1)
-    most = max(1, (options.micro_batch or stage.rows_per_update) // multiple) * length
+    most = max(1, (options.micro_batch or stage.rows_per_update) // row_multiple(graph)) * length
     if platform == "tpu":
         most = min(most, LONGEST_TREES)
     if platform == "cpu" and options.micro_batch is None:

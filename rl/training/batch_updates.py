@@ -35,6 +35,11 @@ from rl.training.updater import ParamState, updates_made
 CPU_TOKENS = 768
 
 
+def row_multiple(graph: Graph) -> int:
+    """Returns the number whose multiples are the rows of a program."""
+    return graph.layout.num_row_shards * (batch_split.PARTS if graph.runtime.batch_split else 1)
+
+
 def shard_rows(tree: Any, layout: Layout) -> Any:
     """Shards host arrays [N, ...] by rows over several processes. With one process it returns them unchanged."""
     if processes.count() == 1:
@@ -94,7 +99,7 @@ class BatchUpdates:
 
         Longer packed rows are fewer, so that a micro-batch has no more tokens, unless one packed row has.
         """
-        multiple = self.row_multiple
+        multiple = row_multiple(self.graph)
         micro = self.stage.micro_batch or self._micro_batch(N, T)
         if sharing is not None:
             N = sharing.most_rows(N)
@@ -104,11 +109,6 @@ class BatchUpdates:
             return row_counts(N, multiple), None
         R = -(-min(micro, N) // multiple) * multiple
         return [-(-N // R) * R], R
-
-    @property
-    def row_multiple(self) -> int:
-        """Returns the number whose multiples are the rows of a program."""
-        return self.graph.layout.num_row_shards * (batch_split.PARTS if self.graph.runtime.batch_split else 1)
 
     def _micro_batch(self, N: int, T: int) -> int | None:
         """Returns the default rows of a micro-batch; None: all.
