@@ -1,6 +1,6 @@
 """Measures updates whose prompts are computed once for a group, in turns with updates of sequences alone.
 
-Completions have equal lengths, but those of the first shape are drawn from 1 to their limit. `tokens` is the gain of
+Completions have equal lengths, but those of 24/32x8 are drawn from 1 to their limit. `tokens` is the gain of
 all that is computed token by token: the tokens of all sequences over those that are computed. `pairs` is that of
 attention: the pairs of tokens that see each other.
 
@@ -28,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     parser.add_argument("--model", choices=tuple(MODELS), default="25m")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="tokens of prompt/completion x prompts")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--alone", action="store_true", help="prompts that nothing shares: the cost of the tables")
+    parser.add_argument(
+        "--alone", action="store_true", help="prompts that nothing shares: the cost of looking for trees"
+    )
     options = parser.parse_args(argv)
 
     import policy

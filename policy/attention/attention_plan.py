@@ -99,5 +99,5 @@ class AttentionPlan:
         keys: TokenPositions,
         sinks: jax.Array | None,
     ) -> jax.Array:
-        """Computes attention of one device by the portable form."""
+        """Computes attention of one device by the dense form."""
         return attend(q, k, v, self.mask(queries, keys), self.chunk, self.bounds.softcap, sinks)

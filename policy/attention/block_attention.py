@@ -148,18 +148,21 @@ def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> Pairs:
         smallest = jnp.where(real, a, NEVER).reshape(B, n, spec.size).min(axis=2)
         return smallest, jnp.where(real, a, -1).reshape(B, n, spec.size).max(axis=2)
 
-    def before_queries(of_keys: jax.Array, of_queries: jax.Array) -> jax.Array:
+    def at_most(of_keys: jax.Array, of_queries: jax.Array) -> jax.Array:
         """Returns bool[B, n, n]: whether the entry of a block of keys is at most that of a block of queries."""
         return of_keys[:, None, :] <= of_queries[:, :, None]
 
+    def at_least(of_keys: jax.Array, of_queries: jax.Array) -> jax.Array:
+        return of_keys[:, None, :] >= of_queries[:, :, None]
+
     (first_node, last_node), (low, high), end = extremes(nodes), extremes(positions), extremes(last)[1]
-    meet = jnp.tril(jnp.ones((n, n), bool)) & before_queries(low, high)
-    meet &= before_queries(first_node, last_node) & ~before_queries(end, first_node - 1)
+    meet = jnp.tril(jnp.ones((n, n), bool)) & at_most(low, high)
+    meet &= at_most(first_node, last_node) & at_least(end, first_node)
     if bounds.window:
         meet &= low[:, :, None] - high[:, None, :] < bounds.window
     if bounds.chunk:
         low, high = low // bounds.chunk, high // bounds.chunk
-        meet &= before_queries(low, high) & ~before_queries(high, low - 1)
+        meet &= at_most(low, high) & at_least(high, low)
     rows, of_queries, of_keys = jnp.nonzero(meet, size=B * n * (n + 1) // 2, fill_value=0)
     return Pairs(rows, of_queries, of_keys, meet.sum())
 

@@ -1,4 +1,4 @@
-"""The portable form of attention, and the mask that says which keys a query sees.
+"""The dense form of attention, and the mask that says which keys a query sees.
 
 B rows, T queries, C visible keys, H query heads, K key-value heads, G = H / K, D head dimension.
 """

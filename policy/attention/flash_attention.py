@@ -71,7 +71,7 @@ def attend(
     """Computes softmax(q k^T) v, [B, H, T, V], with the scale already in q. Returns None where no kernel serves the
     call.
 
-    `bounds` and `sinks` are those of the portable form. The output and, on TPU, the logarithm of the sum of
+    `bounds` and `sinks` are those of the dense form. The output and, on TPU, the logarithm of the sum of
     each softmax have the name "context" for rematerialisation.
     """
     layout, plain = runtime.layout, bounds == AttentionBounds() and sinks_H is None

@@ -1,5 +1,5 @@
 """Attention kernels for NVIDIA GPUs: jax's own, written in Pallas and compiled by Triton, loaded where they are used.
-policy/attention/flash_attention.py and policy/attention/paged_attention.py choose them. The portable form is their
+policy/attention/flash_attention.py and policy/attention/paged_attention.py choose them. The dense form is their
 oracle.
 
 B rows, T tokens, H query heads, K key-value heads, G = H / K, D head dimension, N pages, P tokens of a page, M pages of

@@ -1,6 +1,6 @@
 """Attention of one new token per row over a paged cache, by kernels that read the pages in place.
 
-Where no kernel can compute a call, `decode` and `decode_latent` return None, and the caller uses the portable form over
+Where no kernel can compute a call, `decode` and `decode_latent` return None, and the caller uses the dense form over
 copied pages (policy/attention/dot_product_attention.py), which is the kernels' oracle.
 
 The platform is the platform of the program's devices. A program may be compiled on a machine without such devices.
@@ -96,7 +96,7 @@ def decode_latent(
     """Computes the same over "latent" entries: [B, H, 1, kv_lora_rank]. None: no kernel serves the call.
 
     A latent is the key of all heads, and its first `kv_lora_rank` numbers are the value. Calls with an indexer are left
-    to the portable form.
+    to the dense form.
     """
     rank = spec.kv_lora_rank
     if spec.indexer is not None or rank % pages.LANES or not _served(q_BHTL, cache, "latent", step, runtime):

@@ -1,7 +1,7 @@
 """A TPU kernel for attention of one new token per row over the window that it sees of a paged cache.
 
 policy/attention/paged_attention.py chooses it, for layers whose queries look back a limited number of tokens. The
-portable form, which copies the pages of the window first, is its oracle (policy/attention/dot_product_attention.py).
+dense form, which copies the pages of the window first, is its oracle (policy/attention/dot_product_attention.py).
 
 B rows, H query heads, K key-value heads, G = H / K, D head dimension, N pages, P tokens of a page, M pages of a row.
 """

@@ -99,22 +99,22 @@ def chunked_trees(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: 
     U, W = solution @ v, tuple((solution * a[..., None, :]) @ k[:, :, :, None] for a in entering)
     ends = paths.ends[:, :, None, None]
     # `remaining`: the decay of each value that the chunk writes; `passed`: that of the states that enter it. Each up to
-    # the last token, for the next running state, and up to the end of the last root, for the next kept state, which
-    # nothing of the kept state enters. The states are two arrays, not one with an axis more: XLA for CPUs (jax 0.10.2)
-    # makes of products with so many axes a transposition that ends the process.
+    # the last token, for the next running state, and up to the end of the last root, for the next kept state. A root
+    # begins anew, so nothing of the old kept state enters the next. The states are two arrays, not one with an axis
+    # more: XLA for CPUs (jax 0.10.2) makes of products with so many axes a transposition that ends the process.
     remaining = decay[..., -1, :, None], jnp.sum(ends[..., None] * decay, axis=-2)[..., None]
     passed = *(a[..., -1:, None] for a in entering), jnp.sum(ends * entering[0], axis=-1)[..., None, None]
-    none = 1.0 - jnp.sum(ends, axis=-1)[..., None, None]
+    no_end = 1.0 - jnp.sum(ends, axis=-1)[..., None, None]
 
     def chunk(states, xs):
-        (running, kept), (U, W, k, remaining, passed, none) = states, xs
+        (running, kept), (U, W, k, remaining, passed, no_end) = states, xs
         u = U - W[0] @ running - W[1] @ kept
         written = [jnp.einsum("bkcd,bkgcv->bkgdv", k, each * u) for each in remaining]
-        after = passed[0] * running + passed[1] * kept + written[0], passed[2] * running + none * kept + written[1]
+        after = passed[0] * running + passed[1] * kept + written[0], passed[2] * running + no_end * kept + written[1]
         return after, (states, u)
 
     empty = jnp.zeros((B, K, G, q.shape[-1], V), jnp.float32)
-    _, (states, u) = jax.lax.scan(chunk, (empty, empty), (U, W, k, remaining, passed, none))
+    _, (states, u) = jax.lax.scan(chunk, (empty, empty), (U, W, k, remaining, passed, no_end))
     out = (decay * _products(q, k)) @ u
     for a, state in zip(entering, states, strict=True):
         out = out + a[..., None] * jnp.einsum("nbkcd,nbkgdv->nbkgcv", q, state)

@@ -45,6 +45,7 @@ from rl.run.prepare import Prepared
 from rl.run.signals import StopSignal
 from rl.run.state import Run
 from rl.stages.context import Progress
+from rl.stages.sharing import sharing_of
 from rl.training.trainable import is_named, trained_paths
 from rl.training.updater import frozen_names
 from rollout import Generator, GeneratorOptions
@@ -68,6 +69,8 @@ def run(
     has_media = prepared.data.has_media
     with timeline.span("loading the model"):
         decoder = model(config, prepared, with_weights=saved is None, media=has_media)
+    for stage in prepared.stages:
+        sharing_of(stage, decoder.graph, stage.options)  # a refusal comes before the first stage
     events = Events(config, folder.path)
     try:
         yield Run(

@@ -31,19 +31,18 @@ class LargestGroup:
         """Returns the tokens of all sequences."""
         return self.sequences * (self.shared + self.own)
 
-    @property
-    def distinct(self) -> int:
-        """Returns the tokens that are computed if the beginning is computed once."""
-        return self.shared + self.sequences * self.own
-
     def packed_length(self, most: int) -> int:
-        """Returns the tokens of packed rows that hold the full group; if these are more than `most`, of rows that hold
-        equal parts of it, as few as possible and each with the beginning. One sequence may have more."""
+        """Returns the tokens of packed rows. A group of more than `most` tokens is cut into the fewest equal parts that
+        fit, each with the beginning; one sequence is never cut."""
         parts, sequences = 1, self.sequences
         while sequences > 1 and self.shared + sequences * self.own > most:
             parts += 1
             sequences = -(-self.sequences // parts)
         return self.shared + sequences * self.own
+
+    def parts(self, length: int) -> int:
+        """Returns how many packed rows of so many tokens hold the group."""
+        return -(-self.sequences // max(1, (length - self.shared) // self.own))
 
 
 class ConfiguredStage:

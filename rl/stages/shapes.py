@@ -24,19 +24,17 @@ def abstract_rows(stage: StageKind, updates: int) -> tuple[tuple[int, int], int]
     The number of packed rows is that of rows of full length, rounded up to a number of rows that is compiled
     (`Trainer.row_counts`).
     """
-    from rl.training.batch import padded_length
-
-    limit, sharing = stage.row_length, stage.trainer.sharing
+    T, sharing, multiple = stage.row_length, stage.trainer.sharing, stage.trainer.length_multiple
     N = (
         stage.options.prompts_per_step
         // updates
         * (stage.options.samples_per_prompt if stage.samples_completions else 1)
     )
-    T = padded_length(limit, limit)
     counts, R = stage.trainer.row_counts(N, T, sharing)
     full = full_rows(stage, sharing, N)
     rows = min(count for count in counts if count >= full)
-    return (rows, T if sharing is None else sharing.packed_length(T)), R or rows
+    length = T if sharing is None else sharing.packed_length(T)
+    return (rows, -(-length // multiple) * multiple), R or rows
 
 
 def update_program(

@@ -1,6 +1,6 @@
 """Whether the updates and passes of a stage compute equal beginnings of sequences once (`stages.N.shared_prefix`), and
-in rows of which length. The configuration, the model and the mesh alone decide, so all batches of a stage meet the same
-programs."""
+in rows of which length. The configuration, the model and the mesh alone decide, so all batches of a stage that share
+something meet the same programs. A batch of which nothing is shared has those of rows without trees."""
 
 from __future__ import annotations
 
@@ -71,8 +71,7 @@ def full_rows(stage: ConfiguredStage, sharing: Sharing | None, rows: int) -> int
     group = stage.group
     if sharing is None or group is None or stage.answers_share_prompts:
         return rows
-    together = (sharing.packed_length(stage.row_length) - group.shared) // group.own
-    return -(-rows // group.sequences) * -(-group.sequences // together)
+    return -(-rows // group.sequences) * group.parts(sharing.packed_length(stage.row_length))
 
 
 def describe(stage: ConfiguredStage, graph: Graph, sharing: Sharing | None) -> str | None:
@@ -82,9 +81,9 @@ def describe(stage: ConfiguredStage, graph: Graph, sharing: Sharing | None) -> s
         return None
     if sharing is None:
         return f"shared prefix: off: {excluded(stage, graph)}"
-    assumed = " (half of max_length)" if stage.answers_share_prompts else ""
+    length, assumed = sharing.packed_length(stage.row_length), " (half of max_length)" * stage.answers_share_prompts
+    computed = group.parts(length) * group.shared + group.sequences * group.own
     return (
         f"shared prefix: beginnings of {group.shared} tokens{assumed} before {group.own} of each of {group.sequences} "
-        f"sequences: {group.distinct} of {group.tokens} tokens, {group.tokens / group.distinct:.1f}x; rows of "
-        f"{sharing.packed_length(stage.row_length)}"
+        f"sequences: {computed} of {group.tokens} tokens, {group.tokens / computed:.1f}x; rows of {length}"
     )

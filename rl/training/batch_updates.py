@@ -84,7 +84,7 @@ class BatchUpdates:
 
         A batch in which no group has a beginning worth sharing is packed as sequences alone.
         """
-        (N, T), multiple = batch.segments.shape, sequence_shards.multiple(self._update_graph.runtime)
+        (N, T), multiple = batch.segments.shape, self.length_multiple
         if self.sharing is not None:
             counts, R = self.row_counts(N, T, self.sharing)
             packing = plan_trees(batch, counts, self.sharing, multiple)
@@ -93,6 +93,11 @@ class BatchUpdates:
         counts, R = self.row_counts(N, T)
         packing = plan_packing(batch.segments, counts, multiple)
         return packing, R or packing.shape[0]
+
+    @property
+    def length_multiple(self) -> int:
+        """Returns the number whose multiples are the lengths of packed rows."""
+        return sequence_shards.multiple(self._update_graph.runtime)
 
     def row_counts(self, N: int, T: int, sharing: Sharing | None = None) -> tuple[list[int], int | None]:
         """Returns (possible numbers of packed rows of N rows of T tokens, rows of a micro-batch; None: all).

@@ -81,9 +81,11 @@ class RewardModelTrainer(BatchUpdates):
         adaptive_coefs: dict[str, float] | None = None,
         media: UpdateMedia | None = None,
     ) -> tuple[RewardModelState, dict]:
-        """Makes one optimiser update of the reward model from `batch`, one pair per row. `adaptive_coefs` is
-        ignored. media:
-        the pictures and sounds of a batch with places, as the towers of the policy encode them."""
+        """Makes one optimiser update of the reward model from `batch`, one pair per row.
+
+        `adaptive_coefs` is ignored. media: the pictures and sounds of a batch with places, as the towers of the policy
+        encode them.
+        """
         packing, R = self.packing_of(batch)
         self.add_flops(self.model.flops, packing, passes=3)
         batch = shard_rows(packing.batch(batch), self.graph.layout)

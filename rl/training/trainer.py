@@ -61,7 +61,7 @@ class TokenOutputs:
     packing: Packing
 
     def on_host(self) -> dict[str, np.ndarray]:
-        """Waits for the update. Returns the arrays [N, T], one sequence per row, 0 on padding."""
+        """Waits for the update. Returns the arrays [N, T] in the rows of the batch, 0 on padding."""
         return {name: self.packing.unpack(processes.on_host(array)) for name, array in self.arrays.items()}
 
 
@@ -173,7 +173,7 @@ class Trainer(BatchUpdates):
     ) -> tuple[RunState, dict]:
         """Makes one optimiser update of the policy, and of the critic if there is one.
 
-        batch: the mini-batch, one sequence per row. critic_only: skips the policy. adaptive_coefs: values for
+        batch: the mini-batch on the host. critic_only: skips the policy. adaptive_coefs: values for
         `PolicyInputs`. on_tokens: gets the policy's outputs for each token. media: the pictures and sounds of a batch
         with places.
 

@@ -27,7 +27,7 @@ from policy.config import Runtime
 from policy.mesh.sharding import layout
 from policy.model import Graph
 
-# Sizes that nothing else has. The portable form takes queries in chunks.
+# Sizes that nothing else has. The dense form takes queries in chunks.
 ROWS, LENGTH, CHUNK, VOCAB = 4, 1536, 768, 40960
 SIZES = {
     "Llama": {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128},

@@ -28,7 +28,7 @@ ALWAYS = ("DeepseekV3",)
 
 
 def assert_same(name, ours, theirs):
-    """Every bit. XLA for CPUs with AVX-512 rounds latent attention differently in two programs: there the last bits."""
+    """Every bit; of latent attention up to rounding, which XLA for CPUs with AVX-512 does differently in two programs."""
     compare = np.testing.assert_array_equal
     if name.startswith("Deepseek"):
         compare = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The kernel over full sequences, interpreted, gives what the portable form gives, and its gradients."""
+"""The kernel over full sequences, interpreted, gives what the dense form gives, and its gradients."""
 
 from functools import partial
 
@@ -131,7 +131,7 @@ def test_calls_with_trees(monkeypatch):
 
 def test_calls_without_a_kernel(monkeypatch):
     """Float32, tokens with positions of their own, short calls, a mesh that cuts heads unevenly and pictures that see
-    themselves get the portable form.
+    themselves get the dense form.
     """
     monkeypatch.setattr(Layout, "platform", "tpu")
     tokens = jnp.zeros((2, 256), jnp.int32)

@@ -1,4 +1,4 @@
-"""Kernels for GPUs, interpreted, give what the portable form and numpy give; programs lowered for CUDA have them."""
+"""Kernels for GPUs, interpreted, give what the dense form and numpy give; programs lowered for CUDA have them."""
 
 import jax
 import jax.numpy as jnp

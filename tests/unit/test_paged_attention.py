@@ -1,4 +1,4 @@
-"""Kernels that attend over pages in place give what the portable form gives over copied pages. B rows, H heads, M pages
+"""Kernels that attend over pages in place give what the dense form gives over copied pages. B rows, H heads, M pages
 of a row, P tokens of a page."""
 
 import jax

@@ -58,7 +58,8 @@ def test_the_configuration_decides(stage, sharing):
     line = describe(made, made.trainer.graph, made.trainer.sharing)
     assert (line is None) == (made.group is None)
     if sharing is not None:
-        assert f"rows of {sharing.packed_length(made.row_length)}" in line
+        length = sharing.packed_length(made.row_length)
+        assert f"rows of {length}" in line and (length > 64 or made.answers_share_prompts or "1.0x" in line)
 
 
 @pytest.mark.parametrize(
@@ -133,19 +134,23 @@ def on(platform: str, dtype: str) -> SimpleNamespace:
     return SimpleNamespace(layout=layout, runtime=runtime, config=learners.dense().config)
 
 
+PARTS = Sharing(Fraction(2784 + 4 * 1312, 4096))
+
+
 @pytest.mark.parametrize(
     ("platform", "max_length", "auto", "always", "line"),
     [
-        (*("tpu", 4096), *(Sharing(Fraction(2784 + 4 * 1312, 4096)),) * 2, "8 sequences"),
-        (*("tpu", 16384), None, "tokens on a TPU, whose kernel takes 8192", "off: rows of 16384 tokens on a TPU"),
-        (*("gpu", 64), None, Sharing(Fraction(48 + 8 * 16, 64)), "off: bfloat16 on a GPU"),
+        # Two parts of four completions, each with the prompt.
+        ("tpu", 4096, PARTS, PARTS, f"{2 * 2784 + 8 * 1312} of {8 * 4096} tokens"),
+        ("tpu", 16384, None, "tokens on a TPU, whose kernel takes 8192", "off: rows of 16384 tokens on a TPU"),
+        ("gpu", 64, None, Sharing(Fraction(48 + 8 * 16, 64)), "off: bfloat16 on a GPU"),
     ],
 )
 def test_devices_whose_attention_excludes_it(platform, max_length, auto, always, line):
     for value, expected in (("auto", auto), ("always", always)):
         more = {"samples_per_prompt": 8, "shared_prefix": value}
         if platform == "tpu" and max_length == 4096:
-            more["sampling"] = {"max_new_tokens": 1312}  # two parts of four
+            more["sampling"] = {"max_new_tokens": 1312}
         [stage] = rl.stages.create(config(more, max_length=max_length))
         if isinstance(expected, str):
             with pytest.raises(ConfigError, match=expected):

@@ -40,8 +40,8 @@ PER_TOKEN_FIELDS = (
 
 @dataclass(frozen=True)
 class Packing:
-    """The map from N rows of T tokens to R packed rows of L tokens: as many or a few more, several times as many if
-    sequences share beginnings.
+    """The map from N rows of T tokens to R packed rows of L tokens. L is T or, with trees, `Sharing.packed_length(T)`,
+    rounded up to a multiple.
 
     unpacked_shape: (N, T). shape: (R, L). source, target: flat token indices; token `source[i]` of the rows is token
     `target[i]` of the packed rows. segments: int32[R, L], sequence of each token within its packed row, from 1.
@@ -82,7 +82,7 @@ class Packing:
         )
 
     def pack(self, array_NT: np.ndarray, fill: float = 0) -> np.ndarray:
-        """Packs [N, T, ...] into [R, T, ...], with `fill` on padding."""
+        """Packs [N, T, ...] into [R, L, ...], with `fill` on padding."""
         array = np.asarray(array_NT)
         trailing = array.shape[2:]
         out, (source, target) = np.full((*self.shape, *trailing), fill, array.dtype), self._written
@@ -98,7 +98,7 @@ class Packing:
         return out
 
     def pack_row_values(self, array_N: np.ndarray, fill: float = 0) -> np.ndarray:
-        """Packs one value per row: returns [R, T], at each token the value of its row in `array_N`."""
+        """Packs one value per row: returns [R, L], at each token the value of its row in `array_N`."""
         array = np.asarray(array_N)
         return self.pack(np.broadcast_to(array[:, None], self.unpacked_shape), fill)
 
@@ -113,20 +113,20 @@ class Packing:
         extra = None if batch.extra is None else {name: self.pack(array) for name, array in batch.extra.items()}
         routes = self.routes(batch)
         prompt = self.pack_row_values((numbers - np.count_nonzero(prompts < 0)).astype(np.int32), fill=-1)
-        places = {} if (own := self.places(batch)) is None else own._asdict()
-        own = {"segments": self.segments, "tree": self.tree, "prompt": prompt, "extra": extra, "routes": routes}
-        return Batch(**by_token, **places, **own)
+        places = {} if (media := self.places(batch)) is None else media._asdict()
+        others = {"segments": self.segments, "tree": self.tree, "prompt": prompt, "extra": extra, "routes": routes}
+        return Batch(**by_token, **places, **others)
 
     def inputs(self, batch: Batch) -> Batch:
         """Returns what a forward pass reads of the batch, in packed rows."""
-        places = {} if (own := self.places(batch)) is None else own._asdict()
+        places = {} if (media := self.places(batch)) is None else media._asdict()
         tokens, routes = self.pack(batch.tokens), self.routes(batch)
         return Batch(
             tokens=tokens, segments=self.segments, mask=None, prompt=None, routes=routes, tree=self.tree, **places
         )
 
     def routes(self, batch: Batch) -> dict[str, np.ndarray] | None:
-        """Packs the routes of the batch into [R, T, ...]. A shared token has the route that any sequence knows."""
+        """Packs the routes of the batch into [R, L, ...]. A shared token has the route that any sequence knows."""
         if batch.routes is None:
             return None
         packed = {path: self.pack(each, fill=UNKNOWN) for path, each in batch.routes.items()}
@@ -149,8 +149,8 @@ def plan_packing(segments_NT: np.ndarray, counts: Sequence[int], multiple: int =
     """Packs the rows of a batch, longest first, each into the packed row with the least free space that suffices.
 
     This is best fit decreasing, which needs at most 11/9 of the fewest rows (Johnson 1973). Rows of padding fill up to
-    the first sufficient number of `counts`. The sequences of a row (segments 1, 2, ...) stay together and in order: if
-    all rows hold k sequences, sequence j of a row is number j modulo k of its packed row. Packed rows end in padding up
+    the first sufficient number of `counts`. The sequences of a row (segments 1, 2, ...) stay together and in order:
+    their numbers in the packed row follow each other. Packed rows end in padding up
     to a multiple of `multiple` tokens.
     """
     segments = np.asarray(segments_NT)

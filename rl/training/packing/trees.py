@@ -33,8 +33,8 @@ LEAST_SAVED = 0.05
 class Sharing:
     """How the sequences of a stage share beginnings.
 
-    length_factor: tokens of a packed row over those of a row of the batch, at least 1. ahead: how many tokens before
-    sequences differ a node ends (the depth of prediction modules, which read so many tokens after a token). one_level:
+    length_factor: tokens of a packed row over those of a row of the batch, at least 1. ahead: a node ends this many
+    tokens before its sequences differ (the depth of prediction modules, which read so many tokens after a token). one_level:
     trees have no nodes between root and leaves, as recurrent layers need it. together: the sequences of a group stay in
     one packed row, in their order.
     """
@@ -76,9 +76,9 @@ class Node:
         """Returns the tokens of the node and of all that continue it."""
         return self.end - self.start + sum(child.size for child in self.children)
 
-    def of(self, kept: set[int]) -> Node:
+    def only(self, kept: set[int]) -> Node:
         """Returns the tree of some of the sequences."""
-        children = [child.of(kept) for child in self.children if kept.intersection(child.sequences)]
+        children = [child.only(kept) for child in self.children if kept.intersection(child.sequences)]
         return Node(self.start, self.end, [s for s in self.sequences if s in kept], children)
 
 
@@ -291,12 +291,12 @@ def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: 
             continue
         emptiest = max(range(len(room)), key=room.__getitem__, default=0)
         if room and (fitting := _fitting(trees[0], room[emptiest])):
-            rows.add(group, [trees[0].of(fitting)], emptiest)
+            rows.add(group, [trees[0].only(fitting)], emptiest)
         else:
             fitting = _fitting(trees[0], limit)
-            rows.add(group, [trees[0].of(fitting)], len(room))
+            rows.add(group, [trees[0].only(fitting)], len(room))
         if rest := set(trees[0].sequences) - fitting:
-            tree = trees[0].of(rest)
+            tree = trees[0].only(rest)
             place = next(
                 (i for i, each in enumerate(waiting) if sum(t.size for t in each[1]) < tree.size), len(waiting)
             )
@@ -312,7 +312,7 @@ def _fitting(tree: Node, room: int) -> set[int]:
             own[s] = node.end - node.start
     chosen: set[int] = set()
     for s in sorted(own, key=lambda s: (-own[s], s)):
-        if tree.of(chosen | {s}).size <= room:
+        if tree.only(chosen | {s}).size <= room:
             chosen.add(s)
     return chosen
 
