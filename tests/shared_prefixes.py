@@ -12,7 +12,9 @@ from rl.training.packing.trees import Sharing
 T = 20
 
 
-def groups(vocab: int, lengths=((5, (6, 9, 4, 7)), (3, (12, 1, 8)), (9, (2, 10, 5, 5)), (1, (4,))), seed=0) -> Batch:
+def groups(
+    vocab: int, lengths=((5, (6, 9, 4, 7)), (3, (12, 1, 8)), (9, (2, 10, 5, 5)), (1, (4,))), seed=0, T=T
+) -> Batch:
     """Groups of completions of uneven lengths: (tokens of the prompt, of each completion)."""
     rng, rows = np.random.default_rng(seed), []
     for number, (prompt, completions) in enumerate(lengths):

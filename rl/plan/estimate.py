@@ -177,12 +177,12 @@ class Estimator:
     def _cost(self, planned: Planned, weights: Weights, remat: str) -> Cost:
         graph, kind, item = weights.graph, planned.kind, weights.bytes
         mesh, config, chip = graph.layout.mesh, graph.config, self._chip
-        rows, length = (*planned.shape, 1)[:2]
+        length = (*planned.shape, 1)[1]
         update = kind.startswith("update")
         if kind == "decode a token":
             length, numbers = 1, planned.shape[0]
         else:
-            numbers = rows // planned.trip_count * length
+            numbers = planned.rows_at_once * length
         tokens = numbers / min(weights.parts, max(1, numbers))
         layers, E = len(config.layers), config.hidden_size
         if kind == "quantised copy":
@@ -238,8 +238,7 @@ def teacher_work(planned: Planned) -> list[float] | None:
     """Returns [operations, bytes of HBM traffic] per device of the passes of a teacher in one run of an update."""
     if planned.teacher is None:
         return None
-    rows, length = planned.shape
-    each = Weights(planned.teacher).forward(rows // planned.trip_count, length)
+    each = Weights(planned.teacher).forward(planned.rows_at_once, planned.shape[1])
     return [planned.trip_count * number for number in each]
 
 

@@ -48,9 +48,10 @@ class Planned:
 
     shape: shape of its input arrays. resident: bytes per device that the run always keeps. non_argument: resident bytes
     that are not arguments of the program. times: runs per step. trip_count: iterations of the outermost loop, whose
-    length the device computes (micro-batches that hold tokens). dispatch: most steps of one run of a multi-step decode;
-    `times` and counts are per step. kernels and occupancy: as in rl/plan/hlo.py. graph: the model that it computes.
-    teacher: a further model, whose forward pass it contains. shared: what its sequences share, as a line.
+    length the device computes (micro-batches that hold tokens), each with `micro_rows` rows; None: all. dispatch: most
+    steps of one run of a multi-step decode; `times` and counts are per step. kernels and occupancy: as in
+    rl/plan/hlo.py. graph: the model that it computes. teacher: a further model, whose forward pass it contains. shared:
+    what its sequences share, as a line.
     """
 
     stage: str
@@ -61,12 +62,18 @@ class Planned:
     non_argument: int
     times: float
     trip_count: int = 1
+    micro_rows: int | None = None
     dispatch: int = 1
     kernels: Mapping[str, int] = field(default_factory=dict)
     occupancy: float = 1.0
     graph: Graph | None = None
     teacher: Graph | None = None
     shared: str | None = None
+
+    @property
+    def rows_at_once(self) -> int:
+        """Returns the rows of one iteration."""
+        return self.micro_rows or self.shape[0]
 
     @property
     def name(self) -> str:
@@ -114,10 +121,9 @@ def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
         if sampling:
             resident += sampling.rolling if each.rollout_memory else sampling.bytes
         other = resident - on_a_device(each.resident)
+        loop = {"trip_count": each.trip_count, "micro_rows": each.micro_rows}
         models = {"graph": each.graph, "teacher": each.teacher, "shared": each.shared}
-        made = Planned(
-            own.name, each.kind, each.shape, each.lower, resident, other, each.times, each.trip_count, **models
-        )
+        made = Planned(own.name, each.kind, each.shape, each.lower, resident, other, each.times, **loop, **models)
         yield replace(made, occupancy=_occupancy(each.graph, made))
 
 
@@ -155,8 +161,7 @@ def _occupancy(graph: Graph, planned: Planned) -> float:
     if moe is None or len(planned.shape) < 2:
         return 1.0
     length = 1 if planned.kind == GENERATOR["decode"] else planned.shape[1]
-    rows = planned.shape[0] // planned.trip_count
-    return ExpertShards(moe, graph.runtime, (rows, length, graph.config.hidden_size)).expected.filled
+    return ExpertShards(moe, graph.runtime, (planned.rows_at_once, length, graph.config.hidden_size)).expected.filled
 
 
 @dataclass

@@ -148,8 +148,8 @@ def run_model_passes(stage: StageKind, data: StepData) -> None:
 
 def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Program]:
     """Yields the programs that the providers call, over all sequences of a step."""
-    (rows, T), R = abstract_rows(stage, 1)
-    micro, passes, trainer = with_structure(stage, abstract_batch((R, T), routes)), rows // R, stage.trainer
+    (_, T), R, passes = abstract_rows(stage, 1)
+    micro, trainer = with_structure(stage, abstract_batch((R, T), routes)), stage.trainer
     called = [each.executable for each in active_providers(stage)]
     in_every_step = [each.executable for each in active_providers(stage) if not each.in_some_steps]
 

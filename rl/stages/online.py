@@ -95,7 +95,7 @@ class Stage(StageKind):
         state, updates = self.abstract(), self.options.updates_per_step
         routes = routes if self.options.router_replay else None
         names = ("sampler_logp", "advantages", *inputs.fields(self))
-        batch = self._with_old_logp(abstract_batch(abstract_rows(self, updates)[0], routes, *names))
+        batch = self._with_old_logp(abstract_batch(abstract_rows(self, updates).shape, routes, *names))
         policy, critic, trainer = state.policy, state.critic, self.trainer
         value_head = critic if trainer.companion == "critic" else None
         if critic is not None and (value_head is None or self.algorithm.critic_warmup):

@@ -56,7 +56,7 @@ class Stage(StageKind):
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
         state, updates = self.abstract(), self.options.updates_per_step
-        batch = abstract_batch(abstract_rows(self, updates)[0], None, "margin")
+        batch = abstract_batch(abstract_rows(self, updates).shape, None, "margin")
         learner = state.reward_model
         yield update_program(self, "update of the reward model", batch, learner, ({}, None), (learner, {}), updates)
 

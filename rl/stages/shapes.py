@@ -7,7 +7,7 @@ A row of a batch is one sequence, or the two answers of a pair, until the traine
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,12 +18,20 @@ if TYPE_CHECKING:
     from rl.training.batch import Batch
 
 
-def abstract_rows(stage: StageKind, updates: int) -> tuple[tuple[int, int], int]:
-    """Returns ((packed rows, tokens per row), rows of a micro-batch) of one of the `updates` equal parts of a step.
+class PackedRows(NamedTuple):
+    """The packed rows of one update, with sequences of full length.
 
-    The number of packed rows is that of rows of full length, rounded up to a number of rows that is compiled
-    (`Trainer.row_counts`).
+    shape: (rows, tokens of a row) of the program that runs, which may have room for more. micro_rows: rows of a
+    micro-batch. trip_count: micro-batches that hold a token; others are skipped.
     """
+
+    shape: tuple[int, int]
+    micro_rows: int
+    trip_count: int
+
+
+def abstract_rows(stage: StageKind, updates: int) -> PackedRows:
+    """Returns the packed rows of one of the `updates` equal parts of a step."""
     T, sharing, multiple = stage.row_length, stage.trainer.sharing, stage.trainer.length_multiple
     N = (
         stage.options.prompts_per_step
@@ -34,7 +42,8 @@ def abstract_rows(stage: StageKind, updates: int) -> tuple[tuple[int, int], int]
     full = full_rows(stage, sharing, N)
     rows = min(count for count in counts if count >= full)
     length = T if sharing is None else sharing.packed_length(T)
-    return (rows, -(-length // multiple) * multiple), R or rows
+    R = R or rows
+    return PackedRows((rows, -(-length // multiple) * multiple), R, -(-full // R))
 
 
 def update_program(
@@ -49,18 +58,18 @@ def update_program(
 
     trainer, table, batch = stage.trainer, stage.media_params, with_structure(stage, batch)
     frozen, *companions = rest
-    rows, T = batch.tokens.shape
-    R = abstract_rows(stage, stage.options.updates_per_step)[1]
+    rows = abstract_rows(stage, stage.options.updates_per_step)
     coefs = {name: jax.ShapeDtypeStruct((), np.float32) for name in stage.algorithm.adaptive_coefs}
     loss_inputs = jax.eval_shape(trainer.loss_inputs, batch, coefs or None)
 
     def lower():
         arguments = learner, batch, loss_inputs, frozen | table, *companions
-        return trainer.executables[kind].lower(*arguments, micro_rows=R)
+        return trainer.executables[kind].lower(*arguments, micro_rows=rows.micro_rows)
 
     teacher = None if kind != "update" or trainer.teacher is None else trainer.teacher.model
-    more = {"trip_count": rows // R, "teacher": teacher, "shared": describe(stage, trainer.graph, trainer.sharing)}
-    return Program(kind, (rows, T), lower, trainer.graph, (resident, table), times, **more)
+    loop = {"trip_count": rows.trip_count, "micro_rows": rows.micro_rows}
+    more = {"teacher": teacher, "shared": describe(stage, trainer.graph, trainer.sharing)}
+    return Program(kind, batch.tokens.shape, lower, trainer.graph, (resident, table), times, **loop, **more)
 
 
 def policy_update(stage: StageKind, batch: Batch, state: Any, times: float) -> Program:

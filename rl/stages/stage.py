@@ -55,9 +55,10 @@ class Program:
     kind: its name in `executables`. shape: (rows, tokens of a row) of its token arrays. lower: traces and lowers it.
     graph: the model that it runs. resident: its arguments, as shapes, that are on the devices during all of the run,
     such as weights and moments; the plan counts them once for all programs. times: calls per step. trip_count:
-    iterations of its loop over micro-batches. The program computes this number, so the compiler does not know it.
-    rollout_memory: whether the generator's resharded weights (`Context.resharded`) are on the devices while it runs.
-    teacher: the model whose forward pass it contains. shared: what its sequences share, as a line of a plan.
+    iterations of its loop over micro-batches, of `micro_rows` rows (None: one iteration of all rows). The program
+    computes this number, so the compiler does not know it. rollout_memory: whether the generator's resharded weights
+    (`Context.resharded`) are on the devices while it runs. teacher: the model whose forward pass it contains. shared:
+    what its sequences share, as a line of a plan.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class Program:
     resident: Any
     times: float
     trip_count: int = 1
+    micro_rows: int | None = None
     rollout_memory: bool = False
     teacher: Graph | None = None
     shared: str | None = None

@@ -74,7 +74,7 @@ class Stage(StageKind):
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
         state, updates = self.abstract(), self.options.updates_per_step
-        batch = self.abstract_batch(abstract_rows(self, updates)[0])
+        batch = self.abstract_batch(abstract_rows(self, updates).shape)
         yield policy_update(self, batch, state, updates)
         yield from inputs.programs(self, state, None)
 

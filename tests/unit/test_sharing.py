@@ -13,6 +13,7 @@ import rl.stages
 from rl.commands import cli
 from rl.config.run import RunConfig
 from rl.errors import ConfigError
+from rl.stages.shapes import abstract_rows
 from rl.stages.sharing import describe, sharing_of
 from rl.training.packing.trees import Sharing
 
@@ -123,6 +124,16 @@ def test_a_batch_of_which_nothing_is_shared_is_packed_as_without_trees():
     assert packing.tree is None and rows == expected_rows
     np.testing.assert_array_equal(packing.segments, expected.segments)
     assert packing.metrics(rows, shared=True)["perf/shared_prefix"] == 1
+
+
+def test_a_plan_counts_the_micro_batches_that_a_run_makes():
+    """Eight groups of eight, each in two rows of four completions; the program has room for a row each."""
+    made = bound({"micro_batch": 2})
+    rows = abstract_rows(made, 1)
+    assert rows == ((64, 48 + 4 * 16), 1, 16)
+    data = shared_prefixes.groups(learners.VOCAB, lengths=((48, (16,) * 8),) * 8, T=64)
+    packing, R = made.trainer.packing_of(data)
+    assert (packing.shape, R, packing.filled_rows) == rows
 
 
 def on(platform: str, dtype: str) -> SimpleNamespace:
