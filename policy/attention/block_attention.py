@@ -138,7 +138,7 @@ def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> Pairs:
     - the last node below that of a key is no earlier than the node of a query;
     - the smallest and largest positions leave keys inside of window and chunk.
     """
-    positions, nodes, last = *queries, *(keys[2:] or keys[1:])
+    positions, nodes, last = *queries, *(keys[2:] or keys[1:])  # in rows of segments each is its own last
     (B, T), bounds = nodes.shape, spec.bounds
     n = T // spec.size
 
@@ -168,7 +168,7 @@ def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> Pairs:
 
 
 def _take(a: jax.Array, row: jax.Array, block: jax.Array, size: int, axis: int) -> jax.Array:
-    """Returns one block of one row of `a`, with one row: the places of rows are at `axis`."""
+    """Returns block `block` of row `row`, with a leading axis of 1; the places of a row are at `axis`."""
     starts = [row if i == 0 else block * size if i == axis else 0 for i in range(a.ndim)]
     return jax.lax.dynamic_slice(a, starts, [1 if i == 0 else size if i == axis else d for i, d in enumerate(a.shape)])
 

@@ -68,7 +68,7 @@ def predictions(
 ) -> Aux:
     """Adds to `aux` the Predictions of all modules, at logits / temperature, and the LayerAux of their layers.
 
-    hidden: the decoder's states after its norm. The agreement costs one more product with the head for the decoder and
+    hidden: the decoder's states after its norm. `Predictions.agrees` costs one more product with the head for the decoder and
     for each module, without a gradient. An entry is padding where the token d places on does not continue the sequence.
     In a tree the tokens up to `depth` places on have to be the same on all paths, so beginnings that sequences share end
     `depth` tokens before they differ. Routers of the modules choose their experts themselves: `step.routes` is for the
@@ -86,7 +86,7 @@ def predictions(
     def module(d, states):
         goes_on = _goes_on(step, d)
         shifted = replace(step, tokens=_ahead(tokens_BT, d), segments=jnp.where(goes_on, step.segments, 0), routes=None)
-        if step.tree is not None:
+        if step.tree is not None:  # a node of which `last` is 0 is seen by no query
             shifted = replace(shifted, tree=replace(step.tree, last=jnp.where(goes_on, step.tree.last, 0)))
         states, normed, _, layer = predict(decoder, d, states, shifted, None, runtime)
         return states, normed, layer

@@ -100,8 +100,8 @@ def chunked_trees(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: 
     ends = paths.ends[:, :, None, None]
     # `remaining`: the decay of each value that the chunk writes; `passed`: that of the states that enter it. Each up to
     # the last token, for the next running state, and up to the end of the last root, for the next kept state. A root
-    # begins anew, so nothing of the old kept state enters the next. The states are two arrays, not one with an axis
-    # more: XLA for CPUs (jax 0.10.2) makes of products with so many axes a transposition that ends the process.
+    # begins anew, so nothing of the old kept state enters the next. The states are two arrays: XLA for CPUs (jax
+    # 0.10.2) crashes in a transposition if they are one with an axis more.
     remaining = decay[..., -1, :, None], jnp.sum(ends[..., None] * decay, axis=-2)[..., None]
     passed = *(a[..., -1:, None] for a in entering), jnp.sum(ends * entering[0], axis=-1)[..., None, None]
     no_end = 1.0 - jnp.sum(ends, axis=-1)[..., None, None]

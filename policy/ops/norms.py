@@ -34,8 +34,7 @@ class RMSNorm(nnx.Module):
 @jax.custom_vjp
 def _scaled(y: jax.Array, weight_D: jax.Array) -> jax.Array:
     """Returns y * weight. The gradient of the weight is one sum over all other dimensions. Automatic differentiation
-    does not sum over those of size 1, and XLA on CPU is several times slower at the sum that remains
-    (docs/decisions.md)."""
+    leaves those of size 1 out of the sum, which XLA on CPU then computes several times slower (docs/decisions.md)."""
     return y * weight_D
 
 

@@ -69,8 +69,6 @@ def run(
     has_media = prepared.data.has_media
     with timeline.span("loading the model"):
         decoder = model(config, prepared, with_weights=saved is None, media=has_media)
-    for stage in prepared.stages:
-        sharing_of(stage, decoder.graph, stage.options)  # a refusal comes before the first stage
     events = Events(config, folder.path)
     try:
         yield Run(
@@ -117,7 +115,7 @@ def check_freeze(graph: Graph, stages: Sequence[StageOptions]) -> Graph:
     train. Names of weights of towers go with a model that was built without towers, for rows of text."""
     has_towers = any(map(is_tower, graph.paths))
     for number, stage in enumerate(stages):
-        where = f"stages[{number}].freeze"
+        where = f"stages.{number}.freeze"
         for name in stage.freeze or ():
             absent = is_tower(name) and not has_towers
             if not absent and not any(is_named(path, name) for path in graph.paths):
@@ -141,6 +139,8 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool, media: b
         _check_runtime(options, decoder, mesh)
         graph = check_cut(Graph(decoder, options.runtime, mesh), config.mesh.sharding_tolerance)
         check_freeze(graph, config.stages)
+        for stage in prepared.stages:
+            sharing_of(stage, graph)  # refuses `always` before weights are read
         if media:
             _check_media(config, graph, prepared)
         if not with_weights:

@@ -34,11 +34,7 @@ class LargestGroup:
     def packed_length(self, most: int) -> int:
         """Returns the tokens of packed rows. A group of more than `most` tokens is cut into the fewest equal parts that
         fit, each with the beginning; one sequence is never cut."""
-        parts, sequences = 1, self.sequences
-        while sequences > 1 and self.shared + sequences * self.own > most:
-            parts += 1
-            sequences = -(-self.sequences // parts)
-        return self.shared + sequences * self.own
+        return self.shared + -(-self.sequences // self.parts(most)) * self.own
 
     def parts(self, length: int) -> int:
         """Returns how many packed rows of so many tokens hold the group."""
@@ -132,11 +128,16 @@ class ConfiguredStage:
                 f"stages.{self.index}.dropout",
                 "sequences of a group would have one dropout mask, which changes the loss",
             )
-        for key in ("capacity_factor", "ragged_buffer_factor"):
-            if getattr(options.router, key) is not None:
-                name = f"stages.{self.index}.router.{key}"
-                return name, "which tokens are dropped depends on those that share their row"
+        if self._capacities:
+            name = f"stages.{self.index}.router.{self._capacities[0]}"
+            return name, "which tokens are dropped depends on those that share their row"
         return None
+
+    @property
+    def _capacities(self) -> list[str]:
+        """Returns the options in use that let updates drop tokens."""
+        router = self.options.router
+        return [key for key in ("capacity_factor", "ragged_buffer_factor") if getattr(router, key) is not None]
 
     def check(self) -> ConfigProblems:
         """Yields the problems of the stage in this configuration. It is quick and does not import jax."""
@@ -193,11 +194,10 @@ class ConfiguredStage:
 
     def _check_no_capacity(self) -> ConfigProblems:
         """Yields an error for each option that lets updates drop tokens which the compared model keeps."""
-        for key in ("capacity_factor", "ragged_buffer_factor"):
-            if getattr(self.options.router, key) is not None:
-                yield (
-                    (*self.path, "router", key),
-                    f"{self.options.algorithm.name} compares the policy with a model that drops nothing (the "
-                    f"generator's, or the reference), but with {key} it would give tokens other probabilities. Leave "
-                    f"{key} out, or use it in sft stages only",
-                )
+        for key in self._capacities:
+            yield (
+                (*self.path, "router", key),
+                f"{self.options.algorithm.name} compares the policy with a model that drops nothing (the "
+                f"generator's, or the reference), but with {key} it would give tokens other probabilities. Leave "
+                f"{key} out, or use it in sft stages only",
+            )

@@ -89,7 +89,7 @@ class Stage(StageKind):
         how["teacher"] = bound_teacher(self.config, self.teacher, self.algorithm, graph.layout)
         state = inputs.state_of(self.inputs)
         self.trainer = Trainer(graph, self.options, self.algorithm, self.config.seed, state=state, **how)
-        self.trainer.sharing = sharing_of(self, graph, self.options)
+        self.trainer.sharing = sharing_of(self, graph)
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
         state, updates = self.abstract(), self.options.updates_per_step

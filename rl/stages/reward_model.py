@@ -49,7 +49,7 @@ class Stage(StageKind):
         from rl.training.reward_model import RewardModelTrainer
 
         self.trainer = RewardModelTrainer(graph, self.options, self.algorithm, self.config.seed)
-        self.trainer.sharing = sharing_of(self, graph, self.options)
+        self.trainer.sharing = sharing_of(self, graph)
 
     def learner(self, state: RewardModelState) -> Any:
         return state.reward_model

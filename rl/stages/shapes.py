@@ -33,11 +33,7 @@ class PackedRows(NamedTuple):
 def abstract_rows(stage: StageKind, updates: int) -> PackedRows:
     """Returns the packed rows of one of the `updates` equal parts of a step."""
     T, sharing, multiple = stage.row_length, stage.trainer.sharing, stage.trainer.length_multiple
-    N = (
-        stage.options.prompts_per_step
-        // updates
-        * (stage.options.samples_per_prompt if stage.samples_completions else 1)
-    )
+    N = stage.rows_per_update * stage.options.updates_per_step // updates
     counts, R = stage.trainer.row_counts(N, T, sharing)
     full = full_rows(stage, sharing, N)
     rows = min(count for count in counts if count >= full)
@@ -49,7 +45,7 @@ def abstract_rows(stage: StageKind, updates: int) -> PackedRows:
 def update_program(
     stage: StageKind, kind: str, batch: Batch, learner: Any, rest: tuple, resident: Any, times: float
 ) -> Program:
-    """Returns the Program of an update, which takes (learner, batch, totals, *rest).
+    """Returns the Program of an update, which takes (learner, batch, PolicyInputs, *rest).
 
     learner: the ParamState that is trained. batch: the batch of one update, from `abstract_batch`. rest: (extra_params,
     companion), as OptimizerStep takes them. resident, times: as in Program.

@@ -1,6 +1,6 @@
 """Whether the updates and passes of a stage compute equal beginnings of sequences once (`stages.N.shared_prefix`), and
 in rows of which length. The configuration, the model and the mesh alone decide, so all batches of a stage that share
-something meet the same programs. A batch of which nothing is shared has those of rows without trees."""
+something meet the same programs. A batch that shares nothing uses those of rows without trees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rl.stages.configured import ConfiguredStage
 
 if TYPE_CHECKING:
     from policy.model import Graph
-    from rl.config.stage import StageOptions
     from rl.training.packing.trees import Sharing
 
 
@@ -21,18 +20,18 @@ LONGEST_ON_CPU = 3072
 and their memory is allocated anew in each update."""
 
 
-def sharing_of(stage: ConfiguredStage, graph: Graph, options: StageOptions) -> Sharing | None:
-    """Returns how the sequences of a stage share beginnings on this mesh; None: each is computed alone. options: of the
-    stage, with another micro-batch in a plan. Raises ConfigError where `always` cannot be."""
+def sharing_of(stage: ConfiguredStage, graph: Graph) -> Sharing | None:
+    """Returns how the sequences of a stage share beginnings on this mesh; None: each is computed alone. Raises ConfigError
+    where `always` cannot be."""
     from policy.attention.flash_attention import LONGEST_TREES
     from rl.training.batch_updates import row_multiple
     from rl.training.packing.trees import Sharing, has_state
 
     if (group := stage.group) is None or excluded(stage, graph) is not None:
         return None
-    length, config, platform = stage.row_length, graph.config, graph.layout.platform
+    options, length, config, platform = stage.options, stage.row_length, graph.config, graph.layout.platform
     most = max(1, (options.micro_batch or stage.rows_per_update) // row_multiple(graph)) * length
-    if platform == "tpu":
+    if _by_kernel(graph):
         most = min(most, LONGEST_TREES)
     if platform == "cpu" and options.micro_batch is None:
         most = min(most, LONGEST_ON_CPU)
@@ -55,15 +54,20 @@ def excluded(stage: ConfiguredStage, graph: Graph) -> str | None:
         return f"stages.{stage.index}.shared_prefix: never"
     if stage.unshared is not None:
         return stage.unshared[0]
-    if shared_prefix == "auto" and platform == "gpu" and str(graph.runtime.dtype) != "float32":
-        return f"{graph.runtime.dtype} on a GPU, whose kernel for attention reads no trees"
-    if platform == "tpu" and length > LONGEST_TREES:
+    if shared_prefix == "auto" and platform == "gpu" and graph.runtime.dtype == "bfloat16":
+        return "bfloat16 on a GPU, whose kernel for attention reads no trees"
+    if _by_kernel(graph) and length > LONGEST_TREES:
         limit = f"rows of {length} tokens on a TPU, whose kernel takes {LONGEST_TREES}"
         if shared_prefix == "always":
             key = f"stages.{stage.index}.shared_prefix"
             raise ConfigError(f"{key}: always does not go with {limit}; use auto, or a shorter max_length")
         return f"{limit} (max_length)"
     return None
+
+
+def _by_kernel(graph: Graph) -> bool:
+    """Whether the kernel of a TPU, which takes no float32, computes the attention of trees."""
+    return graph.layout.platform == "tpu" and graph.runtime.dtype == "bfloat16"
 
 
 def full_rows(stage: ConfiguredStage, sharing: Sharing | None, rows: int) -> int:

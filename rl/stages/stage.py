@@ -156,7 +156,7 @@ class StageKind(ConfiguredStage, ABC):
         """Returns a copy of the stage with another micro-batch size, for a plan. Both share their programs."""
         other, other.trainer = copy.copy(self), copy.copy(self.trainer)
         other.options = other.trainer.stage = options
-        other.trainer.sharing = sharing_of(other, other.trainer.graph, options)
+        other.trainer.sharing = sharing_of(other, other.trainer.graph)
         return other
 
     # Run.

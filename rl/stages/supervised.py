@@ -70,7 +70,7 @@ class Stage(StageKind):
         state = inputs.state_of(self.inputs)
         teacher = bound_teacher(self.config, self.teacher, self.algorithm, graph.layout)
         self.trainer = Trainer(graph, self.options, self.algorithm, self.config.seed, state=state, teacher=teacher)
-        self.trainer.sharing = sharing_of(self, graph, self.options)
+        self.trainer.sharing = sharing_of(self, graph)
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
         state, updates = self.abstract(), self.options.updates_per_step

@@ -112,8 +112,8 @@ class Batch:
 def padded_length(longest: int, limit: int) -> int:
     """Returns the row length for a longest row of `longest` tokens, so that at most 8 shapes compile.
 
-    It is a multiple of limit / n, where n is the largest number up to 8 for which limit / n is at least 64. Short
-    sequences are packed into long rows, so length costs attention only.
+    It is a multiple of limit / n, where n is the largest number up to 8 for which limit / n is at least 64. A long
+    row is filled with several sequences, so its length costs little but attention.
     """
     unit = -(-limit // max(1, min(8, limit // 64)))
     return min(limit, -(-longest // unit) * unit)

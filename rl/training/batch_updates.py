@@ -36,7 +36,7 @@ CPU_TOKENS = 768
 
 
 def row_multiple(graph: Graph) -> int:
-    """Returns the number whose multiples are the rows of a program."""
+    """Returns the number of which the rows of every program are a multiple."""
     return graph.layout.num_row_shards * (batch_split.PARTS if graph.runtime.batch_split else 1)
 
 
@@ -96,7 +96,7 @@ class BatchUpdates:
 
     @property
     def length_multiple(self) -> int:
-        """Returns the number whose multiples are the lengths of packed rows."""
+        """Returns the number of which the lengths of packed rows are a multiple."""
         return sequence_shards.multiple(self._update_graph.runtime)
 
     def row_counts(self, N: int, T: int, sharing: Sharing | None = None) -> tuple[list[int], int | None]:

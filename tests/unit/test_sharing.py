@@ -165,8 +165,8 @@ def test_devices_whose_attention_excludes_it(platform, max_length, auto, always,
         [stage] = rl.stages.create(config(more, max_length=max_length))
         if isinstance(expected, str):
             with pytest.raises(ConfigError, match=expected):
-                sharing_of(stage, on(platform, "bfloat16"), stage.options)
+                sharing_of(stage, on(platform, "bfloat16"))
         else:
-            assert sharing_of(stage, on(platform, "bfloat16"), stage.options) == expected
+            assert sharing_of(stage, on(platform, "bfloat16")) == expected
             if value == "auto":
                 assert line in describe(stage, on(platform, "bfloat16"), expected)

@@ -44,7 +44,8 @@ class Packing:
     rounded up to a multiple.
 
     unpacked_shape: (N, T). shape: (R, L). source, target: flat token indices; token `source[i]` of the rows is token
-    `target[i]` of the packed rows. segments: int32[R, L], sequence of each token within its packed row, from 1.
+    `target[i]` of the packed rows. segments: int32[R, L], sequence of each token within its packed row, from 1;
+    0 on padding and on shared tokens that nothing is trained on.
     filled_rows: packed rows that hold tokens; empty rows come last. runs: (ends, starts), where in its sequence
     each run of tokens that is computed ends and starts. A sequence alone is one run from 0.
 
@@ -111,11 +112,8 @@ class Packing:
                 batch.advantages
             )
         extra = None if batch.extra is None else {name: self.pack(array) for name, array in batch.extra.items()}
-        routes = self.routes(batch)
         prompt = self.pack_row_values((numbers - np.count_nonzero(prompts < 0)).astype(np.int32), fill=-1)
-        places = {} if (media := self.places(batch)) is None else media._asdict()
-        others = {"segments": self.segments, "tree": self.tree, "prompt": prompt, "extra": extra, "routes": routes}
-        return Batch(**by_token, **places, **others)
+        return self.inputs(batch).replace(**by_token, prompt=prompt, extra=extra)
 
     def inputs(self, batch: Batch) -> Batch:
         """Returns what a forward pass reads of the batch, in packed rows."""

@@ -33,8 +33,8 @@ LEAST_SAVED = 0.05
 class Sharing:
     """How the sequences of a stage share beginnings.
 
-    length_factor: tokens of a packed row over those of a row of the batch, at least 1. ahead: a node ends this many
-    tokens before its sequences differ (the depth of prediction modules, which read so many tokens after a token). one_level:
+    length_factor: tokens of a packed row over those of a row of the batch, at least 1. ahead: shared
+    nodes end this many tokens early, the depth of prediction modules, since module d also reads the token d places on. one_level:
     trees have no nodes between root and leaves, as recurrent layers need it. together: the sequences of a group stay in
     one packed row, in their order.
     """
@@ -135,7 +135,7 @@ class Group:
         end = self._outside_blocks(sequences[0], start, differ - sharing.ahead)
         parts = self._parts(sequences, differ)
         node = Node(start, end, sequences) if end > start else None
-        if len(parts) == 1:  # equal here too, but two were trained on before: each goes on alone
+        if len(parts) == 1:  # equal here, but a second begins to be trained on
             parts = [[s] for s in sequences]
         below = [
             tree for part in parts for tree in self._from(part, max(start, end), sharing, level + (node is not None))
@@ -197,9 +197,15 @@ def _flat(same_STx: np.ndarray) -> np.ndarray:
 
 @dataclass
 class _Rows:
-    """Packed rows while trees are put in, and the arrays of a Packing."""
+    """Packed rows while trees are put in, and the arrays of a Packing.
+
+    length: tokens of a row, of which trees fill at most `limit`. arrays: of each packed token its row, place and
+    segment, and the fields of a Tree; of each token of a sequence `source`, `target` and `writes`; of each node `start`
+    and `end`.
+    """
 
     length: int
+    limit: int
     arrays: dict[str, list[np.ndarray]] = field(default_factory=dict)
     free: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
@@ -208,7 +214,7 @@ class _Rows:
     def add(self, group: Group, trees: Sequence[Node], r: int) -> None:
         """Places trees in packed row r."""
         if r == len(self.free):
-            for each, first in ((self.free, self.length), (self.nodes, 0), (self.sequences, 0)):
+            for each, first in ((self.free, self.limit), (self.nodes, 0), (self.sequences, 0)):
                 each.append(first)
         numbers = sorted(s for tree in trees for s in tree.sequences)
         number = {s: self.sequences[r] + i for i, s in enumerate(numbers, start=1)}
@@ -217,7 +223,7 @@ class _Rows:
             self._place(group, tree, r, -1, number)
 
     def _place(self, group: Group, node: Node, r: int, before: int, number: dict[int, int]) -> None:
-        size, place = node.end - node.start, self.length - self.free[r]
+        size, place = node.end - node.start, self.limit - self.free[r]
         self.free[r] -= size
         self.nodes[r] += 1
         own, steps = self.nodes[r], np.arange(size)
@@ -272,8 +278,7 @@ def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: 
     """
     N, T = batch.segments.shape
     limit = sharing.packed_length(T)
-    length = -(-limit // multiple) * multiple
-    rows = _Rows(length)
+    rows = _Rows(-(-limit // multiple) * multiple, limit)
     waiting = []
     for group in groups_of(batch):
         trees = group.trees(sharing)
@@ -281,7 +286,7 @@ def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: 
     waiting.sort(key=lambda each: -sum(tree.size for tree in each[1]))
     while waiting:
         group, trees = waiting.pop(0)
-        room, size = [free - (length - limit) for free in rows.free], sum(tree.size for tree in trees)
+        room, size = rows.free, sum(tree.size for tree in trees)
         if enough := [(free, r) for r, free in enumerate(room) if free >= size]:
             rows.add(group, trees, min(enough)[1])
             continue
