@@ -136,7 +136,7 @@ def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> Pairs:
     - the block of keys is that of the queries, or comes before it;
     - the node of a key is no later than that of a query (in rows of segments, the segment);
     - the last node below that of a key is no earlier than the node of a query;
-    - the smallest and largest positions leave keys inside of window and chunk.
+    - the smallest and largest positions leave keys that come no later, inside of window and chunk.
     """
     positions, nodes, last = *queries, *(keys[2:] or keys[1:])  # in rows of segments each is its own last
     (B, T), bounds = nodes.shape, spec.bounds

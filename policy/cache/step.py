@@ -42,8 +42,8 @@ class Step:
 
     Three flags are static, known when a program is compiled:
     contiguous: queries look at nothing before this call, and each segment is one run of tokens whose positions count by
-        one; or the tokens of trees lie in preorder. Which keys a query sees then follows from order and
-        segments, or nodes; windows and chunks of trees go by positions.
+        one; or, with `tree`, tokens lie in preorder. Order and segments, or nodes, then say what a query
+        sees; windows and chunks of trees go by positions.
     balanced: `contiguous` was true before the tokens were put into the balanced order of
         policy/attention/sequence_shards.py.
     anywhere: row b is not slot b. On a mesh its pages may then lie in any shard of the pool, not only in the shard of

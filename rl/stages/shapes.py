@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class PackedRows(NamedTuple):
-    """The packed rows of one update, with sequences of full length.
+    """The packed rows of one update, with sequences of full length; with trees, if the stage shares beginnings.
 
-    shape: (rows, tokens of a row) of the program that runs, which may have room for more. micro_rows: rows of a
+    shape: (rows, tokens of a row) of the program, which may have room for more. micro_rows: rows of a
     micro-batch. trip_count: micro-batches that hold a token; others are skipped.
     """
 

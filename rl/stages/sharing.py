@@ -1,6 +1,6 @@
 """Whether the updates and passes of a stage compute equal beginnings of sequences once (`stages.N.shared_prefix`), and
-in rows of which length. The configuration, the model and the mesh alone decide, so all batches of a stage that share
-something meet the same programs. A batch that shares nothing uses those of rows without trees."""
+in rows of which length. The configuration, the model and the mesh alone decide, so batches of a stage with rows of one
+length meet the same programs. A batch that shares nothing runs the programs for rows without trees."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 LONGEST_ON_CPU = 3072
-"""Tokens of the longest packed row on a CPU, unless one sequence has more. Activations of longer rows leave its caches,
-and their memory is allocated anew in each update."""
+"""Tokens of the longest packed row on a CPU without `micro_batch`, unless a row of the batch has more. Activations of
+longer rows leave its caches, and their memory is allocated anew in each update."""
 
 
 def sharing_of(stage: ConfiguredStage, graph: Graph) -> Sharing | None:
@@ -57,7 +57,8 @@ def excluded(stage: ConfiguredStage, graph: Graph) -> str | None:
     if shared_prefix == "auto" and platform == "gpu" and graph.runtime.dtype == "bfloat16":
         return "bfloat16 on a GPU, whose kernel for attention reads no trees"
     if _by_kernel(graph) and length > LONGEST_TREES:
-        limit = f"rows of {length} tokens on a TPU, whose kernel takes {LONGEST_TREES}"
+        pair = " (two of max_length)" * (stage.sequences_per_row == 2)
+        limit = f"rows of {length} tokens{pair} in bfloat16 on a TPU, whose kernel takes {LONGEST_TREES}"
         if shared_prefix == "always":
             key = f"stages.{stage.index}.shared_prefix"
             raise ConfigError(f"{key}: always does not go with {limit}; use auto, or a shorter max_length")
@@ -85,9 +86,13 @@ def describe(stage: ConfiguredStage, graph: Graph, sharing: Sharing | None) -> s
         return None
     if sharing is None:
         return f"shared prefix: off: {excluded(stage, graph)}"
+    from rl.training.packing.trees import LEAST_SAVED
+
     length, assumed = sharing.packed_length(stage.row_length), " (half of max_length)" * stage.answers_share_prompts
     computed = group.parts(length) * group.shared + group.sequences * group.own
+    if computed > (1 - LEAST_SAVED) * group.tokens:
+        return f"shared prefix: rows of {length} tokens, in which only sequences of less than full length share"
     return (
-        f"shared prefix: beginnings of {group.shared} tokens{assumed} before {group.own} of each of {group.sequences} "
-        f"sequences: {computed} of {group.tokens} tokens, {group.tokens / computed:.1f}x; rows of {length}"
+        f"shared prefix: {group.sequences} sequences share {group.shared} tokens{assumed} and have {group.own} each of "
+        f"their own: {computed} of {group.tokens} tokens computed, {group.tokens / computed:.1f}x; rows of {length}"
     )

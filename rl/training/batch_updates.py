@@ -102,7 +102,8 @@ class BatchUpdates:
     def row_counts(self, N: int, T: int, sharing: Sharing | None = None) -> tuple[list[int], int | None]:
         """Returns (possible numbers of packed rows of N rows of T tokens, rows of a micro-batch; None: all).
 
-        Longer packed rows are fewer, so that a micro-batch has no more tokens, unless one packed row has.
+        With sharing, packed rows are longer, and a micro-batch takes fewer of them: its tokens do not grow, unless one
+        packed row has more.
         """
         multiple = row_multiple(self.graph)
         micro = self.stage.micro_batch or self._micro_batch(N, T)

@@ -60,7 +60,9 @@ def test_the_configuration_decides(stage, sharing):
     assert (line is None) == (made.group is None)
     if sharing is not None:
         length = sharing.packed_length(made.row_length)
-        assert f"rows of {length}" in line and (length > 64 or made.answers_share_prompts or "1.0x" in line)
+        assert f"rows of {length}" in line and (
+            length > 64 or made.answers_share_prompts or "less than full length" in line
+        )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_always_is_refused_with_what_excludes_it(stage, name):
     assert path == ("stages", 0, "shared_prefix") and f"always does not go with {name}" in text
 
 
-def test_what_excludes_it_does_not_name_the_algorithm_of_other_problems():
+def test_other_messages_still_name_the_algorithm():
     [made] = rl.stages.create(config({"dropout": 0.1, "shared_prefix": "always", "teacher": {"source": "tiny"}}))
     [text] = [text for path, text in made.check() if path[-1] == "teacher"]
     assert text.startswith("grpo learns from no teacher")
@@ -127,7 +129,8 @@ def test_a_batch_of_which_nothing_is_shared_is_packed_as_without_trees():
 
 
 def test_a_plan_counts_the_micro_batches_that_a_run_makes():
-    """Eight groups of eight, each in two rows of four completions; the program has room for a row each."""
+    """Eight groups of eight, each in two rows of four completions; the program has room for a row for each
+    completion."""
     made = bound({"micro_batch": 2})
     rows = abstract_rows(made, 1)
     assert rows == ((64, 48 + 4 * 16), 1, 16)
@@ -152,8 +155,14 @@ PARTS = Sharing(Fraction(2784 + 4 * 1312, 4096))
     ("platform", "max_length", "auto", "always", "line"),
     [
         # Two parts of four completions, each with the prompt.
-        ("tpu", 4096, PARTS, PARTS, f"{2 * 2784 + 8 * 1312} of {8 * 4096} tokens"),
-        ("tpu", 16384, None, "tokens on a TPU, whose kernel takes 8192", "off: rows of 16384 tokens on a TPU"),
+        ("tpu", 4096, PARTS, PARTS, f"{2 * 2784 + 8 * 1312} of {8 * 4096} tokens computed"),
+        (
+            "tpu",
+            16384,
+            None,
+            "tokens in bfloat16 on a TPU, whose kernel takes 8192",
+            "off: rows of 16384 tokens in bfloat16 on a TPU",
+        ),
         ("gpu", 64, None, Sharing(Fraction(48 + 8 * 16, 64)), "off: bfloat16 on a GPU"),
     ],
 )

@@ -65,7 +65,7 @@ class Packing:
 
     def metrics(self, micro_rows: int, shared: bool) -> dict[str, float]:
         """Returns the share of computed tokens that are real, if `micro_rows` rows are computed at a time. shared:
-        whether to add the tokens of all sequences over those that are computed."""
+        whether to add the tokens of all sequences divided by those that are computed."""
         computed = max(1, -(-self.filled_rows // micro_rows)) * micro_rows * self.shape[1]
         metrics = {"perf/packed_share": self.distinct / computed}
         return metrics | ({"perf/shared_prefix": max(1, len(self.source)) / max(1, self.distinct)} if shared else {})
@@ -90,9 +90,9 @@ class Packing:
         out.reshape(-1, *trailing)[target] = array.reshape(-1, *trailing)[source]
         return out
 
-    def unpack(self, array_RT: np.ndarray) -> np.ndarray:
+    def unpack(self, array_RL: np.ndarray) -> np.ndarray:
         """Returns [N, T, ...] from packed rows, 0 on padding."""
-        array = np.asarray(array_RT)
+        array = np.asarray(array_RL)
         trailing = array.shape[2:]
         out = np.zeros((*self.unpacked_shape, *trailing), array.dtype)
         out.reshape(-1, *trailing)[self.source] = array.reshape(-1, *trailing)[self.target]
@@ -146,7 +146,7 @@ class Packing:
 def plan_packing(segments_NT: np.ndarray, counts: Sequence[int], multiple: int = 1) -> Packing:
     """Packs the rows of a batch, longest first, each into the packed row with the least free space that suffices.
 
-    This is best fit decreasing, which needs at most 11/9 of the fewest rows (Johnson 1973). Rows of padding fill up to
+    This is best fit decreasing, which needs at most 11/9 of the fewest rows and 4 more (Johnson 1973). Rows of padding fill up to
     the first sufficient number of `counts`. The sequences of a row (segments 1, 2, ...) stay together and in order:
     their numbers in the packed row follow each other. Packed rows end in padding up
     to a multiple of `multiple` tokens.
@@ -176,7 +176,7 @@ def plan_packing(segments_NT: np.ndarray, counts: Sequence[int], multiple: int =
 def row_counts(sequences: int, multiple: int) -> list[int]:
     """Returns the possible numbers of packed rows: at most MAX_ROW_COUNTS, evenly spaced multiples of `multiple`.
 
-    The last number has room for one row per sequence.
+    The last number has room for `sequences` packed rows.
     """
     step = -(-sequences // (MAX_ROW_COUNTS * multiple)) * multiple
     return list(range(step, sequences + step, step))

@@ -273,7 +273,7 @@ def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: 
     enough.
 
     Where no row has room for a tree, it is cut: the emptiest row takes as many of its sequences as fit, with the tokens
-    that they share, and the others wait as another tree. So packed rows are as few as those of plan_packing, which
+    that they share, and the others wait as another tree. Packed rows are at most `Sharing.most_rows`; plan_packing
     explains `counts` and `multiple`.
     """
     N, T = batch.segments.shape
