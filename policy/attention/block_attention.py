@@ -1,11 +1,12 @@
 """Attention, on every platform, that skips blocks of tokens which do not see each other.
 
 The places of a row are cut into blocks of one size. A list of pairs of blocks, made on the device, says which queries
-may see which keys, and a loop as long as the list adds the keys of each pair to what its queries have read, as
-policy/attention/ring_attention.py adds up the keys of other devices. So the work of a packed row follows what its
+may see which keys. A loop as long as the list updates the running softmax of the queries of each pair with its keys, as
+policy/attention/ring_attention.py does with the keys of other devices. So the work of a packed row follows what its
 sequences see, while all batches of one shape share a program.
 
-It serves calls whose queries see tokens of the call only and whose order is that of the places: `Step.contiguous`. It
+It serves calls whose queries see tokens of the call only, in the order of sequences or, for trees, in preorder
+(`Step.contiguous`). It
 computes trees (policy/cache/paths.py) in rows of at least two blocks and, on CPU where the runtime allows it
 (`Runtime.skip_blocks`), segments in rows of at least SHORTEST_FLAT tokens. It has no sinks, no layers that look ahead
 and no indexers. Where it does not serve a call, `attend` returns None, and the caller uses the dense form
@@ -116,7 +117,7 @@ def block_attention(
 ) -> jax.Array:
     """Runs the attention of one device: [B, H, T, V]. T is padded to full blocks, of segment 0.
 
-    queries, keys: the positions and segments of the tokens and, for keys in trees, `Tree.last`, int32[B, T] each.
+    queries, keys: positions and `Step.segments` (in trees the nodes) and, for keys in trees, `Tree.last`, int32[B, T].
     """
     (B, H, T, D), K = q_BHTD.shape, k_BKTD.shape[1]
 
@@ -136,7 +137,7 @@ def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> Pairs:
     - the block of keys is that of the queries, or comes before it;
     - the node of a key is no later than that of a query (in rows of segments, the segment);
     - the last node below that of a key is no earlier than the node of a query;
-    - the smallest and largest positions leave keys that come no later, inside of window and chunk.
+    - by the smallest and largest positions of both, a key may be no later than a query, and inside of its window and chunk.
     """
     positions, nodes, last = *queries, *(keys[2:] or keys[1:])  # in rows of segments each is its own last
     (B, T), bounds = nodes.shape, spec.bounds

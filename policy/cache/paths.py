@@ -1,6 +1,6 @@
 """What comes before a token in its sequence: in rows of segments, one after the other, and in rows of trees.
 
-A tree holds sequences with equal beginnings, each beginning once. A node is a run of tokens that the same sequences
+A tree holds sequences with equal beginnings, and each shared beginning once. A node is a run of tokens that the same sequences
 share. The path of a token is the nodes from the root of its tree to its own. The nodes of a row stand in preorder:
 each before the nodes that continue it. A token sees the tokens of its path up to itself and no others. A sequence alone
 is a tree of one node.

@@ -48,7 +48,8 @@ def update_program(
     """Returns the Program of an update, which takes (learner, batch, PolicyInputs, *rest).
 
     learner: the ParamState that is trained. batch: the batch of one update, from `abstract_batch`. rest: (extra_params,
-    companion), as OptimizerStep takes them. resident, times: as in Program.
+    companion), as OptimizerStep takes them; a companion is other weights that learn in the same program. resident,
+    times: as in Program.
     """
     import jax
 

@@ -45,8 +45,8 @@ def sharing_of(stage: ConfiguredStage, graph: Graph) -> Sharing | None:
 
 
 def excluded(stage: ConfiguredStage, graph: Graph) -> str | None:
-    """Returns what keeps the sequences of a stage with groups from sharing beginnings: a key, or the device. None:
-    nothing does. Raises ConfigError where `always` cannot be."""
+    """Returns what keeps the sequences of a stage with groups from sharing beginnings: a key, or what the device cannot
+    do. None: nothing does. Raises ConfigError where `always` cannot be."""
     from policy.attention.flash_attention import LONGEST_TREES
 
     shared_prefix, platform, length = stage.options.shared_prefix, graph.layout.platform, stage.row_length
@@ -61,8 +61,9 @@ def excluded(stage: ConfiguredStage, graph: Graph) -> str | None:
         limit = f"rows of {length} tokens{pair} in bfloat16 on a TPU, whose kernel takes {LONGEST_TREES}"
         if shared_prefix == "always":
             key = f"stages.{stage.index}.shared_prefix"
-            raise ConfigError(f"{key}: always does not go with {limit}; use auto, or a shorter max_length")
-        return f"{limit} (max_length)"
+            most = LONGEST_TREES // stage.sequences_per_row
+            raise ConfigError(f"{key}: always does not go with {limit}; use auto, or a max_length of at most {most}")
+        return limit
     return None
 
 
@@ -89,8 +90,9 @@ def describe(stage: ConfiguredStage, graph: Graph, sharing: Sharing | None) -> s
     from rl.training.packing.trees import LEAST_SAVED
 
     length, assumed = sharing.packed_length(stage.row_length), " (half of max_length)" * stage.answers_share_prompts
-    computed = group.parts(length) * group.shared + group.sequences * group.own
-    if computed > (1 - LEAST_SAVED) * group.tokens:
+    parts, own = group.parts(length), group.sequences * group.own
+    computed = parts * group.shared + own
+    if parts == group.sequences or group.shared + own > (1 - LEAST_SAVED) * group.tokens:
         return f"shared prefix: rows of {length} tokens, in which only sequences of less than full length share"
     return (
         f"shared prefix: {group.sequences} sequences share {group.shared} tokens{assumed} and have {group.own} each of "

@@ -50,8 +50,8 @@ def shard_rows(tree: Any, layout: Layout) -> Any:
 
 
 def step_of(params: dict[str, jax.Array], micro: Batch) -> Step:
-    """Returns the forward-pass inputs of a micro-batch: positions, routes, and its places with the table among
-    `params`."""
+    """Returns the forward-pass inputs of a micro-batch: positions, routes, and the places of its pictures and
+    sounds, with their table, which is among `params`."""
     media = towers.inputs_of(params, micro.places)
     step = modes.make_step(micro.tokens, segments=micro.segments, inputs=media, tree=micro.tree)
     return replace(step, routes=micro.routes)

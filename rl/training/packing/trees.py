@@ -3,8 +3,8 @@
 The sequences of a group, the completions of a prompt or the answers of a pair, make trees (policy/cache/paths.py). A
 node ends where its sequences differ in tokens, pictures or known routes, where a second of them begins to be trained
 on, and before the last token of any of them. So each place has at most one term of the loss, and each sequence has a
-node of its own. Three things end a node earlier: prediction modules (`Sharing.ahead`), recurrent layers
-(`Sharing.one_level`), and a picture whose tokens look ahead, which no node cuts.
+node of its own. Two things end a node earlier: prediction modules (`Sharing.ahead`), and a picture whose tokens see each
+other, which no node cuts. For recurrent layers (`Sharing.one_level`) sequences are alone after the first node.
 
 N rows of a batch, S sequences of a group, T tokens, R packed rows.
 """
@@ -87,7 +87,7 @@ class Group:
     """The sequences of a group, as arrays padded to the longest.
 
     columns: of each sequence, its places in the flat batch. equal: arrays [S, T, ...] that have to agree where
-    sequences share tokens. routes: int[S, T, ...], where known ones have to. trained: bool[S, T]. until: int[S, T], the
+    sequences share tokens. routes: int[S, T, ...], where known ones have to agree too. trained: bool[S, T]. until: int[S, T], the
     end of each token's block of a picture, or None.
     """
 
@@ -272,9 +272,9 @@ def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: 
     """Packs the sequences of a batch as trees, the largest first, each into the packed row with the least room that is
     enough.
 
-    Where no row has room for a tree, it is cut: the emptiest row takes as many of its sequences as fit, with the tokens
-    that they share, and the others wait as another tree. Packed rows are at most `Sharing.most_rows`; plan_packing
-    explains `counts` and `multiple`.
+    Where no row has room for a tree, the emptiest takes as many of its sequences as fit, with the tokens that they share;
+    if none fits, a new row does. The others wait as another tree. There are at most `Sharing.most_rows` packed rows;
+    plan_packing explains `counts` and `multiple`.
     """
     N, T = batch.segments.shape
     limit = sharing.packed_length(T)
