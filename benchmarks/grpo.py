@@ -176,7 +176,8 @@ class Duet:
         from policy.config import Runtime
         from rl.data.datasets import Example
         from rl.data.encoded import Problem
-        from rl.stages.configured import Group
+        from rl.stages.configured import LargestGroup
+        from rl.stages.sharing import LONGEST_ON_CPU
         from rl.training.packing.trees import Sharing
         from rl.training.trainer import Trainer
         from rollout import Generator, SamplingParams
@@ -190,7 +191,7 @@ class Duet:
         self.problems = [Problem(Example(text), chat.render_prompt(tokenizer, text)) for text in TEXTS]
         longest = max(len(problem.ids) for problem in self.problems)
         self.max_length = longest + NEW_TOKENS
-        packed = Group(SAMPLES, longest, NEW_TOKENS).distinct  # as a run chooses it
+        packed = LargestGroup(SAMPLES, longest, NEW_TOKENS).packed_length(LONGEST_ON_CPU)  # as a run chooses it
         self.trainer.sharing = Sharing(Fraction(packed, self.max_length))
         self.generator = Generator(self.model, max_length=self.max_length, slots=PROMPTS * SAMPLES, tokenizer=tokenizer)
         stops = tuple(stop_ids(self.model.config.vocab_size))

@@ -32,7 +32,7 @@ def in_mode(mode: str, degrees: dict) -> dict:
 
 
 def check(*cases: list, devices: int = 8) -> None:
-    """Attention, entropies and log-probabilities within 2e-5, gradients within 2e-5 of their largest number: sums over
+    """Attention, entropies and log-probabilities within 2e-5, gradients within 5e-5 of their largest number: sums over
     devices round otherwise, and each layer makes more of it."""
     for case, result in zip(cases, run(*cases, devices=devices), strict=True):
         if case[0] == "attention":
@@ -42,7 +42,7 @@ def check(*cases: list, devices: int = 8) -> None:
                 "P('fsdp', None, None)"
             ], result
         else:
-            assert result["logp"] < 2e-5 and result["gradient"] < 2e-5, (case, result)
+            assert result["logp"] < 2e-5 and result["gradient"] < 5e-5, (case, result)
 
 
 @pytest.mark.slow
