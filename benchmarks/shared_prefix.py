@@ -1,7 +1,7 @@
 """Measures updates whose prompts are computed once for a group, in turns with updates of sequences alone.
 
-Completions have equal lengths, but those of 24/32x8 are drawn from 1 to their limit. `tokens`
-says how many times fewer tokens are computed, `pairs` how many times fewer pairs of query and key attention has.
+Completions have equal lengths, but those of 24/32x8 are drawn from 1 to their limit. `tokens` says how many times fewer
+tokens are computed, `pairs` how many times fewer pairs of query and key attention has.
 
     python benchmarks/shared_prefix.py [--model 25m] [--shapes 24/32x8 256/64x4 512/512x1 1024/128x1] [--repeats 3]
 """

@@ -6,10 +6,9 @@ policy/attention/ring_attention.py does with the keys of other devices. So the w
 sequences see, while all batches of one shape share a program.
 
 It serves calls whose queries see tokens of the call only, in the order of sequences or, for trees, in preorder
-(`Step.contiguous`). It
-computes trees (policy/cache/paths.py) in rows of at least two blocks and, on CPU where the runtime allows it
-(`Runtime.skip_blocks`), segments in rows of at least SHORTEST_FLAT tokens. It has no sinks, no layers that look ahead
-and no indexers. Where it does not serve a call, `attend` returns None, and the caller uses the dense form
+(`Step.contiguous`). It computes trees (policy/cache/paths.py) in rows of at least two blocks and, on CPU where the
+runtime allows it (`Runtime.skip_blocks`), segments in rows of at least SHORTEST_FLAT tokens. It has no sinks, no layers
+that look ahead and no indexers. Where it does not serve a call, `attend` returns None, and the caller uses the dense form
 (policy/attention/dot_product_attention.py), which is its oracle.
 
 B rows, T tokens, H query heads, K key-value heads, G = H / K, D and V dimensions of keys and values, S places of a
@@ -137,7 +136,8 @@ def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> Pairs:
     - the block of keys is that of the queries, or comes before it;
     - the node of a key is no later than that of a query (in rows of segments, the segment);
     - the last node below that of a key is no earlier than the node of a query;
-    - by the smallest and largest positions of both, a key may be no later than a query, and inside of its window and chunk.
+    - by the smallest and largest positions of both, a key may be no later than a query, and inside of its window and
+      chunk.
     """
     positions, nodes, last = *queries, *(keys[2:] or keys[1:])  # in rows of segments each is its own last
     (B, T), bounds = nodes.shape, spec.bounds

@@ -1,7 +1,7 @@
 """Batches and updates as shapes, for a plan, which compiles the programs of a step without data.
 
 A row of a batch is one sequence, or the two answers of a pair, until the trainer packs several into one row
-(rl/training/packing/packing.py). The shapes of this module are those after packing: N packed rows of T tokens.
+(rl/training/packing/packing.py). The batches of this module have the shapes after packing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class PackedRows(NamedTuple):
     """The packed rows of one update, with sequences of full length; with trees, if the stage shares beginnings.
 
-    shape: (rows, tokens of a row) of the program, which may have room for more. micro_rows: rows of a
-    micro-batch. trip_count: micro-batches that hold a token; others are skipped.
+    shape: (rows, tokens of a row) of the program, which may have room for more. micro_rows: rows of a micro-batch.
+    trip_count: micro-batches that hold a token; others are skipped.
     """
 
     shape: tuple[int, int]

@@ -32,8 +32,9 @@ def in_mode(mode: str, degrees: dict) -> dict:
 
 
 def check(*cases: list, devices: int = 8) -> None:
-    """Attention, entropies and log-probabilities within 2e-5, gradients within 5e-5 of their largest number: sums over
-    devices round otherwise, and each layer makes more of it."""
+    """Attention, entropies and log-probabilities within 2e-5, gradients within 2e-5 of their largest number: sums over
+    devices round otherwise, and each layer makes more of it. With shared keys one norm takes up to 3.5e-5 on CPUs with
+    AVX-512."""
     for case, result in zip(cases, run(*cases, devices=devices), strict=True):
         if case[0] == "attention":
             assert result["difference"] < 2e-5, (case, result)
@@ -42,7 +43,8 @@ def check(*cases: list, devices: int = 8) -> None:
                 "P('fsdp', None, None)"
             ], result
         else:
-            assert result["logp"] < 2e-5 and result["gradient"] < 5e-5, (case, result)
+            bound = 5e-5 if case[1] == "shared_keys" else 2e-5
+            assert result["logp"] < 2e-5 and result["gradient"] < bound, (case, result)
 
 
 @pytest.mark.slow

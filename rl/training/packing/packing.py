@@ -21,7 +21,6 @@ from rl.training.batch import Batch, Places
 MAX_ROW_COUNTS = 8
 
 PER_TOKEN_FIELDS = (
-    "tokens",
     "mask",
     "sampler_logp",
     "old_logp",
@@ -35,7 +34,8 @@ PER_TOKEN_FIELDS = (
     "returns",
     "correct",
 )
-"""The fields of a batch that always have one value, or one vector, per token."""
+"""The fields of a batch that always have one value, or one vector, per token, besides those that a forward pass reads
+(`Packing.inputs`)."""
 
 
 @dataclass(frozen=True)
