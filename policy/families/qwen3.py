@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Norm
 from policy.huggingface import names
-from policy.huggingface.config_fields import activation, attention, decoder, layer_types, rope
+from policy.huggingface.config_fields import activation, attention, decoder, rope, windows_from_layer
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 MODEL_TYPES = ("qwen3",)
@@ -37,14 +37,6 @@ def read(stored: dict) -> DecoderConfig:
 
 def mixers(hf: dict) -> list[Attention]:
     """Returns the attention of each layer; sliding_attention layers see `sliding_window` tokens."""
-    layers = hf["num_hidden_layers"]
-    window = hf["sliding_window"] if hf["use_sliding_window"] else None
-    derived = [
-        "sliding_attention" if window and i >= hf["max_window_layers"] else "full_attention" for i in range(layers)
-    ]
-    kinds = layer_types(hf, ("full_attention", "sliding_attention"), derived)
-    norm, rotary = Norm(eps=hf["rms_norm_eps"]), rope(hf, hf["head_dim"])
-    return [
-        attention(hf, rope=rotary, qk_norm=norm, window=window if kind == "sliding_attention" else None)
-        for kind in kinds
-    ]
+    norm = Norm(eps=hf["rms_norm_eps"])
+    rotary = rope(hf, hf["head_dim"])
+    return [attention(hf, rope=rotary, qk_norm=norm, window=window) for window in windows_from_layer(hf)]

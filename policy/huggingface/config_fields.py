@@ -84,6 +84,24 @@ def layer_types(hf: dict, known: tuple[str, ...], derived: list[str]) -> list[st
     return list(kinds)
 
 
+def layer_windows(hf: dict, derived: list[str]) -> list[int | None]:
+    """Returns how many tokens the attention of each layer sees (None: all): `sliding_window` in
+    layers of the kind sliding_attention, if `use_sliding_window` is true. `derived` are the kinds
+    of the layers where the configuration has no `layer_types`."""
+    kinds = layer_types(hf, ("full_attention", "sliding_attention"), derived)
+    window = hf["sliding_window"] if hf["use_sliding_window"] else None
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def windows_from_layer(hf: dict) -> list[int | None]:
+    """Returns how many tokens the attention of each layer sees (None: all). By default the layers
+    from `max_window_layers` on have the window."""
+    derived = [
+        "full_attention" if i < hf["max_window_layers"] else "sliding_attention" for i in range(hf["num_hidden_layers"])
+    ]
+    return layer_windows(hf, derived)
+
+
 def sparse_layers(hf: dict, experts: int) -> list[bool]:
     """Returns whether each layer has experts: every `decoder_sparse_step`-th layer, except `mlp_only_layers`."""
     step, dense = hf["decoder_sparse_step"], hf["mlp_only_layers"] or []
