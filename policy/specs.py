@@ -83,10 +83,11 @@ class ProportionalScaling:
 
 @dataclass(frozen=True)
 class QueryTemperature:
-    """A factor on queries that grows with their position: 1 + scale * log(1 + floor((position + 1) / floor))."""
+    """A factor on queries that grows with their position: 1 + scale * log(1 + floor((position + offset) / floor))."""
 
     scale: float
     floor: float
+    offset: int = 1
 
 
 @dataclass(frozen=True)

@@ -141,5 +141,5 @@ def _over_all_heads(norm: RMSNorm, x_BHTD: jax.Array) -> jax.Array:
 
 def temperature(spec: QueryTemperature, positions_BT: jax.Array) -> jax.Array:
     """Returns the factor of queries at these positions, float32[B, 1, T, 1] (arXiv 2501.19399)."""
-    steps = jnp.floor((positions_BT.astype(jnp.float32) + 1.0) / spec.floor)
+    steps = jnp.floor((positions_BT.astype(jnp.float32) + spec.offset) / spec.floor)
     return (1.0 + spec.scale * jnp.log1p(steps))[:, None, :, None]

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from oracles import STANDARD, TINY, edit_config, oracle, reference_logits, reload, saved, tokens
+from oracles import STANDARD, TINY, classes, edit_config, oracle, reference_logits, reload, saved, tokens
 
 import policy
 from policy import families
@@ -111,6 +111,44 @@ def test_the_text_model_of_a_multimodal_llama4_is_read_alone(tmp_path):
     policy.save(policy.load(directory), tmp_path / "out")
     assert type(theirs.language_model).from_pretrained(tmp_path / "out").config.model_type == "llama4_text"
     assert_same_logits(tmp_path / "out", theirs.language_model)
+
+
+@pytest.mark.parametrize("kind", ["Ministral3", pytest.param("Mistral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_text_model_of_a_mistral3_directory_is_read_alone(kind, tied, tmp_path):
+    """Mistral Small 3, Magistral, Devstral and Ministral 3: the wrapper says whether the head is tied."""
+    import copy
+
+    import transformers
+
+    vision = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 16,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    text = classes(kind)[0](**copy.deepcopy(TINY[kind] | STANDARD[kind]))
+    config = transformers.Mistral3Config(
+        text_config=text,
+        vision_config=transformers.PixtralVisionConfig(**vision),
+        image_token_index=159,
+        tie_word_embeddings=tied,
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    theirs = transformers.Mistral3ForConditionalGeneration(config).float().eval()
+    directory = saved(theirs, tmp_path / "in")
+    assert any("vision_tower" in name for name in stored_names(directory))
+    ours = policy.load(directory)
+    assert ours.config.tied_head is tied
+    assert_same_logits(directory, theirs)
+    policy.save(ours, tmp_path / "out")
+    row = tokens(2, 12)
+    result = reference_logits(reload(kind, tmp_path / "out"), row)
+    np.testing.assert_allclose(result, reference_logits(theirs, row), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["Qwen3_5", pytest.param("Qwen3_5Moe", marks=pytest.mark.slow)])
