@@ -63,6 +63,51 @@ def test_1_a_beginning_of_sequence_inside_a_prompt(inspected):
     assert levels(inspected([{"prompt": "a<bos>b", "completion": "c"}]), 1) == ["refuse"]
 
 
+MARKED = """\
+{%- for message in messages -%}
+{%- if loop.first and message['role'] != 'system' -%}
+{{- bos_token + 'system\nYou are helpful' + eos_token + '\n' -}}
+{%- endif -%}
+{{- bos_token + message['role'] + '\n' + message['content'] + eos_token + '\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- bos_token + 'assistant\n' -}}{%- endif -%}
+"""
+RENDERED = "<bos>system\nBe brief<eos>\n<bos>user\n1+1=<eos>\n<bos>assistant\n"
+LONG = "max_length=256"
+
+
+def test_1_a_template_that_opens_turns_with_the_beginning_of_sequence(inspected):
+    stages = ("sft", "grpo")
+    findings = inspected(NUMBERED, "data.chat=true", LONG, template=MARKED, stages=stages)
+    assert {each.level for each in findings} == {"note"}
+    conversations = [turns("a", "b", f"{n}", "c") for n in range(3)]
+    assert [each.message() for each in inspected(conversations, LONG, template=MARKED) if each.level != "note"] == []
+    pairs = [{"prompt": f"{n}+1=", "chosen": "2", "rejected": "3"} for n in range(3)]
+    pairs = inspected(pairs, "data.chat=true", LONG, template=MARKED, stages=("dpo",))
+    assert {each.level for each in pairs} == {"note"}
+
+
+def test_1_a_marker_of_turns_that_no_template_wrote(inspected):
+    in_a_message = [turns("a", "b"), turns("<bos>user\na", "b")]
+    [stray] = [each for each in inspected(in_a_message, LONG, template=MARKED) if each.check == 1]
+    assert stray.level == "refuse" and stray.text.startswith("1 of 2 rows") and "(<bos>)" in stray.text
+    pairs = [{"prompt": "1+1=", "chosen": "2<bos>", "rejected": "3"}]
+    assert levels(inspected(pairs, "data.chat=true", LONG, template=MARKED, stages=("dpo",)), 1) == ["refuse"]
+    assert levels(inspected([{"prompt": "a<bos>b", "completion": "c"}], template=MARKED), 1) == ["refuse"]
+
+
+def test_1_plain_prompts_that_another_program_has_rendered(inspected):
+    rendered = [{"prompt": RENDERED, "completion": "2"}]
+    assert not levels(inspected(rendered, LONG, template=MARKED), 1)
+    assert levels(inspected(rendered, LONG, template=CHAT_TEMPLATE), 1) == ["refuse"]
+
+
+def test_1_two_beginnings_at_the_front_of_such_a_template(inspected):
+    twice = "{{- bos_token -}}" + MARKED
+    findings = inspected(NUMBERED, "data.chat=true", LONG, template=twice)
+    assert any(each.level == "refuse" and "two beginnings" in each.text for each in findings)
+
+
 def test_2_the_end_of_turn_is_no_stop(inspected):
     for stages, level in ((("sft",), "warn"), (("sft", "grpo"), "refuse")):
         findings = inspected(NUMBERED, "data.chat=true", template=TURNS, stages=stages)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rl.data.encoded import Example
 from rl.data.inspect.finding import Finding
-from rl.data.inspect.stage_rows import SOME, StageRows, texts_in
+from rl.data.inspect.stage_rows import SOME, Encoded, StageRows, texts_in
 from rollout.text import chat
 
 _CONTENT = "DuetAnswer"
@@ -15,21 +16,71 @@ _MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 
 
 def beginnings(stage: StageRows) -> Iterator[Finding]:
-    """1: one beginning of sequence, at the front. (Two at the front are refused when the row is encoded.)"""
+    """1: one beginning of sequence, at the front, and those with which the chat template opens turns.
+
+    Two at the front are refused when the row is encoded.
+    """
     bos, tokenizer = stage.tokenizer.bos_token_id, stage.tokenizer
     if bos is None or bos in stage.stops:
         return
     inside = [row for row in stage.rows if bos in row.ids[1:]]
-    if inside:
+    openings = _openings(tokenizer) if inside else ()
+    stray = [row for row in inside if _has_stray_beginning(tokenizer, row, openings)]
+    if stray:
         yield Finding(
             1,
             "refuse",
-            f"{len(inside)} of {len(stage.rows)} rows have a beginning of sequence "
-            f"({tokenizer.convert_ids_to_tokens(bos)}) after "
-            f"their first token, first {inside[0].example.where}",
-            "Remove it from the chat template or from the text",
+            f"{len(stray)} of {len(stage.rows)} rows have a beginning of sequence "
+            f"({tokenizer.bos_token}) after their first token that no chat template wrote, "
+            f"first {stray[0].example.where}",
+            "Remove it from the text",
             stage.name,
         )
+
+
+def _has_stray_beginning(tokenizer: Any, row: Encoded, openings: tuple[str, ...]) -> bool:
+    """Tells whether a beginning of sequence after the first token is in a text of the row's author.
+
+    In plain text, those that open a turn as the template does are none: another program has rendered the text.
+    """
+    if not isinstance(row.example.prompt, str) or row.example.messages is not None:
+        return any(tokenizer.bos_token in text for text in _strings(row.example))
+    text = tokenizer.decode(row.ids[1:], skip_special_tokens=False)
+    _, *after = text.split(tokenizer.bos_token)
+    return any(not each.startswith(openings) for each in after)
+
+
+def _openings(tokenizer: Any) -> tuple[str, ...]:
+    """Returns what the chat template writes between the beginning of sequence that opens a turn and its content.
+
+    Empty if the template has no turn after the first that begins so.
+    """
+    question = {"role": "user", "content": _CONTENT}
+    answer = {"role": "assistant", "content": _CONTENT}
+    system = {"role": "system", "content": _CONTENT}
+    openings: set[str] = set()
+    for messages in ([question, answer, question], [system, question, answer, question]):
+        try:
+            _, *opened = _rendered(tokenizer, messages).split(tokenizer.bos_token)
+        except chat.ChatError:
+            continue  # without a template, or one that refuses a system message
+        if len(opened) > 1:
+            openings |= {each.partition(_CONTENT)[0] for each in opened if _CONTENT in each}
+    return tuple(openings - {""})
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yields all texts that the author of an example wrote as prompt, completion, messages or pair."""
+    match value:
+        case Example():
+            yield from _strings([value.prompt, value.completion, value.messages, value.pair])
+        case str():
+            yield value
+        case Mapping():
+            yield from _strings(list(value.values()))
+        case list() | tuple():
+            for each in value:
+                yield from _strings(each)
 
 
 def end_of_turn(tokenizer: Any) -> tuple[int | None, str]:
