@@ -9,6 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from policy import families
+from policy.huggingface import sources
+from policy.huggingface.tensorfiles import ModelFileError
+
+CONFIG = "config.json"
 FILE = "generation_config.json"
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p")
 """Keys that determine how a token is drawn."""
@@ -17,10 +22,47 @@ SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p")
 def read(directory: str | os.PathLike) -> dict[str, Any]:
     """Returns the keys of a directory's generation_config.json, none if it has no such file.
 
-    Raises ValueError for a file that is no JSON.
+    Raises ModelFileError for a file that holds no JSON object.
     """
     file = Path(directory) / FILE
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return sources.read_object(file) if file.is_file() else {}
+
+
+def stop_ids(directory: str | os.PathLike) -> tuple[int, ...]:
+    """Returns the token ids at which transformers ends a completion of the model of a directory.
+
+    They are those of generation_config.json; where it names none, those of config.json. Raises as `declared_stops`.
+    """
+    declared = declared_stops(directory)
+    return declared.get(FILE) or declared.get(CONFIG) or ()
+
+
+def declared_stops(directory: str | os.PathLike) -> dict[str, tuple[int, ...]]:
+    """Returns the ends of sequence that the files of a directory name, by file; a file without any is left out.
+
+    A multimodal config.json without ends of its own has those of its text model. Raises ModelFileError for a file that
+    holds no JSON object and for `eos_token_id` that is no token id and no list of them.
+    """
+    declared: dict[str, tuple[int, ...]] = {}
+    file = Path(directory) / CONFIG
+    if file.is_file():
+        outer = sources.read_object(file)
+        model = families.single_model(outer)
+        inner = model.get("text_config")
+        each = (_ids(file, keys) for keys in (outer, model, inner) if isinstance(keys, dict))
+        declared[CONFIG] = next(filter(None, each), ())
+    declared[FILE] = _ids(Path(directory) / FILE, read(directory))
+    return {name: ids for name, ids in declared.items() if ids}
+
+
+def _ids(file: Path, keys: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the ids under `eos_token_id`, which is null, an id or a list of ids. Negative ones stand for no token."""
+    value = keys.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for each in ids:
+        if type(each) is not int:
+            raise ModelFileError(f"{file}: eos_token_id: {json.dumps(value)} is no token id and no list of token ids")
+    return tuple(each for each in ids if each >= 0)
 
 
 def write(directory: str | os.PathLike, keys: Mapping[str, Any]) -> None:

@@ -78,19 +78,26 @@ def _changed(hf: dict, overrides: dict) -> dict:
     return outer | {"text_config": inner}
 
 
-def _read_json(directory: str | os.PathLike) -> dict:
-    path = Path(directory) / "config.json"
+def read_object(path: Path) -> dict:
+    """Returns the object of a JSON file. Raises ModelFileError for a file that holds none."""
     try:
-        hf = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ModelFileError(f"{path}: no such file; a model directory holds config.json and *.safetensors") from None
+        read = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ModelFileError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
     except UnicodeDecodeError as error:
         raise ModelFileError(f"{path}: not UTF-8 text: {error}") from None
-    if not isinstance(hf, dict):
-        raise ModelFileError(f"{path}: expected an object with the keys of a configuration, got {type(hf).__name__}")
-    return hf
+    except OSError as error:
+        raise ModelFileError(f"{path}: {error.strerror}") from None
+    if not isinstance(read, dict):
+        raise ModelFileError(f"{path}: expected an object with the keys of a configuration, got {type(read).__name__}")
+    return read
+
+
+def _read_json(directory: str | os.PathLike) -> dict:
+    path = Path(directory) / "config.json"
+    if not path.exists():
+        raise ModelFileError(f"{path}: no such file; a model directory holds config.json and *.safetensors")
+    return read_object(path)
 
 
 def scheme(directory: str | os.PathLike) -> Scheme | None:

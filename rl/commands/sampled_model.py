@@ -100,10 +100,10 @@ def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
         raise ConfigError(str(error)) from None
     try:
         tokenizer = load_tokenizer(directory)
+        stops = stop_ids(tokenizer, directory)
     except ValueError as error:
         raise ModelError(f"{directory}: {error}") from None
-    params = replace(params, stop_token_ids=stop_ids(tokenizer, directory))
-    return SampledModel(directory, arguments.dtype, tokenizer, params)
+    return SampledModel(directory, arguments.dtype, tokenizer, replace(params, stop_token_ids=stops))
 
 
 def _directory(source: str) -> Path:

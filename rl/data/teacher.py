@@ -145,7 +145,11 @@ def check_teacher(options: TeacherOptions, tokenizer: Any, stops: tuple[int, ...
             f"{where}: its tokenizer cannot be read, so nothing shows that it reads the ids of the run; save the "
             f"tokenizer in {directory}. {error}"
         ) from None
-    check_vocabulary(where, theirs.get_vocab(), stop_ids(theirs, directory), tokenizer, stops)
+    try:
+        their_stops = stop_ids(theirs, directory)
+    except ModelFileError as error:
+        raise ModelError(f"{where}: {error}") from None
+    check_vocabulary(where, theirs.get_vocab(), their_stops, tokenizer, stops)
 
 
 def check_vocabulary(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from policy.huggingface.tensorfiles import ModelFileError
 from rl.config.run import RunConfig
 from rl.data import models, towers
-from rl.errors import ConfigError
+from rl.errors import ConfigError, ModelError
 from rollout.text.tokenizer import BUILT_IN, load_tokenizer, stop_ids
 
 
@@ -30,5 +31,7 @@ def read_tokenizer(config: RunConfig) -> tuple[Any, tuple[int, ...]]:
                 towers.media_tokens(config.model) if source in BUILT_IN else None,
             )
         return tokenizer, stop_ids(tokenizer, directory)
+    except ModelFileError as error:
+        raise ModelError(f"model {config.model.source}: {error}") from None
     except (ValueError, OSError) as error:
         raise ConfigError(f"tokenizer: {error}") from None

@@ -124,17 +124,15 @@ def byte_level(media: MediaTokens | None = None) -> PreTrainedTokenizerFast:
 
 
 def stop_ids(tokenizer: Any, directory: str | Path | None = None) -> tuple[int, ...]:
-    """Returns the tokens that end a completion: the tokenizer's end of sequence, and the ids in the model's
-    generation_config.json.
+    """Returns the tokens that end a completion: the tokenizer's end of sequence, and the ids at which transformers ends
+    completions of the model in `directory`.
 
-    Chat models list several there (end of turn, end of text); a generator that knows only one of them does not stop
-    at the others.
+    Chat models list several (end of turn, end of text); a generator that knows only one of them does not stop at the
+    others. Raises ModelFileError for files of the directory that cannot be read.
     """
-    ids = {tokenizer.eos_token_id}
-    file = Path(directory) / "generation_config.json" if directory is not None else None
-    if file is not None and file.is_file():
-        listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        ids.update(listed if isinstance(listed, list) else [listed])
+    from policy.huggingface import generation_config
+
+    ids = {tokenizer.eos_token_id, *(() if directory is None else generation_config.stop_ids(directory))}
     return tuple(sorted(token for token in ids if token is not None))
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import pytest
 
@@ -79,6 +80,36 @@ def test_messages_go_through_the_template_and_a_run_is_its_export(directory, tmp
         SamplingParams(max_new_tokens=3, temperature=0, stop_token_ids=(load_tokenizer(directory).eos_token_id,)),
     )
     assert line["prompt"] == messages and line["tokens"] == made[0][0].tokens
+
+
+def test_completions_end_where_transformers_ends_them(directory, tmp_path, capsys):
+    """By the list in config.json, in a directory without generation_config.json."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    copy, file = tmp_path / "model", tmp_path / "prompts.txt"
+    shutil.copytree(directory, copy)
+    config = json.loads((copy / "config.json").read_text())
+    even = list(range(8, 320, 2))
+    (copy / "config.json").write_text(json.dumps(config | {"eos_token_id": even}))
+    file.write_text("one\nand two\n")
+    options = ("--prompts", file, "--max-new-tokens", 12, "--temperature", 0)
+    assert rl("generate", copy, *options) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(copy), load_tokenizer(copy)
+    for line in lines:
+        prompt = torch.tensor([tokenizer.encode(line["prompt"])])
+        made = theirs.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :].tolist()
+        assert line["tokens"] == made and made[-1] in even and line["finish"] == "stop"
+
+
+def test_a_broken_generation_config_ends_with_4(directory, tmp_path, capsys):
+    copy, file = tmp_path / "model", tmp_path / "prompts.txt"
+    shutil.copytree(directory, copy)
+    file.write_text("one\n")
+    (copy / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    assert rl("generate", copy, "--prompts", file) == 4
+    assert f"{copy}/generation_config.json: eos_token_id" in capsys.readouterr().err
 
 
 def test_a_chat_remembers_what_was_said_until_it_is_reset(directory, capsys, monkeypatch):

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from policy.huggingface.tensorfiles import ModelFileError
 from rollout.text.chat import ChatError, encode_example, render_conversation, render_prompt
 from rollout.text.tokenizer import SPECIALS, load_tokenizer, stop_ids
 
@@ -116,6 +117,44 @@ def test_stop_tokens_are_those_of_the_tokenizer_and_of_the_generation_configurat
     for listed, result in ((7, (2, 7)), ([9, 2, 7], (2, 7, 9)), (None, (2,))):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
         assert stop_ids(tokenizer, tmp_path) == result
+
+
+OUTER, INNER = {"eos_token_id": [5, 9]}, {"text_config": {"eos_token_id": [6, 9]}}
+THINKER = {"model_type": "qwen3_omni_moe", "architectures": ["Qwen3OmniMoeForConditionalGeneration"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "stops"),
+    [
+        (OUTER, None, (2, 5, 9)),
+        (OUTER, {}, (2, 5, 9)),
+        (OUTER, {"eos_token_id": None}, (2, 5, 9)),
+        (OUTER, {"eos_token_id": 7}, (2, 7)),
+        (OUTER | INNER, None, (2, 5, 9)),
+        (INNER, {"do_sample": True}, (2, 6, 9)),
+        (INNER | {"eos_token_id": None}, None, (2, 6, 9)),
+        (THINKER | {"thinker_config": INNER}, None, (2, 6, 9)),
+        ({"eos_token_id": -1}, None, (2,)),
+    ],
+)
+def test_stop_tokens_without_a_generation_configuration_are_those_of_the_configuration(
+    tokenizer, tmp_path, config, generation, stops
+):
+    """As transformers 5.24, which also reads the configuration where the other file is missing."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert stop_ids(tokenizer, tmp_path) == stops
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "content", ['{"eos_token_id": "x"}', '{"eos_token_id": [1, true]}', '{"eos_token_id": 2', "[]"]
+)
+def test_stop_tokens_of_a_broken_file(tokenizer, tmp_path, file, content):
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ModelFileError, match=f"{tmp_path}/{file}"):
+        stop_ids(tokenizer, tmp_path)
 
 
 def test_bad_tokenizers_are_refused(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import rl.algorithms
-from policy.huggingface import sources
+from policy.huggingface import generation_config, sources
 from rl.config.data import DataOptions
 from rl.config.run import RunConfig
 from rl.data import datasets, models, towers
@@ -87,18 +86,9 @@ def random_weights(config: RunConfig) -> bool:
 def declared_stops(config: RunConfig) -> dict[str, list[int]]:
     """Returns the ends of sequence in config.json and generation_config.json of the model's directory."""
     directory = models.directory(config.model.source)
-    result = {}
-    for name in ("config.json", "generation_config.json") if directory is not None else ():
-        file = Path(str(directory)) / name
-        if file.is_file():
-            try:
-                value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            except (ValueError, AttributeError):
-                continue  # the build of the model reports a file that is damaged
-            ids = value if isinstance(value, list) else [value]
-            if known := [each for each in ids if isinstance(each, int)]:
-                result[name] = known
-    return result
+    if directory is None:
+        return {}
+    return {name: list(ids) for name, ids in generation_config.declared_stops(directory).items()}
 
 
 def vocabulary_size(config: RunConfig) -> int | None:
