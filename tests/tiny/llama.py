@@ -28,4 +28,5 @@ GENERATED_WIDE = {
     "llama": ("Llama", KINDS["Llama"].standard),
     "llama-mha-mlp_bias": ("Llama", {"num_key_value_heads": 4, "mlp_bias": True, "hidden_act": "gelu"}),
 }
-PUBLISHED = {"llama3.1-8b": 8_030_261_248}
+# SmolLM2 (arXiv 2502.02737): 135 million.
+PUBLISHED = {"llama3.1-8b": 8_030_261_248, "smollm2-135m": 134_515_008}
