@@ -7,6 +7,7 @@ fresh model a norm that is skipped or swapped with another changes nothing.
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def classes(kind: str):
 
 def _build(kind: str, keys: dict):
     config_class, model_class = classes(kind)
-    config = config_class(**keys)
+    config = config_class(**copy.deepcopy(keys))  # it writes defaults of its own into the rotary settings
     config._attn_implementation = config._experts_implementation = "eager"
     return model_class(config)
 
