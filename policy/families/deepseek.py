@@ -17,10 +17,16 @@ from policy.huggingface.config_fields import (
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
+# Experts with a correction of their choice, and shared experts.
+EXPERT_NAMES = (
+    names.MOE
+    | {"feed_forward.router.correction_bias": names.Stored("mlp.gate.e_score_correction_bias")}
+    | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_experts."))
+)
 NAMES = (
     names.ATTENTION
     | names.MLP
-    | names.MOE
+    | EXPERT_NAMES
     | {
         "mixer.q_a_proj": names.Stored("self_attn.q_a_proj.weight", "r e -> e r"),
         "mixer.q_a_layernorm.weight": names.Stored("self_attn.q_a_layernorm.weight"),
@@ -35,9 +41,7 @@ NAMES = (
         "mixer.indexer.k_norm.weight": names.Stored("self_attn.indexer.k_norm.weight"),
         "mixer.indexer.k_norm.bias": names.Stored("self_attn.indexer.k_norm.bias"),
         "mixer.indexer.weights_proj": names.Stored("self_attn.indexer.weights_proj.weight", "h e -> e h"),
-        "feed_forward.router.correction_bias": names.Stored("mlp.gate.e_score_correction_bias"),
     }
-    | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_experts."))
 )
 # Layers past num_hidden_layers predict further tokens; they are read only with multi_token_prediction.
 SKIP_EXTRA_LAYERS = True
@@ -110,20 +114,29 @@ def read(stored: dict) -> DecoderConfig:
     hf, v3 = version | stored, version is not DEFAULTS_V2
     if version is not DEFAULTS_V32:
         hf |= {"index_topk": None, "mlp_layer_types": None}
+    return decoder("deepseek", stored, hf, layers(hf, v3))
+
+
+def layers(hf: dict, v3: bool) -> list[LayerSpec]:
+    """Creates the layers of a configuration that has every key of its version."""
+    mixer = _mixer(hf, v3)
+    dense = Mlp(hf["intermediate_size"], activation(hf), bias=not v3 and bool(hf["mlp_bias"]))
+    experts = mixture(hf, v3)
+    return [LayerSpec(mixer, dense if is_dense else experts) for is_dense in _dense_layers(hf)]
+
+
+def mixture(hf: dict, v3: bool) -> Moe:
+    """Creates the mixture of experts of a configuration that has every key of its version."""
     bias = not v3 and bool(hf["mlp_bias"])
-    mixer, dense = _mixer(hf, v3), Mlp(hf["intermediate_size"], activation(hf), bias=bias)
-    experts = first(
-        hf, "n_routed_experts", "num_local_experts", "num_experts", default=EXPERTS_V3 if v3 else EXPERTS_V2
-    )
+    default = EXPERTS_V3 if v3 else EXPERTS_V2
+    experts = first(hf, "n_routed_experts", "num_local_experts", "num_experts", default=default)
     width, shared = hf["moe_intermediate_size"], hf["n_shared_experts"]
-    moe = Moe(
+    return Moe(
         _router(hf, v3, experts),
         width,
         shared=Mlp(width * shared, activation(hf), bias=bias) if shared else None,
         activation=activation(hf),
     )
-    layers = [LayerSpec(mixer, dense if is_dense else moe) for is_dense in _dense_layers(hf)]
-    return decoder("deepseek", stored, hf, layers)
 
 
 def _dense_layers(hf: dict) -> list[bool]:
@@ -184,13 +197,17 @@ def _router(hf: dict, v3: bool, experts: int) -> Router:
 
 
 def empty_tensors(hf: dict) -> dict[str, tuple[int, ...]]:
-    """Returns the stored tensors without elements: with `n_shared_experts` 0 transformers has shared experts of width
-    0."""
+    """Returns the stored tensors without elements."""
+    return empty_shared_experts(defaults(hf) | hf)
+
+
+def empty_shared_experts(hf: dict) -> dict[str, tuple[int, ...]]:
+    """Returns the shared experts of width 0 that transformers has with `n_shared_experts` 0. `hf` has every key of its
+    version."""
     shapes: dict[str, tuple[int, ...]] = {}
-    full = defaults(hf) | hf
-    if full["n_shared_experts"] == 0:
-        for n in (n for n, is_dense in enumerate(_dense_layers(full)) if not is_dense):
-            prefix, E = names.LAYER_PREFIX.format(n=n) + "mlp.shared_experts.", full["hidden_size"]
+    if hf["n_shared_experts"] == 0:
+        for n in (n for n, is_dense in enumerate(_dense_layers(hf)) if not is_dense):
+            prefix, E = names.LAYER_PREFIX.format(n=n) + "mlp.shared_experts.", hf["hidden_size"]
             shapes |= {prefix + "gate_proj.weight": (0, E), prefix + "up_proj.weight": (0, E)}
             shapes[prefix + "down_proj.weight"] = (E, 0)
     return shapes
