@@ -7,6 +7,7 @@ A family file defines:
 - DEFAULTS: the values of absent keys, as in the class of transformers.
 
 Optional:
+- ALIASES: model types that transformers does not have -> the one of MODEL_TYPES that reads them.
 - TOP and LAYER_PREFIX: replacements for the names in policy/huggingface/names.py.
 - PREFIXES: pairs of a prefix of stored names and its replacement in the tables.
 - SKIP: patterns of stored tensors that are not read.
@@ -49,17 +50,26 @@ def get(name: str) -> ModuleType:
     return importlib.import_module(f"policy.families.{name}")
 
 
+def model_types(family: ModuleType) -> tuple[str, ...]:
+    """Returns the model types that a family reads."""
+    return (*family.MODEL_TYPES, *getattr(family, "ALIASES", ()))
+
+
 def find(hf: dict) -> ModuleType:
     """Returns the family of a Hugging Face configuration, by `architectures` first and `model_type` second. Raises
     UnsupportedModel if no family has either."""
     modules = [get(name) for name in known()]
-    for key, attribute in (("architectures", "ARCHITECTURES"), ("model_type", "MODEL_TYPES")):
+    claimed = {
+        "architectures": [set(module.ARCHITECTURES) for module in modules],
+        "model_type": [set(model_types(module)) for module in modules],
+    }
+    for key, names in claimed.items():
         value = hf.get(key)
         requested = {value} if isinstance(value, str) else set(value or ())
-        for module in modules:
-            if requested & set(getattr(module, attribute)):
+        for module, own in zip(modules, names, strict=True):
+            if requested & own:
                 return module
-    types = sorted(t for module in modules for t in module.MODEL_TYPES)
+    types = sorted(t for module in modules for t in model_types(module))
     raise UnsupportedModel(
         f"no family for architectures={hf.get('architectures')}, model_type={hf.get('model_type')!r}; "
         f"known model types: {', '.join(types)}"
@@ -96,14 +106,25 @@ def text_model(hf: dict) -> dict:
             raise unknown from None
     if hasattr(family, "WRAPPED"):
         return hf
-    kind = inner.get("model_type")
-    number = family.MODEL_TYPES.index(kind) if kind in family.MODEL_TYPES else 0
+    number = _text_class(family, inner)
     outer = {extensions.KEY: hf[extensions.KEY]} if extensions.KEY in hf else {}
     # The class of the wrapper ties the head by its own key; transformers also writes the text model's default into
     # text_config.
     tied = {key: hf[key] for key in ("tie_word_embeddings",) if hf.get(key) is not None}
     names = {"architectures": [family.ARCHITECTURES[number]], "model_type": family.MODEL_TYPES[number]}
     return outer | inner | tied | names
+
+
+def _text_class(family: ModuleType, inner: dict) -> int:
+    """Returns which of the text classes of a family a text configuration names, by `architectures`
+    first and `model_type` second; 0 if it names none."""
+    types, classes = family.MODEL_TYPES, family.ARCHITECTURES
+    for name in inner.get("architectures") or ():
+        if name in classes and name.endswith("ForCausalLM"):
+            return classes.index(name)
+    kind = inner.get("model_type")
+    kind = getattr(family, "ALIASES", {}).get(kind, kind)
+    return types.index(kind) if kind in types else 0
 
 
 def read(hf: dict, *, media: bool = False) -> DecoderConfig:

@@ -1,5 +1,6 @@
 """DeepSeek V2, V2-Lite, V3, V3.1 and V3.2 (DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, DeepseekV32ForCausalLM):
-latent attention, in V3.2 over keys that an indexer selects, and a dense prefix followed by mixtures of experts."""
+latent attention, in V3.2 over keys that an indexer selects, and a dense prefix followed by mixtures of experts. Kimi K2
+has the layers of V3 and is also the text model inside Kimi K2.5."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ from policy.huggingface.config_fields import (
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
+ALIASES = {"kimi_k2": "deepseek_v3"}
+# The names that transformers gives to the text model inside Kimi K2.5.
+PREFIXES = (("language_model.model.blocks.", "model.layers."),)
 # Experts with a correction of their choice, and shared experts.
 EXPERT_NAMES = (
     names.MOE
@@ -104,12 +108,16 @@ _VERSIONS = {
 def defaults(hf: dict) -> dict:
     """Returns the values of absent keys in the version of a configuration, by `architectures` first, `model_type`
     second."""
-    named = [name for name in hf.get("architectures") or () if name in ARCHITECTURES]
-    return _VERSIONS[named[0] if named else hf["model_type"]]
+    for name in hf.get("architectures") or ():
+        if name in ARCHITECTURES:
+            return _VERSIONS[name]
+    return _VERSIONS[hf["model_type"]]
 
 
 def read(stored: dict) -> DecoderConfig:
     """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    if stored.get("model_type") in ALIASES:
+        stored = stored | {"model_type": ALIASES[stored["model_type"]]}
     version = defaults(stored)
     hf, v3 = version | stored, version is not DEFAULTS_V2
     if version is not DEFAULTS_V32:

@@ -178,6 +178,75 @@ def test_the_text_model_of_a_multimodal_qwen3_5_is_read_alone(kind, tmp_path):
     np.testing.assert_allclose(reference_logits(reload(kind, tmp_path / "out"), row), expected, atol=1e-4, rtol=0)
 
 
+def kimi_k25():
+    """A model of pictures and text with the layers of DeepSeek V3."""
+    import copy
+
+    import transformers
+
+    text = copy.deepcopy(TINY["DeepseekV3"] | STANDARD["DeepseekV3"]) | {"model_type": "deepseek_v3"}
+    vision = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "patch_size": 4,
+        "pos_emb_height": 4,
+        "pos_emb_width": 4,
+    }
+    config = transformers.Kimi_K25Config(
+        text_config=text, vision_config=vision, projection_hidden_size=16, tie_word_embeddings=False
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    return transformers.Kimi_K25ForConditionalGeneration(config).float().eval()
+
+
+def kimi_config(config):
+    """The configuration of a Kimi K2.5 directory as it is released."""
+    inner = config["text_config"]
+    old_rope(inner)
+    inner |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2"}
+    config["architectures"] = ["KimiK25ForConditionalGeneration"]
+
+
+def without_classes(config):
+    kimi_config(config)
+    config["text_config"]["architectures"] = None
+
+
+@pytest.mark.parametrize("form", ["transformers", "released", "released without classes"])
+def test_the_text_model_of_a_kimi_k25_directory_is_deepseek_v3(form, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    theirs = kimi_k25()
+    directory = saved(theirs, tmp_path / "in")
+    assert any("mm_projector" in name for name in stored_names(directory))
+    if form != "transformers":
+        edit_config(directory, kimi_config if form == "released" else without_classes)
+        file = directory / model_directory.SINGLE
+        save_file({name.replace("model.blocks.", "model.layers."): a for name, a in load_file(file).items()}, file)
+    assert_same_logits(directory, theirs)
+    policy.save(policy.load(directory), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["architectures"] == ["DeepseekV3ForCausalLM"] and written["model_type"] == "deepseek_v3"
+    row = tokens(2, 12)
+    result = reference_logits(reload("DeepseekV3", tmp_path / "out"), row)
+    np.testing.assert_allclose(result, reference_logits(theirs, row), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("names", [["DeepseekV3ForCausalLM"], None])
+def test_a_kimi_k2_directory_is_deepseek_v3(names, tmp_path):
+    theirs = oracle("DeepseekV3")
+    directory = saved(theirs, tmp_path / "in")
+    edit_config(directory, lambda config: config.update({"architectures": names, "model_type": "kimi_k2"}))
+    assert_same_logits(directory, theirs)
+    policy.save(policy.load(directory), tmp_path / "out")
+    row = tokens(2, 12)
+    result = reference_logits(reload("DeepseekV3", tmp_path / "out"), row)
+    np.testing.assert_allclose(result, reference_logits(theirs, row), atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("scaling", ["yarn", "default"])
 def test_the_old_spelling_of_rope_scales_only_the_full_attention_of_olmo3(scaling, tmp_path):
     """Both for us and for transformers, which reads the directory again after the change."""

@@ -271,6 +271,12 @@ def test_the_text_model_is_the_one_of_its_type_where_a_family_has_several(monkey
         assert text["architectures"] == ["DeepseekV3ForCausalLM"] and text["model_type"] == "deepseek_v3"
 
 
+def test_the_class_of_a_text_model_goes_before_its_type():
+    inner = configuration("DeepseekV3") | {"model_type": "of_another_program"}
+    text = json.loads(families.read({"model_type": "unknown", "text_config": inner}).hf)
+    assert text["architectures"] == ["DeepseekV3ForCausalLM"] and text["model_type"] == "deepseek_v3"
+
+
 GPT2_LIKE = (
     names.ATTENTION
     | names.MLP

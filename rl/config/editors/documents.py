@@ -74,7 +74,7 @@ def _titled(file: str, title: str, about: str, root: Json, writer: SchemaWriter)
 def _model() -> Json:
     """Returns the schema of the keys of a Hugging Face configuration that name its family; others depend on it."""
     modules = [families.get(name) for name in families.known()]
-    kinds = sorted({kind for module in modules for kind in module.MODEL_TYPES})
+    kinds = sorted({kind for module in modules for kind in families.model_types(module)})
     classes = sorted({name for module in modules for name in module.ARCHITECTURES})
     names = {key: None for file in model_presets().values() for key in _keys(file) if key.endswith("_size")}
     properties = {
