@@ -1,14 +1,16 @@
 """Quantised weights of Hugging Face files. Indexing a weight reads and dequantises that slice only.
 
-`quantization_config` of config.json names the scheme: `fp8`, the block-scaled form of arXiv 2412.19437, section 3.3, or
-`mxfp4`, microscaling (OCP Microscaling Formats 1.0).
+`quantization_config` of config.json names the scheme: `fp8`, the block-scaled form of arXiv 2412.19437, section 3.3;
+`mxfp4`, microscaling (OCP Microscaling Formats 1.0); or `compressed-tensors`, of which packed 4-bit integers are read.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -16,7 +18,7 @@ import numpy as np
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 FP4 = np.concatenate([FP4, -FP4])
 GROUP = 32  # values that share a scale in MXFP4
-METHODS = ("fp8", "mxfp4")
+CODES_PER_WORD = 8  # 4-bit integers in an int32
 
 Index = tuple[slice, ...]
 View = Callable[[str], "np.ndarray | None"]
@@ -26,29 +28,62 @@ class QuantizationError(ValueError):
     """Raised for weights, or a description of them, that cannot be dequantised; the message names them."""
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """The quantisation of a file. `block` is the number of rows and columns per scale of fp8; None: one scale per
-    tensor."""
+class Scheme(ABC):
+    """The quantisation of the weights in a directory.
 
-    method: str
-    block: tuple[int, int] | None = None
+    The values of a weight lie in the tensor of its name with the ending `values`. `skip` holds patterns of tensors
+    that are not weights.
+    """
 
-    def find(self, name: str, view: View) -> Fp8 | Mxfp4 | None:
+    values: ClassVar[str] = ""
+    skip: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def find(self, name: str, view: View) -> Fp8 | Mxfp4 | Int4 | None:
         """Returns the tensor `name` if the file (`view`: array by name, None if absent) holds it quantised, else
         None."""
-        if self.method == "mxfp4":
-            blocks = view(f"{name}_blocks")
-            return None if blocks is None else Mxfp4(name, blocks, _required(view, f"{name}_scales"))
+
+
+@dataclass(frozen=True)
+class Fp8Scheme(Scheme):
+    """8-bit floats. `block` is the number of rows and columns per scale; None: one scale per tensor."""
+
+    # The scales of quantised activations.
+    skip: ClassVar[tuple[str, ...]] = (r".*\.activation_scale",)
+
+    block: tuple[int, int] | None = None
+
+    def find(self, name: str, view: View) -> Fp8 | None:
         values = view(name)
         if values is None or values.dtype.name != "float8_e4m3fn":
             return None
         return Fp8(name, values, _required(view, f"{name}_scale_inv"), self.block)
 
-    @property
-    def skip(self) -> tuple[str, ...]:
-        """Patterns of tensors that are not weights: the scales of quantised activations."""
-        return (r".*\.activation_scale",) if self.method == "fp8" else ()
+
+@dataclass(frozen=True)
+class Mxfp4Scheme(Scheme):
+    """4-bit floats with a scale for each GROUP of them."""
+
+    values: ClassVar[str] = "_blocks"
+
+    def find(self, name: str, view: View) -> Mxfp4 | None:
+        blocks = view(name + self.values)
+        return None if blocks is None else Mxfp4(name, blocks, _required(view, f"{name}_scales"))
+
+
+@dataclass(frozen=True)
+class Int4Scheme(Scheme):
+    """4-bit integers with a scale for each `group` of columns."""
+
+    values: ClassVar[str] = "_packed"
+
+    group: int
+
+    def find(self, name: str, view: View) -> Int4 | None:
+        words = view(name + self.values)
+        if words is None:
+            return None
+        return Int4(name, words, _required(view, f"{name}_scale"), _required(view, f"{name}_shape"), self.group)
 
 
 def scheme(config: dict | None) -> Scheme | None:
@@ -58,20 +93,68 @@ def scheme(config: dict | None) -> Scheme | None:
         return None
     method = config.get("quant_method") if isinstance(config, dict) else None
     if method not in METHODS:
-        known = " and ".join(METHODS)
+        *others, last = METHODS
+        known = f"{', '.join(others)} and {last}"
         raise QuantizationError(f"quant_method {method!r} is not supported, only {known}; dequantise the weights first")
-    if method == "mxfp4" or config.get("weight_block_size", ...) is None:
-        return Scheme(method)
+    return METHODS[method](config)
+
+
+def _fp8(config: dict) -> Fp8Scheme:
     block = config.get("weight_block_size", [128, 128])
+    if block is None:
+        return Fp8Scheme()
     if not (isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
         raise QuantizationError(f"weight_block_size {block!r}: expected two positive numbers, rows and columns")
-    return Scheme(method, tuple(block))
+    return Fp8Scheme(tuple(block))
+
+
+def _packed_int4(config: dict) -> Int4Scheme:
+    """Reads a configuration of compressed-tensors: one group of layers with packed symmetric 4-bit integers. Layers
+    under `ignore` are not packed, which the files show."""
+    _expect(config, "format", ("pack-quantized",))
+    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        if config.get(key):
+            raise QuantizationError(f"{key} {config[key]!r} is not supported; dequantise the weights first")
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        raise QuantizationError(f"config_groups {groups!r}: expected one group, the other layers under ignore")
+    [(name, group)] = groups.items()
+    where = f"config_groups.{name}."
+    if not isinstance(group, dict):
+        raise QuantizationError(f"config_groups.{name} {group!r}: expected the description of a group of layers")
+    for key in ("input_activations", "output_activations"):
+        _expect(group, key, (None,), where)
+    weights = group.get("weights")
+    if not isinstance(weights, dict):
+        raise QuantizationError(f"{where}weights {weights!r}: expected the description of quantised weights")
+    where += "weights."
+    _expect(weights, "num_bits", (4,), where)
+    _expect(weights, "type", ("int",), where)
+    _expect(weights, "symmetric", (True,), where)
+    _expect(weights, "strategy", ("group",), where)
+    _expect(weights, "actorder", (None, False), where)
+    size = weights.get("group_size")
+    if not isinstance(size, int) or size < 1:
+        raise QuantizationError(f"{where}group_size {size!r}: expected a positive number of columns")
+    return Int4Scheme(size)
+
+
+def _expect(section: dict, key: str, known: tuple, where: str = "") -> None:
+    if (value := section.get(key)) not in known:
+        raise QuantizationError(f"{where}{key} {value!r} is not supported, only {known[0]!r}")
+
+
+METHODS: dict[str, Callable[[dict], Scheme]] = {
+    "fp8": _fp8,
+    "mxfp4": lambda config: Mxfp4Scheme(),
+    "compressed-tensors": _packed_int4,
+}
 
 
 def _required(view: View, name: str) -> np.ndarray:
     array = view(name)
     if array is None:
-        raise QuantizationError(f"missing tensor {name}, the scales of quantised weights")
+        raise QuantizationError(f"missing tensor {name}, which belongs to quantised weights")
     return array
 
 
@@ -136,3 +219,40 @@ class Mxfp4:
         flat = values.reshape(*codes.shape[:-2], codes.shape[-2] * GROUP)
         start = inputs.start - groups.start * GROUP
         return flat[..., start : start + inputs.stop - inputs.start].swapaxes(-1, -2)
+
+
+class Int4:
+    """A tensor float32[O, I]: 4-bit integers from -8 to 7 times the scale of their `group` of columns.
+
+    `words` int32[O, I/8] has 8 integers in a word, the first in the lowest bits, each plus 8. `scales` is a float
+    [O, I/group], `shape` is (O, I): the last word and the last group of a row may be incomplete.
+    """
+
+    def __init__(self, name: str, words: np.ndarray, scales: np.ndarray, shape: np.ndarray, group: int):
+        if shape.size != 2:
+            raise QuantizationError(f"{name}_shape has {shape.size} numbers, expected 2: rows and columns")
+        rows, columns = (int(n) for n in shape.reshape(-1))
+        expected = (rows, math.ceil(columns / CODES_PER_WORD))
+        if words.dtype.name != "int32" or words.shape != expected:
+            stored = f"{words.dtype.name}{list(words.shape)}"
+            raise QuantizationError(f"{name}_packed is {stored}, expected int32{list(expected)}: 8 integers in a word")
+        expected = (rows, math.ceil(columns / group))
+        if scales.shape != expected:
+            raise QuantizationError(
+                f"{name}_scale has shape {list(scales.shape)}, expected {list(expected)}: "
+                f"one for each {group} columns of a row"
+            )
+        self.shape = (rows, columns)
+        self._words, self._scales, self._group = words.view(np.uint32), scales, group
+
+    def __getitem__(self, index: Index) -> np.ndarray:
+        rows, columns = (slice(*part.indices(n)) for part, n in zip(index, self.shape, strict=True))
+        first, last = columns.start // CODES_PER_WORD, math.ceil(columns.stop / CODES_PER_WORD)
+        words = self._words[rows, first:last]
+        shifts = np.arange(0, 32, 4, dtype=np.uint32)
+        codes = words[..., None] >> shifts & np.uint32(15)
+        values = codes.reshape(len(words), CODES_PER_WORD * words.shape[1]).astype(np.float32) - 8
+        start = columns.start - first * CODES_PER_WORD
+        values = values[:, start : start + columns.stop - columns.start]
+        group_of_column = np.arange(columns.start, columns.stop) // self._group
+        return values * self._scales[rows].astype(np.float32)[:, group_of_column]

@@ -81,7 +81,7 @@ class TensorFiles:
         raise ModelFileError(f"{self.directory}: no *.safetensors file")
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries or (self._scheme is not None and f"{name}_blocks" in self._entries)
+        return name in self._entries or (self._scheme is not None and name + self._scheme.values in self._entries)
 
     def own_name(self, name: str) -> str:
         """Returns the name of the tensor in its file."""

@@ -13,7 +13,7 @@ import policy
 from policy import families
 from policy.huggingface import model_directory, names
 from policy.huggingface.model_directory import ModelFileError
-from policy.huggingface.quantized import Fp8, Mxfp4, QuantizationError, scheme
+from policy.huggingface.quantized import Fp8, Fp8Scheme, Int4, Int4Scheme, Mxfp4, Mxfp4Scheme, QuantizationError, scheme
 
 RNG = np.random.default_rng(0)
 
@@ -29,6 +29,27 @@ def mxfp4_pair(leading, outputs, inputs):
     """(blocks, scales) of every code, at scales that float32 holds."""
     blocks = RNG.integers(0, 256, (*leading, outputs, inputs // 32, 16)).astype(np.uint8)
     return blocks, RNG.integers(100, 140, blocks.shape[:-1]).astype(np.uint8)
+
+
+def int4_tensors(rows, columns, group):
+    """(words, scales, shape) of every code, packed bit by bit; the scales are bfloat16."""
+    codes = RNG.integers(0, 16, (rows, columns))
+    words = np.zeros((rows, -(-columns // 8)), np.int32)
+    for row, column in np.ndindex(rows, columns):
+        for bit in range(4):
+            if codes[row, column] >> bit & 1:
+                words[row, column // 8] |= np.array(1 << 4 * (column % 8) + bit, np.uint32).view(np.int32)
+    scales = RNG.uniform(1e-2, 1e-1, (rows, -(-columns // group))).astype(ml_dtypes.bfloat16)
+    return words, scales, np.array([rows, columns], np.int64)
+
+
+def int4_one_by_one(words, scales, shape, group):
+    result = np.empty(shape, np.float32)
+    for row, column in np.ndindex(*result.shape):
+        word = int(words[row, column // 8]) % 2**32
+        code = word // 16 ** (column % 8) % 16
+        result[row, column] = (code - 8) * np.float32(scales[row, column // group])
+    return result
 
 
 def fp8_by_repetition(values, scales, block):
@@ -108,17 +129,75 @@ def test_mxfp4_equals_transformers():
     np.testing.assert_array_equal(Mxfp4("w", blocks, scales)[:, :, :], theirs.numpy())
 
 
+@pytest.mark.parametrize(("shape", "group"), [((5, 64), 32), ((3, 19), 6), ((1, 7), 32), ((4, 40), 8)])
+def test_int4_is_what_its_bits_say(shape, group):
+    tensors = int4_tensors(*shape, group)
+    assert (tensors[0] < 0).any() or shape == (1, 7)
+    assert_every_slice(Int4("w", *tensors, group), int4_one_by_one(*tensors, group))
+
+
+def int4_config(**weights):
+    """A quantization_config as compressed-tensors writes it."""
+    described = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    described |= {"actorder": None, "dynamic": False, "observer": "minmax"}
+    group = {"input_activations": None, "output_activations": None, "targets": ["Linear"]}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group | {"weights": described | weights}},
+        "ignore": ["lm_head", "re:.*self_attn.*"],
+        "kv_cache_scheme": None,
+    }
+
+
 def test_descriptions_are_read_and_others_refused():
     assert scheme(None) is None and scheme({}) is None
-    assert scheme({"quant_method": "fp8"}).block == (128, 128)
-    assert scheme({"quant_method": "fp8", "weight_block_size": [64, 32]}).block == (64, 32)
-    assert scheme({"quant_method": "fp8", "weight_block_size": None}).block is None
-    assert scheme({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}).method == "mxfp4"
+    assert scheme({"quant_method": "fp8"}) == Fp8Scheme((128, 128))
+    assert scheme({"quant_method": "fp8", "weight_block_size": [64, 32]}) == Fp8Scheme((64, 32))
+    assert scheme({"quant_method": "fp8", "weight_block_size": None}) == Fp8Scheme(None)
+    assert scheme({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}) == Mxfp4Scheme()
+    assert scheme(int4_config()) == Int4Scheme(32)
+    assert scheme(int4_config(group_size=128)) == Int4Scheme(128)
     for wrong in ({"quant_method": "bitsandbytes"}, {"bits": 4}, ["fp8"]):
-        with pytest.raises(QuantizationError, match="fp8 and mxfp4"):
+        with pytest.raises(QuantizationError, match="fp8, mxfp4 and compressed-tensors"):
             scheme(wrong)
     with pytest.raises(QuantizationError, match="weight_block_size"):
         scheme({"quant_method": "fp8", "weight_block_size": [128, 0]})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_bits", 8),
+        ("type", "float"),
+        ("symmetric", False),
+        ("strategy", "channel"),
+        ("actorder", "group"),
+        ("group_size", None),
+        ("group_size", 0),
+    ],
+)
+def test_int4_of_another_form_is_refused_by_its_key(key, value):
+    with pytest.raises(QuantizationError, match=rf"config_groups.group_0.weights.{key} {value!r}"):
+        scheme(int4_config(**{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": "int-quantized"}, "format 'int-quantized'"),
+        ({"config_groups": {}}, "config_groups"),
+        ({"config_groups": {"a": {}, "b": {}}}, "expected one group"),
+        ({"config_groups": {"a": None}}, "config_groups.a None"),
+        ({"config_groups": {"a": {"weights": None}}}, "config_groups.a.weights None"),
+        ({"config_groups": {"a": {"input_activations": {"num_bits": 8}}}}, "config_groups.a.input_activations"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+    ],
+)
+def test_other_parts_of_compressed_tensors_are_refused_by_their_key(change, words):
+    with pytest.raises(QuantizationError, match=words):
+        scheme(int4_config() | change)
 
 
 BLOCK = (16, 24)
@@ -187,6 +266,55 @@ def test_faults_of_fp8_files_are_named(fp8_model):
     refused(lambda state: state.update({name: state[name][:31]}), f"{name}")
     edit_config(directory, lambda config: config.pop("quantization_config"))
     refused(lambda state: None, "is F8_E4M3", "quantization_config")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_model_of_int4_experts_loads_as_the_dequantised_one(tmp_path, monkeypatch, wrapped):
+    """Its experts are packed, all else is not, as in Kimi K2 Thinking and (`wrapped`) Kimi K2.5."""
+    monkeypatch.setattr(model_directory, "PIECE", 100)
+    policy.save(random_model(families.read(configuration("DeepseekV3", moe_intermediate_size=20))), tmp_path)
+    dense, packed, group = load_file(tmp_path / model_directory.SINGLE), {}, 12
+    for name, array in list(dense.items()):
+        if "mlp.experts." not in name:
+            packed[name] = array
+            continue
+        rows, columns = array.shape
+        words, scales, shape = int4_tensors(rows, columns, group)
+        packed |= {f"{name}_packed": words, f"{name}_scale": scales, f"{name}_shape": shape}
+        dense[name] = int4_one_by_one(words, scales, shape, group)
+    save_file(dense, tmp_path / model_directory.SINGLE)
+    expected = policy.load(tmp_path)
+    prefix = "language_model." if wrapped else ""
+    packed = {prefix + name: array for name, array in packed.items()}
+    save_file(packed, tmp_path / model_directory.SINGLE)
+    with pytest.raises(ModelFileError, match="missing tensor"):
+        policy.load(tmp_path)
+    edit_config(tmp_path, lambda config: config.update({"quantization_config": int4_config(group_size=group)}))
+    if wrapped:
+        inner = json.loads((tmp_path / "config.json").read_text())
+        outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": inner}
+        (tmp_path / "config.json").write_text(json.dumps(outer))
+    result = policy.load(tmp_path)
+    assert_same(expected, result)
+    policy.save(result, tmp_path / "out")
+    assert "quantization" not in (tmp_path / "out" / "config.json").read_text()
+    assert_same(expected, policy.load(tmp_path / "out"))
+    name = f"{prefix}model.layers.1.mlp.experts.0.down_proj.weight"
+
+    def refused(changes, match):
+        state = {key: changes.get(key, array) for key, array in packed.items() if changes.get(key, array) is not None}
+        save_file(state, tmp_path / model_directory.SINGLE)
+        with pytest.raises(ModelFileError, match=match):
+            policy.load(tmp_path)
+
+    own = name.removeprefix(prefix)
+    refused({f"{name}_scale": None}, f"missing tensor {own}_scale")
+    refused({f"{name}_shape": None}, f"missing tensor {own}_shape")
+    refused(
+        {f"{name}_shape": np.array([32, 24])}, f"{own}_scale has shape .32, 2.|has shape .32, 24., expected .32, 20."
+    )
+    refused({f"{name}_packed": packed[f"{name}_packed"][:, :2]}, f"{own}_packed is int32.32, 2., expected int32.32, 3.")
+    refused({f"{name}_scale": packed[f"{name}_scale"][:, :1]}, f"{own}_scale has shape .32, 1., expected .32, 2.")
 
 
 @pytest.mark.parametrize("piece", [10, model_directory.PIECE])
