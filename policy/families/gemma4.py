@@ -91,7 +91,11 @@ ROPE = {
 
 def read(stored: dict) -> DecoderConfig:
     """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
-    hf = DEFAULTS | stored
+    return build("gemma4", stored, DEFAULTS | stored)
+
+
+def build(family: str, stored: dict, hf: dict) -> DecoderConfig:
+    """Creates the decoder of `stored`; `hf` is the same with the defaults of the family's class."""
     _refuse(hf)
     derived = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(hf["num_hidden_layers"])]
     kinds = layer_types(hf, KINDS, derived)
@@ -104,7 +108,7 @@ def read(stored: dict) -> DecoderConfig:
     mixers = [_mixer(hf, kind, heads) for kind, heads in zip(kinds, _head_shapes(hf, kinds), strict=True)]
     layer = LayerSpec(None, feed_forward, norms, scalar=True, layer_embedding=_layer_embedding(hf))
     return decoder(
-        "gemma4",
+        family,
         stored,
         hf,
         [_layer(hf, layer, mixer) for mixer in _with_shared_keys(hf, kinds, mixers)],

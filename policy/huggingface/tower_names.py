@@ -13,7 +13,7 @@ from policy.huggingface.names import Stored, Table
 # How the names of towers and their projections begin in the files of multimodal models.
 ROOTS = (
     *("visual", "vision_tower", "vision_model", "audio_tower"),
-    *("multi_modal_projector", "mm_projector", "embed_vision", "embed_audio"),
+    *("multi_modal_projector", "mm_projector", "embed_vision", "embed_audio", "vision_embedder"),
 )
 
 

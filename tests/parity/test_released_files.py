@@ -151,6 +151,29 @@ def test_the_text_model_of_a_mistral3_directory_is_read_alone(kind, tied, tmp_pa
     np.testing.assert_allclose(result, reference_logits(theirs, row), atol=2e-5, rtol=0)
 
 
+def test_the_text_model_of_gemma4_unified_is_read_alone(tmp_path):
+    """Gemma 4 12B embeds pictures and sounds without towers; a text model has no use for these weights."""
+    import copy
+
+    import transformers
+
+    keys = TINY["Gemma4Unified"] | STANDARD["Gemma4Unified"] | {"pad_token_id": 0}
+    text = transformers.Gemma4UnifiedTextConfig(**copy.deepcopy(keys))
+    vision = {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16}
+    config = transformers.Gemma4UnifiedConfig(text_config=text, vision_config=vision)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    theirs = transformers.Gemma4UnifiedForConditionalGeneration(config).float().eval()
+    directory = saved(theirs, tmp_path / "in")
+    assert any("vision_embedder" in name for name in stored_names(directory))
+    row = tokens(2, 12)
+    ours = policy.load(directory)
+    np.testing.assert_allclose(ours.logits(row), reference_logits(theirs, row), atol=1e-4, rtol=0)
+    policy.save(ours, tmp_path / "out")
+    result = reference_logits(reload("Gemma4Unified", tmp_path / "out"), row)
+    np.testing.assert_allclose(result, reference_logits(theirs, row), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("kind", ["Qwen3_5", pytest.param("Qwen3_5Moe", marks=pytest.mark.slow)])
 def test_the_text_model_of_a_multimodal_qwen3_5_is_read_alone(kind, tmp_path):
     import transformers
