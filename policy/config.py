@@ -26,6 +26,7 @@ from policy.specs import (
     LayerNorm,
     LinearScaling,
     Llama3Scaling,
+    LongRope,
     Matrix,
     Mlp,
     Moe,
@@ -57,6 +58,7 @@ __all__ = [
     "LearnedPositions",
     "LinearScaling",
     "Llama3Scaling",
+    "LongRope",
     "Matrix",
     "Mlp",
     "Moe",
@@ -267,6 +269,13 @@ class DecoderConfig:
         """Returns every rotary embedding that some layer uses, once."""
         specs = (*self.layers, *([self.multi_token_prediction.layer] if self.multi_token_prediction else []))
         return tuple(dict.fromkeys(rope for spec in specs for rope in spec.ropes))
+
+    @property
+    def longrope_limit(self) -> int | None:
+        """Returns the longest sequence, in tokens, that has the short factors of LongRoPE; None: the decoder has no
+        LongRoPE."""
+        scalings = (rope.scaling for rope in self.ropes)
+        return next((each.original_max_position for each in scalings if isinstance(each, LongRope)), None)
 
     @property
     def has_sections(self) -> bool:

@@ -294,7 +294,7 @@ class Decoder(nnx.Module):
         """Runs everything up to the final norm. Returns (hidden [B, T, E] before that norm, with the streams of
         hyper-connections reduced, cache, the LayerAux of each path). Without a cache, call
         `__call__` instead if the mesh shards the length or is in explicit mode."""
-        step = self.complete_step(tokens_BT, step)
+        step = self.complete_step(tokens_BT, step, runtime)
         layout = runtime.layout
         if (
             layout is not None
@@ -323,14 +323,24 @@ class Decoder(nnx.Module):
         x = x if self.streams is None else self.streams.reduce(x)
         return x, None if cache is None else tuple(caches), layers
 
-    def complete_step(self, tokens_BT: jax.Array, step: Step) -> Step:
+    def complete_step(self, tokens_BT: jax.Array, step: Step, runtime: Runtime) -> Step:
         """Returns `step` (of policy/modes.py) with these tokens and the tables of all rotary embeddings at its
         positions."""
         if step.media is not None:
             media_rows.check(self.config, step.media)
             tokens_BT = step.media.text_tokens(tokens_BT)
-        tables = {str(rope): rotation(rope, step.positions, step.turns) for rope in self.config.ropes}
+        longest = self._longest(step, runtime)
+        tables = {str(rope): rotation(rope, step.positions, step.turns, longest) for rope in self.config.ropes}
         return replace(step, tokens=tokens_BT, rotations=tables)
+
+    def _longest(self, step: Step, runtime: Runtime) -> int | jax.Array | None:
+        """Returns the tokens of the longest sequence, by which LongRoPE chooses its factors: as the runtime says, else
+        by the last position of the call that is not padding. None: the decoder has no LongRoPE."""
+        if self.config.longrope_limit is None:
+            return None
+        if runtime.max_length is not None:
+            return runtime.max_length
+        return 1 + jnp.max(jnp.where(step.segments > 0, step.positions, -1))
 
     def embed(self, step: Step, runtime: Runtime) -> jax.Array:
         """Returns the embedding [B, T, E] of the step's tokens with its rows of pictures and sounds in their places,

@@ -252,7 +252,8 @@ class Model:
         if spans is None:
             return self._logprobs(self.params, tokens, step, jnp.float32(temperature))
         numbers = np.asarray(tokens), spans, float(temperature)
-        logp, entropy = self.scorer.logprobs(self.params, *numbers, media_of(step, spans))
+        scorer = self.scorer_for(max((span.end - span.start for span in spans), default=0))
+        logp, entropy = scorer.logprobs(self.params, *numbers, media_of(step, spans))
         return jnp.asarray(logp), jnp.asarray(entropy)
 
     def encode(
@@ -340,6 +341,38 @@ class Model:
             return jnp.stack([*features.by_number(aux, self.config, "hidden").values()])
 
         return jax.jit(run)
+
+    def graph_for(self, max_length: int) -> Graph:
+        """Returns the graph for sequences of at most `max_length` tokens. It is `graph`, unless LongRoPE chooses its
+        factors by the length and the runtime does not say it."""
+        if not self._length_decides:
+            return self.graph
+        return self._graphs_by_length[self._is_long(max_length)]
+
+    @property
+    def _length_decides(self) -> bool:
+        return self.config.longrope_limit is not None and self.graph.runtime.max_length is None
+
+    def _is_long(self, length: int) -> bool:
+        assert self.config.longrope_limit is not None
+        return length > self.config.longrope_limit
+
+    @cached_property
+    def _graphs_by_length(self) -> tuple[Graph, Graph]:
+        limit = self.config.longrope_limit
+        assert limit is not None
+        return self.graph.at(max_length=limit), self.graph.at(max_length=limit + 1)
+
+    def scorer_for(self, max_length: int) -> Scorer:
+        """Returns the scorer of sequences of at most `max_length` tokens (`graph_for`)."""
+        if not self._length_decides:
+            return self.scorer
+        return self._scorers_by_length[self._is_long(max_length)]
+
+    @cached_property
+    def _scorers_by_length(self) -> tuple[Scorer, Scorer]:
+        short, long = self._graphs_by_length
+        return Scorer(short), Scorer(long)
 
     @cached_property
     def scorer(self) -> Scorer:

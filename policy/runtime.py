@@ -36,6 +36,9 @@ class Runtime:
     `num_vocab_tiling`: number of chunks of tokens whose logits are computed one after the other (policy/heads/head.py);
     None: chosen by size.
 
+    Positions. `max_length` is the number of tokens of the longest sequence, by which LongRoPE chooses its factors. Runs
+    and generators set it, so that trainer and generator compute the same; None: the longest sequence of each call.
+
     Outputs. `record` names what each layer adds to the Aux. `indexer`: what an indexer of keys is trained on when there
     is no cache (policy/attention/sparse_attention.py); attention is dense during its warm-up. `mtp`: the decoder also
     returns the log-probabilities of its prediction modules, whose gradient reaches all weights (joint) or the modules'
@@ -65,6 +68,7 @@ class Runtime:
     scan: bool = option(True, description="scan over stacked layers in training (false: unrolled)")
     attention_chunk: int = 512
     skip_blocks: bool = False
+    max_length: int | None = None
     record: tuple[Recorded, ...] = ()
     indexer: Literal["off", "dense_warmup", "sparse"] = "off"
     mtp: Literal["joint", "detached"] | None = None

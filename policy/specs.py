@@ -38,7 +38,7 @@ class Rope:
 
     dim: int
     theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling | LongRope | None = None
     interleaved: bool = False
     sections: tuple[int, int, int] | None = None
 
@@ -79,6 +79,18 @@ class ProportionalScaling:
 
     fraction: float
     factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """LongRoPE (arXiv 2402.13753): frequency i is divided by short[i] where sequences have at most
+    `original_max_position` tokens, else by long[i]. `attention_factor` multiplies cos and sin. Runtime.max_length says
+    how long sequences are."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_max_position: int
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Generator:
         self.seed, self.tokenizer, self.options = seed, tokenizer, options
         self.weights = RolloutWeights.from_options(model.graph, options)
         budget = options.prefill_budget or max(options.prefill_chunk, slots * options.tokens_per_dispatch)
-        runner = ModelRunner(model.graph, options, slots, max_length)
+        runner = ModelRunner(model.graph_for(max_length), options, slots, max_length)
         runner.reserved_bytes = self.weights.bytes if self.weights and self.weights.reshards else runner.reserved_bytes
         stop_string = None if tokenizer is None else partial(first_stop, tokenizer)
         self.engine = Engine(runner, lambda: self._params, seed, stop_string=stop_string, prefill_budget=budget)
@@ -80,7 +80,7 @@ class Generator:
             self.set_value_head(jnp.zeros(model.config.hidden_size, jnp.float32, device=model.graph.layout.replicated))
         self._queue = Queue()
         self._streams: list[_Stream] = []
-        self.verifier = Verifier(model.scorer, seed, stop_string=stop_string) if options.exact else None
+        self.verifier = Verifier(model.scorer_for(max_length), seed, stop_string=stop_string) if options.exact else None
 
     def generate(
         self,

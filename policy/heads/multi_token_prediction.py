@@ -43,7 +43,7 @@ def predict(
     assert step.tokens is not None, "modules read the step's tokens"
     graph, weights = nnx.split(decoder.mtp)
     module = nnx.merge(graph, jax.tree.map(lambda a: a[d - 1], weights))
-    step = decoder.complete_step(step.tokens, step)
+    step = decoder.complete_step(step.tokens, step, runtime)
     if step.dropout is not None:
         step = step.at(len(decoder.config.layers) + d - 1)
     x, cache, aux = module(hidden_BTE, decoder.embed(step, runtime), step, cache, runtime)

@@ -18,6 +18,7 @@ from policy.config import (
     LayerSpec,
     LinearScaling,
     Llama3Scaling,
+    LongRope,
     Norm,
     ProportionalScaling,
     Rope,
@@ -125,7 +126,9 @@ def rope_parameters(hf: dict, layer_type: str | None = None) -> dict:
     settings["partial_rotary_factor"] = float(partial)
     original = first(hf, "original_max_position_embeddings", default=settings.get("original_max_position_embeddings"))
     settings["original_max_position_embeddings"] = hf["max_position_embeddings"] if original is None else original
-    if settings["rope_type"] == "yarn" and settings["factor"] is None:
+    if settings["rope_type"] == "longrope":
+        settings.setdefault("factor", None)
+    if settings["rope_type"] in ("yarn", "longrope") and settings["factor"] is None:
         settings["factor"] = hf["max_position_embeddings"] / settings["original_max_position_embeddings"]
     return settings
 
@@ -188,13 +191,30 @@ def rope_from_settings(s: dict, dim: int, *, interleaved: bool = False) -> Rope:
                 truncate=bool(first(s, "truncate", default=True)),
                 attention_factor=yarn_attention_factor(s),
             )
+        case "longrope":
+            scaling = _longrope(s, int(dim * partial) // 2)
         case "proportional":
             scaling, partial = ProportionalScaling(partial, float(first(s, "factor", default=1.0))), 1.0
         case other:
             raise UnsupportedModel(
-                f"rope_type {other!r} is not supported; known: default, linear, llama3, yarn, proportional"
+                f"rope_type {other!r} is not supported; known: default, linear, llama3, yarn, longrope, proportional"
             )
     return Rope(dim=int(dim * partial), theta=float(s["rope_theta"]), scaling=scaling, interleaved=interleaved)
+
+
+def _longrope(s: dict, pairs: int) -> LongRope:
+    """Creates LongRoPE's scaling of so many pairs of dimensions."""
+    for key in ("short_factor", "long_factor"):
+        if len(s[key]) != pairs:
+            raise UnsupportedModel(f"rope_parameters.{key}: {len(s[key])} numbers, expected {pairs}, one for each pair")
+    original, factor = s["original_max_position_embeddings"], float(s["factor"])
+    attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongRope(
+        short=tuple(map(float, s["short_factor"])),
+        long=tuple(map(float, s["long_factor"])),
+        original_max_position=int(original),
+        attention_factor=float(first(s, "attention_factor", default=attention_factor)),
+    )
 
 
 def hybrid_mixers(hf: dict, sections: tuple[int, int, int] | None = None) -> list[Attention | GatedDeltaNet]:

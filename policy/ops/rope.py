@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy.config import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, YarnScaling
+from policy.config import LinearScaling, Llama3Scaling, LongRope, ProportionalScaling, Rope, YarnScaling
 
 
-def frequencies(rope: Rope) -> np.ndarray:
-    """Computes the angle per position of each rotated pair, float32[dim / 2]."""
+def frequencies(rope: Rope, longest: int | jax.Array | None = None) -> np.ndarray | jax.Array:
+    """Computes the angle per position of each rotated pair, float32[dim / 2]. `longest`: the tokens of the longest
+    sequence, which LongRoPE needs."""
     base = rope.theta ** (-np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
     match rope.scaling:
         case None:
@@ -27,6 +28,12 @@ def frequencies(rope: Rope) -> np.ndarray:
         case ProportionalScaling(fraction, factor):
             turning = np.arange(rope.dim // 2) < int(fraction * rope.dim // 2)
             scaled = np.where(turning, base / factor, 0.0)
+        case LongRope(short, long, original):
+            assert longest is not None, "LongRoPE chooses its factors by the longest sequence"
+            sets = [(base / np.asarray(factors)).astype(np.float32) for factors in (short, long)]
+            if isinstance(longest, int):
+                return sets[longest > original]
+            return jnp.where(longest > original, sets[1], sets[0])
     return scaled.astype(np.float32)
 
 
@@ -56,14 +63,19 @@ def _yarn(base: np.ndarray, rope: Rope, s: YarnScaling) -> np.ndarray:
     return base * (1 - ramp) + base / s.factor * ramp
 
 
-def rotation(rope: Rope, positions_BT: jax.Array, turns_BT3: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def rotation(
+    rope: Rope,
+    positions_BT: jax.Array,
+    turns_BT3: jax.Array | None = None,
+    longest: int | jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """Computes the rotation table of these positions: (cos, sin), float32[B, T, dim / 2]. A rotary embedding with
-    sections turns by `turns`, if they are given."""
+    sections turns by `turns`, if they are given; LongRoPE needs the tokens of the longest sequence."""
     positions = positions_BT[..., None]
     if rope.sections is not None and turns_BT3 is not None:
         positions = turns_BT3[..., _axes(rope.dim // 2, rope.sections)]
-    angles = positions.astype(jnp.float32) * frequencies(rope)
-    factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+    angles = positions.astype(jnp.float32) * frequencies(rope, longest)
+    factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling | LongRope) else 1.0
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 

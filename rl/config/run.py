@@ -7,6 +7,7 @@ files and turns what pydantic says into file:line messages.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 import rollout.types
 from policy.mesh.axes import STATIONARY_RULES
+from policy.runtime import Runtime
 from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.mesh import MeshOptions
 from rl.config.model import ModelOptions, TeacherOptions, TokenizerOptions
@@ -146,6 +148,11 @@ class RunConfig(Strict):
     if_present: dict[str, Any] = Field(
         default={}, description="merged over the sections that the files before have, e.g. evaluation"
     )
+
+    @property
+    def runtime(self) -> Runtime:
+        """How the model is computed in this run."""
+        return replace(self.model.runtime, max_length=self.max_length)
 
     @property
     def directory(self) -> Path:

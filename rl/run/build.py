@@ -137,7 +137,7 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool, media: b
         decoder, classes = _decoder(options, prepared.tokenizer, media)
         _check(config, decoder, prepared.tokenizer)
         _check_runtime(options, decoder, mesh)
-        graph = check_cut(Graph(decoder, options.runtime, mesh), config.mesh.sharding_tolerance)
+        graph = check_cut(Graph(decoder, config.runtime, mesh), config.mesh.sharding_tolerance)
         check_freeze(graph, config.stages)
         for stage in prepared.stages:
             sharing_of(stage, graph)  # refuses `always` before weights are read
@@ -145,7 +145,7 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool, media: b
             _check_media(config, graph, prepared)
         if not with_weights:
             return Model(graph, {})
-        how = {"runtime": options.runtime, "mesh": mesh}
+        how = {"runtime": config.runtime, "mesh": mesh}
         if (directory := models.directory(options.source, weights=True)) is not None:
             missing = part.missing if (part := options.multi_token_prediction) else "refuse"
             how |= {"seed": config.seed, "missing": missing, "media": media}
@@ -196,7 +196,7 @@ def graph(config: RunConfig, mesh: Layout) -> Graph:
     except (ModelFileError, UnsupportedModel) as error:
         raise ModelError(f"model {options.source}: {error}") from None
     _check_runtime(options, decoder, mesh)
-    return check_freeze(check_cut(Graph(decoder, options.runtime, mesh), config.mesh.sharding_tolerance), config.stages)
+    return check_freeze(check_cut(Graph(decoder, config.runtime, mesh), config.mesh.sharding_tolerance), config.stages)
 
 
 def generator(config: RunConfig, model: Model, tokenizer: Any, options: GeneratorOptions) -> Generator:

@@ -121,7 +121,7 @@ def bound_teacher(config: RunConfig, options: TeacherOptions | None, algorithm: 
         return None
     if options.files is not None:
         return StoredTeacher(algorithm)
-    runtime = config.model.runtime
+    runtime = config.runtime
     dtype = options.dtype or runtime.dtype
     runtime = replace(runtime, dtype=dtype, param_dtype=dtype, remat="full", remat_tensors=(), quantization=None)
     runtime = replace(
@@ -158,4 +158,5 @@ def _directory(source: str, weights: bool = False) -> Path:
 
 
 def _runtime(config: RunConfig) -> Runtime:
-    return Runtime(dtype=config.model.dtype, param_dtype=config.model.param_dtype)
+    dtypes = {"dtype": config.model.dtype, "param_dtype": config.model.param_dtype}
+    return Runtime(**dtypes, max_length=config.max_length)

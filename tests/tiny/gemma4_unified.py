@@ -37,5 +37,7 @@ VARIANTS = {
         },
     ),
 }
-WIDE = {"gemma4_unified-default_ropes-mqa": ("Gemma4Unified", _SHORT | {"rope_parameters": None, "num_key_value_heads": 1})}
+WIDE = {
+    "gemma4_unified-default_ropes-mqa": ("Gemma4Unified", _SHORT | {"rope_parameters": None, "num_key_value_heads": 1})
+}
 GENERATED = {"gemma4_unified": ("Gemma4Unified", _SHORT | _K_IS_V | {"final_logit_softcapping": 6.0})}
