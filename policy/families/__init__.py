@@ -7,7 +7,7 @@ A family file defines:
 - DEFAULTS: the values of absent keys, as in the class of transformers.
 
 Optional:
-- ALIASES: model types that transformers does not have -> the one of MODEL_TYPES that reads them.
+- MODEL_TYPE_ALIASES: model types that transformers does not have -> the one of MODEL_TYPES that reads them.
 - TOP and LAYER_PREFIX: replacements for the names in policy/huggingface/names.py.
 - PREFIXES: pairs of a prefix of stored names and its replacement in the tables.
 - SKIP: patterns of stored tensors that are not read.
@@ -32,12 +32,17 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+from collections.abc import Iterable
 from dataclasses import replace
 from types import ModuleType
 
 from policy.config import DecoderConfig
-from policy.huggingface import extensions
+from policy.huggingface import extensions, nearest
 from policy.huggingface.config_fields import UnsupportedModel
+
+
+class UnknownModel(UnsupportedModel):
+    """Raised for a configuration that no family has."""
 
 
 def known() -> list[str]:
@@ -52,12 +57,20 @@ def get(name: str) -> ModuleType:
 
 def model_types(family: ModuleType) -> tuple[str, ...]:
     """Returns the model types that a family reads."""
-    return (*family.MODEL_TYPES, *getattr(family, "ALIASES", ()))
+    return (*family.MODEL_TYPES, *getattr(family, "MODEL_TYPE_ALIASES", ()))
 
 
 def find(hf: dict) -> ModuleType:
     """Returns the family of a Hugging Face configuration, by `architectures` first and `model_type` second. Raises
-    UnsupportedModel if no family has either."""
+    UnknownModel if no family has either."""
+    family = _claiming(hf)
+    if family is None:
+        raise UnknownModel(nearest_to(hf))
+    return family
+
+
+def _claiming(hf: dict) -> ModuleType | None:
+    """Returns the family of a configuration as `find`; None if no family has it."""
     modules = [get(name) for name in known()]
     claimed = {
         "architectures": [set(module.ARCHITECTURES) for module in modules],
@@ -69,22 +82,20 @@ def find(hf: dict) -> ModuleType:
         for module, own in zip(modules, names, strict=True):
             if requested & own:
                 return module
-    types = sorted(t for module in modules for t in model_types(module))
-    raise UnsupportedModel(
-        f"no family for architectures={hf.get('architectures')}, model_type={hf.get('model_type')!r}; "
-        f"known model types: {', '.join(types)}"
-    )
+    return None
+
+
+def nearest_to(hf: dict, names: Iterable[str] = ()) -> str:
+    """Returns what to say of a model that no family has, by its configuration and the names of its tensors."""
+    return nearest.describe(hf, [get(name) for name in known()], names)
 
 
 def single_model(hf: dict) -> dict:
     """Returns the configuration of the model that is read from one of several models (PART of the family); any other
     configuration unchanged."""
-    try:
-        family = find(hf)
-    except UnsupportedModel:
-        return hf
+    family = _claiming(hf)
     inner = hf.get(getattr(family, "PART", ""))
-    if not isinstance(inner, dict):
+    if family is None or not isinstance(inner, dict):
         return hf
     outer = {extensions.KEY: hf[extensions.KEY]} if extensions.KEY in hf else {}
     return inner | outer | {"architectures": [family.ARCHITECTURES[0]], "model_type": family.MODEL_TYPES[0]}
@@ -97,13 +108,9 @@ def text_model(hf: dict) -> dict:
     inner = hf.get("text_config")
     if not isinstance(inner, dict):
         return hf
-    try:
-        family = find(hf)
-    except UnsupportedModel as unknown:
-        try:
-            family = find(inner)
-        except UnsupportedModel:
-            raise unknown from None
+    family = _claiming(hf) or _claiming(inner)
+    if family is None:
+        raise UnknownModel(nearest_to(hf | inner))
     if hasattr(family, "WRAPPED"):
         return hf
     number = _text_class(family, inner)
@@ -123,7 +130,7 @@ def _text_class(family: ModuleType, inner: dict) -> int:
         if name in classes and name.endswith("ForCausalLM"):
             return classes.index(name)
     kind = inner.get("model_type")
-    kind = getattr(family, "ALIASES", {}).get(kind, kind)
+    kind = getattr(family, "MODEL_TYPE_ALIASES", {}).get(kind, kind)
     return types.index(kind) if kind in types else 0
 
 

@@ -18,7 +18,7 @@ from policy.huggingface.config_fields import (
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
-ALIASES = {"kimi_k2": "deepseek_v3"}
+MODEL_TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
 # The names that transformers gives to the text model inside Kimi K2.5.
 PREFIXES = (("language_model.model.blocks.", "model.layers."),)
 # Experts with a correction of their choice, and shared experts.
@@ -116,8 +116,8 @@ def defaults(hf: dict) -> dict:
 
 def read(stored: dict) -> DecoderConfig:
     """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
-    if stored.get("model_type") in ALIASES:
-        stored = stored | {"model_type": ALIASES[stored["model_type"]]}
+    if stored.get("model_type") in MODEL_TYPE_ALIASES:
+        stored = stored | {"model_type": MODEL_TYPE_ALIASES[stored["model_type"]]}
     version = defaults(stored)
     hf, v3 = version | stored, version is not DEFAULTS_V2
     if version is not DEFAULTS_V32:

@@ -14,7 +14,7 @@ from policy.config import DecoderConfig
 from policy.huggingface import extensions, quantized
 from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.quantized import Scheme
-from policy.huggingface.tensorfiles import ModelFileError
+from policy.huggingface.tensorfiles import ModelFileError, TensorFiles
 
 # Next to this package, in a checkout as in an installed copy (importlib.resources fails on editable installs of Python
 # 3.11).
@@ -132,7 +132,18 @@ def read_config(directory: str | os.PathLike, sections: dict | None = None, *, m
     hf = read_hf(directory)
     if sections:
         hf[extensions.KEY] = hf.get(extensions.KEY, {}) | sections
-    return families.read(hf, media=media)
+    try:
+        return families.read(hf, media=media)
+    except families.UnknownModel:
+        raise families.UnknownModel(families.nearest_to(hf, _names(directory))) from None
+
+
+def _names(directory: str | os.PathLike) -> list[str]:
+    """Returns the names of the tensors of a model directory, none if its files cannot be read."""
+    try:
+        return sorted(TensorFiles(directory).unread)
+    except ModelFileError:
+        return []
 
 
 def classifier(directory: str | os.PathLike) -> DecoderConfig:
