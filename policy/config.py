@@ -7,6 +7,7 @@ policy/specs.py, the options of the computation in policy/runtime.py; both are i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +36,7 @@ from policy.specs import (
     QueryTemperature,
     Rope,
     Router,
+    SharedIndexer,
     YarnScaling,
 )
 
@@ -71,6 +73,7 @@ __all__ = [
     "Rope",
     "Router",
     "Runtime",
+    "SharedIndexer",
     "SinusoidPositions",
     "Stack",
     "StoredType",
@@ -130,7 +133,19 @@ class LayerSpec:
         if mixer is None or isinstance(mixer, GatedDeltaNet):
             return ()
         indexer = mixer.indexer if isinstance(mixer, LatentAttention) else None
-        return tuple(part.rope for part in (mixer, indexer) if part is not None and part.rope is not None)
+        parts = (mixer, indexer) if isinstance(indexer, Indexer) else (mixer,)
+        return tuple(part.rope for part in parts if part.rope is not None)
+
+    @property
+    def keeps_index(self) -> bool:
+        """Whether later layers see the keys that the indexer of this layer chooses."""
+        indexer = self.mixer.indexer if isinstance(self.mixer, LatentAttention) else None
+        return isinstance(indexer, Indexer) and indexer.keeps
+
+    @property
+    def shares_index(self) -> bool:
+        """Whether this layer sees the keys that the indexer of an earlier layer chose."""
+        return isinstance(self.mixer, LatentAttention) and isinstance(self.mixer.indexer, SharedIndexer)
 
 
 @dataclass(frozen=True)
@@ -139,6 +154,13 @@ class Stack:
 
     pattern: tuple[LayerSpec, ...]
     repeats: int
+
+
+def index_crosses_repeats(pattern: Sequence[LayerSpec]) -> bool:
+    """Tells whether a repeated pattern would hand the choice of an indexer on to its next repeat."""
+    keeps = [i for i, spec in enumerate(pattern) if spec.keeps_index]
+    shares = [i for i, spec in enumerate(pattern) if spec.shares_index]
+    return bool(keeps and shares) and shares[0] < keeps[0]
 
 
 @dataclass(frozen=True)
@@ -246,6 +268,19 @@ class DecoderConfig:
                 if name in kept:
                     raise ValueError(f"layer {number} keeps the keys {name!r}, as a layer before it does")
                 kept.add(name)
+        self._check_shared_indexers()
+
+    def _check_shared_indexers(self) -> None:
+        """Raises ValueError if a layer shares an index that no layer before it keeps, or that only the repeat before
+        its own keeps."""
+        kept = False
+        for stack in self.stacks:
+            for spec in stack.pattern:
+                if spec.shares_index and not kept:
+                    raise ValueError("a layer shares the index of an earlier layer, but no layer before it keeps one")
+                kept = kept or spec.keeps_index
+            if stack.repeats > 1 and index_crosses_repeats(stack.pattern):
+                raise ValueError("a stack repeats a pattern of layers whose first layers share the index of its last")
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:

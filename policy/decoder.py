@@ -24,7 +24,7 @@ from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig, LearnedPositions, Runtime, Stack
 from policy.intermediates import Aux, LayerAux
-from policy.layers import batch_split, media_rows
+from policy.layers import batch_split, media_rows, shared_index
 from policy.layers.hyper_connections import streams
 from policy.layers.layer import Layer
 from policy.layers.layer_embeddings import LayerEmbeddings
@@ -47,6 +47,8 @@ class LayerStack(nnx.Module):
     def __init__(self, stack: Stack, first: int, config: DecoderConfig, rngs: nnx.Rngs):
         """Creates the weights; `first` is the number of the stack's first layer."""
         self.first, self.repeats = first, stack.repeats
+        following = config.layers[first + len(stack.pattern) * stack.repeats :][:1]
+        self.hands_on_index = any(spec.shares_index for spec in following)
         self.layers = nnx.List([stacked(partial(Layer, spec, config), rngs, stack.repeats) for spec in stack.pattern])
 
     def __call__(self, x_BTE: Any, step: Step, cache: tuple | None, runtime: Runtime) -> tuple[Any, tuple | None, Any]:
@@ -61,10 +63,12 @@ class LayerStack(nnx.Module):
         def repeat(x, part, repeat_weights, embeddings, r, index):
             """Computes repeat number `r` of the pattern. `part` holds the cache arrays of one or all repeats; this
             repeat's are at `index`. `embeddings`: of each layer of the pattern."""
-            outputs, arrays = [], []
+            outputs, arrays, pattern_step = [], [], step
             for i, layer in enumerate(nnx.merge(graph, fetch_layer(repeat_weights, runtime))):
                 view = None if part is None else LayerCache.of(part[i], index, step, runtime.layout)
-                layer_step = step if step.dropout is None else step.at(self.first + r * len(self.layers) + i)
+                layer_step = pattern_step
+                if step.dropout is not None:
+                    layer_step = layer_step.at(self.first + r * len(self.layers) + i)
                 layer_step = _decode_rotations(layer_step, runtime)
                 if routes[i] is not None:
                     layer_step = replace(
@@ -80,6 +84,9 @@ class LayerStack(nnx.Module):
                     number = self.first + r * len(self.layers) + i
                     x = media_rows.add_deep(cast(jax.Array, x), step.media, number, runtime.layout)
                 x = x if cache is not None else jax.tree.map(lambda a: along_length(a, runtime), x)
+                pattern_step = shared_index.after_layer(layer.spec, pattern_step, aux)
+                if "selection" not in runtime.record and not self.hands_on_index:
+                    aux = replace(aux, selection=None)
                 outputs.append(aux)
                 arrays.append(None if view is None else view.arrays)
             return x, None if part is None else tuple(arrays), tuple(outputs)
@@ -318,6 +325,8 @@ class Decoder(nnx.Module):
             stack_step = replace(step, routes=[(step.routes or {}).get(path) for path in paths])
             x, part, outputs = stack(x, stack_step, None if cache is None else cache[s], runtime)
             step, outputs = hand_on(step, outputs, part, layout)
+            specs, recorded = self.config.stacks[s].pattern, "selection" in runtime.record
+            step, outputs = shared_index.hand_on(specs, step, outputs, recorded)
             caches.append(part)
             layers |= dict(zip(paths, outputs, strict=True))
         x = x if self.streams is None else self.streams.reduce(x)

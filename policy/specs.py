@@ -158,20 +158,29 @@ class LatentAttention:
     rope: Rope
     norm: Norm = Norm(eps=1e-6)
     bias: bool = False
-    indexer: Indexer | None = None
+    indexer: Indexer | SharedIndexer | None = None
 
 
 @dataclass(frozen=True)
 class Indexer:
     """Chooses the `topk` keys that a query of latent attention may see (arXiv 2512.02556): the largest sum over `heads`
     of w_h relu(q_h . k / sqrt(head_dim)), with q from the query latent, one key of `head_dim` per token, and w from the
-    token."""
+    token. `keeps`: later layers with a SharedIndexer see these keys, too."""
 
     heads: int
     head_dim: int
     topk: int
     rope: Rope
     norm: LayerNorm = LayerNorm(eps=1e-6)
+    keeps: bool = False
+
+
+@dataclass(frozen=True)
+class SharedIndexer:
+    """A query of latent attention sees the `topk` keys that the indexer of an earlier layer chose for it: that of the
+    nearest one with `Indexer.keeps`. The layer has no weights and no cache entry for it."""
+
+    topk: int
 
 
 @dataclass(frozen=True)

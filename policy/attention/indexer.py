@@ -50,6 +50,14 @@ class KeyIndexer(nnx.Module):
         return (jnp.swapaxes(q, 1, 2), w * spec.heads**-0.5), k
 
 
+def by_rows(select, layout: Layout | None, *arrays_BTC: jax.Array):
+    """Runs `select` on each device's own queries: the partitioner would gather all rows on every device for top_k."""
+    if layout is None or layout.mesh.size == 1:
+        return select(*arrays_BTC)
+    rows = layout.spec(("cache_batch" if layout.rows_move else "batch", "length", None), arrays_BTC[0].shape)
+    return jax.shard_map(select, mesh=layout.mesh, in_specs=rows, out_specs=rows, check_vma=False)(*arrays_BTC)
+
+
 class IndexedMask(Mask):
     """Allows the `topk` visible keys with the largest index scores; at equal scores the earlier key wins.
 
@@ -66,12 +74,12 @@ class IndexedMask(Mask):
         layout: Layout | None = None,
     ):
         super().__init__(step, visible)
-        self.layout = layout
+        self.layout, self.step, self.own = layout, step, visible
         if layout is not None and layout.rows_move:
             q, w = (constrain(a, ("cache_batch", *[None] * (a.ndim - 1)), layout) for a in queries)
             queries = q, w
         self.queries: tuple[jax.Array, ...] = (*self.queries, *queries)
-        self.index_keys, self.topk = visible.arrays["index"][:, 0], spec.topk
+        self.index_keys, self.topk, self.spec = visible.arrays["index"][:, 0], spec.topk, spec
         self.counts: tuple[jax.Array, ...] = () if step.tree is None else (step.tree.count,)
 
     @property
@@ -93,7 +101,7 @@ class IndexedMask(Mask):
 
         Keys that are not visible come last and do not count.
         """
-        return self._by_rows(self._best, visible_BTC, scores_BTC)
+        return self._choose(self._best, visible_BTC, scores_BTC)
 
     def _best(self, visible_BTC, scores_BTC):
         _, chosen = jax.lax.top_k(jnp.where(visible_BTC, scores_BTC, -jnp.inf), min(self.topk, scores_BTC.shape[-1]))
@@ -101,7 +109,7 @@ class IndexedMask(Mask):
 
     def kept(self, visible_BTC: jax.Array, scores_BTC: jax.Array) -> jax.Array:
         """Returns the selection of `best` as a mask, bool[B, T, C]."""
-        return self._by_rows(self._kept, visible_BTC, scores_BTC) if self.selects else visible_BTC
+        return self._choose(self._kept, visible_BTC, scores_BTC) if self.selects else visible_BTC
 
     def _kept(self, visible_BTC, scores_BTC):
         chosen, counts = self._best(visible_BTC, scores_BTC)
@@ -109,16 +117,17 @@ class IndexedMask(Mask):
         none = jnp.zeros(visible_BTC.shape, jnp.bool_)
         return none.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], chosen].set(counts, unique_indices=True)
 
-    def _by_rows(self, select, visible_BTC, scores_BTC):
-        """Runs `select` on each device's own queries: the partitioner would gather all rows on every device for
-        top_k."""
-        scores = jax.lax.stop_gradient(scores_BTC)
-        if self.layout is None or self.layout.mesh.size == 1:
-            return select(visible_BTC, scores)
-        rows = self.layout.spec(("cache_batch" if self.layout.rows_move else "batch", "length", None), scores.shape)
-        return jax.shard_map(select, mesh=self.layout.mesh, in_specs=rows, out_specs=rows, check_vma=False)(
-            visible_BTC, scores
-        )
+    def _choose(self, select, visible_BTC, scores_BTC):
+        return by_rows(select, self.layout, visible_BTC, jax.lax.stop_gradient(scores_BTC))
+
+    @property
+    def keeps(self) -> bool:
+        """Tells whether later layers see the keys that this mask selects."""
+        return self.spec.keeps and self.selects
+
+    def selected(self, selection_BTk: jax.Array) -> SelectedMask:
+        """Returns the mask of keys that this one has selected already."""
+        return SelectedMask(self.step, self.own, selection_BTk, self.layout)
 
     def choose(
         self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array, w_BTH: jax.Array
@@ -130,3 +139,28 @@ class IndexedMask(Mask):
         """Returns the mask bool[B, T, C] of some queries. The arguments are the arrays of `queries`, cut along T."""
         visible = self.visible(positions_BT, segments_BT)
         return self.kept(visible, self.scores(q_BTHD, w_BTH)) if self.selects else visible
+
+
+class SelectedMask(Mask):
+    """Allows the keys that an indexer selected: columns int32[B, T, k], -1 where a query has fewer."""
+
+    def __init__(self, step: Step, visible: Visible, selection: jax.Array, layout: Layout | None = None):
+        super().__init__(step, visible)
+        self.layout, self.columns, self.topk = layout, visible.positions.shape[1], selection.shape[-1]
+        self.queries: tuple[jax.Array, ...] = (*self.queries, selection)
+
+    def choose(
+        self, positions_BT: jax.Array, segments_BT: jax.Array, selection_BTk: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (indices of the selected keys int32[B, T, k], whether each counts bool[B, T, k])."""
+        return jnp.maximum(selection_BTk, 0), selection_BTk >= 0
+
+    def of(self, positions_BT: jax.Array, segments_BT: jax.Array, selection_BTk: jax.Array) -> jax.Array:
+        """Returns the mask bool[B, T, C] of some queries. The arguments are the arrays of `queries`, cut along T."""
+        return by_rows(self._allowed, self.layout, selection_BTk)
+
+    def _allowed(self, selection_BTk: jax.Array) -> jax.Array:
+        B, T, _ = selection_BTk.shape
+        columns = jnp.where(selection_BTk >= 0, selection_BTk, self.columns)  # past the last column: dropped
+        none = jnp.zeros((B, T, self.columns), jnp.bool_)
+        return none.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], columns].set(True, mode="drop")

@@ -19,13 +19,13 @@ from policy.attention import block_attention, flash_attention
 from policy.attention.attention_plan import Keys
 from policy.attention.context_parallel import applies, attend_cut
 from policy.attention.dot_product_attention import Mask, attend
-from policy.attention.indexer import IndexedMask, KeyIndexer
+from policy.attention.indexer import IndexedMask, KeyIndexer, SelectedMask
 from policy.attention.paged_attention import decode_latent
 from policy.attention.sequence_shards import replicate_length
 from policy.attention.sparse_attention import attend_selected
 from policy.cache.layer_cache import LayerCache, Visible, extend, row_layout
 from policy.cache.step import Step
-from policy.config import DecoderConfig, LatentAttention, Runtime
+from policy.config import DecoderConfig, Indexer, LatentAttention, Runtime, SharedIndexer
 from policy.intermediates import LayerAux
 from policy.mesh.explicit import auto_axes, in_explicit_mode, reshard_like, spec_of
 from policy.mesh.sharding import decoded, from_cache, to_cache
@@ -83,7 +83,7 @@ class MultiHeadLatentAttention(nnx.Module):
                 self.q_a_bias = weight(rngs, (r,), ("norm",), zeros)
             self.kv_a_bias = weight(rngs, (c + R,), ("norm",), zeros)
             self.o_bias = weight(rngs, (E,), ("norm",), zeros)
-        if spec.indexer:
+        if isinstance(spec.indexer, Indexer):
             assert r is not None, "an indexer reads the query latent"
             self.indexer = KeyIndexer(spec.indexer, r, config, rngs)
 
@@ -106,7 +106,8 @@ class MultiHeadLatentAttention(nnx.Module):
         layout = row_layout(cache, runtime.layout)
         index_keys = None if index_keys is None else to_cache(index_keys, layout)
         new = {} if index_keys is None else {"index": index_keys}
-        visible, expanded = None, cache is None or (not new and flash_attention.served(step, x_BTE.dtype, runtime))
+        whole = spec.indexer is None and flash_attention.served(step, x_BTE.dtype, runtime)
+        visible, expanded = None, cache is None or whole
         if cache is not None:
             kept = jnp.concatenate([rounded(latent, (-1,), latent.dtype, runtime)[:, None], k_rope], axis=-1)
             visible, cache = extend(cache, step, lookback=None, latent=to_cache(kept, layout), **new)
@@ -123,7 +124,7 @@ class MultiHeadLatentAttention(nnx.Module):
             values = keys[..., : spec.kv_lora_rank]
             out, aux = decode_latent(q * spec.scale, cache, step, spec, runtime), LayerAux()
             if out is None:
-                mask = self._mask(step, visible, index_queries, runtime)
+                mask = self._mask(step, visible, index_queries, cache, runtime)
                 out, aux = self._attend(q, keys, values, mask, cache, runtime)
             out = jnp.einsum("bhtc,chd->bhtd", from_cache(out, runtime.layout), w_v)
         out = from_cache(out, runtime.layout)
@@ -131,8 +132,8 @@ class MultiHeadLatentAttention(nnx.Module):
         return checkpoint_name(out, "out_proj"), cache, aux
 
     def _index(self, x_BTE: jax.Array, q_latent_BTr: jax.Array | None, step: Step):
-        """Returns (index queries, index keys), None each without an indexer."""
-        if self.spec.indexer is None or q_latent_BTr is None:
+        """Returns (index queries, index keys), None each without an indexer of its own."""
+        if q_latent_BTr is None or not isinstance(self.spec.indexer, Indexer):
             return None, None
         return self.indexer(x_BTE, q_latent_BTr, step)
 
@@ -154,33 +155,40 @@ class MultiHeadLatentAttention(nnx.Module):
         kept: the latents [B, T, c] and rotated keys of the tokens. index: their index queries and keys.
         """
         expand, weights = Expansion(self.spec.nope_dim, runtime), (self.kv_b_proj[...],)
-        cut, (queries, keys) = applies(cache, step, runtime), index
+        cut, indexed, (queries, keys) = applies(cache, step, runtime), self.spec.indexer is not None, index
         parts, new = (kept[0][:, None], kept[1]), {} if keys is None else {"index": keys}
-        if cut and not new:
+        if cut and not indexed:
             return attend_cut(q_BHTD * self.spec.scale, Keys(parts, weights, expand), step, runtime), LayerAux()
         if cut:  # an indexer chooses among all keys of a row
             parts, new = jax.tree.map(lambda a: replicate_length(a[:, 0], runtime)[:, None], (parts, new))
         k, v = expand(parts, weights)
-        kernels = () if new else (flash_attention.attend, *(() if cache else (block_attention.attend,)))
+        kernels = () if indexed else (flash_attention.attend, *(() if cache else (block_attention.attend,)))
         for kernel in kernels:
             if (out := kernel(q_BHTD * self.spec.scale, k, v, step, runtime)) is not None:
                 return out, LayerAux()
         visible, _ = extend(None, step, k=k, v=v, **new)
-        return self._attend(q_BHTD, k, v, self._mask(step, visible, queries, runtime), None, runtime)
+        return self._attend(q_BHTD, k, v, self._mask(step, visible, queries, None, runtime), None, runtime)
 
     def _attend(
         self, q_BHTD, keys, values, mask: Mask, cache: LayerCache | None, runtime: Runtime
     ) -> tuple[jax.Array, LayerAux]:
         q = q_BHTD * self.spec.scale
-        if isinstance(mask, IndexedMask):
+        if isinstance(mask, IndexedMask | SelectedMask):
             return attend_selected(q, keys, values, mask, cache, runtime)
         return attend(q, keys, values, mask, runtime.attention_chunk), LayerAux()
 
-    def _mask(self, step: Step, visible: Visible, index_queries: tuple | None, runtime: Runtime) -> Mask:
-        if index_queries is None:
+    def _mask(
+        self, step: Step, visible: Visible, index_queries: tuple | None, cache: LayerCache | None, runtime: Runtime
+    ) -> Mask:
+        indexer = self.spec.indexer
+        if isinstance(indexer, Indexer):
+            assert index_queries is not None
+            return IndexedMask(step, visible, index_queries, indexer, runtime.layout)
+        warms_up = cache is None and runtime.indexer == "dense_warmup"
+        if not isinstance(indexer, SharedIndexer) or warms_up or visible.positions.shape[1] <= indexer.topk:
             return Mask(step, visible)
-        assert self.spec.indexer is not None
-        return IndexedMask(step, visible, index_queries, self.spec.indexer, runtime.layout)
+        assert step.selection is not None, "the decoder hands on what an indexer chooses"
+        return SelectedMask(step, visible, step.selection, runtime.layout)
 
     def _query_latent(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:
         if self.spec.q_lora_rank is None:

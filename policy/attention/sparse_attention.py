@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from policy.attention.dot_product_attention import MASKED, attend, in_chunks, of_chunks
-from policy.attention.indexer import IndexedMask
+from policy.attention.indexer import IndexedMask, SelectedMask
 from policy.cache.layer_cache import LayerCache, gather_entries
 from policy.config import Runtime
 from policy.intermediates import Indexing, LayerAux
@@ -21,25 +21,43 @@ def attend_selected(
     q_BHTD: jax.Array,
     k_BKCD: jax.Array,
     v_BKCD: jax.Array,
-    mask: IndexedMask,
+    mask: IndexedMask | SelectedMask,
     cache: LayerCache | None,
     runtime: Runtime,
 ) -> tuple[jax.Array, LayerAux]:
     """Returns (softmax(q k^T) v over the selected keys [B, H, T, Dv], LayerAux), with the scale already in q.
 
     With a cache, k and v are its entries "latent". Without one, `Runtime.indexer` says whether the indexer learns;
-    during its dense warm-up attention is over all visible keys.
+    during its dense warm-up attention is over all visible keys. A mask that keeps its selection reports it.
     """
     chunk, aux = runtime.attention_chunk, LayerAux()
-    if "selection" in runtime.record:
-        chosen, counts = mask.choose(*mask.queries)
-        aux = LayerAux(selection=jnp.where(counts, chosen, -1))
-    if cache is None and runtime.indexer != "off":
-        out, indexing = _attend_and_teach(q_BHTD, k_BKCD, v_BKCD, mask, runtime)
-        return out, aux.merge(LayerAux(indexing=indexing))
+    if isinstance(mask, IndexedMask):
+        if mask.keeps or "selection" in runtime.record:
+            aux = LayerAux(selection=_selection(mask, chunk))
+        if cache is None and runtime.indexer != "off":
+            out, indexing = _attend_and_teach(q_BHTD, k_BKCD, v_BKCD, mask, runtime)
+            return out, aux.merge(LayerAux(indexing=indexing))
+        if mask.keeps:  # keys are scored once
+            assert aux.selection is not None
+            mask = mask.selected(aux.selection)
     if cache is not None and _gathers(q_BHTD.shape[2], k_BKCD.shape[2], mask.topk):
         return _attend_copies(q_BHTD, v_BKCD.shape[-1], mask, cache), aux
     return attend(q_BHTD, k_BKCD, v_BKCD, mask, chunk), aux
+
+
+def _selection(mask: IndexedMask, chunk: int) -> jax.Array:
+    """Returns the columns that the mask selects, int32[B, T, k], -1 where there are fewer. Queries are taken in chunks
+    as in `attend`."""
+
+    def some(*queries):
+        chosen, counts = mask.choose(*queries)
+        return jnp.where(counts, chosen, -1)
+
+    T = mask.queries[0].shape[1]
+    if chunk >= T:
+        return some(*mask.queries)
+    parts = tuple(in_chunks(a, chunk, 1) for a in mask.queries)
+    return of_chunks(jax.lax.map(lambda queries: some(*queries), parts), 1)[:, :T]
 
 
 def _gathers(T: int, C: int, topk: int) -> bool:
@@ -51,7 +69,7 @@ def _gathers(T: int, C: int, topk: int) -> bool:
     return T * topk < C
 
 
-def _attend_copies(q_BHTD: jax.Array, v_dim: int, mask: IndexedMask, cache: LayerCache) -> jax.Array:
+def _attend_copies(q_BHTD: jax.Array, v_dim: int, mask: IndexedMask | SelectedMask, cache: LayerCache) -> jax.Array:
     """Attends to copies of the selected latents: [B, H, T, v_dim]. Values are the first `v_dim` numbers of a latent."""
     chosen, counts = mask.choose(*mask.queries)
     latents = gather_entries(cache, "latent", chosen, q_BHTD.dtype)

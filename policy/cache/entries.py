@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from policy.config import Attention, DecoderConfig, Engram, GatedDeltaNet, LatentAttention, LayerSpec, StoredType
+from policy.config import (
+    Attention,
+    DecoderConfig,
+    Engram,
+    GatedDeltaNet,
+    Indexer,
+    LatentAttention,
+    LayerSpec,
+    StoredType,
+)
 from policy.ops.quantization import TYPES
 
 # The experts of each token: an entry by position of layers with a mixture of experts.
@@ -76,7 +85,7 @@ def _mixer_entries(spec: LayerSpec) -> dict[str, Entry]:
         case Attention(kv_heads=heads, head_dim=dim, lookback=back):
             return {name: Entry(heads, dim, tile=dim, window=back) for name in "kv"}
         case LatentAttention(kv_lora_rank=rank, rope=rope, indexer=indexer):
-            keys = {} if indexer is None else {"index": Entry(1, indexer.head_dim)}
+            keys = {"index": Entry(1, indexer.head_dim)} if isinstance(indexer, Indexer) else {}
             # No tile holds numbers of both the normed latent and the rotated key, which differ in size.
             return {"latent": Entry(1, rank + rope.dim, tile=math.gcd(rank, rope.dim))} | keys
         case GatedDeltaNet(key_heads=K, value_heads=H, key_dim=D, value_dim=V, conv_width=width):

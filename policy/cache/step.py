@@ -32,6 +32,7 @@ class Step:
         its own int[B, T, k]. None: routers choose.
     layer_embeddings: the embeddings for each layer, [L, B, T, n] for L layers; inside a layer its own [B, T, n].
     shared: the keys and values that layers before this one keep (policy/layers/shared_keys.py), by name.
+    selection: int32[B, T, k], the keys that the nearest indexer with `keeps` chose (policy/layers/shared_index.py).
 
     Three fields are None in calls without pictures and sounds (policy/cache/media.py):
     media: the rows that stand in the place of token embeddings.
@@ -59,6 +60,7 @@ class Step:
     routes: Any = None
     layer_embeddings: jax.Array | None = None
     shared: dict[str, Any] | None = None
+    selection: jax.Array | None = None
     media: Media | None = None
     turns: jax.Array | None = None
     until: jax.Array | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from policy.config import DecoderConfig, Indexer, LatentAttention, LayerSpec
+from policy.config import DecoderConfig, Indexer, LatentAttention, LayerSpec, SharedIndexer
 from policy.families import deepseek
 from policy.huggingface.config_fields import UnsupportedModel, decoder, rope
 
@@ -53,11 +53,9 @@ def read(stored: dict) -> DecoderConfig:
     """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
     does not compute."""
     hf = _complete(stored)
-    if "shared" in _indexer_types(hf):
-        raise UnsupportedModel("indexer_types: layers that share the keys of another layer's indexer are not supported")
-    indexer = _indexer(hf)
     layers = deepseek.layers(hf | {"index_topk": None}, v3=True)
-    layers = [_with_indexer(layer, indexer) for layer in layers]
+    indexers = _indexers(hf)
+    layers = [_with_indexer(layer, indexer) for layer, indexer in zip(layers, indexers, strict=True)]
     return decoder("glm_moe_dsa", stored, hf, layers)
 
 
@@ -77,7 +75,8 @@ def _indexer_types(hf: dict) -> list[str]:
     elif pattern is not None:
         key = "index_topk_pattern"
         letters = {"F": "full", "S": "shared"}
-        kinds = [letters.get(kind, kind) for kind in pattern]
+        # A list has the words themselves.
+        kinds = [letters[kind] if kind in letters else kind for kind in pattern]
     else:
         key = "index_topk_freq"
         period, offset = max(hf["index_topk_freq"], 1), hf["index_skip_topk_offset"]
@@ -87,6 +86,19 @@ def _indexer_types(hf: dict) -> list[str]:
     return kinds
 
 
+def _indexers(hf: dict) -> list[Indexer | SharedIndexer]:
+    """Returns the indexer of each layer. One keeps its choice if the next layer shares it."""
+    own = _indexer(hf)
+    kinds = _indexer_types(hf)
+    indexers = []
+    for kind, following in zip(kinds, [*kinds[1:], "full"], strict=True):
+        if kind == "shared":
+            indexers.append(SharedIndexer(own.topk))
+        else:
+            indexers.append(replace(own, keeps=following == "shared"))
+    return indexers
+
+
 def _indexer(hf: dict) -> Indexer:
     if hf["q_lora_rank"] is None:
         raise UnsupportedModel("q_lora_rank: the indexer reads the query latent, so it needs a rank")
@@ -94,7 +106,7 @@ def _indexer(hf: dict) -> Indexer:
     return Indexer(hf["index_n_heads"], hf["index_head_dim"], hf["index_topk"], rotary)
 
 
-def _with_indexer(layer: LayerSpec, indexer: Indexer) -> LayerSpec:
+def _with_indexer(layer: LayerSpec, indexer: Indexer | SharedIndexer) -> LayerSpec:
     assert isinstance(layer.mixer, LatentAttention)
     return replace(layer, mixer=replace(layer.mixer, indexer=indexer))
 

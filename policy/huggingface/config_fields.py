@@ -24,6 +24,7 @@ from policy.config import (
     Rope,
     Stack,
     YarnScaling,
+    index_crosses_repeats,
 )
 
 # `hidden_act` of a configuration -> the name in policy.config.Mlp.
@@ -266,6 +267,8 @@ def stacks(layers: list[LayerSpec]) -> tuple[Stack, ...]:
             pattern, repeats = layers[start : start + period], 1
             while layers[start + repeats * period : start + (repeats + 1) * period] == pattern:
                 repeats += 1
+            if index_crosses_repeats(pattern):
+                continue
             if repeats > 1 and period * repeats > best[0] * best[1]:
                 best = (period, repeats)
         period, repeats = best

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from policy.config import Attention, DecoderConfig, HyperConnections, MultiTokenPrediction
+from policy.config import Attention, DecoderConfig, HyperConnections, Indexer, LatentAttention, MultiTokenPrediction
 from policy.huggingface import ngrams
 from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.names import Stored, Table
@@ -94,11 +94,23 @@ def _multi_token_prediction(config: DecoderConfig, section: dict) -> DecoderConf
     """Adds prediction modules whose layer is the decoder's last one, without an n-gram table and without embeddings of
     its own, and with keys of its own."""
     last = config.layers[-1]
-    mixer = replace(last.mixer, keeps=None, shares=None) if isinstance(last.mixer, Attention) else last.mixer
+    mixer = last.mixer
+    if isinstance(mixer, Attention):
+        mixer = replace(mixer, keeps=None, shares=None)
+    elif isinstance(mixer, LatentAttention):
+        mixer = replace(mixer, indexer=_last_indexer(config))
     layer = replace(last, mixer=mixer, engram=None, layer_embedding=None)
     return replace(
         config, multi_token_prediction=_read("multi_token_prediction", section, MultiTokenPrediction, layer=layer)
     )
+
+
+def _last_indexer(config: DecoderConfig) -> Indexer | None:
+    """Returns the indexer of the last layer that has one of its own."""
+    for spec in reversed(config.layers):
+        if isinstance(spec.mixer, LatentAttention) and isinstance(spec.mixer.indexer, Indexer):
+            return replace(spec.mixer.indexer, keeps=False)
+    return None
 
 
 def _read(name: str, section: dict, kind: type, **rest):

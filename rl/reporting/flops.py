@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from policy.config import Attention, GatedDeltaNet, LatentAttention, LayerSpec
+from policy.config import Attention, GatedDeltaNet, LatentAttention, LayerSpec, SharedIndexer
 from policy.media import is_tower
 from rl.reporting import chips
 
@@ -94,6 +94,8 @@ def _mixing(mixer: Attention | LatentAttention | GatedDeltaNet, lengths: np.ndar
     if mixer.indexer is None:
         return 2.0 * mixer.heads * numbers * _pairs(lengths)
     chosen = 2.0 * mixer.heads * numbers * _pairs(lengths, mixer.indexer.topk)
+    if isinstance(mixer.indexer, SharedIndexer):
+        return chosen
     return chosen + 2.0 * mixer.indexer.heads * mixer.indexer.head_dim * _pairs(lengths)
 
 

@@ -45,6 +45,7 @@ MODELS = {
     "experts": lambda: short("Mixtral"),
     "latent": lambda: short("DeepseekV3"),
     "indexed": lambda: short("DeepseekV32"),
+    "shared_index": lambda: short("GlmMoeDsa"),
     "recurrent": lambda: short("Qwen3Next"),
     "streams": lambda: (
         configuration("Llama", num_hidden_layers=2) | {"duet": {"hyper_connections": {"reduce": "head"}}}

@@ -26,11 +26,12 @@ B, T, PROMPT, CHUNK, SIZE, NUMBER = 4, 26, 22, 11, 8, 20
 TABLE = np.array([[5, 2, 7, 1], [3, 8, 4, 6], [11, 19, 12, 10], [14, 17, 13, 18]], np.int32)
 PROMPTS = np.array([2, 0, 3, 1])
 # With a kernel for latents; layers with a window next to others; keys that an indexer chooses, and the latents of
-# those.
+# those, for one layer and for two.
 CASES = {
     "DeepseekV3": {"kv_lora_rank": 128},
     "Gemma3": {"sliding_window": 5},
     "DeepseekV32": {"index_topk": 3},
+    "GlmMoeDsa": {"index_topk": 3},
 }
 
 

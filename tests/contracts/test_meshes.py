@@ -112,17 +112,20 @@ def test_every_mesh_of_the_list(kind, mode):
 
 @pytest.mark.slow
 def test_explicit_shardings_of_other_decoders():
-    """Decoders with an indexer, with several streams, and with matrices whose outputs are sharded and the stream is
+    """Decoders with an indexer, alone or for two layers, with several streams, and with matrices whose outputs are sharded and the stream is
     not."""
     meshes = [MESHES["fsdp4_tensor2"], CONTEXT]
-    kinds = ("indexed", "streams", "square")
+    kinds = ("indexed", "shared_index", "streams", "square")
     check(*(["decoder", kind, in_mode("explicit", degrees), {}] for kind in kinds for degrees in meshes))
+
+
+INDEXED = ("indexed", "shared_index")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [(kind, "auto") for kind in ("dense", "windows", "sinks", "latent", "indexed", "recurrent", "shared_keys")]
+    [(kind, "auto") for kind in ("dense", "windows", "sinks", "latent", *INDEXED, "recurrent", "shared_keys")]
     + [(kind, "explicit") for kind in ("windows", "sinks", "latent")],
 )
 def test_every_way_of_attention(kind, mode):
@@ -130,10 +133,10 @@ def test_every_way_of_attention(kind, mode):
     ways += [way | {"context_load_balance": True} for way in ways]
     if kind == "recurrent":
         ways = ways[:2]
-    if kind == "indexed":
+    if kind in INDEXED:
         ways = ways[:1]
     cases = [["decoder", kind, in_mode(mode, CONTEXT), way] for way in ways]
-    if kind != "indexed":
+    if kind not in INDEXED:
         cases.append(["decoder", kind, in_mode(mode, {"fsdp": 4, "context": 2}), {"context_parallel": "ulysses"}])
     check(*cases)
 
@@ -180,6 +183,7 @@ RESHARDED = {
         [EVERY, STATIONARY | {"weights": "int8"}],
     ],
     "indexed": [[MESHES["fsdp4_tensor2"], STATIONARY], [EVERY, PAGED]],
+    "shared_index": [[EVERY, PAGED]],
     "recurrent": [[MESHES["fsdp4_tensor2"], STATIONARY]],
 }
 

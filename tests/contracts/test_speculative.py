@@ -33,6 +33,7 @@ MODELS = {
         3,
     ),
     "index_selector": ("DeepseekV32", KINDS["DeepseekV32"].short, 1, 3),
+    "shared_index": ("GlmMoeDsa", KINDS["GlmMoeDsa"].short, 1, 3),
     "learned_positions": ("GPT2", {"n_layer": 2}, 3, 2),
     "chunks-temperature": ("Llama4", KINDS["Llama4"].short, 2, 3),
     "shared_keys": ("Gemma4Small", KINDS["Gemma4Small"].short, 1, 2),

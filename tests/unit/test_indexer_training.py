@@ -13,8 +13,9 @@ import learners
 import numpy as np
 import pytest
 from learners import batch, begin, host, stage
+from oracles import random_model, short, tokens
 
-from policy import modes
+from policy import families, modes
 from policy.attention.indexer import IndexedMask
 from policy.cache.cache import AXES
 from policy.cache.layer_cache import LayerCache, Visible, gather_entries
@@ -81,6 +82,29 @@ def test_the_dense_warm_up_moves_indexers_only_and_computes_no_head(monkeypatch)
     first = updated(options, data)[2]["indexer/kl"]
     assert first == pytest.approx(divergence(learners.indexed(), data, "dense_warmup"), rel=1e-5)
     assert metrics["indexer/kl"] < first
+
+
+def test_layers_that_share_an_index_see_its_choice_and_during_a_warm_up_all_keys():
+    """The second layer has no indexer of its own, and nothing to learn one from."""
+    text = tokens(2, 17)
+
+    def outputs(topk, indexer):
+        keys = short("GlmMoeDsa") | {"index_topk": topk}
+        model = random_model(families.read(keys), seed=3)
+        graph = model.graph.at(indexer=indexer, record=("hidden",), attention_chunk=6)
+        aux = jax.jit(graph.aux)(model.params, text, modes.make_step(jnp.asarray(text)))
+        hidden = aux.by_layer("hidden")
+        return hidden[max(hidden)], list(aux.by_layer("indexing"))
+
+    seen, taught = outputs(4, "off")
+    everything, _ = outputs(100, "off")
+    assert taught == [] and np.abs(seen - everything).max() > 1e-3
+    trained, taught = outputs(4, "sparse")
+    assert taught == ["stacks.0.layers.0"]
+    np.testing.assert_allclose(trained, seen, atol=1e-5, rtol=0)
+    warmed, taught = outputs(4, "dense_warmup")
+    assert taught == ["stacks.0.layers.0"]
+    np.testing.assert_allclose(warmed, everything, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
