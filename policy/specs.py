@@ -158,6 +158,7 @@ class LatentAttention:
     rope: Rope
     norm: Norm = Norm(eps=1e-6)
     bias: bool = False
+    temperature: QueryTemperature | None = None
     indexer: Indexer | SharedIndexer | None = None
 
 

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from policy.attention import block_attention, flash_attention
+from policy.attention.attention import temperature
 from policy.attention.attention_plan import Keys
 from policy.attention.context_parallel import applies, attend_cut
 from policy.attention.dot_product_attention import Mask, attend
@@ -95,6 +96,8 @@ class MultiHeadLatentAttention(nnx.Module):
         table = step.rotation(spec.rope)
         q_latent = self._query_latent(x_BTE, step, runtime)
         queries = decoded(self._queries(x_BTE, q_latent, runtime), step, runtime.layout, "q_heads")
+        if spec.temperature is not None:  # of the rotated part as well: a rotation keeps factors
+            queries = (queries * temperature(spec.temperature, step.positions)).astype(queries.dtype)
         q_nope, q_rope = jnp.split(queries, [spec.nope_dim], axis=-1)
         q_rope = rotate(q_rope, spec.rope, table)
         kv_a = decoded(linear("bte,er->btr", x_BTE, self.kv_a_proj[...], runtime), step, runtime.layout)
@@ -106,8 +109,8 @@ class MultiHeadLatentAttention(nnx.Module):
         layout = row_layout(cache, runtime.layout)
         index_keys = None if index_keys is None else to_cache(index_keys, layout)
         new = {} if index_keys is None else {"index": index_keys}
-        whole = spec.indexer is None and flash_attention.served(step, x_BTE.dtype, runtime)
-        visible, expanded = None, cache is None or whole
+        unselected = spec.indexer is None and flash_attention.served(step, x_BTE.dtype, runtime)
+        visible, expanded = None, cache is None or unselected
         if cache is not None:
             kept = jnp.concatenate([rounded(latent, (-1,), latent.dtype, runtime)[:, None], k_rope], axis=-1)
             visible, cache = extend(cache, step, lookback=None, latent=to_cache(kept, layout), **new)

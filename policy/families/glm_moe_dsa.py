@@ -75,8 +75,7 @@ def _indexer_types(hf: dict) -> list[str]:
     elif pattern is not None:
         key = "index_topk_pattern"
         letters = {"F": "full", "S": "shared"}
-        # A list has the words themselves.
-        kinds = [letters[kind] if kind in letters else kind for kind in pattern]
+        kinds = [str(letters.get(kind, kind)) for kind in pattern]  # a list has the words themselves
     else:
         key = "index_topk_freq"
         period, offset = max(hf["index_topk_freq"], 1), hf["index_skip_topk_offset"]

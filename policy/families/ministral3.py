@@ -53,13 +53,13 @@ def read(stored: dict) -> DecoderConfig:
         hf,
         rope=rope(hf, head_dim(hf)),
         window=hf["sliding_window"],
-        temperature=_temperature(hf),
+        temperature=temperature(hf),
     )
     mlp = Mlp(hf["intermediate_size"], activation(hf))
     return decoder("ministral3", stored, hf, [LayerSpec(mixer, mlp)] * hf["num_hidden_layers"])
 
 
-def _temperature(hf: dict) -> QueryTemperature | None:
+def temperature(hf: dict) -> QueryTemperature | None:
     """Returns the factor of queries; None if `llama_4_scaling_beta` is 0."""
     settings = rope_parameters(hf)
     beta = settings.get("llama_4_scaling_beta")

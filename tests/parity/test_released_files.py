@@ -113,10 +113,13 @@ def test_the_text_model_of_a_multimodal_llama4_is_read_alone(tmp_path):
     assert_same_logits(tmp_path / "out", theirs.language_model)
 
 
-@pytest.mark.parametrize("kind", ["Ministral3", pytest.param("Mistral", marks=pytest.mark.slow)])
+OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("Mistral", "Mistral4")]
+
+
+@pytest.mark.parametrize("kind", ["Ministral3", *OTHERS])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_text_model_of_a_mistral3_directory_is_read_alone(kind, tied, tmp_path):
-    """Mistral Small 3, Magistral, Devstral and Ministral 3: the wrapper says whether the head is tied."""
+    """Mistral Small 3 and 4, Magistral, Devstral and Ministral 3: the wrapper says whether the head is tied."""
     import copy
 
     import transformers
