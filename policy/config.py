@@ -27,6 +27,7 @@ from policy.specs import (
     LayerNorm,
     LinearScaling,
     Llama3Scaling,
+    LogitScaling,
     LongRope,
     Matrix,
     Mlp,
@@ -60,6 +61,7 @@ __all__ = [
     "LearnedPositions",
     "LinearScaling",
     "Llama3Scaling",
+    "LogitScaling",
     "LongRope",
     "Matrix",
     "Mlp",
@@ -97,7 +99,8 @@ class LayerSpec:
 
     input_layernorm stands before the mixer and post_attention_layernorm on its output; pre_ and
     post_feedforward_layernorm do the same for the feed-forward. `parallel`: both parts read the same normed input, x +=
-    mixer(h) + feed_forward(h). Without `residual` a part's output replaces x. `scalar`: the result is multiplied by one
+    mixer(h) + feed_forward(h). Without `residual` a part's output replaces x. `residual_scale`
+    multiplies the output of each part. `scalar`: the result is multiplied by one
     stored number, which is not trained. The output of the n-gram lookup `engram` is added to x first, and what
     `layer_embedding` makes of x after the feed-forward. `deepstack`: at the tokens of pictures, a feature of the tower
     is added to the result; the first layers of a decoder have it.
@@ -108,6 +111,7 @@ class LayerSpec:
     norms: tuple[NormName, ...] = PRE_NORM
     parallel: bool = False
     residual: bool = True
+    residual_scale: float = 1.0
     scalar: bool = False
     engram: Engram | None = None
     layer_embedding: LayerEmbedding | None = None
@@ -240,7 +244,8 @@ class SinusoidPositions:
 @dataclass(frozen=True)
 class DecoderConfig:
     """A complete decoder. `family` names the file in policy/families/, and `hf` is the Hugging Face configuration as
-    JSON. `logit_softcap` c bounds logits by c tanh(z / c), before any temperature. `image` and `audio` describe the
+    JSON. Logits are multiplied by `logit_scale`;
+    `logit_softcap` c then bounds them by c tanh(z / c), before any temperature. `image` and `audio` describe the
     towers whose outputs stand in the place of token embeddings."""
 
     vocab_size: int
@@ -252,6 +257,7 @@ class DecoderConfig:
     tied_head: bool = False
     embedding_scale: float = 1.0
     positions: tuple[LearnedPositions | SinusoidPositions, ...] = ()
+    logit_scale: float = 1.0
     logit_softcap: float | None = None
     initializer_range: float = 0.02
     hyper_connections: HyperConnections | None = None
@@ -304,6 +310,11 @@ class DecoderConfig:
         """Returns every rotary embedding that some layer uses, once."""
         specs = (*self.layers, *([self.multi_token_prediction.layer] if self.multi_token_prediction else []))
         return tuple(dict.fromkeys(rope for spec in specs for rope in spec.ropes))
+
+    @property
+    def logit_scaling(self) -> LogitScaling:
+        """Returns what becomes of the products with the head."""
+        return LogitScaling(self.logit_scale, self.logit_softcap)
 
     @property
     def longrope_limit(self) -> int | None:

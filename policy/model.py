@@ -327,7 +327,7 @@ class Model:
             with self.graph.precision():
                 decoder = self.graph.decoder(params)
                 hidden, _, _ = decoder(tokens, step, None, self.graph.runtime)
-                return head.logits(hidden, decoder.head_weight, self.config.logit_softcap)
+                return head.logits(hidden, decoder.head_weight, self.config.logit_scaling)
 
         return jax.jit(run)
 

@@ -80,8 +80,8 @@ def logprobs_of_states(
     earlier. For tokens [B, T, K], several in one place, logp has their shape."""
     rows = Rows(runtime.layout, *tokens_BT.shape[:2])
     hidden, targets = rows.flat(states_BTE), rows.flat(tokens_BT)
-    tiling, softcap = head.Tiling(runtime.num_vocab_tiling, rows.layout), decoder.config.logit_softcap
-    logp, entropy = head.logprobs(hidden, decoder.head_weight, targets, temperature, softcap, tiling)
+    tiling, scaling = head.Tiling(runtime.num_vocab_tiling, rows.layout), decoder.config.logit_scaling
+    logp, entropy = head.logprobs(hidden, decoder.head_weight, targets, temperature, scaling, tiling)
     return rows.back(logp), rows.back(entropy)
 
 
@@ -104,7 +104,7 @@ def compare(
         teacher.head_weight,
         spec,
         temperature,
-        (student.config.logit_softcap, teacher.config.logit_softcap),
+        (student.config.logit_scaling, teacher.config.logit_scaling),
         head.Tiling(runtime.num_vocab_tiling, rows.layout),
     )
     return jax.tree.map(rows.back, outputs)
@@ -157,7 +157,7 @@ def verify(
 def logits(decoder: Decoder, hidden: jax.Array, runtime: Runtime) -> jax.Array:
     """Returns float32[B, ..., V], the logits of the tokens after these states, each row on the device that samples from
     it."""
-    out, layout = head.logits(hidden, decoder.head_weight, decoder.config.logit_softcap), runtime.layout
+    out, layout = head.logits(hidden, decoder.head_weight, decoder.config.logit_scaling), runtime.layout
     if layout is None or not layout.rows_move:
         return out
     for rows in ("batch", "cache_batch"):  # in one step the partitioner would gather the weight, not the logits

@@ -29,6 +29,15 @@ class LayerNorm:
 
 
 @dataclass(frozen=True)
+class LogitScaling:
+    """What becomes of the product z of a state and the head: scale z, bounded by c tanh(scale z / c) with a soft cap c.
+    Temperatures come after it."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary position embedding over the first `dim` dimensions: base frequencies theta^(-2i/dim), rescaled by
     `scaling`. `interleaved` rotates the pairs (2i, 2i+1), otherwise (i, i + dim/2).

@@ -18,16 +18,19 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from policy.config import LogitScaling
 from policy.heads import divergence_tiles, head
 from policy.heads.divergence_kinds import Divergence
 from policy.heads.divergence_tiles import JointTiles
 from policy.heads.head import Tiling
+from policy.heads.logit_scaling import slope
 from policy.mesh.explicit import in_explicit_mode, with_explicit_axes
 
-__all__ = ["Divergence", "DivergenceOutputs", "Softcaps", "divergence", "top_divergence"]
+__all__ = ["Divergence", "DivergenceOutputs", "Scalings", "divergence", "top_divergence"]
 
 # Soft caps of the logits of the student and of the teacher; None: not capped.
-Softcaps = tuple[float | None, float | None]
+# How the logits of student and teacher are scaled.
+Scalings = tuple[LogitScaling, LogitScaling]
 
 # Least probability of all tokens outside of the k likeliest: 1 minus a sum of float32 probabilities is no more exact.
 _LEAST_REST = 2.0**-23
@@ -60,7 +63,7 @@ def divergence(
     teacher_head_UD: jax.Array,
     spec: Divergence,
     temperature: ArrayLike,
-    softcaps: Softcaps = (None, None),
+    scalings: Scalings = (LogitScaling(), LogitScaling()),
     tiling: Tiling = Tiling(),
 ) -> DivergenceOutputs:
     """Returns the divergence of softmax(student logits / temperature) from softmax(teacher logits / temperature).
@@ -76,43 +79,43 @@ def divergence(
     temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
     arrays = student_ME, student_head_VE, teacher_MD, teacher_head_UD, temperature
     if spec.top_k is not None:
-        return _over_likeliest(*arrays, spec, softcaps, tiling)
+        return _over_likeliest(*arrays, spec, scalings, tiling)
     layout, M = tiling.layout, student_ME.shape[0]
     if layout is not None and layout.explicit and not in_explicit_mode():
         rows = layout.spec(("batch",), (M,))
         heads = [layout.spec(("vocab", "embed_vocab"), weight.shape) for weight in (student_head_VE, teacher_head_UD)]
         specs = rows, heads[0], rows, heads[1], PartitionSpec()
-        run = with_explicit_axes(partial(_joint, spec, softcaps, tiling), layout.mesh, specs)
+        run = with_explicit_axes(partial(_joint, spec, scalings, tiling), layout.mesh, specs)
     else:
-        run = partial(_joint, spec, softcaps, tiling)
+        run = partial(_joint, spec, scalings, tiling)
     total, *metrics = cast(tuple[jax.Array, ...], run(*arrays))
     return DivergenceOutputs(total, *jax.lax.stop_gradient(metrics))
 
 
-def _joint(spec: Divergence, softcaps: Softcaps, tiling: Tiling, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _joint(spec: Divergence, scalings: Scalings, tiling: Tiling, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns (divergence, entropies of student and teacher, agreement, outside), float32[M]."""
     student, student_head, _, teacher_head, _ = arrays
     M, vocabularies = student.shape[0], (student_head.shape[0], teacher_head.shape[0])
-    tiles = [tiling.of_vocabulary(M, weight, None) for weight in (student_head, teacher_head)]
+    tiles = [tiling.of_vocabulary(M, weight, LogitScaling()) for weight in (student_head, teacher_head)]
     if any(tiles):
-        return divergence_tiles.divergence(*arrays, spec, JointTiles.of(tiles, vocabularies, softcaps))
+        return divergence_tiles.divergence(*arrays, spec, JointTiles.of(tiles, vocabularies, scalings))
 
     def local(student, student_head, teacher, teacher_head, temperature):
         M = student.shape[0]
         chunks = head.in_chunks(tiling.rows(M, max(vocabularies)), student, teacher)
-        results = _chunked(chunks[0], student_head, chunks[1], teacher_head, temperature, spec, softcaps)
+        results = _chunked(chunks[0], student_head, chunks[1], teacher_head, temperature, spec, scalings)
         return tuple(a.reshape(-1)[:M] for a in cast(tuple[jax.Array, ...], results))
 
     return tiling.spread(local, M, True, False, True, False, False)(*arrays)
 
 
-def _over_likeliest(student, student_head, teacher, teacher_head, temperature, spec, softcaps, tiling):
+def _over_likeliest(student, student_head, teacher, teacher_head, temperature, spec, scalings, tiling):
     """Compares the k likeliest tokens of the teacher."""
     V = min(student_head.shape[0], teacher_head.shape[0])
     teacher_MK, ids_MK, rest_M = head.top_and_rest(
-        teacher, teacher_head, min(spec.top_k, V), temperature, softcaps[1], tiling, vocab=V
+        teacher, teacher_head, min(spec.top_k, V), temperature, scalings[1], tiling, vocab=V
     )
-    student_MK, entropy_M = head.logprobs(student, student_head, ids_MK, temperature, softcaps[0], tiling)
+    student_MK, entropy_M = head.logprobs(student, student_head, ids_MK, temperature, scalings[0], tiling)
     outputs = top_divergence(student_MK, teacher_MK, rest_M, spec)
     return DivergenceOutputs(
         outputs.divergence,
@@ -154,20 +157,20 @@ def _log_softmax(z: jax.Array) -> tuple[jax.Array, jax.Array]:
     return z - normal, normal
 
 
-def _compared(student, student_head, teacher, teacher_head, temperature, softcaps: Softcaps):
+def _compared(student, student_head, teacher, teacher_head, temperature, scalings: Scalings):
     """Returns (the student's logits of its full vocabulary, log p, log q, normaliser of p) of a chunk."""
-    z, t = head.logits(student, student_head, softcaps[0]), head.logits(teacher, teacher_head, softcaps[1])
+    z, t = head.logits(student, student_head, scalings[0]), head.logits(teacher, teacher_head, scalings[1])
     V = min(z.shape[-1], t.shape[-1])
     log_p, normal = _log_softmax(z[:, :V] / temperature)
     return z, log_p, _log_softmax(t[:, :V] / temperature)[0], normal
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _chunked(student, student_head, teacher, teacher_head, temperature, spec: Divergence, softcaps: Softcaps):
+def _chunked(student, student_head, teacher, teacher_head, temperature, spec: Divergence, scalings: Scalings):
     """Returns the results of `_joint`, [n, c] for n chunks of c tokens."""
 
     def one(xs):
-        z, log_p, log_q, normal = _compared(xs[0], student_head, xs[1], teacher_head, temperature, softcaps)
+        z, log_p, log_q, normal = _compared(xs[0], student_head, xs[1], teacher_head, temperature, scalings)
         total = spec.terms(log_p, log_q).sum(axis=-1)
         entropies = (-jnp.sum(jnp.exp(logp) * logp, axis=-1) for logp in (log_p, log_q))
         agreement = (jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)).astype(jnp.float32)
@@ -179,29 +182,27 @@ def _chunked(student, student_head, teacher, teacher_head, temperature, spec: Di
     return jax.lax.map(one, (student, teacher))
 
 
-def _forward(student, student_head, teacher, teacher_head, temperature, spec, softcaps):
+def _forward(student, student_head, teacher, teacher_head, temperature, spec, scalings):
     arrays = student, student_head, teacher, teacher_head, temperature
-    return _chunked(*arrays, spec, softcaps), arrays
+    return _chunked(*arrays, spec, scalings), arrays
 
 
-def _backward(spec: Divergence, softcaps: Softcaps, saved, cotangents):
+def _backward(spec: Divergence, scalings: Scalings, saved, cotangents):
     """Computes the gradients of the student's states and head.
 
-    With u = z / temperature and g the slopes of the divergence, du = g - p sum(g); a soft cap c adds the factor
-    1 - (z / c)^2 for capped logits z. The other results are metrics and have no gradient.
+    With u = z / temperature and g the slopes of the divergence, du = g - p sum(g); the scaling of logits adds the
+    factor `slope`. The other results are metrics and have no gradient.
     """
     student, student_head, teacher, teacher_head, temperature = saved
     weight = student_head.astype(student.dtype)
 
     def one(g_head, xs):
         h, t, g_total = xs
-        z, log_p, log_q, _ = _compared(h, student_head, t, teacher_head, temperature, softcaps)
+        z, log_p, log_q, _ = _compared(h, student_head, t, teacher_head, temperature, scalings)
         slopes = spec.slopes(log_p, log_q)
         g_z = (g_total[:, None] / temperature) * (slopes - jnp.exp(log_p) * slopes.sum(axis=-1, keepdims=True))
         g_z = jnp.pad(g_z, ((0, 0), (0, z.shape[-1] - log_p.shape[-1])))
-        if softcaps[0] is not None:
-            g_z = g_z * (1.0 - jnp.square(z / softcaps[0]))
-        g_z = g_z.astype(h.dtype)
+        g_z = (g_z * slope(z, scalings[0])).astype(h.dtype)
         return g_head + jnp.einsum("mv,me->ve", g_z, h, preferred_element_type=jnp.float32), g_z @ weight
 
     start = jnp.zeros(student_head.shape, jnp.float32)

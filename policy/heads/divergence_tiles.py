@@ -18,6 +18,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from policy.config import LogitScaling
 from policy.heads.divergence_kinds import Divergence
 from policy.heads.vocab_tiles import Tiles, add_exp
 
@@ -35,13 +36,13 @@ class JointTiles:
         cls,
         tiles: Sequence[Tiles | None],
         vocabularies: tuple[int, int],
-        softcaps: tuple[float | None, float | None],
+        scalings: tuple[LogitScaling, LogitScaling],
     ) -> JointTiles:
         """Makes tiles for both sides from the tiles of each alone; of these, one may be None. The side that the mesh
         cuts into more parts keeps its tiles, unless the other vocabulary is longer."""
         base = max((each for each in tiles if each is not None), key=lambda each: each.parts)
         base = replace(base, width=-(-max(vocabularies) // (base.parts * base.count)))
-        sides = (replace(base, vocab=V, softcap=cap) for V, cap in zip(vocabularies, softcaps, strict=True))
+        sides = (replace(base, vocab=V, scaling=scaling) for V, scaling in zip(vocabularies, scalings, strict=True))
         return cls(*sides)
 
     @property

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from policy.config import LogitScaling
 from policy.heads import vocab_tiles
+from policy.heads.logit_scaling import scaled, slope
 from policy.heads.vocab_tiles import Tiles
 from policy.mesh.explicit import in_explicit_mode, over_devices, with_explicit_axes
 from policy.mesh.sharding import Layout, axes_of
@@ -26,8 +28,10 @@ _Pair = tuple[jax.Array, jax.Array]
 CHUNK_LOGITS = 1 << 24
 
 
-def logits(hidden_ME: jax.Array, weight_VE: jax.Array | Projection, softcap: float | None = None) -> jax.Array:
-    """Computes z = hidden @ weight^T in float32, for any leading dimensions; `softcap` c bounds it by c tanh(z / c)."""
+def logits(
+    hidden_ME: jax.Array, weight_VE: jax.Array | Projection, scaling: LogitScaling = LogitScaling()
+) -> jax.Array:
+    """Computes the logits hidden @ weight^T in float32, scaled, for any leading dimensions."""
     if isinstance(weight_VE, Projection):
         E = hidden_ME.shape[-1]
         z = weight_VE.product(hidden_ME.reshape(-1, E)).reshape(*hidden_ME.shape[:-1], -1)
@@ -35,7 +39,7 @@ def logits(hidden_ME: jax.Array, weight_VE: jax.Array | Projection, softcap: flo
         z = jnp.einsum(
             "...e,ve->...v", hidden_ME, weight_VE.astype(hidden_ME.dtype), preferred_element_type=jnp.float32
         )
-    return z if softcap is None else softcap * jnp.tanh(z / softcap)
+    return scaled(z, scaling)
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Tiling:
         """Returns the rows of a chunk."""
         return max(1, min(M, CHUNK_LOGITS // V) if self.tiles is None else -(-M // self.tiles))
 
-    def of_vocabulary(self, M: int, weight_VE: jax.Array, softcap: float | None, any_cut: bool = False) -> Tiles | None:
+    def of_vocabulary(self, M: int, weight_VE: jax.Array, scaling: LogitScaling, any_cut: bool = False) -> Tiles | None:
         """Returns tiles of the vocabulary, where these replace chunks of rows; else None.
 
         They do where the devices that share the rows also share E. In explicit mode, or with `any_cut`, they do where
@@ -67,7 +71,7 @@ class Tiling:
             return None
         V = weight_VE.shape[0]
         rows = self.layout.sharding(("batch",), (M,)).shard_shape((M,))[0]
-        return Tiles.of(self.layout, V, self.tiles or -(-rows * V // CHUNK_LOGITS), softcap)
+        return Tiles.of(self.layout, V, self.tiles or -(-rows * V // CHUNK_LOGITS), scaling)
 
     def spread(self, function: Callable, M: int, *row_inputs: bool) -> Callable:
         """Returns `function` run by every device on its own rows.
@@ -99,7 +103,7 @@ def logprobs(
     weight_VE: jax.Array,
     targets: jax.Array,
     temperature: jax.typing.ArrayLike,
-    softcap: float | None = None,
+    scaling: LogitScaling = LogitScaling(),
     tiling: Tiling = Tiling(),
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp, entropy), float32, of the distribution softmax(logits / temperature).
@@ -113,17 +117,17 @@ def logprobs(
     def local(hidden, weight, targets, temperature):
         M = hidden.shape[0]
         cut = in_chunks(tiling.rows(M, weight.shape[0]), hidden, targets)
-        logp, entropy = cast(_Pair, _chunked(cut[0], weight, cut[1], temperature, softcap))
+        logp, entropy = cast(_Pair, _chunked(cut[0], weight, cut[1], temperature, scaling))
         return logp.reshape(-1, targets.shape[1])[:M], entropy.reshape(-1)[:M]
 
     M, temperature = hidden_ME.shape[0], jnp.asarray(temperature, jnp.float32)
     if tiling.layout is not None and tiling.layout.explicit and not in_explicit_mode():
         rows = tiling.layout.spec(("batch",), (M,))
         specs = rows, tiling.layout.spec(("vocab", "embed_vocab"), weight_VE.shape), rows, PartitionSpec()
-        run = partial(logprobs, softcap=softcap, tiling=tiling)
+        run = partial(logprobs, scaling=scaling, tiling=tiling)
         explicit = with_explicit_axes(run, tiling.layout.mesh, specs)
         return cast(_Pair, explicit(hidden_ME, weight_VE, targets, temperature))
-    if (tiles := tiling.of_vocabulary(M, weight_VE, softcap)) is not None:
+    if (tiles := tiling.of_vocabulary(M, weight_VE, scaling)) is not None:
         run = vocab_tiles.logprobs(hidden_ME, weight_VE, targets.reshape(M, -1), temperature, tiles)
         logp, entropy = cast(_Pair, run)
     else:
@@ -137,7 +141,7 @@ def top_logprobs(
     weight_VE: jax.Array,
     k: int,
     temperature: jax.typing.ArrayLike,
-    softcap: float | None = None,
+    scaling: LogitScaling = LogitScaling(),
     tiling: Tiling = Tiling(),
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp float32[M, k], ids int32[M, k]) of the k likeliest tokens, likeliest first, lowest id first among
@@ -146,7 +150,7 @@ def top_logprobs(
     The tokens are computed in the chunks of `logprobs`. The result is not differentiable: for gradients pass `ids` to
     `logprobs`.
     """
-    return top_and_rest(hidden_ME, weight_VE, k, temperature, softcap, tiling)[:2]
+    return top_and_rest(hidden_ME, weight_VE, k, temperature, scaling, tiling)[:2]
 
 
 def top_and_rest(
@@ -154,7 +158,7 @@ def top_and_rest(
     weight_VE: jax.Array,
     k: int,
     temperature: jax.typing.ArrayLike,
-    softcap: float | None = None,
+    scaling: LogitScaling = LogitScaling(),
     tiling: Tiling = Tiling(),
     vocab: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -166,7 +170,7 @@ def top_and_rest(
 
     def local(hidden, weight, temperature):
         def one(h):
-            logp = _log_softmax(logits(h, weight, softcap)[:, :vocab], temperature)
+            logp = _log_softmax(logits(h, weight, scaling)[:, :vocab], temperature)
             top, ids = jax.lax.top_k(logp, k)
             others = logp.at[jnp.arange(h.shape[0])[:, None], ids].set(-jnp.inf)
             return top, ids, jax.nn.logsumexp(others, axis=-1)
@@ -176,7 +180,7 @@ def top_and_rest(
         return top.reshape(-1, k)[:M], ids.reshape(-1, k)[:M], rest.reshape(-1)[:M]
 
     M, given = hidden_ME.shape[0], jax.lax.stop_gradient((hidden_ME, weight_VE, jnp.asarray(temperature, jnp.float32)))
-    if (tiles := tiling.of_vocabulary(M, weight_VE, softcap, any_cut=True)) is not None:
+    if (tiles := tiling.of_vocabulary(M, weight_VE, scaling, any_cut=True)) is not None:
         return vocab_tiles.top_and_rest(*given[:2], k, given[2], tiles, min(vocab or tiles.vocab, tiles.vocab))
     return tiling.spread(local, M, True, False, False)(*given)
 
@@ -187,14 +191,14 @@ def in_chunks(rows: int, *arrays: jax.Array) -> list[jax.Array]:
 
 
 def likeliest(
-    hidden_ME: jax.Array, weight_VE: jax.Array, softcap: float | None = None, tiling: Tiling = Tiling()
+    hidden_ME: jax.Array, weight_VE: jax.Array, scaling: LogitScaling = LogitScaling(), tiling: Tiling = Tiling()
 ) -> jax.Array:
     """Returns the token of the largest logit, int32[M], computed in the same chunks. It has no gradient."""
 
     def local(hidden, weight):
         M = hidden.shape[0]
         best = jax.lax.map(
-            lambda h: jnp.argmax(logits(h, weight, softcap), axis=-1),
+            lambda h: jnp.argmax(logits(h, weight, scaling), axis=-1),
             *in_chunks(tiling.rows(M, weight.shape[0]), hidden),
         )
         return best.reshape(-1)[:M].astype(jnp.int32)
@@ -209,39 +213,37 @@ def _log_softmax(z, temperature):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _chunked(hidden, weight, targets, temperature, softcap):
+def _chunked(hidden, weight, targets, temperature, scaling):
     def one(xs):
-        log_p = _log_softmax(logits(xs[0], weight, softcap), temperature)
+        log_p = _log_softmax(logits(xs[0], weight, scaling), temperature)
         entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
         return jnp.take_along_axis(log_p, xs[1], axis=-1), entropy
 
     return jax.lax.map(one, (hidden, targets))
 
 
-def _forward(hidden, weight, targets, temperature, softcap):
-    logp, entropy = cast(_Pair, _chunked(hidden, weight, targets, temperature, softcap))
+def _forward(hidden, weight, targets, temperature, scaling):
+    logp, entropy = cast(_Pair, _chunked(hidden, weight, targets, temperature, scaling))
     return (logp, entropy), (hidden, weight, targets, temperature, entropy)
 
 
-def _backward(softcap, saved, cotangents):
+def _backward(scaling, saved, cotangents):
     """Computes the gradients of hidden and weight.
 
-    d logp / dz = onehot - p and d H / dz = -p (log p + H), both divided by the temperature; a soft cap c adds the
-    factor 1 - (z / c)^2 for capped logits z.
+    d logp / dz = onehot - p and d H / dz = -p (log p + H), both divided by the temperature; the scaling of
+    logits adds the factor `slope`.
     """
     hidden, weight, targets, temperature, entropy = saved
     w = weight.astype(hidden.dtype)
 
     def one(g_weight, xs):
         h, t, ent, g_logp, g_ent = xs
-        z = logits(h, weight, softcap)
+        z = logits(h, weight, scaling)
         log_p = _log_softmax(z, temperature)
         p = jnp.exp(log_p)
         g_z = -p * (g_logp.sum(axis=-1, keepdims=True) + g_ent[:, None] * (log_p + ent[:, None]))
         g_z = g_z.at[jnp.arange(t.shape[0])[:, None], t].add(g_logp, unique_indices=t.shape[1] == 1)
-        if softcap is not None:
-            g_z = g_z * (1.0 - jnp.square(z / softcap))
-        g_z = (g_z / temperature).astype(h.dtype)
+        g_z = (g_z * slope(z, scaling) / temperature).astype(h.dtype)
         g_weight = g_weight + jnp.einsum("mv,me->ve", g_z, h, preferred_element_type=jnp.float32)
         return g_weight, g_z @ w
 

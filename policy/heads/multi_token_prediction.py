@@ -96,7 +96,7 @@ def predictions(
         run = partial(module, d)
         states, normed, layer = (run if runtime.remat == "none" else jax.checkpoint(run))(states)
         rows, targets = _rows(normed, step.tree, d + 1), tokens_BT.reshape(-1)
-        logp, _ = head.logprobs(rows, decoder.head_weight, targets, temperature, config.logit_softcap, tiling)
+        logp, _ = head.logprobs(rows, decoder.head_weight, targets, temperature, config.logit_scaling, tiling)
         valid = scored(step.segments, step.tree, d + 1)
         logps.append(jnp.where(valid, logp.reshape(valid.shape), 0.0))
         agrees.append(
@@ -129,5 +129,5 @@ def _rows(hidden_BTE: jax.Array, tree: Tree | None, back: int) -> jax.Array:
 
 def _likeliest(decoder: Decoder, hidden_BTE: jax.Array, tree: Tree | None, back: int, tiling: head.Tiling) -> jax.Array:
     """Returns the likeliest token at each place by the state `back` tokens before it, int32[B, T]."""
-    best = head.likeliest(_rows(hidden_BTE, tree, back), decoder.head_weight, decoder.config.logit_softcap, tiling)
+    best = head.likeliest(_rows(hidden_BTE, tree, back), decoder.head_weight, decoder.config.logit_scaling, tiling)
     return best.reshape(hidden_BTE.shape[:2])

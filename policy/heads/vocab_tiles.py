@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from policy.config import LogitScaling
+from policy.heads.logit_scaling import scaled, slope
 from policy.mesh.explicit import in_explicit_mode
 from policy.mesh.sharding import Layout, annotate, constrain
 
@@ -31,15 +33,15 @@ class Tiles:
     parts: int
     count: int
     width: int
-    softcap: float | None
+    scaling: LogitScaling
 
     @classmethod
-    def of(cls, layout: Layout, vocab: int, least: int, softcap: float | None) -> Tiles:
+    def of(cls, layout: Layout, vocab: int, least: int, scaling: LogitScaling) -> Tiles:
         """Makes `least` tiles, or a few more where these divide the vocabulary."""
         parts = vocab // layout.sharding(("vocab",), (vocab,)).shard_shape((vocab,))[0]
         each = vocab // parts
         count = next((n for n in range(least, 2 * least) if each % n == 0), least)
-        return cls(layout, vocab, parts, count, -(-each // count), softcap)
+        return cls(layout, vocab, parts, count, -(-each // count), scaling)
 
     def cut(self, weight_VE: jax.Array) -> jax.Array:
         """Cuts the projection into tiles [P, n, W, E]."""
@@ -85,11 +87,9 @@ class Tiles:
         The logits of numbers that are no tokens are -inf.
         """
         z = jnp.einsum("me,ne->mn", hidden_ME, tile_NE, preferred_element_type=jnp.float32)
-        slope = 1.0 / temperature
-        if self.softcap is not None:
-            z = self.softcap * jnp.tanh(z / self.softcap)
-            slope = (1.0 - jnp.square(z / self.softcap)) / temperature
-        return jnp.where(ids_N < self.vocab, z / temperature, -jnp.inf), slope
+        z = scaled(z, self.scaling)
+        slope_MN = slope(z, self.scaling) / temperature
+        return jnp.where(ids_N < self.vocab, z / temperature, -jnp.inf), slope_MN
 
 
 def add_exp(sums: tuple[jax.Array, jax.Array], z_MN: jax.Array) -> tuple[jax.Array, jax.Array]:

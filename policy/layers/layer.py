@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from policy.attention.attention import GroupedQueryAttention
@@ -92,7 +93,7 @@ class Layer(nnx.Module):
         mixed, cache, aux = self.mixer(normed, step, cache, runtime)
         if "mixed" in runtime.record:
             aux = aux.merge(LayerAux(mixed=mixed))
-        mixed = drop(self._norm("post_attention_layernorm", mixed), step.dropout, 0)
+        mixed = drop(self._scaled(self._norm("post_attention_layernorm", mixed)), step.dropout, 0)
         return self.mixer_residual.write(x_BTE, mixed, mix), normed, mix, cache, aux
 
     def enter(self, x_BTE: jax.Array, normed_BTE: jax.Array | None, mix) -> tuple[jax.Array, Any]:
@@ -105,10 +106,15 @@ class Layer(nnx.Module):
 
     def leave(self, x_BTE: jax.Array, fed_BTE: jax.Array, step: Step, mix) -> jax.Array:
         """Adds the output of the feed-forward to x."""
-        fed_BTE = drop(self._norm("post_feedforward_layernorm", fed_BTE), step.dropout, 1)
+        fed_BTE = drop(self._scaled(self._norm("post_feedforward_layernorm", fed_BTE)), step.dropout, 1)
         if self.spec.parallel:
             return self.mixer_residual.write_second(x_BTE, fed_BTE, mix)
         return self.feed_forward_residual.write(x_BTE, fed_BTE, mix)
+
+    def _scaled(self, part_BTE: jax.Array) -> jax.Array:
+        """Multiplies the output of a part by the scale at which the residual stream takes it."""
+        scale = self.spec.residual_scale
+        return part_BTE if scale == 1.0 else part_BTE * jnp.asarray(scale, part_BTE.dtype)
 
     def _norm(self, name: str, x_BTE: jax.Array) -> jax.Array:
         return getattr(self, name)(x_BTE) if name in self.spec.norms else x_BTE

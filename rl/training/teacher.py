@@ -253,8 +253,8 @@ class ModelTeacher(Teacher):
                 step = modes.make_step(tokens, segments=micro.segments)
                 decoder, hidden, _ = self.states(self.split(params)[1], tokens, step)
                 states, tiling = rows.flat(before(hidden)), head.Tiling(None, rows.layout)
-                weight, softcap = decoder.head_weight, decoder.config.logit_softcap
-                return jax.tree.map(rows.back, head.top_and_rest(states, weight, k, 1.0, softcap, tiling, vocab))
+                weight, scaling = decoder.head_weight, decoder.config.logit_scaling
+                return jax.tree.map(rows.back, head.top_and_rest(states, weight, k, 1.0, scaling, tiling, vocab))
 
         return CompiledCache(jax.jit(run), self.graph.layout.platform)
 

@@ -220,7 +220,7 @@ class Verifier:
 
             def draw_chunk(xs):
                 hidden_mE, (*row_params, ids, samples, positions) = xs
-                logits = head.logits(hidden_mE, weight, graph.config.logit_softcap)
+                logits = head.logits(hidden_mE, weight, graph.config.logit_scaling)
                 return choose(logits, (ids, samples, positions), Draws(draws.seed, *row_params), graph.layout)[0]
 
             drawn = jax.lax.map(draw_chunk, (in_chunks(hidden_RTE.reshape(M, E)), tuple(map(in_chunks, rows))))

@@ -17,7 +17,7 @@ from oracles import configuration, random_model, short, tokens
 
 import rl.algorithms
 from policy import families
-from policy.config import Runtime
+from policy.config import LogitScaling, Runtime
 from policy.heads.divergence import Divergence, divergence
 from policy.heads.features import by_number
 from policy.heads.head import Tiling
@@ -27,19 +27,19 @@ from rl.training.teacher import PREFIX, ModelTeacher
 from rl.training.trainer import Trainer
 
 MESHES = ({"fsdp": 4}, {"tensor": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "expert": 2})
-# Vocabularies of student and teacher with their soft caps. 44: the last of three tiles is filled up.
+# Vocabularies of student and teacher, and how their logits are scaled. 44: the last of three tiles is filled up.
 CASES = {
-    "equal": (48, 48, (None, None), Divergence("reverse")),
-    "wider student": (48, 44, (1.5, None), Divergence("jsd", 0.3)),
-    "wider teacher": (44, 48, (None, 2.0), Divergence("forward")),
-    "likeliest": (48, 44, (None, 2.0), Divergence("reverse", top_k=3, tail="tail")),
+    "equal": (48, 48, (LogitScaling(), LogitScaling()), Divergence("reverse")),
+    "wider student": (48, 44, (LogitScaling(0.6, 1.5), LogitScaling()), Divergence("jsd", 0.3)),
+    "wider teacher": (44, 48, (LogitScaling(), LogitScaling(1.3, 2.0)), Divergence("forward")),
+    "likeliest": (48, 44, (LogitScaling(), LogitScaling(softcap=2.0)), Divergence("reverse", top_k=3, tail="tail")),
 }
 M, E, D = 64, 8, 12
 
 
 def on_mesh(case: str, degrees: dict, explicit: bool) -> dict:
     """The divergence of 64 rows in three chunks or tiles."""
-    V, U, softcaps, spec = CASES[case]
+    V, U, scalings, spec = CASES[case]
     mesh, rng = layout(degrees, explicit=explicit), np.random.default_rng(0)
     shapes = (M, E), (V, E), (M, D), (U, D)
     arrays = [(0.5 * rng.normal(size=shape)).astype(np.float32) for shape in shapes]
@@ -48,7 +48,7 @@ def on_mesh(case: str, degrees: dict, explicit: bool) -> dict:
     factor = rng.normal(size=M).astype(np.float32)
 
     def loss(h, w, ht, wt, mesh=None):
-        outputs = divergence(h, w, ht, wt, spec, jnp.float32(0.7), softcaps, Tiling(3, mesh))
+        outputs = divergence(h, w, ht, wt, spec, jnp.float32(0.7), scalings, Tiling(3, mesh))
         return jnp.sum(factor * jnp.square(outputs.divergence)), outputs
 
     step = partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)

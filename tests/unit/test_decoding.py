@@ -11,7 +11,7 @@ from oracles import configuration, random_model
 import policy
 from policy import families, modes
 from policy.cache import cache as caches
-from policy.config import Runtime
+from policy.config import LogitScaling, Runtime
 from policy.execution.decoding import Repeats, prepare_for_decoding
 from policy.heads import head
 from policy.ops import projection
@@ -54,7 +54,10 @@ def test_a_product_over_two_dimensions_and_over_leading_ones_that_only_x_has(siz
 def test_a_prepared_head_is_also_a_table():
     table, hidden = numbers(9, 4), numbers(2, 3, 4)
     sharded = Projection(table, transposed=True, start=0, inputs=(4,), outputs=(9,))
-    np.testing.assert_allclose(head.logits(hidden, sharded, 2.0), head.logits(hidden, table, 2.0), rtol=1e-5, atol=1e-5)
+    capped = LogitScaling(0.5, 2.0)
+    np.testing.assert_allclose(
+        head.logits(hidden, sharded, capped), head.logits(hidden, table, capped), rtol=1e-5, atol=1e-5
+    )
     assert sharded[...] is sharded
     np.testing.assert_array_equal(sharded[jnp.asarray([[3, 1]])], table[jnp.asarray([[3, 1]])])
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from policy.config import LogitScaling
 from policy.heads import head
 from policy.heads.divergence import Divergence, DivergenceOutputs, divergence, top_divergence
 from policy.heads.head import Tiling
@@ -52,7 +53,7 @@ TOP_2 = {
 }
 
 
-compared = jax.jit(divergence, static_argnames=("spec", "softcaps", "tiling"))
+compared = jax.jit(divergence, static_argnames=("spec", "scalings", "tiling"))
 
 
 def of_logits(student, teacher, spec, temperature=1.0, **options) -> DivergenceOutputs:
@@ -113,11 +114,11 @@ def defined(kind, beta, log_p, log_q):
     return (beta * q * np.log(q / m) + (1 - beta) * p * np.log(p / m)).sum(axis=-1)
 
 
-def dense(h, w, ht, wt, spec, temperature, softcaps=(None, None)):
+def dense(h, w, ht, wt, spec, temperature, scalings=(LogitScaling(), LogitScaling())):
     """Rows of the divergence from all logits at once, float64."""
     V, logits = min(len(w), len(wt)), []
-    for states, weight, cap in ((h, w, softcaps[0]), (ht, wt, softcaps[1])):
-        z = states @ weight.T
+    for states, weight, scaling in ((h, w, scalings[0]), (ht, wt, scalings[1])):
+        z, cap = scaling.scale * states @ weight.T, scaling.softcap
         logits.append((z if cap is None else cap * np.tanh(z / cap))[:, :V] / temperature)
     return defined(spec.kind, spec.beta, *map(log_softmax, logits))
 
@@ -140,23 +141,29 @@ def arrays(M=5, E=4, D=3, V=7, U=7, seed=0, scale=1.0):
 
 # Equal vocabularies, the student's wider (with a cap on both), the teacher's wider.
 @pytest.mark.parametrize(
-    ("V", "U", "softcaps"), [(7, 7, (None, None)), (9, 7, (1.5, 2.0)), (7, 10, (None, 1.0))], ids=str
+    ("V", "U", "scalings"),
+    [
+        (7, 7, (LogitScaling(), LogitScaling())),
+        (9, 7, (LogitScaling(0.6, 1.5), LogitScaling(1.3, 2.0))),
+        (7, 10, (LogitScaling(0.5), LogitScaling(softcap=1.0))),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_are_those_of_the_definition_in_float64(kind, V, U, softcaps):
+def test_values_and_gradients_are_those_of_the_definition_in_float64(kind, V, U, scalings):
     h, w, ht, wt = arrays(V=V, U=U)
     weights, spec, temperature = np.array([0.7, -1.0, 0.0, 2.0, 0.3]), KINDS[kind], 0.7
 
     def loss(h, w):
-        return weights @ dense(h, w, ht, wt, spec, temperature, softcaps)
+        return weights @ dense(h, w, ht, wt, spec, temperature, scalings)
 
     def ours(h, w):
-        result = divergence(h, w, *map(jnp.float32, (ht, wt)), spec, temperature, softcaps, Tiling(2))
+        result = divergence(h, w, *map(jnp.float32, (ht, wt)), spec, temperature, scalings, Tiling(2))
         return jnp.float32(weights) @ result.divergence, result
 
     step = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))
     (_, result), (g_h, g_w) = step(*map(jnp.float32, (h, w)))
-    np.testing.assert_allclose(result.divergence, dense(h, w, ht, wt, spec, temperature, softcaps), atol=2e-6)
+    np.testing.assert_allclose(result.divergence, dense(h, w, ht, wt, spec, temperature, scalings), atol=2e-6)
     np.testing.assert_allclose(g_h, differences(lambda a: loss(a, w), h), atol=5e-6)
     np.testing.assert_allclose(g_w, differences(lambda a: loss(h, a), w), atol=5e-6)
 

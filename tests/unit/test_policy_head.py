@@ -13,6 +13,7 @@ import pytest
 from oracles import configuration, random_model, tokens
 
 from policy import families
+from policy.config import LogitScaling
 from policy.heads import head
 from policy.mesh.sharding import layout
 from policy.modes import make_step
@@ -22,9 +23,10 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 M, E, V = 13, 6, 11
 
 
-def plain(hidden, weight, targets, temperature, softcap=None, tiling=None):
-    z = jnp.einsum("me,ve->mv", hidden, weight)
-    z = (z if softcap is None else softcap * jnp.tanh(z / softcap)) / temperature
+def plain(hidden, weight, targets, temperature, scaling=LogitScaling(), tiling=None):
+    z = scaling.scale * jnp.einsum("me,ve->mv", hidden, weight)
+    cap = scaling.softcap
+    z = (z if cap is None else cap * jnp.tanh(z / cap)) / temperature
     log_p = jax.nn.log_softmax(z, axis=-1)
     logp = jnp.take_along_axis(log_p, targets.reshape(len(targets), -1), axis=1).reshape(targets.shape)
     return logp, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
@@ -58,8 +60,8 @@ def test_values_and_gradients(chunk, temperature, monkeypatch):
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 8, 100])  # 13 rows: the last chunk of all but the first is filled up
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_any_number_of_tiles_gives_the_same(tiles, softcap):
+@pytest.mark.parametrize("scaling", [LogitScaling(), LogitScaling(0.4), LogitScaling(0.8, 1.5)], ids=str)
+def test_any_number_of_tiles_gives_the_same(tiles, scaling):
     """Also a loss that is no sum of logp and entropy, and several tokens asked about at one place, one of them
     twice.
     """
@@ -68,7 +70,7 @@ def test_any_number_of_tiles_gives_the_same(tiles, softcap):
 
     def loss(function):
         def of(hidden, weight):
-            logp, entropy = function(hidden, weight, targets, 0.7, softcap, head.Tiling(tiles))
+            logp, entropy = function(hidden, weight, targets, 0.7, scaling, head.Tiling(tiles))
             return jnp.sum(a * jnp.square(logp.sum(-1) + b)) + jnp.sum(jnp.exp(logp)) + jnp.max(entropy), (
                 logp,
                 entropy,
@@ -85,15 +87,17 @@ def test_any_number_of_tiles_gives_the_same(tiles, softcap):
 
 def test_the_number_of_tiles_is_the_number_of_chunks():
     shapes = jnp.ones((13, 8)), jnp.ones((32, 8)), jnp.zeros(13, int)
-    text = jax.jit(lambda *a: head.logprobs(*a, 1.0, None, head.Tiling(3))).lower(*shapes).as_text()
+    text = jax.jit(lambda *a: head.logprobs(*a, 1.0, LogitScaling(), head.Tiling(3))).lower(*shapes).as_text()
     assert "5x32xf32" in text and "13x32xf32" not in text
 
 
 @pytest.mark.parametrize("tiles", [None, 4])
 def test_likeliest_tokens(tiles):
     hidden, weight, *_ = inputs()
-    logp, ids = head.top_logprobs(hidden, weight, 3, 0.7, 1.5, head.Tiling(tiles))
-    everything = np.stack([plain(hidden, weight, jnp.full(M, v), 0.7, 1.5)[0] for v in range(V)], axis=1)
+    logp, ids = head.top_logprobs(hidden, weight, 3, 0.7, LogitScaling(0.8, 1.5), head.Tiling(tiles))
+    everything = np.stack(
+        [plain(hidden, weight, jnp.full(M, v), 0.7, LogitScaling(0.8, 1.5))[0] for v in range(V)], axis=1
+    )
     np.testing.assert_array_equal(ids, np.argsort(-everything, axis=1, kind="stable")[:, :3])
     np.testing.assert_allclose(logp, -np.sort(-everything, axis=1)[:, :3], atol=2e-6)
 
@@ -119,7 +123,7 @@ def test_a_model_caps_its_logits_and_takes_its_tiles(tied):
     def reference(params):
         decoder = model.graph.decoder(params)
         hidden = decoder(rows, make_step(rows), None, model.graph.runtime)[0][:, :-1].reshape(16, -1)
-        logp, entropy = plain(hidden, decoder.head_weight, rows[:, 1:].reshape(-1), 0.7, 2.0)
+        logp, entropy = plain(hidden, decoder.head_weight, rows[:, 1:].reshape(-1), 0.7, LogitScaling(softcap=2.0))
         return jnp.sum(weight.reshape(-1) * logp + jnp.sin(entropy))
 
     with jax.default_matmul_precision("highest"):
@@ -139,7 +143,7 @@ def test_devices_exchange_weights_and_no_logits():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def on_four_devices(V, softcap, **degrees):
+def on_four_devices(V, scaling, **degrees):
     """Rows, or the vocabulary, or both cut over four devices: the numbers of one device, no result of a collective is
     as large as the logits of a chunk, and a weight that is cut along E is on no device in full."""
     mesh, rng = layout(degrees), np.random.default_rng(0)
@@ -151,7 +155,7 @@ def on_four_devices(V, softcap, **degrees):
     ]
 
     def loss(hidden, weight, mesh=None):
-        logp, entropy = head.logprobs(hidden.reshape(-1, 8), weight, targets, 0.7, softcap, head.Tiling(3, mesh))
+        logp, entropy = head.logprobs(hidden.reshape(-1, 8), weight, targets, 0.7, scaling, head.Tiling(3, mesh))
         return jnp.sum(factor[:, None] * jnp.square(logp)) + jnp.sum(jnp.exp(entropy)), (logp, entropy)
 
     step = partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
@@ -207,5 +211,6 @@ def test_logits_of_bfloat16_states_are_float32():
 
 if __name__ == "__main__":
     for degrees in ({"fsdp": 4}, {"tensor": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "expert": 2}):
-        for vocabulary, cap in ((48, None), (44, 1.5)):  # 44: the last of three tiles is filled up
-            on_four_devices(vocabulary, cap, **degrees)
+        # 44: the last of three tiles is filled up
+        for vocabulary, scaling in ((48, LogitScaling()), (44, LogitScaling(1.3, 1.5))):
+            on_four_devices(vocabulary, scaling, **degrees)

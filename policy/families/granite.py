@@ -1,0 +1,51 @@
+"""Granite 3 (GraniteForCausalLM): Llama with factors on embeddings, scores, the outputs of the
+parts and logits."""
+
+from __future__ import annotations
+
+from policy.config import DecoderConfig, LayerSpec, Mlp, Moe
+from policy.huggingface import names
+from policy.huggingface.config_fields import activation, attention, decoder, head_dim, rope
+
+ARCHITECTURES = ("GraniteForCausalLM",)
+MODEL_TYPES = ("granite",)
+NAMES = names.ATTENTION | names.MLP
+
+# The values of absent keys, by the class of transformers. `head_dim` is not declared there.
+DEFAULTS = {
+    "num_key_value_heads": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+
+
+def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
+    hf = DEFAULTS | stored
+    mlp = Mlp(hf["intermediate_size"], activation(hf), bias=bool(hf["mlp_bias"]))
+    return build("granite", stored, hf, mlp)
+
+
+def build(family: str, stored: dict, hf: dict, feed_forward: Mlp | Moe) -> DecoderConfig:
+    """Creates a decoder of equal layers with this feed-forward; `hf` is `stored` with the defaults
+    of its class."""
+    mixer = attention(hf, rope=rope(hf, head_dim(hf)), scale=float(hf["attention_multiplier"]))
+    layer = LayerSpec(mixer, feed_forward, residual_scale=float(hf["residual_multiplier"]))
+    return decoder(
+        family,
+        stored,
+        hf,
+        [layer] * hf["num_hidden_layers"],
+        embedding_scale=float(hf["embedding_multiplier"]),
+        logit_scale=1.0 / hf["logits_scaling"],
+    )
