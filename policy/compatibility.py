@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policy.config import DecoderConfig, GatedDeltaNet, LatentAttention, Runtime
+from policy.config import DecoderConfig, LatentAttention, Recurrent, Runtime
 
 SPLIT, EXCHANGE = "model.batch_split", "model.expert_parallel: all_to_all"
 GRADIENTS = "model.expert_gradients"
 HYPER, ENGRAM, INDEXER = "model.hyper_connections", "model.engram", "an indexer of keys"
 RING, ULYSSES, BALANCE = "model.context_parallel: ring", "model.context_parallel: ulysses", "model.context_load_balance"
-RECURRENT, CAPACITY = "a gated delta net", "stages.N.router.capacity_factor"
+RECURRENT, CAPACITY = "a recurrent mixer", "stages.N.router.capacity_factor"
 WARMUP, MODULES = "stages.N.indexer.training: dense_warmup", "stages.N.mtp"
 EXPLICIT, FEW_BITS = "mesh.shard_mode: explicit", "model.quantization"
 WEIGHTS_AWAY, KEPT_AWAY = "model.host_parameters", "a policy of model.remat that offloads"
@@ -75,7 +75,7 @@ def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False,
         RING: runtime.context_parallel == "ring",
         ULYSSES: runtime.context_parallel == "ulysses",
         BALANCE: runtime.context_load_balance,
-        RECURRENT: any(isinstance(spec.mixer, GatedDeltaNet) for spec in config.layers),
+        RECURRENT: any(isinstance(spec.mixer, Recurrent) for spec in config.layers),
         CAPACITY: runtime.capacity_factor is not None,
         WARMUP: runtime.indexer == "dense_warmup",
         MODULES: runtime.mtp is not None,

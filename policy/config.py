@@ -22,6 +22,7 @@ from policy.specs import (
     Engram,
     GatedDeltaNet,
     Indexer,
+    KimiDeltaAttention,
     LatentAttention,
     LayerEmbedding,
     LayerNorm,
@@ -35,9 +36,11 @@ from policy.specs import (
     Norm,
     ProportionalScaling,
     QueryTemperature,
+    Recurrent,
     Rope,
     Router,
     SharedIndexer,
+    Unrotated,
     YarnScaling,
 )
 
@@ -54,6 +57,7 @@ __all__ = [
     "GatedDeltaNet",
     "HyperConnections",
     "Indexer",
+    "KimiDeltaAttention",
     "LatentAttention",
     "LayerEmbedding",
     "LayerNorm",
@@ -72,6 +76,7 @@ __all__ = [
     "ProportionalScaling",
     "Quantization",
     "QueryTemperature",
+    "Recurrent",
     "Rope",
     "Router",
     "Runtime",
@@ -79,6 +84,7 @@ __all__ = [
     "SinusoidPositions",
     "Stack",
     "StoredType",
+    "Unrotated",
     "YarnScaling",
 ]
 
@@ -106,7 +112,7 @@ class LayerSpec:
     is added to the result; the first layers of a decoder have it.
     """
 
-    mixer: Attention | LatentAttention | GatedDeltaNet | None
+    mixer: Attention | LatentAttention | Recurrent | None
     feed_forward: Mlp | Matrix | Moe | DenseAndExperts | None
     norms: tuple[NormName, ...] = PRE_NORM
     parallel: bool = False
@@ -134,11 +140,11 @@ class LayerSpec:
     def ropes(self) -> tuple[Rope, ...]:
         """Returns the rotary embeddings of the mixer and of its indexer."""
         mixer = self.mixer
-        if mixer is None or isinstance(mixer, GatedDeltaNet):
+        if mixer is None or isinstance(mixer, Recurrent):
             return ()
         indexer = mixer.indexer if isinstance(mixer, LatentAttention) else None
         parts = (mixer, indexer) if isinstance(indexer, Indexer) else (mixer,)
-        return tuple(part.rope for part in parts if part.rope is not None)
+        return tuple(part.rope for part in parts if isinstance(part.rope, Rope))
 
     @property
     def keeps_index(self) -> bool:

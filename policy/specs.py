@@ -155,8 +155,16 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Unrotated:
+    """No rotation of the first `dim` dimensions, in the place of a Rope."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (arXiv 2405.04434): keys and values are projected from one small latent per token."""
+    """Multi-head latent attention (arXiv 2405.04434): keys and values are projected from one small latent per token.
+    `rope` turns the part of the keys that all heads share; Unrotated leaves it as it is."""
 
     heads: int
     q_lora_rank: int | None
@@ -164,7 +172,7 @@ class LatentAttention:
     nope_dim: int
     v_dim: int
     scale: float
-    rope: Rope
+    rope: Rope | Unrotated
     norm: Norm = Norm(eps=1e-6)
     bias: bool = False
     temperature: QueryTemperature | None = None
@@ -217,6 +225,45 @@ class GatedDeltaNet:
                 f"GatedDeltaNet: {self.value_heads} value heads cannot be shared by {self.key_heads} key heads"
             )
 
+
+@dataclass(frozen=True)
+class KimiDeltaAttention:
+    """Kimi Delta Attention (arXiv 2510.26692): a gated delta net whose state [head_dim, head_dim] decays by a number for
+    each key channel.
+
+    S <- diag(exp(g)) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q.  g = -exp(A_log) softplus(F x + dt_bias) with F
+    of rank head_dim, and beta, q, k and v as in GatedDeltaNet; o is normed over a head and multiplied by sigmoid(G x)
+    with G of rank head_dim.
+    """
+
+    heads: int
+    head_dim: int
+    conv_width: int
+    norm: Norm
+
+    @property
+    def key_heads(self) -> int:
+        """Returns the number of heads; a key head has one value head."""
+        return self.heads
+
+    @property
+    def value_heads(self) -> int:
+        """Returns the number of heads."""
+        return self.heads
+
+    @property
+    def key_dim(self) -> int:
+        """Returns the dimensions of a key."""
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Returns the dimensions of a value."""
+        return self.head_dim
+
+
+# Mixers whose state passes through the tokens in order.
+Recurrent = GatedDeltaNet | KimiDeltaAttention
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "linear"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -45,6 +46,23 @@ def finish(running: subprocess.Popen, timeout: float = 300) -> tuple[int, str, s
             os.killpg(running.pid, signal.SIGKILL)
             running.communicate()
     return running.returncode, out, err
+
+
+def killed(given: list[str], moment, delay: float = 0.0) -> bool:
+    """Starts or continues a run and kills it, workers and all, when `moment()` holds. False if it was finished
+    before.
+    """
+    running = process(*given, stdout=None, stderr=None)
+    try:
+        while not moment() and running.poll() is None:
+            time.sleep(0.002)
+        time.sleep(delay)
+        alive = running.poll() is None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+    return alive
 
 
 def wait_for(condition, running: subprocess.Popen, timeout: float = 300) -> None:

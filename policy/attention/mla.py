@@ -26,7 +26,7 @@ from policy.attention.sequence_shards import replicate_length
 from policy.attention.sparse_attention import attend_selected
 from policy.cache.layer_cache import LayerCache, Visible, extend, row_layout
 from policy.cache.step import Step
-from policy.config import DecoderConfig, Indexer, LatentAttention, Runtime, SharedIndexer
+from policy.config import DecoderConfig, Indexer, LatentAttention, Rope, Runtime, SharedIndexer
 from policy.intermediates import LayerAux
 from policy.mesh.explicit import auto_axes, in_explicit_mode, reshard_like, spec_of
 from policy.mesh.sharding import decoded, from_cache, to_cache
@@ -93,18 +93,17 @@ class MultiHeadLatentAttention(nnx.Module):
         if self.spec.indexer and in_explicit_mode():
             return self._with_auto_axes(x_BTE, step, runtime)
         spec = self.spec
-        table = step.rotation(spec.rope)
         q_latent = self._query_latent(x_BTE, step, runtime)
         queries = decoded(self._queries(x_BTE, q_latent, runtime), step, runtime.layout, "q_heads")
         if spec.temperature is not None:  # of the rotated part as well: a rotation keeps factors
             queries = (queries * temperature(spec.temperature, step.positions)).astype(queries.dtype)
         q_nope, q_rope = jnp.split(queries, [spec.nope_dim], axis=-1)
-        q_rope = rotate(q_rope, spec.rope, table)
+        q_rope = self._rotated(q_rope, step)
         kv_a = decoded(linear("bte,er->btr", x_BTE, self.kv_a_proj[...], runtime), step, runtime.layout)
         kv_a = checkpoint_name(self._biased(kv_a, "kv_a"), "kv_wa_proj")
         latent, k_rope = jnp.split(kv_a, [spec.kv_lora_rank], axis=-1)
         latent = checkpoint_name(self.kv_a_layernorm(latent), "mla_kv")
-        k_rope = rotate(k_rope[:, None], spec.rope, table)
+        k_rope = self._rotated(k_rope[:, None], step)
         index_queries, index_keys = self._index(x_BTE, q_latent, step)
         layout = row_layout(cache, runtime.layout)
         index_keys = None if index_keys is None else to_cache(index_keys, layout)
@@ -133,6 +132,10 @@ class MultiHeadLatentAttention(nnx.Module):
         out = from_cache(out, runtime.layout)
         out = self._biased(linear("bhtd,hde->bte", out, self.o_proj[...], runtime), "o")
         return checkpoint_name(out, "out_proj"), cache, aux
+
+    def _rotated(self, x_BHTR: jax.Array, step: Step) -> jax.Array:
+        rope = self.spec.rope
+        return rotate(x_BHTR, rope, step.rotation(rope)) if isinstance(rope, Rope) else x_BHTR
 
     def _index(self, x_BTE: jax.Array, q_latent_BTr: jax.Array | None, step: Step):
         """Returns (index queries, index keys), None each without an indexer of its own."""

@@ -14,6 +14,7 @@ from policy.config import (
     Engram,
     GatedDeltaNet,
     Indexer,
+    KimiDeltaAttention,
     LatentAttention,
     LayerSpec,
     StoredType,
@@ -88,6 +89,8 @@ def _mixer_entries(spec: LayerSpec) -> dict[str, Entry]:
             keys = {"index": Entry(1, indexer.head_dim)} if isinstance(indexer, Indexer) else {}
             # No tile holds numbers of both the normed latent and the rotated key, which differ in size.
             return {"latent": Entry(1, rank + rope.dim, tile=math.gcd(rank, rope.dim))} | keys
+        case KimiDeltaAttention(heads=H, head_dim=D, conv_width=width):
+            return {"conv": Entry(1, 3 * H * D, width - 1), "state": Entry(H, D, D, "float32")}
         case GatedDeltaNet(key_heads=K, value_heads=H, key_dim=D, value_dim=V, conv_width=width):
             return {"conv": Entry(1, 2 * K * D + H * V, width - 1), "state": Entry(H, V, D, "float32")}
     return {}

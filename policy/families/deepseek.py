@@ -130,7 +130,7 @@ def layers(hf: dict, v3: bool) -> list[LayerSpec]:
     mixer = _mixer(hf, v3)
     dense = Mlp(hf["intermediate_size"], activation(hf), bias=not v3 and bool(hf["mlp_bias"]))
     experts = mixture(hf, v3)
-    return [LayerSpec(mixer, dense if is_dense else experts) for is_dense in _dense_layers(hf)]
+    return [LayerSpec(mixer, dense if is_dense else experts) for is_dense in dense_layers(hf)]
 
 
 def mixture(hf: dict, v3: bool) -> Moe:
@@ -147,7 +147,7 @@ def mixture(hf: dict, v3: bool) -> Moe:
     )
 
 
-def _dense_layers(hf: dict) -> list[bool]:
+def dense_layers(hf: dict) -> list[bool]:
     """Returns whether each layer has a dense feed-forward: the first `first_k_dense_replace`, or by
     `mlp_layer_types`."""
     layers = hf["num_hidden_layers"]
@@ -214,7 +214,7 @@ def empty_shared_experts(hf: dict) -> dict[str, tuple[int, ...]]:
     version."""
     shapes: dict[str, tuple[int, ...]] = {}
     if hf["n_shared_experts"] == 0:
-        for n in (n for n, is_dense in enumerate(_dense_layers(hf)) if not is_dense):
+        for n in (n for n, is_dense in enumerate(dense_layers(hf)) if not is_dense):
             prefix, E = names.LAYER_PREFIX.format(n=n) + "mlp.shared_experts.", hf["hidden_size"]
             shapes |= {prefix + "gate_proj.weight": (0, E), prefix + "up_proj.weight": (0, E)}
             shapes[prefix + "down_proj.weight"] = (E, 0)

@@ -7,7 +7,8 @@ channels of a key head in the convolution, W its width.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from types import ModuleType
+from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,8 @@ from policy.cache.paths import Tree, number_documents
 from policy.cache.step import Step
 from policy.config import DecoderConfig, GatedDeltaNet, Runtime
 from policy.intermediates import LayerAux
+from policy.layers import delta_rule
 from policy.layers.convolution import convolve, convolve_paths
-from policy.layers.delta_rule import chunked, chunked_trees, single, stepwise
 from policy.mesh.explicit import in_explicit_mode, over_devices, reshard_like, spec_of
 from policy.mesh.sharding import from_cache, to_cache
 from policy.ops.linear import linear
@@ -33,7 +34,7 @@ from policy.ops.parameter import normal, ones, split_module, weight
 CONVOLVED = {"q": "query_proj", "k": "key_proj", "v": "value_proj"}
 
 
-def _log_uniform(key, shape, dtype):
+def log_uniform(key, shape, dtype):
     """Draws log(A) for A uniform in [0.01, 16); the lower bound keeps the logarithm finite."""
     return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))
 
@@ -44,7 +45,10 @@ class DeltaNet(nnx.Module):
     a key head are consecutive.
 
     Everything between the projections is float32, on every platform: errors of the state add up over the tokens.
+    `rule` is the module of the recurrence.
     """
+
+    rule: ClassVar[ModuleType] = delta_rule
 
     def __init__(self, spec: GatedDeltaNet, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
@@ -56,7 +60,7 @@ class DeltaNet(nnx.Module):
             setattr(self, f"{name}_proj", weight(rngs, (E, K, dim), ("embed", "kv_heads", "kv"), init, inputs=inputs))
         for name, dim in {"q": D, "k": D, "v": G * V}.items():
             setattr(self, f"{name}_conv", weight(rngs, (K, dim, W), ("kv_heads", "kv", None), init))
-        self.A_log = weight(rngs, (K, G), ("kv_heads", None), _log_uniform)
+        self.A_log = weight(rngs, (K, G), ("kv_heads", None), log_uniform)
         self.dt_bias = weight(rngs, (K, G), ("kv_heads", None), ones)
         self.norm = RMSNorm(V, spec.norm, rngs)
         self.o_proj = weight(rngs, (K, G * V, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
@@ -72,7 +76,7 @@ class DeltaNet(nnx.Module):
         real, documents = step.segments != 0, number_documents(step.segments)
         x = jnp.where(real[..., None], replicate_length(x_BTE, runtime), 0)
         q, k, v, inputs = self._convolved(x, documents, step.tree, cache, runtime)
-        beta, g = (to_cache(a, runtime.layout) for a in self._gates(x, real))
+        beta, g = (to_cache(a, runtime.layout) for a in self._gates(x, real, runtime))
         B, K, G, T, V = v.shape
         if cache is None:
             state = jnp.zeros((B, K, G, q.shape[-1], V), jnp.float32)
@@ -81,20 +85,19 @@ class DeltaNet(nnx.Module):
         tentative, aux = cache is not None and runtime.tentative, LayerAux()
         with jax.default_matmul_precision("highest"):
             if tentative:
-                out, states = stepwise(q, k, v, beta, g, state)
+                out, states = self.rule.stepwise(q, k, v, beta, g, state)
                 aux = LayerAux(states={"conv": self._windows(inputs, T), "state": states.reshape(B, T, K * G, -1, V)})
             elif step.tree is not None:
-                out = chunked_trees(q, k, v, beta, g, step.tree)
+                out = self.rule.chunked_trees(q, k, v, beta, g, step.tree)
             elif T == 1:
-                out, state = single(q, k, v, beta, g, state)
+                out, state = self.rule.single(q, k, v, beta, g, state)
             else:
-                out, state = chunked(q, k, v, beta, g, documents, state)
+                out, state = self.rule.chunked(q, k, v, beta, g, documents, state)
         if cache is not None and not tentative:
             cache = _with(cache, "conv", self._stored(_last_inputs(inputs, real, self.spec.conv_width - 1)))
             cache = _with(cache, "state", state.reshape(B, K * G, -1, V))
         out = checkpoint_name(out, "context")
-        out = self.norm(from_cache(out, runtime.layout))
-        out = out * jax.nn.silu(self._heads(self._project(x, "z", runtime).astype(jnp.float32)))
+        out = self.norm(from_cache(out, runtime.layout)) * self._output_gate(x, runtime)
         out = jnp.swapaxes(out, 2, 3).reshape(B, K, T, G * V).astype(x.dtype)
         out = checkpoint_name(out, "attention_out")
         out = linear("bktv,kve->bte", out, self.o_proj[...], runtime)
@@ -162,7 +165,11 @@ class DeltaNet(nnx.Module):
         q, k, v = jnp.split(convolved, [spec.key_dim, 2 * spec.key_dim], axis=-1)
         return _unit(q) * spec.key_dim**-0.5, _unit(k), self._heads(v), inputs
 
-    def _gates(self, x_BTE, real_BT):
+    def _output_gate(self, x_BTE: jax.Array, runtime: Runtime) -> jax.Array:
+        """Returns the factor of the normed output, float32[B, K, G, T, V]."""
+        return jax.nn.silu(self._heads(self._project(x_BTE, "z", runtime).astype(jnp.float32)))
+
+    def _gates(self, x_BTE, real_BT, runtime: Runtime):
         """Returns (beta, g), float32[B, K, G, T]: the share of a value that is written, and the logarithm of the decay;
         0 on padding."""
         b, a = (self._gate(x_BTE, name).astype(jnp.float32).swapaxes(2, 3) for name in "ba")

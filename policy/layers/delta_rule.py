@@ -65,8 +65,8 @@ def chunked(
     """
     T = v.shape[3]
     C = min(CHUNK, T)
-    q, k, v, beta, g = (_chunks(a, axis, C) for a, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
-    decay, entering = _decays(g, _chunks(documents_BT, 1, C, mode="edge"))
+    q, k, v, beta, g = (in_chunks(a, axis, C) for a, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
+    decay, entering = _decays(g, in_chunks(documents_BT, 1, C, mode="edge"))
     solution = unit_lower_inverse(beta[..., None] * decay * _products(k, k)) * beta[..., None, :]
     U, W = solution @ v, (solution * entering[..., None, :]) @ k[:, :, :, None]
     remaining = decay[..., -1, :, None]
@@ -92,8 +92,8 @@ def chunked_trees(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: 
     """
     B, K, G, T, V = v.shape
     C = min(CHUNK, T)
-    q, k, v, beta, g = (_chunks(a, axis, C) for a, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
-    paths = _Paths.of(tree, C)
+    q, k, v, beta, g = (in_chunks(a, axis, C) for a, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
+    paths = Paths.of(tree, C)
     decay, entering = _decays_along(g, paths)
     solution = unit_lower_inverse(beta[..., None] * decay * _products(k, k)) * beta[..., None, :]
     U, W = solution @ v, tuple((solution * a[..., None, :]) @ k[:, :, :, None] for a in entering)
@@ -158,7 +158,7 @@ def _inverse_backward(inverse, cotangent):
 unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
-def _chunks(a: jax.Array, axis: int, C: int, mode: str = "constant") -> jax.Array:
+def in_chunks(a: jax.Array, axis: int, C: int, mode: str = "constant") -> jax.Array:
     """Pads the tokens of `a`, along `axis`, to a multiple of C and splits them into chunks: [N, ..., C, ...]."""
     pad = [(0, 0)] * a.ndim
     pad[axis] = (0, -a.shape[axis] % C)
@@ -190,7 +190,7 @@ def _decays(g_NBKGC: jax.Array, documents_NBC: jax.Array) -> tuple[jax.Array, ja
     return jnp.exp(jnp.where(allowed, pairs, -jnp.inf)), jnp.exp(total)
 
 
-class _Paths(NamedTuple):
+class Paths(NamedTuple):
     """What chunks of C tokens need to know of the paths of trees.
 
     along: bool[N, B, C, C], whether token j is on the path of token i. running, kept: bool[N, B, C], whether the path
@@ -204,17 +204,17 @@ class _Paths(NamedTuple):
     ends: jax.Array
 
     @classmethod
-    def of(cls, tree: Tree, C: int) -> _Paths:
+    def of(cls, tree: Tree, C: int) -> Paths:
         padding = (0, 0), (0, -tree.node.shape[1] % C)
-        node, last = (_chunks(a, 1, C) for a in (tree.node, tree.last))
-        before = _chunks(jnp.pad(tree.before, padding, constant_values=-1), 1, C)
+        node, last = (in_chunks(a, 1, C) for a in (tree.node, tree.last))
+        before = in_chunks(jnp.pad(tree.before, padding, constant_values=-1), 1, C)
         index = jnp.arange(C)
         own, others = node[..., :, None], (node[..., None, :], last[..., None, :])
         along = (others[0] <= own) & (own <= others[1]) & (index <= index[:, None])
         entry = jnp.take_along_axis(before, jnp.argmax(along, axis=-1), axis=-1)  # of the first token on the path
         before_chunk = C * jnp.arange(len(node))[:, None, None] - 1
         following = jnp.pad(tree.node[:, 1:], ((0, 0), (0, 1)))
-        ends = _chunks((tree.last > tree.node) & (following != tree.node), 1, C)
+        ends = in_chunks((tree.last > tree.node) & (following != tree.node), 1, C)
         latest = jnp.max(jnp.where(ends, index, -1), axis=-1, keepdims=True)
         real = entry >= 0
         return cls(
@@ -222,7 +222,7 @@ class _Paths(NamedTuple):
         )
 
 
-def _decays_along(g_NBKGC: jax.Array, paths: _Paths) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _decays_along(g_NBKGC: jax.Array, paths: Paths) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns the decays of `_decays` along paths: of values [N, B, K, G, C, C], and of the running and the kept state
     before the chunk, [N, B, K, G, C] each; 0 for what is not on the path."""
     C, along = g_NBKGC.shape[-1], paths.along[:, :, None, None]

@@ -17,6 +17,7 @@ from policy.config import (
     DecoderConfig,
     DenseAndExperts,
     GatedDeltaNet,
+    KimiDeltaAttention,
     LatentAttention,
     LayerSpec,
     Matrix,
@@ -30,6 +31,7 @@ from policy.experts.moe import MixtureOfExperts
 from policy.intermediates import LayerAux, observe
 from policy.layers.delta_net import DeltaNet
 from policy.layers.engram import NgramLookup
+from policy.layers.kimi_delta import KimiDelta
 from policy.layers.layer_embeddings import LayerEmbeddingReader
 from policy.layers.residual import residual
 from policy.mesh.sharding import decoded
@@ -37,7 +39,12 @@ from policy.ops.dropout import drop
 from policy.ops.norms import norm
 from policy.ops.parameter import Constant, ones
 
-MIXERS = {Attention: GroupedQueryAttention, LatentAttention: MultiHeadLatentAttention, GatedDeltaNet: DeltaNet}
+MIXERS = {
+    Attention: GroupedQueryAttention,
+    LatentAttention: MultiHeadLatentAttention,
+    GatedDeltaNet: DeltaNet,
+    KimiDeltaAttention: KimiDelta,
+}
 FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, DenseAndExperts: DensePlusExperts}
 
 

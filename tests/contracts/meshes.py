@@ -47,6 +47,7 @@ MODELS = {
     "indexed": lambda: short("DeepseekV32"),
     "shared_index": lambda: short("GlmMoeDsa"),
     "recurrent": lambda: short("Qwen3Next"),
+    "channel_decays": lambda: short("KimiLinear"),
     "streams": lambda: (
         configuration("Llama", num_hidden_layers=2) | {"duet": {"hyper_connections": {"reduce": "head"}}}
     ),

@@ -23,6 +23,7 @@ from rl.training.packing.trees import Sharing, plan_trees
 SECTION = {"layers": [1], "vocab_bases": [50, 70], "heads": 2, "head_dim": 4, "kernel_size": 3}
 MODELS = {
     "delta_net": (short("Qwen3Next"), ("fsdp", "tensor", "context"), (False, True)),
+    "channel_decays": (short("KimiLinear"), ("tensor", "context"), (False, True)),
     "memory": (configuration("Llama", num_hidden_layers=2, duet={"engram": SECTION}), ("fsdp", "context"), (False,)),
 }
 

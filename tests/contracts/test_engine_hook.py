@@ -12,7 +12,7 @@ from oracles import KINDS, by_kind, random_model, short, tokens
 
 from policy import families, hook, modes
 from policy.cache.pages import Pages
-from policy.config import GatedDeltaNet, LatentAttention
+from policy.config import LatentAttention, Recurrent
 from rollout.engine.programs import DecoderPrograms, DecodeState
 from rollout.engine.sampling import choose
 from rollout.request import Request
@@ -29,7 +29,7 @@ def mixers(kind: str) -> set[type]:
 
 
 # The hook refuses recurrent mixers.
-CASES = {kind: (kind, None) for kind in KINDS if GatedDeltaNet not in mixers(kind)}
+CASES = {kind: (kind, None) for kind in KINDS if not any(issubclass(mixer, Recurrent) for mixer in mixers(kind))}
 CASES |= {"Gemma3-int8": ("Gemma3", "int8"), "DeepseekV3-fp8": ("DeepseekV3", "fp8")}
 # Latents, experts and two stacks.
 ALWAYS = ("DeepseekV3",)

@@ -23,7 +23,10 @@ WIDTH, NEW = 80, 20
 # Full attention; windows, latents with experts, a recurrent state, shared keys.
 EACH = [
     "Llama",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Gemma3", "DeepseekV3", "Qwen3Next", "Gemma4Small")),
+    *(
+        pytest.param(kind, marks=pytest.mark.slow)
+        for kind in ("Gemma3", "DeepseekV3", "Qwen3Next", "KimiLinear", "Gemma4Small")
+    ),
 ]
 # Completions on either side of token 64, where another program begins, and across it.
 PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, VOCAB, n)] for n in (55, 1, 30, 60)]

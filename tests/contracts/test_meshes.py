@@ -105,7 +105,7 @@ def test_attention_of_every_kind():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["dense", "experts", "latent", "recurrent", "shared_keys"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "latent", "recurrent", "channel_decays", "shared_keys"])
 def test_every_mesh_of_the_list(kind, mode):
     check(*(["decoder", kind, in_mode(mode, degrees), {}] for degrees in MESHES.values()))
 
@@ -185,6 +185,7 @@ RESHARDED = {
     "indexed": [[MESHES["fsdp4_tensor2"], STATIONARY], [EVERY, PAGED]],
     "shared_index": [[EVERY, PAGED]],
     "recurrent": [[MESHES["fsdp4_tensor2"], STATIONARY]],
+    "channel_decays": [[MESHES["fsdp4_tensor2"], STATIONARY]],
 }
 
 

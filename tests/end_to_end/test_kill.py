@@ -1,11 +1,7 @@
 """Runs that are killed, and checkpoints that are damaged, end with the bits of a run that nothing disturbed."""
 
-import contextlib
-import os
 import random
 import shutil
-import signal
-import time
 
 import launch
 import pytest
@@ -14,20 +10,8 @@ from rl.reporting import events
 
 
 def killed(directory, moment, delay: float = 0.0) -> bool:
-    """Starts or continues a run and kills it, workers and all, when `moment()` holds. False if it was finished
-    before.
-    """
-    running = launch.process(*launch.arguments(directory), stdout=None, stderr=None)
-    try:
-        while not moment() and running.poll() is None:
-            time.sleep(0.002)
-        time.sleep(delay)
-        alive = running.poll() is None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
-    return alive
+    """Kills the small run when `moment()` holds."""
+    return launch.killed(launch.arguments(directory), moment, delay)
 
 
 def reached(directory, stage: str, step: int):
