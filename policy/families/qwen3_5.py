@@ -7,7 +7,7 @@ from typing import Any
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
 from policy.huggingface import names, tower_fields, tower_names
-from policy.huggingface.config_fields import activation, decoder, first, hybrid_mixers
+from policy.huggingface.config_fields import UnsupportedModel, activation, decoder, first, hybrid_mixers
 
 ARCHITECTURES = (
     "Qwen3_5ForCausalLM",
@@ -69,6 +69,11 @@ def read(stored: dict) -> DecoderConfig:
     named = [name for name in stored.get("architectures") or () if name in ARCHITECTURES]
     is_moe = "Moe" in named[0] if named else "moe" in stored["model_type"]
     hf = (MOE if is_moe else DENSE) | stored
+    if hf.get("output_gate_type") not in (None, "swish", "silu"):
+        raise UnsupportedModel(
+            f"output_gate_type {hf['output_gate_type']!r} is not supported: the gated delta nets of this family have "
+            "the gate 'swish'"
+        )
     feed_forward = _experts(hf) if is_moe else Mlp(hf["intermediate_size"], activation(hf))
     layers = [LayerSpec(mixer, feed_forward) for mixer in hybrid_mixers(hf, SECTIONS)]
     return decoder("qwen3_5", stored, hf, layers, norm=Norm(hf["rms_norm_eps"], "zero_centred"))

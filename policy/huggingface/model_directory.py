@@ -251,13 +251,23 @@ def _renamed(family: ModuleType) -> Callable[[str], str]:
     """Returns a function from stored names to the names of the tables, without the prefixes of multimodal wrappers and
     of the family."""
     multimodal = ((stored, ours) for ours, stored in getattr(family, "MULTIMODAL", ()))
-    prefixes = (*getattr(family, "PREFIXES", ()), *multimodal, *PREFIXES)
+    prefixes = (*getattr(family, "PREFIXES", ()), *multimodal, *PREFIXES, *_without_base(family))
 
     def rename(name: str) -> str:
         old, new = next(((old, new) for old, new in prefixes if name.startswith(old)), ("", ""))
         return new + name.removeprefix(old)
 
     return rename
+
+
+def _without_base(family: ModuleType) -> list[tuple[str, str]]:
+    """Returns prefixes of a model that was saved by AutoModel, without a head: its names lack the first word, "model."
+    in most families."""
+    layers = getattr(family, "LAYER_PREFIX", names.LAYER_PREFIX).split("{n}")[0]
+    base, _, _ = layers.partition(".")
+    stored = [layers, *(place.name for place in getattr(family, "TOP", names.TOP).values())]
+    inner = [name.removeprefix(f"{base}.") for name in stored if name.startswith(f"{base}.")]
+    return [(name, f"{base}.{name}") for name in inner]
 
 
 def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | None) -> None:

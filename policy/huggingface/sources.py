@@ -14,7 +14,7 @@ from policy.config import DecoderConfig
 from policy.huggingface import extensions, quantized
 from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.quantized import Scheme
-from policy.huggingface.tensorfiles import ModelFileError, TensorFiles
+from policy.huggingface.tensorfiles import ModelFileError, TensorFiles, refuse_lfs_pointer
 
 # Next to this package, in a checkout as in an installed copy (importlib.resources fails on editable installs of Python
 # 3.11).
@@ -81,6 +81,7 @@ def _changed(hf: dict, overrides: dict) -> dict:
 def read_object(path: Path) -> dict:
     """Returns the object of a JSON file. Raises ModelFileError for a file that holds none."""
     try:
+        refuse_lfs_pointer(path)
         read = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ModelFileError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
@@ -93,8 +94,27 @@ def read_object(path: Path) -> dict:
     return read
 
 
+# What PEFT writes into the directory of an adapter.
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+
+
+def _refuse_adapter(directory: Path) -> None:
+    """Raises UnsupportedModel for a directory with an adapter, next to a model or alone: the model without it is
+    another one."""
+    held = [name for name in ADAPTER_FILES if (directory / name).exists()]
+    if not held:
+        return
+    where = "next to a model" if (directory / "config.json").exists() else "and no model"
+    merge = "PeftModel.from_pretrained(model, 'ADAPTER').merge_and_unload().save_pretrained('OUT')"
+    raise UnsupportedModel(
+        f"{directory}: {held[0]}: an adapter {where}, which Duet does not apply. Merge it into its model with peft, "
+        f"{merge}, and name OUT; or move {held[0]} away to take the model without it"
+    )
+
+
 def _read_json(directory: str | os.PathLike) -> dict:
     path = Path(directory) / "config.json"
+    _refuse_adapter(path.parent)
     if not path.exists():
         raise ModelFileError(f"{path}: no such file; a model directory holds config.json and *.safetensors")
     return read_object(path)

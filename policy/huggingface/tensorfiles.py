@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ import numpy as np
 
 from policy.huggingface.quantized import QuantizationError, Scheme
 
+# A file of a save in several files.
+_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+_LFS = b"version https://git-lfs.github.com/spec/"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 INTEGERS = {"I32": np.int32, "I64": np.int64}
@@ -43,8 +47,9 @@ class _Entry:
 class TensorFiles:
     """The tensors of `directory`, under the names that `rename` returns.
 
-    The files are model.safetensors, else the files that the index lists, else all; and `extra_files`. `unread` holds
-    the names of the tensors that were not read yet. Raises ModelFileError for files that are missing or damaged.
+    The files are model.safetensors, else the files that the index lists, else those of one save; and `extra_files`.
+    `unread` holds the names of the tensors that were not read yet. Raises ModelFileError for files that are missing,
+    damaged or of several saves.
     """
 
     def __init__(
@@ -58,27 +63,39 @@ class TensorFiles:
         self._scheme = scheme
         self._entries: dict[str, _Entry] = {}
         self._maps: dict[Path, np.memmap] = {}
-        for path in dict.fromkeys([*self._paths(), *(self.directory / name for name in extra_files)]):
+        file_of = self._files_by_index()
+        for path in dict.fromkeys([*self._paths(file_of), *(self.directory / name for name in extra_files)]):
             for entry in _header(path):
+                if file_of.get(entry.name, path.name) != path.name:
+                    continue  # the index takes it from another file
                 name = rename(entry.name)
-                if (other := self._entries.get(name)) and other.name != entry.name:
-                    raise ModelFileError(f"{self.directory}: tensors {other.name} and {entry.name} are both {name}")
+                if other := self._entries.get(name):
+                    raise ModelFileError(f"{self.directory}: {_twice(name, other, entry)}")
                 self._entries[name] = entry
         self.unread = set(self._entries)
 
-    def _paths(self) -> list[Path]:
+    def _files_by_index(self) -> dict[str, str]:
+        """Returns the file of each tensor by the index; none if there is no index, or one file that holds all."""
+        index = self.directory / INDEX
+        if (self.directory / SINGLE).exists() or not index.exists():
+            return {}
+        refuse_lfs_pointer(index)
+        try:
+            file_of = json.loads(index.read_text())["weight_map"]
+            return {str(name): os.fspath(file) for name, file in file_of.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelFileError(f"{index}: not an index with a weight_map: {error}") from None
+
+    def _paths(self, file_of: dict[str, str]) -> list[Path]:
         if (single := self.directory / SINGLE).exists():
             return [single]
-        if (index := self.directory / INDEX).exists():
-            try:
-                return [
-                    self.directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-                ]
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ModelFileError(f"{index}: not an index with a weight_map: {error}") from None
-        if paths := sorted(self.directory.glob("*.safetensors")):
-            return paths
-        raise ModelFileError(f"{self.directory}: no *.safetensors file")
+        if file_of:
+            return [self.directory / name for name in sorted(set(file_of.values()))]
+        paths = sorted(self.directory.glob("*.safetensors"))
+        if not paths:
+            raise ModelFileError(f"{self.directory}: no *.safetensors file{_other_weights(self.directory)}")
+        _refuse_several_saves(self.directory, [path.name for path in paths])
+        return paths
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries or (self._scheme is not None and name + self._scheme.values in self._entries)
@@ -132,6 +149,47 @@ class TensorFiles:
         return np.asarray(self._maps[entry.file])[entry.start : entry.stop].view(dtype).reshape(entry.shape)
 
 
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raises ModelFileError for the text that stands for a file in a clone made without git-lfs."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            raise ModelFileError(
+                f"{path}: a pointer of git-lfs, not the file itself; run `git lfs pull` in the clone, or download the file"
+            )
+
+
+def _other_weights(directory: Path) -> str:
+    """Returns what to say of weights in another format, as the end of a sentence."""
+    if pickled := sorted(name for end in ("*.bin", "*.pt", "*.pth") for name in directory.glob(end)):
+        convert = "from transformers import AutoModelForCausalLM as M; M.from_pretrained('IN').save_pretrained('OUT')"
+        return (
+            f"; {pickled[0].name} is a pickle, which Duet never reads, since it may run code. If you trust it, convert "
+            f'it: python -c "{convert}"'
+        )
+    if files := sorted(directory.glob("*.gguf")):
+        return f"; {files[0].name} is GGUF: read it with transformers (gguf_file=) and save it with save_pretrained"
+    return ""
+
+
+def _refuse_several_saves(directory: Path, names: list[str]) -> None:
+    """Raises ModelFileError unless these files, of which there is no index, are one file or all of one save."""
+    parts = [_SHARD.fullmatch(name) for name in names]
+    saves = {(part[1], part[3]) if part else (name, None) for name, part in zip(names, parts, strict=True)}
+    if len(saves) > 1:
+        raise ModelFileError(
+            f"{directory}: files of {len(saves)} saves and no {INDEX}: {', '.join(names[:4])}"
+            f"{' ...' * (len(names) > 4)}; keep the files of one save"
+        )
+    if (part := parts[0]) and len(names) != int(part[3]):
+        raise ModelFileError(f"{directory}: {len(names)} of {int(part[3])} files {part[1]}-*-of-{part[3]}.safetensors")
+
+
+def _twice(name: str, first: _Entry, second: _Entry) -> str:
+    if first.name == second.name:
+        return f"tensor {first.name} is in {first.file.name} and in {second.file.name}"
+    return f"tensors {first.name} and {second.name} are both {name}"
+
+
 def _header(path: Path) -> list[_Entry]:
     """Reads the header of a file, after safetensors has checked it."""
     from safetensors import SafetensorError, safe_open
@@ -143,6 +201,7 @@ def _header(path: Path) -> list[_Entry]:
     except FileNotFoundError:
         raise ModelFileError(f"{path}: no such file, but {INDEX} lists it") from None
     except SafetensorError as error:
+        refuse_lfs_pointer(path)
         raise ModelFileError(f"{path}: not a complete safetensors file: {error}") from None
     header.pop("__metadata__", None)
     return [
