@@ -22,10 +22,11 @@ class Norm:
 @dataclass(frozen=True)
 class LayerNorm:
     """(x - mean) * rsqrt(variance + eps) * weight + bias, with mean and variance in float32 or in the activation
-    dtype."""
+    dtype; without `bias` nothing is added."""
 
     eps: float = 1e-5
     reductions: Literal["float32", "activation"] = "float32"
+    bias: bool = True
 
 
 @dataclass(frozen=True)

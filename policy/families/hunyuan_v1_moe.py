@@ -1,4 +1,4 @@
-"""Hunyuan-A13B (HunYuanMoEV1ForCausalLM): Hunyuan's attention with experts in every layer, beside one
+"""Hunyuan-A13B (HunYuanMoEV1ForCausalLM): Hunyuan's attention with experts in every layer, next to one
 feed-forward that every token passes."""
 
 from __future__ import annotations

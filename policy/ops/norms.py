@@ -47,20 +47,21 @@ _scaled.defvjp(lambda y, weight_D: (y * weight_D, (y, weight_D)), _scaled_backwa
 
 
 class MeanNorm(nnx.Module):
-    """Computes (x - mean) * rsqrt(variance + eps) * weight + bias (layer norm); the reductions as
-    `LayerNorm.reductions` says."""
+    """Computes (x - mean) * rsqrt(variance + eps) * weight + bias (layer norm), as LayerNorm says."""
 
     def __init__(self, dim: int, config: LayerNorm, rngs: nnx.Rngs):
         self.config = config
         self.weight = weight(rngs, (dim,), ("norm",), ones)
-        self.bias = weight(rngs, (dim,), ("norm",), zeros)
+        if config.bias:
+            self.bias = weight(rngs, (dim,), ("norm",), zeros)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         dtype = jnp.float32 if self.config.reductions == "float32" else x.dtype
         y = x.astype(dtype)
         y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + jnp.asarray(self.config.eps, dtype))
-        return (y * self.weight[...].astype(dtype) + self.bias[...].astype(dtype)).astype(x.dtype)
+        y = y * self.weight[...].astype(dtype)
+        return (y + self.bias[...].astype(dtype) if self.config.bias else y).astype(x.dtype)
 
 
 def norm(dim: int, config: Norm | LayerNorm, rngs: nnx.Rngs) -> RMSNorm | MeanNorm:
