@@ -17,7 +17,7 @@ from rl.training.reward_model import RewardModelScorer
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
 
 
-@pytest.mark.parametrize("kind", ["DeepseekV3", "GPT2", "Glm4", "Phi3", "Qwen3_5"])
+@pytest.mark.parametrize("kind", ["DeepseekV3", "GPT2", "Glm4", "Phi3", "Qwen3_5", "Mistral4"])
 def test_transformers_gives_the_scores_of_what_we_write(kind, tmp_path):
     import torch
     from transformers import AutoModelForSequenceClassification

@@ -59,7 +59,7 @@ def test_files_of_two_saves_are_refused(directory):
         policy.load(directory)
 
 
-def test_a_file_that_a_save_lacks_is_found(directory):
+def test_a_file_that_a_save_lacks_is_reported(directory):
     in_shards(directory, 3)
     (directory / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ModelFileError, match="2 of 3 files"):
