@@ -19,7 +19,19 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = {
     "policy": [
         *("options", "mesh", "runtime", "specs", "media", "config", "intermediates", "ops", "cache", "attention"),
-        *("experts", "layers", "remat", "towers", "compatibility", "decoder", "heads", "modes", "programs", "model"),
+        *(
+            "experts",
+            "recurrent",
+            "layers",
+            "remat",
+            "towers",
+            "compatibility",
+            "decoder",
+            "heads",
+            "modes",
+            "programs",
+            "model",
+        ),
         *("execution", "hook", "fields", "families", "huggingface", "public"),
     ],
     "rewards": ["suggest", "text", "registry", "plugins", "workers", "runner", "check"],
@@ -29,7 +41,7 @@ ORDER = {
         *("run", "plan", "commands"),
     ],
 }
-FIELDS = ("names", "config_fields", "extensions", "ngrams", "tower_names", "tower_fields")
+FIELDS = ("names", "config_fields", "extensions", "nearest", "ngrams", "tower_names", "tower_fields")
 # Modules that form a room of their own below a folder: tasks are lower than the configuration, families are lower than
 # the directories that they describe, and a model holds its scoring programs.
 DEEPER = {

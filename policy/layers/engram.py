@@ -25,13 +25,13 @@ from policy.cache.paths import number_documents
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Engram, Runtime
 from policy.intermediates import LayerAux
-from policy.layers.convolution import convolve, convolve_paths
 from policy.mesh import processes
 from policy.mesh.explicit import in_explicit_mode, spec_of
 from policy.mesh.sharding import Layout, constrain
 from policy.ops.host_memory import on_host, to_device
 from policy.ops.norms import RMSNorm
 from policy.ops.parameter import IntegerConstant, RowTable, normal, ones, weight, zeros
+from policy.recurrent.convolution import convolve, convolve_paths
 
 
 class History:

@@ -29,15 +29,15 @@ from policy.experts.dense_and_experts import DensePlusExperts
 from policy.experts.mlp import FeedForward, SquareMatrix
 from policy.experts.moe import MixtureOfExperts
 from policy.intermediates import LayerAux, observe
-from policy.layers.delta_net import DeltaNet
 from policy.layers.engram import NgramLookup
-from policy.layers.kimi_delta import KimiDelta
 from policy.layers.layer_embeddings import LayerEmbeddingReader
 from policy.layers.residual import residual
 from policy.mesh.sharding import decoded
 from policy.ops.dropout import drop
 from policy.ops.norms import norm
 from policy.ops.parameter import Constant, ones
+from policy.recurrent.delta_net import DeltaNet
+from policy.recurrent.kimi_delta import KimiDelta
 
 MIXERS = {
     Attention: GroupedQueryAttention,

@@ -16,8 +16,8 @@ from oracles import configuration, random_model, short
 
 from policy import families, modes
 from policy.config import Runtime
-from policy.layers import delta_rule
 from policy.mesh.sharding import layout
+from policy.recurrent import delta_rule
 from rl.training.packing.trees import Sharing, plan_trees
 
 SECTION = {"layers": [1], "vocab_bases": [50, 70], "heads": 2, "head_dim": 4, "kernel_size": 3}

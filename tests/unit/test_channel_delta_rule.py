@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policy.layers import channel_delta_rule as rule
+from policy.recurrent import channel_delta_rule as rule
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -18,8 +18,8 @@ from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig, GatedDeltaNet, LayerSpec, Norm, Runtime, Stack
 from policy.intermediates import Aux
-from policy.layers.delta_net import DeltaNet
-from policy.layers.delta_rule import unit_lower_inverse
+from policy.recurrent.delta_net import DeltaNet
+from policy.recurrent.delta_rule import unit_lower_inverse
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

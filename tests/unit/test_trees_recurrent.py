@@ -25,10 +25,10 @@ from policy.cache import cache as caches
 from policy.cache.layer_cache import LayerCache
 from policy.cache.paths import Tree
 from policy.config import Runtime
-from policy.layers import delta_rule
-from policy.layers.delta_rule import CHUNK
 from policy.layers.engram import NgramLookup, ngram_rows
 from policy.modes import make_step
+from policy.recurrent import delta_rule
+from policy.recurrent.delta_rule import CHUNK
 from rl.training.packing.packing import plan_packing
 from rl.training.packing.trees import Sharing, plan_trees
 

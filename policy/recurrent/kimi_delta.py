@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from policy.config import DecoderConfig, KimiDeltaAttention, Runtime
-from policy.layers import channel_delta_rule
-from policy.layers.delta_net import DeltaNet, log_uniform
 from policy.ops.linear import linear
 from policy.ops.norms import RMSNorm
 from policy.ops.parameter import normal, ones, weight
+from policy.recurrent import channel_delta_rule
+from policy.recurrent.delta_net import DeltaNet, log_uniform
 
 
 class KimiDelta(DeltaNet):

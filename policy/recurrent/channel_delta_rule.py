@@ -2,7 +2,7 @@
 and in chunks over trees.
 
 S_t = diag(e^g_t) S_(t-1) + k_t u_t^T, u_t = beta_t (v_t - (diag(e^g_t) S_(t-1))^T k_t); the output is S_t^T q_t. The
-functions are those of policy/layers/delta_rule.py for G = 1, but g is [B, K, T, D].
+functions are those of policy/recurrent/delta_rule.py for G = 1, but g is [B, K, T, D].
 
 Within a chunk, token i reads what token j wrote through sum_d k_id k_jd e^(g_(j+1)d + ... + g_id). One factor
 e^-(g_1 + ... + g_j) for all of a chunk would overflow, so a chunk consists of blocks. Across blocks the exponent is cut
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from policy.cache.paths import Tree
-from policy.layers.delta_rule import Paths, in_chunks, unit_lower_inverse
+from policy.recurrent.delta_rule import Paths, in_chunks, unit_lower_inverse
 
 CHUNK, BLOCK = 64, 16
 
@@ -60,7 +60,7 @@ def chunked(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the recurrence over T tokens, C at a time: (out [B, K, 1, T, V], state after the last token).
 
-    The written values of a chunk solve a unit lower triangular system, as in policy/layers/delta_rule.py. The backward
+    The written values of a chunk solve a unit lower triangular system, as in policy/recurrent/delta_rule.py. The backward
     pass computes a chunk again, so that the decays of one chunk exist at a time.
     """
     T = v.shape[3]
@@ -91,7 +91,7 @@ def chunked(
 def chunked_trees(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: jax.Array, tree: Tree) -> jax.Array:
     """Computes the recurrence along the paths of trees of a root and leaves, a block at a time: out [B, K, 1, T, V].
 
-    As in policy/layers/delta_rule.py, the path of a token enters a block with the running or with the kept state.
+    As in policy/recurrent/delta_rule.py, the path of a token enters a block with the running or with the kept state.
     """
     T, I = v.shape[3], BLOCK
     chunks = [in_chunks(a, 2, I) for a in (q, k, v[:, :, 0], beta[:, :, 0], g)]

@@ -22,13 +22,13 @@ from policy.cache.paths import Tree, number_documents
 from policy.cache.step import Step
 from policy.config import DecoderConfig, GatedDeltaNet, Runtime
 from policy.intermediates import LayerAux
-from policy.layers import delta_rule
-from policy.layers.convolution import convolve, convolve_paths
 from policy.mesh.explicit import in_explicit_mode, over_devices, reshard_like, spec_of
 from policy.mesh.sharding import from_cache, to_cache
 from policy.ops.linear import linear
 from policy.ops.norms import RMSNorm
 from policy.ops.parameter import normal, ones, split_module, weight
+from policy.recurrent import delta_rule
+from policy.recurrent.convolution import convolve, convolve_paths
 
 # Inputs of the convolution -> the names under which remat policies save them.
 CONVOLVED = {"q": "query_proj", "k": "key_proj", "v": "value_proj"}
