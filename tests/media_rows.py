@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from media_oracles import IDS, SECTIONS, TEXT
 from media_tokenizers import tokenizer
+from oracles import write_weight_file
 from PIL import Image
 from towers import GRID
 
@@ -52,6 +53,7 @@ def model_directory(folder: Path, processor: bool = True) -> str:
         "tie_word_embeddings": False,
     }
     (folder / "config.json").write_text(json.dumps(config))
+    write_weight_file(folder)
     tokens = tokenizer("qwen3_vl")
     tokens.chat_template = TEMPLATE
     tokens.save_pretrained(folder)

@@ -64,6 +64,24 @@ def directory(source: str, *, weights: bool = False, part: Part = "model") -> Pa
     return snapshot
 
 
+def check_files(source: str, sections: dict | None = None) -> None:
+    """Checks that a model's directory on this machine has a configuration that can be read, and complete weight files:
+    reads config.json and the headers of the weights. A repository of the hub whose weights are not here passes. Raises
+    ModelError."""
+    from policy.huggingface import sources
+    from policy.huggingface.tensorfiles import TensorFiles
+
+    local = directory(source)
+    if local is None:
+        return
+    try:
+        sources.read_config(local, sections)
+        if Path(source).is_dir():
+            TensorFiles(local)
+    except ValueError as error:
+        raise ModelError(f"model {source}: {error}") from None
+
+
 def pinned(source: str, part: Part = "model") -> str:
     """Returns a name on the hub with the commit that it stands for now, `hf://org/name@COMMIT`; any other source as it
     is.

@@ -189,6 +189,7 @@ def graph(config: RunConfig, mesh: Layout) -> Graph:
     Raises ConfigError or ModelError as `model` does.
     """
     options = config.model
+    models.check_files(options.source, options.sections)
     try:
         media = planned_rows(config) > 0
         tokenizer = read_tokenizer(config)[0] if options.engram is not None or media else None

@@ -6,6 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from oracles import write_weight_file
 
 from policy.huggingface import sources
 from rl.commands import cli, environment, train
@@ -184,6 +185,7 @@ def test_ctrl_c_before_anything_was_saved_ends_with_130(monkeypatch):
 def test_checking_a_configuration_imports_no_jax(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(sources.preset("tiny-deepseek", {"vocab_size": 320}).hf)
+    write_weight_file(tmp_path / "model")
     (tmp_path / "run.yml").write_text(
         "model: model\ntokenizer: bytes\ndata: {task: arithmetic}\n"
         "rewards: {functions: [exact_answer]}\nstages: [{algorithm: grpo, steps: 1}]\n"

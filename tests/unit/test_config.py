@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from oracles import write_weight_file
 
 import rl.algorithms
 from policy.huggingface import sources
@@ -472,6 +473,7 @@ def test_the_command_line_reports_bad_configurations_as_text_with_exit_code_2(fo
     assert bad.returncode == 2 and "Traceback" not in bad.stderr
     assert "3 problems" in bad.stderr and "bad.yml:5: max_lenght" in bad.stderr and "override 1" in bad.stderr
     Path("model/config.json").write_text(sources.preset("tiny-deepseek", {"vocab_size": 320}).hf)
+    write_weight_file("model")
     good = run_check("run.yml")
     assert good.returncode == 0 and "learning_rate: 0.001" in good.stdout
 
@@ -492,6 +494,7 @@ def test_pages_must_hold_a_completion_and_a_sliding_window_cache_needs_a_window(
     for key in ("pages=9", "page_size=8"):
         assert "add `cache: paged`" in message("run.yml", overrides=[f"generator.{key}"])
     Path("model/config.json").write_text(sources.preset("tiny-deepseek").hf)
+    write_weight_file("model")
     assert "generator.sliding_window_cache: no layer" in message(
         "run.yml", overrides=["generator.sliding_window_cache=true"]
     )
@@ -502,6 +505,7 @@ def test_pages_must_hold_a_completion_and_a_sliding_window_cache_needs_a_window(
 def test_drafts_and_their_training_need_modules_that_predict(folder):
     stored = json.loads(sources.preset("tiny-deepseek").hf)
     Path("model/config.json").write_text(json.dumps(stored))
+    write_weight_file("model")
     result = message("run.yml", overrides=["generator.speculative=1", "stages.0.mtp={}"])
     assert (
         "generator.speculative" in result

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from oracles import configuration, write_weight_file
 
 from rl.commands import cli
 from rl.data.inspect import Refused, end_of_turn_problem, inspect
@@ -130,7 +131,8 @@ def test_3_stops_that_disagree(tmp_path):
     directory = tmp_path / "model"
     load_tokenizer("characters", "0123456789+=").save_pretrained(directory)
     (directory / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
-    (directory / "config.json").write_text('{"model_type": "llama", "eos_token_id": 5}')
+    (directory / "config.json").write_text(json.dumps(configuration("Llama", eos_token_id=5)))
+    write_weight_file(directory)
     values = {"model": str(directory), "data": {"task": "arithmetic"}, "stages": [{"algorithm": "sft", "steps": 1}]}
     (tmp_path / "run.yml").write_text(json.dumps(values))
     [disagree] = [each for each in inspect(load([tmp_path / "run.yml"])).findings if each.check == 3]

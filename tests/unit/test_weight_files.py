@@ -14,6 +14,8 @@ from policy import families
 from policy.huggingface import sources
 from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import INDEX, SINGLE, ModelFileError
+from rl.data import models
+from rl.errors import ModelError
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +124,15 @@ def test_another_gate_of_delta_nets_is_refused(kind):
     families.read(short(kind, output_gate_type="swish"))
     with pytest.raises(UnsupportedModel, match="output_gate_type 'sigmoid'"):
         families.read(short(kind, output_gate_type="sigmoid"))
+
+
+@pytest.mark.parametrize("left", [0, 20_000, None])
+def test_checks_before_a_run_read_the_headers_of_weight_files(directory, left):
+    """`--check`, `rl inspect` and `rl plan` refuse what a run refuses. left: bytes of the file; None: there is none."""
+    models.check_files(str(directory))
+    if left is None:
+        (directory / SINGLE).unlink()
+    else:
+        (directory / SINGLE).write_bytes((directory / SINGLE).read_bytes()[:left])
+    with pytest.raises(ModelError, match="safetensors"):
+        models.check_files(str(directory))

@@ -23,7 +23,7 @@ from rl.data.inspect.reward_check import demonstrations_score
 from rl.data.inspect.stage_rows import Encoded, StageRows
 from rl.data.media import conflicts, decode_first, kinds_of, read_processors, with_lists
 from rl.data.tokenizer import read_tokenizer
-from rl.errors import ConfigError, DataError, DuetError, ModelError
+from rl.errors import ConfigError, DataError, DuetError
 from rollout.media.processors import Processors
 from rollout.text.tokenizer import CHAT_TEMPLATE
 
@@ -54,8 +54,10 @@ def inspect(config: RunConfig, only: str | None = None, rewards: bool = True) ->
 
     only: name of the one stage to look at. rewards: score demonstrations with the reward functions (check 13).
 
-    Raises ConfigError for a tokenizer, file or task that cannot be used. Malformed rows are findings.
+    Raises ConfigError for a tokenizer, file or task that cannot be used, ModelError for a model's directory that a run
+    cannot read. Malformed rows are findings.
     """
+    models.check_files(config.model.source, config.model.sections)
     tokenizer, stops = read_tokenizer(config)
     encoder = ExampleEncoder(tokenizer, read_processors(config, tokenizer), config.model.media_rows)
     malformed: list[Finding] = []
@@ -78,9 +80,8 @@ def inspect(config: RunConfig, only: str | None = None, rewards: bool = True) ->
 
 
 def random_weights(config: RunConfig) -> bool:
-    """Tells whether a run starts from random weights: its model is the name of an architecture, or holds no weights."""
-    directory = Path(config.model.source)
-    return hub_name(config.model.source) is None and not any(directory.glob("*.safetensors"))
+    """Tells whether a run starts from random weights: its model is the name of an architecture."""
+    return hub_name(config.model.source) is None and not Path(config.model.source).is_dir()
 
 
 def declared_stops(config: RunConfig) -> dict[str, list[int]]:
@@ -188,11 +189,7 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     tokenizer, file, task or teacher that cannot be used, ModelError for such a config.json and for a teacher that is
     not there, DataError for findings that refuse a run, and for a column that a reward needs and the rows do not have.
     """
-    try:
-        if (directory := models.directory(config.model.source)) is not None:
-            sources.read_config(directory, config.model.sections)
-    except ValueError as error:
-        raise ModelError(f"model {config.model.source}: {error}") from None
+    models.check_files(config.model.source, config.model.sections)
     _check_teachers(config)
     notes: list[str] = []
 
