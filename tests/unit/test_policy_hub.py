@@ -120,7 +120,7 @@ def test_a_broken_configuration_is_located(directory, text, words):
     [
         (
             {"architectures": ["MysteryForCausalLM"], "model_type": "mystery"},
-            ["MysteryForCausalLM", "mystery", "llama"],
+            ["MysteryForCausalLM", "mystery", "The nearest is deepseek"],
         ),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq", "fp8", "mxfp4"]),
         (
@@ -129,7 +129,8 @@ def test_a_broken_configuration_is_located(directory, text, words):
         ),
         ({"hidden_size": ...}, ["hidden_size"]),
         ({"hidden_act": "mish"}, ["hidden_act", "mish", "silu"]),
-        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_type", "longrope"]),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, ["rope_type", "dynamic"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["short_factor"]),
         ({"rope_parameters": {"rope_type": "linear"}}, ["factor"]),
         ({"rope_parameters": {"full_attention": {}}}, ["rope_parameters.full_attention"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
