@@ -41,7 +41,7 @@ ORDER = {
         *("run", "plan", "commands"),
     ],
 }
-FIELDS = ("names", "config_fields", "extensions", "nearest", "ngrams", "tower_names", "tower_fields")
+FIELDS = ("names", "config_fields", "extensions", "nearest", "ngrams", "stored_names", "tower_names", "tower_fields")
 # Modules that form a room of their own below a folder: tasks are lower than the configuration, families are lower than
 # the directories that they describe, and a model holds its scoring programs.
 DEEPER = {

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -22,6 +21,7 @@ from policy import families
 from policy.config import DecoderConfig, LayerSpec
 from policy.huggingface import extensions, names, sources, tower_names
 from policy.huggingface.quantized import Scheme
+from policy.huggingface.stored_names import renamed
 from policy.huggingface.tensorfiles import INDEX, SINGLE, ModelFileError, TensorFiles
 from policy.mesh import processes
 from policy.ops.host_memory import HOST
@@ -36,15 +36,6 @@ PIECE = 2**24  # how many numbers are dequantised at once: 64 MB
 MTP, MTP_FILE = "mtp", "multi_token_prediction.safetensors"
 # What to do if the files lack prediction modules that they should hold.
 Missing = Literal["refuse", "fresh"]
-# Prefixes of stored names -> prefixes in the tables, for text models inside multimodal ones and for towers, as all
-# versions of transformers spell them. A family's PREFIXES are tried first.
-PREFIXES = (
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
-    ("language_model.", "model."),
-    *((f"model.{root}.", f"{root}.") for root in tower_names.ROOTS),
-)
 # Tensors that a text model does not need: the towers of other modalities (TOWERS, unless they are read), heads that
 # predict further tokens, copies of embedding and head in prediction modules, and tables of old files that follow from
 # the configuration.
@@ -176,7 +167,7 @@ def read_weights(
     """
     scheme = sources.scheme(directory)
     extra_files = [MTP_FILE] if graph.config.multi_token_prediction and (Path(directory) / MTP_FILE).exists() else []
-    files = TensorFiles(directory, _renamed(families.get(graph.config.family)), scheme, extra_files)
+    files = TensorFiles(directory, renamed(families.get(graph.config.family)), scheme, extra_files)
     absent = _absent_modules(graph.config, files, missing)
     fresh = frozenset(path for path in graph.paths if absent and path.startswith(f"{MTP}."))
     start = graph.init(seed, fresh) if fresh else {}
@@ -245,29 +236,6 @@ def _aligned(shape: list[int], dtype) -> np.ndarray:
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def _renamed(family: ModuleType) -> Callable[[str], str]:
-    """Returns a function from stored names to the names of the tables, without the prefixes of multimodal wrappers and
-    of the family."""
-    multimodal = ((stored, ours) for ours, stored in getattr(family, "MULTIMODAL", ()))
-    prefixes = (*getattr(family, "PREFIXES", ()), *multimodal, *PREFIXES, *_without_base(family))
-
-    def rename(name: str) -> str:
-        old, new = next(((old, new) for old, new in prefixes if name.startswith(old)), ("", ""))
-        return new + name.removeprefix(old)
-
-    return rename
-
-
-def _without_base(family: ModuleType) -> list[tuple[str, str]]:
-    """Returns prefixes of a model that was saved by AutoModel, without a head: its names lack the first word, "model."
-    in most families."""
-    layers = getattr(family, "LAYER_PREFIX", names.LAYER_PREFIX).split("{n}")[0]
-    base, _, _ = layers.partition(".")
-    stored = [layers, *(place.name for place in getattr(family, "TOP", names.TOP).values())]
-    inner = [name.removeprefix(f"{base}.") for name in stored if name.startswith(f"{base}.")]
-    return [(name, f"{base}.{name}") for name in inner]
 
 
 def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | None) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 import re
 from pathlib import Path
 
+import numpy as np
 import yaml
 
 from policy import families
 from policy.config import DecoderConfig
-from policy.huggingface import extensions, quantized
+from policy.huggingface import extensions, names, quantized
 from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.quantized import Scheme
+from policy.huggingface.stored_names import renamed
 from policy.huggingface.tensorfiles import ModelFileError, TensorFiles, refuse_lfs_pointer
 
+_LOG = logging.getLogger("duet.model")
+_ROWS = 4096  # of head and embedding that are compared at once
 # Next to this package, in a checkout as in an installed copy (importlib.resources fails on editable installs of Python
 # 3.11).
 PRESETS = Path(__file__).resolve().parents[2] / "configs" / "models"
@@ -153,9 +159,57 @@ def read_config(directory: str | os.PathLike, sections: dict | None = None, *, m
     if sections:
         hf[extensions.KEY] = hf.get(extensions.KEY, {}) | sections
     try:
-        return families.read(hf, media=media)
+        config = families.read(hf, media=media)
     except families.UnknownModel:
         raise families.UnknownModel(families.nearest_to(hf, _names(directory))) from None
+    if config.tied_head and _has_own_head(os.fspath(directory), config.family, _stamp(directory)):
+        return families.read(_untied(hf), media=media)
+    return config
+
+
+def _untied(hf: dict) -> dict:
+    """Returns a configuration whose head is not the embedding."""
+    untied = {"tie_word_embeddings": False}
+    inner = hf.get("text_config")
+    return hf | untied | ({"text_config": inner | untied} if isinstance(inner, dict) else {})
+
+
+def _stamp(directory: str | os.PathLike) -> tuple[tuple[str, int, int], ...]:
+    """Returns names, sizes and times of a directory's weight files."""
+    files = sorted(Path(directory).glob("*.safetensors"))
+    return tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+
+
+@functools.lru_cache(maxsize=64)
+def _has_own_head(directory: str, family_name: str, stamp: tuple) -> bool:
+    """Returns whether the files hold a head that differs from the embedding, in size or in a number, and warns then,
+    once for the files of this `stamp`: a run reads its configuration several times."""
+    family = families.get(family_name)
+    top = getattr(family, "TOP", names.TOP)
+    if "lm_head" not in top:
+        return False
+    try:
+        files = TensorFiles(directory, renamed(family), scheme(directory))
+    except ModelFileError:  # whoever reads the weights says so
+        return False
+    head, embedding = top["lm_head"].name, top["embed_tokens"].name
+    if head not in files or files.shape(embedding) is None:
+        return False
+    shape = files.shape(embedding)
+    starts = range(0, shape[0], _ROWS)
+    if files.shape(head) == shape and all(_equal_rows(files, head, embedding, shape, start) for start in starts):
+        return False
+    _LOG.warning(
+        "%s: tie_word_embeddings is true, but the files hold a head that is not the embedding. The head is read, as "
+        "transformers does; what is saved has tie_word_embeddings: false",
+        directory,
+    )
+    return True
+
+
+def _equal_rows(files: TensorFiles, head: str, embedding: str, shape: tuple[int, ...], start: int) -> bool:
+    rows = (slice(start, start + _ROWS), slice(None))
+    return np.array_equal(files.read(head, shape, rows), files.read(embedding, shape, rows))
 
 
 def _names(directory: str | os.PathLike) -> list[str]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 import functools
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from rl.config.model import ModelOptions
 from rl.data.hub import COMMIT, PREFIX, HubName, fetch, hub_name
-from rl.errors import ModelError, ResourceError, no_room
+from rl.errors import DuetError, ModelError, ResourceError, no_room
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -80,6 +81,25 @@ def check_files(source: str, sections: dict | None = None) -> None:
             TensorFiles(local)
     except ValueError as error:
         raise ModelError(f"model {source}: {error}") from None
+
+
+def vocabulary_size(model: ModelOptions) -> int | None:
+    """Returns the number of tokens of the model, or None if its configuration cannot be read."""
+    from policy.huggingface import sources
+
+    try:
+        if (local := directory(model.source)) is not None:
+            return sources.read_config(local, model.sections).vocab_size
+        return sources.preset(model.source, model.changes).vocab_size
+    except (ValueError, DuetError):
+        return None
+
+
+def ids_in_use(tokenizer: Any, model: ModelOptions) -> int:
+    """Returns how many token ids a run may have: those of its tokenizer for which the model has an embedding. A
+    tokenizer may be longer by tokens that no row uses."""
+    size = vocabulary_size(model)
+    return len(tokenizer) if size is None else min(len(tokenizer), size)
 
 
 def pinned(source: str, part: Part = "model") -> str:

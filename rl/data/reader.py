@@ -49,14 +49,13 @@ def _runner(settings: RewardSettings) -> Runner:
         raise ConfigError(f"rewards: {error}") from None
 
 
-def _check_reward_models(names: Sequence[str], tokenizer: Any) -> None:
-    """Raises ConfigError for a reward model with another tokenizer: it scores the token ids of the policy."""
+def _check_reward_models(names: Sequence[str], tokenizer: Any, used: int) -> None:
+    """Raises ConfigError for a reward model with another tokenizer: it scores the token ids of the policy,
+    of which `used` are in use."""
     for name in names:
         directory, where = models.directory(name, part="reward model") or name, f"rewards: reward_model: {name}"
-        if len(tokenizer) > (size := sources.classifier(directory).vocab_size):
-            raise ConfigError(
-                f"{where} has a vocabulary of {size}, the tokenizer has {len(tokenizer)} tokens; they must be the same"
-            )
+        if used > (size := sources.classifier(directory).vocab_size):
+            raise ConfigError(f"{where} has a vocabulary of {size}, the run uses {used} tokens; they must be the same")
         try:
             theirs = load_tokenizer(directory).get_vocab()
         except (ValueError, OSError):
@@ -87,6 +86,7 @@ class DataReader:
         self.processors = read_processors(config, self.tokenizer)
         self.loader = None if self.processors is None else Loader(self.processors)
         self._encoder = ExampleEncoder(self.tokenizer, self.processors, config.model.media_rows)
+        self._used = models.ids_in_use(self.tokenizer, config.model)
         self._has_media = False
         self.held_out: list[Problem] = []
         self._read: dict[tuple, Any] = {}
@@ -115,7 +115,7 @@ class DataReader:
         options: None, or files: nothing is checked. stop_token_ids: further ids that end a completion of the stage.
         """
         if options is not None and options.files is None:
-            teachers.check_teacher(options, self.tokenizer, tuple({*self.stop_ids, *stop_token_ids}))
+            teachers.check_teacher(options, self.tokenizer, tuple({*self.stop_ids, *stop_token_ids}), self._used)
 
     def reward_runner(self, settings: RewardSettings, problems: Sequence[Problem]) -> Runner:
         """Returns the workers that score `problems` and the held-out problems with these functions.
@@ -130,7 +130,7 @@ class DataReader:
             self._runners[key] = _runner(settings)
         runner = self._runners[key]
         trained = self._config.stage_names
-        _check_reward_models([source for source in runner.sources if source not in trained], self.tokenizer)
+        _check_reward_models([source for source in runner.sources if source not in trained], self.tokenizer, self._used)
         return runner
 
     def problems(self, source: DataOptions, stage: StageOptions, *, held_out: bool = False) -> Shard:
@@ -152,7 +152,9 @@ class DataReader:
         """Reads a Row for each demonstration; `train_on`: which tokens are trained on, as in rl/algorithms/sft.py."""
 
         def encode(example: Example) -> Row:
-            return self.guarded(example, lambda: self._encoder.demonstration(example, train_on))
+            row = self.guarded(example, lambda: self._encoder.demonstration(example, train_on))
+            self.check_ids(example, row.ids, row.media)
+            return row
 
         return self.rows(source, ("demonstrations", train_on), encode, lambda row: len(row.ids), demonstrations=True)
 
@@ -208,7 +210,23 @@ class DataReader:
         ids, media = self.guarded(example, lambda: self._encoder.prompt(example))
         if not ids:
             raise DataError(f"{example.where}: the prompt is empty: there is no token to go on from")
+        self.check_ids(example, ids, media)
         return Problem(example, ids, media)
+
+    def check_ids(self, example: Example, ids: Sequence[int], media: Expanded | None) -> None:
+        """Raises DataError for a token for which the model has no embedding. Tokens that stand for pictures and sounds
+        need none."""
+        if max(ids, default=0) < self._used:
+            return
+        index = [-1] * len(ids) if media is None else media.index.tolist()
+        for place, token in enumerate(ids):
+            is_text = place >= len(index) or index[place] < 0
+            if is_text and token >= self._used:
+                text = self.tokenizer.convert_ids_to_tokens(token)
+                raise DataError(
+                    f"{example.where}: token {token} ({text!r}) is outside the model's vocabulary of {self._used}; leave "
+                    "the row out, or use a model with an embedding for it"
+                )
 
     def answer(self, example: Example, answer: Any) -> Row:
         """Encodes the prompt of an example and an answer to it, up to the last token that the assistant writes.
@@ -218,6 +236,7 @@ class DataReader:
         ids, mask, media = self.guarded(example, lambda: self._encoder.answer(example, answer))
         if not any(mask):
             raise DataError(f"{example.where}: an answer has no token of its own")
+        self.check_ids(example, ids, media)
         end = len(mask) - mask[::-1].index(1)
         return Row(ids[:end], mask[:end], media and media.first(end))
 

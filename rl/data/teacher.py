@@ -124,17 +124,16 @@ def _feature_problems(pairs: list[list[int]] | None, student: DecoderConfig, tea
             yield f"features_layers: the {who} has no layer {missing[0]} with a mixer; its last is {max(have)}"
 
 
-def check_teacher(options: TeacherOptions, tokenizer: Any, stops: tuple[int, ...]) -> None:
+def check_teacher(options: TeacherOptions, tokenizer: Any, stops: tuple[int, ...], used: int) -> None:
     """Raises ConfigError for a teacher that reads other ids than the run or ends texts elsewhere, ModelError for one
     that is not there.
 
-    tokenizer: of the run. stops: ids that end a completion of the run.
+    tokenizer: of the run. stops: ids that end a completion of the run. used: token ids that the run may have.
     """
     decoder, directory, where = decoder_of(options), directory_of(options), f"teacher {options.source}"
-    if len(tokenizer) > decoder.vocab_size:
+    if used > decoder.vocab_size:
         raise ConfigError(
-            f"{where} has a vocabulary of {decoder.vocab_size}, the tokenizer of the run has {len(tokenizer)} tokens; "
-            "they must be the same"
+            f"{where} has a vocabulary of {decoder.vocab_size}, the run uses {used} tokens; they must be the same"
         )
     if directory is None:
         return  # random weights

@@ -285,9 +285,11 @@ def _check_media(config: RunConfig, graph: Graph, prepared: Prepared) -> None:
 
 def _check(config: RunConfig, decoder: DecoderConfig, tokenizer) -> None:
     """Checks the options of the configuration against this decoder. Raises ConfigError."""
-    if len(tokenizer) > decoder.vocab_size:
+    # Rows that use a token without an embedding are refused as they are read.
+    end = tokenizer.eos_token_id
+    if end is not None and end >= decoder.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is {decoder.vocab_size}; use the "
+            f"the tokenizer ends texts with token {end}, the model's vocab_size is {decoder.vocab_size}; use the "
             "model's own tokenizer, or set model.overrides.vocab_size for random weights"
         )
     if decoder.max_positions is not None and config.max_length > decoder.max_positions:

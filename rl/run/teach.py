@@ -15,6 +15,7 @@ import numpy as np
 
 import rl.stages
 from rl.config.run import RunConfig
+from rl.data import models
 from rl.data import teacher as teachers
 from rl.data.encoded import Row
 from rl.data.reader import DataReader
@@ -53,7 +54,8 @@ def teach(config: RunConfig, options: TeachOptions) -> None:
     teacher_options = stage.teacher
     reader = DataReader(config)
     stops = tuple(sorted({*reader.stop_ids, *stage.options.sampling.stop_token_ids}))
-    teachers.check_teacher(teacher_options, reader.tokenizer, stops)
+    used = models.ids_in_use(reader.tokenizer, config.model)
+    teachers.check_teacher(teacher_options, reader.tokenizer, stops, used)
     rows = reader.demonstrations(stage.data, stage.algorithm.train_on).own
     if (seen := next((row for row in rows if row.media is not None), None)) is not None:
         raise DataError(f"{seen.media.references[0].where}: `rl teach` reads texts only; set model.media: never")

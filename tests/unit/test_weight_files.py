@@ -136,3 +136,48 @@ def test_checks_before_a_run_read_the_headers_of_weight_files(directory, left):
         (directory / SINGLE).write_bytes((directory / SINGLE).read_bytes()[:left])
     with pytest.raises(ModelError, match="safetensors"):
         models.check_files(str(directory))
+
+
+@pytest.fixture
+def tied(tmp_path):
+    directory = tmp_path / "tied"
+    policy.save(random_model(families.read(short("Llama", tie_word_embeddings=True))), directory)
+    return directory
+
+
+def with_head(directory, change) -> None:
+    tensors = load_file(directory / SINGLE)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": change(embedding)}, directory / SINGLE, metadata={"format": "pt"})
+
+
+def test_a_head_that_equals_the_embedding_is_tied(tied, caplog):
+    before = policy.load(tied).logits(tokens(1, 9))
+    with_head(tied, np.copy)
+    model = policy.load(tied)
+    assert model.config.tied_head and not caplog.records
+    np.testing.assert_array_equal(model.logits(tokens(1, 9)), before)
+
+
+def test_another_head_is_kept_as_transformers_does(tied, tmp_path, caplog):
+    with_head(tied, lambda embedding: embedding[::-1].copy())
+    model = policy.load(tied)
+    assert not model.config.tied_head
+    assert "tie_word_embeddings is true, but" in caplog.text
+    policy.save(model, tmp_path / "again")
+    stored = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert stored["tie_word_embeddings"] is False
+    row = tokens(1, 9)
+    np.testing.assert_array_equal(policy.load(tmp_path / "again").logits(row), model.logits(row))
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(row)).logits.numpy()
+    np.testing.assert_allclose(model.logits(row), expected, atol=2e-5, rtol=0)
+
+
+def test_a_head_of_another_size_is_refused(tied):
+    with_head(tied, lambda embedding: embedding[:-3].copy())
+    with pytest.raises(ModelFileError, match=r"tensor lm_head\.weight has shape"):
+        policy.load(tied)

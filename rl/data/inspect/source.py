@@ -23,7 +23,7 @@ from rl.data.inspect.reward_check import demonstrations_score
 from rl.data.inspect.stage_rows import Encoded, StageRows
 from rl.data.media import conflicts, decode_first, kinds_of, read_processors, with_lists
 from rl.data.tokenizer import read_tokenizer
-from rl.errors import ConfigError, DataError, DuetError
+from rl.errors import ConfigError, DataError
 from rollout.media.processors import Processors
 from rollout.text.tokenizer import CHAT_TEMPLATE
 
@@ -92,16 +92,6 @@ def declared_stops(config: RunConfig) -> dict[str, list[int]]:
     return {name: list(ids) for name, ids in generation_config.declared_stops(directory).items()}
 
 
-def vocabulary_size(config: RunConfig) -> int | None:
-    """Returns the number of tokens of the model, or None if its configuration cannot be read."""
-    try:
-        if (directory := models.directory(config.model.source)) is not None:
-            return sources.read_config(directory, config.model.sections).vocab_size
-        return sources.preset(config.model.source, config.model.changes).vocab_size
-    except (ValueError, DuetError):
-        return None
-
-
 def stage_rows(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, ...]) -> StageRows:
     """Returns the description of a stage, without rows."""
     options = config.stages[index]
@@ -119,7 +109,7 @@ def stage_rows(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, 
         max_length=config.max_length,
         max_new_tokens=options.sampling.max_new_tokens if samples else 0,
         train_on=getattr(algorithm, "train_on", "assistant"),
-        vocab_size=vocabulary_size(config),
+        vocab_size=models.vocabulary_size(config.model),
         declared_stops={"tokenizer": [tokenizer.eos_token_id], **declared_stops(config)},
         task=data is not None and data.task is not None,
     )
@@ -238,4 +228,5 @@ def _check_teachers(config: RunConfig) -> None:
         chosen = options.teacher or config.teacher
         if "teacher" in algorithm.inputs and chosen is not None and chosen.source is not None:
             tokenizer, stops = read_tokenizer(config)
-            teachers.check_teacher(chosen, tokenizer, stage_rows(config, index, tokenizer, stops).stops)
+            ends = stage_rows(config, index, tokenizer, stops).stops
+            teachers.check_teacher(chosen, tokenizer, ends, models.ids_in_use(tokenizer, config.model))
