@@ -193,9 +193,9 @@ def _has_own_head(directory: str, family_name: str, stamp: tuple) -> bool:
     except ModelFileError:  # whoever reads the weights says so
         return False
     head, embedding = top["lm_head"].name, top["embed_tokens"].name
-    if head not in files or files.shape(embedding) is None:
-        return False
     shape = files.shape(embedding)
+    if head not in files or shape is None:
+        return False
     starts = range(0, shape[0], _ROWS)
     if files.shape(head) == shape and all(_equal_rows(files, head, embedding, shape, start) for start in starts):
         return False

@@ -28,9 +28,11 @@ def run(arguments: argparse.Namespace) -> None:
     """Answers the lines of standard input, each as the next turn of a conversation."""
     choose_platform(arguments.platform)
     use_program_cache(default_program_cache())
+    from rl.run import devices
     from rollout import Generator
     from rollout.text.chat import render_prompt
 
+    devices.check(arguments.platform)
     source = sampled_model.find(arguments)
     tokenizer, params = source.tokenizer, source.params
     if tokenizer.chat_template is None:

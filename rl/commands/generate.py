@@ -52,8 +52,10 @@ def run(arguments: argparse.Namespace) -> None:
     from rl.data import prompts
     from rl.data.encoding import ExampleEncoder
     from rl.data.media import processors_of
+    from rl.run import devices
     from rollout import Generator
 
+    devices.check(arguments.platform)
     read, source = prompts.read_prompts(arguments.prompts), sampled_model.find(arguments, n=arguments.samples)
     processors = processors_of(source.directory, source.tokenizer)
     problems = prompts.problems(read, ExampleEncoder(source.tokenizer, processors), Path(arguments.prompts).parent)

@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Writes the files."""
     from rl.commands.environment import choose_platform, use_program_cache
     from rl.errors import ConfigError
+    from rl.run import devices
     from rl.run.load import load
     from rl.run.teach import TeachOptions, teach
 
@@ -43,6 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = load(*split_arguments(arguments.config))
     choose_platform(config.platform)
     use_program_cache(config.run.program_cache)
+    devices.check(config.platform)
     teach(
         config,
         TeachOptions(arguments.output, arguments.top, arguments.stage, arguments.dtype, arguments.rows_per_file),

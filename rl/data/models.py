@@ -7,11 +7,13 @@ from __future__ import annotations
 import functools
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from rl.config.model import ModelOptions
 from rl.data.hub import COMMIT, PREFIX, HubName, fetch, hub_name
 from rl.errors import DuetError, ModelError, ResourceError, no_room
+
+if TYPE_CHECKING:
+    from rl.config.model import ModelOptions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")

@@ -88,11 +88,12 @@ def versions() -> dict[str, str]:
 
 
 def devices() -> dict[str, Any]:
-    """Returns the kind and number of jax's devices, and the number of processes."""
+    """Returns platform, kind and number of jax's devices, and the number of processes."""
     import jax
 
     every = jax.devices()
-    return {"kind": every[0].device_kind, "count": len(every), "processes": processes.count()}
+    first = {"platform": every[0].platform, "kind": every[0].device_kind}
+    return first | {"count": len(every), "processes": processes.count()}
 
 
 def git_state() -> dict[str, Any]:

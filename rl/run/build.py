@@ -175,10 +175,6 @@ def on_mesh(config: RunConfig, devices: Sequence[Any] | None = None) -> Layout:
         return mesh
     except ValueError as error:
         raise ResourceError(f"{error} (platform: {config.platform})") from None
-    except RuntimeError as error:
-        raise ResourceError(
-            f"platform: {config.platform} cannot be used here; set it to auto or cpu. jax says: {error}"
-        ) from None
 
 
 def graph(config: RunConfig, mesh: Layout) -> Graph:

@@ -17,9 +17,10 @@ from policy.mesh import processes
 from rl.config.run import RunConfig
 from rl.config.stage import UntilOptions
 from rl.errors import reward_errors
-from rl.reporting.manifest import Manifest, devices
+from rl.reporting.manifest import Manifest
+from rl.reporting.manifest import devices as device_facts
 from rl.reporting.timeline import Timeline
-from rl.run import build
+from rl.run import build, devices
 from rl.run.compilation import compile_generator
 from rl.run.folder import RunFolder
 from rl.run.health import probe
@@ -35,9 +36,12 @@ from rl.stages.stage import StageKind
 def run(config: RunConfig) -> int:
     """Runs all stages, or the remaining ones of an existing run directory, and exports the final weights. Returns 0.
 
-    A finished run is left as it is. Raises one of rl.errors; `Interrupted` after SIGTERM or Ctrl-C, once the state is
+    A finished run is left as it is. The first line that is printed names the devices. Raises one of rl.errors; `Interrupted` after SIGTERM or Ctrl-C, once the state is
     saved.
     """
+    devices.check(config.platform)
+    if processes.first():
+        print(devices.line(), flush=True)
     began = time.time()
     prepared = prepare(config)
     took = time.time() - began
@@ -50,7 +54,7 @@ def run(config: RunConfig) -> int:
                 timeline.past("reading the data", began, took)
                 with build.run(config, prepared, folder, stop, timeline) as open_run:
                     open_run.note_inspection(prepared.findings)
-                    manifest.note(devices=devices(), weights=open_run.weights)  # into run.json
+                    manifest.note(devices=device_facts(), weights=open_run.weights)  # into run.json
                     for stage, checkpoint in open_run.remaining():
                         _run_stage(open_run, stage, checkpoint)
                     open_run.export()

@@ -141,11 +141,13 @@ def test_a_mesh_without_enough_devices_is_exit_code_5(tmp_path, capsys, no_model
     refused(capsys, 5, "needs 4 devices, there are 1", arguments=launch.arguments(tmp_path / "run", "mesh.tensor=4"))
 
 
-def test_a_platform_that_is_not_here_is_exit_code_5(tmp_path):
-    code, out, err = launch.finish(launch.process(*launch.arguments(tmp_path / "run", "platform=tpu")))
+@pytest.mark.parametrize(("platform", "extra"), [("tpu", "tpu"), ("gpu", "cuda")])
+def test_a_platform_that_is_not_here_is_exit_code_5(tmp_path, platform, extra):
+    code, out, err = launch.finish(launch.process(*launch.arguments(tmp_path / "run", f"platform={platform}")))
     assert code == 5, err
-    assert "not enough resources" in err and "platform: tpu" in err and "Traceback" not in err
-    assert "stage sft" not in out
+    assert "not enough resources" in err and f"platform: {platform}" in err and "Traceback" not in err
+    assert f"pip install 'duet-rl[{extra}]'" in err
+    assert "stage sft" not in out and not (tmp_path / "run").exists()
 
 
 def test_a_reward_that_fails_stops_the_run_with_on_error_stop(tmp_path, capsys):

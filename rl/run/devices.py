@@ -1,0 +1,33 @@
+"""Checks and names the devices that a command computes on."""
+
+from __future__ import annotations
+
+from rl.reporting import manifest
+from rl.errors import ResourceError
+
+_EXTRA = {"gpu": "cuda", "tpu": "tpu"}
+
+
+def check(platform: str) -> None:
+    """Starts jax. Raises ResourceError if its devices are not of the platform `platform`; `auto` takes any.
+
+    Without a driver or the package of an accelerator jax itself may go on with the CPU.
+    """
+    import jax
+
+    try:
+        found, says = jax.devices()[0].platform, ""
+    except (RuntimeError, AssertionError) as error:  # AssertionError: no backend was registered
+        found, says = None, f" jax says: {error}" if str(error) else ""
+    if found is not None and platform in ("auto", found):
+        return
+    have = "" if found is None else f"; jax finds only: {found}"
+    install = f"install it with `pip install 'duet-rl[{_EXTRA[platform]}]'`, or " if platform in _EXTRA else ""
+    raise ResourceError(f"platform: {platform} cannot be used here{have}; {install}set platform=cpu.{says}")
+
+
+def line() -> str:
+    """Returns a line that names the devices, for the first lines of a run."""
+    facts = manifest.devices()
+    processes = f", {facts['processes']} processes" if facts["processes"] > 1 else ""
+    return f"devices: {facts['count']} x {facts['kind']} ({facts['platform']}{processes})"
