@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Answers the lines of standard input, each as the next turn of a conversation."""
     choose_platform(arguments.platform)
     use_program_cache(default_program_cache())
-    from rl.run import devices
+    from rl.run.health import devices
     from rollout import Generator
     from rollout.text.chat import render_prompt
 

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
     from rl.data import prompts
     from rl.data.encoding import ExampleEncoder
     from rl.data.media import processors_of
-    from rl.run import devices
+    from rl.run.health import devices
     from rollout import Generator
 
     devices.check(arguments.platform)

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Writes the files."""
     from rl.commands.environment import choose_platform, use_program_cache
     from rl.errors import ConfigError
-    from rl.run import devices
+    from rl.run.health import devices
     from rl.run.load import load
     from rl.run.teach import TeachOptions, teach
 

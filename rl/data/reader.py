@@ -224,8 +224,8 @@ class DataReader:
             if is_text and token >= self._used:
                 text = self.tokenizer.convert_ids_to_tokens(token)
                 raise DataError(
-                    f"{example.where}: token {token} ({text!r}) is outside the model's vocabulary of {self._used}; leave "
-                    "the row out, or use a model with an embedding for it"
+                    f"{example.where}: token {token} ({text!r}) is outside the model's vocabulary of {self._used}; use "
+                    "the model's own tokenizer or leave the row out (random weights: set model.overrides.vocab_size)"
                 )
 
     def answer(self, example: Example, answer: Any) -> Row:

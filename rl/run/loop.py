@@ -20,10 +20,10 @@ from rl.errors import reward_errors
 from rl.reporting.manifest import Manifest
 from rl.reporting.manifest import devices as device_facts
 from rl.reporting.timeline import Timeline
-from rl.run import build, devices
+from rl.run import build
 from rl.run.compilation import compile_generator
 from rl.run.folder import RunFolder
-from rl.run.health import probe
+from rl.run.health import devices, probe
 from rl.run.health.equal_rewards import EqualRewards
 from rl.run.outlook import Outlook, step_metrics
 from rl.run.prepare import prepare
@@ -36,8 +36,8 @@ from rl.stages.stage import StageKind
 def run(config: RunConfig) -> int:
     """Runs all stages, or the remaining ones of an existing run directory, and exports the final weights. Returns 0.
 
-    A finished run is left as it is. The first line that is printed names the devices. Raises one of rl.errors; `Interrupted` after SIGTERM or Ctrl-C, once the state is
-    saved.
+    A finished run is left as it is. The first line that is printed names the devices. Raises one of rl.errors;
+    `Interrupted` after SIGTERM or Ctrl-C, once the state is saved.
     """
     devices.check(config.platform)
     if processes.first():

@@ -61,7 +61,6 @@ BAD_CONFIGURATIONS = {
     "an option of another algorithm": (["stages.1.algorithm.gamma=0.5"], "gamma"),
     "no room for a prompt": (["stages.1.sampling.max_new_tokens=32"], "max_length"),
     "a template that is not there": (["tokenizer.chat_template=none.jinja"], "none.jinja"),
-    "a tokenizer larger than the vocabulary": (["model.overrides.vocab_size=20"], "the tokenizer has 23 tokens"),
 }
 
 
@@ -86,6 +85,12 @@ BAD_DATA = {
     "a line that is no JSON": ([GOOD, GOOD, '{"prompt": '], [], "data.jsonl:3", "not valid JSON"),
     "a row without a prompt": ([GOOD, {"question": "1+1="}], [], "data.jsonl:2", "prompt"),
     "an empty prompt": ([GOOD, GOOD | {"prompt": ""}], [], "data.jsonl:2", "empty"),
+    "a token without an embedding": (
+        [{"prompt": "11", "answer": "2"}, GOOD],
+        ["model.overrides.vocab_size=20"],
+        "data.jsonl:2",
+        "token 21 ('=') is outside the model's vocabulary of 20",
+    ),
     "a prompt that is too long": (
         [GOOD, GOOD | {"prompt": "1" * 30}],
         [],

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rl.reporting import manifest
 from rl.errors import ResourceError
+from rl.reporting import manifest
 
 _EXTRA = {"gpu": "cuda", "tpu": "tpu"}
 
@@ -16,12 +16,12 @@ def check(platform: str) -> None:
     import jax
 
     try:
-        found, says = jax.devices()[0].platform, ""
+        used, says = jax.devices()[0].platform, ""
     except (RuntimeError, AssertionError) as error:  # AssertionError: no backend was registered
-        found, says = None, f" jax says: {error}" if str(error) else ""
-    if found is not None and platform in ("auto", found):
+        used, says = None, f" jax says: {error}" if str(error) else ""
+    if used is not None and platform in ("auto", used):
         return
-    have = "" if found is None else f"; jax finds only: {found}"
+    have = "" if used is None else f"; jax finds only: {used}"
     install = f"install it with `pip install 'duet-rl[{_EXTRA[platform]}]'`, or " if platform in _EXTRA else ""
     raise ResourceError(f"platform: {platform} cannot be used here{have}; {install}set platform=cpu.{says}")
 
