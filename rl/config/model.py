@@ -121,10 +121,10 @@ class ModelOptions(Section):
 class TokenizerOptions(Strict):
     shorthand: ClassVar[str | None] = "source"
 
-    source: str = Field(
+    source: str | None = Field(
+        default=None,
         description="directory of a tokenizer, a repository of the Hugging Face hub (org/name, "
-        "hf://org/name@revision), or "
-        "a built-in one: bytes, characters"
+        "hf://org/name@revision), or a built-in one: bytes, characters; default: the model's directory",
     )
     alphabet: str | None = Field(default=None, description="characters: the characters that exist")
     chat_template: str | None = Field(

@@ -212,15 +212,23 @@ def _pages(config: RunConfig) -> Iterator[tuple[tuple, str]]:
 def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     from rewards.suggest import nearest
 
-    if config.tokenizer is None:
+    if config.tokenizer is None or config.tokenizer.source is None:
         try:
             directory = models.directory(config.model.source) or Path(config.model.source)
         except DuetError:
             return  # `load` raises it
         if not any((directory / name).is_file() for name in models.TOKENIZER_FILES):
             yield ("tokenizer",), f"{directory} holds no tokenizer; name a directory that does, or `bytes`"
+    if config.tokenizer is None:
         return
+    template = config.tokenizer.chat_template
+    if template is not None and not Path(template).is_file():
+        yield ("tokenizer", "chat_template"), f"no such file: {template}"
     source, alphabet = config.tokenizer.source, config.tokenizer.alphabet
+    if source is None:
+        if alphabet is not None:
+            yield ("tokenizer", "alphabet"), "only `characters` takes an alphabet; set tokenizer.source=characters"
+        return
     if source == "characters" and not alphabet:
         yield ("tokenizer", "alphabet"), "`characters` needs an alphabet: the characters that exist, as one text"
     if source != "characters" and alphabet is not None:
@@ -236,9 +244,6 @@ def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
             yield ("tokenizer", "source"), f"no directory {source}{nearest(source, _BUILT_IN_TOKENIZERS)}"
         elif not any((directory / name).is_file() for name in models.TOKENIZER_FILES):
             yield ("tokenizer", "source"), f"{source} holds none of {', '.join(models.TOKENIZER_FILES)}"
-    template = config.tokenizer.chat_template
-    if template is not None and not Path(template).is_file():
-        yield ("tokenizer", "chat_template"), f"no such file: {template}"
 
 
 def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:

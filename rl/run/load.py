@@ -47,7 +47,7 @@ def _pinned(config: RunConfig) -> RunConfig:
     """Returns the configuration with commits in its names on the hub. Raises as `models.directory`."""
     model = config.model.model_copy(update={"source": models.pinned(config.model.source)})
     tokenizer = config.tokenizer
-    if tokenizer is not None:
+    if tokenizer is not None and tokenizer.source is not None:
         tokenizer = tokenizer.model_copy(update={"source": models.pinned(tokenizer.source, "tokenizer")})
     stages = [stage.model_copy(update={"rewards": _pinned_rewards(stage.rewards)}) for stage in config.stages]
     rewards = _pinned_rewards(config.rewards)

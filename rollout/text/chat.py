@@ -116,7 +116,7 @@ def render_text(tokenizer: Any, messages: Messages, add_generation_prompt: bool)
     messages.
     """
     if not tokenizer.chat_template:
-        raise ChatError("the tokenizer has no chat template; set tokenizer.chat_template, or use plain prompts")
+        raise ChatError("the tokenizer has no chat template; set tokenizer.chat_template=FILE, or use plain prompts")
     from jinja2 import TemplateError
 
     try:

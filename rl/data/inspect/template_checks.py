@@ -237,7 +237,7 @@ def _markers(stage: StageRows) -> Iterator[Finding]:
             6,
             "warn",
             f"markers of the chat template are no single tokens: {', '.join(several)}",
-            "The template belongs to another tokenizer; set tokenizer.chat_template or tokenizer.source",
+            "The template belongs to another tokenizer; set tokenizer.chat_template=FILE or tokenizer.source=DIRECTORY",
             stage.name,
         )
 
