@@ -89,7 +89,7 @@ def shipped(selected: set[str]) -> None:
             first = f"{name}, {topology}" if place == 0 else ""
             sizes = (each.arguments, each.temporaries, each.non_argument, each.needs, each.moved)
             sizes = " | ".join(f"{size / 2**30:.2f}" for size in sizes)
-            ratio = "-" if each.moved_ratio is None else f"{each.moved_ratio:.2f}"
+            ratio = "-" if each.refused else f"{each.moved_ratio:.2f}"
             exchanged = f"{sum(size for size, _ in each.exchanged.values()) / 2**30:.2f}"
             run = f"{each.times:,.6g} | {each.times * bound(each, chip):.3g} s"
             print(f"| {first} | {each.name.split(': ')[1]} | {sizes} | {ratio} | {exchanged} | {run} |", flush=True)

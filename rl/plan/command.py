@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl.config.run import RunConfig
-from rl.plan.changes import Change
-from rl.plan.children import Attempt, begun, described
+from rl.plan.children import Target, begun, described
 from rl.plan.compiled import GIB, Report
 from rl.plan.hlo import BETWEEN
 from rl.plan.search import as_yaml, best, search
-from rl.plan.suggest import suggestions
+from rl.plan.suggest import Suggestions, suggestions
 from rl.reporting import chips
 
 
@@ -45,9 +44,10 @@ def plan(config: RunConfig, options: Options) -> int:
     helpful = []
     if too_large:
         assert target.memory is not None  # with unknown memory every program fits
-        print(f"does not fit {target.memory / GIB:g} GiB per device: {', '.join(too_large)}", flush=True)
-        helpful = suggestions(config, target, reports, options.most)
-        print(_suggested(helpful))
+        print(_missing([each for each in reports if not target.fits(each)], target), flush=True)
+        result = suggestions(config, target, reports, options.most, _tell)
+        helpful = result.fitting
+        print(_suggested(result, target.memory))
     elif target.memory is not None:
         print(
             f"fits: at most {max(each.needs for each in reports) / GIB:.1f} of {target.memory / GIB:g} GiB per device"
@@ -68,7 +68,7 @@ def plan_search(config: RunConfig, options: Options) -> int:
     print(
         f"{options.topology}: {target.count} devices; estimating meshes, micro-batches and remat policies", flush=True
     )
-    result = search(config, target, options.most)
+    result = search(config, target, options.most, _tell)
 
     def seconds(reports: Sequence[Report]) -> float:
         return sum(each.times * bound(each, target.chip or chips.CPU) for each in reports)
@@ -88,7 +88,10 @@ def plan_search(config: RunConfig, options: Options) -> int:
         print(f"\nthe quickest, as a file to merge over the configuration:\n\n{as_yaml(good[0][0].change)}", end="")
     else:
         assert target.memory is not None  # the search refuses unknown memory
-        print(f"none of those compiled fits {target.memory / GIB:g} GiB a device")
+        print(
+            f"none of those compiled fits {target.memory / GIB:g} GiB per device ({target.device}); what the run keeps "
+            f"takes {result.least / GIB:.1f} GiB per device at least; take more devices, or a higher --candidates"
+        )
     if options.file is not None:
         rows = [
             {
@@ -109,14 +112,44 @@ def _write(file: Path, numbers: dict) -> None:
     file.write_text(json.dumps(numbers, indent=1) + "\n")
 
 
-def _suggested(fitting: Sequence[tuple[Change, Attempt]]) -> str:
-    if not fitting:
-        return "no compiled setting of speed, precision or length fits; take more devices, or a higher --candidates"
+def _tell(text: str) -> None:
+    print(f"  {text}", flush=True)
+
+
+def _missing(too_large: Sequence[Report], target: Target) -> str:
+    """Returns what each of these programs needs more than a device has, one line a program."""
+    assert target.memory is not None
+    lines = [f"does not fit {target.memory / GIB:g} GiB per device ({target.device}):"]
+    for each in too_large:
+        if math.isinf(each.needs):
+            lines.append(f"  {each.name}: the compiler refuses it and does not say how much it needs")
+        else:
+            more = (each.needs - target.memory) / GIB
+            lines.append(f"  {each.name}: needs {each.needs / GIB:.1f} GiB, {more:.1f} GiB too many")
+    return "\n".join(lines)
+
+
+def _suggested(result: Suggestions, memory: float) -> str:
+    if not result.fitting:
+        return f"no compiled setting of speed, precision or length fits; {_strongest(result, memory)}"
     note = {True: "changes what the run computes", False: ""}
     lines = [
-        [f"  {change}", f"{_bytes(attempt.needs)} per device", note[change.results]] for change, attempt in fitting
+        [f"  {change}", f"{_bytes(attempt.needs)} per device", note[change.results]]
+        for change, attempt in result.fitting
     ]
     return "with these settings as overrides, those programs fit:\n" + _aligned(lines, left=(0, 1, 2))
+
+
+def _strongest(result: Suggestions, memory: float) -> str:
+    """Returns the two settings that save most, and what is then still missing, by the estimate."""
+    advice = "take more devices, or a higher --candidates"
+    if not result.strongest or math.isinf(result.needs):
+        return advice
+    lines = []
+    for each in result.strongest:
+        saved, missing = (result.needs - each.needs) / GIB, max(0.0, each.needs - memory) / GIB
+        lines.append([f"  {each.change}", f"{saved:.1f} GiB less", f"{missing:.1f} GiB too many"])
+    return f"{advice}. By the estimate these settings save most:\n" + _aligned(lines, left=(0, 1, 2))
 
 
 def table(reports: Sequence[Report], chip: chips.Chip | None) -> str:
@@ -126,9 +159,13 @@ def table(reports: Sequence[Report], chip: chips.Chip | None) -> str:
     for each in reports:
         exchanged = ", ".join(f"{kind} {_bytes(size)}" for kind, (size, _) in sorted(each.exchanged.items())) or "-"
         least = "" if chip is None else f"{each.times * bound(each, chip):.3g} s"
+        if each.refused:
+            peak = "refused" if math.isinf(each.peak) else _bytes(each.peak)
+            unknown = ("-", "-", "-", "-")
+            lines.append([each.name, "-", "-", peak, _bytes(each.non_argument), *unknown, f"x {each.times:.4g}", "-"])
+            continue
         sizes = map(_bytes, (each.arguments, each.temporaries, each.peak, each.non_argument))
-        ratio = "-" if each.moved_ratio is None else f"{each.moved_ratio:.2f}"
-        work = (f"{each.operations:.2e}", _bytes(each.moved), ratio)
+        work = (f"{each.operations:.2e}", _bytes(each.moved), f"{each.moved_ratio:.2f}")
         lines.append([each.name, *sizes, *work, exchanged, f"x {each.times:.4g}", least])
     notes = [
         "Per device and per run (of a multi-step decode: per step); other: bytes that the run keeps there besides;",
@@ -167,7 +204,9 @@ def _aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
 
 def _bytes(size: float) -> str:
     if math.isinf(size):
-        return "unknown"
+        return "refused"
+    if size == 0:
+        return "0"
     unit = next((unit for unit in ("G", "M") if size >= 2 ** {"G": 30, "M": 20}[unit]), "K")
     return f"{size / 2 ** {'G': 30, 'M': 20, 'K': 10}[unit]:.2f} {unit}iB"
 

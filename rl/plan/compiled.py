@@ -72,9 +72,14 @@ class Report:
         return self.peak + self.non_argument
 
     @property
-    def moved_ratio(self) -> float | None:
-        """Returns the bytes moved over the bytes of all arguments; None for a program that the compiler refused."""
-        return self.moved / self.arguments if self.arguments else None
+    def refused(self) -> bool:
+        """Returns whether the compiler refused the program as too large, so that only its peak may be known."""
+        return not self.arguments
+
+    @property
+    def moved_ratio(self) -> float:
+        """Returns the bytes moved over the bytes of all arguments."""
+        return self.moved / self.arguments
 
 
 def main() -> int:

@@ -37,16 +37,20 @@ class Choice:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Compiled choices. looked_at: choices in all. pruned: choices whose resident bytes alone are too many."""
+    """Compiled choices. looked_at: choices in all. pruned: choices whose resident bytes alone are too many. least: the
+    fewest resident bytes of a choice."""
 
     tried: list[tuple[Choice, Attempt]]
     looked_at: int
     pruned: int
+    least: float
 
 
-def search(config: RunConfig, target: Target, most: int) -> SearchResult:
+def search(
+    config: RunConfig, target: Target, most: int, tell: Callable[[str], None] = lambda text: None
+) -> SearchResult:
     """Compiles at most `most` choices, two of different meshes at a time, the quickest by the estimate that should fit
-    first.
+    first, and says so by `tell`.
 
     Each compilation corrects the estimates of the others. After a choice that does not fit, no larger choice on the
     same mesh is tried. Raises ConfigError if the memory of a device is unknown or no mesh is possible.
@@ -78,11 +82,13 @@ def search(config: RunConfig, target: Target, most: int) -> SearchResult:
                 some += [each] if changes.possible(each.config) else []
         if not some:
             break
+        for each in some:
+            tell(f"{len(tried) + 1} of at most {most}: compiling with {each.change}")
         for choice, attempt in zip(some, attempted([choice.config for choice in some], target), strict=True):
             tried.append((choice, attempt))
             corrections |= corrected(choice.costs, attempt.reports)
             left = [other for other in left if other is not choice and (attempt.fits or not _as_large(other, choice))]
-    return SearchResult(tried, len(choices), pruned)
+    return SearchResult(tried, len(choices), pruned, min(choice.costs.resident for choice in choices.values()))
 
 
 def _as_large(other: Choice, choice: Choice) -> bool:

@@ -79,7 +79,8 @@ class Topology:
             try:
                 return jax.devices(self.platform)[: self.count]
             except RuntimeError as error:
-                raise ResourceError(f"--topology {self.name}: {error}") from None
+                hint = "; install jax for GPUs: `pip install 'duet-rl[cuda]'`" if self.platform == "gpu" else ""
+                raise ResourceError(f"--topology {self.name}: no such device here{hint}. jax says: {error}") from None
         from jax.experimental import topologies
 
         try:
@@ -90,8 +91,8 @@ class Topology:
             return list(topologies.get_topology_desc(one, platform="tpu", **more).devices)
         except Exception as error:  # libtpu and its plugin raise many kinds of errors
             text = str(error).splitlines()[0] if str(error) else repr(error)
-            missing = "no libtpu" in text.lower() or isinstance(error, ModuleNotFoundError) or "libtpu.so" in text
-            hint = "; `pip install libtpu` brings the compiler" if missing else ""
-            raise ResourceError(
-                f"--topology {self.name}: jax cannot describe this slice here{hint}. It says: {text}"
-            ) from None
+            signs = ("no libtpu", "libtpu.so", "tpu support not installed")
+            missing = isinstance(error, ModuleNotFoundError) or any(sign in text.lower() for sign in signs)
+            hint = "; `pip install 'duet-rl[tpu]'` brings the compiler" if missing else ""
+            says = "" if missing else f". jax says: {text}"
+            raise ResourceError(f"--topology {self.name}: jax cannot describe this slice here{hint}{says}") from None

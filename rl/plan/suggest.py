@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rl.config.run import RunConfig
@@ -32,19 +32,38 @@ class Candidate:
     needs: float
 
 
-def suggestions(
-    config: RunConfig, target: Target, reports: Sequence[Report], most: int
-) -> list[tuple[Change, Attempt]]:
-    """Returns up to three changes of different kinds with which the failed programs fit, with their compilations.
+@dataclass(frozen=True)
+class Suggestions:
+    """Settings for programs that do not fit.
 
-    Compiles at most `most` changes, two at a time. Skips a change whose resident bytes alone are too many. Starts with
-    changes that fit by the estimate.
+    fitting: up to three changes of different kinds with which they fit, with their compilations. strongest: the two
+    settings that save most by the estimate. needs: bytes of the largest program by the same estimate.
+    """
+
+    fitting: list[tuple[Change, Attempt]]
+    strongest: list[Candidate]
+    needs: float
+
+
+def suggestions(
+    config: RunConfig,
+    target: Target,
+    reports: Sequence[Report],
+    most: int,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Suggestions:
+    """Looks for settings with which the failed programs fit.
+
+    Compiles at most `most` changes, two at a time, and says so by `tell`. Skips a change whose resident bytes alone are
+    too many. Starts with changes that fit by the estimate.
     """
     memory = target.memory
     assert memory is not None  # with unknown memory every program fits
     failed = [each for each in reports if not target.fits(each)]
     names, knobs = [each.name for each in failed], _knobs(config, target)
-    left, several = _candidates(config, target, failed, knobs), False
+    tell("estimating other settings")
+    needs, left = _candidates(config, target, failed, knobs)
+    strongest, several = _strongest(left), False
     single = {
         each.knob: each.change for each in left if not each.change.results and "mesh.fsdp" not in each.change.settings
     }
@@ -52,18 +71,29 @@ def suggestions(
     while most > 0 and len(fitting) < ENOUGH:
         if not several and not any(each.needs <= memory and not each.change.results for each in left):
             # No single change is enough: combinations come before changes of results.
-            several, both = True, _candidates(config, target, failed, [changes.together(list(single.values()))])
+            several = True
+            _, both = _candidates(config, target, failed, [changes.together(list(single.values()))])
             left += [replace(each, knob=SEVERAL) for each in both]
         some = _next(left, memory, min(AT_A_TIME, most))
         if not some:
             break
         most -= len(some)
+        for each in some:
+            tell(f"compiling with {each.change}")
         for each, attempt in zip(some, attempted([each.config for each in some], target, names), strict=True):
             # After a step that fits, skip stronger steps of its knob; otherwise skip weaker ones.
             left = [other for other in left if other.knob != each.knob or (not attempt.fits and other.step > each.step)]
             if attempt.fits:
                 fitting.append((each.change, attempt))
-    return fitting[:ENOUGH]
+    return Suggestions(fitting[:ENOUGH], strongest, needs)
+
+
+def _strongest(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the candidates of two knobs that need least, the one that needs less first."""
+    least: dict[int, Candidate] = {}
+    for each in sorted(candidates, key=lambda each: each.needs):
+        least.setdefault(each.knob, each)
+    return list(least.values())[:2]
 
 
 def _next(left: Sequence[Candidate], memory: float, most: int) -> list[Candidate]:
@@ -81,8 +111,9 @@ def _next(left: Sequence[Candidate], memory: float, most: int) -> list[Candidate
 
 def _candidates(
     config: RunConfig, target: Target, failed: Sequence[Report], knobs: list[list[Change]]
-) -> list[Candidate]:
-    """Lists candidates that reduce the estimate of the failed programs, each step of a knob more than the last."""
+) -> tuple[float, list[Candidate]]:
+    """Returns the estimated bytes of the failed programs, and candidates that reduce them, each step of a knob more
+    than the last."""
     names = [each.name for each in failed]
     steps = [(knob, step, change) for knob, each in enumerate(knobs) for step, change in enumerate(each)]
     made = [
@@ -90,7 +121,7 @@ def _candidates(
     ]
     base, *costs = estimated([config, *(each for *_, each in made)], target)
     if isinstance(base, str):
-        return []
+        return math.inf, []
     corrections, candidates = corrected(base, failed), []
     least = dict.fromkeys(range(len(knobs)), base.needs({}, names))
     for (knob, step, change, changed), cost in zip(made, costs, strict=True):
@@ -100,7 +131,7 @@ def _candidates(
             least[knob] = needs
             resident = max(cost.programs[name][0] for name in names)
             candidates.append(Candidate(knob, step, change, changed, resident, cost.needs(corrections, names)))
-    return candidates
+    return base.needs(corrections, names), candidates
 
 
 def _knobs(config: RunConfig, target: Target) -> list[list[Change]]:

@@ -13,7 +13,7 @@ from rl.config import files
 from rl.errors import ConfigError
 from rl.plan import changes, search, slices, suggest
 from rl.plan.children import Attempt, Costs, Target
-from rl.plan.command import table
+from rl.plan.command import _missing, _suggested, table
 from rl.plan.compiled import Report
 from rl.run.load import load
 
@@ -90,7 +90,7 @@ def compiler(monkeypatch):
 def suggested(rule, made, memory, most=6):
     needs = rule.held(made) + rule.wrong * rule.temporaries(made)
     assert needs > memory
-    return [str(change) for change, _ in suggest.suggestions(made, target(memory), [report(needs)], most)]
+    return [str(change) for change, _ in suggest.suggestions(made, target(memory), [report(needs)], most).fitting]
 
 
 def test_three_settings_are_suggested_and_the_smallest_change_of_each_comes_first(tmp_path, compiler):
@@ -123,6 +123,35 @@ def test_what_is_too_large_by_its_arguments_is_not_compiled_and_candidates_are_l
     compiler.calls.clear()
     compiler.most = 1
     assert len(suggested(compiler, made, memory=300.0, most=1)) == len(compiler.calls) == 1
+
+
+def test_what_is_missing_and_what_saves_most_are_shown_where_nothing_fits(tmp_path, compiler):
+    made, shown = config(tmp_path, "mesh={fsdp: 8}", "model.remat=none"), []
+    gib = 2**30
+    compiler.held = lambda made: 100.0 * gib
+    compiler.temporaries = lambda made: gib * (made.stages[0].micro_batch or 32)
+    failed = report(132 * gib)
+    result = suggest.suggestions(made, target(99.0 * gib), [failed], 2, shown.append)
+    assert result.fitting == [] and shown == ["estimating other settings"]
+    text = _suggested(result, 99.0 * gib)
+    assert "stages.0.micro_batch=1  31.0 GiB less  2.0 GiB too many" in text
+    text = _missing([failed, dataclasses.replace(failed, peak=math.inf)], target(99.0 * gib))
+    assert "99 GiB per device (cpu)" in text and "grpo: update: needs 132.0 GiB, 33.0 GiB too many" in text
+    assert "the compiler refuses it" in text
+
+
+def test_compilations_are_told_before_they_begin(tmp_path, compiler):
+    shown, made = [], config(tmp_path, "model.remat=none", "mesh={fsdp: 8}")
+    result = suggest.suggestions(made, target(330.0), [report(428.0)], 6, shown.append)
+    assert shown[1] == f"compiling with {result.fitting[0][0]}"
+    search.search(config(tmp_path, "generator.slots=8"), target(200.0), 2, shown.append)
+    assert shown[-1].startswith("1 of at most 2: compiling with mesh.") or "2 of at most 2" in shown[-1]
+
+
+def test_a_program_that_the_compiler_refuses_has_no_sizes():
+    refused = dataclasses.replace(report(0), peak=math.inf)
+    row = table([refused], None).splitlines()[1]
+    assert "refused" in row and "0.00" not in row
 
 
 def test_changes_are_overrides_that_the_configuration_takes(tmp_path):
