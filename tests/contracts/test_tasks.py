@@ -66,6 +66,13 @@ def test_an_unknown_task_names_the_nearest():
         tasks.check("arithmetics", {})
 
 
+def test_arithmetic_prompts_can_have_spaces():
+    options = arithmetic.Options(operations=["-", "*"], terms=3, max_operand=2, prompt="{problem}?", spaces=True)
+    problem = arithmetic.problems(options, "train")[0]
+    assert problem.prompt.count(" ") == 4
+    assert problem.prompt.replace(" ", "") == problem.columns["problem"] + "?"
+
+
 def test_arithmetic_demonstrations_are_right():
     for _, options in CASES:
         style = options.get("style", "plain")

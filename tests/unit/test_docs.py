@@ -68,6 +68,7 @@ NOT_RUN = {
     "rl-train configs/distill_quickstart.yml teacher.files=runs/teacher_files",
     "rl teach configs/distill_quickstart.yml --top 16 --output runs/teacher_files",
     "rl-train configs/ppo_qwen3.yml configs/tiny.yml",
+    "rl-train configs/grpo_smollm2.yml configs/tiny.yml",
     "rl-train configs/grpo_llama3_8b.yml configs/tiny.yml",
     "rl-train configs/grpo_qwen3_30b_a3b.yml configs/tiny.yml",
     "rl-train configs/ppo_gemma3_27b.yml configs/tiny.yml",

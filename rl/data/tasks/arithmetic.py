@@ -37,6 +37,8 @@ class Options:
     the columns first. For 2+3*4+5: steps `2+12+5=14+5=19`, one operation per step."""
     prompt: str = "{problem}="
     """Text of the prompt."""
+    spaces: bool = False
+    """Write the problem of the prompt with spaces around its operations: `57 + 68`."""
     end: str = ""
     """Text after the demonstration."""
     noise: float = 0.0
@@ -65,6 +67,8 @@ class Options:
             raise ValueError(f"`style` must be plain, reversed, scratchpad or steps, got {self.style!r}")
         if not isinstance(self.prompt, str) or self.prompt.count("{problem}") != 1:
             raise ValueError(f"`prompt` must hold {{problem}} once, got {self.prompt!r}")
+        if not isinstance(self.spaces, bool):
+            raise ValueError(f"`spaces` must be true or false, got {self.spaces!r}")
         if not isinstance(self.end, str):
             raise ValueError(f"`end` must be a text, got {self.end!r}")
         if not isinstance(self.noise, (int, float)) or not 0 <= self.noise < 1:
@@ -130,7 +134,8 @@ def demonstration(text: str, style: str) -> str:
 def _problem(text: str, options: Options, noise: float) -> Problem:
     answer = demonstration(text, "reversed" if options.style == "reversed" else "plain")
     completion = _with_noise(demonstration(text, options.style), text, noise) + options.end
-    return Problem(options.prompt.replace("{problem}", text), completion, {"answer": answer, "problem": text})
+    shown = re.sub(r"([-+*])", r" \1 ", text) if options.spaces else text
+    return Problem(options.prompt.replace("{problem}", shown), completion, {"answer": answer, "problem": text})
 
 
 def _with_noise(demonstration: str, text: str, noise: float) -> str:
