@@ -66,7 +66,7 @@ if "XLA_FLAGS" not in os.environ and has_older_emitters():
 
 gc.set_threshold(50_000, 20, 50)  # by default Python searches jax's many small objects for circles a tenth of the time
 
-PARTS = 6  # CI runs one a day
+PARTS = 9  # CI runs one a day
 _finished = itertools.count(1)
 
 
