@@ -44,13 +44,15 @@ class Rope:
     `scaling`. `interleaved` rotates the pairs (2i, 2i+1), otherwise (i, i + dim/2).
 
     With `sections` (s0, s1, s2), tokens of pictures turn by three positions: frequency i by the height if i % 3 = 1 and
-    i < 3 s1, by the width if i % 3 = 2 and i < 3 s2, otherwise by the time. Text has three equal positions."""
+    i < 3 s1, by the width if i % 3 = 2 and i < 3 s2, otherwise by the time. With `blocks`, the first s0 frequencies turn
+    by the time, the next s1 by the height and the last s2 by the width. Text has three equal positions."""
 
     dim: int
     theta: float
     scaling: LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling | LongRope | None = None
     interleaved: bool = False
     sections: tuple[int, int, int] | None = None
+    blocks: bool = False
 
 
 @dataclass(frozen=True)

@@ -143,11 +143,15 @@ def rope(hf: dict, dim: int, *, layer_type: str | None = None, interleaved: bool
     return rope_from_settings(settings, dim, interleaved=interleaved)
 
 
-def rope_by_sections(rope: Rope, hf: dict, default: tuple[int, int, int]) -> Rope:
-    """Adds the sections of `mrope_section` to a rotary embedding. The classes of transformers that read the key always
-    interleave the sections."""
+def rope_by_sections(rope: Rope, hf: dict, default: tuple[int, int, int], *, blocks: bool = False) -> Rope:
+    """Adds the sections of `mrope_section` to a rotary embedding. Whether they are `blocks` or interleaved depends on
+    the class, not on a key. Raises UnsupportedModel for blocks that do not cover all frequencies."""
     time, height, width = first(rope_parameters(hf), "mrope_section", default=default)
-    return replace(rope, sections=(int(time), int(height), int(width)))
+    if blocks and time + height + width != rope.dim // 2:
+        raise UnsupportedModel(
+            f"mrope_section {[time, height, width]}: the sum must be {rope.dim // 2}, half the rotated dimensions"
+        )
+    return replace(rope, sections=(int(time), int(height), int(width)), blocks=blocks)
 
 
 def unwrapped(stored: dict) -> dict:

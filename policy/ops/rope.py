@@ -73,14 +73,16 @@ def rotation(
     sections turns by `turns`, if they are given; LongRoPE needs the tokens of the longest sequence."""
     positions = positions_BT[..., None]
     if rope.sections is not None and turns_BT3 is not None:
-        positions = turns_BT3[..., _axes(rope.dim // 2, rope.sections)]
+        positions = turns_BT3[..., _axes(rope.dim // 2, rope.sections, rope.blocks)]
     angles = positions.astype(jnp.float32) * frequencies(rope, longest)
     factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling | LongRope) else 1.0
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def _axes(count: int, sections: tuple[int, int, int]) -> np.ndarray:
+def _axes(count: int, sections: tuple[int, int, int], blocks: bool) -> np.ndarray:
     """Returns which position each frequency turns by, int[count]: 0 time, 1 height, 2 width."""
+    if blocks:
+        return np.repeat(np.arange(3), sections)
     number = np.arange(count)
     axis = number % 3
     return np.where(number < 3 * np.asarray(sections)[axis], axis, 0)

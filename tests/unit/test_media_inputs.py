@@ -88,5 +88,11 @@ def test_sections_choose_the_position_of_each_frequency():
         np.cos(np.array([3, 5, 7, 3, 3, 3, 3, 3]) * frequencies(rope)),
         atol=1e-6,
     )
+    blocks = dataclasses.replace(rope, sections=(4, 1, 3), blocks=True)
+    np.testing.assert_allclose(
+        rotation(blocks, np.array([[11]]), turns)[0][0, 0],
+        np.cos(np.array([3, 3, 3, 3, 5, 7, 7, 7]) * frequencies(rope)),
+        atol=1e-6,
+    )
     plain = rotation(dataclasses.replace(rope, sections=None), np.array([[11]], np.int32), turns)
     np.testing.assert_array_equal(plain, rotation(rope, np.array([[11]], np.int32)))
