@@ -78,7 +78,7 @@ def test_a_model_directory_that_cannot_be_used_is_said_by_the_check(folder, caps
     ("arguments", "expected"),
     [
         (["stages.0.steps"], "stages.0.steps: no such file; an override has a value: stages.0.steps=VALUE"),
-        (["runs/absent"], "runs/absent: no such file, and no directory of a run (valid: distill_quickstart.yml, "),
+        (["runs/absent"], "runs/absent: no such file, and no directory of a run (nearest: "),
         (["latin.yml"], "latin.yml: not UTF-8 (byte 5); save the file as UTF-8"),
         (["folder"], "folder: a directory without config.yml, so no run to continue; name a YAML file"),
         (["stages.0.lr=1e-3"], "Duet calls it `stages.0.optimizer.learning_rate`"),
