@@ -139,8 +139,8 @@ def test_a_pair_is_read_up_to_the_last_token_that_a_completion_would_have(tmp_pa
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = f"tokenizer={{source: bytes, alphabet: null, chat_template: {tmp_path / 'template.jinja'}}}"
     dpo = f"stages=[{{algorithm: dpo, steps: 1, data: {tmp_path / 'pairs.jsonl'}}}]"
-    tokenizers = (tokenizer, "model.overrides.vocab_size=264")
-    changes = (*tokenizers, dpo, "evaluation=null", f"run.dir={tmp_path / 'run'}")
+    model = "model={source: tiny-deepseek, overrides: {vocab_size: 264}}"
+    changes = (model, tokenizer, dpo, "evaluation=null", f"run.dir={tmp_path / 'run'}")
     read = prepare(load([file], [*changes, "max_length=32"]))
     text = read.tokenizer.decode
     for pair, expected in zip(read.stages[0].rows.own, [("four<eos>", "5<eos>"), ("7<eos>", "89<eos>")], strict=True):
