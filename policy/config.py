@@ -40,6 +40,7 @@ from policy.specs import (
     Rope,
     Router,
     SharedIndexer,
+    ShortConv,
     Unrotated,
     YarnScaling,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "Router",
     "Runtime",
     "SharedIndexer",
+    "ShortConv",
     "SinusoidPositions",
     "Stack",
     "StoredType",

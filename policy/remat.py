@@ -23,7 +23,7 @@ TENSORS = {
     "mla_q": "latent attention: query latent after its norm",
     "kv_wa_proj": "latent attention: key-value latent before its norm, and the rotated key [B, T, c + R]",
     "mla_kv": "key-value latent after its norm [B, T, c]",
-    "query_proj": "queries, normed and rotated [B, H, T, D]; delta net: before the convolution",
+    "query_proj": "queries, normed and rotated [B, H, T, D]; delta net: before the convolution; short convolution: c",
     "key_proj": "keys, normed and rotated [B, K, T, D]; latent attention: expanded, H heads",
     "value_proj": "values [B, K, T, V]; latent attention: expanded, H heads",
     "context": "output of attention or the delta rule, before any gate or norm [B, H, T, V]",

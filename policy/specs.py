@@ -265,8 +265,18 @@ class KimiDeltaAttention:
         return self.head_dim
 
 
+@dataclass(frozen=True)
+class ShortConv:
+    """A gated short convolution (LFM2, arXiv 2511.23404): O (c * conv(b * x)), with b, c and x three projections of the
+    input and conv a causal depthwise convolution over `conv_width` tokens without an activation. `bias`: every
+    projection and the convolution have one."""
+
+    conv_width: int
+    bias: bool = False
+
+
 # Mixers whose state passes through the tokens in order.
-Recurrent = GatedDeltaNet | KimiDeltaAttention
+Recurrent = GatedDeltaNet | KimiDeltaAttention | ShortConv
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "linear"]
 

@@ -17,6 +17,7 @@ from policy.config import (
     KimiDeltaAttention,
     LatentAttention,
     LayerSpec,
+    ShortConv,
     StoredType,
 )
 from policy.ops.quantization import TYPES
@@ -51,7 +52,7 @@ class Entry:
 
 def entries(spec: LayerSpec, config: DecoderConfig) -> dict[str, Entry]:
     """Lists the entries of a layer by name, before dtypes and quantisation are decided."""
-    return _mixer_entries(spec) | _engram_entries(spec.engram, config)
+    return _mixer_entries(spec, config) | _engram_entries(spec.engram, config)
 
 
 def stored_entries(
@@ -79,7 +80,7 @@ def _engram_entries(engram: Engram | None, config: DecoderConfig) -> dict[str, E
     return {"ngram_ids": ids, "ngram_conv": Entry(1, G * config.hidden_size, engram.history)}
 
 
-def _mixer_entries(spec: LayerSpec) -> dict[str, Entry]:
+def _mixer_entries(spec: LayerSpec, config: DecoderConfig) -> dict[str, Entry]:
     match spec.mixer:
         case Attention(shares=str()):
             return {}
@@ -93,6 +94,8 @@ def _mixer_entries(spec: LayerSpec) -> dict[str, Entry]:
             return {"conv": Entry(1, 3 * H * D, width - 1), "state": Entry(H, D, D, "float32")}
         case GatedDeltaNet(key_heads=K, value_heads=H, key_dim=D, value_dim=V, conv_width=width):
             return {"conv": Entry(1, 2 * K * D + H * V, width - 1), "state": Entry(H, V, D, "float32")}
+        case ShortConv(conv_width=width):
+            return {"conv": Entry(1, config.hidden_size, width - 1)}
     return {}
 
 

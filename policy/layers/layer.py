@@ -24,6 +24,7 @@ from policy.config import (
     Mlp,
     Moe,
     Runtime,
+    ShortConv,
 )
 from policy.experts.dense_and_experts import DensePlusExperts
 from policy.experts.mlp import FeedForward, SquareMatrix
@@ -38,12 +39,14 @@ from policy.ops.norms import norm
 from policy.ops.parameter import Constant, ones
 from policy.recurrent.delta_net import DeltaNet
 from policy.recurrent.kimi_delta import KimiDelta
+from policy.recurrent.short_conv import ShortConvolution
 
 MIXERS = {
     Attention: GroupedQueryAttention,
     LatentAttention: MultiHeadLatentAttention,
     GatedDeltaNet: DeltaNet,
     KimiDeltaAttention: KimiDelta,
+    ShortConv: ShortConvolution,
 }
 FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, DenseAndExperts: DensePlusExperts}
 

@@ -1,15 +1,19 @@
-"""Causal depthwise convolutions over the tokens of each sequence, with a kernel of W taps, `dilation` tokens apart.
+"""Causal depthwise convolutions over the tokens of each sequence, with a kernel of W taps, `dilation` tokens apart, and
+the inputs that a cache keeps of them.
 
 B rows, K groups of J channels, T tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
+from policy.cache.layer_cache import LayerCache
 from policy.cache.paths import Tree
 from policy.cache.paths import before as entries_before
 
@@ -36,3 +40,17 @@ def convolve_paths(inputs_BKTJ: jax.Array, kernel_KJW: jax.Array, tree: Tree, di
         tap = jax.vmap(partial(entries_before, tree=tree, times=back * dilation), 1, 1)(inputs)
         out = out + tap * kernel_KJW[:, None, :, W - 1 - back]
     return out
+
+
+def last_inputs(inputs_BKTJ: jax.Array, real_BT: jax.Array, count: int) -> jax.Array:
+    """Returns [B, K, count, J]: the `count` inputs up to the last real token. The first `count` inputs come from
+    earlier calls and are returned if no token is real."""
+    end = jnp.max(jnp.where(real_BT, 1 + jnp.arange(real_BT.shape[1]), 0), axis=1)
+    at = end[:, None] + jnp.arange(count)
+    return jnp.take_along_axis(inputs_BKTJ, at[:, None, :, None], axis=2)
+
+
+def with_state(cache: LayerCache, name: str, value: jax.Array) -> LayerCache:
+    """Returns the cache with `value` as the rows of the state `name`."""
+    array = cast(jax.Array, cache.arrays[name])
+    return replace(cache, arrays=cache.arrays | {name: array.at[cache.index].set(value.astype(array.dtype))})

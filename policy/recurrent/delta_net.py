@@ -28,7 +28,7 @@ from policy.ops.linear import linear
 from policy.ops.norms import RMSNorm
 from policy.ops.parameter import normal, ones, split_module, weight
 from policy.recurrent import delta_rule
-from policy.recurrent.convolution import convolve, convolve_paths
+from policy.recurrent.convolution import convolve, convolve_paths, last_inputs, with_state
 
 # Inputs of the convolution -> the names under which remat policies save them.
 CONVOLVED = {"q": "query_proj", "k": "key_proj", "v": "value_proj"}
@@ -94,8 +94,8 @@ class DeltaNet(nnx.Module):
             else:
                 out, state = self.rule.chunked(q, k, v, beta, g, documents, state)
         if cache is not None and not tentative:
-            cache = _with(cache, "conv", self._stored(_last_inputs(inputs, real, self.spec.conv_width - 1)))
-            cache = _with(cache, "state", state.reshape(B, K * G, -1, V))
+            cache = with_state(cache, "conv", self._stored(last_inputs(inputs, real, self.spec.conv_width - 1)))
+            cache = with_state(cache, "state", state.reshape(B, K * G, -1, V))
         out = checkpoint_name(out, "context")
         out = self.norm(from_cache(out, runtime.layout)) * self._output_gate(x, runtime)
         out = jnp.swapaxes(out, 2, 3).reshape(B, K, T, G * V).astype(x.dtype)
@@ -178,18 +178,5 @@ class DeltaNet(nnx.Module):
         return tuple(jnp.where(real_BT[:, None, None], each, 0.0) for each in (jax.nn.sigmoid(b), g))
 
 
-def _with(cache: LayerCache, name: str, value: jax.Array) -> LayerCache:
-    array = cast(jax.Array, cache.arrays[name])
-    return replace(cache, arrays=cache.arrays | {name: array.at[cache.index].set(value.astype(array.dtype))})
-
-
 def _unit(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-
-
-def _last_inputs(inputs_BKTJ: jax.Array, real_BT: jax.Array, count: int) -> jax.Array:
-    """Returns [B, K, count, J]: the `count` inputs up to the last real token. The first `count` inputs come from
-    earlier calls and are returned if no token is real."""
-    end = jnp.max(jnp.where(real_BT, 1 + jnp.arange(real_BT.shape[1]), 0), axis=1)
-    at = end[:, None] + jnp.arange(count)
-    return jnp.take_along_axis(inputs_BKTJ, at[:, None, :, None], axis=2)

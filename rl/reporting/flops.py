@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from policy.config import Attention, LatentAttention, LayerSpec, Recurrent, SharedIndexer
+from policy.config import Attention, LatentAttention, LayerSpec, Recurrent, SharedIndexer, ShortConv
 from policy.media import is_tower
 from rl.reporting import chips
 
@@ -85,6 +85,8 @@ class Operations:
 
 def _mixing(mixer: Attention | LatentAttention | Recurrent, lengths: np.ndarray) -> float:
     """Returns the operations between tokens of one layer."""
+    if isinstance(mixer, ShortConv):
+        return 0.0  # convolutions do not count
     if isinstance(mixer, Recurrent):
         # Per token: read the state with the key, write it, read it with the query.
         return 6.0 * mixer.value_heads * mixer.key_dim * mixer.value_dim * float(lengths.sum())

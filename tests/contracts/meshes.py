@@ -48,6 +48,7 @@ MODELS = {
     "shared_index": lambda: short("GlmMoeDsa"),
     "recurrent": lambda: short("Qwen3Next"),
     "channel_decays": lambda: short("KimiLinear"),
+    "short_conv": lambda: short("Lfm2"),
     "streams": lambda: (
         configuration("Llama", num_hidden_layers=2) | {"duet": {"hyper_connections": {"reduce": "head"}}}
     ),

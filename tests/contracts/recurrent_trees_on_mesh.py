@@ -24,6 +24,7 @@ SECTION = {"layers": [1], "vocab_bases": [50, 70], "heads": 2, "head_dim": 4, "k
 MODELS = {
     "delta_net": (short("Qwen3Next"), ("fsdp", "tensor", "context"), (False, True)),
     "channel_decays": (short("KimiLinear"), ("tensor", "context"), (False, True)),
+    "short_conv": (short("Lfm2"), ("tensor", "context"), (False, True)),
     "memory": (configuration("Llama", num_hidden_layers=2, duet={"engram": SECTION}), ("fsdp", "context"), (False,)),
 }
 

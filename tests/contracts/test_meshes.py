@@ -105,7 +105,9 @@ def test_attention_of_every_kind():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["dense", "experts", "latent", "recurrent", "channel_decays", "shared_keys"])
+@pytest.mark.parametrize(
+    "kind", ["dense", "experts", "latent", "recurrent", "channel_decays", "short_conv", "shared_keys"]
+)
 def test_every_mesh_of_the_list(kind, mode):
     check(*(["decoder", kind, in_mode(mode, degrees), {}] for degrees in MESHES.values()))
 
@@ -186,6 +188,7 @@ RESHARDED = {
     "shared_index": [[EVERY, PAGED]],
     "recurrent": [[MESHES["fsdp4_tensor2"], STATIONARY]],
     "channel_decays": [[MESHES["fsdp4_tensor2"], STATIONARY]],
+    "short_conv": [[MESHES["fsdp4_tensor2"], STATIONARY]],
 }
 
 
