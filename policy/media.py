@@ -212,10 +212,16 @@ def halved(length: Any, times: int) -> Any:
 
 def padded_inputs(spec: Tower, inputs: int) -> int:
     """Returns the number of inputs after padding: that of a full item for towers of one size, else the next of 64, 128,
-    256, ..., each rounded up to a multiple of the inputs of a row where a tower needs it (PooledVision)."""
-    if isinstance(spec, Siglip | TileVision):
-        return spec.side**2
-    size, unit = SHORTEST, spec.pool**2 if isinstance(spec, PooledVision) else 1
+    256, ..., each rounded up to a multiple of the inputs of a row where a tower joins them (GridVision, PooledVision).
+    """
+    match spec:
+        case Siglip(side=side) | TileVision(side=side):
+            return side**2
+        case GridVision(merge=side) | PooledVision(pool=side):
+            unit = side**2
+        case _:
+            unit = 1
+    size = SHORTEST
     while (padded := -(-size // unit) * unit) < inputs:
         size *= STEP
     return padded

@@ -6,6 +6,7 @@ Axes: H and W sides in pixels, C channels (RGB), P side of a patch.
 from __future__ import annotations
 
 import io
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ MAX_PIXELS = 89_478_485
 """Pixels of the largest picture that is opened: from there on Pillow warns of decompression bombs."""
 _CHANNELS = (0, 3, 4)  # of arrays: grey without an axis of channels, RGB, RGB with opacity
 _TURNED = (5, 6, 7, 8)  # values of the EXIF orientation that swap the sides
+_PNG_BEGIN, _JPEG_END = b"\x89PNG\r\n\x1a\n", b"\xff\xd9"
 _ORIENTATION, _WIDTH, _HEIGHT = 0x0112, 0x0100, 0x0101  # tags of EXIF and TIFF
 
 
@@ -29,6 +31,17 @@ def size(content: bytes) -> tuple[int, int]:
     # Pillow turns TIFF files by itself, and depending on its version their size says so already.
     width, height = (image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]) if image.format == "TIFF" else image.size
     return (width, height) if _orientation(image) in _TURNED else (height, width)
+
+
+def check_complete(content: bytes) -> None:
+    """Raises MediaError for a picture whose file was cut off or overwritten with zeros, and cannot be decoded.
+
+    Only files that look so are decoded: PNG with a wrong checksum, JPEG without its end, and any file of a format other
+    than PNG, JPEG and WebP. Damage in the middle of a JPEG or WebP file stays unseen.
+    """
+    image = _open(content)
+    if not _looks_complete(image, content):
+        from_pillow(image)
 
 
 def decode(content: bytes) -> np.ndarray:
@@ -121,6 +134,32 @@ def _open(content: bytes) -> Any:
         raise MediaError(f"not a picture that Pillow reads ({len(content)} bytes, beginning with {begin})") from None
     _check_pixels(*image.size)
     return image
+
+
+def _looks_complete(image: Any, content: bytes) -> bool:
+    match image.format:
+        case "JPEG" | "MPO":
+            return content.endswith(_JPEG_END)
+        case "WEBP":  # `_open` has refused a file that is shorter than its header says
+            return True
+        case "PNG":
+            return _has_checksums(content)
+        case _:
+            return False
+
+
+def _has_checksums(content: bytes) -> bool:
+    """Whether each chunk of a PNG file has its checksum, up to the last one."""
+    view, place = memoryview(content), len(_PNG_BEGIN)
+    while place + 12 <= len(content):
+        length = int.from_bytes(view[place : place + 4], "big")
+        end = place + 8 + length
+        if zlib.crc32(view[place + 4 : end]) != int.from_bytes(view[end : end + 4], "big"):
+            return False
+        if view[place + 4 : place + 8] == b"IEND":
+            return True
+        place = end + 4
+    return False
 
 
 def _check_pixels(one: int, other: int) -> None:

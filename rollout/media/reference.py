@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,8 @@ class Reference:
             content = _content(self.source)
             if hashlib.sha256(content).hexdigest() != self.digest:
                 raise MediaError(f"{self.source} has changed since the run read it")
-            if self.kind == "image":
-                return picture.decode(content)
-            return sound.decode(content)[0]
+            with _naming(self.source):
+                return picture.decode(content) if self.kind == "image" else sound.decode(content)[0]
         except MediaError as error:
             raise MediaError(f"{self.where}: {error}" if self.where else str(error)) from None
 
@@ -76,7 +76,8 @@ def refer(kind: Kind, value: Any, base: Path, where: str = "") -> Reference:
     base: folder that relative paths start from.
     where: place for the messages of later errors.
 
-    Raises MediaError for an address of the network, a file that does not exist, and a content that cannot be read.
+    Raises MediaError for an address of the network, a file that does not exist, a content that cannot be read, and a
+    picture that `picture.check_complete` refuses.
     """
     source, rate = _source(kind, value, base)
     if isinstance(source, np.ndarray):
@@ -86,11 +87,26 @@ def refer(kind: Kind, value: Any, base: Path, where: str = "") -> Reference:
     else:
         content = _content(source)
         digest = hashlib.sha256(content).hexdigest()
-        try:
-            size = picture.size(content) if kind == "image" else sound.size(content)
-        except MediaError as error:
-            raise MediaError(f"{source}: {error}" if isinstance(source, Path) else str(error)) from None
+        with _naming(source):
+            size = _checked_size(kind, content)
     return Reference(kind, digest, size, source, where)
+
+
+@contextlib.contextmanager
+def _naming(source: Path | bytes) -> Iterator[None]:
+    """Puts the name of a file before the message of a MediaError."""
+    try:
+        yield
+    except MediaError as error:
+        raise MediaError(f"{source}: {error}" if isinstance(source, Path) else str(error)) from None
+
+
+def _checked_size(kind: Kind, content: bytes) -> tuple[int, int]:
+    if kind == "audio":
+        return sound.size(content)
+    result = picture.size(content)
+    picture.check_complete(content)
+    return result
 
 
 def _content(source: Path | bytes) -> bytes:

@@ -8,7 +8,7 @@ from media_oracles import drawn, random_policy
 
 from policy.execution import encoding
 from policy.execution.encoding import MediaEncoder
-from policy.media import padded_inputs
+from policy.media import Encoder, GridVision, padded_inputs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -77,3 +77,9 @@ def test_gradients_in_pieces_equal_those_of_one_backward_pass(case, monkeypatch)
     assert any(np.any(np.asarray(g)) for g in expected.values())
     for path, gradient in expected.items():
         np.testing.assert_allclose(parts[path], gradient, atol=1e-5, rtol=1e-4, err_msg=path)
+
+
+@pytest.mark.parametrize("merge, padded", [(1, 64), (2, 64), (3, 72), (5, 75)])
+def test_a_picture_is_padded_to_full_rows(merge, padded):
+    spec = GridVision(Encoder(1, 8, 2, 8, "gelu", 1e-6), patch=2, merge=merge, side=4)
+    assert padded_inputs(spec, merge**2) == padded

@@ -397,7 +397,7 @@ REFUSALS = {
     "too long": ({"image": "long.png"}, "picture 1: a picture of 8x1608 pixels is too long"),
     "a token of the model": ({"prompt": "<|image_pad|>"}, "contains '<|image_pad|>', which stands for a picture"),
     "a bomb": ({"image": "bomb.png"}, "picture 1: .*the picture has more than 89478485 pixels; scale it down"),
-    "a broken picture": ({"image": "cut.png"}, "picture 1: broken picture"),
+    "a broken picture": ({"image": "cut.png"}, "picture 1: .*cut.png: broken picture"),
     "too many rows": ({"image": "large.png"}, r"fill 64 embeddings, more than model.media_rows \(40\)"),
 }
 

@@ -89,7 +89,10 @@ def test_checks_see_texts_and_pictures_of_rows(run, model):
     file = run(row("<image>Is it?", "cut.png"))
     file.with_name("cut.png").write_bytes(png(3)[:-30])
     bad = inspect(load([file], []), rewards=False).findings
-    assert any("rows.jsonl:1: picture 1: broken picture" in each.text and each.level == "refuse" for each in bad)
+    assert any(
+        "rows.jsonl:1: picture 1: " in each.text and "cut.png: broken picture" in each.text and each.level == "refuse"
+        for each in bad
+    )
 
 
 def test_a_small_share_of_trained_tokens_counts_texts_only(run, tmp_path):

@@ -133,6 +133,39 @@ def test_broken_files_are_refused(content, message):
         picture.decode(content)
 
 
+COMPLETE = {kind: encoded(Image.fromarray(PIXELS.repeat(8, 0).repeat(8, 1)), kind) for kind in ("PNG", "JPEG", "GIF")}
+
+
+@pytest.mark.parametrize("kind", COMPLETE)
+def test_files_cut_off_or_zeroed_are_refused_by_name_before_a_step(tmp_path, kind):
+    complete, half = COMPLETE[kind], len(COMPLETE[kind]) // 2
+    for name, content in (("cut", complete[:half]), ("zeroed", complete[:half] + bytes(len(complete) - half))):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(MediaError, match=rf"/{name}: broken picture \({kind}\)"):
+            refer("image", name, tmp_path)
+    picture.check_complete(complete)
+
+
+def test_complete_files_are_not_decoded_before_a_step(monkeypatch):
+    def fail(*_):
+        raise AssertionError("decoded")
+
+    webp = encoded(Image.fromarray(PIXELS), "WEBP")
+    monkeypatch.setattr(picture, "from_pillow", fail)
+    for content in (COMPLETE["PNG"], COMPLETE["JPEG"], webp):
+        picture.check_complete(content)
+    with pytest.raises(AssertionError, match="decoded"):
+        picture.check_complete(COMPLETE["JPEG"][:-2])
+
+
+def test_an_error_of_a_step_names_the_file(folder, monkeypatch):
+    monkeypatch.setattr(picture, "check_complete", lambda content: None)
+    (folder / "late.png").write_bytes(PNG[:-200])
+    reference = refer("image", "late.png", folder, "rows.jsonl:3: picture 1")
+    with pytest.raises(MediaError, match=r"rows.jsonl:3: picture 1: .*/late.png: broken picture \(PNG\)"):
+        reference.decode()
+
+
 def test_pictures_with_too_many_pixels_are_refused(monkeypatch):
     monkeypatch.setattr(picture, "MAX_PIXELS", 239)
     with pytest.raises(MediaError, match="240 pixels, more than 239; scale it down"):

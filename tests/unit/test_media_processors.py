@@ -2,7 +2,8 @@
 
 llama4_tiles.npz holds results of the processor of transformers, which needs torchvision: 24x24 tiles of a formula on
 four sizes, as grey levels, and canvases of random sizes (transformers 5.23, torchvision 0.28; `get_best_fit`, and
-`Llama4ImageProcessor(max_patches=6, do_rescale=False, do_normalize=False)`).
+`Llama4ImageProcessor(max_patches=6, do_rescale=False, do_normalize=False)`). `resized16` and `resized_stretched16` hold
+the sides of pictures on the canvas of 336x336 tiles, by its `get_max_res_without_distortion` (5.24).
 """
 
 import json
@@ -159,6 +160,15 @@ def test_llama4_takes_the_canvas_of_transformers(tmp_path, stored_tiles, most):
         assert stretched.text(tuple(size)) == Llama4Processor._prompt_split_image(None, other, 144), size
         rows = sum(extent.rows for extent in ours.extents("", tuple(size)))
         assert rows == expected.count("<|patch|>")
+
+
+@pytest.mark.parametrize("name, stretch", [("resized16", False), ("resized_stretched16", True)])
+def test_llama4_sizes_are_those_of_transformers(tmp_path, stored_tiles, name, stretch):
+    """1572x2096 and 1628x1221 are a pixel smaller where the scale is a float64."""
+    stored = {"image_processor_type": "Llama4ImageProcessor", "resize_to_max_canvas": stretch}
+    ours = read(tmp_path, preprocessor_config=stored).image
+    for size, expected in zip(stored_tiles["resized_from"].tolist(), stored_tiles[name].tolist(), strict=True):
+        assert ours._resized(*size, *ours._tiles(*size)) == tuple(expected), size
 
 
 def test_llama4_values_are_rounded_as_torch_rounds(tmp_path):

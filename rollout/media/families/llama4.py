@@ -101,13 +101,19 @@ class Llama4(Processor):
 
     def _resized(self, height: int, width: int, high: int, wide: int) -> tuple[int, int]:
         """Returns the sides of the picture on its canvas of `high` x `wide` tiles, at the ratio of the picture."""
-        most_high, most_wide = high * self.side, wide * self.side
-        if not self.stretch:
-            most_high, most_wide = min(max(height, self.side), most_high), min(max(width, self.side), most_wide)
-        by_width, by_height = most_wide / width, most_high / height
-        if by_width < by_height:
-            return max(min(math.floor(height * by_width), most_high), 1), most_wide
-        return most_high, max(min(math.floor(width * by_height), most_wide), 1)
+        most_high, by_height = self._scale(height, high * self.side)
+        most_wide, by_width = self._scale(width, wide * self.side)
+        if np.float32(by_width) < np.float32(by_height):
+            return max(min(_scaled(height, by_width), most_high), 1), most_wide
+        return most_high, max(min(_scaled(width, by_height), most_wide), 1)
+
+    def _scale(self, length: int, canvas: int) -> tuple[int, float | np.float32]:
+        """Returns (the most pixels of a side, its scale). As in the reference, the scale is a float32 where the canvas
+        bounds the side, and a float64 elsewhere."""
+        requested = max(length, self.side)
+        if self.stretch or requested > canvas:
+            return canvas, np.float32(canvas) / np.float32(length)
+        return requested, requested / length
 
 
 def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any) -> Llama4:
@@ -135,6 +141,11 @@ def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any
         resample=stored.get("resample", 2),
         table=_levels(stored),
     )
+
+
+def _scaled(length: int, scale: float | np.float32) -> int:
+    """Returns the pixels of a scaled side, rounded down. The product has the precision of the scale."""
+    return math.floor(type(scale)(length) * scale)
 
 
 def _canvases(most: int) -> list[tuple[int, int]]:
