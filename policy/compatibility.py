@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from policy.config import DecoderConfig, LatentAttention, Recurrent, Runtime
 
+LATENT = "experts that read a latent (moe_latent_size)"
 SPLIT, EXCHANGE = "model.batch_split", "model.expert_parallel: all_to_all"
 GRADIENTS = "model.expert_gradients"
 HYPER, ENGRAM, INDEXER = "model.hyper_connections", "model.engram", "an indexer of keys"
@@ -27,6 +28,7 @@ INCOMPATIBLE: dict[tuple[str, str], str] = {
     (GRADIENTS, EXCHANGE): "it is the type of the sums that the schemes gather and hidden send back",
     (SPLIT, HYPER): "the schedule carries one state for each token between layers, not several streams",
     (SPLIT, ENGRAM): "the schedule begins with the mixer, and has no place for a table lookup before it",
+    (SPLIT, LATENT): "the schedule hands the input of the layer to the experts, not what is projected from it",
     (SPLIT, INDEXER): "the schedule does not pass on what an indexer is trained on",
     (RING, INDEXER): "an indexer chooses among all keys of a row at once; use all_gather",
     (ULYSSES, INDEXER): "an indexer chooses among all keys of a row at once; use all_gather",
@@ -75,6 +77,7 @@ def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False,
         RING: runtime.context_parallel == "ring",
         ULYSSES: runtime.context_parallel == "ulysses",
         BALANCE: runtime.context_load_balance,
+        LATENT: any(spec.moe is not None and spec.moe.latent is not None for spec in config.layers),
         RECURRENT: any(isinstance(spec.mixer, Recurrent) for spec in config.layers),
         CAPACITY: runtime.capacity_factor is not None,
         WARMUP: runtime.indexer == "dense_warmup",

@@ -3,6 +3,7 @@ None."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -275,10 +276,53 @@ class ShortConv:
     bias: bool = False
 
 
-# Mixers whose state passes through the tokens in order.
-Recurrent = GatedDeltaNet | KimiDeltaAttention | ShortConv
+@dataclass(frozen=True)
+class Mamba2:
+    """Mamba-2 (arXiv 2405.21060): a state S [state, head_dim] for each head that decays by a number of the token.
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "linear"]
+    S <- exp(dt A) S + B (dt x)^T;  o = S^T C + D x.  A = -exp(A_log), dt = softplus(. + dt_bias) within `dt_limit`. x,
+    B and C pass a causal depthwise convolution over `conv_width` tokens and a silu first. o is multiplied by silu(z),
+    then normed over the heads of a group. Heads h of group h // (heads / groups) share B and C.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    conv_width: int
+    norm_eps: float
+    conv_bias: bool = True
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+
+    def __post_init__(self):
+        if self.heads % self.groups:
+            raise ValueError(f"Mamba2: {self.heads} heads cannot be shared by {self.groups} groups")
+
+    @property
+    def key_heads(self) -> int:
+        """Returns the number of groups: the heads of B and C."""
+        return self.groups
+
+    @property
+    def value_heads(self) -> int:
+        """Returns the number of heads."""
+        return self.heads
+
+    @property
+    def key_dim(self) -> int:
+        """Returns the dimensions of B and C."""
+        return self.state
+
+    @property
+    def value_dim(self) -> int:
+        """Returns the dimensions of a head."""
+        return self.head_dim
+
+
+# Mixers whose state passes through the tokens in order.
+Recurrent = GatedDeltaNet | KimiDeltaAttention | Mamba2 | ShortConv
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "linear"]
 
 
 @dataclass(frozen=True)
@@ -335,7 +379,8 @@ class Moe:
 
     `shared_gate` multiplies the shared experts by a sigmoid of one projection. `weigh` says what a router's weight
     multiplies: the expert's output or its input. With `clamp` the experts compute ClampedSwiglu instead of
-    act(gate) * up.
+    act(gate) * up. Without `gated` they compute act(up). With `latent` the routed experts read and
+    write so many numbers, projected from x and back; the router and the shared experts read x.
     """
 
     router: Router
@@ -346,6 +391,8 @@ class Moe:
     shared_gate: bool = False
     weigh: Literal["output", "input"] = "output"
     clamp: ClampedSwiglu | None = None
+    gated: bool = True
+    latent: int | None = None
 
 
 @dataclass(frozen=True)

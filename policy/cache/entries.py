@@ -17,6 +17,7 @@ from policy.config import (
     KimiDeltaAttention,
     LatentAttention,
     LayerSpec,
+    Mamba2,
     ShortConv,
     StoredType,
 )
@@ -92,6 +93,8 @@ def _mixer_entries(spec: LayerSpec, config: DecoderConfig) -> dict[str, Entry]:
             return {"latent": Entry(1, rank + rope.dim, tile=math.gcd(rank, rope.dim))} | keys
         case KimiDeltaAttention(heads=H, head_dim=D, conv_width=width):
             return {"conv": Entry(1, 3 * H * D, width - 1), "state": Entry(H, D, D, "float32")}
+        case Mamba2(heads=H, head_dim=P, groups=G, state=N, conv_width=width):
+            return {"conv": Entry(1, H * P + 2 * G * N, width - 1), "state": Entry(H, P, N, "float32")}
         case GatedDeltaNet(key_heads=K, value_heads=H, key_dim=D, value_dim=V, conv_width=width):
             return {"conv": Entry(1, 2 * K * D + H * V, width - 1), "state": Entry(H, V, D, "float32")}
         case ShortConv(conv_width=width):

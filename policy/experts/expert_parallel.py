@@ -262,7 +262,7 @@ def all_to_all(
     spec, drops, own = shards.spec, shards.runtime.drops, shards.own_experts
     room = shards.room(N)
     tokens = x_NE, experts_NK, weights_NK
-    if isinstance(weights["gate"], StackedWeight) and shards.runtime.ragged_buffer_factor is None:
+    if isinstance(weights["up"], StackedWeight) and shards.runtime.ragged_buffer_factor is None:
         return _by_group(tokens, weights, room, shards), None
     leaving = experts.route(tokens, spec, groups=spec.router.experts, block=None, partial=drops)
     trip, arriving = trips(jax.lax.all_gather(leaving.plan.sizes, AXIS), room)

@@ -83,12 +83,22 @@ def compute(weights: Weights, routed: Routed, spec: Moe, runtime: Runtime) -> Ro
 
 def gate_and_up(weights: Weights, routed: Routed, spec: Moe, runtime: Runtime) -> Routed:
     """Computes the first two products and the activation: rows [M, F]."""
-    gate = checkpoint_name(_linear(weights, "gate", routed, runtime), "mlpwi_0")
-    up = checkpoint_name(_linear(weights, "up", routed, runtime), "mlpwi_1")
-    return replace(routed, rows=_inner(gate, up, spec))
+    products = [
+        checkpoint_name(_linear(weights, name, routed, runtime), f"mlpwi_{i}") for i, name in enumerate(inputs(spec))
+    ]
+    return replace(routed, rows=_inner(products, spec))
 
 
-def _inner(gate: jax.Array, up: jax.Array, spec: Moe) -> jax.Array:
+def inputs(spec: Moe) -> tuple[str, ...]:
+    """Returns the names of the weights that read the input of an expert."""
+    return ("gate", "up") if spec.gated else ("up",)
+
+
+def _inner(products: list[jax.Array], spec: Moe) -> jax.Array:
+    """Returns act(gate) * up, in the form that the spec says, or act(up) of experts without a gate."""
+    if not spec.gated:
+        return ACTIVATIONS[spec.activation](products[0])
+    gate, up = products
     if spec.clamp is None:
         return ACTIVATIONS[spec.activation](gate) * up
     gate, up = jnp.minimum(gate, spec.clamp.limit), jnp.clip(up, -spec.clamp.limit, spec.clamp.limit)
@@ -126,14 +136,15 @@ def through_every(
     """
     x_NE, experts_NK, weights_NK = tokens
     weight_GN1 = _by_expert(weights_NK, experts_NK, groups)
-    gate, up = (linear("ne,gef->gnf", x_NE, weights[name], runtime) for name in ("gate", "up"))
+    names = inputs(spec)
+    products = [linear("ne,gef->gnf", x_NE, weights[name], runtime) for name in names]
     if spec.weigh == "input":  # which these products are linear in
-        gate, up = gate * weight_GN1.astype(gate.dtype), up * weight_GN1.astype(up.dtype)
+        products = [each * weight_GN1.astype(each.dtype) for each in products]
         weight_GN1 = _by_expert(jnp.ones_like(weights_NK), experts_NK, groups)
-    if "gate_bias" in weights:
-        gate = gate + _bias(weights, "gate").astype(gate.dtype)[:, None]
-        up = up + _bias(weights, "up").astype(up.dtype)[:, None]
-    inner_GNF = _inner(checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1"), spec)
+    if "up_bias" in weights:
+        biases = [_bias(weights, name).astype(products[0].dtype)[:, None] for name in names]
+        products = [each + bias for each, bias in zip(products, biases, strict=True)]
+    inner_GNF = _inner([checkpoint_name(each, f"mlpwi_{i}") for i, each in enumerate(products)], spec)
     inner_GNF = jnp.where(weight_GN1 != 0, inner_GNF * weight_GN1, 0.0).astype(inner_GNF.dtype)
     if runtime.quantization is None and not isinstance(weights["down"], qwix.QArray):
         out_NE = linear("gnf,gfe->ne", inner_GNF, weights["down"], runtime)

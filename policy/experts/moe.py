@@ -14,12 +14,12 @@ from jax.typing import DTypeLike
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Moe, Runtime
 from policy.experts.expert_parallel import mixture
-from policy.experts.experts import AXES, Weights
+from policy.experts.experts import AXES, Weights, inputs
 from policy.experts.mlp import FeedForward
 from policy.experts.router import TopKRouter, chosen
 from policy.intermediates import LayerAux, Routing
 from policy.mesh.explicit import auto_axes, in_explicit_mode, spec_of
-from policy.ops.linear import Weight, einsum, rounded
+from policy.ops.linear import Weight, einsum, linear, rounded
 from policy.ops.parameter import normal, split_module, weight, zeros
 from policy.ops.stacked import StackedWeight
 
@@ -30,12 +30,17 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, spec: Moe, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
         X, E, F = spec.router.experts, config.hidden_size, spec.width
+        L = E if spec.latent is None else spec.latent
         init = normal(config.initializer_range)
         self.router = TopKRouter(spec.router, config, rngs)
-        for name, shape in (("gate", (X, E, F)), ("up", (X, E, F)), ("down", (X, F, E))):
+        for name in (*inputs(spec), "down"):
+            shape = (X, F, L) if name == "down" else (X, L, F)
             setattr(self, f"expert_{name}_proj", weight(rngs, shape, AXES[name], init, inputs=(1,)))
             if spec.bias:
                 setattr(self, f"expert_{name}_bias", weight(rngs, (X, shape[-1]), ("exp", None), zeros))
+        if spec.latent is not None:
+            self.latent_in_proj = weight(rngs, (E, L), ("embed", None), init, inputs=(0,))
+            self.latent_out_proj = weight(rngs, (L, E), (None, "embed"), init, inputs=(0,))
         if spec.shared:
             self.shared = FeedForward(spec.shared, config, rngs)
         if spec.shared_gate:
@@ -46,7 +51,12 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[jax.Array, LayerAux]:
         """Returns (x_BTE, LayerAux of the router). The router scores `router_input`, by default x."""
         experts, weights, routing = self.choose(x_BTE if router_input is None else router_input, step, runtime)
-        out, lost = mixture(x_BTE, experts, weights, self.weights(x_BTE.dtype, runtime), self.spec, runtime)
+        read = x_BTE
+        if self.spec.latent is not None:
+            read = linear("bte,el->btl", x_BTE, self.latent_in_proj[...], runtime)
+        out, lost = mixture(read, experts, weights, self.weights(x_BTE.dtype, runtime), self.spec, runtime)
+        if self.spec.latent is not None:
+            out = linear("btl,le->bte", out, self.latent_out_proj[...], runtime)
         if lost is not None:
             assert routing.dropped is not None, "the runtime drops choices"
             routing = replace(routing, dropped=routing.dropped + lost)
@@ -81,9 +91,10 @@ class MixtureOfExperts(nnx.Module):
 
     def weights(self, dtype: DTypeLike, runtime: Runtime) -> Weights:
         """Returns the weights of the routed experts, by the names of `AXES`."""
-        names = {name: f"expert_{name}_proj" for name in ("gate", "up", "down")}
+        parts = (*inputs(self.spec), "down")
+        names = {name: f"expert_{name}_proj" for name in parts}
         if self.spec.bias:
-            names |= {f"{name}_bias": f"expert_{name}_bias" for name in ("gate", "up", "down")}
+            names |= {f"{name}_bias": f"expert_{name}_bias" for name in parts}
         return {name: _ready(getattr(self, path)[...], dtype, runtime) for name, path in names.items()}
 
 

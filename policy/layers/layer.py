@@ -20,6 +20,7 @@ from policy.config import (
     KimiDeltaAttention,
     LatentAttention,
     LayerSpec,
+    Mamba2,
     Matrix,
     Mlp,
     Moe,
@@ -39,6 +40,7 @@ from policy.ops.norms import norm
 from policy.ops.parameter import Constant, ones
 from policy.recurrent.delta_net import DeltaNet
 from policy.recurrent.kimi_delta import KimiDelta
+from policy.recurrent.mamba2 import Mamba2Mixer
 from policy.recurrent.short_conv import ShortConvolution
 
 MIXERS = {
@@ -47,6 +49,7 @@ MIXERS = {
     GatedDeltaNet: DeltaNet,
     KimiDeltaAttention: KimiDelta,
     ShortConv: ShortConvolution,
+    Mamba2: Mamba2Mixer,
 }
 FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, DenseAndExperts: DensePlusExperts}
 

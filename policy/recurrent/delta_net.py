@@ -97,9 +97,7 @@ class DeltaNet(nnx.Module):
             cache = with_state(cache, "conv", self._stored(last_inputs(inputs, real, self.spec.conv_width - 1)))
             cache = with_state(cache, "state", state.reshape(B, K * G, -1, V))
         out = checkpoint_name(out, "context")
-        out = self.norm(from_cache(out, runtime.layout)) * self._output_gate(x, runtime)
-        out = jnp.swapaxes(out, 2, 3).reshape(B, K, T, G * V).astype(x.dtype)
-        out = checkpoint_name(out, "attention_out")
+        out = checkpoint_name(self._gated(from_cache(out, runtime.layout), v, x, runtime), "attention_out")
         out = linear("bktv,kve->bte", out, self.o_proj[...], runtime)
         return checkpoint_name(out, "out_proj"), cache, aux
 
@@ -161,9 +159,19 @@ class DeltaNet(nnx.Module):
             convolved = convolve(inputs, kernel, documents_BT)
         else:
             convolved = convolve_paths(inputs[:, :, before:], kernel, tree)
-        convolved = jax.nn.silu(convolved)
-        q, k, v = jnp.split(convolved, [spec.key_dim, 2 * spec.key_dim], axis=-1)
-        return _unit(q) * spec.key_dim**-0.5, _unit(k), self._heads(v), inputs
+        return *self._activated(convolved), inputs
+
+    def _activated(self, convolved_BKTJ: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns (q, k [B, K, T, D], v [B, K, G, T, V]) from the output of the convolution."""
+        dim = self.spec.key_dim
+        q, k, v = jnp.split(jax.nn.silu(convolved_BKTJ), [dim, 2 * dim], axis=-1)
+        return _unit(q) * dim**-0.5, _unit(k), self._heads(v)
+
+    def _gated(self, out_BKGTV: jax.Array, v_BKGTV: jax.Array, x_BTE: jax.Array, runtime: Runtime) -> jax.Array:
+        """Returns the input of the last projection, [B, K, T, GV]: the normed output of the recurrence times a gate."""
+        B, K, G, T, V = out_BKGTV.shape
+        out = self.norm(out_BKGTV) * self._output_gate(x_BTE, runtime)
+        return jnp.swapaxes(out, 2, 3).reshape(B, K, T, G * V).astype(x_BTE.dtype)
 
     def _output_gate(self, x_BTE: jax.Array, runtime: Runtime) -> jax.Array:
         """Returns the factor of the normed output, float32[B, K, G, T, V]."""

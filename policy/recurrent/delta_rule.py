@@ -66,8 +66,8 @@ def chunked(
     T = v.shape[3]
     C = min(CHUNK, T)
     q, k, v, beta, g = (in_chunks(a, axis, C) for a, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
-    decay, entering = _decays(g, in_chunks(documents_BT, 1, C, mode="edge"))
-    solution = unit_lower_inverse(beta[..., None] * decay * _products(k, k)) * beta[..., None, :]
+    decay, entering = decays(g, in_chunks(documents_BT, 1, C, mode="edge"))
+    solution = unit_lower_inverse(beta[..., None] * decay * products(k, k)) * beta[..., None, :]
     U, W = solution @ v, (solution * entering[..., None, :]) @ k[:, :, :, None]
     remaining = decay[..., -1, :, None]
 
@@ -78,7 +78,7 @@ def chunked(
         return after, (state, u)
 
     state, (states, u) = jax.lax.scan(chunk, state_BKGDV, (U, W, k, remaining, entering[..., -1:]))
-    out = entering[..., None] * jnp.einsum("nbkcd,nbkgdv->nbkgcv", q, states) + (decay * _products(q, k)) @ u
+    out = entering[..., None] * jnp.einsum("nbkcd,nbkgdv->nbkgcv", q, states) + (decay * products(q, k)) @ u
     out = jnp.moveaxis(out, 0, 3)
     return out.reshape(*out.shape[:3], -1, out.shape[-1])[:, :, :, :T], state
 
@@ -94,8 +94,8 @@ def chunked_trees(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: 
     C = min(CHUNK, T)
     q, k, v, beta, g = (in_chunks(a, axis, C) for a, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
     paths = Paths.of(tree, C)
-    decay, entering = _decays_along(g, paths)
-    solution = unit_lower_inverse(beta[..., None] * decay * _products(k, k)) * beta[..., None, :]
+    decay, entering = decays_along(g, paths)
+    solution = unit_lower_inverse(beta[..., None] * decay * products(k, k)) * beta[..., None, :]
     U, W = solution @ v, tuple((solution * a[..., None, :]) @ k[:, :, :, None] for a in entering)
     ends = paths.ends[:, :, None, None]
     # `remaining`: the decay of each value that the chunk writes; `passed`: that of the states that enter it. Each up to
@@ -115,7 +115,7 @@ def chunked_trees(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: 
 
     empty = jnp.zeros((B, K, G, q.shape[-1], V), jnp.float32)
     _, (states, u) = jax.lax.scan(chunk, (empty, empty), (U, W, k, remaining, passed, no_end))
-    out = (decay * _products(q, k)) @ u
+    out = (decay * products(q, k)) @ u
     for a, state in zip(entering, states, strict=True):
         out = out + a[..., None] * jnp.einsum("nbkcd,nbkgdv->nbkgcv", q, state)
     out = jnp.moveaxis(out, 0, 3)
@@ -166,12 +166,12 @@ def in_chunks(a: jax.Array, axis: int, C: int, mode: str = "constant") -> jax.Ar
     return jnp.moveaxis(a.reshape(*a.shape[:axis], -1, C, *a.shape[axis + 1 :]), axis, 0)
 
 
-def _products(a_NBKCD: jax.Array, b_NBKCD: jax.Array) -> jax.Array:
+def products(a_NBKCD: jax.Array, b_NBKCD: jax.Array) -> jax.Array:
     """Returns [N, B, K, 1, C, C]: a_i . b_j, the same for all value heads of a key head."""
     return jnp.einsum("nbkid,nbkjd->nbkij", a_NBKCD, b_NBKCD)[:, :, :, None]
 
 
-def _decays(g_NBKGC: jax.Array, documents_NBC: jax.Array) -> tuple[jax.Array, jax.Array]:
+def decays(g_NBKGC: jax.Array, documents_NBC: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the decay at token i of the value that token j wrote, [N, B, K, G, C, C], and of the state before the
     chunk, [N, B, K, G, C]; 0 for the future and for other documents.
 
@@ -222,8 +222,8 @@ class Paths(NamedTuple):
         )
 
 
-def _decays_along(g_NBKGC: jax.Array, paths: Paths) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Returns the decays of `_decays` along paths: of values [N, B, K, G, C, C], and of the running and the kept state
+def decays_along(g_NBKGC: jax.Array, paths: Paths) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns the decays of `decays` along paths: of values [N, B, K, G, C, C], and of the running and the kept state
     before the chunk, [N, B, K, G, C] each; 0 for what is not on the path."""
     C, along = g_NBKGC.shape[-1], paths.along[:, :, None, None]
     later, weights = jnp.tril(jnp.ones((C, C), bool), -1), along.astype(jnp.float32)

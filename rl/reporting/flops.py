@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from policy.config import Attention, LatentAttention, LayerSpec, Recurrent, SharedIndexer, ShortConv
+from policy.config import Attention, LatentAttention, LayerSpec, Mamba2, Recurrent, SharedIndexer, ShortConv
 from policy.media import is_tower
 from rl.reporting import chips
 
@@ -88,8 +88,9 @@ def _mixing(mixer: Attention | LatentAttention | Recurrent, lengths: np.ndarray)
     if isinstance(mixer, ShortConv):
         return 0.0  # convolutions do not count
     if isinstance(mixer, Recurrent):
-        # Per token: read the state with the key, write it, read it with the query.
-        return 6.0 * mixer.value_heads * mixer.key_dim * mixer.value_dim * float(lengths.sum())
+        # Per token: read the state with the key (not Mamba2), write it, read it with the query.
+        products = 4.0 if isinstance(mixer, Mamba2) else 6.0
+        return products * mixer.value_heads * mixer.key_dim * mixer.value_dim * float(lengths.sum())
     if isinstance(mixer, Attention):
         return 4.0 * mixer.heads * mixer.head_dim * _pairs(lengths, mixer.window, mixer.chunk)
     numbers = mixer.nope_dim + mixer.rope.dim + mixer.v_dim

@@ -49,6 +49,7 @@ MODELS = {
     "recurrent": lambda: short("Qwen3Next"),
     "channel_decays": lambda: short("KimiLinear"),
     "short_conv": lambda: short("Lfm2"),
+    "groups_of_states": lambda: short("NemotronH"),
     "streams": lambda: (
         configuration("Llama", num_hidden_layers=2) | {"duet": {"hyper_connections": {"reduce": "head"}}}
     ),

@@ -25,6 +25,7 @@ MODELS = {
     "delta_net": (short("Qwen3Next"), ("fsdp", "tensor", "context"), (False, True)),
     "channel_decays": (short("KimiLinear"), ("tensor", "context"), (False, True)),
     "short_conv": (short("Lfm2"), ("tensor", "context"), (False, True)),
+    "groups_of_states": (short("NemotronH"), ("tensor", "context"), (False, True)),
     "memory": (configuration("Llama", num_hidden_layers=2, duet={"engram": SECTION}), ("fsdp", "context"), (False,)),
 }
 

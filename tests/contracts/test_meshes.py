@@ -106,7 +106,8 @@ def test_attention_of_every_kind():
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "kind", ["dense", "experts", "latent", "recurrent", "channel_decays", "short_conv", "shared_keys"]
+    "kind",
+    ["dense", "experts", "latent", "recurrent", "channel_decays", "short_conv", "groups_of_states", "shared_keys"],
 )
 def test_every_mesh_of_the_list(kind, mode):
     check(*(["decoder", kind, in_mode(mode, degrees), {}] for degrees in MESHES.values()))
@@ -189,6 +190,7 @@ RESHARDED = {
     "recurrent": [[MESHES["fsdp4_tensor2"], STATIONARY]],
     "channel_decays": [[MESHES["fsdp4_tensor2"], STATIONARY]],
     "short_conv": [[MESHES["fsdp4_tensor2"], STATIONARY]],
+    "groups_of_states": [[MESHES["fsdp4_tensor2"], STATIONARY]],
 }
 
 

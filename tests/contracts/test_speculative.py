@@ -37,6 +37,7 @@ MODELS = {
     "learned_positions": ("GPT2", {"n_layer": 2}, 3, 2),
     "chunks-temperature": ("Llama4", KINDS["Llama4"].short, 2, 3),
     "shared_keys": ("Gemma4Small", KINDS["Gemma4Small"].short, 1, 2),
+    "mamba2": ("NemotronH", KINDS["NemotronH"].short, 1, 2),
     "kimi_delta": ("KimiLinear", KINDS["KimiLinear"].short, 1, 2),
     "short_conv": ("Lfm2", KINDS["Lfm2"].standard | KINDS["Lfm2"].short, 1, 2),
     "delta_net-scanned": ("Qwen3_5", {"num_hidden_layers": 4}, 3, 4),
