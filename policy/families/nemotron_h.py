@@ -134,7 +134,7 @@ def _kinds(hf: dict) -> list[str]:
     pattern = first(hf, "layers_block_type", "layer_types")
     if pattern is None:
         pattern = [_LETTERS.get(letter, letter) for letter in first(hf, "hybrid_override_pattern", default="ME*-")]
-    kinds = [_OLD.get(kind, kind) for kind in pattern]
+    kinds = [_OLD.get(str(kind), kind) for kind in pattern]
     return layer_types({"layer_types": kinds, "num_hidden_layers": len(kinds)}, (MAMBA, ATTENTION, MLP, MOE), [])
 
 
