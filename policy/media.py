@@ -55,6 +55,38 @@ class GridVision:
 
 
 @dataclass(frozen=True)
+class WindowVision:
+    """The tower of Qwen2.5-VL (arXiv 2502.13923): inputs, rotary positions and rows as in GridVision; blocks with RMS
+    norms and gated feed-forwards, whose attention stays within windows of `window` x `window` rows, except in the blocks
+    `full`."""
+
+    depth: int
+    width: int
+    heads: int
+    mlp_width: int
+    activation: Activation
+    patch: int
+    merge: int
+    window: int
+    full: tuple[int, ...]
+    eps: float = 1e-6
+    channels: int = 3
+    frames: int = 2
+    theta: float = 1e4
+    initializer_range: float = 0.02
+
+    @property
+    def head_dim(self) -> int:
+        """Returns the dimension of a head."""
+        return self.width // self.heads
+
+    @property
+    def window_patches(self) -> int:
+        """Returns how many patches a complete window has."""
+        return (self.window * self.merge) ** 2
+
+
+@dataclass(frozen=True)
 class Siglip:
     """The tower of Gemma 3: SigLIP (arXiv 2303.15343) on a square of `side` x `side` patches, the mean over squares of
     `pool` x `pool` outputs, a norm and a projection. An input is a patch flattened as (channel, y, x), row by row."""
@@ -167,14 +199,14 @@ TOWERS: tuple[Kind, ...] = ("image", "audio")
 SHORTEST, STEP = 64, 2
 """Inputs of the smallest item after padding, and the factor from one size to the next."""
 
-Tower = GridVision | Siglip | TileVision | PooledVision | Conformer | ChunkedAudio
+Tower = GridVision | WindowVision | Siglip | TileVision | PooledVision | Conformer | ChunkedAudio
 
 
 def initializer_range(spec: Tower | Encoder) -> float:
     """Returns the standard deviation of a tower's random weights."""
     return (
         spec.initializer_range
-        if isinstance(spec, Encoder | PooledVision | Conformer)
+        if isinstance(spec, Encoder | WindowVision | PooledVision | Conformer)
         else spec.encoder.initializer_range
     )
 
@@ -186,7 +218,7 @@ def rows_of(spec: Tower, shape: tuple[int, int]) -> int:
     """
     height, width = shape
     match spec:
-        case GridVision(merge=k) | PooledVision(pool=k):
+        case GridVision(merge=k) | WindowVision(merge=k) | PooledVision(pool=k):
             return (height // k) * (width // k)
         case Siglip(side=side, pool=k) | TileVision(side=side, merge=k):
             return (side // k) ** 2
@@ -200,7 +232,7 @@ def input_width(spec: Tower) -> int:
     """Returns how many numbers an input has: those of a patch or of a frame."""
     if isinstance(spec, Conformer | ChunkedAudio):
         return spec.mels
-    return spec.channels * spec.patch**2 * (spec.frames if isinstance(spec, GridVision) else 1)
+    return spec.channels * spec.patch**2 * (spec.frames if isinstance(spec, GridVision | WindowVision) else 1)
 
 
 def halved(length: Any, times: int) -> Any:
@@ -212,12 +244,13 @@ def halved(length: Any, times: int) -> Any:
 
 def padded_inputs(spec: Tower, inputs: int) -> int:
     """Returns the number of inputs after padding: that of a full item for towers of one size, else the next of 64, 128,
-    256, ..., each rounded up to a multiple of the inputs of a row where a tower joins them (GridVision, PooledVision).
+    256, ..., each rounded up to a multiple of the inputs of a row where a tower joins them (GridVision, WindowVision,
+    PooledVision).
     """
     match spec:
         case Siglip(side=side) | TileVision(side=side):
             return side**2
-        case GridVision(merge=side) | PooledVision(pool=side):
+        case GridVision(merge=side) | WindowVision(merge=side) | PooledVision(pool=side):
             unit = side**2
         case _:
             unit = 1
@@ -230,7 +263,7 @@ def padded_inputs(spec: Tower, inputs: int) -> int:
 def largest_inputs(spec: Tower, rows: int) -> int:
     """Returns the number of inputs, after padding, of an item with so many rows."""
     match spec:
-        case GridVision(merge=side) | PooledVision(pool=side):
+        case GridVision(merge=side) | WindowVision(merge=side) | PooledVision(pool=side):
             return padded_inputs(spec, rows * side**2)
         case ChunkedAudio():
             return padded_inputs(spec, -(-rows // spec.chunk_rows) * spec.chunk)

@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
-from towers import CHUNKED
+from towers import CHUNKED, WINDOWS
 from towers import GRID as VISION
 
 import policy
@@ -88,6 +88,18 @@ MODELS = {
             "rope_parameters": SECTIONS | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
         },
         {key: value for key, value in GRID.items() if key != "deepstack_visual_indexes"} | {"depth": 2},
+        IDS,
+    ),
+    "Qwen2_5_VL": (
+        TEXT
+        | {
+            "num_hidden_layers": 4,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]},
+        },
+        WINDOWS | {"window_size": 16, "initializer_range": 0.2},
         IDS,
     ),
     "Gemma3": (
@@ -177,6 +189,7 @@ MODELS = {
 # a sound.
 _TOWER = {"Gemma3": "multi_modal_projector", "Gemma4": "embed_vision", "Llama4": "multi_modal_projector"}
 PICTURES = {"Gemma3": [(3, 3), (3, 3)], "Gemma4": [(2, 3), (2, 3)], "Llama4": [(3, 3), (3, 3)]}
+PICTURES["Qwen2_5_VL"] = [(2, 5), (3, 2)]  # of several windows
 PICTURES["Qwen3OmniMoeThinker"] = [(2, 3), (13,)]
 FRAMES = 100  # of a sound: one chunk, of 13 rows
 LOOKS_AHEAD = ("Gemma3", "Gemma4")

@@ -30,6 +30,16 @@ GRID = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0, 2],
 }
+WINDOWS = {
+    "depth": 3,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "window_size": 24,
+    "fullatt_block_indexes": [1],
+}
 E = 32  # hidden size of the decoder
 
 
@@ -94,6 +104,13 @@ def build_grid_of_qwen3_5(config):
     from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
     return qwen.Qwen3_5VisionModel(_eager(qwen.Qwen3_5VisionConfig(**config)))
+
+
+def build_windows(config):
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
+
+    config = _eager(qwen.Qwen2_5_VLVisionConfig(**config))
+    return qwen.Qwen2_5_VisionTransformerPretrainedModel._from_config(config)
 
 
 def call_grid(module, items, shapes):
@@ -280,6 +297,25 @@ KINDS = {
         fields.grid_vision,
         names.GRID_VISION,
         build_grid_of_qwen3_5,
+        call_grid,
+        _SHAPES,
+        32,
+    ),
+    # Pictures of one window, and of several that its sides cut.
+    "windows": Kind(
+        WINDOWS,
+        fields.window_vision,
+        names.WINDOW_VISION,
+        build_windows,
+        call_grid,
+        ((10, 14), (2, 2), (6, 6), (2, 26), (18, 4)),
+        160,
+    ),
+    "windows_of_a_row": Kind(
+        WINDOWS | {"depth": 1, "num_heads": 3, "window_size": 8, "fullatt_block_indexes": [1]},
+        fields.window_vision,
+        names.WINDOW_VISION,
+        build_windows,
         call_grid,
         _SHAPES,
         32,

@@ -23,7 +23,8 @@ Optional:
 - TOWERS: the name table of each tower, by that field.
 - MULTIMODAL: pairs as in WRAPPED, for the files of a model with its towers; the first that fits is taken.
 
-A multimodal configuration (with a `text_config`) of another family is read as its text model. ARCHITECTURES then also
+A multimodal configuration has a `text_config`, or is flat: the keys of its text model next to `vision_config`. One with
+a `text_config` of another family is read as its text model. ARCHITECTURES then also
 holds the wrapper's class, after the text classes, which are in the order of their MODEL_TYPES.
 """
 
@@ -145,7 +146,8 @@ def read(hf: dict, *, media: bool = False) -> DecoderConfig:
         config = extensions.extend(module.read(text), text)
         if not media:
             return config
-        if not (isinstance(hf.get("text_config"), dict) and hasattr(module, "towers")):
+        is_multimodal = any(isinstance(hf.get(key), dict) for key in ("text_config", "vision_config"))
+        if not (is_multimodal and hasattr(module, "towers")):
             raise UnsupportedModel(f"{hf.get('model_type')}: a model without towers for pictures and sounds")
         return replace(config, hf=json.dumps(hf, sort_keys=True), **module.towers(hf))
     except KeyError as missing:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from policy.huggingface.config_fields import UnsupportedModel, activation, first
-from policy.media import ChunkedAudio, Conformer, Encoder, GridVision, PooledVision, Siglip, TileVision
+from policy.media import ChunkedAudio, Conformer, Encoder, GridVision, PooledVision, Siglip, TileVision, WindowVision
 
 
 def grid_vision(config: dict, deepstack: tuple[int, ...] = ()) -> GridVision:
@@ -42,6 +42,57 @@ def grid_vision(config: dict, deepstack: tuple[int, ...] = ()) -> GridVision:
         channels=hf["in_channels"],
         frames=_side(hf, "temporal_patch_size"),
         theta=_theta(hf, 1e4),
+    )
+
+
+def window_vision(config: dict) -> WindowVision:
+    """Reads the `vision_config` of Qwen2.5-VL."""
+    hf: dict[str, Any] = {
+        "depth": 32,
+        "hidden_size": 3584,
+        "hidden_act": "silu",
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_channels": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": (7, 15, 23, 31),
+    } | config
+    # The norms have 1e-6 whatever the configuration says.
+    encoder = _encoder(hf, "depth", "num_heads", eps=1e-6)
+    if encoder.head_dim % 4:
+        raise UnsupportedModel(f"vision_config: heads of {encoder.head_dim} cannot turn by rows and columns")
+    if first(hf, "head_dim", default=encoder.head_dim) != encoder.head_dim:
+        raise UnsupportedModel(
+            f"vision_config: head_dim {hf['head_dim']} must be hidden_size / num_heads, {encoder.head_dim}"
+        )
+    turned = first(first(hf, "rope_parameters", default={}), "rope_type", default="axial")
+    if turned != "axial":
+        raise UnsupportedModel(f"vision_config: rope_parameters.rope_type {turned!r} is not supported; known: axial")
+    patch, merge = _side(hf, "patch_size"), hf["spatial_merge_size"]
+    window = hf["window_size"] // merge // patch
+    if window < 1:
+        raise UnsupportedModel(
+            f"vision_config: window_size {hf['window_size']} must be at least spatial_merge_size times patch_size, "
+            f"{merge * patch}"
+        )
+    return WindowVision(
+        depth=encoder.depth,
+        width=encoder.width,
+        heads=encoder.heads,
+        mlp_width=encoder.mlp_width,
+        activation=encoder.activation,
+        patch=patch,
+        merge=merge,
+        window=window,
+        full=tuple(n for n in range(encoder.depth) if n in hf["fullatt_block_indexes"]),
+        eps=encoder.eps,
+        channels=hf["in_channels"],
+        frames=_side(hf, "temporal_patch_size"),
+        theta=_theta(hf, 1e4),
+        initializer_range=encoder.initializer_range,
     )
 
 

@@ -47,14 +47,17 @@ def _by_kind(ours: str, stored: str) -> Table:
 
 
 _QKV = ("q_proj", "k_proj", "v_proj"), ("q_bias", "k_bias", "v_bias")
+_ATTENTION: Table = (
+    {f"blocks.{part}": Stored("blocks.{n}.attn.qkv.weight", "(h d)+ e -> e h d", _QKV[0]) for part in _QKV[0]}
+    | {f"blocks.{part}": Stored("blocks.{n}.attn.qkv.bias", "(h d)+ -> h d", _QKV[1]) for part in _QKV[1]}
+    | _linear("blocks.o", "blocks.{n}.attn.proj", "e (h d) -> h d e")
+)
 GRID_VISION: Table = (
     _linear("patch", "patch_embed.proj", "d c f y x -> c f y x d")
     | {"positions": Stored("pos_embed.weight")}
     | _norm("blocks.input_norm", "blocks.{n}.norm1")
     | _norm("blocks.mlp_norm", "blocks.{n}.norm2")
-    | {f"blocks.{part}": Stored("blocks.{n}.attn.qkv.weight", "(h d)+ e -> e h d", _QKV[0]) for part in _QKV[0]}
-    | {f"blocks.{part}": Stored("blocks.{n}.attn.qkv.bias", "(h d)+ -> h d", _QKV[1]) for part in _QKV[1]}
-    | _linear("blocks.o", "blocks.{n}.attn.proj", "e (h d) -> h d e")
+    | _ATTENTION
     | _linear("blocks.up", "blocks.{n}.mlp.linear_fc1")
     | _linear("blocks.down", "blocks.{n}.mlp.linear_fc2")
     | _by_kind("merger", "merger")
@@ -70,6 +73,21 @@ GRID_VISION_OF_OMNI = renamed(
         "{n}.linear_fc1": "{n}.mlp.0",
         "{n}.linear_fc2": "{n}.mlp.2",
     },
+)
+
+WINDOW_VISION: Table = (
+    {
+        "patch_proj": Stored("patch_embed.proj.weight", "d c f y x -> c f y x d"),
+        "blocks.input_norm.weight": Stored("blocks.{n}.norm1.weight"),
+        "blocks.mlp_norm.weight": Stored("blocks.{n}.norm2.weight"),
+        "norm.weight": Stored("merger.ln_q.weight"),
+    }
+    | _ATTENTION
+    | _linear("blocks.gate", "blocks.{n}.mlp.gate_proj")
+    | _linear("blocks.up", "blocks.{n}.mlp.up_proj")
+    | _linear("blocks.down", "blocks.{n}.mlp.down_proj")
+    | _linear("up", "merger.mlp.0")
+    | _linear("down", "merger.mlp.2")
 )
 
 

@@ -13,16 +13,18 @@ from collections.abc import Callable
 
 from flax import nnx
 
-from policy.media import ChunkedAudio, Conformer, GridVision, PooledVision, Siglip, TileVision, Tower
+from policy.media import ChunkedAudio, Conformer, GridVision, PooledVision, Siglip, TileVision, Tower, WindowVision
 from policy.towers.chunked_audio import ChunkedAudioTower
 from policy.towers.conformer import ConformerTower
 from policy.towers.grid_vision import GridVisionTower
 from policy.towers.pooled_vision import PooledVisionTower
 from policy.towers.siglip import SiglipTower
 from policy.towers.tile_vision import TileVisionTower
+from policy.towers.window_vision import WindowVisionTower
 
 MODULES: dict[type, Callable[..., nnx.Module]] = {
     GridVision: GridVisionTower,
+    WindowVision: WindowVisionTower,
     Siglip: SiglipTower,
     TileVision: TileVisionTower,
     PooledVision: PooledVisionTower,

@@ -168,25 +168,33 @@ def for_towers(runtime: Runtime) -> Runtime:
 
 
 def run(
-    blocks: nnx.Module, x: jax.Array, apply: Callable, runtime: Runtime, after: Sequence[int] = ()
+    blocks: nnx.Module,
+    x: jax.Array,
+    apply: Callable,
+    runtime: Runtime,
+    after: Sequence[int] = (),
+    each: tuple[np.ndarray, ...] = (),
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Runs stacked blocks: x <- apply(block, x) for each, as a scan or unrolled, with remat as `runtime` says. Returns
-    (x, [x after each block number in `after`, ascending])."""
+    """Runs stacked blocks: x <- apply(block, x, *own) for each, as a scan or unrolled, with remat as `runtime` says.
+    `own` are the entries of the arrays `each`, which have one entry for each block. Returns (x, [x after each block
+    number in `after`, ascending])."""
     graph, weights = nnx.split(blocks)
+    stack = (weights, each)
 
-    def body(x, block_weights):
+    def body(x, one):
+        block_weights, own = one
         x = constrain(x, ("batch", None, None), runtime.layout)  # gathers weights rather than sums activations
-        return apply(nnx.merge(graph, block_weights), checkpoint_name(x, "decoder_layer_input"))
+        return apply(nnx.merge(graph, block_weights), checkpoint_name(x, "decoder_layer_input"), *own)
 
     if runtime.remat != "none":
         body = checkpointed(body, saved(runtime.remat, runtime.remat_tensors), scanned=runtime.scan)
     depth, start, kept = len(jax.tree.leaves(weights)[0]), 0, []
     for end in (*(number + 1 for number in after), depth):
         if runtime.scan and end > start:
-            part = jax.tree.map(lambda a, start=start, end=end: a[start:end], weights)
-            x, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x, part)
+            part = jax.tree.map(lambda a, start=start, end=end: a[start:end], stack)
+            x, _ = jax.lax.scan(lambda x, one: (body(x, one), None), x, part)
         for number in range(start, end) if not runtime.scan else ():
-            x = body(x, jax.tree.map(lambda a, number=number: a[number], weights))
+            x = body(x, jax.tree.map(lambda a, number=number: a[number], stack))
         kept.append(x)
         start = end
     return x, kept[:-1]

@@ -112,6 +112,8 @@ MORE_CUTS = [
     ("Gemma3", {"prefill_chunk": 64, "cache": "paged"}),
     ("Gemma3", {"prefill_chunk": 9, "sliding_window_cache": True}),
     ("Gemma4", {"prefill_chunk": 7}),
+    ("Qwen2_5_VL", {"prefill_chunk": 5, "cache": "paged", "sliding_window_cache": True}),
+    ("Qwen2_5_VL", {"prefill_chunk": 64}),
     ("Qwen3_5", {"prefill_chunk": 5}),
     ("Qwen3_5", {"prefill_chunk": 8, "cache": "paged"}),
     ("Llama4", {"prefill_chunk": 5, "cache": "paged"}),

@@ -20,7 +20,7 @@ pytest.importorskip("torch", reason="the oracle is transformers on torch: pip in
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 KINDS = [
-    pytest.param(kind, marks=() if kind in ("Qwen3VL", "Gemma3") else pytest.mark.every_family)
+    pytest.param(kind, marks=() if kind in ("Qwen3VL", "Qwen2_5_VL", "Gemma3") else pytest.mark.every_family)
     for kind in media_oracles.MODELS
 ]
 
@@ -123,6 +123,10 @@ SPELLINGS = {
     "Gemma4": {"base class": [(r"^model\.", "")]},
     "Llama4": {"text model outside": [(r"^language_model\.", "")]},
     "Qwen3OmniMoeThinker": {"released": [(r"^", "thinker.")]},
+    "Qwen2_5_VL": {
+        "in memory": [(r"^visual\.", "model.visual."), (r"^model\.", "model.language_model.")],
+        "base class": [(r"^model\.", "language_model.")],
+    },
     "Qwen3_5": {"base class": [(r"^model\.", "")]},
 }
 
@@ -169,6 +173,34 @@ def spelled(tmp_path_factory):
         return path, load_file(path), policy.load(folder, media=True).params
 
     return directory
+
+
+def test_a_flat_configuration_is_read_and_written_as_it_is(tmp_path):
+    """That of Qwen2.5-VL as it is released: the keys of the text model next to those of the tower."""
+    theirs = media_oracles.build("Qwen2_5_VL")
+    theirs.save_pretrained(tmp_path / "nested")
+    nested = json.loads((tmp_path / "nested/config.json").read_text())
+    text, tower = nested.pop("text_config"), nested.pop("vision_config")
+    rotary = text.pop("rope_parameters")
+    del text["model_type"], text["layer_types"], tower["rope_parameters"]
+    old = {"rope_theta": rotary["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]}}
+    tower |= {"model_type": "qwen2_5_vl", "in_chans": 3, "spatial_patch_size": 4}
+    flat = text | nested | old | {"vision_config": tower}
+    (tmp_path / "flat").mkdir()
+    (tmp_path / "flat/config.json").write_text(json.dumps(flat))
+    (tmp_path / "nested/model.safetensors").rename(tmp_path / "flat/model.safetensors")
+    ours, alone = (policy.load(tmp_path / "flat", media=media) for media in (True, False))
+    assert ours.config.stacks == alone.config.stacks and ours.config.image.window == 2
+    policy.save(ours, tmp_path / "ours")
+    written = json.loads((tmp_path / "ours/config.json").read_text())
+    assert written == flat | {"dtype": "float32"}
+    again, info = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True, dtype="auto")
+    assert {key: list(value) for key, value in info.items() if value} == {}
+    for name, tensor in theirs.state_dict().items():
+        np.testing.assert_array_equal(again.state_dict()[name].numpy(), tensor.numpy(), err_msg=name)
+    again.set_attn_implementation("eager")
+    before, after = (media_oracles.document("Qwen2_5_VL", each).logits for each in (theirs, again.eval()))
+    np.testing.assert_allclose(after, before, atol=1e-5, rtol=0)
 
 
 def omni(thinker):

@@ -7,7 +7,7 @@ import towers
 pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-ALWAYS = ("grid", "siglip", "pooled", "conformer")
+ALWAYS = ("grid", "windows", "siglip", "pooled", "conformer")
 BOUND = 2e-5
 CHUNK = 16  # queries are cut
 
