@@ -155,7 +155,8 @@ def prepare(model: Model, rows: int) -> Model:
     graph = _graph(model)
     if graph.layout.platform != "cpu":
         return model
-    return Model(model.graph, prepare_for_decoding(graph, model.params, rows), model.newly_initialized)
+    params = prepare_for_decoding(graph, model.params, rows)
+    return Model(model.graph, params, model.newly_initialized, model.source)
 
 
 def by_layer(cache: tuple) -> list[LayerEntries]:

@@ -189,13 +189,21 @@ class Graph:
 class Model:
     """A decoder with weights. `params` is the one reference to them: the trainer rebinds it after each step, the
     generator reads it at each call. `newly_initialized` names the weights of a loaded model that started, at least
-    in part, as random numbers.
+    in part, as random numbers, and `source` is the directory that it was loaded from.
 
-    A model is a pytree whose leaves are its weights, so that it can be an argument of a function under `jax.jit`.
+    A model is a pytree whose leaves are its weights, so that it can be an argument of a function under `jax.jit`. A
+    model made of such leaves has no `source`.
     """
 
-    def __init__(self, graph: Graph, params: dict[str, jax.Array], newly_initialized: frozenset[str] = frozenset()):
-        self.graph, self.params, self.newly_initialized = graph, params, newly_initialized
+    def __init__(
+        self,
+        graph: Graph,
+        params: dict[str, jax.Array],
+        newly_initialized: frozenset[str] = frozenset(),
+        source: str | None = None,
+    ):
+        self.graph, self.params = graph, params
+        self.newly_initialized, self.source = newly_initialized, source
 
     @property
     def config(self) -> DecoderConfig:
@@ -386,7 +394,7 @@ class Model:
 
 jax.tree_util.register_pytree_node(
     Model,
-    lambda model: ((model.params,), (model.graph, model.newly_initialized)),
+    lambda model: ((model.params,), (model.graph, model.newly_initialized, model.source)),
     lambda static, arrays: Model(static[0], arrays[0], static[1]),
 )
 

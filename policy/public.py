@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 
+from policy import families
 from policy.config import DecoderConfig, Runtime
 from policy.huggingface import sources
 from policy.mesh import processes
 from policy.mesh.sharding import Layout, layout
 from policy.model import Graph, Model
 
+_LOG = logging.getLogger("duet.model")
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -64,20 +68,45 @@ def load(
     config = sources.read_config(directory, sections, media=media)
     graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
     params, newly_initialized = model_directory.read_weights(directory, graph, missing=missing, seed=seed)
-    return Model(graph, params, newly_initialized)
+    return Model(graph, params, newly_initialized, os.fspath(directory))
 
 
-def save(model: Model, directory: str | os.PathLike, *, generation: Mapping[str, Any] | None = None) -> None:
+def save(
+    model: Model,
+    directory: str | os.PathLike,
+    *,
+    generation: Mapping[str, Any] | None = None,
+    source: str | os.PathLike | None = None,
+) -> None:
     """Writes a Hugging Face directory that transformers loads with no missing or unexpected keys.
 
     `generation` holds the keys of its generation_config.json (`eos_token_id`, `temperature`, ...); None: no such file
-    is written.
+    is written. `source`: the directory that the model was loaded from, to write the complete model: towers that were
+    not loaded, prediction modules and other parts are copied from there, under the names that they have there. Without
+    it, a text model out of a multimodal one is saved as a text model; of families whose text model has no class of its
+    own in transformers, the complete model is written anyway, from the directory that was loaded. `source` may be
+    `directory`. Raises ValueError if `source` holds another model, ModelFileError if its files cannot be read.
     """
     from policy.huggingface import generation_config, model_directory
 
-    model_directory.write(directory, model.graph, model.params)
+    if source is None and _lacks_towers(model.config):
+        source = model.source
+        if source is None:
+            _LOG.warning(
+                "%s: the towers of the model are not written, and transformers will draw random ones; give `source`, a "
+                "directory that holds them",
+                os.fspath(directory),
+            )
+    model_directory.write(directory, model.graph, model.params, source=source)
     if generation is not None and processes.first():
         generation_config.write(directory, generation)
+
+
+def _lacks_towers(config: DecoderConfig) -> bool:
+    """Returns whether a text model is stored as a multimodal one."""
+    with_towers = config.image is not None or config.audio is not None
+    wrapped = hasattr(families.get(config.family), "WRAPPED") and "text_config" in json.loads(config.hf)
+    return wrapped and not with_towers
 
 
 def _one_device() -> Layout:

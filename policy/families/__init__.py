@@ -10,10 +10,10 @@ Optional:
 - MODEL_TYPE_ALIASES: model types that transformers does not have -> the one of MODEL_TYPES that reads them.
 - TOP and LAYER_PREFIX: replacements for the names in policy/huggingface/names.py.
 - PREFIXES: pairs of a prefix of stored names and its replacement in the tables.
-- SKIP: patterns of stored tensors that are not read.
+- SKIP: patterns of stored tensors that belong to parts of the model that the decoder does not have.
 - SKIP_EXTRA_LAYERS: True if layers past num_hidden_layers are not read either.
 - PASSED_OVER: a pattern for the start of the names of such layers that transformers ignores in a file.
-- `unread(config)`: patterns of stored tensors that are not read, for names that depend on the configuration.
+- `unread(config)`: patterns of stored tensors that no part of the model needs.
 - `empty_tensors(hf)`: names and shapes of tensors without elements that transformers expects.
 - PART: the key under which a configuration of several models has the one that is read and written. Its class is the
   first of ARCHITECTURES.

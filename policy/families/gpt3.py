@@ -15,7 +15,6 @@ LAYER_PREFIX = "transformer.h.{n}."
 PREFIXES = tuple(
     (name, f"transformer.{name}") for name in ("wte.", "wpe.", "h.", "ln_f.")
 )  # as the Hub holds gpt2 itself
-SKIP = (r"transformer\.h\.\d+\.attn\.(masked_)?bias",)  # causal masks
 TOP = {
     "embed_tokens": names.Stored("transformer.wte.weight"),
     "embed_positions": names.Stored("transformer.wpe.weight"),
@@ -60,6 +59,11 @@ ALIASES = {
     "num_hidden_layers": "n_layer",
     "max_position_embeddings": "n_positions",
 }
+
+
+def unread(config: DecoderConfig) -> tuple[str, ...]:
+    """Returns the pattern of the causal masks that old files hold."""
+    return (r"transformer\.h\.\d+\.attn\.(masked_)?bias",)
 
 
 def read(stored: dict) -> DecoderConfig:

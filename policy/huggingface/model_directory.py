@@ -21,7 +21,7 @@ from policy import families
 from policy.config import DecoderConfig, LayerSpec
 from policy.huggingface import extensions, names, sources, tower_names
 from policy.huggingface.quantized import Scheme
-from policy.huggingface.stored_names import renamed
+from policy.huggingface.stored_names import different_prefixes, renamed
 from policy.huggingface.tensorfiles import INDEX, SINGLE, ModelFileError, TensorFiles
 from policy.mesh import processes
 from policy.ops.host_memory import HOST
@@ -36,11 +36,13 @@ PIECE = 2**24  # how many numbers are dequantised at once: 64 MB
 MTP, MTP_FILE = "mtp", "multi_token_prediction.safetensors"
 # What to do if the files lack prediction modules that they should hold.
 Missing = Literal["refuse", "fresh"]
-# Tensors that a text model does not need: the towers of other modalities (TOWERS, unless they are read), heads that
-# predict further tokens, copies of embedding and head in prediction modules, and tables of old files that follow from
-# the configuration.
+# Tensors that a text model does not need: the towers of other modalities (unless they are read), heads that predict
+# further tokens, copies of embedding and head in prediction modules, and tables of old files that follow from the
+# configuration.
 TOWERS = rf"(model\.)?({'|'.join(tower_names.ROOTS)})\..*"
-SKIP = (r"mtp\..*", r".*\.\d+\.(embed_tokens|shared_head\.head)\.weight", r".*rotary_emb\.inv_freq")
+HEADS = r"mtp\..*"
+COPIES = r".*\.\d+\.(embed_tokens|shared_head\.head)\.weight"
+TABLES = r".*rotary_emb\.inv_freq"
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,12 @@ class Place:
     def name(self, stored: names.Stored, layer: int | None, expert: int = 0) -> str:
         """Returns the name of the stored tensor that holds a layer and expert."""
         return (self.prefix + stored.name).format(n=layer, e=expert)
+
+    def names(self, files: TensorFiles, layer: int | None) -> list[str]:
+        """Returns the names of the tensors of `files` that hold a layer of the weight."""
+        stored = self._spelling(files, layer)
+        experts = self.graph.shapes[self.path].shape[self.layers is not None] if stored.numbered else 1
+        return [self.name(stored, layer, expert) for expert in range(experts)]
 
     def parts(self, stored: names.Stored) -> tuple[str, ...]:
         """Returns the paths of our weights that share the stored tensor, in order, this one included."""
@@ -240,11 +248,8 @@ def _aligned(shape: list[int], dtype) -> np.ndarray:
 
 def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | None) -> None:
     family = families.get(config.family)
-    unread = getattr(family, "unread", lambda config: ())(config)
-    skip = [*SKIP, *getattr(family, "SKIP", ()), *unread, *(scheme.skip if scheme else ())]
+    skip = [HEADS, COPIES, *getattr(family, "SKIP", ()), *_unneeded(config, scheme)]
     skip += [] if _with_towers(config) else [TOWERS]
-    if config.tied_head:
-        skip.append(re.escape(names.TOP["lm_head"].name))  # accepted, whatever the family calls its own top
 
     def skipped(name: str) -> bool:
         past = getattr(family, "SKIP_EXTRA_LAYERS", False) and _extra_layer(config, name) is not None
@@ -256,6 +261,14 @@ def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | N
         raise ModelFileError(
             f"{files.directory}: unexpected tensors {', '.join(extra[:5])}{more}: the configuration has no such weights"
         )
+
+
+def _unneeded(config: DecoderConfig, scheme: Scheme | None) -> list[str]:
+    """Returns patterns of stored tensors that no part of the model needs."""
+    unread = getattr(families.get(config.family), "unread", lambda config: ())(config)
+    # A tied head is accepted, whatever the family calls its own top.
+    head = [re.escape(names.TOP["lm_head"].name)] if config.tied_head else []
+    return [TABLES, *unread, *(scheme.skip if scheme else ()), *head]
 
 
 def _extra_layer(config: DecoderConfig, name: str) -> int | None:
@@ -302,36 +315,56 @@ def write(
     params: dict[str, jax.Array],
     tensors: dict[str, np.ndarray] | None = None,
     keys: dict | None = None,
+    source: str | os.PathLike | None = None,
 ) -> None:
     """Writes config.json and safetensors shards of at most 5 GB (with an index if there are several) to `directory`.
 
-    `tensors` are further tensors by stored name, `keys` further keys of the configuration. All processes take part,
-    since each holds parts of the weights; the first one writes. Raises ValueError for a config that was changed.
+    `tensors` are further tensors by stored name, `keys` further keys of the configuration. `source`: the directory of
+    a model of which `graph` is all or a part; the keys and tensors that `graph` does not have are copied. `source` and
+    `directory` may be the same. All processes take part, since each holds parts of the weights; the first one writes.
+    Raises ValueError for a config that was changed, or that is not the one of `source`.
     """
     config = graph.config
-    hf = json.loads(config.hf)
+    hf = json.loads(config.hf) if source is None else sources.complete(source, config)
     if families.read(hf, media=_with_towers(config)) != config:
         raise ValueError(
             "this DecoderConfig no longer matches its Hugging Face configuration; change keys there instead"
+            if source is None
+            else f"{source}: its config.json describes another model than the one to write"
         )
-    every = _wrapped(config, hf, itertools.chain(_stored(graph, params), (tensors or {}).items()))
+    every = itertools.chain(_stored(graph, params), (tensors or {}).items())
+    if source is None:
+        every = _wrapped(config, hf, every)
+    else:
+        is_part = "text_config" in families.single_model(hf)
+        hf = hf if is_part else json.loads(config.hf)
+        others = _OtherTensors(source, graph, is_part)
+        every = itertools.chain(others.spelled(every), others.read(params))
     if not processes.first():
         for _ in every:  # all processes take part in the all-gather of each tensor
             pass
         return
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    for old in (*directory.glob("*.safetensors"), *directory.glob("*.safetensors.index.json")):
-        old.unlink()
     _save_tensors(directory, config, every)
-    hf["dtype"] = graph.runtime.param_dtype
-    hf.pop("torch_dtype", None)
-    hf |= keys or {}
-    (directory / "config.json").write_text(json.dumps(hf, indent=2))
+    hf = _portable(hf, graph.runtime.param_dtype) | {"dtype": graph.runtime.param_dtype}
+    (directory / "config.json").write_text(json.dumps(hf | (keys or {}), indent=2))
 
 
 def _with_towers(config: DecoderConfig) -> bool:
     return config.image is not None or config.audio is not None
+
+
+def _portable(hf: dict, dtype: str) -> dict:
+    """Returns a configuration with `dtype` as that of each section that has one, and without `auto_map`: the Python
+    files that it names are not written."""
+    result = {}
+    for key, value in hf.items():
+        if key in ("dtype", "torch_dtype"):
+            result["dtype"] = value and dtype
+        elif key != "auto_map":
+            result[key] = _portable(value, dtype) if isinstance(value, dict) else value
+    return result
 
 
 def _wrapped(
@@ -346,16 +379,73 @@ def _wrapped(
         yield outer + name.removeprefix(inner), array
 
 
-def _save_tensors(directory: Path, config: DecoderConfig, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
-    """Saves tensors in shards of at most SHARD_BYTES, with an index if there are several, and layers past the last one
-    in MTP_FILE."""
+class _OtherTensors:
+    """The tensors of `directory` that `graph` does not have: those of towers, prediction modules and other models.
+
+    `is_part`: the directory holds a multimodal model, whose own names are kept.
+    """
+
+    def __init__(self, directory: str | os.PathLike, graph: Graph, is_part: bool):
+        self._graph, self._is_part = graph, is_part
+        self._family, self._scheme = families.get(graph.config.family), sources.scheme(directory)
+        extra_files = [MTP_FILE] if (Path(directory) / MTP_FILE).exists() else []
+        self._files = TensorFiles(directory, renamed(self._family), self._scheme, extra_files)
+        for place in places(graph):
+            for layer in place.layers or (None,):
+                for name in place.names(self._files, layer):
+                    if name in self._files:
+                        self._files.tensor(name)
+
+    def _name(self, name: str) -> str:
+        return self._files.own_name(name) if self._is_part else name
+
+    def spelled(self, tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields tensors of `graph` under the names that they have in the directory. A tensor that the directory lacks
+        gets the prefix of its embedding."""
+        embedding = getattr(self._family, "TOP", names.TOP)["embed_tokens"].name
+        ours, theirs = different_prefixes(embedding, self._name(embedding))
+        for name, array in tensors:
+            lacking = name not in self._files and name.startswith(ours)
+            yield theirs + name.removeprefix(ours) if lacking else self._name(name), array
+
+    def read(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields the tensors by name, quantised ones as floats. Copies of embedding and head in prediction modules are
+        made of `params`."""
+        skip = _unneeded(self._graph.config, self._scheme)
+        for stored in sorted(self._files.unread):
+            if stored not in self._files.unread or any(re.fullmatch(pattern, stored) for pattern in skip):
+                continue
+            name = stored.removesuffix(self._scheme.values) if self._scheme else stored
+            tensor = self._files.tensor(name)
+            if re.fullmatch(COPIES, name):
+                yield self._name(name), self._copy(name, params)
+            elif isinstance(tensor, np.ndarray):
+                yield self._name(name), tensor
+            else:
+                floats = tensor[tuple(slice(0, n) for n in tensor.shape)]
+                yield self._name(name), floats.astype(self._graph.runtime.param_dtype)
+
+    def _copy(self, name: str, params: dict[str, jax.Array]) -> np.ndarray:
+        """Returns what a prediction module holds of the embedding or of the head."""
+        of_embedding = name.endswith("embed_tokens.weight") or self._graph.config.tied_head
+        path = "embed_tokens" if of_embedding else "lm_head"
+        place = next(place for place in places(self._graph) if place.path == path)
+        return place.stored.join([_on_host(params[path], None)])
+
+
+def _save_tensors(directory: Path, config: DecoderConfig, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Replaces the weights in `directory` by `tensors`, in shards of at most SHARD_BYTES, with an index if there are
+    several, and layers past the last one in MTP_FILE. Old files are removed after the new ones are complete."""
     from safetensors.numpy import save_file
 
+    family = families.get(config.family)
+    passed_over, table_name = getattr(family, "PASSED_OVER", "$."), renamed(family)
     shards: list[dict[str, np.ndarray]] = [{}]
     sizes, shard_of, extra_layers = [0], {}, {}
-    passed_over = getattr(families.get(config.family), "PASSED_OVER", "$.")
+    for unfinished in directory.glob("part-*"):
+        unfinished.unlink()
     for name, array in tensors:
-        if _extra_layer(config, name) is not None and not re.match(passed_over, name):
+        if _extra_layer(config, table_name(name)) is not None and not re.match(passed_over, name):
             extra_layers[name] = array
             continue
         if sizes[-1] and sizes[-1] + array.nbytes > SHARD_BYTES:
@@ -367,6 +457,10 @@ def _save_tensors(directory: Path, config: DecoderConfig, tensors: Iterator[tupl
         sizes[-1] += array.nbytes
         shard_of[name] = len(shards)
     save_file(shards[-1], directory / f"part-{len(shards):05d}", metadata={"format": "pt"})
+    if extra_layers:
+        save_file(extra_layers, directory / "part-extra", metadata={"format": "pt"})
+    for old in (*directory.glob("*.safetensors"), *directory.glob("*.safetensors.index.json")):
+        old.unlink()
     count = len(shards)
     files = {i: SINGLE if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
     for i, name in files.items():
@@ -375,4 +469,4 @@ def _save_tensors(directory: Path, config: DecoderConfig, tensors: Iterator[tupl
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": {name: files[i] for name, i in shard_of.items()}}
         (directory / INDEX).write_text(json.dumps(index, indent=2))
     if extra_layers:
-        save_file(extra_layers, directory / MTP_FILE, metadata={"format": "pt"})
+        (directory / "part-extra").rename(directory / MTP_FILE)

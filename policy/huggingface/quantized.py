@@ -39,7 +39,7 @@ class Scheme(ABC):
     skip: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def find(self, name: str, view: View) -> Fp8 | Mxfp4 | Int4 | None:
+    def find(self, name: str, view: View) -> Quantized | None:
         """Returns the tensor `name` if the file (`view`: array by name, None if absent) holds it quantised, else
         None."""
 
@@ -256,3 +256,7 @@ class Int4:
         values = values[:, start : start + columns.stop - columns.start]
         group_of_column = np.arange(columns.start, columns.stop) // self._group
         return values * self._scales[rows].astype(np.float32)[:, group_of_column]
+
+
+Quantized = Fp8 | Mxfp4 | Int4
+"""A weight of a file: `shape`, and float32 slices of it by index."""

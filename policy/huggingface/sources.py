@@ -167,11 +167,20 @@ def read_config(directory: str | os.PathLike, sections: dict | None = None, *, m
     return config
 
 
+def complete(directory: str | os.PathLike, config: DecoderConfig) -> dict:
+    """Returns the keys of a directory's config.json, of which `config` describes all or a part, with what a reader of
+    that part may have changed: a head of its own, and the sections of policy/huggingface/extensions.py."""
+    hf = read_hf(directory)
+    hf |= {key: value for key, value in json.loads(config.hf).items() if key == extensions.KEY}
+    tied = families.read(hf).tied_head
+    return _untied(hf) if tied and not config.tied_head else hf
+
+
 def _untied(hf: dict) -> dict:
-    """Returns a configuration whose head is not the embedding."""
-    untied = {"tie_word_embeddings": False}
-    inner = hf.get("text_config")
-    return hf | untied | ({"text_config": inner | untied} if isinstance(inner, dict) else {})
+    """Returns a configuration whose head is not the embedding, in all sections that hold a text model."""
+    parts = [getattr(families.get(name), "PART", "text_config") for name in families.known()]
+    inner = {key: _untied(hf[key]) for key in {"text_config", *parts} if isinstance(hf.get(key), dict)}
+    return hf | {"tie_word_embeddings": False} | inner
 
 
 def _stamp(directory: str | os.PathLike) -> tuple[tuple[str, int, int], ...]:

@@ -39,3 +39,12 @@ def _without_base(family: ModuleType) -> list[tuple[str, str]]:
     stored = [layers, *(place.name for place in getattr(family, "TOP", names.TOP).values())]
     inner = [name.removeprefix(f"{base}.") for name in stored if name.startswith(f"{base}.")]
     return [(name, f"{base}.{name}") for name in inner]
+
+
+def different_prefixes(one: str, other: str) -> tuple[str, str]:
+    """Returns the words by which two names of one tensor differ at the front, each with a dot at its end."""
+    first, second = one.split("."), other.split(".")
+    while first and second and first[-1] == second[-1]:
+        first.pop()
+        second.pop()
+    return ".".join([*first, ""]), ".".join([*second, ""])

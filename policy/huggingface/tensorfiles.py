@@ -17,7 +17,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from policy.huggingface.quantized import QuantizationError, Scheme
+from policy.huggingface.quantized import QuantizationError, Quantized, Scheme
 
 # A file of a save in several files.
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
@@ -26,6 +26,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 INTEGERS = {"I32": np.int32, "I64": np.int64}
 CODES = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "U8": np.uint8}
+# Dtypes of tensors that are only copied.
+OTHERS = {"F8_E5M2": ml_dtypes.float8_e5m2, "BOOL": np.bool_, "I8": np.int8, "I16": np.int16}
+OTHERS |= {"U16": np.uint16, "U32": np.uint32, "U64": np.uint64}
 
 
 class ModelFileError(ValueError):
@@ -101,8 +104,11 @@ class TensorFiles:
         return name in self._entries or (self._scheme is not None and name + self._scheme.values in self._entries)
 
     def own_name(self, name: str) -> str:
-        """Returns the name of the tensor in its file."""
-        return self._entries[name].name if name in self._entries else name
+        """Returns the name of the tensor in its file; `name` if no file has it."""
+        if name in self._entries:
+            return self._entries[name].name
+        values = self._scheme.values if self._scheme else ""
+        return self._entries[name + values].name.removesuffix(values) if name in self else name
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Returns the shape of the tensor as it is stored; None if no tensor has exactly this name."""
@@ -118,11 +124,7 @@ class TensorFiles:
         different."""
         if name not in self:
             raise ModelFileError(f"{self.directory}: missing tensor {name}, expected with shape {list(shape)}")
-        try:
-            tensor = self._scheme and self._scheme.find(name, self._view)
-        except QuantizationError as error:
-            raise ModelFileError(f"{self.directory}: {error}") from None
-        if tensor is None:
+        if (tensor := self._quantized(name)) is None:
             if (dtype := self._entries[name].dtype) not in (INTEGERS if integers else FLOATS):
                 floats = "neither a float nor quantised as a supported quantization_config says"
                 problem = "not integers" if integers else floats
@@ -135,11 +137,27 @@ class TensorFiles:
             )
         return tensor[index]
 
+    def tensor(self, name: str) -> Quantized | np.ndarray:
+        """Returns a tensor of the files, whose numbers are not read yet. Raises ModelFileError for quantised numbers
+        without scales and an unknown dtype."""
+        tensor = self._quantized(name)
+        tensor = self._view(name) if tensor is None else tensor
+        if tensor is None:
+            raise ModelFileError(f"{self.directory}: tensor {self.own_name(name)} is {self._entries[name].dtype}")
+        return tensor
+
+    def _quantized(self, name: str) -> Quantized | None:
+        """Returns the tensor if it is quantised, else None."""
+        try:
+            return self._scheme.find(name, self._view) if self._scheme else None
+        except QuantizationError as error:
+            raise ModelFileError(f"{self.directory}: {error}") from None
+
     def _view(self, name: str) -> np.ndarray | None:
         """Maps the full tensor; None if there is none of a known dtype."""
         if (entry := self._entries.get(name)) is None:
             return None
-        dtype = (FLOATS | INTEGERS | CODES).get(entry.dtype)
+        dtype = (FLOATS | INTEGERS | CODES | OTHERS).get(entry.dtype)
         if dtype is None:
             return None
         self.unread.discard(name)

@@ -5,7 +5,10 @@ cache.
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,10 +20,18 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+VOCABULARY_FILES = (
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+)
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 CONFIGURATION = (
     *("config.json", "generation_config.json", *TOKENIZER_FILES),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
-    *("chat_template.jinja", "chat_template.json", *PROCESSOR_FILES),
+    *(*VOCABULARY_FILES, *TEMPLATE_FILES, *PROCESSOR_FILES),
 )
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
@@ -65,6 +76,24 @@ def directory(source: str, *, weights: bool = False, part: Part = "model") -> Pa
             f"{_download(repository)}, or name a model that has safetensors"
         )
     return snapshot
+
+
+def copy_files(source: Path, names: Iterable[str], directory: Path) -> None:
+    """Copies those of the named files that `source` has, byte for byte. Only `auto_map` is left out of configurations:
+    it names Python files, which are never copied."""
+    for name in names:
+        if not (source / name).is_file():
+            continue
+        shutil.copyfile(source / name, directory / name)
+        if name.endswith("_config.json"):
+            keys = json.loads((directory / name).read_text(encoding="utf-8-sig"))
+            if keys.pop("auto_map", None) is not None:
+                write_keys(directory / name, keys)
+
+
+def write_keys(file: Path, keys: dict[str, Any]) -> None:
+    """Writes a JSON file as transformers writes configurations."""
+    file.write_text(json.dumps(keys, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def check_files(source: str, sections: dict | None = None) -> None:

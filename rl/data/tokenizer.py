@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ from rl.config.run import RunConfig
 from rl.data import models, towers
 from rl.errors import ConfigError, ModelError
 from rollout.text.tokenizer import BUILT_IN, load_tokenizer, stop_ids
+
+_CONFIG, _MORE_TEMPLATES = "tokenizer_config.json", "additional_chat_templates"
 
 
 def read_tokenizer(config: RunConfig) -> tuple[Any, tuple[int, ...]]:
@@ -39,6 +44,45 @@ def read_tokenizer(config: RunConfig) -> tuple[Any, tuple[int, ...]]:
         raise ModelError(f"model {config.model.source}: {error}") from None
     except (ValueError, OSError) as error:
         raise ConfigError(f"tokenizer: {error}") from None
+
+
+def write_tokenizer(config: RunConfig, tokenizer: Any, directory: Path) -> None:
+    """Writes the tokenizer of a run into the directory of a model that it trained.
+
+    The files of a tokenizer's directory are copied as they are, since a program that reads them reads their copies. A
+    chat template of the run replaces theirs. A built-in tokenizer, and one whose directory is gone by now, is written
+    in the form of transformers 4, which later versions read too.
+    """
+    options, source = config.tokenizer or TokenizerOptions(), None
+    if options.source not in BUILT_IN:
+        with contextlib.suppress(ModelError):
+            source = models.directory(options.source or config.model.source, part="tokenizer")
+    if source is None or not (source / _CONFIG).is_file():
+        tokenizer.save_pretrained(directory)
+        _as_transformers_4(directory / _CONFIG)
+        return
+    models.copy_files(source, (*models.TOKENIZER_FILES, *models.VOCABULARY_FILES), directory)
+    if options.chat_template is None:
+        models.copy_files(source, models.TEMPLATE_FILES, directory)
+        if (source / _MORE_TEMPLATES).is_dir():
+            shutil.copytree(source / _MORE_TEMPLATES, directory / _MORE_TEMPLATES, dirs_exist_ok=True)
+        return
+    (directory / models.TEMPLATE_FILES[0]).write_text(tokenizer.chat_template, encoding="utf-8")
+    keys = json.loads((directory / _CONFIG).read_text(encoding="utf-8-sig"))
+    if "chat_template" in keys:
+        models.write_keys(directory / _CONFIG, keys | {"chat_template": tokenizer.chat_template})
+
+
+def _as_transformers_4(file: Path) -> None:
+    """Rewrites a tokenizer_config.json of transformers 5, whose class and special tokens transformers 4 does not know."""
+    keys = json.loads(file.read_text(encoding="utf-8"))
+    for key in ("backend", "is_local", "local_files_only"):
+        keys.pop(key, None)
+    if keys.get("tokenizer_class") == "TokenizersBackend":
+        keys["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(keys.get("extra_special_tokens"), list):
+        keys["additional_special_tokens"] = keys.pop("extra_special_tokens")
+    models.write_keys(file, dict(sorted(keys.items())))
 
 
 def _refuse_in_place_of_its_own(tokenizer: Any, name: str, model: str, directory: Path | None) -> None:

@@ -7,9 +7,7 @@ A directory of a model holds files of its processors; a file of configs/models/ 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,6 @@ from rollout.media.item import MediaError
 from rollout.media.processors import Processors, Stored
 from rollout.text import media_tokens as tokens
 from rollout.text.tokenizer import MediaTokens
-
-_TEMPLATE, _OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
 
 
 def stored_processors(model: ModelOptions) -> Stored | None:
@@ -68,16 +64,10 @@ def preset_changes(model: ModelOptions, tokenizer: Any) -> dict[str, Any]:
 
 
 def write_files(model: ModelOptions, tokenizer: Any, directory: Path) -> None:
-    """Completes a saved directory of a model with towers, to which weights and tokenizer have been written.
-
-    The files of its processors come from the model's directory, or from the preset. Ids of placeholders in config.json
-    become those of the tokenizer. Files of a directory that is gone by now are left out.
-    """
-    with contextlib.suppress(ModelError):
-        if (source := models.directory(model.source)) is not None:
-            _copy(source, directory)
-        elif (preset := _preset(model)) is not None:
-            (directory / "processor_config.json").write_text(json.dumps(preset[1], indent=2))
+    """Completes a saved directory of a model with towers, to which weights, tokenizer and the files of a source have
+    been written: with the processor of a preset, and with the tokenizer's ids of placeholders in config.json."""
+    if (preset := _preset(model)) is not None:
+        (directory / "processor_config.json").write_text(json.dumps(preset[1], indent=2))
     file = directory / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     if (changed := config | tokens.ids(config, tokenizer)) != config:
@@ -89,12 +79,3 @@ def _preset(model: ModelOptions) -> tuple[dict[str, Any], dict[str, Any]] | None
     if model.source not in sources.presets():
         return None
     return sources.preset_processor(model.source, model.changes)
-
-
-def _copy(source: Path, directory: Path) -> None:
-    for name in models.PROCESSOR_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
-    # Processors prefer the older file, so it may not stand next to a template that the tokenizer has written.
-    if (source / _OLD_TEMPLATE).is_file() and not (directory / _TEMPLATE).exists():
-        shutil.copyfile(source / _OLD_TEMPLATE, directory / _OLD_TEMPLATE)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl.data.tokenizer import write_tokenizer
 from rl.stages.configured import ConfigProblems
 from rl.stages.preference import batch_of
 from rl.stages.scorers import reward_model_of
@@ -73,10 +74,17 @@ class Stage(StageKind):
         return state, metrics | {"perf/step_tflop": (self.trainer.total_flops - flops_before) / 1e12}
 
     def finish(self, state: RewardModelState, write: Callable[[Path, Callable[[Path], None]], Any]) -> None:
-        export = partial(self.trainer.export, state, self.context.tokenizer)
         with self.context.timeline.span("export", stage=self.name):
-            write(reward_model_of(self.config, self.name), export)
+            write(reward_model_of(self.config, self.name), partial(self._write, state))
         super().finish(state, write)
+
+    def _write(self, state: RewardModelState, directory: Path) -> None:
+        from policy.mesh import processes
+
+        tokenizer = self.context.tokenizer
+        self.trainer.export(state, tokenizer.pad_token_id, directory)
+        if processes.first():
+            write_tokenizer(self.config, tokenizer, directory)
 
     def export(self, directory: Path) -> None:
         from policy.mesh import processes

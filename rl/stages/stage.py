@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl.data import datasets, towers
+from rl.data import datasets, models, towers
+from rl.data.tokenizer import write_tokenizer
+from rl.errors import ModelError
 from rl.reporting.flops import rates
 from rl.stages import generation
 from rl.stages.configured import ConfiguredStage
@@ -313,12 +315,31 @@ class StageKind(ConfiguredStage, ABC):
         self.trainer, self.scorers = None, {}
 
     def export(self, directory: Path) -> None:
-        """Writes the trained weights after the last stage of the run: the policy in Hugging Face form."""
+        """Writes the trained weights after the last stage of the run: the policy in Hugging Face form, with all parts
+        of the model that training started from."""
         import policy
+        from policy.huggingface.tensorfiles import ModelFileError
         from policy.mesh import processes
 
-        policy.save(self.context.model, directory, generation=generation.keys(self.context))
-        if processes.first():
-            self.context.tokenizer.save_pretrained(directory)
-            if self.context.media is not None:
-                towers.write_files(self.config.model, self.context.tokenizer, directory)
+        context, written, source = self.context, generation.keys(self.context), self._source()
+        try:
+            policy.save(context.model, directory, generation=written, source=source)
+        except ModelFileError as error:  # the files of the source have changed since they were read
+            context.events.note(f"export: {error}. Parts of the model that this run did not load are left out")
+            policy.save(policy.Model(context.model.graph, context.model.params), directory, generation=written)
+        if not processes.first():
+            return
+        write_tokenizer(self.config, context.tokenizer, directory)
+        if source is not None:
+            models.copy_files(source, models.PROCESSOR_FILES, directory)
+        if context.media is not None:
+            towers.write_files(self.config.model, context.tokenizer, directory)
+
+    def _source(self) -> Path | None:
+        """Returns the directory of the model that training started from; None if it is gone by now, and for random
+        weights."""
+        try:
+            return models.directory(self.config.model.source, weights=True)
+        except ModelError as error:
+            self.context.events.note(f"export: {error}. Parts of the model that this run did not load are left out")
+            return None

@@ -98,14 +98,12 @@ class RewardModelTrainer(BatchUpdates):
         loss, metrics = self.algorithm.loss(replace(inputs, scores=scores))
         return loss, metrics, aux, None, {}
 
-    def export(self, state: RewardModelState, tokenizer: Any, directory: Path) -> None:
-        """Writes the reward model as transformers stores a sequence classification model, with its tokenizer."""
+    def export(self, state: RewardModelState, pad_id: int | None, directory: Path) -> None:
+        """Writes the reward model as transformers stores a sequence classification model, without a tokenizer."""
         params = dict(state.reward_model.params)
         score, trunk = params.pop(VALUE_HEAD), self.model.trunk
         graph = Graph(sources.trunk(self.graph.config), trunk.runtime, trunk.layout)
-        classification.write(directory, graph, params, score, tokenizer.pad_token_id)
-        if processes.first():
-            tokenizer.save_pretrained(directory)
+        classification.write(directory, graph, params, score, pad_id)
 
 
 def rows_at_a_time(layout: Layout, T: int) -> int:

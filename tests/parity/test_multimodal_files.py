@@ -90,6 +90,26 @@ def test_written_directory(model, tmp_path):
     assert params.keys() == ours.params.keys()
 
 
+def test_a_text_model_is_written_with_the_other_parts_of_its_source(model, tmp_path):
+    """What the files hold of towers stays as it is, also where they are replaced; trained weights are the new ones."""
+    kind, theirs, _ = model
+    source = tmp_path / "model"
+    theirs.save_pretrained(source)
+    before, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    text = policy.load(source)
+    text.params["norm.weight"] += 1
+    policy.save(text, tmp_path / "out", source=source)
+    again, info = type(theirs).from_pretrained(tmp_path / "out", output_loading_info=True, dtype="auto")
+    assert {key: list(value) for key, value in info.items() if value} == {}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+    policy.save(text, source, source=source)
+    for directory in (tmp_path / "out", source):
+        after = load_file(directory / "model.safetensors")
+        assert after.keys() == before.keys()
+        changed = [name for name, array in before.items() if not np.array_equal(array, after[name])]
+        assert len(changed) == 1 and re.fullmatch(r".*model\.norm\.weight", changed[0])
+
+
 def test_text_alone_is_read_without_towers(model, tmp_path):
     kind, theirs, ours = model
     policy.save(ours, tmp_path)
@@ -243,7 +263,7 @@ def omni(thinker):
 
 def test_released_files_of_omni(tmp_path):
     """They hold the thinker under a prefix and in a part of the configuration, next to two models that are not read.
-    What we write is the thinker."""
+    What we write is the thinker, or with a source all of it."""
     thinker = media_oracles.build("Qwen3OmniMoeThinker")
     omni(thinker).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -255,6 +275,12 @@ def test_released_files_of_omni(tmp_path):
     extended = complete | {"duet": {"multi_token_prediction": {"depth": 1}}}
     assert families.read(complete).multi_token_prediction is None
     assert families.read(extended).multi_token_prediction is not None
+    for each in (ours, text):  # with a source, all three models
+        policy.save(each, tmp_path / "complete", source=tmp_path)
+        assert json.loads((tmp_path / "complete" / "config.json").read_text()) == complete
+        copied = load_file(tmp_path / "complete" / "model.safetensors")
+        assert copied.keys() == released.keys()
+        assert all(np.array_equal(copied[name], array) for name, array in released.items())
     policy.save(ours, tmp_path / "ours")
     again, info = type(thinker).from_pretrained(tmp_path / "ours", output_loading_info=True, dtype="auto")
     assert {key: list(value) for key, value in info.items() if value} == {}

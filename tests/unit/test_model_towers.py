@@ -263,24 +263,6 @@ def test_transformers_reads_an_exported_preset(exported, tmp_path):
     assert np.abs(ours - model.logits(expanded.tokens[None])[0]).max() > 1e-2  # the picture matters
 
 
-def test_files_of_processors_follow_a_directory(exported, tmp_path):
-    folder, tokenizer, model = exported
-    source, target = tmp_path / "source", tmp_path / "target"
-    save(model, ModelOptions(source="tiny-vl"), tokenizer, source)
-    stored = json.loads((source / "processor_config.json").read_text())
-    stored["image_processor"]["size"] = {"shortest_edge": 64, "longest_edge": 4096}
-    for name in models.PROCESSOR_FILES:
-        (source / name).write_text(json.dumps(stored))
-    (source / "chat_template.json").write_text(json.dumps({"chat_template": "{{ 'old' }}"}))
-    save(model, ModelOptions(source=str(source)), tokenizer, target)
-    for name in models.PROCESSOR_FILES:
-        assert (target / name).read_bytes() == (source / name).read_bytes()
-    assert not (target / "chat_template.json").exists()  # transformers would prefer it to the run's template
-    assert load_tokenizer(target).chat_template == tokenizer.chat_template
-    save(model, ModelOptions(source=str(tmp_path / "gone")), tokenizer, tmp_path / "rest")
-    assert (tmp_path / "rest" / "config.json").exists()
-
-
 def test_a_template_that_only_processors_read_is_the_tokenizers_too(tmp_path):
     tokenizer = tokenizer_of("tiny-vl")
     tokenizer.chat_template = None

@@ -231,6 +231,50 @@ def test_the_text_model_inside_a_multimodal_one_is_read(directory, prefix):
     refused(directory, f"unexpected tensors {prefix}odd")
 
 
+def test_the_prediction_module_of_a_source_is_kept(directory, tmp_path):
+    """Its own weights are copied. What it holds of embedding and head becomes that of the saved model; tables that
+    follow from the configuration are left out."""
+    layers = len(policy.load(directory).config.layers)
+    module = f"model.layers.{layers}."
+    copies = {
+        f"{module}embed_tokens.weight": "model.embed_tokens.weight",
+        f"{module}shared_head.head.weight": "lm_head.weight",
+    }
+
+    def add(state):
+        state.update({name: state[of] for name, of in copies.items()})
+        state[f"{module}eh_proj.weight"] = np.arange(4, dtype=np.int8)
+        state["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)
+
+    edit_weights(directory, add)
+    model = policy.load(directory)
+    model.params = {path: array + 1 for path, array in model.params.items()}
+    policy.save(model, tmp_path / "out", source=directory)
+    saved = load_file(tmp_path / "out" / model_directory.SINGLE)
+    assert not [name for name in saved if name.startswith(module) or "inv_freq" in name]
+    extra = load_file(tmp_path / "out" / model_directory.MTP_FILE)
+    assert extra.keys() == {*copies, f"{module}eh_proj.weight"}
+    assert extra[f"{module}eh_proj.weight"].tolist() == [0, 1, 2, 3]
+    for name, of in copies.items():
+        np.testing.assert_array_equal(extra[name], saved[of])
+    same_weights(model, policy.load(tmp_path / "out"))
+
+
+def test_another_model_as_source_is_refused_before_anything_is_written(directory, tmp_path):
+    model = policy.load(directory)
+    policy.save(random_model(families.read(configuration("Qwen3"))), tmp_path / "other")
+    with pytest.raises(ValueError, match="describes another model"):
+        policy.save(model, tmp_path / "out", source=tmp_path / "other")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_names_no_python_files_and_one_dtype(directory, tmp_path):
+    edit_config(directory, lambda config: config.update({"auto_map": {"AutoConfig": "a.B"}, "torch_dtype": "bfloat16"}))
+    policy.save(policy.load(directory), tmp_path / "out")
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["dtype"] == "float32" and not {"auto_map", "torch_dtype"} & saved.keys()
+
+
 def test_two_spellings_of_one_tensor_are_refused(directory):
     edit_weights(directory, lambda state: state.update({"language_model.model.norm.weight": np.ones(32, np.float32)}))
     refused(directory, "language_model.model.norm.weight", "are both model.norm.weight")

@@ -299,6 +299,10 @@ def test_a_model_of_int4_experts_loads_as_the_dequantised_one(tmp_path, monkeypa
     policy.save(result, tmp_path / "out")
     assert "quantization" not in (tmp_path / "out" / "config.json").read_text()
     assert_same(expected, policy.load(tmp_path / "out"))
+    policy.save(result, tmp_path / "out", source=tmp_path)  # under the names of the source, and as floats
+    written = load_file(tmp_path / "out" / model_directory.SINGLE)
+    assert {prefix + name for name in dense} == written.keys()
+    assert all(np.array_equal(written[prefix + name], array) for name, array in dense.items())
     name = f"{prefix}model.layers.1.mlp.experts.0.down_proj.weight"
 
     def refused(changes, match):
