@@ -8,6 +8,8 @@ TOKENS = {
     "omni": {"image": "<|image_pad|>", "video": "<|video_pad|>", "audio": "<|audio_pad|>"}
     | {"vision_bos": "<|vision_start|>", "vision_eos": "<|vision_end|>"}
     | {"audio_bos": "<|audio_start|>", "audio_eos": "<|audio_end|>"},
+    "qwen2_5_vl": {"image": "<|image_pad|>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
+    | {"video": "<|video_pad|>"},
     "gemma3": {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"},
     "gemma4": {"boi": "<|image>", "eoi": "<image|>", "image": "<|image|>"}
     | {"boa": "<|audio>", "eoa": "<audio|>", "audio": "<|audio|>"},
@@ -18,6 +20,7 @@ TOKENS = {
 WRITES = {
     "qwen3_vl": ("<|vision_start|><|image_pad|><|vision_end|>", ""),
     "omni": ("<|vision_start|><|image_pad|><|vision_end|>", "<|audio_start|><|audio_pad|><|audio_end|>"),
+    "qwen2_5_vl": ("<|vision_start|><|image_pad|><|vision_end|>", ""),
     "gemma3": ("<start_of_image>", ""),
     "gemma4": ("<|image|>", "<|audio|>"),
     "llama4": ("<|image|>", ""),

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import media_oracles
 from oracles import random_model
 
-SHAPES = {"Qwen3VL": [(4, 6), (2, 2), (6, 4), (2, 8)], "Gemma4": [(4, 6), (2, 2), (6, 4), (2, 8)]}
+SHAPES = {kind: [(4, 6), (2, 2), (6, 4), (2, 8)] for kind in ("Qwen3VL", "Qwen2_5_VL", "Gemma4")}
 
 
 def results(kind: str, mesh) -> tuple:

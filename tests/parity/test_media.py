@@ -127,7 +127,7 @@ def rows_of_hook(documents, spans, table, rng):
 
 
 @pytest.mark.parametrize(
-    "kind", by_kind(("Qwen3VL", "Qwen3VLMoe", "Qwen3OmniMoeThinker", "Llama4"), always=("Qwen3VLMoe",))
+    "kind", by_kind(("Qwen3VL", "Qwen3VLMoe", "Qwen3OmniMoeThinker", "Qwen2_5_VL", "Llama4"), always=("Qwen3VLMoe",))
 )
 def test_rows_of_the_engine_hook_with_pictures_are_the_full_forward_pass(kind, pair):
     """Two requests with pictures, which two calls cut in two; the last tokens are decoded after them."""

@@ -22,3 +22,4 @@ VARIANTS = {
         {"num_key_value_heads": 1, "rope_parameters": LINEAR | {"mrope_section": [1, 1, 2]}},
     )
 }
+PUBLISHED = {"qwen2.5-vl-3b": 3_085_938_688, "qwen2.5-vl-7b": 7_615_616_512}

@@ -16,6 +16,8 @@ from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeat
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.llama4.processing_llama4 import Llama4Processor
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3OmniMoeProcessor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
@@ -54,6 +56,11 @@ def oracle(family, tokens):
     grid, mel = Qwen2VLImageProcessorPil(**GRID), WhisperFeatureExtractor(feature_size=16)
     if family == "qwen3_vl":
         return Qwen3VLProcessor(grid, tokens, video), {"preprocessor_config": stored(grid)}
+    if family == "qwen2_5_vl":  # with the keys of the released files
+        grid = Qwen2VLImageProcessorPil(patch_size=4, min_pixels=64, max_pixels=4096)
+        released = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4}
+        released |= {"min_pixels": 64, "max_pixels": 4096, "processor_class": "Qwen2_5_VLProcessor"}
+        return Qwen2_5_VLProcessor(grid, tokens, video), {"preprocessor_config": released}
     if family == "omni":
         nested = {"image_processor": stored(grid), "feature_extractor": stored(mel)}
         return Qwen3OmniMoeProcessor(grid, video, mel, tokens), {"processor_config": nested}
@@ -141,15 +148,20 @@ def test_sounds_are_expanded_as_transformers_does(family, tmp_path):
     assert expanded.index.max() + 1 == sum(item.rows for item in expanded.items)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
-def test_positions_are_those_of_transformers(family, tmp_path):
-    _, tokens, ours, theirs = family
+@pytest.mark.parametrize(
+    ("family", "theirs"),
+    [("qwen3_vl", Qwen3VLModel), ("qwen2_5_vl", Qwen2_5_VLModel)],
+    indirect=["family"],
+)
+def test_positions_are_those_of_transformers(family, theirs, tmp_path):
+    _, tokens, ours, _ = family
     expanded = expand(tokens, CONVERSATION, references(tmp_path), ours)
     grids = torch.tensor([[1, *item.shape] for item in expanded.items])
-    model = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
-    model.get_vision_position_ids = functools.partial(Qwen3VLModel.get_vision_position_ids, model)
+    vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=4)
+    model = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+    model.get_vision_position_ids = functools.partial(theirs.get_vision_position_ids, model)
     kinds = torch.tensor(expanded.index >= 0).int()[None]
-    turns, delta = Qwen3VLModel.get_rope_index(model, torch.tensor(expanded.tokens)[None], kinds, grids)
+    turns, delta = theirs.get_rope_index(model, torch.tensor(expanded.tokens)[None], kinds, grids)
     np.testing.assert_array_equal(expanded.turns, turns[:, 0].T)
     assert expanded.delta == int(delta) < 0 and expanded.until is None
 

@@ -24,7 +24,7 @@ from rollout.media.expand import Expanded
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-SHAPES = {"Qwen3VL": [(4, 6), (2, 2)], "Qwen3VLMoe": [(4, 6), (2, 2)], "Gemma3": [(6, 6), (6, 6)]}
+SHAPES = {kind: [(4, 6), (2, 2)] for kind in ("Qwen3VL", "Qwen3VLMoe", "Qwen2_5_VL")} | {"Gemma3": [(6, 6), (6, 6)]}
 CLOSE = 2e-5
 
 
@@ -107,7 +107,9 @@ def case(kind: str) -> Case:
     return Case(kind, model, documents, answers, batch)
 
 
-KINDS = pytest.mark.parametrize("kind", ["Qwen3VL", pytest.param("Gemma3", marks=pytest.mark.slow)])
+KINDS = pytest.mark.parametrize(
+    "kind", ["Qwen3VL", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Gemma3", "Qwen2_5_VL"))]
+)
 
 
 @KINDS

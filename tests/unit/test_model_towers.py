@@ -26,6 +26,8 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz ?#CDEFGAB"
 PRESETS = [name for name in sources.presets() if sources.preset_processor(name)]
 # Parameters with towers, as the classes of transformers count them: pinned, so that a changed number of a preset is seen.
 PUBLISHED = {
+    "qwen2.5-vl-3b": 3_754_622_976,
+    "qwen2.5-vl-7b": 8_292_166_656,
     "qwen3-vl-2b": 2_127_532_032,
     "qwen3-vl-8b": 8_767_123_696,
     "qwen3-vl-30b-a3b": 31_070_754_032,
