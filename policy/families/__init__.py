@@ -23,9 +23,9 @@ Optional:
 - TOWERS: the name table of each tower, by that field.
 - MULTIMODAL: pairs as in WRAPPED, for the files of a model with its towers; the first that fits is taken.
 
-A multimodal configuration has a `text_config`, or is flat: the keys of its text model next to `vision_config`. One with
-a `text_config` of another family is read as its text model. ARCHITECTURES then also
-holds the wrapper's class, after the text classes, which are in the order of their MODEL_TYPES.
+A multimodal configuration has a `text_config`, or is flat: the keys of its text model stand next to `vision_config`. One
+with a `text_config` and a family without WRAPPED is read as its text model. ARCHITECTURES then also holds the wrapper's
+class, after the text classes, which are in the order of their MODEL_TYPES.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """The vision tower of Qwen2.5-VL.
 
-R pictures, N patches, D width of the tower, H heads, d their dimension, M rows, E hidden size of the decoder, S patches
-of a complete window, n groups of S patches.
+R pictures, N patches, D width of the tower, H heads, d their dimension, M rows, E hidden size of the decoder, n groups of
+the patches of a picture.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from policy.attention.dot_product_attention import Mask, attend
+from policy.attention.dot_product_attention import Mask, attend, in_chunks, of_chunks
 from policy.cache.layer_cache import Visible
 from policy.cache.step import Step
 from policy.config import Norm, Runtime
@@ -50,9 +51,12 @@ class WindowBlock(Projections):
             self.add(rngs, name, ((D,), (I,)), (("embed",), ("mlp",)), bias=True)
         self.add(rngs, "down", ((I,), (D,)), (("mlp",), ("embed",)), bias=True)
 
-    def __call__(self, x_RND: jax.Array, full, windows_RN: jax.Array, turn, runtime: Runtime) -> jax.Array:
-        """Returns x_RND after the block. `full`: whether patches attend to all of their picture or to their window;
-        `windows` are their windows, in ascending order, 0 for padding. `turn` rotates queries and keys [R, H, N, d]."""
+    def __call__(
+        self, x_RND: jax.Array, full: jax.Array, windows_RN: jax.Array, turn: Callable, runtime: Runtime
+    ) -> jax.Array:
+        """Returns x_RND after the block. `full`: patches attend to all of their picture, else to their window.
+        `windows` are those of the patches, in ascending order, 0 for padding. `turn` rotates queries and keys [R, H, N,
+        d]."""
         h = self.input_norm(x_RND)
         q, k, v = (jnp.swapaxes(self.project(h, name, runtime), 1, 2) for name in "qkv")
         q, k = (checkpoint_name(turn(a), name) for a, name in ((q, "query_proj"), (k, "key_proj")))
@@ -121,7 +125,7 @@ class WindowVisionTower(Projections):
         return jnp.argsort(jnp.where(squares > 0, squares, windows_RN.shape[1] + 1), axis=1)
 
     def _sorted(self, a: jax.Array, order_RM: jax.Array) -> jax.Array:
-        """Returns patches [R, N, ...] in an order of their squares."""
+        """Returns an array of patches [R, N, ...] in this order of their squares."""
         squares = a.reshape(a.shape[0], -1, self.spec.merge**2, *a.shape[2:])
         index = order_RM.reshape(*order_RM.shape, *(1,) * (squares.ndim - 2))
         return jnp.take_along_axis(squares, index, axis=1).reshape(a.shape)
@@ -135,24 +139,28 @@ def window_attention(
     Patches are in the order of their windows, 0 is padding, and a window has at most `size` patches. So the window of a
     patch ends in its group of `size` patches or in one of the two groups next to it."""
     R, H, N, d = q_RHNd.shape
-
-    def groups(a: jax.Array, axis: int, around: int) -> jax.Array:
-        """Cuts an axis into n groups, each with `around` groups on each side, and makes them items: [R n, ...]."""
-        pads = [(0, 0)] * a.ndim
-        pads[axis] = (around * size, around * size - N % -size)
-        a = jnp.pad(a, pads)
-        count = -(-N // size)
-        parts = [
-            jax.lax.slice_in_dim(a, i * size, (i + count) * size, axis=axis).reshape(
-                *a.shape[:axis], count, size, *a.shape[axis + 1 :]
-            )
-            for i in range(2 * around + 1)
-        ]
-        a = jnp.moveaxis(jnp.concatenate(parts, axis=axis + 1), axis, 1)
-        return a.reshape(-1, *a.shape[2:])
-
-    q, (k, v) = groups(q_RHNd, 2, 0), (groups(a, 2, 1) for a in (k_RHNd, v_RHNd))
-    own, near = groups(windows_RN, 1, 0), groups(windows_RN, 1, 1)
+    q = _groups(q_RHNd, size, 2)
+    k, v = (_with_neighbours(a, size, 2) for a in (k_RHNd, v_RHNd))
+    own, near = _groups(windows_RN, size, 1), _with_neighbours(windows_RN, size, 1)
     mask = Mask(Step(jnp.zeros_like(own), own), Visible({}, jnp.zeros_like(near), near))
     out = attend(q, k, v, mask, chunk).reshape(R, -1, H, size, d)
-    return jnp.moveaxis(out, 1, 2).reshape(R, H, -1, d)[:, :, :N]
+    return of_chunks(jnp.moveaxis(out, 1, 0), 2)[:, :, :N]
+
+
+def _groups(a: jax.Array, size: int, axis: int) -> jax.Array:
+    """Returns the n groups of `size` entries of an axis as items, [R n, ...]. The last one is padded."""
+    return _items(in_chunks(a, size, axis))
+
+
+def _with_neighbours(a: jax.Array, size: int, axis: int) -> jax.Array:
+    """Returns each group of `size` entries of an axis between the one before it and the one after it, [R n, ...]; zeros
+    where there is none."""
+    groups = in_chunks(a, size, axis)
+    padded = jnp.pad(groups, [(1, 1)] + [(0, 0)] * a.ndim)
+    return _items(jnp.concatenate([padded[:-2], groups, padded[2:]], axis=axis + 1))
+
+
+def _items(groups: jax.Array) -> jax.Array:
+    """Joins the axis of groups, which is the first one, and that of items."""
+    groups = jnp.moveaxis(groups, 0, 1)
+    return groups.reshape(-1, *groups.shape[2:])

@@ -12,10 +12,12 @@ from policy.media import Encoder, GridVision, padded_inputs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-SHAPES = {"Qwen3VL": [(4, 6), (2, 2), (4, 6), (10, 8)], "Gemma4": [(4, 6), (2, 2)], "Gemma3": [(6, 6)] * 2}
+SHAPES = {kind: [(4, 6), (2, 2), (4, 6), (10, 8)] for kind in ("Qwen3VL", "Qwen2_5_VL")}
+SHAPES |= {"Gemma4": [(4, 6), (2, 2)], "Gemma3": [(6, 6)] * 2}
+KINDS = ["Qwen3VL", "Gemma4", "Gemma3", pytest.param("Qwen2_5_VL", marks=pytest.mark.every_family)]
 
 
-@pytest.fixture(scope="module", params=["Qwen3VL", "Gemma4", "Gemma3"])
+@pytest.fixture(scope="module", params=KINDS)
 def case(request):
     model = random_policy(request.param)
     return model, MediaEncoder(model.graph), drawn(model.config.image, SHAPES[request.param])
