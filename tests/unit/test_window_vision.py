@@ -12,6 +12,8 @@ from policy.huggingface.config_fields import UnsupportedModel
 from policy.towers.blocks import within
 from policy.towers.window_vision import window_attention
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.mark.parametrize(
     ("windows", "length", "size"),
@@ -31,7 +33,7 @@ def test_attention_in_windows_equals_attention_under_a_mask(windows, length, siz
     groups = np.zeros((2, length), np.int32)
     groups[0, : len(first)] = first
     groups[1, :1] = 1  # another picture
-    q, k, v, factors = (jnp.asarray(rng.normal(size=(2, 3, length, 4)), jnp.float32) for _ in range(4))
+    q, k, v, factors = (rng.normal(size=(2, 3, length, 4)).astype(np.float32) for _ in range(4))
     real = (groups > 0)[:, None, :, None]
 
     def by_mask(q, k, v):
@@ -40,10 +42,14 @@ def test_attention_in_windows_equals_attention_under_a_mask(windows, length, siz
     def by_groups(q, k, v):
         return jnp.where(real, window_attention(q, k, v, jnp.asarray(groups), size, 64), 0)
 
-    expected, ours = (
-        jax.value_and_grad(lambda *a, of=of: ((of(*a) * factors).sum(), of(*a)), (0, 1, 2), has_aux=True)(q, k, v)
-        for of in (by_mask, by_groups)
-    )
+    def of(attention):
+        def loss(q, k, v):
+            out = attention(q, k, v)
+            return (out * factors).sum(), out
+
+        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+
+    expected, ours = jax.jit(lambda: (of(by_mask), of(by_groups)))()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=0), ours, expected)
 
 
