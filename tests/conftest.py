@@ -135,6 +135,17 @@ def pytest_runtestloop(session):
     return True
 
 
+@pytest.fixture(autouse=True, scope="session")
+def torch_for_all():
+    """Some tests of a process run `rl generate`, which leaves torch out of transformers; others compare with its
+    models."""
+    from rl.commands import environment
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "leave_torch_out", lambda: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def few_programs():
     """Linux lets a process map 65,530 pieces of memory; every compiled program takes some, and past the limit XLA

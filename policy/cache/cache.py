@@ -153,6 +153,26 @@ def _empty(spec: LayerSpec, config: DecoderConfig, leading: tuple[int, int], sto
     return {name: array(entry) for name, entry in stored_entries(spec, config, *options).items()}
 
 
+def has_pools(cache: Any) -> bool:
+    """Returns whether entries of the cache lie in pages."""
+    return any(isinstance(leaf, Pool) for leaf in jax.tree.leaves(cache, is_leaf=lambda leaf: isinstance(leaf, Pool)))
+
+
+def unrolled(cache: tuple) -> tuple:
+    """Returns a scanned cache without pools as an unrolled one, with one part per repeat."""
+
+    def parts(stack: tuple) -> tuple:
+        repeats = len(jax.tree.leaves(stack)[0])
+        return tuple(jax.tree.map(lambda array, r=r: array[r : r + 1], stack[0]) for r in range(repeats))
+
+    return tuple(map(parts, cache))
+
+
+def scanned(cache: tuple) -> tuple:
+    """Returns an unrolled cache without pools as a scanned one; undoes `unrolled`."""
+    return tuple((jax.tree.map(lambda *parts: jnp.concatenate(parts), *stack),) for stack in cache)
+
+
 class Drafts(NamedTuple):
     """The state that drafting needs in addition to the decoder's cache.
 

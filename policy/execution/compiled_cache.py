@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,6 +55,8 @@ class CompiledCache:
     A call compiles when jit would: once for each kind of arguments (shapes, dtypes and shardings of all arrays). A
     caller whose programs differ in one known shape uses `run`, which looks at no argument.
 
+    A program may be compiled in the background; a call that needs it waits.
+
     memory: the memory of each program, by its shape. For calls, the shape of a program is the result of `shape_of`; by
     default the shape of the first array of the second argument, which follows the weights.
     """
@@ -63,6 +66,7 @@ class CompiledCache:
         self.jitted, self._platform = jitted, platform
         self._shape_of = shape_of or _shape_of_second
         self._compiled: dict[tuple, Callable] = {}
+        self._in_background: dict[Shape, Future] = {}
         self._lock = threading.Lock()
         self.memory: dict[Shape, Memory | None] = {}
 
@@ -96,9 +100,18 @@ class CompiledCache:
         """Computes the function with the program of this shape. The first call with a shape compiles the program for
         its arguments."""
         compiled = self._compiled.get(shape)
+        if compiled is None and shape in self._in_background:
+            compiled = self._in_background.pop(shape).result()
         if compiled is None:
             compiled = self._compile(shape, shape, arguments, {})
         return compiled(*arguments)
+
+    def compile_in_background(self, pool: Executor, shape: Shape, arguments: tuple) -> None:
+        """Starts to compile the program of this shape for abstract arguments, if it is not compiled yet. It is traced
+        here: settings of jax may belong to this thread."""
+        if shape not in self._compiled and shape not in self._in_background:
+            lowered = self.lower(*arguments)
+            self._in_background[shape] = pool.submit(self._compile, shape, shape, arguments, {}, lowered)
 
     def compile_shape(self, shape: Shape, arguments: tuple, lowered: jax.stages.Lowered) -> None:
         """Compiles the program of this shape for abstract arguments. Threads may do so at the same time."""

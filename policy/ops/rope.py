@@ -12,42 +12,55 @@ import numpy as np
 from policy.config import LinearScaling, Llama3Scaling, LongRope, ProportionalScaling, Rope, YarnScaling
 
 
+def wavelengths(theta: float, dim: int) -> np.ndarray:
+    """Computes theta^(2i / dim), float32[dim / 2]: how many positions each pair takes for one radian.
+
+    Exponents, powers and what follows from them are rounded to float32 one by one, as in transformers and in the
+    engines that models were trained with. At position 100,000 the last bit of a frequency turns a pair by 1e-2.
+    """
+    exponents = np.arange(0, dim, 2).astype(np.float32) / np.float32(dim)
+    return np.power(theta, exponents.astype(np.float64)).astype(np.float32)
+
+
 def frequencies(rope: Rope, longest: int | jax.Array | None = None) -> np.ndarray | jax.Array:
     """Computes the angle per position of each rotated pair, float32[dim / 2]. `longest`: the tokens of the longest
     sequence, which LongRoPE needs."""
-    base = rope.theta ** (-np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
+    lengths = wavelengths(rope.theta, rope.dim)
+    base = 1 / lengths
     match rope.scaling:
         case None:
-            scaled = base
+            return base
         case LinearScaling(factor):
-            scaled = base / factor
+            return base / np.float32(factor)
         case Llama3Scaling():
-            scaled = _llama3(base, rope.scaling)
+            return _llama3(base, rope.scaling)
         case YarnScaling():
-            scaled = _yarn(base, rope, rope.scaling)
+            return _yarn(lengths, rope, rope.scaling)
         case ProportionalScaling(fraction, factor):
             turning = np.arange(rope.dim // 2) < int(fraction * rope.dim // 2)
-            scaled = np.where(turning, base / factor, 0.0)
+            return np.where(turning, base / np.float32(factor), np.float32(0))
         case LongRope(short, long, original):
             assert longest is not None, "LongRoPE chooses its factors by the longest sequence"
-            sets = [(base / np.asarray(factors)).astype(np.float32) for factors in (short, long)]
+            sets = [1 / (np.asarray(factors, np.float32) * lengths) for factors in (short, long)]
             if isinstance(longest, int):
                 return sets[longest > original]
             return jnp.where(longest > original, sets[1], sets[0])
-    return scaled.astype(np.float32)
 
 
 def _llama3(base: np.ndarray, s: Llama3Scaling) -> np.ndarray:
     """Divides low frequencies by the factor, keeps high ones and interpolates those between."""
-    wavelength = 2 * math.pi / base
+    wavelength = np.float32(2 * math.pi) / base
+    divided = base / np.float32(s.factor)
     longest, shortest = s.original_max_position / s.low_freq_factor, s.original_max_position / s.high_freq_factor
-    span = s.high_freq_factor - s.low_freq_factor
-    smooth = (s.original_max_position / wavelength - s.low_freq_factor) / span if span else np.zeros_like(base)
-    between = (1 - smooth) * base / s.factor + smooth * base
-    return np.where(wavelength < shortest, base, np.where(wavelength > longest, base / s.factor, between))
+    span = np.float32(s.high_freq_factor - s.low_freq_factor)
+    smooth = (
+        (np.float32(s.original_max_position) / wavelength - np.float32(s.low_freq_factor)) / span if span else 0 * base
+    )
+    between = (1 - smooth) * divided + smooth * base
+    return np.where(wavelength < shortest, base, np.where(wavelength > longest, divided, between))
 
 
-def _yarn(base: np.ndarray, rope: Rope, s: YarnScaling) -> np.ndarray:
+def _yarn(lengths: np.ndarray, rope: Rope, s: YarnScaling) -> np.ndarray:
     """NTK-by-parts (arXiv 2309.00071): keeps high frequencies and divides low ones."""
 
     def dimension(rotations: float) -> float:
@@ -59,8 +72,9 @@ def _yarn(base: np.ndarray, rope: Rope, s: YarnScaling) -> np.ndarray:
     low, high = max(low, 0), min(high, rope.dim - 1)
     if low == high:
         high += 0.001
-    ramp = np.clip((np.arange(rope.dim // 2) - low) / (high - low), 0, 1)
-    return base * (1 - ramp) + base / s.factor * ramp
+    pairs = np.arange(rope.dim // 2).astype(np.float32)
+    kept = 1 - np.clip((pairs - np.float32(low)) / np.float32(high - low), 0, 1)
+    return 1 / (np.float32(s.factor) * lengths) * (1 - kept) + 1 / lengths * kept
 
 
 def rotation(

@@ -25,7 +25,7 @@ from policy.mesh.sharding import constrain
 from policy.ops.linear import linear
 from policy.ops.norms import MeanNorm
 from policy.ops.parameter import Constant, normal, weight, zeros
-from policy.ops.rope import rotate
+from policy.ops.rope import rotate, wavelengths
 from policy.remat import checkpointed, saved
 
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
@@ -143,8 +143,7 @@ def grid_positions(shape_R2: jax.Array, length: int, merge: int = 1) -> tuple[ja
 
 def axis_angles(positions_RN: jax.Array, dim: int, theta: float) -> jax.Array:
     """Computes position * theta^(-2i/dim), float32[R, N, dim / 2]: the angles of one axis of a grid."""
-    frequencies = (theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)).astype(np.float32)
-    return positions_RN[..., None].astype(jnp.float32) * frequencies
+    return positions_RN[..., None].astype(jnp.float32) * (1 / wavelengths(theta, dim))
 
 
 def turn_by(angles_RNd: jax.Array, *, interleaved: bool = False) -> Callable[[jax.Array], jax.Array]:

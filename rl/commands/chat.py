@@ -7,8 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from rewards.text import for_terminal
-from rl.commands import sampled_model
-from rl.commands.environment import choose_platform, default_program_cache, use_program_cache
+from rl.commands import environment, sampled_model
 from rl.errors import ConfigError, ModelError
 
 SUMMARY = "talk with a model"
@@ -26,8 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Answers the lines of standard input, each as the next turn of a conversation."""
-    choose_platform(arguments.platform)
-    use_program_cache(default_program_cache())
+    environment.choose_platform(arguments.platform)
+    environment.use_program_cache(environment.default_program_cache())
+    environment.leave_torch_out()
     from rl.run.health import devices
     from rollout import Generator
     from rollout.text.chat import render_prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import sys
@@ -25,6 +26,19 @@ def choose_platform(platform: str) -> None:
     os.environ["JAX_PLATFORMS"] = _PLATFORMS[platform]
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", _PLATFORMS[platform])
+
+
+def leave_torch_out() -> None:
+    """Imports transformers as on a machine without torch: its tokenizers do not need torch, whose import takes longer
+    than all others of a text model. For processes that run no code of the user, who may have models of torch."""
+    if "transformers" in sys.modules:
+        return
+    real = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, package=None: None if name == "torch" else real(name, package)
+    try:
+        import transformers  # noqa: F401  # it looks for torch once
+    finally:
+        importlib.util.find_spec = real
 
 
 def use_program_cache(directory: str | None) -> None:

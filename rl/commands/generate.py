@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rl.commands import sampled_model
-from rl.commands.environment import choose_platform, default_program_cache, use_program_cache
+from rl.commands import environment, sampled_model
 from rl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -47,8 +46,9 @@ def run(arguments: argparse.Namespace) -> None:
     A line holds `prompt`, `sample`, `completion`, `tokens`, `logprobs` and `finish`. The lines of a prompt are written
     as soon as it and all prompts before it are complete.
     """
-    choose_platform(arguments.platform)
-    use_program_cache(default_program_cache())
+    environment.choose_platform(arguments.platform)
+    environment.use_program_cache(environment.default_program_cache())
+    environment.leave_torch_out()
     from rl.data import prompts
     from rl.data.encoding import ExampleEncoder
     from rl.data.media import processors_of

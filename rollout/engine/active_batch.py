@@ -81,6 +81,14 @@ class ActiveBatch:
         rows = self._cache_manager.num_shards * max(Counter(map(self._cache_manager.shard_of, slots)).values())
         return next(size for size in self._geometry.batch_sizes if size >= rows)
 
+    def expect(self, running: Mapping[int, Request], params: dict[str, Any]) -> None:
+        """Starts to compile the decode of the slots that run, which follows their prefill. Prompts with pictures may
+        need another program, by the positions of their tokens."""
+        if not running or any(request.media is not None for request in running.values()):
+            return
+        width = max(len(request.params.stop_token_ids) for request in running.values())
+        self._runner.expect_decode(params, self.size_for(list(running)), stop_width(width))
+
     def prepare(self, running: Mapping[int, Request], decoding: Sequence[int], *, changed: bool) -> bool:
         """Makes a batch of the slots `decoding`, some of the slots that run.
 

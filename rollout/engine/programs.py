@@ -247,7 +247,19 @@ class DecoderPrograms:
     def _fill(self, params, cache, tokens_PC, step: Step, lengths):
         """Returns the cache of P rows after the forward pass of their tokens."""
         with self.graph.precision():
-            return modes.prefill(self.graph.decoder(params), tokens_PC, step, cache, self.graph.runtime)
+            decoder = self.graph.decoder(params)
+            after = modes.prefill(decoder, tokens_PC, step, self.to_prefill(cache), self.graph.runtime)
+            return self.to_decode(after)
+
+    def to_prefill(self, cache: tuple) -> tuple:
+        """Returns the decoder's cache of some rows in the form of prefill calls. They scan the layers on CPU too: the
+        program compiles in half the time and runs as fast, since products of many tokens take longer than copies of
+        weights. Pools of pages are not copied for it."""
+        return cache if self.scan or caches.has_pools(cache) else caches.scanned(cache)
+
+    def to_decode(self, cache: tuple) -> tuple:
+        """Returns the decoder's cache of some rows in the form of a decode; undoes `to_prefill`."""
+        return cache if self.scan or caches.has_pools(cache) else caches.unrolled(cache)
 
     def copy_rows(self, cache, pairs, count):
         """Returns the cache after copying row pairs[i, 0] to row pairs[i, 1] for the first `count` pairs in order."""

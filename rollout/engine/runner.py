@@ -243,6 +243,17 @@ class ModelRunner:
             self._report_late(name, shape)
         return block_on_cpu_mesh(executable.run(shape, *arguments), self.graph.layout)
 
+    def expect_decode(self, params: dict[str, Any], rows: int, stop_width: int) -> None:
+        """Starts to compile the decode of so many rows, while the program before it is compiled and runs."""
+        if self.compiled_ahead or (rows, stop_width) in self.executables["decode"].shapes:
+            return
+        arguments = decode_inputs(self, params, rows, stop_width)
+        self.executables["decode"].compile_in_background(self._pool, (rows, stop_width), arguments)
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="compilation")
+
     def _report_late(self, name: str, shape: tuple[int, ...]) -> None:
         subject = " x ".join(map(str, shape)) or "its cache"
         message = f"the generator's program {name} for {subject} was not compiled ahead"
@@ -307,20 +318,12 @@ def program_inputs(
     """
     cache, geometry = runner.abstract_cache, runner.geometry
     slots, width, page_size = geometry.slots, geometry.table_width, runner.options.page_size
-
-    def batch_cache(rows: int):
-        return _abstract(jax.eval_shape(runner.executables["gather"].jitted, cache, _int32(rows)), runner.graph.layout)
-
-    def decoded_cache(rows: int):
-        return cache if rows == slots or not geometry.copies_batch else batch_cache(rows)
-
     for s in geometry.batch_sizes:
         for stops in stop_widths:
-            state = _state(runner, s, stops)
-            inputs = params | _value_head(runner), decoded_cache(s)
-            yield ("decode", s, stops), (*inputs, state, _int32(2))
+            weights, decoded, state, limits = decode_inputs(runner, params, s, stops)
+            yield ("decode", s, stops), (weights, decoded, state, limits)
             if media_rows and runner.graph.config.has_sections:
-                yield ("decode", s, stops, DELTAS), (*inputs, replace(state, deltas=state.token), _int32(2))
+                yield ("decode", s, stops, DELTAS), (weights, decoded, replace(state, deltas=state.token), limits)
     entries = longest - 1  # the last token of a prompt is not prefilled: decoding feeds it
     # "extend" computes what follows a first chunk or a shared prefix, which have at least so many entries.
     shortest_start = min(prefix_index.MIN_SHARED_TOKENS, runner.chunk, *(() if width is None else (page_size,)))
@@ -337,15 +340,32 @@ def program_inputs(
     batches = geometry.batch_sizes[:-1] if geometry.copies_batch else ()
     for s in sorted({*batches, *(() if geometry.supports_truncation else (1,))}):
         yield ("gather", s), (cache, _int32(s))
-        yield ("scatter", s), (cache, batch_cache(s), _int32(s))
+        yield ("scatter", s), (cache, _batch_cache(runner, s), _int32(s))
     if geometry.copies_rows:
         yield ("copy",), (cache, _int32(slots, 2), _int32())
     if width is not None:
         yield ("copy_pages",), (cache, _int32(slots), _int32(slots))
     if runner.records_routes:
         for s in geometry.batch_sizes if geometry.copies_batch else (slots,):
-            yield ("routes", s), (decoded_cache(s), _int32(), None if width is None else _int32(width))
+            yield ("routes", s), (_decoded_cache(runner, s), _int32(), None if width is None else _int32(width))
     yield ("empty",), ()
+
+
+def decode_inputs(runner: ModelRunner, params: dict[str, Any], rows: int, stop_width: int) -> tuple:
+    """Returns the abstract arguments of a decode of so many rows."""
+    return params | _value_head(runner), _decoded_cache(runner, rows), _state(runner, rows, stop_width), _int32(2)
+
+
+def _decoded_cache(runner: ModelRunner, rows: int) -> Any:
+    """Returns the abstract cache of a decode: that of all slots, or of a batch that was copied from it."""
+    geometry = runner.geometry
+    own = rows == geometry.slots or not geometry.copies_batch
+    return runner.abstract_cache if own else _batch_cache(runner, rows)
+
+
+def _batch_cache(runner: ModelRunner, rows: int) -> Any:
+    gather = runner.executables["gather"].jitted
+    return _abstract(jax.eval_shape(gather, runner.abstract_cache, _int32(rows)), runner.graph.layout)
 
 
 def _media(runner: ModelRunner, P: int, C: int, M: int) -> MediaInputs:

@@ -110,7 +110,7 @@ class SpeculativePrograms(DecoderPrograms):
         layers = []
         with self.graph.precision():
             decoder = self.graph.decoder(params)
-            _, main, aux = decoder(tokens_PC[:, :C], step, main, runtime)
+            _, main, aux = decoder(tokens_PC[:, :C], step, self.to_prefill(main), runtime)
             assert aux.mtp_input is not None, "the decoder of a model with prediction modules returns their input"
             read = aux.mtp_input
             for k in range(1, self.lookahead_tokens + 1):
@@ -121,7 +121,7 @@ class SpeculativePrograms(DecoderPrograms):
                 assert layer is not None, "a module that has a cache returns it"
                 layers.append(layer.arrays)
             hidden = _slide(drafts.hidden[0, :, 0], aux.mtp_input, step.segments.sum(axis=1))
-        return main, Drafts(tuple(layers), hidden[None, :, None])
+        return self.to_decode(main), Drafts(tuple(layers), hidden[None, :, None])
 
     def routes(self, cache, row, pages_M):
         return super().routes(cache[0], row, pages_M)

@@ -38,5 +38,8 @@ def test_frequencies(name, head_dim):
     keys = {"head_dim": head_dim, "rope_parameters": SETTINGS[name], "max_position_embeddings": 16384}
     expected, factor = ROPE_INIT_FUNCTIONS[SETTINGS[name]["rope_type"]](LlamaConfig(**keys))
     rope = families.read(configuration("Llama", **keys)).layers[0].mixer.rope
-    np.testing.assert_allclose(frequencies(rope), expected.numpy(), rtol=1e-5)
+    ours = frequencies(rope)
+    assert isinstance(ours, np.ndarray) and ours.dtype == np.float32
+    np.testing.assert_allclose(ours, expected.numpy(), rtol=4e-7)
+    assert (ours == expected.numpy()).mean() > 0.9  # powers of torch are rounded in another way here and there
     assert getattr(rope.scaling, "attention_factor", 1.0) == pytest.approx(factor, rel=1e-6)

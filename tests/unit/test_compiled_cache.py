@@ -1,5 +1,8 @@
 """Programs that are compiled once for each kind of arguments and then called."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,3 +56,19 @@ def test_a_call_runs_what_was_compiled_for_its_arguments():
     assert cache.number == 1 and cache.shapes == ((3, 0),)
     cache(rows, rows)
     assert cache.number == 2 and cache.shapes == ((3, 0), (3, 1))
+
+
+def test_a_call_waits_for_its_program_that_is_compiled_in_the_background():
+    """One thread is busy until the call, so that the program cannot be compiled before."""
+    traced, go_on = [], threading.Event()
+    cache = CompiledCache(jax.jit(lambda x: traced.append(x.shape) or x + 1), "cpu")
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pool.submit(go_on.wait)
+        for _ in range(2):
+            cache.compile_in_background(pool, (3,), (jax.ShapeDtypeStruct((3,), np.float32),))
+        assert cache.number == 0 and cache.shapes == ()
+        threading.Timer(0.1, go_on.set).start()
+        assert cache.run((3,), np.ones(3, np.float32)).tolist() == [2, 2, 2]
+        cache.compile_in_background(pool, (3,), (jax.ShapeDtypeStruct((3,), np.float32),))
+        assert cache.run((3,), np.zeros(3, np.float32)).tolist() == [1, 1, 1]
+    assert traced == [(3,)] and cache.shapes == ((3,),)

@@ -3,6 +3,8 @@
 import io
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -10,7 +12,7 @@ import policy
 from policy.huggingface import sources
 from rl.commands import cli
 from rollout import Generator, SamplingParams
-from rollout.text.tokenizer import load_tokenizer
+from rollout.text.tokenizer import byte_level, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -144,3 +146,17 @@ def test_a_directory_without_a_model_is_refused(tmp_path, capsys):
     assert rl("generate", tmp_path, "--prompts", tmp_path / "p.txt") == 4
     assert "no config.json there" in capsys.readouterr().err
     assert rl("generate", tmp_path, "--prompts", tmp_path / "missing.txt") == 3
+
+
+def test_tokenizers_are_read_without_torch(tmp_path):
+    """In a process of its own: others of these tests need torch."""
+    pytest.importorskip("torch", reason="there is nothing to leave out")
+    byte_level().save_pretrained(tmp_path)
+    code = (
+        "import sys; from rl.commands.environment import leave_torch_out; leave_torch_out()\n"
+        "from rollout.text.tokenizer import load_tokenizer\n"
+        f"assert load_tokenizer({str(tmp_path)!r}).eos_token_id and 'torch' not in sys.modules\n"
+        "import torch"  # for whoever needs it
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -62,6 +62,9 @@ class Simulation:
     def empty(self):
         return ((),) * self.slots
 
+    def expect_decode(self, params, rows, stop_width):
+        """There is nothing to compile."""
+
     def refusal(self, request):
         return request.refusal(self.vocab_size, self.max_length)
 
