@@ -111,6 +111,7 @@ class SpeculativePrograms(DecoderPrograms):
         with self.graph.precision():
             decoder = self.graph.decoder(params)
             _, main, aux = decoder(tokens_PC[:, :C], step, self.to_prefill(main), runtime)
+            assert main is not None, "a call with a cache returns it"
             assert aux.mtp_input is not None, "the decoder of a model with prediction modules returns their input"
             read = aux.mtp_input
             for k in range(1, self.lookahead_tokens + 1):
