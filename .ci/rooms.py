@@ -46,7 +46,7 @@ FIELDS = ("names", "config_fields", "extensions", "nearest", "ngrams", "stored_n
 # the directories that they describe, and a model holds its scoring programs.
 DEEPER = {
     "rl.data.tasks": "tasks",
-    **dict.fromkeys((f"policy.huggingface.{n}" for n in FIELDS), "fields"),
+    **dict.fromkeys(("policy.field_types", *(f"policy.huggingface.{n}" for n in FIELDS)), "fields"),
     **dict.fromkeys(("policy.execution.compiled_cache", "policy.execution.scoring"), "programs"),
 }
 _START, _END = "<!-- rooms: {} -->", "<!-- end of rooms: {} -->"

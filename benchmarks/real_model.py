@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures a model with real weights beside transformers: `python benchmarks/real_model.py models/smollm2`.
+"""Measures a model with real weights next to transformers: `python benchmarks/real_model.py models/smollm2`.
 
 `python benchmarks/smollm2.py models/smollm2` writes such a directory. In one run it prints:
 

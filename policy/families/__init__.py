@@ -38,8 +38,9 @@ from dataclasses import replace
 from types import ModuleType
 
 from policy.config import DecoderConfig
+from policy.field_types import wrong_fields
 from policy.huggingface import extensions, nearest
-from policy.huggingface.config_fields import UnsupportedModel
+from policy.huggingface.config_fields import UnsupportedModel, wrong_value
 
 
 class UnknownModel(UnsupportedModel):
@@ -135,20 +136,44 @@ def _text_class(family: ModuleType, inner: dict) -> int:
     return types.index(kind) if kind in types else 0
 
 
+# What a family raises for values of a wrong type or size.
+_FAULTS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+
+
 def read(hf: dict, *, media: bool = False) -> DecoderConfig:
     """Reads the decoder that a Hugging Face configuration describes, with the parts that
     policy/huggingface/extensions.py adds. `media`: with the towers of a multimodal one. Raises UnsupportedModel with
-    the key that is missing or unknown, and if there is no tower to read."""
+    the key that is missing, unknown or has a wrong value, and if there is no tower to read."""
+    try:
+        return _read(hf, media)
+    except UnsupportedModel:
+        raise
+    except _FAULTS as error:
+
+        def reads(changed: dict) -> bool:
+            try:
+                _read(changed, media)
+            except _FAULTS:
+                return False
+            return True
+
+        raise UnsupportedModel(wrong_value(hf, error, reads)) from error
+
+
+def _read(hf: dict, media: bool) -> DecoderConfig:
+    """Reads a decoder as `read`, but raises any error of Python for values of a wrong type or size."""
     hf = single_model(hf)
     text = text_model(hf)
     module = find(text)
     try:
         config = extensions.extend(module.read(text), text)
-        if not media:
-            return config
-        is_multimodal = any(isinstance(hf.get(key), dict) for key in ("text_config", "vision_config"))
-        if not (is_multimodal and hasattr(module, "towers")):
-            raise UnsupportedModel(f"{hf.get('model_type')}: a model without towers for pictures and sounds")
-        return replace(config, hf=json.dumps(hf, sort_keys=True), **module.towers(hf))
+        if media:
+            is_multimodal = any(isinstance(hf.get(key), dict) for key in ("text_config", "vision_config"))
+            if not (is_multimodal and hasattr(module, "towers")):
+                raise UnsupportedModel(f"{hf.get('model_type')}: a model without towers for pictures and sounds")
+            config = replace(config, hf=json.dumps(hf, sort_keys=True), **module.towers(hf))
     except KeyError as missing:
         raise UnsupportedModel(f"{text.get('model_type')}: the configuration lacks {missing}") from None
+    if wrong := next(wrong_fields(config), None):
+        raise ValueError(wrong)
+    return config

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +42,37 @@ ACTIVATIONS: dict[str, Activation] = {
 
 class UnsupportedModel(ValueError):
     """Raised for a configuration that the decoder does not compute."""
+
+
+def wrong_value(hf: dict, error: Exception, reads: Callable[[dict], bool]) -> str:
+    """Returns what to say of a configuration that cannot be read because of `error`.
+
+    It names the key whose value is at fault: the first one with another value of which `reads` returns true. If no
+    single key is, it says the error.
+    """
+    values = dict(_leaves(hf))
+    lengths = {len(value) for value in values.values() if isinstance(value, list)}
+    # Numbers that fit most keys; the number of layers is that of the entries of a list.
+    for other in (64, 2, 1, *sorted(lengths - {64, 2, 1}), None):
+        for path, value in values.items():
+            if reads(_changed(hf, path, other)):
+                return f"{'.'.join(path)}: {json.dumps(value)} cannot be used"
+    return f"{hf.get('model_type')}: a value of the configuration has a wrong type or size: {error}"
+
+
+def _leaves(hf: dict) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields (keys, value) of all values of a configuration and its sections."""
+    for key, value in hf.items():
+        if isinstance(value, dict) and value:
+            yield from (((key, *keys), inner) for keys, inner in _leaves(value))
+        else:
+            yield (key,), value
+
+
+def _changed(hf: dict, keys: tuple[str, ...], value: Any) -> dict:
+    """Returns a configuration with another value under `keys`."""
+    first_key, *rest = keys
+    return hf | {first_key: _changed(hf[first_key], tuple(rest), value) if rest else value}
 
 
 def first(hf: dict, *keys: str, default: Any = None) -> Any:

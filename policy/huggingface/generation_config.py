@@ -60,7 +60,7 @@ def _ids(file: Path, keys: Mapping[str, Any]) -> tuple[int, ...]:
     value = keys.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for each in ids:
-        if type(each) is not int:
+        if type(each) is not int or each >= 2**31:
             raise ModelFileError(f"{file}: eos_token_id: {json.dumps(value)} is no token id and no list of token ids")
     return tuple(each for each in ids if each >= 0)
 

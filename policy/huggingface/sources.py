@@ -88,9 +88,11 @@ def read_object(path: Path) -> dict:
     """Returns the object of a JSON file. Raises ModelFileError for a file that holds none."""
     try:
         refuse_lfs_pointer(path)
-        read = json.loads(path.read_text(encoding="utf-8"))
+        read = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
         raise ModelFileError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise ModelFileError(f"{path}: objects or lists are nested too deeply") from None
     except UnicodeDecodeError as error:
         raise ModelFileError(f"{path}: not UTF-8 text: {error}") from None
     except OSError as error:
@@ -162,6 +164,8 @@ def read_config(directory: str | os.PathLike, sections: dict | None = None, *, m
         config = families.read(hf, media=media)
     except families.UnknownModel:
         raise families.UnknownModel(families.nearest_to(hf, _names(directory))) from None
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{Path(directory) / 'config.json'}: {error}") from None
     if config.tied_head and _has_own_head(os.fspath(directory), config.family, _stamp(directory)):
         return families.read(_untied(hf), media=media)
     return config

@@ -23,7 +23,8 @@ def read_tokenizer(config: RunConfig) -> tuple[Any, tuple[int, ...]]:
 
     A built-in tokenizer gets the special tokens of a model that reads pictures or sounds, after all others.
 
-    Raises ConfigError for a tokenizer that cannot be used, ModelError for a name on the hub that cannot be read.
+    Raises ConfigError for a tokenizer that cannot be used, ModelError for a name on the hub, and for files of the model,
+    that cannot be read.
     """
     directory = models.directory(config.model.source)
     try:
@@ -43,6 +44,9 @@ def read_tokenizer(config: RunConfig) -> tuple[Any, tuple[int, ...]]:
     except ModelFileError as error:
         raise ModelError(f"model {config.model.source}: {error}") from None
     except (ValueError, OSError) as error:
+        if directory is not None and config.tokenizer is None:
+            models.check_files(config.model.source, config.model.sections)  # transformers reads config.json, too
+            raise ModelError(f"model {config.model.source}: {error}") from None
         raise ConfigError(f"tokenizer: {error}") from None
 
 

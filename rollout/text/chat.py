@@ -43,7 +43,13 @@ def render_conversation(tokenizer: Any, messages: Messages, first: int = 0) -> t
     Raises ChatError if the template drops or rewrites a turn of the assistant.
     """
     text, spans = assistant_spans(tokenizer, messages, first)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    try:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    except NotImplementedError:
+        raise ChatError(
+            f"a tokenizer of the class {type(tokenizer).__name__} does not say where its tokens begin, so it cannot be "
+            "told which are the assistant's; use one with a tokenizer.json, or plain prompts"
+        ) from None
     ids = list(encoded["input_ids"])
     check_one_beginning(tokenizer, ids)
     return ids, mask_of(spans, (start for start, _ in encoded["offset_mapping"]))
@@ -115,8 +121,14 @@ def render_text(tokenizer: Any, messages: Messages, add_generation_prompt: bool)
     """Renders messages as text with the chat template. Raises ChatError without one, and where it refuses the
     messages.
     """
-    if not tokenizer.chat_template:
+    templates = tokenizer.chat_template
+    if not templates:
         raise ChatError("the tokenizer has no chat template; set tokenizer.chat_template=FILE, or use plain prompts")
+    if isinstance(templates, dict) and "default" not in templates:
+        raise ChatError(
+            f"the tokenizer has the chat templates {', '.join(sorted(templates))} and none of the name default; set "
+            "tokenizer.chat_template=FILE"
+        )
     from jinja2 import TemplateError
 
     try:
@@ -125,6 +137,8 @@ def render_text(tokenizer: Any, messages: Messages, add_generation_prompt: bool)
         )
     except TemplateError as error:
         raise ChatError(f"the chat template refuses the conversation: {error}") from None
+    except Exception as error:  # a template is a program, which fails in any way, such as None + "text"
+        raise ChatError(f"the chat template fails: {type(error).__name__}: {error}") from None
 
 
 def _span(tokenizer, messages: Messages, turn: int, text: str) -> tuple[int, int]:
@@ -137,7 +151,7 @@ def _span(tokenizer, messages: Messages, turn: int, text: str) -> tuple[int, int
         )
     start = len(before)
     through = render_text(tokenizer, messages[: turn + 1], False)
-    content = messages[turn]["content"].strip()
+    content = (messages[turn]["content"] or "").strip()  # null: a turn of calls to tools
     if text.startswith(through):
         end = len(through)
     else:

@@ -95,7 +95,10 @@ def load_tokenizer(
     else:
         tokenizer = _from_directory(Path(source))
     if chat_template is not None:
-        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"chat_template: {chat_template}: {error}") from None
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{source}: the tokenizer has no end-of-sequence token; set eos_token in its configuration")
     return tokenizer
@@ -180,7 +183,7 @@ def _from_directory(directory: Path):
         # Multimodal directories of transformers 4 keep the template in a file that only processors read.
         file = directory / "chat_template.json"
         if not tokenizer.chat_template and file.is_file():
-            tokenizer.chat_template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{directory}: no tokenizer can be read from it: {error}") from None
+            tokenizer.chat_template = json.loads(file.read_text(encoding="utf-8-sig"))["chat_template"]
+    except Exception as error:  # transformers and tokenizers raise any class for files that they cannot read
+        raise ValueError(f"{directory}: no tokenizer can be read from it: {type(error).__name__}: {error}") from None
     return tokenizer

@@ -1,0 +1,180 @@
+"""Configurations with values of any type, and tokenizers as people have them: read, or refused with file and key."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import yaml
+from oracles import KINDS, configuration, random_model
+
+import policy
+from policy import families
+from policy.huggingface import generation_config, sources
+from policy.huggingface.config_fields import UnsupportedModel
+from policy.huggingface.tensorfiles import ModelFileError
+from rl.commands import cli
+from rollout.text.chat import ChatError, encode_example, render_prompt
+from rollout.text.tokenizer import byte_level, load_tokenizer
+
+VALUES = (None, "x", [], {}, -1, 0, 2.5, True, float("nan"))
+HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+def paths(hf, before=()):
+    """The keys of all values of a configuration, in sections too."""
+    for key, value in hf.items():
+        yield (*before, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*before, key))
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k == "Llama" else pytest.mark.slow) for k in sorted(KINDS)]
+)
+def test_any_value_is_read_or_refused(kind):
+    base = configuration(kind)
+    for path in paths(base):
+        for value in VALUES:
+            changed = copy.deepcopy(base)
+            section = changed
+            for key in path[:-1]:
+                section = section[key]
+            section[path[-1]] = value
+            try:
+                families.read(changed)
+            except UnsupportedModel:
+                pass
+            except Exception as error:
+                pytest.fail(f"{'.'.join(path)}: {value!r}: {type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("vocab_size", "x"),
+        ("hidden_size", None),
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", 3),
+        ("num_hidden_layers", 0),
+        ("head_dim", 7),
+        ("rms_norm_eps", []),
+        ("intermediate_size", 2.5),
+    ],
+)
+def test_the_file_and_the_key_are_named(key, value, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(configuration("Llama") | {key: value}))
+    with pytest.raises(UnsupportedModel, match=f"config.json: .*{key}"):
+        policy.load(tmp_path)
+
+
+def test_files_with_a_byte_order_mark_and_of_any_depth(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(configuration("Llama")), encoding="utf-8-sig")
+    assert sources.read_config(tmp_path).family == "llama"
+    file.write_text('{"a":' * 100_000)
+    with pytest.raises(ModelFileError, match="config.json"):
+        sources.read_config(tmp_path)
+    for value in ("2", [[2]], [2.0], 2**40, {"a": 1}):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        file.write_text("{}")
+        with pytest.raises(ModelFileError, match="generation_config.json: eos_token_id"):
+            generation_config.stop_ids(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        ({"rag": "{{ 'a' }}", "tool_use": "{{ 'b' }}"}, "chat templates rag, tool_use and none of the name default"),
+        ("{{ none + 'a' }}", "the chat template fails: TypeError"),
+        ("{{ absent.name }}", "refuses the conversation"),
+        ("{{ strftime_now2('%d') }}", "refuses the conversation"),
+        ("{{ raise_exception('no system') }}", "refuses the conversation: no system"),
+        ("{{ messages[9].content }}", "refuses the conversation"),
+        ("{% for", "refuses the conversation"),
+    ],
+)
+def test_templates_that_fail(template, expected):
+    tokenizer = byte_level()
+    tokenizer.chat_template = template
+    with pytest.raises(ChatError, match=expected):
+        render_prompt(tokenizer, HELLO[:1])
+
+
+def test_a_turn_of_calls_to_tools_has_no_content():
+    tokenizer = byte_level()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content or 'call()' }}\n{% endfor %}"
+    ids, mask = encode_example(tokenizer, "", messages=[HELLO[0], {"role": "assistant", "content": None}])
+    assert tokenizer.decode([i for i, kept in zip(ids, mask, strict=True) if kept]).endswith("call()")
+
+
+def test_a_tokenizer_without_offsets(monkeypatch):
+    tokenizer = byte_level()
+
+    def slow(self, *texts, return_offsets_mapping=False, **options):
+        raise NotImplementedError("return_offset_mapping is not available when using Python tokenizers")
+
+    monkeypatch.setattr(type(tokenizer), "__call__", slow)
+    with pytest.raises(ChatError, match="does not say where its tokens begin"):
+        encode_example(tokenizer, "", messages=HELLO)
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "[1"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"tokenizer_class": 7}'),
+        ("chat_template.json", '["a"]'),
+    ],
+)
+def test_files_of_tokenizers_that_cannot_be_read(name, content, tmp_path):
+    tokenizer = byte_level()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{tmp_path}: no tokenizer can be read from it"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "model"
+    policy.save(random_model(families.read(configuration("Llama", vocab_size=320))), folder)
+    byte_level().save_pretrained(folder)
+    return folder
+
+
+BROKEN = {
+    "wrong type": ("config.json", lambda keys: keys | {"num_attention_heads": "4"}),
+    "null": ("config.json", lambda keys: keys | {"hidden_size": None}),
+    "stops": ("generation_config.json", lambda keys: {"eos_token_id": ["</s>"]}),
+    "list": ("generation_config.json", lambda keys: [1]),
+    "tokenizer": ("tokenizer_config.json", lambda keys: [1]),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_every_verb_ends_with_the_code_of_a_broken_model(case, directory, tmp_path, capsys):
+    name, change = BROKEN[case]
+    source = tmp_path / "model"
+    shutil.copytree(directory, source)
+    file = source / name
+    file.write_text(json.dumps(change(json.loads(file.read_text()) if file.exists() else {})))
+    stage = {"algorithm": "sft", "steps": 1}
+    run = {"model": str(source), "data": {"task": "arithmetic"}, "max_length": 64, "platform": "cpu", "stages": [stage]}
+    (tmp_path / "run.yml").write_text(yaml.safe_dump(run | {"run": {"dir": str(tmp_path / "run")}}))
+    (tmp_path / "prompts.txt").write_text("a\n")
+    verbs = (
+        ["train", "--check", tmp_path / "run.yml"],
+        ["train", tmp_path / "run.yml"],
+        ["inspect", tmp_path / "run.yml"],
+        ["generate", source, "--prompts", tmp_path / "prompts.txt", "--platform", "cpu"],
+        ["chat", source, "--platform", "cpu"],
+    )
+    for verb in verbs:
+        code = cli.main([*map(str, verb)])
+        said = capsys.readouterr().err
+        assert code == 4 and str(source) in said and "Traceback" not in said, (verb[0], code, said)
+    assert not (tmp_path / "run").exists()
