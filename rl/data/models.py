@@ -9,6 +9,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +17,7 @@ from rl.data.hub import COMMIT, PREFIX, HubName, fetch, hub_name
 from rl.errors import DuetError, ModelError, ResourceError, no_room
 
 if TYPE_CHECKING:
+    from policy.config import DecoderConfig
     from rl.config.model import ModelOptions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -116,14 +118,49 @@ def check_files(source: str, sections: dict | None = None) -> None:
 
 def vocabulary_size(model: ModelOptions) -> int | None:
     """Returns the number of tokens of the model, or None if its configuration cannot be read."""
+    config = _decoder(model)
+    return None if config is None else config.vocab_size
+
+
+def _decoder(model: ModelOptions) -> DecoderConfig | None:
+    """Returns the decoder of the model, or None if its configuration cannot be read."""
     from policy.huggingface import sources
 
     try:
         if (local := directory(model.source)) is not None:
-            return sources.read_config(local, model.sections).vocab_size
-        return sources.preset(model.source, model.changes).vocab_size
+            return sources.read_config(local, model.sections)
+        return sources.preset(model.source, model.changes)
     except (ValueError, DuetError):
         return None
+
+
+@dataclass(frozen=True)
+class Positions:
+    """How many positions a model was made for. learned: each has a trained vector, and there are no others."""
+
+    number: int
+    learned: bool
+
+
+def positions(model: ModelOptions) -> Positions | None:
+    """Returns the positions of a model; None if its configuration cannot be read or does not say."""
+    config = _decoder(model)
+    if config is None:
+        return None
+    if config.max_positions is not None:
+        return Positions(config.max_positions, learned=True)
+    hf = json.loads(config.hf)
+    hf = hf.get("text_config", hf)
+    number = hf.get("max_position_embeddings")
+    if type(number) is not int:
+        return None
+    # The length of a context that was extended later: its rescaled rotary form says from which length, and how far.
+    ropes = [hf.get("rope_scaling"), hf.get("rope_parameters")]
+    ropes += [inner for rope in ropes if isinstance(rope, dict) for inner in rope.values()]
+    for rope in ropes:
+        if isinstance(rope, dict) and isinstance(factor := rope.get("factor"), int | float):
+            number = max(number, int(factor * (rope.get("original_max_position_embeddings") or number)))
+    return Positions(number, learned=False)
 
 
 def ids_in_use(tokenizer: Any, model: ModelOptions) -> int:

@@ -14,6 +14,8 @@ from policy.huggingface import generation_config, sources
 from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
 from rl.commands import cli
+from rl.config.run import RunConfig
+from rl.data.inspect.source import length_findings
 from rollout.text.chat import ChatError, encode_example, render_prompt
 from rollout.text.tokenizer import byte_level, load_tokenizer
 
@@ -136,6 +138,30 @@ def test_files_of_tokenizers_that_cannot_be_read(name, content, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=f"{tmp_path}: no tokenizer can be read from it"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind, keys, length, levels",
+    [
+        ("Llama", {"max_position_embeddings": 64}, 64, []),
+        ("Llama", {"max_position_embeddings": 64}, 65, ["warn"]),
+        (
+            "Llama",
+            {
+                "max_position_embeddings": 64,
+                "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+            },
+            128,
+            [],
+        ),
+        ("GPT2", {}, 4096, ["refuse"]),
+    ],
+)
+def test_more_tokens_than_positions(kind, keys, length, levels, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(configuration(kind, **keys)))
+    stage = {"algorithm": "sft", "steps": 1}
+    run = {"model": str(tmp_path), "data": {"task": "arithmetic"}, "max_length": length, "stages": [stage]}
+    assert [each.level for each in length_findings(RunConfig.model_validate(run))] == levels
 
 
 @pytest.fixture(scope="module")

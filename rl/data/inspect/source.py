@@ -71,12 +71,22 @@ def inspect(config: RunConfig, only: str | None = None, rewards: bool = True) ->
                 lines = str(error).splitlines()
                 more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
                 malformed.append(Finding(14, "refuse", f"{lines[0]}{more}", "", name))
-    results = malformed + check_stages(stages, random_weights(config))
+    results = malformed + check_stages(stages, random_weights(config)) + length_findings(config)
     for stage in stages if rewards else ():
         settings = config.stages[int(stage.path.split(".")[1])].rewards or config.rewards
         if settings is not None:
             results += demonstrations_score(stage, settings)
     return Inspection(stages, in_order(results))
+
+
+def length_findings(config: RunConfig) -> list[Finding]:
+    """16: a max_length beyond the positions of the model. Rotary positions go on, learned ones do not."""
+    made_for = models.positions(config.model)
+    if made_for is None or config.max_length <= made_for.number:
+        return []
+    level = "refuse" if made_for.learned else "warn"
+    text = f"max_length: {config.max_length} is more than the {made_for.number} positions of this model"
+    return [Finding(16, level, text, f"Set max_length={made_for.number} or less")]
 
 
 def random_weights(config: RunConfig) -> bool:

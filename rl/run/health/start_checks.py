@@ -13,7 +13,7 @@ from rl.config.run import RunConfig
 from rl.data.datasets import Example
 from rl.data.encoded import Pair, Problem
 from rl.data.inspect import Encoded, Finding, Refused, StageRows, check_stages
-from rl.data.inspect.source import ENCODED, random_weights, stage_rows
+from rl.data.inspect.source import ENCODED, length_findings, random_weights, stage_rows
 from rl.data.reader import DataReader
 from rl.data.shard import Shard
 from rl.stages.stage import StageKind
@@ -27,9 +27,10 @@ def start_checks(config: RunConfig, data: DataReader, stages: Sequence[StageKind
     Raises Refused, a DataError, with every refusal.
     """
     described = [_described(config, data, stage) for stage in stages]
-    findings = check_stages(described, random_weights(config))
-    # Ids outside the vocabulary are an error of the configuration; the build of the model raises it.
-    refusals = [each for each in findings if each.level == "refuse" and each.check != 9]
+    findings = check_stages(described, random_weights(config)) + length_findings(config)
+    # Ids outside the vocabulary and too many positions are errors of the configuration; the build of the model raises
+    # them.
+    refusals = [each for each in findings if each.level == "refuse" and each.check not in (9, 16)]
     if refusals:
         lines = [each.line().removeprefix("refuse") for each in refusals]
         raise Refused(
