@@ -11,7 +11,7 @@ KINDS = {
         logits=5e-5,  # products of three projections
         padded={"conv_bias": False},  # the class passes the bias of padding on
         short={"num_hidden_layers": 2, "layer_types": [_C, _F]},
-        required=("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "layer_types"),
+        given={"num_hidden_layers": 2, "layer_types": [_C, _F]},
     )
 }
 VARIANTS = {
