@@ -219,7 +219,7 @@ class GatedDeltaNet:
     value head.
 
     S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q.  g = -exp(A_log) softplus(a + dt_bias), beta =
-    sigmoid(b), and q, k of unit length, q times key_dim^-1/2. q, k and v pass a causal depthwise convolution over
+    beta_scale sigmoid(b), and q, k of unit length, q times key_dim^-1/2. q, k and v pass a causal depthwise convolution over
     `conv_width` tokens and a silu first; o is normed over value_dim and multiplied by silu(z). Value head h reads key
     head h // (value_heads / key_heads).
     """
@@ -230,6 +230,7 @@ class GatedDeltaNet:
     value_dim: int
     conv_width: int
     norm: Norm
+    beta_scale: float = 1.0
 
     def __post_init__(self):
         if self.value_heads % self.key_heads:

@@ -77,7 +77,23 @@ def _build(kind: str, keys: dict):
 def saved(model, directory) -> Path:
     """The directory, after `model.save_pretrained`."""
     model.save_pretrained(directory)
+    if model.config.model_type == "olmo_hybrid":
+        _split_convolutions(model, Path(directory) / "model.safetensors")
     return Path(directory)
+
+
+def _split_convolutions(model, file: Path) -> None:
+    """Writes the convolutions of OLMo Hybrid as released: transformers 5.24 splits them into three equal parts."""
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(file)
+    for number, layer in enumerate(model.base_model.layers):
+        if hasattr(layer, "linear_attn"):
+            mixer = layer.linear_attn
+            parts = mixer.conv1d.weight.detach().split([mixer.key_dim, mixer.key_dim, mixer.value_dim])
+            names = (f"model.layers.{number}.linear_attn.{part}_conv1d.weight" for part in "qkv")
+            state |= {name: part.contiguous() for name, part in zip(names, parts, strict=True)}
+    save_file(state, file, metadata={"format": "pt"})
 
 
 def reload(kind: str, directory, **kwargs):

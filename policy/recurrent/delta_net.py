@@ -183,7 +183,8 @@ class DeltaNet(nnx.Module):
         b, a = (self._gate(x_BTE, name).astype(jnp.float32).swapaxes(2, 3) for name in "ba")
         A_log, dt_bias = (w[...].astype(jnp.float32)[..., None] for w in (self.A_log, self.dt_bias))
         g = -jnp.exp(A_log) * jax.nn.softplus(a + dt_bias)
-        return tuple(jnp.where(real_BT[:, None, None], each, 0.0) for each in (jax.nn.sigmoid(b), g))
+        beta = self.spec.beta_scale * jax.nn.sigmoid(b)
+        return tuple(jnp.where(real_BT[:, None, None], each, 0.0) for each in (beta, g))
 
 
 def _unit(x: jax.Array) -> jax.Array:
