@@ -82,7 +82,9 @@ OF_CALLS = {
     ),
 }
 WITH_CALLS = [pair for pair in compatibility.INCOMPATIBLE if set(pair) & set(OF_CALLS)]
-OF_RUNS = [pair for pair in compatibility.INCOMPATIBLE if pair not in WITH_CALLS]
+# No architecture in configs/models/ has it.
+OF_DIRECTORIES = [pair for pair in compatibility.INCOMPATIBLE if compatibility.LATENT in pair]
+OF_RUNS = [pair for pair in compatibility.INCOMPATIBLE if pair not in WITH_CALLS + OF_DIRECTORIES]
 
 
 def decoder_of(kind: str):
@@ -106,6 +108,16 @@ def test_a_pair_is_refused_with_both_names_and_the_reason(pair):
     decoder = sources.preset(config.model.source, config.model.changes)
     with pytest.raises(compatibility.Conflict, match=pair[0]):
         policy.create(decoder, runtime=runtime(*pair), mesh=runtime(*pair).layout)
+
+
+@pytest.mark.parametrize("pair", OF_DIRECTORIES, ids=" + ".join)
+def test_a_pair_of_a_decoder_without_a_preset_is_refused(pair):
+    [other] = set(pair) - {compatibility.LATENT}
+    decoder, plain = (families.read(oracles.configuration("NemotronH", moe_latent_size=n)) for n in (16, None))
+    text = f"{pair[0]} does not go with {pair[1]}: {compatibility.INCOMPATIBLE[pair]}"
+    assert list(compatibility.conflicts(decoder, runtime(other))) == [text]
+    assert list(compatibility.conflicts(decoder, runtime())) == []
+    assert list(compatibility.conflicts(plain, runtime(other))) == []
 
 
 def with_feature(decoder, feature):
