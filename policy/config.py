@@ -276,8 +276,6 @@ class DecoderConfig:
     audio: Tower | None = None
 
     def __post_init__(self):
-        if not self.layers:
-            raise ValueError("a decoder without layers")
         kept: set[str] = set()
         for number, spec in enumerate(self.layers):
             if spec.shares is not None and spec.shares not in kept:

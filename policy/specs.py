@@ -55,10 +55,6 @@ class Rope:
     sections: tuple[int, int, int] | None = None
     blocks: bool = False
 
-    def __post_init__(self):
-        if self.dim % 2:
-            raise ValueError(f"a rotation turns pairs, and {self.dim} dimensions are odd")
-
 
 @dataclass(frozen=True)
 class LinearScaling:
@@ -155,10 +151,6 @@ class Attention:
     keeps: str | None = None
     shares: str | None = None
     looks_ahead: bool = False
-
-    def __post_init__(self):
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} key-value heads")
 
     @property
     def lookback(self) -> int | None:

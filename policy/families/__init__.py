@@ -174,6 +174,8 @@ def _read(hf: dict, media: bool) -> DecoderConfig:
             config = replace(config, hf=json.dumps(hf, sort_keys=True), **module.towers(hf))
     except KeyError as missing:
         raise UnsupportedModel(f"{text.get('model_type')}: the configuration lacks {missing}") from None
+    if not config.layers:
+        raise ValueError("a decoder without layers")
     if wrong := next(wrong_fields(config), None):
         raise ValueError(wrong)
     return config
