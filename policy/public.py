@@ -104,9 +104,10 @@ def save(
 
 def _lacks_towers(config: DecoderConfig) -> bool:
     """Returns whether a text model is stored as a multimodal one."""
-    with_towers = config.image is not None or config.audio is not None
+    from policy.huggingface.model_directory import has_towers
+
     wrapped = hasattr(families.get(config.family), "WRAPPED") and "text_config" in json.loads(config.hf)
-    return wrapped and not with_towers
+    return wrapped and not has_towers(config)
 
 
 def _one_device() -> Layout:

@@ -249,7 +249,7 @@ def _aligned(shape: list[int], dtype) -> np.ndarray:
 def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | None) -> None:
     family = families.get(config.family)
     skip = [HEADS, COPIES, *getattr(family, "SKIP", ()), *_unneeded(config, scheme)]
-    skip += [] if _with_towers(config) else [TOWERS]
+    skip += [] if has_towers(config) else [TOWERS]
 
     def skipped(name: str) -> bool:
         past = getattr(family, "SKIP_EXTRA_LAYERS", False) and _extra_layer(config, name) is not None
@@ -326,7 +326,7 @@ def write(
     """
     config = graph.config
     hf = json.loads(config.hf) if source is None else sources.complete(source, config)
-    if families.read(hf, media=_with_towers(config)) != config:
+    if families.read(hf, media=has_towers(config)) != config:
         raise ValueError(
             "this DecoderConfig no longer matches its Hugging Face configuration; change keys there instead"
             if source is None
@@ -351,7 +351,7 @@ def write(
     (directory / "config.json").write_text(json.dumps(hf | (keys or {}), indent=2))
 
 
-def _with_towers(config: DecoderConfig) -> bool:
+def has_towers(config: DecoderConfig) -> bool:
     return config.image is not None or config.audio is not None
 
 
@@ -372,7 +372,7 @@ def _wrapped(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors under the names that they have in the files of the model that `hf` describes."""
     family = families.get(config.family)
-    pairs = family.MULTIMODAL if _with_towers(config) else [family.WRAPPED] if hasattr(family, "WRAPPED") else []
+    pairs = family.MULTIMODAL if has_towers(config) else [family.WRAPPED] if hasattr(family, "WRAPPED") else []
     for name, array in tensors:
         fits = (pair for pair in pairs if "text_config" in hf and name.startswith(pair[0]))
         inner, outer = next(fits, ("", ""))

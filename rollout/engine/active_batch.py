@@ -84,7 +84,7 @@ class ActiveBatch:
     def expect(self, running: Mapping[int, Request], params: dict[str, Any]) -> None:
         """Starts to compile the decode of the slots that run, which follows their prefill. Prompts with pictures may
         need another program, by the positions of their tokens."""
-        if not running or any(request.media is not None for request in running.values()):
+        if any(request.media is not None for request in running.values()):
             return
         width = max(len(request.params.stop_token_ids) for request in running.values())
         self._runner.expect_decode(params, self.size_for(list(running)), stop_width(width))

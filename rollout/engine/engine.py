@@ -192,7 +192,8 @@ class Engine:
         if self._in_flight is not None:
             raise ValueError("start: the last decode has not been collected; call collect() first")
         self.scheduler.next_request = next_request
-        self.batch.expect(self.scheduler.running, self._weights())
+        if self.scheduler.running:  # an idle engine makes no copies of weights
+            self.batch.expect(self.scheduler.running, self._weights())
         self._prefill_prompts()
         self._start_decode()
 
