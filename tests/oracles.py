@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -106,10 +108,20 @@ def reload(kind: str, directory, **kwargs):
 
 
 def write_weight_file(directory) -> None:
-    """Writes weights of one tensor into a directory: enough where only headers are read."""
-    from safetensors.numpy import save_file
+    """Writes weights of zeros into a directory with a config.json: enough where only headers are read."""
+    import jax
 
-    save_file({"model.norm.weight": np.ones(1, np.float32)}, Path(directory) / "model.safetensors")
+    from policy.config import Runtime
+    from policy.huggingface import model_directory, sources
+    from policy.mesh.sharding import layout
+    from policy.model import Graph
+
+    config = sources.read_config(directory, media="vision_config" in sources.read_hf(directory))
+    graph = Graph(config, Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]))
+    zeros: dict = {path: np.zeros(shape.shape, shape.dtype) for path, shape in graph.shapes.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        model_directory.write(folder, graph, zeros)
+        shutil.copy(Path(folder) / "model.safetensors", directory)
 
 
 def edit_config(directory, change) -> None:

@@ -30,6 +30,13 @@ def read(directory: str | os.PathLike, runtime: Runtime, mesh: Layout) -> tuple[
     return graph, params, np.asarray(score[0], np.float32)
 
 
+def check(directory: str | os.PathLike) -> None:
+    """Compares the tensors of a directory with its config.json, as `model_directory.check`."""
+    config = sources.classifier(directory)
+    model_directory.check_files(directory, config, ignore=(SCORE,))
+    TensorFiles(directory, scheme=sources.scheme(directory)).checked(SCORE, (1, config.hidden_size))
+
+
 def write(
     directory: str | os.PathLike, graph: Graph, params: dict, score_E: jax.Array | np.ndarray, pad_id: int | None
 ) -> None:

@@ -11,23 +11,22 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from policy import families
-from policy.config import DecoderConfig, LayerSpec
+from policy.config import DecoderConfig, LayerSpec, Runtime
 from policy.huggingface import extensions, names, sources, tower_names
 from policy.huggingface.quantized import Scheme
 from policy.huggingface.stored_names import different_prefixes, renamed
 from policy.huggingface.tensorfiles import INDEX, SINGLE, ModelFileError, TensorFiles
 from policy.mesh import processes
+from policy.mesh.sharding import layout
+from policy.model import Graph
 from policy.ops.host_memory import HOST
-
-if TYPE_CHECKING:
-    from policy.model import Graph
 
 SHARD_BYTES = 5 * 10**9
 PIECE = 2**24  # how many numbers are dequantised at once: 64 MB
@@ -76,6 +75,20 @@ class Place:
         tensors."""
         return self.graph.shapes[path].shape[(self.layers is not None) + stored.numbered :]
 
+    def check(self, files: TensorFiles, layer: int | None) -> None:
+        """Checks the tensors of a layer of the weight, without reading their numbers. Raises ModelFileError for one
+        that is missing or of another shape or kind of numbers."""
+        shape = self._stored_shape(self._spelling(files, layer))
+        integers = np.issubdtype(self.graph.shapes[self.path].dtype, np.integer)
+        for name in self.names(files, layer):
+            files.checked(name, shape, integers)
+
+    def _stored_shape(self, stored: names.Stored) -> names.Shape:
+        """Returns the shape of a stored tensor."""
+        parts = self.parts(stored)
+        shapes, part = [self.shape(path, stored) for path in parts], parts.index(self.path)
+        return stored.block(shapes, part, tuple(slice(0, n) for n in shapes[part])).shape
+
     def read(self, files: TensorFiles, layer: int | None, index: tuple[slice, ...], out: np.ndarray) -> None:
         """Reads `index` of one layer of our weight into `out`."""
         stored = self._spelling(files, layer)
@@ -100,10 +113,7 @@ class Place:
             return (present or [self.stored])[0]
 
         def fits(stored: names.Stored) -> bool:
-            parts = self.parts(stored)
-            shapes, part = [self.shape(path, stored) for path in parts], parts.index(self.path)
-            full = tuple(slice(0, n) for n in shapes[part])
-            return stored.block(shapes, part, full).shape == files.shape(self.name(stored, layer))
+            return self._stored_shape(stored) == files.shape(self.name(stored, layer))
 
         return next(filter(fits, same_name), same_name[0])
 
@@ -173,18 +183,50 @@ def read_weights(
     host holds the shards of one weight at a time, and the weights that live in host memory. Raises ModelFileError for
     tensors that are missing, unexpected or of the wrong shape.
     """
+    files, fresh, absent = _checked_files(directory, graph, ignore, missing)
+    start = graph.init(seed, fresh) if fresh else {}
+    params = {}
+    for place in places(graph):
+        gaps = absent if place.path in fresh else set()
+        params[place.path] = convert(place.path, _on_mesh(graph, place, files, start.get(place.path), gaps))
+    return params, fresh
+
+
+def check(
+    directory: str | os.PathLike, sections: dict | None = None, missing: Missing = "refuse", media: bool = False
+) -> None:
+    """Compares names, shapes and dtypes of the tensors of a model directory with its config.json. Reads headers only.
+
+    The arguments are as for policy.load, which refuses the same directories. Raises ModelFileError and UnsupportedModel.
+    """
+    check_files(directory, sources.read_config(directory, sections, media=media), missing=missing)
+
+
+def check_files(
+    directory: str | os.PathLike, config: DecoderConfig, ignore: tuple[str, ...] = (), missing: Missing = "refuse"
+) -> None:
+    """Compares the tensors of `directory` with those of a decoder, as `read_weights` does before it reads a number."""
+    graph = Graph(config, Runtime(), layout({"fsdp": 1}, devices=jax.local_devices()[:1]))
+    _checked_files(directory, graph, ignore, missing)
+
+
+def _checked_files(
+    directory: str | os.PathLike, graph: Graph, ignore: tuple[str, ...], missing: Missing
+) -> tuple[TensorFiles, frozenset[str], set[int]]:
+    """Returns (files with all tensors of `graph`, the paths that start fresh at least in part, the numbers of the layers
+    that do). Raises ModelFileError for tensors that are missing, unexpected or of the wrong shape."""
     scheme = sources.scheme(directory)
     extra_files = [MTP_FILE] if graph.config.multi_token_prediction and (Path(directory) / MTP_FILE).exists() else []
     files = TensorFiles(directory, renamed(families.get(graph.config.family)), scheme, extra_files)
     absent = _absent_modules(graph.config, files, missing)
     fresh = frozenset(path for path in graph.paths if absent and path.startswith(f"{MTP}."))
-    start = graph.init(seed, fresh) if fresh else {}
-    params = {}
     for place in places(graph):
-        params[place.path] = convert(place.path, _on_mesh(graph, place, files, start.get(place.path), absent))
+        for layer in (None,) if place.layers is None else place.layers:
+            if layer not in absent or place.path not in fresh:
+                place.check(files, layer)
     files.unread.difference_update(ignore)
     _refuse_unread(files, graph.config, scheme)
-    return params, fresh
+    return files, fresh, absent
 
 
 def _absent_modules(config: DecoderConfig, files: TensorFiles, missing: Missing) -> set[int]:

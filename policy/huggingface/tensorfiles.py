@@ -120,22 +120,33 @@ class TensorFiles:
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...], integers: bool = False) -> np.ndarray:
         """Reads `index` of the tensor, which must have this shape: a view of the file, or new numbers if it is
-        quantised. `integers`: the tensor holds integers instead of floats. Raises ModelFileError if it is missing or
-        different."""
+        quantised. Raises ModelFileError as `checked`."""
+        return self.checked(name, shape, integers)[index]
+
+    def checked(self, name: str, shape: tuple[int, ...], integers: bool = False) -> Quantized | np.ndarray:
+        """Returns a tensor that must have this shape; its numbers are not read yet. `integers`: it holds integers
+        instead of floats. Raises ModelFileError if it is missing or different."""
         if name not in self:
             raise ModelFileError(f"{self.directory}: missing tensor {name}, expected with shape {list(shape)}")
         if (tensor := self._quantized(name)) is None:
-            if (dtype := self._entries[name].dtype) not in (INTEGERS if integers else FLOATS):
+            entry = self._entries[name]
+            if entry.dtype not in (INTEGERS if integers else FLOATS):
                 floats = "neither a float nor quantised as a supported quantization_config says"
                 problem = "not integers" if integers else floats
-                raise ModelFileError(f"{self.directory}: tensor {self.own_name(name)} is {dtype}: {problem}")
+                raise ModelFileError(f"{entry.file}: tensor {self.own_name(name)} is {entry.dtype}: {problem}")
             tensor = self._view(name)
         assert tensor is not None  # `name` is in the files, in a known dtype
         if tuple(tensor.shape) != tuple(shape):
             raise ModelFileError(
-                f"{self.directory}: tensor {self.own_name(name)} has shape {list(tensor.shape)}, expected {list(shape)}"
+                f"{self._file(name)}: tensor {self.own_name(name)} has shape {list(tensor.shape)}, expected "
+                f"{list(shape)} by config.json"
             )
-        return tensor[index]
+        return tensor
+
+    def _file(self, name: str) -> Path:
+        """Returns the file of a tensor that is there."""
+        values = self._scheme.values if self._scheme else ""
+        return self._entries[name if name in self._entries else name + values].file
 
     def tensor(self, name: str) -> Quantized | np.ndarray:
         """Returns a tensor of the files, whose numbers are not read yet. Raises ModelFileError for quantised numbers

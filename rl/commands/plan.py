@@ -14,9 +14,11 @@ add_arguments = plan.add_arguments
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans the run, or searches for its mesh, and returns the exit code."""
+    from rl.data.inspect import weights
     from rl.plan import command
     from rl.run.load import load
 
     config = load(*split_arguments(arguments.config))
+    weights.check_all(config, media=config.model.media_rows is not None)
     options = command.Options(arguments.topology, arguments.memory, arguments.candidates, arguments.json)
     return (command.plan_search if arguments.search else command.plan)(config, options)

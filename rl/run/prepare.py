@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import rl.stages
 from rl.cluster.launch import raise_on_all
 from rl.config.run import RunConfig
 from rl.data.encoded import Problem
-from rl.data.inspect import Finding
+from rl.data.inspect import Finding, weights
 from rl.data.reader import DataReader
-from rl.errors import DataError
+from rl.errors import DataError, ModelError
 from rl.run.health.start_checks import start_checks
 from rl.stages.stage import StageKind
 
@@ -50,7 +51,7 @@ def prepare(config: RunConfig) -> Prepared:
 
     Each process reads the rows that it holds; an error of one process is raised on all. Raises ConfigError for a
     tokenizer or reward that cannot be used, DataError for data that is malformed, empty, too long, or refused by a
-    check.
+    check, ModelError for files of a model, teacher or reward model that the run could not read.
     """
     return raise_on_all(lambda: _prepared(config))
 
@@ -63,7 +64,15 @@ def _prepared(config: RunConfig) -> Prepared:
     for stage in stages:
         stage.prepare(data)
     try:
-        return Prepared(data, stages, start_checks(config, data, stages))
-    except DataError:
+        findings = start_checks(config, data, stages)
+        if not _has_checkpoints(config):  # which bring the weights
+            weights.check_policy(config, data.has_media)
+        weights.check_others(config)
+        return Prepared(data, stages, findings)
+    except (DataError, ModelError):
         data.close()
         raise
+
+
+def _has_checkpoints(config: RunConfig) -> bool:
+    return config.run.dir is not None and (Path(config.run.dir) / "checkpoints").exists()

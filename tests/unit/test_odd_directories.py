@@ -3,16 +3,21 @@
 import copy
 import json
 import shutil
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import yaml
 from oracles import KINDS, configuration, random_model
+from safetensors.numpy import load_file, save_file
 
 import policy
 from policy import families
-from policy.huggingface import generation_config, sources
+from policy.huggingface import classification, generation_config, sources
 from policy.huggingface.config_fields import UnsupportedModel
-from policy.huggingface.tensorfiles import ModelFileError
+from policy.huggingface.tensorfiles import ModelFileError, TensorFiles
+from policy.model import Graph
 from rl.commands import cli
 from rl.config.run import RunConfig
 from rl.data.inspect.source import length_findings
@@ -186,9 +191,19 @@ def test_every_verb_ends_with_the_code_of_a_broken_model(case, directory, tmp_pa
     shutil.copytree(directory, source)
     file = source / name
     file.write_text(json.dumps(change(json.loads(file.read_text()) if file.exists() else {})))
+    every_verb_ends_with_4(source, tmp_path, capsys, str(source))
+
+
+def run_file(folder, source, **more):
+    """Writes a run of one step on a model."""
     stage = {"algorithm": "sft", "steps": 1}
     run = {"model": str(source), "data": {"task": "arithmetic"}, "max_length": 64, "platform": "cpu", "stages": [stage]}
-    (tmp_path / "run.yml").write_text(yaml.safe_dump(run | {"run": {"dir": str(tmp_path / "run")}}))
+    (folder / "run.yml").write_text(yaml.safe_dump(run | more | {"run": {"dir": str(folder / "run")}}))
+    return folder / "run.yml"
+
+
+def every_verb_ends_with_4(source, tmp_path, capsys, *words):
+    run_file(tmp_path, source)
     (tmp_path / "prompts.txt").write_text("a\n")
     verbs = (
         ["train", "--check", tmp_path / "run.yml"],
@@ -200,5 +215,79 @@ def test_every_verb_ends_with_the_code_of_a_broken_model(case, directory, tmp_pa
     for verb in verbs:
         code = cli.main([*map(str, verb)])
         said = capsys.readouterr().err
-        assert code == 4 and str(source) in said and "Traceback" not in said, (verb[0], code, said)
+        assert code == 4 and all(word in said for word in words) and "Traceback" not in said, (verb[0], code, said)
     assert not (tmp_path / "run").exists()
+
+
+TENSOR = "model.layers.1.mlp.up_proj.weight"
+OTHER_TENSORS = {
+    "missing": (lambda tensors: tensors.pop(TENSOR), [f"missing tensor {TENSOR}", "[48, 32]"]),
+    "shape": (
+        lambda tensors: tensors.update({TENSOR: tensors[TENSOR][:40]}),
+        ["model.safetensors", f"tensor {TENSOR} has shape [40, 32], expected [48, 32] by config.json"],
+    ),
+    "kind": (lambda tensors: tensors.update({TENSOR: tensors[TENSOR].astype(np.int8)}), [f"{TENSOR} is I8"]),
+    "unexpected": (
+        lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.bias": np.ones(48, np.float32)}),
+        ["unexpected tensors model.layers.1.mlp.up_proj.bias"],
+    ),
+}
+
+
+def with_other_tensors(directory, folder, case):
+    change, words = OTHER_TENSORS[case]
+    shutil.copytree(directory, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return words
+
+
+@pytest.mark.parametrize("case", OTHER_TENSORS)
+def test_tensors_that_are_not_those_of_the_configuration(case, directory, tmp_path, capsys, monkeypatch):
+    source = tmp_path / "model"
+    words = with_other_tensors(directory, source, case)
+    monkeypatch.setattr(TensorFiles, "read", lambda *_: pytest.fail("a number was read"))
+    every_verb_ends_with_4(source, tmp_path, capsys, str(source), *words)
+    assert cli.main(["plan", str(tmp_path / "run.yml"), "--topology", "cpu:1"]) == 4
+    assert words[0] in capsys.readouterr().err
+
+
+def test_tensors_are_compared_without_jax(directory, tmp_path):
+    """In a process of its own, which needs no device of the run."""
+    words = with_other_tensors(directory, tmp_path / "model", "shape")
+    run_file(tmp_path, tmp_path / "model")
+    code = """
+import sys
+from rl.commands import cli
+codes = [cli.main([verb, *more, sys.argv[1]]) for verb, *more in (["train", "--check"], ["inspect"])]
+print("codes", codes, "jax" in sys.modules)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "run.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "codes [4, 4] False" in done.stdout, done.stdout + done.stderr
+    assert all(done.stderr.count(word) == 2 for word in words)
+
+
+def test_a_teacher_and_a_reward_model_of_another_shape(directory, tmp_path, capsys):
+    words = with_other_tensors(directory, tmp_path / "teacher", "shape")
+    teacher = {"teacher": str(tmp_path / "teacher"), "stages": [{"algorithm": "distill", "steps": 1}]}
+    scores = tmp_path / "scores"
+    policy_model = policy.load(directory)
+    graph = Graph(sources.trunk(policy_model.config), policy_model.graph.runtime, policy_model.graph.layout)
+    trunk = {path: policy_model.params[path] for path in graph.paths}
+    classification.write(scores, graph, trunk, np.zeros(32, np.float32), None)
+    rewards = [{"name": "reward_model", "options": {"source": str(scores)}}]
+    scored = {"rewards": {"functions": rewards}, "stages": [{"algorithm": "grpo", "steps": 1}], "max_length": 320}
+    check = ["train", "--check", str(run_file(tmp_path, directory, **scored))]
+    assert cli.main(check) == 0, capsys.readouterr().err
+    save_file(
+        load_file(scores / "model.safetensors") | {"score.weight": np.zeros((1, 31), np.float32)},
+        scores / "model.safetensors",
+    )
+    assert cli.main(check) == 4
+    assert f"reward model {scores}" in (said := capsys.readouterr().err) and "[1, 31], expected [1, 32]" in said
+    run_file(tmp_path, directory, **teacher)
+    assert cli.main(check) == 4
+    said = capsys.readouterr().err
+    assert all(word in said for word in (f"teacher {tmp_path / 'teacher'}", *words)), said

@@ -17,6 +17,7 @@ from rl.data import teacher as teachers
 from rl.data.encoded import Example
 from rl.data.encoding import ExampleEncoder
 from rl.data.hub import hub_name
+from rl.data.inspect import weights
 from rl.data.inspect.checks import check_stages, in_order
 from rl.data.inspect.finding import Finding
 from rl.data.inspect.reward_check import demonstrations_score
@@ -54,9 +55,15 @@ def inspect(config: RunConfig, only: str | None = None, rewards: bool = True) ->
 
     only: name of the one stage to look at. rewards: score demonstrations with the reward functions (check 13).
 
-    Raises ConfigError for a tokenizer, file or task that cannot be used, ModelError for a model's directory that a run
-    cannot read. Malformed rows are findings.
+    Raises ConfigError for a tokenizer, file or task that cannot be used, ModelError for a directory of a model, teacher
+    or reward model that a run cannot read. Malformed rows are findings.
     """
+    inspection = _inspection(config, only, rewards)
+    weights.check_all(config, _has_media(inspection.stages))
+    return inspection
+
+
+def _inspection(config: RunConfig, only: str | None, rewards: bool) -> Inspection:
     models.check_files(config.model.source, config.model.sections)
     tokenizer, stops = read_tokenizer(config)
     encoder = ExampleEncoder(tokenizer, read_processors(config, tokenizer), config.model.media_rows)
@@ -186,8 +193,9 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     """Reads the tokenizer and the first rows of each dataset, as a quick check. Scores nothing.
 
     Returns notes about what was not read: datasets of the hub, which would be downloaded. Raises ConfigError for a
-    tokenizer, file, task or teacher that cannot be used, ModelError for such a config.json and for a teacher that is
-    not there, DataError for findings that refuse a run, and for a column that a reward needs and the rows do not have.
+    tokenizer, file, task or teacher that cannot be used, ModelError for the directory of a model, teacher or reward
+    model that a run cannot read, DataError for findings that refuse a run, and for a column that a reward needs and
+    the rows do not have.
     """
     models.check_files(config.model.source, config.model.sections)
     _check_teachers(config)
@@ -206,21 +214,28 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
         evaluation = None if data is None else evaluation.model_copy(update={"data": data})
     short = config.model_copy(update={"data": None, "stages": stages, "evaluation": evaluation})
     names = [name for name, stage in zip(config.stage_names, stages, strict=True) if stage.data is not None]
-    inspections = [inspect(short, name, rewards=False) for name in names]
-    _check_media(config, [stage for inspection in inspections for stage in inspection.stages])
+    inspections = [_inspection(short, name, rewards=False) for name in names]
+    checked = [stage for inspection in inspections for stage in inspection.stages]
+    _check_media(config, checked)
     refused = [each.message() for inspection in inspections for each in inspection.findings if each.level == "refuse"]
-    for stage in (stage for inspection in inspections for stage in inspection.stages if stage.samples):
+    for stage in (stage for stage in checked if stage.samples):
         if (settings := config.stages[int(stage.path.split(".")[1])].rewards or config.rewards) is not None:
             refused += datasets.missing_columns(settings, (row.example for row in stage.rows))
     if refused:
         raise DataError("\n".join(dict.fromkeys(refused)))
+    weights.check_all(config, _has_media(checked))
     return list(dict.fromkeys(notes))
+
+
+def _has_media(stages: Sequence[StageRows]) -> bool:
+    """Returns whether rows have pictures or sounds."""
+    shown = [example for stage in stages for example in (*stage.held_out, *(row.example for row in stage.rows))]
+    return any(example.references for example in shown)
 
 
 def _check_media(config: RunConfig, stages: Sequence[StageRows]) -> None:
     """Raises ConfigError if these rows have pictures or sounds and the options of the run exclude them."""
-    shown = [example for stage in stages for example in (*stage.held_out, *(row.example for row in stage.rows))]
-    if not any(example.references for example in shown):
+    if not _has_media(stages):
         return
     if (directory := models.directory(config.model.source)) is not None:
         decoder = sources.read_config(directory, config.model.sections, media=True)
