@@ -283,7 +283,8 @@ class Mamba2:
 
     S <- exp(dt A) S + B (dt x)^T;  o = S^T C + D x.  A = -exp(A_log), dt = softplus(. + dt_bias) within `dt_limit`. x,
     B and C pass a causal depthwise convolution over `conv_width` tokens and a silu first. o is multiplied by silu(z),
-    then normed over the heads of a group. Heads h of group h // (heads / groups) share B and C.
+    then normed over the heads of a group. Heads h of group h // (heads / groups) share B and C. `conv_bias` and
+    `proj_bias` say whether the convolution and the projections have biases.
     """
 
     heads: int
@@ -293,6 +294,7 @@ class Mamba2:
     conv_width: int
     norm_eps: float
     conv_bias: bool = True
+    proj_bias: bool = False
     dt_limit: tuple[float, float] = (0.0, math.inf)
 
     def __post_init__(self):

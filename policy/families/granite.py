@@ -3,7 +3,7 @@ parts and logits."""
 
 from __future__ import annotations
 
-from policy.config import DecoderConfig, LayerSpec, Mlp, Moe
+from policy.config import Attention, DecoderConfig, LayerSpec, Mamba2, Mlp, Moe
 from policy.huggingface import names
 from policy.huggingface.config_fields import activation, attention, decoder, head_dim, rope
 
@@ -36,16 +36,24 @@ def read(stored: dict) -> DecoderConfig:
     return build("granite", stored, hf, mlp)
 
 
-def build(family: str, stored: dict, hf: dict, feed_forward: Mlp | Moe) -> DecoderConfig:
-    """Creates a decoder of equal layers with this feed-forward; `hf` is `stored` with the defaults
-    of its class."""
-    mixer = attention(hf, rope=rope(hf, head_dim(hf)), scale=float(hf["attention_multiplier"]))
-    layer = LayerSpec(mixer, feed_forward, residual_scale=float(hf["residual_multiplier"]))
+def build(
+    family: str, stored: dict, hf: dict, feed_forward: Mlp | Moe, mixers: list[Attention | Mamba2] | None = None
+) -> DecoderConfig:
+    """Creates a decoder whose layers have these mixers, by default rotary attention, and this feed-forward; `hf` is
+    `stored` with the defaults of its class."""
+    mixers = mixers or [mixer(hf)] * hf["num_hidden_layers"]
+    scale = float(hf["residual_multiplier"])
     return decoder(
         family,
         stored,
         hf,
-        [layer] * hf["num_hidden_layers"],
+        [LayerSpec(each, feed_forward, residual_scale=scale) for each in mixers],
         embedding_scale=float(hf["embedding_multiplier"]),
         logit_scale=1.0 / hf["logits_scaling"],
     )
+
+
+def mixer(hf: dict, *, rotary: bool = True) -> Attention:
+    """Creates the attention of a layer, whose scores are multiplied by `attention_multiplier`."""
+    rotation = rope(hf, head_dim(hf)) if rotary else None
+    return attention(hf, rope=rotation, scale=float(hf["attention_multiplier"]))

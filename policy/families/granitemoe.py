@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from policy.config import DecoderConfig, Moe, Router
+from policy.config import DecoderConfig, Mlp, Moe, Router
 from policy.families import granite
 from policy.huggingface import names
 from policy.huggingface.config_fields import activation
@@ -32,6 +32,11 @@ def read(stored: dict) -> DecoderConfig:
     """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
     does not compute."""
     hf = DEFAULTS | stored
+    return granite.build("granitemoe", stored, hf, experts(hf))
+
+
+def experts(hf: dict, shared: Mlp | None = None) -> Moe:
+    """Creates the experts of a layer, next to a feed-forward `shared` that every token passes."""
     # A softmax over the chosen logits is the softmax over all, divided by the sum of the chosen.
     router = Router(hf["num_local_experts"], hf["num_experts_per_tok"])
-    return granite.build("granitemoe", stored, hf, Moe(router, hf["intermediate_size"], activation=activation(hf)))
+    return Moe(router, hf["intermediate_size"], shared=shared, activation=activation(hf))

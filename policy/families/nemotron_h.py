@@ -23,14 +23,17 @@ _CONV = ("v_conv", "k_conv", "q_conv")
 def mamba_names(prefix: str) -> names.Table:
     """Returns the entries of a Mamba-2 mixer whose tensors begin with `prefix`."""
     biases = tuple(f"{part}_bias" for part in _CONV)
+    in_biases = tuple(part.replace("_proj", "_bias") for part in _IN)
     return (
         names.joined("Mamba2.", _IN, f"{prefix}in_proj.weight", "(k d)+ e -> e k d")
+        | names.joined("Mamba2.", in_biases, f"{prefix}in_proj.bias", "(k d)+ -> k d")
         | names.joined("Mamba2.", _CONV, f"{prefix}conv1d.weight", "(k d)+ 1 w -> k d w")
         | names.joined("Mamba2.", biases, f"{prefix}conv1d.bias", "(k d)+ -> k d")
         | {f"Mamba2.{name}": Stored(f"{prefix}{name}", "(k g) -> k g") for name in ("A_log", "D", "dt_bias")}
         | {
             "Mamba2.norm": Stored(f"{prefix}norm.weight", "(k d) -> k d"),
             "Mamba2.o_proj": Stored(f"{prefix}out_proj.weight", "e (k d) -> k d e"),
+            "Mamba2.o_bias": Stored(f"{prefix}out_proj.bias"),
         }
     )
 
@@ -107,7 +110,8 @@ _RENAMED = {
 }
 MAMBA, ATTENTION, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"
 _LETTERS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": MOE}
-_OLD = {"mamba": MAMBA, "attention": ATTENTION}
+# Kinds of layers in files of transformers 4 -> the name above.
+OLD_KINDS = {"mamba": MAMBA, "attention": ATTENTION}
 
 
 def read(stored: dict) -> DecoderConfig:
@@ -134,7 +138,7 @@ def _kinds(hf: dict) -> list[str]:
     pattern = first(hf, "layers_block_type", "layer_types")
     if pattern is None:
         pattern = [_LETTERS.get(letter, letter) for letter in first(hf, "hybrid_override_pattern", default="ME*-")]
-    kinds = [_OLD.get(str(kind), kind) for kind in pattern]
+    kinds = [OLD_KINDS.get(str(kind), kind) for kind in pattern]
     return layer_types({"layer_types": kinds, "num_hidden_layers": len(kinds)}, (MAMBA, ATTENTION, MLP, MOE), [])
 
 
@@ -153,8 +157,9 @@ def _mamba(hf: dict) -> Mamba2:
 
 
 def time_step_limit(hf: dict) -> list[float]:
-    """Returns the limits of dt. transformers writes infinity as {"__float__": "Infinity"}."""
-    return [float(each["__float__"] if isinstance(each, dict) else each) for each in hf["time_step_limit"]]
+    """Returns the limits of dt, by default none. transformers writes infinity as {"__float__": "Infinity"}."""
+    limits = first(hf, "time_step_limit", default=(0.0, "Infinity"))
+    return [float(each["__float__"] if isinstance(each, dict) else each) for each in limits]
 
 
 def _experts(hf: dict) -> Moe:

@@ -68,14 +68,20 @@ class DeltaNet(nnx.Module):
     def __call__(
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
     ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
-        """Computes (x_BTE, cache, LayerAux). Padding gives 0 and leaves the cache as it is. Without a cache every
-        document of a row starts from an empty state; with one, the first document of a row continues from the cached
-        state. In trees a token continues from the state after the token before it on its path."""
+        """Computes (x_BTE, cache, LayerAux). Padding leaves the cache as it is. Without a cache every document of a row
+        starts from an empty state; with one, the first document of a row continues from the cached state. In trees a
+        token continues from the state after the token before it on its path."""
         if in_explicit_mode():
             return self._over_devices(x_BTE, step, runtime), cache, LayerAux()
+        return self._own_heads(x_BTE, step, cache, runtime)
+
+    def _own_heads(
+        self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
+    ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
+        """Computes (x_BTE, cache, LayerAux) of this module's heads."""
         real, documents = step.segments != 0, number_documents(step.segments)
         x = jnp.where(real[..., None], replicate_length(x_BTE, runtime), 0)
-        q, k, v, inputs = self._convolved(x, documents, step.tree, cache, runtime)
+        q, k, v, inputs = self._convolved(x, real, documents, step.tree, cache, runtime)
         beta, g = (to_cache(a, runtime.layout) for a in self._gates(x, real, runtime))
         B, K, G, T, V = v.shape
         if cache is None:
@@ -111,7 +117,7 @@ class DeltaNet(nnx.Module):
         alone = replace(runtime, layout=None)
 
         def local(weights, x_bTE, step):
-            out, _, _ = module(weights)(x_bTE, step, None, alone)
+            out, _, _ = cast(DeltaNet, module(weights))._own_heads(x_bTE, step, None, alone)
             return out if heads is None else jax.lax.psum(out, heads)
 
         places = [layout.used(spec_of(w)) for w in weights], rows, PartitionSpec(rows[0])
@@ -122,6 +128,10 @@ class DeltaNet(nnx.Module):
 
     def _project(self, x_BTE: jax.Array, name: str, runtime: Runtime) -> jax.Array:
         return linear("bte,ekd->bktd", x_BTE, getattr(self, f"{name}_proj")[...], runtime)
+
+    def _conv_input(self, x_BTE: jax.Array, real_BT: jax.Array, name: str, runtime: Runtime) -> jax.Array:
+        """Returns an input of the convolution, [B, K, T, channels]; 0 on padding, where x is 0."""
+        return self._project(x_BTE, name, runtime)
 
     def _gate(self, x_BTE: jax.Array, name: str) -> jax.Array:
         return jnp.einsum("bte,ekg->bktg", x_BTE, getattr(self, f"{name}_proj")[...].astype(x_BTE.dtype))
@@ -141,11 +151,12 @@ class DeltaNet(nnx.Module):
         before = self.spec.conv_width - 1
         return jnp.stack([self._stored(inputs_BKTJ[:, :, t + 1 : t + 1 + before]) for t in range(T)], axis=1)
 
-    def _convolved(self, x_BTE, documents_BT, tree: Tree | None, cache, runtime):
+    def _convolved(self, x_BTE, real_BT, documents_BT, tree: Tree | None, cache, runtime):
         """Returns (q, k [B, K, T, D], v [B, K, G, T, V], inputs): float32 after convolution and silu, q and k of unit
         length, and the inputs of the convolution, preceded by the W - 1 inputs of earlier calls."""
         spec = self.spec
-        inputs = [checkpoint_name(self._project(x_BTE, n, runtime), label) for n, label in CONVOLVED.items()]
+        inputs = [self._conv_input(x_BTE, real_BT, name, runtime) for name in CONVOLVED]
+        inputs = [checkpoint_name(each, label) for each, label in zip(inputs, CONVOLVED.values(), strict=True)]
         inputs = to_cache(jnp.concatenate(inputs, axis=-1), runtime.layout)
         B, K, _, J = inputs.shape
         before = spec.conv_width - 1

@@ -50,6 +50,7 @@ MODELS = {
     "channel_decays": lambda: short("KimiLinear"),
     "short_conv": lambda: short("Lfm2"),
     "groups_of_states": lambda: short("NemotronH"),
+    "biased_states": lambda: short("GraniteMoeHybrid"),
     "streams": lambda: (
         configuration("Llama", num_hidden_layers=2) | {"duet": {"hyper_connections": {"reduce": "head"}}}
     ),

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from oracles import STANDARD, TINY, classes, edit_config, oracle, reference_logits, reload, saved, tokens
+from oracles import STANDARD, TINY, classes, configuration, edit_config, oracle, reference_logits, reload, saved, tokens
 
 import policy
 from policy import families
@@ -310,3 +310,32 @@ def test_layers_of_mistral_that_differ_are_refused():
         UnsupportedModel, match="layer_types: full_attention; known: sliding_attention, one for each layer"
     ):
         families.read(TINY["Mistral"] | {"model_type": "mistral", "layer_types": kinds})
+
+
+def test_the_kinds_of_layers_of_granite_4_have_older_names(tmp_path):
+    directory = saved(oracle("GraniteMoeHybrid", num_local_experts=0, mamba_d_head="auto"), tmp_path)
+
+    def released(config):
+        del config["layer_types"]
+        config |= {"layers_block_type": ["mamba", "attention", "mamba"], "position_embedding_type": "nope"}
+        config |= {"mamba_d_head": "auto", "time_step_limit": None}
+
+    edit_config(directory, released)
+    layers = policy.load(directory).config.layers
+    assert [type(layer.mixer).__name__ for layer in layers] == ["Mamba2", "Attention", "Mamba2"]
+    edit_config(directory, lambda config: config.pop("time_step_limit"))
+    theirs = type(oracle("GraniteMoeHybrid")).from_pretrained(directory, attn_implementation="eager").eval()
+    assert_same_logits(directory, theirs)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mamba_d_head": 6}, "mamba_d_head: 6 heads of 6 are not mamba_expand x hidden_size, 48 channels"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported in layers of Mamba-2, only 'silu'"),
+        ({"layer_types": ["mamba", "rwkv", "mamba"]}, "layer_types: rwkv; known: linear_attention, full_attention"),
+    ],
+)
+def test_layers_of_granite_4_that_no_class_computes_are_refused(keys, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        families.read(configuration("GraniteMoeHybrid", **keys))

@@ -27,7 +27,16 @@ N, T, P, M, NUMBER = 16, 14, 4, 5, 24
 STREAMS = {"duet": {"hyper_connections": {"streams": 2, "reduce": "head"}}}
 # Keys and values, windows between norms, latents with experts, keys of an indexer, several streams.
 MODELS = {kind: short(kind) for kind in KINDS} | {"streams": short("Llama", **STREAMS)}
-RECURRENT = ("Qwen3Next", "Qwen3_5", "KimiLinear", "Lfm2", "Lfm2Moe", "NemotronH", "OlmoHybrid")  # and Qwen3_5Moe
+RECURRENT = (
+    "Qwen3Next",
+    "Qwen3_5",  # and Qwen3_5Moe
+    "KimiLinear",
+    "Lfm2",
+    "Lfm2Moe",
+    "NemotronH",
+    "OlmoHybrid",
+    "GraniteMoeHybrid",
+)
 SERVED = [name for name in MODELS if not name.startswith(RECURRENT)]
 REPRESENTATIVE = ("Llama", "Gemma3", "DeepseekV3")
 # Which tokens of three requests a call feeds, as spans. In the second call two requests are in the middle of their
