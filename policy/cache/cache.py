@@ -158,14 +158,13 @@ def has_pools(cache: Any) -> bool:
     return any(isinstance(leaf, Pool) for leaf in jax.tree.leaves(cache, is_leaf=lambda leaf: isinstance(leaf, Pool)))
 
 
-def unrolled(cache: tuple) -> tuple:
-    """Returns a scanned cache without pools as an unrolled one, with one part per repeat."""
+def unrolled(cache: tuple, config: DecoderConfig) -> tuple:
+    """Returns a scanned cache without pools as an unrolled one, with one part per repeat. A stack may store nothing."""
 
-    def parts(stack: tuple) -> tuple:
-        repeats = len(jax.tree.leaves(stack)[0])
-        return tuple(jax.tree.map(lambda array, r=r: array[r : r + 1], stack[0]) for r in range(repeats))
+    def parts(part: tuple, repeats: int) -> tuple:
+        return tuple(jax.tree.map(lambda array, r=r: array[r : r + 1], part) for r in range(repeats))
 
-    return tuple(map(parts, cache))
+    return tuple(parts(part, stack.repeats) for (part,), stack in zip(cache, config.stacks, strict=True))
 
 
 def scanned(cache: tuple) -> tuple:

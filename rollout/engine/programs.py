@@ -259,7 +259,7 @@ class DecoderPrograms:
 
     def to_decode(self, cache: tuple) -> tuple:
         """Returns the decoder's cache of some rows in the form of a decode; undoes `to_prefill`."""
-        return cache if self.scan or caches.has_pools(cache) else caches.unrolled(cache)
+        return cache if self.scan or caches.has_pools(cache) else caches.unrolled(cache, self.graph.config)
 
     def copy_rows(self, cache, pairs, count):
         """Returns the cache after copying row pairs[i, 0] to row pairs[i, 1] for the first `count` pairs in order."""

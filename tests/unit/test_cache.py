@@ -101,3 +101,18 @@ def test_insert_copies_rows_of_a_shorter_cache_to_slots():
         expected = before.copy()
         expected[:, 2, :, :5], expected[:, 0, :, :5] = source[:, 0], source[:, 1]
         np.testing.assert_array_equal(after, expected)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "NemotronH"])
+def test_a_scanned_cache_is_unrolled_to_what_it_came_from(kind):
+    """Stacks of several layers and, in NemotronH, stacks that store nothing."""
+    config = families.read(configuration(kind))
+    empty = caches.create(config, S, C, jnp.float32, scan=False)
+    leaves, tree = jax.tree.flatten(empty)
+    rng = np.random.default_rng(0)
+    filled = jax.tree.unflatten(tree, [rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves])
+    scanned = caches.scanned(filled)
+    assert jax.tree.structure(scanned) == jax.tree.structure(caches.create(config, S, C, jnp.float32, scan=True))
+    back = caches.unrolled(scanned, config)
+    assert jax.tree.structure(back) == tree
+    jax.tree.map(np.testing.assert_array_equal, back, filled)
