@@ -37,7 +37,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from types import ModuleType
 
-from policy.config import DecoderConfig
+from policy.config import Attention, DecoderConfig, LayerSpec, Router
 from policy.field_types import wrong_fields
 from policy.huggingface import extensions, nearest
 from policy.huggingface.config_fields import UnsupportedModel, wrong_value
@@ -178,4 +178,47 @@ def _read(hf: dict, media: bool) -> DecoderConfig:
         raise ValueError("a decoder without layers")
     if wrong := next(wrong_fields(config), None):
         raise ValueError(wrong)
+    if wrong := _wrong_sizes(config, text):
+        raise UnsupportedModel(f"{text.get('model_type')}: {wrong}")
     return config
+
+
+def _wrong_sizes(config: DecoderConfig, text: dict) -> str | None:
+    """Returns which sizes do not go with each other, by the keys that say them, or None: heads that cannot be shared,
+    rotations of an odd number of dimensions, groups of experts."""
+    modules = config.multi_token_prediction
+    for layer in dict.fromkeys((*config.layers, *([modules.layer] if modules else ()))):
+        if wrong := _wrong_heads(layer, text) or (layer.moe and _wrong_groups(layer.moe.router)):
+            return wrong
+    return None
+
+
+def _wrong_heads(layer: LayerSpec, text: dict) -> str | None:
+    mixer = layer.mixer
+    if isinstance(mixer, Attention) and mixer.heads % mixer.kv_heads:
+        key = _key_of(text, "key_value_heads", mixer.kv_heads) or "num_key_value_heads"
+        return f"{key}: {mixer.kv_heads} does not divide num_attention_heads, {mixer.heads}"
+    if odd := next((rope.dim for rope in layer.ropes if rope.dim % 2), None):
+        if key := _key_of(text, "head_dim", odd):
+            return f"{key}: {odd} is odd, and rotary positions turn pairs of dimensions"
+        where = "a share partial_rotary_factor of head_dim (hidden_size / num_attention_heads)"
+        return f"{where}: {odd} dimensions, an odd number, and rotary positions turn pairs of dimensions"
+    return None
+
+
+def _wrong_groups(router: Router) -> str | None:
+    experts, groups, kept = router.experts, router.groups, router.topk_groups
+    if router.experts_per_token > experts:
+        return f"num_experts_per_tok: {router.experts_per_token} of {experts} experts"
+    if groups == 1:
+        return None
+    if experts % groups or (router.group_score == "top2" and experts < 2 * groups):
+        return f"n_group: {groups} groups of equal size, of two experts or more, cannot be made of {experts} experts"
+    if kept > groups:
+        return f"topk_group: {kept} of {groups} groups (n_group)"
+    return None
+
+
+def _key_of(text: dict, ending: str, value: int) -> str | None:
+    """Returns the key with this ending and value, or None."""
+    return next((key for key, each in text.items() if key.endswith(ending) and each == value), None)

@@ -62,7 +62,9 @@ def test_any_value_is_read_or_refused(kind):
         ("vocab_size", "x"),
         ("hidden_size", None),
         ("num_attention_heads", 0),
+        ("num_key_value_heads", 3),
         ("num_hidden_layers", 0),
+        ("head_dim", 7),
         ("rms_norm_eps", []),
         ("intermediate_size", 2.5),
     ],
@@ -71,6 +73,24 @@ def test_the_file_and_the_key_are_named(key, value, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(configuration("Llama") | {key: value}))
     with pytest.raises(UnsupportedModel, match=f"config.json: .*{key}"):
         policy.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind, keys, expected",
+    [
+        ("Llama", {"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads, 4"),
+        ("Gemma4", {"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads, 4"),
+        ("Gemma4", {"global_head_dim": 7}, "global_head_dim: 7 is odd"),
+        ("DeepseekV3", {"qk_rope_head_dim": 3}, "qk_rope_head_dim: 3 is odd"),
+        ("Glm4", {"head_dim": 6}, "partial_rotary_factor of head_dim .*: 3 dimensions, an odd number"),
+        ("DeepseekV3", {"n_group": 3}, "n_group: 3 groups"),
+        ("DeepseekV3", {"topk_group": 7}, "topk_group: 7 of 4 groups"),
+        ("Mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok: 9 of 8 experts"),
+    ],
+)
+def test_sizes_that_do_not_go_with_each_other(kind, keys, expected):
+    with pytest.raises(UnsupportedModel, match=expected):
+        families.read(configuration(kind, **keys))
 
 
 def test_files_with_a_byte_order_mark_and_of_any_depth(tmp_path):
@@ -176,6 +196,7 @@ def directory(tmp_path_factory):
 
 
 BROKEN = {
+    "heads": ("config.json", lambda keys: keys | {"num_key_value_heads": 3}),
     "wrong type": ("config.json", lambda keys: keys | {"num_attention_heads": "4"}),
     "null": ("config.json", lambda keys: keys | {"hidden_size": None}),
     "stops": ("generation_config.json", lambda keys: {"eos_token_id": ["</s>"]}),

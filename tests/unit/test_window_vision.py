@@ -60,6 +60,7 @@ TEXT = {
     "intermediate_size": 24,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]},
 }
 TOWER = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 8, "patch_size": 4, "window_size": 16}
