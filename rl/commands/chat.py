@@ -13,13 +13,18 @@ from rl.errors import ConfigError, ModelError
 SUMMARY = "talk with a model"
 HELP = "Each line is your next turn. /reset begins a new conversation; the end of the input (Ctrl-D) ends the program."
 
+MOST_TOKENS = 4096
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     sampled_model.add_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     parser.add_argument(
-        "--max-length", type=int, default=4096, metavar="N", help="most tokens of a conversation (4096)"
+        "--max-length",
+        type=int,
+        metavar="N",
+        help=f"most tokens of a conversation ({MOST_TOKENS}, or as many as the model has positions)",
     )
 
 
@@ -37,9 +42,13 @@ def run(arguments: argparse.Namespace) -> None:
     tokenizer, params = source.tokenizer, source.params
     if tokenizer.chat_template is None:
         raise ModelError(f"{arguments.model}: the tokenizer has no chat template; use `rl generate`")
+    max_length = arguments.max_length
+    if max_length is None:
+        max_length = min(MOST_TOKENS, source.positions.number) if source.positions else MOST_TOKENS
+    source.check_length(max_length, "--max-length", "Lower --max-length")
     model = source.load()
     try:
-        generator = Generator(model, max_length=arguments.max_length, slots=1, seed=arguments.seed, tokenizer=tokenizer)
+        generator = Generator(model, max_length=max_length, slots=1, seed=arguments.seed, tokenizer=tokenizer)
     except ValueError as error:
         raise ConfigError(f"--max-length: {error}") from None
     first = [{"role": "system", "content": arguments.system}] if arguments.system else []

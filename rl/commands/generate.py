@@ -59,8 +59,11 @@ def run(arguments: argparse.Namespace) -> None:
     read, source = prompts.read_prompts(arguments.prompts), sampled_model.find(arguments, n=arguments.samples)
     processors = processors_of(source.directory, source.tokenizer)
     problems = prompts.problems(read, ExampleEncoder(source.tokenizer, processors), Path(arguments.prompts).parent)
-    model = source.load(media=any(problem.media for problem in problems))
     longest = max(len(problem.ids) for problem in problems) + source.params.max_new_tokens
+    source.check_length(
+        longest, "the longest prompt and --max-new-tokens", "Lower --max-new-tokens or shorten the prompt"
+    )
+    model = source.load(media=any(problem.media for problem in problems))
     try:
         generator = Generator(
             model, max_length=longest, slots=arguments.slots, seed=arguments.seed, tokenizer=source.tokenizer

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from rl import plan
 from rl.commands.train import split_arguments
+from rl.errors import ConfigError
 
 SUMMARY = "what a run needs on a slice, without the slice"
 DESCRIPTION = plan.HELP
@@ -15,10 +17,15 @@ add_arguments = plan.add_arguments
 def run(arguments: argparse.Namespace) -> int:
     """Plans the run, or searches for its mesh, and returns the exit code."""
     from rl.data.inspect import weights
+    from rl.data.inspect.source import length_findings
     from rl.plan import command
     from rl.run.load import load
 
     config = load(*split_arguments(arguments.config))
+    for finding in length_findings(config):
+        if finding.level == "refuse":
+            raise ConfigError(finding.message())
+        print(f"warning: {finding.message()}", file=sys.stderr)
     weights.check_all(config, media=config.model.media_rows is not None)
     options = command.Options(arguments.topology, arguments.memory, arguments.candidates, arguments.json)
     return (command.plan_search if arguments.search else command.plan)(config, options)

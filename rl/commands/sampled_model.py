@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,13 +16,25 @@ from rl.errors import ConfigError, ModelError
 class SampledModel:
     """The model that the arguments name, before its weights are read.
 
-    params: the sampling parameters, with the stop tokens that the model names.
+    params: the sampling parameters, with the stop tokens that the model names. positions: those that the model was made
+    for; None: unknown.
     """
 
     directory: Path
     dtype: Literal["float32", "bfloat16"]
     tokenizer: Any
     params: Any
+    positions: models.Positions | None
+
+    def check_length(self, tokens: int, what: str, change: str) -> None:
+        """Warns about more tokens than the model has rotary positions for. `what` they are; `change`: what to type.
+        Raises ConfigError where positions are learned."""
+        if self.positions is None or (text := self.positions.exceeded_by(tokens)) is None:
+            return
+        text = f"{what}: {text}. {change}"
+        if self.positions.learned:
+            raise ConfigError(text)
+        print(f"warning: {text}", file=sys.stderr)
 
     def load(self, *, media: bool = False) -> Any:
         """Reads the weights. `media`: with the towers of pictures and sounds. Raises ModelError."""
@@ -88,6 +101,7 @@ def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
     """
     directory = _directory(arguments.model)
 
+    from policy.huggingface import sources
     from rollout import SamplingParams
     from rollout.text.tokenizer import load_tokenizer, stop_ids
 
@@ -99,11 +113,12 @@ def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     try:
+        positions = models.positions_of(sources.read_config(directory))
         tokenizer = load_tokenizer(directory)
         stops = stop_ids(tokenizer, directory)
     except ValueError as error:
         raise ModelError(f"{directory}: {error}") from None
-    return SampledModel(directory, arguments.dtype, tokenizer, replace(params, stop_token_ids=stops))
+    return SampledModel(directory, arguments.dtype, tokenizer, replace(params, stop_token_ids=stops), positions)
 
 
 def _directory(source: str) -> Path:

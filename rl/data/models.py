@@ -141,12 +141,19 @@ class Positions:
     number: int
     learned: bool
 
+    def exceeded_by(self, tokens: int) -> str | None:
+        """Returns what to say of so many tokens, or None if there is a position for each."""
+        return f"{tokens} is more than the {self.number} positions of this model" if tokens > self.number else None
+
 
 def positions(model: ModelOptions) -> Positions | None:
     """Returns the positions of a model; None if its configuration cannot be read or does not say."""
     config = _decoder(model)
-    if config is None:
-        return None
+    return None if config is None else positions_of(config)
+
+
+def positions_of(config: DecoderConfig) -> Positions | None:
+    """Returns the positions of a decoder; None if its configuration does not say."""
     if config.max_positions is not None:
         return Positions(config.max_positions, learned=True)
     hf = json.loads(config.hf)

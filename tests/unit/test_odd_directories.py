@@ -1,6 +1,7 @@
 """Configurations with values of any type, and tokenizers as people have them: read, or refused with file and key."""
 
 import copy
+import io
 import json
 import shutil
 import subprocess
@@ -312,3 +313,37 @@ def test_a_teacher_and_a_reward_model_of_another_shape(directory, tmp_path, caps
     assert cli.main(check) == 4
     said = capsys.readouterr().err
     assert all(word in said for word in (f"teacher {tmp_path / 'teacher'}", *words)), said
+
+
+def said_by_verbs(source, folder, capsys, monkeypatch):
+    """Yields (verb, exit code, standard error) of each verb with a few tokens more than 64."""
+    (folder / "prompts.txt").write_text("a\n")
+    run = str(run_file(folder, source, max_length=65, tokenizer="bytes"))
+    few = ["--platform", "cpu", "--max-new-tokens"]
+    for verb in (
+        ["generate", str(source), "--prompts", str(folder / "prompts.txt"), *few, "64"],
+        ["chat", str(source), "--max-length", "65", *few, "4"],
+        ["plan", run, "--topology", "cpu:1"],
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO(""))
+        code = cli.main(verb)
+        yield verb[0], code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind, learned", [("Llama", False), ("GPT2", True)])
+def test_verbs_say_that_there_are_more_tokens_than_positions(kind, learned, tmp_path, capsys, monkeypatch):
+    """A warning where rotary positions go on, as check 16 of `rl inspect`; a refusal where they are learned."""
+    source, positions = tmp_path / "model", "n_positions" if learned else "max_position_embeddings"
+    policy.save(random_model(families.read(configuration(kind, vocab_size=320, **{positions: 64}))), source)
+    byte_level().save_pretrained(source)
+    for verb, code, said in said_by_verbs(source, tmp_path, capsys, monkeypatch):
+        assert " is more than the 64 positions of this model. " in said, (verb, said)
+        assert code == (2 if learned else 0) and ("warning: " in said) != learned, (verb, code, said)
+
+
+def test_a_conversation_has_as_many_tokens_as_the_model_has_positions(directory, capsys, monkeypatch):
+    lengths = []
+    monkeypatch.setattr("rollout.Generator", lambda *_, max_length, **__: lengths.append(max_length))
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert cli.main(["chat", str(directory), "--platform", "cpu"]) == 0
+    assert lengths == [128] and "warning" not in capsys.readouterr().err

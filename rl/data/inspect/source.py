@@ -89,11 +89,10 @@ def _inspection(config: RunConfig, only: str | None, rewards: bool) -> Inspectio
 def length_findings(config: RunConfig) -> list[Finding]:
     """16: a max_length beyond the positions of the model. Rotary positions go on, learned ones do not."""
     made_for = models.positions(config.model)
-    if made_for is None or config.max_length <= made_for.number:
+    if made_for is None or (text := made_for.exceeded_by(config.max_length)) is None:
         return []
     level = "refuse" if made_for.learned else "warn"
-    text = f"max_length: {config.max_length} is more than the {made_for.number} positions of this model"
-    return [Finding(16, level, text, f"Set max_length={made_for.number} or less")]
+    return [Finding(16, level, f"max_length: {text}", f"Set max_length={made_for.number} or less")]
 
 
 def random_weights(config: RunConfig) -> bool:
