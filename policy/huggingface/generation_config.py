@@ -29,9 +29,11 @@ def read(directory: str | os.PathLike) -> dict[str, Any]:
 
 
 def stop_ids(directory: str | os.PathLike) -> tuple[int, ...]:
-    """Returns the token ids at which transformers ends a completion of the model of a directory.
+    """Returns the token ids that end a completion of the model of a directory: those of generation_config.json; where it
+    names none, those of config.json.
 
-    They are those of generation_config.json; where it names none, those of config.json. Raises as `declared_stops`.
+    So it is in transformers, except that version 5.24 does not stop at all where generation_config.json is there and
+    names none. Raises as `declared_stops`.
     """
     declared = declared_stops(directory)
     return declared.get(FILE) or declared.get(CONFIG) or ()
