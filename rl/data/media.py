@@ -11,6 +11,7 @@ from typing import Any
 from policy import compatibility
 from policy.config import DecoderConfig
 from policy.huggingface import sources
+from policy.media import Tower, rows_of
 from rewards.text import text_of
 from rewards.workers.media import Content, Picture, Sound
 from rl.config.run import RunConfig
@@ -18,7 +19,7 @@ from rl.data import models, towers
 from rl.data.encoded import Example, Messages
 from rl.errors import DataError
 from rollout.media import processors, rows
-from rollout.media.item import KINDS, NOUNS, Kind, MediaError
+from rollout.media.item import KINDS, NOUNS, Kind, MediaError, Processor
 from rollout.media.processors import Processors
 from rollout.media.reference import Reference
 
@@ -61,7 +62,30 @@ def processors_of(directory: Path, tokenizer: Any, sections: dict | None = None)
     except MediaError as error:
         return Processors(None, None, str(error))
     image = None if decoder.image is None else read.image
+    if decoder.image is not None and image is not None and (problem := _other_sizes(image, decoder.image)):
+        return Processors(None, None, f"{directory}: {problem}")
     return Processors(image, None if decoder.audio is None else read.audio)
+
+
+# Fields of towers and processors -> keys of vision_config and of the configuration of a processor.
+_SIZES = {
+    "patch": ("patch_size", "patch_size"),
+    "merge": ("spatial_merge_size", "merge_size"),
+    "frames": ("temporal_patch_size", "temporal_patch_size"),
+    "pool": ("pooling_kernel_size", "pooling_kernel_size"),
+}
+
+
+def _other_sizes(processor: Processor, tower: Tower) -> str | None:
+    """Returns which sizes a processor of pictures does not have in common with the tower, or None."""
+    for field, (key, own_key) in _SIZES.items():
+        theirs, ours = getattr(tower, field, None), getattr(processor, field, None)
+        if None not in (theirs, ours) and theirs != ours:
+            return f"vision_config has {key} {theirs}, the processor {own_key} {ours}; make them the same"
+    shape = processor.shapes((1024, 768))[0]
+    if (theirs := rows_of(tower, shape)) != (ours := processor.rows(shape)):
+        return f"a picture has {theirs} rows by vision_config and {ours} by its processor; make them the same"
+    return None
 
 
 def _unreadable_towers(directory: Path, problem: str) -> Processors | None:

@@ -1,10 +1,15 @@
 """`rl generate` with prompts that have pictures, and text prompts between them."""
 
+import copy
 import json
 from pathlib import Path
 
+import media_oracles
+import media_tokenizers
+import numpy as np
 import pytest
 from media_rows import model_directory, png
+from PIL import Image
 
 import policy
 from policy.huggingface import sources
@@ -84,3 +89,75 @@ def test_a_picture_that_cannot_be_read_is_named(directory, tmp_path, capsys, row
     file.write_text("".join(json.dumps(each) + "\n" for each in ({"prompt": "a"}, row)))
     assert cli.main(["generate", str(directory), "--prompts", str(file), "--platform", "cpu"]) == 3
     assert said in capsys.readouterr().err
+
+
+def directory_of_merges(kind: str, folder: Path, merge: int = 3):
+    """Writes a tiny model of transformers whose rows are squares of `merge` patches, with tokenizer and processor.
+    Returns (the model, its processor of pictures)."""
+    import torch
+    import transformers
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    text, vision, keys = copy.deepcopy(media_oracles.MODELS[kind])
+    tokens = media_tokenizers.tokenizer("qwen2_5_vl")
+    ids = dict(zip(tokens.all_special_tokens, tokens.all_special_ids, strict=True))
+    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    keys |= {f"{key}_token_id": ids[f"<|{name}|>"] for key, name in names.items()}
+    stops = {"eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text | stops | {"vocab_size": 300}, vision_config=vision | {"spatial_merge_size": merge}, **keys
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float().eval()
+    model.save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=merge, size={"shortest_edge": 64, "longest_edge": 4096}
+    )
+    processor.save_pretrained(folder)
+    return model, processor
+
+
+@pytest.mark.parametrize("kind", ["Qwen2_5_VL", pytest.param("Qwen3VL", marks=pytest.mark.slow)])
+def test_rows_of_nine_patches_are_those_of_transformers(kind, tmp_path, capsys):
+    """From the file of a picture to values, grid, logits and greedy tokens."""
+    import torch
+
+    theirs, processor = directory_of_merges(kind, tmp_path / "model")
+    noise = np.random.default_rng(0).integers(0, 256, (40, 70, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "noise.png")
+    row = {"prompt": [{"role": "user", "content": [IMAGE, {"type": "text", "text": "what"}]}], "images": ["noise.png"]}
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+
+    tokenizer = load_tokenizer(tmp_path / "model")
+    processors = processors_of(tmp_path / "model", tokenizer)
+    (problem,) = prompts.problems(prompts.read_prompts(str(file)), ExampleEncoder(tokenizer, processors), tmp_path)
+    expected = processor([noise], return_tensors="pt", input_data_format="channels_last")
+    (item,) = problem.media.references[0].items(processors.image)
+    np.testing.assert_array_equal(item.values, expected["pixel_values"])
+    assert item.shape == tuple(expected["image_grid_thw"][0][1:].tolist())
+    assert item.rows == problem.ids.count(theirs.config.image_token_id) == item.shape[0] * item.shape[1] // 9 > 4
+
+    def shown(ids):
+        return expected | {"input_ids": ids, "mm_token_type_ids": (ids == theirs.config.image_token_id).int()}
+
+    ids = torch.tensor([problem.ids])
+    with torch.no_grad():
+        full = theirs.generate(**shown(ids), max_new_tokens=8, do_sample=False)
+        theirs.model.rope_deltas = None  # it stays from call to call
+        logp = torch.log_softmax(theirs(**shown(full)).logits, -1)
+    tokens = full[0, ids.shape[1] :].tolist()
+    drawn = [logp[0, ids.shape[1] - 1 + n, token].item() for n, token in enumerate(tokens)]
+    given = ("--max-new-tokens", 8, "--temperature", 0, "--platform", "cpu")
+    assert cli.main(["generate", str(tmp_path / "model"), "--prompts", str(file), *map(str, given)]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert line["tokens"] == tokens and len(set(tokens)) > 1
+    np.testing.assert_allclose(line["logprobs"], drawn, atol=1e-4, rtol=0)
+
+    # A processor that makes other rows is named before a weight is read.
+    stored = tmp_path / "model" / "preprocessor_config.json"
+    stored.write_text(json.dumps(json.loads(stored.read_text()) | {"merge_size": 2}))
+    assert cli.main(["generate", str(tmp_path / "model"), "--prompts", str(file), *map(str, given)]) == 3
+    said = capsys.readouterr().err
+    assert "prompts.jsonl:1: " in said and "vision_config has spatial_merge_size 3, the processor merge_size 2" in said
