@@ -99,7 +99,7 @@ def load(
         try:
             example = read(where, row, options)
             if processors is None:
-                examples.append(media.refuse(example, row))
+                examples.append(media.refuse(example, row, base))
             else:
                 examples.append(media.with_references(example, row, base, processors))
         except _MissingColumn as error:

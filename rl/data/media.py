@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ def _answer(answer: str | Messages, base: Path) -> str | Messages:
     return normal
 
 
-def refuse(example: Example, row: dict[str, Any]) -> Example:
+def refuse(example: Example, row: dict[str, Any], base: Path) -> Example:
     """Returns the example of a model that reads texts only. Raises ValueError as `refuse_media`, and for contents of
     messages that are no texts."""
     for conversation in _conversations(example):
@@ -163,14 +163,16 @@ def refuse(example: Example, row: dict[str, Any]) -> Example:
                 _refuse_parts(example)
                 raise ValueError(f"the content of message {number} must be a text")
     _refuse_tags(example, row)
+    _refuse_columns(row, base)
     return example
 
 
-def refuse_media(example: Example, row: dict[str, Any]) -> None:
-    """Raises ValueError for an example with pictures or sounds, as parts of messages, or as a column with as many tags
-    in the texts."""
+def refuse_media(example: Example, row: dict[str, Any], base: Path) -> None:
+    """Raises ValueError for an example with pictures or sounds: as parts of messages, as contents or files in a column
+    for them, or as a column with as many tags in the texts. base: folder that relative paths start from."""
     _refuse_parts(example)
     _refuse_tags(example, row)
+    _refuse_columns(row, base)
 
 
 def _refuse_parts(example: Example) -> None:
@@ -178,6 +180,37 @@ def _refuse_parts(example: Example) -> None:
         for number, message in enumerate(conversation):
             if (kind := rows.first_kind(message["content"])) is not None:
                 raise ValueError(f"message {number} has a {NOUNS[kind]}, {_UNREAD.format(NOUNS[kind])}")
+
+
+def _refuse_columns(row: dict[str, Any], base: Path) -> None:
+    for kind, names in COLUMNS.items():
+        for name in names:
+            if _holds_content(row.get(name), base):
+                raise ValueError(
+                    f"the row has a {NOUNS[kind]} in column {name!r}, {_UNREAD.format(NOUNS[kind])}. Set `model` to one "
+                    "that reads them (docs/pictures.md), or give the column another name to use the text alone"
+                )
+
+
+def _holds_content(value: Any, base: Path) -> bool:
+    """Returns whether a value of a column is a picture or a sound: bytes, numbers, an object, or the name of a file."""
+    match value:
+        case None | bool() | int() | float():
+            return False
+        case str():
+            return value.startswith("data:") or _is_file(base / value)
+        case list() | tuple():
+            return any(_holds_content(each, base) for each in value)
+        case Mapping():
+            return any(value.get(key) is not None for key in ("bytes", "path", "array"))
+    return True
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a text that is no name of a file
+        return False
 
 
 def _refuse_tags(example: Example, row: dict[str, Any]) -> None:

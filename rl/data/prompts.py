@@ -69,7 +69,7 @@ def problems(prompts: Sequence[Prompt], encoder: ExampleEncoder, base: Path) -> 
         try:
             example = Example(row["prompt"], where=where)
             if encoder.processors is None:
-                media.refuse_media(example, row)
+                media.refuse_media(example, row, base)
             else:
                 example = media.with_references(example, row, base, encoder.processors)
             result.append(Problem(example, *encoder.prompt(example)))

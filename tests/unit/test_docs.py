@@ -19,7 +19,9 @@ import rewards.registry
 import rl.algorithms
 from rl.config import reference
 from rl.data import datasets
+from rl.data.media import read_processors
 from rl.data.tasks import arithmetic
+from rl.data.tokenizer import read_tokenizer
 from rl.run.load import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,7 +145,9 @@ def test_configurations_load_and_their_data_too(document, tmp_path):
                 for f in config.rewards.functions
                 for key in rewards.registry.parameters(rewards.load(f.name), "").required
             }
-            given = datasets.load(config.data).columns | set(rewards.registry.GIVEN)
+            shown = config.data.task in ("pictures", "tones")  # a model that reads them
+            processors = read_processors(config, read_tokenizer(config)[0]) if shown else None
+            given = datasets.load(config.data, processors=processors).columns | set(rewards.registry.GIVEN)
             assert expected - {key for f in config.rewards.functions for key in f.options} <= given
 
 

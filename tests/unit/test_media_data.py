@@ -23,6 +23,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from policy.mesh import processes, serialization
 from rewards import Runner, RunnerOptions
+from rl.commands import cli
 from rl.config.data import EvaluationOptions
 from rl.data import media
 from rl.data.encoded import Problem
@@ -446,6 +447,10 @@ def test_a_model_without_a_processor_reads_text_only(folder, reader, tmp_path):
         ({"prompt": "<image>a", "images": ["one.png"]}, "has 1 pictures in column 'images' and as many <image> in its"),
         ({"prompt": "<audio>a", "audios": ["one.wav"]}, "has 1 sounds in column 'audios' and as many <audio>"),
         ({"prompt": user(text("a"))}, "the content of message 0 must be a text"),
+        ({"prompt": "a", "image": "one.png"}, "has a picture in column 'image', but the model reads no pictures"),
+        ({"prompt": "a", "images": [None, {"bytes": "iVBOR", "path": None}]}, "has a picture in column 'images'"),
+        ({"prompt": "a", "audio": {"array": [0.0, 0.5], "sampling_rate": 8000}}, "has a sound in column 'audio'"),
+        ({"prompt": "a", "image": "data:image/png;base64,iVBOR"}, "has a picture in column 'image'"),
     ],
 )
 def test_a_text_model_refuses_pictures(row, message, folder, reader, model):
@@ -455,9 +460,25 @@ def test_a_text_model_refuses_pictures(row, message, folder, reader, model):
 
 
 def test_a_column_of_a_text_model_stays_a_column(folder, reader, model):
-    path = lines(folder / "d.jsonl", {"prompt": "<image> is a tag", "image": "one.png", "images": ["a", "b"]})
+    """A text that names no file is not a picture, nor are numbers."""
+    columns = {"image": "a cat", "images": ["a", "x" * 5000], "audio": 7, "audios": [[0.5, 1], None]}
+    path = lines(folder / "d.jsonl", {"prompt": "<image> is a tag"} | columns)
     [problem] = problems(reader(path, keys={"media": "never"}))
-    assert problem.example.columns == {"image": "one.png", "images": ["a", "b"]} and problem.media is None
+    assert problem.example.columns == columns and problem.media is None
+
+
+@pytest.mark.parametrize(
+    ("task", "what"), [("pictures", "picture in column 'image'"), ("tones", "sound in column 'audio'")]
+)
+def test_a_task_of_pictures_or_sounds_needs_a_model_that_reads_them(task, what, tmp_path, capsys):
+    model = {"source": "tiny-deepseek", "overrides": {"vocab_size": 320}}
+    run = {"model": model, "tokenizer": "bytes", "data": {"task": task}, "max_length": 128}
+    run |= {"stages": [{"algorithm": "sft", "steps": 1}], "run": {"dir": str(tmp_path / "run")}, "platform": "cpu"}
+    (tmp_path / "run.yml").write_text(json.dumps(run))
+    for more in (["--check"], []):
+        assert cli.train_main([*more, str(tmp_path / "run.yml")]) == 3
+        assert f"task {task}, problem 0: the row has a {what}, but the model reads no " in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_extra_is_named_where_pillow_is_missing(folder, reader, monkeypatch):
