@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policy.config import DecoderConfig, LatentAttention, Recurrent, Runtime
+from policy.config import DecoderConfig, LatentAttention, Runtime
 
 LATENT = "experts that read a latent (moe_latent_size)"
 SPLIT, EXCHANGE = "model.batch_split", "model.expert_parallel: all_to_all"
@@ -78,7 +78,7 @@ def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False,
         ULYSSES: runtime.context_parallel == "ulysses",
         BALANCE: runtime.context_load_balance,
         LATENT: any(spec.moe is not None and spec.moe.latent is not None for spec in config.layers),
-        RECURRENT: any(isinstance(spec.mixer, Recurrent) for spec in config.layers),
+        RECURRENT: any(spec.is_recurrent for spec in config.layers),
         CAPACITY: runtime.capacity_factor is not None,
         WARMUP: runtime.indexer == "dense_warmup",
         MODULES: runtime.mtp is not None,

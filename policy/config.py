@@ -17,6 +17,7 @@ from policy.runtime import Quantization, Runtime, StoredType
 from policy.specs import (
     Activation,
     Attention,
+    AttentionAndMamba2,
     ClampedSwiglu,
     DenseAndExperts,
     Engram,
@@ -31,6 +32,7 @@ from policy.specs import (
     LogitScaling,
     LongRope,
     Mamba2,
+    Mamba2Scales,
     Matrix,
     Mlp,
     Moe,
@@ -40,6 +42,7 @@ from policy.specs import (
     Recurrent,
     Rope,
     Router,
+    Scales,
     SharedIndexer,
     ShortConv,
     Unrotated,
@@ -52,6 +55,7 @@ __all__ = [
     "SANDWICH_NORM",
     "Activation",
     "Attention",
+    "AttentionAndMamba2",
     "ClampedSwiglu",
     "DecoderConfig",
     "DenseAndExperts",
@@ -70,6 +74,7 @@ __all__ = [
     "LogitScaling",
     "LongRope",
     "Mamba2",
+    "Mamba2Scales",
     "Matrix",
     "Mlp",
     "Moe",
@@ -83,6 +88,7 @@ __all__ = [
     "Rope",
     "Router",
     "Runtime",
+    "Scales",
     "SharedIndexer",
     "ShortConv",
     "SinusoidPositions",
@@ -116,7 +122,7 @@ class LayerSpec:
     is added to the result; the first layers of a decoder have it.
     """
 
-    mixer: Attention | LatentAttention | Recurrent | None
+    mixer: Attention | LatentAttention | Recurrent | AttentionAndMamba2 | None
     feed_forward: Mlp | Matrix | Moe | DenseAndExperts | None
     norms: tuple[NormName, ...] = PRE_NORM
     parallel: bool = False
@@ -128,10 +134,27 @@ class LayerSpec:
     deepstack: bool = False
 
     @property
+    def mixers(self) -> tuple[Attention | LatentAttention | Recurrent, ...]:
+        """Returns the mixer, the parts of one that is a sum, or nothing."""
+        if isinstance(self.mixer, AttentionAndMamba2):
+            return self.mixer.attention, self.mixer.mamba
+        return () if self.mixer is None else (self.mixer,)
+
+    @property
+    def attention(self) -> Attention | None:
+        """Returns the grouped-query attention of the mixer, if it has one."""
+        return next((mixer for mixer in self.mixers if isinstance(mixer, Attention)), None)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the mixer carries a state from token to token."""
+        return any(isinstance(mixer, Recurrent) for mixer in self.mixers)
+
+    @property
     def shares(self) -> str | None:
         """Returns the name of the keys and values of an earlier layer that the mixer attends to, if it has none of its
         own."""
-        return self.mixer.shares if isinstance(self.mixer, Attention) else None
+        return None if self.attention is None else self.attention.shares
 
     @property
     def moe(self) -> Moe | None:
@@ -143,11 +166,9 @@ class LayerSpec:
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """Returns the rotary embeddings of the mixer and of its indexer."""
-        mixer = self.mixer
-        if mixer is None or isinstance(mixer, Recurrent):
-            return ()
-        indexer = mixer.indexer if isinstance(mixer, LatentAttention) else None
-        parts = (mixer, indexer) if isinstance(indexer, Indexer) else (mixer,)
+        indexer = self.mixer.indexer if isinstance(self.mixer, LatentAttention) else None
+        parts = [mixer for mixer in self.mixers if not isinstance(mixer, Recurrent)]
+        parts += [indexer] if isinstance(indexer, Indexer) else []
         return tuple(part.rope for part in parts if isinstance(part.rope, Rope))
 
     @property
@@ -280,7 +301,7 @@ class DecoderConfig:
         for number, spec in enumerate(self.layers):
             if spec.shares is not None and spec.shares not in kept:
                 raise ValueError(f"layer {number} shares the keys {spec.shares!r}, which no layer before it keeps")
-            if isinstance(spec.mixer, Attention) and (name := spec.mixer.keeps) is not None:
+            if spec.attention is not None and (name := spec.attention.keeps) is not None:
                 if name in kept:
                     raise ValueError(f"layer {number} keeps the keys {name!r}, as a layer before it does")
                 kept.add(name)
@@ -341,7 +362,7 @@ class DecoderConfig:
     @property
     def looks_ahead(self) -> bool:
         """Whether the tokens of a picture see each other in some layer."""
-        return any(isinstance(spec.mixer, Attention) and spec.mixer.looks_ahead for spec in self.layers)
+        return any(spec.attention is not None and spec.attention.looks_ahead for spec in self.layers)
 
     @property
     def max_positions(self) -> int | None:

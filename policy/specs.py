@@ -278,13 +278,26 @@ class ShortConv:
 
 
 @dataclass(frozen=True)
+class Mamba2Scales:
+    """Factors of what Mamba-2 projects its input to, biases included: the gate z, x, B, C and dt."""
+
+    z: float = 1.0
+    x: float = 1.0
+    B: float = 1.0
+    C: float = 1.0
+    dt: float = 1.0
+
+
+@dataclass(frozen=True)
 class Mamba2:
     """Mamba-2 (arXiv 2405.21060): a state S [state, head_dim] for each head that decays by a number of the token.
 
     S <- exp(dt A) S + B (dt x)^T;  o = S^T C + D x.  A = -exp(A_log), dt = softplus(. + dt_bias) within `dt_limit`. x,
     B and C pass a causal depthwise convolution over `conv_width` tokens and a silu first. o is multiplied by silu(z),
-    then normed over the heads of a group. Heads h of group h // (heads / groups) share B and C. `conv_bias` and
-    `proj_bias` say whether the convolution and the projections have biases.
+    then normed over the heads of a group as `norm` says (scale after_cast or before_cast; None: not normed), or after
+    the norm with `gate` after_norm. Heads h of group h // (heads / groups) share B and C. `conv_bias`, `bias` and
+    `out_bias` say whether the convolution, the projections of the input and that of the output have biases. `scales`
+    multiplies the projections.
     """
 
     heads: int
@@ -292,10 +305,13 @@ class Mamba2:
     groups: int
     state: int
     conv_width: int
-    norm_eps: float
+    norm: Norm | None
+    gate: Literal["before_norm", "after_norm"] = "before_norm"
     conv_bias: bool = True
-    proj_bias: bool = False
+    bias: bool = False
+    out_bias: bool = False
     dt_limit: tuple[float, float] = (0.0, math.inf)
+    scales: Mamba2Scales | None = None
 
     def __post_init__(self):
         if self.heads % self.groups:
@@ -325,17 +341,39 @@ class Mamba2:
 # Mixers whose state passes through the tokens in order.
 Recurrent = GatedDeltaNet | KimiDeltaAttention | Mamba2 | ShortConv
 
+
+@dataclass(frozen=True)
+class Scales:
+    """Factors of the input and of the output of a part."""
+
+    input: float = 1.0
+    output: float = 1.0
+
+
+@dataclass(frozen=True)
+class AttentionAndMamba2:
+    """The sum of attention and of Mamba-2, which read the same input, each between two factors of its own."""
+
+    attention: Attention
+    mamba: Mamba2
+    attention_scales: Scales = Scales()
+    mamba_scales: Scales = Scales()
+
+
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "linear"]
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """Feed-forward of width `width`; gated: down(act(gate(x)) * up(x)), plain: down(act(up(x)))."""
+    """Feed-forward of width `width`; gated: down(act(gate(x)) * up(x)), plain: down(act(up(x))). `gate_scale` multiplies
+    the result of gate, `out_scale` the result of down."""
 
     width: int
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    gate_scale: float = 1.0
+    out_scale: float = 1.0
 
 
 @dataclass(frozen=True)

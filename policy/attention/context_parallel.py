@@ -46,8 +46,8 @@ def check(config: DecoderConfig, runtime: Runtime, layout: Layout) -> None:
     parts, tensor = layout.mesh.shape[AXIS], layout.mesh.shape["tensor"]
     if parts == 1 or runtime.context_parallel != "ulysses":
         return
-    for spec in config.layers:
-        match spec.mixer:
+    for mixer in (mixer for spec in config.layers for mixer in spec.mixers):
+        match mixer:
             case Attention(heads=H, kv_heads=K):
                 K = H if H % tensor == 0 and K % tensor and K > 1 else K
             case LatentAttention(heads=H):

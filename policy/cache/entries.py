@@ -18,6 +18,7 @@ from policy.config import (
     LatentAttention,
     LayerSpec,
     Mamba2,
+    Recurrent,
     ShortConv,
     StoredType,
 )
@@ -53,7 +54,10 @@ class Entry:
 
 def entries(spec: LayerSpec, config: DecoderConfig) -> dict[str, Entry]:
     """Lists the entries of a layer by name, before dtypes and quantisation are decided."""
-    return _mixer_entries(spec, config) | _engram_entries(spec.engram, config)
+    stored: dict[str, Entry] = {}
+    for mixer in spec.mixers:
+        stored |= _mixer_entries(mixer, config)
+    return stored | _engram_entries(spec.engram, config)
 
 
 def stored_entries(
@@ -81,8 +85,8 @@ def _engram_entries(engram: Engram | None, config: DecoderConfig) -> dict[str, E
     return {"ngram_ids": ids, "ngram_conv": Entry(1, G * config.hidden_size, engram.history)}
 
 
-def _mixer_entries(spec: LayerSpec, config: DecoderConfig) -> dict[str, Entry]:
-    match spec.mixer:
+def _mixer_entries(mixer: Attention | LatentAttention | Recurrent, config: DecoderConfig) -> dict[str, Entry]:
+    match mixer:
         case Attention(shares=str()):
             return {}
         case Attention(kv_heads=heads, head_dim=dim, lookback=back):

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Matrix, Mlp, Runtime
 from policy.intermediates import LayerAux
-from policy.ops.linear import linear
+from policy.ops.linear import linear, scaled
 from policy.ops.parameter import normal, weight, zeros
 
 ACTIVATIONS = {
@@ -47,8 +47,9 @@ class FeedForward(nnx.Module):
     def __call__(self, x: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, LayerAux]:
         act = ACTIVATIONS[self.spec.activation]
         hidden = [checkpoint_name(self._linear(x, name, runtime), f"mlpwi_{i}") for i, name in enumerate(self._inputs)]
-        inner = act(hidden[0]) * hidden[1] if self.spec.gated else act(hidden[0])
-        return checkpoint_name(self._linear(inner, "down", runtime), "mlpwo"), LayerAux()
+        inner = act(scaled(hidden[0], self.spec.gate_scale)) * hidden[1] if self.spec.gated else act(hidden[0])
+        out = checkpoint_name(self._linear(inner, "down", runtime), "mlpwo")
+        return scaled(out, self.spec.out_scale), LayerAux()
 
     def _linear(self, x: jax.Array, name: str, runtime: Runtime) -> jax.Array:
         out = linear("...e,ei->...i", x, getattr(self, f"{name}_proj")[...], runtime)

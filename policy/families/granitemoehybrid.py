@@ -3,7 +3,7 @@ token passes, alone or next to experts."""
 
 from __future__ import annotations
 
-from policy.config import DecoderConfig, Mamba2, Mlp
+from policy.config import DecoderConfig, Mamba2, Mlp, Norm
 from policy.families import granite, granitemoe, granitemoeshared
 from policy.families.nemotron_h import OLD_KINDS, mamba_names, time_step_limit
 from policy.huggingface.config_fields import UnsupportedModel, activation, first, layer_types
@@ -64,8 +64,9 @@ def _mamba(hf: dict) -> Mamba2:
         groups=hf["mamba_n_groups"],
         state=hf["mamba_d_state"],
         conv_width=hf["mamba_d_conv"],
-        norm_eps=hf["rms_norm_eps"],
+        norm=Norm(hf["rms_norm_eps"]),
         conv_bias=bool(hf["mamba_conv_bias"]),
-        proj_bias=bool(hf["mamba_proj_bias"]),
+        bias=bool(hf["mamba_proj_bias"]),
+        out_bias=bool(hf["mamba_proj_bias"]),
         dt_limit=(low, high),
     )

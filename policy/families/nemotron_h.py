@@ -150,7 +150,7 @@ def _mamba(hf: dict) -> Mamba2:
         groups=hf["n_groups"],
         state=hf["ssm_state_size"],
         conv_width=hf["conv_kernel"],
-        norm_eps=hf["layer_norm_epsilon"],
+        norm=Norm(hf["layer_norm_epsilon"]),
         conv_bias=bool(hf["use_conv_bias"]),
         dt_limit=(low, high),
     )

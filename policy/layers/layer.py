@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from policy.attention.attention import GroupedQueryAttention
@@ -14,6 +13,7 @@ from policy.cache.layer_cache import LayerCache, write_routes
 from policy.cache.step import Step
 from policy.config import (
     Attention,
+    AttentionAndMamba2,
     DecoderConfig,
     DenseAndExperts,
     GatedDeltaNet,
@@ -31,11 +31,13 @@ from policy.experts.dense_and_experts import DensePlusExperts
 from policy.experts.mlp import FeedForward, SquareMatrix
 from policy.experts.moe import MixtureOfExperts
 from policy.intermediates import LayerAux, observe
+from policy.layers.attention_and_mamba2 import AttentionPlusMamba2
 from policy.layers.engram import NgramLookup
 from policy.layers.layer_embeddings import LayerEmbeddingReader
 from policy.layers.residual import residual
 from policy.mesh.sharding import decoded
 from policy.ops.dropout import drop
+from policy.ops.linear import scaled
 from policy.ops.norms import norm
 from policy.ops.parameter import Constant, ones
 from policy.recurrent.delta_net import DeltaNet
@@ -50,6 +52,7 @@ MIXERS = {
     KimiDeltaAttention: KimiDelta,
     ShortConv: ShortConvolution,
     Mamba2: Mamba2Mixer,
+    AttentionAndMamba2: AttentionPlusMamba2,
 }
 FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, DenseAndExperts: DensePlusExperts}
 
@@ -126,8 +129,7 @@ class Layer(nnx.Module):
 
     def _scaled(self, part_BTE: jax.Array) -> jax.Array:
         """Multiplies the output of a part by the scale at which the residual stream takes it."""
-        scale = self.spec.residual_scale
-        return part_BTE if scale == 1.0 else part_BTE * jnp.asarray(scale, part_BTE.dtype)
+        return scaled(part_BTE, self.spec.residual_scale)
 
     def _norm(self, name: str, x_BTE: jax.Array) -> jax.Array:
         return getattr(self, name)(x_BTE) if name in self.spec.norms else x_BTE

@@ -54,6 +54,11 @@ def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax
     return qwix.einsum(equation, x_quantized, weight).astype(x.dtype)
 
 
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """Multiplies x by a factor in x's dtype; by 1 there is no product."""
+    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
+
+
 def einsum(
     equation: str, x: jax.Array, weight: jax.Array, layout: Layout | None = None, precision: str | None = None
 ) -> jax.Array:

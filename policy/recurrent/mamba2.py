@@ -12,21 +12,26 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
-from policy.config import DecoderConfig, Mamba2, Runtime
+from policy.config import DecoderConfig, Mamba2, Norm, Runtime
 from policy.intermediates import LayerAux
+from policy.ops.linear import scaled
 from policy.ops.parameter import normal, ones, weight, zeros
 from policy.recurrent import linear_rule
 from policy.recurrent.delta_net import DeltaNet, log_uniform
+
+# Projections of the input -> the name in Mamba2Scales.
+_TERMS = {"z": "z", "v": "x", "k": "B", "q": "C", "a": "dt"}
 
 
 class Mamba2Mixer(DeltaNet):
     """A Mamba-2 mixer, in the form of DeltaNet: q is C, k is B, v is x and a is dt. Weights: q_proj, k_proj [E, K, D];
     v_proj, z_proj [E, K, GV]; a_proj [E, K, G]; q_conv, k_conv [K, D, W]; v_conv [K, GV, W]; A_log, D, dt_bias [K, G];
-    norm [K, GV]; o_proj [K, GV, E]; with conv_bias a bias for each channel of the convolution; with proj_bias q_bias,
-    k_bias [K, D], v_bias, z_bias [K, GV], a_bias [K, G] and o_bias [E].
+    norm [K, GV]; o_proj [K, GV, E]; with conv_bias a bias for each channel of the convolution; with bias q_bias, k_bias
+    [K, D], v_bias, z_bias [K, GV] and a_bias [K, G]; with out_bias o_bias [E].
     """
 
     rule: ClassVar[ModuleType] = linear_rule
@@ -39,7 +44,7 @@ class Mamba2Mixer(DeltaNet):
         for name, dim in {"q": D, "k": D, "v": G * V, "z": G * V, "a": G}.items():
             inputs = None if name == "a" else (0,)
             setattr(self, f"{name}_proj", weight(rngs, (E, K, dim), ("embed", "kv_heads", "kv"), init, inputs=inputs))
-            if spec.proj_bias:
+            if spec.bias:
                 setattr(self, f"{name}_bias", weight(rngs, (K, dim), ("kv_heads", "kv"), zeros))
         for name, dim in {"q": D, "k": D, "v": G * V}.items():
             setattr(self, f"{name}_conv", weight(rngs, (K, dim, W), ("kv_heads", "kv", None), init))
@@ -48,9 +53,10 @@ class Mamba2Mixer(DeltaNet):
         self.A_log = weight(rngs, (K, G), ("kv_heads", None), log_uniform)
         self.D = weight(rngs, (K, G), ("kv_heads", None), ones)
         self.dt_bias = weight(rngs, (K, G), ("kv_heads", None), ones)
-        self.norm = weight(rngs, (K, G * V), ("kv_heads", "kv"), ones)
+        if spec.norm is not None:
+            self.norm = weight(rngs, (K, G * V), ("kv_heads", "kv"), ones)
         self.o_proj = weight(rngs, (K, G * V, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
-        if spec.proj_bias:
+        if spec.out_bias:
             self.o_bias = weight(rngs, (E,), ("norm",), zeros)
 
     def __call__(
@@ -58,22 +64,25 @@ class Mamba2Mixer(DeltaNet):
     ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
         """Computes (x_BTE, cache, LayerAux) as DeltaNet; the bias of the output is added to the sum of all heads."""
         out, cache, aux = super().__call__(x_BTE, step, cache, runtime)
-        return out + self.o_bias[...].astype(out.dtype) if self.spec.proj_bias else out, cache, aux
+        return out + self.o_bias[...].astype(out.dtype) if self.spec.out_bias else out, cache, aux
 
     def _project(self, x_BTE: jax.Array, name: str, runtime: Runtime) -> jax.Array:
-        out = super()._project(x_BTE, name, runtime)
-        return out + self._bias(name, out)[:, None] if self.spec.proj_bias else out
+        return self._finished(super()._project(x_BTE, name, runtime), name)
 
     def _conv_input(self, x_BTE: jax.Array, real_BT: jax.Array, name: str, runtime: Runtime) -> jax.Array:
         out = super()._conv_input(x_BTE, real_BT, name, runtime)
-        return jnp.where(real_BT[:, None, :, None], out, 0) if self.spec.proj_bias else out
+        return jnp.where(real_BT[:, None, :, None], out, 0) if self.spec.bias else out
 
     def _gate(self, x_BTE: jax.Array, name: str) -> jax.Array:
-        out = super()._gate(x_BTE, name)
-        return out + self._bias(name, out)[:, None] if self.spec.proj_bias else out
+        return self._finished(super()._gate(x_BTE, name), name)
 
-    def _bias(self, name: str, like: jax.Array) -> jax.Array:
-        return getattr(self, f"{name}_bias")[...].astype(like.dtype)
+    def _finished(self, projected_BKTX: jax.Array, name: str) -> jax.Array:
+        """Adds the bias of a projection of the input and multiplies by its factor."""
+        if self.spec.bias:
+            projected_BKTX = projected_BKTX + getattr(self, f"{name}_bias")[...].astype(projected_BKTX.dtype)[:, None]
+        if self.spec.scales is None:
+            return projected_BKTX
+        return scaled(projected_BKTX, getattr(self.spec.scales, _TERMS[name]))
 
     def _activated(self, convolved_BKTJ: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         if self.spec.conv_bias:
@@ -93,10 +102,19 @@ class Mamba2Mixer(DeltaNet):
         return dt, -jnp.exp(A_log) * dt
 
     def _gated(self, out_BKGTV: jax.Array, v_BKGTV: jax.Array, x_BTE: jax.Array, runtime: Runtime) -> jax.Array:
-        """Returns [B, K, T, GV]: (out + D x) silu(z), normed over the channels of a group."""
+        """Returns [B, K, T, GV]: (out + D x) silu(z), normed over the channels of a group before or after silu(z)."""
         B, K, G, T, V = out_BKGTV.shape
         out = out_BKGTV + self.D[...].astype(jnp.float32)[..., None, None] * v_BKGTV
         out = jnp.swapaxes(out, 2, 3).reshape(B, K, T, G * V)
-        out = out * jax.nn.silu(self._project(x_BTE, "z", runtime).astype(jnp.float32))
-        out = out * jax.lax.rsqrt(jnp.mean(jnp.square(out), axis=-1, keepdims=True) + self.spec.norm_eps)
-        return out.astype(x_BTE.dtype) * self.norm[...].astype(x_BTE.dtype)[:, None]
+        gate = jax.nn.silu(self._project(x_BTE, "z", runtime).astype(jnp.float32))
+        if self.spec.norm is None:
+            return (out * gate).astype(x_BTE.dtype)
+        if self.spec.gate == "after_norm":
+            return (self._normed(out, self.spec.norm, x_BTE.dtype) * gate).astype(x_BTE.dtype)
+        return self._normed(out * gate, self.spec.norm, x_BTE.dtype).astype(x_BTE.dtype)
+
+    def _normed(self, x_BKTX: jax.Array, norm: Norm, dtype: DTypeLike) -> jax.Array:
+        """Returns the norm over the channels of a group."""
+        normed = x_BKTX * jax.lax.rsqrt(jnp.mean(jnp.square(x_BKTX), axis=-1, keepdims=True) + norm.eps)
+        normed = normed.astype(dtype) if norm.scale == "after_cast" else normed
+        return normed * self.norm[...].astype(normed.dtype)[:, None]

@@ -116,7 +116,8 @@ def divisors(config: RunConfig) -> dict[str, int]:
 
     decoder = checks.decoder_of(config.model)
     assert decoder is not None, "the checks of the configuration have read the decoder"
-    heads = [getattr(spec.mixer, name, 0) for spec in decoder.layers for name in _HEADS]
+    mixers = [mixer for spec in decoder.layers for mixer in spec.mixers]
+    heads = [getattr(mixer, name, 0) for mixer in mixers for name in _HEADS]
     experts = [spec.moe.router.experts for spec in decoder.layers if spec.moe]
     return {"tensor": math.gcd(*heads) or 1, "expert": math.gcd(*experts) or 1}
 

@@ -19,7 +19,7 @@ from policy.attention import window_kernel
 from policy.attention.paged_attention import KERNELS
 from policy.cache import pages
 from policy.cache.pages import Pool
-from policy.config import Attention, LayerSpec
+from policy.config import LayerSpec
 from policy.execution.encoding import MediaEncoder, tower_params
 from policy.execution.scoring import Scorer
 from policy.experts.expert_shards import ExpertShards
@@ -300,7 +300,7 @@ class Sampling:
     def _seen(self, layer: LayerSpec, pool_KRNPD: jax.ShapeDtypeStruct) -> float:
         """Returns the share of a layer's pages that the tokens of all slots see; 0 for a layer without a window."""
         geometry, (_, _, N, P, _) = self._runner.geometry, pool_KRNPD.shape
-        lookback = layer.mixer.lookback if isinstance(layer.mixer, Attention) else None
+        lookback = None if layer.attention is None else layer.attention.lookback
         if lookback is None or geometry.table_width is None:
             return 0.0
         return geometry.slots * min(pages.visible_columns(lookback, 1, P), geometry.table_width) / N

@@ -63,10 +63,10 @@ class Operations:
         """
         lengths = np.asarray(lengths, np.float64)
         tokens = float(lengths.sum()) if weighed is None else weighed
-        mixers = [spec.mixer for spec in self.graph.config.layers]
+        mixers = [mixer for spec in self.graph.config.layers for mixer in spec.mixers]
         if (mtp := self.graph.config.multi_token_prediction) is not None:
-            mixers += [mtp.layer.mixer] * mtp.depth
-        different = {mixer: mixers.count(mixer) for mixer in mixers if mixer is not None}
+            mixers += list(mtp.layer.mixers) * mtp.depth
+        different = {mixer: mixers.count(mixer) for mixer in mixers}
         return 2.0 * self.active_weights * tokens + sum(n * _mixing(mixer, lengths) for mixer, n in different.items())
 
     def of_runs(self, ends: np.ndarray, starts: np.ndarray) -> float:

@@ -51,6 +51,7 @@ MODELS = {
     "short_conv": lambda: short("Lfm2"),
     "groups_of_states": lambda: short("NemotronH"),
     "biased_states": lambda: short("GraniteMoeHybrid"),
+    "two_mixers": lambda: short("FalconH1"),
     "streams": lambda: (
         configuration("Llama", num_hidden_layers=2) | {"duet": {"hyper_connections": {"reduce": "head"}}}
     ),

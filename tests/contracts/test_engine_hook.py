@@ -25,7 +25,7 @@ ACTIVE = np.array(sorted(PROMPTS))
 
 def mixers(kind: str) -> set[type]:
     """The classes of the mixers of a tiny model."""
-    return {type(layer.mixer) for layer in families.read(short(kind)).layers}
+    return {type(mixer) for layer in families.read(short(kind)).layers for mixer in layer.mixers}
 
 
 # The hook refuses recurrent mixers.

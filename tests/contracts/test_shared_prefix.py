@@ -15,7 +15,7 @@ from oracles import KINDS, by_kind, configuration, random_model
 
 from policy import families
 from policy.attention import block_attention
-from policy.config import Recurrent, Runtime
+from policy.config import Runtime
 from rl.training.auxiliary_losses import auxiliary_loss, totals
 from rl.training.packing.trees import Sharing
 
@@ -50,7 +50,7 @@ def results(trainer, params, data) -> tuple:
 
 def check(kind: str, runtime: Runtime, **options):
     model = model_of(kind, runtime)
-    recurrent = any(isinstance(spec.mixer, Recurrent) for spec in model.graph.config.layers)
+    recurrent = any(spec.is_recurrent for spec in model.graph.config.layers)
     experts = any(spec.moe for spec in model.graph.config.layers)
     router = {"bias_rate": 0.05, "balance_coef": 0.3} if experts else {}
     stage = learners.stage(GRPO, router=router, **options)

@@ -19,7 +19,7 @@ def test_the_final_norm_rounds_where_that_of_transformers_does(kind, tmp_path):
     norm = next(
         module
         for name, module in theirs.named_modules()
-        if name in ("model.norm", "model.norm_f", "model.embedding_norm", "transformer.ln_f")
+        if name in ("model.norm", "model.norm_f", "model.final_layernorm", "model.embedding_norm", "transformer.ln_f")
     ).bfloat16()
     x = torch.randn(200, ours.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.no_grad():

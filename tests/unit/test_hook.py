@@ -36,6 +36,7 @@ RECURRENT = (
     "NemotronH",
     "OlmoHybrid",
     "GraniteMoeHybrid",
+    "FalconH1",
 )
 SERVED = [name for name in MODELS if not name.startswith(RECURRENT)]
 REPRESENTATIVE = ("Llama", "Gemma3", "DeepseekV3")

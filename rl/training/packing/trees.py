@@ -21,7 +21,7 @@ import numpy as np
 
 from policy.cache.paths import Tree
 from policy.cache.step import UNKNOWN
-from policy.config import DecoderConfig, Recurrent
+from policy.config import DecoderConfig
 from rl.training.batch import Batch
 from rl.training.packing.packing import Packing
 
@@ -59,7 +59,7 @@ class Sharing:
 
 def has_state(config: DecoderConfig) -> bool:
     """Returns whether layers of a decoder carry a state from token to token."""
-    return any(isinstance(spec.mixer, Recurrent) for spec in config.layers)
+    return any(spec.is_recurrent for spec in config.layers)
 
 
 @dataclass

@@ -1,0 +1,33 @@
+"""The sum of two mixers that read the same input."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from policy.attention.attention import GroupedQueryAttention
+from policy.cache.layer_cache import LayerCache
+from policy.cache.step import Step
+from policy.config import AttentionAndMamba2, DecoderConfig, Runtime
+from policy.intermediates import LayerAux
+from policy.ops.linear import scaled
+from policy.recurrent.mamba2 import Mamba2Mixer
+
+
+class AttentionPlusMamba2(nnx.Module):
+    """Computes the sum of grouped-query attention and of Mamba-2 (Falcon-H1, arXiv 2507.22448). The cache of the layer
+    holds keys and values, and the state."""
+
+    def __init__(self, spec: AttentionAndMamba2, config: DecoderConfig, rngs: nnx.Rngs):
+        self.spec = spec
+        self.attention = GroupedQueryAttention(spec.attention, config, rngs)
+        self.mamba = Mamba2Mixer(spec.mamba, config, rngs)
+
+    def __call__(
+        self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
+    ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
+        """Computes (x_BTE, cache, LayerAux)."""
+        attention, mamba = self.spec.attention_scales, self.spec.mamba_scales
+        attended, cache, aux = self.attention(scaled(x_BTE, attention.input), step, cache, runtime)
+        mixed, cache, states = self.mamba(scaled(x_BTE, mamba.input), step, cache, runtime)
+        return scaled(attended, attention.output) + scaled(mixed, mamba.output), cache, aux.merge(states)
