@@ -37,7 +37,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from types import ModuleType
 
-from policy.config import Attention, DecoderConfig, LayerSpec, Router
+from policy.config import DecoderConfig, LayerSpec, Router
 from policy.field_types import wrong_fields
 from policy.huggingface import extensions, nearest
 from policy.huggingface.config_fields import UnsupportedModel, wrong_value
@@ -194,10 +194,10 @@ def _wrong_sizes(config: DecoderConfig, text: dict) -> str | None:
 
 
 def _wrong_heads(layer: LayerSpec, text: dict) -> str | None:
-    mixer = layer.mixer
-    if isinstance(mixer, Attention) and mixer.heads % mixer.kv_heads:
-        key = _key_of(text, "key_value_heads", mixer.kv_heads) or "num_key_value_heads"
-        return f"{key}: {mixer.kv_heads} does not divide num_attention_heads, {mixer.heads}"
+    attention = layer.attention
+    if attention is not None and attention.heads % attention.kv_heads:
+        key = _key_of(text, "key_value_heads", attention.kv_heads) or "num_key_value_heads"
+        return f"{key}: {attention.kv_heads} does not divide num_attention_heads, {attention.heads}"
     if odd := next((rope.dim for rope in layer.ropes if rope.dim % 2), None):
         if key := _key_of(text, "head_dim", odd):
             return f"{key}: {odd} is odd, and rotary positions turn pairs of dimensions"

@@ -81,6 +81,7 @@ def test_the_file_and_the_key_are_named(key, value, tmp_path):
     [
         ("Llama", {"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads, 4"),
         ("Gemma4", {"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads, 4"),
+        ("FalconH1", {"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads, 4"),
         ("Gemma4", {"global_head_dim": 7}, "global_head_dim: 7 is odd"),
         ("DeepseekV3", {"qk_rope_head_dim": 3}, "qk_rope_head_dim: 3 is odd"),
         ("Glm4", {"head_dim": 6}, "partial_rotary_factor of head_dim .*: 3 dimensions, an odd number"),
