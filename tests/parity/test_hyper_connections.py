@@ -33,7 +33,7 @@ def unplaced():
 
 
 def options(G, **section):
-    keys = configuration("Llama", hidden_size=E)
+    keys = configuration("Llama", hidden_size=E, head_dim=4)
     return families.read(keys | {"duet": {"hyper_connections": {"streams": G} | section}})
 
 

@@ -10,7 +10,14 @@ _EXPERTS = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.5,
 }
-KINDS = {"Glm4Moe": Kind("glm4_moe", BASE | _EXPERTS | {"head_dim": 12}, {"use_qk_norm": True, "attention_bias": True})}
+KINDS = {
+    "Glm4Moe": Kind(
+        "glm4_moe",
+        BASE | _EXPERTS | {"head_dim": 12},
+        {"use_qk_norm": True, "attention_bias": True},
+        given={"head_dim": 128},
+    )
+}
 VARIANTS = {
     "glm4_moe-two_dense-one_group-no_shared-mqa": (
         "Glm4Moe",

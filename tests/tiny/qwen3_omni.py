@@ -9,6 +9,7 @@ KINDS = {
         "qwen3_omni_moe_text",
         BASE | _EXPERTS | _SECTIONS,
         {"mlp_only_layers": [1]},
+        given={"head_dim": 128},
         config="Qwen3OmniMoeTextConfig",
         model="Qwen3OmniMoeThinkerForConditionalGeneration",
         oracle_class=text_class("qwen3_omni_moe", "Qwen3OmniMoe", "ThinkerText"),
