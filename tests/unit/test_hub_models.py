@@ -188,6 +188,17 @@ def test_only_safetensors_and_configurations_are_downloaded_and_weights_at_last(
     assert taken[1] == [*taken[0], "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
 
 
+def test_weights_in_the_cache_are_compared_with_their_configuration(cache, capsys):
+    """Those that are not all here yet are left to the run, which downloads them."""
+    snapshot, check = add(cache), ["--check", "run.yml", "model=org/name"]
+    keys = json.loads((snapshot / "config.json").read_text())
+    (snapshot / "config.json").write_text(json.dumps(keys | {"intermediate_size": 24}))
+    assert train_main(check) == 4
+    assert "model hf://org/name@" in (said := capsys.readouterr().err) and "[16, 16], expected [16, 24]" in said
+    (snapshot / "model.safetensors").unlink()
+    assert train_main(check) == 0
+
+
 def test_an_error_of_the_hub_is_named_and_asked_for_once(cache, monkeypatch):
     asked = []
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 import rl.algorithms
+from policy.huggingface.tensorfiles import ModelFileError, TensorFiles
 from rewards.registry import REWARD_MODEL
 from rl.config.run import RunConfig
+from rl.data import models
 from rl.data import teacher as teachers
 from rl.errors import ModelError
 
@@ -53,10 +55,10 @@ def check_all(config: RunConfig, media: bool) -> None:
 
 def _policy(config: RunConfig, media: bool) -> Iterator[Expected]:
     options = config.model
-    if Path(options.source).is_dir():  # weights of the hub may not be here yet
+    if directory := _with_weights(options.source):
         modules = options.multi_token_prediction
         missing = modules.missing if modules else "refuse"
-        yield Expected(f"model {options.source}", options.source, options.sections, missing, media)
+        yield Expected(f"model {options.source}", directory, options.sections, missing, media)
 
 
 def _others(config: RunConfig) -> Iterator[Expected]:
@@ -68,8 +70,23 @@ def _others(config: RunConfig) -> Iterator[Expected]:
         rewards = stage.rewards or config.rewards
         for reward in rewards.functions if rewards else ():
             source = str(reward.options.get("source"))
-            if reward.name == REWARD_MODEL and source not in config.stage_names and Path(source).is_dir():
-                yield Expected(f"reward model {source}", source, scores=True)
+            is_model = reward.name == REWARD_MODEL and source not in config.stage_names
+            if is_model and (directory := _with_weights(source, "reward model")):
+                yield Expected(f"reward model {source}", directory, scores=True)
+
+
+def _with_weights(source: str, part: models.Part = "model") -> str | None:
+    """Returns the directory of a model; None for a name without files, and for a model of the hub whose weights are not
+    all here yet."""
+    if Path(source).is_dir():
+        return source
+    if (directory := models.directory(source, part=part)) is None:
+        return None
+    try:
+        TensorFiles(directory)
+    except ModelFileError:
+        return None
+    return str(directory)
 
 
 def _check(directories: list[Expected]) -> None:
