@@ -147,7 +147,8 @@ def logits(model: Model, hidden: jax.Array) -> jax.Array:
 
 
 def prepare(model: Model, rows: int) -> Model:
-    """Returns the model with its weights as the generator's decode programs read them in calls of `rows` rows.
+    """Returns the model with its weights as the generator's decode programs read them. The form is the same for every
+    number of `rows` of a call.
 
     On CPU these are copies (policy/execution/decoding.py): call the function once in a program of several steps,
     outside the loop of the steps. On other platforms it returns the model itself.
@@ -155,7 +156,7 @@ def prepare(model: Model, rows: int) -> Model:
     graph = _graph(model)
     if graph.layout.platform != "cpu":
         return model
-    params = prepare_for_decoding(graph, model.params, rows)
+    params = prepare_for_decoding(graph, model.params)
     return Model(model.graph, params, model.newly_initialized, model.source)
 
 

@@ -190,16 +190,34 @@ class Generator:
         returns their number. A program that is needed later and not compiled then logs a warning, or raises
         rollout.engine.runner.LateCompilation if `strict`. `media_rows`: numbers of rows of the tables of pictures and
         sounds that prompts will have."""
-        widths = sorted({stop_width(len(each.stop_token_ids)) for each in params})
-        longest = self.max_length if self.options.prefills_completions else longest
-        weights, count = self.model.params, 0
+        weights, count = self._compile_copies()
+        count += self.engine.runner.compile_ahead(
+            weights, self._longest(longest), _stop_widths(params), media_rows, strict=strict
+        )
+        return count + (self.verifier.compile_ahead(self.model.params, self.max_length) if self.verifier else 0)
+
+    def compile_in_background(
+        self, longest: int, params: Iterable[SamplingParams], media_rows: Sequence[int] = ()
+    ) -> int:
+        """Starts to compile the programs of `compile_ahead`, those of the first dispatch first; returns their number.
+        Calls of the generator wait for the programs that they need. The programs of `exact` are compiled now."""
+        weights, count = self._compile_copies()
+        runner = self.engine.runner
+        count += runner.compile_in_background(weights, self._longest(longest), _stop_widths(params), media_rows)
+        return count + (self.verifier.compile_ahead(self.model.params, self.max_length) if self.verifier else 0)
+
+    def _compile_copies(self) -> tuple[dict[str, Any], int]:
+        """Compiles the program that copies weights to other shardings. Returns (the weights that the other programs
+        read, maybe abstract; the number of programs)."""
+        weights = self.model.params
         if self.weights and self.weights.reshards:
             self.weights.compile_ahead(weights)
-            weights, count = weights | self.weights.abstract, int(bool(self.weights.paths))
-        elif self.weights:
-            weights = self._params
-        count += self.engine.runner.compile_ahead(weights, longest, widths, media_rows, strict=strict)
-        return count + (self.verifier.compile_ahead(self.model.params, self.max_length) if self.verifier else 0)
+            return weights | self.weights.abstract, int(bool(self.weights.paths))
+        return self._params, 0
+
+    def _longest(self, longest: int) -> int:
+        """Returns the most tokens that are prefilled, for prompts of up to `longest` tokens."""
+        return self.max_length if self.options.prefills_completions else longest
 
     def reshard_for_rollout(self) -> None:
         """Copies the weights to the shardings of `options.rules` now, if there are rules and the copy is not up to
@@ -208,9 +226,12 @@ class Generator:
             jax.block_until_ready(self._params)
 
     def release(self) -> None:
-        """Gives up the copy of `reshard_for_rollout`; it is made again when it is needed."""
+        """Gives up the copy of `reshard_for_rollout` and, on CPU, that of decodes; they are made again when they are
+        needed."""
         if self.weights and self.weights.reshards:
             self.weights.release()
+        if copies := self.engine.runner.decoding_weights:
+            copies.release()
 
     @property
     def compiled_ahead(self) -> bool:
@@ -288,6 +309,10 @@ class Generator:
     def _params(self) -> dict:
         """Returns the model's current weights, with copies where the options ask for them."""
         return self.weights.with_copies(self.model.params) if self.weights else self.model.params
+
+
+def _stop_widths(params: Iterable[SamplingParams]) -> list[int]:
+    return sorted({stop_width(len(each.stop_token_ids)) for each in params})
 
 
 def _parts(prompt: Sequence[int] | MediaPrompt) -> tuple[tuple[int, ...], Any, tuple[int, ...] | None]:

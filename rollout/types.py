@@ -50,7 +50,8 @@ class GeneratorOptions:
     )
     batch_sizes: Sequence[int] | None = option(
         None,
-        description="Numbers of rows, besides all slots, that a decode program is compiled for; null: powers of two.",
+        description="Numbers of rows, besides all slots, that a decode program is compiled for; null: 1, 4, 8, 16 "
+        "and so on.",
     )
     speculative: int = option(
         0,

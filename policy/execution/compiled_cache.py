@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -48,6 +49,11 @@ class Memory:
         return cls(arguments, temporaries, outputs, aliased, min(reported_peak or total, total))
 
 
+_LOG = logging.getLogger("duet.programs")
+# One background thread traces at a time: tracing is Python, and the caller's thread traces too.
+_TRACING = threading.Lock()
+
+
 class CompiledCache:
     """The compiled programs of one jitted function, and the memory that they take. With jit alone, the memory analysis
     would compile each program a second time.
@@ -55,7 +61,7 @@ class CompiledCache:
     A call compiles when jit would: once for each kind of arguments (shapes, dtypes and shardings of all arrays). A
     caller whose programs differ in one known shape uses `run`, which looks at no argument.
 
-    A program may be compiled in the background; a call that needs it waits.
+    A program may be compiled in the background. A call that needs it waits, or compiles it if no thread has begun.
 
     memory: the memory of each program, by its shape. For calls, the shape of a program is the result of `shape_of`; by
     default the shape of the first array of the second argument, which follows the weights.
@@ -77,8 +83,13 @@ class CompiledCache:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Returns the shapes of the compiled programs."""
-        return tuple(self.memory)
+        """Returns the shapes of the programs that are compiled or will be, in the background."""
+        return tuple(dict.fromkeys((*self.memory, *self._in_background)))
+
+    @property
+    def left(self) -> int:
+        """How many programs are still to be compiled in the background."""
+        return sum(not each.done() for each in list(self._in_background.values()))
 
     def lower(self, *arguments: Any, **static: Any) -> jax.stages.Lowered:
         """Traces a program for these arguments, which may be abstract."""
@@ -100,18 +111,37 @@ class CompiledCache:
         """Computes the function with the program of this shape. The first call with a shape compiles the program for
         its arguments."""
         compiled = self._compiled.get(shape)
-        if compiled is None and shape in self._in_background:
-            compiled = self._in_background.pop(shape).result()
+        if compiled is None and (future := self._in_background.pop(shape, None)) and not future.cancel():
+            compiled = future.result()
         if compiled is None:
             compiled = self._compile(shape, shape, arguments, {})
         return compiled(*arguments)
 
-    def compile_in_background(self, pool: Executor, shape: Shape, arguments: tuple) -> None:
-        """Starts to compile the program of this shape for abstract arguments, if it is not compiled yet. It is traced
-        here: settings of jax may belong to this thread."""
-        if shape not in self._compiled and shape not in self._in_background:
-            lowered = self.lower(*arguments)
-            self._in_background[shape] = pool.submit(self._compile, shape, shape, arguments, {}, lowered)
+    def compile_in_background(self, pool: Executor, shape: Shape, arguments: tuple, *, trace_here: bool) -> None:
+        """Starts to compile the program of this shape for abstract arguments, unless that has begun.
+
+        trace_here: traces the program in this thread, which may have settings of jax of its own.
+        """
+        if shape in self.shapes:
+            return
+        lowered = self.lower(*arguments) if trace_here else None
+        self._in_background[shape] = pool.submit(self._compile_behind, shape, arguments, lowered)
+
+    def _compile_behind(self, shape: Shape, arguments: tuple, lowered: jax.stages.Lowered | None) -> Callable:
+        try:
+            if lowered is None:
+                with _TRACING:
+                    lowered = self.lower(*arguments)
+            return self._compile(shape, shape, arguments, {}, lowered)
+        except Exception as error:
+            _LOG.warning("a program for %s cannot be compiled; a call that needs it fails: %s", shape, error)
+            raise
+
+    def cancel(self) -> None:
+        """Gives up the programs that no thread has begun to compile."""
+        for shape, future in list(self._in_background.items()):
+            if future.cancel():
+                del self._in_background[shape]
 
     def compile_shape(self, shape: Shape, arguments: tuple, lowered: jax.stages.Lowered) -> None:
         """Compiles the program of this shape for abstract arguments. Threads may do so at the same time."""

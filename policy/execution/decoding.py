@@ -1,23 +1,26 @@
 """Weights in the form that decoding on CPU reads fastest (policy/ops/projection.py).
 
-A program of many steps makes them at its start, and they live inside that program; the policy's own arrays do not
-change. On TPU and GPU the weights stay as they are: stacks are scanned, and a product reads its weight in place.
+They are copies: the policy's own arrays do not change. On TPU and GPU there are none: stacks are scanned, and a product
+reads its weight in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import qwix
 
+from policy.execution.array_identity import ArrayIdentity
 from policy.model import Graph
-from policy.ops.projection import Projection, make_projections
+from policy.ops.projection import DecodingMatrices, Projection
 
-# Weights of one module that read the same input. Decoding fuses them into one product.
-FUSED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj"))
+# Weights of one module that read the same input. Small ones become one matrix.
+READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj"))
 # A weight that is read in parts, not by a product of its own (policy/attention/mla.py).
 NOT_PRODUCTS = ("kv_b_proj",)
 
@@ -35,52 +38,129 @@ class Repeats:
         return self._each[r]
 
 
-def prepare_for_decoding(graph: Graph, params: dict[str, jax.Array], rows: int) -> dict[str, Any]:
-    """Prepares `params` for steps of `rows` tokens, on CPU with unrolled layers. Call it outside the loop of the steps.
+class DecodingWeights:
+    """The copies that the decode programs of a generator read. They are kept until `prepare` gets other arrays, or until
+    `release`.
 
-    Float32 weights on one device are fused and transposed; others are only split into repeats.
+    One small program for each stack copies the weights of a repeat. The decode programs get the copies as arguments:
+    if they made them, they would take twice as long to compile, and every dispatch would begin with the copy.
     """
-    can_fuse = graph.runtime.dtype == "float32" and graph.runtime.quantization is None and graph.layout.mesh.size == 1
-    prepared: dict[str, Any] = dict(params)
-    for path in params:
-        if path.startswith("stacks.") and isinstance(prepared[path], (jax.Array, qwix.QArray)):
-            fused = _fused_with(graph, params, path) if can_fuse else []
-            prepared |= _fuse(graph, params, fused, rows) if fused else {path: _split_repeats(params[path])}
+
+    def __init__(self, graph: Graph):
+        self._graph = graph
+        self._copy = jax.jit(partial(_copy_repeat, graph))
+        self.release()
+
+    def prepare(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Returns the weights; a weight of a stack becomes a tuple with one copy for each repeat. A copy is an array, or
+        DecodingMatrices under the first of their paths. `prepare_for_decoding` reads the result."""
+        stacks, others = _stacks(params, leave=self._graph.hosted)
+        if self._identity.update(jax.tree.leaves(stacks)):
+            self._copies: dict[str, tuple] = {}  # the old copies go before the new ones come
+            try:
+                for stack in stacks:
+                    repeats = [self._copy(stack, np.int32(r)) for r in range(_repeats(stack))]
+                    self._copies |= {path: tuple(each[path] for each in repeats) for path in repeats[0]}
+            except BaseException:
+                self.release()
+                raise
+        return others | self._copies
+
+    def abstract(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Returns the result of `prepare` with shapes in the place of the copies. `params` may be abstract."""
+        stacks, others = _stacks(params, leave=self._graph.hosted)
+        for stack in stacks:
+            repeat = jax.eval_shape(self._copy, stack, np.int32(0))
+            others |= {path: (each,) * _repeats(stack) for path, each in repeat.items()}
+        return others
+
+    def release(self) -> None:
+        """Gives up the copies."""
+        self._identity, self._copies = ArrayIdentity(), {}
+
+
+def prepare_for_decoding(graph: Graph, params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the weights in the form that unrolled layers read: each weight of a stack as Repeats.
+
+    `params` may be the result of DecodingWeights. Weights that are still stacked are copied here, so call it outside
+    the loop of the steps.
+    """
+    stacks, prepared = _stacks(params)
+    for stack in stacks:
+        # Without the barrier XLA moves the copies into the loop.
+        repeats = [jax.lax.optimization_barrier(_copy_repeat(graph, stack, r)) for r in range(_repeats(stack))]
+        prepared |= {path: tuple(each[path] for each in repeats) for path in repeats[0]}
+    for path, repeats in list(prepared.items()):
+        if not isinstance(repeats, tuple):
+            continue
+        if isinstance(repeats[0], DecodingMatrices):
+            del prepared[path]
+            projections = [matrices.projections() for matrices in repeats]
+            prepared |= {each: Repeats(own[each] for own in projections) for each in projections[0]}
+        else:
+            prepared[path] = Repeats(repeats)
     head = "embed_tokens" if graph.config.tied_head else "lm_head"
-    if can_fuse and head not in graph.hosted:
+    if _makes_matrices(graph) and head not in graph.hosted:
         prepared[head] = _head(params[head])
     return prepared
 
 
-def _split_repeats(weight) -> Repeats:
-    def repeat(r: int):
-        return jax.lax.optimization_barrier(jax.tree.map(lambda a: a[r], weight))
-
-    return Repeats(map(repeat, range(jax.tree.leaves(weight)[0].shape[0])))
+def _makes_matrices(graph: Graph) -> bool:
+    """Whether weights become DecodingMatrices: float32 on one device. Others are only split into repeats."""
+    return graph.runtime.dtype == "float32" and graph.runtime.quantization is None and graph.layout.mesh.size == 1
 
 
-def _fused_with(graph: Graph, params: dict[str, jax.Array], path: str) -> list[str]:
-    """Returns the paths of the weights that are fused with this one, itself included; none if it cannot be fused."""
-    if not _can_fuse(graph, params, path):
+def _stacks(params: dict[str, Any], leave: Collection[str] = ()) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Returns (the stacked weights of each stack, all others). `leave`: paths that count as others."""
+    stacks: dict[str, dict[str, Any]] = {}
+    others: dict[str, Any] = {}
+    for path, weight in params.items():
+        if path.startswith("stacks.") and path not in leave and not isinstance(weight, tuple):
+            stacks.setdefault(path.split(".")[1], {})[path] = weight
+        else:
+            others[path] = weight
+    return list(stacks.values()), others
+
+
+def _repeats(stack: dict[str, Any]) -> int:
+    return jax.tree.leaves(stack)[0].shape[0]
+
+
+def _copy_repeat(graph: Graph, stack: dict[str, Any], r: Any) -> dict[str, Any]:
+    """Copies the weights of repeat r of a stack: DecodingMatrices under the first of their paths."""
+    copies: dict[str, Any] = {}
+    remaining = dict(stack)
+    while remaining:
+        path = next(iter(remaining))
+        together = _read_together(graph, remaining, path)
+        if together:
+            weights = {each: remaining.pop(each)[r] for each in together}
+            copies[together[0]] = DecodingMatrices.of(weights, len(graph.inputs[path]))
+        else:
+            copies[path] = jax.tree.map(lambda a: a[r], remaining.pop(path))
+    return copies
+
+
+def _read_together(graph: Graph, stack: dict[str, Any], path: str) -> list[str]:
+    """Returns the paths of the weights that read the input of this one, itself included; none if it is no matrix."""
+    if not _is_matrix(graph, stack, path):
         return []
     module, _, name = path.rpartition(".")
-    names = next((names for names in FUSED_PROJECTIONS if name in names), (name,))
-    return [p for p in (f"{module}.{name}" for name in names) if _can_fuse(graph, params, p)]
+    names = next((names for names in READ_TOGETHER if name in names), (name,))
+    return [p for p in (f"{module}.{name}" for name in names) if p in stack and _is_matrix(graph, stack, p)]
 
 
-def _can_fuse(graph: Graph, params: dict[str, jax.Array], path: str) -> bool:
+def _is_matrix(graph: Graph, stack: dict[str, Any], path: str) -> bool:
     """Whether this is a weight of floats whose products sum over the first dimensions of each repeat."""
-    if path not in graph.inputs or path in graph.hosted or isinstance(params[path], qwix.QArray):
+    if (
+        not _makes_matrices(graph)
+        or path not in graph.inputs
+        or path in graph.hosted
+        or isinstance(stack[path], qwix.QArray)
+    ):
         return False
     inputs = graph.inputs[path]
     return inputs == tuple(range(1, len(inputs) + 1)) and path.rpartition(".")[2] not in NOT_PRODUCTS
-
-
-def _fuse(graph: Graph, params: dict[str, jax.Array], paths: list[str], rows: int) -> dict[str, Repeats]:
-    inputs = len(graph.inputs[paths[0]])
-    R = params[paths[0]].shape[0]
-    repeats = [make_projections([params[path][r] for path in paths], inputs, rows) for r in range(R)]
-    return {path: Repeats(projections[i] for projections in repeats) for i, path in enumerate(paths)}
 
 
 def _head(weight_VE: jax.Array) -> Projection:

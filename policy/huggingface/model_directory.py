@@ -275,8 +275,8 @@ def _on_mesh(graph: Graph, place: Place, files: TensorFiles, start: jax.Array | 
             for i, layer in enumerate(place.layers[index[0]]):
                 if layer not in absent:
                     place.read(files, layer, index[1:], shard[i, ...])
-        places = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in holders]
-        arrays += jax.block_until_ready([jax.device_put(shard, place) for place in places])
+        shardings = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in holders]
+        arrays += jax.block_until_ready([jax.device_put(shard, each) for each in shardings])
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 

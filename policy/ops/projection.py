@@ -1,6 +1,5 @@
-"""Copies of weights for fast decoding on CPU: taken out of their stacks, joined if they read the same input, and
-transposed if that is faster to read. A decode program makes them once, at its start, so that no second copy of the
-policy stays resident.
+"""Copies of weights for fast decoding on CPU: small ones are joined if they read the same input, large ones are
+transposed (policy/execution/decoding.py makes them).
 
 K inputs of a product, N outputs, M rows.
 """
@@ -14,17 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# A weight of at least so many numbers (1 MiB: the second-level cache of a core) is stored as [N, K] for two rows or
-# more. XLA's CPU product packs all of a [K, N] matrix at every call and reads [N, K], on the left of the product, in
-# place: 20 to 30% faster (docs/decisions.md). Small weights gain nothing.
+# Weights of at least so many numbers (1 MiB: the second-level cache of a core) are stored as [N, K]. For two rows or
+# more, XLA on CPU packs a [K, N] matrix again at every call; it reads [N, K] in place if that is the left factor, which is
+# 20 to 30% faster (docs/decisions.md). Small weights, and one row, gain nothing.
 LARGE = 1 << 18
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Projection:
-    """A weight [*inputs, *outputs], stored as the outputs [start, start + n) of `matrix`, [K, N] or `transposed` [N,
-    K]. K is the product of `inputs`, n the product of `outputs`."""
+    """A weight [*inputs, *outputs]: the columns start ... start + n - 1 of `matrix`, [K, N], or if it is `transposed`,
+    [N, K], its rows of these numbers. K is the product of `inputs`, n the product of `outputs`."""
 
     matrix: jax.Array
     transposed: bool = field(metadata={"static": True})
@@ -38,8 +37,8 @@ class Projection:
         return self if at is ... else self.matrix[at]
 
     def product(self, x_MK: jax.Array) -> jax.Array:
-        """Computes x @ weight, [M, n] in x's dtype. Weights of one matrix that multiply the same x share one product,
-        which the compiler computes once."""
+        """Computes x @ weight, [M, n] in x's dtype. Projections of one matrix compute the product of all of it; XLA
+        computes equal products once."""
         matrix = self.matrix.astype(x_MK.dtype)
         if self.transposed and x_MK.shape[0] > 1:
             # Without the barriers XLA folds the transpositions into the product, which is then as slow as [K, N].
@@ -53,19 +52,37 @@ def _barrier(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x)
 
 
-def make_projections(weights: list[jax.Array], inputs: int, rows: int) -> list[Projection]:
-    """Creates the float32 projections of weights [*inputs, *outputs] that read the same input, their first `inputs`
-    dimensions, for products of `rows` rows. Small weights are joined, which saves the start of an operation each and
-    costs a second copy."""
-    flat = [w.reshape(math.prod(w.shape[:inputs]), -1).astype(jnp.float32) for w in weights]
-    large = sum(w.size for w in flat) >= LARGE
-    transposed = large and rows > 1
-    if large:
-        stored = [(_barrier(w.T if transposed else w), 0) for w in flat]
-    else:
-        matrix = _barrier(jnp.concatenate(flat, axis=1))
-        stored = [(matrix, sum(w.shape[1] for w in flat[:i])) for i in range(len(flat))]
-    return [
-        Projection(matrix, transposed, start, w.shape[:inputs], w.shape[inputs:])
-        for (matrix, start), w in zip(stored, weights, strict=True)
-    ]
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodingMatrices:
+    """Weights [*inputs, *outputs] that read the same input, as float32 matrices.
+
+    matrices: one [N, K] for each weight if they are `transposed`, else one [K, N] of all weights, so that one operation
+    is started instead of several.
+    paths: the paths of the weights. outputs: the output dimensions of each.
+    """
+
+    matrices: tuple[jax.Array, ...]
+    transposed: bool = field(metadata={"static": True})
+    paths: tuple[str, ...] = field(metadata={"static": True})
+    inputs: tuple[int, ...] = field(metadata={"static": True})
+    outputs: tuple[tuple[int, ...], ...] = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, weights: dict[str, jax.Array], inputs: int) -> DecodingMatrices:
+        """Copies weights, given by path, whose products sum over their first `inputs` dimensions."""
+        shapes = [weight.shape for weight in weights.values()]
+        flat = [w.reshape(math.prod(w.shape[:inputs]), -1).astype(jnp.float32) for w in weights.values()]
+        transposed = sum(w.size for w in flat) >= LARGE
+        matrices = tuple(w.T for w in flat) if transposed else (jnp.concatenate(flat, axis=1),)
+        outputs = tuple(shape[inputs:] for shape in shapes)
+        return cls(matrices, transposed, tuple(weights), shapes[0][:inputs], outputs)
+
+    def projections(self) -> dict[str, Projection]:
+        """Returns the projection of each weight, by path."""
+        projections, start = {}, 0
+        for i, (path, outputs) in enumerate(zip(self.paths, self.outputs, strict=True)):
+            matrix = self.matrices[i if self.transposed else 0]
+            projections[path] = Projection(matrix, self.transposed, start, self.inputs, outputs)
+            start += 0 if self.transposed else math.prod(outputs)
+        return projections

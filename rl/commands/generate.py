@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rollout import Completion, Generator, SamplingParams
     from rollout.media.processors import Processors
 
+# Completions that are decoded at the same time, unless the command says otherwise.
+SLOTS = 32
 SUMMARY = "complete prompts with a model, as JSON lines"
 
 
@@ -36,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="completions per prompt (1)")
     parser.add_argument(
-        "--slots", type=int, default=16, metavar="N", help="completions that are decoded at the same time (16)"
+        "--slots",
+        type=int,
+        metavar="N",
+        help=f"completions that are decoded at the same time (all, at most {SLOTS})",
     )
 
 
@@ -53,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
     from rl.data.encoding import ExampleEncoder
     from rl.data.media import processors_of
     from rl.run.health import devices
-    from rollout import Generator
+    from rollout import Generator, GeneratorOptions
 
     devices.check(arguments.platform)
     read, source = prompts.read_prompts(arguments.prompts), sampled_model.find(arguments, n=arguments.samples)
@@ -64,10 +69,12 @@ def run(arguments: argparse.Namespace) -> None:
         longest, "the longest prompt and --max-new-tokens", "Lower --max-new-tokens or shorten the prompt"
     )
     model = source.load(media=any(problem.media for problem in problems))
+    slots = min(SLOTS, len(problems) * source.params.n) if arguments.slots is None else arguments.slots
+    # Two sizes of a decode: another would take longer to compile than it saves.
+    options = GeneratorOptions(batch_sizes=(max(1, slots // 4),))
+    sizes = {"max_length": longest, "slots": slots}
     try:
-        generator = Generator(
-            model, max_length=longest, slots=arguments.slots, seed=arguments.seed, tokenizer=source.tokenizer
-        )
+        generator = Generator(model, **sizes, seed=arguments.seed, tokenizer=source.tokenizer, options=options)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     done: list[list[Completion | None]] = [[None] * arguments.samples for _ in problems]

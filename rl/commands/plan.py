@@ -26,6 +26,6 @@ def run(arguments: argparse.Namespace) -> int:
         if finding.level == "refuse":
             raise ConfigError(finding.message())
         print(f"warning: {finding.message()}", file=sys.stderr)
-    weights.check_all(config, media=config.model.media_rows is not None)
+    weights.check(config, media=config.model.media_rows is not None)
     options = command.Options(arguments.topology, arguments.memory, arguments.candidates, arguments.json)
     return (command.plan_search if arguments.search else command.plan)(config, options)

@@ -99,9 +99,16 @@ class ProfileOptions(Strict):
 
 @fields_of(rollout.types.GeneratorOptions, leave_out=("record_routes", "record_values"))
 class GeneratorOptions(Section):
-    slots: int = Field(default=64, ge=1, description="completions decoded at the same time (max_num_seqs)")
+    slots: int = Field(
+        default=64,
+        ge=1,
+        description="most completions decoded at the same time (max_num_seqs); fewer if a step and an evaluation need "
+        "fewer",
+    )
     strict_shapes: bool = Field(
-        default=False, description="a program that was not compiled before the first step is an error"
+        default=False,
+        description="all programs are compiled before the first step, and a late one is an error; false: in the "
+        "background, and a step waits for its own",
     )
     rules: dict[str, list[str]] | None = Field(
         default=None,

@@ -211,14 +211,17 @@ class Sampling:
         self._weights = RolloutWeights.from_options(self.graph, asked)
         self._copy = self._weights.abstract if self._weights else {}
         left = None if memory is None else memory - first.bytes - on_a_device(self._copy)
-        self._runner = ModelRunner(self.graph, asked, config.generator.slots, config.max_length, left)
+        self._runner = ModelRunner(self.graph, asked, build.slots(config, self.graph.layout), config.max_length, left)
         self.cache = self._runner.abstract_cache
+        read = self._runner.decoding_weights
+        copied = read.abstract(self.graph.shapes | self._copy) if read else {}
+        self._decoded = {path: weight for path, weight in copied.items() if isinstance(weight, tuple)}
         self._prefills_completions = asked.prefills_completions
         self._verifier = Verifier(Scorer(self.graph), config.seed, stop_string=None) if asked.exact else None
         self._dropped = bool(self._weights and self._weights.reshards)
         # Bytes per device while rollouts run, and bytes that stay.
-        self.rolling = on_a_device((self.cache, self._copy))
-        self.bytes = self.rolling - (on_a_device(self._copy) if self._dropped else 0)
+        self.rolling = on_a_device((self.cache, self._copy, self._decoded))
+        self.bytes = self.rolling - on_a_device((self._copy if self._dropped else {}, self._decoded))
 
     @property
     def decoding(self) -> Graph:
@@ -247,7 +250,6 @@ class Sampling:
         if self._weights and self._copy:
             yield self._copying(self._weights, stage, held)
         params = weights | self._copy
-        stays = held - on_a_device((params, self.cache))
         P *= stage.samples_completions  # a step excludes evaluations
         steps = options.sampling.max_new_tokens * -(-P * options.samples_per_prompt // slots)
         longest = self.config.max_length if self._prefills_completions else prompts
@@ -270,6 +272,7 @@ class Sampling:
             lower = lambda name=name, arguments=arguments: runner.executables[name].lower(*arguments)  # noqa: E731
             kernels = self._read_by_kernels() if runner.geometry.paged else {}
             kind, often = GENERATOR.get(name, name), {"times": times, "dispatch": dispatch}
+            stays = held - on_a_device(arguments[:2])  # weights and cache
             yield Planned(stage.name, kind, tuple(shape), lower, held, stays, **often, kernels=kernels)
         if self._verifier:
             yield from self._checks(self._verifier, stage, weights, P * options.samples_per_prompt)

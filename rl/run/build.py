@@ -70,13 +70,14 @@ def run(
     with timeline.span("loading the model"):
         decoder = model(config, prepared, with_weights=saved is None, media=has_media)
     events = Events(config, folder.path)
+    sampler = generator(config, decoder, prepared.tokenizer, generator_options(config))
     try:
         yield Run(
             config=config,
             tokenizer=prepared.tokenizer,
             stop_ids=prepared.stop_ids,
             model=decoder,
-            generator=generator(config, decoder, prepared.tokenizer, generator_options(config)),
+            generator=sampler,
             events=events,
             progress=progress,
             timeline=timeline,
@@ -90,6 +91,7 @@ def run(
             media=media_tables(config, prepared, decoder.graph) if has_media else None,
         )
     finally:
+        sampler.engine.runner.stop_compiling()
         checkpoints.close()
         events.close()
 
@@ -198,8 +200,21 @@ def graph(config: RunConfig, mesh: Layout) -> Graph:
 
 def generator(config: RunConfig, model: Model, tokenizer: Any, options: GeneratorOptions) -> Generator:
     """Returns the generator of a run."""
-    slots, seed = config.generator.slots, config.seed
-    return Generator(model, max_length=config.max_length, slots=slots, seed=seed, tokenizer=tokenizer, options=options)
+    lengths = {"max_length": config.max_length, "slots": slots(config, model.graph.layout)}
+    return Generator(model, **lengths, seed=config.seed, tokenizer=tokenizer, options=options)
+
+
+def slots(config: RunConfig, layout: Layout) -> int:
+    """Returns how many completions the generator decodes at the same time: `generator.slots`, or fewer if the run never
+    samples so many. Fewer slots have fewer programs. The number is rounded up to a power of two, and to a slot for each
+    device."""
+    options, evaluation = config.generator, config.evaluation
+    sampled = [each for each in config.stages if rl.stages.kind_of(each).samples_completions]
+    counts = [each.prompts_per_step * each.samples_per_prompt for each in sampled]
+    if evaluation is not None:
+        counts.append(evaluation.problems * max(1, evaluation.samples))
+    most = max(counts, default=1)
+    return min(options.slots, max(1 << (most - 1).bit_length(), layout.mesh.size))
 
 
 def generator_options(config: RunConfig) -> GeneratorOptions:

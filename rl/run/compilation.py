@@ -1,4 +1,4 @@
-"""Compiles the generator's programs before the first step of a run."""
+"""Compiles the generator's programs: before the first step of a run, or in the background from there on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from rl.stages.sampling.rollouts import sampling_params
 
 
 def compile_generator(run: Run) -> None:
-    """Compiles the generator's programs for all prompts and sampling parameters of the run, once.
+    """Compiles the generator's programs for all prompts and sampling parameters of the run, once. They are compiled in
+    the background, and a step waits for the programs that it needs; under `generator.strict_shapes`, before the first
+    step. The programs of towers are compiled before the first step in either case.
 
     Raises ConfigError for a cache that cannot be allocated.
     """
@@ -23,11 +25,32 @@ def compile_generator(run: Run) -> None:
         raise ConfigError(str(error)) from None
     if pool is not None:
         run.events.note(f"the generator's cache: {pool}")
-    run.events.note("compiling the programs of the generator, once for all steps ...")
     every = [sampling_params(stage.options.sampling, run.stop_ids) for stage in run.stages]
+    media_rows = (run.media.M,) if run.media else ()
+    if not run.config.generator.strict_shapes:
+        if run.media:
+            run.media.compile_ahead(run.model.params)
+        count = generator.compile_in_background(longest, every, media_rows)
+        run.events.note(
+            f"compiling the {count} programs of the generator in the background, those of the first dispatch first"
+        )
+        return
+    run.events.note("compiling the programs of the generator, once for all steps ...")
     with run.timeline.span("compiling the generator") as span:
-        count, strict = 0, run.config.generator.strict_shapes
-        if run.media is not None:
-            count = run.media.compile_ahead(run.model.params)
-        count += generator.compile_ahead(longest, every, (run.media.M,) if run.media else (), strict=strict)
+        count = run.media.compile_ahead(run.model.params) if run.media else 0
+        count += generator.compile_ahead(longest, every, media_rows, strict=True)
     run.events.note(f"the generator has {count} programs; they were compiled in {span.seconds:.1f} s")
+
+
+class BackgroundNotes:
+    """Notes about programs that are still to be compiled in the background."""
+
+    def __init__(self) -> None:
+        self._left = 0
+
+    def after_step(self, left: int) -> str | None:
+        """Returns a note if some programs are left after the first step, and one when all are compiled."""
+        before, self._left = self._left, left
+        if left and not before:
+            return f"{left} programs of the generator are still to be compiled, in the background"
+        return "all programs of the generator are compiled" if before and not left else None

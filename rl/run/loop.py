@@ -21,7 +21,7 @@ from rl.reporting.manifest import Manifest
 from rl.reporting.manifest import devices as device_facts
 from rl.reporting.timeline import Timeline
 from rl.run import build
-from rl.run.compilation import compile_generator
+from rl.run.compilation import BackgroundNotes, compile_generator
 from rl.run.folder import RunFolder
 from rl.run.health import devices, probe
 from rl.run.health.equal_rewards import EqualRewards
@@ -72,7 +72,8 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
     evaluation = stage.evaluation(run.held_out)
     if checkpoint is None and evaluation:
         run.events.step(stage.name, 0, _evaluate(run, evaluation, stage, 0))
-    outlook, equal = Outlook(), EqualRewards(stage, fresh=checkpoint is None)  # notes for the console
+    # Notes for the console.
+    outlook, equal, compilation = Outlook(), EqualRewards(stage, fresh=checkpoint is None), BackgroundNotes()
     steps_done = checkpoint["step"] if checkpoint else 0
     last = steps_done if checkpoint and checkpoint["ended"] else stage.options.steps
     for step in range(steps_done + 1, last + 1):
@@ -82,8 +83,9 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
         ended = step == stage.options.steps or _reached(stage.options.until, metrics)
         if (estimate := outlook.after(metrics, stage.options.steps - step)) and not ended:
             run.events.note(estimate)
-        if text := equal.after(metrics):
-            run.events.note(text)
+        for text in (equal.after(metrics), compilation.after_step(run.generator.engine.runner.programs_left)):
+            if text:
+                run.events.note(text)
         if evaluation and (ended or evaluation.due(step)):
             evaluated = _evaluate(run, evaluation, stage, step)
             if "time/sync" in evaluated:  # the evaluation copied the weights for rollouts again

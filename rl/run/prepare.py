@@ -65,9 +65,8 @@ def _prepared(config: RunConfig) -> Prepared:
         stage.prepare(data)
     try:
         findings = start_checks(config, data, stages)
-        if not _has_checkpoints(config):  # which bring the weights
-            weights.check_policy(config, data.has_media)
-        weights.check_others(config)
+        # Checkpoints bring the weights of the policy.
+        weights.check(config, data.has_media, policy=not _has_checkpoints(config))
         return Prepared(data, stages, findings)
     except (DataError, ModelError):
         data.close()

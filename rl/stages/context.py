@@ -126,13 +126,14 @@ class Context:
 
     @contextmanager
     def resharded(self) -> Iterator[dict[str, float]]:
-        """Keeps the weights in the layout of `generator.rules` while rollouts read them. Yields metrics of the copy."""
-        if self.config.generator.rules is None:
-            yield {}
-            return
-        with self.timeline.span("laying out weights") as span:
-            self.generator.reshard_for_rollout()
+        """Keeps the weights in the layout of `generator.rules` while rollouts read them, and gives up all copies of
+        weights afterwards. Yields metrics of the copy."""
+        metrics = {}
+        if self.config.generator.rules is not None:
+            with self.timeline.span("laying out weights") as span:
+                self.generator.reshard_for_rollout()
+            metrics["time/sync"] = span.seconds
         try:
-            yield {"time/sync": span.seconds}
+            yield metrics
         finally:
             self.generator.release()

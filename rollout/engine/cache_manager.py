@@ -20,7 +20,8 @@ class CacheGeometry:
     supports_truncation: whether the entries of a slot can be used up to any of its tokens. A state of fixed size
     cannot: it is only valid after the last token that it has seen.
     table_width: pages of a slot at most; None: the cache is contiguous.
-    listed_sizes: numbers of rows, besides all slots, that a decode can run on; None: powers of two.
+    listed_sizes: numbers of rows, besides all slots, that a decode can run on; None: 1, 4, 8, 16, ... times the shards.
+    (A step of 2 rows takes as long as one of 4.)
     """
 
     slots: int
@@ -55,7 +56,7 @@ class CacheGeometry:
         all slots."""
         listed = self.listed_sizes
         if listed is None:
-            listed = tuple(1 << n for n in range(self.slots.bit_length()))
+            listed = tuple(self.num_shards << n for n in range(self.slots.bit_length()) if n != 1)
         return (*(n for n in sorted(set(listed)) if n < self.slots and n % self.num_shards == 0), self.slots)
 
 

@@ -27,12 +27,12 @@ S slots, s rows of a batch, P rows of one prefill call, C tokens that it compute
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from policy.execution.array_identity import ArrayIdentity
 from rollout.engine.active_batch import ActiveBatch
 from rollout.engine.prefixes import Copies, PinStates, RestoreStates, UnpinStates
 from rollout.engine.scheduler import Scheduler, prefill_lengths, prefill_rows
@@ -50,22 +50,6 @@ class _InFlightDecode(NamedTuple):
 
     requests: tuple[Request | None, ...]
     output: DecodeOutput
-
-
-class _ArrayIdentity:
-    """Detects that the weights are other arrays than at the last call. It holds weak references only."""
-
-    def __init__(self) -> None:
-        self._seen: list[weakref.ref] = []
-
-    def changed(self, arrays: Collection[Any]) -> bool:
-        """Whether these are other arrays than at the last call."""
-        if len(self._seen) == len(arrays) and all(
-            ref() is array for ref, array in zip(self._seen, arrays, strict=True)
-        ):
-            return False
-        self._seen = [weakref.ref(array) for array in arrays]
-        return True
 
 
 class Engine:
@@ -91,7 +75,7 @@ class Engine:
         self.runner, self._weights, self._seed = runner, weights, seed
         self._stop_string, self._budget = stop_string, prefill_budget
         self.counts = {"steps": 0, "rows": 0, "useful": 0, "prefill": 0, "dispatches": 0, "preempted": 0}
-        self._weights_seen = _ArrayIdentity()
+        self._weights_seen = ArrayIdentity()
         self.reset()
 
     def reset(self) -> None:
@@ -142,7 +126,7 @@ class Engine:
                 if waiting
                 else f"insert: all {slots} slots are in use; call release(slot) first"
             )
-        if self._weights_seen.changed(self._weights().values()):
+        if self._weights_seen.update(self._weights().values()):
             self.reset_prefix_cache()
         return scheduler.admit(request)
 

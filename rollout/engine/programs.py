@@ -150,6 +150,7 @@ class DecoderPrograms:
     drafts: how many drafted tokens a decoding step may write after the token that it feeds.
     records_routes: whether the cache keeps the routes: the experts that computed each token.
     scan: whether decoding scans the layers.
+    reads_copies: whether decoding reads the weights as DecodingWeights returns them.
     chunk: the most tokens of a prompt in one prefill call.
     decode_steps: the most decoding steps of a decode.
     """
@@ -165,6 +166,7 @@ class DecoderPrograms:
         self.slots, self.max_length, self.decode_steps = slots, max_length, options.tokens_per_dispatch
         self.chunk = min(options.prefill_chunk, max_length)
         self.scan = graph.layout.platform != "cpu" or len(graph.config.layers) > UNROLLED_LAYERS
+        self.reads_copies = not self.scan and graph.layout.mesh.size == 1
 
     def media_refusal(self, media: DocumentMedia) -> str | None:
         """Returns why a prompt cannot have these pictures and sounds, as the end of a sentence; None: it can."""
@@ -297,7 +299,7 @@ class DecoderPrograms:
     def _decode_rows(self, params, cache, state: DecodeState, limits):
         """Returns (cache, DecodeState, DecodeOutput) after decoding on a cache of s rows."""
         s, K, head = state.token.shape[0], self.decode_steps, params.get(modes.VALUE_HEAD)
-        params = params if self.scan else prepare_for_decoding(self.graph, params, s)
+        params = params if self.scan else prepare_for_decoding(self.graph, params)
         # The token, log-probability and value in the output for a row that produced none.
         no_output = np.int32(-1), np.float32(0), None if head is None else np.float32(0)
 

@@ -1,7 +1,7 @@
 """The model runner: calls the compiled functions of a generator.
 
 A cache of all slots has S rows, one per slot. In a contiguous cache a row holds all entries of its slot. In a paged
-cache it holds only the states of fixed size (scheduler.py), and the entries are in pages. A decode runs on s = 1, 2, 4,
+cache it holds only the states of fixed size (scheduler.py), and the entries are in pages. A decode runs on s = 1, 4, 8,
 ... S rows (GeneratorOptions.batch_sizes). To decode on fewer than S rows of a contiguous cache, ActiveBatch first
 gathers them into a batch cache. It scatters them back before it decodes other rows. On a paged cache, the decode
 program takes the page tables of its s rows and gathers their states itself.
@@ -30,6 +30,7 @@ from policy import modes
 from policy.cache import cache as caches
 from policy.cache.media import Media, MediaInputs
 from policy.execution.compiled_cache import CompiledCache, Memory
+from policy.execution.decoding import DecodingWeights
 from policy.mesh import processes
 from policy.mesh.sharding import Layout, block_on_cpu_mesh
 from policy.model import Graph
@@ -44,6 +45,8 @@ from rollout.request import Request
 from rollout.types import GeneratorOptions
 
 _LOG = logging.getLogger("duet.generator")
+# A program that a call needs waits for the programs that these threads have begun, so they are few.
+BACKGROUND_THREADS = 4
 # Follows the shape of a decode whose rotary positions differ from positions (DecodeState.deltas).
 DELTAS = 1
 
@@ -62,10 +65,11 @@ class ModelRunner:
     lookahead_tokens: how many tokens a prefill call reads after the C that it computes, for the modules that draft.
     records_routes: whether the cache keeps the routes: the experts that computed each token.
     decode_steps: the most decoding steps of a decode.
+    decoding_weights: the copies of the weights that decodes read; None: they read the weights themselves.
     max_prefill_rows: the most rows of one prefill call.
     value_head: float32[E], the head of the values that are recorded.
     reserved_bytes: memory per device that other arrays will take after the number of pages is chosen.
-    compiled_ahead: whether programs were compiled ahead, so that another one is a warning or an error.
+    compiled_ahead: whether the programs are known, compiled or not, so that another one is a warning or an error.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class ModelRunner:
         num_shards = slots // layout.sharding(("cache_batch",), (slots,)).shard_shape((slots,))[0]
         sizes = None if options.batch_sizes is None else tuple(options.batch_sizes)
         self.geometry = CacheGeometry(slots, num_shards, functions.supports_truncation, table_width, sizes)
+        self.decoding_weights = DecodingWeights(self.graph) if functions.reads_copies else None
         self.value_head: jax.Array | None = None
         self.reserved_bytes, self.compiled_ahead, self._strict = 0, False, False
         jitted = {
@@ -220,7 +225,8 @@ class ModelRunner:
         """
         head = {modes.VALUE_HEAD: self.value_head} if self.options.record_values else {}
         shape = state.stops.shape if state.deltas is None else (*state.stops.shape, DELTAS)
-        return self._run("decode", shape, params | head, cache, state, np.asarray(limits, np.int32))
+        weights = self.decoding_weights.prepare(params) if self.decoding_weights else params
+        return self._run("decode", shape, weights | head, cache, state, np.asarray(limits, np.int32))
 
     def decode_state(self, requests: Sequence[Request | None], size: int, width: int, seed: int) -> DecodeState:
         """Returns the state of `size` rows, row i for request i. width: columns of the stop tokens."""
@@ -245,14 +251,16 @@ class ModelRunner:
 
     def expect_decode(self, params: dict[str, Any], rows: int, stop_width: int) -> None:
         """Starts to compile the decode of so many rows, while the program before it is compiled and runs."""
-        if self.compiled_ahead or (rows, stop_width) in self.executables["decode"].shapes:
-            return
-        arguments = decode_inputs(self, params, rows, stop_width)
-        self.executables["decode"].compile_in_background(self._pool, (rows, stop_width), arguments)
+        decode, shape = self.executables["decode"], (rows, stop_width)
+        if not self.compiled_ahead and shape not in decode.shapes:
+            arguments = decode_inputs(self, _shapes(params), rows, stop_width)
+            decode.compile_in_background(self._pool, shape, arguments, trace_here=True)
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="compilation")
+        """Returns the threads that compile in the background: few, and one core is left to the caller's thread."""
+        threads = min(BACKGROUND_THREADS, (os.cpu_count() or 1) - 1)
+        return ThreadPoolExecutor(max(1, threads), thread_name_prefix="compilation")
 
     def _report_late(self, name: str, shape: tuple[int, ...]) -> None:
         subject = " x ".join(map(str, shape)) or "its cache"
@@ -265,7 +273,8 @@ class ModelRunner:
     def memory(self) -> dict[tuple, Memory | None]:
         """Returns the memory of each compiled program, by (name, *shape). Every compiled program has a key, also one
         whose memory the compiler does not report (None)."""
-        return {(name, *shape): m for name, each in self.executables.items() for shape, m in each.memory.items()}
+        programs = self.executables.items()  # a thread may add to them
+        return {(name, *shape): m for name, each in programs for shape, m in list(each.memory.items())}
 
     def compile_ahead(
         self,
@@ -291,10 +300,48 @@ class ModelRunner:
         self.compiled_ahead, self._strict = True, strict
         return len(self.memory)
 
+    def compile_in_background(
+        self, params: dict[str, Any], longest: int, stop_widths: Iterable[int], media_rows: Sequence[int] = ()
+    ) -> int:
+        """Starts to compile the programs that `compile_ahead` compiles, those of the first dispatch first. Returns
+        their number. A call waits for its own program, and never takes another.
+
+        Several threads trace, but only one at a time (CompiledCache). The graph sets what tracing depends on, such as
+        the precision of products, so that no setting of the caller's thread is needed."""
+        programs = dict(program_inputs(self, _shapes(params), longest, stop_widths, media_rows))
+        for name, *shape in sorted(programs, key=self._compilation_order):
+            arguments = programs[(name, *shape)]
+            self.executables[name].compile_in_background(self._pool, tuple(shape), arguments, trace_here=False)
+        self.compiled_ahead = True
+        return len(programs)
+
+    def _compilation_order(self, program: tuple) -> int:
+        """Returns the place of a program (name, *shape) in the order of compilation: 0 for the decode of all slots, which
+        takes longest, 1 for what prefills prompts, 2 for the rest."""
+        name, *shape = program
+        if name == "decode":
+            return 0 if shape[0] == self.geometry.slots else 2
+        return 1 if name in ("empty", "prefill", "copy", "copy_pages") else 2
+
+    @property
+    def programs_left(self) -> int:
+        """How many programs are still to be compiled in the background."""
+        return sum(each.left for each in self.executables.values())
+
+    def stop_compiling(self) -> None:
+        """Gives up the programs that no thread has begun to compile."""
+        for each in self.executables.values():
+            each.cancel()
+
     @cached_property
     def abstract_cache(self) -> Any:
         """Returns the shapes and shardings of the cache."""
         return _abstract(jax.eval_shape(self.executables["empty"].jitted), self.graph.layout)
+
+
+def _shapes(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the shapes and shardings of weights: a thread that compiles keeps no weights alive."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), params)
 
 
 def _abstract(cache: Any, layout: Layout) -> Any:
@@ -353,7 +400,8 @@ def program_inputs(
 
 def decode_inputs(runner: ModelRunner, params: dict[str, Any], rows: int, stop_width: int) -> tuple:
     """Returns the abstract arguments of a decode of so many rows."""
-    return params | _value_head(runner), _decoded_cache(runner, rows), _state(runner, rows, stop_width), _int32(2)
+    weights = runner.decoding_weights.abstract(params) if runner.decoding_weights else params
+    return weights | _value_head(runner), _decoded_cache(runner, rows), _state(runner, rows, stop_width), _int32(2)
 
 
 def _decoded_cache(runner: ModelRunner, rows: int) -> Any:

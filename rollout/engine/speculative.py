@@ -95,6 +95,7 @@ class SpeculativePrograms(DecoderPrograms):
         self._window = self.drafts + self.lookahead_tokens
         self.recent = self._window + 1
         super().__init__(graph, options, slots, max_length)
+        self.reads_copies = False
 
     def _empty_rows(self, rows: int, length) -> tuple:
         config, storage = self.graph.config, (length, self.graph.runtime.dtype, self.options.kv_cache)

@@ -58,17 +58,61 @@ def test_a_call_runs_what_was_compiled_for_its_arguments():
     assert cache.number == 2 and cache.shapes == ((3, 0), (3, 1))
 
 
-def test_a_call_waits_for_its_program_that_is_compiled_in_the_background():
-    """One thread is busy until the call, so that the program cannot be compiled before."""
+def background(traced: list) -> CompiledCache:
+    return CompiledCache(jax.jit(lambda x: traced.append(x.shape) or x + 1), "cpu")
+
+
+def abstract(length: int) -> tuple:
+    return (jax.ShapeDtypeStruct((length,), np.float32),)
+
+
+@pytest.mark.parametrize("trace_here", [True, False])
+def test_a_call_compiles_its_program_that_no_thread_has_begun(trace_here):
     traced, go_on = [], threading.Event()
-    cache = CompiledCache(jax.jit(lambda x: traced.append(x.shape) or x + 1), "cpu")
+    cache = background(traced)
     with ThreadPoolExecutor(max_workers=1) as pool:
-        pool.submit(go_on.wait)
-        for _ in range(2):
-            cache.compile_in_background(pool, (3,), (jax.ShapeDtypeStruct((3,), np.float32),))
-        assert cache.number == 0 and cache.shapes == ()
+        pool.submit(go_on.wait)  # the only thread is busy
+        try:
+            for _ in range(2):
+                cache.compile_in_background(pool, (3,), abstract(3), trace_here=trace_here)
+            cache.compile_in_background(pool, (4,), abstract(4), trace_here=False)
+            assert cache.number == 0 and cache.shapes == ((3,), (4,)) and cache.left == 2
+            assert cache.run((3,), np.ones(3, np.float32)).tolist() == [2, 2, 2]
+            assert cache.number == 1 and cache.left == 1
+            cache.cancel()
+            assert cache.shapes == ((3,),) and cache.left == 0
+        finally:
+            go_on.set()
+    assert traced[-1] == (3,) and (4,) not in traced
+
+
+def test_a_call_waits_for_its_program_that_a_thread_compiles():
+    traced, began, go_on = [], threading.Event(), threading.Event()
+
+    def slow(x):
+        traced.append(x.shape)
+        began.set()
+        go_on.wait()
+        return x + 1
+
+    cache = CompiledCache(jax.jit(slow), "cpu")
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        cache.compile_in_background(pool, (3,), abstract(3), trace_here=False)
+        began.wait()
         threading.Timer(0.1, go_on.set).start()
-        assert cache.run((3,), np.ones(3, np.float32)).tolist() == [2, 2, 2]
-        cache.compile_in_background(pool, (3,), (jax.ShapeDtypeStruct((3,), np.float32),))
-        assert cache.run((3,), np.zeros(3, np.float32)).tolist() == [1, 1, 1]
-    assert traced == [(3,)] and cache.shapes == ((3,),)
+        for start in (1, 0):
+            given = np.full(3, start, np.float32)
+            assert cache.run((3,), given).tolist() == [start + 1] * 3
+        cache.compile_in_background(pool, (3,), abstract(3), trace_here=False)
+    assert traced == [(3,)] and cache.shapes == ((3,),) and cache.left == 0
+
+
+def test_a_program_that_cannot_be_compiled_fails_where_it_is_needed():
+    def broken(x):
+        raise ValueError("no such product")
+
+    cache = CompiledCache(jax.jit(broken), "cpu")
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        cache.compile_in_background(pool, (3,), abstract(3), trace_here=False)
+        with pytest.raises(ValueError, match="no such product"):
+            cache.run((3,), np.ones(3, np.float32))

@@ -1,6 +1,7 @@
 """Weights prepared for decoding on CPU: the same products, and the same decoder, as the policy's own arrays give."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,11 @@ import policy
 from policy import families, modes
 from policy.cache import cache as caches
 from policy.config import LogitScaling, Runtime
-from policy.execution.decoding import Repeats, prepare_for_decoding
+from policy.execution.decoding import DecodingWeights, Repeats, prepare_for_decoding
 from policy.heads import head
 from policy.ops import projection
 from policy.ops.linear import linear
-from policy.ops.projection import Projection, make_projections
+from policy.ops.projection import DecodingMatrices, Projection
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -32,22 +33,26 @@ def numbers(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
 
 
+def projections(inputs: int, *weights: jax.Array) -> list[Projection]:
+    return list(DecodingMatrices.of(dict(zip("abc", weights, strict=False)), inputs).projections().values())
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_products_with_prepared_weights_are_those_with_the_weights(size, rows):
     x, q, k = numbers(rows, 1, 6), numbers(6, 4, 5), numbers(6, 2, 5)
-    sharded = make_projections([q, k], 1, rows)
-    assert all(a.transposed == (size == "large" and rows > 1) for a in sharded)
-    assert (sharded[0].matrix is sharded[1].matrix) == (size == "small")
-    for weight, each in zip((q, k), sharded, strict=True):
+    joined = projections(1, q, k)
+    assert all(a.transposed == (size == "large") for a in joined)
+    assert (joined[0].matrix is joined[1].matrix) == (size == "small")
+    for weight, each in zip((q, k), joined, strict=True):
         expected = np.einsum("bte,ehd->bhtd", x, weight)
         np.testing.assert_allclose(linear("bte,ehd->bhtd", x, each, Runtime()), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_product_over_two_dimensions_and_over_leading_ones_that_only_x_has(size):
     x, out, up = numbers(2, 4, 3, 5), numbers(4, 5, 6), numbers(5, 7)
-    result = linear("bhtd,hde->bte", x, make_projections([out], 2, 6)[0], Runtime())
+    result = linear("bhtd,hde->bte", x, projections(2, out)[0], Runtime())
     np.testing.assert_allclose(result, np.einsum("bhtd,hde->bte", x, out), rtol=1e-5, atol=1e-5)
-    result = linear("...e,ei->...i", x, make_projections([up], 1, 24)[0], Runtime())
+    result = linear("...e,ei->...i", x, projections(1, up)[0], Runtime())
     np.testing.assert_allclose(result, np.einsum("abce,ei->abci", x, up), rtol=1e-5, atol=1e-5)
 
 
@@ -78,9 +83,29 @@ def test_one_step_of_a_decoder_is_the_same(size, name, rows):
         states, updated = modes.next_token_states(decoder, tokens, one, cache, model.graph.runtime)
         return modes.logits(decoder, states, model.graph.runtime), updated
 
-    result = jax.jit(lambda params: step(prepare_for_decoding(model.graph, params, rows)))(model.params)
-    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(jax.jit(step)(model.params)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    prepare = partial(prepare_for_decoding, model.graph)
+    expected = jax.tree.leaves(jax.jit(step)(model.params))
+    copies = DecodingWeights(model.graph)
+    for params in (model.params, copies.prepare(model.params)):  # copied in the program, and before it
+        result = jax.jit(lambda params: step(prepare(params)))(params)
+        for a, b in zip(jax.tree.leaves(result), expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_copies_are_made_once_for_the_same_weights_and_released():
+    model = policy.create("tiny-deepseek")
+    copies = DecodingWeights(model.graph)
+    first = copies.prepare(model.params)
+    arrays = jax.tree.leaves(first)
+    assert all(a is b for a, b in zip(arrays, jax.tree.leaves(copies.prepare(dict(model.params))), strict=True))
+    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), copies.abstract(model.params))
+    assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), first)
+    path = next(path for path, weight in first.items() if isinstance(weight, tuple))
+    changed = model.params | {path: model.params[path] + np.float32(1)}
+    a, b = (jax.tree.leaves(each[path][0])[0] for each in (first, copies.prepare(changed)))
+    assert not np.array_equal(a, b)
+    copies.release()
+    assert copies.prepare(changed)[path][0] is not first[path][0]
 
 
 def test_what_is_stored_as_a_matrix_and_what_is_only_sharded():
@@ -88,7 +113,7 @@ def test_what_is_stored_as_a_matrix_and_what_is_only_sharded():
     seen = {}
 
     def look(graph):
-        jax.eval_shape(lambda params: seen.update(prepare_for_decoding(graph, params, 1)) or 0, model.params)
+        jax.eval_shape(lambda params: seen.update(prepare_for_decoding(graph, params)) or 0, model.params)
         return {path.rpartition(".")[2]: type(a[0]) for path, a in seen.items() if isinstance(a, Repeats)}
 
     kinds = look(model.graph)

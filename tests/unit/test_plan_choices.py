@@ -253,7 +253,10 @@ def test_a_copy_of_weights_that_is_dropped_is_stored_during_rollouts_only(tmp_pa
     plain, kept, dropped = listed(), listed(quantised), listed(quantised, "generator.rules=stationary")
     copy = kept["update"].resident - plain["update"].resident
     assert copy > 0 and dropped["update"].resident == plain["update"].resident
-    assert {each["decode a token"].resident for each in (kept, dropped)} == {plain["decode a token"].resident + copy}
+    # The copies that decoding on CPU reads are of 8 bits as well.
+    (resident,) = {each["decode a token"].resident for each in (kept, dropped)}
+    cache_and_copies = plain["decode a token"].resident - plain["update"].resident
+    assert 0 < resident - kept["update"].resident < cache_and_copies
     assert dropped["reshard"].times == 1 and dropped["reshard"].resident == dropped["prefill"].resident
     assert "quantised copy" in kept and "reshard" not in kept and "quantised copy" not in dropped
 

@@ -2,7 +2,7 @@
 a simulation whose cache remembers which tokens each row holds, so that a row that is read before it is filled, or after
 another request has taken it, fails the test."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -477,7 +477,7 @@ def test_the_engine_moves_down_while_it_drains():
     while engine.busy or queue:
         run_step(engine, queue)
         sizes.append(len(engine.batch.slots))
-    assert {8, 4, 2, 1} <= set(sizes)
+    assert {8, 4, 1} == set(sizes)
     assert engine.counts["useful"] / engine.counts["rows"] > 0.9
 
 
@@ -615,6 +615,7 @@ def test_a_prompt_is_pinned_for_a_sample_that_has_no_slot_yet():
 
 def test_a_batch_is_packed_and_scattered_back():
     runner, running = runner_of(4), {}
+    runner.geometry = replace(runner.geometry, listed_sizes=(1, 2))
     rows = runner.cache_manager()
     batch = ActiveBatch(runner, rows, seed=0)
     for n in range(4):

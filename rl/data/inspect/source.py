@@ -1,9 +1,9 @@
-"""Reads the data of a configuration for the checks: no weights, no jax."""
+"""Reads tokenizer and rows of a configuration and applies the checks. It reads no weights, and only a child imports jax."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,13 @@ def inspect(config: RunConfig, only: str | None = None, rewards: bool = True) ->
     Raises ConfigError for a tokenizer, file or task that cannot be used, ModelError for a directory of a model, teacher
     or reward model that a run cannot read. Malformed rows are findings.
     """
-    inspection = _inspection(config, only, rewards)
-    weights.check_all(config, _has_media(inspection.stages))
+    inspection = _inspection(config, config.stage_names if only is None else (only,), rewards)
+    weights.check(config, _has_media(inspection.stages))
     return inspection
 
 
-def _inspection(config: RunConfig, only: str | None, rewards: bool) -> Inspection:
+def _inspection(config: RunConfig, names: Collection[str], rewards: bool) -> Inspection:
+    """Applies the checks to the stages of these names."""
     models.check_files(config.model.source, config.model.sections)
     tokenizer, stops = read_tokenizer(config)
     encoder = ExampleEncoder(tokenizer, read_processors(config, tokenizer), config.model.media_rows)
@@ -71,7 +72,7 @@ def _inspection(config: RunConfig, only: str | None, rewards: bool) -> Inspectio
     held_out = _held_out(config, malformed, encoder.processors)
     stages = []
     for index, name in enumerate(config.stage_names):
-        if only in (None, name):
+        if name in names:
             try:
                 stages.append(_stage(config, index, encoder, stops, held_out))
             except DataError as error:
@@ -196,7 +197,6 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     model that a run cannot read, DataError for findings that refuse a run, and for a column that a reward needs and
     the rows do not have.
     """
-    models.check_files(config.model.source, config.model.sections)
     _check_teachers(config)
     notes: list[str] = []
 
@@ -213,16 +213,15 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
         evaluation = None if data is None else evaluation.model_copy(update={"data": data})
     short = config.model_copy(update={"data": None, "stages": stages, "evaluation": evaluation})
     names = [name for name, stage in zip(config.stage_names, stages, strict=True) if stage.data is not None]
-    inspections = [_inspection(short, name, rewards=False) for name in names]
-    checked = [stage for inspection in inspections for stage in inspection.stages]
-    _check_media(config, checked)
-    refused = [each.message() for inspection in inspections for each in inspection.findings if each.level == "refuse"]
-    for stage in (stage for stage in checked if stage.samples):
+    inspection = _inspection(short, names, rewards=False)
+    _check_media(config, inspection.stages)
+    refused = [each.message() for each in inspection.findings if each.level == "refuse"]
+    for stage in (stage for stage in inspection.stages if stage.samples):
         if (settings := config.stages[int(stage.path.split(".")[1])].rewards or config.rewards) is not None:
             refused += datasets.missing_columns(settings, (row.example for row in stage.rows))
     if refused:
         raise DataError("\n".join(dict.fromkeys(refused)))
-    weights.check_all(config, _has_media(checked))
+    weights.check(config, _has_media(inspection.stages))
     return list(dict.fromkeys(notes))
 
 

@@ -24,8 +24,8 @@ from rl.errors import ModelError
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What a run reads of a directory.
+class DirectoryCheck:
+    """A directory to check, and how a run reads it.
 
     part: for messages. sections, missing, media: as for policy.load. scores: it is a reward model.
     """
@@ -38,41 +38,32 @@ class Expected:
     scores: bool = False
 
 
-def check_policy(config: RunConfig, media: bool) -> None:
-    """Checks the directory of the model of a run. `media`: with its towers. Raises ModelError."""
-    _check(list(_policy(config, media)))
+def check(config: RunConfig, media: bool, *, policy: bool = True) -> None:
+    """Checks the directories of the model, teachers and reward models of a run. `media`: the model has its towers.
+    policy: False leaves the model out. Raises ModelError."""
+    _check([*(_policy(config, media) if policy else ()), *_others(config)])
 
 
-def check_others(config: RunConfig) -> None:
-    """Checks the directories of teachers and reward models of a run. Raises ModelError."""
-    _check(list(_others(config)))
-
-
-def check_all(config: RunConfig, media: bool) -> None:
-    """Checks all directories of a run. Raises ModelError."""
-    _check([*_policy(config, media), *_others(config)])
-
-
-def _policy(config: RunConfig, media: bool) -> Iterator[Expected]:
+def _policy(config: RunConfig, media: bool) -> Iterator[DirectoryCheck]:
     options = config.model
     if directory := _with_weights(options.source):
         modules = options.multi_token_prediction
         missing = modules.missing if modules else "refuse"
-        yield Expected(f"model {options.source}", directory, options.sections, missing, media)
+        yield DirectoryCheck(f"model {options.source}", directory, options.sections, missing, media)
 
 
-def _others(config: RunConfig) -> Iterator[Expected]:
+def _others(config: RunConfig) -> Iterator[DirectoryCheck]:
     for stage in config.stages:
         algorithm = rl.algorithms.get(stage.algorithm.name, **(stage.algorithm.model_extra or {}))
         teacher = (stage.teacher or config.teacher) if "teacher" in algorithm.inputs else None
         if teacher is not None and teacher.source is not None and Path(teacher.source).is_dir():
-            yield Expected(f"teacher {teacher.source}", str(teachers.directory_of(teacher)))
+            yield DirectoryCheck(f"teacher {teacher.source}", str(teachers.directory_of(teacher)))
         rewards = stage.rewards or config.rewards
         for reward in rewards.functions if rewards else ():
             source = str(reward.options.get("source"))
             is_model = reward.name == REWARD_MODEL and source not in config.stage_names
             if is_model and (directory := _with_weights(source, "reward model")):
-                yield Expected(f"reward model {source}", directory, scores=True)
+                yield DirectoryCheck(f"reward model {source}", directory, scores=True)
 
 
 def _with_weights(source: str, part: models.Part = "model") -> str | None:
@@ -89,7 +80,7 @@ def _with_weights(source: str, part: models.Part = "model") -> str | None:
     return str(directory)
 
 
-def _check(directories: list[Expected]) -> None:
+def _check(directories: list[DirectoryCheck]) -> None:
     """Checks directories here if jax is imported, otherwise in one child."""
     directories = [each for n, each in enumerate(directories) if each not in directories[:n]]
     if not directories:
@@ -100,21 +91,21 @@ def _check(directories: list[Expected]) -> None:
                 raise ModelError(text)
         return
     command = [sys.executable, "-c", "from rl.data.inspect import weights; weights.main()"]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         input=json.dumps([asdict(each) for each in directories]),
         capture_output=True,
         text=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
-    if done.returncode:
-        said = done.stderr.strip()
-        raise ModelError(f"{directories[0].part}: its shapes cannot be computed: {said.rpartition(chr(10))[2]}\n{said}")
-    if text := json.loads(done.stdout.splitlines()[-1]):
+    if process.returncode:
+        parts = ", ".join(each.part for each in directories)
+        raise ModelError(f"{parts}: the files could not be checked; the child process says\n{process.stderr.strip()}")
+    if text := json.loads(process.stdout.splitlines()[-1]):
         raise ModelError(text)
 
 
-def problem(each: Expected) -> str | None:
+def problem(each: DirectoryCheck) -> str | None:
     """Returns what a run would not read, or None."""
     from policy.huggingface import classification, model_directory
 
@@ -130,5 +121,5 @@ def problem(each: Expected) -> str | None:
 
 def main() -> None:
     """Reads a list of directories as JSON from standard input, and prints the first problem or null."""
-    directories = [Expected(**each) for each in json.load(sys.stdin)]
+    directories = [DirectoryCheck(**each) for each in json.load(sys.stdin)]
     print(json.dumps(next(filter(None, map(problem, directories)), None)))
