@@ -4,9 +4,17 @@ embeddings, on inputs and outputs of the parts, on projections and on logits."""
 from __future__ import annotations
 
 from policy.config import AttentionAndMamba2, DecoderConfig, LayerSpec, Mamba2, Mamba2Scales, Mlp, Norm, Scales
-from policy.families.nemotron_h import mamba_names, time_step_limit
 from policy.huggingface import names
-from policy.huggingface.config_fields import UnsupportedModel, activation, attention, decoder, first, head_dim, rope
+from policy.huggingface.config_fields import (
+    UnsupportedModel,
+    activation,
+    attention,
+    decoder,
+    first,
+    head_dim,
+    mamba2,
+    rope,
+)
 from policy.huggingface.names import Stored
 
 ARCHITECTURES = ("FalconH1ForCausalLM",)
@@ -21,7 +29,7 @@ NAMES = (
         {end: place for end, place in names.ATTENTION.items() if end.startswith("mixer.")},
         ("mixer.", "mixer.attention."),
     )
-    | names.moved(mamba_names("mamba."), ("Mamba2.", "mixer.mamba."))
+    | names.moved(names.mamba2("mamba."), ("Mamba2.", "mixer.mamba."))
     | names.moved(names.MLP, ("", ""), ("mlp.", "feed_forward."))
 )
 
@@ -70,7 +78,7 @@ def read(stored: dict) -> DecoderConfig:
     hf = DEFAULTS | stored
     dim = head_dim(hf)
     mixer = AttentionAndMamba2(
-        # What multiplies keys multiplies the scores.
+        # A factor on keys is a factor on scores.
         attention(hf, rope=rope(hf, dim), scale=dim**-0.5 * float(hf["key_multiplier"])),
         _mamba(hf),
         Scales(float(hf["attention_in_multiplier"]), float(hf["attention_out_multiplier"])),
@@ -89,26 +97,12 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def _mamba(hf: dict) -> Mamba2:
-    heads = hf["mamba_n_heads"]
-    channels = first(hf, "mamba_d_ssm", default=hf["mamba_expand"] * hf["hidden_size"])
-    width = channels // heads if hf["mamba_d_head"] == "auto" else hf["mamba_d_head"]
-    if heads * width != channels:
-        raise UnsupportedModel(f"mamba_d_head: {heads} heads of {width} are not mamba_d_ssm, {channels} channels")
-    if activation(hf) != "silu":
-        raise UnsupportedModel(f"hidden_act {hf['hidden_act']!r} is not supported by this family, only 'silu'")
-    low, high = time_step_limit(hf)
-    return Mamba2(
-        heads=heads,
-        head_dim=width,
-        groups=hf["mamba_n_groups"],
-        state=hf["mamba_d_state"],
-        conv_width=hf["mamba_d_conv"],
+    return mamba2(
+        hf,
+        first(hf, "mamba_d_ssm", default=hf["mamba_expand"] * hf["hidden_size"]),
         norm=Norm(hf["rms_norm_eps"], "before_cast") if hf["mamba_rms_norm"] else None,
         gate="after_norm" if hf["mamba_norm_before_gate"] else "before_norm",
-        conv_bias=bool(hf["mamba_conv_bias"]),
-        bias=bool(hf["mamba_proj_bias"]),
         out_bias=bool(hf["projectors_bias"]),
-        dt_limit=(low, high),
         scales=Mamba2Scales(*_factors(hf, "ssm_multipliers")),
     )
 

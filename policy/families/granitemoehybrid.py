@@ -1,16 +1,18 @@
-"""Granite 4 (GraniteMoeHybridForCausalLM): Mamba-2 and attention, most often without a rotation; a feed-forward that every
-token passes, alone or next to experts."""
+"""Granite 4 (GraniteMoeHybridForCausalLM): Mamba-2 and attention, usually without rotary positions; a feed-forward alone,
+or as the shared expert next to routed ones."""
 
 from __future__ import annotations
 
 from policy.config import DecoderConfig, Mamba2, Mlp, Norm
 from policy.families import granite, granitemoe, granitemoeshared
-from policy.families.nemotron_h import OLD_KINDS, mamba_names, time_step_limit
-from policy.huggingface.config_fields import UnsupportedModel, activation, first, layer_types
+from policy.families.nemotron_h import OLD_KINDS
+from policy.huggingface import names
+from policy.huggingface.config_fields import activation, first, layer_types, mamba2
 
 ARCHITECTURES = ("GraniteMoeHybridForCausalLM",)
 MODEL_TYPES = ("granitemoehybrid",)
-NAMES = granitemoeshared.NAMES | granitemoeshared.shared_names("feed_forward.") | mamba_names("mamba.")
+# Without experts the feed-forward itself is stored as shared_mlp.
+NAMES = granitemoeshared.NAMES | granitemoeshared.shared_names("feed_forward.") | names.mamba2("mamba.")
 
 # The values of absent keys, by the class of transformers.
 DEFAULTS = granitemoeshared.DEFAULTS | {
@@ -49,24 +51,5 @@ def _kinds(hf: dict) -> list[str]:
 
 
 def _mamba(hf: dict) -> Mamba2:
-    heads, channels = hf["mamba_n_heads"], hf["mamba_expand"] * hf["hidden_size"]
-    head_dim = channels // heads if hf["mamba_d_head"] == "auto" else hf["mamba_d_head"]
-    if heads * head_dim != channels:
-        raise UnsupportedModel(
-            f"mamba_d_head: {heads} heads of {head_dim} are not mamba_expand x hidden_size, {channels} channels"
-        )
-    if activation(hf) != "silu":
-        raise UnsupportedModel(f"hidden_act {hf['hidden_act']!r} is not supported in layers of Mamba-2, only 'silu'")
-    low, high = time_step_limit(hf)
-    return Mamba2(
-        heads=heads,
-        head_dim=head_dim,
-        groups=hf["mamba_n_groups"],
-        state=hf["mamba_d_state"],
-        conv_width=hf["mamba_d_conv"],
-        norm=Norm(hf["rms_norm_eps"]),
-        conv_bias=bool(hf["mamba_conv_bias"]),
-        bias=bool(hf["mamba_proj_bias"]),
-        out_bias=bool(hf["mamba_proj_bias"]),
-        dt_limit=(low, high),
-    )
+    norm, out_bias = Norm(hf["rms_norm_eps"]), bool(hf["mamba_proj_bias"])
+    return mamba2(hf, hf["mamba_expand"] * hf["hidden_size"], norm=norm, out_bias=out_bias)

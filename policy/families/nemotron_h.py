@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mamba2, Mlp, Moe, Norm, Router
 from policy.huggingface import names
-from policy.huggingface.config_fields import UnsupportedModel, activation, attention, decoder, first, layer_types
+from policy.huggingface.config_fields import (
+    UnsupportedModel,
+    activation,
+    attention,
+    decoder,
+    first,
+    layer_types,
+    time_step_limit,
+)
 from policy.huggingface.names import Stored
 
 ARCHITECTURES = ("NemotronHForCausalLM",)
@@ -16,28 +24,6 @@ TOP = {
     "norm.weight": Stored("backbone.norm_f.weight"),
     "lm_head": Stored("lm_head.weight"),
 }
-_IN = ("z_proj", "v_proj", "k_proj", "q_proj", "a_proj")
-_CONV = ("v_conv", "k_conv", "q_conv")
-
-
-def mamba_names(prefix: str) -> names.Table:
-    """Returns the entries of a Mamba-2 mixer whose tensors begin with `prefix`."""
-    biases = tuple(f"{part}_bias" for part in _CONV)
-    in_biases = tuple(part.replace("_proj", "_bias") for part in _IN)
-    return (
-        names.joined("Mamba2.", _IN, f"{prefix}in_proj.weight", "(k d)+ e -> e k d")
-        | names.joined("Mamba2.", in_biases, f"{prefix}in_proj.bias", "(k d)+ -> k d")
-        | names.joined("Mamba2.", _CONV, f"{prefix}conv1d.weight", "(k d)+ 1 w -> k d w")
-        | names.joined("Mamba2.", biases, f"{prefix}conv1d.bias", "(k d)+ -> k d")
-        | {f"Mamba2.{name}": Stored(f"{prefix}{name}", "(k g) -> k g") for name in ("A_log", "D", "dt_bias")}
-        | {
-            "Mamba2.norm": Stored(f"{prefix}norm.weight", "(k d) -> k d"),
-            "Mamba2.o_proj": Stored(f"{prefix}out_proj.weight", "e (k d) -> k d e"),
-            "Mamba2.o_bias": Stored(f"{prefix}out_proj.bias"),
-        }
-    )
-
-
 NAMES = (
     {f"{norm}.weight": Stored("norm.weight") for norm in ("input_layernorm", "pre_feedforward_layernorm")}
     | names.moved(
@@ -45,7 +31,7 @@ NAMES = (
     )
     | names.moved(names.MLP, ("", ""), ("mlp.", "mixer."))
     | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mixer.shared_experts."))
-    | mamba_names("mixer.")
+    | names.mamba2("mixer.")
     | {
         "feed_forward.router.weight": Stored("mixer.gate.weight", "x e -> e x"),
         "feed_forward.router.correction_bias": Stored("mixer.gate.e_score_correction_bias"),
@@ -143,7 +129,6 @@ def _kinds(hf: dict) -> list[str]:
 
 
 def _mamba(hf: dict) -> Mamba2:
-    low, high = (float(limit) for limit in time_step_limit(hf))
     return Mamba2(
         heads=hf["mamba_num_heads"],
         head_dim=hf["mamba_head_dim"],
@@ -152,14 +137,8 @@ def _mamba(hf: dict) -> Mamba2:
         conv_width=hf["conv_kernel"],
         norm=Norm(hf["layer_norm_epsilon"]),
         conv_bias=bool(hf["use_conv_bias"]),
-        dt_limit=(low, high),
+        dt_limit=time_step_limit(hf),
     )
-
-
-def time_step_limit(hf: dict) -> list[float]:
-    """Returns the limits of dt, by default none. transformers writes infinity as {"__float__": "Infinity"}."""
-    limits = first(hf, "time_step_limit", default=(0.0, "Infinity"))
-    return [float(each["__float__"] if isinstance(each, dict) else each) for each in limits]
 
 
 def _experts(hf: dict) -> Moe:

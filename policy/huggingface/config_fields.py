@@ -20,6 +20,7 @@ from policy.config import (
     LinearScaling,
     Llama3Scaling,
     LongRope,
+    Mamba2,
     Norm,
     ProportionalScaling,
     Rope,
@@ -277,6 +278,37 @@ def hybrid_mixers(hf: dict, sections: tuple[int, int, int] | None = None) -> lis
     kinds, interval = {"linear_attention": linear, "full_attention": gated}, hf["full_attention_interval"]
     derived = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(hf["num_hidden_layers"])]
     return [kinds[kind] for kind in layer_types(hf, tuple(kinds), derived)]
+
+
+def mamba2(hf: dict, channels: int, **features: Any) -> Mamba2:
+    """Returns the Mamba-2 mixer of `channels` channels that the keys mamba_* describe. Raises UnsupportedModel for heads
+    that do not divide them, and for another activation than silu."""
+    heads, head_dim = hf["mamba_n_heads"], hf["mamba_d_head"]
+    head_dim = channels // heads if head_dim == "auto" else head_dim
+    if heads * head_dim != channels:
+        raise UnsupportedModel(
+            f"mamba_d_head: {heads} heads of {head_dim} are not the {channels} channels of the mixer"
+        )
+    if activation(hf) != "silu":
+        raise UnsupportedModel(f"hidden_act {hf['hidden_act']!r} is not supported in layers of Mamba-2, only 'silu'")
+    return Mamba2(
+        heads=heads,
+        head_dim=head_dim,
+        groups=hf["mamba_n_groups"],
+        state=hf["mamba_d_state"],
+        conv_width=hf["mamba_d_conv"],
+        conv_bias=bool(hf["mamba_conv_bias"]),
+        bias=bool(hf["mamba_proj_bias"]),
+        dt_limit=time_step_limit(hf),
+        **features,
+    )
+
+
+def time_step_limit(hf: dict) -> tuple[float, float]:
+    """Returns the limits of dt in Mamba-2, by default none. transformers writes infinity as {"__float__": "Infinity"}."""
+    limits = first(hf, "time_step_limit", default=(0.0, "Infinity"))
+    low, high = (float(each["__float__"] if isinstance(each, dict) else each) for each in limits)
+    return low, high
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

@@ -294,7 +294,28 @@ DELTA_NET |= joined(
     "GatedDeltaNet.", ("q_conv", "k_conv", "v_conv"), "linear_attn.conv1d.weight", "(k d)+ 1 w -> k d w"
 )
 
+
 # Weights outside the layers, and the prefix of the names of layer n; a family may have TOP and LAYER_PREFIX of its own.
+def mamba2(prefix: str) -> Table:
+    """Returns the entries of a Mamba-2 mixer whose tensors begin with `prefix`."""
+    inputs = ("z_proj", "v_proj", "k_proj", "q_proj", "a_proj")
+    in_biases = tuple(part.replace("_proj", "_bias") for part in inputs)
+    convolutions = ("v_conv", "k_conv", "q_conv")
+    conv_biases = tuple(f"{part}_bias" for part in convolutions)
+    return (
+        joined("Mamba2.", inputs, f"{prefix}in_proj.weight", "(k d)+ e -> e k d")
+        | joined("Mamba2.", in_biases, f"{prefix}in_proj.bias", "(k d)+ -> k d")
+        | joined("Mamba2.", convolutions, f"{prefix}conv1d.weight", "(k d)+ 1 w -> k d w")
+        | joined("Mamba2.", conv_biases, f"{prefix}conv1d.bias", "(k d)+ -> k d")
+        | {f"Mamba2.{name}": Stored(f"{prefix}{name}", "(k g) -> k g") for name in ("A_log", "D", "dt_bias")}
+        | {
+            "Mamba2.norm": Stored(f"{prefix}norm.weight", "(k d) -> k d"),
+            "Mamba2.o_proj": Stored(f"{prefix}out_proj.weight", "e (k d) -> k d e"),
+            "Mamba2.o_bias": Stored(f"{prefix}out_proj.bias"),
+        }
+    )
+
+
 TOP: Table = {
     "embed_tokens": Stored("model.embed_tokens.weight"),
     "norm.weight": Stored("model.norm.weight"),

@@ -14,7 +14,7 @@ from policy.ops.linear import scaled
 from policy.recurrent.mamba2 import Mamba2Mixer
 
 
-class AttentionPlusMamba2(nnx.Module):
+class AttentionAndMamba2Mixer(nnx.Module):
     """Computes the sum of grouped-query attention and of Mamba-2 (Falcon-H1, arXiv 2507.22448). The cache of the layer
     holds keys and values, and the state."""
 

@@ -31,7 +31,7 @@ from policy.experts.dense_and_experts import DensePlusExperts
 from policy.experts.mlp import FeedForward, SquareMatrix
 from policy.experts.moe import MixtureOfExperts
 from policy.intermediates import LayerAux, observe
-from policy.layers.attention_and_mamba2 import AttentionPlusMamba2
+from policy.layers.attention_and_mamba2 import AttentionAndMamba2Mixer
 from policy.layers.engram import NgramLookup
 from policy.layers.layer_embeddings import LayerEmbeddingReader
 from policy.layers.residual import residual
@@ -52,7 +52,7 @@ MIXERS = {
     KimiDeltaAttention: KimiDelta,
     ShortConv: ShortConvolution,
     Mamba2: Mamba2Mixer,
-    AttentionAndMamba2: AttentionPlusMamba2,
+    AttentionAndMamba2: AttentionAndMamba2Mixer,
 }
 FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, DenseAndExperts: DensePlusExperts}
 
