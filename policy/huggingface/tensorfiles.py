@@ -127,7 +127,9 @@ class TensorFiles:
         """Returns a tensor that must have this shape; its numbers are not read yet. `integers`: it holds integers
         instead of floats. Raises ModelFileError if it is missing or different."""
         if name not in self:
-            raise ModelFileError(f"{self.directory}: missing tensor {name}, expected with shape {list(shape)}")
+            tied = "; if the embedding is the head, set tie_word_embeddings: true in config.json"
+            hint = tied if name.endswith("lm_head.weight") else ""
+            raise ModelFileError(f"{self.directory}: missing tensor {name}, expected with shape {list(shape)}{hint}")
         if (tensor := self._quantized(name)) is None:
             entry = self._entries[name]
             if entry.dtype not in (INTEGERS if integers else FLOATS):

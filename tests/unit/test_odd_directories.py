@@ -245,6 +245,7 @@ def every_verb_ends_with_4(source, tmp_path, capsys, *words):
 TENSOR = "model.layers.1.mlp.up_proj.weight"
 OTHER_TENSORS = {
     "missing": (lambda tensors: tensors.pop(TENSOR), [f"missing tensor {TENSOR}", "[48, 32]"]),
+    "head": (lambda tensors: tensors.pop("lm_head.weight"), ["missing tensor lm_head.weight", "tie_word_embeddings"]),
     "shape": (
         lambda tensors: tensors.update({TENSOR: tensors[TENSOR][:40]}),
         ["model.safetensors", f"tensor {TENSOR} has shape [40, 32], expected [48, 32] by config.json"],
