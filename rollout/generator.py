@@ -235,7 +235,7 @@ class Generator:
 
     @property
     def compiled_ahead(self) -> bool:
-        """Whether `compile_ahead` has run."""
+        """Whether the programs are known, compiled or not: `compile_ahead` or `compile_in_background` has run."""
         return self.engine.runner.compiled_ahead
 
     def step(self) -> list[Request]:

@@ -58,13 +58,13 @@ class CompiledCache:
     """The compiled programs of one jitted function, and the memory that they take. With jit alone, the memory analysis
     would compile each program a second time.
 
-    A call compiles when jit would: once for each kind of arguments (shapes, dtypes and shardings of all arrays). A
-    caller whose programs differ in one known shape uses `run`, which looks at no argument.
+    A call compiles when jit would: once for each kind of arguments (shapes, dtypes and shardings of all arrays). `run`
+    takes the shape of the program from the caller and looks at no argument.
 
     A program may be compiled in the background. A call that needs it waits, or compiles it if no thread has begun.
 
-    memory: the memory of each program, by its shape. For calls, the shape of a program is the result of `shape_of`; by
-    default the shape of the first array of the second argument, which follows the weights.
+    memory: the memory of the last program that was compiled for each shape. For calls, the shape of a program is the
+    result of `shape_of`; by default the shape of the first array of the second argument (the first is the weights).
     """
 
     def __init__(self, jitted, platform: str, *, shape_of: Callable[..., Shape] | None = None):
@@ -134,7 +134,7 @@ class CompiledCache:
                     lowered = self.lower(*arguments)
             return self._compile(shape, shape, arguments, {}, lowered)
         except Exception as error:
-            _LOG.warning("a program for %s cannot be compiled; a call that needs it fails: %s", shape, error)
+            _LOG.warning("a program for %s cannot be compiled; the call that needs it fails: %s", shape, error)
             raise
 
     def cancel(self) -> None:

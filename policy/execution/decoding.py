@@ -1,7 +1,9 @@
 """Weights in the form that decoding on CPU reads fastest (policy/ops/projection.py).
 
-They are copies: the policy's own arrays do not change. On TPU and GPU there are none: stacks are scanned, and a product
-reads its weight in place.
+They are copies: the policy's own arrays do not change. Only decoders with unrolled layers read this form; where stacks
+are scanned (DecoderPrograms.scan), as on TPU and GPU, a product reads its weight in place. `DecodingWeights` keeps the
+copies between the calls of a generator on one device, and `prepare_for_decoding` brings them, or weights that are still
+stacked, into the form of the layers, inside a program.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from policy.execution.array_identity import ArrayIdentity
 from policy.model import Graph
 from policy.ops.projection import DecodingMatrices, Projection
 
-# Weights of one module that read the same input. Small ones become one matrix.
+# Weights of one module that read the same input. If they are small together, they become one matrix.
 READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj"))
-# A weight that is read in parts, not by a product of its own (policy/attention/mla.py).
+# A weight whose parts are read by separate products (policy/attention/mla.py).
 NOT_PRODUCTS = ("kv_b_proj",)
 
 
@@ -42,8 +44,8 @@ class DecodingWeights:
     """The copies that the decode programs of a generator read. They are kept until `prepare` gets other arrays, or until
     `release`.
 
-    One small program for each stack copies the weights of a repeat. The decode programs get the copies as arguments:
-    if they made them, they would take twice as long to compile, and every dispatch would begin with the copy.
+    One small program for each stack copies the weights of a repeat. Decode programs get the copies as arguments. Programs
+    that made the copies themselves would take twice as long to compile, and would copy at every call.
     """
 
     def __init__(self, graph: Graph):

@@ -13,7 +13,7 @@ MODEL_TYPES = ("granitemoeshared",)
 
 
 def shared_names(module: str) -> names.Table:
-    """Returns the entries of the feed-forward `module` ("feed_forward.shared.") that is stored as shared_mlp."""
+    """Returns the entries of a feed-forward that is stored as shared_mlp. module: the prefix of our paths."""
     gate_and_up = names.joined(module, ("gate_proj", "up_proj"), "shared_mlp.input_linear.weight", "f+ e -> e f")
     return gate_and_up | {f"{module}down_proj": Stored("shared_mlp.output_linear.weight", "e f -> f e")}
 

@@ -281,8 +281,8 @@ def hybrid_mixers(hf: dict, sections: tuple[int, int, int] | None = None) -> lis
 
 
 def mamba2(hf: dict, channels: int, **features: Any) -> Mamba2:
-    """Returns the Mamba-2 mixer of `channels` channels that the keys mamba_* describe. Raises UnsupportedModel for heads
-    that do not divide them, and for another activation than silu."""
+    """Returns the Mamba-2 mixer of `channels` channels that the keys mamba_* describe. Raises UnsupportedModel if heads
+    times their size are not `channels`, and for another activation than silu."""
     heads, head_dim = hf["mamba_n_heads"], hf["mamba_d_head"]
     head_dim = channels // heads if head_dim == "auto" else head_dim
     if heads * head_dim != channels:

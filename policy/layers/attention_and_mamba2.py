@@ -16,7 +16,7 @@ from policy.recurrent.mamba2 import Mamba2Mixer
 
 class AttentionAndMamba2Mixer(nnx.Module):
     """Computes the sum of grouped-query attention and of Mamba-2 (Falcon-H1, arXiv 2507.22448). The cache of the layer
-    holds keys and values, and the state."""
+    holds keys and values, and the state of Mamba-2."""
 
     def __init__(self, spec: AttentionAndMamba2, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec

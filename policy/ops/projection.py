@@ -13,17 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Weights of at least so many numbers (1 MiB: the second-level cache of a core) are stored as [N, K]. For two rows or
-# more, XLA on CPU packs a [K, N] matrix again at every call; it reads [N, K] in place if that is the left factor, which is
-# 20 to 30% faster (docs/decisions.md). Small weights, and one row, gain nothing.
+# Weights that read the same input and have so many numbers together (1 MiB: the second-level cache of a core) are stored
+# as [N, K], one each; fewer numbers are joined to one [K, N]. For two rows or more, XLA on CPU packs a [K, N] matrix again
+# at every call; it reads [N, K] in place if that is the left factor, which is 20 to 30% faster (docs/decisions.md). Small
+# weights, and one row, gain nothing.
 LARGE = 1 << 18
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Projection:
-    """A weight [*inputs, *outputs]: the columns start ... start + n - 1 of `matrix`, [K, N], or if it is `transposed`,
-    [N, K], its rows of these numbers. K is the product of `inputs`, n the product of `outputs`."""
+    """A weight [*inputs, *outputs] as n columns of `matrix` [K, N], from `start` on. If `transposed`, `matrix` is the weight
+    alone, [N, K], and `start` is 0. K is the product of `inputs`, n the product of `outputs`."""
 
     matrix: jax.Array
     transposed: bool = field(metadata={"static": True})
@@ -32,13 +33,13 @@ class Projection:
     outputs: tuple[int, ...] = field(metadata={"static": True})
 
     def __getitem__(self, at: Any) -> Any:
-        """Returns the projection itself for [...], else rows of a table [N, K]: an embedding that is the head as
-        well."""
+        """`[...]` returns the projection itself, as a parameter of nnx returns its array. Other indices look up rows of a
+        table [N, K]: an embedding that is the head as well."""
         return self if at is ... else self.matrix[at]
 
     def product(self, x_MK: jax.Array) -> jax.Array:
-        """Computes x @ weight, [M, n] in x's dtype. Projections of one matrix compute the product of all of it; XLA
-        computes equal products once."""
+        """Computes x @ weight, [M, n] in x's dtype: the product with all of `matrix`, and its columns. XLA computes equal
+        products of joined weights once."""
         matrix = self.matrix.astype(x_MK.dtype)
         if self.transposed and x_MK.shape[0] > 1:
             # Without the barriers XLA folds the transpositions into the product, which is then as slow as [K, N].

@@ -1,4 +1,4 @@
-"""Mamba-2 (arXiv 2405.21060): a state that decays by a number of each token, with a gate and a norm on its output.
+"""Mamba-2 (arXiv 2405.21060): a state that decays by a factor computed from each token, with a gate and a norm on its output.
 
 B rows, T tokens, E hidden, K groups, G heads of a group, D dimensions of B and C, V dimensions of a head, W width of the
 convolution.

@@ -1,4 +1,4 @@
-"""Compiles the generator's programs: before the first step of a run, or in the background from there on."""
+"""Compiles the generator's programs: before the first step of a run, or in the background during the first steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rl.stages.sampling.rollouts import sampling_params
 def compile_generator(run: Run) -> None:
     """Compiles the generator's programs for all prompts and sampling parameters of the run, once. They are compiled in
     the background, and a step waits for the programs that it needs; under `generator.strict_shapes`, before the first
-    step. The programs of towers are compiled before the first step in either case.
+    step. The programs of towers, of `generator.exact` and of the copy of weights for
+    `generator.rules` are compiled before it in either case.
 
     Raises ConfigError for a cache that cannot be allocated.
     """
@@ -32,7 +33,7 @@ def compile_generator(run: Run) -> None:
             run.media.compile_ahead(run.model.params)
         count = generator.compile_in_background(longest, every, media_rows)
         run.events.note(
-            f"compiling the {count} programs of the generator in the background, those of the first dispatch first"
+            f"compiling the {count} programs of the generator in the background, starting with those of the first dispatch"
         )
         return
     run.events.note("compiling the programs of the generator, once for all steps ...")
@@ -53,4 +54,4 @@ class BackgroundNotes:
         before, self._left = self._left, left
         if left and not before:
             return f"{left} programs of the generator are still to be compiled, in the background"
-        return "all programs of the generator are compiled" if before and not left else None
+        return "no program of the generator is left to compile" if before and not left else None

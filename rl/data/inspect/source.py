@@ -1,10 +1,11 @@
-"""Reads tokenizer and rows of a configuration and applies the checks. It reads no weights, and only a child imports jax."""
+"""Reads tokenizer and rows of a configuration and applies the checks. It reads no weights, and imports jax in a child
+process only (weights.py)."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ class Inspection:
 
     stages: list[StageRows]
     findings: list[Finding]
+    held_out: list[Example] = field(default_factory=list)
+
+    @property
+    def has_media(self) -> bool:
+        """Whether rows have pictures or sounds."""
+        trained = [row.example for stage in self.stages for row in stage.rows]
+        return any(example.references for example in (*trained, *self.held_out))
 
     @property
     def refused(self) -> bool:
@@ -59,7 +67,7 @@ def inspect(config: RunConfig, only: str | None = None, rewards: bool = True) ->
     or reward model that a run cannot read. Malformed rows are findings.
     """
     inspection = _inspection(config, config.stage_names if only is None else (only,), rewards)
-    weights.check(config, _has_media(inspection.stages))
+    weights.check(config, inspection.has_media)
     return inspection
 
 
@@ -84,11 +92,12 @@ def _inspection(config: RunConfig, names: Collection[str], rewards: bool) -> Ins
         settings = config.stages[int(stage.path.split(".")[1])].rewards or config.rewards
         if settings is not None:
             results += demonstrations_score(stage, settings)
-    return Inspection(stages, in_order(results))
+    return Inspection(stages, in_order(results), held_out)
 
 
 def length_findings(config: RunConfig) -> list[Finding]:
-    """16: a max_length beyond the positions of the model. Rotary positions go on, learned ones do not."""
+    """Check 16: a max_length beyond the positions of the model: a warning for rotary positions, which go on, a refusal for
+    learned ones."""
     made_for = models.positions(config.model)
     if made_for is None or (text := made_for.exceeded_by(config.max_length)) is None:
         return []
@@ -214,31 +223,25 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     short = config.model_copy(update={"data": None, "stages": stages, "evaluation": evaluation})
     names = [name for name, stage in zip(config.stage_names, stages, strict=True) if stage.data is not None]
     inspection = _inspection(short, names, rewards=False)
-    _check_media(config, inspection.stages)
+    _check_media(config, inspection)
     refused = [each.message() for each in inspection.findings if each.level == "refuse"]
     for stage in (stage for stage in inspection.stages if stage.samples):
         if (settings := config.stages[int(stage.path.split(".")[1])].rewards or config.rewards) is not None:
             refused += datasets.missing_columns(settings, (row.example for row in stage.rows))
     if refused:
         raise DataError("\n".join(dict.fromkeys(refused)))
-    weights.check(config, _has_media(inspection.stages))
+    weights.check(config, inspection.has_media)
     return list(dict.fromkeys(notes))
 
 
-def _has_media(stages: Sequence[StageRows]) -> bool:
-    """Returns whether rows have pictures or sounds."""
-    shown = [example for stage in stages for example in (*stage.held_out, *(row.example for row in stage.rows))]
-    return any(example.references for example in shown)
-
-
-def _check_media(config: RunConfig, stages: Sequence[StageRows]) -> None:
-    """Raises ConfigError if these rows have pictures or sounds and the options of the run exclude them."""
-    if not _has_media(stages):
+def _check_media(config: RunConfig, inspection: Inspection) -> None:
+    """Raises ConfigError if rows have pictures or sounds and the options of the run exclude them."""
+    if not inspection.has_media:
         return
     if (directory := models.directory(config.model.source)) is not None:
         decoder = sources.read_config(directory, config.model.sections, media=True)
     else:
-        changes = towers.preset_changes(config.model, stages[0].tokenizer)
+        changes = towers.preset_changes(config.model, read_tokenizer(config)[0])
         decoder = sources.preset(config.model.source, changes, media=True)
     if problems := list(dict.fromkeys(conflicts(config, decoder))):
         raise ConfigError("\n".join(problems))

@@ -1,4 +1,4 @@
-"""Compares the tensors of the model directories of a run with their configurations: headers of files, no weights.
+"""Compares the tensors of the model directories of a run with their configurations. It reads headers of files.
 
 The shapes of a model come from jax. A process that has not imported jax asks a child, so that it needs no device.
 """
@@ -106,7 +106,7 @@ def _check(directories: list[DirectoryCheck]) -> None:
 
 
 def problem(each: DirectoryCheck) -> str | None:
-    """Returns what a run would not read, or None."""
+    """Returns why a run cannot read the directory, or None."""
     from policy.huggingface import classification, model_directory
 
     try:
