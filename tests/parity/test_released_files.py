@@ -331,11 +331,11 @@ def test_the_kinds_of_layers_of_granite_4_have_older_names(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "keys", "message"),
     [
-        ("GraniteMoeHybrid", {"mamba_d_head": 6}, "6 heads of 6 are not mamba_expand x hidden_size, 48 channels"),
+        ("GraniteMoeHybrid", {"mamba_d_head": 6}, "6 heads of 6 are not the 48 channels"),
         ("GraniteMoeHybrid", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported in layers of Mamba-2"),
         ("GraniteMoeHybrid", {"layer_types": ["mamba", "rwkv", "mamba"]}, "layer_types: rwkv; known: linear_attention"),
-        ("FalconH1", {"mamba_d_ssm": None}, "6 heads of 8 are not mamba_d_ssm, 64 channels"),
-        ("FalconH1", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported by this family"),
+        ("FalconH1", {"mamba_d_ssm": None}, "6 heads of 8 are not the 64 channels"),
+        ("FalconH1", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported in layers of Mamba-2"),
         ("FalconH1", {"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers: 2 factors, expected 5"),
     ],
 )
