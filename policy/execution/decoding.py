@@ -57,15 +57,13 @@ class DecodingWeights:
         """Returns the weights; a weight of a stack becomes a tuple with one copy for each repeat. A copy is an array, or
         DecodingMatrices under the first of their paths. `prepare_for_decoding` reads the result."""
         stacks, others = _stacks(params, leave=self._graph.hosted)
-        if self._identity.update(jax.tree.leaves(stacks)):
-            self._copies: dict[str, tuple] = {}  # the old copies go before the new ones come
-            try:
-                for stack in stacks:
-                    repeats = [self._copy(stack, np.int32(r)) for r in range(_repeats(stack))]
-                    self._copies |= {path: tuple(each[path] for each in repeats) for path in repeats[0]}
-            except BaseException:
-                self.release()
-                raise
+        arrays = jax.tree.leaves(stacks)
+        if self._identity.update(arrays):
+            self.release()  # the old copies go before the new ones come
+            for stack in stacks:
+                repeats = [self._copy(stack, np.int32(r)) for r in range(_repeats(stack))]
+                self._copies |= {path: tuple(each[path] for each in repeats) for path in repeats[0]}
+            self._identity.update(arrays)  # not before all are copied
         return others | self._copies
 
     def abstract(self, params: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +76,8 @@ class DecodingWeights:
 
     def release(self) -> None:
         """Gives up the copies."""
-        self._identity, self._copies = ArrayIdentity(), {}
+        self._identity = ArrayIdentity()
+        self._copies: dict[str, tuple] = {}
 
 
 def prepare_for_decoding(graph: Graph, params: dict[str, Any]) -> dict[str, Any]:

@@ -295,7 +295,6 @@ DELTA_NET |= joined(
 )
 
 
-# Weights outside the layers, and the prefix of the names of layer n; a family may have TOP and LAYER_PREFIX of its own.
 def mamba2(prefix: str) -> Table:
     """Returns the entries of a Mamba-2 mixer whose tensors begin with `prefix`."""
     inputs = ("z_proj", "v_proj", "k_proj", "q_proj", "a_proj")
@@ -316,6 +315,7 @@ def mamba2(prefix: str) -> Table:
     )
 
 
+# Weights outside the layers, and the prefix of the names of layer n; a family may have TOP and LAYER_PREFIX of its own.
 TOP: Table = {
     "embed_tokens": Stored("model.embed_tokens.weight"),
     "norm.weight": Stored("model.norm.weight"),

@@ -69,8 +69,8 @@ def run(
     has_media = prepared.data.has_media
     with timeline.span("loading the model"):
         decoder = model(config, prepared, with_weights=saved is None, media=has_media)
-    events = Events(config, folder.path)
     sampler = generator(config, decoder, prepared.tokenizer, generator_options(config))
+    events = Events(config, folder.path)
     try:
         yield Run(
             config=config,

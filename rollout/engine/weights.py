@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -11,6 +10,7 @@ import jax
 import qwix
 
 from policy.config import StoredType
+from policy.execution.array_identity import ArrayIdentity
 from policy.execution.compiled_cache import CompiledCache, Memory
 from policy.mesh.sharding import Layout, block_on_cpu_mesh
 from policy.model import Graph
@@ -52,16 +52,16 @@ class RolloutWeights:
         """Returns `params` with the copies instead of their originals. Makes the copies if they are not up to
         date."""
         originals = {path: params[path] for path in self.paths}
-        if any(path not in self._sources or self._sources[path]() is not array for path, array in originals.items()):
+        if self._identity.update(originals.values()):
             old = self._copies
             self.release()
             self._copies = block_on_cpu_mesh(self._program(originals, old), self.graph.layout)
-            self._sources = {path: weakref.ref(array) for path, array in originals.items()}
+            self._identity.update(originals.values())  # not before all are copied
         return params | (self._copies or {})
 
     def release(self) -> None:
         """Gives up the copies."""
-        self._sources: dict[str, weakref.ref] = {}
+        self._identity = ArrayIdentity()
         self._copies: dict[str, jax.Array | qwix.QArray] | None = None
 
     def compile_ahead(self, params: dict[str, jax.Array]) -> None:

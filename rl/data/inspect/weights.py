@@ -86,9 +86,8 @@ def _check(directories: list[DirectoryCheck]) -> None:
     if not directories:
         return
     if "jax" in sys.modules:
-        for each in directories:
-            if text := problem(each):
-                raise ModelError(text)
+        if text := _first_problem(directories):
+            raise ModelError(text)
         return
     command = [sys.executable, "-c", "from rl.data.inspect import weights; weights.main()"]
     process = subprocess.run(
@@ -119,7 +118,10 @@ def problem(each: DirectoryCheck) -> str | None:
     return None
 
 
+def _first_problem(directories: list[DirectoryCheck]) -> str | None:
+    return next(filter(None, map(problem, directories)), None)
+
+
 def main() -> None:
     """Reads a list of directories as JSON from standard input, and prints the first problem or null."""
-    directories = [DirectoryCheck(**each) for each in json.load(sys.stdin)]
-    print(json.dumps(next(filter(None, map(problem, directories)), None)))
+    print(json.dumps(_first_problem([DirectoryCheck(**each) for each in json.load(sys.stdin)])))
