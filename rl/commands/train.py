@@ -63,7 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("run.dir: several processes need one folder that all of them see; set run.dir=FOLDER")
     if config.run.dir is None:
         config = with_directory(config, new_directory(given))
-    notes = _first_rows(config) if arguments.check else []  # an error comes before the configuration
+    # An error comes before the configuration.
+    notes = [*files.cut_texts(given), *_first_rows(config)] if arguments.check else []
     if together is None or together.index == 0:
         _show(files.changed_yaml(config))
     if arguments.check:

@@ -1,6 +1,7 @@
 """Merges configuration files and overrides, and validates the result. Reports all problems at once.
 
-Layers merge from left to right: the files in their order, then the overrides `a.b=value`, whose values are YAML.
+Layers merge from left to right: the files in their order, then the overrides `a.b=value`, whose values are YAML without
+comments: a text is the full text.
 Mappings merge, any other value replaces; an index changes an entry of a list (`stages.1.steps=3`). `every_stage` of a
 layer merges into each stage that exists at that point, and `if_present` into the sections that exist. Relative paths
 inside a file start at the working directory.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +133,53 @@ def _override(text: str, place: str) -> Item:
     if not value.strip():
         raise ConfigError(f"{place}: no value after `=`; write {key}=null for none or {key}=\"''\" for an empty text")
     where = place.split(": ")[0]
-    item = yaml_tree.parse(value, lambda line: where)
+    value = value.lstrip() if text.partition("=")[0].endswith(" ") else value  # `key = value`
+    item = yaml_tree.typed_value(value, where)
+    if isinstance(item.value, (dict, list)) and _takes_texts_only(parts):
+        item = Item(value, where)
     for part in reversed(parts):
         item = Item({part: Item(item.value, where, where)}, where)
     return item
+
+
+def _takes_texts_only(parts: list[str]) -> bool:
+    """Tells whether the key of an override takes no value but texts (and null)."""
+    if parts[0] == "every_stage":
+        parts = ["stages", "0", *parts[1:]]
+    elif parts[0] == "if_present":
+        parts = parts[1:]
+    model = _model_at(tuple(parts[:-1])) if parts else None
+    field = model.model_fields.get(parts[-1]) if model is not None else None
+    return field is not None and accepted_types(field.annotation) <= {str, type(None)}
+
+
+def cut_texts(paths: Sequence[str | Path]) -> list[str]:
+    """Returns a note for each unquoted text of the files that ends at ` #`, where YAML begins a comment.
+
+    Values of keys with a list of choices are left out: what follows them is a comment.
+    """
+    notes = []
+    for file in map(Path, paths):
+        file = file / RESOLVED if file.is_dir() else file if file.exists() else packaged(file) or file
+        text = file.read_text(encoding="utf-8-sig")
+        for path, where, value in yaml_tree.cut_texts(text, lambda line, file=file: f"{file}:{line}"):
+            if not _is_choice(path):
+                dotted = ".".join(map(str, path))
+                notes.append(
+                    f"{where}: {dotted}: the text ends before ` #`, where a comment begins: {value!r}; if it goes on, "
+                    "quote the full text"
+                )
+    return notes
+
+
+def _is_choice(path: tuple) -> bool:
+    path = ("stages", 0, *path[1:]) if path[:1] == ("every_stage",) else path
+    model = _model_at(path[:-1]) if path else None
+    field = model.model_fields.get(str(path[-1])) if model is not None else None
+    if field is None:
+        return False
+    arguments = (field.annotation, *typing.get_args(field.annotation))
+    return any(typing.get_origin(one) is typing.Literal for one in arguments)
 
 
 def _with_every_stage(tree: Item) -> Item:

@@ -34,6 +34,9 @@ entry of a list (`stages.1.steps=3`). `data` has a task or a path: one that a la
 `every_stage` merges into all stages, `if_present` into the sections that exist. Unknown keys are refused with file,
 line and the right place or the nearest valid keys. Keys of TRL, verl, Tunix and OpenRLHF are refused with the key of
 Duet. All errors are reported at once. `1e-5` is a number.
+The value of an override is a number, `true`, `false`, `null`, a list, a mapping or a quoted text in YAML; any other text
+is the full text, with ` #`, blanks and line breaks. In a file ` #` begins a comment: quote a text that contains it.
+`--check` notes unquoted texts that end at one.
 An empty section has its defaults. A file has at most 262,144 characters and 20,000 values (an alias counts as all
 values that it repeats), nested at most 32 deep. Relative paths start at the working directory. The resolved
 configuration is saved as `config.yml` in the run's folder; running that file repeats the run. Editors show this

@@ -34,6 +34,10 @@ _RESOLVERS = (
 )
 
 
+class _NotYaml(ConfigError):
+    """A text that is not YAML."""
+
+
 class _TooDeep(yaml.MarkedYAMLError):
     """A node has more than MAX_DEPTH ancestors."""
 
@@ -87,24 +91,103 @@ def parse(text: str, place: Callable[[int], str]) -> Item:
     Raises ConfigError for text that is not YAML, a key that is written twice, a tag that is not a plain value, and
     beyond MAX_CHARACTERS, MAX_DEPTH or MAX_VALUES.
     """
+    node = _composed(text, place)
+    reader = _Reader(place)
+    tree = Item(None, place(1)) if node is None else reader.item(node, ())
+    if reader.problems:
+        raise ConfigError("\n".join(reader.problems))
+    return tree
+
+
+def typed_value(text: str, place: str) -> Item:
+    """Returns the value of an override: of a text, all of it.
+
+    YAML of numbers, booleans, null, lists, mappings and quoted texts has its value. Any other text keeps its ` #`, its
+    line breaks and its blanks, because no comment can follow a value on the command line.
+
+    Raises ConfigError for a list or mapping without its last bracket, and as `parse` does.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{place}: not UTF-8") from None
+    # YAML has no form without comments: while it is parsed, another character stands for `#`.
+    sharp = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
+    value = text.strip(" \t").replace("#", sharp)
+    if value.startswith("!") and not value.startswith("!!"):
+        return Item(text, place)
+    if value.startswith('"'):
+        value = re.sub(r"(?<!\\)\n", r"\\n", value)  # YAML would fold the lines of a quoted text
+    try:
+        item = parse(value, lambda line: place)
+    except _NotYaml:
+        closing = {"[": "]", "{": "}"}.get(value[0])
+        if closing and closing not in value:
+            raise
+        return Item(text, place)
+    item = _replaced_text(item, sharp, "#")
+    if not isinstance(item.value, str):
+        return item
+    if value.startswith("'"):
+        return Item(value[1:-1].replace("''", "'").replace(sharp, "#"), place)
+    is_block = value[0] in "|>" and "\n" in value
+    return item if is_block or value.startswith(('"', "!!str ")) else Item(text, place)
+
+
+def _replaced_text(item: Item, old: str, new: str) -> Item:
+    """Returns the tree with `new` for `old` in every key and text."""
+    value = item.value
+    if isinstance(value, str):
+        value = value.replace(old, new)
+    elif isinstance(value, list):
+        value = [_replaced_text(child, old, new) for child in value]
+    elif isinstance(value, dict):
+        value = {key.replace(old, new): _replaced_text(child, old, new) for key, child in value.items()}
+    return Item(value, item.where, item.key_where)
+
+
+_CUT = re.compile(r"(?: |\t)#|[ \t]+#+[^\s#]")
+"""What follows a text that may go on: one blank and `#`, or `#` before a character. Comments of people who align them
+have two blanks before and one after."""
+
+
+def cut_texts(text: str, place: Callable[[int], str]) -> list[tuple[tuple, str, str]]:
+    """Returns (path, place, value) of each unquoted text that ends at ` #`, where YAML begins a comment.
+
+    Raises ConfigError as `parse` does.
+    """
+    result: list[tuple[tuple, str, str]] = []
+
+    def visit(node: yaml.Node | None, path: tuple) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for key, child in node.value:
+                visit(child, (*path, key.value))
+        elif isinstance(node, yaml.SequenceNode):
+            for index, child in enumerate(node.value):
+                visit(child, (*path, index))
+        elif isinstance(node, yaml.ScalarNode) and node.style is None and node.tag.endswith(":str"):
+            is_cut = _CUT.match(text, node.end_mark.index)
+            result.extend([(path, place(node.end_mark.line + 1), node.value)] if is_cut else [])
+
+    parse(text, place)  # refuses an alias inside what it stands for
+    visit(_composed(text, place), ())
+    return result
+
+
+def _composed(text: str, place: Callable[[int], str]) -> yaml.Node | None:
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{place(1)}: a configuration has at most {MAX_CHARACTERS:,} characters")
     try:
-        node = _Loader(text).get_single_node()
+        return _Loader(text).get_single_node()
     except _TooDeep as error:
         raise _too_deep(place(error.problem_mark.line + 1 if error.problem_mark else 1)) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         reason = " ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{place(line)}: not valid YAML (column {column}): {reason}") from None
+        raise _NotYaml(f"{place(line)}: not valid YAML (column {column}): {reason}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{place(1)}: not valid YAML: {error}") from None
-    reader = _Reader(place)
-    tree = Item(None, place(1)) if node is None else reader.item(node, ())
-    if reader.problems:
-        raise ConfigError("\n".join(reader.problems))
-    return tree
+        raise _NotYaml(f"{place(1)}: not valid YAML: {error}") from None
 
 
 class _Reader:

@@ -15,7 +15,7 @@ import rl.algorithms
 from policy.huggingface import sources
 from rewards.suggest import nearest
 from rl.commands.cli import train_main
-from rl.config import files, foreign, keys, packaged
+from rl.config import files, foreign, keys, packaged, yaml_tree
 from rl.errors import ConfigError
 from rl.run.load import load
 
@@ -343,6 +343,90 @@ OVERRIDES = [
 def test_a_bad_override_is_reported_with_its_number(folder, override, part):
     said = message("run.yml", overrides=[override])
     assert said.startswith("override 1: ") and part in said
+
+
+FULL_TEXTS = [
+    "Reason step by step, and put the final answer behind ####.",
+    "# Rules",
+    "one #",
+    "3 # three",
+    "first line\nsecond # line\n\n  indented\n",
+    "ends with a blank ",
+    "*Be brief* & kind",
+    "!important: [a]",
+    "Answer: yes",
+    "Rules:\n- one\n- two",
+    "- a\n- b",
+    "{question} Think.",
+    "{question}",
+    "[x] done",
+    "'a' or 'b'?",
+    '"a" # or "b"',
+    "it's 100% `code` @ home",
+    "--- a",
+    "\ue000 # \x1b[0m \u2028 \x85",
+]
+
+
+@pytest.mark.parametrize("text", FULL_TEXTS)
+def test_a_text_on_the_command_line_is_the_full_text(folder, text):
+    config = load(["run.yml"], [f"data.system={text}", f"run.wandb.name={text}"])
+    assert config.data.system == config.run.wandb.name == text
+    write("again.yml", files.resolved_yaml(config))
+    assert load(["again.yml"]).data.system == text
+
+
+VALUES = [
+    ("3", 3),
+    (" 1e3 ", 1000.0),
+    ("true", True),
+    ("null", None),
+    ("~", None),
+    ("[1, a #b]", [1, "a #b"]),
+    ("{a: b #c, d: 1}", {"a": "b #c", "d": 1}),
+    ("- a\n- b", ["a", "b"]),
+    ("'it''s # x'", "it's # x"),
+    ('"a\\nb #c"', "a\nb #c"),
+    ('"a\nb"', "a\nb"),
+    ("'a\nb'", "a\nb"),
+    ("''", ""),
+    ("|\n a\n b\n", "a\nb\n"),
+    ("!!str 5", "5"),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), VALUES)
+def test_an_override_is_yaml_without_comments(text, value):
+    assert yaml_tree.plain(yaml_tree.typed_value(text, "override 1")) == value
+
+
+def test_overrides_of_wrong_lists_and_mappings_are_refused(folder):
+    assert "written twice" in message("run.yml", overrides=["data={path: a, path: b}"])
+    assert "not valid YAML" in message("run.yml", overrides=["data={path: a"])
+    assert "must be an integer, got '3 # three'" in message("run.yml", overrides=["stages.0.steps=3 # three"])
+    assert "not UTF-8" in message("run.yml", overrides=["data.system=\udcff"])
+
+
+def test_an_unquoted_text_that_ends_at_a_comment_is_noted(folder):
+    write("cut.yml", "data:\n  system: put it behind ####.\nrun:\n  dir: runs/a #1\n")
+    write(
+        "good.yml", "data:\n  system: 'behind ####.'   # quoted\n  path: rows.jsonl   # aligned\nseed: 1 # a number\n"
+    )
+    write("choice.yml", "stages:\n  - optimizer: {schedule: cosine} # a choice\n    shared_prefix: auto # or never\n")
+    assert files.cut_texts(["good.yml", "choice.yml"]) == []
+    first, second = files.cut_texts(["cut.yml"])
+    assert first.startswith("cut.yml:2: data.system: ") and "'put it behind'" in first and "quote" in first
+    assert second.startswith("cut.yml:4: run.dir: ") and "'runs/a'" in second
+    for path in packaged.PACKAGED.rglob("*.yml"):
+        assert files.cut_texts([path]) == [], path
+
+
+def test_check_prints_the_note_about_a_cut_text(folder, capsys):
+    Path("model/config.json").write_text(sources.preset("tiny-deepseek", {"vocab_size": 320}).hf)
+    write_weight_file("model")
+    edited("arithmetic}", "arithmetic}\nrun: {wandb: {name: a #1\n  }}")
+    assert train_main(["--check", "bad.yml"]) == 0
+    assert "bad.yml:4: run.wandb.name: the text ends before ` #`" in capsys.readouterr().out
 
 
 def test_an_index_in_a_list_of_one_stage_or_none_is_explained(folder):

@@ -17,7 +17,7 @@ import yaml
 import rewards
 import rewards.registry
 import rl.algorithms
-from rl.config import reference
+from rl.config import files, reference
 from rl.data import datasets
 from rl.data.media import read_processors
 from rl.data.tasks import arithmetic
@@ -123,6 +123,13 @@ def test_every_snippet_is_of_a_kind_that_is_checked(document):
     for snippet in document:
         assert snippet.language in {"python", "yaml", "bash", "json", *NOT_CODE}, snippet
         assert snippet.language != "json" or snippet.file, "a JSON snippet is data that a configuration reads"
+
+
+def test_no_text_of_a_configuration_is_cut_at_a_comment(document, tmp_path):
+    for number, snippet in enumerate(s for s in document if s.language == "yaml"):
+        file = tmp_path / f"{number}.yml"
+        file.write_text(snippet.text)
+        assert files.cut_texts([file]) == []
 
 
 def test_configurations_load_and_their_data_too(document, tmp_path):
