@@ -366,7 +366,7 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "linear"]
 @dataclass(frozen=True)
 class Mlp:
     """Feed-forward of width `width`; gated: down(act(gate(x)) * up(x)), plain: down(act(up(x))). `gate_scale` multiplies
-    the result of gate, `out_scale` the result of down."""
+    the result of gate, `out_scale` the result of down. With `clamp` it is down of ClampedSwiglu."""
 
     width: int
     activation: Activation = "silu"
@@ -374,6 +374,7 @@ class Mlp:
     bias: bool = False
     gate_scale: float = 1.0
     out_scale: float = 1.0
+    clamp: ClampedSwiglu | None = None
 
 
 @dataclass(frozen=True)
@@ -385,18 +386,21 @@ class Matrix:
 class Router:
     """Chooses the experts of each token and their weights. Scores are float32.
 
-    score: softmax over all experts, or a sigmoid of each. `bias` is part of the scores, `correction_bias` is added for
-    the choice only. With groups, the experts of the `topk_groups` best groups are eligible; a group's score is its
-    largest (`max`) or the sum of its two largest (`top2`). `renormalize` divides the chosen weights by their sum (+
-    1e-20 for sigmoid scores); `scale` multiplies them, and `expert_scale` multiplies them by a learned number for each
-    expert. `input_norm` is a norm of the router's own; its result is divided by sqrt(hidden size).
+    score: softmax over all experts, or a sigmoid of each, or sqrt(softplus(.)) of each. `bias` is part of the scores,
+    `correction_bias` is added for the choice only. `by_token`: the experts come from a stored table by the id of the
+    token, and scores only weigh them. With groups, the experts of the `topk_groups` best groups are eligible; a group's
+    score is its largest (`max`) or the sum of its two largest (`top2`). `renormalize` divides the chosen weights by
+    their sum (+ 1e-20 for scores other than softmax); `scale` multiplies them, and `expert_scale` multiplies them by a
+    learned number for each expert. `input_norm` is a norm of the router's own; its result is divided by sqrt(hidden
+    size).
     """
 
     experts: int
     experts_per_token: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     bias: bool = False
     correction_bias: bool = False
+    by_token: bool = False
     groups: int = 1
     topk_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
@@ -408,10 +412,11 @@ class Router:
 
 @dataclass(frozen=True)
 class ClampedSwiglu:
-    """(up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up between -limit and limit."""
+    """(up + up_offset) * gate * sigmoid(alpha * gate), with gate at most `limit` and up between -limit and limit."""
 
     limit: float
     alpha: float = 1.702
+    up_offset: float = 1.0
 
 
 @dataclass(frozen=True)

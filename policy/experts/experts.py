@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from policy.config import Moe, Runtime
 from policy.experts.grouped import Block, Plan, by_row, combine, dispatch, plan, product
-from policy.experts.mlp import ACTIVATIONS
+from policy.experts.mlp import ACTIVATIONS, gated
 from policy.ops.linear import Weight, linear
 
 # Logical axes of the weights of experts, by name. Biases [G, F] and [G, E] are small: `down_bias` is stored with a full
@@ -99,10 +99,7 @@ def _inner(products: list[jax.Array], spec: Moe) -> jax.Array:
     if not spec.gated:
         return ACTIVATIONS[spec.activation](products[0])
     gate, up = products
-    if spec.clamp is None:
-        return ACTIVATIONS[spec.activation](gate) * up
-    gate, up = jnp.minimum(gate, spec.clamp.limit), jnp.clip(up, -spec.clamp.limit, spec.clamp.limit)
-    return (up + 1.0) * gate * jax.nn.sigmoid(spec.clamp.alpha * gate)
+    return gated(gate, up, spec)
 
 
 def down(weights: Weights, inner: Routed, runtime: Runtime) -> Routed:

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from policy.cache.step import Step
-from policy.config import DecoderConfig, Matrix, Mlp, Runtime
+from policy.config import DecoderConfig, Matrix, Mlp, Moe, Runtime
 from policy.intermediates import LayerAux
 from policy.ops.linear import linear, scaled
 from policy.ops.parameter import normal, weight, zeros
@@ -23,6 +23,15 @@ ACTIVATIONS = {
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "linear": lambda x: x,
 }
+
+
+def gated(gate: jax.Array, up: jax.Array, spec: Mlp | Moe) -> jax.Array:
+    """Returns act(gate) * up, or the ClampedSwiglu of the spec."""
+    clamp = spec.clamp
+    if clamp is None:
+        return ACTIVATIONS[spec.activation](gate) * up
+    gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
+    return (up + clamp.up_offset) * gate * jax.nn.sigmoid(clamp.alpha * gate)
 
 
 class FeedForward(nnx.Module):
@@ -45,9 +54,11 @@ class FeedForward(nnx.Module):
         return ("gate", "up") if self.spec.gated else ("up",)
 
     def __call__(self, x: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, LayerAux]:
-        act = ACTIVATIONS[self.spec.activation]
         hidden = [checkpoint_name(self._linear(x, name, runtime), f"mlpwi_{i}") for i, name in enumerate(self._inputs)]
-        inner = act(scaled(hidden[0], self.spec.gate_scale)) * hidden[1] if self.spec.gated else act(hidden[0])
+        if self.spec.gated:
+            inner = gated(scaled(hidden[0], self.spec.gate_scale), hidden[1], self.spec)
+        else:
+            inner = ACTIVATIONS[self.spec.activation](hidden[0])
         out = checkpoint_name(self._linear(inner, "down", runtime), "mlpwo")
         return scaled(out, self.spec.out_scale), LayerAux()
 

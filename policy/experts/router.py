@@ -18,13 +18,20 @@ from policy.config import DecoderConfig, Router, Runtime
 from policy.experts.capacity import limited
 from policy.intermediates import Replayed, Routing
 from policy.ops.norms import norm
-from policy.ops.parameter import RouterBias, normal, ones, weight, zeros
+from policy.ops.parameter import IntegerConstant, RouterBias, normal, ones, weight, zeros
+
+SCORES = {
+    "softmax": partial(jax.nn.softmax, axis=-1),
+    "sigmoid": jax.nn.sigmoid,
+    "sqrt_softplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+}
 
 
 class TopKRouter(nnx.Module):
-    """Chooses experts by float32 scores.
+    """Chooses experts by float32 scores, or by the ids of tokens.
 
-    Weights: `weight` [E, X]; `correction_bias` [X] shifts the choice only and is updated by `bias_update`.
+    Weights: `weight` [E, X]; `correction_bias` [X] shifts the choice only and is updated by `bias_update`;
+    `token_experts` int32[V, k], the experts of each token id.
     """
 
     def __init__(self, spec: Router, config: DecoderConfig, rngs: nnx.Rngs):
@@ -35,15 +42,22 @@ class TopKRouter(nnx.Module):
             self.bias = weight(rngs, (spec.experts,), (None,), zeros)
         if spec.correction_bias:
             self.correction_bias = RouterBias(jnp.zeros(spec.experts, jnp.float32), out_sharding=(None,))
+        if spec.by_token:
+            self.token_experts = IntegerConstant(_even_table(config.vocab_size, spec), out_sharding=(None, None))
         if spec.input_norm:
             self.input_norm = norm(config.hidden_size, spec.input_norm, rngs)
         if spec.expert_scale:
             self.expert_scale = weight(rngs, (spec.experts,), (None,), ones)
 
-    def __call__(self, x_NE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns (experts int[N, k], weights float32[N, k], scores float32[N, X])."""
+    def __call__(self, x_NE: jax.Array, tokens_N: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns (experts int[N, k], weights float32[N, k], scores float32[N, X]) of tokens, given their states and,
+        for a router `by_token`, their ids."""
         spec = self.spec
         scores, choice = self._scores(x_NE)
+        if spec.by_token:
+            assert tokens_N is not None, "the decoder fills in the tokens"
+            experts = self.token_experts[...][tokens_N]
+            return experts, self.weigh(scores, experts), scores
         if spec.groups > 1:
             choice = jnp.where(self._eligible(choice), choice, -jnp.inf)
         _, experts = jax.lax.top_k(choice, spec.experts_per_token)
@@ -55,7 +69,7 @@ class TopKRouter(nnx.Module):
         spec = self.spec
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if spec.renormalize:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + (1e-20 if spec.score == "sigmoid" else 0.0))
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + (0.0 if spec.score == "softmax" else 1e-20))
         weights = weights * spec.scale
         return weights * self.expert_scale[...][experts] if spec.expert_scale else weights
 
@@ -68,7 +82,7 @@ class TopKRouter(nnx.Module):
         logits = jnp.dot(x, self.weight[...].astype(jnp.float32), precision="highest")
         if spec.bias:
             logits = logits + self.bias[...].astype(jnp.float32)
-        scores = jax.nn.sigmoid(logits) if spec.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+        scores = SCORES[spec.score](logits)
         # The choice compares logits: a saturated sigmoid or softmax has equal scores in float32 where logits differ.
         choice = scores if spec.correction_bias or spec.groups > 1 else logits
         if spec.correction_bias:
@@ -85,12 +99,23 @@ class TopKRouter(nnx.Module):
         return jnp.repeat(mask, spec.experts // spec.groups, axis=-1)
 
 
+def _even_table(tokens: int, spec: Router) -> jax.Array:
+    """Returns the experts of each token id in a fresh decoder, int32[tokens, k]: k in a row, from where those of the
+    id before end."""
+    k = spec.experts_per_token
+    return jnp.arange(tokens * k, dtype=jnp.int32).reshape(tokens, k) % spec.experts
+
+
 def chosen(router: TopKRouter, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, Routing]:
     """Chooses the experts of tokens; `MixtureOfExperts.choose` describes the result."""
     B, T, E = x_BTE.shape
-    experts, weights, scores = (a.reshape(B, T, -1) for a in router(x_BTE.reshape(-1, E)))
+    tokens_N = None if step.tokens is None else step.tokens.reshape(-1)
+    results = router(x_BTE.reshape(-1, E), tokens_N)
+    experts, weights, scores = (a.reshape(B, T, -1) for a in results)
     experts, weights, replayed = replay(router, (experts, weights, scores), step)
     routing = replace(routing_statistics(experts, scores, step.segments, step.tree), replayed=replayed)
+    if router.spec.by_token:  # the scores do not choose, so nothing balances them
+        routing = replace(routing, balance=jnp.zeros_like(routing.balance), share=jnp.zeros_like(routing.share))
     if runtime.drops:
         experts, dropped = limited(experts, step.segments, router.spec, runtime)
         routing = replace(routing, dropped=dropped)

@@ -42,10 +42,14 @@ GROUPS = {
     "group_score": "top2",
     "scale": 2.5,
 }
+LIMITED = ClampedSwiglu(0.5, alpha=1.0, up_offset=0.0)
 MIXTURES = {
     "groups": Moe(Router(8, 3, **GROUPS), 12, shared=Mlp(8)),
     "biases": Moe(Router(8, 2, bias=True), 12, bias=True, clamp=ClampedSwiglu(1.0)),
     "input": Moe(Router(8, 1, score="sigmoid", renormalize=False), 12, weigh="input"),
+    "limited": Moe(
+        Router(8, 2, "sqrt_softplus", correction_bias=True), 12, shared=Mlp(8, clamp=LIMITED), clamp=LIMITED
+    ),
     "narrow": Moe(Router(8, 2), 9, bias=True),
     "six": Moe(Router(6, 2), 12),
 }

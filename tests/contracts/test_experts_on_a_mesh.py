@@ -147,7 +147,7 @@ LAYERS = {
 @pytest.mark.parametrize("number", MESHES)
 def test_every_scheme_on_every_mesh(number):
     # The scheme auto replicates dimensions that the mesh does not divide. One token for each row: decoding.
-    odd = [["layer", MESHES[number][0], "auto", name, {}] for name in ("narrow", "six")]
+    odd = [["layer", MESHES[number][0], "auto", name, {}] for name in ("narrow", "six", "limited")]
     one = [["layer", MESHES[number][-1], "gather", "groups", {"shape": [8, 1]}]]
     check_layers(number, LAYERS[number] + odd + one)
 

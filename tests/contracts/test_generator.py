@@ -81,8 +81,10 @@ def margins(model, tokens, segments):
         ranked = -jnp.sort(-values, axis=-1)
         return ranked[:, kept - 1] - ranked[:, kept] if kept < values.shape[-1] else jnp.full(len(values), jnp.inf)
 
-    def watched(self, x_NE):
-        experts, weights, scores = real(self, x_NE)
+    def watched(self, x_NE, *ids):
+        experts, weights, scores = real(self, x_NE, *ids)
+        if self.spec.by_token:
+            return experts, weights, scores
         spec, choice = self.spec, scores + (self.correction_bias[...] if self.spec.correction_bias else 0.0)
         if spec.groups > 1:
             grouped = choice.reshape(-1, spec.groups, spec.experts // spec.groups)

@@ -124,7 +124,16 @@ def test_few_tokens_go_through_every_expert_on_tpu():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [None, "int8"])
-@pytest.mark.parametrize("keys", [{}, {"bias": True, "clamp": ClampedSwiglu(limit=1.5)}, {"weigh": "input"}], ids=str)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"bias": True, "clamp": ClampedSwiglu(limit=1.5)},
+        {"clamp": ClampedSwiglu(limit=1.5, alpha=1.0, up_offset=0.0)},
+        {"weigh": "input"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", CHOICES)
 def test_through_every_expert_is_the_same_as_through_the_chosen_ones(name, keys, rule):
     """Values and all gradients; choices past the experts that are there add nothing."""
