@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -11,6 +12,11 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def for_terminal(text: object) -> str:
     """Returns a text with control characters as pictures, so that a completion or a row cannot steer a terminal."""
     return _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if match[0] < " " else "\ufffd", str(text))
+
+
+def quoted(word: object) -> str:
+    """Returns a path or an override as one word of a command to type: in quotes if it has blanks or signs."""
+    return shlex.quote(str(word))
 
 
 def text_of(completion: str | list[dict]) -> str:

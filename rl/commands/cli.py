@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Sequence
 
+from rewards.text import quoted
 from rl.commands import train
 from rl.commands.exits import run_guarded
 from rl.commands.overrides import overrides_of
@@ -113,7 +114,7 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argp
         arguments.config, unknown = [*arguments.config, *unknown], []  # `rl-train FILE --check key=value`
     if unknown:
         overrides = overrides_of(argv, unknown) if hasattr(arguments, "config") else []
-        hint = f"; write {' '.join(overrides)}" if overrides else ""
+        hint = f"; write {' '.join(map(quoted, overrides))}" if overrides else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return arguments
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,13 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampled_model.add_arguments(parser)
     parser.add_argument(
         "--prompts",
+        type=os.path.expanduser,
         required=True,
         metavar="FILE",
         help="*.jsonl: on each line an object with `prompt`, a text or a list of messages; any other file, or - for "
         "standard input: a prompt on each line",
     )
     parser.add_argument(
-        "--output", metavar="FILE", help="file for the JSON lines, one per completion (standard output)"
+        "--output",
+        type=os.path.expanduser,
+        metavar="FILE",
+        help="file for the JSON lines, one per completion (standard output)",
     )
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="completions per prompt (1)")
     parser.add_argument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `generate` and `chat` share."""
     parser.add_argument(
         "model",
+        type=os.path.expanduser,
         metavar="MODEL",
         help="Hugging Face directory with a tokenizer, directory of a finished run, or a model on the Hugging Face "
         "hub: "

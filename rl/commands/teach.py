@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from rl.commands.train import split_arguments
@@ -17,8 +18,12 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="files first, then overrides")
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the files")
+    parser.add_argument(
+        "config", nargs="+", type=os.path.expanduser, metavar="CONFIG | key=value", help="files first, then overrides"
+    )
+    parser.add_argument(
+        "--output", required=True, type=lambda text: Path(text).expanduser(), metavar="DIR", help="folder for the files"
+    )
     parser.add_argument("--top", required=True, type=int, metavar="K", help="tokens in each place")
     parser.add_argument("--stage", metavar="NAME", help="stage with the teacher; needed if there are several")
     parser.add_argument(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rewards.text import quoted
 from rl.commands.environment import choose_platform, use_program_cache
 from rl.commands.exits import run_guarded
 from rl.errors import ConfigError, DuetError, ResourceError, no_room
@@ -32,7 +33,9 @@ Several are merged from left to right; key=value overrides come last:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="files first, then overrides")
+    parser.add_argument(
+        "config", nargs="+", type=os.path.expanduser, metavar="CONFIG | key=value", help="files first, then overrides"
+    )
     parser.add_argument("--check", action="store_true", help="check configuration, tokenizer and first rows, and stop")
     group = parser.add_argument_group(
         "several processes (docs/processes.md)", "by default, the cluster announces them, if there is one"
@@ -104,7 +107,7 @@ def _train(config: RunConfig) -> int:
     except Exception as error:
         if isinstance(error, DuetError) or not no_room(error):
             raise
-        raise ResourceError(f"{error}. Make room, then continue with `rl-train {config.run.dir}`") from None
+        raise ResourceError(f"{error}. Make room, then continue with `rl-train {quoted(config.run.dir)}`") from None
 
 
 def _train_together(config: RunConfig, watch: Watch) -> int:

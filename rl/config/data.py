@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from rl.config.schema import Strict
+from rewards.registry import REWARD_MODEL
+from rl.config.schema import HOME, Strict, with_home
 
 _SECRET_NAME = re.compile(
     r"(^|_)(api_?key|access_?key|private_?key|secret(_key)?|passw(or)?d|credentials?"
@@ -64,7 +65,7 @@ class DataOptions(Strict):
 
     task: str | None = Field(default=None, description="arithmetic, pictures, tones, or any reasoning-gym task by name")
     options: PluginOptions = Field(default={}, description="options of the task")
-    path: str | None = Field(
+    path: Annotated[str | None, HOME] = Field(
         default=None,
         description="file, folder, or a dataset of the Hugging Face hub: org/name, or hf://org/name@revision; relative "
         "paths start at the working directory",
@@ -92,7 +93,7 @@ class EvaluationOptions(Strict):
     k: list[int] = Field(default=[1], description="values of k for eval/pass@k; each at most `samples`")
     temperature: float = Field(default=1.0, gt=0.0, description="of the sampled completions")
     correct_at: float = Field(default=1.0, description="a completion counts as correct from this reward on")
-    metrics: list[str] = Field(
+    metrics: Annotated[list[str], HOME] = Field(
         default=[],
         description="further metrics of the greedy completions, each file.py:function or package.module:function",
     )
@@ -101,9 +102,19 @@ class EvaluationOptions(Strict):
 class RewardOptions(Strict):
     shorthand: ClassVar[str | None] = "name"
 
-    name: str = Field(description="registered name, package.module:function, file.py:function, or entry point")
+    name: Annotated[str, HOME] = Field(
+        description="registered name, package.module:function, file.py:function, or entry point"
+    )
     weight: float = Field(default=1.0, description="factor of its scores in the sum")
     options: PluginOptions = Field(default={}, description="keyword arguments handed to the function")
+
+    @field_validator("options")
+    @classmethod
+    def _source(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """Expands the home directory in the source of a reward model; other options belong to anyone's code."""
+        if info.data.get("name") == REWARD_MODEL and "source" in options:
+            return options | {"source": with_home(options["source"])}
+        return options
 
 
 class RewardSettings(Strict):

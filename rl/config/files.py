@@ -10,6 +10,7 @@ inside a file start at the working directory.
 from __future__ import annotations
 
 import dataclasses
+import os
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,7 +59,12 @@ def changed_yaml(config: RunConfig) -> str:
 def _merged(paths: list[str | Path], overrides: list[str]) -> Item:
     """Merges files and overrides. Raises ConfigError with all problems."""
     layers, run_dir, problems = [], None, []
-    resumes = [text.partition("=")[2].strip() for text in overrides if text.partition("=")[0].strip() == "resume"]
+    paths = [os.path.expanduser(path) for path in paths]
+    resumes = [
+        os.path.expanduser(text.partition("=")[2].strip())
+        for text in overrides
+        if text.partition("=")[0].strip() == "resume"
+    ]
     for path in [*resumes, *paths]:
         try:
             if Path(path).is_dir() or path in resumes:
@@ -159,7 +165,7 @@ def cut_texts(paths: Sequence[str | Path]) -> list[str]:
     Values of keys with a list of choices are left out: what follows them is a comment.
     """
     notes = []
-    for file in map(Path, paths):
+    for file in (Path(path).expanduser() for path in paths):
         file = file / RESOLVED if file.is_dir() else file if file.exists() else packaged(file) or file
         text = file.read_text(encoding="utf-8-sig")
         for path, where, value in yaml_tree.cut_texts(text, lambda line, file=file: f"{file}:{line}"):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from policy.config import HyperConnections, MultiTokenPrediction, Runtime, StoredType
 from policy.huggingface.ngrams import EngramSection
 from policy.remat import NAMES as REMAT_POLICIES
-from rl.config.schema import Section, Strict, fields_of
+from rl.config.schema import HOME, Section, Strict, fields_of
 
 
 @fields_of(HyperConnections)
@@ -61,7 +61,7 @@ _RUNTIME = [field.name for field in dataclasses.fields(Runtime) if "description"
 class ModelOptions(Section):
     shorthand: ClassVar[str | None] = "source"
 
-    source: str = Field(
+    source: Annotated[str, HOME] = Field(
         description="Hugging Face directory, the name of a file in configs/models/ (random weights), or a model on the "
         "Hugging Face hub: org/name, or hf://org/name@revision"
     )
@@ -121,13 +121,13 @@ class ModelOptions(Section):
 class TokenizerOptions(Strict):
     shorthand: ClassVar[str | None] = "source"
 
-    source: str | None = Field(
+    source: Annotated[str | None, HOME] = Field(
         default=None,
         description="directory of a tokenizer, a repository of the Hugging Face hub (org/name, "
         "hf://org/name@revision), or a built-in one: bytes, characters; default: the model's directory",
     )
     alphabet: str | None = Field(default=None, description="characters: the characters that exist")
-    chat_template: str | None = Field(
+    chat_template: Annotated[str | None, HOME] = Field(
         default=None, description="file of a jinja chat template that replaces the tokenizer's own"
     )
 
@@ -139,12 +139,12 @@ class TeacherOptions(Strict):
     shorthand: ClassVar[str | None] = "source"
     exactly_one: ClassVar[tuple[str, ...]] = ("source", "files")
 
-    source: str | None = Field(
+    source: Annotated[str | None, HOME] = Field(
         default=None,
         description="Hugging Face directory with the tokenizer of the run, the directory of a finished run, or a model "
         "on the hub; or the name of a file in configs/models/ (random weights, to try a configuration)",
     )
-    files: str | None = Field(
+    files: Annotated[str | None, HOME] = Field(
         default=None, description="directory that `rl teach` wrote; the run then loads no teacher; see distillation.md"
     )
     overrides: dict[str, Any] = Field(

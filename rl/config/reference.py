@@ -38,7 +38,8 @@ The value of an override is a number, `true`, `false`, `null`, a list, a mapping
 is the full text, with ` #`, blanks and line breaks. In a file ` #` begins a comment: quote a text that contains it.
 `--check` notes unquoted texts that end at one.
 An empty section has its defaults. A file has at most 262,144 characters and 20,000 values (an alias counts as all
-values that it repeats), nested at most 32 deep. Relative paths start at the working directory. The resolved
+values that it repeats), nested at most 32 deep. Relative paths start at the working directory, and `~` is the home
+directory in every key and argument that is a path. The resolved
 configuration is saved as `config.yml` in the run's folder; running that file repeats the run. Editors show this
 reference on hover, and check keys and values while you write ([editors.md](editors.md)).
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,7 +19,7 @@ from policy.runtime import Runtime
 from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.mesh import MeshOptions
 from rl.config.model import ModelOptions, TeacherOptions, TokenizerOptions
-from rl.config.schema import Section, Strict, fields_of
+from rl.config.schema import HOME, Section, Strict, fields_of
 from rl.config.stage import StageOptions
 from rl.config.stage_names import numbered
 from rl.errors import ConfigError
@@ -55,7 +55,7 @@ class SampleRecords(Strict):
 
 
 class RunOptions(Strict):
-    dir: str | None = Field(
+    dir: Annotated[str | None, HOME] = Field(
         default=None,
         description="local folder of the run; an existing run there is continued; null: runs/FILE-NUMBER, by the name "
         "of the configuration file and the first number that is free",

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
+
+
+def with_home(value: Any) -> Any:
+    """Returns a path, or the paths of a list, with the home directory for `~`; any other value unchanged."""
+    if isinstance(value, list):
+        return [with_home(one) for one in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+HOME = AfterValidator(with_home)
+"""Annotation of every key that holds a path, or a name that may be one: `~` is the home directory."""
 
 
 class Strict(BaseModel):

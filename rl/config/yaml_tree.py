@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from rewards.text import quoted
 from rl.errors import ConfigError
 
 MAX_CHARACTERS = 2**18
@@ -360,6 +361,7 @@ def _no_entry(dotted: str, count: int, name: str, child: Item) -> ConfigError:
         .removesuffix("\n...\n")
         .strip()
     )
+    override = quoted(f"{'.'.join([dotted, str(index), *keys])}={text}")
     one = dotted.removesuffix("s") if "." not in dotted else "entry"
     there = f"there is 1 {one}" if count == 1 else f"there are {count} {dotted if one != 'entry' else 'entries'}"
-    return ConfigError(f"{where}{there}: write {'.'.join([dotted, str(index), *keys])}={text}")
+    return ConfigError(f"{where}{there}: write {override}")

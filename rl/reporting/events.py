@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from policy.mesh import processes
+from rewards.text import quoted
 from rl.config.run import RunConfig, SampleRecords
 from rl.errors import ResourceError
 from rl.reporting.append_file import AppendFile
@@ -81,7 +82,7 @@ class EventLog:
         except OSError as error:
             raise ResourceError(
                 f"{self.directory}: events and samples cannot be cut back to the checkpoint: {error.strerror}. Make "
-                f"room, then `rl-train {self.directory}`"
+                f"room, then `rl-train {quoted(self.directory)}`"
             ) from None
 
     def sync(self) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from policy.mesh import processes
+from rewards.text import quoted
 from rl.cluster.launch import on_first
 from rl.config import files
 from rl.config.run import RunConfig
@@ -100,7 +101,7 @@ class RunFolder:
             if not (isinstance(error, (OSError, SafetensorError)) or no_room(error)):
                 raise
             raise ResourceError(
-                f"{directory}: the final weights cannot be written: {error}. Make room, then `rl-train {self.path}`"
+                f"{directory}: the final weights cannot be written: {error}. Make room, then `rl-train {quoted(self.path)}`"
             ) from None
 
     @property
@@ -118,7 +119,7 @@ class RunFolder:
                 shown = "; ".join(f"{key}: {theirs.get(key)} there, {ours.get(key)} here" for key in different[:5])
                 raise ConfigError(
                     f"{self.path} holds a run with another configuration ({shown}). Continue that one with "
-                    f"`rl-train {self.path}`, or choose another run.dir"
+                    f"`rl-train {quoted(self.path)}`, or choose another run.dir"
                 )
         temporary = file.with_suffix(".yml.tmp")
         try:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from policy.mesh import processes
+from rewards.text import quoted
 from rl.cluster.launch import on_first
 from rl.data import models
 from rl.data import teacher as teachers
@@ -123,9 +124,9 @@ class Run(Context):
             where = f"after step {step} of {stage.name}"
             if newest is None or newest[0] != number:
                 raise ResourceError(
-                    f"{signal}: NOT saved (see above) {where}; make room, then continue with `rl-train {options.dir}`"
+                    f"{signal}: NOT saved (see above) {where}; make room, then continue with `rl-train {quoted(options.dir)}`"
                 )
-            raise Interrupted(f"{signal}: saved {where}; continue with `rl-train {options.dir}`")
+            raise Interrupted(f"{signal}: saved {where}; continue with `rl-train {quoted(options.dir)}`")
 
     def note_inspection(self, findings: Sequence[Finding]) -> None:
         """Writes inspection.json, and shows the warnings of the checks of the data (`events.note`)."""
@@ -159,14 +160,16 @@ class Run(Context):
         """Writes the weights of the last stage to `export/`, which ends the run."""
         if not self.events.sync():
             path = self.folder.path
-            raise ResourceError(f"{path}: the last events have no room; make some, and continue with `rl-train {path}`")
+            raise ResourceError(
+                f"{path}: the last events have no room; make some, and continue with `rl-train {quoted(path)}`"
+            )
         last = self.stages[-1]
         last.context = self
         with self.timeline.span("export"):
             exported = self.folder.export(last.export)
-        path = self.folder.path
-        self.events.note(f"samples in {path}/samples.jsonl; see the run: rl report {path}, rl explain {path}")
-        self.events.note(f"final weights in {exported}; use them: rl chat {path}, rl generate {path} --prompts FILE")
+        path, word = self.folder.path, quoted(self.folder.path)
+        self.events.note(f"samples in {path}/samples.jsonl; see the run: rl report {word}, rl explain {word}")
+        self.events.note(f"final weights in {exported}; use them: rl chat {word}, rl generate {word} --prompts FILE")
 
 
 def _ended(host: dict, stage: StageKind) -> bool:

@@ -1,5 +1,7 @@
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -13,6 +15,7 @@ from rl.commands import cli, environment, train
 from rl.config.data import refuse_secrets
 from rl.errors import ConfigError, DataError, Interrupted
 from rl.reporting import manifest
+from rl.run.folder import RunFolder
 from rl.run.load import load
 
 ROOT = Path(cli.__file__).parents[2]
@@ -29,6 +32,8 @@ def python(code: str, *arguments: str, **environment: str) -> subprocess.Complet
 @pytest.mark.parametrize("command", ["train_main(['--help'])", "main(['--help'])", "main(['train', '--help'])"])
 def test_help_imports_nothing_heavy(command):
     code = f"""
+import re
+import shlex
 import sys
 from rl.commands import cli
 try:
@@ -54,6 +59,8 @@ except SystemExit as end:
 )
 def test_a_verb_imports_only_what_it_needs(arguments, needed):
     code = f"""
+import re
+import shlex
 import sys
 from rl.commands import cli
 try:
@@ -134,6 +141,8 @@ def test_names_that_only_look_like_a_secret_are_options():
 @pytest.mark.parametrize("command", ["train_main(['--version'])", "main(['--version'])", "main([])"])
 def test_version_and_help_start_quickly(command):
     code = f"""
+import re
+import shlex
 import sys
 from rl.commands import cli
 try:
@@ -243,6 +252,8 @@ def test_forced_devices_have_threads_for_two_collectives(monkeypatch):
 
 def test_a_reward_is_tried_on_its_examples_without_jax():
     code = """
+import re
+import shlex
 import sys
 from rl.commands import cli
 code = cli.main(["reward", "test", sys.argv[1]])
@@ -321,3 +332,39 @@ def test_several_processes_need_a_folder(capsys):
     arguments = [*given, "--processes", "2", "--process", "1", "--coordinator", "localhost:1"]
     assert cli.train_main(arguments) == 2
     assert "run.dir: several processes need one folder" in capsys.readouterr().err
+
+
+def test_commands_to_type_quote_folders_with_blanks(tmp_path, capsys):
+    command = re.compile(r"\b(?:rl-train|rl [a-z]+(?: test)?) \{(?!quoted\(|word\b)")
+    for file in (ROOT / "rl").rglob("*.py"):
+        assert not command.search(file.read_text()), file
+    with pytest.raises(SystemExit):
+        cli.main(["train", "configs/quickstart.yml", "--data.system", "be brief"])
+    assert "write 'data.system=be brief'" in capsys.readouterr().err
+
+
+def test_a_run_in_a_folder_with_blanks_is_continued_by_the_command_that_is_printed(tmp_path):
+    folder = tmp_path / "my run #1"
+    folder.mkdir()
+    (folder / "config.yml").write_text((ROOT / "configs/quickstart.yml").read_text())
+    (folder / "events.jsonl").write_text("{}\n")
+    config = load([ROOT / "configs/quickstart.yml"], [f"run.dir={folder}", "seed=3"])
+    with pytest.raises(ConfigError) as caught, RunFolder(config):
+        pass
+    command = re.search("`(rl-train .*)`", str(caught.value))
+    assert command and shlex.split(command[1]) == ["rl-train", str(folder)]
+
+
+def test_paths_of_verbs_may_be_in_the_home_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for arguments in (
+        ["generate", "~/model", "--prompts=~/prompts.txt"],
+        ["report", "~/run"],
+        ["samples", "~/run"],
+        ["compare", "~/run", "~/other"],
+        ["explain", "~/run"],
+        ["inspect", "~/run.yml"],
+        ["train", "resume=~/run"],
+    ):
+        assert cli.main(arguments) in (2, 3, 4)
+        assert f"{tmp_path}/" in capsys.readouterr().err, arguments

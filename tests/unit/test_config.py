@@ -16,6 +16,7 @@ from policy.huggingface import sources
 from rewards.suggest import nearest
 from rl.commands.cli import train_main
 from rl.config import files, foreign, keys, packaged, yaml_tree
+from rl.config.schema import HOME
 from rl.errors import ConfigError
 from rl.run.load import load
 
@@ -327,8 +328,8 @@ OVERRIDES = [
     ("stages.-1.algorithm.kl_coef=3", "stages.-1: there are 2 stages: write stages.1.algorithm.kl_coef=3"),
     ("stages.steps=3", "override 1: stages.steps: there are 2 stages: write stages.0.steps=3"),
     ("rewards.functions.1.weight=2", "there is 1 entry: write rewards.functions.0.weight=2"),
-    ("stages.2.sampling={top_k: 3, stop: [a]}", "write stages.1.sampling={top_k: 3, stop: [a]}"),
-    ("stages.2.algorithm=a b", "write stages.1.algorithm=a b"),
+    ("stages.2.sampling={top_k: 3, stop: [a]}", "write 'stages.1.sampling={top_k: 3, stop: [a]}'"),
+    ("stages.2.algorithm=a b", "write 'stages.1.algorithm=a b'"),
     ("stages.0.steps=", "no value after `=`"),
     ("stages.0.steps = ", "no value after `=`"),
     ("=3", "an override is key.path=value"),
@@ -427,6 +428,80 @@ def test_check_prints_the_note_about_a_cut_text(folder, capsys):
     edited("arithmetic}", "arithmetic}\nrun: {wandb: {name: a #1\n  }}")
     assert train_main(["--check", "bad.yml"]) == 0
     assert "bad.yml:4: run.wandb.name: the text ends before ` #`" in capsys.readouterr().out
+
+
+PATH_KEYS = [
+    "run.dir",
+    "model.source",
+    "tokenizer.source",
+    "tokenizer.chat_template",
+    "data.path",
+    "evaluation.data.path",
+    "evaluation.metrics.0",
+    "teacher.source",
+    "teacher.files",
+    "rewards.functions.0.name",
+    "rewards.functions.0.options.source",
+    "stages.0.data.path",
+    "stages.0.rewards.functions.0.name",
+    "stages.0.teacher.source",
+]
+
+
+@pytest.mark.parametrize("key", PATH_KEYS)
+def test_a_tilde_is_the_home_directory_in_every_key_that_is_a_path(folder, monkeypatch, key):
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    values = {"name": "reward_model", "options": {"source": "x"}}
+    tree = {"rewards": {"functions": [values]}, "evaluation": {"data": "x", "metrics": ["x"]}}
+    tree |= {"model": "x", "stages": [{"algorithm": "sft", "steps": 1, "rewards": {"functions": [{"name": "x"}]}}]}
+    *sections, last = (int(part) if part.isdecimal() else part for part in key.split("."))
+    inner = tree
+    for part, following in zip(sections, [*sections[1:], last], strict=True):
+        if isinstance(inner, dict) and not isinstance(inner.get(part), (dict, list)):
+            inner[part] = {}
+        inner = inner[part]
+        assert isinstance(inner, list) == isinstance(following, int)
+    inner[last] = "~/folder/file.py:name"
+    value = files.RunConfig.model_validate(tree).model_dump()
+    for part in (*sections, last):
+        value = value[part]
+    assert value == f"{folder}/home/folder/file.py:name"
+
+
+def test_every_key_of_the_schema_that_is_a_path_says_so():
+    words = re.compile("director|folder|file")
+    no_paths = {
+        "program_cache",
+        "if_present",
+        "overrides",
+        "multi_token_prediction.missing",
+        "wandb.name",
+        "wandb.mode",
+        "tensorboard",
+    }
+    no_paths |= {"samples.keep_gib", "columns", "path.subset", "algorithm.name", "dir.keep_checkpoints"}
+    for model, path in sections(files.RunConfig, ""):
+        for name, field in model.model_fields.items():
+            key = f"{path}.{name}"
+            if words.search(field.description or "") and not any(key.endswith(one) for one in no_paths):
+                assert HOME in field.metadata or next(keys.models_in(field.annotation), None), key
+
+
+def sections(model, path):
+    yield model, path
+    for name, field in model.model_fields.items():
+        for section, _ in keys.models_in(field.annotation):
+            yield from sections(section, f"{path}.{name}")
+
+
+def test_configuration_files_and_runs_of_the_home_directory_are_read(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder))
+    config = load(["~/run.yml"], ["run.dir=~/runs/a #1"])
+    assert config.directory == folder / "runs/a #1" and not Path("~").exists()
+    (folder / "runs/a #1").mkdir(parents=True)
+    write("runs/a #1/config.yml", files.resolved_yaml(config))
+    assert load([], ["resume=~/runs/a #1"]).run.dir == f"{folder}/runs/a #1"
+    assert load(["~/runs/a #1"]) == load([], ["resume=~/runs/a #1"])
 
 
 def test_an_index_in_a_list_of_one_stage_or_none_is_explained(folder):

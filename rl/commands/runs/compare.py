@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from rl.commands.runs.report import add_shared
 
@@ -17,9 +18,13 @@ HELP = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument("first", metavar="RUN", help="folder of a run")
-    parser.add_argument("others", nargs="+", metavar="RUN", help="folders of the runs to compare it with")
-    parser.add_argument("-o", "--output", metavar="FILE", help="default: compare.html in the first folder")
+    parser.add_argument("first", type=os.path.expanduser, metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "others", nargs="+", type=os.path.expanduser, metavar="RUN", help="folders of the runs to compare it with"
+    )
+    parser.add_argument(
+        "-o", "--output", type=os.path.expanduser, metavar="FILE", help="default: compare.html in the first folder"
+    )
     parser.add_argument("--text", action="store_true", help="print tables instead of writing a file")
     add_shared(parser)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from rl.commands.train import split_arguments
@@ -19,7 +20,11 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     parser.add_argument(
-        "config", nargs="+", metavar="RUN | CONFIG | key=value", help="folder of a run, or files and overrides"
+        "config",
+        nargs="+",
+        type=os.path.expanduser,
+        metavar="RUN | CONFIG | key=value",
+        help="folder of a run, or files and overrides",
     )
     parser.add_argument("--json", action="store_true", help="print every finding of a run with all its fields as JSON")
 

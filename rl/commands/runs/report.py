@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 SUMMARY = "write a run as one HTML file: curves, evaluations, samples, configuration"
 DESCRIPTION = """Write one HTML file about a run, or about several runs whose curves share their charts. The file loads
@@ -16,9 +17,17 @@ exit codes: 0 done; 2 no run there; 3 damaged lines (the report is written, and 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
-    parser.add_argument("-o", "--output", metavar="FILE", help="default: report.html in the folder; -: standard output")
-    parser.add_argument("--against", metavar="RUN", help="a run to compare with: dashed curves, other keys")
+    parser.add_argument("runs", nargs="+", type=os.path.expanduser, metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=os.path.expanduser,
+        metavar="FILE",
+        help="default: report.html in the folder; -: standard output",
+    )
+    parser.add_argument(
+        "--against", type=os.path.expanduser, metavar="RUN", help="a run to compare with: dashed curves, other keys"
+    )
     add_shared(parser)
 
 
@@ -27,7 +36,9 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=200, metavar="N", help="completions to show (default: 200)")
     parser.add_argument("--stage", help="only this stage, e.g. grpo")
     parser.add_argument("--steps", metavar="A:B", help="only steps A to B of each stage")
-    parser.add_argument("--json", metavar="FILE", help="write the numbers as JSON too; -: standard output")
+    parser.add_argument(
+        "--json", type=os.path.expanduser, metavar="FILE", help="write the numbers as JSON too; -: standard output"
+    )
     parser.add_argument("--open", action="store_true", help="open the file in a browser")
 
 

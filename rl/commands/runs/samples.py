@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ exit codes: 0 done; 2 no run there, or a filter or a reward that cannot be used;
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument("run_directory", metavar="RUN", help="folder of a run")
+    parser.add_argument("run_directory", type=os.path.expanduser, metavar="RUN", help="folder of a run")
     parser.add_argument("filter", nargs="*", metavar="FILTER", help="terms that a sample must meet")
     parser.add_argument("--sort", choices=("reward", "gap", "len"), help="largest first (default: newest first)")
     parser.add_argument("--limit", type=int, default=20, metavar="N", help="samples to show (default: 20)")

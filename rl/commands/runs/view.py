@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 SUMMARY = "show every sample of a run in a browser, token by token"
 DESCRIPTION = """Serve a page on this machine that lists the samples of a run by a filter, and shows each with its
@@ -17,12 +18,17 @@ exit codes: 0 done; 2 no run there, or another host without a token file; 5 the 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument("run_directory", metavar="RUN", help="folder of a run")
+    parser.add_argument("run_directory", type=os.path.expanduser, metavar="RUN", help="folder of a run")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="default: a free port")
     parser.add_argument("--host", default="127.0.0.1", metavar="H", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--token-file", metavar="F", help="file with the token that readers need (default: random)")
+    parser.add_argument(
+        "--token-file",
+        type=os.path.expanduser,
+        metavar="F",
+        help="file with the token that readers need (default: random)",
+    )
     parser.add_argument("--no-open", action="store_true", help="print the address without opening a browser")
-    parser.add_argument("--static", metavar="DIR", help="write a folder instead of serving")
+    parser.add_argument("--static", type=os.path.expanduser, metavar="DIR", help="write a folder instead of serving")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ CACHE = "~/.cache/duet-rl/programs"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument("directory", nargs="?", metavar="RUN", help="folder of a run")
+    parser.add_argument("directory", nargs="?", type=os.path.expanduser, metavar="RUN", help="folder of a run")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 

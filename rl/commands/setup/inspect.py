@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -20,10 +21,17 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="files first, then overrides")
+    parser.add_argument(
+        "config", nargs="+", type=os.path.expanduser, metavar="CONFIG | key=value", help="files first, then overrides"
+    )
     parser.add_argument("--stage", metavar="NAME", help="only this stage, e.g. sft or grpo-2")
     parser.add_argument("--rows", type=int, default=3, metavar="N", help="rows shown per stage (3)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the rows and findings as a page")
+    parser.add_argument(
+        "--html",
+        type=lambda text: Path(text).expanduser(),
+        metavar="FILE",
+        help="also write the rows and findings as a page",
+    )
     parser.add_argument("--json", action="store_true", help="print rows and findings as JSON")
     parser.add_argument("--strict", action="store_true", help="exit code 3 for warnings too")
     parser.add_argument(

@@ -8,6 +8,7 @@ import numpy as np
 
 from rewards import RewardError, Runner, RunnerOptions
 from rewards.registry import REWARD_MODEL
+from rewards.text import quoted
 from rl.config.data import RewardSettings
 from rl.data.datasets import Example
 from rl.data.inspect.finding import Finding
@@ -58,7 +59,7 @@ def demonstrations_score(stage: StageRows, settings: RewardSettings) -> Iterator
             f"{fault.function} fails ({fault.kind}) on {len(scores.faults)} of {len(rows)} demonstrations, first "
             f"{rows[fault.sample].where}: "
             f"{fault.traceback.strip().splitlines()[-1] if fault.traceback.strip() else ''}",
-            f"rl reward test {fault.function}",
+            f"rl reward test {quoted(fault.function)}",
             stage.name,
         )
     if scored.size:

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
+from rewards.text import quoted
 from rl.reporting.explain.finding import Finding, stage_rule
 from rl.reporting.explain.learning import MIN_STEPS
 from rl.reporting.explain.record import StageRecord
@@ -95,7 +96,7 @@ def truncated(stage: StageRecord) -> Iterator[Finding]:
             "The policy's end of turn is no stop, the prompt is not rendered by the template it was trained with, or "
             "it "
             "never learned to end",
-            f"Run `rl inspect {stage.run.path}`; set {stage.key('sampling.stop_token_ids')}, tokenizer.chat_template "
+            f"Run `rl inspect {quoted(stage.run.path)}`; set {stage.key('sampling.stop_token_ids')}, tokenizer.chat_template "
             "or data.chat",
             stage.name,
             cut.steps[0],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rewards.text import quoted
 from rl.reporting.explain.finding import Finding, run_rule, stage_rule
 from rl.reporting.explain.learning import MIN_STEPS
 from rl.reporting.explain.record import RunRecord, StageRecord
@@ -23,7 +24,7 @@ def mask(stage: StageRecord) -> Iterator[Finding]:
     share = stage.series("batch/trained_share")
     learns_from_answers = not stage.samples_completions and stage.steps >= MIN_STEPS
     everything = stage.algorithm.get("train_on") == "all"
-    see = f"see the mask of each token with `rl inspect {stage.run.path}`"
+    see = f"see the mask of each token with `rl inspect {quoted(stage.run.path)}`"
     change = f"Set {stage.key('algorithm.train_on')}: assistant; {see}"
     if learns_from_answers and (everything or _prompts_are_trained_on(stage)):
         shown = (
@@ -117,7 +118,7 @@ def training_below_evaluation(stage: StageRecord) -> Iterator[Finding]:
         "wrong template",
         f"reward/mean is {reward.values[0]:.2g} at step {reward.steps[0]}, eval/reward_mean {start:.2g} before it",
         "The same weights do far worse on the training prompts, which are rendered in another form, or are harder",
-        f"Compare both with `rl inspect {stage.run.path}`; set {stage.setting('data')[1]}.chat, system or "
+        f"Compare both with `rl inspect {quoted(stage.run.path)}`; set {stage.setting('data')[1]}.chat, system or "
         "prompt_template",
         stage.name,
         reward.steps[0],
@@ -178,7 +179,7 @@ def inspection(run: RunRecord) -> Iterator[Finding]:
                 illness,
                 str(each.get("text")),
                 f"Check {each['check']} at the start of the run",
-                str(each.get("change") or f"Run `rl inspect {run.path}`"),
+                str(each.get("change") or f"Run `rl inspect {quoted(run.path)}`"),
                 each.get("stage"),
                 0,
                 severity=0.6,
@@ -193,7 +194,7 @@ def probe(run: RunRecord) -> Iterator[Finding]:
             str(problem.get("illness")),
             str(problem.get("text")),
             "The probe before the first step shows it",
-            f"Run `rl inspect {run.path} --probe 64`",
+            f"Run `rl inspect {quoted(run.path)} --probe 64`",
             run.probed.get("stage"),
             0,
             severity=0.3,

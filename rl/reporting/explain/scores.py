@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rewards.text import quoted
 from rl.reporting.explain.finding import Finding, stage_rule
 from rl.reporting.explain.learning import MIN_STEPS
 from rl.reporting.explain.record import StageRecord
@@ -29,7 +30,7 @@ def faults(stage: StageRecord) -> Iterator[Finding]:
             "no scores",
             f"no completion has a score in {len(unscored)} of {stage.steps} steps",
             "Every reward function returned None (not applicable)",
-            f"Check the columns that {_functions(stage)} reads, with `rl inspect {stage.run.path}`",
+            f"Check the columns that {_functions(stage)} reads, with `rl inspect {quoted(stage.run.path)}`",
             stage.name,
             unscored[0],
             severity=0.98,
@@ -103,7 +104,7 @@ def exploited(stage: StageRecord) -> Iterator[Finding]:
         f"reward/mean rose from {reward.first:.3g} to {reward.last:.3g}, eval/greedy_accuracy fell from "
         f"{accuracy.values[0]:.3g} to {accuracy.values[-1]:.3g}",
         "The policy learns something that the reward pays for and the evaluation does not",
-        f"Read the best samples (`rl samples {stage.run.path} --sort reward`), and mend the reward",
+        f"Read the best samples (`rl samples {quoted(stage.run.path)} --sort reward`), and mend the reward",
         stage.name,
         accuracy.steps[-1],
         severity=0.7,

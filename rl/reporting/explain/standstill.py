@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rewards.text import quoted
 from rl.reporting.explain.finding import Finding, stage_rule
 from rl.reporting.explain.learning import MIN_STEPS, WEIGHT_STD
 from rl.reporting.explain.record import StageRecord
@@ -86,7 +87,7 @@ def dropped_groups(stage: StageRecord) -> Iterator[Finding]:
         "step "
         "have equal rewards",
         "Hardly a problem is neither too hard nor too easy, or the reward is constant",
-        f"Read samples (`rl samples {stage.run.path}`) and test the reward; use other problems, or more "
+        f"Read samples (`rl samples {quoted(stage.run.path)}`) and test the reward; use other problems, or more "
         f"{stage.key('samples_per_prompt')}",
         stage.name,
         kept.since(lambda share: share <= KEPT_SHARE) or kept.steps[0],

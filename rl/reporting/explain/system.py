@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rewards.text import quoted
 from rl.reporting.explain.finding import Finding, run_rule, stage_rule
 from rl.reporting.explain.record import RunRecord, StageRecord
 from rl.reporting.explain.series import TREND_STEPS
@@ -69,7 +70,7 @@ def failed(run: RunRecord) -> Iterator[Finding]:
             "interrupted",
             "the last attempt was asked to stop",
             "Its state is saved",
-            f"`rl-train {run.path}` continues it",
+            f"`rl-train {quoted(run.path)}` continues it",
             severity=0.1,
             alarm=False,
         )

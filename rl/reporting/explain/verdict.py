@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rewards.text import quoted
 from rl.reporting.explain import (  # noqa: F401  registers the rules
     completions,
     data,
@@ -40,7 +41,7 @@ def verdict(run_dir: str | Path) -> list[str]:
     lines = [_summary(run, len(alarms)), *(each.line() for each in every)]
     if len(lines) > LINES:
         more = len(lines) - LINES + 1
-        lines = [*lines[: LINES - 1], f"... and {more} more: rl explain {run.path} --json"]
+        lines = [*lines[: LINES - 1], f"... and {more} more: rl explain {quoted(run.path)} --json"]
     return lines
 
 

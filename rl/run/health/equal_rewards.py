@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from rewards.text import quoted
 from rl.reporting.explain.scores import EQUAL_SHARE
 from rl.stages.stage import StageKind
 
@@ -61,7 +62,7 @@ class EqualRewards:
         if self._one_reward:
             return (
                 f"{begins}, every one {mean:.3g}: there is nothing to learn from them. Read some "
-                f"completions (`rl samples {stage.config.run.dir}`), and test the reward with `rl reward test`; if "
+                f"completions (`rl samples {quoted(stage.config.run.dir)}`), and test the reward with `rl reward test`; if "
                 "all problems "
                 "are solved, use harder ones"
             )
