@@ -1,7 +1,8 @@
 """Quantised weights of Hugging Face files. Indexing a weight reads and dequantises that slice only.
 
-`quantization_config` of config.json names the scheme: `fp8`, the block-scaled form of arXiv 2412.19437, section 3.3;
-`mxfp4`, microscaling (OCP Microscaling Formats 1.0); or `compressed-tensors`, of which packed 4-bit integers are read.
+`quantization_config` of config.json names the scheme: `fp8`, the block-scaled form of arXiv 2412.19437, section 3.3,
+in DeepSeek-V4's files with weights of 4-bit floats next to those of 8 bits; `mxfp4`, microscaling (OCP Microscaling
+Formats 1.0); or `compressed-tensors`, of which packed 4-bit integers are read.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class Scheme(ABC):
 
 @dataclass(frozen=True)
 class Fp8Scheme(Scheme):
-    """8-bit floats. `block` is the number of rows and columns per scale; None: one scale per tensor."""
+    """8-bit floats. `block` is the number of rows and columns per scale; None: one scale per tensor.
+
+    The scales of `w.weight` are `w.weight_scale_inv`, or `w.scale` in DeepSeek-V4's files, where 4-bit floats have
+    scales of the latter name."""
 
     # The scales of quantised activations.
     skip: ClassVar[tuple[str, ...]] = (r".*\.activation_scale",)
@@ -55,9 +59,17 @@ class Fp8Scheme(Scheme):
 
     def find(self, name: str, view: View) -> Fp8 | None:
         values = view(name)
-        if values is None or values.dtype.name != "float8_e4m3fn":
+        kind = None if values is None else values.dtype.name
+        if kind not in ("float8_e4m3fn", "int8"):
             return None
-        return Fp8(name, values, _required(view, f"{name}_scale_inv"), self.block)
+        other = f"{name.removesuffix('.weight')}.scale"
+        scales = view(other) if name.endswith(".weight") else None
+        if kind == "int8":
+            return None if scales is None else Fp4(other, values, scales)
+        if scales is not None:
+            return Fp8(other, values, scales, self.block)
+        inverse = f"{name}_scale_inv"
+        return Fp8(inverse, values, _required(view, inverse), self.block)
 
 
 @dataclass(frozen=True)
@@ -159,10 +171,11 @@ def _required(view: View, name: str) -> np.ndarray:
 
 
 class Fp8:
-    """A tensor float32[..., O, I]: 8-bit values times the scale of their block; the last blocks may be smaller."""
+    """A tensor float32[..., O, I]: 8-bit values times the scale of their block; the last blocks may be smaller. `name`
+    is that of the scales."""
 
     def __init__(self, name: str, values: np.ndarray, scales: np.ndarray, block: tuple[int, int] | None):
-        self.shape, stored = values.shape, f"{name}_scale_inv has shape {list(scales.shape)}"
+        self.shape, stored = values.shape, f"{name} has shape {list(scales.shape)}"
         if block is None:
             if scales.size != 1:
                 raise QuantizationError(f"{stored}, but without weight_block_size it is one number")
@@ -184,6 +197,32 @@ class Fp8:
             low, high = max(row * height, rows.start) - rows.start, min((row + 1) * height, rows.stop) - rows.start
             out[..., low:high, :] *= scales[..., None, :]
         return out
+
+
+class Fp4:
+    """A tensor float32[O, I]: 4-bit floats times the scale of their GROUP of columns. `values` int8[O, I/2] has two of
+    them in a byte, the first in the low half; `scales` is a float [O, I/GROUP], and `name` is its name."""
+
+    def __init__(self, name: str, values: np.ndarray, scales: np.ndarray):
+        rows, columns = values.shape[0], 2 * values.shape[-1]
+        expected = (rows, math.ceil(columns / GROUP))
+        if values.ndim != 2 or scales.shape != expected:
+            raise QuantizationError(
+                f"{name} has shape {list(scales.shape)}, expected {list(expected)}: one for each {GROUP} columns of a "
+                f"row of 4-bit floats int8{list(values.shape)}"
+            )
+        self.shape = (rows, columns)
+        self._values, self._scales = values.view(np.uint8), scales
+
+    def __getitem__(self, index: Index) -> np.ndarray:
+        rows, columns = (slice(*part.indices(n)) for part, n in zip(index, self.shape, strict=True))
+        first, last = columns.start // 2, math.ceil(columns.stop / 2)
+        codes = self._values[rows, first:last]
+        pairs = np.stack([FP4[codes & 15], FP4[codes >> 4]], axis=-1)
+        start = columns.start - 2 * first
+        values = pairs.reshape(len(codes), 2 * codes.shape[1])[:, start : start + columns.stop - columns.start]
+        group_of_column = np.arange(columns.start, columns.stop) // GROUP
+        return values * self._scales[rows].astype(np.float32)[:, group_of_column]
 
 
 class Mxfp4:
@@ -258,5 +297,5 @@ class Int4:
         return values * self._scales[rows].astype(np.float32)[:, group_of_column]
 
 
-Quantized = Fp8 | Mxfp4 | Int4
+Quantized = Fp8 | Fp4 | Mxfp4 | Int4
 """A weight of a file: `shape`, and float32 slices of it by index."""

@@ -13,7 +13,17 @@ import policy
 from policy import families
 from policy.huggingface import model_directory, names
 from policy.huggingface.model_directory import ModelFileError
-from policy.huggingface.quantized import Fp8, Fp8Scheme, Int4, Int4Scheme, Mxfp4, Mxfp4Scheme, QuantizationError, scheme
+from policy.huggingface.quantized import (
+    Fp4,
+    Fp8,
+    Fp8Scheme,
+    Int4,
+    Int4Scheme,
+    Mxfp4,
+    Mxfp4Scheme,
+    QuantizationError,
+    scheme,
+)
 
 RNG = np.random.default_rng(0)
 
@@ -29,6 +39,26 @@ def mxfp4_pair(leading, outputs, inputs):
     """(blocks, scales) of every code, at scales that float32 holds."""
     blocks = RNG.integers(0, 256, (*leading, outputs, inputs // 32, 16)).astype(np.uint8)
     return blocks, RNG.integers(100, 140, blocks.shape[:-1]).astype(np.uint8)
+
+
+def fp4_pair(rows, columns):
+    """(values, scales) of every code, at powers of two."""
+    values = RNG.integers(-128, 128, (rows, columns // 2)).astype(np.int8)
+    exponents = RNG.integers(100, 140, (rows, -(-columns // 32))).astype(np.uint8)
+    return values, exponents.view(ml_dtypes.float8_e8m0fnu)
+
+
+def fp4_one_by_one(values, scales):
+    """By the definition: two values in a byte, the first in its low half."""
+    rows, columns = values.shape[0], 2 * values.shape[1]
+    sizes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    result = np.empty((rows, columns), np.float32)
+    for row, column in np.ndindex(rows, columns):
+        byte = int(values[row, column // 2]) % 256
+        code = byte // 16 if column % 2 else byte % 16
+        exponent = int(scales.view(np.uint8)[row, column // 32]) - 127
+        result[row, column] = (-1 if code >= 8 else 1) * sizes[code % 8] * 2.0**exponent
+    return result
 
 
 def int4_tensors(rows, columns, group):
@@ -113,6 +143,23 @@ def test_fp8_equals_transformers():
         }
     )
     np.testing.assert_array_equal(Fp8("w", values, scales, (128, 128))[:, :], theirs["weight"].numpy())
+
+
+@pytest.mark.parametrize("shape", [(5, 96), (1, 64), (3, 40)])
+def test_fp4_is_what_its_codes_say(shape):
+    values, scales = fp4_pair(*shape)
+    assert_every_slice(Fp4("w", values, scales), fp4_one_by_one(values, scales))
+
+
+def test_fp4_equals_transformers():
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    values, scales = fp4_pair(7, 96)
+    theirs = Fp8Dequantize(None)._dequantize_one(
+        torch.tensor(values), torch.tensor(scales.view(np.uint8)).view(torch.float8_e8m0fnu), torch.float32
+    )
+    np.testing.assert_array_equal(Fp4("w", values, scales)[:, :], theirs.numpy())
 
 
 def test_mxfp4_is_what_its_codes_say():
@@ -240,6 +287,32 @@ def test_a_model_of_fp8_weights_loads_as_the_dequantised_one_and_is_saved_withou
     policy.save(model, tmp_path / "out")
     assert "quantization" not in (tmp_path / "out" / "config.json").read_text()
     assert_same(model, policy.load(tmp_path / "out"))
+
+
+def test_weights_of_8_and_of_4_bits_whose_scales_end_in_scale_load_as_the_dequantised_ones(fp8_model):
+    """As in DeepSeek-V4's files: projections of 8 bits, experts of 4 bits, scales that are powers of two."""
+    directory, state, dense = fp8_model
+    state, expected = dict(state), load_file(dense / model_directory.SINGLE)
+    for name in expected:
+        scales = f"{name.removesuffix('.weight')}.scale"
+        if ".mlp.experts." in name:
+            state.pop(f"{name}_scale_inv")
+            state[name], state[scales] = fp4_pair(*expected[name].shape)
+            expected[name] = fp4_one_by_one(state[name], state[scales])
+        elif f"{name}_scale_inv" in state:
+            state[scales] = state.pop(f"{name}_scale_inv").astype(ml_dtypes.float8_e8m0fnu)
+            expected[name] = fp8_by_repetition(state[name], state[scales].astype(np.float32), BLOCK)
+    save_file(state, directory / model_directory.SINGLE)
+    save_file(expected, dense / model_directory.SINGLE)
+    assert_same(policy.load(dense), policy.load(directory))
+    name = "model.layers.1.mlp.experts.0.up_proj"
+    save_file(state | {f"{name}.scale": state[f"{name}.scale"][:, :0]}, directory / model_directory.SINGLE)
+    with pytest.raises(ModelFileError, match=rf"{name}.scale has shape .24, 0., expected .24, 1.: one for each 32"):
+        policy.load(directory)
+    state.pop(f"{name}.scale")
+    save_file(state, directory / model_directory.SINGLE)
+    with pytest.raises(ModelFileError, match=f"{name}.weight is I8: neither a float nor quantised"):
+        policy.load(directory)
 
 
 def test_faults_of_fp8_files_are_named(fp8_model):
