@@ -9,28 +9,23 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-import string
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from rewards import RewardError, registry
 from rl.config.data import DataOptions, RewardSettings
 from rl.data import media
-from rl.data.encoded import Example, Messages
-from rl.data.rows import Malformed, folder_of, read_rows
-from rl.errors import ConfigError, DataError
+from rl.data.encoded import Example
+from rl.data.rows.files import Malformed
+from rl.data.rows.forms import MissingColumn, RowReader, read_example, read_pair
+from rl.data.rows.sources import folder_of, read_rows
+from rl.errors import DataError
 from rollout.media.processors import Processors
 
-RowReader = Callable[[str, dict[str, Any], DataOptions], Example]
-"""(where, row, options) -> Example."""
 _SHOWN = 20
 """Most rows in one error message."""
-_RESERVED = ("prompt", "prompts", "completion", "completions", "messages")
-"""Columns that rewards do not receive, because the run passes arguments of these names."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,7 @@ def load(
                 examples.append(media.refuse(example, row, base))
             else:
                 examples.append(media.with_references(example, row, base, processors))
-        except _MissingColumn as error:
+        except MissingColumn as error:
             raise DataError(f"{where}: {error}") from None
         except ValueError as error:
             problems.add(where, str(error))
@@ -136,9 +131,6 @@ def check_lengths(dataset: Dataset, length: Callable[[Example], int], longest: i
     problems.raise_if_any()
 
 
-# Rows to examples
-
-
 def missing_columns(settings: RewardSettings, examples: Iterable[Example]) -> Iterator[str]:
     """Yields a line for each reward that needs a column which the examples lack: one for each set of columns."""
     first: dict[frozenset[str], Example] = {}
@@ -150,10 +142,6 @@ def missing_columns(settings: RewardSettings, examples: Iterable[Example]) -> It
                 registry.check(function.name, function.options, columns)
             except RewardError as error:
                 yield f"{example.where}: {error}"
-
-
-class _MissingColumn(ValueError):
-    """A row lacks a column that the options ask for."""
 
 
 class _Problems:
@@ -180,144 +168,3 @@ def _task_columns(options: DataOptions) -> DataOptions:
         return options
     columns = type(options.columns).model_validate({})
     return options.model_copy(update={"columns": columns})
-
-
-def read_example(where: str, row: dict[str, Any], options: DataOptions, demonstrations: bool = False) -> Example:
-    """Reads a row with a prompt or a conversation. Raises ValueError for a row that is malformed."""
-    names = options.columns
-    columns = {key: value for key, value in row.items() if key not in _RESERVED}
-    is_conversation = names.messages in row and options.prompt_template is None and names.prompt not in row
-    if is_conversation:
-        messages = _with_system(_messages(row[names.messages], names.messages), options)
-        answered = messages[-1]["role"] == "assistant"
-        if answered and len(messages) == 1:
-            raise ValueError(f"`{names.messages}` holds an answer only")
-        if demonstrations and not answered:
-            raise ValueError(f"the last of `{names.messages}` must be the assistant's, to learn from")
-        prompt, full = (messages[:-1], messages) if answered else (messages, None)
-        return Example(prompt, messages=full, columns=columns, where=where)
-    prompt = _prompt(row, options)
-    if names.completion not in row or row[names.completion] is None:
-        if demonstrations:
-            raise _missing(names.completion, row, "demonstrations need it; set data.columns.completion=COLUMN")
-        return Example(prompt, columns=columns, where=where)
-    completion = row[names.completion]
-    if isinstance(completion, str):
-        if demonstrations and not completion:
-            raise ValueError(f"`{names.completion}` is empty")
-        return Example(prompt, completion, columns=columns, where=where)
-    answer = _messages(completion, names.completion)
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if answer[-1]["role"] != "assistant":
-        raise ValueError(f"the last message of `{names.completion}` must be the assistant's")
-    return Example([*prompt, *answer[:-1]], messages=[*prompt, *answer], columns=columns, where=where)
-
-
-def read_pair(where: str, row: dict[str, Any], options: DataOptions) -> Example:
-    """Reads a preference. Without a prompt, the answers are full conversations; the prompt is their common start."""
-    names = options.columns
-    chosen, rejected = _answer(row, names.chosen), _answer(row, names.rejected)
-    both = f"`{names.chosen}` and `{names.rejected}`"
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        raise ValueError(f"{both} must both be texts, or both lists of messages")
-    if chosen == rejected:
-        raise ValueError(f"{both} are equal: there is nothing to learn from this pair")
-    if names.prompt in row or options.prompt_template is not None or isinstance(chosen, str):
-        prompt = _prompt(row, options)
-        if isinstance(prompt, str) and not isinstance(chosen, str):
-            prompt = [{"role": "user", "content": prompt}]
-    else:
-        shared = next(i for i, (one, other) in enumerate(itertools.zip_longest(chosen, rejected)) if one != other)
-        if shared == 0:
-            raise ValueError(f"{both} do not begin with the same message, and there is no `{names.prompt}`")
-        if shared == min(len(chosen), len(rejected)):
-            raise ValueError(f"one of {both} is the beginning of the other, and there is no `{names.prompt}`")
-        prompt, chosen, rejected = _with_system(chosen[:shared], options), chosen[shared:], rejected[shared:]
-    return Example(prompt, pair=(chosen, rejected), margin=_margin(row, names.margin), where=where)
-
-
-def _answer(row: dict[str, Any], name: str) -> str | Messages:
-    if name not in row:
-        raise _missing(name, row, "pairs need it; set data.columns.chosen=COLUMN and data.columns.rejected=COLUMN")
-    if row[name] is None or row[name] == "":
-        raise ValueError(f"`{name}` is empty")
-    if isinstance(row[name], str):
-        return row[name]
-    answer = _messages(row[name], name)
-    if answer[-1]["role"] != "assistant":
-        raise ValueError(f"the last message of `{name}` must be the assistant's")
-    return answer
-
-
-def _margin(row: dict[str, Any], name: str) -> float:
-    """Returns the margin as a number, also from the text of a CSV file; 0 if the row has none."""
-    if row.get(name) is None:
-        return 0.0
-    try:
-        margin = float(row[name])
-    except (TypeError, ValueError):
-        margin = math.nan
-    if not math.isfinite(margin):
-        raise ValueError(f"`{name}` must be a finite number, got {row[name]!r}")
-    return margin
-
-
-def _prompt(row: dict[str, Any], options: DataOptions) -> str | Messages:
-    name = options.columns.prompt
-    if options.prompt_template is not None:
-        prompt: Any = _filled(options.prompt_template, row)
-    elif name not in row:
-        raise _missing(name, row, "set data.columns.prompt=COLUMN")
-    else:
-        prompt = row[name]
-    if not isinstance(prompt, str):
-        prompt = _messages(prompt, name)
-    elif not prompt:
-        raise ValueError(f"`{name}` is empty")
-    elif options.chat or options.system is not None:
-        prompt = [{"role": "user", "content": prompt}]
-    return prompt if isinstance(prompt, str) else _with_system(prompt, options)
-
-
-def _with_system(messages: Messages, options: DataOptions) -> Messages:
-    if options.system is None or messages[0]["role"] == "system":
-        return messages
-    return [{"role": "system", "content": options.system}, *messages]
-
-
-def _filled(template: str, row: dict[str, Any]) -> str:
-    """Replaces each {column} of `template`. Accepts plain names only, so that a template cannot read attributes."""
-    parts = []
-    try:
-        fields = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise ConfigError(f"data.prompt_template: {error}; write {{{{ for a brace") from None
-    for text, name, specification, conversion in fields:
-        parts.append(text)
-        if name is None:
-            continue
-        if specification or conversion or not name.isidentifier():
-            raise ConfigError(f"data.prompt_template: {{{name}}} is not the name of a column; write {{{{ for a brace")
-        if name not in row:
-            raise _missing(name, row, "data.prompt_template asks for it")
-        parts.append(str(row[name]))
-    return "".join(parts)
-
-
-def _missing(name: str, row: dict[str, Any], why: str) -> _MissingColumn:
-    only = next(iter(row)) if len(row) == 1 else ""
-    if mark := next((mark for mark in ";\t|" if mark in only), None):
-        why = f"its only column has {mark!r} in its name; separate the columns of a CSV file with commas"
-    return _MissingColumn(f"no column `{name}` (columns: {', '.join(f'`{key}`' for key in row) or 'none'}); {why}")
-
-
-def _messages(value: Any, name: str) -> Messages:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"`{name}` must be a text or a list of messages, got {type(value).__name__}")
-    for number, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"`{name}`: message {number} must be a mapping with `role` and `content`")
-        if not isinstance(message.get("content"), (str, list)):  # lists of parts: rl/data/media.py
-            raise ValueError(f"`{name}`: the content of message {number} must be a text")
-    return [dict(message) for message in value]

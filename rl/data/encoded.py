@@ -28,6 +28,7 @@ class Example:
         rewards/workers/media.py.
     where: place of the row for messages, e.g. file:line.
     references: pictures and sounds of the conversation, those of a kind in the order of their parts.
+    tools: JSON schemas of the tools that the chat template describes, or None.
     """
 
     prompt: str | Messages
@@ -38,6 +39,7 @@ class Example:
     columns: dict[str, Any] = field(default_factory=dict)
     where: str = ""
     references: tuple[Reference, ...] = ()
+    tools: list[dict[str, Any]] | None = None
 
 
 class Row(NamedTuple):

@@ -29,9 +29,9 @@ class ExampleEncoder:
         """Returns (token ids of the prompt, its pictures and sounds)."""
         processors = self._processors(example, example.prompt)
         if processors is None:
-            return chat.render_prompt(self.tokenizer, example.prompt), None
+            return chat.render_prompt(self._tokenizer(example), example.prompt), None
         assert not isinstance(example.prompt, str)  # references stand in messages
-        expanded = expand.expand_prompt(self.tokenizer, example.prompt, example.references, processors)
+        expanded = expand.expand_prompt(self._tokenizer(example), example.prompt, example.references, processors)
         return self._checked(expanded).tokens.tolist(), expanded
 
     def demonstration(self, example: Example, train_on: str) -> Row:
@@ -39,26 +39,35 @@ class ExampleEncoder:
         messages = example.messages
         processors = self._processors(example, example.prompt if messages is None else messages)
         if processors is None:
-            return Row(*chat.encode_example(self.tokenizer, example.prompt, example.completion, messages, train_on))
+            return Row(
+                *chat.encode_example(self._tokenizer(example), example.prompt, example.completion, messages, train_on)
+            )
         if messages is None:
             if example.completion is None:
                 raise ValueError("a demonstration needs a completion or messages")
             messages = _answered(example, example.completion)
             train_on = "all" if train_on == "all" else "last_turn"
         return self._row(
-            *expand.expand_demonstration(self.tokenizer, messages, example.references, processors, train_on)
+            *expand.expand_demonstration(self._tokenizer(example), messages, example.references, processors, train_on)
         )
 
     def answer(self, example: Example, answer: str | Messages) -> Row:
         """Returns the prompt of an example with this answer to it; the answer is trained on."""
         processors = self._processors(example, example.prompt)
         if processors is None:
-            return Row(*chat.encode_answer(self.tokenizer, example.prompt, answer))
+            return Row(*chat.encode_answer(self._tokenizer(example), example.prompt, answer))
         return self._row(
             *expand.expand_conversation(
-                self.tokenizer, _answered(example, answer), example.references, processors, len(example.prompt)
+                self._tokenizer(example),
+                _answered(example, answer),
+                example.references,
+                processors,
+                len(example.prompt),
             )
         )
+
+    def _tokenizer(self, example: Example) -> Any:
+        return self.tokenizer if example.tools is None else chat.with_variables(self.tokenizer, tools=example.tools)
 
     def _processors(self, example: Example, texts: str | Messages) -> Processors | None:
         """Returns the processors for an example with pictures or sounds, None for one of text. Raises MediaError for a

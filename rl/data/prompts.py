@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any, NamedTuple
 from rl.data import media
 from rl.data.encoded import Example, Problem
 from rl.data.encoding import ExampleEncoder
+from rl.data.rows.files import Malformed, parse_row, problem_of
+from rl.data.rows.messages import read_messages, read_tools
 from rl.errors import DataError
 
 
@@ -40,21 +41,21 @@ def _prompts(file: str) -> Iterator[Prompt]:
         raise DataError(f"--prompts {file}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"--prompts {file}: not UTF-8 (byte {error.start}); save the file as UTF-8") from None
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         if line.strip():
             where = f"{file}:{number}"
-            yield Prompt(where, _row(where, line) if file.endswith(".jsonl") else {"prompt": line})
+            row = _row(where, line) if file.endswith(".jsonl") else {"prompt": line}
+            if (problem := problem_of(row)) is not None:
+                raise DataError(f"{where}: {problem}")
+            yield Prompt(where, row)
 
 
 def _row(where: str, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        prompt = row["prompt"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise DataError(f"{where}: not an object with `prompt`") from None
-    messages = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
-    if not prompt or not (messages or isinstance(prompt, str)):
-        raise DataError(f"{where}: `prompt` is neither a text nor a list of messages with role and content")
+    row = parse_row(line)
+    if isinstance(row, Malformed):
+        raise DataError(f"{where}: {row.text}")
+    if not row.get("prompt"):
+        raise DataError(f"{where}: not an object with `prompt`, a text or a list of messages")
     return row
 
 
@@ -67,7 +68,11 @@ def problems(prompts: Sequence[Prompt], encoder: ExampleEncoder, base: Path) -> 
     result = []
     for where, row in prompts:
         try:
-            example = Example(row["prompt"], where=where)
+            prompt = row["prompt"]
+            if not isinstance(prompt, str):
+                prompt = read_messages(prompt, "prompt")
+            tools = None if isinstance(prompt, str) else read_tools(row.get("tools"))
+            example = Example(prompt, where=where, tools=tools)
             if encoder.processors is None:
                 media.refuse_media(example, row, base)
             else:

@@ -6,25 +6,23 @@ is an example of its own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl.data import datasets
 from rl.data.encoded import Row
+from rl.data.rows.forms import label_of, read_labelled
 from rl.stages import inputs, supervised
 from rl.stages.configured import ConfigProblems
 from rl.stages.shapes import abstract_batch
 from rl.stages.supervised import documents_of
 
 if TYPE_CHECKING:
-    from rl.config.data import DataOptions
-    from rl.data.datasets import Example
+    from rl.data.encoded import Example
     from rl.data.reader import DataReader
     from rl.media import Documents
     from rl.training.batch import Batch
 
-_LABELS = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0}
 Answer = tuple[Row, float]
 """(row of a prompt with its answer, label: 1 for a good answer, 0 for a bad one)."""
 
@@ -54,12 +52,12 @@ class Stage(supervised.Stage):
                     (reader.answer(example, each), label) for each, label in zip(example.pair, (1.0, 0.0), strict=True)
                 ]
             answer = example.messages[-1:] if example.messages else example.completion
-            return [(reader.answer(example, answer), _LABELS[_key(example.columns["label"])])]
+            return [(reader.answer(example, answer), label_of(example))]
 
         def length(answers: list[Answer]) -> int:
             return max(len(row.ids) for row, _ in answers)
 
-        self.rows = reader.rows(self.data, ("answers",), encode, length, read=read_answer)
+        self.rows = reader.rows(self.data, ("answers",), encode, length, read=read_labelled)
         counts = {len(answers) for answers in self.rows.own}
         self.answers_per_example = max(max(each, default=0) for each in processes.all_gather_object(counts))
         self.prepare_rewards(reader, [])
@@ -81,19 +79,6 @@ class Stage(supervised.Stage):
     def complete(self, data: inputs.StepData) -> None:
         if "old_logp" in self.inputs:
             data.batch = with_kl(data.batch)
-
-
-def read_answer(where: str, row: dict[str, Any], options: DataOptions) -> Example:
-    """Reads a labelled answer, or a pair where there is no label. Raises ValueError for a row that is malformed."""
-    if "label" not in row and options.columns.chosen in row:
-        return datasets.read_pair(where, row, options)
-    if _key(row.get("label")) not in _LABELS:
-        raise ValueError(f"`label` must be true or false (1 or 0), got {row.get('label')!r}")
-    return datasets.read_example(where, row, options, demonstrations=True)
-
-
-def _key(label: Any) -> Any:
-    return label.strip().lower() if isinstance(label, str) else label
 
 
 def sequences_of(answers: list[Row], max_length: int, rotate: int | None) -> list[list[Row]]:

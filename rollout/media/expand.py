@@ -118,6 +118,7 @@ def expand_demonstration(
     tokenizer: Any, messages: Messages, references: Sequence[Reference], processors: Processors, train_on: str
 ) -> Masked:
     """Converts a conversation that ends with the assistant; train_on: as in `chat.encode_example`."""
+    chat.refuse_weights(messages, train_on)
     first = len(messages) - 1 if train_on == "last_turn" else 0
     expanded, mask = expand_conversation(tokenizer, messages, references, processors, first)
     if train_on == "all":

@@ -6,6 +6,7 @@ sequence, and a template's marker may occur in a message.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ def render_prompt(tokenizer: Any, prompt: str | Messages, add_generation_prompt:
 def render_conversation(tokenizer: Any, messages: Messages, first: int = 0) -> tuple[list[int], list[int]]:
     """Converts a conversation to (ids, mask). The mask is 1 on the tokens of the assistant, its end of turn included.
 
-    first: the number of the message from which on turns of the assistant count.
+    first: the number of the message from which on turns of the assistant count. A turn with `weight: 0` does not.
 
     Raises ChatError if the template drops or rewrites a turn of the assistant.
     """
@@ -64,7 +65,10 @@ def assistant_spans(tokenizer: Any, messages: Messages, first: int = 0) -> tuple
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= first]
     if not turns:
         raise ChatError("the conversation has no turn of the assistant")
-    return text, [_span(tokenizer, messages, number, text) for number in turns]
+    trained = [number for number in turns if messages[number].get("weight") != 0]
+    if not trained:
+        raise ChatError("all turns of the assistant have weight 0 (train: false), so none is trained on")
+    return text, [_span(tokenizer, messages, number, text) for number in trained]
 
 
 def mask_of(spans: Sequence[tuple[int, int]], starts: Iterable[int]) -> list[int]:
@@ -90,15 +94,26 @@ def encode_example(
 
     train_on: "assistant"; "last_turn", the last turn of `messages` only; or "all", every token but the first.
 
-    Raises ValueError without completion and messages, ChatError as render_conversation.
+    Raises ValueError without completion and messages, ChatError as render_conversation, and for a turn with
+    `weight: 0` where every token is trained on.
     """
     if messages is not None:
+        refuse_weights(messages, train_on)
         ids, mask = render_conversation(tokenizer, messages, first=len(messages) - 1 if train_on == "last_turn" else 0)
     elif completion is None:
         raise ValueError("a demonstration needs a completion or messages")
     else:
         ids, mask = encode_answer(tokenizer, prompt, completion)
     return ids, all_but_first(len(ids)) if train_on == "all" else mask
+
+
+def refuse_weights(messages: Messages, train_on: str) -> None:
+    """Raises ChatError for a turn with `weight: 0` under `train_on: all`, which trains on every token."""
+    if train_on == "all" and any(message.get("weight") == 0 for message in messages):
+        raise ChatError(
+            "a turn has weight 0 (train: false), but algorithm.train_on=all trains on every token; set "
+            "algorithm.train_on=assistant or remove the weight"
+        )
 
 
 def all_but_first(length: int) -> list[int]:
@@ -131,14 +146,38 @@ def render_text(tokenizer: Any, messages: Messages, add_generation_prompt: bool)
         )
     from jinja2 import TemplateError
 
+    variables = _variables(tokenizer)
+    if variables.get("tools") and not _reads_tools(templates):
+        raise ChatError(
+            "the row has tools, but the chat template does not write them; set tokenizer.chat_template=FILE to one that "
+            "does, or give the column another name"
+        )
     try:
         return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables
         )
     except TemplateError as error:
         raise ChatError(f"the chat template refuses the conversation: {error}") from None
     except Exception as error:  # a template is a program, which fails in any way, such as None + "text"
         raise ChatError(f"the chat template fails: {type(error).__name__}: {error}") from None
+
+
+def with_variables(tokenizer: Any, **variables: Any) -> Any:
+    """Returns the tokenizer with variables of its chat template, such as `tools`, besides those that it has."""
+    other = copy.copy(tokenizer)
+    other.template_variables = {**_variables(tokenizer), **variables}
+    return other
+
+
+def _variables(tokenizer: Any) -> dict[str, Any]:
+    return getattr(tokenizer, "template_variables", {})
+
+
+def _reads_tools(templates: str | dict[str, str]) -> bool:
+    """Returns whether the template that transformers takes for a conversation with tools reads the variable `tools`."""
+    if isinstance(templates, dict):
+        templates = templates.get("tool_use", templates["default"])
+    return "tools" in templates
 
 
 def _span(tokenizer, messages: Messages, turn: int, text: str) -> tuple[int, int]:

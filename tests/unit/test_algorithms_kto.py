@@ -9,7 +9,8 @@ import pytest
 import rl.algorithms
 from rl.config.data import DataOptions
 from rl.data.encoded import Row
-from rl.stages.unpaired import batch_of, read_answer, sequences_of, with_kl
+from rl.data.rows.forms import label_of, read_labelled
+from rl.stages.unpaired import batch_of, sequences_of, with_kl
 
 LABELS = np.array([1.0, 0.0, 1.0, 0.0], np.float32)
 MASK = np.array([[0, 1, 1], [0, 1, 0], [1, 1, 1], [0, 0, 1]], np.float32)
@@ -61,7 +62,11 @@ def test_each_prompt_has_the_answer_of_the_row_before_it_in_the_same_update():
 def test_a_label_is_read_and_a_pair_is_two_answers():
     options = DataOptions(path="rows.jsonl")
     row = {"prompt": "p", "completion": "c"}
-    assert read_answer("f:1", row | {"label": "True"}, options).columns["label"] == "True"
-    assert read_answer("f:1", {"prompt": "p", "chosen": "a", "rejected": "b"}, options).pair == ("a", "b")
-    with pytest.raises(ValueError, match="label"):
-        read_answer("f:1", row | {"label": 2}, options)
+    for label, number in (("True", 1.0), (" 0 ", 0.0), (False, 0.0), (1, 1.0)):
+        assert label_of(read_labelled("f:1", row | {"label": label}, options)) == number
+    assert read_labelled("f:1", {"prompt": "p", "chosen": "a", "rejected": "b"}, options).pair == ("a", "b")
+    for wrong in (2, [True], {"a": 1}, None, "good"):
+        with pytest.raises(ValueError, match="`label` must be true or false"):
+            read_labelled("f:1", row | {"label": wrong}, options)
+    with pytest.raises(ValueError, match="no column `label`"):
+        read_labelled("f:1", row, options)

@@ -6,6 +6,7 @@ import pytest
 from rl.config.data import DataOptions
 from rl.data import datasets
 from rl.data.datasets import load, order
+from rl.data.rows.forms import read_labelled
 from rl.errors import ConfigError, DataError
 
 
@@ -208,3 +209,212 @@ def test_a_pair_without_a_preference_is_named():
     assert "no column `prompt`" in error(
         DataError, path=jsonl("d.jsonl", [{"chosen": "ab", "rejected": "ac"}]), pairs=True
     )
+
+
+SYSTEM, OTHER = say("system", "be kind"), say("user", "ha")
+
+
+def only(row: dict, **values):
+    """Returns the example of a row, read by keywords of `load`."""
+    keywords = {key: values.pop(key) for key in ("demonstrations", "pairs", "read") if key in values}
+    return load(options(path=jsonl("one.jsonl", [row]), **values), **keywords)[0]
+
+
+@pytest.mark.parametrize("prompt", ["hi", "hi\n", [ASKED]])
+@pytest.mark.parametrize("system", [[], [SYSTEM]])
+def test_an_answer_that_repeats_the_prompt_is_read_once(prompt, system):
+    full = [*system, ASKED, GOOD]
+    pair = only({"prompt": prompt, "chosen": full, "rejected": [*system, ASKED, BAD]}, pairs=True)
+    assert [message["role"] for message in pair.prompt] == [*(each["role"] for each in system), "user"]
+    assert pair.pair == ([GOOD], [BAD])
+    for form in ({"demonstrations": True}, {"read": read_labelled}):
+        example = only({"prompt": prompt, "completion": full, "label": True}, **form)
+        assert [message["role"] for message in example.messages] == [*(m["role"] for m in system), "user", "assistant"]
+        assert example.prompt == example.messages[:-1]
+
+
+def test_the_system_message_of_the_data_comes_before_that_of_the_options():
+    row = {"prompt": "hi", "chosen": [SYSTEM, ASKED, GOOD], "rejected": [SYSTEM, ASKED, BAD]}
+    assert only(row, pairs=True, system="be brief").prompt == [SYSTEM, ASKED]
+
+
+def test_an_answer_goes_on_after_a_prompt_that_ends_with_the_assistant():
+    example = only({"prompt": [ASKED, GOOD], "completion": [OTHER, BAD]}, demonstrations=True)
+    assert example.messages == [ASKED, GOOD, OTHER, BAD]
+
+
+def test_answers_that_neither_follow_the_prompt_nor_repeat_it_are_refused():
+    rows = [
+        {"prompt": "hi", "chosen": [OTHER, GOOD], "rejected": [OTHER, BAD]},
+        {"prompt": [SYSTEM, ASKED], "chosen": [say("system", "x"), ASKED, GOOD], "rejected": [BAD]},
+        {"prompt": "hi", "chosen": [SYSTEM, ASKED, GOOD], "rejected": [ASKED, BAD]},
+        {"prompt": "hi", "chosen": [ASKED, GOOD], "rejected": [GOOD]},
+    ]
+    said = error(DataError, path=jsonl("bad.jsonl", rows), pairs=True).splitlines()
+    texts = ("not the prompt's", "another system message", "the same system message", "are equal")
+    assert [text in line for text, line in zip(texts, said, strict=True)] == [True] * 4, said
+    completion = [{"prompt": "hi", "completion": [OTHER, GOOD]}]
+    assert "data.columns.prompt=none" in error(DataError, path=jsonl("sft.jsonl", completion), demonstrations=True)
+    conversations = load(options(path=jsonl("p.jsonl", rows[:1]), columns={"prompt": "none"}), pairs=True)
+    assert conversations[0].prompt == [OTHER]
+
+
+def test_messages_next_to_a_prompt_are_the_demonstration():
+    row = {"prompt": "hi", "prompt_id": "7", "messages": [ASKED, GOOD]}  # ultrachat_200k
+    assert only(row, demonstrations=True).messages == [ASKED, GOOD]
+    assert only(row).prompt == "hi"
+
+
+def test_rows_of_sharegpt_are_read():
+    turns = [{"from": "system", "value": "be kind"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
+    assert only({"conversations": turns}, demonstrations=True).messages == [SYSTEM, ASKED, GOOD]
+    row = {"conversations": turns[:2], "chosen": turns[2], "rejected": {"from": "gpt", "value": "hu"}}
+    pair = only(row, pairs=True)
+    assert (pair.prompt, pair.pair) == ([SYSTEM, ASKED], ([GOOD], [BAD]))
+    unknown = [{"conversations": [{"from": "bard", "value": "hi"}]}]
+    assert "from 'bard'; there are human" in error(DataError, path=jsonl("s.jsonl", unknown))
+
+
+def test_calls_of_tools_are_read_in_the_form_of_openai_and_of_arrow():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    messages = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, say("tool", "3"), GOOD]
+    for path in (jsonl("t.jsonl", [{"messages": messages}]), parquet("t.parquet", [{"messages": messages}])):
+        example = load(options(path=path), demonstrations=True)[0]
+        assert example.messages[0] == ASKED and "tool_calls" not in example.messages[3]
+        assert example.messages[1]["content"] == ""
+        assert example.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1, "b": 2}}
+    for wrong in ("{", "[1]"):
+        call["function"]["arguments"] = wrong
+        assert "`arguments` of add" in error(DataError, path=jsonl("w.jsonl", [{"messages": messages}]))
+    messages[1]["tool_calls"] = {"name": "add"}
+    assert "`tool_calls` must be a list" in error(DataError, path=jsonl("w.jsonl", [{"messages": messages}]))
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss_mask": 0}])
+def test_a_turn_with_weight_0_keeps_it(mark):
+    example = only({"messages": [ASKED, GOOD | mark, ASKED, GOOD | {"weight": 1}]}, demonstrations=True)
+    assert example.messages == [ASKED, GOOD | {"weight": 0}, ASKED, GOOD]
+    wrong = [{"messages": [ASKED | {"weight": 1}, GOOD]}, {"messages": [ASKED, GOOD | {"weight": 0.5}]}]
+    said = error(DataError, path=jsonl("w.jsonl", wrong)).splitlines()
+    assert "only turns of the assistant" in said[0] and "must be 0 or 1, got 0.5" in said[1]
+
+
+def test_rows_that_nothing_can_read_are_named():
+    deep = "[" * 101 + "]" * 101
+    rows = [
+        '{"prompt": "\\ud800"}',
+        '{"prompt": "a", "answer": {"b": ["\\udc00"]}}',
+        '{"prompt": "a", "n": ' + "9" * 5000 + "}",
+        '{"prompt": "a", "n": ' + deep + "}",
+        '{"prompt": "a", "n": ' + "[" * 10**5 + "]" * 10**5 + "}",
+        '{"prompt": "\\ud83d\\ude00"}',
+    ]
+    said = error(DataError, path=jsonl("bad.jsonl", rows)).splitlines()
+    assert [line.split(": ")[0] for line in said] == [f"bad.jsonl:{n}" for n in range(1, 6)]
+    texts = ("surrogate", "surrogate", "4,300 digits", "nested more than 100", "nested too deeply")
+    assert [text in line for text, line in zip(texts, said, strict=True)] == [True] * 5, said
+    for row, text in zip(rows[2:5:2], (texts[2], texts[4]), strict=True):
+        Path("bad.json").write_text(f"[{row}]")
+        assert text in error(DataError, path="bad.json")
+
+
+def test_a_csv_file_with_long_cells_odd_characters_and_empty_lines_is_read():
+    long = "x" * 140_000
+    Path("d.csv").write_text(f'prompt,answer\n{long},1\n\n"a \ufffd\n b",2\n', encoding="utf-8")
+    dataset = load(options(path="d.csv"))
+    assert [example.prompt for example in dataset] == [long, "a \ufffd\n b"]
+    Path("d.csv").write_bytes('prompt,answer\na,1\n"caf\u00e9\nb",2\nc,3\n'.encode("latin-1"))
+    assert error(DataError, path="d.csv") == "d.csv:4: not UTF-8 (byte 0xe9 at place 4); save the file as UTF-8"
+    Path("d.csv").write_text("prompt,answer,answer\na,1,2\n")
+    assert "d.csv:1: the header has the column `answer` twice" in error(DataError, path="d.csv")
+
+
+TYPED = [
+    {"prompt": "a", "answer": "007", "day": "2024-01-31", "none": "null", "float": "1e5"},
+    {"prompt": "b", "answer": "12", "day": "2024-02-01", "none": "NA", "float": "2"},
+]
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.csv", "d.tsv", "d.parquet"])
+def test_texts_stay_texts_in_a_file_and_in_a_folder(name):
+    import csv
+
+    Path("folder").mkdir()
+    file = Path("folder") / name
+    if file.suffix == ".parquet":
+        parquet(str(file), TYPED)
+    elif file.suffix in (".json", ".jsonl"):
+        file.write_text(json.dumps(TYPED) if file.suffix == ".json" else "\n".join(map(json.dumps, TYPED)))
+    else:
+        with file.open("w", newline="") as opened:
+            writer = csv.DictWriter(opened, TYPED[0], delimiter="\t" if file.suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(TYPED)
+    for path in (str(file), "folder"):
+        assert [{"prompt": e.prompt, **e.columns} for e in load(options(path=path))] == TYPED, path
+
+
+def test_all_files_of_a_folder_are_read_each_in_its_own_form():
+    for folder in ("both/a", "splits", "mixed"):
+        Path(folder).mkdir(parents=True)
+    jsonl("both/rows.jsonl", [{"prompt": "a"}])
+    Path("both/a/more.csv").write_text("prompt\nb\n")
+    Path("both/.hidden.jsonl").write_text("{")
+    Path("both/dataset_info.json").write_text("{}")
+    assert [(e.prompt, e.where) for e in load(options(path="both"))] == [
+        ("b", "both/a/more.csv:2"),
+        ("a", "both/rows.jsonl:1"),
+    ]
+    assert "no split 'test', there are train" in error(DataError, path="both", held_out=True)
+    jsonl("splits/train-00000-of-00002.jsonl", [{"prompt": "a"}])
+    jsonl("splits/train-00001-of-00002.jsonl", [{"prompt": "b"}])
+    jsonl("splits/train_hard-00000-of-00001.jsonl", [{"prompt": "c"}])
+    jsonl("splits/dev.jsonl", [{"prompt": "d"}])
+    assert [e.prompt for e in load(options(path="splits"))] == ["a", "b"]
+    assert [load(options(path="splits", split=name))[0].prompt for name in ("train_hard", "dev", "validation")] == [
+        *"cdd"
+    ]
+    jsonl("splits/extra.jsonl", [{"prompt": "e"}])
+    assert "extra.jsonl belongs to no split" in error(DataError, path="splits")
+    jsonl("mixed/a.jsonl", [{"prompt": "a"}])
+    Path("mixed/b.jsonl.gz").write_bytes(b"")
+    assert "a.jsonl and b.jsonl.gz; unpack the files" in error(DataError, path="mixed")
+
+
+def test_tools_of_a_row_of_messages_reach_the_template():
+    from rl.data.encoding import ExampleEncoder
+    from rollout.text.tokenizer import load_tokenizer
+
+    Path("chat.jinja").write_text(
+        "{{ tools | length if tools else 0 }}{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    )
+    tokenizer = load_tokenizer("bytes", chat_template="chat.jinja")
+    encoder = ExampleEncoder(tokenizer)
+    tool = {"type": "function", "function": {"name": "add", "description": None}}
+    for tools, count in (([tool], 1), (json.dumps([tool, tool]), 2), (None, 0), ([], 0)):
+        example = only({"messages": [ASKED, GOOD], "tools": tools}, demonstrations=True)
+        assert tokenizer.decode(encoder.demonstration(example, "assistant").ids) == f"{count}hi<eos>ho<eos>"
+        assert tokenizer.decode(encoder.prompt(example)[0]) == f"{count}hi<eos>"
+        pair = only({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "tools": tools}, pairs=True)
+        assert tokenizer.decode(encoder.answer(pair, pair.pair[1]).ids) == f"{count}hi<eos>hu<eos>"
+    assert only({"messages": [ASKED, GOOD], "tools": [tool]}).tools == [
+        {"type": "function", "function": {"name": "add"}}
+    ]
+    assert only({"prompt": "hi", "tools": "hammer"}).columns == {"tools": "hammer"}
+    wrong = jsonl("w.jsonl", [{"messages": [ASKED, GOOD], "tools": ["hammer"]}])
+    assert "`tools` must be a list of JSON schemas" in error(DataError, path=wrong)
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_prompts_of_a_file_are_lines_and_nothing_else(name):
+    from rl.data.prompts import read_prompts
+
+    lines = ["a\u2028b", "c\x0bd", "e"]
+    texts = lines if name.endswith(".txt") else [json.dumps({"prompt": text}, ensure_ascii=False) for text in lines]
+    Path(name).write_bytes(b"\xef\xbb\xbf" + "\r\n".join(texts).encode())
+    assert [(prompt.where, prompt.row["prompt"]) for prompt in read_prompts(name)] == [
+        (f"{name}:{number}", text) for number, text in enumerate(lines, start=1)
+    ]
+    Path("p.jsonl").write_text('{"prompt": "\\ud800"}')
+    with pytest.raises(DataError, match="p.jsonl:1: a text holds half of a surrogate pair"):
+        read_prompts("p.jsonl")

@@ -24,7 +24,7 @@ from rl.commands.cli import train_main
 from rl.config.data import DataOptions
 from rl.data import models
 from rl.data.hub import hub_name
-from rl.data.rows import read_rows
+from rl.data.rows.sources import read_rows
 from rl.data.tokenizer import read_tokenizer
 from rl.errors import ConfigError, ModelError
 from rl.reporting.viewer.tokens import TokenTexts

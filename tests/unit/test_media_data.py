@@ -28,8 +28,9 @@ from rl.config.data import EvaluationOptions
 from rl.data import media
 from rl.data.encoded import Problem
 from rl.data.reader import DataReader
+from rl.data.rows.forms import read_labelled
 from rl.errors import DataError
-from rl.stages.unpaired import _mismatched, read_answer
+from rl.stages.unpaired import _mismatched
 
 ONE, TWO = png(10), png(200, (24, 16))
 URI = "data:image/png;base64," + base64.b64encode(ONE).decode()
@@ -288,7 +289,7 @@ def test_an_answer_ends_with_what_the_assistant_writes(folder, reader):
     """The template writes a line break after the end of a turn, which no completion has."""
     row = {"prompt": "One <image>", "images": ["one.png"], "completion": "Yes.", "label": True}
     one = reader(lines(folder / "kto.jsonl", row, row | {"prompt": "<image> Other", "completion": "No."}))
-    shard = one.rows(one._config.data, ("x",), lambda e: one.answer(e, e.completion), len, read=read_answer)
+    shard = one.rows(one._config.data, ("x",), lambda e: one.answer(e, e.completion), len, read=read_labelled)
     first, second = shard.own
     assert one.tokenizer.decode(first.ids).endswith("Yes.<eos>") and len(first.media.tokens) == len(first.ids)
     mixed = _mismatched(first, second, 256)

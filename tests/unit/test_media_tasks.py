@@ -7,7 +7,7 @@ import pytest
 
 from rl.config.data import DataOptions
 from rl.data import tasks
-from rl.data.rows import read_rows
+from rl.data.rows.sources import read_rows
 from rl.data.tasks import pictures, tones
 from rollout.media.rows import normalise
 

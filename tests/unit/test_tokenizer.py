@@ -3,7 +3,7 @@ import json
 import pytest
 
 from policy.huggingface.tensorfiles import ModelFileError
-from rollout.text.chat import ChatError, encode_example, render_conversation, render_prompt
+from rollout.text.chat import ChatError, encode_example, render_conversation, render_prompt, with_variables
 from rollout.text.tokenizer import SPECIALS, load_tokenizer, stop_ids
 
 ALPHABET = "0123456789+-*= \n"
@@ -89,6 +89,39 @@ def test_other_templates_are_masked_by_position_or_refused(name, tmp_path):
     ids, mask = render_conversation(tokenizer, TALK)
     text = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
     assert text == learned
+
+
+def test_a_turn_with_weight_0_is_not_trained_on(tokenizer):
+    turns = [*TALK[:2], TALK[2] | {"weight": 0}, *TALK[3:]]
+    _, mask = render_conversation(tokenizer, TALK)
+    ids, weighted = render_conversation(tokenizer, turns)
+    _, before = render_conversation(tokenizer, TALK[:3])
+    assert sum(weighted) == sum(mask) - sum(before) > 0
+    assert not any(weighted[: len(before)]) and weighted[len(before) :] == mask[len(before) :]
+    with pytest.raises(ChatError, match="all turns of the assistant have weight 0"):
+        render_conversation(tokenizer, turns[:3])
+    with pytest.raises(ChatError, match="train_on=assistant"):
+        encode_example(tokenizer, turns[:-1], messages=turns, train_on="all")
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+WITH_TOOLS = "{% if tools %}{{ tools | map(attribute='function.name') | join }}|{% endif %}"
+
+
+def test_tools_reach_the_template_or_are_refused(tmp_path):
+    (tmp_path / "chat.jinja").write_text(WITH_TOOLS + "{% for m in messages %}{{ m.content }}<eos>{% endfor %}")
+    tokenizer = load_tokenizer("bytes", chat_template=tmp_path / "chat.jinja")
+    with_tools = with_variables(tokenizer, tools=TOOLS)
+    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    assert tokenizer.decode(render_prompt(with_tools, messages[:1])) == "add|1+1<eos>"
+    assert tokenizer.decode(render_prompt(tokenizer, messages[:1])) == "1+1<eos>"
+    ids, mask = render_conversation(with_tools, messages)
+    assert tokenizer.decode(ids) == "add|1+1<eos>2<eos>" and sum(mask) == 2
+    with pytest.raises(ChatError, match="the chat template does not write them"):
+        render_prompt(with_variables(load_tokenizer("bytes"), tools=TOOLS), messages[:1])
+    named = load_tokenizer("bytes")
+    named.chat_template = {"default": "no", "tool_use": WITH_TOOLS}
+    assert named.decode(render_prompt(with_variables(named, tools=TOOLS), messages[:1])) == "add|"
 
 
 def test_messages_need_a_chat_template(tokenizer):

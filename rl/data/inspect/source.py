@@ -4,7 +4,7 @@ process only (weights.py)."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from rl.data.inspect.finding import Finding
 from rl.data.inspect.reward_check import demonstrations_score
 from rl.data.inspect.stage_rows import Encoded, StageRows
 from rl.data.media import conflicts, decode_first, kinds_of, read_processors, with_lists
+from rl.data.rows.forms import read_labelled
 from rl.data.tokenizer import read_tokenizer
 from rl.errors import ConfigError, DataError
 from rollout.media.processors import Processors
@@ -160,7 +161,7 @@ def _stage(
     pairs = stage.kind in ("preference", "reward_model")
     form: dict[str, Any] = {"demonstrations": stage.kind == "supervised", "pairs": pairs}
     if stage.kind == "unpaired":
-        form = {"read": _read_labelled}
+        form = {"read": read_labelled}
     dataset = _loaded(options, encoder.processors, **form)
     examples = dataset.examples
     if encoder.processors is not None:
@@ -181,11 +182,6 @@ def _loaded(options: DataOptions, processors: Processors | None, **form: Any) ->
     """Loads a dataset in the `form` that `datasets.load` takes, with the columns that rewards get."""
     dataset = datasets.load(options, processors=processors, **form)
     return replace(dataset, examples=with_lists(dataset.examples, kinds_of(dataset)))
-
-
-def _read_labelled(where: str, row: dict[str, Any], options: Any) -> Example:
-    reader: Callable[..., Example] = datasets.read_pair if options.columns.chosen in row else datasets.read_example
-    return reader(where, row, options)
 
 
 def _encoded(stage: StageRows, example: Example, encoder: ExampleEncoder) -> list[Encoded]:

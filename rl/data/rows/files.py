@@ -1,0 +1,189 @@
+"""Reads data files: JSONL, JSON, CSV, TSV and Parquet. A value stays what the file says: a text stays a text."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl.errors import DataError
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """A row that cannot be read; `text` says why."""
+
+    text: str
+
+
+Rows = Iterator[tuple[str, dict[str, Any] | Malformed]]
+"""(place of the row for messages, the row)."""
+
+_DEEPEST = 100
+"""Most lists and objects inside each other in a row."""
+
+_LONGEST_CELL = 2**31 - 1
+"""Most characters of a cell of a CSV file. Python's own bound is 131,072, less than a long conversation."""
+
+
+def read_file(path: Path) -> Rows:
+    """Reads a data file by its suffix. Raises DataError for one that cannot be read."""
+    kind = path.suffix.lower()
+    if kind not in READERS:
+        raise DataError(f"{path}: unknown kind of file; there are {', '.join(READERS)}")
+    return READERS[kind](path)
+
+
+def problem_of(value: Any, depth: int = 0) -> str | None:
+    """Returns why no tokenizer and no reward can read a value; None: they can."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            wrong = f"{value[error.start]!r} at character {error.start} of {value[:20]!r}"
+            return f"a text holds half of a surrogate pair ({wrong}); remove it or write the full character"
+    elif isinstance(value, (dict, list, tuple)):
+        if depth > _DEEPEST:
+            return f"nested more than {_DEEPEST} deep"
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return next((problem for part in parts if (problem := problem_of(part, depth + 1)) is not None), None)
+    return None
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of a file. `problem`: why its bytes are not UTF-8; None: they are."""
+
+    number: int
+    text: str
+    problem: str | None = None
+
+
+def _lines(path: Path) -> Iterator[_Line]:
+    """Yields the lines of a file. Bytes that are not UTF-8 spoil only their own line."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            encoding = "utf-8-sig" if number == 1 else "utf-8"
+            try:
+                yield _Line(number, raw.decode(encoding))
+            except UnicodeDecodeError as error:
+                wrong = f"byte 0x{raw[error.start]:02x} at place {error.start}"
+                problem = f"not UTF-8 ({wrong}); save the file as UTF-8"
+                yield _Line(number, raw.decode(encoding, errors="replace"), problem)
+
+
+def _jsonl_rows(path: Path) -> Rows:
+    for line in _lines(path):
+        where = f"{path}:{line.number}"
+        if line.problem is not None:
+            yield where, Malformed(line.problem)
+        elif line.text.strip():
+            yield where, parse_row(line.text)
+
+
+def _json_rows(path: Path) -> Rows:
+    """Reads a .json file: a list of objects, one object, or JSON lines."""
+    try:
+        value = _parsed(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        value = Malformed(str(error))
+    if isinstance(value, Malformed):
+        yield from _jsonl_rows(path)  # which names the lines that are wrong
+        return
+    for number, row in enumerate(value if isinstance(value, list) else [value]):
+        yield f"{path}: entry {number}", _as_row(row)
+
+
+def parse_row(text: str) -> dict[str, Any] | Malformed:
+    """Returns the row that a line of JSON holds."""
+    return _as_row(_parsed(text))
+
+
+def _parsed(text: str) -> Any:
+    """Returns the value of a JSON text, or why there is none as Malformed."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        return Malformed(f"not valid JSON: {error.msg} (column {error.colno})")
+    except RecursionError:
+        return Malformed("not valid JSON: nested too deeply")
+    except ValueError:  # Python refuses to read longer integers
+        return Malformed("not valid JSON: an integer has more than 4,300 digits; write it as a text")
+
+
+def _as_row(value: Any) -> dict[str, Any] | Malformed:
+    if isinstance(value, (dict, Malformed)):
+        return value
+    return Malformed(f"must be an object {{...}}, is {type(value).__name__}")
+
+
+def _csv_rows(path: Path) -> Rows:
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    problems: dict[int, str] = {}
+
+    def texts() -> Iterator[str]:
+        for line in _lines(path):
+            if line.problem is not None:
+                problems[line.number] = line.problem
+            yield line.text
+
+    csv.field_size_limit(_LONGEST_CELL)
+    reader = csv.reader(texts(), delimiter=delimiter, strict=True)
+    names = _header(path, next(reader, []), problems)
+    while True:
+        first = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield f"{path}:{reader.line_num}", Malformed(f"not valid CSV: {error}")
+            continue
+        wrong = [problems[number] for number in range(first, reader.line_num + 1) if number in problems]
+        if not cells:  # an empty line
+            continue
+        yield f"{path}:{reader.line_num}", _csv_row(names, cells, wrong)
+
+
+def _header(path: Path, names: list[str], problems: dict[int, str]) -> list[str]:
+    """Returns the names of the columns. Raises DataError for names that are not UTF-8 or occur twice."""
+    if problems:
+        raise DataError(f"{path}:1: {problems[1]}")
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise DataError(f"{path}:1: the header has the column `{twice[0]}` twice; give each column a name of its own")
+    return names
+
+
+def _csv_row(names: list[str], cells: list[str], problems: list[str]) -> dict[str, Any] | Malformed:
+    if problems:
+        return Malformed(problems[0])
+    if len(cells) != len(names):
+        return Malformed(f"{len(cells)} fields, but the header has {len(names)}")
+    return dict(zip(names, cells, strict=True))
+
+
+def _parquet_rows(path: Path) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        number = 0
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    yield f"{path}: row {number}", row
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a readable Parquet file: {error}") from None
+
+
+READERS: dict[str, Callable[[Path], Rows]] = {
+    ".jsonl": _jsonl_rows,
+    ".json": _json_rows,
+    ".csv": _csv_rows,
+    ".tsv": _csv_rows,
+    ".parquet": _parquet_rows,
+}
