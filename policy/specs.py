@@ -467,32 +467,43 @@ class LayerEmbedding:
 
 @dataclass(frozen=True)
 class Engram:
-    """Hashed n-gram tables (arXiv 2601.07372): vectors that the last tokens look up, gated by the residual stream and
-    added to it.
+    """Hashed n-gram tables: vectors that the last tokens look up, gated by the residual stream and added to it. Engram
+    (arXiv 2601.07372) has them, and the per-layer embedding (PLE) of Qwen4Exp.
 
     The n-gram of n = 2..N tokens ending at a token is hashed to XOR_j multipliers[j] id_j, with id_j the class of the
     token j places back, and N = len(multipliers). That hash modulo each of `primes[n - 2]` is a row of one table of
-    rows of `head_dim` numbers. `ids` is the number of token classes, and `pad_id` is the class that stands for what
-    precedes a document. `integers` is the type in which the products are computed. The values pass a causal depthwise
-    convolution over `kernel_size` tokens with a stride of N. `norm` is applied to keys and streams, `conv_norm` before
-    the convolution, `outer_norm` (None: none) before everything.
+    rows of `head_dim` numbers; the table has further rows, which nothing reads, up to a multiple of `row_multiple`.
+    `ids` is the number of token classes (None: a token is its own class), and `pad_id` is the class that stands for
+    what precedes a document. With `resets` it also ends a text inside of a document: to the n-grams after it, what
+    precedes it is `pad_id` too. `integers` is the type in which the products are computed. The values pass a causal
+    depthwise convolution over `kernel_size` tokens with a stride of N. `norm` is applied to keys and streams,
+    `conv_norm` before the convolution, `outer_norm` (None: none) before everything. `bias`: keys and values have
+    biases.
     """
 
     multipliers: tuple[int, ...]
     primes: tuple[tuple[int, ...], ...]
     head_dim: int
     kernel_size: int
-    ids: int
+    ids: int | None
     pad_id: int
     integers: Literal["int32", "int64"]
     norm: Norm
     conv_norm: Norm
     outer_norm: Norm | None
+    bias: bool = True
+    resets: bool = False
+    row_multiple: int = 1
 
     @property
     def rows(self) -> tuple[int, ...]:
         """Returns the number of table rows of each head, in order."""
         return tuple(prime for order in self.primes for prime in order)
+
+    @property
+    def table_rows(self) -> int:
+        """Returns the number of rows of the table."""
+        return -(-sum(self.rows) // self.row_multiple) * self.row_multiple
 
     @property
     def history(self) -> int:

@@ -67,9 +67,9 @@ def read_rows(graph: Graph, params: dict[str, jax.Array], step: Step, paths: Ite
             rows[path] = row_numbers[None]
             continue
         layer, repeats = path.removesuffix(".lookup.table"), range(graph.shapes[path].shape[0])
-        spec, classes = graph.config.layers[graph.config.numbers(layer)[0]].engram, params[f"{layer}.lookup.classes"]
+        spec, classes = graph.config.layers[graph.config.numbers(layer)[0]].engram, f"{layer}.lookup.classes"
         assert spec is not None, "a table belongs to a layer with n-gram tables"
-        row_numbers = [ngram_rows(spec, classes[r], step) for r in repeats]
+        row_numbers = [ngram_rows(spec, params[classes][r] if classes in params else None, step) for r in repeats]
         rows[path] = jnp.stack(row_numbers)
         values[path] = jnp.stack(
             [look_up(params[path][r], row_numbers[r], graph.runtime.dtype, graph.runtime) for r in repeats]

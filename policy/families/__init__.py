@@ -15,6 +15,9 @@ Optional:
 - PASSED_OVER: a pattern for the start of the names of such layers that transformers ignores in a file.
 - `unread(config)`: patterns of stored tensors that no part of the model needs.
 - `empty_tensors(hf)`: names and shapes of tensors without elements that transformers expects.
+- `derived_tensors(config)`: tensors of integers that follow from the configuration, by stored name: they are written,
+  and those of a file must be equal.
+- `table_shards(hf)`: into how many tensors a weight is cut whose stored name counts shards.
 - PART: the key under which a configuration of several models has the one that is read and written. Its class is the
   first of ARCHITECTURES.
 - WRAPPED: pair of a prefix in the tables and its replacement in the files of a multimodal model. `read` then gets the

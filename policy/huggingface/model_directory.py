@@ -55,13 +55,16 @@ class Place:
     layers: tuple[int, ...] | None
     prefix: str = ""
 
-    def name(self, stored: names.Stored, layer: int | None, expert: int = 0) -> str:
-        """Returns the name of the stored tensor that holds a layer and expert."""
-        return (self.prefix + stored.name).format(n=layer, e=expert)
+    def name(self, stored: names.Stored, layer: int | None, number: int = 0) -> str:
+        """Returns the name of the stored tensor that holds a layer, and of it an expert or a shard."""
+        return (self.prefix + stored.name).format(n=layer, e=number, s=number)
 
     def names(self, files: TensorFiles, layer: int | None) -> list[str]:
         """Returns the names of the tensors of `files` that hold a layer of the weight."""
         stored = self._spelling(files, layer)
+        if stored.sharded:
+            every = (self.name(stored, layer, shard) for shard in itertools.count())
+            return list(itertools.takewhile(files.__contains__, every)) or [self.name(stored, layer)]
         experts = self.graph.shapes[self.path].shape[self.layers is not None] if stored.numbered else 1
         return [self.name(stored, layer, expert) for expert in range(experts)]
 
@@ -78,10 +81,29 @@ class Place:
     def check(self, files: TensorFiles, layer: int | None) -> None:
         """Checks the tensors of a layer of the weight, without reading their numbers. Raises ModelFileError for one
         that is missing or of another shape or kind of numbers."""
-        shape = self._stored_shape(self._spelling(files, layer))
+        stored = self._spelling(files, layer)
+        shape = self._stored_shape(stored)
         integers = np.issubdtype(self.graph.shapes[self.path].dtype, np.integer)
-        for name in self.names(files, layer):
+        tensors = self.names(files, layer)
+        if stored.sharded and tensors[0] in files:
+            self._check_shards(files, tensors, shape, integers)
+            return
+        for name in tensors:
             files.checked(name, shape, integers)
+
+    def _check_shards(self, files: TensorFiles, tensors: list[str], shape: names.Shape, integers: bool) -> None:
+        """Checks the tensors that hold the rows of a weight of `shape`, as `check`."""
+        count = 0
+        for name in tensors:
+            rows = files.tensor(name).shape[:1]
+            files.checked(name, (*rows, *shape[1:]), integers)
+            count += sum(rows)
+        if count != shape[0]:
+            first, last = files.own_name(tensors[0]), files.own_name(tensors[-1])
+            raise ModelFileError(
+                f"{files.directory}: tensors {first} to {last} have {count} rows together, expected {shape[0]} by "
+                "config.json"
+            )
 
     def _stored_shape(self, stored: names.Stored) -> names.Shape:
         """Returns the shape of a stored tensor."""
@@ -92,6 +114,9 @@ class Place:
     def read(self, files: TensorFiles, layer: int | None, index: tuple[slice, ...], out: np.ndarray) -> None:
         """Reads `index` of one layer of our weight into `out`."""
         stored = self._spelling(files, layer)
+        if stored.sharded:
+            self._read_shards(files, layer, index, out)
+            return
         parts = self.parts(stored)
         shapes, part = [self.shape(path, stored) for path in parts], parts.index(self.path)
         if stored.numbered:
@@ -103,6 +128,20 @@ class Place:
             block = stored.block(shapes, part, piece)
             integers = np.issubdtype(out.dtype, np.integer)
             target[...] = block.finish(files.read(self.name(stored, layer, expert), block.shape, block.index, integers))
+
+    def _read_shards(self, files: TensorFiles, layer: int | None, index: tuple[slice, ...], out: np.ndarray) -> None:
+        """Reads `index` of a weight whose rows are in several tensors into `out`."""
+        low, high, start = index[0].start, index[0].stop, 0
+        integers = np.issubdtype(out.dtype, np.integer)
+        for name in self.names(files, layer):
+            shape = files.tensor(name).shape
+            stop = start + shape[0]
+            first, last = max(low, start), min(high, stop)
+            if first < last:
+                inside = (slice(first - start, last - start), *index[1:])
+                for piece, target in _pieces(inside, out[first - low : last - low], True):
+                    target[...] = files.read(name, shape, piece, integers)
+            start = stop
 
     def _spelling(self, files: TensorFiles, layer: int | None) -> names.Stored:
         """Returns the spelling of which the files have the tensor. Of several with one name, the first whose shape is
@@ -224,6 +263,9 @@ def _checked_files(
         for layer in (None,) if place.layers is None else place.layers:
             if layer not in absent or place.path not in fresh:
                 place.check(files, layer)
+    for name, numbers in _derived(graph.config).items():
+        if name in files and not np.array_equal(files.checked(name, numbers.shape, True), numbers):
+            raise ModelFileError(f"{directory}: tensor {files.own_name(name)} has other numbers than config.json gives")
     files.unread.difference_update(ignore)
     _refuse_unread(files, graph.config, scheme)
     return files, fresh, absent
@@ -341,6 +383,10 @@ def _stored(graph: Graph, params) -> Iterator[tuple[str, np.ndarray]]:
             work += [(-1, None, place)] if place.layers is None else [(n, r, place) for r, n in enumerate(place.layers)]
     for layer, number, place in sorted(work, key=lambda each: each[0]):
         arrays = [_on_host(params[path], number) for path in place.parts(place.stored)]
+        if place.stored.sharded:
+            for number, rows in enumerate(_shards(graph.config, arrays[0])):
+                yield place.name(place.stored, layer, number), rows
+            continue
         if not place.stored.numbered:
             yield place.name(place.stored, layer), place.stored.join(arrays)
             continue
@@ -349,6 +395,22 @@ def _stored(graph: Graph, params) -> Iterator[tuple[str, np.ndarray]]:
     expected = getattr(families.get(graph.config.family), "empty_tensors", None)
     for name, shape in expected(json.loads(graph.config.hf)).items() if expected else ():
         yield name, np.zeros(shape, np.dtype(graph.runtime.param_dtype))
+    yield from _derived(graph.config).items()
+
+
+def _shards(config: DecoderConfig, array: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the rows of the shards of a weight. All but the last have equally many, as of torch.chunk, which makes
+    fewer shards where rows are few."""
+    count = families.get(config.family).table_shards(families.text_model(json.loads(config.hf)))
+    rows = -(-len(array) // count)
+    for start in range(0, len(array), rows):
+        yield array[start : start + rows]
+
+
+def _derived(config: DecoderConfig) -> dict[str, np.ndarray]:
+    """Returns the tensors of integers that follow from the configuration, by stored name."""
+    derived = getattr(families.get(config.family), "derived_tensors", None)
+    return derived(config) if derived else {}
 
 
 def write(
@@ -437,6 +499,7 @@ class _OtherTensors:
                 for name in place.names(self._files, layer):
                     if name in self._files:
                         self._files.tensor(name)
+        self._files.unread.difference_update(_derived(graph.config))
 
     def _name(self, name: str) -> str:
         return self._files.own_name(name) if self._is_part else name

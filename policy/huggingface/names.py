@@ -31,7 +31,8 @@ class Stored:
     | k heads | v heads], "(h d+) e -> e h d" is [q | k | v] for each h. "*" interleaves them: in "x e f* -> x e f"
     element 2i of f belongs to part 0 and 2i+1 to part 1.
 
-    "{e}" in `name` counts tensors that are stacked along our axis 0; the layout then describes one of them. `also` are
+    "{e}" in `name` counts tensors that are stacked along our axis 0; the layout then describes one of them. "{s}" counts
+    shards, tensors without a layout that follow each other along our axis 0, of any number of rows each. `also` are
     other spellings that are read if `name` is absent; only `name` is written. Raises ValueError for an invalid layout.
     """
 
@@ -51,6 +52,11 @@ class Stored:
     def numbered(self) -> bool:
         """Whether one tensor holds one entry of our axis 0."""
         return "{e}" in self.name
+
+    @property
+    def sharded(self) -> bool:
+        """Whether several tensors hold rows of our weight."""
+        return "{s}" in self.name
 
     @property
     def _axes(self) -> tuple[_Axis, ...]:
@@ -293,6 +299,21 @@ DELTA_NET: Table = {
 DELTA_NET |= joined(
     "GatedDeltaNet.", ("q_conv", "k_conv", "v_conv"), "linear_attn.conv1d.weight", "(k d)+ 1 w -> k d w"
 )
+
+
+# The per-layer embedding of Qwen4Exp. Its table is stored in shards.
+PER_LAYER_EMBEDDING: Table = {
+    "lookup.table": Stored(
+        "ple.ple_embedding.ngram_embedding.shard_{s}.weight",
+        also=(Stored("ple.ple_embedding.ngram_embedding.weight"),),
+    ),
+    "lookup.key_proj": Stored("ple.key_proj.weight", "(g e) d -> g d e"),
+    "lookup.value_proj": Stored("ple.value_proj.weight", "e d -> d e"),
+    "lookup.key_norm": Stored("ple.norm_key.weight", "(g e) -> g e"),
+    "lookup.query_norm": Stored("ple.norm_query.weight", "(g e) -> g e"),
+    "lookup.conv_norm": Stored("ple.norm_conv.weight", "(g e) -> g e"),
+    "lookup.conv": Stored("ple.conv1d.weight", "(g e) 1 w -> w g e"),
+}
 
 
 def mamba2(prefix: str) -> Table:

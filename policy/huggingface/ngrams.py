@@ -1,16 +1,16 @@
-"""Computes the hash constants of Engram (policy/specs.py), the multipliers and primes of its layers, from the section
-`engram` of a configuration. Free of jax."""
+"""Computes the hash constants of n-gram tables (Engram of policy/specs.py), the multipliers and primes of their layers,
+from the section `engram` of a configuration, or from the keys of Qwen4Exp. Free of jax."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from policy.config import DecoderConfig, Engram, Norm
-from policy.huggingface.config_fields import stacks
+from policy.huggingface.config_fields import UnsupportedModel, first, stacks
 from policy.options import option
 
 # Layers draw their multipliers from generators whose seeds differ by this prime (deepseek-ai/Engram,
@@ -66,6 +66,8 @@ def add_engram(config: DecoderConfig, section: EngramSection) -> DecoderConfig:
     """Adds n-gram tables to the layers of the section; each of these layers is a stack of its own. Raises ValueError
     for a layer or class that the decoder does not have."""
     layers = list(config.layers)
+    if any(layer.engram is not None for layer in layers):
+        raise ValueError("this decoder has n-gram tables of its own (ple_layer_ids)")
     if max(section.layers) >= len(layers):
         raise ValueError(f"layers: {max(section.layers)} does not exist, the decoder has layers 0 to {len(layers) - 1}")
     ids = section.ids or config.vocab_size
@@ -99,6 +101,99 @@ def multipliers(section: EngramSection, ids: int, layer: int) -> tuple[int, ...]
         0, max(1, bound // 2), section.max_ngram, np.int64
     )
     return tuple(int(2 * each + 1) for each in drawn)
+
+
+# The values of absent keys of per-layer embeddings, by the class of transformers.
+PER_LAYER_DEFAULTS: dict[str, Any] = {
+    "ple_layer_ids": None,
+    "ple_embed_dim": None,
+    "ple_conv_kernel_size": 4,
+    "ngram_size": 3,
+    "heads_per_ngram": 8,
+    "ngram_vocab_size_base": 20_000_000,
+    "make_ngram_vocab_size_divisible_by": 128,
+    "seed": 1234,
+    "split_ngram_parts": 512,
+    "eos_token_id": None,
+}
+
+
+def per_layer_embeddings(hf: dict) -> dict[int, Engram]:
+    """Reads the per-layer embeddings (PLE) of Qwen4Exp, by the number of their layer from 0: `ple_layer_ids` count from
+    1. Raises UnsupportedModel for values that make no table."""
+    layers = sorted(set(hf["ple_layer_ids"] or ()))
+    if outside := [number for number in layers if not 1 <= number <= hf["num_hidden_layers"]]:
+        raise UnsupportedModel(f"ple_layer_ids: {outside[0]} is none of the layers 1 to {hf['num_hidden_layers']}")
+    return {number - 1: _per_layer_embedding(hf, index) for index, number in enumerate(layers)}
+
+
+def _per_layer_embedding(hf: dict, index: int) -> Engram:
+    """Reads table number `index`, as Qwen4ExpTextNGramEmbedding of transformers: the heads of all tables take one prime
+    after the other from `ngram_vocab_size_base` on."""
+    longest, heads = hf["ngram_size"], hf["heads_per_ngram"]
+    width = first(hf, "ple_embed_dim", default=hf["hidden_size"])
+    if min(longest - 1, heads, width) < 1 or width % ((longest - 1) * heads):
+        raise UnsupportedModel(
+            f"ple_embed_dim: {width} numbers cannot be cut among heads_per_ngram {heads} for each length from 2 to "
+            f"ngram_size {longest}"
+        )
+    ends = hf["eos_token_id"]
+    end = next(iter(ends), None) if isinstance(ends, list) else ends
+    if end is None:
+        raise UnsupportedModel("eos_token_id: per-layer embeddings (ple_layer_ids) need the token that ends a text")
+    count = (longest - 1) * heads
+    primes = list(_unused_primes()(hf["ngram_vocab_size_base"], (index + 1) * count))[-count:]
+    spec = Engram(
+        multipliers=splitmix_multipliers(hf["seed"] + SEED_STEP * index, hf["vocab_size"], longest),
+        primes=tuple(tuple(primes[start : start + heads]) for start in range(0, count, heads)),
+        head_dim=width // count,
+        kernel_size=hf["ple_conv_kernel_size"],
+        ids=None,
+        pad_id=end,
+        integers="int64",
+        norm=Norm(hf["rms_norm_eps"], "zero_centred"),
+        conv_norm=Norm(hf["rms_norm_eps"], "zero_centred"),
+        outer_norm=None,
+        bias=False,
+        resets=True,
+        row_multiple=hf["make_ngram_vocab_size_divisible_by"],
+    )
+    if spec.table_rows >= 2**31:
+        raise UnsupportedModel(
+            f"ngram_vocab_size_base: {hf['ngram_vocab_size_base']} makes a table of {spec.table_rows} rows, of at most "
+            f"{2**31 - 1}"
+        )
+    return spec
+
+
+def hash_tensors(config: DecoderConfig) -> dict[str, np.ndarray]:
+    """Returns the buffers of Qwen4ExpTextNGramEmbedding of transformers, by stored name."""
+    tensors = {}
+    for number, layer in enumerate(config.layers):
+        if layer.engram is not None:
+            prefix, rows = f"model.layers.{number}.ple.ple_embedding.", layer.engram.rows
+            tensors[f"{prefix}layer_multipliers"] = np.array(layer.engram.multipliers, np.int64)
+            tensors[f"{prefix}ngram_heads_vocab_sizes"] = np.array(rows, np.int64)
+            tensors[f"{prefix}ngram_heads_offsets"] = np.cumsum([0, *rows[:-1]], dtype=np.int64)
+    return tensors
+
+
+def splitmix_multipliers(seed: int, ids: int, count: int) -> tuple[int, ...]:
+    """Returns `count` odd numbers, so small that their product with any of `ids` ids fits 64 bits; drawn by SplitMix64
+    (doi 10.1145/2660193.2660195) from `seed`, as _build_layer_multipliers of transformers' Qwen4Exp."""
+    bound = max(1, (2**63 - 1) // ids // 2)
+    return tuple(2 * (_splitmix64(seed + _GAMMA * (1 + number)) % bound) + 1 for number in range(count))
+
+
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def _splitmix64(state: int) -> int:
+    """Returns the number that SplitMix64 draws in this state."""
+    z = (state + _GAMMA) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
 
 
 def _unused_primes() -> Callable[[int, int], Iterator[int]]:

@@ -1,4 +1,5 @@
-"""Engram (arXiv 2601.07372): tables of n-gram vectors, looked up by a hash of the last tokens.
+"""Tables of n-gram vectors, looked up by a hash of the last tokens: Engram (arXiv 2601.07372) and the per-layer
+embedding of Qwen4Exp (Qwen4ExpTextPLELayer of transformers).
 
 B rows, T tokens, E hidden, G streams, N tokens of the longest n-gram, H heads of all orders, D numbers that all heads
 look up for a token.
@@ -23,7 +24,7 @@ from policy.cache.layer_cache import LayerCache
 from policy.cache.paths import before as entries_before
 from policy.cache.paths import number_documents
 from policy.cache.step import Step
-from policy.config import DecoderConfig, Engram, Runtime
+from policy.config import DecoderConfig, Engram, Norm, Runtime
 from policy.intermediates import LayerAux
 from policy.mesh import processes
 from policy.mesh.explicit import in_explicit_mode, spec_of
@@ -67,27 +68,32 @@ class History:
 class NgramLookup(nnx.Module):
     """An n-gram table with the gate and convolution of its values.
 
-    Weights: table [sum of rows, head_dim]; key_proj [G, D, E], key_bias [G, E]; value_proj [D, E], value_bias [E];
-    key_norm, query_norm, conv_norm [G, E]; conv [kernel, G, E]; outer_norm [E] if configured; and classes int32[V], the
-    class of each token. `table` may hold the rows that the tokens of a call without a cache look up, [B, T, H,
-    head_dim], instead of the table. Without hyper-connections G = 1. Norms and gates are float32.
+    Weights: table [rows, head_dim]; key_proj [G, D, E]; value_proj [D, E]; key_norm, query_norm, conv_norm [G, E]; conv
+    [kernel, G, E]; and if configured key_bias [G, E], value_bias [E], outer_norm [E], and classes int32[V], the class
+    of each token. `table` may hold the rows that the tokens of a call without a cache look up, [B, T, H, head_dim],
+    instead of the table. Without several residual streams G = 1. Norms and gates are float32.
     """
 
     def __init__(self, spec: Engram, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
         G = 1 if config.hyper_connections is None else config.hyper_connections.streams
         E, D, init = config.hidden_size, len(spec.rows) * spec.head_dim, normal(config.initializer_range)
-        self.table = weight(rngs, (sum(spec.rows), spec.head_dim), (None, "engram_row"), init, RowTable)
+        self.table = weight(rngs, (spec.table_rows, spec.head_dim), (None, "engram_row"), init, RowTable)
         self.key_proj = weight(rngs, (G, D, E), (None, "engram_dim", "embed"), init)
-        self.key_bias = weight(rngs, (G, E), (None, None), zeros)
         self.value_proj = weight(rngs, (D, E), ("engram_dim", "embed"), init)
-        self.value_bias = weight(rngs, (E,), (None,), zeros)
-        self.key_norm, self.query_norm, self.conv_norm = (weight(rngs, (G, E), (None, "norm"), ones) for _ in range(3))
+        if spec.bias:
+            self.key_bias = weight(rngs, (G, E), (None, None), zeros)
+            self.value_bias = weight(rngs, (E,), (None,), zeros)
+        self.key_norm = _norm_weight(rngs, spec.norm, (G, E))
+        self.query_norm = _norm_weight(rngs, spec.norm, (G, E))
+        self.conv_norm = _norm_weight(rngs, spec.conv_norm, (G, E))
         # Zero, so that a fresh lookup adds its gated values alone.
         self.conv = weight(rngs, (spec.kernel_size, G, E), (None, None, "embed"), zeros)
         if spec.outer_norm is not None:
             self.outer_norm = RMSNorm(E, spec.outer_norm, rngs)
-        self.classes = IntegerConstant(jnp.arange(config.vocab_size, dtype=jnp.int32) % spec.ids, out_sharding=(None,))
+        if spec.ids is not None:
+            classes = jnp.arange(config.vocab_size, dtype=jnp.int32) % spec.ids
+            self.classes = IntegerConstant(classes, out_sharding=(None,))
 
     def __call__(
         self, x: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
@@ -102,14 +108,16 @@ class NgramLookup(nnx.Module):
         history = History(cache, step.segments != 0, runtime.tentative)
         vectors = self.table[...]
         if vectors.ndim == 2:  # otherwise the rows were read before the call (policy/execution/row_tables.py)
-            vectors = look_up(vectors, ngram_rows(spec, self.classes[...], step, history), x.dtype, runtime)
+            classes = None if spec.ids is None else self.classes[...]
+            vectors = look_up(vectors, ngram_rows(spec, classes, step, history), x.dtype, runtime)
         vectors_BTD = vectors.reshape(*step.tokens.shape, -1)
         key = jnp.einsum("btd,gde->btge", vectors_BTD, self.key_proj[...].astype(x.dtype))
-        key = key + self.key_bias[...].astype(x.dtype)
         value = jnp.einsum("btd,de->bte", vectors_BTD, self.value_proj[...].astype(x.dtype))
-        value = value + self.value_bias[...].astype(x.dtype)
+        if spec.bias:
+            key = key + self.key_bias[...].astype(x.dtype)
+            value = value + self.value_bias[...].astype(x.dtype)
         query = x_BTGE if spec.outer_norm is None else self.outer_norm(x_BTGE)
-        normed = _rms(key, self.key_norm, spec.norm.eps) * _rms(query, self.query_norm, spec.norm.eps)
+        normed = _rms(key, self.key_norm, spec.norm) * _rms(query, self.query_norm, spec.norm)
         score = jnp.sum(normed, axis=-1) / math.sqrt(x.shape[-1])
         gate = jax.nn.sigmoid(jnp.sign(score) * jnp.sqrt(jnp.maximum(jnp.abs(score), 1e-6)))
         value_BTGE = gate[..., None].astype(x.dtype) * value[:, :, None]
@@ -122,7 +130,7 @@ class NgramLookup(nnx.Module):
         path in trees."""
         spec, shape = self.spec, value_BTGE.shape
         N = len(spec.multipliers)
-        normed = jnp.where(history.real[..., None, None], _rms(value_BTGE, self.conv_norm, spec.conv_norm.eps), 0)
+        normed = jnp.where(history.real[..., None, None], _rms(value_BTGE, self.conv_norm, spec.conv_norm), 0)
         inputs = normed.astype(value_BTGE.dtype).reshape(*shape[:2], -1)
         kernel = self.conv[...].astype(jnp.float32).reshape(spec.kernel_size, -1).T[None]
         if step.tree is not None:
@@ -141,20 +149,28 @@ def set_classes(params: dict[str, jax.Array], classes: np.ndarray) -> dict[str, 
     return {path: put(array) if path.endswith(".lookup.classes") else array for path, array in params.items()}
 
 
-def _rms(x: jax.Array, scale: nnx.Param, eps: float) -> jax.Array:
+def _norm_weight(rngs: nnx.Rngs, norm: Norm, shape: tuple[int, int]) -> nnx.Param:
+    """Creates the weight [G, E] of a norm of each stream."""
+    return weight(rngs, shape, (None, "norm"), zeros if norm.scale == "zero_centred" else ones)
+
+
+def _rms(x: jax.Array, scale: nnx.Param, norm: Norm) -> jax.Array:
     """Computes the root-mean-square norm of each stream, with a weight of its own; float32."""
     x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * scale[...].astype(jnp.float32)
+    w = scale[...].astype(jnp.float32)
+    w = 1.0 + w if norm.scale == "zero_centred" else w
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + norm.eps) * w
 
 
-def ngram_rows(spec: Engram, classes_V: jax.Array, step: Step, history: History | None = None) -> jax.Array:
-    """Returns int32[B, T, H]: the table rows that the tokens of a step look up; without a `history` no token precedes
-    them."""
+def ngram_rows(spec: Engram, classes_V: jax.Array | None, step: Step, history: History | None = None) -> jax.Array:
+    """Returns int32[B, T, H]: the table rows that the tokens of a step look up. `classes` are those of each token, None
+    if a token is its own class. Without a `history` no token precedes them."""
     history = History(None, step.segments != 0, False) if history is None else history
     assert step.tokens is not None
     documents_BT = number_documents(step.segments)
     N, T = len(spec.multipliers), step.tokens.shape[1]
-    ids = jnp.where(history.real, classes_V[step.tokens] + 1, 0)  # from 1, as 0 in an empty cache is no token
+    classes_BT = step.tokens if classes_V is None else classes_V[step.tokens]
+    ids = jnp.where(history.real, classes_BT + 1, 0)  # from 1, as 0 in an empty cache is no token
     if step.tree is not None:
         shifted = [ids, *(entries_before(ids, step.tree, times) for times in range(1, N))]
         return table_rows(spec, [jnp.where(each > 0, each - 1, spec.pad_id) for each in shifted])
@@ -199,6 +215,7 @@ def _read_on_host(table: jax.Array, rows: jax.Array, dtype) -> jax.Array:
 def table_rows(spec: Engram, shifted: list[jax.Array]) -> jax.Array:
     """Returns int32[B, T, H]: the table row of each head for the n-grams that end at each token. shifted[j] int32[B, T]
     is the class of the token j places back. Exact for both types of integers."""
+    shifted = _within_text(shifted, spec.pad_id) if spec.resets else shifted
     hashed: Any = None
     rows = []
     wide = spec.integers == "int64"
@@ -210,6 +227,15 @@ def table_rows(spec: Engram, shifted: list[jax.Array]) -> jax.Array:
             rows.append(_wide_remainder(hashed, primes) if wide else hashed[..., None] % np.array(primes, np.int32))
     offsets = np.cumsum([0, *spec.rows[:-1]]).astype(np.int32)
     return jnp.concatenate(rows, axis=-1) + offsets
+
+
+def _within_text(shifted: list[jax.Array], end: int) -> list[jax.Array]:
+    """Returns the classes of the tokens j places back, with `end` for those before an `end` that precedes the token."""
+    within, result = True, shifted[:1]
+    for ids in shifted[1:]:
+        within = within & (ids != end)
+        result.append(jnp.where(within, ids, end))
+    return result
 
 
 def _wide_product(ids: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:

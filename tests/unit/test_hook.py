@@ -246,7 +246,7 @@ def context_mesh():
     ("model", "message"),
     [
         (lambda: abstract(short("Qwen3Next")), "does not go with a recurrent mixer: its state passes"),
-        (lambda: abstract(short("Llama", **ENGRAM)), "does not go with model.engram: its n-grams"),
+        (lambda: abstract(short("Llama", **ENGRAM)), "does not go with n-gram tables: its n-grams"),
         (lambda: abstract(short("Mixtral"), Runtime(capacity_factor=1.0)), "does not go with stages.N.router.capacity"),
         (lambda: abstract(short("Llama"), mesh=context_mesh()), r"does not go with mesh.context=2: .*with context=1"),
     ],

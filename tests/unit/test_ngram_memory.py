@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 from learners import batch, host, stage
 from oracles import configuration, random_model, tokens
+from safetensors.numpy import load_file, save_file
 
 import policy
 from policy import families
 from policy.cache import cache as caches
 from policy.cache.step import Step
 from policy.config import Runtime
+from policy.huggingface import names, ngrams
 from policy.huggingface.config_fields import UnsupportedModel
+from policy.huggingface.tensorfiles import ModelFileError
 from policy.layers.engram import set_classes
 from policy.model import Graph
 from policy.modes import make_step
@@ -201,6 +204,87 @@ def test_saving_and_loading_keeps_every_number_in_any_dtype(tmp_path):
         np.testing.assert_array_equal(
             np.asarray(back.params[path], np.float32), np.asarray(array, np.float32), err_msg=path
         )
+
+
+TABLE = "engram.table.shard_{s}.weight"
+
+
+@pytest.fixture
+def in_shards(monkeypatch, tmp_path):
+    """A saved model whose table is stored in 7 shards, with the constants of its hashes."""
+    llama = families.get("llama")
+    stored = names.Stored(TABLE, also=(names.Stored("engram.table.weight"),))
+    monkeypatch.setattr(llama, "NAMES", llama.NAMES | {"lookup.table": stored})
+    monkeypatch.setattr(llama, "table_shards", lambda hf: 7, raising=False)
+    monkeypatch.setattr(llama, "derived_tensors", ngrams.hash_tensors, raising=False)
+    model = remembering(configured(ids=90))
+    policy.save(model, tmp_path)
+    return model, tmp_path
+
+
+def prefixed(name):
+    return f"model.layers.1.{name}"
+
+
+def rewritten(directory, change):
+    """The directory, after `change` of its tensors."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_a_table_is_stored_in_shards_and_read_from_any(in_shards):
+    model, directory = in_shards
+    table = np.asarray(model.params["stacks.1.layers.0.lookup.table"][0])
+    spec = model.config.layers[1].engram
+    assert table.shape == (sum(spec.rows), 4) and len(table) % 7
+    stored = load_file(directory / "model.safetensors")
+    shards = [stored.pop(prefixed(TABLE.format(s=s))) for s in range(7)]
+    np.testing.assert_array_equal(np.concatenate(shards), table)
+    assert [len(rows) for rows in shards] == [-(-len(table) // 7)] * 6 + [len(table) - 6 * -(-len(table) // 7)]
+    constants = {name.split(".")[-1]: array for name, array in stored.items() if ".ple." in name}
+    assert constants["layer_multipliers"].tolist() == list(spec.multipliers)
+    assert constants["ngram_heads_vocab_sizes"].tolist() == list(spec.rows)
+    assert constants["ngram_heads_offsets"].tolist() == [0, *np.cumsum(spec.rows)[:-1].tolist()]
+    assert {array.dtype for array in constants.values()} == {np.dtype(np.int64)}
+    for cuts in ([], [1], [50, 51, 200]):  # one shard, and shards of other sizes
+        parts = np.split(table, cuts)
+        uneven = {prefixed(TABLE.format(s=s)): np.ascontiguousarray(rows) for s, rows in enumerate(parts)}
+        save_file(stored | uneven, directory / "model.safetensors")
+        np.testing.assert_array_equal(policy.load(directory).params["stacks.1.layers.0.lookup.table"][0], table)
+    save_file(stored | {prefixed("engram.table.weight"): table}, directory / "model.safetensors")
+    np.testing.assert_array_equal(policy.load(directory).params["stacks.1.layers.0.lookup.table"][0], table)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda tensors: tensors.pop(prefixed(TABLE.format(s=0))),
+            "missing tensor model.layers.1.engram.table.shard_0",
+        ),
+        (lambda tensors: tensors.pop(prefixed(TABLE.format(s=6))), r"shard_0.weight to .*shard_5.weight have \d+ rows"),
+        (lambda tensors: tensors.pop(prefixed(TABLE.format(s=3))), r"shard_0.weight to .*shard_2.weight have \d+ rows"),
+        (
+            lambda tensors: tensors.update({prefixed(TABLE.format(s=2)): np.zeros((3, 5), np.float32)}),
+            r"shard_2.weight has shape \[3, 5\], expected \[3, 4\]",
+        ),
+        (
+            lambda tensors: tensors.update({prefixed("ple.ple_embedding.layer_multipliers"): np.arange(3)}),
+            "layer_multipliers has other numbers than config.json gives",
+        ),
+    ],
+)
+def test_shards_that_are_not_the_table_are_refused(in_shards, change, message):
+    with pytest.raises(ModelFileError, match=message):
+        policy.load(rewritten(in_shards[1], change))
+
+
+def test_a_decoder_with_tables_of_its_own_takes_no_others():
+    config = configured()
+    with pytest.raises(ValueError, match="n-gram tables of its own"):
+        ngrams.add_engram(config, ngrams.EngramSection((0,), (50, 70)))
 
 
 @pytest.mark.slow

@@ -174,9 +174,11 @@ def a_step_of(grown: Forest, tokens_BL, tree):
     return replace(step, tokens=tokens)
 
 
-def test_ngrams_are_of_the_path():
+@pytest.mark.parametrize("resets", [False, True])
+def test_ngrams_are_of_the_path(resets):
     grown, model = several_chunks(), memory()
-    spec, classes = memory_spec(model), model.params["stacks.1.layers.0.lookup.classes"][0]
+    spec = replace(memory_spec(model), resets=resets)
+    classes = model.params["stacks.1.layers.0.lookup.classes"][0] % 9  # the one that ends a text is often met
     tokens = np.random.default_rng(2).integers(0, model.graph.config.vocab_size, grown.tree.node.shape)
     rows = jax.jit(lambda tree: ngram_rows(spec, classes, a_step_of(grown, tokens, tree)))
     together, alone = grown.alone(rows(jax.tree.map(jnp.asarray, grown.tree))), rows(None)
