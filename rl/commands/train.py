@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.run.dir is None:
         config = with_directory(config, new_directory(given))
     # An error comes before the configuration.
-    notes = [*files.cut_texts(given), *_first_rows(config)] if arguments.check else []
+    notes = [*files.cut_texts(given), *_remarks(config), *_first_rows(config)] if arguments.check else []
     if together is None or together.index == 0:
         _show(files.changed_yaml(config))
     if arguments.check:
@@ -78,6 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
     choose_platform(config.platform)
     use_program_cache(config.run.program_cache)
     return _train(config) if together is None else _train_together(config, launch.start(together))
+
+
+def _remarks(config: RunConfig) -> list[str]:
+    import rl.stages
+
+    return [remark for stage in rl.stages.create(config) for remark in stage.remarks()]
 
 
 def _first_rows(config: RunConfig) -> list[str]:

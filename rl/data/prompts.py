@@ -13,6 +13,7 @@ from rl.data.encoding import ExampleEncoder
 from rl.data.rows.files import Malformed, parse_row, problem_of
 from rl.data.rows.messages import read_messages, read_tools
 from rl.errors import DataError
+from rollout.text.roles import misspelt, unusual_role
 
 
 class Prompt(NamedTuple):
@@ -73,6 +74,10 @@ def problems(prompts: Sequence[Prompt], encoder: ExampleEncoder, base: Path) -> 
                 prompt = read_messages(prompt, "prompt")
             tools = None if isinstance(prompt, str) else read_tools(row.get("tools"))
             example = Example(prompt, where=where, tools=tools)
+            for message in example.prompt if isinstance(example.prompt, list) else ():
+                role = str(message["role"])
+                if misspelt(role) and (text := unusual_role(role, encoder.tokenizer)):
+                    raise ValueError(text)
             if encoder.processors is None:
                 media.refuse_media(example, row, base)
             else:

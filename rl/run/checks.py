@@ -100,6 +100,12 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         for text in compatibility.conflicts(decoder, replace(config.model.runtime, **stage.runtime), **calls):
             if text not in reported:
                 yield path, text
+        outside = [each for each in stage.sampling.stop_token_ids if not 0 <= each < decoder.vocab_size]
+        if outside:
+            yield (
+                (*path, "sampling", "stop_token_ids"),
+                f"{outside[0]} is no token: the vocabulary of the model has the ids 0 to {decoder.vocab_size - 1}",
+            )
         if stage.mtp and decoder.multi_token_prediction is None:
             yield (*path, "mtp"), _NO_MODULES
         if stage.router_replay and not any(spec.moe for spec in decoder.layers):

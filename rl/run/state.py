@@ -129,9 +129,13 @@ class Run(Context):
             raise Interrupted(f"{signal}: saved {where}; continue with `rl-train {quoted(options.dir)}`")
 
     def note_inspection(self, findings: Sequence[Finding]) -> None:
-        """Writes inspection.json, and shows the warnings of the checks of the data (`events.note`)."""
+        """Writes inspection.json, and shows remarks on settings and the warnings of the checks of the data
+        (`events.note`)."""
         if not processes.first():
             return
+        for stage in self.stages:
+            for remark in stage.remarks():
+                self.events.note(remark)
         try:
             start_checks.write(findings, self.folder.path)
         except OSError as error:

@@ -171,6 +171,17 @@ class ConfiguredStage:
             text = f"{stage.micro_batch} rows, but one update has {rows}; leave it out or lower it"
             yield (*self.path, "micro_batch"), text
 
+    def remarks(self) -> Iterator[str]:
+        """Yields settings that do something else than was probably meant, and are no errors."""
+        updates = self.options.steps * self.options.updates_per_step
+        for key in self.optimizers:
+            warmup = getattr(self.options, key).warmup_steps
+            if warmup and warmup >= updates > 0:
+                yield (
+                    f"stages.{self.index}.{key}.warmup_steps: {warmup:,} updates, and the stage makes {updates:,}: "
+                    "the learning rate never reaches its peak"
+                )
+
     def _check_kind(self) -> ConfigProblems:
         """Yields the problems that only this kind of stage can have."""
         yield from ()

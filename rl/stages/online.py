@@ -5,6 +5,7 @@ P prompts, G completions of each, N = P G in all, T tokens.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -60,10 +61,10 @@ class Stage(StageKind):
         stage, name = self.options, self.options.algorithm.name
         if not self.rewards:
             yield (*self.path, "rewards"), f"{name} needs rewards, here or for all stages (`rewards`)"
-        if self.algorithm.dynamic_batches and stage.samples_per_prompt == 1:
+        if stage.samples_per_prompt == 1 and (self.algorithm.dynamic_batches or _compares_groups(self.algorithm)):
             yield (
                 (*self.path, "samples_per_prompt"),
-                f"a group of one has no difference, so {name} (dynamic_batches) would drop them all",
+                f"{name} compares the completions of a prompt, and a single one teaches nothing; use 2 or more",
             )
         if stage.sampling.temperature == 0:
             yield (*self.path, "sampling", "temperature"), "0 is greedy: nothing to learn from equal completions"
@@ -297,6 +298,19 @@ def _unscored_text(stage: str, steps: int, scores: Scores) -> str:
         "the "
         "function with `rl reward test`, or set rewards.unscored_steps=0 to go on"
     )
+
+
+def _compares_groups(algorithm: Any) -> bool:
+    """Tells whether the advantage of the only completion of a prompt is 0."""
+    rewards_PG, ones_PG = np.array([[1.0], [0.0]]), np.ones((2, 1), int)
+    known = {"token_kl": np.zeros((2, 1, 1)), "mask": np.ones((2, 1, 1))}
+    try:
+        takes = inspect.signature(algorithm.advantages).parameters
+        inputs = {name: value for name, value in known.items() if name in takes}
+        advantages = algorithm.advantages(rewards_PG, ones_PG, **inputs)
+    except (AttributeError, TypeError, ValueError):  # it needs a critic or greedy completions
+        return False
+    return not np.any(advantages)
 
 
 def _check_difference(limit: float | None, difference: float | None) -> None:

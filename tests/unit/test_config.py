@@ -14,6 +14,7 @@ from oracles import write_weight_file
 import rl.algorithms
 from policy.huggingface import sources
 from rewards.suggest import nearest
+from rl import stages
 from rl.commands.cli import train_main
 from rl.config import files, foreign, keys, packaged, yaml_tree
 from rl.config.schema import HOME
@@ -406,6 +407,51 @@ def test_overrides_of_wrong_lists_and_mappings_are_refused(folder):
     assert "not valid YAML" in message("run.yml", overrides=["data={path: a"])
     assert "must be an integer, got '3 # three'" in message("run.yml", overrides=["stages.0.steps=3 # three"])
     assert "not UTF-8" in message("run.yml", overrides=["data.system=\udcff"])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "refused"),
+    [
+        *(
+            (name, True)
+            for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "vespo", "rloo", "opo", "maxrl")
+        ),
+        ("{name: rloo, kl_reward_coef: 0.1}", True),
+        ("{name: grpo, combine: normalize_then_sum}", True),
+        ("{name: grpo, scale: others}", True),
+        ("{name: reinforce_pp, baseline: true}", True),
+        ("{name: reinforce_pp, baseline: true, kl_reward_coef: 0.1}", True),
+        ("{name: raft, dynamic_batches: 2}", True),
+        *((name, False) for name in ("ppo", "remax", "raft", "reinforce_pp")),
+    ],
+)
+def test_one_sample_of_a_prompt_is_refused_where_samples_are_compared(folder, algorithm, refused):
+    overrides = [f"stages.1.algorithm={algorithm}", "stages.1.samples_per_prompt=1"]
+    if refused:
+        assert "stages.1.samples_per_prompt: " in message("run.yml", overrides=overrides)
+    else:
+        load(["run.yml"], overrides)
+
+
+def test_a_stop_token_outside_the_vocabulary_is_refused(folder):
+    Path("model/config.json").write_text(sources.preset("tiny-deepseek", {"vocab_size": 320}).hf)
+    load(["run.yml"], ["stages.1.sampling.stop_token_ids=[0, 319]"])
+    for token in (-1, 320):
+        said = message("run.yml", overrides=[f"stages.1.sampling.stop_token_ids=[0, {token}]"])
+        assert f"stages.1.sampling.stop_token_ids: {token} is no token" in said and "0 to 319" in said
+
+
+def test_settings_that_do_something_else_are_said(folder, capsys):
+    config = load(["run.yml"], ["stages.0.optimizer.warmup_steps=1", "stages.1.optimizer.warmup_steps=2"])
+    assert [list(stage.remarks()) for stage in stages.create(config)] == [[], []]
+    Path("model/config.json").write_text(sources.preset("tiny-deepseek", {"vocab_size": 320}).hf)
+    write_weight_file("model")
+    write("rows.jsonl", '{"prompt": "a", "completion": "b"}\n' * 3)
+    overrides = ["stages.0.optimizer.warmup_steps=3", "stages.0.data=rows.jsonl", "stages.0.prompts_per_step=4"]
+    assert train_main(["--check", "run.yml", *overrides]) == 0
+    said = capsys.readouterr().out
+    assert "stages.0.optimizer.warmup_steps: 3 updates, and the stage makes 2" in said
+    assert "the data has 3 rows, and a step takes 4" in said and said.count("and a step takes") == 1
 
 
 def test_an_unquoted_text_that_ends_at_a_comment_is_noted(folder):

@@ -1,4 +1,4 @@
-"""The 15 checks of `rl inspect`: each with data that fails it, and none with the shipped configurations."""
+"""The checks of `rl inspect`: each with data that fails it, and none with the shipped configurations."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,13 @@ import pytest
 from oracles import configuration, write_weight_file
 
 from rl.commands import cli
+from rl.data.encoding import ExampleEncoder
 from rl.data.inspect import Refused, end_of_turn_problem, inspect
+from rl.data.prompts import Prompt, problems
+from rl.errors import DataError
 from rl.run.health.start_checks import start_checks
 from rl.run.load import load
-from rollout.text.tokenizer import CHAT_TEMPLATE, load_tokenizer
+from rollout.text.tokenizer import CHAT_TEMPLATE, byte_level, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 TURNS = CHAT_TEMPLATE.replace("message['content'] + eos_token", "message['content'] + '<|end|>'")
@@ -38,7 +41,10 @@ def inspected(tmp_path):
             "data": {"path": str(tmp_path / "rows.jsonl")},
             "rewards": {"functions": ["exact_answer"], "workers": 1},
             "max_length": 64,
-            "stages": [{"algorithm": name, "steps": 1, "sampling": {"max_new_tokens": 8}} for name in stages],
+            "stages": [
+                {"algorithm": name, "steps": 1, "prompts_per_step": 1, "sampling": {"max_new_tokens": 8}}
+                for name in stages
+            ],
         }
         if template:
             (tmp_path / "template.jinja").write_text(template)
@@ -227,6 +233,36 @@ def test_15_random_weights_without_a_teacher(inspected):
     assert levels(inspected(NUMBERED, stages=("sft", "grpo")), 15) == ["note"]
 
 
+def test_17_more_prompts_a_step_than_rows(inspected):
+    assert not levels(inspected(NUMBERED, "stages.0.prompts_per_step=12"), 17)
+    [few] = [each for each in inspected(NUMBERED, "stages.0.prompts_per_step=13") if each.check == 17]
+    assert few.level == "warn" and "12 rows" in few.text and "stages.0.prompts_per_step" in few.change
+
+
+def test_18_roles_that_the_template_does_not_name(inspected):
+    def of_role(role, template=CHAT_TEMPLATE):
+        rows = [turns("a", "b"), {"messages": [{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}]}]
+        return [each for each in inspected(rows, template=template) if each.check == 18]
+
+    for role in ("usr", "User", "assitant", "sytem"):
+        [wrong] = of_role(role)
+        assert wrong.level == "refuse" and "rows.jsonl:2" in wrong.text and repr(role) in wrong.text
+        assert "nearest: " in wrong.text
+    [unusual] = of_role("human")
+    assert unusual.level == "warn" and "usual: system" in unusual.text
+    assert not of_role("usr", CHAT_TEMPLATE + "{# 'usr' #}") and not of_role("tool") and not of_role("developer")
+    pairs = [{"prompt": turns("a")["messages"], "chosen": "b", "rejected": "c"}]
+    pairs[0]["prompt"][0]["role"] = "usr"
+    assert levels(inspected(pairs, stages=("dpo",), template=CHAT_TEMPLATE), 18) == ["refuse"]
+
+
+def test_18_roles_of_prompts_to_complete(tmp_path):
+    tokenizer = byte_level()
+    prompt = Prompt("p.jsonl:3", {"prompt": [{"role": "usr", "content": "a"}]})
+    with pytest.raises(DataError, match=r"p.jsonl:3: .*'usr' \(nearest: user\)"):
+        problems([prompt], ExampleEncoder(tokenizer, None), tmp_path)
+
+
 def test_malformed_rows_are_a_refusal(inspected):
     assert any(each.level == "refuse" for each in inspected([{"question": "a"}]))
 
@@ -237,7 +273,7 @@ def in_the_root(monkeypatch):
 
 
 def test_13_demonstrations_are_scored(in_the_root, capsys):
-    arguments = ["inspect", "configs/quickstart.yml", "data.limit=40", "evaluation=null"]
+    arguments = ["inspect", "configs/quickstart.yml", "data.limit=40", "evaluation=null", "stages.0.prompts_per_step=8"]
     assert cli.main([*arguments, "--rows", "1", "--stage", "sft", "--strict"]) == 0
     printed = capsys.readouterr().out
     assert "64" not in printed and "40 demonstrations get a mean reward of 1 (1 to 1)" in printed

@@ -14,7 +14,7 @@ SUMMARY = "show the rows of a run token by token, and check template, data and r
 DESCRIPTION = (
     "Reads tokenizer and data of a configuration, or of a run's folder, and no weights. Shows the first rows of each "
     "stage and "
-    "the findings of 15 checks (docs/diagnose.md). Exit code 3 if a run would be refused, with --strict also for "
+    "the findings of 18 checks (docs/diagnose.md). Exit code 3 if a run would be refused, with --strict also for "
     "warnings."
 )
 

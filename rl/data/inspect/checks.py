@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rl.data.inspect.finding import Finding
 from rl.data.inspect.row_checks import ROW_CHECKS
+from rl.data.inspect.setting_checks import SETTING_CHECKS
 from rl.data.inspect.stage_rows import StageRows
 from rl.data.inspect.template_checks import TEMPLATE_CHECKS, end_of_turn_problem
 
@@ -33,7 +34,7 @@ def in_order(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _stage(stage: StageRows) -> Iterator[Finding]:
-    for check in (*TEMPLATE_CHECKS, *ROW_CHECKS):
+    for check in (*TEMPLATE_CHECKS, *ROW_CHECKS, *SETTING_CHECKS):
         yield from check(stage)
     if stage.problems:
         example, text = stage.problems[0]

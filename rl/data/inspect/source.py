@@ -139,6 +139,7 @@ def stage_rows(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, 
         vocab_size=models.vocabulary_size(config.model),
         declared_stops={"tokenizer": [tokenizer.eos_token_id], **declared_stops(config)},
         task=data is not None and data.task is not None,
+        prompts_per_step=options.prompts_per_step,
     )
 
 
@@ -226,6 +227,12 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
             refused += datasets.missing_columns(settings, (row.example for row in stage.rows))
     if refused:
         raise DataError("\n".join(dict.fromkeys(refused)))
+    all_read = {stage.name for stage in inspection.stages if stage.total < count}
+    notes += [
+        each.message()
+        for each in inspection.findings
+        if each.check == 18 and each.level == "warn" or each.check == 17 and each.stage in all_read
+    ]
     weights.check(config, inspection.has_media)
     return list(dict.fromkeys(notes))
 

@@ -71,7 +71,7 @@ class StageRows:
     nothing. stops: tokens that end a completion. rows: encoded sequences. problems: (example, text) of rows that
     cannot be encoded. total: rows of the data, of which `rows` may be a sample. held_out: examples of the
     evaluation. declared_stops: ends of sequence by the file that declares them. task: whether the rows are problems
-    made in code.
+    made in code. prompts_per_step: rows that a step takes.
     """
 
     name: str
@@ -90,6 +90,7 @@ class StageRows:
     held_out: Sequence[Example] = ()
     declared_stops: dict[str, list[int]] = field(default_factory=dict)
     task: bool = False
+    prompts_per_step: int = 1
 
     @property
     def samples(self) -> bool:
