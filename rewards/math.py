@@ -3,8 +3,11 @@
 import functools
 import importlib.util
 import re
+from typing import Any
 
-from rewards.numeric_answer import numeric_answer
+from rewards.answers import forms, numbers
+from rewards.answers.forms import Answer
+from rewards.answers.spelling import uniform
 from rewards.registry import reward
 from rewards.text import answer_span, boxed, text_of
 
@@ -14,6 +17,8 @@ EXAMPLES = [
     {"prompt": "2 + 2?", "completion": "\\boxed{5}, no, \\boxed{4}", "answer": "4", "score": 1.0},
     {"prompt": "2 + 2?", "completion": "the answer is \\boxed{5}", "answer": "\\boxed{4}", "score": 0.0},
     {"prompt": "sides?", "completion": "\\boxed{\\left( 3, \\text{ 4 } \\right)}", "answer": "(3, 4)", "score": 1.0},
+    {"prompt": "Roots?", "completion": "\\boxed{4}", "answer": "3, 4", "score": 0.0},
+    {"prompt": "Price?", "completion": "\\boxed{18.9}", "answer": "\\$18.90", "score": 1.0},
     {"prompt": "2 + 2?", "completion": "I do not know", "answer": "4", "score": 0.0},
     {"prompt": "2 + 2?", "completion": "\\boxed{3x+4}", "answer": "4", "score": 0.0},
     {
@@ -27,10 +32,10 @@ EXAMPLES = [
     {"prompt": "Prove it.", "completion": "\\boxed{1}", "answer": None, "score": None},
 ]
 
-_DECORATION = re.compile(
-    r"\\(?:left|right|displaystyle|,|;|:|!)|\\text\s*\{([^{}]*)\}|\\mathrm\s*\{([^{}]*)\}|[\s$]|\\ "
-)
-_ONLY_NUMBER = re.compile(r"[-−]?(?:[\d.,]+(?:/\d+)?(?:\\?%)?|\\[dt]?frac\{\d+\}\{\d+\})")
+_WORD = re.compile(r"[A-Za-z]{3,}|[A-Za-z]*[\u0080-\uffff].*")
+_VARIABLE = re.compile(r"(?<![\\A-Za-z])(?![ei](?![A-Za-z]))[A-Za-z]")
+_NOT_SYMBOLIC = re.compile(r":|\\[lc]?dots|\d_|\.\.\.")
+"""What math-verify reads as something else: ratios and times, gaps, bases."""
 
 
 def _installed() -> bool:
@@ -55,52 +60,32 @@ def _prepare() -> None:
 def math(prompts: list, completions: list, answer: list, verifier: str = "auto") -> list[float | None]:
     """Returns 1.0 if the answer in the completion equals `answer` mathematically, else 0.0; None if `answer` is None.
 
-    verifier: "math-verify" (symbolic comparison by that package), "text" (the rule below), or "auto": math-verify if it
-        is installed, else text. Text compares the inside of the last \\boxed{}, else of `<answer>`, else the text after
-        `####`, else the last number, without spaces, `$`, \\left, \\right and \\text. Numbers and fractions are
-        compared by value.
+    verifier: "text" compares forms: numbers by value (fractions, roots, powers, units, percent), lists and sets in any
+        order, pairs and intervals with their brackets, and all else as text, without spaces and typesetting.
+        "math-verify" compares what is no number by that package. "auto": math-verify if it is installed, else text.
+    The answer is the inside of the last \\boxed{} (\\fbox{}), else of `<answer>`, else the text after `####`, else, if
+    `answer` is a number, the last number, else all of the text. A box that is not closed holds no answer.
     """
     symbolic = verifier == "math-verify" or (verifier == "auto" and _installed())
-    equal = _equal_symbolic if symbolic else _equal_text
     return [
-        None if right is None else equal(text_of(completion), str(right))
+        None if right is None else _score(text_of(completion), str(right), symbolic)
         for completion, right in zip(completions, answer, strict=True)
     ]
 
 
-def _equal_symbolic(completion: str, right: str) -> float | None:
-    """Compares with math-verify. Its timeouts use signals and are off; the runner enforces the deadline."""
-    from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
-
-    expected = _parsed(right)
-    if not expected:
+def _score(completion: str, right: str, symbolic: bool) -> float | None:
+    expected = _read(_marked(right))
+    if not expected.text:
         return None
-    last = boxed(completion)  # math-verify makes a set of several boxes
-    given = parse(completion if last is None else f"\\boxed{{{last}}}", parsing_timeout=None)
-    return float(verify(expected, given, timeout_seconds=None))
+    marked = _marked(completion)
+    given = forms.read(marked)
+    if marked == completion and expected.number and not given.number:
+        number = numbers.last(uniform(completion))
+        return float(number is not None and numbers.same(number, expected.number))
+    return float(forms.equal(given, expected, _equal_symbolic if symbolic else _equal_text))
 
 
-@functools.lru_cache(maxsize=4096)
-def _parsed(right: str) -> list:
-    from math_verify import parse  # pyright: ignore[reportMissingImports]
-
-    marked = right if "$" in right or "\\boxed" in right else f"${right}$"
-    return parse(marked, parsing_timeout=None)
-
-
-def _equal_text(completion: str, right: str) -> float | None:
-    expected = _plain(_marked(right))
-    if not expected:
-        return None
-    given = _plain(_marked(completion))
-    if given == expected:
-        return 1.0
-    if not _ONLY_NUMBER.fullmatch(expected):
-        return 0.0
-    is_marked = _marked(completion) != completion
-    if is_marked and not _ONLY_NUMBER.fullmatch(given.rpartition("=")[2]):  # 3x + 5 is not 5
-        return 0.0
-    return numeric_answer([""], [given if is_marked else completion], [expected])[0]
+_read = functools.lru_cache(maxsize=4096)(forms.read)
 
 
 def _marked(text: str) -> str:
@@ -111,7 +96,39 @@ def _marked(text: str) -> str:
     return text if inside is None else inside
 
 
-def _plain(text: str) -> str:
-    """Returns the text of an answer without typesetting commands and white space."""
-    undecorated = _DECORATION.sub(lambda match: match[1] or match[2] or "", text)
-    return re.sub(r"\s", "", undecorated).rstrip(".")
+def _equal_text(given: Answer, expected: Answer) -> bool:
+    return False  # `forms.equal` compares the texts themselves
+
+
+def _equal_symbolic(given: Answer, expected: Answer) -> bool:
+    """Compares with math-verify. Its timeouts use signals and are off; the runner enforces the deadline."""
+    from math_verify import verify  # pyright: ignore[reportMissingImports]
+
+    pair = (given, expected)
+    if any(_WORD.fullmatch(one.text) or _NOT_SYMBOLIC.search(one.source) for one in pair):
+        return False
+    if any(one.number for one in pair) and any(_VARIABLE.search(one.source) for one in pair):  # it takes 5m for 5
+        return False
+    if ("=" in given.source) != ("=" in expected.source):  # it takes 2x = 4 for 4
+        return False
+    ours, theirs = _parsed(expected.source), _parsed(given.source)
+    if not ours or not theirs or not verify(ours, theirs, timeout_seconds=None):
+        return False
+    return _agree(ours[0], theirs[0])
+
+
+def _agree(expected: Any, given: Any) -> bool:
+    """Whether two constants agree to six digits; true for what is no constant. math-verify takes 1/10! for 1/11!."""
+    if not (getattr(expected, "is_number", False) and getattr(given, "is_number", False)) or expected.is_zero:
+        return True
+    try:
+        return abs(complex((given / expected).evalf()) - 1) < 1e-6
+    except TypeError:  # no finite number
+        return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: str) -> list:
+    from math_verify import parse  # pyright: ignore[reportMissingImports]
+
+    return parse(f"${text}$", parsing_timeout=None)

@@ -6,6 +6,7 @@ import re
 import shlex
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(?:(?P<brace>\{)|(?P<bare>[^\s${}]*))")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -54,14 +55,20 @@ def answer_span(text: str, pattern: str | None = None) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    """Returns the inside of the last complete `\\boxed{...}` of `text`, braces matched, or None."""
-    end = len(text)
-    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
-        depth = 0
-        opening = start + len("\\boxed")
-        for position in range(opening, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[opening + 1 : position]
-        end = start
-    return None
+    """Returns the inside of the last box of `text`, or None if it has none.
+
+    A box is \\boxed{...} or \\fbox{...}, braces matched, or \\boxed before a number without braces. A box that is not
+    closed holds nothing: the text was cut in it.
+    """
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    match = boxes[-1]
+    if not match["brace"]:
+        return match["bare"]
+    depth = 1
+    for position in range(match.end(), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[match.end() : position]
+    return ""

@@ -1,5 +1,6 @@
 """Cases of the built-in rewards beyond their examples."""
 
+import math_forms
 import pytest
 
 from rewards import RewardError, text_of
@@ -15,7 +16,7 @@ from rewards.text import answer_span, boxed
     [
         ("the answer is 1,234", "1234", 1.0),
         ("1,234,567.5", 1234567.5, 1.0),
-        ("it is 12,34", "34", 1.0),  # no separator of thousands
+        ("it is 12,34", "34", 0.0),  # a list, or a decimal comma
         ("from 7-3", "3", 1.0),  # a minus between numbers is no sign
         ("x = -3", "-3", 1.0),
         ("x = −3", "-3", 1.0),  # U+2212
@@ -61,8 +62,8 @@ def test_tolerances_are_distances():
         ("<answer>7</answer> then 8", "7", 1.0),
         ("5 and then 7", "7", 1.0),
         ("\\boxed{x = 7}", "7", 1.0),
-        ("\\boxed{7 apples}", "7", 0.0),
-        ("\\boxed{12", "12", 1.0),  # never closed: the last number
+        ("\\boxed{7 apples}", "7", 1.0),
+        ("\\boxed{12", "12", 0.0),  # never closed: more digits may have been cut
         ("yes", "no", 0.0),
         ("yes", "Solution. \\boxed{yes}", 1.0),
         ("yes", "", None),
@@ -77,6 +78,27 @@ def test_math_with_its_package_compares_symbolically():
     completions = ["\\boxed{(x+1)^2}", "\\boxed{x^2+2x}", "\\boxed{\\sqrt{2}/2}"]
     answers = ["x^2+2x+1", "x^2+2x+1", "\\frac{1}{\\sqrt{2}}"]
     assert math(["p"] * 3, completions, answers, verifier="math-verify") == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("verifier", ["text", "math-verify"])
+def test_math_gives_the_right_verdict_on_every_form(verifier):
+    if verifier == "math-verify":
+        pytest.importorskip("math_verify")
+    table = math_forms.BOTH + (math_forms.SYMBOLIC if verifier == "math-verify" else [])
+    completions, answers, scores = zip(*table, strict=True)
+    given = math([""] * len(table), list(completions), list(answers), verifier=verifier)
+    assert [(*row, one) for row, one in zip(table, given, strict=True) if row[2] != one] == []
+    assert len(math_forms.BOTH) >= 200
+
+
+def test_the_text_verifier_gives_no_false_1():
+    completions, answers, _ = zip(*math_forms.SYMBOLIC, strict=True)
+    assert set(math([""] * len(completions), list(completions), list(answers), verifier="text")) == {0.0}
+
+
+def test_numeric_answer_gives_the_right_verdict_on_every_form():
+    completions, answers, scores = zip(*math_forms.NUMBERS, strict=True)
+    assert numeric_answer([""] * len(scores), list(completions), list(answers)) == list(scores)
 
 
 def test_soft_overlong_of_the_paper():
@@ -123,5 +145,6 @@ def test_answers_are_the_last_ones():
     assert answer_span("work #### 3") == " 3"
     assert answer_span("a=1, a=2", r"a=(\d)") == "2"
     assert answer_span("a=1", r"b=\d") is None
-    assert boxed("\\boxed{1} \\boxed{\\frac{2}{3}} \\boxed{") == "\\frac{2}{3}"
-    assert boxed("\\boxed{") is None
+    assert boxed("\\boxed{1} \\boxed{\\frac{2}{3}}") == "\\frac{2}{3}"
+    assert boxed("\\boxed{1} \\boxed{2") == ""
+    assert boxed("no box") is None
