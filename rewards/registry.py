@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
-from rewards.suggest import nearest
+from rewards.suggest import nearest, nearest_path
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -306,7 +306,7 @@ def _from_file(path: Path, spec: str) -> types.ModuleType:
     import hashlib
 
     if not path.is_file():
-        raise RewardError(f"reward {spec}: there is no file {path}")
+        raise RewardError(f"reward {spec}: there is no file {path}{nearest_path(path)}")
     name = f"{_FILE_MODULES}{hashlib.sha1(str(path).encode()).hexdigest()[:12]}"
     with _loading:
         if name in sys.modules:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 _LISTED = 14  # names in a list that one line can show
 _NEAREST = 3  # names shown of a longer list
+_READ = 5000  # names of a folder that are compared
+_CLOSE_PATH = 0.7  # similarity of a part of a path
 
 
 def nearest(name: object, valid: Iterable[object]) -> str:
@@ -23,3 +27,24 @@ def nearest(name: object, valid: Iterable[object]) -> str:
     close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     parts = [f"nearest: {close[0]}"] if close else []
     return f" ({'; '.join([*parts, 'valid: ' + ', '.join(names)])})"
+
+
+def nearest_path(path: str | Path) -> str:
+    """Returns the hint ` (nearest: runs/first)` of a path that does not exist, or "" if none that exists is close.
+
+    The nearest path has, for each part that does not exist, the most similar name in the folder so far.
+    """
+    path = Path(path)
+    result = Path(path.anchor)
+    for part in path.relative_to(path.anchor).parts:
+        if not (result / part).exists():
+            try:
+                names = sorted(entry.name for entry in os.scandir(result))[:_READ]
+            except OSError:
+                return ""
+            close = difflib.get_close_matches(part, names, n=1, cutoff=_CLOSE_PATH)
+            if not close:
+                return ""
+            part = close[0]
+        result /= part
+    return "" if result == path else f" (nearest: {result})"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rewards.suggest import nearest_path
 from rl.data import models
 from rl.errors import ConfigError, ModelError
 
@@ -129,8 +130,7 @@ def _directory(source: str) -> Path:
     directory = exported if (exported / "config.json").is_file() else models.directory(source, weights=True)
     if directory is None or not (directory / "config.json").is_file():
         raise ModelError(
-            f"{source}: no config.json there; name a Hugging Face directory, the directory of a finished run, or a "
-            "model "
-            "on the Hugging Face hub as org/name"
+            f"{source}: no config.json there{nearest_path(source)}; name a Hugging Face directory, the directory of a "
+            "finished run, or a model on the Hugging Face hub as org/name"
         )
     return directory

@@ -19,13 +19,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 import rl.algorithms
-from rewards.suggest import nearest
-from rl.config import yaml_tree
+from rewards.suggest import nearest, nearest_path
+from rl.config import foreign, yaml_tree
 from rl.config.keys import RENAMED, unknown_key, unknown_option
 from rl.config.packaged import packaged, presets, run_names
 from rl.config.run import RunConfig
 from rl.config.schema import Strict, accepted_types
-from rl.config.stage import AlgorithmOptions
+from rl.config.stage import AlgorithmOptions, OptimizerOptions
 from rl.config.yaml_tree import Item, Rules
 from rl.errors import ConfigError
 
@@ -103,7 +103,7 @@ def _read(path: str | Path, is_run: bool = False) -> Item:
     file = Path(path)
     if file.is_dir() or is_run:
         if not file.is_dir():
-            raise ConfigError(f"{path}: no such directory, so no run to continue")
+            raise ConfigError(f"{path}: no such directory, so no run to continue{nearest_path(path)}")
         file = file / RESOLVED
         if not file.is_file():
             raise ConfigError(f"{path}: a directory without {RESOLVED}, so no run to continue; name a YAML file")
@@ -116,7 +116,8 @@ def _read(path: str | Path, is_run: bool = False) -> Item:
         if str(path).partition(".")[0] in RunConfig.model_fields:
             raise ConfigError(f"{path}: no such file; an override has a value: {path}=VALUE") from None
         what = "no such file" if Path(path).suffix else "no such file, and no directory of a run"
-        raise ConfigError(f"{path}: {what}{nearest(Path(path).name, run_names())}") from None
+        hint = nearest_path(path) or nearest(Path(path).name, run_names())
+        raise ConfigError(f"{path}: {what}{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 (byte {error.start}); save the file as UTF-8") from None
     except OSError as error:
@@ -327,6 +328,8 @@ def _problems(error: Mapping[str, Any]) -> list[Problem]:
         return [(path, unknown_key(path, error["input"], list(model.model_fields) if model else []))]
     if kind == "missing":
         return [(path, "this key is required")]
+    if kind == "too_short":
+        return [(path, _empty(path, error))]
     if kind == "literal_error":
         choices = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         return [(path, f"must not be {error['input']!r}{nearest(error['input'], choices)}")]
@@ -340,8 +343,23 @@ def _problems(error: Mapping[str, Any]) -> list[Problem]:
             return [(path, f"this option is called `{RENAMED[path[-1]]}` now")]
         return [(path, unknown_option(path, error["ctx"]["algorithm"]))]
     value = error["input"]
+    if kind == "model_type" and _model_at(path) is OptimizerOptions:
+        return [(path, f"must be a mapping of keys to values, got {value!r}; {foreign.OPTIMIZER}")]
+    if kind == "list_type" and path == ("stages",):
+        return [(path, f"must be a list with an entry for each stage, {_A_STAGE}, got a {type(value).__name__}")]
     shown = repr(value) if value is None or isinstance(value, (str, int, float, bool)) else f"a {type(value).__name__}"
     return [(path, f"{_MESSAGES.get(kind) or error['msg'].replace('Input should', 'must')}, got {shown}")]
+
+
+_A_STAGE = "such as `- {algorithm: sft, steps: 100}`"
+
+
+def _empty(path: tuple, error: Mapping[str, Any]) -> str:
+    """Returns the message about a list with too few entries."""
+    if path == ("stages",):
+        return f"there is no stage to run; add one, {_A_STAGE}"
+    least, count = error["ctx"]["min_length"], error["ctx"]["actual_length"]
+    return f"has {count} entries, and needs {least} or more"
 
 
 _MESSAGES = {

@@ -131,6 +131,47 @@ FOREIGN: dict[str, str] = {
 }
 """Last part of the other framework's key -> key of Duet. N: number of a stage, or of an entry of another list."""
 
+_NOTES: dict[str, str] = {
+    "lr_scheduler_type lr_scheduler": "`constant` by default; `linear` or `cosine`, down to `final_fraction`",
+    "warmup warmup_steps lr_warmup_steps": "updates",
+    "warmup_ratio lr_warmup_steps_ratio": "updates, not a ratio: write ratio x `steps` x `updates_per_step`",
+    "batch_size train_batch_size rollout_batch_size generation_batch_size": (
+        "prompts, not completions: TRL counts completions, so divide its batch by `num_generations`"
+    ),
+    "num_generations n_samples_per_prompt group_size n": "the group",
+    "max_prompt_length max_seq_length max_seq_len max_model_len max_len": (
+        "prompt and completion together: add `max_new_tokens` to the longest prompt"
+    ),
+    "beta kl_loss_coef init_kl_coef init_coef": (
+        "weight of the KL term in the loss. For DPO write `stages.N.algorithm.beta`; for a KL term in the "
+        "rewards `kl_reward_coef`"
+    ),
+    "kl_loss_type estimator": "`k3` is `low_var_kl` of verl; `k2` is `mse`; `k1` is only logged",
+    "clip_ratio_high": "null: equal to `epsilon`",
+    "loss_type loss_agg_mode": (
+        "TRL: `grpo` is `sequence`, `dapo` is `token`, `dr_grpo` is `constant`. verl: `token-mean` is "
+        "`token`, `seq-mean-token-sum` is `sequence_sum`, `seq-mean-token-mean` is `sequence`. For DPO and "
+        "KTO write `stages.N.algorithm.loss_type`"
+    ),
+    "scale_rewards": "`group`, `batch` or `none`; verl: `norm_adv_by_std_in_grpo: false` is `none`",
+    "vllm_importance_sampling_correction rollout_is": (
+        "not needed for rollouts of the same weights: generator and trainer are one decoder"
+    ),
+    "adv_estimator advantage_estimator trainer": "`gae` is `ppo`, `reinforce_plus_plus` is `reinforce_pp`",
+    "epochs num_epochs num_train_epochs total_epochs": "steps, not epochs: write epochs x rows / `prompts_per_step`",
+    "num_episodes": "steps, not prompts: write episodes x rows / `prompts_per_step`",
+    "steps_per_generation": "TRL: `steps_per_generation / gradient_accumulation_steps`",
+    "reward_funcs reward_functions custom_reward_function": "`file.py:function`",
+    "bf16 torch_dtype": "`bfloat16` or `float32` (default)",
+    "dataset dataset_name train_files prompt_data": "a file, a folder, or a dataset on the hub",
+    "gradient_checkpointing": "`none`, `full`, and policies between them",
+}
+NOTES = {word: note for words, note in _NOTES.items() for word in words.split()}
+"""Last part of the other framework's key -> how its value becomes that of the key of Duet: the last column of the table
+in docs/from_other_frameworks.md."""
+
+OPTIMIZER = "Duet trains with AdamW: leave this out, or write its keys, such as `optimizer: {learning_rate: 1.0e-5}`"
+
 ABSENT: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -152,6 +193,7 @@ ABSENT: dict[str, str] = {
         "leave this out: `stages.N.prompts_per_step` sets the batch, and `stages.N.micro_batch` changes speed and "
         "memory only",
     ),
+    **dict.fromkeys(("optim", "optim_type"), OPTIMIZER),
     **dict.fromkeys(
         ("peft_config", "lora_r", "lora_rank"), "Duet has no adapters and trains all weights: leave this out"
     ),

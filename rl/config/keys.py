@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 import rl.algorithms
 from rewards.suggest import nearest
-from rl.config.foreign import ABSENT, FOREIGN
+from rl.config.foreign import ABSENT, FOREIGN, NOTES
 from rl.config.run import RunConfig
 
 _SHOWN = 3  # most places or keys in one hint
@@ -67,7 +67,8 @@ def unknown_key(path: tuple, value: Any, siblings: list[str]) -> str:
 
     path: of the unknown key. value: its value, whose keys are explained too. siblings: valid keys of the section.
     """
-    hint = _elsewhere(path) or _inside(value)
+    hint = (_inside(value) if isinstance(value, dict) and path[-1] in ABSENT else None) or _elsewhere(path)
+    hint = hint or _inside(value)
     return f"unknown key; {hint}" if hint else f"unknown key{nearest(path[-1], siblings)}"
 
 
@@ -87,7 +88,10 @@ def _elsewhere(path: tuple, options: list[str] | None = None) -> str | None:
     name = FOREIGN.get(word, "")
     # An option of other algorithms is no answer for this one.
     if name and not (options is not None and name.startswith(_OPTIONS) and name.removeprefix(_OPTIONS) not in options):
-        return f"Duet calls it `{name}`" if name.rpartition(".")[2] != word else f"it belongs to {_section(name)}"
+        note = f": {NOTES[word]}" if word in NOTES else ""
+        return (
+            f"Duet calls it `{name}`" if name.rpartition(".")[2] != word else f"it belongs to {_section(name)}"
+        ) + note
     close = difflib.get_close_matches(word, options or (), n=1, cutoff=0.8)
     places = [key for key in schema_keys() if key.rpartition(".")[2] == word and key.rpartition(".")[0] != parent]
     if not places or close:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from rewards.text import quoted
+from rl.config.stage_names import numbered
 from rl.errors import ConfigError
 
 MAX_CHARACTERS = 2**18
@@ -321,7 +322,7 @@ def merge(base: Item, over: Item, rules_at: Callable[[tuple], Rules], path: tupl
         entries = list(base.value)
         for name, child in over.value.items():
             if not (name.isdecimal() and int(name) < len(entries)):
-                raise _no_entry(".".join(map(str, path)), len(entries), name, child)
+                raise _no_entry(".".join(map(str, path)), entries, name, child)
             entries[int(name)] = merge(entries[int(name)], child, rules_at, (*path, int(name)))
         return Item(entries, base.where, base.key_where)
     return over
@@ -343,19 +344,28 @@ def _replaced(base: Mapping[str, Item], over: Mapping[str, Item], rules: Rules) 
     }
 
 
-def _no_entry(dotted: str, count: int, name: str, child: Item) -> ConfigError:
-    """Returns the error about a list of `count` entries that has no entry `name`, with the override to write
-    instead.
-    """
+def _entry_names(entries: list[Item]) -> list[str]:
+    """Returns what entries of a list are called: stages as in reports (grpo, grpo-2), rewards by their name."""
+    names = []
+    for entry in entries:
+        value = plain(entry)
+        value = value.get("algorithm", value) if isinstance(value, dict) else value
+        names.append(str(value.get("name", value.get("preset")) if isinstance(value, dict) else value))
+    return numbered(names)
+
+
+def _no_entry(dotted: str, entries: list[Item], name: str, child: Item) -> ConfigError:
+    """Returns the error about a list that has no entry `name`, with the override to write instead."""
+    count, names = len(entries), _entry_names(entries)
     is_number = name.lstrip("-").isdecimal()
     where = f"{child.place}: {dotted}.{name}: "
     if not count:
         return ConfigError(f"{where}`{dotted}` is an empty list")
-    keys, value = [] if is_number else [name], child
+    keys, value = [] if is_number or name in names else [name], child
     while isinstance(value.value, dict) and len(value.value) == 1:
         key, value = next(iter(value.value.items()))
         keys.append(key)
-    index = count - 1 if is_number else 0
+    index = names.index(name) if name in names else count - 1 if is_number else 0
     text = (
         yaml.dump(plain(value), Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=math.inf)
         .removesuffix("\n...\n")
@@ -364,4 +374,6 @@ def _no_entry(dotted: str, count: int, name: str, child: Item) -> ConfigError:
     override = quoted(f"{'.'.join([dotted, str(index), *keys])}={text}")
     one = dotted.removesuffix("s") if "." not in dotted else "entry"
     there = f"there is 1 {one}" if count == 1 else f"there are {count} {dotted if one != 'entry' else 'entries'}"
+    if name in names:
+        there = f"entries of a list have numbers, from 0, and {name} is number {index}"
     return ConfigError(f"{where}{there}: write {override}")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rewards.suggest import nearest_path
 from rl.data.hub import COMMIT, PREFIX, HubName, fetch, hub_name
 from rl.errors import DuetError, ModelError, ResourceError, no_room
 
@@ -213,7 +214,8 @@ def _unreachable(repository: HubName, cache: str, error: Exception) -> str:
     """Returns the message about a repository that neither the hub nor the cache gives."""
     from huggingface_hub import constants
 
-    here = "no such directory or preset here, so looked for on the Hugging Face hub"
+    near = nearest_path(repository.name)
+    here = f"no such directory or preset here, so looked for on the Hugging Face hub{near}"
     if constants.HF_HUB_OFFLINE:
         return (
             f"{here}. This process is offline (HF_HUB_OFFLINE), and the cache {cache} does not hold all its files. "

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rewards.suggest import nearest_path
 from rl.data import media
 from rl.data.encoded import Example, Problem
 from rl.data.encoding import ExampleEncoder
@@ -39,7 +40,7 @@ def _prompts(file: str) -> Iterator[Prompt]:
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except OSError as error:
-        raise DataError(f"--prompts {file}: {error.strerror}") from None
+        raise DataError(f"--prompts {file}: {error.strerror}{nearest_path(file)}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"--prompts {file}: not UTF-8 (byte {error.start}); save the file as UTF-8") from None
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):

@@ -11,6 +11,7 @@ from policy.config import DecoderConfig
 from policy.huggingface import sources
 from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
+from rewards.suggest import nearest_path
 from rl.config.model import TeacherOptions
 from rl.data import models
 from rl.errors import ConfigError, ModelError
@@ -36,7 +37,7 @@ def directory_of(options: TeacherOptions, *, weights: bool = False) -> Path | No
     if result is None or not (result / "config.json").is_file():
         raise ModelError(
             f"teacher {options.source}: no directory with a config.json, no finished run and no file of that name in "
-            "configs/models/; train the teacher first, or set `teacher.source` to a model"
+            f"configs/models/{nearest_path(options.source)}; train the teacher first, or set `teacher.source` to a model"
         )
     return result
 

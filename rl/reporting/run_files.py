@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rewards.suggest import nearest
+from rewards.suggest import nearest, nearest_path
 from rl.config import yaml_tree
 from rl.errors import ConfigError
 
@@ -58,7 +58,8 @@ def check_run(path: Path) -> None:
         raise ConfigError(f"{path}: a file. Name the folder of the run: {path.parent}")
     if not path.is_dir():
         runs = [str(file.parent) for file in path.parent.glob(f"*/{EVENTS}")]
-        raise ConfigError(f"{path}: no such folder{nearest(str(path), runs) or '. Name the folder of a run'}")
+        hint = nearest_path(path) or nearest(str(path), runs) or ". Name the folder of a run"
+        raise ConfigError(f"{path}: no such folder{hint}")
     if not (path / EVENTS).is_file() and not (path / CONFIG).is_file():
         near = sorted(str(file.parent) for file in path.glob(f"*/{EVENTS}"))[:3]
         hint = f". Runs below it: {', '.join(near)}" if near else ""

@@ -16,6 +16,7 @@ from policy import compatibility, remat
 from policy.config import DecoderConfig
 from policy.huggingface import sources
 from rewards import plugins
+from rewards.suggest import nearest_path
 from rl.config import mesh
 from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.model import ModelOptions
@@ -138,7 +139,7 @@ def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     if source in model_presets():
         return
     if not directory.exists() and not on_hub:
-        hint = nearest(source, list(model_presets()))
+        hint = nearest_path(source) or nearest(source, list(model_presets()))
         yield path, f"no directory {source}, and no model of that name in configs/models/{hint}"
     elif not on_hub and not (directory / "config.json").is_file():
         yield path, f"{source} holds no config.json, so it is no Hugging Face model directory"
@@ -229,7 +230,7 @@ def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         return
     template = config.tokenizer.chat_template
     if template is not None and not Path(template).is_file():
-        yield ("tokenizer", "chat_template"), f"no such file: {template}"
+        yield ("tokenizer", "chat_template"), f"no such file: {template}{nearest_path(template)}"
     source, alphabet = config.tokenizer.source, config.tokenizer.alphabet
     if source is None:
         if alphabet is not None:
@@ -247,7 +248,10 @@ def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         except DuetError:
             return  # `load` raises it
         if directory is None:
-            yield ("tokenizer", "source"), f"no directory {source}{nearest(source, _BUILT_IN_TOKENIZERS)}"
+            yield (
+                ("tokenizer", "source"),
+                f"no directory {source}{nearest_path(source) or nearest(source, _BUILT_IN_TOKENIZERS)}",
+            )
         elif not any((directory / name).is_file() for name in models.TOKENIZER_FILES):
             yield ("tokenizer", "source"), f"{source} holds none of {', '.join(models.TOKENIZER_FILES)}"
 
@@ -271,7 +275,10 @@ def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:
         if data.options:
             yield (*path, "options"), "only a task takes options"
         if not Path(data.path).exists() and not packaged(data.path) and hub_name(data.path, alone=True) is None:
-            yield (*path, "path"), f"no such file or directory: {data.path} (from {Path.cwd()})"
+            yield (
+                (*path, "path"),
+                f"no such file or directory: {data.path} (from {Path.cwd()}){nearest_path(data.path)}",
+            )
 
 
 def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str]]:
@@ -347,7 +354,7 @@ def _reward_model_directory(config: RunConfig, source: str, trained: list[str]) 
     except DuetError:
         return  # `load` raises it
     if directory is None or not (directory / "config.json").is_file():
-        yield f"no directory {source} with a config.json{stages}"
+        yield f"no directory {source} with a config.json{nearest_path(source)}{stages}"
         return
     try:
         decoder = sources.classifier(directory)

@@ -13,7 +13,7 @@ from oracles import write_weight_file
 
 import rl.algorithms
 from policy.huggingface import sources
-from rewards.suggest import nearest
+from rewards.suggest import nearest, nearest_path
 from rl import stages
 from rl.commands.cli import train_main
 from rl.config import files, foreign, keys, packaged, yaml_tree
@@ -232,7 +232,19 @@ FOREIGN_KEYS = [
     ("stages.1.epsilon=0.1", "unknown key; it belongs to `stages.1.algorithm`"),
     ("functions=[a]", "unknown key; it belongs to `rewards` or `stages.N.rewards`"),
     ("stages.0.max_length=8", "unknown key; it belongs to the top level"),
-    ("stages.0.optimizer.warmup_ratio=0.1", "unknown key; Duet calls it `stages.0.optimizer.warmup_steps`"),
+    (
+        "stages.0.optimizer.warmup_ratio=0.1",
+        "Duet calls it `stages.0.optimizer.warmup_steps`: updates, not a ratio: write ratio x `steps` x `updates_per_step`",
+    ),
+    ("num_train_epochs=3", "`stages.N.steps`: steps, not epochs: write epochs x rows / `prompts_per_step`"),
+    ("stages.0.optim=adafactor", "unknown key; Duet trains with AdamW: leave this out, or write its keys, such as"),
+    ("stages.0.optim={lr: 1.0}", "unknown key; of its keys, `lr` is `stages.0.optimizer.learning_rate`"),
+    (
+        "stages.0.optimizer=adafactor",
+        "must be a mapping of keys to values, got 'adafactor'; Duet trains with AdamW: leave",
+    ),
+    ("stages=[]", "stages: there is no stage to run; add one, such as `- {algorithm: sft, steps: 100}`"),
+    ("rewards.functions=[]", "rewards.functions: has 0 entries, and needs 1 or more"),
     ("model.torch_dtype=bfloat16", "unknown key; Duet calls it `model.dtype`"),
     ("model.lora_rank=16", "unknown key; Duet has no adapters and trains all weights: leave this out"),
     ("run.resume_from_checkpoint=x", "unknown key; leave this out: `rl-train RUN` continues a run"),
@@ -246,7 +258,7 @@ FOREIGN_KEYS = [
 def test_a_key_of_another_framework_or_section_leads_to_the_right_place(folder, override, part):
     said = message("run.yml", overrides=[override])
     assert part in said and ("stages.N" in said) == ("(N: number of the stage, from 0)" in said)
-    assert said.startswith("override 1: ") and "\n" not in said and len(said) < 200
+    assert said.startswith("override 1: ") and "\n" not in said and len(said) < 400
 
 
 def test_every_key_that_stands_for_one_of_another_framework_exists(folder):
@@ -328,6 +340,13 @@ OVERRIDES = [
     ("stages.2.steps=3", "override 1: stages.2: there are 2 stages: write stages.1.steps=3"),
     ("stages.-1.algorithm.kl_coef=3", "stages.-1: there are 2 stages: write stages.1.algorithm.kl_coef=3"),
     ("stages.steps=3", "override 1: stages.steps: there are 2 stages: write stages.0.steps=3"),
+    (
+        "stages.grpo.steps=3",
+        "override 1: stages.grpo: entries of a list have numbers, from 0, and grpo is number 1: write",
+    ),
+    ("stages.grpo.steps=3", "write stages.1.steps=3"),
+    ("stages.sft.optimizer.learning_rate=1e-4", "write stages.0.optimizer.learning_rate="),
+    ("rewards.functions.reward.py:score=3", "there is 1 entry"),
     ("rewards.functions.1.weight=2", "there is 1 entry: write rewards.functions.0.weight=2"),
     ("stages.2.sampling={top_k: 3, stop: [a]}", "write 'stages.1.sampling={top_k: 3, stop: [a]}'"),
     ("stages.2.algorithm=a b", "write 'stages.1.algorithm=a b'"),
@@ -555,6 +574,62 @@ def test_an_index_in_a_list_of_one_stage_or_none_is_explained(folder):
     assert "stages.1: there is 1 stage: write stages.0.steps=3" in message("one.yml", overrides=["stages.1.steps=3"])
     write("none.yml", "stages: []\n")
     assert "stages.0: `stages` is an empty list" in message("none.yml", overrides=["stages.0.steps=3"])
+
+
+def test_the_entries_of_a_list_are_named_as_people_know_them(folder):
+    edited(
+        "  - algorithm: sft",
+        "  - {algorithm: {name: grpo}, steps: 1}\n  - {algorithm: {preset: dapo}, steps: 1}\n  - algorithm: sft",
+    )
+    assert "write stages.3.steps=3" in message("bad.yml", overrides=["stages.grpo-2.steps=3"])
+    assert "write stages.0.steps=3" in message("bad.yml", overrides=["stages.grpo.steps=3"])
+    assert "write stages.1.steps=3" in message("bad.yml", overrides=["stages.dapo.steps=3"])
+    write(
+        "few.yml", GOOD.replace('"REWARD:score"', "exact_answer, {name: length, weight: 2}").replace("MODEL", "model")
+    )
+    said = message("few.yml", overrides=["rewards.functions.length.weight=3"])
+    assert "length is number 1: write rewards.functions.1.weight=3" in said
+
+
+def test_stages_by_name_in_a_file_are_a_list(folder):
+    said = message(write("map.yml", "model: model\nstages: {grpo: {steps: 3}}\n"))
+    assert "map.yml:2: stages: must be a list with an entry for each stage, such as `- {algorithm: sft" in said
+
+
+def test_a_mistyped_path_gets_the_nearest_one_that_exists(folder):
+    for name in (
+        "configs/s.yml",
+        "runs/first/config.yml",
+        "models/qwen/config.json",
+        "datas/rows.jsonl",
+        "rewards/r.py",
+    ):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        write(name, "x: 1")
+    assert "configs/s.yaml: no such file (nearest: configs/s.yml)" in message("configs/s.yaml")
+    assert "run/first: no such file, and no directory of a run (nearest: runs/first)" in message("run/first")
+    assert "no run to continue (nearest: runs/first)" in message(overrides=["resume=runs/frist"])
+    cases = {
+        "model": "./model/qwem",
+        "tokenizer": "./models/qwenn",
+        "tokenizer.chat_template": "models/qwen/config.jsn",
+        "data": "data/row.jsonl",
+        "rewards.functions.0": "reward/r.py:score",
+    }
+    near = {"model": "models/qwen", "tokenizer": "models/qwen", "tokenizer.chat_template": "models/qwen/config.json"}
+    near |= {"data": "datas/rows.jsonl", "rewards.functions.0": f"{folder}/rewards/r.py"}
+    Path("model").rename("other")
+    for key, value in cases.items():
+        said = message("run.yml", overrides=[f"{key}={value}"])
+        assert f"(nearest: {near[key]})" in said, (key, said)
+
+
+def test_the_nearest_path_is_one_that_exists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert nearest_path("a/b") == nearest_path("") == nearest_path("/nowhere-at-all") == ""
+    Path("runs").mkdir()
+    assert nearest_path("run") == " (nearest: runs)" and nearest_path("run/first") == "" and nearest_path("runs") == ""
+    assert nearest_path(f"{tmp_path}/run") == f" (nearest: {tmp_path}/runs)" and nearest_path("a\0b/c") == ""
 
 
 def test_overrides_change_lists_by_index_and_extend_shorthands(folder):

@@ -156,6 +156,8 @@ def test_the_page_for_other_frameworks_has_the_table_of_the_messages():
     mapped, absent = keys.split("\n## Keys without a counterpart\n")
     rows = [row.strip("| ").split(" | ") for row in mapped.splitlines() if row.startswith("| `")]
     assert {word: row[1].strip("` |") for row in rows for word in re.findall(r"`(\w+)`", row[0])} == foreign.FOREIGN
+    notes = {word: row[2].strip() for row in rows if row[2:] for word in re.findall(r"`(\w+)`", row[0])}
+    assert {word: note for word, note in notes.items() if note} == foreign.NOTES
     rows = [row.strip("| ").split(" | ") for row in absent.splitlines() if row.startswith("| `")]
     assert {word: row[1] for row in rows for word in re.findall(r"`(\w+)`", row[0])} == foreign.ABSENT
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import rl.algorithms
 from policy.huggingface import generation_config, sources
+from rewards.suggest import nearest_path
 from rl.config.data import DataOptions
 from rl.config.run import RunConfig
 from rl.data import datasets, models, towers
@@ -209,7 +210,9 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     def first(options: DataOptions | None) -> DataOptions | None:
         if options is None or options.path is None or hub_name(options.path, alone=True) is None:
             return options and options.model_copy(update={"limit": min(count, options.limit or count)})
-        notes.append(f"{options.path} is a dataset of the hub: its rows were not read (rl inspect reads them)")
+        notes.append(
+            f"{options.path} is a dataset of the hub{nearest_path(options.path)}: its rows were not read (rl inspect reads them)"
+        )
         return None
 
     stages = [stage.model_copy(update={"data": first(stage.data or config.data)}) for stage in config.stages]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
+from rewards.suggest import nearest_path
 from rl.config.data import DataOptions
 from rl.data import tasks
 from rl.data.hub import hub_name
@@ -82,7 +83,7 @@ def _path_rows(name: str, options: DataOptions, held_out: bool, decode: bool) ->
             return folders.read_folder(path, split)
         return _library_rows(options, held_out, decode, path)
     if hub_name(name, alone=True) is None:
-        raise ConfigError(f"no such file or directory: {name} (from {Path.cwd()})")
+        raise ConfigError(f"no such file or directory: {name} (from {Path.cwd()}){nearest_path(name)}")
     return _library_rows(options, held_out, decode, None)
 
 
@@ -111,7 +112,10 @@ def _library_rows(options: DataOptions, held_out: bool, decode: bool, directory:
     except DataError:
         raise
     except Exception as error:  # `datasets` raises its own errors, and errors of pyarrow, fsspec and the network
-        where = directory or f"{options.path} (no such file here, so looked for on the Hugging Face hub)"
+        where = (
+            directory
+            or f"{options.path} (no such file here{nearest_path(name)}, so looked for on the Hugging Face hub)"
+        )
         raise DataError(f"{where}: split {split!r} cannot be loaded: {type(error).__name__}: {error}") from None
     return _numbered(dataset if decode else _undecoded(dataset), name)
 
