@@ -31,6 +31,7 @@ import numpy as np
 from rewards import registry
 from rewards.registry import RewardError, RewardFailed
 from rewards.workers.columns import plain, split_groups
+from rewards.workers.rounding import without_rounding
 from rewards.workers.scores import Fault, Scores
 from rewards.workers.threads import Call, Failure, Function, Result, ScoringBatch, WorkerThread
 
@@ -99,6 +100,7 @@ class Handle:
         self._batch = batch
         self._scores: Scores | None = None
         self._own = {id(call): call for call in own}
+        self._groups = calls
         self._call_of = {sample: call for call in calls for sample in call}
         self._missing = {id(call): len(call) for call in calls}
 
@@ -130,7 +132,7 @@ class Handle:
             self._runner._exchange(self._batch, [sample for call in self._own.values() for sample in call])
             if self._on_calls is not None:
                 self._on_calls(self._batch.calls)
-            self._scores = self._runner._collect(self._batch)
+            self._scores = self._runner._collect(self._batch, self._groups)
         return self._scores
 
 
@@ -287,8 +289,8 @@ class Runner:
             for sample, row in results.items():
                 batch.results[sample] = row
 
-    def _collect(self, batch: ScoringBatch) -> Scores:
-        """Returns the scores of a complete batch. Raises as `Handle.result`."""
+    def _collect(self, batch: ScoringBatch, groups: list[list[int]]) -> Scores:
+        """Returns the scores of a complete batch. groups: its samples, by group. Raises as `Handle.result`."""
         for row in batch.results:
             self._refuse_overflow(row)
         prompts, completions = batch.inputs["prompts"], batch.inputs["completions"]
@@ -305,9 +307,12 @@ class Runner:
         ).reshape(len(batch.results), len(self.names))
         missing = np.isnan(rewards)
         weights = np.array([function.weight for function in self._functions])
-        total = np.where(missing, 0.0, rewards * weights).sum(axis=1)
+        weighted = np.where(missing, 0.0, rewards * weights)
+        total, summed = weighted.sum(axis=1), np.abs(weighted).sum(axis=1)
         total[missing.all(axis=1)] = math.nan
         total[[fault.sample for fault in faults]] = math.nan
+        for group in groups:
+            total[group] = without_rounding(total[group], summed[group])
         self._show(faults)
         if faults and self.options.on_error == "stop":
             fault = faults[0]

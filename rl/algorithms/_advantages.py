@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
+from rewards.workers.rounding import all_equal, without_rounding
+
 
 def combined_advantages(rewards: ArrayLike, weights: ArrayLike | None, std_eps: float) -> np.ndarray:
     """Computes float[P,G] advantages of several reward functions: the z-score of a weighted sum of group z-scores.
@@ -23,7 +25,9 @@ def combined_advantages(rewards: ArrayLike, weights: ArrayLike | None, std_eps: 
         [group_advantages(one, "group", std_eps) for one in np.moveaxis(rewards_PGF.astype(np.float64), -1, 0)]
     )
     weights_F = np.ones(len(each_FPG)) if weights is None else np.asarray(weights, np.float64)
-    sums_PG = np.tensordot(weights_F, each_FPG, 1)
+    sums = np.tensordot(weights_F, each_FPG, 1)
+    added = np.tensordot(np.abs(weights_F), np.abs(each_FPG), 1)
+    sums_PG = without_rounding(sums.reshape(-1), added.reshape(-1)).reshape(sums.shape)
     scored_PG = np.isfinite(rewards_PGF.astype(np.float64)).any(-1)
     mean, std = moments(sums_PG.reshape(1, -1), scored_PG.reshape(1, -1))
     told_apart_PG = scored_PG & np.asarray(each_FPG.any(axis=(0, 2)))[:, None]
@@ -35,8 +39,9 @@ def group_advantages(rewards: ArrayLike, scale: str, std_eps: float) -> np.ndarr
 
     scale: the standard deviation. group: of the group; batch: of all rewards; none: no division; others: mean and
     standard deviation are of the other completions of the group, without division if the deviation is 0 (NeMo-RL). A
-    completion without a score (not finite) does not count and gets 0. Equal rewards, and a single one, give exactly 0,
-    whatever the rounding of the mean. float[P,G] -> float[P,G], computed in float64; float32 stays float32. Raises
+    completion without a score (not finite) does not count and gets 0. Rewards that are equal but for rounding
+    (`without_rounding`), and a single one, give exactly 0.
+    float[P,G] -> float[P,G], computed in float64; float32 stays float32. Raises
     ValueError for another shape.
     """
     rewards = np.asarray(rewards)
@@ -44,7 +49,7 @@ def group_advantages(rewards: ArrayLike, scale: str, std_eps: float) -> np.ndarr
         raise ValueError(f"rewards must have shape [prompts, completions], got {list(rewards.shape)}")
     dtype = precision(rewards)
     scored_PG = np.isfinite(rewards.astype(np.float64))
-    rewards_PG = np.where(scored_PG, rewards, 0).astype(np.float64)
+    rewards_PG = np.where(scored_PG, without_rounding(rewards), 0)
     mean_P1, std_P1 = moments(rewards_PG, scored_PG)
     varied_P1 = std_P1 > 0
     if scale == "others":
@@ -76,7 +81,7 @@ def counted(lengths: ArrayLike | None, token_kl: ArrayLike | None, mask: ArrayLi
 
 def scored_mean(rewards: ArrayLike, weights: ArrayLike | None = None) -> np.ndarray:
     """Returns float64[P,1], the weighted mean of the scores of each group; 0 without a score."""
-    rewards_PG = np.asarray(rewards, np.float64)
+    rewards_PG = without_rounding(rewards)
     weights_PG = np.where(np.isfinite(rewards_PG), 1.0 if weights is None else np.asarray(weights, np.float64), 0.0)
     total_P1 = weights_PG.sum(axis=1, keepdims=True)
     return (weights_PG * np.nan_to_num(rewards_PG)).sum(axis=1, keepdims=True) / np.where(total_P1 > 0, total_P1, 1.0)
@@ -90,8 +95,9 @@ def centred(rewards: ArrayLike, weights: ArrayLike | None = None) -> np.ndarray:
     rewards = np.asarray(rewards)
     dtype = precision(rewards)
     scored_PG = np.isfinite(rewards.astype(np.float64))
-    varied_P1 = moments(np.where(scored_PG, rewards, 0).astype(np.float64), scored_PG)[1] > 0
-    return np.where(scored_PG & varied_P1, rewards - scored_mean(rewards, weights), 0.0).astype(dtype)
+    rewards_PG = without_rounding(rewards)
+    varied_P1 = moments(np.where(scored_PG, rewards_PG, 0), scored_PG)[1] > 0
+    return np.where(scored_PG & varied_P1, rewards_PG - scored_mean(rewards_PG, weights), 0.0).astype(dtype)
 
 
 def whiten(values: ArrayLike, mask: ArrayLike) -> np.ndarray:
@@ -102,7 +108,7 @@ def whiten(values: ArrayLike, mask: ArrayLike) -> np.ndarray:
     values, chosen_tokens = np.asarray(values), np.asarray(mask) != 0
     chosen = values[chosen_tokens].astype(np.float64)
     whitened = np.zeros(values.shape, values.dtype)
-    if chosen.size > 1 and np.ptp(chosen) > 0:
+    if chosen.size > 1 and not all_equal(values[chosen_tokens]):
         whitened[chosen_tokens] = (chosen - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8)
     return whitened
 

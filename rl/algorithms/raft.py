@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field
 
+from rewards.workers.rounding import without_rounding
 from rl.algorithms._advantages import precision
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._sampled import Sampled
@@ -37,10 +38,12 @@ class Algorithm(Sampled):
         rewards: float[P,G], NaN: no score, which is never kept. lengths: without effect.
         """
         rewards = np.asarray(rewards)
-        scores_PG = np.where(np.isfinite(rewards.astype(np.float64)), rewards, -np.inf).astype(np.float64)
-        rank_PG = np.argsort(np.argsort(-scores_PG, axis=1, kind="stable"), axis=1, kind="stable")
         threshold = -np.inf if self.threshold is None else self.threshold
-        return ((rank_PG < self.keep) & (scores_PG > threshold)).astype(precision(rewards))
+        together = np.concatenate([rewards, np.full_like(rewards[:, :1], threshold, precision(rewards))], axis=1)
+        *scores, threshold_P = np.moveaxis(without_rounding(together), 1, 0)
+        scores_PG = np.where(np.isfinite(rewards.astype(np.float64)), np.stack(scores, axis=1), -np.inf)
+        rank_PG = np.argsort(np.argsort(-scores_PG, axis=1, kind="stable"), axis=1, kind="stable")
+        return ((rank_PG < self.keep) & (scores_PG > threshold_P[:, None])).astype(precision(rewards))
 
     def with_totals(self, inputs: Any) -> Any:
         """Returns the `PolicyInputs` of a mini-batch with a mask of kept completions and its counts."""

@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from rewards.workers.rounding import without_rounding
 from rl.algorithms._advantages import precision
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._policy_gradient import Clipped
@@ -35,5 +36,6 @@ class Algorithm(Clipped):
             raise ValueError("remax compares with greedy completions: give their rewards as `greedy`")
         rewards = np.asarray(rewards)
         dtype = precision(rewards)
-        difference = rewards.astype(np.float64) - np.asarray(greedy, np.float64)[:, None]
+        together_PG = without_rounding(np.column_stack([rewards, np.asarray(greedy, dtype)]))
+        difference = together_PG[:, :-1] - together_PG[:, -1:]
         return np.where(np.isfinite(difference), difference, 0.0).astype(dtype)

@@ -12,6 +12,7 @@ import numpy as np
 
 from rewards import RewardError, Runner, RunnerOptions
 from rewards.registry import REWARD_MODEL
+from rewards.workers.rounding import all_equal
 from rl.errors import ConfigError, DataError
 from rl.reporting.report.samples import sample_length
 from rl.reporting.viewer.index import Index
@@ -153,12 +154,7 @@ def summary(every: Sequence[Rescored]) -> dict[str, Any]:
 
 def _signals(rewards: np.ndarray, groups: Sequence[Sequence[int]]) -> int:
     """Counts the groups whose completions have different rewards."""
-    count = 0
-    for group in groups:
-        own = rewards[list(group)]
-        own = own[np.isfinite(own)]
-        count += bool(len(own)) and bool(np.ptp(own) > 0)
-    return count
+    return sum(not all_equal(rewards[list(group)]) for group in groups)
 
 
 def _mean(values: Any) -> float | None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from rewards.text import quoted
+from rewards.workers.rounding import all_equal
 from rl.reporting.explain.scores import EQUAL_SHARE
 from rl.stages.stage import StageKind
 
@@ -44,7 +45,7 @@ class EqualRewards:
         if not self._watches or not math.isfinite(metrics.get("reward/mean", math.nan)):
             return None
         self._recent.append(metrics)
-        one = metrics["reward/std"] == 0 and metrics["reward/mean"] == self._recent[0]["reward/mean"]
+        one = metrics["reward/std"] == 0 and all_equal([metrics["reward/mean"], self._recent[0]["reward/mean"]])
         self._one_reward = self._one_reward and one
         equal = [each["reward/frac_zero_std"] for each in self._recent]
         rewards = [each["reward/mean"] for each in self._recent]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rewards.workers.rounding import all_equal
 from rl.data.encoded import Problem
 from rollout.collect import Rollouts
 
@@ -111,7 +112,7 @@ def probe(
     completions = [completion for _, completion in rollouts.flat]
     groups = scores.total.reshape(len(problems), params.n)
     scored = scores.total[np.isfinite(scores.total)]
-    differ = [np.ptp(group[np.isfinite(group)]) > 0 for group in groups if np.isfinite(group).any()]
+    differ = [not all_equal(group) for group in groups if np.isfinite(group).any()]
     ends = Counter(_end(completion, params, tokenizer) for completion in completions if completion.finish == "stop")
     result = ProbeResult(
         stage=stage,

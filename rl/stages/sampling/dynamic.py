@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rewards import Fault, Runner, Scores
+from rewards.workers.rounding import all_equal
 from rl.data.encoded import Problem
 from rollout.collect import Rollouts
 
@@ -41,10 +42,8 @@ class Group:
     logs: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def differs(self, column: int | None) -> bool:
-        """Whether its scores, of one reward function or in sum, are not all the same."""
-        scores = self.total if column is None else self.rewards[:, column]
-        result = scores[np.isfinite(scores)]
-        return bool(result.size and np.ptp(result) > 0)
+        """Whether its scores, of one reward function or in sum, differ by more than rounding."""
+        return not all_equal(self.total if column is None else self.rewards[:, column])
 
     def to_json(self) -> dict:
         """Returns all fields as values that JSON can hold."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rewards import Scores
+from rewards.workers.rounding import all_equal, without_rounding
 from rl.config.stage import SamplingOptions
 from rl.reporting.flops import Operations
 from rl.reporting.messages import entries, is_data_uri, without_contents
@@ -197,15 +198,14 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
     drafted: adds the tokens that drafts gained.
     """
     G = len(rollouts.completions[0])
-    totals = scores.total.reshape(-1, G)
+    totals = without_rounding(scores.total.reshape(-1, G))
     scored = totals[np.isfinite(totals)]
     lengths = np.asarray([len(c.tokens) for _, c in rollouts.flat])
     ended = np.asarray([c.finish == "stop" for _, c in rollouts.flat])
-    flat_groups = [np.ptp(group[np.isfinite(group)]) == 0 if np.isfinite(group).any() else True for group in totals]
     result = {
         "reward/mean": float(scored.mean()) if scored.size else float("nan"),
-        "reward/std": float(scored.std(ddof=1)) if scored.size > 1 else 0.0,
-        "reward/frac_zero_std": float(np.mean(flat_groups)),
+        "reward/std": 0.0 if all_equal(scored) else float(scored.std(ddof=1)),
+        "reward/frac_zero_std": float(np.mean([all_equal(group) for group in totals])),
         "completion/mean_length": float(lengths.mean()),
         "completion/min_length": float(lengths.min()),
         "completion/max_length": float(lengths.max()),
