@@ -19,8 +19,11 @@ from policy.specs import (
     Attention,
     AttentionAndMamba2,
     ClampedSwiglu,
+    CompressedAttention,
+    Compression,
     DenseAndExperts,
     Engram,
+    EntryIndexer,
     GatedDeltaNet,
     Indexer,
     KimiDeltaAttention,
@@ -57,9 +60,12 @@ __all__ = [
     "Attention",
     "AttentionAndMamba2",
     "ClampedSwiglu",
+    "CompressedAttention",
+    "Compression",
     "DecoderConfig",
     "DenseAndExperts",
     "Engram",
+    "EntryIndexer",
     "GatedDeltaNet",
     "HyperConnections",
     "Indexer",
@@ -122,7 +128,7 @@ class LayerSpec:
     is added to the result; the first layers of a decoder have it.
     """
 
-    mixer: Attention | LatentAttention | Recurrent | AttentionAndMamba2 | None
+    mixer: Attention | LatentAttention | CompressedAttention | Recurrent | AttentionAndMamba2 | None
     feed_forward: Mlp | Matrix | Moe | DenseAndExperts | None
     norms: tuple[NormName, ...] = PRE_NORM
     parallel: bool = False
@@ -134,7 +140,7 @@ class LayerSpec:
     deepstack: bool = False
 
     @property
-    def mixers(self) -> tuple[Attention | LatentAttention | Recurrent, ...]:
+    def mixers(self) -> tuple[Attention | LatentAttention | CompressedAttention | Recurrent, ...]:
         """Returns the mixer, the parts of one that is a sum, or nothing."""
         if isinstance(self.mixer, AttentionAndMamba2):
             return self.mixer.attention, self.mixer.mamba

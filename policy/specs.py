@@ -206,6 +206,52 @@ class SharedIndexer:
 
 
 @dataclass(frozen=True)
+class EntryIndexer:
+    """Chooses the `topk` compressed entries that a query of CompressedAttention may see: the largest sum over `heads` of
+    w_h relu(q_h . k / sqrt(head_dim)), with q from the query latent, one key of `head_dim` for each entry, compressed
+    from the tokens as the entry is, and w from the token."""
+
+    heads: int
+    head_dim: int
+    topk: int
+
+
+@dataclass(frozen=True)
+class Compression:
+    """One entry for each block of `rate` tokens of a document: norm(sum_t softmax_t(g_t + bias_t) c_t) over the tokens t
+    of the block, channel by channel, with c and g two projections of a token and a bias for each place in a block. With
+    `overlap` the sum is over the tokens of the block before as well, which have projections and biases of their own for
+    it. A query sees the entries of the blocks that are complete at its token: all, or those that `indexer` chooses."""
+
+    rate: int
+    overlap: bool = False
+    indexer: EntryIndexer | None = None
+
+
+@dataclass(frozen=True)
+class CompressedAttention:
+    """The attention of DeepSeek V4 (transformers' DeepseekV4Attention): all heads share one vector of `head_dim` for each
+    token, which is key and value. A query sees the last `window` tokens, itself included, and the entries of
+    `compression`: none in sliding layers, all in HCA (heavily compressed attention), a choice in CSA (compressed sparse
+    attention).
+
+    Scores are divided by sqrt(head_dim), and one learned score for each head takes part in the softmax and stands for no
+    token. Queries come from a latent of `q_lora_rank`, normed, and are normed per head without a weight. `rope` turns
+    the last `rope.dim` numbers of a vector, by the first position of the block in entries; outputs are turned back. The
+    heads lie in `o_groups` groups, each projected to `o_lora_rank` numbers before the projection of all."""
+
+    heads: int
+    head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    window: int
+    rope: Rope
+    norm: Norm = Norm(eps=1e-6, scale="before_cast")
+    compression: Compression | None = None
+
+
+@dataclass(frozen=True)
 class GatedDeltaNet:
     """Gated delta net (arXiv 2412.06464, equation 10): linear attention with a state S [key_dim, value_dim] for each
     value head.

@@ -8,12 +8,14 @@ import jax
 from flax import nnx
 
 from policy.attention.attention import GroupedQueryAttention
+from policy.attention.compressed_attention import CompressedEntriesAttention
 from policy.attention.mla import MultiHeadLatentAttention
 from policy.cache.layer_cache import LayerCache, write_routes
 from policy.cache.step import Step
 from policy.config import (
     Attention,
     AttentionAndMamba2,
+    CompressedAttention,
     DecoderConfig,
     DenseAndExperts,
     GatedDeltaNet,
@@ -48,6 +50,7 @@ from policy.recurrent.short_conv import ShortConvolution
 MIXERS = {
     Attention: GroupedQueryAttention,
     LatentAttention: MultiHeadLatentAttention,
+    CompressedAttention: CompressedEntriesAttention,
     GatedDeltaNet: DeltaNet,
     KimiDeltaAttention: KimiDelta,
     ShortConv: ShortConvolution,
