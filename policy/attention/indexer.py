@@ -12,7 +12,7 @@ from flax import nnx
 from policy.attention.dot_product_attention import Mask
 from policy.cache.layer_cache import Visible
 from policy.cache.step import Step
-from policy.config import DecoderConfig, Indexer
+from policy.config import DecoderConfig, EntryIndexer, Indexer
 from policy.mesh.sharding import Layout, constrain
 from policy.ops.norms import MeanNorm
 from policy.ops.parameter import normal, weight
@@ -70,7 +70,7 @@ class IndexedMask(Mask):
         step: Step,
         visible: Visible,
         queries: tuple[jax.Array, jax.Array],
-        spec: Indexer,
+        spec: Indexer | EntryIndexer,
         layout: Layout | None = None,
     ):
         super().__init__(step, visible)
@@ -123,7 +123,7 @@ class IndexedMask(Mask):
     @property
     def keeps(self) -> bool:
         """Tells whether later layers see the keys that this mask selects."""
-        return self.spec.keeps and self.selects
+        return isinstance(self.spec, Indexer) and self.spec.keeps and self.selects
 
     def selected(self, selection_BTk: jax.Array) -> SelectedMask:
         """Returns the mask of keys that this one has selected already."""

@@ -18,7 +18,9 @@ Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -146,8 +148,8 @@ def _empty(spec: LayerSpec, config: DecoderConfig, leading: tuple[int, int], sto
             if isinstance(length, Pages) or length > window:
                 return WindowEntries(jnp.zeros((*leading, entry.heads, window, entry.dim), entry.dtype))
         if entry.length is None and isinstance(length, Pages):
-            return pages.empty(entry.heads, leading[0], length, entry.dim, entry.dtype)
-        C = length if entry.length is None else entry.length
+            return pages.empty(entry.heads, leading[0], length, entry.dim, entry.dtype, entry.rate)
+        C = entry.length if isinstance(length, Pages) else entry.places(length)
         return jnp.zeros((*leading, entry.heads, C, entry.dim), entry.dtype)
 
     return {name: array(entry) for name, entry in stored_entries(spec, config, *options).items()}
@@ -269,13 +271,14 @@ def bytes_per_token(config: DecoderConfig, dtype: DTypeLike, quantization: Store
 
     States of fixed size count nothing.
     """
-    return sum(e.heads * e.dim * e.bits for e in _all_stored(config, dtype, quantization) if e.length is None) // 8
+    stored = (e for e in _all_stored(config, dtype, quantization) if e.length is None)
+    return math.ceil(sum(Fraction(e.heads * e.dim * e.bits, 8 * (e.rate or 1)) for e in stored))
 
 
 def bytes_per_page(config: DecoderConfig, size: int, dtype: DTypeLike, quantization: StoredType | None = None) -> int:
     """Counts the bytes of a page of `size` tokens, over all layers, padding of entries included."""
     stored = (e for e in _all_stored(config, dtype, quantization) if e.length is None)
-    return size * sum(e.heads * pages.padded_dim(e.dim) * e.bits for e in stored) // 8
+    return sum(e.places(size) * e.heads * pages.padded_dim(e.dim) * e.bits for e in stored) // 8
 
 
 def bytes_per_slot(config: DecoderConfig, dtype: DTypeLike) -> int:

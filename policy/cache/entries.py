@@ -10,6 +10,8 @@ from jax.typing import DTypeLike
 
 from policy.config import (
     Attention,
+    CompressedAttention,
+    Compression,
     DecoderConfig,
     Engram,
     GatedDeltaNet,
@@ -36,6 +38,7 @@ class Entry:
     dtype: None for the dtype of the cache.
     tile: how many numbers of a token share one scale when the cache is quantised; None: never quantised.
     window: how many tokens a query looks back at most, itself included; None: no limit.
+    rate: how many tokens one entry stands for, if `length` is None (policy/cache/blocks.py); None: one.
     """
 
     heads: int
@@ -44,6 +47,13 @@ class Entry:
     dtype: str | None = None
     tile: int | None = None
     window: int | None = None
+    rate: int | None = None
+
+    def places(self, length: int) -> int:
+        """Returns the entries of so many tokens."""
+        if self.length is not None:
+            return self.length
+        return length if self.rate is None else -(-length // self.rate)
 
     @property
     def bits(self) -> int:
@@ -85,7 +95,9 @@ def _engram_entries(engram: Engram | None, config: DecoderConfig) -> dict[str, E
     return {"ngram_ids": ids, "ngram_conv": Entry(1, G * config.hidden_size, engram.history)}
 
 
-def _mixer_entries(mixer: Attention | LatentAttention | Recurrent, config: DecoderConfig) -> dict[str, Entry]:
+def _mixer_entries(
+    mixer: Attention | LatentAttention | CompressedAttention | Recurrent, config: DecoderConfig
+) -> dict[str, Entry]:
     match mixer:
         case Attention(shares=str()):
             return {}
@@ -95,6 +107,9 @@ def _mixer_entries(mixer: Attention | LatentAttention | Recurrent, config: Decod
             keys = {"index": Entry(1, indexer.head_dim)} if isinstance(indexer, Indexer) else {}
             # No tile holds numbers of both the normed latent and the rotated key, which differ in size.
             return {"latent": Entry(1, rank + rope.dim, tile=math.gcd(rank, rope.dim))} | keys
+        case CompressedAttention(head_dim=dim, window=window, compression=compression):
+            tokens = {"kv": Entry(1, dim, window=window)}
+            return tokens if compression is None else tokens | _compressed_entries(dim, compression)
         case KimiDeltaAttention(heads=H, head_dim=D, conv_width=width):
             return {"conv": Entry(1, 3 * H * D, width - 1), "state": Entry(H, D, D, "float32")}
         case Mamba2(heads=H, head_dim=P, groups=G, state=N, conv_width=width):
@@ -104,6 +119,17 @@ def _mixer_entries(mixer: Attention | LatentAttention | Recurrent, config: Decod
         case ShortConv(conv_width=width):
             return {"conv": Entry(1, config.hidden_size, width - 1)}
     return {}
+
+
+def _compressed_entries(dim: int, compression: Compression) -> dict[str, Entry]:
+    """Lists the entries of blocks, and what each token adds to them: two vectors, twice with an overlap."""
+    dims = {"": dim} | ({} if compression.indexer is None else {"index_": compression.indexer.head_dim})
+    spans = 1 + compression.overlap
+    stored: dict[str, Entry] = {}
+    for prefix, dim in dims.items():
+        stored[f"{prefix}parts"] = Entry(1, 2 * spans * dim, window=spans * compression.rate)
+        stored[f"{prefix}entries"] = Entry(1, dim, rate=compression.rate)
+    return stored
 
 
 def _routes_entry(spec: LayerSpec) -> dict[str, Entry]:

@@ -165,7 +165,8 @@ def write_routes(cache: LayerCache | None, step: Step, routes_BTK: jax.Array | N
 
 
 def gather_entries(cache: LayerCache, name: str, at_BTk: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Reads the entries at positions `at` of an array with one head, row b of slot b: [B, T, k, D].
+    """Reads the entries at positions `at` of an array with one head, row b of slot b: [B, T, k, D]. In a sliding window
+    they are those of the last tokens.
 
     The entries are read in place: slicing the layer out of a stacked array first would copy all of it. Slots are a
     batch dimension of the gather: with an index for them, a mesh that shards the cache by slots would exchange it.
@@ -177,11 +178,15 @@ def gather_entries(cache: LayerCache, name: str, at_BTk: jax.Array, dtype: DType
         operand_batching_dims=(1,),
         start_indices_batching_dims=(0,),
     )
-    index = jnp.stack([jnp.broadcast_to(cache.index, at_BTk.shape), at_BTk], axis=-1)
 
     def pick(array):
-        if cache.table is not None:
+        if isinstance(array, Pool):
+            assert cache.table is not None, "a pool is read by the table of the call"
             return pages.pick(array, cache.index, at_BTk, cache.table, cache.layout, cache.anywhere)
+        at = at_BTk
+        if isinstance(array, WindowEntries):
+            array, at = array.array, at_BTk % array.array.shape[3]
+        index = jnp.stack([jnp.broadcast_to(cache.index, at.shape), at], axis=-1)
         return jax.lax.gather(array, index, dims, (1, 1, 1, 1, array.shape[-1]), mode="promise_in_bounds")
 
     return read(cache.arrays, name, pick, dtype)

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from policy.cache.blocks import Blocks
 from policy.cache.step import Step
 from policy.mesh.sharding import Layout
 
@@ -41,10 +42,12 @@ class Pages(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pool:
-    """The entries of one name for all layers of a stack part: [K, R, N, P, `padded_dim(D)`]; `dim` is D."""
+    """The entries of one name for all layers of a stack part: [K, R, N, P, `padded_dim(D)`]; `dim` is D. `blocks`: the
+    entries are those of blocks, P to a page; None: of tokens."""
 
     array: jax.Array
     dim: int = field(metadata={"static": True})
+    blocks: Blocks | None = field(default=None, metadata={"static": True})
 
 
 LANES = 128
@@ -62,9 +65,13 @@ def padded_dim(dim: int) -> int:
     return dim if dim < LANES else -(-dim // LANES) * LANES
 
 
-def empty(heads: int, repeats: int, pages: Pages, dim: int, dtype: DTypeLike | None) -> Pool:
-    """Makes a pool of zeros."""
-    return Pool(jnp.zeros((heads, repeats, *pages, padded_dim(dim)), dtype), dim)
+def empty(
+    heads: int, repeats: int, pages: Pages, dim: int, dtype: DTypeLike | None, rate: int | None = None
+) -> Pool:
+    """Makes a pool of zeros. `rate`: an entry stands for so many tokens; None: for one."""
+    blocks = None if rate is None else Blocks(rate, pages.size)
+    size = pages.size if blocks is None else blocks.per_page
+    return Pool(jnp.zeros((heads, repeats, pages.number, size, padded_dim(dim)), dtype), dim, blocks)
 
 
 def write(
@@ -96,11 +103,22 @@ def write(
 
 
 def insert(pool: Pool, table_BM: jax.Array, step: Step, value_RBKTD: jax.Array) -> Pool:
-    """Writes entries of all layers at the step's positions. Padding is dropped. Returns the pool."""
+    """Writes entries of all layers at the step's positions, or those of the blocks that its tokens complete, which
+    start at position 0. Padding is dropped. Returns the pool."""
     K, R = pool.array.shape[:2]
+    if pool.blocks is not None:
+        step = _step_of_blocks(pool.blocks, step, value_RBKTD.shape[3])
     page_BT, offset_BT = _page_and_offset(pool, table_BM, step)
     head, layer = jnp.arange(K)[:, None, None, None], jnp.arange(R)[:, None, None]
     return _put(pool, (head, layer, page_BT, offset_BT), jnp.moveaxis(value_RBKTD, 2, 0))
+
+
+def _step_of_blocks(blocks: Blocks, step: Step, count: int) -> Step:
+    """Returns the step that writes the first `count` entries of rows whose tokens start at position 0."""
+    ends = jnp.arange(1, count + 1) * blocks.rate - 1
+    complete = ends < jnp.sum(step.segments != 0, axis=1, keepdims=True)
+    places = jnp.broadcast_to(blocks.places(ends), complete.shape)
+    return Step(places, complete.astype(jnp.int32), pages=step.pages, anywhere=step.anywhere)
 
 
 def _page_and_offset(pool: Pool, table_BM: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:

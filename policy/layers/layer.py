@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from policy.attention.attention import GroupedQueryAttention
-from policy.attention.compressed_attention import CompressedEntriesAttention
+from policy.attention.compressed.attention import CompressedMultiQueryAttention
 from policy.attention.mla import MultiHeadLatentAttention
 from policy.cache.layer_cache import LayerCache, write_routes
 from policy.cache.step import Step
@@ -50,7 +50,7 @@ from policy.recurrent.short_conv import ShortConvolution
 MIXERS = {
     Attention: GroupedQueryAttention,
     LatentAttention: MultiHeadLatentAttention,
-    CompressedAttention: CompressedEntriesAttention,
+    CompressedAttention: CompressedMultiQueryAttention,
     GatedDeltaNet: DeltaNet,
     KimiDeltaAttention: KimiDelta,
     ShortConv: ShortConvolution,

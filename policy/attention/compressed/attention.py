@@ -1,0 +1,162 @@
+"""The attention of DeepSeek V4 (transformers' DeepseekV4Attention): to the last tokens, and to entries that stand for a
+block of tokens each.
+
+All heads read one vector for each token, which is key and value at once. The scores of a query with the tokens that it
+sees and with the entries are computed together: T (C + n) of them for each head over C tokens and n entries, whatever
+the window and the choice of the indexer leave of them.
+
+B rows, T tokens, C visible tokens, n entries, E hidden, H heads, D head dimension, r rank of the query latent, G groups
+of heads, J = H D / G, L rank of a group.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from policy.attention.compressed.compressor import Compressor, compress, turn
+from policy.attention.dot_product_attention import Mask, attend
+from policy.attention.indexer import IndexedMask
+from policy.attention.sequence_shards import replicate_length
+from policy.cache.layer_cache import LayerCache, Visible, extend, row_layout
+from policy.cache.step import Step
+from policy.config import CompressedAttention, DecoderConfig, EntryIndexer, Norm, Runtime
+from policy.intermediates import LayerAux
+from policy.mesh.explicit import auto_axes, in_explicit_mode, spec_of
+from policy.mesh.sharding import decoded, from_cache, to_cache
+from policy.ops.linear import einsum, linear
+from policy.ops.norms import RMSNorm
+from policy.ops.parameter import normal, split_module, weight
+
+
+class EntryScorer(nnx.Module):
+    """Computes the queries of an indexer of entries; its keys are entries of its own compressor. Weights: compressor;
+    q_b_proj [r, H, D] and weights_proj [E, H] of its own heads. Its inputs are detached: which entries are chosen has
+    no gradient."""
+
+    def __init__(self, spec: EntryIndexer, attention: CompressedAttention, config: DecoderConfig, rngs: nnx.Rngs):
+        self.spec, self.rope = spec, attention.rope
+        assert attention.compression is not None
+        E, H, D, init = config.hidden_size, spec.heads, spec.head_dim, normal(config.initializer_range)
+        self.compressor = Compressor(D, attention.compression, attention.norm, config, rngs)
+        self.q_b_proj = weight(rngs, (attention.q_lora_rank, H, D), ("q_lora", "q_heads", "kv"), init)
+        self.weights_proj = weight(rngs, (E, H), ("embed", "q_heads"), init)
+
+    def __call__(self, x_BTE: jax.Array, q_latent_BTr: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
+        """Returns (queries [B, T, H, D], their weights float32[B, T, H]), in float32 as in policy/attention/indexer.py."""
+        x, q_latent = jax.lax.stop_gradient((x_BTE, q_latent_BTr))
+        q = jnp.einsum("btr,rhd->bhtd", q_latent, self.q_b_proj[...].astype(x.dtype))
+        q = turn(q, self.rope, step.rotation(self.rope))
+        w = jnp.dot(x.astype(jnp.float32), self.weights_proj[...].astype(jnp.float32), precision="highest")
+        return jnp.swapaxes(q, 1, 2), w * self.spec.heads**-0.5
+
+
+class TokensAndEntries(Mask):
+    """Allows the keys of two masks, one after the other. The queries of `tokens` are the first arrays of those of
+    `entries`."""
+
+    def __init__(self, tokens: Mask, entries: Mask):
+        self.tokens, self.entries, self.queries = tokens, entries, entries.queries
+
+    def of(self, *queries: jax.Array) -> jax.Array:
+        """Returns the mask bool[B, T, C + n] of some queries."""
+        tokens = self.tokens.of(*queries[: len(self.tokens.queries)])
+        return jnp.concatenate([tokens, self.entries.of(*queries)], axis=-1)
+
+
+class CompressedMultiQueryAttention(nnx.Module):
+    """Computes the attention of DeepSeek V4, as `CompressedAttention` says. Weights: q_a_proj [E, r], q_a_norm [r],
+    q_b_proj [r, H, D], kv_proj [E, D], kv_norm [D], sinks [H], o_a_proj [G, J, L], o_b_proj [G, L, E]; compressor and
+    indexer where the layer has them."""
+
+    def __init__(self, spec: CompressedAttention, config: DecoderConfig, rngs: nnx.Rngs):
+        self.spec = spec
+        E, H, D, r = config.hidden_size, spec.heads, spec.head_dim, spec.q_lora_rank
+        G, L, init = spec.o_groups, spec.o_lora_rank, normal(config.initializer_range)
+        self.q_a_proj = weight(rngs, (E, r), ("embed", "q_lora_up_proj"), init, inputs=(0,))
+        self.q_a_norm = RMSNorm(r, spec.norm, rngs)
+        self.q_b_proj = weight(rngs, (r, H, D), ("q_lora", "q_heads", "kv"), init, inputs=(0,))
+        self.q_b_norm = RMSNorm(D, Norm(spec.norm.eps, "none"), rngs)
+        self.kv_proj = weight(rngs, (E, D), ("embed", "kv"), init, inputs=(0,))
+        self.kv_norm = RMSNorm(D, spec.norm, rngs)
+        self.sinks = weight(rngs, (H,), ("q_heads",), init)
+        self.o_a_proj = weight(rngs, (G, H * D // G, L), ("heads", "kv", None), init)
+        self.o_b_proj = weight(rngs, (G, L, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
+        if spec.compression is not None:
+            self.compressor = Compressor(D, spec.compression, spec.norm, config, rngs)
+            if spec.compression.indexer is not None:
+                self.indexer = EntryScorer(spec.compression.indexer, spec, config, rngs)
+
+    def __call__(
+        self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
+    ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
+        """Computes (x_BTE, cache, LayerAux)."""
+        if in_explicit_mode():
+            return self._with_auto_axes(x_BTE, step, runtime)
+        spec, table = self.spec, step.rotation(self.spec.rope)
+        layout = row_layout(cache, runtime.layout)
+        q_latent = self._query_latent(x_BTE, step, runtime)
+        q = linear("btr,rhd->bhtd", q_latent, self.q_b_proj[...], runtime)
+        q = turn(self.q_b_norm(decoded(q, step, runtime.layout, "q_heads")), spec.rope, table)
+        q = to_cache(checkpoint_name(q, "query_proj"), layout)
+        kv = decoded(linear("bte,ed->btd", x_BTE, self.kv_proj[...], runtime), step, runtime.layout)
+        kv = turn(self.kv_norm(kv)[:, None], spec.rope, table)
+        kv = checkpoint_name(replicate_length(kv[:, 0], runtime)[:, None], "key_proj")
+        seen, cache = extend(cache, step, lookback=spec.window, kv=to_cache(kv, layout))
+        keys, mask = seen.arrays["kv"], Mask(step, seen, spec.window)
+        if spec.compression is not None:
+            entries, of_entries, cache = self._entries(x_BTE, q_latent, step, cache, runtime)
+            keys, mask = jnp.concatenate([keys, entries], axis=2), TokensAndEntries(mask, of_entries)
+        out = attend(q * spec.head_dim**-0.5, keys, keys, mask, runtime.attention_chunk, None, self.sinks[...])
+        out = turn(from_cache(out, runtime.layout), spec.rope, table, back=True)
+        return checkpoint_name(self._projected(checkpoint_name(out, "context"), runtime), "out_proj"), cache, LayerAux()
+
+    def _entries(
+        self, x_BTE: jax.Array, q_latent_BTr: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
+    ) -> tuple[jax.Array, Mask, LayerCache | None]:
+        """Returns (entries [B, 1, n, D], which of them queries see, cache)."""
+        assert self.spec.compression is not None
+        indexer, layout = self.spec.compression.indexer, row_layout(cache, runtime.layout)
+        compressors = {"": (self.compressor, self._parts(self.compressor, x_BTE, runtime))}
+        if indexer is not None:
+            own = self.indexer.compressor
+            compressors["index_"] = own, self._parts(own, jax.lax.stop_gradient(x_BTE), runtime)
+        seen, cache = compress(compressors, step, cache, self.spec.rope, layout)
+        entries = seen.arrays[""]
+        if indexer is None:
+            return entries, Mask(step, seen), cache
+        index = Visible({"index": seen.arrays["index_"]}, seen.positions, seen.segments)
+        queries = self.indexer(x_BTE, q_latent_BTr, step)
+        return entries, IndexedMask(step, index, queries, indexer, runtime.layout), cache
+
+    def _parts(self, compressor: Compressor, x_BTE: jax.Array, runtime: Runtime) -> jax.Array:
+        return replicate_length(compressor.parts(x_BTE, runtime.layout), runtime)
+
+    def _query_latent(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array:
+        latent = decoded(linear("bte,er->btr", x_BTE, self.q_a_proj[...], runtime), step, runtime.layout)
+        return checkpoint_name(self.q_a_norm(checkpoint_name(latent, "query_wa_proj")), "mla_q")
+
+    def _projected(self, out_BHTD: jax.Array, runtime: Runtime) -> jax.Array:
+        """Returns the output [B, T, E]: each group of heads by itself, then all."""
+        (B, H, T, D), G = out_BHTD.shape, self.spec.o_groups
+        grouped = jnp.swapaxes(out_BHTD.reshape(B, G, H // G, T, D), 2, 3).reshape(B, G, T, -1)
+        grouped = checkpoint_name(grouped, "attention_out")
+        each = einsum("bgtj,gjl->bgtl", grouped, self.o_a_proj[...].astype(grouped.dtype), runtime.layout)
+        return linear("bgtl,gle->bte", each, self.o_b_proj[...], runtime)
+
+    def _with_auto_axes(self, x_BTE: jax.Array, step: Step, runtime: Runtime):
+        """Runs the layer without a cache and leaves shardings to the partitioner: gathers of blocks and a choice of
+        entries have none of their own."""
+        weights, module = split_module(self)
+
+        def run(weights, x_BTE, step):
+            out, _, aux = module(weights)(x_BTE, step, None, runtime)
+            return out, aux
+
+        out, aux = cast(tuple, auto_axes(run, (spec_of(x_BTE), PartitionSpec()), weights, x_BTE, step))
+        return out, None, aux
