@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policy.config import DecoderConfig, LatentAttention, Runtime
+from policy.config import CompressedAttention, DecoderConfig, LatentAttention, Runtime
 
 LATENT = "experts that read a latent (moe_latent_size)"
 SPLIT, EXCHANGE = "model.batch_split", "model.expert_parallel: all_to_all"
@@ -16,7 +16,7 @@ GRADIENTS = "model.expert_gradients"
 HYPER, INDEXER = "model.hyper_connections", "an indexer of keys"
 ENGRAM = "n-gram tables"
 RING, ULYSSES, BALANCE = "model.context_parallel: ring", "model.context_parallel: ulysses", "model.context_load_balance"
-RECURRENT, CAPACITY = "a recurrent mixer", "stages.N.router.capacity_factor"
+COMPRESSED, RECURRENT, CAPACITY = "compressed attention", "a recurrent mixer", "stages.N.router.capacity_factor"
 WARMUP, MODULES = "stages.N.indexer.training: dense_warmup", "stages.N.mtp"
 EXPLICIT, FEW_BITS = "mesh.shard_mode: explicit", "model.quantization"
 WEIGHTS_AWAY, KEPT_AWAY = "model.host_parameters", "a policy of model.remat that offloads"
@@ -33,9 +33,12 @@ INCOMPATIBLE: dict[tuple[str, str], str] = {
     (SPLIT, INDEXER): "the schedule does not pass on what an indexer is trained on",
     (RING, INDEXER): "an indexer chooses among all keys of a row at once; use all_gather",
     (ULYSSES, INDEXER): "an indexer chooses among all keys of a row at once; use all_gather",
+    (RING, COMPRESSED): "an entry is a sum over neighbouring tokens of a row; use all_gather",
+    (ULYSSES, COMPRESSED): "an entry is a sum over neighbouring tokens of a row; use all_gather",
     (ULYSSES, BALANCE): "every device has full sequences of some heads, so the loads are even without it",
     (HYPER, EMBEDDINGS): "a layer adds to one residual vector of a token; to which of several is not defined",
     (BALANCE, INDEXER): "among keys with equal scores an indexer takes those that are earlier in the row",
+    (BALANCE, COMPRESSED): "an entry is a sum over neighbouring tokens of a row",
     (BALANCE, RECURRENT): "its state passes through the tokens in order",
     (BALANCE, ENGRAM): "its n-grams and its convolution read neighbouring tokens",
     (BALANCE, CAPACITY): "an expert takes the first tokens of a row that choose it, in the order of the row",
@@ -79,6 +82,7 @@ def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False,
         ULYSSES: runtime.context_parallel == "ulysses",
         BALANCE: runtime.context_load_balance,
         LATENT: any(spec.moe is not None and spec.moe.latent is not None for spec in config.layers),
+        COMPRESSED: any(isinstance(spec.mixer, CompressedAttention) for spec in config.layers),
         RECURRENT: any(spec.is_recurrent for spec in config.layers),
         CAPACITY: runtime.capacity_factor is not None,
         WARMUP: runtime.indexer == "dense_warmup",

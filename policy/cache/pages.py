@@ -65,9 +65,7 @@ def padded_dim(dim: int) -> int:
     return dim if dim < LANES else -(-dim // LANES) * LANES
 
 
-def empty(
-    heads: int, repeats: int, pages: Pages, dim: int, dtype: DTypeLike | None, rate: int | None = None
-) -> Pool:
+def empty(heads: int, repeats: int, pages: Pages, dim: int, dtype: DTypeLike | None, rate: int | None = None) -> Pool:
     """Makes a pool of zeros. `rate`: an entry stands for so many tokens; None: for one."""
     blocks = None if rate is None else Blocks(rate, pages.size)
     size = pages.size if blocks is None else blocks.per_page

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from policy.config import Attention, LatentAttention, LayerSpec, Mamba2, Recurrent, SharedIndexer, ShortConv
+from policy.config import (
+    Attention,
+    CompressedAttention,
+    Compression,
+    LatentAttention,
+    LayerSpec,
+    Mamba2,
+    Recurrent,
+    SharedIndexer,
+    ShortConv,
+)
 from policy.media import is_tower
 from rl.reporting import chips
 
@@ -83,7 +93,7 @@ class Operations:
         return config.multi_token_prediction.layer
 
 
-def _mixing(mixer: Attention | LatentAttention | Recurrent, lengths: np.ndarray) -> float:
+def _mixing(mixer: Attention | LatentAttention | CompressedAttention | Recurrent, lengths: np.ndarray) -> float:
     """Returns the operations between tokens of one layer."""
     if isinstance(mixer, ShortConv):
         return 0.0  # convolutions do not count
@@ -93,6 +103,10 @@ def _mixing(mixer: Attention | LatentAttention | Recurrent, lengths: np.ndarray)
         return products * mixer.value_heads * mixer.key_dim * mixer.value_dim * float(lengths.sum())
     if isinstance(mixer, Attention):
         return 4.0 * mixer.heads * mixer.head_dim * _pairs(lengths, mixer.window, mixer.chunk)
+    if isinstance(mixer, CompressedAttention):
+        seen = _pairs(lengths, mixer.window)
+        chosen, scored = (0.0, 0.0) if mixer.compression is None else _with_entries(mixer.compression, lengths)
+        return 4.0 * mixer.heads * mixer.head_dim * (seen + chosen) + scored
     numbers = mixer.nope_dim + mixer.rope.dim + mixer.v_dim
     if mixer.indexer is None:
         return 2.0 * mixer.heads * numbers * _pairs(lengths)
@@ -100,6 +114,20 @@ def _mixing(mixer: Attention | LatentAttention | Recurrent, lengths: np.ndarray)
     if isinstance(mixer.indexer, SharedIndexer):
         return chosen
     return chosen + 2.0 * mixer.indexer.heads * mixer.indexer.head_dim * _pairs(lengths)
+
+
+def _with_entries(compression: Compression, lengths: np.ndarray) -> tuple[float, float]:
+    """Returns (pairs of a query and an entry that it sees, the operations that choose them)."""
+    if (indexer := compression.indexer) is None:
+        return _block_pairs(lengths, compression.rate), 0.0
+    scored = 2.0 * indexer.heads * indexer.head_dim * _block_pairs(lengths, compression.rate)
+    return _block_pairs(lengths, compression.rate, indexer.topk), scored
+
+
+def _block_pairs(lengths: np.ndarray, rate: int, topk: int | None = None) -> float:
+    """Counts pairs of a query and a block of `rate` tokens that is complete at it: of at most `topk` blocks each."""
+    most = np.minimum(lengths // rate, topk or np.inf)
+    return float((rate * most * (most - 1) / 2 + most * (lengths - most * rate + 1)).sum())
 
 
 def _pairs(lengths: np.ndarray, window: int | None = None, chunk: int | None = None) -> float:

@@ -92,7 +92,7 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     if config.generator.speculative and decoder.multi_token_prediction is None:
         yield ("generator", "speculative"), _NO_MODULES
     if config.generator.sliding_window_cache and not any(
-        getattr(spec.attention, k, None) for spec in decoder.layers for k in ("window", "chunk")
+        getattr(mixer, key, None) for spec in decoder.layers for mixer in spec.mixers for key in ("window", "chunk")
     ):
         yield ("generator", "sliding_window_cache"), "no layer of this model looks back a window only; leave it out"
     indexers = [indexer for spec in decoder.layers if (indexer := getattr(spec.mixer, "indexer", None)) is not None]

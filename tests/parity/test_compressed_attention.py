@@ -1,14 +1,16 @@
-"""The attention of DeepSeek V4 against the module of transformers, with the same weights: outputs and gradients of whole
+"""The attention of DeepSeek V4 against the module of transformers, with the same weights: outputs and gradients of full
 rows, packed rows, and the same rows in parts over caches of every form."""
 
 from dataclasses import replace
 from functools import cache, partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tree_rows import trees
 
 from policy.attention.compressed.attention import CompressedMultiQueryAttention
 from policy.cache import cache as caches
@@ -31,6 +33,7 @@ from policy.config import (
 from policy.modes import make_step
 from policy.ops.parameter import split_module
 from policy.ops.rope import rotation
+from rl.reporting.flops import _mixing
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 
@@ -125,18 +128,18 @@ def config_of(kind):
 
 def ours_of(shapes, arrays):
     """Their arrays by our names, in our shapes."""
-    found = {}
+    by_name = {}
     for ours, theirs in LINEAR.items():
         if ours in shapes:
-            found[ours] = arrays[f"{theirs}.weight"].T.reshape(shapes[ours])
+            by_name[ours] = arrays[f"{theirs}.weight"].T.reshape(shapes[ours])
     for ours, theirs in SAME.items():
         if ours in shapes:
-            found[ours] = arrays[theirs]
+            by_name[ours] = arrays[theirs]
     G, J, L = shapes["o_a_proj"]
-    found["o_a_proj"] = arrays["o_a_proj.weight"].reshape(G, L, J).swapaxes(1, 2)
-    found["o_b_proj"] = arrays["o_b_proj.weight"].T.reshape(shapes["o_b_proj"])
-    assert found.keys() == shapes.keys()
-    return found
+    by_name["o_a_proj"] = arrays["o_a_proj.weight"].reshape(G, L, J).swapaxes(1, 2)
+    by_name["o_b_proj"] = arrays["o_b_proj.weight"].T.reshape(shapes["o_b_proj"])
+    assert by_name.keys() == shapes.keys()
+    return by_name
 
 
 @cache
@@ -166,14 +169,14 @@ def inputs(rows, length, seed=0):
 
 
 @partial(jax.jit, static_argnums=0)
-def whole(kind, weights, x_BTE, segments_BT):
+def full_rows(kind, weights, x_BTE, segments_BT):
     """Outputs without a cache."""
     return called(kind, weights, x_BTE, make_step(x_BTE[..., 0], None, segments_BT))[0]
 
 
 def outputs(kind, x_BTE, segments_BT=None):
     segments = np.ones(x_BTE.shape[:2], np.int32) if segments_BT is None else segments_BT
-    return np.asarray(whole(kind, module_of(kind)[2], x_BTE, segments))
+    return np.asarray(full_rows(kind, module_of(kind)[2], x_BTE, segments))
 
 
 @pytest.mark.parametrize("length", [2, 12, 37])
@@ -195,12 +198,14 @@ def test_gradients_are_those_of_transformers(kind):
     module.zero_grad()
     (their_outputs(kind, theirs) * torch.tensor(factors)).sum().backward()
     weights, ones = module_of(kind)[2], np.ones((1, 26), np.int32)
-    by_weight, by_input = jax.jit(jax.grad(lambda w, x: jnp.sum(whole(kind, w, x, ones) * factors), argnums=(0, 1)))(
-        weights, x
-    )
+    by_weight, by_input = jax.jit(
+        jax.grad(lambda w, x: jnp.sum(full_rows(kind, w, x, ones) * factors), argnums=(0, 1))
+    )(weights, x)
     zeros = {name: np.zeros(weight.shape, np.float32) for name, weight in module.named_parameters()}
     expected = zeros | {n: w.grad.numpy() for n, w in module.named_parameters() if w.grad is not None}
-    expected = ours_of({name: weight.shape for name, weight in weights.items()}, expected) | {"input": theirs.grad.numpy()}
+    expected = ours_of({name: weight.shape for name, weight in weights.items()}, expected) | {
+        "input": theirs.grad.numpy()
+    }
     for name, gradient in (by_weight | {"input": by_input}).items():
         size = 1 + np.abs(expected[name]).max()
         np.testing.assert_allclose(gradient / size, expected[name] / size, atol=TOLERANCE, err_msg=name)
@@ -220,8 +225,34 @@ def test_a_packed_row_is_one_row_for_each_document(kind):
         np.testing.assert_allclose(result[:, document], outputs(kind, x[:, document]), atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_are_their_paths(kind):
+    """Branches that end inside blocks, that complete one of the root, and a tree after another."""
+    root, leaves, after = 8, (7, 1, 17), 9
+    places = [0, *np.cumsum([root, *leaves, after])]
+    x, tree = inputs(1, 48), trees([[(root, [(n, []) for n in leaves]), (after, [])]], 48)
+    build = partial(make_step, jnp.zeros((1, 48)), tree=jax.tree.map(jnp.asarray, tree))
+    result = jax.jit(lambda weights, x: called(kind, weights, x, build())[0])(module_of(kind)[2], x)
+    for start, end in pairwise(places[1:5]):
+        path = [*range(root), *range(start, end)]
+        np.testing.assert_allclose(result[:, path], outputs(kind, x[:, path]), atol=TOLERANCE)
+    alone = slice(places[4], places[5])
+    np.testing.assert_allclose(result[:, alone], outputs(kind, x[:, alone]), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_that_see_each_other_count(kind):
+    spec, lengths = spec_of(kind), [1, 5, 23, 40]
+    pairs = scored = 0
+    for t in (t for length in lengths for t in range(1, length + 1)):
+        blocks = 0 if kind == SLIDING else t // RATES[kind]
+        pairs += min(t, WINDOW) + (min(blocks, TOPK) if kind == CSA else blocks)
+        scored += blocks * INDEXER.heads * INDEXER.head_dim if kind == CSA else 0
+    assert _mixing(spec, np.array(lengths, np.float64)) == 4 * HEADS * DIM * pairs + 2 * scored
+
+
 ROWS, LENGTH, PROMPT, MOST = 3, 40, 9, 8
-LENGTHS = np.array([40, 7, 27])  # the second ends inside the prompt, the third while decoding
+LENGTHS = np.array([40, 3, 27])  # the second ends inside the first call, the third while decoding
 STORES = {
     "contiguous": LENGTH + 5,
     "contiguous-windows": WithSlidingWindows(LENGTH + 5, MOST),
@@ -252,20 +283,27 @@ def through(kind, weights, arrays, x_BTE, positions_BT, segments_BT, pages_BM):
 @pytest.mark.parametrize("chunk", [1, 4])
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_parts_of_rows_over_a_cache_are_the_whole_rows(kind, store, chunk):
-    """A prefill of 9 tokens in two calls, then calls of `chunk` tokens. Padding is written nowhere: a row that has ended stays
-    as it is. Tokens that a call writes and that are taken back leave nothing either."""
+def test_parts_of_rows_over_a_cache_are_the_full_rows(kind, store, chunk):
+    """A prefill of 9 tokens in two calls, the first over a cache of its own, which is inserted; then calls of `chunk` tokens.
+    Padding is written nowhere: a row that has ended stays as it is. Tokens that a call writes and that are taken back
+    leave nothing either."""
     x = inputs(ROWS, LENGTH)
     expected, length = outputs(kind, x, (np.arange(LENGTH) < LENGTHS[:, None]).astype(np.int32)), STORES[store]
     cache = caches.create(config_of(kind), ROWS, length, "float32", scan=True)
     arrays, table, weights = cache[0][0][0], table_of(length), module_of(kind)[2]
-    starts = [0, 5, *range(PROMPT, LENGTH, chunk)]
+    starts = [0, 8, *range(PROMPT, LENGTH, chunk)]
     drafts = inputs(ROWS, 4, seed=9)
     for start, end in zip(starts, [*starts[1:], LENGTH], strict=True):
         positions = np.broadcast_to(np.arange(start, end, dtype=np.int32), (ROWS, end - start))
         segments = (positions < LENGTHS[:, None]).astype(np.int32)
         if chunk == 4 and start >= PROMPT:  # drafts of these positions, all rejected
             _, arrays = through(kind, weights, arrays, drafts[:, : end - start], positions, segments, table)
-        out, arrays = through(kind, weights, arrays, x[:, start:end], positions, segments, table)
+        if start == 0:
+            first = caches.create(config_of(kind), ROWS, end, "float32", scan=True)[0][0][0]
+            out, first = through(kind, weights, first, x[:, :end], positions, segments, None)
+            step = Step(positions, segments, pages=table)
+            arrays = caches.insert(cache, (((first,),),), np.arange(ROWS), step)[0][0][0]
+        else:
+            out, arrays = through(kind, weights, arrays, x[:, start:end], positions, segments, table)
         real = segments != 0
         np.testing.assert_allclose(np.asarray(out)[real], expected[:, start:end][real], atol=TOLERANCE)

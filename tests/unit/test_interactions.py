@@ -11,7 +11,7 @@ import pytest
 import policy
 from policy import compatibility, families
 from policy.cache.media import Media
-from policy.config import Runtime
+from policy.config import CompressedAttention, Compression, LayerSpec, Rope, Runtime, Stack
 from policy.huggingface import extensions, sources
 from policy.mesh.sharding import layout
 from rl.config.run import RunConfig
@@ -82,9 +82,20 @@ OF_CALLS = {
     ),
 }
 WITH_CALLS = [pair for pair in compatibility.INCOMPATIBLE if set(pair) & set(OF_CALLS)]
-# No architecture in configs/models/ has it.
-OF_DIRECTORIES = [pair for pair in compatibility.INCOMPATIBLE if compatibility.LATENT in pair]
+# No architecture in configs/models/ has them: decoders with and without.
+WITHOUT_PRESETS = {
+    compatibility.LATENT: lambda on: families.read(
+        oracles.configuration("NemotronH", moe_latent_size=16 if on else None)
+    ),
+    compatibility.COMPRESSED: lambda on: with_mixer(COMPRESSED if on else None),
+}
+COMPRESSED = CompressedAttention(2, 8, 8, 2, 4, window=4, rope=Rope(4, 1e4), compression=Compression(3))
+OF_DIRECTORIES = [pair for pair in compatibility.INCOMPATIBLE if set(pair) & set(WITHOUT_PRESETS)]
 OF_RUNS = [pair for pair in compatibility.INCOMPATIBLE if pair not in WITH_CALLS + OF_DIRECTORIES]
+
+
+def with_mixer(mixer):
+    return replace(decoder_of("Llama"), stacks=(Stack((LayerSpec(mixer, None),), 1),))
 
 
 def decoder_of(kind: str):
@@ -112,8 +123,8 @@ def test_a_pair_is_refused_with_both_names_and_the_reason(pair):
 
 @pytest.mark.parametrize("pair", OF_DIRECTORIES, ids=" + ".join)
 def test_a_pair_of_a_decoder_without_a_preset_is_refused(pair):
-    [other] = set(pair) - {compatibility.LATENT}
-    decoder, plain = (families.read(oracles.configuration("NemotronH", moe_latent_size=n)) for n in (16, None))
+    [of_decoder], [other] = set(pair) & set(WITHOUT_PRESETS), set(pair) - set(WITHOUT_PRESETS)
+    decoder, plain = (WITHOUT_PRESETS[of_decoder](on) for on in (True, False))
     text = f"{pair[0]} does not go with {pair[1]}: {compatibility.INCOMPATIBLE[pair]}"
     assert list(compatibility.conflicts(decoder, runtime(other))) == [text]
     assert list(compatibility.conflicts(decoder, runtime())) == []

@@ -23,13 +23,13 @@ from policy.attention.compressed.compressor import Compressor, compress, turn
 from policy.attention.dot_product_attention import Mask, attend
 from policy.attention.indexer import IndexedMask
 from policy.attention.sequence_shards import replicate_length
-from policy.cache.layer_cache import LayerCache, Visible, extend, row_layout
+from policy.cache.layer_cache import LayerCache, extend, row_layout
 from policy.cache.step import Step
 from policy.config import CompressedAttention, DecoderConfig, EntryIndexer, Norm, Runtime
 from policy.intermediates import LayerAux
 from policy.mesh.explicit import auto_axes, in_explicit_mode, spec_of
 from policy.mesh.sharding import decoded, from_cache, to_cache
-from policy.ops.linear import einsum, linear
+from policy.ops.linear import linear
 from policy.ops.norms import RMSNorm
 from policy.ops.parameter import normal, split_module, weight
 
@@ -85,7 +85,7 @@ class CompressedMultiQueryAttention(nnx.Module):
         self.kv_proj = weight(rngs, (E, D), ("embed", "kv"), init, inputs=(0,))
         self.kv_norm = RMSNorm(D, spec.norm, rngs)
         self.sinks = weight(rngs, (H,), ("q_heads",), init)
-        self.o_a_proj = weight(rngs, (G, H * D // G, L), ("heads", "kv", None), init)
+        self.o_a_proj = weight(rngs, (G, H * D // G, L), ("heads", "kv", None), init, inputs=(1,))
         self.o_b_proj = weight(rngs, (G, L, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
         if spec.compression is not None:
             self.compressor = Compressor(D, spec.compression, spec.norm, config, rngs)
@@ -130,7 +130,7 @@ class CompressedMultiQueryAttention(nnx.Module):
         entries = seen.arrays[""]
         if indexer is None:
             return entries, Mask(step, seen), cache
-        index = Visible({"index": seen.arrays["index_"]}, seen.positions, seen.segments)
+        index = seen._replace(arrays={"index": seen.arrays["index_"]})
         queries = self.indexer(x_BTE, q_latent_BTr, step)
         return entries, IndexedMask(step, index, queries, indexer, runtime.layout), cache
 
@@ -146,7 +146,7 @@ class CompressedMultiQueryAttention(nnx.Module):
         (B, H, T, D), G = out_BHTD.shape, self.spec.o_groups
         grouped = jnp.swapaxes(out_BHTD.reshape(B, G, H // G, T, D), 2, 3).reshape(B, G, T, -1)
         grouped = checkpoint_name(grouped, "attention_out")
-        each = einsum("bgtj,gjl->bgtl", grouped, self.o_a_proj[...].astype(grouped.dtype), runtime.layout)
+        each = linear("bgtj,gjl->bgtl", grouped, self.o_a_proj[...], runtime)
         return linear("bgtl,gle->bte", each, self.o_b_proj[...], runtime)
 
     def _with_auto_axes(self, x_BTE: jax.Array, step: Step, runtime: Runtime):

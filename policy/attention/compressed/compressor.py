@@ -1,9 +1,9 @@
 """Entries that stand for a block of tokens each (DeepSeek V4): transformers' DeepseekV4HCACompressor and, with an
 overlap, DeepseekV4CSACompressor.
 
-The blocks of a document count from its first token. Without a cache a call computes the entries of all blocks in its
-rows. With one it stores what each token adds to an entry, and computes the entries of the blocks that its tokens
-complete: `ceil(T / rate)` for each row, wherever its tokens begin.
+The blocks of a document, or of a path of a tree, count from its first token. Without a cache a call computes the entries
+of all blocks in its rows. With one it stores what each token adds to an entry, and computes the entries of the blocks
+that its tokens complete: `ceil(T / rate)` for each row, wherever its tokens begin.
 
 B rows, T tokens, E hidden, D dimensions of an entry, W = D or with an overlap 2 D, n blocks, s tokens of an entry.
 """
@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from policy.attention.dot_product_attention import MASKED
+from policy.attention.dot_product_attention import MASKED, in_chunks, of_chunks
 from policy.cache.blocks import Blocks
 from policy.cache.layer_cache import LayerCache, Visible, extend, gather_entries
 from policy.cache.pages import Pool
+from policy.cache.paths import Tree
 from policy.cache.step import Step
 from policy.config import Compression, DecoderConfig, Norm, Rope
 from policy.mesh.sharding import to_cache
@@ -90,31 +91,65 @@ def _halves(x_Bn2rW: jax.Array) -> jax.Array:
 
 
 class OwnBlocks(NamedTuple):
-    """The blocks that lie completely in the rows of a call without a cache, int32[B, n] each: the place in the row of
-    their last tokens, its position, and its segment, 0 where a row has fewer than n blocks."""
+    """The blocks that lie completely in the rows of a call without a cache: the places in the row of their tokens int32[B, n,
+    span], of which those of the block before the first count nothing, and int32[B, n] each the position of their last
+    tokens, its segment, 0 where a row has fewer than n blocks, and in trees `Tree.last` of it.
 
-    last: jax.Array
+    A row of documents has at most T / rate. In trees every branch may complete a block of its own: n = T.
+    """
+
+    tokens: jax.Array
     ends: jax.Array
     segments: jax.Array
+    last: jax.Array | None
 
     @classmethod
-    def of(cls, step: Step, rate: int) -> OwnBlocks:
-        """Finds the blocks of all documents, in the order of the row."""
-        B, T = step.positions.shape
-        n = max(1, T // rate)
+    def of(cls, step: Step, rate: int, span: int) -> OwnBlocks:
+        """Finds the blocks of all documents or paths, in the order of the row."""
+        (B, T), tree = step.positions.shape, step.tree
+        n = max(1, T // rate) if tree is None else T
         is_end = (step.segments != 0) & (step.positions % rate == rate - 1)
         column = jnp.where(is_end, jnp.cumsum(is_end, axis=1) - 1, n)
-        rows = jnp.arange(B)[:, None]
-        last = jnp.zeros((B, n), jnp.int32).at[rows, column].set(jnp.arange(T, dtype=jnp.int32), mode="drop")
+        none = jnp.zeros((B, n), jnp.int32)
+        ends = none.at[jnp.arange(B)[:, None], column].set(jnp.arange(T, dtype=jnp.int32), mode="drop")
         exists = jnp.arange(n) < jnp.sum(is_end, axis=1, keepdims=True)
-        ends = jnp.take_along_axis(step.positions, last, axis=1)
-        return cls(last, ends, jnp.where(exists, jnp.take_along_axis(step.segments, last, axis=1), 0))
 
-    def gather(self, parts_BTX: jax.Array, span: int) -> jax.Array:
-        """Returns the parts of the `span` tokens up to the last one of each block: [B, n, span, X]."""
-        (B, n), X = self.last.shape, parts_BTX.shape[-1]
-        places = jnp.maximum(self.last[..., None] - span + 1 + jnp.arange(span), 0).reshape(B, n * span, 1)
-        return jnp.take_along_axis(parts_BTX, places, axis=1).reshape(B, n, span, X)
+        def at_ends(x_BT):
+            return jnp.where(exists, jnp.take_along_axis(x_BT, ends, axis=1), 0)
+
+        if tree is None:
+            tokens = jnp.maximum(ends[..., None] - span + 1 + jnp.arange(span), 0)
+        else:
+            tokens = _places_on_paths(ends, tree, span)
+        last = None if tree is None else at_ends(tree.last)
+        return cls(tokens, at_ends(step.positions), at_ends(step.segments), last)
+
+    def entries(self, compressor: Compressor, parts_BTX: jax.Array, rope: Rope) -> jax.Array:
+        """Returns the entries [B, n, D] from the parts of the call's tokens. Those of trees are computed in as many
+        pieces as a block has tokens, and again in the backward pass, so that they take no more memory."""
+
+        def some(arrays):
+            tokens_BnS, ends_Bn = arrays
+            B, n, S = tokens_BnS.shape
+            of_blocks = jnp.take_along_axis(parts_BTX, tokens_BnS.reshape(B, n * S, 1), axis=1)
+            return compressor.entries(of_blocks.reshape(B, n, S, -1), ends_Bn, rope)
+
+        n = self.ends.shape[1]
+        if self.last is None:
+            return some((self.tokens, self.ends))
+        chunk = max(1, n // compressor.spec.rate)
+        pieces = tuple(in_chunks(a, chunk, 1) for a in (self.tokens, self.ends))
+        return of_chunks(jax.lax.map(jax.checkpoint(some), pieces), 1)[:, :n]
+
+
+def _places_on_paths(ends_Bn: jax.Array, tree: Tree, span: int) -> jax.Array:
+    """Returns the places of the `span` tokens up to `ends` on their paths, int32[B, n, span]; 0 before the first."""
+
+    def earlier(places_Bn, _):
+        return jnp.maximum(jnp.take_along_axis(tree.before, places_Bn, axis=1), 0), places_Bn
+
+    _, places = jax.lax.scan(earlier, ends_Bn, length=span)
+    return jnp.moveaxis(places[::-1], 0, -1)
 
 
 class CompletedBlocks(NamedTuple):
@@ -144,22 +179,20 @@ def compress(
 
     compressors: by prefix, with the parts of the call's tokens [B, T, 2 W]. All have one rate.
     """
-    spec = next(iter(compressors.values()))[0].spec
+    first = next(iter(compressors.values()))[0]
+    spec, span = first.spec, first.span
     if cache is None:
-        own, arrays = OwnBlocks.of(step, spec.rate), {}
-        for prefix, (compressor, parts) in compressors.items():
-            entries = compressor.entries(own.gather(parts, compressor.span), own.ends, rope)
-            arrays[prefix] = entries[:, None]
-        return Visible(arrays, own.ends, own.segments), None
-    span = next(iter(compressors.values()))[0].span
+        own = OwnBlocks.of(step, spec.rate, span)
+        arrays = {name: own.entries(*of_tokens, rope)[:, None] for name, of_tokens in compressors.items()}
+        return Visible(arrays, own.ends, own.segments, own.last), None
     completed = CompletedBlocks.of(step, spec.rate, span)
     new = {}
     for prefix, (compressor, parts) in compressors.items():
         name = f"{prefix}parts"
         _, cache = extend(cache, step, lookback=span, **{name: to_cache(parts[:, None], layout)})
         assert cache is not None
-        gathered = gather_entries(cache, name, completed.tokens, parts.dtype)
-        new[f"{prefix}entries"] = compressor.entries(gathered, completed.ends, rope)[:, None]
+        of_blocks = gather_entries(cache, name, completed.tokens, parts.dtype)
+        new[f"{prefix}entries"] = compressor.entries(of_blocks, completed.ends, rope)[:, None]
     array = cache.arrays[next(iter(new))]
     blocks = array.blocks if isinstance(array, Pool) else Blocks(spec.rate)
     assert blocks is not None
