@@ -60,9 +60,10 @@ def evaluate(greedy, sampled=None, **options):
     return Evaluation(settings, problems, sample, params).run(), script.asked
 
 
-def test_a_completion_without_a_score_is_not_correct():
+def test_a_completion_without_a_score_is_neither_right_nor_wrong_and_counted():
     result, asked = evaluate([1.0, 0.0, math.nan, 2.0])
-    assert result["eval/greedy_accuracy"] == 0.5 and result["eval/reward_mean"] == 1.0
+    assert result["eval/greedy_accuracy"] == pytest.approx(2 / 3) and result["eval/reward_mean"] == 1.0
+    assert result["eval/unscored"] == 1.0 and result["eval/problems"] == 4.0
     assert (
         asked[0][0].temperature == 0
         and asked[0][0].stop == ("!",)
@@ -71,20 +72,23 @@ def test_a_completion_without_a_score_is_not_correct():
     )
     assert not any(key.startswith("eval/pass@") for key in result)
     result, _ = evaluate([math.nan, math.nan])
-    assert result["eval/greedy_accuracy"] == 0.0 and math.isnan(result["eval/reward_mean"])
+    assert result["eval/unscored"] == 2.0
+    assert "eval/greedy_accuracy" not in result and "eval/reward_mean" not in result
 
 
 def test_pass_at_k_is_the_mean_over_problems_at_a_temperature_of_its_own():
-    sampled = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, math.nan, 1]]
-    result, asked = evaluate([0.0, 0.0, 0.0], sampled, samples=4, k=[1, 2], temperature=0.5)
-    assert result["eval/pass@1"] == pytest.approx((0.25 + 0 + 0.75) / 3)
-    assert result["eval/pass@2"] == pytest.approx((0.5 + 0 + 1) / 3)
+    sampled = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 0, math.nan, 1], [math.nan, math.nan, math.nan, 1]]
+    result, asked = evaluate([0.0] * 4, sampled, samples=4, k=[1, 2], temperature=0.5)
+    assert result["eval/pass@1"] == pytest.approx((0.25 + 0 + 2 / 3 + 1) / 4)
+    assert result["eval/pass@2"] == pytest.approx((0.5 + 0 + 1) / 3)  # the last problem has one scored sample
+    assert result["eval/unscored_samples"] == 4.0
     assert asked[1][0].n == 4 and asked[1][0].temperature == 0.5 and asked[1][0].top_k == 0
     # Draws from ids that no prompt of training has, the same at every evaluation.
     assert asked[0][1] == asked[1][1] and min(asked[1][1]) >= 1 << 30
 
 
 def test_what_counts_as_correct_can_be_said():
+    assert evaluate([0.7 + 0.2 + 0.1, 0.99])[0]["eval/greedy_accuracy"] == 0.5  # 1 but for the rounding of the sum
     assert evaluate([0.4, 0.6], correct_at=0.5)[0]["eval/greedy_accuracy"] == 0.5
 
 

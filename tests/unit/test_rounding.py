@@ -78,7 +78,7 @@ def test_filters_and_metrics_take_rounding_for_equal():
         [None], [0], [[completion] * 4], None, {"useful": 4, "rows": 4, "prefill": 1, "preempted": 0}, 1.0, [0]
     )
     result = metrics(rollouts, scores, drafted=False)
-    assert result["reward/frac_zero_std"] == 1.0 and result["reward/std"] == 0.0
+    assert result["reward/frac_zero_std"] == 1.0 and result["reward/std"] == 0.0 and result["reward/unscored"] == 0.0
 
 
 def test_a_weighted_sum_reaches_its_threshold():

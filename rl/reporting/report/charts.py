@@ -182,10 +182,14 @@ def _drawn(line: Line, run: Run, axis: Axis, tone: int, buckets: int, bare: bool
 
 
 def _problems(run: Run, shown: Curve, axis: Axis) -> np.ndarray | float | None:
-    """Returns the number of problems of each evaluation, from the events or else from the configuration."""
+    """Returns the number of scored problems of each evaluation, from the events, or of all from the configuration."""
     if (metric := run.metrics.get("eval/problems")) is not None and np.isfinite(metric.value).any():
         x, _ = axis.positions(run, metric)
-        return np.interp(shown.x, x[np.isfinite(metric.value)], metric.value[np.isfinite(metric.value)])
+        scored = metric.value
+        unscored = run.metrics.get("eval/unscored")
+        if unscored is not None and len(unscored.value) == len(scored):
+            scored = scored - unscored.value
+        return np.interp(shown.x, x[np.isfinite(scored)], scored[np.isfinite(scored)])
     return evaluation_problems(run)
 
 

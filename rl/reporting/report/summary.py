@@ -104,13 +104,17 @@ def _evaluation(run: Run, stage: int, step: int, values: dict[str, float]) -> Ev
     recorded = values.pop("eval/problems", math.nan)
     problems = int(recorded) if math.isfinite(recorded) else evaluation_problems(run)
     accuracy, reward = values.pop(ACCURACY, math.nan), values.pop("eval/reward_mean", None)
+    unscored, unscored_samples = (values.pop(f"eval/{name}", 0) for name in ("unscored", "unscored_samples"))
+    scored = None if problems is None else problems - int(unscored)
     passes = {}
     for name in [name for name in values if name.startswith("eval/pass@") and name[10:].isdigit()]:
         share = values.pop(name)
         passes[int(name[10:])] = (share, *(interval(share, problems) or (None, None)))
     others = {name.removeprefix("eval/"): value for name, value in values.items()}
+    counts = {"unscored": unscored, "unscored_samples": unscored_samples}
+    others |= {name: value for name, value in counts.items() if value}
     return Evaluation(
-        *(run.stages[stage], step, accuracy, interval(accuracy, problems), problems, reward),
+        *(run.stages[stage], step, accuracy, interval(accuracy, scored), problems, reward),
         passes=dict(sorted(passes.items())),
         others=others,
     )

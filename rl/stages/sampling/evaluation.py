@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rewards import Scores, plugins
+from rewards.workers.rounding import at_least
 from rl.config.data import EvaluationOptions
 from rl.data.encoded import Problem
 from rl.errors import DataError
@@ -56,29 +57,36 @@ class Evaluation:
         return bool(self.options.every and step % self.options.every == 0)
 
     def run(self, step: int = 0) -> dict[str, float]:
-        """Returns eval/greedy_accuracy, eval/reward_mean and eval/pass@k after a step, and eval/problems."""
+        """Returns eval/greedy_accuracy, eval/reward_mean and eval/pass@k after a step, and what they count.
+
+        A completion without a score is in none of them, and counted in eval/unscored and eval/unscored_samples. A
+        problem with fewer than k scored samples is not in pass@k. A metric of no completion is absent.
+        """
         began, options = time.perf_counter(), self.options
         unfiltered = replace(self._params, n=1, top_k=0, top_p=1.0, min_p=0.0)
         greedy = replace(unfiltered, temperature=0)
         texts, totals = self._rollouts(greedy, step)
         metrics = {
             "eval/problems": float(len(self.problems)),
-            "eval/greedy_accuracy": float(np.mean(self._correct(totals))),
-            "eval/reward_mean": float(np.nanmean(totals)) if np.isfinite(totals).any() else float("nan"),
+            "eval/unscored": float(np.sum(~np.isfinite(totals))),
         }
+        scored = totals[np.isfinite(totals)]
+        if scored.size:
+            metrics["eval/greedy_accuracy"] = float(np.mean(at_least(scored, options.correct_at)))
+            metrics["eval/reward_mean"] = float(np.mean(scored))
         for name in options.metrics:
             metrics |= _own_metric(name, self.problems, texts, totals)
         if options.samples:
             sampled = replace(unfiltered, n=options.samples, temperature=options.temperature)
             totals = self._rollouts(sampled, step)[1].reshape(len(self.problems), options.samples)
-            correct = self._correct(totals).sum(axis=1)
+            scored, correct = np.isfinite(totals).sum(axis=1), at_least(totals, options.correct_at).sum(axis=1)
+            counts = list(zip(scored.tolist(), correct.tolist(), strict=True))
             metrics["eval/samples"] = float(options.samples)
+            metrics["eval/unscored_samples"] = float(np.sum(~np.isfinite(totals)))
             for k in options.k:
-                metrics[f"eval/pass@{k}"] = float(np.mean([pass_at_k(options.samples, int(c), k) for c in correct]))
+                if chances := [pass_at_k(n, c, k) for n, c in counts if n >= k]:
+                    metrics[f"eval/pass@{k}"] = float(np.mean(chances))
         return metrics | {"time/eval": time.perf_counter() - began}
-
-    def _correct(self, totals: np.ndarray) -> np.ndarray:
-        return np.nan_to_num(totals, nan=-np.inf) >= self.options.correct_at
 
     def _rollouts(self, params: SamplingParams, step: int) -> tuple[list[str], np.ndarray]:
         """Returns (texts of the completions, rewards float[problems * n]); NaN where there is no score."""

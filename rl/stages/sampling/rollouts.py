@@ -206,6 +206,7 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
         "reward/mean": float(scored.mean()) if scored.size else float("nan"),
         "reward/std": 0.0 if all_equal(scored) else float(scored.std(ddof=1)),
         "reward/frac_zero_std": float(np.mean([all_equal(group) for group in totals])),
+        "reward/unscored": float(np.sum(~np.isfinite(totals))),
         "completion/mean_length": float(lengths.mean()),
         "completion/min_length": float(lengths.min()),
         "completion/max_length": float(lengths.max()),
