@@ -79,12 +79,25 @@ class DataOptions(Strict):
     system: str | None = Field(default=None, description="system message put before the prompt; implies chat")
     chat: bool = Field(default=False, description="render plain prompts as a user message through the chat template")
     limit: int | None = Field(default=None, ge=1, description="use only the first rows")
+    too_long: Literal["refuse", "drop", "truncate"] = Field(
+        default="refuse",
+        description="rows that are longer than max_length: end the run, leave them out, or cut the end of demonstrations "
+        "and answers (a prompt is never cut; one that is too long is left out)",
+    )
+
+
+def _refuses_long_rows(options: DataOptions) -> DataOptions:
+    if options.too_long != "refuse":
+        raise ValueError(
+            "`too_long` cannot change held-out rows: the numbers of an evaluation are those of all its rows"
+        )
+    return options
 
 
 class EvaluationOptions(Strict):
     """Before the first and after the last step of every stage, and every `every` steps."""
 
-    data: DataOptions = Field(description="the held-out problems")
+    data: Annotated[DataOptions, AfterValidator(_refuses_long_rows)] = Field(description="the held-out problems")
     every: int = Field(default=0, ge=0, description="steps; 0: only first and last")
     problems: int = Field(default=256, ge=1, description="the first ones of the data, at most")
     samples: int = Field(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from rewards import RewardError, registry
+from rewards.workers.columns import plain
 from rl.config.data import DataOptions, RewardSettings
 from rl.data import media
 from rl.data.encoded import Example
@@ -121,27 +122,33 @@ def _permutation(seed: int, rows: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(rows)
 
 
-def check_lengths(dataset: Dataset, length: Callable[[Example], int], longest: int, advice: str) -> None:
-    """Raises DataError, with a list of rows, if `length(example)` in tokens exceeds `longest` for any example."""
-    problems = _Problems()
-    for example in dataset:
-        tokens = length(example)
-        if tokens > longest:
-            problems.add(example.where, f"{tokens} tokens, but only {longest} fit; {advice}")
-    problems.raise_if_any()
-
-
-def missing_columns(settings: RewardSettings, examples: Iterable[Example]) -> Iterator[str]:
-    """Yields a line for each reward that needs a column which the examples lack: one for each set of columns."""
+def column_problems(settings: RewardSettings, examples: Sequence[Example]) -> Iterator[str]:
+    """Yields why rewards cannot take the columns of examples: a column that a reward needs and the examples lack (a line
+    for each set of columns), and a value of a type that rewards do not get, such as a date."""
     first: dict[frozenset[str], Example] = {}
     for example in examples:
         first.setdefault(frozenset(example.columns), example)
+    complete = True
     for columns, example in first.items():
         for function in settings.functions:
             try:
                 registry.check(function.name, function.options, columns)
             except RewardError as error:
+                complete = False
                 yield f"{example.where}: {error}"
+    if not complete:
+        return
+    names = {name for function in settings.functions for name in _arguments(function.name)}
+    for example in examples:
+        for name in sorted(names & example.columns.keys()):
+            try:
+                plain(example.columns[name], f"column {name!r}")
+            except RewardError as error:
+                yield f"{example.where}: {error}; store it as one of these"
+
+
+def _arguments(reward: str) -> tuple[str, ...]:
+    return registry.parameters(registry.locate(reward).function, reward).names
 
 
 class _Problems:

@@ -21,6 +21,7 @@ from rl.data import datasets, models
 from rl.data import teacher as teachers
 from rl.data.encoded import Example, Pair, Problem, Row
 from rl.data.encoding import ExampleEncoder
+from rl.data.limits import Limit, cut_pair, cut_row, fit, never_cut, outside_vocabulary, too_long_key
 from rl.data.media import decode_first, kinds_of, read_processors, with_lists
 from rl.data.shard import Shard
 from rl.data.tokenizer import read_tokenizer
@@ -120,10 +121,11 @@ class DataReader:
     def reward_runner(self, settings: RewardSettings, problems: Sequence[Problem]) -> Runner:
         """Returns the workers that score `problems` and the held-out problems with these functions.
 
-        Raises ConfigError for a reward or reward model that cannot be used, DataError for a column that is missing.
+        Raises ConfigError for a reward or reward model that cannot be used, DataError for a column that is
+        missing or that rewards cannot take.
         """
         for scored in (problems, self.held_out):
-            if text := next(datasets.missing_columns(settings, (problem.example for problem in scored)), None):
+            if text := next(datasets.column_problems(settings, [problem.example for problem in scored]), None):
                 raise DataError(text)
         key = settings.model_dump_json()
         if key not in self._runners:
@@ -136,17 +138,11 @@ class DataReader:
     def problems(self, source: DataOptions, stage: StageOptions, *, held_out: bool = False) -> Shard:
         """Reads prompts that leave room for a completion of the stage."""
         dataset = self._load(source, held_out=held_out)
-        encoded = self._once(
-            ("problems", source.model_dump_json(), held_out), lambda: [self._problem(e) for e in dataset]
-        )
-        lengths = {id(p.example): len(p.ids) for p in encoded}
-        longest = self._config.max_length - stage.sampling.max_new_tokens
-        advice = (
-            f"raise max_length ({self._config.max_length}) or lower sampling.max_new_tokens "
-            f"({stage.sampling.max_new_tokens})"
-        )
-        datasets.check_lengths(dataset, lambda example: lengths[id(example)], longest, advice)
-        return Shard(encoded, dataset.total)
+        key = ("problems", source.model_dump_json(), held_out)
+        encoded = raise_on_all(partial(self._once, key, lambda: [self._problem(example) for example in dataset]))
+        limit = self._limit(source, stage.sampling.max_new_tokens, held_out)
+        shard = Shard(encoded, dataset.total, dataset.examples)
+        return self._fitting(shard, limit, lambda problem: len(problem.ids), never_cut)
 
     def demonstrations(self, source: DataOptions, train_on: str) -> Shard:
         """Reads a Row for each demonstration; `train_on`: which tokens are trained on, as in rl/algorithms/sft.py."""
@@ -156,27 +152,60 @@ class DataReader:
             self.check_ids(example, row.ids, row.media)
             return row
 
-        return self.rows(source, ("demonstrations", train_on), encode, lambda row: len(row.ids), demonstrations=True)
+        key = ("demonstrations", train_on)
+        return self.rows(source, key, encode, lambda row: len(row.ids), cut_row, demonstrations=True)
 
     def pairs(self, source: DataOptions) -> Shard:
         """Reads a Pair for each preference."""
-        return self.rows(
-            source, ("pairs",), self._pair, lambda pair: max(len(pair.chosen.ids), len(pair.rejected.ids)), pairs=True
-        )
+
+        def length(pair: Pair) -> int:
+            return max(len(pair.chosen.ids), len(pair.rejected.ids))
+
+        return self.rows(source, ("pairs",), self._pair, length, cut_pair, pairs=True)
 
     def rows(
-        self, source: DataOptions, key: tuple, encode: Callable[[Example], T], length: Callable[[T], int], **form: Any
+        self,
+        source: DataOptions,
+        key: tuple,
+        encode: Callable[[Example], T],
+        length: Callable[[T], int],
+        cut: Callable[[T, int], T | None],
+        **form: Any,
     ) -> Shard:
         """Reads a dataset in the `form` that `datasets.load` takes, encodes each example and checks its length.
 
-        key: identifies the result of `encode`, so that stages with the same source and key share it.
+        key: identifies the result of `encode`, so that stages with the same source and key share it. cut: as for
+        `limits.fit`.
         """
         dataset = self._load(source, **form)
-        encoded = self._once((*key, source.model_dump_json()), lambda: [encode(example) for example in dataset])
-        lengths = {id(example): length(each) for example, each in zip(dataset, encoded, strict=True)}
-        advice = f"raise max_length ({self._config.max_length}) or leave these rows out"
-        datasets.check_lengths(dataset, lambda example: lengths[id(example)], self._config.max_length, advice)
-        return Shard(encoded, dataset.total, dataset.examples)
+        read = partial(self._once, (*key, source.model_dump_json()), lambda: [encode(example) for example in dataset])
+        encoded = raise_on_all(read)
+        return self._fitting(Shard(encoded, dataset.total, dataset.examples), self._limit(source), length, cut)
+
+    def _limit(self, source: DataOptions, new_tokens: int = 0, held_out: bool = False) -> Limit:
+        """Returns how long the rows of a source may be."""
+        if held_out:
+            return Limit(self._config.max_length, new_tokens)
+        return Limit(self._config.max_length, new_tokens, source.too_long, too_long_key(self._config, source))
+
+    def _fitting(
+        self, shard: Shard, limit: Limit, length: Callable[[T], int], cut: Callable[[T, int], T | None]
+    ) -> Shard:
+        """Returns the rows that fit. Raises DataError if the data refuse longer ones, or if none fits."""
+        lengths = [length(row) for row in shard.own]
+        if refusal := limit.refusal(lengths, [example.where for example in shard.examples]):
+            raise DataError(refusal.message())
+        if limit.too_long == "refuse":
+            return shard
+        fitting = fit(shard.own, limit, length, cut)
+        own = [processes.index() + i * processes.count() for i in fitting.numbers]  # numbers before any was left out
+        parts = processes.all_gather_object((own, fitting.cut))
+        ranks = {number: rank for rank, number in enumerate(sorted(n for numbers, _ in parts for n in numbers))}
+        effect = limit.effect(shard.total - len(ranks), sum(cut for _, cut in parts), shard.total)
+        if not ranks:
+            raise DataError(f"no row is left: {effect}. Raise max_length ({limit.max_length})")
+        examples = [shard.examples[i] for i in fitting.numbers]
+        return Shard(fitting.rows, len(ranks), examples, [ranks[number] for number in own], effect)
 
     def _load(self, source: DataOptions, **form: Any) -> datasets.Dataset:
         """Loads a dataset. Every process loads all held-out rows, because it samples completions for all of them."""
@@ -222,11 +251,7 @@ class DataReader:
         for place, token in enumerate(ids):
             is_text = place >= len(index) or index[place] < 0
             if is_text and token >= self._used:
-                text = self.tokenizer.convert_ids_to_tokens(token)
-                raise DataError(
-                    f"{example.where}: token {token} ({text!r}) is outside the model's vocabulary of {self._used}; use "
-                    "the model's own tokenizer or leave the row out (random weights: set model.overrides.vocab_size)"
-                )
+                raise DataError(outside_vocabulary(self.tokenizer, token, example.where, self._used).message())
 
     def answer(self, example: Example, answer: Any) -> Row:
         """Encodes the prompt of an example and an answer to it, up to the last token that the assistant writes.

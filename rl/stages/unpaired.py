@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl.data.encoded import Row
+from rl.data.limits import cut_row
 from rl.data.rows.forms import label_of, read_labelled
 from rl.stages import inputs, supervised
 from rl.stages.configured import ConfigProblems
@@ -57,7 +58,12 @@ class Stage(supervised.Stage):
         def length(answers: list[Answer]) -> int:
             return max(len(row.ids) for row, _ in answers)
 
-        self.rows = reader.rows(self.data, ("answers",), encode, length, read=read_labelled)
+        def cut(answers: list[Answer], end: int) -> list[Answer] | None:
+            rows = [(cut_row(row, end), label) for row, label in answers]
+            kept = [(row, label) for row, label in rows if row is not None]
+            return kept if len(kept) == len(answers) else None
+
+        self.rows = reader.rows(self.data, ("answers",), encode, length, cut, read=read_labelled)
         counts = {len(answers) for answers in self.rows.own}
         self.answers_per_example = max(max(each, default=0) for each in processes.all_gather_object(counts))
         self.prepare_rewards(reader, [])

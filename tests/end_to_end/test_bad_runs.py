@@ -95,9 +95,9 @@ BAD_DATA = {
         [GOOD, GOOD | {"prompt": "1" * 30}],
         [],
         "data.jsonl:2",
+        "1 of 2 rows are longer than the 26 tokens that fit (32 - 6 for the completion)",
         "30 tokens",
-        "26 fit",
-        "max_length",
+        "max_length=36 fits all rows; data.too_long=drop leaves",
     ),
     "a reward without its column": (
         [GOOD],
@@ -118,8 +118,13 @@ BAD_DATA = {
 @pytest.mark.parametrize("case", BAD_DATA)
 def test_bad_data_is_exit_code_3(case, tmp_path, capsys, no_model):
     rows, more, *words = BAD_DATA[case]
-    refused(capsys, 3, *words, arguments=on_rows(tmp_path, rows, *more))
+    arguments = on_rows(tmp_path, rows, *more)
+    refused(capsys, 3, *words, arguments=arguments)
     assert not (tmp_path / "run").exists()
+    refused(capsys, 3, *words, arguments=["--check", *arguments])
+    assert cli.main(["inspect", *arguments]) == 3
+    printed = capsys.readouterr()
+    assert all(word in printed.out + printed.err for word in words), printed
 
 
 def test_demonstrations_without_an_answer_are_exit_code_3(tmp_path, capsys, no_model):

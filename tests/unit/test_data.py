@@ -143,13 +143,6 @@ def test_each_epoch_is_another_permutation_and_depends_on_the_seed_alone():
 PINNED = [0, 1, 4, 2, 6, 3, 5]
 
 
-def test_prompts_that_do_not_fit_are_named():
-    dataset = load(options(path=jsonl("d.jsonl", ROWS)))
-    datasets.check_lengths(dataset, lambda e: len(e.prompt), 8, "raise max_length")
-    with pytest.raises(DataError, match=r"d.jsonl:2: 8 tokens, but only 7 fit; raise max_length"):
-        datasets.check_lengths(dataset, lambda e: len(e.prompt), 7, "raise max_length")
-
-
 def test_tasks_take_the_held_out_split_for_evaluation():
     task = options(task="arithmetic", options={"max_operand": 9})
     train, held_out = load(task, demonstrations=True), load(task, held_out=True)
@@ -418,3 +411,22 @@ def test_prompts_of_a_file_are_lines_and_nothing_else(name):
     Path("p.jsonl").write_text('{"prompt": "\\ud800"}')
     with pytest.raises(DataError, match="p.jsonl:1: a text holds half of a surrogate pair"):
         read_prompts("p.jsonl")
+
+
+def test_a_column_that_rewards_cannot_take_is_named_with_its_row():
+    import datetime
+    from decimal import Decimal
+
+    from rl.config.data import RewardSettings
+
+    Path("own.py").write_text("def near(completions, day): ...\ndef any_column(completions, **columns): ...")
+    near = RewardSettings.model_validate({"functions": ["own.py:near"]})
+    for value, kind in ((datetime.date(2024, 1, 31), "date"), (Decimal("1.5"), "Decimal"), ([b"a"], "bytes")):
+        rows = [{"prompt": "a", "day": None}, {"prompt": "b", "day": value}]
+        examples = load(options(path=parquet("d.parquet", rows))).examples
+        [text] = datasets.column_problems(near, examples)
+        assert text.startswith("d.parquet: row 1: column 'day'") and f"is a {kind}; rewards receive text" in text
+        open_ended = RewardSettings.model_validate({"functions": ["own.py:any_column"]})
+        assert not list(datasets.column_problems(open_ended, examples))
+    examples = load(options(path=jsonl("d.jsonl", [{"prompt": "a"}]))).examples
+    assert "it needs 'day'" in next(datasets.column_problems(near, examples))

@@ -27,6 +27,7 @@ from rl.commands import cli
 from rl.config.data import EvaluationOptions
 from rl.data import media
 from rl.data.encoded import Problem
+from rl.data.limits import cut_row
 from rl.data.reader import DataReader
 from rl.data.rows.forms import read_labelled
 from rl.errors import DataError
@@ -289,7 +290,7 @@ def test_an_answer_ends_with_what_the_assistant_writes(folder, reader):
     """The template writes a line break after the end of a turn, which no completion has."""
     row = {"prompt": "One <image>", "images": ["one.png"], "completion": "Yes.", "label": True}
     one = reader(lines(folder / "kto.jsonl", row, row | {"prompt": "<image> Other", "completion": "No."}))
-    shard = one.rows(one._config.data, ("x",), lambda e: one.answer(e, e.completion), len, read=read_labelled)
+    shard = one.rows(one._config.data, ("x",), lambda e: one.answer(e, e.completion), len, cut_row, read=read_labelled)
     first, second = shard.own
     assert one.tokenizer.decode(first.ids).endswith("Yes.<eos>") and len(first.media.tokens) == len(first.ids)
     mixed = _mismatched(first, second, 256)
@@ -420,7 +421,9 @@ def test_rows_longer_than_max_length_count_the_rows_of_pictures(folder, reader):
     path = lines(folder / "d.jsonl", {"prompt": "a", "image": "one.png"})
     [problem] = problems(reader(path))
     assert problems(reader(path, max_length=len(problem.ids) + 8))
-    with pytest.raises(DataError, match=f"{path}:1: {len(problem.ids)} tokens, but only {len(problem.ids) - 1} fit"):
+    with pytest.raises(
+        DataError, match=f"the {len(problem.ids) - 1} tokens that fit .*first {path}:1 with {len(problem.ids)} tokens"
+    ):
         problems(reader(path, max_length=len(problem.ids) + 7))
 
 

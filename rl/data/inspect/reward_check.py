@@ -36,7 +36,7 @@ def demonstrations_score(stage: StageRows, settings: RewardSettings) -> Iterator
     values |= {
         "completion_lengths": encoded,
         "truncated": [False] * len(rows),
-        "max_new_tokens": stage.max_new_tokens or stage.max_length,
+        "max_new_tokens": stage.limit.new_tokens or stage.limit.max_length,
     }
     try:
         runner = Runner(RunnerOptions(functions, settings.workers, settings.timeout_s))

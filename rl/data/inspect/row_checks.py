@@ -10,9 +10,9 @@ from typing import Any
 
 from rl.data.inspect.finding import Finding
 from rl.data.inspect.stage_rows import Encoded, StageRows, texts_in
+from rl.data.limits import outside_vocabulary
 
 UNKNOWN_SHARE = 0.01
-FIT = 0.99
 FEW_TRAINED = 0.02
 CONSTANT_ROWS = 10
 """Rows from which on a column with one value is worth a remark."""
@@ -46,17 +46,14 @@ def _last_trained(row: Encoded) -> int:
 def vocabulary(stage: StageRows) -> Iterator[Finding]:
     """9: ids lie in the model's vocabulary, and few tokens are unknown."""
     if stage.vocab_size is not None:
-        largest, row = max(
-            ((max(row.text_ids, default=0), row) for row in stage.rows), key=lambda each: each[0], default=(0, None)
+        outside = (
+            outside_vocabulary(stage.tokenizer, token, row.example.where, stage.vocab_size)
+            for row in stage.rows
+            for token in row.text_ids
+            if token >= stage.vocab_size
         )
-        if row is not None and largest >= stage.vocab_size:
-            yield Finding(
-                9,
-                "refuse",
-                f"token {largest} ({row.example.where}) is outside the model's vocabulary of {stage.vocab_size}",
-                "Use the model's own tokenizer, or more tokens (random weights: set model.overrides.vocab_size)",
-                stage.name,
-            )
+        if (refusal := next(outside, None)) is not None:
+            yield Finding(9, "refuse", refusal.text, refusal.change, stage.name)
         elif len(stage.tokenizer) > stage.vocab_size:
             yield Finding(
                 9,
@@ -84,22 +81,13 @@ def vocabulary(stage: StageRows) -> Iterator[Finding]:
 
 def lengths(stage: StageRows) -> Iterator[Finding]:
     """10: rows fit into max_length, prompts with room for a completion."""
-    room = stage.max_length - stage.max_new_tokens
-    long = [row for row in stage.rows if len(row.ids) > room]
-    if not long:
-        return
-    sizes = sorted(len(row.ids) for row in stage.rows)
-    fitting = sizes[min(len(sizes) - 1, int(FIT * len(sizes)))] + stage.max_new_tokens
-    what = "prompts leave no room for max_new_tokens" if stage.max_new_tokens else "rows are longer than max_length"
-    limit = f"{stage.max_length}" + (f" - {stage.max_new_tokens}" if stage.max_new_tokens else "")
-    yield Finding(
-        10,
-        "refuse",
-        f"{len(long)} of {len(stage.rows)} {what} ({limit} tokens), first {long[0].example.where} with "
-        f"{len(long[0].ids)}",
-        f"max_length={fitting} fits {FIT:.0%} of them, max_length={sizes[-1] + stage.max_new_tokens} all",
-        stage.name,
-    )
+    sizes: dict[str, int] = {}
+    for row in stage.rows:
+        sizes[row.example.where] = max(len(row.ids), sizes.get(row.example.where, 0))
+    if refusal := stage.limit.refusal(list(sizes.values()), list(sizes)):
+        yield Finding(10, "refuse", refusal.text, refusal.change, stage.name)
+    if stage.effect is not None:
+        yield Finding(10, "note", stage.effect, "", stage.name)
 
 
 def masks(stage: StageRows) -> Iterator[Finding]:

@@ -12,11 +12,11 @@ from typing import Any
 import rl.algorithms
 from policy.huggingface import generation_config, sources
 from rewards.suggest import nearest_path
-from rl.config.data import DataOptions
+from rl.config.data import DataOptions, RewardSettings
 from rl.config.run import RunConfig
 from rl.data import datasets, models, towers
 from rl.data import teacher as teachers
-from rl.data.encoded import Example
+from rl.data.encoded import Example, Row
 from rl.data.encoding import ExampleEncoder
 from rl.data.hub import hub_name
 from rl.data.inspect import weights
@@ -24,6 +24,7 @@ from rl.data.inspect.checks import check_stages, in_order
 from rl.data.inspect.finding import Finding
 from rl.data.inspect.reward_check import demonstrations_score
 from rl.data.inspect.stage_rows import Encoded, StageRows
+from rl.data.limits import Limit, cut_row, fit, never_cut, too_long_key
 from rl.data.media import conflicts, decode_first, kinds_of, read_processors, with_lists
 from rl.data.rows.forms import read_labelled
 from rl.data.tokenizer import read_tokenizer
@@ -90,11 +91,25 @@ def _inspection(config: RunConfig, names: Collection[str], rewards: bool) -> Ins
                 more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
                 malformed.append(Finding(14, "refuse", f"{lines[0]}{more}", "", name))
     results = malformed + check_stages(stages, random_weights(config)) + length_findings(config)
-    for stage in stages if rewards else ():
-        settings = config.stages[int(stage.path.split(".")[1])].rewards or config.rewards
-        if settings is not None:
+    for stage in stages:
+        if (settings := config.stages[int(stage.path.split(".")[1])].rewards or config.rewards) is None:
+            continue
+        refused = _column_findings(stage, settings)
+        results += refused
+        if rewards and not refused:
             results += demonstrations_score(stage, settings)
     return Inspection(stages, in_order(results), held_out)
+
+
+def _column_findings(stage: StageRows, settings: RewardSettings) -> list[Finding]:
+    """Check 14: columns that the rewards of a stage cannot take, in its prompts and in those of the evaluation."""
+    held_out = () if stage.kind == "reward_model" else stage.held_out  # it trains no policy to evaluate
+    scored = [*(stage.examples if stage.samples else ()), *held_out]
+    problems = list(datasets.column_problems(settings, scored))
+    if not problems:
+        return []
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return [Finding(14, "refuse", f"{problems[0]}{more}", "", stage.name)]
 
 
 def length_findings(config: RunConfig) -> list[Finding]:
@@ -134,8 +149,7 @@ def stage_rows(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, 
         built_in=tokenizer.chat_template == CHAT_TEMPLATE,
         stops=stops,
         rows=[],
-        max_length=config.max_length,
-        max_new_tokens=options.sampling.max_new_tokens if samples else 0,
+        limit=_limit(config, data, options.sampling.max_new_tokens if samples else 0),
         train_on=getattr(algorithm, "train_on", "assistant"),
         vocab_size=models.vocabulary_size(config.model),
         declared_stops={"tokenizer": [tokenizer.eos_token_id], **declared_stops(config)},
@@ -170,14 +184,38 @@ def _stage(
         decode_first(examples, encoder.processors)
     if len(examples) > ENCODED:
         examples = [examples[n] for n in sorted(random.Random(config.seed).sample(range(len(examples)), ENCODED))]
-    rows: list[Encoded] = []
+    encoded: list[list[Encoded]] = []
     problems: list[tuple[Example, str]] = []
     for example in examples:
         try:
-            rows += _encoded(stage, example, encoder)
+            encoded.append(_encoded(stage, example, encoder))
         except ValueError as error:
             problems.append((example, str(error)))
-    return replace(stage, rows=rows, problems=problems, total=dataset.total, held_out=held_out)
+    effect = None
+    if stage.limit.too_long != "refuse":
+        fitting = fit(encoded, stage.limit, _longest, never_cut if stage.samples else _cut)
+        effect = stage.limit.effect(len(encoded) - len(fitting.rows), fitting.cut, len(encoded))
+        encoded = fitting.rows
+    rows = [row for each in encoded for row in each]
+    return replace(stage, rows=rows, problems=problems, total=dataset.total, held_out=held_out, effect=effect)
+
+
+def _limit(config: RunConfig, data: DataOptions | None, new_tokens: int) -> Limit:
+    if data is None:
+        return Limit(config.max_length, new_tokens)
+    return Limit(config.max_length, new_tokens, data.too_long, too_long_key(config, data))
+
+
+def _longest(rows: list[Encoded]) -> int:
+    return max(len(row.ids) for row in rows)
+
+
+def _cut(rows: list[Encoded], end: int) -> list[Encoded] | None:
+    """Cuts the sequences of an example as the run does (limits.py)."""
+    cut = [(row.example, cut_row(Row(row.ids, row.mask, row.media), end)) for row in rows]
+    kept = [Encoded(example, *row) for example, row in cut if row is not None]
+    distinct = len(kept) < 2 or kept[0].ids != kept[1].ids
+    return kept if len(kept) == len(rows) and distinct else None
 
 
 def _loaded(options: DataOptions, processors: Processors | None, **form: Any) -> datasets.Dataset:
@@ -201,8 +239,7 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
 
     Returns notes about what was not read: datasets of the hub, which would be downloaded. Raises ConfigError for a
     tokenizer, file, task or teacher that cannot be used, ModelError for the directory of a model, teacher or reward
-    model that a run cannot read, DataError for findings that refuse a run, and for a column that a reward needs and
-    the rows do not have.
+    model that a run cannot read, DataError for findings that refuse a run.
     """
     _check_teachers(config)
     notes: list[str] = []
@@ -215,19 +252,18 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
         )
         return None
 
-    stages = [stage.model_copy(update={"data": first(stage.data or config.data)}) for stage in config.stages]
+    data = first(config.data)
+    stages = [stage.model_copy(update={"data": first(stage.data)}) for stage in config.stages]
+    read = [data if stage.data is None else short.data for stage, short in zip(config.stages, stages, strict=True)]
+    names = [name for name, options in zip(config.stage_names, read, strict=True) if options is not None]
     evaluation = config.evaluation
     if evaluation is not None:
-        data = first(evaluation.data)
-        evaluation = None if data is None else evaluation.model_copy(update={"data": data})
-    short = config.model_copy(update={"data": None, "stages": stages, "evaluation": evaluation})
-    names = [name for name, stage in zip(config.stage_names, stages, strict=True) if stage.data is not None]
+        held_out = first(evaluation.data)
+        evaluation = None if held_out is None else evaluation.model_copy(update={"data": held_out})
+    short = config.model_copy(update={"data": data, "stages": stages, "evaluation": evaluation})
     inspection = _inspection(short, names, rewards=False)
     _check_media(config, inspection)
     refused = [each.message() for each in inspection.findings if each.level == "refuse"]
-    for stage in (stage for stage in inspection.stages if stage.samples):
-        if (settings := config.stages[int(stage.path.split(".")[1])].rewards or config.rewards) is not None:
-            refused += datasets.missing_columns(settings, (row.example for row in stage.rows))
     if refused:
         raise DataError("\n".join(dict.fromkeys(refused)))
     all_read = {stage.name for stage in inspection.stages if stage.total < count}

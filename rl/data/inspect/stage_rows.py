@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl.data.encoded import Example
+from rl.data.limits import Limit
 from rollout.media.expand import Expanded
 
 Kind = Literal["prompt", "trained", "ignored", "stop"]
@@ -67,11 +68,11 @@ class StageRows:
     """The rows of one stage.
 
     path: its dotted key, such as stages.0. kind: kind of the stage (supervised, online, preference, ...). built_in:
-    whether the chat template is the one of Duet's own tokenizers. max_new_tokens: 0 for a stage that samples
-    nothing. stops: tokens that end a completion. rows: encoded sequences. problems: (example, text) of rows that
-    cannot be encoded. total: rows of the data, of which `rows` may be a sample. held_out: examples of the
-    evaluation. declared_stops: ends of sequence by the file that declares them. task: whether the rows are problems
-    made in code. prompts_per_step: rows that a step takes.
+    whether the chat template is the one of Duet's own tokenizers. stops: tokens that end a completion. rows: encoded
+    sequences. limit: how long a row may be. problems: (example, text) of rows that cannot be encoded. total: rows of
+    the data, of which `rows` may be a sample. held_out: examples of the evaluation. declared_stops: ends of sequence
+    by the file that declares them. task: whether the rows are problems made in code. effect: what happened to rows
+    that are too long; None: there were none. prompts_per_step: rows that a step takes.
     """
 
     name: str
@@ -81,8 +82,7 @@ class StageRows:
     built_in: bool
     stops: tuple[int, ...]
     rows: list[Encoded]
-    max_length: int
-    max_new_tokens: int = 0
+    limit: Limit
     train_on: str = "assistant"
     total: int = 0
     vocab_size: int | None = None
@@ -91,6 +91,7 @@ class StageRows:
     declared_stops: dict[str, list[int]] = field(default_factory=dict)
     task: bool = False
     prompts_per_step: int = 1
+    effect: str | None = None
 
     @property
     def samples(self) -> bool:

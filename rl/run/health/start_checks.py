@@ -55,7 +55,7 @@ def _described(config: RunConfig, data: DataReader, stage: StageKind) -> StageRo
         chosen = sorted(random.Random(config.seed).sample(chosen, ENCODED))
     rows = [row for n in chosen for row in _encoded(shard.own[n], shard.examples[n] if shard.examples else Example(""))]
     held_out = [problem.example for problem in data.held_out]
-    return replace(described, rows=rows, total=shard.total, held_out=held_out)
+    return replace(described, rows=rows, total=shard.total, held_out=held_out, effect=shard.effect)
 
 
 def _encoded(each: Any, example: Example) -> list[Encoded]:

@@ -1,0 +1,148 @@
+"""What a row may be: how long, and of which tokens. Longer rows are refused, left out or cut, as `too_long` of the data
+says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+
+from rl.config.data import DataOptions
+from rl.config.run import RunConfig
+from rl.data.encoded import Pair, Row
+
+T = TypeVar("T")
+FIT = 0.99
+"""Share of the rows for which a refusal names the length."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How long a row may be, and what happens to a longer one.
+
+    max_length: of the run. new_tokens: those that a completion may add to a prompt; 0 for rows with an answer. key: the
+    key of `too_long`; None: such rows are refused without a choice.
+    """
+
+    max_length: int
+    new_tokens: int = 0
+    too_long: Literal["refuse", "drop", "truncate"] = "refuse"
+    key: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Returns the most tokens of a row."""
+        return self.max_length - self.new_tokens
+
+    def refusal(self, lengths: Sequence[int], places: Sequence[str]) -> Refusal | None:
+        """Returns why rows of these lengths, at these places, are refused; None: all fit, or none is refused."""
+        long = [number for number, length in enumerate(lengths) if length > self.tokens]
+        if not long or self.too_long != "refuse":
+            return None
+        longest = max(long, key=lambda number: lengths[number])
+        room = f" ({self.max_length} - {self.new_tokens} for the completion)" if self.new_tokens else ""
+        text = (
+            f"{len(long)} of {len(lengths)} rows are longer than the {self.tokens} tokens that fit{room}: first "
+            f"{places[long[0]]} with {lengths[long[0]]} tokens"
+        )
+        if longest != long[0]:
+            text = f"{text}; the longest, {places[longest]}, has {lengths[longest]}"
+        most = int(np.quantile(lengths, FIT, method="higher")) + self.new_tokens
+        change = f"max_length={lengths[longest] + self.new_tokens} fits all rows"
+        if most < lengths[longest] + self.new_tokens:
+            change = f"max_length={most} fits {FIT:.0%} of them, {change.replace('rows', 'of them')}"
+        if self.key is not None:
+            change = f"{change}; {self.key}=drop leaves the long ones out"
+            change = change if self.new_tokens else f"{change}, {self.key}=truncate cuts their ends"
+        return Refusal(text, change)
+
+    def effect(self, left_out: int, cut: int, total: int) -> str | None:
+        """Returns what happened to the long rows of `total` rows; None: there were none."""
+        parts = [f"{left_out} are left out"] * (left_out > 0) + [f"{cut} are cut"] * (cut > 0)
+        if not parts:
+            return None
+        why = f"longer than the {self.tokens} tokens that fit ({self.key}: {self.too_long})"
+        return f"{left_out + cut} of {total} rows are {why}: {' and '.join(parts)}"
+
+
+def too_long_key(config: RunConfig, source: DataOptions) -> str:
+    """Returns the dotted key of `too_long` for a section of data of the run."""
+    stages = (number for number, stage in enumerate(config.stages) if stage.data is not None and stage.data == source)
+    number = None if source == config.data else next(stages, None)
+    return "data.too_long" if number is None else f"stages.{number}.data.too_long"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why rows are refused, and what to type."""
+
+    text: str
+    change: str
+
+    def message(self) -> str:
+        """Returns both as one text."""
+        return f"{self.text}. {self.change}"
+
+
+def outside_vocabulary(tokenizer: Any, token: int, where: str, size: int) -> Refusal:
+    """Returns why a row at a place with this token is refused by a model with `size` tokens."""
+    text = tokenizer.convert_ids_to_tokens(token)
+    return Refusal(
+        f"{where}: token {token} ({text!r}) is outside the model's vocabulary of {size}",
+        "Use the model's own tokenizer or leave the row out (random weights: set model.overrides.vocab_size)",
+    )
+
+
+@dataclass(frozen=True)
+class Fitting(Generic[T]):
+    """The rows that fit. numbers: of each among all rows. cut: how many of them have lost their end."""
+
+    rows: list[T]
+    numbers: list[int]
+    cut: int
+
+
+def fit(rows: Sequence[T], limit: Limit, length: Callable[[T], int], cut: Callable[[T, int], T | None]) -> Fitting[T]:
+    """Leaves out or cuts the rows that are too long.
+
+    cut: returns the first tokens of a row, None if nothing is left to learn from; such a row is left out.
+    """
+    kept: list[T] = []
+    numbers: list[int] = []
+    changed = 0
+    for number, row in enumerate(rows):
+        fitting: T | None = row
+        if length(row) > limit.tokens:
+            fitting = cut(row, limit.tokens) if limit.too_long == "truncate" else None
+            changed += fitting is not None
+        if fitting is not None:
+            kept.append(fitting)
+            numbers.append(number)
+    return Fitting(kept, numbers, changed)
+
+
+def never_cut(row: T, end: int) -> T | None:
+    """Cuts nothing: prompts are left out."""
+    return None
+
+
+def cut_row(row: Row, end: int) -> Row | None:
+    """Returns the first `end` tokens of a row, fewer where that would cut a picture or a sound; None if none of them is
+    trained on."""
+    if row.media is not None:
+        index = row.media.index
+        while 0 < end < len(index) and index[end] >= 0 and index[end - 1] >= 0:
+            end -= 1
+    if 1 not in row.mask[:end]:
+        return None
+    return Row(row.ids[:end], row.mask[:end], row.media and row.media.first(end))
+
+
+def cut_pair(pair: Pair, end: int) -> Pair | None:
+    """Returns a pair with both answers cut at `end` tokens; None if one has no token left, or both are equal."""
+    chosen, rejected = (cut_row(row, end) for row in (pair.chosen, pair.rejected))
+    if chosen is None or rejected is None or chosen.ids == rejected.ids:
+        return None
+    return Pair(chosen, rejected, pair.margin)
