@@ -13,6 +13,7 @@ An algorithm file defines the frozen dataclass `Algorithm`. Its fields are its Y
                                         their next values, after an update and after a step
     with_coefs(coefs)                   the algorithm with these values, for `advantages` on the host
     with_totals(PolicyInputs)           the mini-batch with its counts, before it is cut into micro-batches
+    metric_names                        metrics of the loss that docs/metrics.md lacks
     loss(PolicyInputs)                  device: (scalar, metrics), differentiable in logp and entropy
     per_token(Tokens)                   device: (loss of each token, metrics), for a `PolicyGradient`
     advantages(rewards, lengths)        host, with rollouts: float[P,G], NaN: no score -> float[P,G], or

@@ -38,6 +38,9 @@ class Sampled:
         None, description="the reward function that has to differ; null: their weighted sum"
     )
 
+    metric_names: ClassVar[frozenset[str]] = frozenset()
+    """Names of metrics of the loss that docs/metrics.md lacks, so that `until.metric` can name them."""
+
     def token_flags(self, inputs: Any) -> Any:
         """Returns uint8[N,T]: which tokens of a PolicyInputs clipping or the sampler correction cuts off; None:
         none."""

@@ -13,6 +13,7 @@ class Supervised:
     repeated_inputs: ClassVar[frozenset[str]] = frozenset()
     adaptive_coefs: ClassVar[dict[str, float]] = {}
     first_update_metrics: ClassVar[frozenset[str]] = frozenset()
+    metric_names: ClassVar[frozenset[str]] = frozenset()
 
     def scheduled_coefs(self, done: float) -> dict[str, float]:
         """Returns the `adaptive_coefs` that follow from the share of the stage's steps that are done: none."""

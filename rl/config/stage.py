@@ -105,7 +105,9 @@ class UntilOptions(Strict):
 
     exactly_one: ClassVar[tuple[str, ...]] = ("at_least", "at_most")
 
-    metric: str = Field(description="a name of docs/metrics.md, e.g. loss; looked at after each step that has it")
+    metric: str = Field(
+        description="a name of docs/metrics.md that the stage can have, e.g. loss; looked at after each step that has it"
+    )
     at_least: float | None = Field(default=None, description="the stage ends when the metric is this or more")
     at_most: float | None = Field(default=None, description="the stage ends when the metric is this or less")
 

@@ -16,7 +16,7 @@ from policy import compatibility, remat
 from policy.config import DecoderConfig
 from policy.huggingface import sources
 from rewards import plugins
-from rewards.suggest import nearest_path
+from rewards.suggest import nearest, nearest_path
 from rl.config import mesh
 from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.model import ModelOptions
@@ -25,6 +25,7 @@ from rl.data import models
 from rl.data import teacher as teachers
 from rl.data.hub import hub_name
 from rl.errors import DuetError
+from rl.stages import metric_names
 
 _BUILT_IN_TOKENIZERS = ("bytes", "characters")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -66,6 +67,7 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         if stage.options.rewards:
             yield from _rewards((*stage.path, "rewards"), stage.options.rewards)
         yield from stage.check()
+        yield from _metrics(stage)
         yield from _reward_models(config, stage, trained)
         yield from _teacher(config, stage)
     if config.teacher and not any(stage.teacher for stage in stages):
@@ -130,7 +132,6 @@ _NO_MODULES = (
 
 
 def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
-    from rewards.suggest import nearest
     from rl.config.packaged import model_presets
 
     yield from _memory(config.model, config.platform)
@@ -157,8 +158,6 @@ def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
 
 
 def _memory(model: ModelOptions, platform: str) -> Iterator[tuple[tuple, str]]:
-    from rewards.suggest import nearest
-
     if model.host_parameters and model.remat == "none":
         yield (
             ("model", "remat"),
@@ -217,8 +216,6 @@ def _pages(config: RunConfig) -> Iterator[tuple[tuple, str]]:
 
 
 def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
-    from rewards.suggest import nearest
-
     if config.tokenizer is None or config.tokenizer.source is None:
         try:
             directory = models.directory(config.model.source) or Path(config.model.source)
@@ -298,6 +295,17 @@ def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str
     for number, name in enumerate(names):
         if name in names[:number]:
             yield (*path, "functions", number, "name"), f"{name[0]} is listed twice"
+
+
+def _metrics(stage: Any) -> Iterator[tuple[tuple, str]]:
+    """Checks names of metrics and of the reward function of dynamic sampling."""
+    until, rewards = stage.options.until, metric_names.reward_names(stage)
+    if until and (text := metric_names.problem(stage, until.metric)):
+        yield (*stage.path, "until", "metric"), text
+    dynamic = getattr(stage.algorithm, "dynamic_reward", None)
+    if dynamic is not None and stage.rewards and dynamic not in rewards:
+        path = (*stage.path, "algorithm", "dynamic_reward")
+        yield path, f"no reward function {dynamic!r}{nearest(dynamic, rewards)}"
 
 
 def _reward_models(config: RunConfig, stage: Any, trained: list[str]) -> Iterator[tuple[tuple, str]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl.errors import ConfigError, ModelError, RewardStop
+from rl.errors import ModelError, RewardStop
 from rl.reporting.flops import memory_share, rates
 from rl.stages import inputs
 from rl.stages.configured import ConfigProblems
@@ -75,10 +75,6 @@ class Stage(StageKind):
         self.rows = reader.problems(self.data, self.options)
         self.prepare_rewards(reader, self.prompts())
         reader.check_teacher(self.teacher, self.options.sampling.stop_token_ids)
-        reward = self.algorithm.dynamic_reward
-        if reward is not None and reward not in self.runner.names:
-            names = ", ".join(self.runner.names)
-            raise ConfigError(f"{self.name}: dynamic_reward: no reward function {reward!r}; they are {names}")
 
     def prompts(self) -> list:
         return list(self.rows.own)

@@ -20,6 +20,7 @@ from rl.config import files, foreign, keys, packaged, yaml_tree
 from rl.config.schema import HOME
 from rl.errors import ConfigError
 from rl.run.load import load
+from rl.stages import metric_names
 
 GOOD = """\
 model: {source: MODEL}
@@ -450,6 +451,64 @@ def test_one_sample_of_a_prompt_is_refused_where_samples_are_compared(folder, al
         assert "stages.1.samples_per_prompt: " in message("run.yml", overrides=overrides)
     else:
         load(["run.yml"], overrides)
+
+
+METRICS = [
+    ("stages.0.until={metric: los, at_most: 1}", "stages.0.until.metric: no metric 'los' (nearest: loss"),
+    ("stages.0.until={metric: eval/greedy_acuracy, at_least: 1}", "no metric 'eval/greedy_acuracy' (nearest: "),
+    (
+        "stages.0.until={metric: eval/greedy_accuracy, at_least: 1}",
+        "sft never has the metric eval/greedy_accuracy: no `eval",
+    ),
+    (
+        "stages.0.until={metric: reward/mean, at_least: 1}",
+        "sft never has the metric reward/mean: this stage samples no",
+    ),
+    ("stages.0.until={metric: rewards/score/mean, at_least: 1}", "this stage samples no completions"),
+    ("stages.0.until={metric: kto/kl, at_least: 1}", "sft never has the metric kto/kl: another algorithm has it"),
+    (
+        "stages.1.until={metric: rewards/scor/mean, at_least: 1}",
+        "no metric 'rewards/scor/mean' (nearest: rewards/score/mean",
+    ),
+    (
+        "stages.1.until={metric: value/loss, at_most: 1}",
+        "grpo never has the metric value/loss: its algorithm has no critic",
+    ),
+    ("stages.1.until={metric: activation/mean/0, at_most: 1}", "`diagnostics` is false"),
+    (
+        "stages.1.algorithm={name: dapo, dynamic_batches: 2, dynamic_reward: scor}",
+        "no reward function 'scor' (nearest: score",
+    ),
+]
+
+
+@pytest.mark.parametrize(("override", "part"), METRICS)
+def test_names_of_metrics_are_checked(folder, override, part):
+    said = message("run.yml", overrides=[override])
+    assert said.startswith("override 1: stages.") and part in said and "\n" not in said
+
+
+def test_metrics_of_evaluations_and_rewards_are_known(folder):
+    write("mine.py", "def digits(completions):\n    return 1\n")
+    evaluation = [
+        "evaluation={data: {task: arithmetic}, samples: 2, k: [2], metrics: ['mine.py:digits']}",
+        "stages.0.sampling.max_new_tokens=8",
+    ]
+    for metric in ("eval/pass@2", "eval/digits", "eval/digits/mean", "time/eval", "loss", "optim/lr"):
+        load(["run.yml"], [*evaluation, f"stages.0.until={{metric: {metric}, at_least: 1}}"])
+    for metric in ("rewards/score/std", "reward/mean", "entropy", "activation/mean/mtp1", "grad_norm/embed"):
+        overrides = ["stages.1.diagnostics=true", f"stages.1.until={{metric: {metric}, at_least: 1}}"]
+        load(["run.yml"], [*evaluation, *overrides])
+    assert "nearest: eval/pass@2" in message(
+        "run.yml", overrides=[*evaluation, "stages.0.until={metric: eval/pass@4, at_least: 1}"]
+    )
+    dynamic = "stages.1.algorithm={name: dapo, dynamic_batches: 2, dynamic_reward: score}"
+    load(["run.yml"], [dynamic, "stages.1.until={metric: dynamic/batches, at_least: 2}"])
+
+
+def test_the_names_of_metrics_are_those_of_the_docs():
+    text = (packaged.PACKAGED.parent / "docs/metrics.md").read_text()
+    assert list(metric_names.NAMES) == re.findall(r"^\| `([^`]+)` \|", text, re.M)
 
 
 def test_a_stop_token_outside_the_vocabulary_is_refused(folder):
