@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -258,10 +259,12 @@ class StageKind(ConfiguredStage, ABC):
         """Makes `updates_per_step` updates, each on a mini-batch of equally many rows. `options`: for `Trainer.update`.
         table: that of a batch with places.
 
-        Returns the state and the mean of each metric (of `first_update_metrics`, the first value). After each update
-        the model holds the new weights.
+        Returns the state and the mean of each metric over the updates that have it (of `first_update_metrics`, the first
+        value): updates without a token in the loss have no metric of it. After each update the model holds the new weights.
         """
         import jax
+
+        from rl.training.batch_updates import without_empty
 
         context, updates = self.context, self.options.updates_per_step
         progress, rows, flops_before = context.progress, len(batch.prompt) // updates, self.trainer.total_flops
@@ -280,11 +283,16 @@ class StageKind(ConfiguredStage, ABC):
                     context.media.forget()
                 if coefs and updates_policy:  # the coefficients of the next update follow from the metrics of this one
                     metrics = jax.device_get(metrics)
-                    progress.adaptive_coefs = self.algorithm.adapt_after_update(progress.adaptive_coefs, metrics)
+                    if mini_batch.mask.any():
+                        progress.adaptive_coefs = self.algorithm.adapt_after_update(progress.adaptive_coefs, metrics)
                 all_metrics.append(metrics)
-            all_metrics = jax.device_get(all_metrics)
-        means = {key: float(np.mean([metrics[key] for metrics in all_metrics])) for key in all_metrics[0]}
-        means |= {key: float(all_metrics[0][key]) for key in self.algorithm.first_update_metrics & means.keys()}
+            all_metrics = [without_empty(metrics) for metrics in jax.device_get(all_metrics)]
+        values = defaultdict(list)
+        for metrics in all_metrics:
+            for key, value in metrics.items():
+                values[key].append(value)
+        means = {key: float(np.mean(each)) for key, each in values.items()}
+        means |= {key: float(values[key][0]) for key in self.algorithm.first_update_metrics & means.keys()}
         means |= {"time/update": span.seconds, "perf/step_tokens": float(batch.real)}
         means["batch/trained_share"] = float(np.count_nonzero(batch.mask)) / max(1, batch.real)
         if self.rows_of_data:

@@ -68,6 +68,26 @@ def by_micro_batch(program: Callable, batch: Batch, packing: Packing, R: int, la
     )
 
 
+LOSS_TOKENS = "loss_tokens"
+"""Among the metrics of an update: the number of tokens in its loss, on the device; no metric of a run."""
+_OF_THE_UPDATE = ("optim/", "moe/", "mtp/", "indexer/", "activation/", "grad_norm/", "perf/", "distill/projections/")
+_OF_THE_UPDATE += ("value/optim/", "value/moe/", "sequences/", "sampler/rejected_ratio")
+
+
+def without_empty(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Returns the metrics of an update on the host, without LOSS_TOKENS.
+
+    If no token is in the loss, its value and the means over its tokens are left out: they are those of nothing.
+    """
+    tokens = metrics.get(LOSS_TOKENS)
+    empty = tokens is not None and not tokens > 0
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name != LOSS_TOKENS and not (empty and not name.startswith(_OF_THE_UPDATE))
+    }
+
+
 class BatchUpdates:
     """The base of the trainers of policies and reward models: micro-batch rows, batch totals, counts of operations."""
 

@@ -28,7 +28,7 @@ from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
 from rl.training import towers
 from rl.training.batch import Batch, padded_batch
-from rl.training.batch_updates import CPU_TOKENS, BatchUpdates, by_micro_batch, shard_rows, step_of
+from rl.training.batch_updates import CPU_TOKENS, LOSS_TOKENS, BatchUpdates, by_micro_batch, shard_rows, step_of
 from rl.training.critic import Critic
 from rl.training.packing.packing import plan_packing
 from rl.training.packing.trees import Sharing, plan_trees
@@ -90,8 +90,10 @@ class RewardModelTrainer(BatchUpdates):
         self.add_flops(self.model.flops, packing, passes=3)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
         table = towers.as_params(media and media.table)
-        learner, _, metrics, _ = self.reward_model(state.reward_model, batch, self.loss_inputs(batch), R, table)
-        return RewardModelState(state.policy, learner), metrics | packing.metrics(R, self.sharing is not None)
+        inputs = self.loss_inputs(batch)
+        learner, _, metrics, _ = self.reward_model(state.reward_model, batch, inputs, R, table)
+        metrics |= {LOSS_TOKENS: inputs.num_tokens} | packing.metrics(R, self.sharing is not None)
+        return RewardModelState(state.policy, learner), metrics
 
     def _score_loss(self, params, micro: Batch, inputs: PolicyInputs):
         scores, aux = self.model.scores(params, micro.tokens, self.step_of(params, micro))

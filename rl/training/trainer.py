@@ -25,7 +25,7 @@ from rl.config.stage import StageOptions
 from rl.reporting.flops import Operations
 from rl.training import towers
 from rl.training.batch import Batch
-from rl.training.batch_updates import BatchUpdates, by_micro_batch, shard_rows, step_of
+from rl.training.batch_updates import LOSS_TOKENS, BatchUpdates, by_micro_batch, shard_rows, step_of
 from rl.training.critic import Critic
 from rl.training.host_memory import copied, mixed
 from rl.training.packing.packing import Packing
@@ -197,6 +197,7 @@ class Trainer(BatchUpdates):
         metrics = packing.metrics(R, self.sharing is not None)
         coefs = {name: np.float32(value) for name, value in (adaptive_coefs or {}).items()}
         inputs, table = self.loss_inputs(batch, coefs or None), towers.as_params(media and media.table)
+        metrics[LOSS_TOKENS] = inputs.num_tokens
         if separate_critic:
             assert self.critic is not None and state.critic is not None  # the state has a critic
             trunk = self.value_model.extra_params(state.policy.params) | table
