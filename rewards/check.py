@@ -19,13 +19,13 @@ import logging
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rewards import registry
 from rewards.registry import RewardError
 from rewards.runner import Runner, RunnerOptions
-from rewards.workers.scores import Fault
+from rewards.workers.scores import Fault, Scores
 
 Convert = Callable[[dict, Path], dict]
 """(example, folder that relative paths start from) -> example."""
@@ -38,6 +38,10 @@ _HOW_TO = """\
     EXAMPLES = [
         {{"prompt": "2 + 2?", "completion": "4", {columns}"score": 1.0}},
     ]"""
+
+_ONE_BY_ONE = """\
+called with two completions of a group: {}
+A run calls it with all completions of a group: return a list with one number for each completion."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Report:
     """The outcomes of all examples of a reward.
 
     skipped: number of examples that did not run, because one before them hung.
+    group_fault: why a call with two completions failed although the same completion alone did not, or None.
     advice: what to do about missing examples, or None.
     """
 
@@ -67,11 +72,13 @@ class Report:
     outcomes: list[Outcome]
     skipped: int = 0
     advice: str | None = None
+    group_fault: str | None = None
 
     @property
     def passed(self) -> bool:
-        """Tells whether there were examples and all of them ran and passed."""
-        return bool(self.outcomes) and not self.skipped and all(outcome.passed for outcome in self.outcomes)
+        """Tells whether there were examples, all of them ran and passed, and a call with two completions worked."""
+        complete = bool(self.outcomes) and not self.skipped and self.group_fault is None
+        return complete and all(outcome.passed for outcome in self.outcomes)
 
 
 def run_examples(
@@ -79,6 +86,8 @@ def run_examples(
 ) -> Report:
     """Calls the reward on each of its examples in a worker process. Options of an example override `options`.
 
+    A run calls a reward with all completions of a group, so the first example without a fault is also called twice in
+    one call.
     convert: makes the pictures and sounds of an example what rewards get; a ValueError of it is one of the example.
     Stops at the first example that takes more than `timeout_s` seconds. A reward without examples is called on two
     generic samples if it needs no column. Raises RewardError as `registry.check` does, and for malformed examples.
@@ -98,7 +107,7 @@ def run_examples(
         advice = advice.replace("only called on two samples of no meaning", f"not called: {what}")
         return Report(spec, [], advice=advice)
     report = _run(spec, [dict(sample) for sample in _SMOKE], options or {}, timeout_s)
-    return Report(spec, report.outcomes, report.skipped, advice)
+    return replace(report, advice=advice)
 
 
 def main(spec: str, options: dict | None = None, timeout_s: float = 1.0, convert: Convert | None = None) -> int:
@@ -129,10 +138,13 @@ def main(spec: str, options: dict | None = None, timeout_s: float = 1.0, convert
     for outcome in report.outcomes:
         if outcome.fault is not None:
             console.print(Text(f"{_cell(outcome.fault.completion)}: {outcome.fault.kind}\n{outcome.fault.traceback}"))
+    if report.group_fault:
+        console.print(Text(_ONE_BY_ONE.format(report.group_fault), style="red"))
     if report.advice:
         console.print(Text(report.advice, style="yellow"))
     elif report.skipped:
-        console.print(Text(f"{report.skipped} more not run after a call without an answer in {timeout_s:g} s"))
+        waited = f"a call without an answer in {timeout_s:g} s; `--timeout SECONDS` waits longer"
+        console.print(Text(f"{report.skipped} more not run after {waited}"))
     passed = sum(outcome.passed for outcome in report.outcomes)
     console.print(Text(f"{spec}: {passed} of {len(report.outcomes)} passed", style="green" if report.passed else "red"))
     if report.advice and not report.outcomes:
@@ -166,27 +178,38 @@ def _examples(located: registry.Located, convert: Convert | None) -> list[dict] 
 def _run(spec: str, examples: list[dict], options: dict, timeout_s: float) -> Report:
     """Runs the examples. Examples with equal options share a worker."""
     runners: dict[str, Runner] = {}
-    outcomes = []
+    outcomes, called_twice, group_fault = [], False, None
     try:
         for number, example in enumerate(examples):
             chosen = {**options, **example.get("options", {})}
             key = repr(sorted(chosen.items()))
             if key not in runners:
-                runners[key] = Runner(RunnerOptions(((spec, 1.0, chosen),), workers=1, timeout_s=timeout_s))
+                runners[key] = Runner(
+                    RunnerOptions(((spec, 1.0, chosen),), workers=1, timeout_s=timeout_s, timeout_key="--timeout")
+                )
             outcomes.append(_outcome(runners[key], example))
             if outcomes[-1].fault is not None and outcomes[-1].fault.kind == "timeout":
                 return Report(spec, outcomes, skipped=len(examples) - number - 1)
+            if outcomes[-1].fault is None and not called_twice:
+                called_twice = True
+                causes = _score(runners[key], example, 2).causes
+                group_fault = next(iter(causes.values()), None)
     finally:
         for runner in runners.values():
             runner.close()
-    return Report(spec, outcomes)
+    return Report(spec, outcomes, group_fault=group_fault)
+
+
+def _score(runner: Runner, example: dict, times: int) -> Scores:
+    """Scores the completion of an example `times` times, in one call."""
+    given = {"completion_lengths": len(str(example["completion"]).split()), "truncated": False}
+    given.update({key: value for key, value in example.items() if key not in _OWN_KEYS})
+    columns = {key: value if key == "max_new_tokens" else [value] * times for key, value in given.items()}
+    return runner.score([example["prompt"]] * times, [example["completion"]] * times, columns, groups=[0] * times)
 
 
 def _outcome(runner: Runner, example: dict) -> Outcome:
-    given = {"completion_lengths": len(str(example["completion"]).split()), "truncated": False}
-    given.update({key: value for key, value in example.items() if key not in _OWN_KEYS})
-    columns = {key: value if key == "max_new_tokens" else [value] for key, value in given.items()}
-    scores = runner.score([example["prompt"]], [example["completion"]], columns)
+    scores = _score(runner, example, 1)
     fault = scores.faults[0] if scores.faults else None
     got = None if math.isnan(scores.rewards[0, 0]) else float(scores.rewards[0, 0])
     expected = example.get("score")

@@ -47,6 +47,7 @@ class RunnerOptions:
     functions: (spec, weight, options) each, see `registry`. An option overrides a column of the same name.
     timeout_s: deadline of one call in seconds.
     on_error: "continue" (the sample has no score) or "stop" (RewardFailed).
+    timeout_key: where the deadline is set, for messages.
     memory_limit_mb: limit of the address space of a worker in MiB; None: no limit.
     """
 
@@ -55,6 +56,7 @@ class RunnerOptions:
     timeout_s: float = 10.0
     on_error: str = "continue"
     memory_limit_mb: int | None = None
+    timeout_key: str = "rewards.timeout_s"
 
     def __post_init__(self):
         if not self.functions:
@@ -155,6 +157,7 @@ class Runner:
         self._threads: list[WorkerThread] = []
         self._shown: Counter[str] = Counter()
         self._warned: set[str] = set()
+        self._told: set[str] = set()
         self._closed = False
 
     @property
@@ -234,7 +237,14 @@ class Runner:
         while (threads := len(self._threads)) < min(options.workers, count):
             number = self._share.index * options.workers + threads
             self._threads.append(
-                WorkerThread(number, self._calls, self._functions, options.timeout_s, options.memory_limit_mb)
+                WorkerThread(
+                    number,
+                    self._calls,
+                    self._functions,
+                    options.timeout_s,
+                    options.memory_limit_mb,
+                    f"{options.timeout_key}: {options.timeout_s:g}",
+                )
             )
         return Handle(self, batch, calls, own, on_calls)
 
@@ -281,10 +291,11 @@ class Runner:
         if self._share.count == 1:
             return
         results = {sample: batch.results[sample] for sample in own}
-        parts = self._share.gather((results, batch.calls, batch.retried, batch.logs))
-        batch.calls = [call for _, calls, _, _ in parts for call in calls]
-        batch.retried = sum(retried for _, _, retried, _ in parts)
-        batch.logs = {key: text for *_, logs in parts for key, text in logs.items()}
+        parts = self._share.gather((results, batch.calls, batch.retried, batch.logs, batch.causes))
+        batch.calls = [call for _, calls, *_ in parts for call in calls]
+        batch.retried = sum(retried for _, _, retried, *_ in parts)
+        batch.logs = {key: text for *_, logs, _ in parts for key, text in logs.items()}
+        batch.causes = {slot: cause for *_, causes in reversed(parts) for slot, cause in causes.items()}
         for results, *_ in parts:
             for sample, row in results.items():
                 batch.results[sample] = row
@@ -314,6 +325,7 @@ class Runner:
         for group in groups:
             total[group] = without_rounding(total[group], summed[group])
         self._show(faults)
+        self._show_causes(batch.causes)
         if faults and self.options.on_error == "stop":
             fault = faults[0]
             raise RewardFailed(
@@ -322,7 +334,8 @@ class Runner:
         logs: dict[int, dict[str, str]] = defaultdict(dict)
         for (sample, slot), text in sorted(batch.logs.items()):
             logs[sample][self.names[slot]] = text
-        return Scores(rewards, total, self.names, faults, self._metrics(batch, rewards, faults), dict(logs))
+        causes = {self.names[slot]: cause.text.strip() for slot, cause in sorted(batch.causes.items())}
+        return Scores(rewards, total, self.names, faults, self._metrics(batch, rewards, faults), dict(logs), causes)
 
     def _refuse_overflow(self, row: list[Result]) -> None:
         """Replaces the largest scores of a sample by Failures until all, and their weighted sum, fit in float32."""
@@ -347,6 +360,18 @@ class Runner:
                 _LOG.warning(
                     "reward %s failed (%s), the sample has no score%s\n%s\n%s",
                     *(fault.function, fault.kind, note, fault.sample_text(), fault.traceback),
+                )
+
+    def _show_causes(self, causes: dict[int, Failure]) -> None:
+        """Says once for each function that it fails on a group, and is called with one completion at a time."""
+        for slot, cause in sorted(causes.items()):
+            if self.names[slot] not in self._told and self._share.index == 0:
+                self._told.add(self.names[slot])
+                _LOG.warning(
+                    "reward %s failed on a group of completions (%s): %s\nIt was called again with each completion alone. "
+                    "This is slower, and a function that compares completions sees one of them; later such calls are only "
+                    "counted, in reward/retried",
+                    *(self.names[slot], cause.kind, cause.text.strip()),
                 )
 
     def _metrics(self, batch: ScoringBatch, rewards: np.ndarray, faults: list[Fault]) -> dict[str, float]:

@@ -39,6 +39,11 @@ def _content(content: str | list | None) -> str:
     return content or ""
 
 
+def in_form_of(prompt: str | list[dict], text: str) -> str | list[dict]:
+    """Returns a completion in the form of its prompt: text after text, a message of the assistant after messages."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
 def answer_span(text: str, pattern: str | None = None) -> str | None:
     """Returns the part of `text` that is its answer, or None if `pattern` has no match.
 

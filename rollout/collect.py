@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rewards import Runner, Scores
+from rewards.text import in_form_of
 
 if TYPE_CHECKING:
     from rollout.generator import Generator
@@ -135,7 +136,7 @@ def collect(
 
     def reward(p: int, sample: int, **more: Any) -> None:
         completion = completions[p][sample]
-        text = _as_written(problems[p].example.prompt, completion.text)
+        text = in_form_of(problems[p].example.prompt, completion.text)
         known = {"completion_lengths": len(completion.tokens), "truncated": completion.finish == "length"}
         handle.add(p * G + sample, text, **known, **more)
 
@@ -155,8 +156,3 @@ def collect(
         for i in range(len(sequences)):
             reward(*divmod(i, G), reward_model_scores={name: each[i] for name, each in scores.items()})
     return Rollouts(problems, prompt_ids, completions, handle, counts, seconds, [version] * len(problems), scoring)
-
-
-def _as_written(prompt, text: str):
-    """Returns a completion in the form of its prompt: text after text, a message of the assistant after messages."""
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

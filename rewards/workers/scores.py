@@ -41,6 +41,7 @@ class Scores:
     names: short names of the F functions.
     faults: by function, then sample.
     logs: sample -> function -> what the function printed, or returned with the score.
+    causes: function -> why its first failed call with several completions failed; each was then scored alone.
     """
 
     rewards: np.ndarray
@@ -49,6 +50,7 @@ class Scores:
     faults: list[Fault]
     metrics: dict[str, float]
     logs: dict[int, dict[str, str]] = field(default_factory=dict)
+    causes: dict[str, str] = field(default_factory=dict)
 
 
 def _shortened(value: object) -> str:

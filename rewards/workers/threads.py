@@ -63,6 +63,8 @@ class ScoringBatch:
 
     inputs: argument name -> column of one value per completion.
     results: for each completion, one result per function: a score, None (not applicable), or a Failure.
+    retried: number of calls that were made again, one by one. causes: number of the function -> the first failure of such
+    a call with several completions.
     logs: (completion, number of the function) -> what the function printed, or returned with the score.
     """
 
@@ -71,6 +73,7 @@ class ScoringBatch:
     calls_left: int
     calls: list[Call] = field(default_factory=list)
     retried: int = 0
+    causes: dict[int, Failure] = field(default_factory=dict)
     logs: dict[tuple[int, int], str] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     done: threading.Event = field(default_factory=threading.Event)
@@ -97,13 +100,16 @@ class WorkerThread:
         functions: tuple[Function, ...],
         timeout_s: float,
         memory_limit_mb: int | None,
+        deadline: str,
     ):
-        """Starts the thread. `number` identifies the worker in `Call.worker`."""
+        """Starts the thread. `number` identifies the worker in `Call.worker`. deadline: the key of `timeout_s` and its
+        value, for messages."""
         self._number = number
         self._calls = calls
         self._functions = functions
         self._timeout_s = timeout_s
         self._memory_limit_mb = memory_limit_mb
+        self._deadline = deadline
         self._process: WorkerProcess | None = None
         self._loaded: set[int] = set()
         self._lock = threading.Lock()
@@ -142,6 +148,8 @@ class WorkerThread:
             return [failure] * len(samples)
         with batch.lock:
             batch.retried += 1
+            if len(samples) > 1:
+                batch.causes.setdefault(slot, failure)
         budget = self._timeout_s if failure.kind == "timeout" else None
         results = []
         for position, sample in enumerate(samples):
@@ -207,7 +215,11 @@ class WorkerThread:
 
     def _lost(self, lost: WorkerLost, kind: str) -> Failure:
         self._drop()
-        return Failure("closed" if self._stopped else kind, lost.text)
+        text = lost.text
+        if kind == "timeout":
+            first, line_break, output = text.partition("\n")
+            text = f"{first} ({self._deadline}){line_break}{output}"
+        return Failure("closed" if self._stopped else kind, text)
 
     def _drop(self, grace: bool = False) -> None:
         with self._lock:

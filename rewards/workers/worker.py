@@ -67,7 +67,7 @@ def main(request: int, response: int, lifeline: int, parent: int, memory_limit_m
     """
     for descriptor in (request, response, lifeline):
         os.set_inheritable(descriptor, False)
-    cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True, errors="backslashreplace")
     _start_guard(request, response, lifeline, parent)
     if memory_limit_mb is not None:
         import resource

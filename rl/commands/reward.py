@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     test = actions.add_parser("test", help="run a reward function on its examples and show the scores")
     test.add_argument("reward", help="registered name, package.module:function, or file.py:function")
+    test.add_argument(
+        "--timeout", type=_seconds, default=1.0, metavar="SECONDS", help="deadline of one call (default: 1)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit code of the test."""
     from rewards.check import main
 
-    return main(arguments.reward, convert=_with_lists)
+    return main(arguments.reward, timeout_s=arguments.timeout, convert=_with_lists)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+    return value
 
 
 def _with_lists(example: dict[str, Any], folder: Path) -> dict[str, Any]:

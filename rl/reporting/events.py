@@ -156,9 +156,11 @@ class Events:
             mirror.note(text)
 
     def truncate_after(self, stages: Sequence[str], stage: str, step: int) -> None:
-        """Calls `EventLog.truncate_after`."""
+        """Calls `EventLog.truncate_after`, and that of the mirrors."""
         if self.log is not None:
             self.log.truncate_after(stages, stage, step)
+        for mirror in self._mirrors:
+            mirror.truncate_after(stage, step)
 
     def sync(self) -> bool:
         """Waits for thumbnails, calls `EventLog.sync` and returns its result on all processes."""

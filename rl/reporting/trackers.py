@@ -10,8 +10,9 @@ import secrets
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -44,6 +45,8 @@ class Mirror(Protocol):
     def step(self, stage: str, step: int, metrics: Metrics) -> None: ...
 
     def note(self, text: str) -> None: ...
+
+    def truncate_after(self, stage: str, step: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -100,6 +103,9 @@ class _Guarded:
 
     def note(self, text: str) -> None:
         self._try(lambda mirror: mirror.note(text))
+
+    def truncate_after(self, stage: str, step: int) -> None:
+        self._try(lambda mirror: mirror.truncate_after(stage, step))
 
     def close(self) -> None:
         self._try(lambda mirror: mirror.close())
@@ -161,6 +167,9 @@ class PlainConsole:
     def note(self, text: str) -> None:
         print(text, flush=True)
 
+    def truncate_after(self, stage: str, step: int) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -210,6 +219,9 @@ class LiveConsole:
     def note(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
 
+    def truncate_after(self, stage: str, step: int) -> None:
+        pass
+
     def close(self) -> None:
         self._progress.stop()
 
@@ -226,14 +238,17 @@ class TensorBoard:
     """Writes scalars for TensorBoard, with the steps of all stages numbered in sequence."""
 
     def __init__(self, stages: Mapping[str, StageSteps], directory: Path):
+        self._stages, self._directory = stages, directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    @cached_property
+    def _writer(self) -> Any:
         from tensorboardX.event_file_writer import EventsWriter
 
-        self._stages = stages
-        directory.mkdir(parents=True, exist_ok=True)
         # A SummaryWriter has a thread and an exit handler that show tracebacks on a full disk. The suffix is random
         # because the name of the file holds the time in seconds: a run that continues within a second would overwrite
         # its file.
-        self._writer = EventsWriter(str(directory / "events"), filename_suffix=f".{secrets.token_hex(4)}")
+        return EventsWriter(str(self._directory / "events"), filename_suffix=f".{secrets.token_hex(4)}")
 
     def start_stage(self, name: str, steps: int, first_step: int) -> None:
         pass
@@ -251,8 +266,38 @@ class TensorBoard:
     def note(self, text: str) -> None:
         pass
 
+    def truncate_after(self, stage: str, step: int) -> None:
+        """Removes the scalars after `step` of `stage` from the files of earlier starts of the run."""
+        last = self._stages[stage].before + step
+        for file in sorted(self._directory.glob("events*")):
+            records = file.read_bytes()
+            kept = b"".join(record for at, record in _scalar_records(records) if at is None or at <= last)
+            if kept != records:
+                temporary = file.with_name(f"new.{file.name}")
+                temporary.write_bytes(kept)
+                temporary.replace(file)
+
     def close(self) -> None:
-        self._writer.close()
+        if "_writer" in self.__dict__:
+            self._writer.close()
+
+
+def _scalar_records(data: bytes) -> Iterator[tuple[int | None, bytes]]:
+    """Yields (step of a scalar, or None; bytes of the record) of an event file, without a torn last record.
+
+    A record is its length in 8 bytes, a check sum in 4, the event, and a check sum in 4 (the format of TFRecord).
+    """
+    from tensorboardX.proto import event_pb2
+
+    start = 0
+    while len(data) >= start + 12:
+        length = int.from_bytes(data[start : start + 8], "little")
+        end = start + 16 + length
+        if end > len(data):
+            return
+        event = cast(Any, event_pb2).Event.FromString(data[start + 12 : start + 12 + length])
+        yield (event.step if event.HasField("summary") else None), data[start:end]
+        start = end
 
 
 class Wandb:
@@ -286,6 +331,9 @@ class Wandb:
         self._run.log({"stage": stage, **_numbers(metrics)}, step=self._stages[stage].before + step)
 
     def note(self, text: str) -> None:
+        pass
+
+    def truncate_after(self, stage: str, step: int) -> None:
         pass
 
     def close(self) -> None:

@@ -149,8 +149,6 @@ def test_the_time_left_is_that_of_the_median_of_three_steps():
 
 
 def test_tensorboard_counts_steps_through_all_stages(tmp_path):
-    from tensorboardX.proto.event_pb2 import Event
-
     events = Events(config((2, 1), tensorboard=True), tmp_path)
     for stage, step in (("sft", 0), ("sft", 1), ("sft", 2), ("grpo", 0)):
         events.step(stage, step, {"loss": step / 2, "nothing": float("nan")})
@@ -159,13 +157,42 @@ def test_tensorboard_counts_steps_through_all_stages(tmp_path):
     events.start_stage("grpo", 1, 0)
     events.step("grpo", 1, {"loss": 0.5})
     events.close()
-    data, result = b"".join(file.read_bytes() for file in (tmp_path / "tensorboard").iterdir()), []
+    assert tensorboard_scalars(tmp_path) == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 0.0), (4, 0.5)]
+
+
+def tensorboard_scalars(directory):
+    """Returns (step, value) of every scalar in the TensorBoard files of a run, sorted."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    data, result = b"".join(file.read_bytes() for file in (directory / "tensorboard").iterdir()), []
     while data:
         length = int.from_bytes(data[:8], "little")
         event = Event.FromString(data[12 : 12 + length])
-        result += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+        result += [(event.step, value.simple_value) for value in event.summary.value]
         data = data[16 + length :]
-    assert sorted(result) == [("loss", 0, 0.0), ("loss", 1, 0.5), ("loss", 2, 1.0), ("loss", 3, 0.0), ("loss", 4, 0.5)]
+    return sorted(result)
+
+
+def test_tensorboard_has_each_step_once_after_a_resume(tmp_path):
+    stages = ["sft", "grpo"]
+    events = Events(config((3, 1), tensorboard=True), tmp_path)
+    events.truncate_after(stages, "sft", -1)
+    for step in (1, 2, 3):
+        events.step("sft", step, {"loss": 1.0})
+    events.close()
+    torn = next((tmp_path / "tensorboard").iterdir())
+    torn.write_bytes(torn.read_bytes() + b"\x20\0\0")  # as a kill leaves it
+    for first in (1, 2):
+        events = Events(config((3, 1), tensorboard=True), tmp_path)
+        events.truncate_after(stages, "sft", first)
+        for step in range(first + 1, 4):
+            events.step("sft", step, {"loss": 2.0})
+        events.close()
+    assert tensorboard_scalars(tmp_path) == [(1, 1.0), (2, 2.0), (3, 2.0)]
+    events = Events(config((3, 1), tensorboard=True), tmp_path)
+    events.truncate_after(stages, "sft", -1)
+    events.close()
+    assert tensorboard_scalars(tmp_path) == []
 
 
 def test_a_failing_mirror_warns_once_and_the_record_goes_on(tmp_path, monkeypatch):

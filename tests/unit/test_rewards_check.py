@@ -37,7 +37,7 @@ def malformed(completions):
     return [1.0]
 
 def without(prompts, completions):
-    return [1.0]
+    return [1.0] * len(completions)
 
 def without_and_broken(prompts, completions):
     return 1.0
@@ -45,6 +45,22 @@ def without_and_broken(prompts, completions):
 def without_but_needs(completions, answer, topic):
     return [1.0]
 """
+
+
+ONE_BY_ONE = """
+EXAMPLES = [{"prompt": "", "completion": "4", "score": 1.0}, {"prompt": "", "completion": "5", "score": 1.0}]
+def one(completions):
+    return [1.0]
+"""
+
+
+def test_a_reward_that_returns_one_value_for_a_group_does_not_pass(tmp_path, capsys):
+    (tmp_path / "one.py").write_text(ONE_BY_ONE)
+    report = run_examples(f"{tmp_path}/one.py:one")
+    assert all(outcome.passed for outcome in report.outcomes) and not report.passed
+    assert main(f"{tmp_path}/one.py:one") == 1
+    out = capsys.readouterr().out
+    assert "returned 1 values for 2 completions" in out and "one number for each completion" in out
 
 
 @pytest.fixture
@@ -75,7 +91,21 @@ def test_a_hang_ends_the_test(file, capsys):
     assert [outcome.fault.kind for outcome in report.outcomes] == ["timeout"]
     assert report.skipped == 1
     assert main(f"{file}:sleeps", timeout_s=0.3) == 1
-    assert "1 more not run" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "1 more not run" in out and "--timeout: 0.3" in out and "`--timeout SECONDS` waits longer" in out
+
+
+def test_the_deadline_of_the_test_can_be_set(tmp_path, monkeypatch):
+    from rl.commands import cli
+
+    (tmp_path / "slow.py").write_text(
+        "import time\nEXAMPLES = [{'prompt': '', 'completion': '', 'score': 1.0}]\n"
+        "def slow(completions):\n    time.sleep(0.4)\n    return [1.0] * len(completions)\n"
+    )
+    assert cli.main(["reward", "test", f"{tmp_path}/slow.py:slow", "--timeout", "0.2"]) == 1
+    assert cli.main(["reward", "test", f"{tmp_path}/slow.py:slow", "--timeout", "5"]) == 0
+    with pytest.raises(SystemExit):
+        cli.main(["reward", "test", f"{tmp_path}/slow.py:slow", "--timeout", "0"])
 
 
 def test_without_examples_it_says_how_to_add_them(file, capsys):

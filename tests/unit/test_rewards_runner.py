@@ -215,6 +215,37 @@ def ended_once(completions):
     assert scores.metrics["reward/retried"] == 1
 
 
+def test_a_call_on_a_group_that_fails_is_told_once(tmp_path, caplog):
+    path = written(tmp_path, "def one(completions):\n    return [1.0]\n")
+    with Runner(options(f"{path}:one")) as runner:
+        for _ in range(2):
+            scores = runner.score(["p"] * 3, ["a", "b", "c"], {}, groups=[0, 0, 0])
+    assert scores.total.tolist() == [1.0] * 3 and scores.metrics["reward/retried"] == 1
+    assert scores.causes == {"one": "returned 1 values for 3 completions"}
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and "returned 1 values for 3 completions" in told[0] and "each completion alone" in told[0]
+
+
+def test_half_of_a_surrogate_pair_costs_no_score(tmp_path):
+    """A byte-level model can write it. It has no UTF-8."""
+    text = """
+def prints(completions):
+    print(completions[0])
+    return [(1.0, "said " + completions[0])]
+"""
+    with Runner(options(f"{written(tmp_path, text)}:prints")) as runner:
+        scores = runner.score(["p"], ["a\ud83db"], {})
+    assert scores.total[0] == 1.0 and scores.faults == []
+    assert scores.logs == {0: {"prints": "a\ud83db\nsaid a\ud83db"}}
+
+
+def test_a_missed_deadline_names_its_key(tmp_path):
+    path = written(tmp_path, "import time\ndef hangs(completions):\n    print('here')\n    time.sleep(100)\n")
+    with Runner(options(f"{path}:hangs", timeout_s=0.3)) as runner:
+        scores = runner.score(["p"], ["a"], {})
+    assert scores.faults[0].traceback.startswith("no answer within 0.3 s (rewards.timeout_s: 0.3)")
+
+
 def test_a_reward_that_uses_jax_leaves_the_accelerators_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     path = written(

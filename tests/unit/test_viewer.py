@@ -301,6 +301,20 @@ def test_changed_rewards_are_run_over_samples(run, capsys):
     assert "numeric_answer" in capsys.readouterr().err
 
 
+def test_rescore_hands_completions_over_in_the_form_of_their_prompts(tmp_path, capsys):
+    """As in training: a message of the assistant after messages."""
+    (tmp_path / "events.jsonl").write_text("")
+    (tmp_path / "config.yml").write_text("tokenizer: {source: characters, alphabet: '0123456789+= '}\n")
+    log = SampleLog(tmp_path, limit=1)
+    write(log, (1,), prompt=[{"role": "user", "content": PROMPT}])
+    log.close()
+    code = "def said(prompts, completions):\n    return [float(c[-1]['content'] == 'It is 4.') for c in completions]\n"
+    (tmp_path / "mine.py").write_text(code)
+    assert cli.main(["samples", str(tmp_path), "--rescore", f"{tmp_path}/mine.py:said", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["functions"]["said"]
+    assert said["after"] == 1.0 and said["faults"] == 0
+
+
 def test_no_run_and_no_samples(tmp_path, run, capsys):
     assert cli.main(["samples", str(tmp_path / "none")]) == 2
     empty = tmp_path / "empty"

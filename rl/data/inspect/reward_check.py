@@ -8,7 +8,7 @@ import numpy as np
 
 from rewards import RewardError, Runner, RunnerOptions
 from rewards.registry import REWARD_MODEL
-from rewards.text import quoted
+from rewards.text import in_form_of, quoted
 from rl.config.data import RewardSettings
 from rl.data.datasets import Example
 from rl.data.inspect.finding import Finding
@@ -44,7 +44,8 @@ def demonstrations_score(stage: StageRows, settings: RewardSettings) -> Iterator
         yield Finding(13, "refuse", f"rewards: {error}", "", stage.name)
         return
     try:
-        scores = runner.score([each.prompt for each in rows], answers, values)
+        written = [in_form_of(each.prompt, answer) for each, answer in zip(rows, answers, strict=True)]
+        scores = runner.score([each.prompt for each in rows], written, values)
     except RewardError as error:
         yield Finding(13, "refuse", f"rewards: {error}", "", stage.name)
         return

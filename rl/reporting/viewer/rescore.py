@@ -12,6 +12,7 @@ import numpy as np
 
 from rewards import RewardError, Runner, RunnerOptions
 from rewards.registry import REWARD_MODEL
+from rewards.text import in_form_of
 from rewards.workers.rounding import all_equal
 from rl.errors import ConfigError, DataError
 from rl.reporting.report.samples import sample_length
@@ -107,7 +108,8 @@ def _batch(runner: Runner, batch: Sequence[Place], limit: int | None) -> Iterato
         columns["max_new_tokens"] = limit
     numbers: dict[tuple[int, int], int] = {}
     groups = [numbers.setdefault(_group(each), len(numbers)) for each in batch]
-    prompts, completions = [each["prompt"] for each in records], [each["completion"] for each in records]
+    prompts = [each["prompt"] for each in records]
+    completions = [in_form_of(each["prompt"], each["completion"]) for each in records]
     scores = runner.start(prompts, completions, columns, groups).result()
     faults: dict[int, dict[str, str]] = {}
     for fault in scores.faults:
