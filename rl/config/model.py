@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from policy.config import HyperConnections, MultiTokenPrediction, Runtime, StoredType
 from policy.huggingface.ngrams import EngramSection
@@ -118,6 +119,34 @@ class ModelOptions(Section):
         return self.overrides | ({"duet": self.sections} if self.sections else {})
 
 
+class ChatTemplateOptions(Strict):
+    """The chat template of a run, in place of the tokenizer's own, and what it is rendered with."""
+
+    shorthand: ClassVar[str | None] = "file"
+
+    file: Annotated[str | None, HOME] = Field(
+        default=None, description="file of a jinja chat template; default: the tokenizer's own"
+    )
+    variables: dict[str, Any] = Field(
+        default={}, description="variables of the template, such as {enable_thinking: false}, wherever it is rendered"
+    )
+    history: Literal["template", "last"] = Field(
+        default="template",
+        description="turns of a demonstration that the template rewrites when the next message is added: template: "
+        "each is learned in a row of its own, as it was when it was the last; last: only turns that the "
+        "full conversation leaves as they were are learned",
+    )
+
+
+def _as_date(text: str | None) -> str | None:
+    if text is not None:
+        try:
+            datetime.date.fromisoformat(text)
+        except ValueError:
+            raise ValueError(f"must be a day such as 2026-01-31, got {text!r}") from None
+    return text
+
+
 class TokenizerOptions(Strict):
     shorthand: ClassVar[str | None] = "source"
 
@@ -127,8 +156,13 @@ class TokenizerOptions(Strict):
         "hf://org/name@revision), or a built-in one: bytes, characters; default: the model's directory",
     )
     alphabet: str | None = Field(default=None, description="characters: the characters that exist")
-    chat_template: Annotated[str | None, HOME] = Field(
-        default=None, description="file of a jinja chat template that replaces the tokenizer's own"
+    chat_template: ChatTemplateOptions | None = Field(
+        default=None, description="file of a jinja chat template that replaces the tokenizer's own, and its variables"
+    )
+    date: Annotated[str | None, AfterValidator(_as_date)] = Field(
+        default=None,
+        description="the day that chat templates read as today, as 2026-01-31; null: the day on which the run first "
+        "starts",
     )
 
 

@@ -19,11 +19,13 @@ class ExampleEncoder:
 
     processors: those of the run's model; None: it reads texts only.
     media_rows: most embeddings that the pictures and sounds of an example may fill; None: any number.
+    history: what becomes of turns that the chat template rewrites, as in `chat.encode_conversation`.
     """
 
     tokenizer: Any
     processors: Processors | None = None
     media_rows: int | None = None
+    history: str = "template"
 
     def prompt(self, example: Example) -> tuple[list[int], Expanded | None]:
         """Returns (token ids of the prompt, its pictures and sounds)."""
@@ -34,37 +36,30 @@ class ExampleEncoder:
         expanded = expand.expand_prompt(self._tokenizer(example), example.prompt, example.references, processors)
         return self._checked(expanded).tokens.tolist(), expanded
 
-    def demonstration(self, example: Example, train_on: str) -> Row:
-        """Returns a demonstration; train_on: as in rl/algorithms/sft.py."""
-        messages = example.messages
+    def demonstration(self, example: Example, train_on: str) -> list[Row]:
+        """Returns the rows of a demonstration: several for a conversation whose earlier turns the chat template rewrites
+        (`chat.render_turns`). train_on: as in rl/algorithms/sft.py."""
+        messages, tokenizer = example.messages, self._tokenizer(example)
         processors = self._processors(example, example.prompt if messages is None else messages)
-        if processors is None:
-            return Row(
-                *chat.encode_example(self._tokenizer(example), example.prompt, example.completion, messages, train_on)
-            )
         if messages is None:
             if example.completion is None:
                 raise ValueError("a demonstration needs a completion or messages")
+            if processors is None:
+                return [Row(*chat.encode_completion(tokenizer, example.prompt, example.completion, train_on))]
             messages = _answered(example, example.completion)
             train_on = "all" if train_on == "all" else "last_turn"
-        return self._row(
-            *expand.expand_demonstration(self._tokenizer(example), messages, example.references, processors, train_on)
-        )
+        if processors is None:
+            return [Row(*row) for row in chat.encode_conversation(tokenizer, messages, train_on, self.history)]
+        rows = expand.expand_conversation(tokenizer, messages, example.references, processors, train_on, self.history)
+        return [self._row(*row) for row in rows]
 
     def answer(self, example: Example, answer: str | Messages) -> Row:
         """Returns the prompt of an example with this answer to it; the answer is trained on."""
-        processors = self._processors(example, example.prompt)
+        tokenizer, processors = self._tokenizer(example), self._processors(example, example.prompt)
         if processors is None:
-            return Row(*chat.encode_answer(self._tokenizer(example), example.prompt, answer))
-        return self._row(
-            *expand.expand_conversation(
-                self._tokenizer(example),
-                _answered(example, answer),
-                example.references,
-                processors,
-                len(example.prompt),
-            )
-        )
+            return Row(*chat.encode_answer(tokenizer, example.prompt, answer))
+        messages, first = _answered(example, answer), len(example.prompt)
+        return self._row(*expand.expand_answer(tokenizer, messages, example.references, processors, first))
 
     def _tokenizer(self, example: Example) -> Any:
         return self.tokenizer if example.tools is None else chat.with_variables(self.tokenizer, tools=example.tools)

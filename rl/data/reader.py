@@ -21,10 +21,10 @@ from rl.data import datasets, models
 from rl.data import teacher as teachers
 from rl.data.encoded import Example, Pair, Problem, Row
 from rl.data.encoding import ExampleEncoder
-from rl.data.limits import Limit, cut_pair, cut_row, fit, never_cut, outside_vocabulary, too_long_key
+from rl.data.limits import Limit, Refusal, cut_pair, cut_row, fit, never_cut, outside_vocabulary, too_long_key
 from rl.data.media import decode_first, kinds_of, read_processors, with_lists
 from rl.data.shard import Shard
-from rl.data.tokenizer import read_tokenizer
+from rl.data.tokenizer import history_of, read_tokenizer
 from rl.errors import ConfigError, DataError
 from rollout.media.expand import Expanded
 from rollout.media.item import Extent
@@ -48,6 +48,11 @@ def _runner(settings: RewardSettings) -> Runner:
         return Runner(options, Share(processes.index(), processes.count(), processes.all_gather_object))
     except RewardError as error:
         raise ConfigError(f"rewards: {error}") from None
+
+
+def _raise_if(refusal: Refusal | None) -> None:
+    if refusal is not None:
+        raise DataError(refusal.message())
 
 
 def _check_reward_models(names: Sequence[str], tokenizer: Any, used: int) -> None:
@@ -86,7 +91,7 @@ class DataReader:
         self.tokenizer, self.stop_ids = read_tokenizer(config)
         self.processors = read_processors(config, self.tokenizer)
         self.loader = None if self.processors is None else Loader(self.processors)
-        self._encoder = ExampleEncoder(self.tokenizer, self.processors, config.model.media_rows)
+        self._encoder = ExampleEncoder(self.tokenizer, self.processors, config.model.media_rows, history_of(config))
         self._used = models.ids_in_use(self.tokenizer, config.model)
         self._has_media = False
         self.held_out: list[Problem] = []
@@ -141,16 +146,16 @@ class DataReader:
         key = ("problems", source.model_dump_json(), held_out)
         encoded = raise_on_all(partial(self._once, key, lambda: [self._problem(example) for example in dataset]))
         limit = self._limit(source, stage.sampling.max_new_tokens, held_out)
-        shard = Shard(encoded, dataset.total, dataset.examples)
-        return self._fitting(shard, limit, lambda problem: len(problem.ids), never_cut)
+        return self._fitting([[problem] for problem in encoded], dataset, limit, lambda each: len(each.ids), never_cut)
 
     def demonstrations(self, source: DataOptions, train_on: str) -> Shard:
-        """Reads a Row for each demonstration; `train_on`: which tokens are trained on, as in rl/algorithms/sft.py."""
+        """Reads the Rows of each demonstration; `train_on`: which tokens are trained on, as in rl/algorithms/sft.py."""
 
-        def encode(example: Example) -> Row:
-            row = self.guarded(example, lambda: self._encoder.demonstration(example, train_on))
-            self.check_ids(example, row.ids, row.media)
-            return row
+        def encode(example: Example) -> list[Row]:
+            rows = self.guarded(example, lambda: self._encoder.demonstration(example, train_on))
+            for row in rows:
+                self.check_ids(example, row.ids, row.media)
+            return rows
 
         key = ("demonstrations", train_on)
         return self.rows(source, key, encode, lambda row: len(row.ids), cut_row, demonstrations=True)
@@ -161,13 +166,16 @@ class DataReader:
         def length(pair: Pair) -> int:
             return max(len(pair.chosen.ids), len(pair.rejected.ids))
 
-        return self.rows(source, ("pairs",), self._pair, length, cut_pair, pairs=True)
+        def encode(example: Example) -> list[Pair]:
+            return [self._pair(example)]
+
+        return self.rows(source, ("pairs",), encode, length, cut_pair, pairs=True)
 
     def rows(
         self,
         source: DataOptions,
         key: tuple,
-        encode: Callable[[Example], T],
+        encode: Callable[[Example], list[T]],
         length: Callable[[T], int],
         cut: Callable[[T, int], T | None],
         **form: Any,
@@ -180,7 +188,7 @@ class DataReader:
         dataset = self._load(source, **form)
         read = partial(self._once, (*key, source.model_dump_json()), lambda: [encode(example) for example in dataset])
         encoded = raise_on_all(read)
-        return self._fitting(Shard(encoded, dataset.total, dataset.examples), self._limit(source), length, cut)
+        return self._fitting(encoded, dataset, self._limit(source), length, cut)
 
     def _limit(self, source: DataOptions, new_tokens: int = 0, held_out: bool = False) -> Limit:
         """Returns how long the rows of a source may be."""
@@ -189,23 +197,37 @@ class DataReader:
         return Limit(self._config.max_length, new_tokens, source.too_long, too_long_key(self._config, source))
 
     def _fitting(
-        self, shard: Shard, limit: Limit, length: Callable[[T], int], cut: Callable[[T, int], T | None]
+        self,
+        encoded: Sequence[list[T]],
+        dataset: datasets.Dataset,
+        limit: Limit,
+        length: Callable[[T], int],
+        cut: Callable[[T, int], T | None],
     ) -> Shard:
-        """Returns the rows that fit. Raises DataError if the data refuse longer ones, or if none fits."""
-        lengths = [length(row) for row in shard.own]
-        if refusal := limit.refusal(lengths, [example.where for example in shard.examples]):
-            raise DataError(refusal.message())
-        if limit.too_long == "refuse":
-            return shard
-        fitting = fit(shard.own, limit, length, cut)
-        own = [processes.index() + i * processes.count() for i in fitting.numbers]  # numbers before any was left out
-        parts = processes.all_gather_object((own, fitting.cut))
-        ranks = {number: rank for rank, number in enumerate(sorted(n for numbers, _ in parts for n in numbers))}
-        effect = limit.effect(shard.total - len(ranks), sum(cut for _, cut in parts), shard.total)
+        """Returns the rows that fit. encoded: the rows of each example of the dataset.
+
+        Raises DataError if the data refuse longer rows, or if none fits.
+        """
+        places = [(number, part) for number, rows in enumerate(encoded) for part in range(len(rows))]
+        rows = [row for each in encoded for row in each]
+        examples = [dataset[number] for number, _ in places]
+        lengths = [length(row) for row in rows]
+        refusal = limit.refusal(lengths, [example.where for example in examples])
+        raise_on_all(lambda: _raise_if(refusal))
+        is_simple = limit.too_long == "refuse" and len(rows) == len(encoded)
+        if all(processes.all_gather_object(is_simple)):
+            return Shard(rows, dataset.total, examples)
+        fitting = fit(rows, limit, length, cut)
+        index, count = processes.index(), processes.count()
+        own = [(index + places[i][0] * count, places[i][1]) for i in fitting.numbers]  # (number of the example, part)
+        parts = processes.all_gather_object((own, len(rows), fitting.cut))
+        ranks = {place: rank for rank, place in enumerate(sorted(each for part in parts for each in part[0]))}
+        total = sum(part[1] for part in parts)
+        effect = limit.effect(total - len(ranks), sum(part[2] for part in parts), total)
         if not ranks:
             raise DataError(f"no row is left: {effect}. Raise max_length ({limit.max_length})")
-        examples = [shard.examples[i] for i in fitting.numbers]
-        return Shard(fitting.rows, len(ranks), examples, [ranks[number] for number in own], effect)
+        kept = [examples[i] for i in fitting.numbers]
+        return Shard(fitting.rows, len(ranks), kept, [ranks[place] for place in own], effect)
 
     def _load(self, source: DataOptions, **form: Any) -> datasets.Dataset:
         """Loads a dataset. Every process loads all held-out rows, because it samples completions for all of them."""

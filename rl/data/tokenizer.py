@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from policy.huggingface.tensorfiles import ModelFileError
-from rl.config.model import TokenizerOptions
+from rl.config.model import ChatTemplateOptions, TokenizerOptions
 from rl.config.run import RunConfig
 from rl.data import models, towers
 from rl.errors import ConfigError, ModelError
+from rollout.text.chat import with_variables
 from rollout.text.tokenizer import BUILT_IN, load_tokenizer, stop_ids
 
 _CONFIG, _MORE_TEMPLATES = "tokenizer_config.json", "additional_chat_templates"
@@ -29,25 +32,69 @@ def read_tokenizer(config: RunConfig) -> tuple[Any, tuple[int, ...]]:
     directory = models.directory(config.model.source)
     try:
         options = config.tokenizer or TokenizerOptions()
+        template = options.chat_template or ChatTemplateOptions()
         if options.source is None:
-            tokenizer = load_tokenizer(directory or config.model.source, chat_template=options.chat_template)
+            tokenizer = load_tokenizer(directory or config.model.source, chat_template=template.file)
         else:
             tokenizer = load_tokenizer(
                 models.directory(options.source, part="tokenizer") or options.source,
                 options.alphabet,
-                options.chat_template,
+                template.file,
                 towers.media_tokens(config.model) if options.source in BUILT_IN else None,
             )
             if options.source in BUILT_IN:
                 _refuse_in_place_of_its_own(tokenizer, options.source, config.model.source, directory)
-        return tokenizer, stop_ids(tokenizer, directory)
+        return _with_template_options(tokenizer, options), stop_ids(tokenizer, directory)
     except ModelFileError as error:
         raise ModelError(f"model {config.model.source}: {error}") from None
     except (ValueError, OSError) as error:
-        if directory is not None and config.tokenizer is None:
+        if directory is not None and (config.tokenizer is None or config.tokenizer.source is None):
             models.check_files(config.model.source, config.model.sections)  # transformers reads config.json, too
             raise ModelError(f"model {config.model.source}: {error}") from None
         raise ConfigError(f"tokenizer: {error}") from None
+
+
+def _with_template_options(tokenizer: Any, options: TokenizerOptions) -> Any:
+    """Returns the tokenizer with the variables and the date of its chat template."""
+    variables = options.chat_template.variables if options.chat_template else {}
+    tokenizer = with_variables(tokenizer, **variables)
+    templates = tokenizer.chat_template
+    if options.date is None or not templates:
+        return tokenizer
+    day = datetime.date.fromisoformat(options.date)
+    if isinstance(templates, dict):
+        tokenizer.chat_template = {name: _at(day, text) for name, text in templates.items()}
+    else:
+        tokenizer.chat_template = _at(day, templates)
+    return tokenizer
+
+
+_NOW = re.compile(r"""strftime_now\(\s*(?:"([^"]*)"|'([^']*)')\s*\)""")
+
+
+def _at(day: datetime.date, template: str) -> str:
+    """Writes a day in place of each call of `strftime_now`. No variable can take the place of that function of
+    transformers, because transformers hands only plain data to templates."""
+    return _NOW.sub(lambda call: json.dumps(day.strftime(call[1] or call[2] or "")), template)
+
+
+def reads_date(config: RunConfig) -> bool:
+    """Returns whether the chat template of a run may write the date of today."""
+    options = config.tokenizer or TokenizerOptions()
+    if options.chat_template is not None and options.chat_template.file is not None:
+        files = [Path(options.chat_template.file)]
+    elif options.source in BUILT_IN:
+        return False
+    else:
+        directory = models.directory(options.source or config.model.source, part="tokenizer")
+        files = [] if directory is None else [directory / name for name in (*models.TEMPLATE_FILES, _CONFIG)]
+    return any("strftime_now" in file.read_text(encoding="utf-8-sig") for file in files if file.is_file())
+
+
+def history_of(config: RunConfig) -> str:
+    """Returns what becomes of turns that the chat template rewrites, as in `chat.encode_conversation`."""
+    options = config.tokenizer and config.tokenizer.chat_template
+    return options.history if options else "template"
 
 
 def write_tokenizer(config: RunConfig, tokenizer: Any, directory: Path) -> None:
@@ -66,15 +113,16 @@ def write_tokenizer(config: RunConfig, tokenizer: Any, directory: Path) -> None:
         _as_transformers_4(directory / _CONFIG)
         return
     models.copy_files(source, (*models.TOKENIZER_FILES, *models.VOCABULARY_FILES), directory)
-    if options.chat_template is None:
+    if options.chat_template is None or options.chat_template.file is None:
         models.copy_files(source, models.TEMPLATE_FILES, directory)
         if (source / _MORE_TEMPLATES).is_dir():
             shutil.copytree(source / _MORE_TEMPLATES, directory / _MORE_TEMPLATES, dirs_exist_ok=True)
         return
-    (directory / models.TEMPLATE_FILES[0]).write_text(tokenizer.chat_template, encoding="utf-8")
+    template = Path(options.chat_template.file).read_text(encoding="utf-8")
+    (directory / models.TEMPLATE_FILES[0]).write_text(template, encoding="utf-8")
     keys = json.loads((directory / _CONFIG).read_text(encoding="utf-8-sig"))
     if "chat_template" in keys:
-        models.write_keys(directory / _CONFIG, keys | {"chat_template": tokenizer.chat_template})
+        models.write_keys(directory / _CONFIG, keys | {"chat_template": template})
 
 
 def _as_transformers_4(file: Path) -> None:

@@ -225,9 +225,9 @@ def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
             yield ("tokenizer",), f"{directory} holds no tokenizer; name a directory that does, or `bytes`"
     if config.tokenizer is None:
         return
-    template = config.tokenizer.chat_template
+    template = config.tokenizer.chat_template and config.tokenizer.chat_template.file
     if template is not None and not Path(template).is_file():
-        yield ("tokenizer", "chat_template"), f"no such file: {template}{nearest_path(template)}"
+        yield ("tokenizer", "chat_template", "file"), f"no such file: {template}{nearest_path(template)}"
     source, alphabet = config.tokenizer.source, config.tokenizer.alphabet
     if source is None:
         if alphabet is not None:

@@ -26,7 +26,7 @@ from rl.run.folder import RunFolder
 from rl.run.health import devices, probe
 from rl.run.health.equal_rewards import EqualRewards
 from rl.run.outlook import Outlook, step_metrics
-from rl.run.prepare import prepare
+from rl.run.prepare import prepare, with_date
 from rl.run.signals import StopSignal
 from rl.run.state import Run, is_finished
 from rl.stages.sampling.evaluation import Evaluation
@@ -42,6 +42,7 @@ def run(config: RunConfig) -> int:
     devices.check(config.platform)
     if processes.first():
         print(devices.line(), flush=True)
+    config = with_date(config)
     began = time.time()
     prepared = prepare(config)
     took = time.time() - began

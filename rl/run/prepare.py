@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import rl.stages
+from policy.mesh import processes
 from rl.cluster.launch import raise_on_all
+from rl.config import files
+from rl.config.model import TokenizerOptions
 from rl.config.run import RunConfig
 from rl.data.encoded import Problem
 from rl.data.inspect import Finding, weights
 from rl.data.reader import DataReader
+from rl.data.tokenizer import reads_date
 from rl.errors import DataError, ModelError
+from rl.reporting.run_files import EVENTS
 from rl.run.health.start_checks import start_checks
+from rl.run.load import load
 from rl.stages.stage import StageKind
 
 
@@ -44,6 +51,24 @@ class Prepared:
     def close(self) -> None:
         """Ends the reward workers."""
         self.data.close()
+
+
+def with_date(config: RunConfig) -> RunConfig:
+    """Returns the configuration with `tokenizer.date` set, if the chat template may write the date of today: a run that
+    is continued on another day then reads the same prompts."""
+    options = config.tokenizer or TokenizerOptions()
+    if options.date is not None or not reads_date(config):
+        return config
+    file, events = config.directory / files.RESOLVED, config.directory / EVENTS
+    if file.exists() and events.exists():
+        before = load([file]).tokenizer
+        date = before and before.date
+    else:
+        date = datetime.date.today().isoformat()
+    date = processes.broadcast(date)
+    return (
+        config if date is None else config.model_copy(update={"tokenizer": options.model_copy(update={"date": date})})
+    )
 
 
 def prepare(config: RunConfig) -> Prepared:

@@ -47,13 +47,12 @@ class Stage(supervised.Stage):
     def prepare(self, reader: DataReader) -> None:
         from policy.mesh import processes
 
-        def encode(example: Example) -> list[Answer]:
+        def encode(example: Example) -> list[list[Answer]]:
             if example.pair is not None:
-                return [
-                    (reader.answer(example, each), label) for each, label in zip(example.pair, (1.0, 0.0), strict=True)
-                ]
+                pair = zip(example.pair, (1.0, 0.0), strict=True)
+                return [[(reader.answer(example, each), label) for each, label in pair]]
             answer = example.messages[-1:] if example.messages else example.completion
-            return [(reader.answer(example, answer), label_of(example))]
+            return [[(reader.answer(example, answer), label_of(example))]]
 
         def length(answers: list[Answer]) -> int:
             return max(len(row.ids) for row, _ in answers)

@@ -100,30 +100,59 @@ def expand_prompt(
     return expanded
 
 
-def expand_conversation(
-    tokenizer: Any, messages: Messages, references: Sequence[Reference], processors: Processors, first: int = 0
+def expand_answer(
+    tokenizer: Any, messages: Messages, references: Sequence[Reference], processors: Processors, first: int
 ) -> Masked:
-    """Converts a conversation as `chat.render_conversation` does; `first` is as there.
+    """Converts a prompt of `first` messages with its answer as `chat.encode_answer` does.
 
     Raises MediaError and ChatError as `expand` and that function.
     """
     refuse_reserved(messages, processors)
-    text, spans = chat.assistant_spans(tokenizer, messages, first)
-    expanded = expand_text(tokenizer, text, references, processors)
-    chat.check_one_beginning(tokenizer, expanded.tokens[:2].tolist())
-    return expanded, _without_rows(chat.mask_of(spans, expanded.starts.tolist()), expanded)
+    rendered = chat.render_answer(tokenizer, messages, first)
+    return _expand_rendered(tokenizer, rendered, messages, references, processors)
 
 
-def expand_demonstration(
-    tokenizer: Any, messages: Messages, references: Sequence[Reference], processors: Processors, train_on: str
+def expand_conversation(
+    tokenizer: Any,
+    messages: Messages,
+    references: Sequence[Reference],
+    processors: Processors,
+    train_on: str = "assistant",
+    history: str = "template",
+) -> list[Masked]:
+    """Converts a conversation to rows as `chat.encode_conversation` does; `train_on` and `history` as there.
+
+    Raises MediaError and ChatError as `expand` and that function.
+    """
+    refuse_reserved(messages, processors)
+    renderings = chat.trained_renderings(tokenizer, messages, train_on, history)
+    rows = [_expand_rendered(tokenizer, each, messages, references, processors) for each in renderings]
+    if train_on != "all":
+        return rows
+    return [(row, _without_rows(chat.all_but_first(len(row.tokens)), row)) for row, _ in rows]
+
+
+def _expand_rendered(
+    tokenizer: Any,
+    rendered: chat.Rendered,
+    messages: Messages,
+    references: Sequence[Reference],
+    processors: Processors,
 ) -> Masked:
-    """Converts a conversation that ends with the assistant; train_on: as in `chat.encode_example`."""
-    chat.refuse_weights(messages, train_on)
-    first = len(messages) - 1 if train_on == "last_turn" else 0
-    expanded, mask = expand_conversation(tokenizer, messages, references, processors, first)
-    if train_on == "all":
-        mask = _without_rows(chat.all_but_first(len(expanded.tokens)), expanded)
-    return expanded, mask
+    shown = _references_of(messages[: rendered.messages], references)
+    expanded = expand_text(tokenizer, rendered.text, shown, processors)
+    chat.check_one_beginning(tokenizer, expanded.tokens[:2].tolist())
+    return expanded, _without_rows(chat.mask_of(rendered.spans, expanded.starts.tolist()), expanded)
+
+
+def _references_of(messages: Messages, references: Sequence[Reference]) -> list[Reference]:
+    """Returns the references of the parts of these messages, the first ones of a conversation."""
+    contents = (message["content"] for message in messages)
+    kinds = [part["type"] for content in contents if not isinstance(content, str) for part in content or ()]
+    shown: list[Reference] = []
+    for kind in KINDS:
+        shown += [reference for reference in references if reference.kind == kind][: kinds.count(kind)]
+    return shown
 
 
 def _without_rows(mask: list[int], expanded: Expanded) -> list[int]:

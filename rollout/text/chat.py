@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Messages = Sequence[dict[str, Any]]
@@ -36,16 +37,77 @@ def render_prompt(tokenizer: Any, prompt: str | Messages, add_generation_prompt:
     return ids
 
 
-def render_conversation(tokenizer: Any, messages: Messages, first: int = 0) -> tuple[list[int], list[int]]:
-    """Converts a conversation to (ids, mask). The mask is 1 on the tokens of the assistant, its end of turn included.
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation, or its beginning, as the chat template writes it.
+
+    spans: first and past-the-end character of each turn of the assistant that is trained on. messages: their number.
+    """
+
+    text: str
+    spans: list[tuple[int, int]]
+    messages: int
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A turn of the assistant as it was rendered when it was the last one. start, end: its characters in `text`."""
+
+    number: int
+    text: str
+    start: int
+    end: int
+
+
+def render_turns(tokenizer: Any, messages: Messages, first: int = 0) -> list[Rendered]:
+    """Renders a conversation so that each turn of the assistant stands as it did when it was sampled.
+
+    One rendering has all turns if the template only appends. If it rewrites earlier turns (drops their reasoning, for
+    instance), each turn that the full rendering changes stands in a rendering of the conversation up to it, together
+    with the earlier turns that this one does not change. The full rendering comes first.
 
     first: the number of the message from which on turns of the assistant count. A turn with `weight: 0` does not.
 
-    Raises ChatError if the template drops or rewrites a turn of the assistant.
+    Raises ChatError if no turn counts, or if the template drops one.
     """
-    text, spans = assistant_spans(tokenizer, messages, first)
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= first]
+    if not turns:
+        raise ChatError("the conversation has no turn of the assistant")
+    trained = [number for number in turns if messages[number].get("weight") != 0]
+    if not trained:
+        raise ChatError("all turns of the assistant have weight 0 (train: false), so none is trained on")
+    waiting = [_turn(tokenizer, messages, number) for number in trained]
+    text, count = render_text(tokenizer, messages, False), len(messages)
+    renderings = []
+    while waiting:
+        kept = [turn for turn in waiting if text.startswith(turn.text[: turn.end])]
+        if kept:
+            renderings.append(Rendered(text, [(turn.start, turn.end) for turn in kept], count))
+        waiting = [turn for turn in waiting if turn not in kept]
+        if waiting:
+            text, count = waiting[-1].text, waiting[-1].number + 1
+    return renderings
+
+
+def render_answer(tokenizer: Any, messages: Messages, first: int) -> Rendered:
+    """Renders a prompt of `first` messages with its answer. Raises ChatError as `render_turns`, and if the template
+    changes a turn of the answer when it writes the next."""
+    renderings = render_turns(tokenizer, messages, first)
+    if len(renderings) > 1:
+        raise ChatError(
+            "the chat template changes a turn of the answer when the next one is added, so no rendering has both; use "
+            "answers of one turn, or a template that only appends"
+        )
+    return renderings[0]
+
+
+def encode_rendered(tokenizer: Any, rendered: Rendered) -> tuple[list[int], list[int]]:
+    """Converts a rendering to (ids, mask). The mask is 1 on the tokens of its spans.
+
+    Raises ChatError for two beginnings of sequence, and for a tokenizer that does not say where its tokens begin.
+    """
     try:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True)
     except NotImplementedError:
         raise ChatError(
             f"a tokenizer of the class {type(tokenizer).__name__} does not say where its tokens begin, so it cannot be "
@@ -53,22 +115,7 @@ def render_conversation(tokenizer: Any, messages: Messages, first: int = 0) -> t
         ) from None
     ids = list(encoded["input_ids"])
     check_one_beginning(tokenizer, ids)
-    return ids, mask_of(spans, (start for start, _ in encoded["offset_mapping"]))
-
-
-def assistant_spans(tokenizer: Any, messages: Messages, first: int = 0) -> tuple[str, list[tuple[int, int]]]:
-    """Returns (rendered conversation, first and past-the-end character of each turn of the assistant in it).
-
-    first, errors: as for `render_conversation`.
-    """
-    text = render_text(tokenizer, messages, False)
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= first]
-    if not turns:
-        raise ChatError("the conversation has no turn of the assistant")
-    trained = [number for number in turns if messages[number].get("weight") != 0]
-    if not trained:
-        raise ChatError("all turns of the assistant have weight 0 (train: false), so none is trained on")
-    return text, [_span(tokenizer, messages, number, text) for number in trained]
+    return ids, mask_of(rendered.spans, (start for start, _ in encoded["offset_mapping"]))
 
 
 def mask_of(spans: Sequence[tuple[int, int]], starts: Iterable[int]) -> list[int]:
@@ -79,31 +126,41 @@ def mask_of(spans: Sequence[tuple[int, int]], starts: Iterable[int]) -> list[int
     return [int(any(a <= start < b for a, b in spans)) for start in starts]
 
 
-def encode_example(
-    tokenizer: Any,
-    prompt: str | Messages,
-    completion: str | None = None,
-    messages: Messages | None = None,
-    train_on: str = "assistant",
-) -> tuple[list[int], list[int]]:
-    """Converts a demonstration to (ids, mask). The mask is 1 on the tokens to train on, the end of sequence included.
+def encode_conversation(
+    tokenizer: Any, messages: Messages, train_on: str = "assistant", history: str = "template"
+) -> list[tuple[list[int], list[int]]]:
+    """Converts a conversation to rows (ids, mask), in the order of `render_turns`.
 
-    A demonstration is a prompt with a completion, or `messages`. A plain prompt is tokenized exactly as
-    `render_prompt` does for sampling, and the mask covers the completion. In a conversation it covers all turns of
-    the assistant.
+    train_on: "assistant", all turns of the assistant; "last_turn", the last message only; or "all", every token of the
+        full conversation but the first.
+    history: "template", a row for each rendering of `render_turns`; "last", only the first of them, without the turns
+        that the full rendering changes.
 
-    train_on: "assistant"; "last_turn", the last turn of `messages` only; or "all", every token but the first.
-
-    Raises ValueError without completion and messages, ChatError as render_conversation, and for a turn with
-    `weight: 0` where every token is trained on.
+    Raises ChatError as `render_turns`, and for a turn with `weight: 0` where every token is trained on.
     """
-    if messages is not None:
-        refuse_weights(messages, train_on)
-        ids, mask = render_conversation(tokenizer, messages, first=len(messages) - 1 if train_on == "last_turn" else 0)
-    elif completion is None:
-        raise ValueError("a demonstration needs a completion or messages")
-    else:
-        ids, mask = encode_answer(tokenizer, prompt, completion)
+    rendered = trained_renderings(tokenizer, messages, train_on, history)
+    rows = [encode_rendered(tokenizer, each) for each in rendered]
+    if train_on != "all":
+        return rows
+    return [(ids, all_but_first(len(ids))) for ids, _ in rows]
+
+
+def trained_renderings(tokenizer: Any, messages: Messages, train_on: str, history: str) -> list[Rendered]:
+    """Returns the renderings of a conversation that are trained on; arguments and errors as `encode_conversation`."""
+    refuse_weights(messages, train_on)
+    if train_on == "all":
+        return [Rendered(render_text(tokenizer, messages, False), [], len(messages))]
+    renderings = render_turns(tokenizer, messages, first=len(messages) - 1 if train_on == "last_turn" else 0)
+    return renderings if history == "template" else renderings[:1]
+
+
+def encode_completion(
+    tokenizer: Any, prompt: str | Messages, completion: str, train_on: str = "assistant"
+) -> tuple[list[int], list[int]]:
+    """Converts a prompt and its completion to (ids, mask). A plain prompt is tokenized exactly as `render_prompt` does
+    for sampling. The mask covers the completion with its end of sequence; under `train_on: all` all tokens but the
+    first."""
+    ids, mask = encode_answer(tokenizer, prompt, completion)
     return ids, all_but_first(len(ids)) if train_on == "all" else mask
 
 
@@ -126,7 +183,7 @@ def encode_answer(tokenizer: Any, prompt: str | Messages, answer: str | Messages
     of the assistant."""
     if not isinstance(prompt, str):
         answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-        return render_conversation(tokenizer, [*prompt, *answer], first=len(prompt))
+        return encode_rendered(tokenizer, render_answer(tokenizer, [*prompt, *answer], len(prompt)))
     prompt_ids = render_prompt(tokenizer, prompt)
     answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
     return prompt_ids + answer_ids, [0] * len(prompt_ids) + [1] * len(answer_ids)
@@ -180,32 +237,22 @@ def _reads_tools(templates: str | dict[str, str]) -> bool:
     return "tools" in templates
 
 
-def _span(tokenizer, messages: Messages, turn: int, text: str) -> tuple[int, int]:
-    """Returns the first and the past-the-end character of a turn in the rendered conversation."""
-    before = render_text(tokenizer, messages[:turn], True) if turn else ""
-    if not text.startswith(before):
-        raise ChatError(
-            f"the chat template rewrites what precedes message {turn}, so it cannot be told which tokens are the "
-            "assistant's; use a template that only appends"
-        )
-    start = len(before)
-    through = render_text(tokenizer, messages[: turn + 1], False)
-    content = (messages[turn]["content"] or "").strip()  # null: a turn of calls to tools
-    if text.startswith(through):
-        end = len(through)
-    else:
-        # Some templates drop the reasoning of earlier turns, so the turn is searched by its content.
-        place, last = text.find(content, start), through.rfind(content)
-        if place < 0 or last < 0:
-            raise ChatError(f"the chat template drops the content of message {turn}")
-        closing = through[last + len(content) :]
-        end = place + len(content)
-        end += len(closing) if text.startswith(closing, end) else 0
+def _turn(tokenizer: Any, messages: Messages, number: int) -> _Turn:
+    """Renders the conversation up to a turn of the assistant, and finds the turn in it."""
+    prompted = render_text(tokenizer, messages[:number], True) if number else ""
+    text = render_text(tokenizer, messages[: number + 1], False)
+    start = len(prompted)
+    if not text.startswith(prompted):
+        # The prompt ends otherwise than the conversation, with the beginning of a thought, for instance.
+        content = (messages[number]["content"] or "").rpartition("</think>")[2].strip()
+        start = text.rfind(content) if content else -1
+        if start < 0:
+            raise ChatError(f"the chat template drops the content of message {number}")
     # White space after the end of a turn is never sampled, because generation has stopped.
-    end = len(text[:end].rstrip())
+    end = len(text.rstrip())
     if end <= start:
-        raise ChatError(f"the chat template writes nothing for message {turn}")
-    return start, end
+        raise ChatError(f"the chat template writes nothing for message {number}")
+    return _Turn(number, text, start, end)
 
 
 def check_one_beginning(tokenizer: Any, ids: Sequence[int]) -> None:

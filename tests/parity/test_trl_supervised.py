@@ -74,10 +74,12 @@ def test_tokens_loss_and_gradients(case, tmp_path):
 
     rows, settings, options, trained = CASES[case]
     theirs, inputs, tokenizer = trainer(saved(oracle("Llama", seed=0, **SIZES), tmp_path), rows, **settings)
-    encoded = [
-        chat.encode_example(tokenizer, row.get("prompt", ""), row.get("completion"), row.get("messages"), trained)
-        for row in rows
-    ]
+    encoded = []
+    for row in rows:
+        if "messages" in row:
+            encoded += chat.encode_conversation(tokenizer, row["messages"], trained)
+        else:
+            encoded.append(chat.encode_completion(tokenizer, row["prompt"], row["completion"], trained))
     labels = inputs["labels"].numpy()
     for (ids, mask), label in zip(encoded, labels, strict=True):
         # Every token has a label there, also the first one of a row, of which no loss is taken.

@@ -386,7 +386,7 @@ def test_tools_of_a_row_of_messages_reach_the_template():
     tool = {"type": "function", "function": {"name": "add", "description": None}}
     for tools, count in (([tool], 1), (json.dumps([tool, tool]), 2), (None, 0), ([], 0)):
         example = only({"messages": [ASKED, GOOD], "tools": tools}, demonstrations=True)
-        assert tokenizer.decode(encoder.demonstration(example, "assistant").ids) == f"{count}hi<eos>ho<eos>"
+        assert tokenizer.decode(encoder.demonstration(example, "assistant")[0].ids) == f"{count}hi<eos>ho<eos>"
         assert tokenizer.decode(encoder.prompt(example)[0]) == f"{count}hi<eos>"
         pair = only({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "tools": tools}, pairs=True)
         assert tokenizer.decode(encoder.answer(pair, pair.pair[1]).ids) == f"{count}hi<eos>hu<eos>"

@@ -156,10 +156,11 @@ def turns(*contents):
 
 def test_5_a_template_that_rewrites_earlier_turns(inspected):
     rows = [turns("a", "think#b", "c", "think#d")]
-    assert levels(inspected(rows, template=FORGETS), 5) == ["refuse"]
-    assert levels(inspected(rows, "stages.0.algorithm={name: sft, train_on: last_turn}", template=FORGETS), 5) == [
-        "warn"
-    ]
+    findings = inspected(rows, template=FORGETS)
+    assert levels(findings, 5) == ["warn"] and "1 of 1 conversations are 2 rows" in str(findings)
+    last = inspected(rows, "tokenizer.chat_template.history=last", template=FORGETS)
+    assert not levels(last, 5) and len(last) < len(findings)
+    assert not levels(inspected(rows, "stages.0.algorithm={name: sft, train_on: last_turn}", template=FORGETS), 5)
     assert not levels(inspected([turns("a", "think#b")], template=FORGETS), 5)
     assert not levels(inspected(rows, template=CHAT_TEMPLATE), 5)
 

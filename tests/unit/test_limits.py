@@ -98,7 +98,8 @@ def test_answers_of_pairs_lose_their_ends(stage):
 
 
 @pytest.mark.parametrize(
-    ("index", "numbers", "lengths", "other"), [(0, [0], [8], ([1, 3], 0)), (1, [1, 2], [10, 8], ([0], 0))]
+    ("index", "numbers", "lengths", "other"),
+    [(0, [0], [8], ([(1, 0), (3, 0)], 2, 0)), (1, [1, 2], [10, 8], ([(0, 0)], 2, 0))],
 )
 def test_rows_that_are_left_out_leave_no_gap_on_several_processes(stage, monkeypatch, index, numbers, lengths, other):
     """Of four rows the third is too long; each of two processes holds every second row."""

@@ -290,8 +290,14 @@ def test_an_answer_ends_with_what_the_assistant_writes(folder, reader):
     """The template writes a line break after the end of a turn, which no completion has."""
     row = {"prompt": "One <image>", "images": ["one.png"], "completion": "Yes.", "label": True}
     one = reader(lines(folder / "kto.jsonl", row, row | {"prompt": "<image> Other", "completion": "No."}))
-    shard = one.rows(one._config.data, ("x",), lambda e: one.answer(e, e.completion), len, cut_row, read=read_labelled)
-    first, second = shard.own
+    first, second = one.rows(
+        one._config.data,
+        ("x",),
+        lambda example: [one.answer(example, example.completion)],
+        lambda row: len(row.ids),
+        cut_row,
+        read=read_labelled,
+    ).own
     assert one.tokenizer.decode(first.ids).endswith("Yes.<eos>") and len(first.media.tokens) == len(first.ids)
     mixed = _mismatched(first, second, 256)
     assert one.tokenizer.decode(mixed.ids).endswith("No.<eos>") and mixed.media.references == first.media.references

@@ -22,7 +22,7 @@ from policy.model import Graph
 from rl.commands import cli
 from rl.config.run import RunConfig
 from rl.data.inspect.source import length_findings
-from rollout.text.chat import ChatError, encode_example, render_prompt
+from rollout.text.chat import ChatError, encode_conversation, render_prompt
 from rollout.text.tokenizer import byte_level, load_tokenizer
 
 VALUES = (None, "x", [], {}, -1, 0, 2.5, True, float("nan"))
@@ -131,7 +131,7 @@ def test_templates_that_fail(template, expected):
 def test_a_turn_of_calls_to_tools_has_no_content():
     tokenizer = byte_level()
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content or 'call()' }}\n{% endfor %}"
-    ids, mask = encode_example(tokenizer, "", messages=[HELLO[0], {"role": "assistant", "content": None}])
+    [(ids, mask)] = encode_conversation(tokenizer, [HELLO[0], {"role": "assistant", "content": None}])
     assert tokenizer.decode([i for i, kept in zip(ids, mask, strict=True) if kept]).endswith("call()")
 
 
@@ -143,7 +143,7 @@ def test_a_tokenizer_without_offsets(monkeypatch):
 
     monkeypatch.setattr(type(tokenizer), "__call__", slow)
     with pytest.raises(ChatError, match="does not say where its tokens begin"):
-        encode_example(tokenizer, "", messages=HELLO)
+        encode_conversation(tokenizer, HELLO)
 
 
 @pytest.mark.parametrize(

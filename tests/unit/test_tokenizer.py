@@ -1,9 +1,19 @@
+import datetime
 import json
 
 import pytest
 
 from policy.huggingface.tensorfiles import ModelFileError
-from rollout.text.chat import ChatError, encode_example, render_conversation, render_prompt, with_variables
+from rl.config.run import RunConfig
+from rl.data.tokenizer import read_tokenizer, reads_date
+from rollout.text.chat import (
+    ChatError,
+    encode_answer,
+    encode_completion,
+    encode_conversation,
+    render_prompt,
+    with_variables,
+)
 from rollout.text.tokenizer import SPECIALS, load_tokenizer, stop_ids
 
 ALPHABET = "0123456789+-*= \n"
@@ -46,22 +56,26 @@ def test_bytes_bring_any_text_back_and_characters_mark_what_they_do_not_know(tok
     assert load_tokenizer("characters", "ab").encode("axb") == [8, 3, 9]
 
 
+def learned(tokenizer, row) -> str:
+    """Returns the text that a row (ids, mask) trains on."""
+    ids, mask = row
+    return tokenizer.decode([token for token, trained in zip(ids, mask, strict=True) if trained])
+
+
 def test_the_mask_covers_what_the_assistant_writes_and_nothing_else(tokenizer):
-    ids, mask = render_conversation(tokenizer, TALK)
-    learned = [i for i, m in zip(ids, mask, strict=True) if m]
-    assert tokenizer.decode(learned) == "é2<eos>3 <eos>"
+    [(ids, mask)] = encode_conversation(tokenizer, TALK)
+    assert learned(tokenizer, (ids, mask)) == "é2<eos>3 <eos>"
     marked = tokenizer.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
     assert (ids, mask) == (marked["input_ids"], marked["assistant_masks"])
 
 
 def test_a_demonstration_continues_exactly_the_prompt_that_sampling_sees(tokenizer):
     for prompt in ("1+1=", TALK[:2], TALK[:4]):
-        ids, mask = encode_example(tokenizer, prompt, "42")
+        ids, mask = encode_completion(tokenizer, prompt, "42")
         shown = render_prompt(tokenizer, prompt)
         assert ids[: len(shown)] == shown and mask == [0] * len(shown) + [1] * 3
         assert tokenizer.decode(ids[len(shown) :]) == "42<eos>"
-    with pytest.raises(ValueError, match="completion or messages"):
-        encode_example(tokenizer, "1+1=")
+        assert encode_completion(tokenizer, prompt, "42", "all") == (ids, [0] + [1] * (len(ids) - 1))
 
 
 QWEN = (
@@ -69,9 +83,17 @@ QWEN = (
     "{%- if m.role == 'assistant' and last -%}<think>\n\n</think>\n\n{%- endif -%}{{ m.content }}<eos>\n{% endfor -%}"
     "{%- if add_generation_prompt -%}<|assistant|>\n{%- endif -%}"
 )
+THOUGHT = "<think>\n\n</think>"
+# The prompt ends with the beginning of a thought, which a conversation does not have, and neither its thoughts (DeepSeek R1).
+R1 = (
+    "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<eos>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|><think>\n{%- endif -%}"
+)
+COUNTS = "{{ messages | length }}{% for m in messages %}{{ m.content }}|{% endfor %}"
 CASES = {
-    "drops the thought of earlier turns": (QWEN, "é2<eos><think>\n\n</think>3 <eos>"),
-    "rewrites what came before": ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", None),
+    "drops the thought of earlier turns": (QWEN, [f"{THOUGHT}3 <eos>", f"{THOUGHT}é2<eos>"]),
+    "begins a thought in the prompt only": (R1, ["é2<eos>3 <eos>"]),
+    "rewrites what came before": (COUNTS, ["3 |", "é2|"]),
     "drops the assistant": ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", None),
     "begins twice": ("<bos><bos>{% for m in messages %}{{ m.content }}<eos>{% endfor %}", None),
 }
@@ -79,29 +101,64 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_other_templates_are_masked_by_position_or_refused(name, tmp_path):
-    template, learned = CASES[name]
+    template, expected = CASES[name]
     (tmp_path / "chat.jinja").write_text(template)
     tokenizer = load_tokenizer("bytes", chat_template=tmp_path / "chat.jinja")
-    if learned is None:
+    if expected is None:
         with pytest.raises(ChatError):
-            render_conversation(tokenizer, TALK)
+            encode_conversation(tokenizer, TALK)
         return
-    ids, mask = render_conversation(tokenizer, TALK)
-    text = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
-    assert text == learned
+    rows = encode_conversation(tokenizer, TALK)
+    assert [learned(tokenizer, row) for row in rows] == expected
+    assert encode_conversation(tokenizer, TALK, history="last") == rows[:1]
+    assert encode_conversation(tokenizer, TALK, train_on="last_turn") == rows[:1] or name.startswith("begins")
+    full = tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert tokenizer.decode(rows[0][0]) == full
+
+
+def test_a_turn_that_is_rewritten_is_learned_as_it_was_when_it_was_the_last(tmp_path):
+    (tmp_path / "chat.jinja").write_text(QWEN)
+    tokenizer = load_tokenizer("bytes", chat_template=tmp_path / "chat.jinja")
+    talk = [*TALK, TALK[1], TALK[4]]
+    rows = encode_conversation(tokenizer, talk)
+    for row, count in zip(rows, (7, 5, 3), strict=True):
+        prompt = render_prompt(tokenizer, talk[: count - 1])
+        assert row[0][: len(prompt)] == prompt and row[1][: len(prompt)] == [0] * len(prompt)
+        assert learned(tokenizer, row) == f"{THOUGHT}{talk[count - 1]['content']}<eos>"
+    with pytest.raises(ChatError, match="changes a turn of the answer"):
+        encode_answer(tokenizer, TALK[:2], TALK[2:])
+    assert learned(tokenizer, encode_answer(tokenizer, TALK[:4], TALK[4:])) == f"{THOUGHT}3 <eos>"
+
+
+def test_variables_and_the_date_of_a_run_reach_the_template(tmp_path):
+    template = "{{ strftime_now('%d %b %Y') }}{{ strftime_now( \"%Y\" ) }} {{ thinking }}{{ messages[0].content }}"
+    (tmp_path / "chat.jinja").write_text(template)
+    options = {"file": str(tmp_path / "chat.jinja"), "variables": {"thinking": False}}
+    values = {"model": "tiny", "max_length": 8, "stages": [{"algorithm": "sft", "steps": 1, "data": "rows.jsonl"}]}
+
+    def prompt(**more):
+        config = RunConfig.model_validate(values | {"tokenizer": {"source": "bytes", "chat_template": options} | more})
+        tokenizer, _ = read_tokenizer(config)
+        return tokenizer.decode(render_prompt(tokenizer, TALK[:1])), reads_date(config)
+
+    assert prompt(date="2026-01-31") == ("31 Jan 20262026 Falseshort", True)
+    today = datetime.date.today()
+    assert prompt()[0] == f"{today:%d %b %Y}{today:%Y} Falseshort"
+    with pytest.raises(ValueError, match="must be a day such as 2026-01-31"):
+        prompt(date="31 January")
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+    assert prompt() == ("short", False)
 
 
 def test_a_turn_with_weight_0_is_not_trained_on(tokenizer):
     turns = [*TALK[:2], TALK[2] | {"weight": 0}, *TALK[3:]]
-    _, mask = render_conversation(tokenizer, TALK)
-    ids, weighted = render_conversation(tokenizer, turns)
-    _, before = render_conversation(tokenizer, TALK[:3])
-    assert sum(weighted) == sum(mask) - sum(before) > 0
-    assert not any(weighted[: len(before)]) and weighted[len(before) :] == mask[len(before) :]
+    [(ids, mask)] = encode_conversation(tokenizer, turns)
+    assert learned(tokenizer, (ids, mask)) == "3 <eos>"
+    assert ids == encode_conversation(tokenizer, TALK)[0][0]
     with pytest.raises(ChatError, match="all turns of the assistant have weight 0"):
-        render_conversation(tokenizer, turns[:3])
+        encode_conversation(tokenizer, turns[:3])
     with pytest.raises(ChatError, match="train_on=assistant"):
-        encode_example(tokenizer, turns[:-1], messages=turns, train_on="all")
+        encode_conversation(tokenizer, turns, train_on="all")
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -115,7 +172,7 @@ def test_tools_reach_the_template_or_are_refused(tmp_path):
     messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     assert tokenizer.decode(render_prompt(with_tools, messages[:1])) == "add|1+1<eos>"
     assert tokenizer.decode(render_prompt(tokenizer, messages[:1])) == "1+1<eos>"
-    ids, mask = render_conversation(with_tools, messages)
+    [(ids, mask)] = encode_conversation(with_tools, messages)
     assert tokenizer.decode(ids) == "add|1+1<eos>2<eos>" and sum(mask) == 2
     with pytest.raises(ChatError, match="the chat template does not write them"):
         render_prompt(with_variables(load_tokenizer("bytes"), tools=TOOLS), messages[:1])
@@ -139,7 +196,7 @@ def test_a_tokenizer_that_frames_its_text_keeps_its_beginning_and_loses_its_end(
         single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
     )
     assert render_prompt(framed, "1+1=") == [1, 9, 18, 9, 21]
-    ids, mask = encode_example(framed, "1+1=", "2")
+    ids, mask = encode_completion(framed, "1+1=", "2")
     assert ids == [1, 9, 18, 9, 21, 10, 2] and mask == [0, 0, 0, 0, 0, 1, 1]
     with pytest.raises(ChatError, match="two beginnings"):
         render_prompt(framed, "<bos>1")

@@ -27,7 +27,7 @@ from rl.data.inspect.stage_rows import Encoded, StageRows
 from rl.data.limits import Limit, cut_row, fit, never_cut, too_long_key
 from rl.data.media import conflicts, decode_first, kinds_of, read_processors, with_lists
 from rl.data.rows.forms import read_labelled
-from rl.data.tokenizer import read_tokenizer
+from rl.data.tokenizer import history_of, read_tokenizer
 from rl.errors import ConfigError, DataError
 from rollout.media.processors import Processors
 from rollout.text.tokenizer import CHAT_TEMPLATE
@@ -78,7 +78,7 @@ def _inspection(config: RunConfig, names: Collection[str], rewards: bool) -> Ins
     """Applies the checks to the stages of these names."""
     models.check_files(config.model.source, config.model.sections)
     tokenizer, stops = read_tokenizer(config)
-    encoder = ExampleEncoder(tokenizer, read_processors(config, tokenizer), config.model.media_rows)
+    encoder = ExampleEncoder(tokenizer, read_processors(config, tokenizer), config.model.media_rows, history_of(config))
     malformed: list[Finding] = []
     held_out = _held_out(config, malformed, encoder.processors)
     stages = []
@@ -231,7 +231,7 @@ def _encoded(stage: StageRows, example: Example, encoder: ExampleEncoder) -> lis
         return [Encoded(example, ids, [0] * len(ids), media)]
     if example.pair is not None:
         return [Encoded(example, *encoder.answer(example, answer)) for answer in example.pair]
-    return [Encoded(example, *encoder.demonstration(example, stage.train_on))]
+    return [Encoded(example, *row) for row in encoder.demonstration(example, stage.train_on)]
 
 
 def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -157,41 +158,20 @@ def stops_agree(stage: StageRows) -> Iterator[Finding]:
         )
 
 
-def prefixes(stage: StageRows) -> Iterator[Finding]:
-    """5: the rendering of k messages is the beginning of the rendering of k + 1."""
-    for example in stage.some_examples:
-        messages = _messages(example)
-        turns = sum(message["role"] == "assistant" for message in messages)
-        if turns < 2:
-            continue
-        place = _first_rewritten(stage.tokenizer, messages)
-        if place is not None:
-            trained = stage.train_on == "assistant" or stage.samples
-            yield Finding(
-                5,
-                "refuse" if trained else "warn",
-                f"the chat template rewrites what comes before message {place} when that message is added "
-                f"({example.where}): the policy is trained on turns that it never sees in this form",
-                "Use a template that only appends, one turn per row, or algorithm.train_on: last_turn",
-                stage.name,
-            )
-            return
-
-
-def _first_rewritten(tokenizer: Any, messages: Sequence[dict]) -> int | None:
-    """Returns the number of the first message whose addition changes the text before it, or None."""
-    before = ""
-    for number in range(1, len(messages) + 1):
-        try:
-            text = _rendered(tokenizer, messages[:number])
-            prompted = _rendered(tokenizer, messages[:number], generation=True)
-        except chat.ChatError:
-            before = ""  # some templates refuse a conversation that ends there
-            continue
-        if not text.startswith(before):
-            return number - 1
-        before = prompted if number < len(messages) and messages[number]["role"] == "assistant" else text
-    return None
+def rewritten_turns(stage: StageRows) -> Iterator[Finding]:
+    """5: the chat template leaves earlier turns as they were when the next message is added."""
+    rows = Counter(row.example.where for row in stage.rows if row.example.messages is not None)
+    several = {where: count for where, count in rows.items() if count > 1}
+    if several and stage.kind == "supervised":
+        first = next(iter(several))
+        yield Finding(
+            5,
+            "warn",
+            f"the chat template rewrites earlier turns: {len(several)} of {len(rows)} conversations are "
+            f"{sum(several.values())} rows, so that each turn is learned as it was when it was the last (first {first})",
+            "To learn only turns that the full conversation leaves as they were, set tokenizer.chat_template.history=last",
+            stage.name,
+        )
 
 
 def round_trips(stage: StageRows) -> Iterator[Finding]:
@@ -314,4 +294,4 @@ def _token(tokenizer: Any, ids: Sequence[int], place: int) -> str:
     return f"{tokenizer.decode(ids[place : place + 1])!r} ({ids[place]})" if place < len(ids) else "nothing"
 
 
-TEMPLATE_CHECKS = (beginnings, turn_ends, stops_agree, prefixes, round_trips, sampled_form, plain_prompts)
+TEMPLATE_CHECKS = (beginnings, turn_ends, stops_agree, rewritten_turns, round_trips, sampled_form, plain_prompts)
