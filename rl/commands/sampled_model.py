@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rewards.suggest import nearest_path
+from rl.config import yaml_tree
+from rl.config.files import RESOLVED
 from rl.data import models
 from rl.errors import ConfigError, ModelError
 
@@ -93,6 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="type of weights and matrix products (float32)",
     )
     parser.add_argument(
+        "--template-variables",
+        metavar="YAML",
+        help="variables of the chat template, e.g. '{enable_thinking: false}' (of a run: those that it was trained with)",
+    )
+    parser.add_argument(
         "--platform", choices=("auto", "cpu", "tpu", "gpu"), default="auto", help="platform of jax (auto)"
     )
 
@@ -106,6 +113,7 @@ def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
 
     from policy.huggingface import sources
     from rollout import SamplingParams
+    from rollout.text.chat import with_variables
     from rollout.text.tokenizer import load_tokenizer, stop_ids
 
     options = {
@@ -115,13 +123,32 @@ def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
         params = SamplingParams(**options | changes)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    variables = _template_variables(Path(arguments.model), arguments.template_variables)
     try:
         positions = models.positions_of(sources.read_config(directory))
-        tokenizer = load_tokenizer(directory)
+        tokenizer = with_variables(load_tokenizer(directory), **variables)
         stops = stop_ids(tokenizer, directory)
     except ValueError as error:
         raise ModelError(f"{directory}: {error}") from None
     return SampledModel(directory, arguments.dtype, tokenizer, replace(params, stop_token_ids=stops), positions)
+
+
+def _template_variables(run: Path, text: str | None) -> dict[str, Any]:
+    """Returns the variables of the chat template: those of the text, a YAML mapping, else those of a run. Raises
+    ConfigError for a text that is no mapping."""
+    if text is not None:
+        values = yaml_tree.plain(yaml_tree.parse(text, lambda line: "--template-variables"))
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"--template-variables: must be a mapping such as {{enable_thinking: false}}, got {text!r}"
+            )
+        return values
+    file = run / RESOLVED
+    if not file.is_file():
+        return {}
+    saved = yaml_tree.plain(yaml_tree.parse(file.read_text(encoding="utf-8"), lambda line: f"{file}:{line}"))
+    options = (saved.get("tokenizer") or {}).get("chat_template")
+    return options.get("variables", {}) if isinstance(options, dict) else {}
 
 
 def _directory(source: str) -> Path:

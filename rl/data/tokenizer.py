@@ -118,7 +118,9 @@ def write_tokenizer(config: RunConfig, tokenizer: Any, directory: Path) -> None:
         if (source / _MORE_TEMPLATES).is_dir():
             shutil.copytree(source / _MORE_TEMPLATES, directory / _MORE_TEMPLATES, dirs_exist_ok=True)
         return
-    template = Path(options.chat_template.file).read_text(encoding="utf-8")
+    template = tokenizer.chat_template
+    if options.date is not None:  # the tokenizer's has the date in it
+        template = Path(options.chat_template.file).read_text(encoding="utf-8")
     (directory / models.TEMPLATE_FILES[0]).write_text(template, encoding="utf-8")
     keys = json.loads((directory / _CONFIG).read_text(encoding="utf-8-sig"))
     if "chat_template" in keys:

@@ -37,7 +37,7 @@ def written(tmp_path, source, options=None, tokenizer=None):
     config = RunConfig.model_validate(values | {"stages": [{"algorithm": "sft", "steps": 1}]})
     folder = tmp_path / "export"
     folder.mkdir()
-    template = config.tokenizer and config.tokenizer.chat_template
+    template = config.tokenizer and config.tokenizer.chat_template and config.tokenizer.chat_template.file
     write_tokenizer(config, tokenizer or load_tokenizer(source, chat_template=template), folder)
     return folder
 

@@ -11,6 +11,7 @@ import pytest
 import policy
 from policy.huggingface import sources
 from rl.commands import cli
+from rl.errors import ConfigError
 from rollout import Generator, SamplingParams
 from rollout.text.tokenizer import byte_level, load_tokenizer
 
@@ -160,3 +161,27 @@ def test_tokenizers_are_read_without_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_variables_of_the_chat_template_come_from_the_command_or_the_run(directory, tmp_path):
+    from argparse import Namespace
+
+    from rl.commands import sampled_model
+    from rollout.text.chat import render_prompt
+
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "export").symlink_to(directory)
+    sampling = {"max_new_tokens": 1, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "stop": []}
+
+    def prompt(variables):
+        arguments = Namespace(model=str(run), dtype="float32", template_variables=variables, **sampling)
+        tokenizer = sampled_model.find(arguments).tokenizer
+        tokenizer.chat_template = "{{ thinking is defined and thinking }}"
+        return tokenizer.decode(render_prompt(tokenizer, [{"role": "user", "content": "a"}]))
+
+    assert prompt(None) == "False" and prompt("{thinking: yes}") == "yes"
+    (run / "config.yml").write_text("tokenizer: {source: bytes, chat_template: {variables: {thinking: 7}}}")
+    assert prompt(None) == "7" and prompt("{thinking: 8}") == "8"
+    with pytest.raises(ConfigError, match="--template-variables: must be a mapping"):
+        prompt("thinking")

@@ -4,8 +4,11 @@ import json
 import pytest
 
 from policy.huggingface.tensorfiles import ModelFileError
+from rl.config import files
 from rl.config.run import RunConfig
 from rl.data.tokenizer import read_tokenizer, reads_date
+from rl.run.load import load
+from rl.run.prepare import with_date
 from rollout.text.chat import (
     ChatError,
     encode_answer,
@@ -148,6 +151,29 @@ def test_variables_and_the_date_of_a_run_reach_the_template(tmp_path):
         prompt(date="31 January")
     (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
     assert prompt() == ("short", False)
+
+
+def test_a_run_that_is_continued_reads_the_date_of_its_start(tmp_path):
+    (tmp_path / "chat.jinja").write_text("{{ strftime_now('%Y') }}{{ messages[0].content }}")
+    tokenizer = {"source": "bytes", "chat_template": str(tmp_path / "chat.jinja")}
+    values = {
+        "model": "tiny-deepseek",
+        "tokenizer": tokenizer,
+        "run": {"dir": str(tmp_path / "run")},
+        "max_length": 8,
+        "stages": [{"algorithm": "sft", "steps": 1, "data": {"task": "arithmetic"}}],
+    }
+    (tmp_path / "run.yml").write_text(json.dumps(values))
+    config = load([tmp_path / "run.yml"])
+    assert with_date(config).tokenizer.date == datetime.date.today().isoformat()
+    (tmp_path / "run").mkdir()
+    started = config.model_copy(update={"tokenizer": config.tokenizer.model_copy(update={"date": "2026-01-31"})})
+    (tmp_path / "run" / "config.yml").write_text(files.resolved_yaml(started))
+    assert with_date(config).tokenizer.date == datetime.date.today().isoformat()  # it has no event
+    (tmp_path / "run" / "events.jsonl").write_text("{}")
+    assert with_date(config) == started == load([tmp_path / "run"])
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+    assert with_date(config) == config
 
 
 def test_a_turn_with_weight_0_is_not_trained_on(tokenizer):
