@@ -274,7 +274,14 @@ def in_the_root(monkeypatch):
 
 
 def test_13_demonstrations_are_scored(in_the_root, capsys):
-    arguments = ["inspect", "configs/quickstart.yml", "data.limit=40", "evaluation=null", "stages.0.prompts_per_step=8"]
+    arguments = [
+        "inspect",
+        "configs/quickstart.yml",
+        "data.limit=40",
+        "evaluation=null",
+        "stages.1.until=null",
+        "stages.0.prompts_per_step=8",
+    ]
     assert cli.main([*arguments, "--rows", "1", "--stage", "sft", "--strict"]) == 0
     printed = capsys.readouterr().out
     assert "64" not in printed and "40 demonstrations get a mean reward of 1 (1 to 1)" in printed
