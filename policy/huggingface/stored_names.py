@@ -35,7 +35,9 @@ def _without_base(family: ModuleType) -> list[tuple[str, str]]:
     """Returns prefixes of a model that was saved by AutoModel, without a head: its names lack the first word, "model."
     in most families."""
     layers = getattr(family, "LAYER_PREFIX", names.LAYER_PREFIX).split("{n}")[0]
-    base, _, _ = layers.partition(".")
+    base, _, inner = layers.partition(".")
+    if not inner:
+        return []  # the family's names have no such word
     stored = [layers, *(place.name for place in getattr(family, "TOP", names.TOP).values())]
     inner = [name.removeprefix(f"{base}.") for name in stored if name.startswith(f"{base}.")]
     return [(name, f"{base}.{name}") for name in inner]
