@@ -55,6 +55,8 @@ def oracle(kind: str, seed: int = 0, **keys):
                 and "softcap" not in name
             ):
                 tensor.add_(torch.randn_like(tensor) * 0.3)
+            if name.endswith("tid2eid"):  # the experts of each token id, all 0 in a fresh model
+                tensor.copy_(torch.rand(len(tensor), model.config.n_routed_experts).argsort(-1)[:, : tensor.shape[1]])
     return model
 
 
@@ -174,6 +176,12 @@ def random_model(config, seed: int = 0, runtime=None, mesh=None):
     graph = Graph(config, runtime or Runtime(), mesh or layout({"fsdp": 1}, devices=jax.devices()[:1]))
     rng, params = np.random.default_rng(seed), {}
     for path in sorted(graph.paths):
+        if path.endswith("token_experts"):
+            experts = next(spec.moe.router.experts for spec in config.layers if spec.moe)
+            shape = graph.shapes[path].shape
+            table = rng.random((*shape[:-1], experts)).argsort(-1)[..., : shape[-1]]
+            params[path] = jax.device_put(table.astype(np.int32), graph.sharding(path))
+            continue
         if graph.shapes[path].dtype == np.int32:  # the classes of tokens
             params[path] = jax.device_put(np.arange(config.vocab_size, dtype=np.int32)[None], graph.sharding(path))
             continue

@@ -28,11 +28,13 @@ def our_gradients(kind, model, row, directory):
 
     from policy.modes import make_step
 
-    def loss(params):
-        logp, entropy, _ = model.graph.logprobs(params, row, make_step(row), 0.7)
+    def loss(floats):
+        logp, entropy, _ = model.graph.logprobs(integers | floats, row, make_step(row), 0.7)
         return (WEIGHTS[0] * logp[:, 1:] + WEIGHTS[1] * entropy[:, 1:]).sum()
 
-    policy.save(policy.Model(model.graph, jax.jit(jax.grad(loss))(model.params)), directory)
+    integers = {path: array for path, array in model.params.items() if array.dtype == "int32"}
+    floats = {path: array for path, array in model.params.items() if path not in integers}
+    policy.save(policy.Model(model.graph, integers | jax.jit(jax.grad(loss))(floats)), directory)
     return {name: p.detach().numpy() for name, p in reload(kind, directory).named_parameters()}
 
 
