@@ -103,7 +103,7 @@ def _split_convolutions(model, file: Path) -> None:
 def reload(kind: str, directory, **kwargs):
     """What transformers makes of a directory; it must not miss a tensor or find one too many."""
     model, info = classes(kind)[1].from_pretrained(
-        directory, output_loading_info=True, dtype="auto", attn_implementation="eager", **kwargs
+        directory, output_loading_info=True, **{"dtype": "auto", "attn_implementation": "eager"} | kwargs
     )
     assert {key: list(value) for key, value in info.items() if value} == {}
     return model.eval()

@@ -128,7 +128,7 @@ class TensorFiles:
         instead of floats. Raises ModelFileError if it is missing or different."""
         if name not in self:
             tied = "; if the embedding is the head, set tie_word_embeddings: true in config.json"
-            hint = tied if name.endswith("lm_head.weight") else ""
+            hint = tied if name.endswith("head.weight") else ""
             raise ModelFileError(f"{self.directory}: missing tensor {name}, expected with shape {list(shape)}{hint}")
         if (tensor := self._quantized(name)) is None:
             entry = self._entries[name]

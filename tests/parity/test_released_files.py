@@ -342,3 +342,56 @@ def test_the_kinds_of_layers_of_granite_4_have_older_names(tmp_path):
 def test_layers_of_mamba_2_that_no_class_computes_are_refused(kind, keys, message):
     with pytest.raises(UnsupportedModel, match=message):
         families.read(configuration(kind, **keys))
+
+
+def of_8_bits(weight):
+    """(values, scales) of 8-bit floats, whose scales are powers of two."""
+    blocks = [-(-n // 128) for n in weight.shape]
+    scales = torch.full(blocks, 125, dtype=torch.uint8)
+    return (weight * 4).to(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu)
+
+
+def of_4_bits(weight, generator):
+    """(values, scales) of random 4-bit floats, two in a byte, in the place of a weight."""
+    rows, columns = weight.shape
+    values = torch.randint(-128, 128, (rows, columns // 2), generator=generator, dtype=torch.int8)
+    scales = torch.randint(122, 125, (rows, -(-columns // 32)), generator=generator, dtype=torch.uint8)
+    return values, scales.view(torch.float8_e8m0fnu)
+
+
+def test_files_of_deepseek_v4_are_read_as_transformers_reads_them(tmp_path):
+    """Names without `model.`, projections of 8 bits, experts of 4 bits, a module that predicts further tokens."""
+    import re
+
+    from safetensors.torch import load_file, save_file
+    from transformers import FineGrainedFP8Config
+
+    directory = saved(oracle("DeepseekV4", **STANDARD["DeepseekV4"]), tmp_path / "released")
+    generator, state = torch.Generator().manual_seed(0), {}
+    for name, weight in load_file(directory / model_directory.SINGLE).items():
+        name = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+        name = name.replace(".attn.norm.", ".attn.kv_norm.")
+        if ".ffn.experts." in name:
+            state[name], state[name.replace(".weight", ".scale")] = of_4_bits(weight, generator)
+        elif re.search(r"\.attn\.w\w+\.weight|\.shared_experts\.", name):
+            state[name], state[name.replace(".weight", ".scale")] = of_8_bits(weight)
+        else:
+            state[name] = weight
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in state.values()}
+    assert dtypes == {"float32", "float8_e4m3fn", "float8_e8m0fnu", "int8", "int64"}
+    state["mtp.0.e_proj.weight"] = torch.zeros(2, 2)
+    save_file(state, directory / model_directory.SINGLE, metadata={"format": "pt"})
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    edit_config(directory, lambda config: config.update(expert_dtype="fp4", quantization_config=quantization))
+    theirs = reload(
+        "DeepseekV4",
+        directory,
+        dtype=torch.float32,
+        quantization_config=FineGrainedFP8Config(dequantize=True),
+        experts_implementation="eager",
+    )
+    assert_same_logits(directory, theirs)
+    policy.save(policy.load(directory), tmp_path / "out")
+    assert_same_weights(policy.load(tmp_path / "out"), policy.load(directory))
+    assert not any(name.startswith("model.") for name in stored_names(tmp_path / "out"))
+    reload("DeepseekV4", tmp_path / "out")

@@ -39,6 +39,9 @@ KINDS = {
         padded={"layer_types": [_S] * 4},  # the class compresses padding, too
     ),
 }
+# The model cards have 284 and 1,600 billion; the files of the first hold 284,332,230,231 numbers that are trained. The
+# others are here the correction biases and the tables of experts by token id.
+PUBLISHED = {"deepseek-v4-flash": 284_334_567_511, "deepseek-v4-pro": 1_572_999_528_803}
 _NESTED = {
     "main": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0, "partial_rotary_factor": 0.5},
     "compress": YARN | {"partial_rotary_factor": 0.25},
