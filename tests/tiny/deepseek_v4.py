@@ -87,7 +87,7 @@ WIDE = {
         {"index_topk": 100, "num_attention_heads": 1, "o_groups": 1, "num_experts_per_tok": 1},
     ),
 }
-GENERATED = {"deepseek_v4": ("DeepseekV4", KINDS["DeepseekV4"].standard)}
+GENERATED = {"deepseek_v4": ("DeepseekV4", KINDS["DeepseekV4"].standard | {"initializer_range": 0.2})}
 GENERATED_WIDE = {
     "deepseek_v4-repeats": (
         "DeepseekV4",
@@ -96,6 +96,7 @@ GENERATED_WIDE = {
             "layer_types": [_H, _C] * 3,
             "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 4,
             "index_topk": 2,
+            "initializer_range": 0.2,
         },
     ),
 }
