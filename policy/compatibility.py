@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policy.config import CompressedAttention, DecoderConfig, LatentAttention, Runtime
+from policy.config import CompressedAttention, DecoderConfig, GatedResidual, HyperConnections, Runtime
 
 LATENT = "experts that read a latent (moe_latent_size)"
 SPLIT, EXCHANGE = "model.batch_split", "model.expert_parallel: all_to_all"
@@ -21,6 +21,7 @@ WARMUP, MODULES = "stages.N.indexer.training: dense_warmup", "stages.N.mtp"
 EXPLICIT, FEW_BITS = "mesh.shard_mode: explicit", "model.quantization"
 WEIGHTS_AWAY, KEPT_AWAY = "model.host_parameters", "a policy of model.remat that offloads"
 EMBEDDINGS, TABLES_AWAY = "embeddings for each layer", "model.table_memory: host"
+GATED = "gated residual streams"
 MEDIA, LOOKS_AHEAD, DEEPSTACK = "pictures or sounds", "attention to later parts of a picture", "deepstack features"
 
 # Unordered pairs of features that are refused, and the reason.
@@ -28,6 +29,7 @@ INCOMPATIBLE: dict[tuple[str, str], str] = {
     (SPLIT, EXCHANGE): "the schedule interleaves the collectives of the schemes gather and hidden",
     (GRADIENTS, EXCHANGE): "it is the type of the sums that the schemes gather and hidden send back",
     (SPLIT, HYPER): "the schedule carries one state for each token between layers, not several streams",
+    (SPLIT, GATED): "the schedule carries one state for each token between layers, not several streams",
     (SPLIT, ENGRAM): "the schedule begins with the mixer, and has no place for a table lookup before it",
     (SPLIT, LATENT): "the schedule hands the input of the layer to the experts, not what is projected from it",
     (SPLIT, INDEXER): "the schedule does not pass on what an indexer is trained on",
@@ -51,7 +53,7 @@ INCOMPATIBLE: dict[tuple[str, str], str] = {
     (EXPLICIT, TABLES_AWAY): "shardings cannot be declared for arrays in host memory; use auto",
     (MEDIA, MODULES): "a prediction module embeds the next token, which may stand for a part of a picture",
     (MEDIA, ENGRAM): "n-grams of placeholders say nothing about a picture",
-    (MEDIA, INDEXER): "no decoder with an indexer was trained on pictures or sounds",
+    (MEDIA, INDEXER): "which tokens of a picture an indexer chooses was not compared with transformers",
     (MEDIA, SPLIT): "the schedule halves the rows of arrays, and the table of pictures has no rows of the batch",
     (MEDIA, EXPLICIT): "reads of the table of pictures declare no shardings; use auto",
     (DEEPSTACK, HYPER): "which of the residual streams gets the features is not defined",
@@ -71,13 +73,12 @@ def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False,
         SPLIT: runtime.batch_split,
         EXCHANGE: runtime.expert_parallel == "all_to_all",
         GRADIENTS: runtime.expert_gradients is not None,
-        HYPER: config.hyper_connections is not None,
+        HYPER: isinstance(config.hyper_connections, HyperConnections),
+        GATED: isinstance(config.hyper_connections, GatedResidual),
         ENGRAM: any(spec.engram is not None for spec in config.layers),
         EMBEDDINGS: config.layer_embedding is not None,
         TABLES_AWAY: config.layer_embedding is not None and runtime.table_memory == "host",
-        INDEXER: any(
-            isinstance(spec.mixer, LatentAttention) and spec.mixer.indexer is not None for spec in config.layers
-        ),
+        INDEXER: any(spec.has_indexer for spec in config.layers),
         RING: runtime.context_parallel == "ring",
         ULYSSES: runtime.context_parallel == "ulysses",
         BALANCE: runtime.context_load_balance,

@@ -18,6 +18,7 @@ from policy.specs import (
     Activation,
     Attention,
     AttentionAndMamba2,
+    BlockIndexer,
     ClampedSwiglu,
     CompressedAttention,
     Compression,
@@ -59,6 +60,7 @@ __all__ = [
     "Activation",
     "Attention",
     "AttentionAndMamba2",
+    "BlockIndexer",
     "ClampedSwiglu",
     "CompressedAttention",
     "Compression",
@@ -67,6 +69,7 @@ __all__ = [
     "Engram",
     "EntryIndexer",
     "GatedDeltaNet",
+    "GatedResidual",
     "HyperConnections",
     "Indexer",
     "KimiDeltaAttention",
@@ -172,10 +175,15 @@ class LayerSpec:
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """Returns the rotary embeddings of the mixer and of its indexer."""
-        indexer = self.mixer.indexer if isinstance(self.mixer, LatentAttention) else None
         parts = [mixer for mixer in self.mixers if not isinstance(mixer, Recurrent)]
-        parts += [indexer] if isinstance(indexer, Indexer) else []
+        indexers = [getattr(part, "indexer", None) for part in parts]
+        parts += [indexer for indexer in indexers if isinstance(indexer, Indexer | BlockIndexer)]
         return tuple(part.rope for part in parts if isinstance(part.rope, Rope))
+
+    @property
+    def has_indexer(self) -> bool:
+        """Whether a query of the mixer sees a choice of the keys alone."""
+        return any(getattr(mixer, "indexer", None) is not None for mixer in self.mixers)
 
     @property
     def keeps_index(self) -> bool:
@@ -242,6 +250,21 @@ class HyperConnections:
 
 
 @dataclass(frozen=True)
+class GatedResidual:
+    """Gated residual streams (Qwen4ExpTextGatedResidual of transformers): each token has `streams` residual vectors x_g,
+    which begin as copies of its embedding.
+
+    With n_g the zero-centred norm of x_g, a part of a layer reads mean_g(s_g * n_g), s = sigmoid(U silu(D n / streams))
+    with U and D of rank `rank`, and its output o is added as x_g += 2 sigmoid(W n / streams)_g o. What the head reads is
+    such a mean, too, without a further norm.
+    """
+
+    streams: int
+    rank: int
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
 class MultiTokenPrediction:
     """Modules that predict the tokens after the next one (arXiv 2412.19437, section 2.2): module d = 1..`depth` joins
     the hidden state of a position with the embedding of the token d places on, passes one `layer`, and predicts the
@@ -297,7 +320,7 @@ class DecoderConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     initializer_range: float = 0.02
-    hyper_connections: HyperConnections | None = None
+    hyper_connections: HyperConnections | GatedResidual | None = None
     multi_token_prediction: MultiTokenPrediction | None = None
     image: Tower | None = None
     audio: Tower | None = None
@@ -336,6 +359,11 @@ class DecoderConfig:
         before, stack = self.stacks[: int(s)], self.stacks[int(s)]
         first = sum(len(each.pattern) * each.repeats for each in before) + int(i)
         return [first + r * len(stack.pattern) for r in range(stack.repeats)]
+
+    @property
+    def has_final_norm(self) -> bool:
+        """Whether a norm stands before the head; gated residual streams are normed as they are read."""
+        return not isinstance(self.hyper_connections, GatedResidual)
 
     @property
     def layer_embedding(self) -> LayerEmbedding | None:

@@ -25,10 +25,10 @@ from policy.cache.step import Step
 from policy.config import DecoderConfig, LearnedPositions, Runtime, Stack
 from policy.intermediates import Aux, LayerAux
 from policy.layers import batch_split, media_rows, shared_index
-from policy.layers.hyper_connections import streams
 from policy.layers.layer import Layer
 from policy.layers.layer_embeddings import LayerEmbeddings
 from policy.layers.prediction_module import PredictionModule
+from policy.layers.residual import streams
 from policy.layers.shared_keys import hand_on
 from policy.mesh.explicit import in_explicit_mode, with_explicit_axes
 from policy.mesh.sharding import Layout, axes_of, constrain, decoded, own_rows, row_major
@@ -240,7 +240,7 @@ class Decoder(nnx.Module):
         self.stacks = nnx.List(
             [LayerStack(stack, n, config, rngs) for stack, n in zip(config.stacks, first, strict=False)]
         )
-        self.norm = norm(config.hidden_size, config.norm, rngs)
+        self.norm = norm(config.hidden_size, config.norm, rngs) if config.has_final_norm else nnx.identity
         if not config.tied_head:
             self.lm_head = weight(rngs, shape, axes, normal(config.initializer_range))
         self.streams = streams(config, rngs)

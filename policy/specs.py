@@ -124,7 +124,7 @@ class Attention:
     bounds scores by c tanh(s / c). `sinks`: one learned score for each head that takes part in the softmax and stands
     for no token. `gate`: the output is multiplied by a sigmoid of a second query projection. `values_are_keys`: there
     is no value projection; values are the projected keys before their norm and rotation. `looks_ahead`: the tokens of
-    one picture see each other, within the window.
+    one picture see each other, within the window. `indexer`: a query sees only the blocks of keys that it chooses.
 
     `keeps` names the keys and values of the layer for later layers. A layer that `shares` a name has no keys and values
     of its own: it attends to those that an earlier layer keeps under the name, after their norms and rotation, and it
@@ -151,11 +151,31 @@ class Attention:
     keeps: str | None = None
     shares: str | None = None
     looks_ahead: bool = False
+    indexer: BlockIndexer | None = None
 
     @property
     def lookback(self) -> int | None:
         """Returns how many tokens a query looks back at most, itself included; None: all of them."""
         return min((tokens for tokens in (self.window, self.chunk) if tokens), default=None)
+
+
+@dataclass(frozen=True)
+class BlockIndexer:
+    """Chooses the blocks of keys that a query of grouped-query attention may see (the token indexer of Qwen4-Exp,
+    Qwen4ExpTextQSAIndexer of transformers).
+
+    A block is `block_size` tokens, counted from the start of the document. Its key is the mean of one key of `head_dim`
+    for each token, normed, and rotated at the position of the block's first token. A query sees the `blocks` complete
+    blocks with the largest sum over `heads` of relu(q_h . k) / sqrt(head_dim), with q projected from the token, normed
+    and rotated, and the tokens of its own block while that is not complete.
+    """
+
+    heads: int
+    head_dim: int
+    blocks: int
+    block_size: int
+    rope: Rope
+    norm: Norm
 
 
 @dataclass(frozen=True)
@@ -258,8 +278,8 @@ class GatedDeltaNet:
 
     S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q.  g = -exp(A_log) softplus(a + dt_bias), beta =
     beta_scale sigmoid(b), and q, k of unit length, q times key_dim^-1/2. q, k and v pass a causal depthwise convolution over
-    `conv_width` tokens and a silu first; o is normed over value_dim and multiplied by silu(z). Value head h reads key
-    head h // (value_heads / key_heads).
+    `conv_width` tokens and a silu first; o is normed over value_dim and multiplied by silu(z), or by sigmoid(z) with
+    `gate` sigmoid. Value head h reads key head h // (value_heads / key_heads).
     """
 
     key_heads: int
@@ -269,6 +289,7 @@ class GatedDeltaNet:
     conv_width: int
     norm: Norm
     beta_scale: float = 1.0
+    gate: Literal["silu", "sigmoid"] = "silu"
 
     def __post_init__(self):
         if self.value_heads % self.key_heads:

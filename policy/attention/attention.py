@@ -14,13 +14,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from policy.attention import block_attention, flash_attention, paged_attention
 from policy.attention.attention_plan import Keys
+from policy.attention.compressed.block_indexer import BlockKeyIndexer, BlockMask
 from policy.attention.context_parallel import applies, attend_cut
 from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
-from policy.cache.layer_cache import LayerCache, extend, row_layout, visible
+from policy.attention.indexer import with_auto_axes
+from policy.cache.layer_cache import LayerCache, Visible, extend, row_layout, visible
 from policy.cache.step import Step
 from policy.config import Attention, DecoderConfig, QueryTemperature, Runtime
 from policy.intermediates import LayerAux
-from policy.mesh.sharding import decoded, from_cache, to_cache
+from policy.mesh.explicit import in_explicit_mode
+from policy.mesh.sharding import constrain, decoded, from_cache, to_cache
 from policy.ops.linear import linear
 from policy.ops.norms import RMSNorm
 from policy.ops.parameter import normal, weight, zeros
@@ -60,9 +63,14 @@ class GroupedQueryAttention(nnx.Module):
             self.v_norm = RMSNorm(D, spec.v_norm, rngs)
         if spec.sinks:
             self.sinks = weight(rngs, (H,), ("q_heads",), init)
+        if spec.indexer is not None:
+            self.indexer = BlockKeyIndexer(spec.indexer, config, rngs)
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux)."""
+        if self.spec.indexer is not None and in_explicit_mode():
+            out, aux = with_auto_axes(self, x_BTE, step, runtime)
+            return out, None, aux
         spec, shares = self.spec, self.spec.shares
         own = shares is None
         q, k = self._project(x_BTE, "q", step, runtime), self._project(x_BTE, "k", step, runtime) if own else None
@@ -77,25 +85,20 @@ class GroupedQueryAttention(nnx.Module):
         parts = [None if a is None else checkpoint_name(a, name) for name, a in named.items()]
         layout = row_layout(cache, runtime.layout)
         q, k, v = cast(Any, [None if a is None else to_cache(a, layout) for a in parts])
+        index_queries, index_keys = None, {}
+        if spec.indexer is not None:
+            index_queries, raw_keys = self.indexer(x_BTE, step)
+            index_keys = {"index": to_cache(raw_keys, layout)}
         if shares is None:
-            seen, cache = extend(cache, step, lookback=spec.lookback, k=k, v=v)
+            seen, cache = extend(cache, step, lookback=spec.lookback, k=k, v=v, **index_keys)
             entries = cache
         else:
             k, v, entries = step.keys(shares)
             seen = visible(entries, step, lookback=spec.lookback, k=k, v=v)
-        keys, values = seen.arrays["k"], seen.arrays["v"]
-        mask = Mask(step, seen, spec.window, spec.chunk, spec.looks_ahead)
-        sinks = self.sinks[...] if spec.sinks else None
-        out = paged_attention.decode(q * spec.scale, entries, step, spec, runtime)
-        bounds = AttentionBounds(spec.window, spec.chunk, spec.softcap, spec.looks_ahead and step.until is not None)
-        if applies(entries, step, runtime):
-            out = attend_cut(q * spec.scale, Keys((k, v)), step, runtime, bounds, sinks)
-        elif out is None:
-            out = flash_attention.attend(q * spec.scale, k, v, step, runtime, bounds, sinks)
-        if out is None and entries is None:
-            out = block_attention.attend(q * spec.scale, k, v, step, runtime, bounds, sinks)
-        if out is None:
-            out = attend(q * spec.scale, keys, values, mask, runtime.attention_chunk, spec.softcap, sinks)
+        if index_queries is not None and self._selects(step, seen):
+            out = self._over_blocks(q * spec.scale, index_queries, seen, entries, step, runtime)
+        else:
+            out = self._over_all(q * spec.scale, (k, v), seen, entries, step, runtime)
         out = checkpoint_name(from_cache(out, runtime.layout), "context")
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
@@ -105,6 +108,54 @@ class GroupedQueryAttention(nnx.Module):
             out = out + self.o_bias[...].astype(x_BTE.dtype)
         aux = LayerAux() if spec.keeps is None else LayerAux(kept={spec.keeps: (k, v)})
         return checkpoint_name(out, "out_proj"), cache, aux
+
+    def _over_all(
+        self, q_BHTD: jax.Array, own: tuple, seen: Visible, entries: LayerCache | None, step: Step, runtime: Runtime
+    ) -> jax.Array:
+        """Attends to all visible keys, [B, H, T, D]. `own`: the keys and values of this call."""
+        spec, (k, v) = self.spec, own
+        sinks = self.sinks[...] if spec.sinks else None
+        bounds = AttentionBounds(spec.window, spec.chunk, spec.softcap, spec.looks_ahead and step.until is not None)
+        out = paged_attention.decode(q_BHTD, entries, step, spec, runtime)
+        if applies(entries, step, runtime):
+            out = attend_cut(q_BHTD, Keys((k, v)), step, runtime, bounds, sinks)
+        elif out is None:
+            out = flash_attention.attend(q_BHTD, k, v, step, runtime, bounds, sinks)
+        if out is None and entries is None:
+            out = block_attention.attend(q_BHTD, k, v, step, runtime, bounds, sinks)
+        if out is None:
+            mask = Mask(step, seen, spec.window, spec.chunk, spec.looks_ahead)
+            keys, values = seen.arrays["k"], seen.arrays["v"]
+            out = attend(q_BHTD, keys, values, mask, runtime.attention_chunk, spec.softcap, sinks)
+        return out
+
+    def _selects(self, step: Step, seen: Visible) -> bool:
+        """Tells whether a query may see fewer than all keys before it."""
+        assert self.spec.indexer is not None
+        length = step.positions.shape[1] if step.contiguous else seen.positions.shape[1]
+        return BlockMask.selects(self.spec.indexer, length)
+
+    def _over_blocks(
+        self,
+        q_BHTD: jax.Array,
+        index_queries: jax.Array,
+        seen: Visible,
+        entries: LayerCache | None,
+        step: Step,
+        runtime: Runtime,
+    ) -> jax.Array:
+        """Attends to the keys that the indexer chooses, [B, H, T, D]: scores of all keys, of which a mask leaves the
+        chosen ones."""
+        spec, layout = self.spec, runtime.layout
+        assert spec.indexer is not None
+        if applies(entries, step, runtime):  # an indexer chooses among all keys of a row
+            whole = {name: constrain(a, ("batch", None, None, None), layout) for name, a in seen.arrays.items()}
+            seen = seen._replace(arrays=whole)
+        blocks = self.indexer.blocks(step, seen, in_cache=entries is not None)
+        index_queries = to_cache(index_queries, row_layout(entries, layout))
+        mask = BlockMask(step, seen, index_queries, blocks, spec.indexer, layout)
+        keys, values = seen.arrays["k"], seen.arrays["v"]
+        return attend(q_BHTD, keys, values, mask, runtime.attention_chunk)
 
     def _project(self, x_BTE: jax.Array, name: str, step: Step, runtime: Runtime) -> jax.Array:
         out = linear("bte,ehd->bhtd", x_BTE, getattr(self, f"{name}_proj")[...], runtime)

@@ -5,17 +5,22 @@ B rows, T queries, C visible keys, H index heads, D index dimension, r rank of t
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from policy.attention.dot_product_attention import Mask
 from policy.cache.layer_cache import Visible
 from policy.cache.step import Step
-from policy.config import DecoderConfig, EntryIndexer, Indexer
+from policy.config import DecoderConfig, EntryIndexer, Indexer, Runtime
+from policy.intermediates import LayerAux
+from policy.mesh.explicit import auto_axes, spec_of
 from policy.mesh.sharding import Layout, constrain
 from policy.ops.norms import MeanNorm
-from policy.ops.parameter import normal, weight
+from policy.ops.parameter import normal, split_module, weight
 from policy.ops.rope import rotate
 
 
@@ -50,12 +55,16 @@ class KeyIndexer(nnx.Module):
         return (jnp.swapaxes(q, 1, 2), w * spec.heads**-0.5), k
 
 
-def by_rows(select, layout: Layout | None, *arrays_BTC: jax.Array):
-    """Runs `select` on each device's own queries: the partitioner would gather all rows on every device for top_k."""
+def by_rows(select, layout: Layout | None, *arrays_BTC: jax.Array, shared: tuple[jax.Array, ...] = ()):
+    """Runs `select` on each device's own queries: the partitioner would gather all rows on every device for top_k.
+    `shared`: further arguments [B, ...], which all queries of a row read."""
     if layout is None or layout.mesh.size == 1:
-        return select(*arrays_BTC)
-    rows = layout.spec(("cache_batch" if layout.rows_move else "batch", "length", None), arrays_BTC[0].shape)
-    return jax.shard_map(select, mesh=layout.mesh, in_specs=rows, out_specs=rows, check_vma=False)(*arrays_BTC)
+        return select(*arrays_BTC, *shared)
+    queries = layout.spec(("cache_batch" if layout.rows_move else "batch", "length", None), arrays_BTC[0].shape)
+    specs = (*[queries] * len(arrays_BTC), *[PartitionSpec(queries[0])] * len(shared))
+    return jax.shard_map(select, mesh=layout.mesh, in_specs=specs, out_specs=queries, check_vma=False)(
+        *arrays_BTC, *shared
+    )
 
 
 class IndexedMask(Mask):
@@ -164,3 +173,15 @@ class SelectedMask(Mask):
         columns = jnp.where(selection_BTk >= 0, selection_BTk, self.columns)  # past the last column: dropped
         none = jnp.zeros((B, T, self.columns), jnp.bool_)
         return none.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], columns].set(True, mode="drop")
+
+
+def with_auto_axes(layer: nnx.Module, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, LayerAux]:
+    """Runs an attention layer without a cache in explicit mode and leaves shardings to the partitioner: a choice of
+    keys has none of its own. Returns (x_BTE, LayerAux)."""
+    weights, module = split_module(layer)
+
+    def run(weights, x_BTE, step):
+        out, _, aux = module(weights)(x_BTE, step, None, runtime)
+        return out, aux
+
+    return cast(tuple, auto_axes(run, (spec_of(x_BTE), PartitionSpec()), weights, x_BTE, step))

@@ -7,20 +7,18 @@ the rotated part and the values.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
 from policy.attention import block_attention, flash_attention
 from policy.attention.attention import temperature
 from policy.attention.attention_plan import Keys
 from policy.attention.context_parallel import applies, attend_cut
 from policy.attention.dot_product_attention import Mask, attend
-from policy.attention.indexer import IndexedMask, KeyIndexer, SelectedMask
+from policy.attention.indexer import IndexedMask, KeyIndexer, SelectedMask, with_auto_axes
 from policy.attention.paged_attention import decode_latent
 from policy.attention.sequence_shards import replicate_length
 from policy.attention.sparse_attention import attend_selected
@@ -28,11 +26,11 @@ from policy.cache.layer_cache import LayerCache, Visible, extend, row_layout
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Indexer, LatentAttention, Rope, Runtime, SharedIndexer
 from policy.intermediates import LayerAux
-from policy.mesh.explicit import auto_axes, in_explicit_mode, reshard_like, spec_of
+from policy.mesh.explicit import in_explicit_mode, reshard_like
 from policy.mesh.sharding import decoded, from_cache, to_cache
 from policy.ops.linear import linear, rounded
 from policy.ops.norms import RMSNorm
-from policy.ops.parameter import normal, split_module, weight, zeros
+from policy.ops.parameter import normal, weight, zeros
 from policy.ops.rope import rotate
 
 
@@ -91,7 +89,8 @@ class MultiHeadLatentAttention(nnx.Module):
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux)."""
         if self.spec.indexer and in_explicit_mode():
-            return self._with_auto_axes(x_BTE, step, runtime)
+            out, aux = with_auto_axes(self, x_BTE, step, runtime)
+            return out, None, aux
         spec = self.spec
         q_latent = self._query_latent(x_BTE, step, runtime)
         queries = decoded(self._queries(x_BTE, q_latent, runtime), step, runtime.layout, "q_heads")
@@ -142,18 +141,6 @@ class MultiHeadLatentAttention(nnx.Module):
         if q_latent_BTr is None or not isinstance(self.spec.indexer, Indexer):
             return None, None
         return self.indexer(x_BTE, q_latent_BTr, step)
-
-    def _with_auto_axes(self, x_BTE: jax.Array, step: Step, runtime: Runtime):
-        """Runs the layer without a cache and leaves shardings to the partitioner: a choice of keys has none of its
-        own."""
-        weights, module = split_module(self)
-
-        def run(weights, x_BTE, step):
-            out, _, aux = module(weights)(x_BTE, step, None, runtime)
-            return out, aux
-
-        out, aux = cast(tuple, auto_axes(run, (spec_of(x_BTE), PartitionSpec()), weights, x_BTE, step))
-        return out, None, aux
 
     def _expanded(self, q_BHTD, kept: tuple, index: tuple, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (attention over this call's own tokens [B, H, T, V], LayerAux).

@@ -101,8 +101,9 @@ def _mixer_entries(
     match mixer:
         case Attention(shares=str()):
             return {}
-        case Attention(kv_heads=heads, head_dim=dim, lookback=back):
-            return {name: Entry(heads, dim, tile=dim, window=back) for name in "kv"}
+        case Attention(kv_heads=heads, head_dim=dim, lookback=back, indexer=indexer):
+            keys = {} if indexer is None else {"index": Entry(1, indexer.head_dim)}
+            return {name: Entry(heads, dim, tile=dim, window=back) for name in "kv"} | keys
         case LatentAttention(kv_lora_rank=rank, rope=rope, indexer=indexer):
             keys = {"index": Entry(1, indexer.head_dim)} if isinstance(indexer, Indexer) else {}
             # No tile holds numbers of both the normed latent and the rotated key, which differ in size.

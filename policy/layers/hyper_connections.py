@@ -24,7 +24,7 @@ FIRST_SCALE = 0.01
 
 
 def _settings(config: DecoderConfig) -> HyperConnections:
-    assert config.hyper_connections is not None  # only decoders with hyper-connections create these modules
+    assert isinstance(config.hyper_connections, HyperConnections)  # other decoders do not create these modules
     return config.hyper_connections
 
 
@@ -136,8 +136,3 @@ class Streams(nnx.Module):
         if self.head is None:
             return jnp.sum(x_BTGE, axis=2)
         return _collapse(x_BTGE, jax.nn.sigmoid(self.head(x_BTGE)[0]) + self.config.eps)
-
-
-def streams(config: DecoderConfig, rngs: nnx.Rngs) -> Streams | None:
-    """Creates the ends of the streams of a decoder; None without hyper-connections."""
-    return None if config.hyper_connections is None else Streams(config, rngs)

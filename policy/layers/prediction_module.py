@@ -11,8 +11,8 @@ from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig, MultiTokenPrediction, Runtime
 from policy.intermediates import LayerAux
-from policy.layers.hyper_connections import streams
 from policy.layers.layer import Layer
+from policy.layers.residual import streams
 from policy.ops.norms import norm
 from policy.ops.parameter import normal, weight
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from policy.config import DecoderConfig, LayerSpec
-from policy.layers.hyper_connections import HyperConnection
+from policy.config import DecoderConfig, GatedResidual, LayerSpec
+from policy.layers.gated_residual import GatedConnection, GatedStreams
+from policy.layers.hyper_connections import HyperConnection, Streams
 from policy.mesh.explicit import reshard_like
 
 
@@ -31,6 +32,21 @@ class Residual(nnx.Module):
         return self.write(x_BTE, out_BTE, mix)
 
 
-def residual(spec: LayerSpec, config: DecoderConfig, rngs: nnx.Rngs) -> Residual | HyperConnection:
-    """Creates the residual connection of one part of a layer. Hyper-connections replace the plain connection."""
-    return Residual(spec.residual) if config.hyper_connections is None else HyperConnection(config, rngs)
+def residual(spec: LayerSpec, config: DecoderConfig, rngs: nnx.Rngs) -> Residual | HyperConnection | GatedConnection:
+    """Creates the residual connection of one part of a layer. Several residual streams replace the plain connection."""
+    match config.hyper_connections:
+        case None:
+            return Residual(spec.residual)
+        case GatedResidual():
+            return GatedConnection(config, rngs)
+    return HyperConnection(config, rngs)
+
+
+def streams(config: DecoderConfig, rngs: nnx.Rngs) -> Streams | GatedStreams | None:
+    """Creates the ends of the residual streams of a decoder; None if tokens have one residual vector."""
+    match config.hyper_connections:
+        case None:
+            return None
+        case GatedResidual():
+            return GatedStreams(config, rngs)
+    return Streams(config, rngs)

@@ -186,7 +186,8 @@ class DeltaNet(nnx.Module):
 
     def _output_gate(self, x_BTE: jax.Array, runtime: Runtime) -> jax.Array:
         """Returns the factor of the normed output, float32[B, K, G, T, V]."""
-        return jax.nn.silu(self._heads(self._project(x_BTE, "z", runtime).astype(jnp.float32)))
+        z = self._heads(self._project(x_BTE, "z", runtime).astype(jnp.float32))
+        return jax.nn.sigmoid(z) if self.spec.gate == "sigmoid" else jax.nn.silu(z)
 
     def _gates(self, x_BTE, real_BT, runtime: Runtime):
         """Returns (beta, g), float32[B, K, G, T]: the share of a value that is written, and the logarithm of the decay;

@@ -102,7 +102,12 @@ def _mixing(mixer: Attention | LatentAttention | CompressedAttention | Recurrent
         products = 4.0 if isinstance(mixer, Mamba2) else 6.0
         return products * mixer.value_heads * mixer.key_dim * mixer.value_dim * float(lengths.sum())
     if isinstance(mixer, Attention):
-        return 4.0 * mixer.heads * mixer.head_dim * _pairs(lengths, mixer.window, mixer.chunk)
+        operations = 4.0 * mixer.heads * mixer.head_dim
+        if (blocks := mixer.indexer) is None:
+            return operations * _pairs(lengths, mixer.window, mixer.chunk)
+        size = blocks.block_size
+        seen = size * _block_pairs(lengths, size, blocks.blocks) + (size - 1) / 2 * float(lengths.sum())
+        return operations * seen + 2.0 * blocks.heads * blocks.head_dim * _block_pairs(lengths, size)
     if isinstance(mixer, CompressedAttention):
         seen = _pairs(lengths, mixer.window)
         chosen, scored = (0.0, 0.0) if mixer.compression is None else _with_entries(mixer.compression, lengths)

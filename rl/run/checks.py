@@ -13,7 +13,7 @@ from typing import Any
 
 import rl.stages
 from policy import compatibility, remat
-from policy.config import DecoderConfig
+from policy.config import DecoderConfig, LatentAttention
 from policy.huggingface import sources
 from rewards import plugins
 from rewards.suggest import nearest, nearest_path
@@ -97,7 +97,8 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         getattr(mixer, key, None) for spec in decoder.layers for mixer in spec.mixers for key in ("window", "chunk")
     ):
         yield ("generator", "sliding_window_cache"), "no layer of this model looks back a window only; leave it out"
-    indexers = [indexer for spec in decoder.layers if (indexer := getattr(spec.mixer, "indexer", None)) is not None]
+    indexers = [spec.mixer.indexer for spec in decoder.layers if isinstance(spec.mixer, LatentAttention)]
+    indexers = [indexer for indexer in indexers if indexer is not None]
     for number, stage in enumerate(config.stages):
         path, training = ("stages", number), stage.indexer.training
         for text in compatibility.conflicts(decoder, replace(config.model.runtime, **stage.runtime), **calls):
@@ -116,7 +117,7 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         if training != "off" and not indexers:
             yield (
                 (*path, "indexer", "training"),
-                f"{training}, but this model has no indexer (DeepSeek-V3.2 has); leave it off",
+                f"{training}, but this model has no indexer that can be trained (DeepSeek-V3.2 has); leave it off",
             )
         elif training == "sparse" and (topk := min(each.topk for each in indexers)) >= config.max_length:
             yield (

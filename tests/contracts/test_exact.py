@@ -25,7 +25,17 @@ EACH = [
     "Llama",
     *(
         pytest.param(kind, marks=pytest.mark.slow)
-        for kind in ("Gemma3", "DeepseekV3", "Qwen3Next", "KimiLinear", "Lfm2", "NemotronH", "FalconH1", "Gemma4Small")
+        for kind in (
+            "Gemma3",
+            "DeepseekV3",
+            "Qwen3Next",
+            "KimiLinear",
+            "Lfm2",
+            "NemotronH",
+            "FalconH1",
+            "Gemma4Small",
+            "Qwen4Exp",
+        )
     ),
 ]
 # Completions on either side of token 64, where another program begins, and across it.

@@ -34,6 +34,7 @@ MODELS = {
     ),
     "index_selector": ("DeepseekV32", KINDS["DeepseekV32"].short, 1, 3),
     "shared_index": ("GlmMoeDsa", KINDS["GlmMoeDsa"].short, 1, 3),
+    "blocks_of_keys": ("Qwen4Exp", KINDS["Qwen4Exp"].standard | KINDS["Qwen4Exp"].short, 1, 2),
     "learned_positions": ("GPT2", {"n_layer": 2}, 3, 2),
     "chunks-temperature": ("Llama4", KINDS["Llama4"].short, 2, 3),
     "shared_keys": ("Gemma4Small", KINDS["Gemma4Small"].short, 1, 2),

@@ -22,7 +22,9 @@ def written(kind, directory) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["KimiLinear", "GlmMoeDsa", "Lfm2", "Lfm2Moe", "NemotronH", "OlmoHybrid", "FalconH1"])
+@pytest.mark.parametrize(
+    "kind", ["KimiLinear", "GlmMoeDsa", "Lfm2", "Lfm2Moe", "NemotronH", "OlmoHybrid", "FalconH1", "Qwen4Exp"]
+)
 def test_a_killed_run_goes_on_to_the_same_bits(kind, tmp_path):
     given = written(kind, tmp_path)
     undisturbed, directory = tmp_path / "undisturbed", tmp_path / "run"

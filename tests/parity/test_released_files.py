@@ -177,8 +177,10 @@ def test_the_text_model_of_gemma4_unified_is_read_alone(tmp_path):
     np.testing.assert_allclose(result, reference_logits(theirs, row), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3_5", pytest.param("Qwen3_5Moe", marks=pytest.mark.slow)])
-def test_the_text_model_of_a_multimodal_qwen3_5_is_read_alone(kind, tmp_path):
+@pytest.mark.parametrize(
+    "kind", ["Qwen3_5", *(pytest.param(k, marks=pytest.mark.slow) for k in ("Qwen3_5Moe", "Qwen4Exp"))]
+)
+def test_the_text_model_of_a_multimodal_qwen_is_read_alone(kind, tmp_path):
     import transformers
 
     vision = {
@@ -326,6 +328,26 @@ def test_the_kinds_of_layers_of_granite_4_have_older_names(tmp_path):
     edit_config(directory, lambda config: config.pop("time_step_limit"))
     theirs = type(oracle("GraniteMoeHybrid")).from_pretrained(directory, attn_implementation="eager").eval()
     assert_same_logits(directory, theirs)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"indexer_n_heads": None, "indexer_budget": None}, "indexer_n_heads, indexer_budget: absent"),
+        ({"indexer_kv_heads": 2}, "indexer_kv_heads: 2, and the indexer has one key for each token"),
+        ({"indexer_budget": 7}, "indexer_budget: 7 tokens are not a number of blocks of indexer_compress_ratio, 3"),
+        ({"indexer_head_dim": 2}, "indexer_head_dim: 2 numbers, of which the 4 that rotate in attention rotate"),
+        ({"indexer_compress_ratio": 0}, "indexer_compress_ratio: 0 must be at least 1"),
+        ({"output_gate_type": "swish"}, "output_gate_type 'swish' is not supported; known: silu, sigmoid"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported by this family, only 'silu'"),
+        ({"hc_count": 1}, "hc_count: 1, and this family has at least 2 residual streams"),
+        ({"ple_layer_ids": [1]}, "ple_layer_ids .1.: layers with n-gram embeddings"),
+        ({"duet": {"hyper_connections": {}}}, "this model has residual streams of its own"),
+    ],
+)
+def test_what_no_class_of_qwen4_exp_computes_is_refused(keys, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        families.read(configuration("Qwen4Exp", **keys))
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ RECURRENT = (
     "OlmoHybrid",
     "GraniteMoeHybrid",
     "FalconH1",
+    "Qwen4Exp",
 )
 SERVED = [name for name in MODELS if not name.startswith(RECURRENT)]
 REPRESENTATIVE = ("Llama", "Gemma3", "DeepseekV3")

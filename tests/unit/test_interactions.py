@@ -88,6 +88,9 @@ WITHOUT_PRESETS = {
         oracles.configuration("NemotronH", moe_latent_size=16 if on else None)
     ),
     compatibility.COMPRESSED: lambda on: with_mixer(COMPRESSED if on else None),
+    compatibility.GATED: lambda on: families.read(
+        oracles.configuration("Qwen4Exp" if on else "Qwen3Next", layer_types=["linear_attention"] * 4)
+    ),
 }
 COMPRESSED = CompressedAttention(2, 8, 8, 2, 4, window=4, rope=Rope(4, 1e4), compression=Compression(3))
 OF_DIRECTORIES = [pair for pair in compatibility.INCOMPATIBLE if set(pair) & set(WITHOUT_PRESETS)]

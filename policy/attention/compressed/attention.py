@@ -11,27 +11,24 @@ of heads, J = H D / G, L rank of a group.
 
 from __future__ import annotations
 
-from typing import cast
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
 from policy.attention.compressed.compressor import Compressor, compress, turn
 from policy.attention.dot_product_attention import Mask, attend
-from policy.attention.indexer import IndexedMask
+from policy.attention.indexer import IndexedMask, with_auto_axes
 from policy.attention.sequence_shards import replicate_length
 from policy.cache.layer_cache import LayerCache, extend, row_layout
 from policy.cache.step import Step
 from policy.config import CompressedAttention, DecoderConfig, EntryIndexer, Norm, Runtime
 from policy.intermediates import LayerAux
-from policy.mesh.explicit import auto_axes, in_explicit_mode, spec_of
+from policy.mesh.explicit import in_explicit_mode
 from policy.mesh.sharding import decoded, from_cache, to_cache
 from policy.ops.linear import linear
 from policy.ops.norms import RMSNorm
-from policy.ops.parameter import normal, split_module, weight
+from policy.ops.parameter import normal, weight
 
 
 class EntryScorer(nnx.Module):
@@ -97,7 +94,8 @@ class CompressedMultiQueryAttention(nnx.Module):
     ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
         """Computes (x_BTE, cache, LayerAux)."""
         if in_explicit_mode():
-            return self._with_auto_axes(x_BTE, step, runtime)
+            out, aux = with_auto_axes(self, x_BTE, step, runtime)
+            return out, None, aux
         spec, table = self.spec, step.rotation(self.spec.rope)
         layout = row_layout(cache, runtime.layout)
         q_latent = self._query_latent(x_BTE, step, runtime)
@@ -148,15 +146,3 @@ class CompressedMultiQueryAttention(nnx.Module):
         grouped = checkpoint_name(grouped, "attention_out")
         each = linear("bgtj,gjl->bgtl", grouped, self.o_a_proj[...], runtime)
         return linear("bgtl,gle->bte", each, self.o_b_proj[...], runtime)
-
-    def _with_auto_axes(self, x_BTE: jax.Array, step: Step, runtime: Runtime):
-        """Runs the layer without a cache and leaves shardings to the partitioner: gathers of blocks and a choice of
-        entries have none of their own."""
-        weights, module = split_module(self)
-
-        def run(weights, x_BTE, step):
-            out, _, aux = module(weights)(x_BTE, step, None, runtime)
-            return out, aux
-
-        out, aux = cast(tuple, auto_axes(run, (spec_of(x_BTE), PartitionSpec()), weights, x_BTE, step))
-        return out, None, aux
