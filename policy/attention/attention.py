@@ -149,8 +149,8 @@ class GroupedQueryAttention(nnx.Module):
         spec, layout = self.spec, runtime.layout
         assert spec.indexer is not None
         if applies(entries, step, runtime):  # an indexer chooses among all keys of a row
-            whole = {name: constrain(a, ("batch", None, None, None), layout) for name, a in seen.arrays.items()}
-            seen = seen._replace(arrays=whole)
+            complete = {name: constrain(a, ("batch", None, None, None), layout) for name, a in seen.arrays.items()}
+            seen = seen._replace(arrays=complete)
         blocks = self.indexer.blocks(step, seen, in_cache=entries is not None)
         index_queries = to_cache(index_queries, row_layout(entries, layout))
         mask = BlockMask(step, seen, index_queries, blocks, spec.indexer, layout)

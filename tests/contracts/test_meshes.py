@@ -115,8 +115,9 @@ def test_every_mesh_of_the_list(kind, mode):
 
 @pytest.mark.slow
 def test_explicit_shardings_of_other_decoders():
-    """Decoders with an indexer of keys, alone or for two layers, or of blocks between gated streams, with states of biased projections, two mixers a layer,
-    several streams, and with matrices whose outputs are sharded and the stream is not."""
+    """Decoders with an indexer of keys, alone or for two layers, or of blocks between gated streams, with states of
+    biased projections, two mixers a layer, several streams, and with matrices whose outputs are sharded and the stream
+    is not."""
     meshes = [MESHES["fsdp4_tensor2"], CONTEXT]
     kinds = ("indexed", "shared_index", "blocks_of_keys", "biased_states", "two_mixers", "streams", "square")
     check(*(["decoder", kind, in_mode("explicit", degrees), {}] for kind in kinds for degrees in meshes))

@@ -126,7 +126,7 @@ def test_blocks_of_a_tree_lie_on_paths(indexer):
     assert not allowed[node == 0].any()
 
 
-@pytest.mark.parametrize("blocks_of", ["all", "some"])
+@pytest.mark.parametrize("blocks_of", [pytest.param("all", marks=pytest.mark.slow), "some"])
 def test_a_prefill_in_chunks_and_decoding_see_the_blocks_of_the_cache(blocks_of):
     """Chunks that end inside blocks, for a cache shorter and longer than the budget."""
     keys = {"indexer_compress_ratio": 3, "indexer_budget": 9 if blocks_of == "some" else 30}
