@@ -34,7 +34,7 @@ ORDER = {
         ),
         *("execution", "hook", "fields", "families", "huggingface", "public"),
     ],
-    "rewards": ["suggest", "text", "answers", "registry", "plugins", "workers", "runner", "check"],
+    "rewards": ["suggest", "text", "answers", "files", "registry", "plugins", "workers", "runner", "check"],
     "rollout": ["types", "request", "text", "media", "engine", "generator", "collect"],
     "rl": [
         *("errors", "cluster", "algorithms", "tasks", "config", "data", "reporting", "training", "media", "stages"),

@@ -5,8 +5,9 @@ Forms of a specification (`spec`):
 - `exact_answer`: a name registered with `@reward`, a built-in (a file of this folder), or an installed entry point of
   the group `duet.rewards`, looked up in this order;
 - `package.module:function`: imported, with the current folder appended to `sys.path`;
-- `path/to/file.py:function`: loaded from that file, relative to the current folder. The folder of the file is appended
-  to `sys.path`, so that it can import its neighbours. `function` may also be a name that the file registers.
+- `path/to/file.py:function`: loaded from that file, relative to the current folder. It can import its neighbours, also if
+  another file has neighbours of the same names (`rewards/files/neighbours.py`). `function` may also be a name that the
+  file registers.
 
 Imports the standard library only, because every worker process imports this file when it starts.
 """
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
+from rewards.files import neighbours
 from rewards.suggest import nearest, nearest_path
 
 if TYPE_CHECKING:
@@ -219,6 +221,7 @@ def check(spec: str, options: dict | None = None, columns: Iterable[str] | None 
         require_columns(spec, takes, options, {*columns, *GIVEN})
     hook = getattr(function, "__duet_hooks__", Hooks()).check
     if hook is not None:
+        activate(function)
         try:
             hook(**options)
         except ValueError as error:
@@ -240,7 +243,20 @@ def prepare(function: RewardFunction) -> None:
     """Calls the function that the reward registered with `@reward(prepare=...)`, in the worker."""
     hook = getattr(function, "__duet_hooks__", Hooks()).prepare
     if hook is not None:
+        activate(function)
         hook()
+
+
+def activate(function: RewardFunction) -> None:
+    """Lets a function of a file import its neighbours. Call it before the function."""
+    if (file := loaded_files().get(getattr(function, "__module__", ""))) is not None:
+        with _loading:
+            neighbours.activate(str(Path(file).parent))
+
+
+def loaded_files() -> dict[str, str]:
+    """Returns the files that were loaded by their path, by the name of their module."""
+    return {name: str(module.__file__) for name, module in list(sys.modules.items()) if name.startswith(_FILE_MODULES)}
 
 
 def _named(name: str) -> Located:
@@ -309,10 +325,9 @@ def _from_file(path: Path, spec: str) -> types.ModuleType:
         raise RewardError(f"reward {spec}: there is no file {path}{nearest_path(path)}")
     name = f"{_FILE_MODULES}{hashlib.sha1(str(path).encode()).hexdigest()[:12]}"
     with _loading:
+        neighbours.activate(str(path.parent))
         if name in sys.modules:
             return sys.modules[name]
-        if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))
         description = importlib.util.spec_from_file_location(name, path)
         assert description is not None and description.loader is not None  # it exists for every file that ends in .py
         run_module = description.loader.exec_module

@@ -19,8 +19,9 @@ _OUTPUT_KEPT = 4000
 _ANSWER_LIMIT = 1 << 26
 _GRACE_S = 0.5
 _BOOT = """\
-import json, sys
+import importlib.util, json, sys
 sys.path[:] = json.loads(sys.argv[1])
+__spec__ = importlib.util.find_spec("rewards.workers.spawned")
 from rewards.workers.worker import main
 main(*json.loads(sys.argv[2]))
 """

@@ -35,7 +35,7 @@ from contextlib import redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from rewards import registry
-from rewards.workers import media
+from rewards.workers import media, spawned
 
 if TYPE_CHECKING:
     import asyncio
@@ -87,6 +87,7 @@ def main(request: int, response: int, lifeline: int, parent: int, memory_limit_m
 def _load(message: dict, loaded: dict) -> dict:
     try:
         function = registry.load(message["spec"])
+        spawned.announce(registry.loaded_files())
         registry.prepare(function)
     except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code are faults too
         return {"error": "load", "text": _text_of_error(error)}
@@ -96,6 +97,8 @@ def _load(message: dict, loaded: dict) -> dict:
 
 def _call(message: dict, loaded: dict) -> dict:
     function, options = loaded[message["call"]]
+    registry.activate(function)
+    spawned.announce(registry.loaded_files())
     printed = _Printed()
     try:
         with redirect_stdout(printed):

@@ -239,6 +239,50 @@ def prints(completions):
     assert scores.logs == {0: {"prints": "a\ud83db\nsaid a\ud83db"}}
 
 
+def test_files_of_two_folders_have_neighbours_of_one_name(tmp_path):
+    """At import, at a call, and in packages next to them."""
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        (folder / "parts").mkdir(parents=True)
+        (folder / "utils.py").write_text(f"NAME = {ord(name)}\n")
+        (folder / "parts" / "__init__.py").write_text("")
+        (folder / "parts" / "late.py").write_text("from utils import NAME\n")
+        (folder / "own.py").write_text(
+            "import utils\n"
+            "def early(completions):\n    return [utils.NAME] * len(completions)\n"
+            "def late(completions):\n    from parts.late import NAME\n    return [NAME] * len(completions)\n"
+        )
+    (tmp_path / "a" / "json.py").write_text("raise ImportError('the standard library goes first')\n")
+    specs = [f"{tmp_path}/{name}/own.py:{function}" for name in "ab" for function in ("early", "late")]
+    with Runner(options(*specs)) as runner:
+        for _ in range(2):
+            scores = runner.score(["p"], ["a"], {})
+            assert scores.faults == [] and scores.rewards.tolist() == [[97, 97, 98, 98]]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_reward_can_start_processes_of_its_own(tmp_path, method):
+    (tmp_path / "helper.py").write_text("def length(text):\n    return len(text)\n")
+    text = f"""
+import multiprocessing
+import helper
+_pool = []
+def twice(text):
+    return 2.0 * helper.length(text)
+def pooled(completions):
+    if not _pool:
+        _pool.append(multiprocessing.get_context("{method}").Pool(1))
+    return [float(x) for x in _pool[0].map(twice, completions)]
+def pooled_helper(completions):
+    with multiprocessing.get_context("{method}").Pool(1) as pool:
+        return [float(x) for x in pool.map(helper.length, completions)]
+"""
+    path = written(tmp_path, text)
+    with Runner(options(f"{path}:pooled", f"{path}:pooled_helper")) as runner:
+        scores = runner.score(["p"] * 2, ["a", "bcd"], {}, groups=[0, 0])
+    assert scores.faults == [] and scores.rewards.tolist() == [[2, 1], [6, 3]]
+
+
 def test_a_missed_deadline_names_its_key(tmp_path):
     path = written(tmp_path, "import time\ndef hangs(completions):\n    print('here')\n    time.sleep(100)\n")
     with Runner(options(f"{path}:hangs", timeout_s=0.3)) as runner:
