@@ -109,6 +109,12 @@ def reload(kind: str, directory, **kwargs):
     return model.eval()
 
 
+def floats_and_integers(params: dict) -> tuple[dict, dict]:
+    """The weights that have a gradient, and tables of integers."""
+    integers = {path: array for path, array in params.items() if array.dtype == "int32"}
+    return {path: array for path, array in params.items() if path not in integers}, integers
+
+
 def write_weight_file(directory) -> None:
     """Writes weights of zeros into a directory with a config.json: enough where only headers are read."""
     import jax

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import learners
 import numpy as np
 import pytest
-from oracles import KINDS, by_kind, random_model, short
+from oracles import KINDS, by_kind, floats_and_integers, random_model, short
 
 from policy import families
 from policy.config import Runtime
@@ -19,11 +19,17 @@ from policy.modes import make_step
 # constants.
 WITHOUT_GRADIENT = (
     "router.correction_bias",
+    "router.token_experts",
     "mixer.indexer.wq_b",
     "mixer.indexer.wk",
     "mixer.indexer.k_norm.weight",
     "mixer.indexer.k_norm.bias",
     "mixer.indexer.weights_proj",
+    "mixer.indexer.q_b_proj",
+    "mixer.indexer.compressor.kv_proj",
+    "mixer.indexer.compressor.gate_proj",
+    "mixer.indexer.compressor.position_bias",
+    "mixer.indexer.compressor.kv_norm.weight",
     "scalar",
     "layer_embeddings.table",  # frozen by default
 )
@@ -63,11 +69,13 @@ def test_gradients_of_scanned_layers_are_those_of_unrolled_ones(kind):
     def gradient(runtime):
         graph = type(model.graph)(model.config, runtime, model.graph.layout)
 
-        def loss(params):
-            logp, entropy, _ = graph.logprobs(params, data.tokens, make_step(data.tokens, segments=data.segments), 0.9)
+        def loss(floats):
+            step = make_step(data.tokens, segments=data.segments)
+            logp, entropy, _ = graph.logprobs(integers | floats, data.tokens, step, 0.9)
             return jnp.sum(weight * logp + entropy)
 
-        return jax.jit(jax.grad(loss))(model.params)
+        floats, integers = floats_and_integers(model.params)
+        return jax.jit(jax.grad(loss))(floats)
 
     scanned, plain = gradient(Runtime()), gradient(dataclasses.replace(Runtime(), scan=False, remat="none"))
     # Some are 0 but for rounding: a bias of all keys shifts the scores of a query, which no softmax sees.

@@ -6,7 +6,7 @@ memory.
 
 import numpy as np
 import pytest
-from oracles import KINDS, by_kind, oracle, reload, saved, tokens, torch_logprobs
+from oracles import KINDS, by_kind, floats_and_integers, oracle, reload, saved, tokens, torch_logprobs
 
 import policy
 
@@ -32,8 +32,7 @@ def our_gradients(kind, model, row, directory):
         logp, entropy, _ = model.graph.logprobs(integers | floats, row, make_step(row), 0.7)
         return (WEIGHTS[0] * logp[:, 1:] + WEIGHTS[1] * entropy[:, 1:]).sum()
 
-    integers = {path: array for path, array in model.params.items() if array.dtype == "int32"}
-    floats = {path: array for path, array in model.params.items() if path not in integers}
+    floats, integers = floats_and_integers(model.params)
     policy.save(policy.Model(model.graph, integers | jax.jit(jax.grad(loss))(floats)), directory)
     return {name: p.detach().numpy() for name, p in reload(kind, directory).named_parameters()}
 
