@@ -23,6 +23,7 @@ from rollout.engine.runner import ModelRunner
 from rollout.engine.weights import RolloutWeights
 from rollout.request import MediaPrompt, Queue, Request
 from rollout.text.chat import render_prompt
+from rollout.text.spelling import decode_after
 from rollout.text.tokenizer import first_stop
 from rollout.types import Completion, GeneratorOptions, SamplingParams
 
@@ -289,7 +290,7 @@ class Generator:
             raise ValueError("completion: the request has not ended")
         text, steps, routes = None, sum(request.starts_step), request.routes
         if self.tokenizer is not None:
-            text = self.tokenizer.decode(request.tokens, skip_special_tokens=True)
+            text = decode_after(self.tokenizer, request.tokens, skip_special_tokens=True)
         if routes is not None:
             routes = {path: np.asarray(array)[: request.needed].copy() for path, array in routes.items()}
         values = request.values if self.options.record_values else None

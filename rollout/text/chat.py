@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.text.spelling import encode_after
+
 Messages = Sequence[dict[str, Any]]
 
 
@@ -185,7 +187,7 @@ def encode_answer(tokenizer: Any, prompt: str | Messages, answer: str | Messages
         answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         return encode_rendered(tokenizer, render_answer(tokenizer, [*prompt, *answer], len(prompt)))
     prompt_ids = render_prompt(tokenizer, prompt)
-    answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+    answer_ids = [*encode_after(tokenizer, answer), tokenizer.eos_token_id]
     return prompt_ids + answer_ids, [0] * len(prompt_ids) + [1] * len(answer_ids)
 
 

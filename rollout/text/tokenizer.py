@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.text.spelling import decode_after
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -144,7 +146,7 @@ def first_stop(tokenizer: Any, tokens: list[int], before: int, stop: tuple[str, 
     if none does."""
 
     def has_stop(end: int) -> bool:
-        text = tokenizer.decode(tokens[:end], skip_special_tokens=False)
+        text = decode_after(tokenizer, tokens[:end])
         return any(s in text for s in stop)
 
     if not has_stop(len(tokens)):

@@ -11,6 +11,7 @@ from rl.data.encoded import Example
 from rl.data.inspect.finding import Finding
 from rl.data.inspect.stage_rows import SOME, Encoded, StageRows, texts_in
 from rollout.text import chat
+from rollout.text.spelling import encode_after
 
 _CONTENT = "DuetAnswer"
 _MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]")
@@ -235,7 +236,7 @@ def sampled_form(stage: StageRows) -> Iterator[Finding]:
         except chat.ChatError:
             continue
         ids = tokenizer.encode(full_text, add_special_tokens=False)
-        answer = tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
+        answer = encode_after(tokenizer, messages[-1]["content"])
         sampled = [*prompt, *answer]
         place = next((n for n, (a, b) in enumerate(zip(sampled, ids, strict=False)) if a != b), None)
         if place is None and len(ids) >= len(sampled):
