@@ -20,10 +20,20 @@ class SamplingOptions(Section):
 
 
 class OptimizerOptions(Strict):
-    """AdamW. Weight decay acts on matrices only."""
+    """AdamW. Weight decay acts on matrices only.
+
+    The learning rate follows from the number of the step in its stage and of the update in the step, also where updates
+    before it changed nothing. Update u of a stage (from 0, with k = updates_per_step in step s = floor(u / k) of S,
+    from 0) has learning_rate * (u + 1) / (w + 1) in the warm-up, u < w = warmup_steps. After it, with
+    t = (s - floor(w / k)) / (S - 1 - floor(w / k)) and f = final_fraction: learning_rate (constant),
+    learning_rate * (f + (1 - f)(1 - t)) (linear), learning_rate * (f + (1 - f)(1 + cos(pi t)) / 2) (cosine). A policy
+    counts from its first step after critic_warmup. `rl plan` and the report draw it.
+    """
 
     learning_rate: float = Field(default=1e-5, gt=0.0, description="at its peak")
-    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="after the warm-up, by the formula above"
+    )
     warmup_steps: int = Field(
         default=0,
         ge=0,
@@ -31,7 +41,11 @@ class OptimizerOptions(Strict):
         "updates_per_step updates",
     )
     final_fraction: float = Field(
-        default=0.0, ge=0.0, le=1.0, description="last learning rate of linear and cosine, as a share"
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="learning rate of the last step with linear and cosine, as a share of the peak; 0: the last step "
+        "changes nothing",
     )
     weight_decay: float = Field(
         default=0.0, ge=0.0, description="times the learning rate, taken off the matrices at each update"

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import rl.stages
 from rl.config.run import RunConfig
 from rl.plan.children import Target, begun, described
 from rl.plan.compiled import GIB, Report
@@ -15,6 +16,7 @@ from rl.plan.hlo import BETWEEN
 from rl.plan.search import as_yaml, best, search
 from rl.plan.suggest import Suggestions, suggestions
 from rl.reporting import chips
+from rl.training.learning_rate import drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,7 @@ def plan(config: RunConfig, options: Options) -> int:
         print(f"  {report.name}: {report.seconds:.0f} s", flush=True)
         reports.append(report)
     print(table(reports, target.chip))
+    print(_learning_rates(config), flush=True)
     too_large = [each.name for each in reports if not target.fits(each)]
     helpful = []
     if too_large:
@@ -106,6 +109,18 @@ def plan_search(config: RunConfig, options: Options) -> int:
         numbers = {"looked_at": result.looked_at, "pruned": result.pruned, "candidates": rows}
         _write(options.file, {"topology": options.topology, "memory": target.memory} | numbers)
     return 0 if good else 1
+
+
+def _learning_rates(config: RunConfig) -> str:
+    """Returns a line of bars for the learning rate of each optimizer of the stages."""
+    lines = []
+    for stage in rl.stages.create(config):
+        for key in stage.optimizers:
+            waits = getattr(stage.algorithm, "critic_warmup", 0) if key == "optimizer" else 0
+            steps = max(0, stage.options.steps - waits)
+            bars = drawn(getattr(stage.options, key), steps, stage.options.updates_per_step)
+            lines.append(f"  {stage.name}{' (critic)' * (key == 'critic')}: {bars}")
+    return "\n".join(["learning rates:", *lines])
 
 
 def _write(file: Path, numbers: dict) -> None:

@@ -58,7 +58,7 @@ def check_run(path: Path) -> None:
         raise ConfigError(f"{path}: a file. Name the folder of the run: {path.parent}")
     if not path.is_dir():
         runs = [str(file.parent) for file in path.parent.glob(f"*/{EVENTS}")]
-        hint = nearest_path(path) or nearest(str(path), runs) or ". Name the folder of a run"
+        hint = nearest(str(path), runs) or nearest_path(path) or ". Name the folder of a run"
         raise ConfigError(f"{path}: no such folder{hint}")
     if not (path / EVENTS).is_file() and not (path / CONFIG).is_file():
         near = sorted(str(file.parent) for file in path.glob(f"*/{EVENTS}"))[:3]

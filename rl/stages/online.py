@@ -232,7 +232,7 @@ class Stage(StageKind):
         critic_only = data.state.critic is not None and n <= self.algorithm.critic_warmup
         outputs = []
         on_tokens = outputs.append if self.config.run.samples.keeps_step(n) else None
-        state, updated = self.update(data.state, batch, data.table, critic_only=critic_only, on_tokens=on_tokens)
+        state, updated = self.update(data.state, batch, n, data.table, critic_only=critic_only, on_tokens=on_tokens)
         parts = [each.on_host() for each in outputs]
         data.token_outputs = _concatenated(parts)
         if parts:

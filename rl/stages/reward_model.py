@@ -70,7 +70,7 @@ class Stage(StageKind):
             batch = batch_of(pairs, self.config.max_length)
             documents = documents_of([(pair.chosen, pair.rejected) for pair in pairs])
             batch, table = context.with_media(batch, documents)
-        state, metrics = self.update(state, batch, table)
+        state, metrics = self.update(state, batch, n, table)
         return state, metrics | {"perf/step_tflop": (self.trainer.total_flops - flops_before) / 1e12}
 
     def finish(self, state: RewardModelState, write: Callable[[Path, Callable[[Path], None]], Any]) -> None:

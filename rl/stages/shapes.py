@@ -60,7 +60,8 @@ def update_program(
     loss_inputs = jax.eval_shape(trainer.loss_inputs, batch, coefs or None)
 
     def lower():
-        arguments = learner, batch, loss_inputs, frozen | table, *companions
+        number = jax.ShapeDtypeStruct((), np.int32)
+        arguments = learner, batch, loss_inputs, frozen | table, *(*companions, None, None)[:2], number
         return trainer.executables[kind].lower(*arguments, micro_rows=rows.micro_rows)
 
     teacher = None if kind != "update" or trainer.teacher is None else trainer.teacher.model

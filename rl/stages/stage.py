@@ -254,10 +254,10 @@ class StageKind(ConfiguredStage, ABC):
         return self.example_numbers
 
     def update(
-        self, state: Any, batch: Batch, table: StepTable | None = None, **options: Any
+        self, state: Any, batch: Batch, step: int, table: StepTable | None = None, **options: Any
     ) -> tuple[Any, dict[str, float]]:
-        """Makes `updates_per_step` updates, each on a mini-batch of equally many rows. `options`: for `Trainer.update`.
-        table: that of a batch with places.
+        """Makes the `updates_per_step` updates of a step, counted from 1, each on a mini-batch of equally many rows.
+        `options`: for `Trainer.update`. table: that of a batch with places.
 
         Returns the state and the mean of each metric over the updates that have it (of `first_update_metrics`, the first
         value): updates without a token in the loss have no metric of it. After each update the model holds the new weights.
@@ -275,7 +275,7 @@ class StageKind(ConfiguredStage, ABC):
                 mini_batch = batch.rows(slice(u * rows, (u + 1) * rows))
                 if table is not None:
                     options["media"] = table.update_media(mini_batch)
-                options["adaptive_coefs"] = progress.adaptive_coefs
+                options |= {"adaptive_coefs": progress.adaptive_coefs, "number": (step - 1) * updates + u}
                 state, metrics = self.trainer.update(state, mini_batch, **options)
                 context.model.params = state.policy.params
                 progress.version += updates_policy

@@ -129,7 +129,7 @@ class Stage(StageKind):
         if inputs.any_at(self, inputs.MODEL_PASSES):
             inputs.run_model_passes(self, data)
         self.complete(data)
-        state, updated = self.update(state, data.batch, data.table)
+        state, updated = self.update(state, data.batch, n, data.table)
         updated["perf/step_tflop"] = (self.trainer.total_flops - flops_before) / 1e12
         return state, data.metrics | updated
 

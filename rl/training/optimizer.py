@@ -19,19 +19,36 @@ from policy.ops.host_memory import fetch, put_back
 from rl.config.stage import OptimizerOptions
 
 
-def schedule(options: OptimizerOptions, updates: int) -> optax.Schedule:
-    """Returns the learning rate by number of updates: `warmup_steps` linear ones, then constant, or to the
-    `final_fraction` of the peak."""
+def schedule(options: OptimizerOptions, steps: int, updates_per_step: int = 1) -> optax.Schedule:
+    """Returns the learning rate of an update of a stage, counted from 0: `learning_rate` of
+    rl/training/learning_rate.py, in float32."""
     peak, warm = options.learning_rate, options.warmup_steps
-    rest = max(1, updates - warm)
-    after_warmup = {
+    first = warm // updates_per_step
+    rest = max(1, steps - 1 - first)
+    by_step = {
         "constant": optax.constant_schedule(peak),
         "linear": optax.linear_schedule(peak, peak * options.final_fraction, rest),
         "cosine": optax.cosine_decay_schedule(peak, rest, options.final_fraction),
     }[options.schedule]
+
+    def after_warmup(update):
+        return by_step((update + warm) // updates_per_step - first)
+
     if not warm:
         return after_warmup
     return optax.join_schedules([optax.linear_schedule(peak / (warm + 1), peak, warm), after_warmup], [warm])
+
+
+def at_update(state: Any, update: jax.Array) -> Any:
+    """Returns the state of `adamw` whose next step has the learning rate of this update.
+
+    Its own count leaves out updates that changed nothing.
+    """
+
+    def is_schedule(entry):
+        return isinstance(entry, optax.ScaleByScheduleState)
+
+    return jax.tree.map(lambda e: e._replace(count=update) if is_schedule(e) else e, state, is_leaf=is_schedule)
 
 
 def adamw(

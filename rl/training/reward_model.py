@@ -80,18 +80,19 @@ class RewardModelTrainer(BatchUpdates):
         *,
         adaptive_coefs: dict[str, float] | None = None,
         media: UpdateMedia | None = None,
+        number: int | None = None,
     ) -> tuple[RewardModelState, dict]:
         """Makes one optimiser update of the reward model from `batch`, one pair per row.
 
         `adaptive_coefs` is ignored. media: the pictures and sounds of a batch with places, as the towers of the policy
-        encode them.
+        encode them. number: of the update in its stage, from 0, as in `OptimizerStep`.
         """
         packing, R = self.packing_of(batch)
         self.add_flops(self.model.flops, packing, passes=3)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
         table = towers.as_params(media and media.table)
         inputs = self.loss_inputs(batch)
-        learner, _, metrics, _ = self.reward_model(state.reward_model, batch, inputs, R, table)
+        learner, _, metrics, _ = self.reward_model(state.reward_model, batch, inputs, R, table, number=number)
         metrics |= {LOSS_TOKENS: inputs.num_tokens} | packing.metrics(R, self.sharing is not None)
         return RewardModelState(state.policy, learner), metrics
 

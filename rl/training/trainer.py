@@ -170,12 +170,13 @@ class Trainer(BatchUpdates):
         adaptive_coefs: dict[str, float] | None = None,
         on_tokens: Callable[[TokenOutputs], None] | None = None,
         media: UpdateMedia | None = None,
+        number: int | None = None,
     ) -> tuple[RunState, dict]:
         """Makes one optimiser update of the policy, and of the critic if there is one.
 
         batch: the mini-batch on the host. critic_only: skips the policy. adaptive_coefs: values for
         `PolicyInputs`. on_tokens: gets the policy's outputs for each token. media: the pictures and sounds of a batch
-        with places.
+        with places. number: of the update in its stage, from 0, as in `OptimizerStep`.
 
         Returns (state, metrics). Raises ValueError if the stage replays routes and the batch has none.
         """
@@ -201,7 +202,7 @@ class Trainer(BatchUpdates):
         if separate_critic:
             assert self.critic is not None and state.critic is not None  # the state has a critic
             trunk = self.value_model.extra_params(state.policy.params) | table
-            critic, _, result, _ = self.critic(state.critic, batch, inputs, R, trunk)
+            critic, _, result, _ = self.critic(state.critic, batch, inputs, R, trunk, number=number)
             state = replace(state, critic=critic)
             del result["loss"]  # the sum of value/loss and value/moe/balance, which are both reported
             metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in result.items()}
@@ -210,7 +211,7 @@ class Trainer(BatchUpdates):
             own = {} if (name := self.companion) is None else {name: getattr(state, name)}
             pieces = None if media is None else media.pieces
             companions = next(iter(own.values()), None), pieces
-            policy, companion, result, tokens = self.policy(state.policy, batch, inputs, R, frozen, *companions)
+            policy, companion, result, tokens = self.policy(state.policy, batch, inputs, R, frozen, *companions, number)
             state = replace(state, policy=policy, **dict.fromkeys(own, companion))
             metrics |= result
             if on_tokens is not None and tokens:

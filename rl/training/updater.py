@@ -12,6 +12,8 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax.sharding import NamedSharding
 
 import rl.algorithms
@@ -32,7 +34,7 @@ from rl.training.batch import Batch
 from rl.training.critic import Critic
 from rl.training.diagnostics import activation_metrics, gradient_norms
 from rl.training.host_memory import joined, on_each_memory
-from rl.training.optimizer import adamw, at_once, by_layer, schedule, start
+from rl.training.optimizer import adamw, at_once, at_update, by_layer, schedule, start
 from rl.training.optimizer import norm as norm_of
 from rl.training.teacher import FeatureProjections
 from rl.training.towers import TowerGradients
@@ -55,10 +57,9 @@ def frozen_names(model: Graph | Critic | FeatureProjections, stage: StageOptions
     return TOWERS if stage.freeze is None else stage.freeze
 
 
-def _updates(model: Graph | Critic | FeatureProjections, stage: StageOptions) -> int:
-    """Returns how many updates of the model a stage makes. A policy has none while only its critic learns."""
-    warmup = 0 if isinstance(model, Critic) else getattr(stage.algorithm, "critic_warmup", 0)
-    return max(0, stage.steps - warmup) * stage.updates_per_step
+def _first_step(model: Graph | Critic | FeatureProjections, stage: StageOptions) -> int:
+    """Returns the steps of a stage before the first update of the model: a policy waits while only its critic learns."""
+    return 0 if isinstance(model, Critic) else getattr(stage.algorithm, "critic_warmup", 0)
 
 
 class OptimizerStep:
@@ -95,7 +96,9 @@ class OptimizerStep:
         self._seed, self._diagnostics = seed if stage.dropout else None, stage.diagnostics and isinstance(model, Graph)
         self._graph = model if isinstance(model, Graph) else model.trunk
         self.layout = self._graph.layout
-        self.rate = schedule(options, _updates(model, stage))
+        first = _first_step(model, stage)
+        self._first_update = first * stage.updates_per_step
+        self.rate = schedule(options, max(0, stage.steps - first), stage.updates_per_step)
         self._transform = adamw(options, self.rate, model.axes, model.runtime.param_dtype)
 
     def _split(self, params: dict) -> tuple[dict, dict]:
@@ -184,18 +187,34 @@ class OptimizerStep:
         extra_params: dict[str, jax.Array] | None = None,
         companion: ParamState | None = None,
         pieces: Sequence[Piece] | None = None,
+        number: int | None = None,
     ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
         """Returns (learner, companion, metrics on the device) after one update, and the token outputs of the loss.
 
         batch: a mini-batch, a multiple of `micro_rows` rows. inputs: its PolicyInputs. extra_params: frozen weights
         that the loss reads, by path. companion: the weights of `self.companion` if this update trains them, else None.
-        pieces: the items of the table among `extra_params`, if this update trains a tower, else None.
+        pieces: the items of the table among `extra_params`, if this update trains a tower, else None. number: of the
+        update in its stage, from 0, which its learning rate follows from; None: the number of updates that changed the
+        weights.
         """
-        arguments = (learner, batch, inputs, extra_params or {}, companion, *(() if pieces is None else (pieces,)))
+        arguments = (learner, batch, inputs, extra_params or {}, companion)
+        if number is not None:
+            arguments = (*arguments, pieces, np.int32(number))
+        elif pieces is not None:
+            arguments = (*arguments, pieces)
         return block_on_cpu_mesh(self.executable(*arguments, micro_rows=micro_rows), self.layout)
 
     def _update(
-        self, learner, batch: Batch, inputs, extra_params=None, companion=None, pieces=None, *, micro_rows: int
+        self,
+        learner,
+        batch: Batch,
+        inputs,
+        extra_params=None,
+        companion=None,
+        pieces=None,
+        number=None,
+        *,
+        micro_rows: int,
     ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
         trained, others = self._split(learner.params)
         if self._seed is not None:
@@ -210,13 +229,17 @@ class OptimizerStep:
         if companion is not None:  # then there is an update for it
             step = cast(Any, self.companion)
             gradients = {path: grads.pop(path) for path in joint} or {VALUE_HEAD: head_gradient}
-            companion, more = step.apply(companion, gradients, metrics.get("value/loss", loss), {})
+            companion, more = step.apply(companion, gradients, metrics.get("value/loss", loss), {}, number)
             metrics |= {f"{step.model.metrics}/{name}": value for name, value in more.items() if name != "loss"}
-        learner, step_metrics = self.apply(learner, grads, loss, routing)
+        learner, step_metrics = self.apply(learner, grads, loss, routing, number)
         return learner, companion, metrics | step_metrics, tokens
 
-    def apply(self, learner: ParamState, grads: dict, loss: jax.Array, routing: dict) -> tuple[ParamState, dict]:
-        """Returns (learner after an update by these gradients, metrics), in a jitted function. routing: router loads."""
+    def apply(
+        self, learner: ParamState, grads: dict, loss: jax.Array, routing: dict, number: jax.Array | None = None
+    ) -> tuple[ParamState, dict]:
+        """Returns (learner after an update by these gradients, metrics), in a jitted function. routing: router loads.
+        number: as in `__call__`."""
+        number = updates_made(learner) if number is None else jnp.maximum(number - self._first_update, 0)
         trained, others = self._split(learner.params)
         squares = to_device(joined(on_each_memory(_squares, self._tables, grads)))
         part_norms = gradient_norms(squares) if self._diagnostics else {}
@@ -225,14 +248,14 @@ class OptimizerStep:
         finite = _is_finite(loss, norm, norms)
         # A gradient of 0, as from equal rewards, changes nothing: otherwise the old moments would change the weights.
         good = finite & (sum(squares.values()) > 0)
-        arguments = grads, factors, learner.optimizer, trained, good
+        arguments = grads, factors, at_update(learner.optimizer, number), trained, good
         weights, states, changes = zip(*on_each_memory(self._apply_optimizer, self._tables, *arguments), strict=True)
         biases = {path: array for path, array in others.items() if path in self._trained_paths}
         new_biases = updated_biases(biases, routing, self._stage.router.bias_rate)
         others = others | jax.tree.map(lambda a, b: jnp.where(good, a, b), new_biases, biases)
         metrics = {
             "loss": loss,
-            "optim/lr": self.rate(updates_made(learner)),
+            "optim/lr": self.rate(number),
             "optim/grad_norm": norm,
             "optim/update_norm": jnp.where(good, norm_of(to_device(changes)), 0.0),
             "optim/skipped": 1.0 - finite,
@@ -335,8 +358,8 @@ def _is_finite(loss: jax.Array, norm: jax.Array, norms: dict[str, jax.Array]) ->
 
 
 def updates_made(learner: ParamState) -> jax.Array:
-    """Returns the number of updates that changed the weights. The learning-rate schedule reads this count."""
-    return learner.optimizer[-1].count
+    """Returns the number of updates that changed the weights."""
+    return next(entry.count for entry in learner.optimizer if isinstance(entry, optax.ScaleByAdamState))
 
 
 def _num_filled(filled_MRT: jax.Array) -> jax.Array | int:

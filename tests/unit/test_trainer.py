@@ -22,7 +22,9 @@ from policy.model import Model
 from policy.modes import make_step
 from rl.config.stage import OptimizerOptions
 from rl.training.batch import padded_batch
+from rl.training.learning_rate import drawn, learning_rate
 from rl.training.optimizer import schedule, stored_as
+from rl.training.updater import updates_made
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -184,8 +186,7 @@ def test_an_update_that_is_not_finite_changes_no_bit_and_is_counted():
     assert same_bits(host(state), before)
     state, metrics = trainer.update(state, data)
     assert metrics["optim/skipped"] == 0 and not same_bits(host(state), before)
-    # The learning rate is that of the updates made, whatever was skipped: count 1 of this constant schedule with
-    # warm-up.
+    # Outside of a stage the learning rate is that of the updates made: count 1 of this constant schedule with warm-up.
     assert metrics["optim/lr"] == np.float32(1e-2)
 
 
@@ -221,20 +222,53 @@ def test_a_row_without_a_score_is_as_good_as_absent():
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
-def test_learning_rates_at_the_start_the_end_of_the_warm_up_and_the_last_update(kind):
-    options = OptimizerOptions(learning_rate=0.5, schedule=kind, warmup_steps=4, final_fraction=0.1)
-    rates = [float(schedule(options, 20)(update)) for update in range(21)]
-    np.testing.assert_allclose(rates[:5], [0.1, 0.2, 0.3, 0.4, 0.5], rtol=1e-6)
-    last = {"constant": 0.5, "linear": 0.05, "cosine": 0.05}[kind]
-    np.testing.assert_allclose(rates[20], last, rtol=1e-5)
-    if kind != "constant":
-        assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
-        np.testing.assert_allclose(rates[12], 0.275, rtol=1e-5)  # half way down
+@pytest.mark.parametrize(("steps", "k", "warm"), [(20, 1, 4), (7, 3, 4), (5, 4, 0), (6, 2, 11), (3, 1, 9), (1, 1, 0)])
+def test_learning_rates_follow_from_the_number_of_the_update_by_the_formula(kind, steps, k, warm):
+    options = OptimizerOptions(learning_rate=0.5, schedule=kind, warmup_steps=warm, final_fraction=0.1)
+    rates = [learning_rate(options, steps, k, update) for update in range(steps * k)]
+    compiled = jax.jit(schedule(options, steps, k))
+    np.testing.assert_allclose([compiled(np.int32(update)) for update in range(steps * k)], rates, rtol=2e-6)
+    np.testing.assert_allclose(rates[:warm], [0.5 * (u + 1) / (warm + 1) for u in range(warm)][: steps * k], rtol=1e-6)
+    if warm < steps * k:
+        assert rates[warm] == 0.5
+    if kind == "constant" or warm // k >= steps - 1:
+        return
+    np.testing.assert_allclose(rates[-k:], 0.05, rtol=1e-6)  # all updates of the last step
+    s = np.arange(warm, steps * k) // k
+    t = (s - warm // k) / (steps - 1 - warm // k)
+    share = 1 - t if kind == "linear" else (1 + np.cos(np.pi * t)) / 2
+    np.testing.assert_allclose(rates[warm:], 0.5 * (0.1 + 0.9 * share), rtol=1e-6)
 
 
-def test_a_schedule_without_warm_up_starts_at_its_peak():
+def test_a_schedule_without_warm_up_starts_at_its_peak_and_ends_at_its_end():
     options = OptimizerOptions(learning_rate=0.5, schedule="linear")
-    assert [float(schedule(options, 5)(update)) for update in range(6)] == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
+    assert [float(schedule(options, 6)(update)) for update in range(6)] == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
+    assert drawn(options, 6) == "█▇▅▄▂▁  at most 0.5 (step 1), 0 in the last of 6 steps"
+    assert len(drawn(OptimizerOptions(warmup_steps=9), 500, 3).partition(" ")[0]) == 40 and drawn(options, 0)
+
+
+def test_updates_that_change_nothing_do_not_hold_the_learning_rate():
+    model, data = learners.dense(), batch()
+    options = stage("grpo", steps=4, optimizer={"learning_rate": 0.4, "schedule": "linear", "final_fraction": 0.25})
+    trainer, state = begin(model, options)
+    silent = data.replace(advantages=np.zeros_like(data.advantages))
+    rates = []
+    for number, each in enumerate([data, silent, silent, data]):
+        state, metrics = trainer.update(state, each, number=number)
+        rates.append(float(metrics["optim/lr"]))
+    np.testing.assert_allclose(rates, [0.4, 0.3, 0.2, 0.1], rtol=1e-6)
+    assert int(updates_made(state.policy)) == 2  # AdamW corrects its moments by the updates that it made
+    again, start = begin(model, options)
+    start, _ = again.update(start, data, number=0)
+    start, _ = again.update(start, data, number=3)
+    assert same_bits(host(start), host(state))
+
+
+def test_a_policy_counts_from_the_step_after_the_warm_up_of_its_critic():
+    options = {"learning_rate": 0.4, "schedule": "linear", "final_fraction": 0.25}
+    trainer, _ = begin(learners.dense(), stage({"name": "ppo", "critic_warmup": 2}, steps=6, optimizer=options))
+    assert trainer.policy._first_update == 2
+    assert [float(trainer.policy.rate(u)) for u in range(4)] == pytest.approx([0.4, 0.3, 0.2, 0.1])
 
 
 @pytest.mark.slow

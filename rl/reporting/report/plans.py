@@ -126,6 +126,12 @@ PLANS: tuple[Plan, ...] = (
         (Line("optim/grad_norm", "policy"), Line("value/optim/grad_norm", "critic")),
     ),
     Plan(
+        "rate",
+        "Learning rate",
+        "Of the updates of a step, by the formula in docs/configuration.md.",
+        (Line("optim/lr", "policy"), Line("value/optim/lr", "critic")),
+    ),
+    Plan(
         "loss",
         "Loss",
         "Near 0 by construction under GRPO and PPO, where it means little.",
