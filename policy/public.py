@@ -29,7 +29,7 @@ def create(
     runtime: Runtime | None = None,
     mesh: Layout | None = None,
 ) -> Model:
-    """Creates a model with random weights drawn from `seed`.
+    """Creates a model with random weights drawn from `seed`, 0 to 2^32 - 1.
 
     `config` is a DecoderConfig or the name of a file in configs/models/. `runtime` (default: both dtypes are `dtype`)
     holds the options of the computation, `mesh` (default: one device) the devices and the rules for sharding. Raises

@@ -16,6 +16,7 @@ import numpy as np
 from policy.media import is_tower
 from policy.model import Model
 from policy.ops.host_memory import on_a_device
+from policy.ops.seeds import checked_seed
 from rollout.engine.active_batch import stop_width
 from rollout.engine.engine import Engine
 from rollout.engine.exact import Verifier
@@ -70,7 +71,7 @@ class Generator:
                 "GeneratorOptions.record_routes: this model has no mixture of experts; no token is routed anywhere"
             )
         self.model, self.max_length, self.slots = model, max_length, slots
-        self.seed, self.tokenizer, self.options = seed, tokenizer, options
+        self.seed, self.tokenizer, self.options = checked_seed(seed), tokenizer, options
         self.weights = RolloutWeights.from_options(model.graph, options)
         budget = options.prefill_budget or max(options.prefill_chunk, slots * options.tokens_per_dispatch)
         runner = ModelRunner(model.graph_for(max_length), options, slots, max_length)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from policy.ops.seeds import SEEDS
 from rewards.suggest import nearest_path
 from rl.config import yaml_tree
 from rl.config.files import RESOLVED
@@ -86,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", default=[], metavar="TEXT", help="ends a completion; may be given several times"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of sampling; equal seeds give equal completions (0)"
+        "--seed", type=_seed, default=0, metavar="N", help="seed of sampling; equal seeds give equal completions (0)"
     )
     parser.add_argument(
         "--dtype",
@@ -102,6 +103,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--platform", choices=("auto", "cpu", "tpu", "gpu"), default="auto", help="platform of jax (auto)"
     )
+
+
+def _seed(text: str) -> int:
+    """Reads a seed. Raises ArgumentTypeError."""
+    if not (text.isdecimal() and int(text) < SEEDS):
+        raise argparse.ArgumentTypeError(f"{text}: a seed is a number from 0 to {SEEDS - 1}")
+    return int(text)
 
 
 def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:

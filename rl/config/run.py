@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 import rollout.types
 from policy.mesh.axes import STATIONARY_RULES
+from policy.ops.seeds import SEEDS
 from policy.runtime import Runtime
 from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.mesh import MeshOptions
@@ -135,7 +136,9 @@ class RunConfig(Strict):
     profile: ProfileOptions | None = Field(
         default=None, description="steps that jax's profiler records; null: none. Changes no number"
     )
-    seed: int = Field(default=0, ge=0, description="of random weights, order of the data and every draw")
+    seed: int = Field(
+        default=0, ge=0, lt=SEEDS, description="of random weights, order of the data and every draw; all seeds differ"
+    )
     platform: Literal["auto", "cpu", "tpu", "gpu"] = Field(default="auto", description="auto: the best that jax finds")
     model: ModelOptions = Field(description="what is trained")
     tokenizer: TokenizerOptions | None = Field(default=None, description="default: the model's directory")

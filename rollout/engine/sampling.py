@@ -72,7 +72,7 @@ class Draws:
     def of(cls, params: Sequence[SamplingParams], seed: int) -> Draws:
         """Builds one row for each of `params`, on the host."""
         rows = np.asarray([(p.temperature, p.top_p, p.min_p) for p in params], np.float32).reshape(-1, 3).T
-        return cls(np.uint32(seed % 2**32), rows[0], np.asarray([p.top_k for p in params], np.int32), rows[1], rows[2])
+        return cls(np.uint32(seed), rows[0], np.asarray([p.top_k for p in params], np.int32), rows[1], rows[2])
 
     def repeat(self, times: int) -> Draws:
         """Repeats each row `times` times."""

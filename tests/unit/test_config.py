@@ -15,7 +15,7 @@ import rl.algorithms
 from policy.huggingface import sources
 from rewards.suggest import nearest, nearest_path
 from rl import stages
-from rl.commands.cli import train_main
+from rl.commands.cli import main, train_main
 from rl.config import files, foreign, keys, packaged, yaml_tree
 from rl.config.schema import HOME
 from rl.errors import ConfigError
@@ -509,6 +509,15 @@ def test_metrics_of_evaluations_and_rewards_are_known(folder):
 def test_the_names_of_metrics_are_those_of_the_docs():
     text = (packaged.PACKAGED.parent / "docs/metrics.md").read_text()
     assert list(metric_names.NAMES) == re.findall(r"^\| `([^`]+)` \|", text, re.M)
+
+
+def test_seeds_that_would_draw_what_others_draw_are_refused(folder, capsys):
+    assert load(["run.yml"], ["seed=4294967295"]).seed == 2**32 - 1
+    for seed in (2**32, 2**63, -1):
+        assert "seed: must be " in message("run.yml", overrides=[f"seed={seed}"])
+        with pytest.raises(SystemExit):
+            main(["generate", "model", "--prompts", "p.txt", f"--seed={seed}"])
+        assert "a seed is a number from 0 to 4294967295" in capsys.readouterr().err
 
 
 def test_a_stop_token_outside_the_vocabulary_is_refused(folder):

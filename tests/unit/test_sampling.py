@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import policy
+from policy.ops.seeds import checked_seed
 from rollout import SamplingParams
 from rollout.engine.sampling import Draws, choose, draw, filter_mask, uniforms
 
@@ -257,3 +259,17 @@ def test_bad_settings_are_refused_by_name(wrong, message):
 def test_one_stop_string_is_no_list_of_characters():
     assert SamplingParams(stop="ab").stop == ("ab",)
     assert SamplingParams(stop=["a", "b"], stop_token_ids=[3]).stop_token_ids == (3,)
+
+
+def test_the_seeds_of_a_generator_and_of_weights_are_those_that_differ():
+    rows = [SamplingParams()]
+    drawn = {
+        int(jax.random.key_data(jax.random.key(Draws.of(rows, seed).seed))[1]) for seed in (0, 1, 2**31, 2**32 - 1)
+    }
+    assert drawn == {0, 1, 2**31, 2**32 - 1}
+    assert [checked_seed(seed) for seed in (0, 2**32 - 1)] == [0, 2**32 - 1]
+    for seed in (-1, 2**32, 2**63):
+        with pytest.raises(ValueError, match="a seed is a number from 0 to 4294967295"):
+            policy.create("tiny-deepseek", seed)
+        with pytest.raises(ValueError, match="a seed is a number from 0 to"):
+            checked_seed(seed)
