@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -149,7 +150,7 @@ class SamplingParams:
         checks = {
             "n must be at least 1": self.n >= 1,
             "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
-            "temperature must be 0 or more": self.temperature >= 0,
+            "temperature must be a finite number from 0 on": 0 <= self.temperature < math.inf,
             "top_k must be 0 (all) or more": self.top_k >= 0,
             "top_p must lie in (0, 1]": 0 < self.top_p <= 1,
             "min_p must lie in [0, 1]": 0 <= self.min_p <= 1,

@@ -371,6 +371,7 @@ _MESSAGES = {
     "int_from_float": "must be an integer",
     "float_type": "must be a number",
     "bool_type": "must be true or false",
+    "finite_number": "must be a finite number",
 }
 
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 from policy.config import HyperConnections, MultiTokenPrediction, Runtime, StoredType
 from policy.huggingface.ngrams import EngramSection
 from policy.remat import NAMES as REMAT_POLICIES
-from rl.config.schema import HOME, Section, Strict, fields_of
+from rl.config.schema import FINITE, HOME, Section, Strict, fields_of
 
 
 @fields_of(HyperConnections)
@@ -66,7 +66,7 @@ class ModelOptions(Section):
         description="Hugging Face directory, the name of a file in configs/models/ (random weights), or a model on the "
         "Hugging Face hub: org/name, or hf://org/name@revision"
     )
-    overrides: dict[str, Any] = Field(
+    overrides: Annotated[dict[str, Any], FINITE] = Field(
         default={}, description="keys of the Hugging Face configuration to change; random weights only"
     )
     remat: Literal[REMAT_POLICIES] = Field(  # pyright: ignore[reportInvalidTypeForm]
@@ -181,7 +181,7 @@ class TeacherOptions(Strict):
     files: Annotated[str | None, HOME] = Field(
         default=None, description="directory that `rl teach` wrote; the run then loads no teacher; see distillation.md"
     )
-    overrides: dict[str, Any] = Field(
+    overrides: Annotated[dict[str, Any], FINITE] = Field(
         default={}, description="keys of the Hugging Face configuration to change; random weights only"
     )
     dtype: Literal["float32", "bfloat16"] | None = Field(

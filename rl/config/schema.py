@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import math
 import os
 import types
 import typing
@@ -20,14 +21,27 @@ def with_home(value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 
+def _finite(value: Any, name: str = "") -> Any:
+    """Returns the value. Raises ValueError if it, or a value inside it, is a number that is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name}: {value} is no finite number")
+    for key, one in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
+        _finite(one, f"{name}.{key}".removeprefix("."))
+    return value
+
+
+FINITE = AfterValidator(lambda mapping: _finite(mapping))
+"""Annotation of a mapping with keys of its own, whose numbers are finite."""
+
 HOME = AfterValidator(with_home)
 """Annotation of every key that holds a path, or a name that may be one: `~` is the home directory."""
 
 
 class Strict(BaseModel):
-    """A section that refuses unknown keys and values of another type. It accepts `1e3` as an integer."""
+    """A section that refuses unknown keys, values of another type and numbers that are not finite. It accepts `1e3` as
+    an integer."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     shorthand: ClassVar[str | None] = None
     """Key that a plain text sets: `model: tiny` is `model: {source: tiny}`."""
     exactly_one: ClassVar[tuple[str, ...]] = ()

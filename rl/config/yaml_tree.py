@@ -248,9 +248,11 @@ def _scalar(node, where: str, problems: list[str]) -> Any:
         if kind == "int":
             return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
         if kind == "float":
-            return (
-                float(text.replace(".inf", "inf").replace(".nan", "nan").lower()) if text[-1] in "fFnN" else float(text)
-            )
+            if text[-1] in "fFnN":
+                return float(text.lower().replace(".", ""))
+            if math.isinf(value := float(text)):
+                problems.append(f"{where}: `{text}` is larger than any number of 64 bits")
+            return value
     except (ValueError, KeyError):
         problems.append(f"{where}: `{text}` is not a value of the type {kind}")
         return None

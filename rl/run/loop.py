@@ -94,6 +94,7 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
             metrics |= evaluated
             ended = ended or _reached(stage.options.until, metrics)
         run.events.step(stage.name, step, metrics)  # a line of events.jsonl
+        stage.check_update(metrics)
         run.note_programs(stage)
         if ended:
             stage.check_learned(state, metrics)

@@ -169,6 +169,7 @@ class Run(Context):
             )
         last = self.stages[-1]
         last.context = self
+        last.check_finite(self.model.params)
         with self.timeline.span("export"):
             exported = self.folder.export(last.export)
         path, word = self.folder.path, quoted(self.folder.path)

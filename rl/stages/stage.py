@@ -20,8 +20,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -309,9 +310,31 @@ class StageKind(ConfiguredStage, ABC):
         """Raises ModelError if no update of the stage changed the weights and none of the last step was finite.
 
         Updates with a gradient of 0, as from equal rewards, change nothing and alone are no error. `metrics`: metrics
-        of the last step.
+        of the last step. Raises ModelError, too, if a weight or a moment is not finite.
         """
         self.trainer.check_updates(self.learner(state), metrics)
+        self.check_finite(state)
+
+    def check_update(self, metrics: Mapping[str, float]) -> None:
+        """Raises ModelError if the updates of a step, with these metrics, made weights that are not finite."""
+        norms = (key for key in metrics if key.endswith("optim/update_norm"))
+        for key in norms:
+            if not isfinite(metrics[key]):
+                self._refuse_not_finite(f"the last update made weights that are not finite ({key}: {metrics[key]})")
+
+    def check_finite(self, tree: Any) -> None:
+        """Raises ModelError for a state, or weights, with a number that is not finite."""
+        from rl.training.diagnostics import not_finite
+
+        if path := not_finite(tree):
+            self._refuse_not_finite(f"{path} has a number that is not finite")
+
+    def _refuse_not_finite(self, what: str) -> NoReturn:
+        key = f"stages.{self.index}.optimizer.learning_rate"
+        raise ModelError(
+            f"{self.name}: {what}. Nothing is exported. If the weights were finite at the start, set a smaller {key}, or "
+            "model.dtype=float32, and start a new run"
+        )
 
     # Files.
 

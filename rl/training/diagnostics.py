@@ -1,12 +1,17 @@
-"""Computes the metrics of `diagnostics`: activations of each layer, and gradient norms by kind of part."""
+"""Computes the metrics of `diagnostics`, activations of each layer and gradient norms by kind of part, and looks for
+numbers that are not finite."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from policy.config import DecoderConfig
 from policy.intermediates import Activations
+from policy.mesh import processes
 
 # Part -> substrings of the paths of its weights. The first part that matches counts.
 PARTS = {
@@ -66,3 +71,23 @@ def activation_metrics(
                 f"activation/{name}/{number}": a[r] for name, a in (("mean", mean), ("std", std), ("zeros", zeros))
             }
     return metrics
+
+
+def not_finite(tree: Any) -> str | None:
+    """Returns the path of an array of floats with a number that is not finite, or None. All processes return the same.
+
+    Each device looks at its shards; shards in host memory and those of CPUs are looked at in place.
+    """
+    verdicts = [
+        (path, _all_finite(shard.data))
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        for shard in leaf.addressable_shards
+    ]
+    mine = next((jax.tree_util.keystr(path, simple=True, separator=".") for path, good in verdicts if not good), None)
+    return next(filter(None, processes.all_gather_object(mine)), None)
+
+
+def _all_finite(shard: jax.Array) -> Any:
+    on_device = shard.sharding.memory_kind in (None, "device") and next(iter(shard.devices())).platform != "cpu"
+    return jnp.isfinite(shard).all() if on_device else np.isfinite(np.asarray(shard)).all()

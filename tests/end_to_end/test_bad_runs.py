@@ -225,3 +225,11 @@ def test_a_run_without_any_score_goes_on_and_changes_nothing_by_it(tmp_path):
     start = policy.create(policy.load(tmp_path / "run" / "export").config, 0).params
     end = policy.load(tmp_path / "run" / "export").params
     assert all((start[path] == end[path]).all() for path in start)
+
+
+def test_a_run_whose_weights_are_not_finite_exports_nothing(tmp_path, capsys):
+    sft = "stages=[{algorithm: sft, steps: 3, prompts_per_step: 4, optimizer: {learning_rate: 1e38}}]"
+    arguments = launch.arguments(tmp_path / "run", sft, "evaluation=null", "run.checkpoint_every=1")
+    said = refused(capsys, 4, "sft: the last update made weights that are not finite", arguments=arguments)
+    assert "stages.0.optimizer.learning_rate" in said and not (tmp_path / "run/export").exists()
+    assert not list((tmp_path / "run/checkpoints").glob("[0-9]*"))

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import os
 import re
 import subprocess
@@ -518,6 +519,50 @@ def test_seeds_that_would_draw_what_others_draw_are_refused(folder, capsys):
         with pytest.raises(SystemExit):
             main(["generate", "model", "--prompts", "p.txt", f"--seed={seed}"])
         assert "a seed is a number from 0 to 4294967295" in capsys.readouterr().err
+
+
+NOT_FINITE = [
+    "stages.0.optimizer.learning_rate",
+    "stages.0.optimizer.eps",
+    "stages.1.optimizer.clip_norm",
+    "stages.1.sampling.temperature",
+    "stages.1.max_logp_diff",
+    "stages.1.router.capacity_factor",
+    "stages.1.algorithm.kl_coef",
+    "stages.1.algorithm.delta",
+    "rewards.functions.0.weight",
+    "rewards.timeout_s",
+    "run.samples.keep_gib",
+    "model.overrides",
+]
+
+
+@pytest.mark.parametrize("key", NOT_FINITE)
+@pytest.mark.parametrize("number", [".inf", "-.inf", ".nan", ".NaN"])
+def test_numbers_that_are_not_finite_are_refused(folder, key, number):
+    said = message(
+        "run.yml", overrides=[f"{key}={{a: [1, {number}]}}" if key == "model.overrides" else f"{key}={number}"]
+    )
+    assert said.startswith(f"override 1: {key}: ") and "finite number" in said and "\n" not in said
+
+
+def test_a_number_beyond_64_bits_is_refused_where_it_is_written(folder):
+    said = message(
+        "run.yml", overrides=["stages.0.optimizer.learning_rate=1e999", "rewards.functions.0.options={a: -1e999}"]
+    )
+    assert "override 1: `1e999` is larger than any number" in said and "override 2: `-1e999` is larger" in said
+    assert "override 1: `1e999` is larger" in message("run.yml", overrides=["model.overrides={rope: [1e999]}"])
+    assert "model.overrides: rope.0: nan is no finite" in message(
+        "run.yml", overrides=["model.overrides={rope: [.nan]}"]
+    )
+    assert yaml_tree.typed_value("-.INF", "o").value == -math.inf and math.isnan(
+        yaml_tree.typed_value(".NaN", "o").value
+    )
+
+
+def test_every_number_of_the_schema_is_finite():
+    for model, path in sections(files.RunConfig, ""):
+        assert model.model_config["allow_inf_nan"] is False, path
 
 
 def test_a_stop_token_outside_the_vocabulary_is_refused(folder):

@@ -1,5 +1,6 @@
 """Intermediate values: the same scanned and unrolled, padding left out, and what a stage logs of them."""
 
+import dataclasses
 import functools
 
 import jax
@@ -15,7 +16,7 @@ from policy.config import Runtime
 from policy.mesh.sharding import layout
 from policy.model import Graph
 from policy.modes import make_step
-from rl.training.diagnostics import PARTS, part
+from rl.training.diagnostics import PARTS, not_finite, part
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -135,3 +136,15 @@ def test_every_weight_of_every_family_belongs_to_a_part():
     assert part("value_head") == "head" and set(PARTS) >= seen.keys()
     with pytest.raises(ValueError, match="quux belongs to no part"):
         part("quux")
+
+
+def test_numbers_that_are_not_finite_are_looked_for_in_weights_and_moments():
+    trainer, state = begin(learners.dense(), stage("sft"))
+    assert not_finite(state) is None and not_finite({"ids": jnp.zeros(2, jnp.int32)}) is None
+    for value in (np.nan, np.inf, -np.inf):
+        weight = {"a": jnp.ones(3), "b": {"c": jnp.ones((2, 2), jnp.bfloat16).at[1, 0].set(value)}}
+        assert not_finite(weight) == "b.c"
+    sick = jax.tree.map(lambda a: a.at[-1].set(np.nan) if a.ndim else a, state.policy.optimizer)
+    assert "optimizer" in not_finite(
+        dataclasses.replace(state, policy=dataclasses.replace(state.policy, optimizer=sick))
+    )
