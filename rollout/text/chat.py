@@ -53,11 +53,13 @@ class Rendered:
 
 @dataclass(frozen=True)
 class _Turn:
-    """A turn of the assistant as it was rendered when it was the last one. start, end: its characters in `text`."""
+    """A turn of the assistant as it was rendered when it was the last one. start, content_end, end: the characters of
+    `text` where it begins, where its content ends, and where it ends."""
 
     number: int
     text: str
     start: int
+    content_end: int
     end: int
 
 
@@ -82,13 +84,28 @@ def render_turns(tokenizer: Any, messages: Messages, first: int = 0) -> list[Ren
     text, count = render_text(tokenizer, messages, False), len(messages)
     renderings = []
     while waiting:
-        kept = [turn for turn in waiting if text.startswith(turn.text[: turn.end])]
-        if kept:
-            renderings.append(Rendered(text, [(turn.start, turn.end) for turn in kept], count))
-        waiting = [turn for turn in waiting if turn not in kept]
+        ends = [_end_in(text, turn, tokenizer.eos_token) for turn in waiting]
+        spans = [(turn.start, end) for turn, end in zip(waiting, ends, strict=True) if end is not None]
+        if spans:
+            renderings.append(Rendered(text, spans, count))
+        waiting = [turn for turn, end in zip(waiting, ends, strict=True) if end is None]
         if waiting:
             text, count = waiting[-1].text, waiting[-1].number + 1
     return renderings
+
+
+def _end_in(text: str, turn: _Turn, eos: str) -> int | None:
+    """Returns where a turn ends in a rendering that leaves it as it was; None if it changes the turn.
+
+    Some templates write the end of sequence behind the end of the last turn only (Phi-3); without it, the turn is the
+    same.
+    """
+    turn_text = turn.text[: turn.end]
+    if text.startswith(turn_text):
+        return turn.end
+    shorter = turn_text.removesuffix(eos).rstrip()
+    has_own_end = len(shorter) > turn.content_end
+    return len(shorter) if has_own_end and text.startswith(shorter) else None
 
 
 def render_answer(tokenizer: Any, messages: Messages, first: int) -> Rendered:
@@ -211,14 +228,44 @@ def render_text(tokenizer: Any, messages: Messages, add_generation_prompt: bool)
             "the row has tools, but the chat template does not write them; set tokenizer.chat_template=FILE to one that "
             "does, or give the column another name"
         )
+    messages = _in_parts(messages) if _wants_parts(tokenizer) else list(messages)
     try:
         return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
         )
     except TemplateError as error:
         raise ChatError(f"the chat template refuses the conversation: {error}") from None
     except Exception as error:  # a template is a program, which fails in any way, such as None + "text"
         raise ChatError(f"the chat template fails: {type(error).__name__}: {error}") from None
+
+
+_PROBE = [{"role": "user", "content": "DuetProbe"}]
+
+
+def _wants_parts(tokenizer: Any) -> bool:
+    """Returns whether the chat template writes contents only as lists of parts (Idefics 3, LLaVA)."""
+    template = tokenizer.chat_template
+    if isinstance(template, str) and "type" not in template:
+        return False
+    asked, answer = getattr(tokenizer, "wants_parts", (None, False))
+    if asked != template:
+        answer = not _writes_probe(tokenizer, _PROBE) and _writes_probe(tokenizer, _in_parts(_PROBE))
+        tokenizer.wants_parts = (template, answer)
+    return answer
+
+
+def _writes_probe(tokenizer: Any, messages: list[dict[str, Any]]) -> bool:
+    try:
+        return "DuetProbe" in tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # a template is a program, which fails in any way
+        return False
+
+
+def _in_parts(messages: Messages) -> list[dict[str, Any]]:
+    def parts(content: Any) -> Any:
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+    return [{**message, "content": parts(message["content"])} for message in messages]
 
 
 def with_variables(tokenizer: Any, **variables: Any) -> Any:
@@ -243,18 +290,28 @@ def _turn(tokenizer: Any, messages: Messages, number: int) -> _Turn:
     """Renders the conversation up to a turn of the assistant, and finds the turn in it."""
     prompted = render_text(tokenizer, messages[:number], True) if number else ""
     text = render_text(tokenizer, messages[: number + 1], False)
+    content = _last_text(messages[number]["content"])
+    place = text.rfind(content)
+    if place < 0:
+        raise ChatError(f"the chat template drops the content of message {number}")
     start = len(prompted)
     if not text.startswith(prompted):
         # The prompt ends otherwise than the conversation, with the beginning of a thought, for instance.
-        content = (messages[number]["content"] or "").rpartition("</think>")[2].strip()
-        start = text.rfind(content) if content else -1
-        if start < 0:
-            raise ChatError(f"the chat template drops the content of message {number}")
+        if not content:
+            raise ChatError(f"the chat template rewrites what precedes message {number}, which has no content to find")
+        start = place
     # White space after the end of a turn is never sampled, because generation has stopped.
     end = len(text.rstrip())
     if end <= start:
         raise ChatError(f"the chat template writes nothing for message {number}")
-    return _Turn(number, text, start, end)
+    return _Turn(number, text, start, place + len(content), end)
+
+
+def _last_text(content: str | list[dict[str, Any]] | None) -> str:
+    """Returns the text of a content behind its reasoning, which templates may drop."""
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+    return (content or "").rpartition("</think>")[2].strip()
 
 
 def check_one_beginning(tokenizer: Any, ids: Sequence[int]) -> None:
