@@ -73,6 +73,11 @@ class RunOptions(Strict):
         "code 3 if it cannot learn from them (docs/diagnose.md); 0: none; null: 32 with a warning only, none for "
         "random weights",
     )
+    changed_data: Literal["refuse", "allow"] = Field(
+        default="refuse",
+        description="rows, or held-out rows, that have changed since the run was last started: refuse them with exit "
+        "code 3, or allow the run to go on with them",
+    )
     samples: SampleRecords = Field(default=SampleRecords(), description="which completions are kept")
     log_every: int = Field(default=1, ge=1, description="steps between lines on the console")
     wandb: WandbOptions | None = Field(default=None, description="mirror to Weights & Biases; `{}` for its defaults")

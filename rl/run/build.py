@@ -27,6 +27,7 @@ from policy.mesh.sharding import Layout, layout
 from policy.model import Graph, Model
 from policy.ops.host_memory import NoHostMemory, in_host_memory
 from rewards.suggest import nearest
+from rl.cluster.launch import on_first
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
 from rl.config.stage import StageOptions
@@ -41,9 +42,10 @@ from rl.reporting.program_memory import ProgramMemoryLog
 from rl.reporting.timeline import CHECKPOINTS, Timeline
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
+from rl.run.health import changed_rows
 from rl.run.prepare import Prepared
 from rl.run.signals import StopSignal
-from rl.run.state import Run
+from rl.run.state import Run, stage_ended
 from rl.stages.context import Progress
 from rl.stages.sharing import sharing_of
 from rl.training.trainable import is_named, trained_paths
@@ -65,12 +67,20 @@ def run(
     checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints, writing)
     with timeline.span("looking for a checkpoint"):
         saved = checkpoints.host()
+    changed = None
+    if saved is not None:
+        stage = saved[1]["stage"]
+        ended = stage_ended(saved[1], prepared.stages[stage])
+        compare = partial(changed_rows.check, config, prepared.fingerprints, folder.path, stage, ended)
+        changed = on_first(compare)
     progress = Progress.from_json(saved[1].get("progress")) if saved else Progress()
     has_media = prepared.data.has_media
     with timeline.span("loading the model"):
         decoder = model(config, prepared, with_weights=saved is None, media=has_media)
     sampler = generator(config, decoder, prepared.tokenizer, generator_options(config))
     events = Events(config, folder.path)
+    if changed:
+        events.note(changed)
     try:
         yield Run(
             config=config,

@@ -55,7 +55,8 @@ def run(config: RunConfig) -> int:
                 timeline.past("reading the data", began, took)
                 with build.run(config, prepared, folder, stop, timeline) as open_run:
                     open_run.note_inspection(prepared.findings)
-                    manifest.note(devices=device_facts(), weights=open_run.weights)  # into run.json
+                    facts = {"devices": device_facts(), "weights": open_run.weights, "data": prepared.fingerprints}
+                    manifest.note(**facts)  # into run.json
                     for stage, checkpoint in open_run.remaining():
                         _run_stage(open_run, stage, checkpoint)
                     open_run.export()

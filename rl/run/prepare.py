@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rl.data.reader import DataReader
 from rl.data.tokenizer import reads_date
 from rl.errors import DataError, ModelError
 from rl.reporting.run_files import EVENTS
+from rl.run.health.changed_rows import Fingerprints, fingerprints
 from rl.run.health.start_checks import start_checks
 from rl.run.load import load
 from rl.stages.stage import StageKind
@@ -42,6 +44,11 @@ class Prepared:
     def stop_ids(self) -> tuple[int, ...]:
         """Returns the token ids that end a completion."""
         return self.data.stop_ids
+
+    @cached_property
+    def fingerprints(self) -> Fingerprints:
+        """Returns the fingerprints of the rows, for run.json. All processes ask for them at the same time."""
+        return fingerprints(self.stages, self.held_out)
 
     @property
     def held_out(self) -> list[Problem]:

@@ -66,7 +66,7 @@ class Run(Context):
             first = host["stage"]
             events.truncate_after(names, names[first], host["step"])
             events.note(f"continuing {self.folder.path} after step {host['step']} of {names[first]}")
-            host["ended"] = _ended(host, self.stages[first])
+            host["ended"] = stage_ended(host, self.stages[first])
             return [(stage, host if stage.index == first else None) for stage in self.stages[first:]]
         events.truncate_after(names, names[0], -1)
         source, seed = self.config.model.source, self.config.seed
@@ -177,7 +177,7 @@ class Run(Context):
         self.events.note(f"final weights in {exported}; use them: rl chat {word}, rl generate {word} --prompts FILE")
 
 
-def _ended(host: dict, stage: StageKind) -> bool:
+def stage_ended(host: dict, stage: StageKind) -> bool:
     """Whether the stage of a checkpoint is over: it may have got more steps since, unless `until` ended it."""
     all_steps = host["step"] == host.get("steps", stage.options.steps)
     return host["ended"] and not (all_steps and host["step"] < stage.options.steps)

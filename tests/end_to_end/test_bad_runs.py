@@ -233,3 +233,21 @@ def test_a_run_whose_weights_are_not_finite_exports_nothing(tmp_path, capsys):
     said = refused(capsys, 4, "sft: the last update made weights that are not finite", arguments=arguments)
     assert "stages.0.optimizer.learning_rate" in said and not (tmp_path / "run/export").exists()
     assert not list((tmp_path / "run/checkpoints").glob("[0-9]*"))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_rows_that_it_started_with(tmp_path, capsys):
+    data = tmp_path / "rows.jsonl"
+    rows = [json.dumps({"prompt": f"{n}+1=", "completion": str(n + 1)}) for n in range(8)]
+    data.write_text("\n".join(rows))
+    sft = "stages=[{algorithm: sft, steps: 1, prompts_per_step: 4}]"
+    more = (sft, f"data={data}", "evaluation=null", "rewards=null")
+    assert launch.train(tmp_path / "run", *more) == 0
+    data.write_text("\n".join(rows[:6]))
+    longer = [str(tmp_path / "run"), "stages.0.steps=2"]
+    refused(
+        capsys, 3, "changed: 8 rows when the run was last started, 6 now", "run.changed_data=allow", arguments=longer
+    )
+    assert cli.train_main([*longer, "run.changed_data=allow"]) == 0
+    first, *_, last = json.loads((tmp_path / "run/run.json").read_text())["attempts"]
+    assert (first["data"]["sft"]["rows"], last["data"]["sft"]["rows"]) == (8, 6)
