@@ -46,6 +46,7 @@ MODELS = {
     "latent": lambda: short("DeepseekV3"),
     "indexed": lambda: short("DeepseekV32"),
     "shared_index": lambda: short("GlmMoeDsa"),
+    "compressed": lambda: short("DeepseekV4", mlp_layer_types=["moe"] * 3, index_topk=2),  # no table of integers
     "recurrent": lambda: short("Qwen3Next"),
     "channel_decays": lambda: short("KimiLinear"),
     "short_conv": lambda: short("Lfm2"),

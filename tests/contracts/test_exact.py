@@ -20,7 +20,7 @@ from rollout.request import Request
 pytestmark = pytest.mark.xdist_group("exact")
 
 WIDTH, NEW = 80, 20
-# Full attention; windows, latents with experts, a recurrent state, shared keys.
+# Full attention; windows, latents with experts, entries of blocks, a recurrent state, shared keys.
 EACH = [
     "Llama",
     *(
@@ -28,6 +28,7 @@ EACH = [
         for kind in (
             "Gemma3",
             "DeepseekV3",
+            "DeepseekV4",
             "Qwen3Next",
             "KimiLinear",
             "Lfm2",

@@ -107,7 +107,17 @@ def test_attention_of_every_kind():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "kind",
-    ["dense", "experts", "latent", "recurrent", "channel_decays", "short_conv", "groups_of_states", "shared_keys"],
+    [
+        "dense",
+        "experts",
+        "latent",
+        "compressed",
+        "recurrent",
+        "channel_decays",
+        "short_conv",
+        "groups_of_states",
+        "shared_keys",
+    ],
 )
 def test_every_mesh_of_the_list(kind, mode):
     check(*(["decoder", kind, in_mode(mode, degrees), {}] for degrees in MESHES.values()))

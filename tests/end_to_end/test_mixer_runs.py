@@ -23,7 +23,8 @@ def written(kind, directory) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["KimiLinear", "GlmMoeDsa", "Lfm2", "Lfm2Moe", "NemotronH", "OlmoHybrid", "FalconH1", "Qwen4Exp"]
+    "kind",
+    ["KimiLinear", "GlmMoeDsa", "Lfm2", "Lfm2Moe", "NemotronH", "OlmoHybrid", "FalconH1", "DeepseekV4", "Qwen4Exp"],
 )
 def test_a_killed_run_goes_on_to_the_same_bits(kind, tmp_path):
     given = written(kind, tmp_path)

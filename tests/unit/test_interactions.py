@@ -11,7 +11,7 @@ import pytest
 import policy
 from policy import compatibility, families
 from policy.cache.media import Media
-from policy.config import CompressedAttention, Compression, LayerSpec, Rope, Runtime, Stack
+from policy.config import Runtime
 from policy.huggingface import extensions, sources
 from policy.mesh.sharding import layout
 from rl.config.run import RunConfig
@@ -35,6 +35,7 @@ ON = {
     compatibility.RING: ({"context_parallel": "ring"}, {}, {"context_parallel": "ring"}),
     compatibility.ULYSSES: ({"context_parallel": "ulysses"}, {}, {"context_parallel": "ulysses"}),
     compatibility.BALANCE: ({"context_load_balance": True}, {}, {"context_load_balance": True}),
+    compatibility.COMPRESSED: ({"source": "deepseek-v4-flash"}, {}, {}),
     compatibility.RECURRENT: ({"source": "qwen3-next-80b"}, {}, {}),
     compatibility.CAPACITY: ({}, {"router": {"capacity_factor": 1.25}}, {"capacity_factor": 1.25}),
     compatibility.WARMUP: (
@@ -82,23 +83,17 @@ OF_CALLS = {
     ),
 }
 WITH_CALLS = [pair for pair in compatibility.INCOMPATIBLE if set(pair) & set(OF_CALLS)]
-# No architecture in configs/models/ has them: decoders with and without.
+# No architecture in configs/models/ has it: decoders with and without.
 WITHOUT_PRESETS = {
     compatibility.LATENT: lambda on: families.read(
         oracles.configuration("NemotronH", moe_latent_size=16 if on else None)
     ),
-    compatibility.COMPRESSED: lambda on: with_mixer(COMPRESSED if on else None),
     compatibility.GATED: lambda on: families.read(
         oracles.configuration("Qwen4Exp" if on else "Qwen3Next", layer_types=["linear_attention"] * 4)
     ),
 }
-COMPRESSED = CompressedAttention(2, 8, 8, 2, 4, window=4, rope=Rope(4, 1e4), compression=Compression(3))
 OF_DIRECTORIES = [pair for pair in compatibility.INCOMPATIBLE if set(pair) & set(WITHOUT_PRESETS)]
 OF_RUNS = [pair for pair in compatibility.INCOMPATIBLE if pair not in WITH_CALLS + OF_DIRECTORIES]
-
-
-def with_mixer(mixer):
-    return replace(decoder_of("Llama"), stacks=(Stack((LayerSpec(mixer, None),), 1),))
 
 
 def decoder_of(kind: str):
