@@ -13,6 +13,13 @@ EXAMPLES = [
         "options": {"pattern": _THINK},
         "score": 1.0,
     },
+    {
+        "prompt": "2 + 2?",
+        "completion": "two and two<answer>4</answer>",
+        "raw": "<think>two and two</think><answer>4</answer>",
+        "options": {"pattern": _THINK},
+        "score": 1.0,
+    },
     {"prompt": "2 + 2?", "completion": "<answer>4</answer>", "options": {"pattern": _THINK}, "score": 0.0},
     {
         "prompt": "2 + 2?",
@@ -37,14 +44,22 @@ def _check(pattern: str = "", match: str = "fullmatch", **_) -> None:
 
 @reward(check=_check)
 def regex_format(
-    prompts: list, completions: list, pattern: str, match: str = "fullmatch", ignore_case: bool = False
+    prompts: list,
+    completions: list,
+    pattern: str,
+    match: str = "fullmatch",
+    ignore_case: bool = False,
+    raw: list[str] | None = None,
 ) -> list[float]:
     """Returns 1.0 if `pattern` matches, else 0.0.
 
+    raw: completions with their special tokens, as the run gives them: in some models <think> is one. None: as they are
+        in `completions`.
     pattern: regular expression in Python's syntax; `.` matches newlines too.
     match: "fullmatch" (all of the completion without white space at its ends) or "search" (any part of it).
     ignore_case: ignore upper and lower case.
     """
     compiled = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
     matches = compiled.fullmatch if match == "fullmatch" else compiled.search
-    return [float(matches(text_of(completion).strip()) is not None) for completion in completions]
+    texts = [text_of(completion) for completion in completions] if raw is None else raw
+    return [float(matches(text.strip()) is not None) for text in texts]

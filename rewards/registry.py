@@ -40,7 +40,7 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 ENTRY_POINTS = "duet.rewards"
 TEXTS = ("prompts", "completions")
-GIVEN = ("completion_lengths", "truncated", "max_new_tokens", "reward_model_scores")
+GIVEN = ("completion_lengths", "truncated", "raw", "max_new_tokens", "reward_model_scores")
 REWARD_MODEL = "reward_model"  # name of the reward that returns the score of a reward model
 _FOLDER = Path(__file__).resolve().parent
 _FILE_MODULES = "duet_reward_file_"

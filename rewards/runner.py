@@ -190,9 +190,9 @@ class Runner:
 
         prompts, completions: N strings, or N lists of messages ({"role", "content"}).
         columns: column of the data -> N values that JSON can hold (numpy arrays and scalars are converted). Functions
-            can also name "completion_lengths" (N ints, tokens), "truncated" (N bools), "max_new_tokens" (one int) and
-            "reward_model_scores" (N mappings from source to score). A function receives the columns that it names, or
-            all if it takes **kwargs.
+            can also name "completion_lengths" (N ints, tokens), "truncated" (N bools), "raw" (N texts with special
+            tokens), "max_new_tokens" (one int) and "reward_model_scores" (N mappings from source to score). A function
+            receives the columns that it names, or all if it takes **kwargs.
         groups: N ids; the completions of one id are scored in one call. None: each completion is its own group.
         on_calls: called with the calls of all processes once the scores are complete.
         Raises RewardError if lengths differ, a required column is missing or a value has another type.

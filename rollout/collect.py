@@ -124,7 +124,7 @@ def collect(
     columns: dict[str, Any] = {name: [example.columns.get(name) for example in examples] for name in names}
     # Names of rewards.registry.GIVEN. The check of the data refuses columns of these names that a reward would get.
     columns |= {"completion_lengths": [0] * len(examples), "truncated": [False] * len(examples)}
-    columns["reward_model_scores"] = [{}] * len(examples)
+    columns |= {"raw": [""] * len(examples), "reward_model_scores": [{}] * len(examples)}
     columns["max_new_tokens"] = (
         params.max_new_tokens
     )  # one number for all; the other columns have a value per completion
@@ -138,6 +138,7 @@ def collect(
         completion = completions[p][sample]
         text = in_form_of(problems[p].example.prompt, completion.text)
         known = {"completion_lengths": len(completion.tokens), "truncated": completion.finish == "length"}
+        known["raw"] = completion.text if completion.raw is None else completion.raw
         handle.add(p * G + sample, text, **known, **more)
 
     prompts = [problem.ids for problem in problems] if prompts is None else prompts

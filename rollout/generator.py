@@ -289,13 +289,30 @@ class Generator:
         """Returns the completion of a request that has ended. Raises ValueError if it has not."""
         if request.finish is None:
             raise ValueError("completion: the request has not ended")
-        text, steps, routes = None, sum(request.starts_step), request.routes
+        text, raw, steps, routes = None, None, sum(request.starts_step), request.routes
         if self.tokenizer is not None:
             text = decode_after(self.tokenizer, request.tokens, skip_special_tokens=True)
+            raw = self._raw(request, text)
         if routes is not None:
             routes = {path: np.asarray(array)[: request.needed].copy() for path, array in routes.items()}
         values = request.values if self.options.record_values else None
-        return Completion(request.tokens, request.logprobs, request.finish, text, steps, routes, values)
+        return Completion(request.tokens, request.logprobs, request.finish, text, steps, routes, values, raw)
+
+    def _raw(self, request: Request, text: str) -> str:
+        """Returns the text of a completion with special tokens. text: without them."""
+        ended = request.finish == "stop" and request.tokens[-1:] and request.tokens[-1] in request.params.stop_token_ids
+        tokens = request.tokens[:-1] if ended else request.tokens
+        if self._special_ids.isdisjoint(tokens):
+            return text
+        assert self.tokenizer is not None  # the caller has one
+        return decode_after(self.tokenizer, tokens, skip_special_tokens=False)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        """Tokens that `skip_special_tokens` leaves out."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        special = {token for token, how in added.items() if how.special}
+        return frozenset(special | set(getattr(self.tokenizer, "all_special_ids", ())))
 
     def _encode(self, i: int, prompt, params: SamplingParams) -> tuple:
         if isinstance(prompt, str):

@@ -168,7 +168,8 @@ class Completion:
     tokens: without the prompt, with the stop token. logprobs: log softmax(logits / temperature) of each token, before
     any filter.
     finish: "stop" or "length".
-    text: with a tokenizer; else None.
+    text: with a tokenizer, without special tokens; else None.
+    raw: the text with its special tokens, but for the one that ended the completion; None without a tokenizer.
     steps: decoder passes that produced it: fewer than tokens if drafts were accepted.
     routes: under GeneratorOptions.record_routes, the experts of each token of prompt and completion except the last,
     which is never fed: int[tokens, R, k] by path of the layer, for the R repeats of its stack.
@@ -182,3 +183,4 @@ class Completion:
     steps: int = 0
     routes: dict[str, np.ndarray] | None = None
     values: list[float] | None = None
+    raw: str | None = None

@@ -57,11 +57,14 @@ def is_data_uri(text: str) -> bool:
 
 
 def messages(record: Mapping[str, Any], name: str) -> Iterator[tuple[str, list[Piece]]]:
-    """Yields (role, pieces) of the messages of `prompt` or `completion`; a plain text has the role "".
+    """Yields (role, pieces) of the messages of `prompt` or `completion`; a plain text has the role "". A completion is
+    shown with its special tokens (`raw`).
 
     The n-th part of a kind in the prompt is the n-th entry of this kind in `media`.
     """
     value, waiting = record.get(name), _entries(record) if name == "prompt" else {}
+    if name == "completion" and isinstance(record.get("raw"), str):
+        value = record["raw"]
     if isinstance(value, list) and all(isinstance(each, dict) for each in value):
         for each in value:
             content = each.get("content")

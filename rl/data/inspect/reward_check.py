@@ -36,6 +36,7 @@ def demonstrations_score(stage: StageRows, settings: RewardSettings) -> Iterator
     values |= {
         "completion_lengths": encoded,
         "truncated": [False] * len(rows),
+        "raw": answers,
         "max_new_tokens": stage.limit.new_tokens or stage.limit.max_length,
     }
     try:

@@ -103,6 +103,7 @@ def _batch(runner: Runner, batch: Sequence[Place], limit: int | None) -> Iterato
     names = list(dict.fromkeys(name for record in records for name in record.get("columns") or {}))
     columns: dict[str, Any] = {name: [(each.get("columns") or {}).get(name) for each in records] for name in names}
     columns["completion_lengths"] = [sample_length(each) for each in records]
+    columns["raw"] = [each.get("raw", each["completion"]) for each in records]
     columns["truncated"] = [each.get("finish") == "length" for each in records]
     if limit is not None:
         columns["max_new_tokens"] = limit

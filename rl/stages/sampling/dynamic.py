@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollout.types import Completion
 
 # Fields of a completion that a checkpoint holds besides tokens and log-probabilities.
-_KEPT = ("finish", "text", "steps")
+_KEPT = ("finish", "text", "raw", "steps")
 
 
 @dataclass(frozen=True)

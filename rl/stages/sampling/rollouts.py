@@ -99,9 +99,9 @@ def records(
 ) -> list[dict[str, Any]]:
     """Returns a line of samples.jsonl for each completion; rl/reporting/samples.py adds `at`.
 
-    In a line, `prompt` is the text or the messages of the prompt, `prompt_id` its running number in the run, and
-    `sample` the number of the completion in its group. `media` describes the pictures and sounds of the prompt; their
-    contents are in no line.
+    In a line, `prompt` is the text or the messages of the prompt, `raw` the completion with its special tokens, if it
+    has any, `prompt_id` the running number of the prompt in the run, and `sample` the number of the completion in its
+    group. `media` describes the pictures and sounds of the prompt; their contents are in no line.
 
     advantages: float[P * G], the advantage of each completion or the mean over its tokens; None: the completions of an
     evaluation.
@@ -121,6 +121,8 @@ def records(
             "version": rollouts.versions[p],
             "prompt": without_contents(problem.example.prompt),
             "completion": completion.text,
+            # Up to `tokens` a search looks for words of the completion (rl/reporting/viewer/index.py).
+            **({"raw": raw} if (raw := completion.raw) not in (None, completion.text) else {}),
             "tokens": completion.tokens,
             "finish": completion.finish,
             "rewards": dict(zip(scores.names, scores.rewards[i].tolist(), strict=True)),
