@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from test_viewer import COMPLETION, EVIL, sample, tokens, write
 
 from rl.commands import cli
 from rl.reporting.samples import SampleLog
+from rl.reporting.viewer import static
 from rl.reporting.viewer.server import names_server
 
 pytestmark = pytest.mark.xdist_group("chromium")
@@ -272,3 +274,40 @@ def test_a_static_folder_shows_the_same(server, tmp_path, capsys):
         browser.evaluate("search('rewrd<1')")
         assert "no such field" in browser.wait("$('error').hidden ? '' : $('error').textContent")
         assert browser.errors == []
+
+
+# The page's script with as much of a browser as it needs to start.
+_STUBS = """
+const nodes = {}, node = () => ({content: MODE, addEventListener() {}, replaceChildren() {}, append() {}, hidden: true});
+globalThis.document = {querySelector: node, getElementById: (id) => nodes[id] ||= node(), addEventListener() {}};
+globalThis.sessionStorage = {getItem: () => "", setItem() {}};
+globalThis.history = {replaceState() {}};
+globalThis.location = PLACE;
+globalThis.fetch = async () => { throw new TypeError("Failed to fetch"); };
+globalThis.setTimeout = () => 0;
+"""
+_SHOWN = "; setImmediate(() => console.log(nodes.error.hidden ? '' : nodes.error.textContent));"
+
+
+def shown(mode: str, protocol: str, path: str) -> str:
+    """The error that the page shows after its start."""
+    place = {"protocol": protocol, "pathname": path, "hash": "", "search": "", "origin": "http://127.0.0.1:1"}
+    stubs = _STUBS.replace("MODE", json.dumps(mode)).replace("PLACE", json.dumps(place))
+    script = (Path(static.__file__).parent / "viewer.js").read_text()
+    done = subprocess.run(["node", "-e", stubs + script + _SHOWN], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no Node is installed")
+def test_a_page_that_nothing_serves_says_what_to_type():
+    said = shown("static", "file:", "/home/me/site/index.html")
+    assert (
+        "opened as a file" in said
+        and "python -m http.server -d /home/me/site   then open http://localhost:8000" in said
+    )
+    assert "-d '/home/me/my site'" in shown("static", "file:", "/home/me/my%20site/index.html")
+    assert "-d C:/site " in shown("static", "file:", "/C:/site/index.html")
+    assert "type: rl view RUN" in shown("server", "file:", "/x/viewer.html")
+    assert shown("server", "http:", "/").endswith("nothing answers; type: rl view RUN")
+    assert "start its server again" in shown("static", "http:", "/index.html")

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rewards.text import quoted
 from rl.errors import ConfigError, DataError, ResourceError
 from rl.reporting import thumbnails
 from rl.reporting.run_files import MEDIA
@@ -64,7 +65,8 @@ def write(directory: str, target: str, text: str = "") -> int:
     except OSError as error:
         raise ResourceError(f"--static {folder}: cannot be written: {error.strerror}") from None
     print(
-        f"{folder}/index.html: {len(every):,} samples; for example: python -m http.server -d {folder}", file=sys.stderr
+        f"{folder}/index.html: {len(every):,} samples; for example: python -m http.server -d {quoted(folder)}",
+        file=sys.stderr,
     )
     return 0
 

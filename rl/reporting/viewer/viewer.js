@@ -29,8 +29,21 @@ function make(tag, attributes, ...children) {
 const count = (value) => value.toLocaleString("en-US");
 const real = (value) => value === null || value === undefined ? "–" : String(Number(value.toPrecision(4)));
 
+// What to type where nothing serves the page: browsers read no data from the folder of a page that is opened as a file.
+function serve() {
+  if (!STATIC) return "type: rl view RUN";
+  if (location.protocol !== "file:") return "start its server again, for example: python -m http.server -d FOLDER";
+  const folder = decodeURIComponent(location.pathname).replace(/\/[^/]*$/, "").replace(/^\/(?=[A-Za-z]:)/, "") || "/";
+  const word = /^[\w@%+=:,./-]+$/.test(folder) ? folder : `'${folder.replaceAll("'", `'"'"'`)}'`;
+  return `type: python -m http.server -d ${word}   then open http://localhost:8000`;
+}
+
+function answerOf(path, options) {
+  return fetch(path, options).catch(() => { throw new Error(`${path}: nothing answers; ${serve()}`); });
+}
+
 async function fetched(path) {
-  const answer = await fetch(path, STATIC ? {} : {headers: {[HEADER]: sessionStorage.getItem("duet-token") || ""}});
+  const answer = await answerOf(path, STATIC ? {} : {headers: {[HEADER]: sessionStorage.getItem("duet-token") || ""}});
   const value = await answer.json().catch(() => ({error: `${path}: the server answered ${answer.status}`}));
   if (!answer.ok) throw new Error(value.error || `${path}: the server answered ${answer.status}`);
   return value;
@@ -218,7 +231,7 @@ function address(one) {
 }
 
 async function fetchedFile(path) {
-  const answer = await fetch(path, {headers: {[HEADER]: sessionStorage.getItem("duet-token") || ""}});
+  const answer = await answerOf(path, {headers: {[HEADER]: sessionStorage.getItem("duet-token") || ""}});
   if (!answer.ok) throw new Error(`${path}: the server answered ${answer.status}`);
   return URL.createObjectURL(await answer.blob());
 }
@@ -373,6 +386,10 @@ document.addEventListener("keydown", (event) => {
 });
 $("large").addEventListener("click", (event) => { if (event.target === $("large") || event.target.matches("img")) $("large").close(); });
 if (STATIC) $("sort").hidden = true;
-search(fragment.get("q") || "");
-if (fragment.get("id")) choose(fragment.get("id"));
-follow();
+if (location.protocol === "file:") {
+  fail(new Error(`This page was opened as a file, and shows samples only from a server; ${serve()}`));
+} else {
+  search(fragment.get("q") || "");
+  if (fragment.get("id")) choose(fragment.get("id"));
+  follow();
+}
