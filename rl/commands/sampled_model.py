@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 from policy.ops.seeds import SEEDS
 from rewards.suggest import nearest_path
-from rl.config import yaml_tree
-from rl.config.files import RESOLVED
 from rl.data import models
 from rl.errors import ConfigError, ModelError
 
@@ -144,6 +142,9 @@ def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
 def _template_variables(run: Path, text: str | None) -> dict[str, Any]:
     """Returns the variables of the chat template: those of the text, a YAML mapping, else those of a run. Raises
     ConfigError for a text that is no mapping."""
+    from rl.config import yaml_tree
+    from rl.config.files import RESOLVED
+
     if text is not None:
         values = yaml_tree.plain(yaml_tree.parse(text, lambda line: "--template-variables"))
         if not isinstance(values, dict):

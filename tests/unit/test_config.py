@@ -612,7 +612,7 @@ PATH_KEYS = [
     "run.dir",
     "model.source",
     "tokenizer.source",
-    "tokenizer.chat_template",
+    "tokenizer.chat_template.file",
     "data.path",
     "evaluation.data.path",
     "evaluation.metrics.0",
