@@ -33,6 +33,7 @@ EXAMPLES = [
 ]
 
 _WORD = re.compile(r"[A-Za-z]{3,}|[A-Za-z]*[\u0080-\uffff].*")
+_NO_VALUE = re.compile(r"[<>]|\\(?:approx|sim|simeq|le|ge|ne|lt|gt)(?![A-Za-z])|[-+*/^]\s*$")
 _VARIABLE = re.compile(r"(?<![\\A-Za-z])(?![ei](?![A-Za-z]))[A-Za-z]")
 _NOT_SYMBOLIC = re.compile(r":|\\[lc]?dots|\d_|\.\.\.")
 """What math-verify reads as something else: ratios and times, gaps, bases."""
@@ -79,8 +80,10 @@ def _score(completion: str, right: str, symbolic: bool) -> float | None:
         return None
     marked = _marked(completion)
     given = forms.read(marked)
-    if marked == completion and expected.number and not given.number:
+    if marked == completion and expected.number:
         number = numbers.last(uniform(completion))
+        if number is not None and given.number and given.number.value == number.value:
+            number = given.number  # with its unit
         return float(number is not None and numbers.same(number, expected.number))
     return float(forms.equal(given, expected, _equal_symbolic if symbolic else _equal_text))
 
@@ -107,7 +110,9 @@ def _equal_symbolic(given: Answer, expected: Answer) -> bool:
     pair = (given, expected)
     if any(_WORD.fullmatch(one.text) or _NOT_SYMBOLIC.search(one.source) for one in pair):
         return False
-    if any(one.number for one in pair) and any(_VARIABLE.search(one.source) for one in pair):  # it takes 5m for 5
+    if any(one.number for one in pair) and any(
+        _VARIABLE.search(one.source) or _NO_VALUE.search(one.source) for one in pair
+    ):  # it takes 5m, < 5 and 5+ for 5
         return False
     if ("=" in given.source) != ("=" in expected.source):  # it takes 2x = 4 for 4
         return False

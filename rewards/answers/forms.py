@@ -118,7 +118,7 @@ def _read(text: str) -> Answer:
     if _PLUS_MINUS.search(text):
         signs = (("+", "-"), ("-", "+"))
         return Answer("list", text, items=tuple(_read(_with_signs(text, *pair)) for pair in signs))
-    return Answer("text", text)
+    return Answer("text", text.removeprefix("+").strip())
 
 
 def _named(text: str, parts: list[str]) -> Answer:

@@ -61,9 +61,8 @@ class Number:
 
 def full(text: str) -> Number | None:
     """Returns the number that all of a text is, with sign, currency, percent sign and unit, or None."""
-    text = _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
     try:
-        return _Reader(text).all()
+        return _Reader(_joined_thousands(text)).all()
     except _ERRORS:
         return None
 
@@ -76,7 +75,7 @@ def last(text: str) -> Number | None:
     list. Exponents, indices and digits within a word (H2O) are not numbers. If the last is a list without spaces (0,5)
     or cannot be read (5/0), the result is None.
     """
-    reader = _Reader(text, within=True)
+    reader = _Reader(_joined_thousands(text), within=True)
     result: Number | None = None
     while reader.token():
         start = reader.at
@@ -95,6 +94,10 @@ def last(text: str) -> Number | None:
         else:
             reader.at += 1
     return result
+
+
+def _joined_thousands(text: str) -> str:
+    return _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
 
 
 def equal(given: Number, expected: Number, close: Callable[[Value, Value], bool]) -> bool:
