@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from policy.attention import block_attention, flash_attention, paged_attention
 from policy.attention.attention_plan import Keys
-from policy.attention.compressed.block_indexer import BlockKeyIndexer, BlockMask
+from policy.attention.compressed.block_indexer import BlockKeyIndexer, BlockMask, attend_blocks
 from policy.attention.context_parallel import applies, attend_cut
 from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
 from policy.attention.indexer import with_auto_axes
@@ -144,8 +144,7 @@ class GroupedQueryAttention(nnx.Module):
         step: Step,
         runtime: Runtime,
     ) -> jax.Array:
-        """Attends to the keys that the indexer chooses, [B, H, T, D]: scores of all keys, of which a mask leaves the
-        chosen ones."""
+        """Attends to the keys that the indexer chooses, [B, H, T, D]."""
         spec, layout = self.spec, runtime.layout
         assert spec.indexer is not None
         if applies(entries, step, runtime):  # an indexer chooses among all keys of a row
@@ -154,8 +153,7 @@ class GroupedQueryAttention(nnx.Module):
         blocks = self.indexer.blocks(step, seen, in_cache=entries is not None)
         index_queries = to_cache(index_queries, row_layout(entries, layout))
         mask = BlockMask(step, seen, index_queries, blocks, spec.indexer, layout)
-        keys, values = seen.arrays["k"], seen.arrays["v"]
-        return attend(q_BHTD, keys, values, mask, runtime.attention_chunk)
+        return attend_blocks(q_BHTD, seen, mask, entries, runtime.attention_chunk)
 
     def _project(self, x_BTE: jax.Array, name: str, step: Step, runtime: Runtime) -> jax.Array:
         out = linear("bte,ehd->bhtd", x_BTE, getattr(self, f"{name}_proj")[...], runtime)

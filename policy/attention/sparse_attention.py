@@ -72,7 +72,7 @@ def _gathers(T: int, C: int, topk: int) -> bool:
 def _attend_copies(q_BHTD: jax.Array, v_dim: int, mask: IndexedMask | SelectedMask, cache: LayerCache) -> jax.Array:
     """Attends to copies of the selected latents: [B, H, T, v_dim]. Values are the first `v_dim` numbers of a latent."""
     chosen, counts = mask.choose(*mask.queries)
-    latents = gather_entries(cache, "latent", chosen, q_BHTD.dtype)
+    latents = gather_entries(cache, "latent", chosen, q_BHTD.dtype)[:, 0]
     scores = jnp.einsum("bhtd,btkd->bhtk", q_BHTD, latents, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(counts[:, None], scores, MASKED), axis=-1).astype(latents.dtype)
     return jnp.einsum("bhtk,btkd->bhtd", weights, latents[..., :v_dim])

@@ -165,15 +165,15 @@ def write_routes(cache: LayerCache | None, step: Step, routes_BTK: jax.Array | N
 
 
 def gather_entries(cache: LayerCache, name: str, at_BTk: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Reads the entries at positions `at` of an array with one head, row b of slot b: [B, T, k, D]. In a sliding window
-    they are those of the last tokens.
+    """Reads the entries of all heads at positions `at`, row b of slot b: [B, K, T, k, D]. In a sliding window they are
+    those of the last tokens.
 
     The entries are read in place: slicing the layer out of a stacked array first would copy all of it. Slots are a
     batch dimension of the gather: with an index for them, a mesh that shards the cache by slots would exchange it.
     """
     dims = jax.lax.GatherDimensionNumbers(
-        offset_dims=(3,),
-        collapsed_slice_dims=(0, 2, 3),
+        offset_dims=(1, 4),
+        collapsed_slice_dims=(0, 3),
         start_index_map=(0, 3),
         operand_batching_dims=(1,),
         start_indices_batching_dims=(0,),
@@ -187,7 +187,8 @@ def gather_entries(cache: LayerCache, name: str, at_BTk: jax.Array, dtype: DType
         if isinstance(array, WindowEntries):
             array, at = array.array, at_BTk % array.array.shape[3]
         index = jnp.stack([jnp.broadcast_to(cache.index, at.shape), at], axis=-1)
-        return jax.lax.gather(array, index, dims, (1, 1, 1, 1, array.shape[-1]), mode="promise_in_bounds")
+        sizes = (1, 1, array.shape[2], 1, array.shape[-1])
+        return jax.lax.gather(array, index, dims, sizes, mode="promise_in_bounds")
 
     return read(cache.arrays, name, pick, dtype)
 

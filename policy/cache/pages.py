@@ -180,12 +180,13 @@ def gather(
 def pick(
     pool: Pool, layer: jax.Array | int, at_BTk: jax.Array, table_BM: jax.Array, layout: Layout | None, anywhere: bool
 ) -> jax.Array:
-    """Reads the entries at positions `at` of a pool with one head: [B, T, k, D]."""
+    """Reads the entries of all heads at positions `at` of a pool: [B, K, T, k, D]."""
     P = pool.array.shape[3]
     page = jnp.take_along_axis(table_BM, (at_BTk // P).reshape(len(table_BM), -1), axis=1).reshape(at_BTk.shape)
 
     def read(array, layer, number, mode):
-        return array.at[0, layer, number // P, number % P].get(mode=mode, fill_value=0)[..., : pool.dim]
+        entries = array.at[:, layer, number // P, number % P].get(mode=mode, fill_value=0)[..., : pool.dim]
+        return jnp.moveaxis(entries, 0, 1)
 
     return _read(read, pool, layer, page * P + at_BTk % P, P, layout, anywhere)
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from policy.attention.compressed.compressor import OwnBlocks
-from policy.attention.dot_product_attention import Mask
+from policy.attention.dot_product_attention import MASKED, Mask, attend
 from policy.attention.indexer import by_rows
-from policy.cache.layer_cache import Visible
+from policy.cache.layer_cache import LayerCache, Visible, gather_entries
 from policy.cache.step import Step
 from policy.config import BlockIndexer, DecoderConfig
 from policy.mesh.sharding import Layout
@@ -115,16 +115,61 @@ class BlockMask(Mask):
         dots = jnp.einsum("bthd,bnd->bthn", q_BTHD, self.blocks.keys, preferred_element_type=jnp.float32)
         return jnp.sum(jax.nn.relu(dots), axis=2) * q_BTHD.shape[-1] ** -0.5
 
+    def choose(self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (the columns of a cache that queries see int32[B, T, k], whether each counts bool[B, T, k]), with k of
+        `columns`. The arguments are the arrays of `queries`, cut along T."""
+        size, C = self.spec.block_size, self.keys[0].shape[1]
+        complete_BTN = Mask.of(self.between((), self.blocks.marks), positions_BT, segments_BT)
+        best, counts = by_rows(self._best, self.layout, complete_BTN, self.scores(q_BTHD))
+        opened = ((positions_BT + 1) // size)[..., None]
+        blocks = jnp.concatenate([best, opened], axis=-1)
+        columns = blocks[..., None] * size + jnp.arange(size)
+        counts = jnp.concatenate([counts, (segments_BT != 0)[..., None]], axis=-1)
+        seen = counts[..., None] & (columns <= positions_BT[..., None, None])
+        merged = (*positions_BT.shape, -1)
+        return jnp.minimum(columns, C - 1).reshape(merged), seen.reshape(merged)
+
+    @property
+    def columns(self) -> int:
+        """Returns how many columns `choose` names for a query."""
+        return (min(self.spec.blocks, self.blocks.keys.shape[1]) + 1) * self.spec.block_size
+
+    def _best(self, complete_BTN: jax.Array, scores_BTN: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (the best blocks int32[B, T, k], whether each is complete bool[B, T, k])."""
+        k = min(self.spec.blocks, complete_BTN.shape[-1])
+        _, best = jax.lax.top_k(jnp.where(complete_BTN, scores_BTN, -jnp.inf), k)
+        return best, jnp.take_along_axis(complete_BTN, best, axis=-1)
+
     def _chosen(
         self, complete_BTN: jax.Array, scores_BTN: jax.Array, numbers_BN: jax.Array, of_keys_BC: jax.Array
     ) -> jax.Array:
         """Returns the keys in the best blocks, bool[B, T, C]. `numbers` are those of the blocks and of the keys' own:
         on the path of a query each number stands for one block."""
-        B, T, N = complete_BTN.shape
-        _, best = jax.lax.top_k(jnp.where(complete_BTN, scores_BTN, -jnp.inf), min(self.spec.blocks, N))
-        counts = jnp.take_along_axis(complete_BTN, best, axis=-1)
+        B, T, _ = complete_BTN.shape
+        best, counts = self._best(complete_BTN, scores_BTN)
         count = -(-of_keys_BC.shape[1] // self.spec.block_size)
         number = jnp.where(counts, jnp.take_along_axis(numbers_BN[:, None], best, axis=-1), count)  # dropped
         none = jnp.zeros((B, T, count), jnp.bool_)
         chosen = none.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], number].set(True, mode="drop")
         return jnp.take_along_axis(chosen, of_keys_BC[:, None], axis=-1)
+
+
+def attend_blocks(
+    q_BHTD: jax.Array, visible: Visible, mask: BlockMask, cache: LayerCache | None, chunk: int
+) -> jax.Array:
+    """Computes softmax(q k^T) v over the keys that `mask` allows, [B, H, T, D], with the scale already in q. `chunk` as
+    in policy/attention/dot_product_attention.py.
+
+    Over a cache a few queries read copies of the keys and values that they see; otherwise all keys are scored and a mask
+    leaves those.
+    """
+    T, C = q_BHTD.shape[2], visible.positions.shape[1]
+    if cache is None or T * mask.columns >= C:
+        return attend(q_BHTD, visible.arrays["k"], visible.arrays["v"], mask, chunk)
+    columns, counts = mask.choose(*mask.queries)
+    keys, values = (gather_entries(cache, name, columns, q_BHTD.dtype) for name in "kv")
+    B, H, _, D = q_BHTD.shape
+    q = q_BHTD.reshape(B, keys.shape[1], -1, T, D)
+    scores = jnp.einsum("bkgtd,bktcd->bkgtc", q, keys, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(jnp.where(counts[:, None, None], scores, MASKED), axis=-1).astype(values.dtype)
+    return jnp.einsum("bkgtc,bktcd->bkgtd", weights, values).reshape(B, H, T, D)

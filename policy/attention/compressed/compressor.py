@@ -191,7 +191,7 @@ def compress(
         name = f"{prefix}parts"
         _, cache = extend(cache, step, lookback=span, **{name: to_cache(parts[:, None], layout)})
         assert cache is not None
-        of_blocks = gather_entries(cache, name, completed.tokens, parts.dtype)
+        of_blocks = gather_entries(cache, name, completed.tokens, parts.dtype)[:, 0]
         new[f"{prefix}entries"] = compressor.entries(of_blocks, completed.ends, rope)[:, None]
     array = cache.arrays[next(iter(new))]
     blocks = array.blocks if isinstance(array, Pool) else Blocks(spec.rate)
