@@ -33,11 +33,14 @@ class Outlook:
 
     def after(self, metrics: Mapping[str, float], left: int) -> str | None:
         """Takes the metrics of a step. Returns the estimate for `left` more steps after the last of STEADY_STEPS."""
-        self._steps.append(metrics)
         first, last = STEADY_STEPS
-        if len(self._steps) != last:
+        if len(self._steps) == last:  # estimated already
             return None
-        return outlook(sorted(self._steps[first - 1 :], key=lambda each: each["time/step"])[(last - first) // 2], left)
+        self._steps.append(metrics)
+        if len(self._steps) < last:
+            return None
+        steady = sorted(self._steps[first - 1 :], key=lambda each: each["time/step"])
+        return outlook(steady[(last - first) // 2], left)
 
 
 def outlook(metrics: Mapping[str, float], left: int) -> str:
