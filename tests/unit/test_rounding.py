@@ -81,6 +81,17 @@ def test_filters_and_metrics_take_rounding_for_equal():
     assert result["reward/frac_zero_std"] == 1.0 and result["reward/std"] == 0.0 and result["reward/unscored"] == 0.0
 
 
+def test_groups_without_a_score_are_in_no_statistic():
+    completion = Completion([1], [0.0], "stop", "a", 1)
+    counts = {"useful": 4, "rows": 4, "prefill": 1, "preempted": 0}
+    rollouts = Rollouts([None] * 2, [0, 1], [[completion] * 2] * 2, None, counts, 1.0, [0, 0])
+    for total, expected in (([np.nan, np.nan, 1.0, 0.0], 0.0), ([np.nan, np.nan, 1.0, 1.0], 1.0), ([np.nan] * 4, None)):
+        scores = Scores(np.array(total)[:, None], np.array(total), ("own",), [], {})
+        result = metrics(rollouts, scores, drafted=False)
+        assert result.get("reward/frac_zero_std") == expected and ("reward/std" in result) == (expected is not None)
+        assert result["reward/unscored"] == np.isnan(total).sum()
+
+
 def test_a_weighted_sum_reaches_its_threshold():
     assert 0.7 + 0.2 + 0.1 < 1.0
     assert at_least([0.7 + 0.2 + 0.1, 0.999, np.nan], 1.0).tolist() == [True, False, False]

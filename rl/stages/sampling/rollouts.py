@@ -195,7 +195,7 @@ def token_records(
 
 def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, float]:
     """Returns rewards and lengths of a step, by the names of docs/metrics.md. If nothing was scored, `reward/mean` is
-    NaN.
+    NaN, and the other statistics of rewards are absent.
 
     drafted: adds the tokens that drafts gained.
     """
@@ -206,8 +206,6 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
     ended = np.asarray([c.finish == "stop" for _, c in rollouts.flat])
     result = {
         "reward/mean": float(scored.mean()) if scored.size else float("nan"),
-        "reward/std": 0.0 if all_equal(scored) else float(scored.std(ddof=1)),
-        "reward/frac_zero_std": float(np.mean([all_equal(group) for group in totals])),
         "reward/unscored": float(np.sum(~np.isfinite(totals))),
         "completion/mean_length": float(lengths.mean()),
         "completion/min_length": float(lengths.min()),
@@ -218,6 +216,10 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
         "generator/prompt_tokens_read": float(rollouts.counts["prefill"]),
         "generator/preempted": float(rollouts.counts["preempted"]),
     }
+    if scored.size:
+        with_a_score = totals[np.isfinite(totals).any(axis=1)]
+        result["reward/std"] = 0.0 if all_equal(scored) else float(scored.std(ddof=1))
+        result["reward/frac_zero_std"] = float(np.mean([all_equal(group) for group in with_a_score]))
     if "checked" in rollouts.counts:
         result["generator/replaced_share"] = rollouts.counts["replaced"] / max(1, rollouts.counts["checked"])
     if rollouts.scoring:
