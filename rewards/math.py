@@ -7,7 +7,6 @@ from typing import Any
 
 from rewards.answers import forms, numbers
 from rewards.answers.forms import Answer
-from rewards.answers.spelling import uniform
 from rewards.registry import reward
 from rewards.text import answer_span, boxed, text_of
 
@@ -32,11 +31,12 @@ EXAMPLES = [
     {"prompt": "Prove it.", "completion": "\\boxed{1}", "answer": None, "score": None},
 ]
 
+_FORMULA = re.compile(r"\$\$?([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _WORD = re.compile(r"[A-Za-z]{3,}|[A-Za-z]*[\u0080-\uffff].*")
 _NO_VALUE = re.compile(r"[<>]|\\(?:approx|sim|simeq|le|ge|ne|lt|gt)(?![A-Za-z])|[-+*/^]\s*$")
 _VARIABLE = re.compile(r"(?<![\\A-Za-z])(?![ei](?![A-Za-z]))[A-Za-z]")
-_NOT_SYMBOLIC = re.compile(r":|\\[lc]?dots|\d_|\.\.\.")
-"""What math-verify reads as something else: ratios and times, gaps, bases."""
+_NOT_SYMBOLIC = re.compile(r":|\\[lc]?dots|\d_|\.\.\.|(?<![\\A-Za-z])[A-Za-z]{3,}\s+[A-Za-z]{2,}")
+"""What math-verify reads as something else: ratios and times, gaps, bases, sentences."""
 
 
 def _installed() -> bool:
@@ -65,7 +65,8 @@ def math(prompts: list, completions: list, answer: list, verifier: str = "auto")
         order, pairs and intervals with their brackets, and all else as text, without spaces and typesetting.
         "math-verify" compares what is no number by that package. "auto": math-verify if it is installed, else text.
     The answer is the inside of the last \\boxed{} (\\fbox{}), else of `<answer>`, else the text after `####`, else, if
-    `answer` is a number, the last number, else all of the text. A box that is not closed holds no answer.
+    `answer` is a number, the last number, else all of the text or its last formula ($...$, \\(...\\)). A box that is not
+    closed holds no answer.
     """
     symbolic = verifier == "math-verify" or (verifier == "auto" and _installed())
     return [
@@ -80,12 +81,16 @@ def _score(completion: str, right: str, symbolic: bool) -> float | None:
         return None
     marked = _marked(completion)
     given = forms.read(marked)
+    equal = _equal_symbolic if symbolic else _equal_text
     if marked == completion and expected.number:
-        number = numbers.last(uniform(completion))
+        number = numbers.last(completion)
         if number is not None and given.number and given.number.value == number.value:
             number = given.number  # with its unit
         return float(number is not None and numbers.same(number, expected.number))
-    return float(forms.equal(given, expected, _equal_symbolic if symbolic else _equal_text))
+    candidates = [given]
+    if marked == completion and (formulas := _FORMULA.findall(completion)):
+        candidates.append(forms.read("".join(formulas[-1])))
+    return float(any(forms.equal(one, expected, equal) for one in candidates))
 
 
 _read = functools.lru_cache(maxsize=4096)(forms.read)

@@ -4,7 +4,6 @@ from fractions import Fraction
 
 from rewards.answers import forms, numbers
 from rewards.answers.numbers import Number
-from rewards.answers.spelling import uniform
 from rewards.registry import reward
 from rewards.text import text_of
 
@@ -46,7 +45,7 @@ def numeric_answer(
     scores = []
     for completion, right in zip(completions, answer, strict=True):
         expected = None if right is None else _expected(str(right))
-        given = numbers.last(uniform(text_of(completion)))
+        given = numbers.last(text_of(completion))
         if expected is None:
             scores.append(None)
         else:
@@ -59,7 +58,7 @@ def _expected(right: str) -> Number | None:
     answer = forms.read(right)
     if answer.items and all(item.number for item in answer.items):
         return None
-    return answer.number or numbers.last(uniform(right))
+    return answer.number or numbers.last(right)
 
 
 def _equal(given: Number, expected: Number, tolerance: float, relative_tolerance: float) -> bool:

@@ -1,7 +1,7 @@
 """Reads numbers as people and models write them: decimals, fractions, powers, roots, percent, currencies and units.
 
 A number is a constant expression of +, -, *, /, ^, \\frac, \\sqrt, \\pi and parentheses, with what may stand around it.
-All functions take texts of `spelling.uniform`.
+`full` takes texts of `spelling.uniform`, `last` any.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rewards.answers.spelling import THIN
+from rewards.answers.spelling import THIN, uniform
 from rewards.answers.units import CURRENCIES, SCALES, unit
 
 Value = Fraction | float
 """A rational number, or the nearest float of an irrational one."""
 
 _LONGEST = 400  # digits of a number; longer ones are refused, because reading them takes quadratic time
+_TAIL = 2000  # characters at the end of a text in which its last number is looked for first
+_DIGIT = re.compile(r"\d")
 _MOST_BITS = 20_000  # of a power
 _CLOSE = 1e-6
 _THOUSANDS = rf"[1-9]\d{{0,2}}(?:(?:,\d{{3}})+|(?:{THIN}\d{{3}})+|(?:'\d{{3}})+)(?!\d|,\d)"
@@ -75,7 +77,10 @@ def last(text: str) -> Number | None:
     list. Exponents, indices and digits within a word (H2O) are not numbers. If the last is a list without spaces (0,5)
     or cannot be read (5/0), the result is None.
     """
-    reader = _Reader(_joined_thousands(text), within=True)
+    end = text[-_TAIL:]
+    if not _DIGIT.search(end, _TAIL // 2):  # reading all of a long text takes long
+        end = text
+    reader = _Reader(_joined_thousands(uniform(end)), within=True)
     result: Number | None = None
     while reader.token():
         start = reader.at

@@ -1,7 +1,8 @@
 """Forms of answers with the right verdict: (completion, answer, score).
 
 BOTH holds for both verifiers of `math`. SYMBOLIC needs math-verify: the text verifier gives 0. NUMBERS is for
-`numeric_answer`, which looks for the last number. B puts a text in a box.
+`numeric_answer`, which looks for the last number. B puts a text in a box. Cases of the issues 14, 44 and 76 of Math-Verify
+are among them.
 """
 
 
@@ -253,6 +254,13 @@ BOTH = [
     ("\\(5\\)", "5", 1),
     ("\\[ x = 5 \\]", "5", 1),
     ("I do not know", "4", 0),
+    ("The area is $x + 1$.", "x+1", 1),
+    ("We have $x$, so the area is\n\\[ x + 1 \\]", "x+1", 1),
+    ("The area is $x + 1$, or $x + 2$.", "x+1", 0),
+    ("The answer is not x+1", "x+1", 0),
+    ("x + 1", "x+1", 1),
+    ("The roots are $3, 4$.", "4, 3", 1),
+    ("The roots are $3, 4$.", "3", 0),
     ("H2O", "2", 0),
 ]
 
@@ -278,7 +286,8 @@ SYMBOLIC = [
     (B("x^{-1}"), "\\frac1x", 1),
     (B("1 < x < 2"), "1 < x < 3", 0),
     (B("5 \\text{ if } x"), "5", 0),
-    ("The area is $\\frac{x}{2}$.", "0.5x", 0),
+    ("The area is $\\frac{x}{2}$.", "0.5x", 1),
+    ("The area is \\(\\frac{x}{2}\\), not $x$.", "0.5x", 0),
 ]
 
 NUMBERS = [

@@ -1,5 +1,7 @@
 """Cases of the built-in rewards beyond their examples."""
 
+import time
+
 import math_forms
 import pytest
 
@@ -99,6 +101,15 @@ def test_the_text_verifier_gives_no_false_1():
 def test_numeric_answer_gives_the_right_verdict_on_every_form():
     completions, answers, scores = zip(*math_forms.NUMBERS, strict=True)
     assert numeric_answer([""] * len(scores), list(completions), list(answers)) == list(scores)
+
+
+def test_the_last_number_of_a_long_text_takes_no_time():
+    words = "so we add them and go on " * 4000
+    completions = [f"9,500 {words}", f"1 2 3 {words} = 9,500 {words[:500]}", f"{words} 9,5", words]
+    began = time.perf_counter()
+    assert numeric_answer([""] * 4, completions, ["9500"] * 4) == [1.0, 1.0, 0.0, 0.0]
+    numeric_answer([""] * 50, [f"{'2 + 2 = 4, ' * 9000} so 7"] * 50, ["7"] * 50)
+    assert time.perf_counter() - began < 5
 
 
 def test_soft_overlong_of_the_paper():
