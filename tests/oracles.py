@@ -50,7 +50,8 @@ def oracle(kind: str, seed: int = 0, **keys):
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if (
-                (tensor.dim() == 1 or name.endswith(("_bias", "bias")))
+                (tensor.dim() == 1 or name.endswith(("_bias", "bias", "ple.conv1d.weight")))
+                and tensor.is_floating_point()
                 and "inv_freq" not in name
                 and "softcap" not in name
             ):

@@ -1,9 +1,12 @@
 """Qwen4-Exp (Qwen4ExpForCausalLM), and the text model of the multimodal one: gated residual streams, three gated delta
-nets to one gated attention over blocks of keys that an indexer chooses, mixtures of experts with a gated shared one."""
+nets to one gated attention over blocks of keys that an indexer chooses, mixtures of experts with a gated shared one, and
+tables of n-grams in some layers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+
+import numpy as np
 
 from policy.config import (
     Attention,
@@ -18,7 +21,7 @@ from policy.config import (
     Router,
 )
 from policy.families import qwen3_5
-from policy.huggingface import names
+from policy.huggingface import names, ngrams
 from policy.huggingface.config_fields import UnsupportedModel, decoder, hybrid_mixers
 from policy.huggingface.names import Stored
 
@@ -43,6 +46,7 @@ def _connection(ours: str, stored: str) -> names.Table:
 NAMES = (
     qwen3_5.NAMES
     | names.MOE
+    | names.PER_LAYER_EMBEDDING
     | _connection("mixer_residual.", "attn_hyper_connection.")
     | _connection("feed_forward_residual.", "mlp_hyper_connection.")
     | names.joined(
@@ -78,7 +82,7 @@ DEFAULTS = {
     "output_gate_type": None,
     "hc_count": 4,
     "hc_lowrank": 320,
-    "ple_layer_ids": None,
+    **ngrams.PER_LAYER_DEFAULTS,
 }
 # Keys of the indexer, which have no defaults.
 INDEXER = ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
@@ -89,10 +93,6 @@ RELEASED, RENAMED = "full_attention", "indexed_attention"
 def read(stored: dict) -> DecoderConfig:
     """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored
-    if hf["ple_layer_ids"]:
-        raise UnsupportedModel(
-            f"ple_layer_ids {hf['ple_layer_ids']}: layers with n-gram embeddings (PLE) are not supported"
-        )
     if hf["hidden_act"] != "silu":
         raise UnsupportedModel(f"hidden_act {hf['hidden_act']!r} is not supported by this family, only 'silu'")
     if hf["hc_count"] < 2:
@@ -100,7 +100,11 @@ def read(stored: dict) -> DecoderConfig:
     if kinds := hf.get("layer_types"):
         hf["layer_types"] = [RELEASED if kind == RENAMED else kind for kind in kinds]
     experts = _experts(hf)
-    layers = [LayerSpec(_mixer(mixer, hf), experts, norms=()) for mixer in hybrid_mixers(hf, qwen3_5.SECTIONS)]
+    tables, mixers = ngrams.per_layer_embeddings(hf), hybrid_mixers(hf, qwen3_5.SECTIONS)
+    layers = [
+        LayerSpec(_mixer(mixer, hf), experts, norms=(), engram=tables.get(number))
+        for number, mixer in enumerate(mixers)
+    ]
     norm = Norm(hf["rms_norm_eps"], "zero_centred")
     streams = GatedResidual(hf["hc_count"], hf["hc_lowrank"], hf["rms_norm_eps"])
     return decoder("qwen4_exp", stored, hf, layers, norm=norm, hyper_connections=streams)
@@ -141,3 +145,13 @@ def _experts(hf: dict) -> Moe:
     router = Router(hf["num_experts"], hf["num_experts_per_tok"], renormalize=bool(hf["norm_topk_prob"]))
     shared = Mlp(hf["shared_expert_intermediate_size"])
     return Moe(router, hf["moe_intermediate_size"], shared=shared, shared_gate=True)
+
+
+def derived_tensors(config: DecoderConfig) -> dict[str, np.ndarray]:
+    """Returns the constants of the hashes of per-layer embeddings."""
+    return ngrams.hash_tensors(config)
+
+
+def table_shards(hf: dict) -> int:
+    """Returns into how many tensors the table of a per-layer embedding is cut."""
+    return (DEFAULTS | hf)["split_ngram_parts"]

@@ -1,8 +1,8 @@
-"""Hyper-connections and an n-gram memory on a mesh of four CPU devices, compared with one: run by
-test_parts_on_a_mesh.py.
+"""Residual streams and n-gram tables, Engram's and per-layer embeddings, on a mesh of four CPU devices, compared with
+one: run by test_parts_on_a_mesh.py.
 
-Prints a JSON object: for each mesh the largest difference of log-probabilities and of gradients (over the largest
-gradient), whether the table is cut, and the kinds of memory that it lives in.
+Prints a JSON object: for each decoder and mesh the largest difference of log-probabilities and of gradients (over the
+largest gradient), whether the table is cut, and the kinds of memory that it lives in.
 """
 
 import json
@@ -11,7 +11,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from oracles import configuration, random_model, tokens
+from oracles import configuration, random_model, short, tokens
 
 from policy import families
 from policy.config import Runtime
@@ -26,12 +26,15 @@ MESHES = {
     "fsdp4_host": ({"fsdp": 4}, "host"),
 }
 SECTION = {"layers": [1], "vocab_bases": [50, 70], "heads": 2, "head_dim": 8, "kernel_size": 3}
-TABLE = "stacks.1.layers.0.lookup.table"
+PARTS = {"engram": SECTION, "hyper_connections": {"streams": 4, "norm_weight": True}}
+DECODERS = {
+    "engram": configuration("Llama", num_hidden_layers=2, duet=PARTS),
+    "per_layer": short("Qwen4Exp", ple_embed_dim=32),
+}
 
 
-def computed(mesh, memory):
-    parts = {"engram": SECTION, "hyper_connections": {"streams": 4, "norm_weight": True}}
-    config = families.read(configuration("Llama", num_hidden_layers=2, duet=parts))
+def computed(hf, mesh, memory):
+    config = families.read(hf)
     model = random_model(config, runtime=Runtime(table_memory=memory, remat="none"), mesh=mesh)
     rows = jnp.asarray(tokens(4, 12))
     segments = jnp.asarray(np.array([[1] * 12, [1] * 5 + [2] * 7, [0] * 3 + [1] * 9, [1] * 9 + [0] * 3]))
@@ -55,12 +58,12 @@ def computed(mesh, memory):
     return model, {path: np.asarray(grad) for path, grad in grads.items()}, np.asarray(logp)
 
 
-def compare() -> dict:
-    _, expected, logp = computed(None, "device")
+def compare(hf) -> dict:
+    _, expected, logp = computed(hf, None, "device")
     largest, result = max(np.abs(grad).max() for grad in expected.values()), {}
     for name, (degrees, memory) in MESHES.items():
-        model, grads, other = computed(layout(degrees), memory)
-        table = model.params[TABLE]
+        model, grads, other = computed(hf, layout(degrees), memory)
+        [table] = (array for path, array in model.params.items() if path.endswith(".lookup.table"))
         result[name] = {
             "logp": float(np.abs(other - logp).max()),
             "gradient": max(float(np.abs(grads[path] - grad).max() / largest) for path, grad in expected.items()),
@@ -72,4 +75,4 @@ def compare() -> dict:
 
 if __name__ == "__main__":
     assert len(jax.devices()) == 4
-    print(json.dumps(compare()))
+    print(json.dumps({name: compare(hf) for name, hf in DECODERS.items()}))

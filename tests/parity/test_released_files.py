@@ -341,7 +341,8 @@ def test_the_kinds_of_layers_of_granite_4_have_older_names(tmp_path):
         ({"output_gate_type": "swish"}, "output_gate_type 'swish' is not supported; known: silu, sigmoid"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported by this family, only 'silu'"),
         ({"hc_count": 1}, "hc_count: 1, and this family has at least 2 residual streams"),
-        ({"ple_layer_ids": [1]}, "ple_layer_ids .1.: layers with n-gram embeddings"),
+        ({"ple_layer_ids": [1]}, r"eos_token_id: per-layer embeddings \(ple_layer_ids\) need the token"),
+        ({"ple_layer_ids": [5], "eos_token_id": 7}, "ple_layer_ids: 5 is none of the layers 1 to 4"),
         ({"duet": {"hyper_connections": {}}}, "this model has residual streams of its own"),
     ],
 )

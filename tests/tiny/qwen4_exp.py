@@ -10,12 +10,23 @@ _INDEXER = {
     "indexer_compress_ratio": 3,
 }
 _STREAMS = {"hc_count": 3, "hc_lowrank": 10}
+# Of layers with a gated delta net. The rows of a table are few, so that n-grams share them.
+_TABLES = {
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 24,
+    "ple_conv_kernel_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 12,
+    "eos_token_id": 7,
+}
 _LOOSE = {"logits": 1e-4, "generator": 5e-5}
 KINDS = {
     "Qwen4Exp": Kind(
         "qwen4_exp_text",
         HYBRID | SPARSE | ROTARY | _INDEXER | _STREAMS | {"initializer_range": 0.2},
-        {"output_gate_type": "sigmoid"},
+        _TABLES | {"output_gate_type": "sigmoid", "initializer_range": 0.25},
         SHORT,
         config="Qwen4ExpTextConfig",
         given=_INDEXER | {"indexer_head_dim": 256},
@@ -25,7 +36,8 @@ KINDS = {
 VARIANTS = {
     "qwen4_exp-two_streams-one_key_head-five_layers-tied": (
         "Qwen4Exp",
-        {
+        _TABLES
+        | {
             "hc_count": 2,
             "num_hidden_layers": 5,
             "linear_num_key_heads": 1,
@@ -33,6 +45,10 @@ VARIANTS = {
             "tie_word_embeddings": True,
             "norm_topk_prob": False,
             "indexer_compress_ratio": 2,
+            "ple_layer_ids": [2, 5],
+            "ngram_size": 4,
+            "ple_embed_dim": 18,
+            "eos_token_id": [3, 7],
         },
     ),
     "qwen4_exp-attention_alone-biases": (

@@ -10,7 +10,7 @@ import learners
 import numpy as np
 import pytest
 from learners import batch, host, stage
-from oracles import configuration, random_model, tokens
+from oracles import configuration, random_model, short, tokens
 from safetensors.numpy import load_file, save_file
 
 import policy
@@ -322,12 +322,13 @@ CLIPPED = {"clip_norm": 0.1, "weight_decay": 0.1}
 
 
 @pytest.mark.slow
-def test_a_table_in_host_memory_gives_the_same_numbers_and_learns_the_same(tmp_path):
+@pytest.mark.parametrize("kind", ["engram", "per_layer"])
+def test_a_table_in_host_memory_gives_the_same_numbers_and_learns_the_same(kind, tmp_path):
     sizes = learners.SIZES | {"num_hidden_layers": 2}
-    config = families.read(
-        configuration("Llama", **sizes, duet={"engram": SECTION | {"layers": [1], "outer_norm": True}})
-    )
-    data, table, result = batch(4), "stacks.1.layers.0.lookup.table", {}
+    engram = configuration("Llama", **sizes, duet={"engram": SECTION | {"layers": [1], "outer_norm": True}})
+    config = families.read(engram if kind == "engram" else short("Qwen4Exp"))
+    [number] = (number for number, layer in enumerate(config.layers) if layer.engram)
+    data, table, result = batch(4), f"stacks.{number}.layers.0.lookup.table", {}
     for memory in ("device", "host"):
         model = random_model(config, runtime=Runtime(table_memory=memory))
         places = {path: array.sharding.memory_kind for path, array in model.params.items()}
