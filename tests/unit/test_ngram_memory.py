@@ -347,7 +347,7 @@ def test_a_table_in_host_memory_gives_the_same_numbers_and_learns_the_same(kind,
         assert len(moments) == 2 and {leaf.sharding.memory_kind for leaf in moments} == {places[table]}
         result[memory] = {"logp": logp} | host(again.params) | host(state) | host(metrics)
     for key, array in result["device"].items():
-        np.testing.assert_allclose(result["host"][key], array, atol=1e-6, err_msg=key)
+        np.testing.assert_allclose(result["host"][key], array, atol=1e-6, rtol=3e-6, err_msg=key)
 
 
 def test_an_update_makes_no_array_as_large_as_a_table_in_host_memory():
