@@ -12,8 +12,8 @@ from rl.reporting.events import Events
 STEPS = 1500
 EARLY = 500
 """The step from which on nothing may grow: by then all caches are full and all notes are said."""
-MOST_BLOCKS = 400
-"""Blocks of memory by which the interpreter may differ between two steps of a run that leaks nothing."""
+MOST_BLOCKS = STEPS - EARLY
+"""Fewer blocks of memory of the interpreter than one a step: what each step keeps has at least one."""
 
 PROMPT = {"prompt": "1+1=", "completion": "2", "answer": "2"}
 ROWS = {
