@@ -31,7 +31,7 @@ import numpy as np
 from rewards import registry
 from rewards.registry import RewardError, RewardFailed
 from rewards.workers.columns import plain, split_groups
-from rewards.workers.rounding import without_rounding
+from rewards.workers.rounding import all_equal, without_rounding
 from rewards.workers.scores import Fault, Scores
 from rewards.workers.threads import Call, Failure, Function, Result, ScoringBatch, WorkerThread
 
@@ -380,7 +380,7 @@ class Runner:
             scores = rewards[~np.isnan(rewards[:, slot]), slot]
             if scores.size:
                 metrics[f"rewards/{name}/mean"] = float(scores.mean())
-                metrics[f"rewards/{name}/std"] = float(scores.std())
+                metrics[f"rewards/{name}/std"] = 0.0 if all_equal(scores) else float(scores.std())
         metrics["reward/faults"] = float(len(faults))
         metrics["reward/timeouts"] = float(sum(fault.kind == "timeout" for fault in faults))
         metrics["reward/not_applicable"] = float(sum(each is None for row in batch.results for each in row))

@@ -106,8 +106,9 @@ def test_evaluations_are_due_every_so_many_steps():
 def test_a_metric_of_ones_own_sees_greedy_completions_with_their_columns(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(
-        "def seen(prompts, completions, rewards, answer):\n"
-        "    return {'first': rewards[0], 'count': len(prompts)} if answer == ['2', '2'] else None\n"
+        "def seen(prompts, completions, raw, rewards, answer):\n"
+        "    right = answer == ['2', '2'] and completions == raw == ['x', 'x']\n"
+        "    return {'first': rewards[0], 'count': len(prompts)} if right else None\n"
         "def wrong(completions):\n    return 'much'\n"
     )
     result, _ = evaluate([0.25, 1.0], metrics=[f"{file}:seen"])

@@ -91,6 +91,13 @@ def test_equal_rewards_of_solved_problems_are_no_illness(tmp_path):
     assert named(run(tmp_path, [solved | {"reward/mean": 0.05}] * 8)) == ["equal rewards"]
 
 
+def test_an_evaluation_that_leaves_completions_out_is_named(tmp_path):
+    evaluated = {"eval/problems": 64.0, "eval/greedy_accuracy": 1.0, "eval/unscored": 0.0}
+    assert named(run(tmp_path, [evaluated] * 3)) == []
+    assert named(run(tmp_path, [evaluated, evaluated | {"eval/unscored": 32.0}])) == ["evaluation without scores"]
+    assert "32 of 64 completions" in verdict(tmp_path)[1]
+
+
 def test_memory_that_grows_is_named_before_it_is_full(tmp_path):
     grows = [{"perf/host_memory_share": 0.5 + 0.03 * step} for step in range(10)]
     assert named(run(tmp_path, grows)) == ["memory near its end"]

@@ -13,6 +13,7 @@ FAULTY_SHARE = 0.005
 EQUAL_SHARE = 0.8
 STALE_MEAN, STALE_MOST = 1.0, 4
 FEWEST_FAULTS = 2
+UNSCORED_SHARE = 0.05
 
 
 @stage_rule
@@ -52,6 +53,26 @@ def faults(stage: StageRecord) -> Iterator[Finding]:
         stage.name,
         first,
         severity=0.97 if unscored else 0.85,
+    )
+
+
+@stage_rule
+def unscored_evaluations(stage: StageRecord) -> Iterator[Finding]:
+    """Names evaluations whose accuracy leaves out completions without a score."""
+    unscored, problems = stage.evaluated("eval/unscored"), stage.evaluated("eval/problems")
+    if not unscored or not problems:
+        return
+    count, every = unscored.values[-1], problems.values[-1]
+    if count < max(FEWEST_FAULTS, UNSCORED_SHARE * every):
+        return
+    yield Finding(
+        "evaluation without scores",
+        f"{count:.0f} of {every:.0f} completions of the last evaluation have no score (eval/unscored)",
+        "A reward fails on them or does not apply, and the accuracy is that of the others",
+        f"Read some (`rl samples {quoted(stage.run.path)} 'eval unscored'`), then `rl reward test FUNCTION`",
+        stage.name,
+        unscored.since(lambda value: value > 0),
+        severity=0.6,
     )
 
 

@@ -19,7 +19,7 @@ from rl.errors import DataError
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
-    from rollout import SamplingParams
+    from rollout import Completion, SamplingParams
 
 # Evaluation draws from keys of its own, so that training sees the same numbers with and without it.
 SEED_OFFSET = 1 << 30
@@ -65,7 +65,7 @@ class Evaluation:
         began, options = time.perf_counter(), self.options
         unfiltered = replace(self._params, n=1, top_k=0, top_p=1.0, min_p=0.0)
         greedy = replace(unfiltered, temperature=0)
-        texts, totals = self._rollouts(greedy, step)
+        completions, totals = self._rollouts(greedy, step)
         metrics = {
             "eval/problems": float(len(self.problems)),
             "eval/unscored": float(np.sum(~np.isfinite(totals))),
@@ -75,7 +75,7 @@ class Evaluation:
             metrics["eval/greedy_accuracy"] = float(np.mean(at_least(scored, options.correct_at)))
             metrics["eval/reward_mean"] = float(np.mean(scored))
         for name in options.metrics:
-            metrics |= _own_metric(name, self.problems, texts, totals)
+            metrics |= _own_metric(name, self.problems, completions, totals)
         if options.samples:
             sampled = replace(unfiltered, n=options.samples, temperature=options.temperature)
             totals = self._rollouts(sampled, step)[1].reshape(len(self.problems), options.samples)
@@ -88,26 +88,27 @@ class Evaluation:
                     metrics[f"eval/pass@{k}"] = float(np.mean(chances))
         return metrics | {"time/eval": time.perf_counter() - began}
 
-    def _rollouts(self, params: SamplingParams, step: int) -> tuple[list[str], np.ndarray]:
-        """Returns (texts of the completions, rewards float[problems * n]); NaN where there is no score."""
-        texts, totals = [], []
+    def _rollouts(self, params: SamplingParams, step: int) -> tuple[list[Completion], np.ndarray]:
+        """Returns (completions, rewards float[problems * n]); NaN where there is no score."""
+        completions, totals = [], []
         for start in range(0, len(self.problems), self._block):
             problems = self.problems[start : start + self._block]
             first = SEED_OFFSET + start
             rollouts = self._collect(problems, params, range(first, first + len(problems)))
             scores = rollouts.scores.result()
             self._record(step, rollouts, scores)
-            texts += [completion.text for _, completion in rollouts.flat]
+            completions += [completion for _, completion in rollouts.flat]
             totals.append(scores.total)
-        return texts, np.concatenate(totals)
+        return completions, np.concatenate(totals)
 
 
 def _own_metric(
-    name: str, problems: Sequence[Problem], completions: list[str], rewards: np.ndarray
+    name: str, problems: Sequence[Problem], completions: list[Completion], rewards: np.ndarray
 ) -> dict[str, float]:
     """Returns a user-defined metric of greedy completions: one number eval/<function>, or several by name.
 
-    The function takes lists (prompts, completions, rewards, **columns), or the part of these that it names. Raises
+    The function takes lists (prompts, completions, raw, rewards, **columns), completions as texts and raw as texts with
+    special tokens, or the part of these that it names. Raises
     DataError for a result that is no finite number.
     """
     function = plugins.load(name, "evaluation metric")
@@ -115,7 +116,8 @@ def _own_metric(
     columns = {key: [each.columns.get(key) for each in examples] for each in examples for key in each.columns}
     values = columns | {
         "prompts": [each.prompt for each in examples],
-        "completions": completions,
+        "completions": [each.text for each in completions],
+        "raw": [each.text if each.raw is None else each.raw for each in completions],
         "rewards": rewards.tolist(),
     }
     parameters = inspect.signature(function).parameters
