@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from oracles import STANDARD, oracle, saved, tokens
+from oracles import STANDARD, configuration, oracle, saved, tokens
 
 import policy
+from policy import families
 from policy.config import Attention, Runtime
 from policy.huggingface import sources
 from policy.mesh.sharding import layout
@@ -61,6 +62,18 @@ def test_a_shared_prompt_is_multiplied_once_and_seen_by_every_completion(tmp_pat
         Operations(graph, head=False).active_weights
         == ours.active_weights - graph.config.vocab_size * graph.config.hidden_size
     )
+
+
+@pytest.mark.parametrize("layers", [[1], [1, 3]])
+def test_of_a_table_of_ngrams_two_products_count(layers):
+    hf = configuration("Qwen4Exp", **STANDARD["Qwen4Exp"] | {"ple_layer_ids": layers})
+    with_tables, without = (
+        Operations(Graph(families.read(each), Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1])))
+        for each in (hf, hf | {"ple_layer_ids": None})
+    )
+    streams, hidden, width = hf["hc_count"], hf["hidden_size"], hf["ple_embed_dim"]
+    keys_and_values = (streams + 1) * width * hidden
+    assert with_tables.active_weights - without.active_weights == len(layers) * keys_and_values
 
 
 def test_lengths_are_those_of_the_sequences():
