@@ -25,7 +25,7 @@ from rl.stages.stage import StageKind
 
 _FINISHED = """\
 {0} is finished: its final weights are in {0}/export. Choose another `run.dir` to run again;
-to train those weights further, give them to a new run as `model: {0}/export`."""
+to train those weights further, give them to a new run: model={1}/export"""
 
 _RANDOM = (
     "model {0} names an architecture without weights: the weights are random (seed {1}). To train from weights, set "
@@ -186,5 +186,5 @@ def stage_ended(host: dict, stage: StageKind) -> bool:
 def is_finished(folder: RunFolder) -> bool:
     """Returns whether the run in this folder is finished. If it is, prints how to go on."""
     if folder.finished and processes.first():
-        print(_FINISHED.format(folder.path))
+        print(_FINISHED.format(folder.path, quoted(folder.path)))
     return folder.finished

@@ -281,7 +281,7 @@ def _examples(stage: ConfiguredStage) -> Iterator[str]:
         if _excluded(stage, name):
             continue
         if name == "eval/pass@<k>":
-            yield from (f"eval/pass@{k}" for k in evaluation.k)
+            yield from (f"eval/pass@{k}" for k in (evaluation.k if evaluation else ()))
         elif "<name>" in name:
             yield from (name.replace("<name>", reward) for reward in reward_names(stage))
         else:

@@ -359,7 +359,8 @@ def _is_finite(loss: jax.Array, norm: jax.Array, norms: dict[str, jax.Array]) ->
 
 def updates_made(learner: ParamState) -> jax.Array:
     """Returns the number of updates that changed the weights."""
-    return next(entry.count for entry in learner.optimizer if isinstance(entry, optax.ScaleByAdamState))
+    moments = next(entry for entry in learner.optimizer if isinstance(entry, optax.ScaleByAdamState))
+    return cast(jax.Array, moments.count)
 
 
 def _num_filled(filled_MRT: jax.Array) -> jax.Array | int:

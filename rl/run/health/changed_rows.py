@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -118,4 +119,6 @@ def _plain(value: Any) -> Any:
         return [value.kind, value.digest, list(value.size)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if isinstance(value, Number) or hasattr(value, "isoformat"):
+        return str(value)
     return type(value).__name__
