@@ -32,7 +32,7 @@ EXAMPLES = [
 ]
 
 _FORMULA = re.compile(r"\$\$?([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_WORD = re.compile(r"[A-Za-z]{3,}|[A-Za-z]*[\u0080-\uffff].*")
+_WORD = re.compile(r"[A-Za-z]{3,}|[A-Z]{2}|[A-Za-z]*[\u0080-\uffff].*")
 _NO_VALUE = re.compile(r"[<>]|\\(?:approx|sim|simeq|le|ge|ne|lt|gt)(?![A-Za-z])|[-+*/^]\s*$")
 _VARIABLE = re.compile(r"(?<![\\A-Za-z])(?![ei](?![A-Za-z]))[A-Za-z]")
 _NOT_SYMBOLIC = re.compile(r":|\\[lc]?dots|\d_|\.\.\.|(?<![\\A-Za-z])[A-Za-z]{3,}\s+[A-Za-z]{2,}")

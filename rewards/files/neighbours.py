@@ -21,14 +21,15 @@ _active: _Neighbours | None = None
 
 
 class _Neighbours:
-    """Finds the modules of a folder. `names`: those of its files and packages that nothing installed has."""
+    """Finds the modules of a folder. `names`: those of its files, and of its folders with files, that nothing installed
+    has."""
 
     def __init__(self, folder: str):
         self.folder = folder
         self.appended = folder not in sys.path
         installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
         own = {file.stem for file in Path(folder).glob("*.py")}
-        own |= {file.parent.name for file in Path(folder).glob("*/__init__.py")}
+        own |= {file.parent.name for file in Path(folder).glob("*/*.py")}
         own -= {*sys.stdlib_module_names, *_OURS}
         self.names = {name for name in own if PathFinder.find_spec(name, installed) is None}
 

@@ -245,7 +245,6 @@ def test_files_of_two_folders_have_neighbours_of_one_name(tmp_path):
         folder = tmp_path / name
         (folder / "parts").mkdir(parents=True)
         (folder / "utils.py").write_text(f"NAME = {ord(name)}\n")
-        (folder / "parts" / "__init__.py").write_text("")
         (folder / "parts" / "late.py").write_text("from utils import NAME\n")
         (folder / "own.py").write_text(
             "import utils\n"
