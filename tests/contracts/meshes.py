@@ -35,7 +35,7 @@ from rollout import Generator, GeneratorOptions, SamplingParams
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import learners
-from oracles import configuration, random_model, short, tokens
+from oracles import configuration, floats_and_integers, random_model, short, tokens
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
 MODELS = {
@@ -46,7 +46,7 @@ MODELS = {
     "latent": lambda: short("DeepseekV3"),
     "indexed": lambda: short("DeepseekV32"),
     "shared_index": lambda: short("GlmMoeDsa"),
-    "compressed": lambda: short("DeepseekV4", mlp_layer_types=["moe"] * 3, index_topk=2),  # no table of integers
+    "compressed": lambda: short("DeepseekV4", index_topk=2),
     "recurrent": lambda: short("Qwen3Next"),
     "channel_decays": lambda: short("KimiLinear"),
     "short_conv": lambda: short("Lfm2"),
@@ -137,8 +137,9 @@ def derived(kind: str, degrees: str, how: str):
     model = random_model(
         families.read(MODELS[kind]()), runtime=Runtime(**json.loads(how)), mesh=on_mesh(degrees) if degrees else None
     )
+    floats, _ = floats_and_integers(model.params)
     run = jax.jit(
-        partial(scored, model.graph), out_shardings=(None, {path: model.graph.sharding(path) for path in model.params})
+        partial(scored, model.graph), out_shardings=(None, {path: model.graph.sharding(path) for path in floats})
     )
     result, grads = jax.block_until_ready(run(model.params, tokens(8, 13), packed(8, 13)))
     return np.asarray(result), {path: np.asarray(g) for path, g in grads.items()}
@@ -150,12 +151,13 @@ def scored(graph, params, rows, segments):
     """
     cotangent = np.random.default_rng(0).normal(size=(2, *rows.shape))
 
-    def loss(params):
-        logp, entropy, aux = graph.logprobs(params, rows, make_step(rows, segments=segments), 0.9)
+    def loss(floats):
+        logp, entropy, aux = graph.logprobs(integers | floats, rows, make_step(rows, segments=segments), 0.9)
         balance = sum(routing.balance.sum() for routing in aux.by_layer("routing").values())
         return jnp.sum(cotangent[0] * logp + cotangent[1] * entropy) + balance, jnp.stack([logp, entropy])
 
-    grads, result = jax.grad(loss, has_aux=True)(params)
+    floats, integers = floats_and_integers(params)
+    grads, result = jax.grad(loss, has_aux=True)(floats)
     return result, grads
 
 

@@ -34,7 +34,7 @@ def in_mode(mode: str, degrees: dict) -> dict:
 def check(*cases: list, devices: int = 8) -> None:
     """Attention, entropies and log-probabilities within 2e-5, gradients within 2e-5 of their largest number: sums over
     devices round otherwise, and each layer makes more of it. With shared keys one norm takes up to 3.5e-5 on CPUs with
-    AVX-512."""
+    AVX-512, with compressed attention one scale of the hyper-connections up to 2.4e-5."""
     for case, result in zip(cases, run(*cases, devices=devices), strict=True):
         if case[0] == "attention":
             assert result["difference"] < 2e-5, (case, result)
@@ -43,7 +43,7 @@ def check(*cases: list, devices: int = 8) -> None:
                 "P('fsdp', None, None)"
             ], result
         else:
-            bound = 5e-5 if case[1] == "shared_keys" else 2e-5
+            bound = 5e-5 if case[1] in ("shared_keys", "compressed") else 2e-5
             assert result["logp"] < 2e-5 and result["gradient"] < bound, (case, result)
 
 
