@@ -294,6 +294,12 @@ def test_13_demonstrations_are_scored(in_the_root, capsys):
     assert cli.main([*arguments, "--stage", "sft", "--strict"]) == 3
 
 
+def test_13_rewards_that_a_stage_of_demonstrations_does_not_call_refuse_nothing(inspected, tmp_path, capsys):
+    inspected([{"prompt": "1+1=", "completion": "2"}] * 4)
+    assert cli.main(["inspect", str(tmp_path / "run.yml"), "--rows", "0"]) == 0
+    assert "the demonstrations are not scored: " in capsys.readouterr().out
+
+
 def test_the_page_escapes_what_rows_contain(inspected, tmp_path, capsys):
     inspected([{"prompt": "</script><img onerror=alert(1)>", "completion": "x", "answer": "x"}] * 2)
     page = tmp_path / "page.html"

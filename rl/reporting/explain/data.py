@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import exp
 from typing import Any
 
 from rewards.text import quoted
@@ -110,7 +111,7 @@ def training_below_evaluation(stage: StageRecord) -> Iterator[Finding]:
     error = (max(start * (1 - start), 0.01) / stage.run.evaluation_problems) ** 0.5
     if (
         start - 4 * error <= 0
-        or reward.values[0] > GAP * start
+        or reward.values[0] > GAP * start * _share_of_greedy(stage)
         or stage.series("reward/faults").values[:1] not in ([], [0.0])
     ):
         return
@@ -124,6 +125,13 @@ def training_below_evaluation(stage: StageRecord) -> Iterator[Finding]:
         reward.steps[0],
         severity=0.92,
     )
+
+
+def _share_of_greedy(stage: StageRecord) -> float:
+    """Returns how often a sample of the first step is about what the policy writes greedily, as the evaluation does:
+    exp(-entropy of a completion). Samples of a policy that is not sure of its words score less in any form."""
+    entropy, length = stage.series("entropy"), stage.series("completion/mean_length")
+    return exp(-entropy.values[0] * length.values[0]) if entropy and length else 1.0
 
 
 @run_rule

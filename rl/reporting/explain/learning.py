@@ -19,7 +19,9 @@ LOSS_RISE = 1.25
 REWARD_LOSS = 0.5
 KL_LEVEL, KL_RISING, KL_UPDATE = 1.0, 0.3, 0.1
 CLIPPED_RATIO = 0.2
-ENTROPY_LEFT, ENTROPY_FAST_STEPS, ENTROPY_NONE = 0.25, 25, 0.02
+ENTROPY_LEFT, ENTROPY_NONE = 0.25, 0.02
+ENTROPY_FAST_STEPS, ENTROPY_SUDDEN_STEPS = 25, 8
+"""Steps of a fall that is an illness, and of one that is an illness even while the evaluation improves."""
 
 
 @stage_rule
@@ -139,7 +141,9 @@ def entropy(stage: StageRecord) -> Iterator[Finding]:
     if series.last <= ENTROPY_LEFT * start:
         steps = _steps_of_fall(series, start)
         fast = steps is not None and steps <= ENTROPY_FAST_STEPS
-        if fast or series.last < ENTROPY_NONE or not (stage.solved or stage.improved):
+        sudden = steps is not None and steps <= ENTROPY_SUDDEN_STEPS
+        useless = fast or series.last < ENTROPY_NONE or not stage.solved
+        if sudden or (useless and not stage.improved):
             yield Finding(
                 "entropy collapse",
                 f"entropy fell from {start:.2g} to {series.last:.2g} nats per token"
