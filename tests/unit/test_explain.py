@@ -240,7 +240,7 @@ def test_samples_below_greedy_answers_and_a_falling_entropy_are_no_illness_while
         "stages: [{algorithm: {name: grpo}, steps: 20, prompts_per_step: 8, samples_per_prompt: 8}]\n"
     )
     steps = [
-        {"reward/mean": 0.06 + 0.04 * n, "reward/std": 0.3, "entropy": 0.6 * 0.85**n, "completion/mean_length": 4.0}
+        {"reward/mean": 0.06 + 0.04 * n, "reward/std": 0.3, "entropy": 0.6 * 0.9**n, "completion/mean_length": 4.0}
         for n in range(20)
     ]
     directory = run(tmp_path, steps, config=config)
