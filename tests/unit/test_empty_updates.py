@@ -68,6 +68,6 @@ def test_the_metrics_of_a_step_are_those_of_the_updates_with_tokens():
 
     batch = Rows(prompt=np.zeros(2), mask=np.array([[0.0], [1.0]]), real=2)
     state = SimpleNamespace(policy=SimpleNamespace(params={}))
-    _, metrics = StageKind.update(stage, state, batch)
+    _, metrics = StageKind.update(stage, state, batch, 1)
     assert metrics["entropy"] == metrics["loss"] == 2.5 and metrics["optim/lr"] == pytest.approx(0.1)
     assert adapted == [2.5] and LOSS_TOKENS not in metrics
