@@ -15,7 +15,7 @@ from policy.cache.step import Step
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-WINDOWED = ("gemma3", "qwen3-window", "gpt_oss", "llama4")
+WINDOWED = ("gemma3", "qwen3-window", "gpt_oss", "llama4", "deepseek_v4")
 WINDOW, C = 4, 9  # room for calls of up to 3 tokens, and 2 that are taken back
 MODELS = tiny.GENERATED | {"llama4": ("Llama4", KINDS["Llama4"].standard | KINDS["Llama4"].short)}
 
@@ -83,7 +83,7 @@ def test_decoding_over_the_sliding_window_cache_is_the_full_forward_pass(name):
     kind, keys = MODELS[name]
     model = random_model(families.read(configuration(kind, **keys)), seed=3)
     rows, lengths = tokens(2, 24, seed=1), [24, 15]
-    back = [spec.mixer.window or spec.mixer.chunk for spec in model.config.layers]
+    back = [spec.mixer.window or getattr(spec.mixer, "chunk", None) for spec in model.config.layers]
     assert min(w for w in back if w) + 5 < 24, "a ring would be longer than the row"
     full, _ = stepwise.forward(model, rows)
     result, _ = stepwise.through_cache(model, rows, lengths, 15, chunk=5, capacity=WithSlidingWindows(24, 5))
