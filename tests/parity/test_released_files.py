@@ -2,6 +2,7 @@
 model.
 """
 
+import copy
 import json
 
 import numpy as np
@@ -120,7 +121,6 @@ OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("Mistral", "Mi
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_text_model_of_a_mistral3_directory_is_read_alone(kind, tied, tmp_path):
     """Mistral Small 3 and 4, Magistral, Devstral and Ministral 3: the wrapper says whether the head is tied."""
-    import copy
 
     import transformers
 
@@ -156,7 +156,6 @@ def test_the_text_model_of_a_mistral3_directory_is_read_alone(kind, tied, tmp_pa
 
 def test_the_text_model_of_gemma4_unified_is_read_alone(tmp_path):
     """Gemma 4 12B embeds pictures and sounds without towers; a text model has no use for these weights."""
-    import copy
 
     import transformers
 
@@ -191,7 +190,8 @@ def test_the_text_model_of_a_multimodal_qwen_is_read_alone(kind, tmp_path):
         "out_hidden_size": 32,
         "patch_size": 4,
     }
-    config = getattr(transformers, f"{kind}Config")(text_config=TINY[kind], vision_config=vision)
+    text = copy.deepcopy(TINY[kind] | STANDARD[kind])
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     theirs = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float().eval()
@@ -204,11 +204,17 @@ def test_the_text_model_of_a_multimodal_qwen_is_read_alone(kind, tmp_path):
     policy.save(policy.load(directory), tmp_path / "out")
     assert not any("visual" in name or "language_model" in name for name in stored_names(tmp_path / "out"))
     np.testing.assert_allclose(reference_logits(reload(kind, tmp_path / "out"), row), expected, atol=1e-4, rtol=0)
+    policy.save(policy.load(directory), tmp_path / "complete", source=directory)
+    tables = [name for name in names if ".ple." in name]
+    assert bool(tables) == (kind == "Qwen4Exp") and set(tables) <= set(stored_names(tmp_path / "complete"))
+    again, info = type(theirs).from_pretrained(tmp_path / "complete", output_loading_info=True, dtype="auto")
+    assert {key: list(value) for key, value in info.items() if value} == {}
+    for name, tensor in theirs.state_dict().items():
+        np.testing.assert_array_equal(again.state_dict()[name].numpy(), tensor.numpy(), err_msg=name)
 
 
 def kimi_k25():
     """A model of pictures and text with the layers of DeepSeek V3."""
-    import copy
 
     import transformers
 

@@ -32,6 +32,7 @@ MODELS = tiny.GENERATED | {
     "wide-latents": ("DeepseekV3", KINDS["DeepseekV3"].short | {"kv_lora_rank": 140}),
     "latents-of-128": ("DeepseekV3", KINDS["DeepseekV3"].short | {"kv_lora_rank": 128}),
     "engram": ("Llama", {"num_hidden_layers": 2, "duet": ENGRAM}),
+    "qwen4_exp": ("Qwen4Exp", KINDS["Qwen4Exp"].standard | KINDS["Qwen4Exp"].short),
 }
 SIZES = {"llama-mqa-tied": 4, "v32": 1, "qwen3_next": 16}  # of pages
 
