@@ -108,7 +108,9 @@ def _mixing(mixer: Attention | LatentAttention | CompressedAttention | Recurrent
         if (blocks := mixer.indexer) is None:
             return operations * _pairs(lengths, mixer.window, mixer.chunk)
         size = blocks.block_size
-        seen = size * _block_pairs(lengths, size, blocks.blocks) + (size - 1) / 2 * float(lengths.sum())
+        full, rest = np.divmod(lengths, size)
+        in_open_blocks = float((full * size * (size - 1) / 2 + rest * (rest + 1) / 2).sum())
+        seen = size * _block_pairs(lengths, size, blocks.blocks) + in_open_blocks
         return operations * seen + 2.0 * blocks.heads * blocks.head_dim * _block_pairs(lengths, size)
     if isinstance(mixer, CompressedAttention):
         seen = _pairs(lengths, mixer.window)

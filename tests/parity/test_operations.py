@@ -41,6 +41,20 @@ def test_one_token_needs_what_torch_counts(kind, tmp_path):
     assert ours.forward([1, 1, 1]) == 3 * ours.forward([1])
 
 
+def test_of_chosen_blocks_their_tokens_count(tmp_path):
+    """Of blocks of 4 tokens a query sees at most 2 complete ones, and its own while that is open."""
+    keys = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+    model = oracle("Qwen4Exp", indexer_budget=8, indexer_compress_ratio=4, **keys)
+    graph = policy.load(saved(model, tmp_path)).graph
+    ours, mixer = Operations(graph), graph.config.layers[0].mixer
+    assert ours.forward([1]) == counted(model, tokens(1, 1))
+    complete = [(t + 1) // 4 for t in range(14)]
+    pairs = sum(4 * min(each, 2) + (t + 1) % 4 for t, each in enumerate(complete))
+    scored = 2 * mixer.indexer.heads * mixer.indexer.head_dim * sum(complete)
+    between_tokens = 2 * (4 * mixer.heads * mixer.head_dim * pairs + scored)
+    assert ours.forward([14]) == 2 * ours.active_weights * 14 + between_tokens
+
+
 def test_pairs_that_do_not_see_each_other_do_not_count(tmp_path):
     """torch multiplies all T x T pairs; of 9 tokens 45 are causal, and of a window of 4 only 30."""
     model = oracle("Qwen3Moe", **STANDARD["Qwen3Moe"])

@@ -26,7 +26,7 @@ KINDS = {
     "Qwen4Exp": Kind(
         "qwen4_exp_text",
         HYBRID | SPARSE | ROTARY | _INDEXER | _STREAMS | {"initializer_range": 0.2},
-        _TABLES | {"output_gate_type": "sigmoid", "initializer_range": 0.25},
+        _TABLES | {"output_gate_type": "sigmoid", "initializer_range": 0.2},
         SHORT,
         config="Qwen4ExpTextConfig",
         given=_INDEXER | {"indexer_head_dim": 256},
