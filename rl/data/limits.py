@@ -58,6 +58,10 @@ class Limit:
             change = change if self.new_tokens else f"{change}, {self.key}=truncate cuts their ends"
         return Refusal(text, change)
 
+    def nothing_left(self, effect: str | None) -> str:
+        """Returns the refusal of data of which no row fits."""
+        return f"no row is left: {effect}. Raise max_length ({self.max_length})"
+
     def effect(self, left_out: int, cut: int, total: int) -> str | None:
         """Returns what happened to the long rows of `total` rows; None: there were none."""
         parts = [f"{left_out} are left out"] * (left_out > 0) + [f"{cut} are cut"] * (cut > 0)

@@ -225,7 +225,7 @@ class DataReader:
         total = sum(part[1] for part in parts)
         effect = limit.effect(total - len(ranks), sum(part[2] for part in parts), total)
         if not ranks:
-            raise DataError(f"no row is left: {effect}. Raise max_length ({limit.max_length})")
+            raise DataError(limit.nothing_left(effect))
         kept = [examples[i] for i in fitting.numbers]
         return Shard(fitting.rows, len(ranks), kept, [ranks[place] for place in own], effect)
 

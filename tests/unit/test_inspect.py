@@ -203,6 +203,13 @@ def test_10_rows_that_do_not_fit(inspected):
         assert long.level == "refuse" and "1 of 13" in long.text and "max_length=" in long.change
 
 
+def test_10_rows_that_are_left_out_are_counted_and_none_left_is_refused(inspected):
+    rows = [*NUMBERED, {"prompt": "1" * 70, "completion": "2", "answer": "2"}]
+    findings = inspected(rows, "data.too_long=drop")
+    assert levels(findings, 10) == ["note"] and "1 of 13 rows are longer than the 64 tokens" in str(findings)
+    assert any("no row is left" in each.text for each in inspected(rows[-1:], "data.too_long=drop"))
+
+
 def test_11_prompts_that_are_trained_on(inspected):
     assert levels(inspected(NUMBERED, "stages.0.algorithm={name: sft, train_on: all}"), 11) == ["warn"]
     assert levels(inspected(NUMBERED), 11) == ["note"]

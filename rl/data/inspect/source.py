@@ -195,6 +195,9 @@ def _stage(
     if stage.limit.too_long != "refuse":
         fitting = fit(encoded, stage.limit, _longest, never_cut if stage.samples else _cut)
         effect = stage.limit.effect(len(encoded) - len(fitting.rows), fitting.cut, len(encoded))
+        read_all = options.limit is None or dataset.total < options.limit
+        if encoded and not fitting.rows and read_all:
+            raise DataError(stage.limit.nothing_left(effect))
         encoded = fitting.rows
     rows = [row for each in encoded for row in each]
     return replace(stage, rows=rows, problems=problems, total=dataset.total, held_out=held_out, effect=effect)
