@@ -78,9 +78,13 @@ def _types_of_transformers(family: ModuleType) -> list[str]:
 
 
 def _in_layer(name: str) -> str | None:
-    """Returns the name of a tensor inside its layer, with {e} for the number of an expert; None: it is in no layer."""
+    """Returns the name of a tensor inside its layer, with {e} for the number of an expert and {s} for that of a shard;
+    None: it is in no layer."""
     match = _LAYER.search(name)
-    return None if match is None else re.sub(r"\.\d+\.", ".{e}.", match[1])
+    if match is None:
+        return None
+    local = re.sub(r"\.\d+\.", ".{e}.", match[1])
+    return re.sub(r"\.shard_\d+\.", ".shard_{s}.", local)
 
 
 def _tensors_of(family: ModuleType) -> set[str]:

@@ -48,6 +48,13 @@ def test_experts_are_nearest_to_a_family_with_experts(tmp_path):
     assert "may use them otherwise" in text
 
 
+def test_shards_of_a_table_count_as_one_tensor(tmp_path):
+    stored = {place.name for place in families.get("qwen4_exp").NAMES.values()}
+    names = [name.format(e=number, s=number) for name in stored for number in range(20)]
+    text = refusal(tmp_path, unknown("other_exp"), [*dict.fromkeys(names)])
+    assert "The nearest is qwen4_exp_text" in text and "shard" not in text
+
+
 @pytest.mark.parametrize(("asked", "nearest"), [("qwen2_5", "qwen2"), ("gemma3n_text", "gemma3_text")])
 def test_without_files_the_spelling_decides(asked, nearest):
     with pytest.raises(families.UnknownModel, match=f"The nearest is {nearest}"):
