@@ -82,7 +82,7 @@ class CompressedMultiQueryAttention(nnx.Module):
         self.kv_proj = weight(rngs, (E, D), ("embed", "kv"), init, inputs=(0,))
         self.kv_norm = RMSNorm(D, spec.norm, rngs)
         self.sinks = weight(rngs, (H,), ("q_heads",), init)
-        self.o_a_proj = weight(rngs, (G, H * D // G, L), ("heads", "kv", None), init, inputs=(1,))
+        self.o_a_proj = weight(rngs, (G, H * D // G, L), ("heads", "embed", None), init, inputs=(1,))
         self.o_b_proj = weight(rngs, (G, L, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
         if spec.compression is not None:
             self.compressor = Compressor(D, spec.compression, spec.norm, config, rngs)
