@@ -57,6 +57,7 @@ MODELS = {
         configuration("Llama", num_hidden_layers=2) | {"duet": {"hyper_connections": {"reduce": "head"}}}
     ),
     "blocks_of_keys": lambda: short("Qwen4Exp", layer_types=["full_attention", "linear_attention"], ple_layer_ids=None),
+    "ngrams": lambda: short("Qwen4Exp"),
     "square": lambda: short("Simple"),
     "shared_keys": lambda: short("Gemma4Small"),
 }

@@ -133,6 +133,11 @@ def test_explicit_shardings_of_other_decoders():
     check(*(["decoder", kind, in_mode("explicit", degrees), {}] for kind in kinds for degrees in meshes))
 
 
+@pytest.mark.slow
+def test_tables_of_ngrams_and_blocks_of_keys():
+    check(*(["decoder", "ngrams", degrees, {}] for degrees in (MESHES["fsdp4_tensor2"], CONTEXT)))
+
+
 INDEXED = ("indexed", "shared_index", "blocks_of_keys")
 
 
@@ -199,6 +204,7 @@ RESHARDED = {
     "indexed": [[MESHES["fsdp4_tensor2"], STATIONARY], [EVERY, PAGED]],
     "shared_index": [[EVERY, PAGED]],
     "blocks_of_keys": [[MESHES["fsdp4_tensor2"], STATIONARY], [EVERY, PAGED]],
+    "ngrams": [[MESHES["fsdp4_tensor2"], STATIONARY], [EVERY, PAGED]],
     "recurrent": [[MESHES["fsdp4_tensor2"], STATIONARY]],
     "channel_decays": [[MESHES["fsdp4_tensor2"], STATIONARY]],
     "short_conv": [[MESHES["fsdp4_tensor2"], STATIONARY]],
