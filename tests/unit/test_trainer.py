@@ -140,7 +140,8 @@ def test_an_update_happens_in_place_in_one_program(compilations):
     old = model.params
     lowered = trainer.policy.executable.lower(state.policy, data, trainer.loss_inputs(data), micro_rows=8)
     aliased = lowered.compile().memory_analysis().alias_size_in_bytes
-    assert aliased == sum(leaf.nbytes for leaf in jax.tree.leaves(state.policy))
+    leaves = sum(leaf.nbytes for leaf in jax.tree.leaves(state.policy))
+    assert aliased == leaves - 4  # the count of the schedule, which is the number of the update and not read
     state, _ = trainer.update(state, data)  # the first weights may lie in memory of numpy, which nobody can give away
     where = {path: array.unsafe_buffer_pointer() for path, array in state.policy.params.items()}
     assert compilations
