@@ -350,8 +350,9 @@ def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | N
 def _unneeded(config: DecoderConfig, scheme: Scheme | None) -> list[str]:
     """Returns patterns of stored tensors that no part of the model needs."""
     unread = getattr(families.get(config.family), "unread", lambda config: ())(config)
-    # A tied head is accepted, whatever the family calls its own top.
-    head = [re.escape(names.TOP["lm_head"].name)] if config.tied_head else []
+    # A tied head is accepted, under the family's name, too.
+    tops = (names.TOP, getattr(families.get(config.family), "TOP", names.TOP))
+    head = [re.escape(top["lm_head"].name) for top in tops if config.tied_head and "lm_head" in top]
     return [TABLES, *unread, *(scheme.skip if scheme else ()), *head]
 
 
@@ -517,7 +518,8 @@ class _OtherTensors:
         """Yields the tensors by name, quantised ones as floats. Copies of embedding and head in prediction modules are
         made of `params`."""
         skip = _unneeded(self._graph.config, self._scheme)
-        for stored in sorted(self._files.unread):
+        # Weights come first, since scales are read with them.
+        for stored in sorted(self._files.unread, key=lambda name: (not name.endswith(".weight"), name)):
             if stored not in self._files.unread or any(re.fullmatch(pattern, stored) for pattern in skip):
                 continue
             name = stored.removesuffix(self._scheme.values) if self._scheme else stored

@@ -7,7 +7,19 @@ import json
 
 import numpy as np
 import pytest
-from oracles import STANDARD, TINY, classes, configuration, edit_config, oracle, reference_logits, reload, saved, tokens
+from oracles import (
+    KINDS,
+    STANDARD,
+    TINY,
+    classes,
+    configuration,
+    edit_config,
+    oracle,
+    reference_logits,
+    reload,
+    saved,
+    tokens,
+)
 
 import policy
 from policy import families
@@ -408,7 +420,8 @@ def test_files_of_deepseek_v4_are_read_as_transformers_reads_them(tmp_path):
             state[name] = weight
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in state.values()}
     assert dtypes == {"float32", "float8_e4m3fn", "float8_e8m0fnu", "int8", "int64"}
-    state["mtp.0.e_proj.weight"] = torch.zeros(2, 2)
+    state["mtp.0.e_proj.weight"], state["mtp.0.e_proj.scale"] = of_8_bits(torch.eye(3))
+    state["mtp.0.ffn.experts.0.w1.weight"], state["mtp.0.ffn.experts.0.w1.scale"] = of_4_bits(torch.eye(4), generator)
     save_file(state, directory / model_directory.SINGLE, metadata={"format": "pt"})
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
     edit_config(directory, lambda config: config.update(expert_dtype="fp4", quantization_config=quantization))
@@ -424,3 +437,24 @@ def test_files_of_deepseek_v4_are_read_as_transformers_reads_them(tmp_path):
     assert_same_weights(policy.load(tmp_path / "out"), policy.load(directory))
     assert not any(name.startswith("model.") for name in stored_names(tmp_path / "out"))
     reload("DeepseekV4", tmp_path / "out")
+
+    policy.save(policy.load(directory), tmp_path / "complete", source=directory)
+    copied = load_file(tmp_path / "complete" / model_directory.SINGLE)
+    assert {name for name in copied if name.startswith("mtp.")} == {
+        "mtp.0.e_proj.weight",
+        "mtp.0.ffn.experts.0.w1.weight",
+    }
+    assert torch.equal(copied["mtp.0.e_proj.weight"], torch.eye(3)) and not any("scale_inv" in name for name in copied)
+    reload("DeepseekV4", tmp_path / "complete")
+
+
+def test_a_head_of_deepseek_v4_is_accepted_where_it_is_tied(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    directory = saved(oracle("DeepseekV4", tie_word_embeddings=True, **KINDS["DeepseekV4"].short), tmp_path)
+    state = load_file(directory / model_directory.SINGLE)
+    expected = policy.load(directory)
+    for name in ("lm_head.weight", "head.weight"):
+        head = {name: state["model.embed_tokens.weight"].clone()}
+        save_file(state | head, directory / model_directory.SINGLE, metadata={"format": "pt"})
+        assert_same_weights(policy.load(directory), expected)
