@@ -62,7 +62,10 @@ def model_of(kind):
 
 
 class Letters:
-    """A tokenizer that cannot encode."""
+    """A tokenizer that encodes nothing."""
+
+    def encode(self, text, add_special_tokens=True):
+        return []
 
     def decode(self, tokens, skip_special_tokens=False):
         return "".join(chr(ord("a") + token % 26) for token in tokens)
