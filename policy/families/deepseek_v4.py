@@ -202,17 +202,21 @@ def _mlp_layer_types(hf: dict) -> list[str]:
         hashed = first(hf, "num_hash_layers", default=_HASH_LAYERS)
         listed = [HASH if i < hashed else CHOSEN for i in range(count)]
     listed = listed[:count]
-    if len(listed) != count or set(listed) - {HASH, CHOSEN}:
-        raise UnsupportedModel(f"mlp_layer_types: {listed}; expected {HASH} or {CHOSEN} for each of the {count} layers")
+    if len(listed) != count or (unknown := set(listed) - {HASH, CHOSEN}):
+        wrong = f"{len(listed)} entries" if len(listed) != count else ", ".join(map(str, unknown))
+        raise UnsupportedModel(f"mlp_layer_types: {wrong}; expected {HASH} or {CHOSEN} for each of the {count} layers")
     return listed
 
 
 def _mixer(hf: dict, kind: str) -> CompressedAttention:
+    width, groups = hf["num_attention_heads"] * hf["head_dim"], hf["o_groups"]
+    if width % groups:
+        raise UnsupportedModel(f"o_groups: {groups} does not divide num_attention_heads times head_dim, {width}")
     return CompressedAttention(
         heads=hf["num_attention_heads"],
         head_dim=hf["head_dim"],
         q_lora_rank=hf["q_lora_rank"],
-        o_groups=hf["o_groups"],
+        o_groups=groups,
         o_lora_rank=hf["o_lora_rank"],
         window=hf["sliding_window"],
         rope=_rope(hf, "main" if kind == SLIDING else "compress"),
@@ -238,7 +242,7 @@ def _rope(hf: dict, kind: str) -> Rope:
     `rope_parameters` has settings of both, or only those by which the latter are rescaled; they then
     have the base `compress_rope_theta`, and yarn has no factor on cos and sin."""
     settings = first(hf, "rope_scaling", "rope_parameters", default={})
-    if not {"main", "compress"} <= settings.keys():
+    if not all(isinstance(settings.get(each), dict) for each in ("main", "compress")):
         partial = hf["partial_rotary_factor"]
         if partial is None:
             rotated = hf.get("qk_rope_head_dim")

@@ -12,6 +12,7 @@ SHOWN = 6
 _COMMON_KEYS = {
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "head_dim", "layer_types"),
     *("torch_dtype", "auto_map", "quantization_config", "_name_or_path", "num_local_experts", "duet"),
+    *("compress_ratios", "num_hash_layers", "qk_rope_head_dim"),
 }
 # A tensor of a numbered layer, under the names that models use.
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\.(.+)")

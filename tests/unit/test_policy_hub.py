@@ -470,3 +470,23 @@ def test_missing_modules_start_fresh_where_the_caller_says_so(tmp_path, held):
     back = policy.load(tmp_path / "out")
     same_weights(model, back)
     assert not back.newly_initialized
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": None, "compress_ratios": [0, 4, 2, 128]}, "compress_ratios: 2; known: 0, 4, 128"),
+        ({"layer_types": ["full_attention"] * 4}, "layer_types: full_attention"),
+        ({"mlp_layer_types": ["moe", "moe", "dense", "moe"]}, "mlp_layer_types: dense; expected hash_moe or moe"),
+        ({"mlp_layer_types": ["moe"] * 3}, "mlp_layer_types: 3 entries"),
+        ({"o_groups": 3}, "o_groups: 3 does not divide num_attention_heads times head_dim, 64"),
+        ({"swiglu_limit": 0.0}, "swiglu_limit 0.0: expected a positive number"),
+        ({"scoring_func": "tanh"}, "scoring_func 'tanh'"),
+        ({"n_shared_experts": 2}, "n_shared_experts 2"),
+        ({"norm_topk_prob": False}, "norm_topk_prob False"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else next(iter(value)),
+)
+def test_values_that_deepseek_v4_does_not_have_are_refused_by_key(change, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        families.read(configuration("DeepseekV4", **change))
