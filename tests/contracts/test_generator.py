@@ -266,6 +266,24 @@ def test_slots_dispatches_and_chunks_change_no_completion_of_any_model(name, way
     check_way(name, way)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [False, True])
+def test_entries_of_blocks_in_shared_pages(windows):
+    """Completions of one prompt, then prompts that go on from completions, with pages and prompts that end inside blocks. With
+    sliding windows full prompts alone are shared."""
+    prompts, params = [PROMPTS[0][:29], PROMPTS[4]], SamplingParams(max_new_tokens=12, temperature=1.0, n=3)
+
+    def both(generator):
+        groups = generator.generate(prompts, params)
+        longer = [prompt + group[0].tokens[:7] for prompt, group in zip(prompts, groups, strict=True)]
+        return groups + generator.generate(longer, SamplingParams(max_new_tokens=12, temperature=0))
+
+    paged = generator_of("deepseek_v4", prefill_chunk=7, cache="paged", page_size=5, sliding_window_cache=windows)
+    plain = generator_of("deepseek_v4", prefill_chunk=7, slots=5)
+    assert_same(both(paged), both(plain), tolerance_of("deepseek_v4"))
+    assert (paged.engine.counts["prefill"] < 60) == (not windows), "tokens of both calls: 98"
+
+
 @pytest.mark.parametrize("name", BOTH)
 def test_a_completion_is_the_same_alone_in_any_order_and_in_a_used_slot(name):
     params = SamplingParams(max_new_tokens=NEW, temperature=1.0)
