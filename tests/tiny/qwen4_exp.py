@@ -67,3 +67,7 @@ WIDE = {
     "qwen4_exp-blocks_of_one_token": ("Qwen4Exp", {"indexer_compress_ratio": 1, "indexer_budget": 5}),
     "qwen4_exp-budget-longer-than-row": ("Qwen4Exp", {"indexer_budget": 96, "full_attention_interval": 2}),
 }
+# Larger weights: with the others the tokens of a greedy completion are all as likely.
+GENERATED = {
+    "qwen4_exp": ("Qwen4Exp", KINDS["Qwen4Exp"].standard | KINDS["Qwen4Exp"].short | {"initializer_range": 0.25})
+}
