@@ -29,6 +29,7 @@ class Example:
     where: place of the row for messages, e.g. file:line.
     references: pictures and sounds of the conversation, those of a kind in the order of their parts.
     tools: JSON schemas of the tools that the chat template describes, or None.
+    first: the number of the message from which on turns of the assistant are trained on.
     """
 
     prompt: str | Messages
@@ -40,6 +41,7 @@ class Example:
     where: str = ""
     references: tuple[Reference, ...] = ()
     tools: list[dict[str, Any]] | None = None
+    first: int = 0
 
 
 class Row(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ class ExampleEncoder:
 
     def prompt(self, example: Example) -> tuple[list[int], Expanded | None]:
         """Returns (token ids of the prompt, its pictures and sounds)."""
-        processors = self._processors(example, example.prompt)
+        processors = self._processors(example, [example.prompt])
         if processors is None:
             return chat.render_prompt(self._tokenizer(example), example.prompt), None
         assert not isinstance(example.prompt, str)  # references stand in messages
@@ -40,36 +41,46 @@ class ExampleEncoder:
         """Returns the rows of a demonstration: several for a conversation whose earlier turns the chat template rewrites
         (`chat.render_turns`). train_on: as in rl/algorithms/sft.py."""
         messages, tokenizer = example.messages, self._tokenizer(example)
-        processors = self._processors(example, example.prompt if messages is None else messages)
+        if messages is None and example.completion is None:
+            raise ValueError("a demonstration needs a completion or messages")
+        written = [example.prompt, example.completion] if messages is None else [messages]
+        processors = self._processors(example, written)
+        if messages is None and processors is None:
+            return [Row(*chat.encode_completion(tokenizer, example.prompt, example.completion or "", train_on))]
         if messages is None:
-            if example.completion is None:
-                raise ValueError("a demonstration needs a completion or messages")
-            if processors is None:
-                return [Row(*chat.encode_completion(tokenizer, example.prompt, example.completion, train_on))]
-            messages = _answered(example, example.completion)
+            messages = _answered(example, example.completion or "")
             train_on = "all" if train_on == "all" else "last_turn"
+        options = {"train_on": train_on, "history": self.history, "first": example.first}
         if processors is None:
-            return [Row(*row) for row in chat.encode_conversation(tokenizer, messages, train_on, self.history)]
-        rows = expand.expand_conversation(tokenizer, messages, example.references, processors, train_on, self.history)
+            return [Row(*row) for row in chat.encode_conversation(tokenizer, messages, **options)]
+        rows = expand.expand_conversation(tokenizer, messages, example.references, processors, **options)
         return [self._row(*row) for row in rows]
 
     def answer(self, example: Example, answer: str | Messages) -> Row:
-        """Returns the prompt of an example with this answer to it; the answer is trained on."""
-        tokenizer, processors = self._tokenizer(example), self._processors(example, example.prompt)
+        """Returns the prompt of an example with this answer to it, up to the last token that the assistant writes; the
+        answer is trained on. Raises ValueError for an answer without a token."""
+        tokenizer, processors = self._tokenizer(example), self._processors(example, [example.prompt, answer])
         if processors is None:
-            return Row(*chat.encode_answer(tokenizer, example.prompt, answer))
-        messages, first = _answered(example, answer), len(example.prompt)
-        return self._row(*expand.expand_answer(tokenizer, messages, example.references, processors, first))
+            row = Row(*chat.encode_answer(tokenizer, example.prompt, answer))
+        else:
+            messages, first = _answered(example, answer), len(example.prompt)
+            row = self._row(*expand.expand_answer(tokenizer, messages, example.references, processors, first))
+        if not any(row.mask):
+            raise ValueError("an answer has no token of its own")
+        end = len(row.mask) - row.mask[::-1].index(1)
+        return Row(row.ids[:end], row.mask[:end], row.media and row.media.first(end))
 
     def _tokenizer(self, example: Example) -> Any:
         return self.tokenizer if example.tools is None else chat.with_variables(self.tokenizer, tools=example.tools)
 
-    def _processors(self, example: Example, texts: str | Messages) -> Processors | None:
+    def _processors(self, example: Example, texts: Sequence[str | Messages | None]) -> Processors | None:
         """Returns the processors for an example with pictures or sounds, None for one of text. Raises MediaError for a
         text with a token that stands for a picture."""
         if self.processors is None or example.references:
             return self.processors
-        expand.refuse_reserved([{"content": texts}] if isinstance(texts, str) else texts, self.processors)
+        for each in texts:
+            messages = [{"content": each}] if isinstance(each, str) else each
+            expand.refuse_reserved(messages or [], self.processors)
         return None
 
     def _row(self, expanded: Expanded, mask: list[int]) -> Row:

@@ -280,12 +280,9 @@ class DataReader:
 
         Raises DataError for an answer without a token.
         """
-        ids, mask, media = self.guarded(example, lambda: self._encoder.answer(example, answer))
-        if not any(mask):
-            raise DataError(f"{example.where}: an answer has no token of its own")
-        self.check_ids(example, ids, media)
-        end = len(mask) - mask[::-1].index(1)
-        return Row(ids[:end], mask[:end], media and media.first(end))
+        row = self.guarded(example, lambda: self._encoder.answer(example, answer))
+        self.check_ids(example, row.ids, row.media)
+        return row
 
     def _pair(self, example: Example) -> Pair:
         assert example.pair is not None

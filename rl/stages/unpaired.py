@@ -51,7 +51,9 @@ class Stage(supervised.Stage):
             if example.pair is not None:
                 pair = zip(example.pair, (1.0, 0.0), strict=True)
                 return [[(reader.answer(example, each), label) for each, label in pair]]
-            answer = example.messages[-1:] if example.messages else example.completion
+            answer = example.completion
+            if example.messages is not None:
+                answer = example.messages[len(example.prompt) :]
             return [[(reader.answer(example, answer), label_of(example))]]
 
         def length(answers: list[Answer]) -> int:

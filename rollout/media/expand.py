@@ -119,13 +119,14 @@ def expand_conversation(
     processors: Processors,
     train_on: str = "assistant",
     history: str = "template",
+    first: int = 0,
 ) -> list[Masked]:
-    """Converts a conversation to rows as `chat.encode_conversation` does; `train_on` and `history` as there.
+    """Converts a conversation to rows as `chat.encode_conversation` does; `train_on`, `history` and `first` as there.
 
     Raises MediaError and ChatError as `expand` and that function.
     """
     refuse_reserved(messages, processors)
-    renderings = chat.trained_renderings(tokenizer, messages, train_on, history)
+    renderings = chat.trained_renderings(tokenizer, messages, train_on, history, first)
     rows = [_expand_rendered(tokenizer, each, messages, references, processors) for each in renderings]
     if train_on != "all":
         return rows

@@ -146,31 +146,41 @@ def mask_of(spans: Sequence[tuple[int, int]], starts: Iterable[int]) -> list[int
 
 
 def encode_conversation(
-    tokenizer: Any, messages: Messages, train_on: str = "assistant", history: str = "template"
+    tokenizer: Any, messages: Messages, train_on: str = "assistant", history: str = "template", first: int = 0
 ) -> list[tuple[list[int], list[int]]]:
     """Converts a conversation to rows (ids, mask), in the order of `render_turns`.
 
     train_on: "assistant", all turns of the assistant; "last_turn", the last message only; or "all", every token of the
         full conversation but the first.
-    history: "template", a row for each rendering of `render_turns`; "last", only the first of them, without the turns
-        that the full rendering changes.
+    history: "template", a row for each rendering of `render_turns`; "last", only the full one, without the turns that
+        it changes.
+    first: the number of the message from which on turns count, as for `render_turns`.
 
     Raises ChatError as `render_turns`, and for a turn with `weight: 0` where every token is trained on.
     """
-    rendered = trained_renderings(tokenizer, messages, train_on, history)
+    rendered = trained_renderings(tokenizer, messages, train_on, history, first)
     rows = [encode_rendered(tokenizer, each) for each in rendered]
     if train_on != "all":
         return rows
     return [(ids, all_but_first(len(ids))) for ids, _ in rows]
 
 
-def trained_renderings(tokenizer: Any, messages: Messages, train_on: str, history: str) -> list[Rendered]:
+def trained_renderings(
+    tokenizer: Any, messages: Messages, train_on: str, history: str, first: int = 0
+) -> list[Rendered]:
     """Returns the renderings of a conversation that are trained on; arguments and errors as `encode_conversation`."""
     refuse_weights(messages, train_on)
     if train_on == "all":
         return [Rendered(render_text(tokenizer, messages, False), [], len(messages))]
-    renderings = render_turns(tokenizer, messages, first=len(messages) - 1 if train_on == "last_turn" else 0)
-    return renderings if history == "template" else renderings[:1]
+    renderings = render_turns(tokenizer, messages, len(messages) - 1 if train_on == "last_turn" else first)
+    if history == "template":
+        return renderings
+    full = [rendered for rendered in renderings if rendered.messages == len(messages)]
+    if not full:
+        raise ChatError(
+            "the chat template changes every turn that is trained on; set tokenizer.chat_template.history=template"
+        )
+    return full
 
 
 def encode_completion(
@@ -179,6 +189,8 @@ def encode_completion(
     """Converts a prompt and its completion to (ids, mask). A plain prompt is tokenized exactly as `render_prompt` does
     for sampling. The mask covers the completion with its end of sequence; under `train_on: all` all tokens but the
     first."""
+    if not isinstance(prompt, str):
+        refuse_weights(prompt, train_on)
     ids, mask = encode_answer(tokenizer, prompt, completion)
     return ids, all_but_first(len(ids)) if train_on == "all" else mask
 
@@ -291,7 +303,9 @@ def _turn(tokenizer: Any, messages: Messages, number: int) -> _Turn:
     prompted = render_text(tokenizer, messages[:number], True) if number else ""
     text = render_text(tokenizer, messages[: number + 1], False)
     content = _last_text(messages[number]["content"])
-    place = text.rfind(content)
+    question = render_text(tokenizer, messages[:number], False).rstrip() if number else ""
+    # Where the template only appends, the content stands behind the question; it may also be a part of the turn's end.
+    place = text.find(content, len(question)) if text.startswith(question) else text.rfind(content)
     if place < 0:
         raise ChatError(f"the chat template drops the content of message {number}")
     start = len(prompted)

@@ -223,7 +223,7 @@ def test_an_answer_that_repeats_the_prompt_is_read_once(prompt, system):
     for form in ({"demonstrations": True}, {"read": read_labelled}):
         example = only({"prompt": prompt, "completion": full, "label": True}, **form)
         assert [message["role"] for message in example.messages] == [*(m["role"] for m in system), "user", "assistant"]
-        assert example.prompt == example.messages[:-1]
+        assert example.prompt == example.messages[:-1] and example.first == len(example.prompt)
 
 
 def test_the_system_message_of_the_data_comes_before_that_of_the_options():
@@ -317,9 +317,15 @@ def test_a_csv_file_with_long_cells_odd_characters_and_empty_lines_is_read():
     dataset = load(options(path="d.csv"))
     assert [example.prompt for example in dataset] == [long, "a \ufffd\n b"]
     Path("d.csv").write_bytes('prompt,answer\na,1\n"caf\u00e9\nb",2\nc,3\n'.encode("latin-1"))
-    assert error(DataError, path="d.csv") == "d.csv:4: not UTF-8 (byte 0xe9 at place 4); save the file as UTF-8"
+    assert error(DataError, path="d.csv") == "d.csv:3: not UTF-8 (byte 0xe9 at place 4); save the file as UTF-8"
     Path("d.csv").write_text("prompt,answer,answer\na,1,2\n")
     assert "d.csv:1: the header has the column `answer` twice" in error(DataError, path="d.csv")
+    Path("d.csv").write_text('"prompt"x,answer\na,1\n')
+    assert "d.csv:1: not valid CSV" in error(DataError, path="d.csv")
+    Path("d.csv").write_text('prompt,answer\na,1\n"b,2\nc,3\n')
+    assert "d.csv:3: not valid CSV" in error(DataError, path="d.csv")
+    Path("d.json").write_text('[\n {"prompt": "a"},\n]')
+    assert "d.json: not valid JSON" in error(DataError, path="d.json") and "line 3" in error(DataError, path="d.json")
 
 
 TYPED = [
@@ -361,7 +367,8 @@ def test_all_files_of_a_folder_are_read_each_in_its_own_form():
     assert "no split 'test', there are train" in error(DataError, path="both", held_out=True)
     jsonl("splits/train-00000-of-00002.jsonl", [{"prompt": "a"}])
     jsonl("splits/train-00001-of-00002.jsonl", [{"prompt": "b"}])
-    jsonl("splits/train_hard-00000-of-00001.jsonl", [{"prompt": "c"}])
+    Path("splits/data").mkdir()
+    jsonl("splits/data/train_hard-00000-of-00001.jsonl", [{"prompt": "c"}])
     jsonl("splits/dev.jsonl", [{"prompt": "d"}])
     assert [e.prompt for e in load(options(path="splits"))] == ["a", "b"]
     assert [load(options(path="splits", split=name))[0].prompt for name in ("train_hard", "dev", "validation")] == [
@@ -393,6 +400,7 @@ def test_tools_of_a_row_of_messages_reach_the_template():
     assert only({"messages": [ASKED, GOOD], "tools": [tool]}).tools == [
         {"type": "function", "function": {"name": "add"}}
     ]
+    assert only({"messages": [ASKED], "tools": ""}).tools is None
     assert only({"prompt": "hi", "tools": "hammer"}).columns == {"tools": "hammer"}
     wrong = jsonl("w.jsonl", [{"messages": [ASKED, GOOD], "tools": ["hammer"]}])
     assert "`tools` must be a list of JSON schemas" in error(DataError, path=wrong)
@@ -430,3 +438,38 @@ def test_a_column_that_rewards_cannot_take_is_named_with_its_row():
         assert not list(datasets.column_problems(open_ended, examples))
     examples = load(options(path=jsonl("d.jsonl", [{"prompt": "a"}]))).examples
     assert "it needs 'day'" in next(datasets.column_problems(near, examples))
+
+
+def test_columns_that_are_null_in_a_row_of_another_form_are_not_there():
+    """Arrow gives every row all columns of a file."""
+    rows = [
+        {"prompt": None, "completion": None, "messages": [ASKED, GOOD], "conversations": None},
+        {"prompt": "hi", "completion": "ho", "messages": None, "conversations": None},
+        {"prompt": None, "completion": None, "messages": None, "conversations": [{"from": "human", "value": "hi"}]},
+    ]
+    messages, texts, shared = load(options(path=jsonl("n.jsonl", rows)))
+    assert (messages.messages, texts.prompt, shared.prompt) == ([ASKED, GOOD], "hi", [ASKED])
+    labelled = {"prompt": "a", "completion": None, "label": None, "chosen": "b", "rejected": "c"}
+    assert only(labelled, read=read_labelled).pair == ("b", "c")
+    missing = jsonl("m.jsonl", [{"q": None, "x": 1}])
+    assert "`q` is null" in error(DataError, path=missing, prompt_template="{q}")
+
+
+def test_a_completion_of_messages_is_trained_on_without_the_turns_of_its_prompt():
+    from rl.data.encoding import ExampleEncoder
+    from rollout.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer("bytes")
+    for completion in ("hu", [BAD]):
+        example = only({"prompt": [ASKED, GOOD, OTHER], "completion": completion}, demonstrations=True)
+        [(ids, mask, _)] = ExampleEncoder(tokenizer).demonstration(example, "assistant")
+        assert tokenizer.decode([token for token, trained in zip(ids, mask, strict=True) if trained]) == "hu<eos>"
+        assert example.prompt == [ASKED, GOOD, OTHER]
+
+
+def test_nulls_that_a_text_of_json_writes_stay():
+    call = {"function": {"name": "add", "arguments": '{"limit": null}', "other": None}, "id": None}
+    example = only({"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]})
+    assert example.messages[1]["tool_calls"] == [{"function": {"name": "add", "arguments": {"limit": None}}}]
+    empty = {"role": "assistant", "content": "ho", "tool_calls": []}
+    assert only({"messages": [ASKED, empty]}).messages == [ASKED, GOOD]

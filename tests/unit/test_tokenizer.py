@@ -133,6 +133,22 @@ def test_a_turn_that_is_rewritten_is_learned_as_it_was_when_it_was_the_last(tmp_
     assert learned(tokenizer, encode_answer(tokenizer, TALK[:4], TALK[4:])) == f"{THOUGHT}3 <eos>"
 
 
+def test_an_answer_that_is_a_part_of_the_end_of_its_turn_is_found(tmp_path):
+    (tmp_path / "chat.jinja").write_text(R1)
+    tokenizer = load_tokenizer("bytes", chat_template=tmp_path / "chat.jinja")
+    talk = [TALK[1], {"role": "assistant", "content": "e"}]
+    assert learned(tokenizer, encode_conversation(tokenizer, talk)[0]) == "e<eos>"
+
+
+def test_history_last_leaves_out_turns_that_are_rewritten(tmp_path):
+    (tmp_path / "chat.jinja").write_text(QWEN)
+    tokenizer = load_tokenizer("bytes", chat_template=tmp_path / "chat.jinja")
+    talk = [*TALK[:4], TALK[4] | {"weight": 0}]
+    assert [learned(tokenizer, row) for row in encode_conversation(tokenizer, talk)] == [f"{THOUGHT}é2<eos>"]
+    with pytest.raises(ChatError, match="changes every turn that is trained on"):
+        encode_conversation(tokenizer, talk, history="last")
+
+
 def test_variables_and_the_date_of_a_run_reach_the_template(tmp_path):
     template = "{{ strftime_now('%d %b %Y') }}{{ strftime_now( \"%Y\" ) }} {{ thinking }}{{ messages[0].content }}"
     (tmp_path / "chat.jinja").write_text(template)

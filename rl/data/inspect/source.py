@@ -188,7 +188,7 @@ def _stage(
     problems: list[tuple[Example, str]] = []
     for example in examples:
         try:
-            encoded.append(_encoded(stage, example, encoder))
+            encoded += _encoded(stage, example, encoder)
         except ValueError as error:
             problems.append((example, str(error)))
     effect = None
@@ -214,7 +214,7 @@ def _longest(rows: list[Encoded]) -> int:
 
 
 def _cut(rows: list[Encoded], end: int) -> list[Encoded] | None:
-    """Cuts the sequences of an example as the run does (limits.py)."""
+    """Cuts a row, or both answers of a pair, as the run does (limits.py)."""
     cut = [(row.example, cut_row(Row(row.ids, row.mask, row.media), end)) for row in rows]
     kept = [Encoded(example, *row) for example, row in cut if row is not None]
     distinct = len(kept) < 2 or kept[0].ids != kept[1].ids
@@ -227,14 +227,15 @@ def _loaded(options: DataOptions, processors: Processors | None, **form: Any) ->
     return replace(dataset, examples=with_lists(dataset.examples, kinds_of(dataset)))
 
 
-def _encoded(stage: StageRows, example: Example, encoder: ExampleEncoder) -> list[Encoded]:
-    """Encodes an example as its stage does. Raises ValueError."""
+def _encoded(stage: StageRows, example: Example, encoder: ExampleEncoder) -> list[list[Encoded]]:
+    """Encodes an example as its stage does. Returns what the stage takes or leaves as one: each row of a demonstration, a
+    prompt, or both answers of a pair. Raises ValueError."""
     if stage.samples:
         ids, media = encoder.prompt(example)
-        return [Encoded(example, ids, [0] * len(ids), media)]
+        return [[Encoded(example, ids, [0] * len(ids), media)]]
     if example.pair is not None:
-        return [Encoded(example, *encoder.answer(example, answer)) for answer in example.pair]
-    return [Encoded(example, *row) for row in encoder.demonstration(example, stage.train_on)]
+        return [[Encoded(example, *encoder.answer(example, answer)) for answer in example.pair]]
+    return [[Encoded(example, *row)] for row in encoder.demonstration(example, stage.train_on)]
 
 
 def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:

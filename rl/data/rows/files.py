@@ -87,11 +87,15 @@ def _jsonl_rows(path: Path) -> Rows:
 def _json_rows(path: Path) -> Rows:
     """Reads a .json file: a list of objects, one object, or JSON lines."""
     try:
-        value = _parsed(path.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError as error:
-        value = Malformed(str(error))
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        yield from _jsonl_rows(path)  # which names the lines that are not UTF-8
+        return
+    value = parse(text)
     if isinstance(value, Malformed):
-        yield from _jsonl_rows(path)  # which names the lines that are wrong
+        if text.lstrip().startswith("["):
+            raise DataError(f"{path}: {value.text}")
+        yield from _jsonl_rows(path)
         return
     for number, row in enumerate(value if isinstance(value, list) else [value]):
         yield f"{path}: entry {number}", _as_row(row)
@@ -99,15 +103,16 @@ def _json_rows(path: Path) -> Rows:
 
 def parse_row(text: str) -> dict[str, Any] | Malformed:
     """Returns the row that a line of JSON holds."""
-    return _as_row(_parsed(text))
+    return _as_row(parse(text))
 
 
-def _parsed(text: str) -> Any:
+def parse(text: str) -> Any:
     """Returns the value of a JSON text, or why there is none as Malformed."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        return Malformed(f"not valid JSON: {error.msg} (column {error.colno})")
+        line = f"line {error.lineno}, " if "\n" in text.strip() else ""
+        return Malformed(f"not valid JSON: {error.msg} ({line}column {error.colno})")
     except RecursionError:
         return Malformed("not valid JSON: nested too deeply")
     except ValueError:  # Python refuses to read longer integers
@@ -132,7 +137,10 @@ def _csv_rows(path: Path) -> Rows:
 
     csv.field_size_limit(_LONGEST_CELL)
     reader = csv.reader(texts(), delimiter=delimiter, strict=True)
-    names = _header(path, next(reader, []), problems)
+    try:
+        names = _header(path, next(reader, []), problems)
+    except csv.Error as error:
+        raise DataError(f"{path}:1: not valid CSV: {error}") from None
     while True:
         first = reader.line_num + 1
         try:
@@ -140,18 +148,18 @@ def _csv_rows(path: Path) -> Rows:
         except StopIteration:
             return
         except csv.Error as error:
-            yield f"{path}:{reader.line_num}", Malformed(f"not valid CSV: {error}")
+            yield f"{path}:{first}", Malformed(f"not valid CSV: {error}")
             continue
         wrong = [problems[number] for number in range(first, reader.line_num + 1) if number in problems]
         if not cells:  # an empty line
             continue
-        yield f"{path}:{reader.line_num}", _csv_row(names, cells, wrong)
+        yield f"{path}:{first}", _csv_row(names, cells, wrong)
 
 
 def _header(path: Path, names: list[str], problems: dict[int, str]) -> list[str]:
     """Returns the names of the columns. Raises DataError for names that are not UTF-8 or occur twice."""
     if problems:
-        raise DataError(f"{path}:1: {problems[1]}")
+        raise DataError(f"{path}:{min(problems)}: {problems[min(problems)]}")
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise DataError(f"{path}:1: the header has the column `{twice[0]}` twice; give each column a name of its own")
     return names

@@ -16,7 +16,7 @@ SPLITS = {
 """Words in the name of a file or of its folder, and the split that they stand for."""
 
 _SHARD = re.compile(r"(?P<split>\w+(?:[.-]\w+)*)-\d{5}-of-\d{5}")
-"""The name of a file that `datasets` writes to the hub."""
+"""The name of a file that `datasets` writes to the folder `data` of a repository of the hub."""
 
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 """JSON files that describe a dataset."""
@@ -79,7 +79,8 @@ def files_of_splits(directory: Path) -> dict[str, list[Path]]:
 
 def _split_of(file: Path) -> str | None:
     """Returns the split that the path of a file names, the last one if there are several."""
-    if shard := _SHARD.fullmatch(file.stem):
+    shard = _SHARD.fullmatch(file.stem)
+    if shard and file.parent.name == "data":
         return SPLITS.get(shard["split"], shard["split"])
     words = re.split(r"[^a-z]+", file.as_posix().lower())
     return next((SPLITS[word] for word in reversed(words) if word in SPLITS), None)

@@ -27,7 +27,7 @@ _RESERVED = ("prompt", "prompts", "completion", "completions", "messages")
 _SHAREGPT = "conversations"
 """The column of conversations in files in ShareGPT's form."""
 
-_LABELS = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0}
+_LABELS = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0}  # 1 and 1.0 equal True
 
 
 class MissingColumn(ValueError):
@@ -54,8 +54,9 @@ def _read_example(where: str, row: dict[str, Any], options: DataOptions, demonst
             raise ValueError(f"`{name}` is empty")
         return Example(_with_system(prompt, options), completion, columns=columns, where=where)
     answered = _continued(prompt, _answer_messages(completion, name), name)
-    messages = [*_with_system(answered.prompt, options), *answered.answer]
-    return Example(messages[:-1], messages=messages, columns=columns, where=where)
+    asked = _with_system(answered.prompt, options)
+    messages = [*asked, *answered.answer]
+    return Example(asked, messages=messages, columns=columns, where=where, first=len(asked))
 
 
 def read_pair(where: str, row: dict[str, Any], options: DataOptions) -> Example:
@@ -85,14 +86,13 @@ def read_pair(where: str, row: dict[str, Any], options: DataOptions) -> Example:
 
 def read_labelled(where: str, row: dict[str, Any], options: DataOptions) -> Example:
     """Reads a labelled answer (`label_of` returns its label), or a pair where there is no label."""
-    if "label" not in row and options.columns.chosen in row:
+    if row.get("label") is None and row.get(options.columns.chosen) is not None:
         return read_pair(where, row, options)
     if "label" not in row:
         raise _missing("label", row, "labelled answers need it: true or false")
     if _label(row["label"]) is None:
         raise ValueError(f"`label` must be true or false (1 or 0), got {row['label']!r}")
-    example = read_example(where, row, options, demonstrations=True)
-    return replace(example, columns={**example.columns, "label": row["label"]})
+    return read_example(where, row, options, demonstrations=True)
 
 
 def label_of(example: Example) -> float:
@@ -122,10 +122,11 @@ def _conversation(
     where: str, row: dict[str, Any], options: DataOptions, columns: dict[str, Any], demonstrations: bool
 ) -> Example:
     name = _messages_column(row, options.columns)
-    messages = _with_system(read_messages(row[name], name), options)
-    answered = messages[-1]["role"] == "assistant"
-    if answered and len(messages) == 1:
+    said = read_messages(row[name], name)
+    answered = said[-1]["role"] == "assistant"
+    if answered and len(said) == 1:
         raise ValueError(f"`{name}` holds an answer only")
+    messages = _with_system(said, options)
     if demonstrations and not answered:
         raise ValueError(f"the last of `{name}` must be the assistant's, to learn from")
     prompt, full = (messages[:-1], messages) if answered else (messages, None)
@@ -133,15 +134,16 @@ def _conversation(
 
 
 def _is_conversation(row: dict[str, Any], options: DataOptions, demonstrations: bool) -> bool:
-    """Returns whether a row is read as its messages. A row that has a prompt as well is its prompt and completion; a
-    demonstration without a completion is its messages."""
-    if _messages_column(row, options.columns) not in row or options.prompt_template is not None:
+    """Returns whether a row is read as its messages. If it has a prompt as well, the prompt and its completion are read;
+    a demonstration that has a prompt and no completion is read as its messages."""
+    names = options.columns
+    if row.get(_messages_column(row, names)) is None or options.prompt_template is not None:
         return False
-    return options.columns.prompt not in row or (demonstrations and row.get(options.columns.completion) is None)
+    return row.get(names.prompt) is None or (demonstrations and row.get(names.completion) is None)
 
 
 def _messages_column(row: dict[str, Any], names: ColumnNames) -> str:
-    return _SHAREGPT if names.messages not in row and _SHAREGPT in row else names.messages
+    return _SHAREGPT if row.get(names.messages) is None and _SHAREGPT in row else names.messages
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ def _margin(row: dict[str, Any], name: str) -> float:
 
 
 def _has_prompt(row: dict[str, Any], options: DataOptions) -> bool:
-    return options.columns.prompt in row or options.prompt_template is not None
+    return row.get(options.columns.prompt) is not None or options.prompt_template is not None
 
 
 def _prompt(row: dict[str, Any], options: DataOptions) -> str | Messages:
@@ -247,10 +249,10 @@ def _prompt(row: dict[str, Any], options: DataOptions) -> str | Messages:
     name = options.columns.prompt
     if options.prompt_template is not None:
         prompt: Any = _filled(options.prompt_template, row)
+    elif row.get(name) is None and row.get(conversation := _messages_column(row, options.columns)) is not None:
+        return read_messages(row[conversation], conversation)
     elif name in row:
         prompt = row[name]
-    elif (conversation := _messages_column(row, options.columns)) in row:
-        return read_messages(row[conversation], conversation)
     else:
         raise _missing(name, row, "set data.columns.prompt=COLUMN")
     if not isinstance(prompt, str):
@@ -286,6 +288,8 @@ def _filled(template: str, row: dict[str, Any]) -> str:
             raise ConfigError(f"data.prompt_template: {{{name}}} is not the name of a column; write {{{{ for a brace")
         if name not in row:
             raise _missing(name, row, "data.prompt_template asks for it")
+        if row[name] is None:
+            raise ValueError(f"`{name}` is null, and data.prompt_template asks for it")
         parts.append(str(row[name]))
     return "".join(parts)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from rl.data.encoded import Messages
+from rl.data.rows.files import Malformed, parse, problem_of
 
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -34,7 +34,7 @@ def read_messages(value: Any, name: str) -> Messages:
     files. Raises ValueError for anything else.
     """
     if isinstance(value, str):
-        value = _from_text(value, name)
+        value = _from_text(value, name, "a list of messages")
     if isinstance(value, Mapping):  # one message, as LLaMA-Factory has the answers of a pair
         value = [value]
     if not isinstance(value, (list, tuple)) or not value:
@@ -45,11 +45,13 @@ def read_messages(value: Any, name: str) -> Messages:
         raise ValueError(f"`{name}`: {error}") from None
 
 
-def _from_text(text: str, name: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise ValueError(f"`{name}` must be a list of messages, got a text that is no JSON: {text[:40]!r}") from None
+def _from_text(text: str, name: str, what: str) -> Any:
+    value = parse(text)
+    if isinstance(value, Malformed):
+        raise ValueError(f"`{name}` must be {what}, got a text that is no JSON: {text[:40]!r}")
+    if (problem := problem_of(value)) is not None:
+        raise ValueError(f"`{name}`: {problem}")
+    return value
 
 
 def _kind(value: Any) -> str:
@@ -64,8 +66,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         given = _from_sharegpt(given, where)
     if not isinstance(given.get("role"), str):
         raise ValueError(f"{where} must be a mapping with `role` and `content`")
-    if "tool_calls" in given:
-        given["tool_calls"] = _tool_calls(given["tool_calls"], where)
+    if calls := given.pop("tool_calls", None):
+        given["tool_calls"] = _tool_calls(calls, where)
         given.setdefault("content", "")
     if not isinstance(given.get("content"), (str, list)):  # lists of parts: rl/data/media.py
         raise ValueError(f"the content of {where} must be a text")
@@ -74,10 +76,12 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 def _from_sharegpt(given: dict[str, Any], where: str) -> dict[str, Any]:
     """Returns a message {"from", "value"} of ShareGPT as one with role and content."""
-    if given["from"] not in _SHAREGPT_ROLES:
-        raise ValueError(f"{where} is from {given['from']!r}; there are {', '.join(_SHAREGPT_ROLES)}")
+    speaker = given["from"]
+    if not isinstance(speaker, str) or speaker not in _SHAREGPT_ROLES:
+        raise ValueError(f"{where} is from {speaker!r}; there are {', '.join(_SHAREGPT_ROLES)}")
     rest = {key: value for key, value in given.items() if key not in ("from", "value")}
-    return {"role": _SHAREGPT_ROLES[given["from"]], "content": given.get("value"), **rest}
+    said = {"content": given["value"]} if "value" in given else {}
+    return {"role": _SHAREGPT_ROLES[speaker], **said, **rest}
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -92,16 +96,14 @@ def _tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     inner = call if function is None else function
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
         raise ValueError(f"{where}: a call of a tool has a `function` with `name` and `arguments`")
-    arguments = inner.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            raise ValueError(f"{where}: `arguments` of {inner['name']} are no JSON: {arguments[:40]!r}") from None
+    written = inner.get("arguments")
+    arguments = parse(written) if isinstance(written, str) else _without_nulls(written or {})
+    if isinstance(arguments, Malformed):
+        raise ValueError(f"{where}: `arguments` of {inner['name']} are no JSON: {written[:40]!r}")
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{where}: `arguments` of {inner['name']} must be an object")
-    read = _without_nulls({**inner, "arguments": arguments})
-    return read if function is None else _without_nulls({**call, "function": read})
+    read = {**_without_nulls(inner), "arguments": arguments}
+    return read if function is None else {**_without_nulls(call), "function": read}
 
 
 def _with_weight(message: dict[str, Any], where: str) -> dict[str, Any]:
@@ -121,13 +123,14 @@ def _with_weight(message: dict[str, Any], where: str) -> dict[str, Any]:
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
     """Returns the tools in the column `tools` of a row of messages: JSON schemas of functions as chat templates take
     them, in a list or as its JSON text. Null and an empty list are None. Raises ValueError for anything else."""
-    if isinstance(value, str):
-        value = _from_text(value, "tools")
-    if value is None or value == []:
+    is_text = isinstance(value, str)
+    if is_text and value:
+        value = _from_text(value, "tools", "a list of JSON schemas of functions")
+    if value is None or value in ("", []):
         return None
     if not isinstance(value, (list, tuple)) or not all(isinstance(each, Mapping) for each in value):
         raise ValueError("`tools` must be a list of JSON schemas of functions; give another column another name")
-    return [_without_nulls(each) for each in value]
+    return list(value) if is_text else [_without_nulls(each) for each in value]
 
 
 def _without_nulls(value: Any) -> Any:
