@@ -128,7 +128,7 @@ def test_a_chat_remembers_what_was_said_until_it_is_reset(directory, capsys, mon
         ("", (), 3, "no prompts"),
         ('{"text": "a"}', (), 3, "prompts.jsonl:1: not an object with `prompt`"),
         ('{"prompt": "a"}\n{"prompt": [1]}', (), 3, "prompts.jsonl:2: `prompt`: message 0 must be a mapping"),
-        ('{"prompt": "a"}', ("--temperature", -1), 2, "temperature must be 0 or more"),
+        ('{"prompt": "a"}', ("--temperature", -1), 2, "temperature must be a finite number from 0 on"),
         ('{"prompt": "a"}', ("--slots", 0), 2, "slots at least 1"),
         ('{"prompt": "a"}', ("--output", "no/such/folder/x"), 2, "--output no/such/folder/x"),
     ],

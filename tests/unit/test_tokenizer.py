@@ -133,7 +133,7 @@ def test_a_turn_that_is_rewritten_is_learned_as_it_was_when_it_was_the_last(tmp_
     assert learned(tokenizer, encode_answer(tokenizer, TALK[:4], TALK[4:])) == f"{THOUGHT}3 <eos>"
 
 
-def test_an_answer_that_is_a_part_of_the_end_of_its_turn_is_found(tmp_path):
+def test_an_answer_that_its_own_end_of_turn_contains_is_trained_on(tmp_path):
     (tmp_path / "chat.jinja").write_text(R1)
     tokenizer = load_tokenizer("bytes", chat_template=tmp_path / "chat.jinja")
     talk = [TALK[1], {"role": "assistant", "content": "e"}]
