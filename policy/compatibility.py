@@ -32,7 +32,7 @@ INCOMPATIBLE: dict[tuple[str, str], str] = {
     (SPLIT, GATED): "the schedule carries one state for each token between layers, not several streams",
     (SPLIT, ENGRAM): "the schedule begins with the mixer, and has no place for a table lookup before it",
     (SPLIT, LATENT): "the schedule hands the input of the layer to the experts, not what is projected from it",
-    (SPLIT, INDEXER): "the schedule does not pass on what an indexer is trained on",
+    (SPLIT, INDEXER): "the schedule has no form for a choice of keys",
     (RING, INDEXER): "an indexer chooses among all keys of a row at once; use all_gather",
     (ULYSSES, INDEXER): "an indexer chooses among all keys of a row at once; use all_gather",
     (RING, COMPRESSED): "an entry is a sum over neighbouring tokens of a row; use all_gather",

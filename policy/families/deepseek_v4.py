@@ -3,6 +3,8 @@ tokens and to compressed blocks of tokens, and experts in every layer, in the fi
 
 from __future__ import annotations
 
+from typing import Literal
+
 from policy.config import (
     ClampedSwiglu,
     CompressedAttention,
@@ -150,7 +152,11 @@ _KIND_OF_RATIO = {0: SLIDING, 4: SPARSE, 128: HEAVY}
 HASH, CHOSEN = "hash_moe", "moe"
 _HASH_LAYERS = 3
 _ROTATED = 64 / 512
-_SCORES = {"sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid", "softmax": "softmax"}
+_SCORES: dict[str, Literal["softmax", "sigmoid", "sqrt_softplus"]] = {
+    "sqrtsoftplus": "sqrt_softplus",
+    "sigmoid": "sigmoid",
+    "softmax": "softmax",
+}
 
 
 def read(stored: dict) -> DecoderConfig:
@@ -180,7 +186,7 @@ def _norm(hf: dict) -> Norm:
 
 def _layer_types(hf: dict) -> list[str]:
     """Returns the kind of attention of each layer: `layer_types`, else by `compress_ratios` of
-    released files, else two heavily compressed layers and then the two compressed kinds in turn.
+    released files, else two heavily compressed layers and then heavily compressed and sparse ones in turn.
     Entries past the last layer are those of layers that predict further tokens."""
     count, listed = hf["num_hidden_layers"], hf["layer_types"]
     if listed is None and hf.get("compress_ratios") is not None:
@@ -190,7 +196,7 @@ def _layer_types(hf: dict) -> list[str]:
             raise UnsupportedModel(f"compress_ratios: {', '.join(map(str, sorted(unknown)))}; known: {known}")
         listed = [_KIND_OF_RATIO[ratio] for ratio in ratios]
     if listed is None:
-        listed = [SPARSE if i > 2 and i % 2 else HEAVY for i in range(count)]
+        listed = [SPARSE if i > 1 and i % 2 else HEAVY for i in range(count)]
     return layer_types(hf | {"layer_types": listed[:count]}, (SLIDING, SPARSE, HEAVY), [])
 
 

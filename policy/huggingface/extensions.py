@@ -79,7 +79,7 @@ def extend(config: DecoderConfig, hf: dict) -> DecoderConfig:
 
 def _hyper_connections(config: DecoderConfig, section: dict) -> DecoderConfig:
     if config.hyper_connections is not None:
-        raise UnsupportedModel(f"{KEY}.hyper_connections: this model has residual streams of its own (hc_count)")
+        raise UnsupportedModel(f"{KEY}.hyper_connections: this model has residual streams of its own")
     return replace(config, hyper_connections=_read("hyper_connections", section, HyperConnections))
 
 

@@ -264,7 +264,7 @@ def _checked_files(
             if layer not in absent or place.path not in fresh:
                 place.check(files, layer)
     for name, numbers in _derived(graph.config).items():
-        if name in files and not np.array_equal(files.checked(name, numbers.shape, True), numbers):
+        if name in files and not np.array_equal(np.asarray(files.checked(name, numbers.shape, True)), numbers):
             raise ModelFileError(f"{directory}: tensor {files.own_name(name)} has other numbers than config.json gives")
     files.unread.difference_update(ignore)
     _refuse_unread(files, graph.config, scheme)

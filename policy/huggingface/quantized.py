@@ -57,10 +57,9 @@ class Fp8Scheme(Scheme):
 
     block: tuple[int, int] | None = None
 
-    def find(self, name: str, view: View) -> Fp8 | None:
+    def find(self, name: str, view: View) -> Fp8 | Fp4 | None:
         values = view(name)
-        kind = None if values is None else values.dtype.name
-        if kind not in ("float8_e4m3fn", "int8"):
+        if values is None or (kind := values.dtype.name) not in ("float8_e4m3fn", "int8"):
             return None
         other = f"{name.removesuffix('.weight')}.scale"
         scales = view(other) if name.endswith(".weight") else None

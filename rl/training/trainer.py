@@ -195,10 +195,11 @@ class Trainer(BatchUpdates):
         if separate_critic:
             self.add_flops(self.value_model.flops, packing, passes=1 if self.value_model.shared else 3)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
-        metrics = packing.metrics(R, self.sharing is not None)
+        metrics: dict[str, Any] = packing.metrics(R, self.sharing is not None)
         coefs = {name: np.float32(value) for name, value in (adaptive_coefs or {}).items()}
         inputs, table = self.loss_inputs(batch, coefs or None), towers.as_params(media and media.table)
-        metrics[LOSS_TOKENS] = inputs.num_tokens
+        assert inputs.num_tokens is not None  # `loss_inputs` counts them
+        metrics |= {LOSS_TOKENS: inputs.num_tokens}
         if separate_critic:
             assert self.critic is not None and state.critic is not None  # the state has a critic
             trunk = self.value_model.extra_params(state.policy.params) | table

@@ -215,6 +215,8 @@ def encode_answer(tokenizer: Any, prompt: str | Messages, answer: str | Messages
     if not isinstance(prompt, str):
         answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         return encode_rendered(tokenizer, render_answer(tokenizer, [*prompt, *answer], len(prompt)))
+    if not isinstance(answer, str):
+        raise ChatError("a plain prompt has a plain answer; give both as messages")
     prompt_ids = render_prompt(tokenizer, prompt)
     answer_ids = [*encode_after(tokenizer, answer), tokenizer.eos_token_id]
     return prompt_ids + answer_ids, [0] * len(prompt_ids) + [1] * len(answer_ids)

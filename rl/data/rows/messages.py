@@ -96,8 +96,8 @@ def _tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     inner = call if function is None else function
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
         raise ValueError(f"{where}: a call of a tool has a `function` with `name` and `arguments`")
-    written = inner.get("arguments")
-    arguments = parse(written) if isinstance(written, str) else _without_nulls(written or {})
+    written = inner.get("arguments") or {}
+    arguments = parse(written) if isinstance(written, str) else _without_nulls(written)
     if isinstance(arguments, Malformed):
         raise ValueError(f"{where}: `arguments` of {inner['name']} are no JSON: {written[:40]!r}")
     if not isinstance(arguments, Mapping):
