@@ -128,7 +128,8 @@ def test_every_weight_of_every_family_belongs_to_a_part():
         graph = graph_of(kind)
         for path in set(graph.paths) - graph.untrained:
             seen.setdefault(part(path), set()).add(path.rpartition("layers.")[2])
-    assert seen.keys() == {"embedding", "mixer", "indexer", "feed_forward", "experts", "router", "norms", "head"}
+    usual = {"embedding", "mixer", "indexer", "feed_forward", "experts", "router", "norms", "head"}
+    assert seen.keys() == usual | {"hyper_connections", "engram"}
     embeddings = {path for path in seen["embedding"] if "layer_embedding" not in path}
     assert {"embed_tokens", "embed_positions"} == embeddings < seen["embedding"] and {"lm_head"} == seen["head"]
     assert all(".router." in path for path in seen["router"]) and all(".mixer." in path for path in seen["mixer"])

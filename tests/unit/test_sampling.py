@@ -240,8 +240,8 @@ def test_every_row_is_drawn_as_its_own_parameters_say():
     [
         ({"n": 0}, "n must be at least 1"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        ({"temperature": -0.1}, "temperature must be 0 or more"),
-        ({"temperature": float("nan")}, "temperature must be 0 or more"),
+        ({"temperature": -0.1}, "temperature must be a finite number from 0 on"),
+        ({"temperature": float("nan")}, "temperature must be a finite number from 0 on"),
         ({"top_k": -1}, "top_k must be 0"),
         ({"top_p": 0.0}, "top_p must lie in"),
         ({"top_p": 1.1}, "top_p must lie in"),
