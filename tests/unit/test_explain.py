@@ -262,3 +262,23 @@ def test_samples_below_greedy_answers_and_a_falling_entropy_are_no_illness_while
     steps[0] |= {"reward/mean": 0.0, "entropy": 0.1}
     run(tmp_path, steps, config=config)
     assert "wrong template" in with_accuracy(0.92)
+
+
+def test_a_reward_that_stays_at_a_tiny_learning_rate(tmp_path):
+    def illnesses(rate: float, last: float) -> list[str]:
+        steps = [
+            {
+                "reward/mean": 0.2 + (last - 0.2) * n / 39,
+                "reward/std": 0.4,
+                "completion/mean_length": 4.0,
+                "optim/lr": rate,
+            }
+            for n in range(40)
+        ]
+        optimizer = f"optimizer: {{learning_rate: {rate}}}"
+        stage = f"{{algorithm: {{name: grpo}}, steps: 40, prompts_per_step: 8, samples_per_prompt: 8, {optimizer}}}"
+        return named(run(tmp_path, steps, config=f"stages: [{stage}]\n"))
+
+    assert "learning rate too low" in illnesses(1e-7, 0.21)
+    assert "learning rate too low" not in illnesses(1e-7, 0.7)
+    assert "learning rate too low" not in illnesses(1e-6, 0.21)

@@ -29,16 +29,10 @@ def learning_rate_too_low(stage: StageRecord) -> Iterator[Finding]:
     if len(rate) < MIN_STEPS or not isinstance(peak, (int, float)):
         return
     moved = sum(rate.values) * int(stage.option("updates_per_step", 1))
-    loss = stage.series("loss")
-    flat = (
-        stage.algorithm.get("name") == "sft"
-        and len(loss) >= STAYS_STEPS
-        and moved < MOVED * WEIGHT_STD
-        and loss.last > LOSS_STAYS * loss.first > 0
-    )
-    if peak >= SMALLEST_RATE and not flat:
+    hardly_moved = len(rate) >= STAYS_STEPS and moved < MOVED * WEIGHT_STD
+    stays = _what_stays(stage) if hardly_moved else ""
+    if peak >= SMALLEST_RATE and not stays:
         return
-    stays = f"; the loss stays at {loss.last:.3g}" if flat else ""
     yield Finding(
         "learning rate too low",
         f"optim/lr is at most {rate.largest:.2g}, so {stage.steps} steps moved a weight by at most {moved:.2g}{stays}",
@@ -48,6 +42,16 @@ def learning_rate_too_low(stage: StageRecord) -> Iterator[Finding]:
         rate.steps[0],
         severity=0.7,
     )
+
+
+def _what_stays(stage: StageRecord) -> str:
+    """Returns the end of a sentence about a loss of demonstrations or a reward that does not change; empty: it does."""
+    loss, reward = stage.series("loss"), stage.series("reward/mean")
+    if stage.algorithm.get("name") == "sft" and loss and loss.last > LOSS_STAYS * loss.first > 0:
+        return f"; the loss stays at {loss.last:.3g}"
+    if stage.samples_completions and reward and not (stage.reward_rose or stage.improved or stage.solved):
+        return f"; the reward stays at {reward.last:.3g}"
+    return ""
 
 
 @stage_rule
