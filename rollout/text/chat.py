@@ -68,7 +68,7 @@ def render_turns(tokenizer: Any, messages: Messages, first: int = 0) -> list[Ren
 
     One rendering has all turns if the template only appends. If it rewrites earlier turns (drops their reasoning, for
     instance), each turn that the full rendering changes stands in a rendering of the conversation up to it, together
-    with the earlier turns that this one does not change. The full rendering comes first.
+    with the earlier turns that this one does not change. The full rendering comes first, if it has such a turn.
 
     first: the number of the message from which on turns of the assistant count. A turn with `weight: 0` does not.
 
