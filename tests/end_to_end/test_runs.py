@@ -201,7 +201,7 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(uninterrupted, capsys):
     assert launch.cli.train_main([str(uninterrupted)]) == 0
     said = capsys.readouterr().out
     assert (
-        f"{uninterrupted} is finished" in said and f"model: {uninterrupted}/export" in said and "stage sft" not in said
+        f"{uninterrupted} is finished" in said and f"model={uninterrupted}/export" in said and "stage sft" not in said
     )
     assert digest(uninterrupted) == before
 
