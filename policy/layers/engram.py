@@ -30,7 +30,7 @@ from policy.mesh import processes
 from policy.mesh.explicit import in_explicit_mode, spec_of
 from policy.mesh.sharding import Layout, constrain
 from policy.ops.host_memory import on_host, to_device
-from policy.ops.norms import RMSNorm
+from policy.ops.norms import RMSNorm, stream_norm
 from policy.ops.parameter import IntegerConstant, RowTable, normal, ones, weight, zeros
 from policy.recurrent.convolution import convolve, convolve_paths
 
@@ -117,7 +117,7 @@ class NgramLookup(nnx.Module):
             key = key + self.key_bias[...].astype(x.dtype)
             value = value + self.value_bias[...].astype(x.dtype)
         query = x_BTGE if spec.outer_norm is None else self.outer_norm(x_BTGE)
-        normed = _rms(key, self.key_norm, spec.norm) * _rms(query, self.query_norm, spec.norm)
+        normed = stream_norm(key, self.key_norm[...], spec.norm) * stream_norm(query, self.query_norm[...], spec.norm)
         score = jnp.sum(normed, axis=-1) / math.sqrt(x.shape[-1])
         gate = jax.nn.sigmoid(jnp.sign(score) * jnp.sqrt(jnp.maximum(jnp.abs(score), 1e-6)))
         value_BTGE = gate[..., None].astype(x.dtype) * value[:, :, None]
@@ -130,7 +130,9 @@ class NgramLookup(nnx.Module):
         path in trees."""
         spec, shape = self.spec, value_BTGE.shape
         N = len(spec.multipliers)
-        normed = jnp.where(history.real[..., None, None], _rms(value_BTGE, self.conv_norm, spec.conv_norm), 0)
+        normed = jnp.where(
+            history.real[..., None, None], stream_norm(value_BTGE, self.conv_norm[...], spec.conv_norm), 0
+        )
         inputs = normed.astype(value_BTGE.dtype).reshape(*shape[:2], -1)
         kernel = self.conv[...].astype(jnp.float32).reshape(spec.kernel_size, -1).T[None]
         if step.tree is not None:
@@ -152,14 +154,6 @@ def set_classes(params: dict[str, jax.Array], classes: np.ndarray) -> dict[str, 
 def _norm_weight(rngs: nnx.Rngs, norm: Norm, shape: tuple[int, int]) -> nnx.Param:
     """Creates the weight [G, E] of a norm of each stream."""
     return weight(rngs, shape, (None, "norm"), zeros if norm.scale == "zero_centred" else ones)
-
-
-def _rms(x: jax.Array, scale: nnx.Param, norm: Norm) -> jax.Array:
-    """Computes the root-mean-square norm of each stream, with a weight of its own; float32."""
-    x = x.astype(jnp.float32)
-    w = scale[...].astype(jnp.float32)
-    w = 1.0 + w if norm.scale == "zero_centred" else w
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + norm.eps) * w
 
 
 def ngram_rows(spec: Engram, classes_V: jax.Array | None, step: Step, history: History | None = None) -> jax.Array:

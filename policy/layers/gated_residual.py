@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from policy.config import DecoderConfig, GatedResidual
+from policy.config import DecoderConfig, GatedResidual, Norm
 from policy.ops.linear import einsum
+from policy.ops.norms import stream_norm
 from policy.ops.parameter import normal, weight, zeros
 
 
@@ -26,6 +27,7 @@ class StreamReader(nnx.Module):
         self.config = _settings(config)
         G, E, R = self.config.streams, config.hidden_size, self.config.rank
         init = normal(config.initializer_range)
+        self._norm = Norm(self.config.norm_eps, "zero_centred")
         self.norm = weight(rngs, (G, E), (None, "norm"), zeros)
         self.down = weight(rngs, (G, E, R), (None, "embed", None), init)
         self.up = weight(rngs, (R, G, E), (None, None, "embed"), init)
@@ -33,15 +35,10 @@ class StreamReader(nnx.Module):
     def __call__(self, x_BTGE: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns (what is read [B, T, E], the normed streams [B, T, G, E])."""
         dtype, G = x_BTGE.dtype, self.config.streams
-        normed = self._normed(x_BTGE)
+        normed = stream_norm(x_BTGE, self.norm[...], self._norm).astype(dtype)
         inner = einsum("btge,ger->btr", normed, self.down[...].astype(dtype)) / G
         gates = jax.nn.sigmoid(einsum("btr,rge->btge", jax.nn.silu(inner), self.up[...].astype(dtype)))
         return jnp.mean(gates * normed, axis=2), normed
-
-    def _normed(self, x_BTGE: jax.Array) -> jax.Array:
-        x = x_BTGE.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.config.norm_eps)
-        return (x * scale * (1.0 + self.norm[...].astype(jnp.float32))).astype(x_BTGE.dtype)
 
 
 class GatedConnection(nnx.Module):

@@ -46,6 +46,15 @@ def _scaled_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[
 _scaled.defvjp(lambda y, weight_D: (y * weight_D, (y, weight_D)), _scaled_backward)
 
 
+def stream_norm(x: jax.Array, scale: jax.Array, config: Norm) -> jax.Array:
+    """Computes the root-mean-square norm of each of several streams x [..., G, E] with a weight [G, E] of its own;
+    float32."""
+    x = x.astype(jnp.float32)
+    w = scale.astype(jnp.float32)
+    w = 1.0 + w if config.scale == "zero_centred" else w
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + config.eps) * w
+
+
 class MeanNorm(nnx.Module):
     """Computes (x - mean) * rsqrt(variance + eps) * weight + bias (layer norm), as LayerNorm says."""
 

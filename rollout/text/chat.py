@@ -7,6 +7,7 @@ sequence, and a template's marker may occur in a message.
 from __future__ import annotations
 
 import copy
+import os.path
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -305,13 +306,16 @@ def _turn(tokenizer: Any, messages: Messages, number: int) -> _Turn:
     prompted = render_text(tokenizer, messages[:number], True) if number else ""
     text = render_text(tokenizer, messages[: number + 1], False)
     content = _last_text(messages[number]["content"])
-    question = render_text(tokenizer, messages[:number], False).rstrip() if number else ""
-    # Where the template only appends, the content stands behind the question; it may also be a part of the turn's end.
-    place = text.find(content, len(question)) if text.startswith(question) else text.rfind(content)
+    # A rendering of the question alone is needed only where the conversation does not go on as its prompt begins.
+    appends = text.startswith(prompted)
+    question = prompted if appends else render_text(tokenizer, messages[:number], False).rstrip()
+    place = _place_of(content, text, prompted, question)
+    if place < 0 and appends:
+        place = text.rfind(content)
     if place < 0:
         raise ChatError(f"the chat template drops the content of message {number}")
     start = len(prompted)
-    if not text.startswith(prompted):
+    if not appends:
         # The prompt ends otherwise than the conversation, with the beginning of a thought, for instance.
         if not content:
             raise ChatError(f"the chat template rewrites what precedes message {number}, which has no content to find")
@@ -321,6 +325,21 @@ def _turn(tokenizer: Any, messages: Messages, number: int) -> _Turn:
     if end <= start:
         raise ChatError(f"the chat template writes nothing for message {number}")
     return _Turn(number, text, start, place + len(content), end)
+
+
+def _place_of(content: str, text: str, prompted: str, question: str) -> int:
+    """Returns the character of a rendered conversation at which the content of its last turn begins, -1 without it.
+
+    text: the conversation. prompted, question: what precedes the turn, with and without the beginning of a turn that
+    the assistant goes on with.
+    """
+    if not text.startswith(question):  # the template rewrites what precedes the turn, which is the last in any case
+        return text.rfind(content)
+    # Before the end of what both have in common, the same letters are the header's of the turn ("a" in "assistant");
+    # behind the content, they may be a part of the end of the turn.
+    place = text.find(content, len(os.path.commonprefix([text, prompted])))
+    # A content that begins as the prompt ends, with the mark of a thought, begins in the common part.
+    return text.find(content, len(question)) if place < 0 else place
 
 
 def _last_text(content: str | list[dict[str, Any]] | None) -> str:

@@ -138,6 +138,9 @@ def test_an_answer_that_its_own_end_of_turn_contains_is_trained_on(tmp_path):
     tokenizer = load_tokenizer("bytes", chat_template=tmp_path / "chat.jinja")
     talk = [TALK[1], {"role": "assistant", "content": "e"}]
     assert learned(tokenizer, encode_conversation(tokenizer, talk)[0]) == "e<eos>"
+    for content in ("a", "assistant", "<b>"):  # letters of the header of the turn, and of what its prompt ends with
+        talk = [TALK[1], {"role": "assistant", "content": content}]
+        assert learned(tokenizer, encode_conversation(tokenizer, talk)[0]) == f"{content}<eos>"
 
 
 def test_history_last_leaves_out_turns_that_are_rewritten(tmp_path):

@@ -4,7 +4,7 @@ process only (weights.py)."""
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,7 @@ def _inspection(config: RunConfig, names: Collection[str], rewards: bool) -> Ins
             try:
                 stages.append(_stage(config, index, encoder, stops, held_out))
             except DataError as error:
-                lines = str(error).splitlines()
-                more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
-                malformed.append(Finding(14, "refuse", f"{lines[0]}{more}", "", name))
+                malformed.append(Finding(14, "refuse", _first_of(str(error).splitlines()), "", name))
     results = malformed + check_stages(stages, random_weights(config)) + length_findings(config)
     for stage in stages:
         if (settings := config.stages[int(stage.path.split(".")[1])].rewards or config.rewards) is None:
@@ -106,10 +104,13 @@ def _column_findings(stage: StageRows, settings: RewardSettings) -> list[Finding
     held_out = () if stage.kind == "reward_model" else stage.held_out  # it trains no policy to evaluate
     scored = [*(stage.examples if stage.samples else ()), *held_out]
     problems = list(datasets.column_problems(settings, scored))
-    if not problems:
-        return []
+    return [Finding(14, "refuse", _first_of(problems), "", stage.name)] if problems else []
+
+
+def _first_of(problems: Sequence[str]) -> str:
+    """Returns the first problem, and how many more there are."""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return [Finding(14, "refuse", f"{problems[0]}{more}", "", stage.name)]
+    return f"{problems[0]}{more}"
 
 
 def length_findings(config: RunConfig) -> list[Finding]:

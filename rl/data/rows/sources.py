@@ -73,29 +73,31 @@ def _task_rows(task: str, options: DataOptions, held_out: bool) -> Rows:
 
 def _path_rows(name: str, options: DataOptions, held_out: bool, decode: bool) -> Rows:
     path = _existing(name)
+    split = options.split or ("test" if held_out else "train")
     if path.is_file():
         return read_file(path)
     if path.is_dir():
-        split = options.split or ("test" if held_out else "train")
-        saved = any((path / state).is_file() for state in _STATES)
         plain = options.subset is None and split.isidentifier()
-        if plain and not saved and folders.has_own_files(path):
+        if plain and not _is_saved(path) and folders.has_own_files(path):
             return folders.read_folder(path, split)
-        return _library_rows(options, held_out, decode, path)
+        return _library_rows(options, split, decode, path)
     if hub_name(name, alone=True) is None:
         raise ConfigError(f"no such file or directory: {name} (from {Path.cwd()}){nearest_path(name)}")
-    return _library_rows(options, held_out, decode, None)
+    return _library_rows(options, split, decode, None)
 
 
-def _library_rows(options: DataOptions, held_out: bool, decode: bool, directory: Path | None) -> Rows:
+def _is_saved(directory: Path) -> bool:
+    """Returns whether the package `datasets` saved this folder."""
+    return any((directory / state).is_file() for state in _STATES)
+
+
+def _library_rows(options: DataOptions, split: str, decode: bool, directory: Path | None) -> Rows:
     """Reads a saved dataset, a folder that only `datasets` reads, or (directory None) the hub, with that package."""
     import datasets
 
-    split = options.split or ("test" if held_out else "train")
     name = str(directory or options.path)
     try:
-        saved = directory is not None and any((directory / state).is_file() for state in _STATES)
-        if saved:
+        if directory is not None and _is_saved(directory):
             dataset: Any = datasets.load_from_disk(str(directory))
             if isinstance(dataset, datasets.DatasetDict):
                 if split not in dataset:
