@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 from rewards.registry import RewardError, RewardFailed
 
@@ -80,6 +82,31 @@ def no_room(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _NO_ROOM
     return any(os.strerror(number) in str(error) for number in _NO_ROOM)
+
+
+def disk_room(folder: str | Path, needed: int = 0) -> str:
+    """Returns what the file system of a folder has free, as text, and what is missing of `needed` bytes.
+
+    A folder that does not exist is that of its nearest parent.
+    """
+    path = Path(folder).absolute()
+    existing = next((each for each in (path, *path.parents) if each.exists()), path)
+    try:
+        free = shutil.disk_usage(existing).free
+    except OSError as error:
+        return f"{path}: its free space cannot be read: {error.strerror}"
+    has = f"{path} has {_size(free)} free"
+    if not needed:
+        return has
+    return f"{has} of {_size(needed)} that are needed" + (f": {_size(needed - free)} are missing" * (needed > free))
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:,.3g} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"
 
 
 @contextlib.contextmanager

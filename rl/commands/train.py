@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rewards.text import quoted
 from rl.commands.environment import choose_platform, use_program_cache
 from rl.commands.exits import run_guarded
-from rl.errors import ConfigError, DuetError, ResourceError, no_room
+from rl.errors import ConfigError, DuetError, ResourceError, disk_room, no_room
 
 if TYPE_CHECKING:
     from rl.cluster.watchdog import Watch
@@ -113,7 +113,10 @@ def _train(config: RunConfig) -> int:
     except Exception as error:
         if isinstance(error, DuetError) or not no_room(error):
             raise
-        raise ResourceError(f"{error}. Make room, then continue with `rl-train {quoted(config.run.dir)}`") from None
+        room = disk_room(config.directory)
+        raise ResourceError(
+            f"{error}. Make room, then continue with `rl-train {quoted(config.run.dir)}` ({room})"
+        ) from None
 
 
 def _train_together(config: RunConfig, watch: Watch) -> int:
@@ -137,6 +140,7 @@ def _show(text: str) -> None:
         from rich.console import Console
         from rich.syntax import Syntax
 
-        Console().print(Syntax(text, "yaml", background_color="default"))
+        # A long line continues on the next row of the terminal; by default it is cut.
+        Console().print(Syntax(text, "yaml", background_color="default"), soft_wrap=True)
     else:
         print(text, flush=True)

@@ -44,13 +44,35 @@ def resolved_yaml(config: RunConfig) -> str:
 
 def changed_yaml(config: RunConfig) -> str:
     """Returns the part of the configuration that differs from the defaults, as YAML for people."""
+    return yaml_tree.dump(_changed(config))
+
+
+def changed_keys(config: RunConfig) -> list[str]:
+    """Returns the dotted keys whose values differ from the defaults, as `stages.0.steps`."""
+    result = []
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, Mapping) and value:
+            for key, child in value.items():
+                walk(child, f"{path}.{key}" if path else key)
+        elif isinstance(value, (list, tuple)) and any(isinstance(child, Mapping) for child in value):
+            for number, child in enumerate(value):
+                walk(child, f"{path}.{number}")
+        else:
+            result.append(path)
+
+    walk(_changed(config), "")
+    return result
+
+
+def _changed(config: RunConfig) -> dict[str, Any]:
     changed = config.model_dump(exclude_defaults=True)
     for stage, shown in zip(config.stages, changed["stages"], strict=True):
         defaults = dataclasses.asdict(rl.algorithms.get(stage.algorithm.name))
         extra = stage.algorithm.model_extra or {}
         options = {key: value for key, value in extra.items() if value != defaults[key]}
         shown["algorithm"] = {"name": stage.algorithm.name} | options
-    return yaml_tree.dump(changed)
+    return changed
 
 
 # Layers

@@ -7,6 +7,8 @@ import logging
 import os
 from pathlib import Path
 
+from rl.errors import disk_room
+
 _LOG = logging.getLogger("duet.events")
 
 
@@ -26,6 +28,11 @@ class AppendFile:
         """Bytes of the file, those that wait in memory included."""
         return os.fstat(self._file).st_size + len(self._waiting)
 
+    @property
+    def waiting(self) -> int:
+        """Bytes that wait in memory for room on the disk."""
+        return len(self._waiting)
+
     def append(self, data: bytes) -> None:
         """Writes data. On a full disk they wait for the next call; the first such call logs an error."""
         waited = bool(self._waiting)
@@ -34,7 +41,10 @@ class AppendFile:
             self._flush()
         except OSError as error:
             if not waited:
-                _LOG.error("%s cannot be written: %s. Its lines are kept in memory; make room", self.path, error)
+                room = disk_room(self.path.parent, len(self._waiting))
+                _LOG.error(
+                    "%s cannot be written: %s. Its lines are kept in memory; make room (%s)", self.path, error, room
+                )
 
     def sync(self) -> None:
         """Writes all data to the disk and waits for it. Raises OSError."""

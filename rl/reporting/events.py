@@ -22,7 +22,7 @@ import numpy as np
 from policy.mesh import processes
 from rewards.text import quoted
 from rl.config.run import RunConfig, SampleRecords
-from rl.errors import ResourceError
+from rl.errors import ResourceError, disk_room
 from rl.reporting.append_file import AppendFile
 from rl.reporting.json_lines import complete_lines, line
 from rl.reporting.run_files import EVENTS
@@ -46,7 +46,9 @@ class EventLog:
             self._events = AppendFile(self.directory / EVENTS)
             self._samples = SampleLog(self.directory, max_bytes=options.keep_gib * 2**30)
         except OSError as error:
-            raise ResourceError(f"events and samples cannot be written to {self.directory}: {error.strerror}") from None
+            raise ResourceError(
+                f"events and samples cannot be written to {self.directory}: {error.strerror} ({disk_room(directory)})"
+            ) from None
 
     def step(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes one line of events.jsonl, with the time. Metrics are numbers, or arrays with one number."""
@@ -82,7 +84,7 @@ class EventLog:
         except OSError as error:
             raise ResourceError(
                 f"{self.directory}: events and samples cannot be cut back to the checkpoint: {error.strerror}. Make "
-                f"room, then `rl-train {quoted(self.directory)}`"
+                f"room, then `rl-train {quoted(self.directory)}` ({disk_room(self.directory)})"
             ) from None
 
     def sync(self) -> bool:
@@ -94,7 +96,10 @@ class EventLog:
             self._samples.sync()
             self._events.sync()
         except OSError as error:
-            _LOG.error("events and samples cannot be written to %s (%s); make room there", self.directory, error)
+            room = disk_room(self.directory, self._events.waiting + self._samples.waiting)
+            _LOG.error(
+                "events and samples cannot be written to %s (%s); make room there (%s)", self.directory, error, room
+            )
             return False
         return True
 

@@ -55,6 +55,11 @@ class SampleLog:
             os.replace(directory / SAMPLES, newest.with_suffix(".jsonl"))
         self._lines, self._tokens = AppendFile(directory / SAMPLES), AppendFile(directory / TOKENS)
 
+    @property
+    def waiting(self) -> int:
+        """Bytes that wait in memory for room on the disk."""
+        return self._lines.waiting + self._tokens.waiting
+
     def write(self, records: Sequence[Mapping[str, Any]], tokens: Sequence[np.ndarray]) -> None:
         """Writes one line per completion, with its place `at` in tokens.bin. tokens: TOKEN[n] of each."""
         first, text = self._tokens.size // TOKEN.itemsize, ""

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from policy.mesh import processes, serialization
 from rl.cluster.launch import on_first
-from rl.errors import ModelError
+from rl.errors import ModelError, disk_room
 from rl.run.arrays import ArrayStore, by_name, description, is_storage_error
 from rl.run.manifest import examine, seal, sync_directory
 
@@ -75,6 +75,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._arrays = ArrayStore()
+        self._bytes = 0  # of the arrays of the newest save
 
     def save(self, number: int, arrays: Any, host: dict, wait: bool = False) -> None:
         """Copies the arrays to the host, then writes them in the background; `wait` returns when they are on the disk.
@@ -97,6 +98,7 @@ class Checkpoints:
         """
         self.wait()
         named = by_name(arrays)
+        self._bytes = sum(each.nbytes for each in named.values() if hasattr(each, "nbytes"))
         content = {"number": number, "arrays": {name: description(name, x) for name, x in named.items()}}
         host_text = json.dumps(host, indent=1)
         self._check_order(number)
@@ -229,9 +231,10 @@ class Checkpoints:
             raise error
         safe = next((path for _, path in self._complete() if path.name not in self._damaged), None)
         _log.error(
-            "checkpoint %d was NOT saved: %s. The run goes on and the next save tries again. %s",
+            "checkpoint %d was NOT saved: %s (%s). The run goes on and the next save tries again. %s",
             number,
             error,
+            disk_room(self.directory, self._bytes),
             "There is no earlier checkpoint: all progress is lost if the run stops now."
             if safe is None
             else f"Progress is safe up to checkpoint {int(safe.name.split('.')[0])} ({safe}).",

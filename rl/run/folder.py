@@ -16,7 +16,7 @@ from rewards.text import quoted
 from rl.cluster.launch import on_first
 from rl.config import files
 from rl.config.run import RunConfig
-from rl.errors import ConfigError, ResourceError, no_room
+from rl.errors import ConfigError, ResourceError, disk_room, no_room
 from rl.reporting.run_files import EVENTS
 from rl.run.load import load
 from rl.stages import algorithm_of, kind_of
@@ -49,7 +49,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
         except OSError as error:
-            raise ResourceError(f"run.dir: cannot write to {self.path}: {error.strerror}") from None
+            room = f" ({disk_room(self.path)})" if no_room(error) else ""
+            raise ResourceError(f"run.dir: cannot write to {self.path}: {error.strerror}{room}") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -71,26 +72,29 @@ class RunFolder:
         """Whether the run in this directory is complete."""
         return on_first(self._exported.is_dir)
 
-    def export(self, write: Callable[[Path], None]) -> Path:
-        """Calls `write(directory)` to write the final weights. `export/` appears in one step: the run is finished."""
-        return self._in_one_step(self._exported, write)
+    def export(self, write: Callable[[Path], None], size: int = 0) -> Path:
+        """Calls `write(directory)` to write the final weights. `export/` appears in one step: the run is finished.
+
+        size: bytes of the weights, for the message of a full disk.
+        """
+        return self._in_one_step(self._exported, write, size)
 
     def write_once(self, directory: Path, write: Callable[[Path], None]) -> None:
         """Calls `write(directory)` to fill a directory, unless it exists. The directory appears in one step."""
         if not on_first(directory.is_dir):
             self._in_one_step(directory, write)
 
-    def _in_one_step(self, directory: Path, write: Callable[[Path], None]) -> Path:
+    def _in_one_step(self, directory: Path, write: Callable[[Path], None], size: int = 0) -> Path:
         """Calls `write` in every process. Returns when the directory is there."""
         unfinished = directory.with_name(f"{directory.name}.tmp")
         if processes.first():
-            self._write(directory, unfinished, write)
+            self._write(directory, unfinished, write, size)
         else:
             write(unfinished)
         processes.broadcast(None)  # it is there
         return directory
 
-    def _write(self, directory: Path, unfinished: Path, write: Callable[[Path], None]) -> None:
+    def _write(self, directory: Path, unfinished: Path, write: Callable[[Path], None], size: int) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             directory.parent.mkdir(exist_ok=True)
@@ -100,8 +104,10 @@ class RunFolder:
             shutil.rmtree(unfinished, ignore_errors=True)
             if not (isinstance(error, (OSError, SafetensorError)) or no_room(error)):
                 raise
+            room = disk_room(directory.parent, size)
             raise ResourceError(
-                f"{directory}: the final weights cannot be written: {error}. Make room, then `rl-train {quoted(self.path)}`"
+                f"{directory}: the final weights cannot be written: {error}. Make room, then `rl-train "
+                f"{quoted(self.path)}` ({room})"
             ) from None
 
     @property
@@ -129,7 +135,8 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise ResourceError(
-                f"{file} cannot be written: {error.strerror}. Make room, then start the run again"
+                f"{file} cannot be written: {error.strerror}. Make room, then start the run again "
+                f"({disk_room(self.path)})"
             ) from None
 
     def _extends(self, before: RunConfig, theirs: dict[str, object], ours: dict[str, object]) -> bool:

@@ -14,6 +14,7 @@ import contextlib
 import time
 
 from policy.mesh import processes
+from rl.config import files
 from rl.config.run import RunConfig
 from rl.config.stage import UntilOptions
 from rl.errors import reward_errors
@@ -56,7 +57,7 @@ def run(config: RunConfig) -> int:
                 with build.run(config, prepared, folder, stop, timeline) as open_run:
                     open_run.note_inspection(prepared.findings)
                     facts = {"devices": device_facts(), "weights": open_run.weights, "data": prepared.fingerprints}
-                    manifest.note(**facts)  # into run.json
+                    manifest.note(**facts, changed=files.changed_keys(config))  # into run.json
                     for stage, checkpoint in open_run.remaining():
                         _run_stage(open_run, stage, checkpoint)
                     open_run.export()

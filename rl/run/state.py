@@ -13,7 +13,7 @@ from rl.cluster.launch import on_first
 from rl.data import models
 from rl.data import teacher as teachers
 from rl.data.inspect import Finding
-from rl.errors import Interrupted, ModelError, ResourceError
+from rl.errors import Interrupted, ModelError, ResourceError, disk_room
 from rl.reporting.program_memory import FILE, ProgramMemoryLog
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
@@ -162,16 +162,20 @@ class Run(Context):
 
     def export(self) -> None:
         """Writes the weights of the last stage to `export/`, which ends the run."""
+        import jax
+
         if not self.events.sync():
             path = self.folder.path
             raise ResourceError(
-                f"{path}: the last events have no room; make some, and continue with `rl-train {quoted(path)}`"
+                f"{path}: the last events have no room; make some, and continue with `rl-train {quoted(path)}` "
+                f"({disk_room(path)})"
             )
         last = self.stages[-1]
         last.context = self
         last.check_finite(self.model.params)
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(self.model.params))
         with self.timeline.span("export"):
-            exported = self.folder.export(last.export)
+            exported = self.folder.export(last.export, size)
         path, word = self.folder.path, quoted(self.folder.path)
         self.events.note(f"samples in {path}/samples.jsonl; see the run: rl report {word}, rl explain {word}")
         self.events.note(f"final weights in {exported}; use them: rl chat {word}, rl generate {word} --prompts FILE")

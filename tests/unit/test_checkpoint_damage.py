@@ -214,6 +214,7 @@ def test_a_limit_on_file_size_keeps_the_last_good_checkpoint(tmp_path):
     lines = [line for line in done.stdout.splitlines() if line.startswith("duet.checkpoint")]
     assert len(lines) == 4, done.stdout
     assert "absl ERROR" not in done.stdout
+    assert all(" free of " in line and "that are needed" in line for line in lines)
     assert all(
         "duet.checkpoint ERROR checkpoint 2 was NOT saved" in line and "File too large" in line for line in lines
     )

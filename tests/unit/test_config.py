@@ -831,6 +831,8 @@ def test_the_resolved_configuration_loads_to_the_same_run(folder):
     shown = yaml.safe_load(files.changed_yaml(config))
     assert "weight_decay" not in shown["stages"][0]["optimizer"]
     assert shown["stages"][1]["algorithm"] == {"name": "grpo", "epsilon": 0.3}
+    keys = files.changed_keys(config)
+    assert "stages.1.algorithm.epsilon" in keys and "stages.0.optimizer.weight_decay" not in keys
 
 
 def test_a_run_directory_stands_for_its_configuration_and_stays_its_own_place(folder):

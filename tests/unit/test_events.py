@@ -258,6 +258,9 @@ def test_lines_wait_for_room_on_a_full_disk_and_lose_nothing(tmp_path, monkeypat
     for step in range(3):
         log.step("sft", step, {"loss": 1.0})
     assert not log.sync() and "No space left" in caplog.text and caplog.text.count("kept in memory") == 1
+    assert re.search(
+        rf"{re.escape(str(tmp_path))} has [\d.,]+ [KMG]iB free of [\d.,]+ bytes that are needed", caplog.text
+    )
     assert (tmp_path / EVENTS).stat().st_size == 30
     room[0] = 10**6
     log.step("sft", 3, {"loss": 1.0})

@@ -53,6 +53,21 @@ def test_an_ill_run_is_named_with_number_step_and_key(name):
     assert any(character.isdigit() for character in first.number) or first.illness == "wrong template"
 
 
+def test_advice_tells_a_default_from_a_value_that_was_set(tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(RUNS / "learning_rate", copy)
+    record = json.loads((copy / "run.json").read_text()) if (copy / "run.json").exists() else {"attempts": [{}]}
+
+    def advice(*changed):
+        record["attempts"][-1]["changed"] = list(changed)
+        (copy / "run.json").write_text(json.dumps(record))
+        return verdict(copy)[1]
+
+    rate = findings(RUNS / "learning_rate")[0].change.partition("(now ")[2].partition(")")[0]
+    assert f"stages.0.optimizer.learning_rate (by default {rate}) to a tenth" in advice("stages.0.steps")
+    assert f"stages.0.optimizer.learning_rate (now {rate}) to a tenth" in advice("stages.0.optimizer.learning_rate")
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_raises_no_alarm(name):
     assert not [each.line() for each in findings(RUNS / name) if each.alarm]

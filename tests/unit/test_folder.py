@@ -160,6 +160,10 @@ def test_a_writer_of_the_final_weights_that_quotes_the_system_finds_no_room(tmp_
     with RunFolder(config(tmp_path)) as folder:
         with pytest.raises(ResourceError, match="the final weights cannot be written"):
             folder.export(writer("No space left on device (os error 28)"))
+        with pytest.raises(
+            ResourceError, match=r"has [\d.,]+ GiB free of [\d.,]+ GiB that are needed: [\d.,]+ GiB are missing"
+        ):
+            folder.export(writer("No space left on device (os error 28)"), size=2**50)
         with pytest.raises(Exception, match="a bug"):
             folder.export(writer("a bug"))
     assert not list(tmp_path.glob("export*"))

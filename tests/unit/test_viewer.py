@@ -1,8 +1,10 @@
 """The filter language, the index of samples and `rl samples`: on files that grow, rotate and are truncated."""
 
+import contextlib
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import time
@@ -272,6 +274,42 @@ def test_the_list_on_a_terminal(run, capsys):
     assert "onerror" in out and "no fence" in out and "\u241b[2J" in out and "faults: correct: timeout" in out
     assert cli.main(["samples", str(run), "step:7 sample:0", "--tokens"]) == 0
     assert "clipped low" in (out := capsys.readouterr().out) and "-0.007" in out
+
+
+def _on_terminal(columns, kind, *arguments):
+    """Returns the lines that a command writes to a terminal of `columns` columns."""
+    pty, fcntl, termios = (pytest.importorskip(name) for name in ("pty", "fcntl", "termios"))
+    main, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    code = f"import sys; from rl.commands import cli; sys.exit(cli.main({list(arguments)!r}))"
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+    done = subprocess.Popen([sys.executable, "-c", code], stdout=end, env=environment | {"TERM": kind})
+    os.close(end)
+    written = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while part := os.read(main, 65536):
+            written += part
+    os.close(main)
+    assert done.wait() == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", written.decode()).splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["xterm-256color", "dumb"])
+def test_the_list_is_as_wide_as_its_terminal(run, kind):
+    lines = _on_terminal(131, kind, "samples", str(run), "--limit", "3")
+    assert max(len(line) for line in lines) == 131
+
+
+def test_the_list_is_not_cut_where_no_terminal_is(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    file = run / "samples.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[-1]["completion"] = "word " * 500 + "end"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(["samples", str(run), "--limit", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "word end\n" in out and " \n" not in out and "..." not in out
 
 
 def test_json_lines_of_samples(run, capsys):

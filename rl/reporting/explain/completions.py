@@ -108,7 +108,7 @@ def truncated(stage: StageRecord) -> Iterator[Finding]:
             "clipped completions",
             f"{cut.last:.0%} of the completions are cut at {limit} tokens (completion/truncated_ratio){usual}",
             "They get no score for what they would have said, and the policy never sees their end",
-            f"Raise {stage.key('sampling.max_new_tokens')} and max_length, or set algorithm.mask_truncated: true",
+            f"Raise {stage.named('sampling.max_new_tokens')} and max_length, or set algorithm.mask_truncated: true",
             stage.name,
             cut.since(lambda value: value >= TRUNCATED_SHARE),
             severity=0.7,

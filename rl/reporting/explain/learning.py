@@ -36,13 +36,11 @@ def learning_rate(stage: StageRecord) -> Iterator[Finding]:
     if evidence is None:
         return
     step, number = evidence
-    peak = stage.option("optimizer.learning_rate", None)
-    now = f" (now {peak:g})" if isinstance(peak, (int, float)) else ""
     yield Finding(
         "learning rate too high",
         number,
         "The updates destroy what the policy knew",
-        f"Set {stage.key('optimizer.learning_rate')} to a tenth or less{now}, or add optimizer.warmup_steps",
+        f"Set {stage.named('optimizer.learning_rate')} to a tenth or less, or add optimizer.warmup_steps",
         stage.name,
         step,
         severity=0.95,
@@ -123,8 +121,7 @@ def divergence(stage: StageRecord) -> Iterator[Finding]:
             "KL blow-up",
             f"{metric} is {series.last:.2g} nats per token (at first {series.values[0]:.2g})",
             "The policy has left the reference model",
-            f"Raise {stage.key(f'algorithm.{coefficient}')} (now {stage.algorithm.get(coefficient)}), or lower the "
-            "learning rate",
+            f"Raise {stage.named(f'algorithm.{coefficient}')}, or lower the learning rate",
             stage.name,
             series.since(lambda value: value >= KL_RISING),
             severity=0.8,
@@ -149,7 +146,7 @@ def entropy(stage: StageRecord) -> Iterator[Finding]:
                 f"entropy fell from {start:.2g} to {series.last:.2g} nats per token"
                 + (f" within {steps} steps" if fast else ""),
                 "The samples of a group become equal, and nothing is explored",
-                f"Lower {stage.key('optimizer.learning_rate')}, raise algorithm.epsilon_high, or set "
+                f"Lower {stage.named('optimizer.learning_rate')}, raise algorithm.epsilon_high, or set "
                 "algorithm.entropy_coef; check what the reward pays for",
                 stage.name,
                 series.since(lambda value: value <= ENTROPY_LEFT * start),
@@ -160,7 +157,7 @@ def entropy(stage: StageRecord) -> Iterator[Finding]:
             "entropy rises",
             f"entropy rose from {series.values[0]:.2g} to {series.last:.2g} nats per token",
             "The policy becomes random",
-            f"Lower {stage.key('optimizer.learning_rate')} or algorithm.entropy_coef",
+            f"Lower {stage.named('optimizer.learning_rate')} or algorithm.entropy_coef",
             stage.name,
             series.since(lambda value: value >= 2 * series.values[0]),
             severity=0.7,

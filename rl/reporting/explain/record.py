@@ -76,6 +76,15 @@ class StageRecord:
         """Returns the dotted key of an option of this stage in a configuration."""
         return f"stages.{self.index}.{dotted}"
 
+    def named(self, dotted: str) -> str:
+        """Returns the key of an option with the value that the run had, and whether that is the default."""
+        value = self.option(dotted, None)
+        if not isinstance(value, (bool, int, float, str)):
+            return self.key(dotted)
+        shown = f"{value:g}" if isinstance(value, float) else str(value).lower() if value in (True, False) else value
+        is_default = self.run.changed is not None and self.key(dotted) not in self.run.changed
+        return f"{self.key(dotted)} ({'by default ' if is_default else 'now '}{shown})"
+
     def setting(self, section: str) -> tuple[Mapping[str, Any], str]:
         """Returns (section of the stage, or else of the run; its dotted key): `data` or `rewards`."""
         own = self.options.get(section)
@@ -171,6 +180,7 @@ class RunRecord:
     config: config.yml as plain values; {} if it cannot be read. damaged: numbers of the lines of events.jsonl that
     cannot be read. ends: exit codes of the attempts that ended, as far as they are recorded. inspection: findings of
     the checks at the start of the run. probed: the probe before the first step.
+    changed: dotted keys whose values differ from the defaults; None for a run of an older version, which records none.
     """
 
     path: Path
@@ -180,6 +190,7 @@ class RunRecord:
     ends: list[int] = field(default_factory=list)
     inspection: list[dict[str, Any]] = field(default_factory=list)
     probed: Mapping[str, Any] = field(default_factory=dict)
+    changed: frozenset[str] | None = None
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
@@ -204,14 +215,16 @@ def read(directory: str | Path) -> RunRecord:
     read_steps = steps(path, damage)
     if not read_steps:
         raise ConfigError(f"{path}: the run has no event yet; wait for its first step")
+    last = attempts(path, [])[-1:]
+    recorded = [each.facts["changed"] for each in last if isinstance(each.facts.get("changed"), list)]
     record = RunRecord(
         path,
         read_config(path, []),
         damaged=[each.line for each in damage],
         inspection=read_json(path / "inspection.json", []).get("findings", []),
         probed=read_json(path / "probe.json", []),
+        changed=frozenset(map(str, recorded[0])) if recorded else None,
     )
-    last = attempts(path, [])[-1:]
     record.ends.extend(each.code for each in last if each.code is not None)
     by_stage: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
     for (stage, number), step in read_steps.items():

@@ -106,7 +106,7 @@ def equal_rewards(stage: StageRecord) -> Iterator[Finding]:
         (
             f"Test {_functions(stage)} with `rl reward test`, and its column with `rl inspect`"
             if constant
-            else f"Use other problems, a finer reward, or more {stage.key('samples_per_prompt')}{dynamic}"
+            else f"Use other problems, a finer reward, or more {stage.named('samples_per_prompt')}{dynamic}"
         ),
         stage.name,
         equal.steps[0] if constant else step,
@@ -151,7 +151,7 @@ def stale_groups(stage: StageRecord) -> Iterator[Finding]:
         f"{len(old)} of {len(most)} steps train on tokens that are up to {most.largest:.0f} updates old "
         f"(mean {mean.largest:.2g})",
         f"Groups are carried over to later steps, and each step makes {stage.option('updates_per_step', 1)} updates",
-        f"Lower {stage.key('updates_per_step')}, raise prompts_per_step, or set algorithm.correction: token_truncate",
+        f"Lower {stage.named('updates_per_step')}, raise prompts_per_step, or set algorithm.correction: token_truncate",
         stage.name,
         most.steps[old[0]],
         severity=0.6,

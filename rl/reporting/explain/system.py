@@ -29,7 +29,7 @@ def memory(stage: StageRecord) -> Iterator[Finding]:
         (
             "perf/device_memory_share",
             "device memory",
-            f"Lower {stage.key('micro_batch')} or generator.slots, set model.remat: full; `rl plan` compares settings",
+            f"Lower {stage.named('micro_batch')} or generator.slots, set model.remat: full; `rl plan` compares settings",
         ),
         (
             "perf/host_memory_share",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from rl.reporting.viewer.index import Index
 from rl.reporting.viewer.tokens import TokenTexts, flag_text, numbers
 
 _SLOW = 1.0  # seconds after which building the index says how far it is
+_NO_EDGE = 10**7  # columns of an output that is no terminal: nothing is cut or wrapped
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,13 @@ def show(directory: str, options: Options) -> int:
                 line["tokens"] = numbers(place.tokens(own))
             print(json.dumps(line, ensure_ascii=False))
         return 0
-    console = Console(soft_wrap=False, highlight=False)
+    console = _console()
     if options.tokens or len(rows) == 1:
         texts = TokenTexts(index.directory)
         for place in chosen:
             _print_full(console, index, place, texts if options.tokens else None)
     elif len(chosen):
-        console.print(_table(index, chosen, console.width))
+        _print_table(console, _table(index, chosen, console))
     console.print(Text(_count(len(rows), len(chosen), index), style="dim"))
     return 0
 
@@ -98,10 +100,10 @@ def show_rescored(
     if options.json:
         print(json.dumps(summary | {"changes": [_rescored_json(each) for each in changed]}, ensure_ascii=False))
         return 0
-    console = Console(soft_wrap=False, highlight=False)
+    console = _console()
     _print_summary(console, summary)
     if changed:
-        console.print(_changes(index, changed))
+        _print_table(console, _changes(index, changed, console))
     return 0
 
 
@@ -119,8 +121,32 @@ def _count(total: int, listed: int, index: Index) -> str:
     return text + (f"; {index.damaged:,} damaged lines are left out" if index.damaged else "")
 
 
-def _table(index: Index, chosen: Sequence[search.Place], width: int) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
+def _console() -> Console:
+    """Returns a console as wide as its terminal, also where $TERM is `dumb`."""
+    if not sys.stdout.isatty():
+        return Console(width=_NO_EDGE, height=25, highlight=False)
+    columns, lines = shutil.get_terminal_size()
+    return Console(width=columns, height=lines, highlight=False)
+
+
+def _has_edge(console: Console) -> bool:
+    return console.width < _NO_EDGE
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """Prints a table whose last column ends at the edge of the terminal, or holds full texts without a terminal."""
+    if _has_edge(console):
+        console.print(table)
+        return
+    with console.capture() as printed:
+        console.print(table)
+    for line in printed.get().splitlines():
+        print(line.rstrip())
+
+
+def _table(index: Index, chosen: Sequence[search.Place], console: Console) -> Table:
+    width = console.width
+    table = Table(box=None, pad_edge=False, header_style="dim", expand=_has_edge(console))
     for name in ("stage", "step", "prompt", "reward", "adv", "gap", "len"):
         table.add_column(name, justify="left" if name == "stage" else "right", no_wrap=True)
     table.add_column("prompt → completion", ratio=1, no_wrap=True, overflow="ellipsis")
@@ -206,14 +232,14 @@ def _print_summary(console: Console, summary: dict[str, Any]) -> None:
     console.print(table)
 
 
-def _changes(index: Index, changed: Sequence[rescore.Rescored]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
+def _changes(index: Index, changed: Sequence[rescore.Rescored], console: Console) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", expand=_has_edge(console))
     for name in ("step", "prompt", "before", "after"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("completion", ratio=1, no_wrap=True, overflow="ellipsis")
     for each in changed:
         own = records.short(index, each.place)
-        peek = Text(for_terminal(start(each.record, "completion", 200)))
+        peek = Text(for_terminal(start(each.record, "completion", console.width)))
         why = [*(f"{name}: {kind}" for name, kind in each.faults.items()), *each.log.values()]
         peek.append("".join(f" [{for_terminal(one)}]" for one in why), style="yellow")
         cells = (own["step"], f"{own['prompt_id']}/{own['sample']}", _real(each.before), _real(each.reward))
