@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.run.dir is None:
         config = with_directory(config, new_directory(given))
     # An error comes before the configuration.
-    notes = [*files.cut_texts(given), *_remarks(config), *_first_rows(config)] if arguments.check else []
+    notes = [*files.cut_texts(given), *_checked(config)] if arguments.check else []
     if together is None or together.index == 0:
         _show(files.changed_yaml(config))
     if arguments.check:
@@ -80,16 +80,16 @@ def run(arguments: argparse.Namespace) -> int:
     return _train(config) if together is None else _train_together(config, launch.start(together))
 
 
-def _remarks(config: RunConfig) -> list[str]:
+def _checked(config: RunConfig) -> list[str]:
+    """Checks the first rows, and all rows of stages with `epochs`. Returns remarks on settings and rows."""
     import rl.stages
-
-    return [remark for stage in rl.stages.create(config) for remark in stage.remarks()]
-
-
-def _first_rows(config: RunConfig) -> list[str]:
     from rl.data.inspect import check_first_rows
+    from rl.run.prepare import with_steps
 
-    return check_first_rows(config)
+    notes = check_first_rows(config)
+    config, steps = with_steps(config, hub=False)
+    remarks = [remark for stage in rl.stages.create(config) for remark in stage.remarks()]
+    return [*remarks, *notes, *steps]
 
 
 def new_directory(given: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ _SAMPLES = "stages.N.samples_per_prompt"
 _NEW_TOKENS = "stages.N.sampling.max_new_tokens"
 _KL_COEF = "stages.N.algorithm.kl_coef"
 _STEPS = "stages.N.steps"
+_EPOCHS = "stages.N.epochs"
 
 FOREIGN: dict[str, str] = {
     "lr": _LEARNING_RATE,
@@ -86,11 +87,11 @@ FOREIGN: dict[str, str] = {
     "max_steps": _STEPS,
     "num_batches": _STEPS,
     "total_training_steps": _STEPS,
-    "epochs": _STEPS,
-    "num_epochs": _STEPS,
-    "num_train_epochs": _STEPS,
-    "total_epochs": _STEPS,
-    "num_episodes": _STEPS,
+    "epochs": _EPOCHS,
+    "num_epochs": _EPOCHS,
+    "num_train_epochs": _EPOCHS,
+    "total_epochs": _EPOCHS,
+    "num_episodes": _EPOCHS,
     "steps_per_generation": "stages.N.updates_per_step",
     "output_dir": "run.dir",
     "save_path": "run.dir",
@@ -158,8 +159,7 @@ _NOTES: dict[str, str] = {
         "not needed for rollouts of the same weights: generator and trainer are one decoder"
     ),
     "adv_estimator advantage_estimator trainer": "`gae` is `ppo`, `reinforce_plus_plus` is `reinforce_pp`",
-    "epochs num_epochs num_train_epochs total_epochs": "steps, not epochs: write epochs x rows / `prompts_per_step`",
-    "num_episodes": "steps, not prompts: write episodes x rows / `prompts_per_step`",
+    "epochs num_epochs num_train_epochs total_epochs num_episodes": "in place of `stages.N.steps`",
     "steps_per_generation": "TRL: `steps_per_generation / gradient_accumulation_steps`",
     "reward_funcs reward_functions custom_reward_function": "`file.py:function`",
     "bf16 torch_dtype": "`bfloat16` or `float32` (default)",

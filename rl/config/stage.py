@@ -149,8 +149,17 @@ class AlgorithmOptions(Strict):
 
 
 class StageOptions(Strict):
+    exactly_one: ClassVar[tuple[str, ...]] = ("steps", "epochs")
+
     algorithm: AlgorithmOptions = Field(description="its name, or its name and options")
-    steps: int = Field(ge=0, description="steps of the stage; each makes updates_per_step updates")
+    steps: int | None = Field(default=None, ge=0, description="steps of the stage; each makes updates_per_step updates")
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="passes over the rows of the data, in place of `steps`: the stage makes epochs * rows / "
+        "prompts_per_step steps, rounded up; rows as the stage takes them (docs/data.md). The saved config.yml has the "
+        "steps",
+    )
     until: UntilOptions | None = Field(default=None, description="end the stage earlier, when a metric reaches a bound")
     prompts_per_step: int = Field(
         default=32, ge=1, description="prompts (grpo, ppo), demonstrations (sft) or pairs (dpo) of one step"
@@ -203,6 +212,13 @@ class StageOptions(Strict):
     data: DataOptions | None = Field(default=None, description="instead of the run's data")
     rewards: RewardSettings | None = Field(default=None, description="instead of the run's rewards")
     teacher: TeacherOptions | None = Field(default=None, description="instead of the run's teacher (distill)")
+
+    @property
+    def total_steps(self) -> int:
+        """Returns `steps`. Raises ValueError for a stage with `epochs` whose rows have not been counted yet."""
+        if self.steps is None:
+            raise ValueError(f"the steps of {self.epochs:g} epochs follow from the rows, which have not been read")
+        return self.steps
 
     @property
     def runtime(self) -> dict[str, Any]:

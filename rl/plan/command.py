@@ -115,6 +115,12 @@ def _learning_rates(config: RunConfig) -> str:
     """Returns a line of bars for the learning rate of each optimizer of the stages."""
     lines = []
     for stage in rl.stages.create(config):
+        if stage.options.steps is None:
+            lines.append(
+                f"  {stage.name}: {stage.options.epochs:g} epochs of rows that a plan does not read; the steps: "
+                "rl-train --check"
+            )
+            continue
         for key in stage.optimizers:
             waits = getattr(stage.algorithm, "critic_warmup", 0) if key == "optimizer" else 0
             steps = max(0, stage.options.steps - waits)

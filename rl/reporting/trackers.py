@@ -67,8 +67,8 @@ def stage_steps(config: RunConfig) -> dict[str, StageSteps]:
     """Returns stage name -> its steps; equal for a continued run."""
     stages, before = {}, 0
     for name, stage in zip(config.stage_names, config.stages, strict=True):
-        stages[name] = StageSteps(stage.steps, before)
-        before += stage.steps + 1
+        stages[name] = StageSteps(stage.total_steps, before)
+        before += stage.total_steps + 1
     return stages
 
 

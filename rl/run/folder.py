@@ -145,7 +145,7 @@ class RunFolder:
         Raises ConfigError for a stage whose first steps depend on the number of steps.
         """
         last, key = self._config.stages[-1], f"stages.{len(self._config.stages) - 1}.steps"
-        if theirs | {key: last.steps} != ours or before.stages[-1].steps >= last.steps:
+        if theirs | {key: last.steps} != ours or before.stages[-1].total_steps >= last.total_steps:
             return False
         coefs = getattr(algorithm_of(last), "scheduled_coefs", lambda done: {})
         rate = any(each.schedule != "constant" for each in (last.optimizer, last.critic))

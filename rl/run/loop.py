@@ -46,6 +46,7 @@ def run(config: RunConfig) -> int:
     config = with_date(config)
     began = time.time()
     prepared = prepare(config)
+    config = prepared.config
     took = time.time() - began
     try:
         with RunFolder(config) as folder, StopSignal() as stop:
@@ -55,6 +56,8 @@ def run(config: RunConfig) -> int:
             with Manifest(folder.path) as manifest, reward_errors(), open_timeline as timeline:
                 timeline.past("reading the data", began, took)
                 with build.run(config, prepared, folder, stop, timeline) as open_run:
+                    for note in prepared.notes:
+                        open_run.events.note(note)
                     open_run.note_inspection(prepared.findings)
                     facts = {"devices": device_facts(), "weights": open_run.weights, "data": prepared.fingerprints}
                     manifest.note(**facts, changed=files.changed_keys(config))  # into run.json
@@ -78,13 +81,13 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
     # Notes for the console.
     outlook, equal, compilation = Outlook(), EqualRewards(stage, fresh=checkpoint is None), BackgroundNotes()
     steps_done = checkpoint["step"] if checkpoint else 0
-    last = steps_done if checkpoint and checkpoint["ended"] else stage.options.steps
+    last = steps_done if checkpoint and checkpoint["ended"] else stage.options.total_steps
     for step in range(steps_done + 1, last + 1):
         with run.timeline.step(stage.name, step) as span:
             state, metrics = stage.step(state, step)
         metrics |= step_metrics(metrics, span.seconds, run.model.graph.layout)
-        ended = step == stage.options.steps or _reached(stage.options.until, metrics)
-        if (estimate := outlook.after(metrics, stage.options.steps - step)) and not ended:
+        ended = step == stage.options.total_steps or _reached(stage.options.until, metrics)
+        if (estimate := outlook.after(metrics, stage.options.total_steps - step)) and not ended:
             run.events.note(estimate)
         for text in (equal.after(metrics), compilation.after_step(run.generator.engine.runner.programs_left)):
             if text:

@@ -16,6 +16,7 @@ from rl.config import files
 from rl.config.model import TokenizerOptions
 from rl.config.run import RunConfig
 from rl.data.encoded import Problem
+from rl.data.hub import hub_name
 from rl.data.inspect import Finding, weights
 from rl.data.reader import DataReader
 from rl.data.tokenizer import reads_date
@@ -29,10 +30,13 @@ from rl.stages.stage import StageKind
 
 @dataclass(frozen=True)
 class Prepared:
-    """The stages with their data, the problems of evaluations, and the findings of the checks of the data."""
+    """The configuration with the steps of every stage, the stages with their data, the problems of evaluations, and
+    the findings of the checks of the data. notes: how the steps follow from `epochs`."""
 
+    config: RunConfig
     data: DataReader
     stages: Sequence[StageKind]
+    notes: Sequence[str] = ()
     findings: Sequence[Finding] = ()
 
     @property
@@ -99,10 +103,47 @@ def _prepared(config: RunConfig) -> Prepared:
         findings = start_checks(config, data, stages)
         # Checkpoints bring the weights of the policy.
         weights.check(config, data.has_media, policy=not _has_checkpoints(config))
-        return Prepared(data, stages, findings)
+        counted, notes = _with_steps(config, stages)
+        for stage in stages:
+            stage.config, stage.options = counted, counted.stages[stage.index]
+        return Prepared(counted, data, stages, notes, findings)
     except (DataError, ModelError):
         data.close()
         raise
+
+
+def with_steps(config: RunConfig, *, hub: bool = True) -> tuple[RunConfig, list[str]]:
+    """Reads the data of stages with `epochs`.
+
+    hub: whether datasets of the hub are read, which may be downloaded. Returns (the configuration with the steps of
+    those stages, a note for each of them). Raises what `prepare` raises for data.
+    """
+    stages = [stage for stage in rl.stages.create(config) if stage.options.epochs is not None]
+    if not hub:
+        stages = [stage for stage in stages if stage.data.path is None or hub_name(stage.data.path, alone=True) is None]
+    if not stages:
+        return config, []
+    data = DataReader(config)
+    try:
+        for stage in stages:
+            stage.prepare(data)
+        return _with_steps(config, stages)
+    finally:
+        data.close()
+
+
+def _with_steps(config: RunConfig, stages: Sequence[StageKind]) -> tuple[RunConfig, list[str]]:
+    """Returns (the configuration with `steps` in place of the `epochs` of these stages, a note for each of them)."""
+    options, notes = list(config.stages), []
+    for stage in stages:
+        if (epochs := stage.options.epochs) is None:
+            continue
+        steps, rows = stage.steps_of(epochs), stage.examples
+        options[stage.index] = stage.options.model_copy(update={"steps": steps, "epochs": None})
+        notes.append(
+            f"{stage.name}: {steps:,} steps of {stage.options.prompts_per_step:,}, for {epochs:g} epochs of {rows:,} rows"
+        )
+    return config.model_copy(update={"stages": options}), notes
 
 
 def _has_checkpoints(config: RunConfig) -> bool:

@@ -83,7 +83,7 @@ class Run(Context):
         self._identify_teacher(stage, checkpoint)
         stage.bind(self.model.graph)
         stage.load_scorers(self)
-        self.events.start_stage(stage.name, stage.options.steps, checkpoint["step"] if checkpoint else 0)
+        self.events.start_stage(stage.name, stage.options.total_steps, checkpoint["step"] if checkpoint else 0)
         if shared := describe(stage, stage.trainer.graph, stage.trainer.sharing):
             self.events.note(f"{stage.name}: {shared}")
         with self.timeline.span(
@@ -112,9 +112,9 @@ class Run(Context):
         options = self.config.run
         signal = next(filter(None, processes.all_gather_object(self.stop.received)), None)  # one process stops all
         due = ended or signal or (options.checkpoint_every and step % options.checkpoint_every == 0)
-        number = sum(each.options.steps + 1 for each in self.stages[: stage.index]) + step
+        number = sum(each.options.total_steps + 1 for each in self.stages[: stage.index]) + step
         if due and self.events.sync():
-            host = {"stage": stage.index, "step": step, "steps": stage.options.steps, "ended": ended}
+            host = {"stage": stage.index, "step": step, "steps": stage.options.total_steps, "ended": ended}
             host |= {"progress": self.progress.to_json()} | ({"teacher": self.teacher} if self.teacher else {})
             with self.timeline.span("checkpoint", stage=stage.name, step=step):
                 self.checkpoints.save(number, state, host, wait=bool(signal))
@@ -183,8 +183,8 @@ class Run(Context):
 
 def stage_ended(host: dict, stage: StageKind) -> bool:
     """Whether the stage of a checkpoint is over: it may have got more steps since, unless `until` ended it."""
-    all_steps = host["step"] == host.get("steps", stage.options.steps)
-    return host["ended"] and not (all_steps and host["step"] < stage.options.steps)
+    all_steps = host["step"] == host.get("steps", stage.options.total_steps)
+    return host["ended"] and not (all_steps and host["step"] < stage.options.total_steps)
 
 
 def is_finished(folder: RunFolder) -> bool:

@@ -173,6 +173,8 @@ class ConfiguredStage:
 
     def remarks(self) -> Iterator[str]:
         """Yields settings that do something else than was probably meant, and are no errors."""
+        if self.options.steps is None:
+            return
         updates = self.options.steps * self.options.updates_per_step
         for key in self.optimizers:
             warmup = getattr(self.options, key).warmup_steps

@@ -138,7 +138,7 @@ class Stage(StageKind):
         params = self.sampling_params(n=self.options.samples_per_prompt)
 
         def sample() -> tuple[Rollouts, list[int]]:
-            rows = self.draw_examples(self.rows.total)  # indices in the data
+            rows = self.draw_examples(self.examples)  # indices in the data
             # Numbers for the random draws. They go on through the run: a prompt that comes again is drawn differently.
             ids = range(progress.next_prompt_id, progress.next_prompt_id + len(rows))
             progress.next_prompt_id += len(rows)
@@ -278,7 +278,7 @@ def _check_scored(stage: Stage, scores: Scores) -> None:
     """Raises RewardStop after `rewards.unscored_steps` steps in a row without one score."""
     progress = stage.context.progress
     progress.unscored_steps = 0 if np.isfinite(scores.total).any() else progress.unscored_steps + 1
-    limit = min(stage.rewards.unscored_steps, stage.options.steps)
+    limit = min(stage.rewards.unscored_steps, stage.options.total_steps)
     if limit and progress.unscored_steps >= limit:
         raise RewardStop(_unscored_text(stage.name, progress.unscored_steps, scores))
 

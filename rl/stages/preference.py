@@ -32,7 +32,7 @@ class Stage(supervised.Stage):
         return abstract_batch(shape, None, *inputs.fields(self), "margin")
 
     def batch(self) -> tuple[Batch, Documents]:
-        pairs = self.rows.take(self.draw_examples(self.rows.total))
+        pairs = self.rows.take(self.draw_examples(self.examples))
         documents = supervised.documents_of([(pair.chosen, pair.rejected) for pair in pairs])
         return batch_of(pairs, self.config.max_length), documents
 

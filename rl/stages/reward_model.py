@@ -66,7 +66,7 @@ class Stage(StageKind):
         flops_before = self.trainer.total_flops
         context = self.context
         with context.timeline.span("data"):
-            pairs = self.rows.take(self.draw_examples(self.rows.total))
+            pairs = self.rows.take(self.draw_examples(self.examples))
             batch = batch_of(pairs, self.config.max_length)
             documents = documents_of([(pair.chosen, pair.rejected) for pair in pairs])
             batch, table = context.with_media(batch, documents)

@@ -19,8 +19,9 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
-from math import isfinite
+from math import ceil, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -100,6 +101,16 @@ class StageKind(ConfiguredStage, ABC):
     @abstractmethod
     def prepare(self, reader: DataReader) -> None:
         """Reads the rows of the stage. Raises ConfigError or DataError."""
+
+    @property
+    def examples(self) -> int:
+        """Returns how many examples of all processes make a pass over the data (an epoch)."""
+        return self.rows.total
+
+    def steps_of(self, epochs: float) -> int:
+        """Returns the steps that take every example `epochs` times, rounded up: the last step may begin the next
+        epoch. The result is exact for the decimal number that `epochs` was written as."""
+        return ceil(Fraction(str(epochs)) * self.examples / self.options.prompts_per_step)
 
     def prompts(self) -> list:
         """Returns the prompts of this process, with their data columns, that the generator completes."""

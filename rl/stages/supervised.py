@@ -89,7 +89,7 @@ class Stage(StageKind):
         """Returns (the batch of the next step, one example per row; the pictures and sounds of its sequences)."""
         from rl.training.batch import padded_batch
 
-        rows = self.rows.take(self.draw_examples(self.rows.total))
+        rows = self.rows.take(self.draw_examples(self.examples))
         return padded_batch(rows, self.config.max_length), documents_of([(row,) for row in rows])
 
     def complete(self, data: inputs.StepData) -> None:
@@ -121,7 +121,7 @@ class Stage(StageKind):
     def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
         """Makes `updates_per_step` updates on the next `prompts_per_step` examples."""
         flops_before, progress = self.trainer.total_flops, self.context.progress
-        progress.adaptive_coefs |= self.algorithm.scheduled_coefs((n - 1) / self.options.steps)
+        progress.adaptive_coefs |= self.algorithm.scheduled_coefs((n - 1) / self.options.total_steps)
         with self.context.timeline.span("data"):
             batch, table = self.context.with_media(*self.batch())
             data = inputs.StepData(state, batch, table=table)

@@ -69,13 +69,17 @@ class Stage(supervised.Stage):
         self.answers_per_example = max(max(each, default=0) for each in processes.all_gather_object(counts))
         self.prepare_rewards(reader, [])
 
+    @property
+    def examples(self) -> int:
+        return self.rows.total * self.answers_per_example
+
     def abstract_batch(self, shape: tuple[int, int]) -> Batch:
         extra = ("label", "kl") if "old_logp" in self.inputs else ("label",)
         return abstract_batch(shape, None, *inputs.fields(self), extra=extra)
 
     def batch(self) -> tuple[Batch, Documents]:
         per_example = self.answers_per_example
-        numbers = self.draw_examples(self.rows.total * per_example)
+        numbers = self.draw_examples(self.examples)
         examples = self.rows.take([number // per_example for number in numbers])
         answers = [example[number % per_example] for example, number in zip(examples, numbers, strict=True)]
         size = self.rows_per_update if "old_logp" in self.inputs else None

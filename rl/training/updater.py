@@ -96,9 +96,9 @@ class OptimizerStep:
         self._seed, self._diagnostics = seed if stage.dropout else None, stage.diagnostics and isinstance(model, Graph)
         self._graph = model if isinstance(model, Graph) else model.trunk
         self.layout = self._graph.layout
-        first = _first_step(model, stage)
+        first = _first_step(model, stage)  # a plan does not know the steps of `epochs`
         self._first_update = first * stage.updates_per_step
-        self.rate = schedule(options, max(0, stage.steps - first), stage.updates_per_step)
+        self.rate = schedule(options, max(0, (stage.steps or 0) - first), stage.updates_per_step)
         self._transform = adamw(options, self.rate, model.axes, model.runtime.param_dtype)
 
     def _split(self, params: dict) -> tuple[dict, dict]:

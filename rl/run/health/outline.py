@@ -13,6 +13,7 @@ from typing import Any
 
 import rl.algorithms
 from rl.config.run import RunConfig
+from rl.config.stage import StageOptions
 from rl.data.inspect.source import random_weights
 from rl.stages import algorithm_of, kind_of
 
@@ -52,9 +53,7 @@ def _stage(config: RunConfig, index: int) -> Iterator[str]:
     updates = f"{stage.updates_per_step} update{'s' * (stage.updates_per_step > 1)} of {per_update:,}"
     yield f"  step     {factors}{sequences:,} {unit}, {updates}; at most {sequences * config.max_length:,} tokens"
     until = f", or until {stage.until.metric} reaches its bound" if stage.until else ""
-    total = stage.steps * sequences
-    sampled = f", at most {total * stage.sampling.max_new_tokens:,} sampled tokens" if samples else ""
-    yield f"  in all   {stage.steps:,} steps, {total:,} {unit}{sampled}{until}"
+    yield f"  in all   {_in_all(stage, sequences, unit, samples)}{until}"
     if settings := (stage.rewards or config.rewards) if samples else None:
         yield f"  reward   r = {' + '.join(f'{each.weight:g} {each.name}' for each in settings.functions)}"
     yield from (f"  {text}" for text in _loss(algorithm, stage.sampling.temperature if samples else 1.0))
@@ -64,6 +63,14 @@ def _stage(config: RunConfig, index: int) -> Iterator[str]:
     yield f"  AdamW    learning rate {optimizer.learning_rate:g}, {optimizer.schedule}{warm}{clip}"
     changed = _changed(algorithm)
     yield f"  changed  {', '.join(changed) if changed else 'nothing: every option of the algorithm has its default'}"
+
+
+def _in_all(stage: StageOptions, sequences: int, unit: str, samples: bool) -> str:
+    if stage.steps is None:
+        return f"{stage.epochs:g} epochs of the rows (`rl-train --check` says the steps)"
+    total = stage.steps * sequences
+    sampled = f", at most {total * stage.sampling.max_new_tokens:,} sampled tokens" if samples else ""
+    return f"{stage.steps:,} steps, {total:,} {unit}{sampled}"
 
 
 def _loss(algorithm: Any, temperature: float) -> Iterator[str]:
