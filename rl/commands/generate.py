@@ -61,13 +61,12 @@ def run(arguments: argparse.Namespace) -> None:
     environment.leave_torch_out()
     from rl.data import prompts
     from rl.data.encoding import ExampleEncoder
-    from rl.data.media import processors_of
     from rl.run.health import devices
     from rollout import Generator, GeneratorOptions
 
     devices.check(arguments.platform)
     read, source = prompts.read_prompts(arguments.prompts), sampled_model.find(arguments, n=arguments.samples)
-    processors = processors_of(source.directory, source.tokenizer)
+    processors = source.processors
     problems = prompts.problems(read, ExampleEncoder(source.tokenizer, processors), Path(arguments.prompts).parent)
     longest = max(len(problem.ids) for problem in problems) + source.params.max_new_tokens
     source.check_length(

@@ -3,31 +3,81 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from policy.ops.seeds import SEEDS
 from rewards.suggest import nearest_path
 from rl.data import models
 from rl.errors import ConfigError, ModelError
 
+if TYPE_CHECKING:
+    from rl.run.unfinished.weights import CheckpointWeights
+    from rollout.media.processors import Processors
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class ModelFiles:
+    """A Hugging Face directory with a tokenizer. Raises ModelError for files that cannot be read."""
+
+    def __init__(self, directory: Path):
+        from policy.huggingface import sources
+        from rollout.text.tokenizer import load_tokenizer, stop_ids
+
+        self.directory = directory
+        try:
+            self.positions = models.positions_of(sources.read_config(directory))
+            self.tokenizer = load_tokenizer(directory)
+            self.stop_ids = stop_ids(self.tokenizer, directory)
+        except ValueError as error:
+            raise ModelError(f"{directory}: {error}") from None
+
+    def processors(self, tokenizer: Any) -> Processors | None:
+        """Returns what reads pictures and sounds; None if the model has no towers."""
+        from rl.data.media import processors_of
+
+        return processors_of(self.directory, tokenizer)
+
+    def load(self, dtype: Dtype, *, media: bool = False) -> Any:
+        """Reads the weights. `media`: with the towers of pictures and sounds. Raises ModelError."""
+        import policy
+        from policy.huggingface.config_fields import UnsupportedModel
+        from policy.huggingface.tensorfiles import ModelFileError
+        from policy.mesh.sharding import layout
+
+        try:
+            return policy.load(self.directory, dtype=dtype, mesh=layout({"fsdp": -1}), media=media)
+        except (ModelFileError, UnsupportedModel, ValueError) as error:
+            raise ModelError(f"{self.directory}: {error}") from None
+
 
 @dataclass(frozen=True)
 class SampledModel:
     """The model that the arguments name, before its weights are read.
 
-    params: the sampling parameters, with the stop tokens that the model names. positions: those that the model was made
-    for; None: unknown.
+    tokenizer: with the variables of its chat template. params: the sampling parameters, with the stop tokens that the
+    model names.
     """
 
-    directory: Path
-    dtype: Literal["float32", "bfloat16"]
+    source: ModelFiles | CheckpointWeights
+    dtype: Dtype
     tokenizer: Any
     params: Any
-    positions: models.Positions | None
+
+    @property
+    def positions(self) -> models.Positions | None:
+        """Returns the positions that the model was made for; None: unknown."""
+        return self.source.positions
+
+    @property
+    def processors(self) -> Processors | None:
+        """Returns what reads pictures and sounds; None if the model has no towers."""
+        return self.source.processors(self.tokenizer)
 
     def check_length(self, tokens: int, what: str, change: str) -> None:
         """Warns about more tokens than the model has rotary positions for. `what` they are; `change`: what to type.
@@ -41,15 +91,7 @@ class SampledModel:
 
     def load(self, *, media: bool = False) -> Any:
         """Reads the weights. `media`: with the towers of pictures and sounds. Raises ModelError."""
-        import policy
-        from policy.huggingface.config_fields import UnsupportedModel
-        from policy.huggingface.tensorfiles import ModelFileError
-        from policy.mesh.sharding import layout
-
-        try:
-            return policy.load(self.directory, dtype=self.dtype, mesh=layout({"fsdp": -1}), media=media)
-        except (ModelFileError, UnsupportedModel, ValueError) as error:
-            raise ModelError(f"{self.directory}: {error}") from None
+        return self.source.load(self.dtype, media=media)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,9 +100,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         type=os.path.expanduser,
         metavar="MODEL",
-        help="Hugging Face directory with a tokenizer, directory of a finished run, or a model on the Hugging Face "
-        "hub: "
-        "org/name, hf://org/name@revision",
+        help="Hugging Face directory with a tokenizer, folder of a run (its export, or its newest checkpoint if it has "
+        "not ended), or a model on the Hugging Face hub: org/name, hf://org/name@revision",
+    )
+    parser.add_argument(
+        "--step",
+        metavar="[STAGE:]N",
+        help="of a run: the checkpoint after step N, of the last stage that has one or of STAGE",
     )
     parser.add_argument(
         "--max-new-tokens", type=int, default=256, metavar="N", help="most tokens of a completion (256)"
@@ -115,12 +161,8 @@ def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
 
     Raises ModelError for a name or directory without a readable tokenizer, ConfigError for invalid sampling parameters.
     """
-    directory = _directory(arguments.model)
-
-    from policy.huggingface import sources
     from rollout import SamplingParams
     from rollout.text.chat import with_variables
-    from rollout.text.tokenizer import load_tokenizer, stop_ids
 
     options = {
         name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
@@ -130,13 +172,11 @@ def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     variables = _template_variables(Path(arguments.model), arguments.template_variables)
-    try:
-        positions = models.positions_of(sources.read_config(directory))
-        tokenizer = with_variables(load_tokenizer(directory), **variables)
-        stops = stop_ids(tokenizer, directory)
-    except ValueError as error:
-        raise ModelError(f"{directory}: {error}") from None
-    return SampledModel(directory, arguments.dtype, tokenizer, replace(params, stop_token_ids=stops), positions)
+    source = _source(arguments.model, vars(arguments).get("step"))
+    tokenizer = copy.copy(source.tokenizer)
+    tokenizer.template_variables = {}
+    tokenizer = with_variables(tokenizer, **variables)
+    return SampledModel(source, arguments.dtype, tokenizer, replace(params, stop_token_ids=source.stop_ids))
 
 
 def _template_variables(run: Path, text: str | None) -> dict[str, Any]:
@@ -160,13 +200,27 @@ def _template_variables(run: Path, text: str | None) -> dict[str, Any]:
     return options.get("variables", {}) if isinstance(options, dict) else {}
 
 
-def _directory(source: str) -> Path:
-    """Returns the directory of the files of MODEL. Raises ModelError if there are none."""
-    exported = Path(source) / "export"
-    directory = exported if (exported / "config.json").is_file() else models.directory(source, weights=True)
+def _source(name: str, step: str | None) -> ModelFiles | CheckpointWeights:
+    """Returns the files of MODEL: of a run its export, or a checkpoint if it has none or a step is given.
+
+    Raises ModelError if there are none, ConfigError for a step of what is no run.
+    """
+    from rl.config.files import RESOLVED
+
+    run = Path(name)
+    exported, is_run = run / "export", (run / RESOLVED).is_file()
+    if step is not None and not is_run:
+        raise ConfigError(f"--step {step}: {name} is no folder of a run, which has a {RESOLVED}")
+    if step is None and (exported / "config.json").is_file():
+        return ModelFiles(exported)
+    if is_run and not (run / "config.json").is_file():
+        from rl.run.unfinished.weights import CheckpointWeights
+
+        return CheckpointWeights(run, step)
+    directory = models.directory(name, weights=True)
     if directory is None or not (directory / "config.json").is_file():
         raise ModelError(
-            f"{source}: no config.json there{nearest_path(source)}; name a Hugging Face directory, the directory of a "
-            "finished run, or a model on the Hugging Face hub as org/name"
+            f"{name}: no config.json there{nearest_path(name)}; name a Hugging Face directory, the folder of a run, or a "
+            "model on the Hugging Face hub as org/name"
         )
-    return directory
+    return ModelFiles(directory)

@@ -39,13 +39,17 @@ class ArrayStore:
         """Returns when all processes have written their shards. Raises the errors of the background."""
         self._checkpointer().wait_until_finished()
 
-    def read(self, path: Path, template: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arrays at `path` by name, with the shapes, dtypes and shardings of `template`."""
+    def read(self, path: Path, template: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
+        """Returns the arrays at `path` by name, with the shapes, dtypes and shardings of `template`.
+
+        partial: the files may hold further arrays, which are not read.
+        """
         import numpy as np
         import orbax.checkpoint as ocp
 
         full = {name: x for name, x in template.items() if x.size}
-        args = ocp.args.PyTreeRestore(item=full, restore_args=ocp.checkpoint_utils.construct_restore_args(full))
+        how = ocp.checkpoint_utils.construct_restore_args(full)
+        args = ocp.args.PyTreeRestore(item=full, restore_args=how, partial_restore=partial)
         restored = dict(self._checkpointer().restore(path, args=args))
         for name, x in template.items():
             if not x.size:

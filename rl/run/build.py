@@ -146,7 +146,7 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool, media: b
     """
     options, mesh = config.model, on_mesh(config)
     try:
-        decoder, classes = _decoder(options, prepared.tokenizer, media)
+        decoder, classes = decoder_of(options, prepared.tokenizer, media)
         _check(config, decoder, prepared.tokenizer)
         _check_runtime(options, decoder, mesh)
         graph = check_cut(Graph(decoder, config.runtime, mesh), config.mesh.sharding_tolerance)
@@ -201,7 +201,7 @@ def graph(config: RunConfig, mesh: Layout) -> Graph:
     try:
         media = planned_rows(config) > 0
         tokenizer = read_tokenizer(config)[0] if options.engram is not None or media else None
-        decoder = _decoder(options, tokenizer, media)[0]
+        decoder = decoder_of(options, tokenizer, media)[0]
     except (ModelFileError, UnsupportedModel) as error:
         raise ModelError(f"model {options.source}: {error}") from None
     _check_runtime(options, decoder, mesh)
@@ -258,9 +258,9 @@ def check_cut(graph: Graph, tolerance: float) -> Graph:
     return graph
 
 
-def _decoder(options: ModelOptions, tokenizer, media: bool = False) -> tuple[DecoderConfig, np.ndarray | None]:
-    """Returns the decoder, and the token classes of n-gram tables with random weights if it has such tables. `media`:
-    with its towers."""
+def decoder_of(options: ModelOptions, tokenizer, media: bool = False) -> tuple[DecoderConfig, np.ndarray | None]:
+    """Returns the decoder of a run's model, and the token classes of n-gram tables with random weights if it has such
+    tables. `media`: with its towers."""
     if (directory := models.directory(options.source)) is not None:
         return sources.read_config(directory, options.sections, media=media), None
     if media:

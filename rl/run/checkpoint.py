@@ -23,7 +23,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -263,30 +263,46 @@ class Checkpoints:
             if manifest is not None and not wrong:
                 return _Good(number, path, manifest, json.loads((path / HOST).read_text()))
             self._damaged.add(path.name)
-            problems.append(f"checkpoint {number} is damaged: {path}: {'; '.join(wrong)}")
+            problems.append(damaged(number, path, wrong))
             _log.warning("%s. An earlier checkpoint is looked for.", problems[-1])
         if problems:
-            raise CheckpointError(
-                "no undamaged checkpoint is left:\n"
-                + "\n".join(f"  {p}" for p in problems)
-                + f"\nRestore {self.directory} from a backup, or start a new run in another directory."
+            raise none_undamaged(
+                problems, f"Restore {self.directory} from a backup, or start a new run in another directory."
             )
         return None
 
     def _complete(self) -> list[tuple[int, Path]]:
-        """Returns number and directory of every finished checkpoint, newest first.
-
-        A checkpoint that is being replaced comes after its successor.
-        """
-        names = ((_COMPLETE.fullmatch(path.name), path) for path in self._entries(_COMPLETE))
-        matches = [(match, path) for match, path in names if match is not None]
-        matches.sort(key=lambda item: (-int(item[0][1]), item[0][2] is not None))
-        return [(int(match[1]), path) for match, path in matches]
+        return complete(self.directory)
 
     def _entries(self, pattern: re.Pattern[str]) -> Iterator[Path]:
-        if not self.directory.is_dir():
-            return iter(())
-        return iter([path for path in self.directory.iterdir() if pattern.fullmatch(path.name) and path.is_dir()])
+        return iter(_matching(self.directory, pattern))
+
+
+def complete(directory: Path) -> list[tuple[int, Path]]:
+    """Returns number and directory of every finished checkpoint, newest first.
+
+    A checkpoint that is being replaced comes after its successor.
+    """
+    names = ((_COMPLETE.fullmatch(path.name), path) for path in _matching(directory, _COMPLETE))
+    matches = [(match, path) for match, path in names if match is not None]
+    matches.sort(key=lambda item: (-int(item[0][1]), item[0][2] is not None))
+    return [(int(match[1]), path) for match, path in matches]
+
+
+def damaged(number: int, path: Path, wrong: Sequence[str]) -> str:
+    """Returns what to say of a checkpoint with these problems."""
+    return f"checkpoint {number} is damaged: {path}: {'; '.join(wrong)}"
+
+
+def none_undamaged(problems: Sequence[str], advice: str) -> CheckpointError:
+    """Returns the error for checkpoints that are all damaged. problems: a line on each."""
+    return CheckpointError("no undamaged checkpoint is left:\n" + "\n".join(f"  {p}" for p in problems) + f"\n{advice}")
+
+
+def _matching(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
+    if not directory.is_dir():
+        return []
+    return [path for path in directory.iterdir() if pattern.fullmatch(path.name) and path.is_dir()]
 
 
 def _compare(path: Path, stored: Mapping[str, Any], requested: Mapping[str, Any]) -> None:

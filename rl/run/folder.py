@@ -21,6 +21,7 @@ from rl.reporting.run_files import EVENTS
 from rl.run.load import load
 from rl.stages import algorithm_of, kind_of
 
+LOCK = ".lock"
 # Keys that may differ when a run is continued: they change output and storage, not numbers.
 _FREE = ("run", "profile")
 
@@ -47,7 +48,7 @@ class RunFolder:
     def _take(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+            self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
         except OSError as error:
             room = f" ({disk_room(self.path)})" if no_room(error) else ""
             raise ResourceError(f"run.dir: cannot write to {self.path}: {error.strerror}{room}") from None
@@ -162,6 +163,23 @@ class RunFolder:
         """Moves the weights of the shorter run aside: the run is not finished any more."""
         if self._exported.is_dir():
             self._exported.rename(self.path / f"export-{before.stage_names[-1]}-{before.stages[-1].steps}")
+
+
+def in_use(directory: Path) -> bool:
+    """Returns whether a process of a run holds the lock of this folder."""
+    try:
+        lock = os.open(directory / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(lock)
+    return False
 
 
 def _numbers(config: RunConfig) -> dict[str, object]:

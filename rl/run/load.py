@@ -43,6 +43,16 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> RunConfi
     return _pinned(config)
 
 
+def saved(directory: Path) -> RunConfig:
+    """Reads the configuration of a run's folder. Checks only values, since files of the data and of rewards that it
+    names may be gone. Raises ConfigError."""
+    tree = _merged([directory], [])
+    config, problems = validate(tree)
+    if problems or config is None:
+        raise ConfigError(_report(tree, problems))
+    return config
+
+
 def _pinned(config: RunConfig) -> RunConfig:
     """Returns the configuration with commits in its names on the hub. Raises as `models.directory`."""
     model = config.model.model_copy(update={"source": models.pinned(config.model.source)})

@@ -12,7 +12,10 @@ from rl.stages import kind_of
 from rl.stages.sampling import rollouts
 
 if TYPE_CHECKING:
+    from rl.config.run import RunConfig
+    from rl.config.stage import StageOptions
     from rl.stages.context import Context
+    from rollout import SamplingParams
 
 
 def keys(context: Context) -> dict[str, Any]:
@@ -27,10 +30,18 @@ def keys(context: Context) -> dict[str, Any]:
     with contextlib.suppress(ModelError):  # the source is gone by now: it has no keys to keep
         directory = models.directory(config.model.source)
         source = generation_config.read(directory) if directory is not None else {}
-    sampled = [stage for stage in config.stages if kind_of(stage).samples_completions]
-    params = rollouts.sampling_params((sampled or config.stages)[-1].sampling, context.stop_ids)
+    sampled, params = _last_sampled(config), last_params(config, context.stop_ids)
     sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     if not sampled and any(key in source for key in generation_config.SAMPLING):
         sampling = {}
     ids = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "pad_token_id")}
     return generation_config.merged(source, params.stop_token_ids, ids, sampling)
+
+
+def last_params(config: RunConfig, stop_ids: tuple[int, ...]) -> SamplingParams:
+    """Returns how the last stage that samples does so, or the last stage if none does."""
+    return rollouts.sampling_params((_last_sampled(config) or config.stages)[-1].sampling, stop_ids)
+
+
+def _last_sampled(config: RunConfig) -> list[StageOptions]:
+    return [stage for stage in config.stages if kind_of(stage).samples_completions]

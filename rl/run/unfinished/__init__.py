@@ -1,0 +1,1 @@
+"""Uses of a run that has not ended: its weights at a checkpoint."""
