@@ -2,8 +2,7 @@
 """Reads which room imports which, and draws it: `python .ci/rooms.py` writes the diagrams of docs/architecture.md.
 
 A room is a folder of a package, or a file that lies directly in the package. ORDER holds the rooms of each package from
-the
-lowest to the highest: a room imports only rooms before it. tests/unit/test_imports.py fails on any other import, lazy
+the lowest to the highest: a room imports only rooms before it. tests/unit/test_imports.py fails on any other import, lazy
 imports and imports under TYPE_CHECKING included.
 """
 
@@ -30,24 +29,15 @@ ORDER = {
             "heads",
             "modes",
             "programs",
-            "model",
         ),
-        *("execution", "hook", "fields", "families", "huggingface", "public"),
+        *("model", "execution", "hook", "fields", "families", "huggingface", "public"),
     ],
     "rewards": ["suggest", "text", "answers", "files", "registry", "plugins", "workers", "runner", "check"],
     "rollout": ["types", "request", "text", "media", "engine", "generator", "collect"],
     "rl": [
-        *("errors", "cluster", "algorithms", "tasks", "config", "data", "reporting", "training", "media", "stages"),
-        *("run", "plan", "commands"),
+        *("errors", "cluster", "algorithms", "tasks", "config", "data", "accounting", "records", "training", "stages"),
+        *("run", "plan", "views", "commands"),
     ],
-}
-FIELDS = ("names", "config_fields", "extensions", "nearest", "ngrams", "stored_names", "tower_names", "tower_fields")
-# Modules that form a room of their own below a folder: tasks are lower than the configuration, families are lower than
-# the directories that they describe, and a model holds its scoring programs.
-DEEPER = {
-    "rl.data.tasks": "tasks",
-    **dict.fromkeys(("policy.field_types", *(f"policy.huggingface.{n}" for n in FIELDS)), "fields"),
-    **dict.fromkeys(("policy.execution.compiled_cache", "policy.execution.scoring"), "programs"),
 }
 _START, _END = "<!-- rooms: {} -->", "<!-- end of rooms: {} -->"
 
@@ -61,9 +51,6 @@ def modules() -> dict[str, Path]:
 def room(module: str) -> tuple[str, str]:
     """Returns (package, room) of a module. The room of a package's own __init__ is ''."""
     package, *rest = module.split(".")
-    for prefix, name in DEEPER.items():
-        if module == prefix or module.startswith(f"{prefix}."):
-            return package, name
     return package, rest[0] if rest else ""
 
 

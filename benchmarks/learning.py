@@ -272,9 +272,9 @@ def trl_run(directory: Path, seed: int, steps: int) -> None:
 
 
 def problems(split: str):
-    import rl.data.tasks
+    import rl.tasks
 
-    return rl.data.tasks.problems(TASK["task"], TASK["options"], split)
+    return rl.tasks.problems(TASK["task"], TASK["options"], split)
 
 
 def accuracy(directories: Sequence[Path]) -> list[float]:

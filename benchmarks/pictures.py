@@ -77,7 +77,7 @@ def update(model: Any, options: argparse.Namespace, rows: int, table: Any) -> Ca
     import rl.algorithms
     from rl.config.stage import StageOptions
     from rl.training.batch import padded_batch
-    from rl.training.towers import UpdateMedia
+    from rl.training.media.towers import UpdateMedia
     from rl.training.trainer import Trainer
 
     rng, N, T = np.random.default_rng(1), options.prompts * options.samples, rows + options.text

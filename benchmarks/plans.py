@@ -20,10 +20,10 @@ from pathlib import Path
 
 import yaml
 
+from rl.accounting import chips
 from rl.plan.command import bound
 from rl.plan.compiled import Report
 from rl.plan.slices import TPUS
-from rl.reporting import chips
 
 FLOAT32 = {"dtype": "bfloat16", "param_dtype": "float32"}
 # (model and how it is computed, slice, mesh, tokens of a chip, dtype of moments) -> MaxText's GiB of arguments,

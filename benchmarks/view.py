@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rl.reporting.samples import TOKEN, TRAINED, SampleLog
-from rl.reporting.viewer import records, search
-from rl.reporting.viewer.index import Index
+from rl.records.samples import TOKEN, TRAINED, SampleLog
+from rl.views.viewer import records, search
+from rl.views.viewer.index import Index
 
 FILTERS = (
     *("", "step:100-200", "reward<0.5 reward.format=0 len>200", "gap>0.05 -eval", "finish:length", "fault:timeout"),

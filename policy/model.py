@@ -24,7 +24,6 @@ from policy.cache.media import Media, MediaInputs
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
-from policy.execution.scoring import Scorer, documents, media_of
 from policy.experts import expert_parallel
 from policy.heads import features, head
 from policy.intermediates import Aux
@@ -34,6 +33,7 @@ from policy.mesh.sharding import Layout
 from policy.ops.host_memory import belongs_there, fetch, in_host_memory
 from policy.ops.parameter import Constant, RowTable
 from policy.ops.seeds import checked_seed
+from policy.programs.scoring import Scorer, documents, media_of
 from policy.remat import saved
 
 

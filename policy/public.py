@@ -54,7 +54,7 @@ def load(
 ) -> Model:
     """Loads the model of a Hugging Face directory (config.json and safetensors).
 
-    `sections` replace the sections of config.json that policy/huggingface/extensions.py reads:
+    `sections` replace the sections of config.json that policy/fields/extensions.py reads:
     `{"multi_token_prediction": {"depth": 1}}` loads the prediction module that files of DeepSeek-V3 hold as layer 61.
     If config.json announces no such modules and no file holds a part of one, they start fresh, as `create` draws them
     with `seed`. With `missing` "fresh" modules that are announced, or that follow those in the files, start fresh too.

@@ -29,7 +29,7 @@ class Runtime:
     `scan` runs the repeats of a stack in a loop. More than `attention_chunk` queries are taken in chunks.
     `skip_blocks`: attention of long rows may skip blocks of tokens that do not see each other
     (policy/attention/block_attention.py), which changes last bits. It is for training: the generator and the scorer of
-    policy/execution/scoring.py never do.
+    policy/programs/scoring.py never do.
     `host_parameters`: trained weights live in host memory (policy/ops/host_memory.py). `table_memory`: n-gram tables
     and the table of the embeddings for each layer live in the memory of the device or of its host; with "host" only
     the rows that are looked up reach the device. `train_layer_embeddings`: that table is trained.

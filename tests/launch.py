@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from rl.commands import cli
-from rl.reporting import events, run_files
-from rl.reporting import samples as records
+from rl.records import events, run_files
+from rl.records import samples as records
 
 ROOT = Path(__file__).resolve().parents[1]
 # Merged over the small run: one layer without experts, and no generator where nothing is sampled.

@@ -7,7 +7,7 @@ import numpy as np
 
 from rewards import Scores
 from rl.config.run import RunConfig
-from rl.reporting.events import Events
+from rl.records.events import Events
 from rl.stages.sampling import rollouts
 from rl.stages.sampling.dynamic import ReadyScores
 from rollout import Completion

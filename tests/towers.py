@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from policy.huggingface import tower_fields as fields
-from policy.huggingface import tower_names as names
+from policy.fields import tower_fields as fields
+from policy.fields import tower_names as names
 from policy.media import rows_of
 
 VISION = {

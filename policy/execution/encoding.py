@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.cache.media import MediaTable
-from policy.execution.compiled_cache import CompiledCache
 from policy.media import Kind, Tower, input_width, is_tower, padded_inputs
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
+from policy.programs.compiled_cache import CompiledCache
 
 Params = Mapping[str, jax.Array]
 

@@ -3,12 +3,12 @@
 A family file defines:
 - ARCHITECTURES and MODEL_TYPES: the Hugging Face configurations of the family.
 - `read(stored) -> DecoderConfig`.
-- NAMES: how its weights are stored (policy/huggingface/names.py).
+- NAMES: how its weights are stored (policy/fields/names.py).
 - DEFAULTS: the values of absent keys, as in the class of transformers.
 
 Optional:
 - MODEL_TYPE_ALIASES: model types that transformers does not have -> the one of MODEL_TYPES that reads them.
-- TOP and LAYER_PREFIX: replacements for the names in policy/huggingface/names.py.
+- TOP and LAYER_PREFIX: replacements for the names in policy/fields/names.py.
 - PREFIXES: pairs of a prefix of stored names and its replacement in the tables.
 - SKIP: patterns of stored tensors that belong to parts of the model that the decoder does not have.
 - SKIP_EXTRA_LAYERS: True if layers past num_hidden_layers are not read either.
@@ -41,9 +41,9 @@ from dataclasses import replace
 from types import ModuleType
 
 from policy.config import DecoderConfig, LayerSpec, Router
-from policy.field_types import wrong_fields
-from policy.huggingface import extensions, nearest
-from policy.huggingface.config_fields import UnsupportedModel, wrong_value
+from policy.fields import extensions, nearest
+from policy.fields.config_fields import UnsupportedModel, wrong_value
+from policy.fields.field_types import wrong_fields
 
 
 class UnknownModel(UnsupportedModel):
@@ -145,7 +145,7 @@ _FAULTS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
 def read(hf: dict, *, media: bool = False) -> DecoderConfig:
     """Reads the decoder that a Hugging Face configuration describes, with the parts that
-    policy/huggingface/extensions.py adds. `media`: with the towers of a multimodal one. Raises UnsupportedModel with
+    policy/fields/extensions.py adds. `media`: with the towers of a multimodal one. Raises UnsupportedModel with
     the key that is missing, unknown or has a wrong value, and if there is no tower to read."""
     try:
         return _read(hf, media)

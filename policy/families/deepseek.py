@@ -5,8 +5,8 @@ has the layers of V3 and is also the text model inside Kimi K2.5."""
 from __future__ import annotations
 
 from policy.config import DecoderConfig, Indexer, LatentAttention, LayerSpec, Mlp, Moe, Router
-from policy.huggingface import names
-from policy.huggingface.config_fields import (
+from policy.fields import names
+from policy.fields.config_fields import (
     UnsupportedModel,
     activation,
     decoder,

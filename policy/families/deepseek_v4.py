@@ -19,7 +19,7 @@ from policy.config import (
     Rope,
     Router,
 )
-from policy.huggingface.config_fields import (
+from policy.fields.config_fields import (
     UnsupportedModel,
     decoder,
     first,
@@ -27,7 +27,7 @@ from policy.huggingface.config_fields import (
     rope_from_settings,
     rope_parameters,
 )
-from policy.huggingface.names import Stored
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("DeepseekV4ForCausalLM",)
 MODEL_TYPES = ("deepseek_v4",)

@@ -7,8 +7,8 @@ run time.
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, LearnedPositions, Mlp, Norm, SinusoidPositions
-from policy.huggingface import names
-from policy.huggingface.config_fields import (
+from policy.fields import names
+from policy.fields.config_fields import (
     ACTIVATIONS,
     UnsupportedModel,
     activation,

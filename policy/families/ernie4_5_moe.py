@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Router
 from policy.families import ernie4_5
-from policy.huggingface import names
-from policy.huggingface.config_fields import UnsupportedModel, activation, decoder
-from policy.huggingface.names import Stored
+from policy.fields import names
+from policy.fields.config_fields import UnsupportedModel, activation, decoder
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("Ernie4_5_MoeForCausalLM",)
 MODEL_TYPES = ("ernie4_5_moe",)

@@ -4,8 +4,8 @@ keys, and in models with a sliding window no rotary embedding in the full layers
 from __future__ import annotations
 
 from policy.config import POST_NORM, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.huggingface import names
-from policy.huggingface.config_fields import activation, attention, decoder, head_dim, layer_types, rope
+from policy.fields import names
+from policy.fields.config_fields import activation, attention, decoder, head_dim, layer_types, rope
 
 ARCHITECTURES = ("Exaone4ForCausalLM",)
 MODEL_TYPES = ("exaone4",)

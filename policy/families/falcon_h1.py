@@ -4,8 +4,8 @@ embeddings, on inputs and outputs of the parts, on projections and on logits."""
 from __future__ import annotations
 
 from policy.config import AttentionAndMamba2, DecoderConfig, LayerSpec, Mamba2, Mamba2Scales, Mlp, Norm, Scales
-from policy.huggingface import names
-from policy.huggingface.config_fields import (
+from policy.fields import names
+from policy.fields.config_fields import (
     UnsupportedModel,
     activation,
     attention,
@@ -15,7 +15,7 @@ from policy.huggingface.config_fields import (
     mamba2,
     rope,
 )
-from policy.huggingface.names import Stored
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("FalconH1ForCausalLM",)
 MODEL_TYPES = ("falcon_h1",)

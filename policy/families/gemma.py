@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Norm
-from policy.huggingface import names
-from policy.huggingface.config_fields import UnsupportedModel, activation, attention, decoder, head_dim, rope
+from policy.fields import names
+from policy.fields.config_fields import UnsupportedModel, activation, attention, decoder, head_dim, rope
 
 ARCHITECTURES = ("GemmaForCausalLM",)
 MODEL_TYPES = ("gemma",)

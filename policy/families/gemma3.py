@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from policy.config import SANDWICH_NORM, Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.huggingface import names, tower_fields, tower_names
-from policy.huggingface.config_fields import (
+from policy.fields import names, tower_fields, tower_names
+from policy.fields.config_fields import (
     UnsupportedModel,
     activation,
     attention,

@@ -21,9 +21,9 @@ from policy.config import (
     NormName,
     Router,
 )
-from policy.huggingface import names, tower_fields, tower_names
-from policy.huggingface.config_fields import UnsupportedModel, activation, attention, decoder, first, layer_types, rope
-from policy.huggingface.names import Stored
+from policy.fields import names, tower_fields, tower_names
+from policy.fields.config_fields import UnsupportedModel, activation, attention, decoder, first, layer_types, rope
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
 MODEL_TYPES = ("gemma4_text", "gemma4")

@@ -4,8 +4,8 @@ of adjacent pairs over a part of each head."""
 from __future__ import annotations
 
 from policy.config import SANDWICH_NORM, DecoderConfig, LayerSpec, Mlp
-from policy.huggingface import names
-from policy.huggingface.config_fields import (
+from policy.fields import names
+from policy.fields.config_fields import (
     activation,
     attention,
     decoder,
@@ -13,7 +13,7 @@ from policy.huggingface.config_fields import (
     rope_from_settings,
     rope_parameters,
 )
-from policy.huggingface.names import Stored
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("Glm4ForCausalLM",)
 MODEL_TYPES = ("glm4",)

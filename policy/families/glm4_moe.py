@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Norm
 from policy.families import deepseek
-from policy.huggingface import names
-from policy.huggingface.config_fields import (
+from policy.fields import names
+from policy.fields.config_fields import (
     activation,
     attention,
     decoder,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig
 from policy.families import deepseek
-from policy.huggingface.config_fields import UnsupportedModel, decoder
+from policy.fields.config_fields import UnsupportedModel, decoder
 
 ARCHITECTURES = ("Glm4MoeLiteForCausalLM",)
 MODEL_TYPES = ("glm4_moe_lite",)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from policy.config import DecoderConfig, Indexer, LatentAttention, LayerSpec, SharedIndexer
 from policy.families import deepseek
-from policy.huggingface.config_fields import UnsupportedModel, decoder, rope
+from policy.fields.config_fields import UnsupportedModel, decoder, rope
 
 ARCHITECTURES = ("GlmMoeDsaForCausalLM",)
 MODEL_TYPES = ("glm_moe_dsa",)

@@ -6,8 +6,8 @@ The dropout rates of a configuration are not read; the training stage sets dropo
 from __future__ import annotations
 
 from policy.config import Attention, DecoderConfig, LayerNorm, LayerSpec, LearnedPositions, Mlp
-from policy.huggingface import names
-from policy.huggingface.config_fields import UnsupportedModel, activation, decoder, first
+from policy.fields import names
+from policy.fields.config_fields import UnsupportedModel, activation, decoder, first
 
 ARCHITECTURES = ("GPT2LMHeadModel",)
 MODEL_TYPES = ("gpt2",)

@@ -4,9 +4,9 @@ biases and a clamped activation. The released files are quantised in MXFP4 and a
 from __future__ import annotations
 
 from policy.config import ClampedSwiglu, DecoderConfig, LayerSpec, Moe, Norm, Router
-from policy.huggingface import names
-from policy.huggingface.config_fields import attention, decoder, first, head_dim, layer_types, rope
-from policy.huggingface.names import Stored
+from policy.fields import names
+from policy.fields.config_fields import attention, decoder, first, head_dim, layer_types, rope
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 MODEL_TYPES = ("gpt_oss",)

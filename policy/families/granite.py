@@ -4,8 +4,8 @@ parts and logits."""
 from __future__ import annotations
 
 from policy.config import Attention, DecoderConfig, LayerSpec, Mamba2, Mlp, Moe
-from policy.huggingface import names
-from policy.huggingface.config_fields import activation, attention, decoder, head_dim, rope
+from policy.fields import names
+from policy.fields.config_fields import activation, attention, decoder, head_dim, rope
 
 ARCHITECTURES = ("GraniteForCausalLM",)
 MODEL_TYPES = ("granite",)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, Mlp, Moe, Router
 from policy.families import granite
-from policy.huggingface import names
-from policy.huggingface.config_fields import activation
-from policy.huggingface.names import Stored
+from policy.fields import names
+from policy.fields.config_fields import activation
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("GraniteMoeForCausalLM",)
 MODEL_TYPES = ("granitemoe",)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from policy.config import DecoderConfig, Mamba2, Mlp, Norm
 from policy.families import granite, granitemoe, granitemoeshared
 from policy.families.nemotron_h import OLD_KINDS
-from policy.huggingface import names
-from policy.huggingface.config_fields import activation, first, layer_types, mamba2
+from policy.fields import names
+from policy.fields.config_fields import activation, first, layer_types, mamba2
 
 ARCHITECTURES = ("GraniteMoeHybridForCausalLM",)
 MODEL_TYPES = ("granitemoehybrid",)

@@ -4,8 +4,8 @@ after their rotation."""
 from __future__ import annotations
 
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.huggingface import names
-from policy.huggingface.config_fields import (
+from policy.fields import names
+from policy.fields.config_fields import (
     UnsupportedModel,
     activation,
     attention,
@@ -14,7 +14,7 @@ from policy.huggingface.config_fields import (
     rope,
     rope_parameters,
 )
-from policy.huggingface.names import Stored
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("HunYuanDenseV1ForCausalLM",)
 MODEL_TYPES = ("hunyuan_v1_dense",)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Router
 from policy.families import hunyuan_v1_dense
-from policy.huggingface import names
-from policy.huggingface.config_fields import UnsupportedModel, activation, decoder
-from policy.huggingface.names import Stored
+from policy.fields import names
+from policy.fields.config_fields import UnsupportedModel, activation, decoder
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("HunYuanMoEV1ForCausalLM",)
 MODEL_TYPES = ("hunyuan_v1_moe",)

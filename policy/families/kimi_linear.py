@@ -7,9 +7,9 @@ from typing import Any
 
 from policy.config import DecoderConfig, KimiDeltaAttention, LatentAttention, LayerSpec, Mlp, Norm, Unrotated
 from policy.families import deepseek, mixtral
-from policy.huggingface import names
-from policy.huggingface.config_fields import UnsupportedModel, activation, decoder, first, layer_types
-from policy.huggingface.names import Stored
+from policy.fields import names
+from policy.fields.config_fields import UnsupportedModel, activation, decoder, first, layer_types
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("KimiLinearForCausalLM",)
 MODEL_TYPES = ("kimi_linear",)

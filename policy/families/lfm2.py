@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Norm, ShortConv
-from policy.huggingface import names
-from policy.huggingface.config_fields import attention, decoder, first, head_dim, layer_types, rope
-from policy.huggingface.names import Stored
+from policy.fields import names
+from policy.fields.config_fields import attention, decoder, first, head_dim, layer_types, rope
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("Lfm2ForCausalLM",)
 MODEL_TYPES = ("lfm2",)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
 from policy.families import lfm2
-from policy.huggingface.config_fields import decoder
-from policy.huggingface.names import Stored
+from policy.fields.config_fields import decoder
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("Lfm2MoeForCausalLM",)
 MODEL_TYPES = ("lfm2_moe",)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp
-from policy.huggingface import names
-from policy.huggingface.config_fields import activation, attention, decoder, head_dim, rope
+from policy.fields import names
+from policy.fields.config_fields import activation, attention, decoder, head_dim, rope
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 MODEL_TYPES = ("llama",)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Moe, Norm, QueryTemperature, Router
-from policy.huggingface import names, tower_fields, tower_names
-from policy.huggingface.config_fields import (
+from policy.fields import names, tower_fields, tower_names
+from policy.fields.config_fields import (
     UnsupportedModel,
     activation,
     attention,
@@ -20,7 +20,7 @@ from policy.huggingface.config_fields import (
     layer_types,
     rope,
 )
-from policy.huggingface.names import Stored
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 MODEL_TYPES = ("llama4_text", "llama4")

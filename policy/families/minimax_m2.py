@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Moe, Norm, Router
 from policy.families import mixtral
-from policy.huggingface.config_fields import (
+from policy.fields.config_fields import (
     UnsupportedModel,
     activation,
     attention,
@@ -15,7 +15,7 @@ from policy.huggingface.config_fields import (
     rope_from_settings,
     rope_parameters,
 )
-from policy.huggingface.names import Stored
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("MiniMaxM2ForCausalLM",)
 MODEL_TYPES = ("minimax_m2",)

@@ -4,8 +4,8 @@ Mistral with yarn and queries that grow with their position."""
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, QueryTemperature
-from policy.huggingface import names
-from policy.huggingface.config_fields import (
+from policy.fields import names
+from policy.fields.config_fields import (
     UnsupportedModel,
     activation,
     attention,

@@ -8,8 +8,8 @@ from typing import Any
 
 from policy.config import DecoderConfig, LatentAttention, LayerSpec, Moe, QueryTemperature
 from policy.families import deepseek, ministral3
-from policy.huggingface import names
-from policy.huggingface.config_fields import UnsupportedModel, decoder
+from policy.fields import names
+from policy.fields.config_fields import UnsupportedModel, decoder
 
 ARCHITECTURES = ("Mistral4ForCausalLM",)
 MODEL_TYPES = ("mistral4",)

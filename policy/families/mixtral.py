@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Moe, Router
-from policy.huggingface import names
-from policy.huggingface.config_fields import activation, attention, decoder, first, head_dim, rope
-from policy.huggingface.names import Stored
+from policy.fields import names
+from policy.fields.config_fields import activation, attention, decoder, first, head_dim, rope
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("MixtralForCausalLM",)
 MODEL_TYPES = ("mixtral",)

@@ -4,8 +4,8 @@ without a rotation, or a feed-forward without a gate."""
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mamba2, Mlp, Moe, Norm, Router
-from policy.huggingface import names
-from policy.huggingface.config_fields import (
+from policy.fields import names
+from policy.fields.config_fields import (
     UnsupportedModel,
     activation,
     attention,
@@ -14,7 +14,7 @@ from policy.huggingface.config_fields import (
     layer_types,
     time_step_limit,
 )
-from policy.huggingface.names import Stored
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("NemotronHForCausalLM",)
 MODEL_TYPES = ("nemotron_h",)

@@ -4,8 +4,8 @@ keys."""
 from __future__ import annotations
 
 from policy.config import POST_NORM, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.huggingface import names
-from policy.huggingface.config_fields import activation, attention, decoder, head_dim, rope
+from policy.fields import names
+from policy.fields.config_fields import activation, attention, decoder, head_dim, rope
 
 ARCHITECTURES = ("Olmo2ForCausalLM",)
 MODEL_TYPES = ("olmo2",)

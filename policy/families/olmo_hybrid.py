@@ -4,9 +4,9 @@ attention of OLMo 2, with norms on the outputs."""
 from __future__ import annotations
 
 from policy.config import POST_NORM, PRE_NORM, Attention, DecoderConfig, GatedDeltaNet, LayerSpec, Mlp, Norm
-from policy.huggingface import names
-from policy.huggingface.config_fields import activation, attention, decoder, first, head_dim, layer_types, rope
-from policy.huggingface.names import Stored
+from policy.fields import names
+from policy.fields.config_fields import activation, attention, decoder, first, head_dim, layer_types, rope
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("OlmoHybridForCausalLM",)
 MODEL_TYPES = ("olmo_hybrid",)

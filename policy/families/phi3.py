@@ -4,8 +4,8 @@ tensor, a sliding window, and LongRoPE in the models of 128k tokens."""
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp
-from policy.huggingface import names
-from policy.huggingface.config_fields import (
+from policy.fields import names
+from policy.fields.config_fields import (
     UnsupportedModel,
     activation,
     attention,

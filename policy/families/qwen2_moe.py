@@ -4,8 +4,8 @@ one."""
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Router
-from policy.huggingface import names
-from policy.huggingface.config_fields import (
+from policy.fields import names
+from policy.fields.config_fields import (
     activation,
     attention,
     decoder,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.huggingface import names
-from policy.huggingface.config_fields import activation, attention, decoder, rope, windows_from_layer
+from policy.fields import names
+from policy.fields.config_fields import activation, attention, decoder, rope, windows_from_layer
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 MODEL_TYPES = ("qwen3",)

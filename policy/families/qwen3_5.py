@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.huggingface import names, tower_fields, tower_names
-from policy.huggingface.config_fields import UnsupportedModel, activation, decoder, first, hybrid_mixers
+from policy.fields import names, tower_fields, tower_names
+from policy.fields.config_fields import UnsupportedModel, activation, decoder, first, hybrid_mixers
 
 ARCHITECTURES = (
     "Qwen3_5ForCausalLM",

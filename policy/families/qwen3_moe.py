@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.huggingface import names
-from policy.huggingface.config_fields import activation, attention, decoder, first, head_dim, rope, sparse_layers
+from policy.fields import names
+from policy.fields.config_fields import activation, attention, decoder, first, head_dim, rope, sparse_layers
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 MODEL_TYPES = ("qwen3_moe",)

@@ -4,8 +4,8 @@ shared one."""
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.huggingface import names
-from policy.huggingface.config_fields import activation, decoder, first, hybrid_mixers, sparse_layers
+from policy.fields import names
+from policy.fields.config_fields import activation, decoder, first, hybrid_mixers, sparse_layers
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
 MODEL_TYPES = ("qwen3_next",)

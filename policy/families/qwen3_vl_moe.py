@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.huggingface import names, tower_fields, tower_names
-from policy.huggingface.config_fields import (
+from policy.fields import names, tower_fields, tower_names
+from policy.fields.config_fields import (
     activation,
     attention,
     decoder,
@@ -20,7 +20,7 @@ from policy.huggingface.config_fields import (
     sparse_layers,
     unwrapped,
 )
-from policy.huggingface.names import Stored, Table
+from policy.fields.names import Stored, Table
 
 ARCHITECTURES = ("Qwen3VLMoeForConditionalGeneration",)
 MODEL_TYPES = ("qwen3_vl_moe", "qwen3_vl_moe_text")

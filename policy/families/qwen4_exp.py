@@ -21,9 +21,9 @@ from policy.config import (
     Router,
 )
 from policy.families import qwen3_5
-from policy.huggingface import names, ngrams
-from policy.huggingface.config_fields import UnsupportedModel, decoder, hybrid_mixers
-from policy.huggingface.names import Stored
+from policy.fields import names, ngrams
+from policy.fields.config_fields import UnsupportedModel, decoder, hybrid_mixers
+from policy.fields.names import Stored
 
 ARCHITECTURES = ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration")
 MODEL_TYPES = ("qwen4_exp_text", "qwen4_exp")

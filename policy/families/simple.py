@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Matrix
-from policy.huggingface import names
-from policy.huggingface.config_fields import decoder
+from policy.fields import names
+from policy.fields.config_fields import decoder
 
 ARCHITECTURES = ("SimpleLM",)
 MODEL_TYPES = ()  # its configurations are Llama's

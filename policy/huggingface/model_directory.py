@@ -19,9 +19,10 @@ from jax.sharding import SingleDeviceSharding
 
 from policy import families
 from policy.config import DecoderConfig, LayerSpec, Runtime
-from policy.huggingface import extensions, names, sources, tower_names
+from policy.fields import extensions, names, tower_names
+from policy.fields.stored_names import different_prefixes, renamed
+from policy.huggingface import sources
 from policy.huggingface.quantized import Scheme
-from policy.huggingface.stored_names import different_prefixes, renamed
 from policy.huggingface.tensorfiles import INDEX, SINGLE, ModelFileError, TensorFiles
 from policy.mesh import processes
 from policy.mesh.sharding import layout

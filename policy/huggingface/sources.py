@@ -14,10 +14,11 @@ import yaml
 
 from policy import families
 from policy.config import DecoderConfig
-from policy.huggingface import extensions, names, quantized
-from policy.huggingface.config_fields import UnsupportedModel
+from policy.fields import extensions, names
+from policy.fields.config_fields import UnsupportedModel
+from policy.fields.stored_names import renamed
+from policy.huggingface import quantized
 from policy.huggingface.quantized import Scheme
-from policy.huggingface.stored_names import renamed
 from policy.huggingface.tensorfiles import ModelFileError, TensorFiles, refuse_lfs_pointer
 
 _LOG = logging.getLogger("duet.model")
@@ -155,7 +156,7 @@ def read_hf(directory: str | os.PathLike) -> dict:
 
 
 def read_config(directory: str | os.PathLike, sections: dict | None = None, *, media: bool = False) -> DecoderConfig:
-    """Reads the decoder of a model directory; `sections` (policy/huggingface/extensions.py) replace sections of its
+    """Reads the decoder of a model directory; `sections` (policy/fields/extensions.py) replace sections of its
     config.json. `media`: with its towers."""
     hf = read_hf(directory)
     if sections:
@@ -173,7 +174,7 @@ def read_config(directory: str | os.PathLike, sections: dict | None = None, *, m
 
 def complete(directory: str | os.PathLike, config: DecoderConfig) -> dict:
     """Returns the keys of a directory's config.json, of which `config` describes all or a part, with what a reader of
-    that part may have changed: a head of its own, and the sections of policy/huggingface/extensions.py."""
+    that part may have changed: a head of its own, and the sections of policy/fields/extensions.py."""
     hf = read_hf(directory)
     hf |= {key: value for key, value in json.loads(config.hf).items() if key == extensions.KEY}
     tied = families.read(hf).tied_head

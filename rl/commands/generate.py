@@ -101,7 +101,7 @@ def _completions(
     if not any(problem.media for problem in problems):
         blocks, tables = [problems], None
     else:
-        from rl.media import MediaTables
+        from rl.training.media.tables import MediaTables
 
         size = 4 * generator.slots
         blocks = [problems[i : i + size] for i in range(0, len(problems), size)]

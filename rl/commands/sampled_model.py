@@ -46,7 +46,7 @@ class ModelFiles:
     def load(self, dtype: Dtype, *, media: bool = False) -> Any:
         """Reads the weights. `media`: with the towers of pictures and sounds. Raises ModelError."""
         import policy
-        from policy.huggingface.config_fields import UnsupportedModel
+        from policy.fields.config_fields import UnsupportedModel
         from policy.huggingface.tensorfiles import ModelFileError
         from policy.mesh.sharding import layout
 

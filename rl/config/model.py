@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from policy.config import HyperConnections, MultiTokenPrediction, Runtime, StoredType
-from policy.huggingface.ngrams import EngramSection
+from policy.fields.ngrams import EngramSection
 from policy.remat import NAMES as REMAT_POLICIES
 from rl.config.schema import FINITE, HOME, Section, Strict, fields_of
 
@@ -35,7 +35,7 @@ class EngramOptions(Section):
         return self
 
 
-# Fields of ModelOptions that are sections of policy/huggingface/extensions.py.
+# Fields of ModelOptions that are sections of policy/fields/extensions.py.
 _EXTENSIONS: tuple[str, ...] = ("hyper_connections", "engram", "multi_token_prediction")
 
 
@@ -109,7 +109,7 @@ class ModelOptions(Section):
 
     @property
     def sections(self) -> dict[str, dict]:
-        """Returns the sections of policy/huggingface/extensions.py that are set here."""
+        """Returns the sections of policy/fields/extensions.py that are set here."""
         parts = {name: part for name in _EXTENSIONS if (part := getattr(self, name)) is not None}
         return {name: part.model_dump(exclude={"missing"}) for name, part in parts.items()}
 

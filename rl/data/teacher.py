@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from policy.config import DecoderConfig
+from policy.fields.config_fields import UnsupportedModel
 from policy.huggingface import sources
-from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
 from rewards.suggest import nearest_path
 from rl.config.model import TeacherOptions

@@ -14,11 +14,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from rl.accounting import chips
 from rl.config.run import RunConfig
 from rl.errors import DuetError, ResourceError
 from rl.plan.compiled import GIB, Report
 from rl.plan.slices import Topology
-from rl.reporting import chips
 
 CACHE = "~/.cache/duet-rl/plans"
 AT_A_TIME = 2

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import rl.stages
+from rl.accounting import chips
 from rl.config.run import RunConfig
 from rl.plan.children import Target, begun, described
 from rl.plan.compiled import GIB, Report
 from rl.plan.hlo import BETWEEN
 from rl.plan.search import as_yaml, best, search
 from rl.plan.suggest import Suggestions, suggestions
-from rl.reporting import chips
 from rl.training.learning_rate import drawn
 
 

@@ -42,7 +42,7 @@ GIB = 2**30
 class Report:
     """One program on one device.
 
-    shape: of the arrays that it computes on. arguments to peak: bytes, as in policy.execution.compiled_cache.Memory.
+    shape: of the arrays that it computes on. arguments to peak: bytes, as in policy.programs.compiled_cache.Memory.
     non_argument: bytes of everything else that the run keeps on the device. operations: of products. moved: bytes of
     HBM traffic. exchanged: [bytes, number] by kind of collective. kernels: calls of each kernel. times: runs per step.
     seconds: compile time. teacher: estimates of [operations, bytes of HBM traffic] of a teacher's passes in it. shared:
@@ -124,9 +124,9 @@ def _planned(config: dict, devices: list, memory: float | None) -> Iterator[Plan
 
 
 def _estimated(configs: list[dict], devices: list, memory: float | None) -> Iterator[dict]:
+    from rl.accounting import chips
     from rl.config.run import RunConfig
     from rl.plan.estimate import Estimator
-    from rl.reporting import chips
 
     estimator = Estimator(devices, chips.of(devices[0].device_kind), memory)
     for config in configs:
@@ -177,7 +177,7 @@ def _key(lowered: jax.stages.Lowered, topology: Topology, planned: Planned) -> s
 
 
 def _compile(planned: Planned, lowered: jax.stages.Lowered, topology: Topology, dump: Path) -> dict:
-    from policy.execution.compiled_cache import Memory
+    from policy.programs.compiled_cache import Memory
 
     for old in filter(Path.is_file, dump.iterdir()):
         old.unlink()

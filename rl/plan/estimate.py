@@ -6,7 +6,7 @@ are a model of a few terms, good for a comparison of configurations:
 - Temporaries of an update: float32 gradients; for each token and layer, its input and the share of product outputs that
   `remat` keeps; all outputs of the largest layer, its full weights, and a chunk of logits. Other passes: the last
   three.
-- Operations (rl/reporting/flops.py): three times the forward pass for a gradient, and once more for recomputation.
+- Operations (rl/accounting/flops.py): three times the forward pass for a gradient, and once more for recomputation.
 - HBM traffic: all weights in each pass, and activations.
 - The pass of a teacher in an update is one more forward pass, of its own weights.
 - Communication: an all-gather of weights over the axes that shard them but not the products, a reduce-scatter of their
@@ -28,11 +28,11 @@ from policy.layers.layer_embeddings import TABLE
 from policy.media import is_tower
 from policy.mesh.sharding import axes_of
 from policy.model import Graph
+from rl.accounting import chips
+from rl.accounting.flops import Operations
+from rl.accounting.program_memory import ENCODING, RESHARD
 from rl.config.run import RunConfig
 from rl.plan.programs import Planned, PlannedStage, Sampling, planned, stages
-from rl.reporting import chips
-from rl.reporting.flops import Operations
-from rl.reporting.program_memory import ENCODING, RESHARD
 from rl.run import build
 from rl.training.trainable import trained_paths
 from rollout.engine.exact import CHECKS

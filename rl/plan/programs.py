@@ -21,20 +21,20 @@ from policy.cache import pages
 from policy.cache.pages import Pool
 from policy.config import LayerSpec
 from policy.execution.encoding import MediaEncoder, tower_params
-from policy.execution.scoring import Scorer
 from policy.experts.expert_shards import ExpertShards
 from policy.media import Kind, largest_inputs
 from policy.mesh.sharding import Layout
 from policy.model import Graph
 from policy.ops.host_memory import on_a_device
+from policy.programs.scoring import Scorer
+from rl.accounting.program_memory import ENCODING, GENERATOR, RESHARD
 from rl.config.run import RunConfig
 from rl.config.stage import StageOptions
-from rl.media import planned_rows
-from rl.reporting.program_memory import ENCODING, GENERATOR, RESHARD
 from rl.run import build
 from rl.stages import scorers
 from rl.stages.sharing import full_rows
 from rl.stages.stage import Program, StageKind
+from rl.training.media.tables import planned_rows
 from rollout.engine.active_batch import stop_width
 from rollout.engine.exact import CHECKS, Verifier
 from rollout.engine.runner import ModelRunner, program_inputs

@@ -62,7 +62,7 @@ class Topology:
 
     def memory(self, device: Any) -> float | None:
         """Returns the bytes that a program may use on a device; None if there is no limit, as on a CPU."""
-        from rl.reporting import chips
+        from rl.accounting import chips
 
         if self.platform == "gpu":
             limit = (device.memory_stats() or {}).get("bytes_limit")  # the memory that jax reserves

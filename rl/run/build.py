@@ -16,8 +16,8 @@ from policy.attention import context_parallel
 from policy.config import DecoderConfig
 from policy.execution.encoding import MediaEncoder
 from policy.experts import expert_parallel
+from policy.fields.config_fields import UnsupportedModel
 from policy.huggingface import sources
-from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
 from policy.layers import batch_split
 from policy.layers.engram import set_classes
@@ -27,6 +27,7 @@ from policy.mesh.sharding import Layout, layout
 from policy.model import Graph, Model
 from policy.ops.host_memory import NoHostMemory, in_host_memory
 from rewards.suggest import nearest
+from rl.accounting.program_memory import ProgramMemoryLog
 from rl.cluster.launch import on_first
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
@@ -36,10 +37,8 @@ from rl.data.encoded import media_of
 from rl.data.media import conflicts
 from rl.data.reader import read_tokenizer
 from rl.errors import ConfigError, ModelError, ResourceError
-from rl.media import MediaTables, evaluated_at_once, planned_rows, table_rows, trains_towers
-from rl.reporting.events import Events
-from rl.reporting.program_memory import ProgramMemoryLog
-from rl.reporting.timeline import CHECKPOINTS, Timeline
+from rl.records.events import Events
+from rl.records.timeline import CHECKPOINTS, Timeline
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
 from rl.run.health import changed_rows
@@ -48,6 +47,7 @@ from rl.run.signals import StopSignal
 from rl.run.state import Run, stage_ended
 from rl.stages.context import Progress
 from rl.stages.sharing import sharing_of
+from rl.training.media.tables import MediaTables, evaluated_at_once, planned_rows, table_rows, trains_towers
 from rl.training.trainable import is_named, trained_paths
 from rl.training.updater import frozen_names
 from rollout import Generator, GeneratorOptions

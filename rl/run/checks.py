@@ -256,10 +256,10 @@ def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
 
 def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:
     if data.task is not None:
-        import rl.data.tasks
+        import rl.tasks
 
         try:
-            rl.data.tasks.check(data.task, data.options)
+            rl.tasks.check(data.task, data.options)
         except ValueError as error:
             options = [key for key in data.options if f"`{key}`" in str(error)]
             yield (*path, *(("options", *options[:1]) if options else ("task",))), str(error)

@@ -17,7 +17,7 @@ from rl.cluster.launch import on_first
 from rl.config import files
 from rl.config.run import RunConfig
 from rl.errors import ConfigError, ResourceError, disk_room, no_room
-from rl.reporting.run_files import EVENTS
+from rl.records.run_files import EVENTS
 from rl.run.load import load
 from rl.stages import algorithm_of, kind_of
 

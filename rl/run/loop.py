@@ -18,9 +18,9 @@ from rl.config import files
 from rl.config.run import RunConfig
 from rl.config.stage import UntilOptions
 from rl.errors import reward_errors
-from rl.reporting.manifest import Manifest
-from rl.reporting.manifest import devices as device_facts
-from rl.reporting.timeline import Timeline
+from rl.records.manifest import Manifest
+from rl.records.manifest import devices as device_facts
+from rl.records.timeline import Timeline
 from rl.run import build
 from rl.run.compilation import BackgroundNotes, compile_generator
 from rl.run.folder import RunFolder

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from rl.reporting import memory
-from rl.reporting.flops import rates
+from rl.accounting import memory
+from rl.accounting.flops import rates
 
 if TYPE_CHECKING:
     from policy.mesh.sharding import Layout

@@ -21,7 +21,7 @@ from rl.data.inspect import Finding, weights
 from rl.data.reader import DataReader
 from rl.data.tokenizer import reads_date
 from rl.errors import DataError, ModelError
-from rl.reporting.run_files import EVENTS
+from rl.records.run_files import EVENTS
 from rl.run.health.changed_rows import Fingerprints, fingerprints
 from rl.run.health.start_checks import start_checks
 from rl.run.load import load

@@ -9,12 +9,12 @@ from typing import Any
 
 from policy.mesh import processes
 from rewards.text import quoted
+from rl.accounting.program_memory import FILE, ProgramMemoryLog
 from rl.cluster.launch import on_first
 from rl.data import models
 from rl.data import teacher as teachers
 from rl.data.inspect import Finding
 from rl.errors import Interrupted, ModelError, ResourceError, disk_room
-from rl.reporting.program_memory import FILE, ProgramMemoryLog
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
 from rl.run.health import start_checks

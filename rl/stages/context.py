@@ -14,10 +14,10 @@ from rl.stages.sampling.dynamic import Group
 if TYPE_CHECKING:
     from policy.model import Model
     from rl.config.run import RunConfig
-    from rl.media import Documents, MediaTables, StepTable
-    from rl.reporting.events import Events
-    from rl.reporting.timeline import Timeline
+    from rl.records.events import Events
+    from rl.records.timeline import Timeline
     from rl.training.batch import Batch
+    from rl.training.media.tables import Documents, MediaTables, StepTable
     from rollout import Generator
     from rollout.media.expand import Expanded
 

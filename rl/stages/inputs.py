@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from rl.reporting.flops import rates
+from rl.accounting.flops import rates
 from rl.stages.shapes import abstract_batch, abstract_rows, with_structure
 from rl.stages.stage import Program, StageKind
 
 if TYPE_CHECKING:
     from policy.cache.media import MediaTable
     from rewards import Scores
-    from rl.media import StepTable
+    from rl.training.media.tables import StepTable
     from rollout.collect import Rollouts
 
 EXAMPLES, SAMPLING, MODEL_PASSES, REWARDS = "examples", "sampling", "model passes", "rewards"

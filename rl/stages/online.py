@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl.accounting.flops import memory_share, rates
 from rl.errors import ModelError, RewardStop
-from rl.reporting.flops import memory_share, rates
 from rl.stages import inputs
 from rl.stages.configured import ConfigProblems
 from rl.stages.inputs import StepData

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rl.data.reader import DataReader
-    from rl.media import Documents
     from rl.training.batch import Batch
+    from rl.training.media.tables import Documents
 
 
 class Stage(supervised.Stage):

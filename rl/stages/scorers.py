@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from policy.config import Runtime
+from policy.fields.config_fields import UnsupportedModel
 from policy.huggingface import sources
-from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
 from rewards.registry import REWARD_MODEL
 from rl.config.data import RewardSettings
@@ -24,8 +24,8 @@ from rl.errors import ConfigError, ModelError, ResourceError
 if TYPE_CHECKING:
     from policy.mesh.sharding import Layout
     from policy.model import Graph
-    from rl.media import StepTable
-    from rl.reporting.timeline import Timeline
+    from rl.records.timeline import Timeline
+    from rl.training.media.tables import StepTable
     from rl.training.packing.trees import Sharing
     from rl.training.reward_model import RewardModelScorer
     from rl.training.teacher import Teacher

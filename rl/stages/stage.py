@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from rl.accounting.flops import rates
 from rl.data import datasets, models, towers
 from rl.data.tokenizer import write_tokenizer
 from rl.errors import ModelError
-from rl.reporting.flops import rates
 from rl.stages import generation
 from rl.stages.configured import ConfiguredStage
 from rl.stages.sampling import rollouts
@@ -40,15 +40,15 @@ from rollout.collect import Rollouts, Source, collect
 
 if TYPE_CHECKING:
     from policy.cache.media import MediaTable
-    from policy.execution.compiled_cache import CompiledCache
     from policy.model import Graph
+    from policy.programs.compiled_cache import CompiledCache
     from rl.config.run import RunConfig
     from rl.config.stage import StageOptions
     from rl.data.reader import DataReader
     from rl.data.shard import Shard
-    from rl.media import StepTable
     from rl.stages.context import Context
     from rl.training.batch import Batch
+    from rl.training.media.tables import StepTable
     from rl.training.reward_model import RewardModelScorer
     from rollout import SamplingParams
 
@@ -139,7 +139,7 @@ class StageKind(ConfiguredStage, ABC):
 
     def executables(self) -> Mapping[str, CompiledCache]:
         """Returns the compiled functions of a step and of reward models, by the names of their programs in a plan."""
-        from rl.reporting.program_memory import ENCODING
+        from rl.accounting.program_memory import ENCODING
         from rl.stages.scorers import program_name
 
         reward_models = {program_name(source): scorer.executable for source, scorer in self.scorers.items()}
@@ -163,7 +163,7 @@ class StageKind(ConfiguredStage, ABC):
     @property
     def media_params(self) -> dict[str, Any]:
         """Returns `table_shapes` by the names that programs take its arrays by."""
-        from rl.training.towers import as_params
+        from rl.training.media.towers import as_params
 
         return as_params(self.table_shapes)
 
@@ -180,7 +180,7 @@ class StageKind(ConfiguredStage, ABC):
         """Returns the state before the first step, or `restored`, the arrays of a checkpoint."""
         self.context = context
         if context.media is not None:
-            from rl.media import trains_towers
+            from rl.training.media.tables import trains_towers
 
             trained = self.trains_policy and trains_towers(context.model.graph, self.options)
             context.media.start_stage(trained)

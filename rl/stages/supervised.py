@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from policy.model import Graph
     from rl.data.encoded import Row
     from rl.data.reader import DataReader
-    from rl.media import Documents
     from rl.stages.context import Context
     from rl.training.batch import Batch
+    from rl.training.media.tables import Documents
     from rl.training.teacher import Teacher
     from rl.training.trainer import RunState
 

@@ -21,8 +21,8 @@ from rl.stages.supervised import documents_of
 if TYPE_CHECKING:
     from rl.data.encoded import Example
     from rl.data.reader import DataReader
-    from rl.media import Documents
     from rl.training.batch import Batch
+    from rl.training.media.tables import Documents
 
 Answer = tuple[Row, float]
 """(row of a prompt with its answer, label: 1 for a good answer, 0 for a bad one)."""

@@ -21,12 +21,12 @@ from policy.mesh import processes
 from policy.mesh.sharding import Layout, block_on_cpu_mesh
 from policy.model import Graph
 from policy.ops.dropout import Dropout
+from rl.accounting.flops import Operations
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
 from rl.errors import ModelError
-from rl.reporting.flops import Operations
-from rl.training import towers
 from rl.training.batch import Batch
+from rl.training.media import towers
 from rl.training.packing.packing import Packing, plan_packing, row_counts
 from rl.training.packing.trees import Sharing, plan_trees
 from rl.training.updater import ParamState, updates_made

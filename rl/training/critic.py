@@ -12,7 +12,7 @@ from policy.cache.step import Step
 from policy.intermediates import Aux
 from policy.model import Graph
 from policy.modes import VALUE_HEAD
-from rl.reporting.flops import Operations
+from rl.accounting.flops import Operations
 from rl.training.host_memory import copied
 
 

@@ -18,21 +18,21 @@ import numpy as np
 from policy.cache.media import MediaTable
 from policy.cache.paths import Tree
 from policy.config import Runtime
-from policy.execution.compiled_cache import CompiledCache
 from policy.huggingface import classification, sources
 from policy.mesh import processes
 from policy.mesh.sharding import Layout, block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.modes import VALUE_HEAD
+from policy.programs.compiled_cache import CompiledCache
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
-from rl.training import towers
 from rl.training.batch import Batch, padded_batch
 from rl.training.batch_updates import CPU_TOKENS, LOSS_TOKENS, BatchUpdates, by_micro_batch, shard_rows, step_of
 from rl.training.critic import Critic
+from rl.training.media import towers
+from rl.training.media.towers import UpdateMedia
 from rl.training.packing.packing import plan_packing
 from rl.training.packing.trees import Sharing, plan_trees
-from rl.training.towers import UpdateMedia
 from rl.training.updater import OptimizerStep, ParamState
 
 # Tokens that one device scores at a time, unless it is a CPU.

@@ -25,12 +25,11 @@ from policy.attention.sequence_shards import Rows
 from policy.cache.paths import before, scored
 from policy.cache.step import Step
 from policy.config import StoredType
-from policy.execution.compiled_cache import CompiledCache
+from policy.fields.config_fields import UnsupportedModel
 from policy.heads import head
 from policy.heads.divergence import DivergenceOutputs, top_divergence
 from policy.heads.features import by_number, feature_loss, pairs_of
 from policy.huggingface import model_directory
-from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
 from policy.intermediates import Aux
 from policy.mesh import processes
@@ -38,9 +37,10 @@ from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.ops.host_memory import fetch, in_host_memory
 from policy.ops.quantization import TYPES, quantize
+from policy.programs.compiled_cache import CompiledCache
+from rl.accounting.flops import Operations
 from rl.algorithms import PolicyInputs
 from rl.errors import ModelError
-from rl.reporting.flops import Operations
 from rl.training.batch import Batch
 
 PREFIX = "teacher."

@@ -15,22 +15,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.cache.media import MediaTable
-from policy.execution.compiled_cache import CompiledCache
 from policy.mesh import processes
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.modes import VALUE_HEAD
+from policy.programs.compiled_cache import CompiledCache
+from rl.accounting.flops import Operations
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
-from rl.reporting.flops import Operations
-from rl.training import towers
 from rl.training.batch import Batch
 from rl.training.batch_updates import LOSS_TOKENS, BatchUpdates, by_micro_batch, shard_rows, step_of
 from rl.training.critic import Critic
 from rl.training.host_memory import copied, mixed
+from rl.training.media import towers
+from rl.training.media.towers import UpdateMedia
 from rl.training.packing.packing import Packing
 from rl.training.teacher import Student, Teacher
-from rl.training.towers import UpdateMedia
 from rl.training.updater import OptimizerStep, ParamState
 
 

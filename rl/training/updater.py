@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding
 import rl.algorithms
 from policy import modes
 from policy.execution import row_tables
-from policy.execution.compiled_cache import CompiledCache
 from policy.execution.encoding import Piece
 from policy.layers import batch_split
 from policy.media import TOWERS
@@ -28,16 +27,17 @@ from policy.model import Graph
 from policy.modes import VALUE_HEAD
 from policy.ops.dropout import row_seeds
 from policy.ops.host_memory import belongs_there, fetch, in_host_memory, to_device
+from policy.programs.compiled_cache import CompiledCache
 from rl.config.stage import OptimizerOptions, StageOptions
 from rl.training.auxiliary_losses import auxiliary_loss, load_metrics, totals, updated_biases
 from rl.training.batch import Batch
 from rl.training.critic import Critic
 from rl.training.diagnostics import activation_metrics, gradient_norms
 from rl.training.host_memory import joined, on_each_memory
+from rl.training.media.towers import TowerGradients
 from rl.training.optimizer import adamw, at_once, at_update, by_layer, schedule, start
 from rl.training.optimizer import norm as norm_of
 from rl.training.teacher import FeatureProjections
-from rl.training.towers import TowerGradients
 from rl.training.trainable import MODULES, trained_paths
 
 

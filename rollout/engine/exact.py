@@ -3,7 +3,7 @@
 The decoder's numbers change in their last bits with the shape of a call: how many rows decode together, where a
 prompt was cut into chunks, how the cache is stored. About one token in ten thousand then differs, because its random
 number falls between the two versions of a cumulative sum, or two tokens change places. So a completion of the decoder
-is unverified when it ends. The scoring programs (policy/execution/scoring.py), whose bits depend on the tokens alone,
+is unverified when it ends. The scoring programs (policy/programs/scoring.py), whose bits depend on the tokens alone,
 run over it once. At every position the token is drawn again, from their logits and by the same random number that the
 decoder used. The first that differs replaces the decoder's, the tokens after it are discarded, and the request goes
 back to the queue. The final completion is a function of the weights, the prompt, and (seed, prompt id, sample) only;
@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy.execution.compiled_cache import CompiledCache
-from policy.execution.scoring import Scorer
 from policy.heads import head
 from policy.mesh.sharding import block_on_cpu_mesh
+from policy.programs.compiled_cache import CompiledCache
+from policy.programs.scoring import Scorer
 from rollout.engine.programs import IDLE
 from rollout.engine.sampling import Draws, choose
 from rollout.request import Request

@@ -29,11 +29,11 @@ import numpy as np
 from policy import modes
 from policy.cache import cache as caches
 from policy.cache.media import Media, MediaInputs
-from policy.execution.compiled_cache import CompiledCache, Memory
 from policy.execution.decoding import DecodingWeights
 from policy.mesh import processes
 from policy.mesh.sharding import Layout, block_on_cpu_mesh
 from policy.model import Graph
+from policy.programs.compiled_cache import CompiledCache, Memory
 from rollout.engine import prefix_index
 from rollout.engine.cache_manager import CacheGeometry, CacheManager, ContiguousCacheManager, PagedCacheManager
 from rollout.engine.page_allocator import PageAllocator, PageCopy

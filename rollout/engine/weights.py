@@ -11,11 +11,11 @@ import qwix
 
 from policy.config import StoredType
 from policy.execution.array_identity import ArrayIdentity
-from policy.execution.compiled_cache import CompiledCache, Memory
 from policy.mesh.sharding import Layout, block_on_cpu_mesh
 from policy.model import Graph
 from policy.ops.host_memory import fetch, on_a_device
 from policy.ops.quantization import TYPES, quantize
+from policy.programs.compiled_cache import CompiledCache, Memory
 from rollout.types import GeneratorOptions
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from tpu_compiler import program_text  # isort: split
 
-from policy.execution.compiled_cache import Memory
+from policy.programs.compiled_cache import Memory
+from rl.accounting.program_memory import GENERATOR
 from rl.plan.compiled import counts
 from rl.plan.hlo import Program
 from rl.plan.programs import programs
 from rl.plan.slices import Topology
-from rl.reporting.program_memory import GENERATOR
 from rl.run import build
 from rl.run.load import load
 

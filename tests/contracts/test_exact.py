@@ -13,7 +13,7 @@ from oracles import KINDS, VOCAB, random_model, short
 import rollout.engine.programs
 import rollout.engine.sampling
 from policy import families
-from policy.execution import scoring
+from policy.programs import scoring
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.request import Request
 

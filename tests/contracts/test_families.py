@@ -25,9 +25,9 @@ from policy import families, modes
 from policy.cache import cache as caches
 from policy.cache.step import Step
 from policy.config import DenseAndExperts, LayerSpec, Moe, Router, Runtime
+from policy.fields.config_fields import UnsupportedModel
 from policy.heads import head
 from policy.huggingface import sources
-from policy.huggingface.config_fields import UnsupportedModel
 from policy.mesh.sharding import layout
 from policy.model import Graph
 from policy.modes import make_step

@@ -5,8 +5,8 @@ import importlib
 
 import pytest
 
-from rl.data import tasks
-from rl.data.tasks import arithmetic
+from rl import tasks
+from rl.tasks import arithmetic
 
 OPTIONS = {
     "arithmetic": [
@@ -53,7 +53,7 @@ def test_the_splits_are_fixed_and_share_no_problem(name, options):
 
 @pytest.mark.parametrize("name", tasks.names())
 def test_unknown_options_and_splits_are_refused_and_all_options_are_described(name):
-    kind = importlib.import_module(f"rl.data.tasks.{name}").Options
+    kind = importlib.import_module(f"rl.tasks.{name}").Options
     first = dataclasses.fields(kind)[0].name
     with pytest.raises(ValueError, match=rf"no option `{first}x` \(nearest: {first}"):
         tasks.check(name, {first + "x": 1})

@@ -1,7 +1,7 @@
 """Rows of text next to rows with one and two contents, and a reward that opens the pictures: for runs in these tests."""
 
 from rewards.text import text_of
-from rl.data.tasks import pictures, tones
+from rl.tasks import pictures, tones
 
 WORDS = ("one", "two", "three", "four", "five")
 

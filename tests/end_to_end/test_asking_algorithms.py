@@ -11,7 +11,7 @@ import pytest
 from test_metrics import ASKED_FOR, documented, written
 
 from rl.commands import cli
-from rl.reporting import events
+from rl.records import events
 
 OPTIONS = {
     "dapo": {"dynamic_batches": 3, "mask_truncated": True},

@@ -13,7 +13,7 @@ import policy
 from policy import families
 from policy.model import Graph
 from rl.commands import cli
-from rl.reporting import events
+from rl.records import events
 
 OWN = "tests/end_to_end/own_rewards.py"
 GRPO = (

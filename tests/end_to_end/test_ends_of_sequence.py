@@ -11,7 +11,7 @@ import policy
 from policy import families
 from policy.huggingface import generation_config
 from rl.commands import cli
-from rl.reporting import samples
+from rl.records import samples
 from rollout.text.tokenizer import load_tokenizer
 
 ENDS, OTHERS = [2, *range(8, 320, 4)], [2, *range(9, 320, 4)]

@@ -5,7 +5,7 @@ import json
 import launch
 import pytest
 
-from rl.reporting import events
+from rl.records import events
 
 STAGE = {
     "algorithm": "grpo",

@@ -6,8 +6,8 @@ import sys
 import launch
 import pytest
 
-from rl.reporting import events
-from rl.reporting.explain import findings
+from rl.records import events
+from rl.views.explain import findings
 
 sys.path.insert(0, str(launch.ROOT / "tests" / "illnesses"))
 

@@ -4,7 +4,7 @@ import launch
 import numpy as np
 import pytest
 
-from rl.reporting import events
+from rl.records import events
 
 FILE = """
 model:

@@ -6,7 +6,7 @@ import shutil
 import launch
 import pytest
 
-from rl.reporting import events
+from rl.records import events
 
 
 def killed(directory, moment, delay: float = 0.0) -> bool:

@@ -7,7 +7,7 @@ import sys
 import launch
 import pytest
 
-from rl.reporting.events import Events
+from rl.records.events import Events
 
 STEPS = 1500
 EARLY = 500

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rl.algorithms
-from rl.reporting import events
+from rl.records import events
 from rl.training.teacher import COMPARED, FeatureProjections
 
 PREDICTION = ("mtp/loss", "mtp/acceptance", "mtp/grad_norm", "speculative/accepted_per_step")

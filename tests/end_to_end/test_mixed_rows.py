@@ -11,7 +11,7 @@ import launch
 import numpy as np
 import pytest
 
-from rl.reporting import samples
+from rl.records import samples
 
 HERE = Path(__file__).parent
 CONFIG, ROWS = HERE / "mixed.yml", HERE / "mixed_rows.py"

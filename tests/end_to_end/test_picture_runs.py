@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import policy
 from policy.huggingface import sources
-from rl.reporting import samples
+from rl.records import samples
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "vlm_quickstart.yml"
@@ -24,7 +24,7 @@ PICTURES = tuple(
     f"media/{name}" for name in ("pictures", "rows", "distinct", "encoded", "encode_seconds", "wait_seconds")
 )
 SHUFFLED = """
-from rl.data.tasks import pictures
+from rl.tasks import pictures
 
 
 def problems(split, **_):
@@ -127,7 +127,7 @@ def test_two_processes_make_the_numbers_of_one(tmp_path):
 
 
 PAIRS = """
-from rl.data.tasks import pictures
+from rl.tasks import pictures
 
 
 def problems(split):

@@ -13,16 +13,16 @@ import pytest
 import rl.algorithms
 import rl.stages
 from policy.config import Runtime
-from policy.execution.compiled_cache import Memory
 from policy.huggingface import classification, sources
 from policy.model import Graph, Model
+from policy.programs.compiled_cache import Memory
+from rl.accounting import program_memory
 from rl.commands import cli
 from rl.config import files
 from rl.data.reader import read_tokenizer
 from rl.plan.children import described
 from rl.plan.estimate import Estimator
 from rl.plan.programs import programs
-from rl.reporting import program_memory
 from rl.run import build
 from rl.run.load import load
 from rl.stages.scorers import program_name

@@ -15,7 +15,7 @@ from policy.config import Runtime
 from policy.mesh.sharding import layout
 from rl.commands import cli
 from rl.errors import DataError
-from rl.reporting import events
+from rl.records import events
 from rl.run import build
 from rl.run.load import load
 from rl.run.prepare import prepare

@@ -18,7 +18,7 @@ import pytest
 
 import policy
 from rl.errors import ProcessLost
-from rl.reporting import events
+from rl.records import events
 
 # Sums of gradients are added up in another order; an eps of 1e-8 would make a step of the learning rate of the
 # difference.

@@ -16,14 +16,14 @@ from oracles import configuration, random_model
 import policy
 import rl.stages
 from policy import families
-from rl.data.tasks import arithmetic
-from rl.reporting import events, run_files, samples
-from rl.reporting.timeline import CHECKPOINTS, FILE, RUN, WORKERS
+from rl.records import events, run_files, samples
+from rl.records.timeline import CHECKPOINTS, FILE, RUN, WORKERS
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
 from rl.run.load import load
 from rl.run.prepare import prepare
 from rl.stages.online import Stage
+from rl.tasks import arithmetic
 from rl.training.trainer import Trainer
 
 SFT = "{algorithm: sft, steps: 3, prompts_per_step: 8, optimizer: {learning_rate: 2e-3}, sampling: {max_new_tokens: 6}}"

@@ -22,7 +22,7 @@ from rl.data import teacher as teachers
 from rl.plan import compiled, programs
 from rl.plan.command import table
 from rl.plan.estimate import Estimator, teacher_work
-from rl.reporting import events
+from rl.records import events
 from rl.run import build
 from rl.run.load import load
 from rollout.text.tokenizer import load_tokenizer

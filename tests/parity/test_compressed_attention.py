@@ -33,7 +33,7 @@ from policy.config import (
 from policy.modes import make_step
 from policy.ops.parameter import split_module
 from policy.ops.rope import rotation
-from rl.reporting.flops import _mixing
+from rl.accounting.flops import _mixing
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 

@@ -13,7 +13,7 @@ from oracles import configuration
 
 from policy import families
 from policy.config import Runtime
-from policy.huggingface.ngrams import is_prime
+from policy.fields.ngrams import is_prime
 from policy.layers.engram import NgramLookup, table_rows
 from policy.modes import make_step
 

@@ -10,8 +10,8 @@ from oracles import KINDS, STANDARD, TINY, edit_config, oracle, reference_logits
 
 import policy
 from policy import families
+from policy.fields.config_fields import UnsupportedModel
 from policy.huggingface import sources
-from policy.huggingface.config_fields import UnsupportedModel
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -13,8 +13,8 @@ from policy.config import Attention, Runtime
 from policy.huggingface import sources
 from policy.mesh.sharding import layout
 from policy.model import Graph
-from rl.reporting import chips
-from rl.reporting.flops import Operations, lengths, memory_share, rates
+from rl.accounting import chips
+from rl.accounting.flops import Operations, lengths, memory_share, rates
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 

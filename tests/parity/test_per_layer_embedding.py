@@ -15,8 +15,8 @@ from policy.cache.entries import entries
 from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import Runtime
-from policy.huggingface import names, ngrams
-from policy.huggingface.config_fields import UnsupportedModel
+from policy.fields import names, ngrams
+from policy.fields.config_fields import UnsupportedModel
 from policy.layers.engram import NgramLookup
 from policy.modes import make_step
 

@@ -23,8 +23,8 @@ from oracles import (
 
 import policy
 from policy import families
+from policy.fields.config_fields import UnsupportedModel
 from policy.huggingface import model_directory
-from policy.huggingface.config_fields import UnsupportedModel
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -14,7 +14,7 @@ from policy.huggingface import sources
 from rl.commands import cli, environment, train
 from rl.config.data import refuse_secrets
 from rl.errors import ConfigError, DataError, Interrupted
-from rl.reporting import manifest
+from rl.records import manifest
 from rl.run.folder import RunFolder
 from rl.run.load import load
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policy.execution.compiled_cache import CompiledCache
+from policy.programs.compiled_cache import CompiledCache
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

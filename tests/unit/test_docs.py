@@ -20,9 +20,9 @@ import rl.algorithms
 from rl.config import files, reference
 from rl.data import datasets
 from rl.data.media import read_processors
-from rl.data.tasks import arithmetic
 from rl.data.tokenizer import read_tokenizer
 from rl.run.load import load
+from rl.tasks import arithmetic
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

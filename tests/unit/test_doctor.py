@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rl.accounting import memory
 from rl.commands import cli
-from rl.reporting import memory
 from rl.run.health import doctor
 from rl.run.health.prompt_probe import FIRST_ID, probe
 

@@ -12,10 +12,10 @@ import pytest
 
 from rl.config.run import RunConfig
 from rl.errors import ResourceError
-from rl.reporting import trackers
-from rl.reporting.events import EventLog, Events, read
-from rl.reporting.run_files import EVENTS, SAMPLES, TOKENS
-from rl.reporting.samples import TOKEN
+from rl.records import trackers
+from rl.records.events import EventLog, Events, read
+from rl.records.run_files import EVENTS, SAMPLES, TOKENS
+from rl.records.samples import TOKEN
 from rl.run.outlook import Outlook
 
 STAGES = ["sft", "grpo"]

@@ -12,8 +12,8 @@ import pytest
 
 from rl.commands import cli
 from rl.errors import ConfigError
-from rl.reporting.explain import findings, verdict
-from rl.reporting.explain.series import Series, correlation
+from rl.views.explain import findings, verdict
+from rl.views.explain.series import Series, correlation
 
 RUNS = Path(__file__).resolve().parents[1] / "illnesses" / "recorded"
 ILL = {

@@ -8,7 +8,7 @@ import pytest
 
 from rl.config.run import RunConfig
 from rl.errors import ConfigError, ResourceError
-from rl.reporting.run_files import EVENTS
+from rl.records.run_files import EVENTS
 from rl.run.folder import RunFolder
 from rl.run.load import load
 from rl.run.signals import StopSignal

@@ -13,8 +13,8 @@ from oracles import KINDS, VOCAB, configuration, random_model
 
 import rollout.generator
 from policy import families
-from policy.execution.compiled_cache import CompiledCache
 from policy.modes import VALUE_HEAD, make_step
+from policy.programs.compiled_cache import CompiledCache
 from rl.training.critic import Critic
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.engine.active_batch import stop_width

@@ -17,7 +17,7 @@ from rl.commands import cli
 from rl.data import prompts
 from rl.data.encoding import ExampleEncoder
 from rl.data.media import processors_of
-from rl.media import MediaTables
+from rl.training.media.tables import MediaTables
 from rollout import Generator, SamplingParams
 from rollout.text.tokenizer import load_tokenizer
 

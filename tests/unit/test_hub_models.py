@@ -27,13 +27,13 @@ from rl.data.hub import hub_name
 from rl.data.rows.sources import read_rows
 from rl.data.tokenizer import read_tokenizer
 from rl.errors import ConfigError, ModelError
-from rl.reporting.viewer.tokens import TokenTexts
 from rl.run import build
 from rl.run.folder import RunFolder
 from rl.run.load import load
 from rl.run.prepare import prepare
 from rl.stages.scorers import load_scorers
 from rl.training.reward_model import RewardModelScorer
+from rl.views.viewer.tokens import TokenTexts
 from rollout.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

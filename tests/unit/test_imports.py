@@ -116,7 +116,7 @@ HEAVY = ("jax", "jaxlib", "flax", "torch", "transformers", "datasets", "tokamax"
 @pytest.mark.parametrize(
     "modules",
     [
-        "policy, policy.families, policy.huggingface.config_fields, policy.config",
+        "policy, policy.families, policy.fields.config_fields, policy.config",
         "rl.config.run",
         "rewards",
         "rl.algorithms",

@@ -12,7 +12,8 @@ import policy
 from policy import compatibility, families
 from policy.cache.media import Media
 from policy.config import Runtime
-from policy.huggingface import extensions, sources
+from policy.fields import extensions
+from policy.huggingface import sources
 from policy.mesh.sharding import layout
 from rl.config.run import RunConfig
 from rl.run import checks

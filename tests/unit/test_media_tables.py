@@ -13,8 +13,8 @@ import policy
 from policy.config import Runtime
 from policy.execution.encoding import MediaEncoder
 from policy.mesh import processes
-from rl.media import MediaTables, table_rows
 from rl.training.batch import padded_batch
+from rl.training.media.tables import MediaTables, table_rows
 from rollout import Generator, MediaPrompt, SamplingParams
 from rollout.media.item import Extent
 

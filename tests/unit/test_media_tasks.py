@@ -5,10 +5,10 @@ import hashlib
 import numpy as np
 import pytest
 
+from rl import tasks
 from rl.config.data import DataOptions
-from rl.data import tasks
 from rl.data.rows.sources import read_rows
-from rl.data.tasks import pictures, tones
+from rl.tasks import pictures, tones
 from rollout.media.rows import normalise
 
 QUESTIONS = ("colour", "where", "count", "shape", "digit")

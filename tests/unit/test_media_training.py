@@ -14,10 +14,10 @@ from policy import modes
 from policy.cache.media import Media
 from policy.execution.encoding import MediaEncoder
 from rl.data.encoded import Row
-from rl.media import MediaTables, table_rows
 from rl.stages.sampling import rollouts
 from rl.stages.supervised import documents_of
 from rl.training.batch import padded_batch, segmented_batch
+from rl.training.media.tables import MediaTables, table_rows
 from rl.training.reward_model import RewardModelScorer
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.media.expand import Expanded

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from policy.huggingface import names
-from policy.huggingface.names import Stored
+from policy.fields import names
+from policy.fields.names import Stored
 
 E, H, K, D, X, F, W = 6, 4, 2, 3, 5, 8, 4
 # A Qwen3-Next delta net: KH key heads of KD, each with R value heads of VD.

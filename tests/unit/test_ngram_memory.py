@@ -18,8 +18,8 @@ from policy import families
 from policy.cache import cache as caches
 from policy.cache.step import Step
 from policy.config import Runtime
-from policy.huggingface import names, ngrams
-from policy.huggingface.config_fields import UnsupportedModel
+from policy.fields import names, ngrams
+from policy.fields.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
 from policy.layers.engram import set_classes
 from policy.model import Graph

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 import policy
 from policy import families
+from policy.fields.config_fields import UnsupportedModel
 from policy.huggingface import classification, generation_config, sources
-from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError, TensorFiles
 from policy.model import Graph
 from rl.commands import cli

@@ -16,15 +16,15 @@ from test_view import Served, files_served
 from test_viewer import opened
 
 from rl.commands import cli
-from rl.reporting import thumbnails
-from rl.reporting.events import EventLog
-from rl.reporting.explain.record import read as read_record
-from rl.reporting.messages import pictures
-from rl.reporting.report import page as report_page
-from rl.reporting.report import pictures as embedding
-from rl.reporting.run_files import MEDIA
-from rl.reporting.viewer import records, search
+from rl.records import thumbnails
+from rl.records.events import EventLog
+from rl.records.messages import pictures
+from rl.records.run_files import MEDIA
 from rl.stages.sampling import rollouts
+from rl.views.explain.record import read as read_record
+from rl.views.report import page as report_page
+from rl.views.report import pictures as embedding
+from rl.views.viewer import records, search
 
 pytestmark = pytest.mark.xdist_group("chromium")
 chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")

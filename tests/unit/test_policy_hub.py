@@ -9,8 +9,9 @@ from safetensors.numpy import load_file, save_file
 
 import policy
 from policy import families
-from policy.huggingface import model_directory, names
-from policy.huggingface.config_fields import UnsupportedModel
+from policy.fields import names
+from policy.fields.config_fields import UnsupportedModel
+from policy.huggingface import model_directory
 from policy.huggingface.model_directory import ModelFileError
 
 

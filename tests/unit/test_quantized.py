@@ -11,7 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 import policy
 from policy import families
-from policy.huggingface import model_directory, names
+from policy.fields import names
+from policy.huggingface import model_directory
 from policy.huggingface.model_directory import ModelFileError
 from policy.huggingface.quantized import (
     Fp4,

@@ -16,7 +16,7 @@ import pytest
 
 from rl.commands import cli
 from rl.errors import ConfigError
-from rl.reporting.report import charts, read, samples, series, settings, svg
+from rl.views.report import charts, read, samples, series, settings, svg
 
 EVIL = '</script><img src=x onerror="document.title=1"><!-- \u2028 \x00 & "quotes"'
 
@@ -330,7 +330,7 @@ def test_the_policy_names_the_hashes_of_the_one_script_and_style(tmp_path):
 
 def test_the_page_in_its_order(tmp_path, monkeypatch):
     run = learning(tmp_path / "a")
-    monkeypatch.setattr("rl.reporting.report.command.verdict", lambda run: [f"{run.path}: 9 steps", "reward rose <b>"])
+    monkeypatch.setattr("rl.views.report.command.verdict", lambda run: [f"{run.path}: 9 steps", "reward rose <b>"])
     _, page = report(run)
     places = [
         "Verdict</h2><p>9 steps</p>",

@@ -21,7 +21,7 @@ from policy.config import Runtime
 from policy.experts.router import bias_update
 from rl.config.run import RunConfig
 from rl.data.encoded import Problem
-from rl.reporting import events
+from rl.records import events
 from rl.run import checks
 from rl.stages.sampling.rollouts import routes_of, to_batch
 from rl.training.batch import padded_batch

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from rl.config.run import SampleRecords
-from rl.reporting import samples
-from rl.reporting.run_files import SAMPLES, TOKENS, sample_files
-from rl.reporting.samples import TOKEN, SampleLog
+from rl.records import samples
+from rl.records.run_files import SAMPLES, TOKENS, sample_files
+from rl.records.samples import TOKEN, SampleLog
 
 LINE_BYTES = 75
 

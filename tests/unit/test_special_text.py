@@ -10,8 +10,8 @@ from rewards import Runner, RunnerOptions, Scores
 from rl.commands import cli
 from rl.data.datasets import Example
 from rl.data.encoded import Problem
-from rl.reporting import messages
-from rl.reporting.samples import TOKEN, SampleLog
+from rl.records import messages
+from rl.records.samples import TOKEN, SampleLog
 from rl.stages.sampling.rollouts import records
 from rollout import Completion, SamplingParams
 from rollout.collect import Rollouts, Source, collect

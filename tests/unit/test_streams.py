@@ -12,7 +12,7 @@ import policy
 from policy import families, modes
 from policy.cache import cache as caches
 from policy.config import HyperConnections, Runtime
-from policy.huggingface.config_fields import UnsupportedModel
+from policy.fields.config_fields import UnsupportedModel
 from policy.mesh.sharding import layout
 from policy.model import Graph
 from policy.modes import make_step

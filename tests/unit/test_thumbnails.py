@@ -12,10 +12,10 @@ import pytest
 from picture_runs import COLOURS, disc, expanded, landscape, picture, problem, sound
 from PIL import Image
 
-from rl.reporting import messages, thumbnails
-from rl.reporting.events import Events
-from rl.reporting.run_files import MEDIA
-from rl.reporting.thumbnails import SIDE, Thumbnails
+from rl.records import messages, thumbnails
+from rl.records.events import Events
+from rl.records.run_files import MEDIA
+from rl.records.thumbnails import SIDE, Thumbnails
 from rl.stages.sampling import rollouts
 from rollout.media.reference import refer
 

@@ -11,7 +11,7 @@ import pytest
 
 from rewards.workers.threads import Call
 from rl.config.run import ProfileOptions
-from rl.reporting.timeline import CHECKPOINTS, FILE, PROFILES, Timeline
+from rl.records.timeline import CHECKPOINTS, FILE, PROFILES, Timeline
 
 
 def events(directory, kind="X") -> list[dict]:

@@ -15,9 +15,9 @@ import pytest
 
 from rl.commands import cli
 from rl.errors import ConfigError
-from rl.reporting.samples import CLIPPED_LOW, STOP, TOKEN, TRAINED, SampleLog
-from rl.reporting.viewer import query, records, search
-from rl.reporting.viewer.index import INDEX, Index
+from rl.records.samples import CLIPPED_LOW, STOP, TOKEN, TRAINED, SampleLog
+from rl.views.viewer import query, records, search
+from rl.views.viewer.index import INDEX, Index
 
 EVIL = '</script><img src=x onerror="document.title=1">\x1b[2J'
 PROMPT, COMPLETION = "What is 2 + 2?", "It is 4."
@@ -233,7 +233,7 @@ def test_old_runs_without_tokens(tmp_path):
     )
     index = opened(tmp_path)
     [place] = search.places(index, search.search(index, "/^hi$/ len=2"))
-    from rl.reporting.viewer.tokens import TokenTexts
+    from rl.views.viewer.tokens import TokenTexts
 
     shown = records.with_texts(records.full(index, place), TokenTexts(tmp_path))
     assert shown["tokens"] == {"id": [1, 2], "text": None} and shown["reward"] is None

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 import policy
 from policy import families
+from policy.fields.config_fields import UnsupportedModel
 from policy.huggingface import sources
-from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import INDEX, SINGLE, ModelFileError
 from rl.data import models
 from rl.errors import ModelError

@@ -7,8 +7,8 @@ import pytest
 
 from policy import families
 from policy.attention.dot_product_attention import attend
-from policy.huggingface import tower_fields
-from policy.huggingface.config_fields import UnsupportedModel
+from policy.fields import tower_fields
+from policy.fields.config_fields import UnsupportedModel
 from policy.towers.blocks import within
 from policy.towers.window_vision import window_attention
 

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compares the runs and returns the exit code."""
-    from rl.reporting.report import command
+    from rl.views.report import command
 
     runs, part = [arguments.first, *arguments.others], command.part_of(arguments.stage, arguments.steps)
     if arguments.text:

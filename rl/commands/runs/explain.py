@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def explain_run(directory: str, as_json: bool) -> int:
     """Prints the verdict on a run. Returns 0."""
-    from rl.reporting.explain import findings, verdict
+    from rl.views.explain import findings, verdict
 
     if as_json:
         print(json.dumps([each.to_json() for each in findings(directory)], indent=1))

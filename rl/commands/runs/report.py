@@ -44,7 +44,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the report and returns the exit code."""
-    from rl.reporting.report import command
+    from rl.views.report import command
 
     options = command.Options(
         output=arguments.output,

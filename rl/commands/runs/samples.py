@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the samples and returns the exit code."""
     from rl.errors import ConfigError
-    from rl.reporting.viewer import terminal
+    from rl.views.viewer import terminal
 
     if arguments.limit < 1:
         raise ConfigError(f"--limit {arguments.limit}: write a number from 1 on")
@@ -65,7 +65,7 @@ def _rewards(source: str, directory: str) -> tuple[Callable[[str], RunnerOptions
     from rl.errors import ConfigError
 
     if not source.endswith((".yml", ".yaml")) and not Path(source).is_dir():
-        from rl.reporting.run_files import read_config
+        from rl.records.run_files import read_config
 
         options = RunnerOptions(((source, 1.0, {}),))
         return lambda stage: options, _limits(read_config(Path(directory), []))

@@ -34,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serves the page until Ctrl-C, or writes the folder. Returns the exit code."""
     if arguments.static is not None:
-        from rl.reporting.viewer import static
+        from rl.views.viewer import static
 
         return static.write(arguments.run_directory, arguments.static)
-    from rl.reporting.viewer import serve
+    from rl.views.viewer import serve
 
     return serve.serve(
         arguments.run_directory, arguments.host, arguments.port, arguments.token_file, not arguments.no_open

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import rewards
-import rl.data.tasks
+import rl.tasks
 from rewards import registry
 from rl.config.editors.json_schema import Json, SchemaWriter
 
@@ -30,14 +30,14 @@ def reward_name() -> Json:
 def task_name() -> Json:
     """Returns the schema of the name of a task. The tasks of reasoning-gym depend on its version."""
     other = {"type": "string", "pattern": r"^[a-z][a-z0-9_]*$"}
-    return {"anyOf": [{"enum": rl.data.tasks.names()}, PLUGIN, other]}
+    return {"anyOf": [{"enum": rl.tasks.names()}, PLUGIN, other]}
 
 
 def add_options(writer: SchemaWriter) -> None:
     """Adds the options of each built-in reward and task to the sections that name one."""
     sections = {
         "RewardOptions": ("name", {name: _reward_options(writer, name) for name in registry.builtin_names()}),
-        "DataOptions": ("task", {name: _task_options(writer, name) for name in rl.data.tasks.names()}),
+        "DataOptions": ("task", {name: _task_options(writer, name) for name in rl.tasks.names()}),
     }
     for section, (key, options) in sections.items():
         for name in (section, f"{section}-partial"):
@@ -71,7 +71,7 @@ def _reward_options(writer: SchemaWriter, name: str) -> Json:
 
 
 def _task_options(writer: SchemaWriter, name: str) -> Json:
-    module = importlib.import_module(f"rl.data.tasks.{name}")
+    module = importlib.import_module(f"rl.tasks.{name}")
     hints, about = typing.get_type_hints(module.Options), _attribute_docs(Path(module.__file__ or ""), "Options")
     result = {}
     for field in dataclasses.fields(module.Options):

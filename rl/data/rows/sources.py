@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from rewards.suggest import nearest_path
+from rl import tasks
 from rl.config.data import DataOptions
-from rl.data import tasks
 from rl.data.hub import hub_name
 from rl.data.rows import folders
 from rl.data.rows.files import Malformed, Rows, problem_of, read_file

@@ -20,7 +20,7 @@ from rl.config.run import RunConfig
 from rl.data.encoded import Example
 from rl.data.shard import Shard
 from rl.errors import DataError
-from rl.reporting.run_files import attempt_entries
+from rl.records.run_files import attempt_entries
 from rl.stages.stage import StageKind
 from rollout.media.expand import Expanded
 from rollout.media.reference import Reference

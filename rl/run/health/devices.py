@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl.errors import ResourceError
-from rl.reporting import manifest
+from rl.records import manifest
 
 _EXTRA = {"gpu": "cuda", "tpu": "tpu"}
 

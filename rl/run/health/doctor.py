@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rl.reporting import memory
-from rl.reporting.manifest import versions
+from rl.accounting import memory
+from rl.records.manifest import versions
 
 GIB = 2**30
 DISK_GIB, SHARED_GIB, FILES, MEMORY = 10.0, 1.0, 4096, 0.92

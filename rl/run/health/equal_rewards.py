@@ -13,7 +13,7 @@ import numpy as np
 
 from rewards.text import quoted
 from rewards.workers.rounding import all_equal
-from rl.reporting.explain.scores import EQUAL_SHARE
+from rl.records.equal_groups import EQUAL_SHARE
 from rl.stages.stage import StageKind
 
 RECENT, MOST = 10, 8

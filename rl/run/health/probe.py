@@ -15,7 +15,6 @@ from policy.model import Model
 from rl.config.run import RunConfig
 from rl.data.inspect.source import random_weights
 from rl.errors import ConfigError, DataError
-from rl.media import StepTable
 from rl.run import build
 from rl.run.health.prompt_probe import ProbeResult, probe
 from rl.run.prepare import prepare
@@ -23,6 +22,7 @@ from rl.run.state import Run
 from rl.stages.sampling import rollouts as stage_rollouts
 from rl.stages.stage import StageKind
 from rl.training.batch import padded_batch
+from rl.training.media.tables import StepTable
 from rollout.collect import Rollouts, Source, collect
 
 FILE = "probe.json"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import jax
 
-from policy.huggingface.config_fields import UnsupportedModel
+from policy.fields.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
 from policy.media import is_tower
 from policy.mesh.sharding import layout

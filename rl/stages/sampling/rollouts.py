@@ -13,14 +13,14 @@ import numpy as np
 
 from rewards import Scores
 from rewards.workers.rounding import all_equal, without_rounding
+from rl.accounting.flops import Operations
 from rl.config.stage import SamplingOptions
-from rl.reporting.flops import Operations
-from rl.reporting.messages import entries, is_data_uri, without_contents
-from rl.reporting.samples import STOP, TOKEN, TRAINED
+from rl.records.messages import entries, is_data_uri, without_contents
+from rl.records.samples import STOP, TOKEN, TRAINED
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
-    from rl.reporting.events import Events
+    from rl.records.events import Events
     from rl.training.batch import Batch
     from rollout import Completion, SamplingParams
     from rollout.media.expand import Expanded
@@ -97,7 +97,7 @@ def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes
 def records(
     rollouts: Rollouts, scores: Scores, stage: str, step: int, advantages: np.ndarray | None = None
 ) -> list[dict[str, Any]]:
-    """Returns a line of samples.jsonl for each completion; rl/reporting/samples.py adds `at`.
+    """Returns a line of samples.jsonl for each completion; rl/records/samples.py adds `at`.
 
     In a line, `prompt` is the text or the messages of the prompt, `raw` the completion with its special tokens, if it
     has any, `prompt_id` the running number of the prompt in the run, and `sample` the number of the completion in its
@@ -121,7 +121,7 @@ def records(
             "version": rollouts.versions[p],
             "prompt": without_contents(problem.example.prompt),
             "completion": completion.text,
-            # Up to `tokens` a search looks for words of the completion (rl/reporting/viewer/index.py).
+            # Up to `tokens` a search looks for words of the completion (rl/views/viewer/index.py).
             **({"raw": raw} if (raw := completion.raw) not in (None, completion.text) else {}),
             "tokens": completion.tokens,
             "finish": completion.finish,
@@ -129,7 +129,7 @@ def records(
             "reward": float(scores.total[i]),
             "advantage": None if advantages is None else float(advantages[i]),
             "columns": {name: value for name, value in problem.example.columns.items() if _is_short(value)},
-            # Between `columns` and `n_prompt` a search looks for words (rl/reporting/viewer/index.py).
+            # Between `columns` and `n_prompt` a search looks for words (rl/views/viewer/index.py).
             **({"reward_log": log} if (log := scores.logs.get(i)) else {}),
             "n_prompt": len(problem.ids),
             "n": len(completion.tokens),
@@ -164,7 +164,7 @@ def _is_short(value: Any) -> bool:
 def token_records(
     rollouts: Rollouts, batch: Batch | None = None, outputs: Mapping[str, np.ndarray] | None = None
 ) -> list[np.ndarray]:
-    """Returns TOKEN[n_prompt + n] (rl/reporting/samples.py) of each completion.
+    """Returns TOKEN[n_prompt + n] (rl/records/samples.py) of each completion.
 
     batch: the rows of the step, one for each completion. outputs: arrays [N,T] of `TokenOutputs`, and `gap`; None or
     empty: no update of the policy saw the batch.

@@ -14,7 +14,7 @@ import numpy as np
 
 from policy.cache.paths import Tree
 from policy.cache.step import UNKNOWN
-from rl.reporting import flops
+from rl.accounting import flops
 from rl.training.batch import Batch, Places
 
 # The most different numbers of packed rows without micro-batches. Each number is a shape that compiles.

@@ -1,0 +1,288 @@
+"""Reads the configurations of towers in Hugging Face files: `vision_config` and `audio_config`. Free of jax."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from policy.fields.config_fields import UnsupportedModel, activation, first
+from policy.media import ChunkedAudio, Conformer, Encoder, GridVision, PooledVision, Siglip, TileVision, WindowVision
+
+
+def grid_vision(config: dict, deepstack: tuple[int, ...] = ()) -> GridVision:
+    """Reads the `vision_config` of a Qwen model. `deepstack`: the default of `deepstack_visual_indexes`."""
+    hf: dict[str, Any] = {
+        "depth": 27,
+        "hidden_size": 1152,
+        "hidden_act": "gelu_pytorch_tanh",
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "in_channels": 3,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": deepstack,
+    } | config
+    features = tuple(hf["deepstack_visual_indexes"] or ())
+    if list(features) != sorted(set(features)) or any(not 0 <= n < hf["depth"] for n in features):
+        raise UnsupportedModel(
+            f"vision_config: deepstack_visual_indexes {list(features)} must be ascending numbers of the "
+            f"{hf['depth']} blocks"
+        )
+    encoder = _encoder(hf, "depth", "num_heads", eps=1e-6)
+    if encoder.head_dim % 4:
+        raise UnsupportedModel(f"vision_config: heads of {encoder.head_dim} cannot turn by rows and columns")
+    return GridVision(
+        encoder,
+        patch=_side(hf, "patch_size"),
+        merge=hf["spatial_merge_size"],
+        side=math.isqrt(hf["num_position_embeddings"]),
+        deepstack=features,
+        channels=hf["in_channels"],
+        frames=_side(hf, "temporal_patch_size"),
+        theta=_theta(hf, 1e4),
+    )
+
+
+def window_vision(config: dict) -> WindowVision:
+    """Reads the `vision_config` of Qwen2.5-VL."""
+    hf: dict[str, Any] = {
+        "depth": 32,
+        "hidden_size": 3584,
+        "hidden_act": "silu",
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_channels": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": (7, 15, 23, 31),
+    } | config
+    # The norms have 1e-6 whatever the configuration says.
+    encoder = _encoder(hf, "depth", "num_heads", eps=1e-6)
+    if encoder.head_dim % 4:
+        raise UnsupportedModel(f"vision_config: heads of {encoder.head_dim} cannot turn by rows and columns")
+    if first(hf, "head_dim", default=encoder.head_dim) != encoder.head_dim:
+        raise UnsupportedModel(
+            f"vision_config: head_dim {hf['head_dim']} must be hidden_size / num_heads, {encoder.head_dim}"
+        )
+    turned = first(first(hf, "rope_parameters", default={}), "rope_type", default="axial")
+    if turned != "axial":
+        raise UnsupportedModel(f"vision_config: rope_parameters.rope_type {turned!r} is not supported; known: axial")
+    patch, merge = _side(hf, "patch_size"), hf["spatial_merge_size"]
+    window = hf["window_size"] // merge // patch
+    if window < 1:
+        raise UnsupportedModel(
+            f"vision_config: window_size {hf['window_size']} must be at least spatial_merge_size times patch_size, "
+            f"{merge * patch}"
+        )
+    return WindowVision(
+        depth=encoder.depth,
+        width=encoder.width,
+        heads=encoder.heads,
+        mlp_width=encoder.mlp_width,
+        activation=encoder.activation,
+        patch=patch,
+        merge=merge,
+        window=window,
+        full=tuple(n for n in range(encoder.depth) if n in hf["fullatt_block_indexes"]),
+        eps=encoder.eps,
+        channels=hf["in_channels"],
+        frames=_side(hf, "temporal_patch_size"),
+        theta=_theta(hf, 1e4),
+        initializer_range=encoder.initializer_range,
+    )
+
+
+def siglip(config: dict, rows: int = 256) -> Siglip:
+    """Reads the `vision_config` of Gemma 3. `rows`: the wrapper's `mm_tokens_per_image`."""
+    hf: dict[str, Any] = {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_channels": 3,
+        "image_size": 224,
+        "patch_size": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6,
+    } | config
+    encoder = _encoder(hf, "num_hidden_layers", "num_attention_heads", hf["layer_norm_eps"])
+    side, cells = _side(hf, "image_size") // _side(hf, "patch_size"), math.isqrt(rows)
+    if cells**2 != rows or side % cells:
+        raise UnsupportedModel(
+            f"mm_tokens_per_image {rows}: must be the square of a number that divides the {side} patches of a side"
+        )
+    return Siglip(encoder, _side(hf, "patch_size"), side, side // cells, hf["num_channels"])
+
+
+def tile_vision(config: dict) -> TileVision:
+    """Reads the `vision_config` of Llama 4."""
+    hf: dict[str, Any] = {
+        "hidden_size": 768,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 16,
+        "num_channels": 3,
+        "intermediate_size": 5632,
+        "vision_output_dim": 7680,
+        "image_size": 448,
+        "patch_size": 14,
+        "pixel_shuffle_ratio": 0.5,
+        "projector_input_dim": 4096,
+        "projector_output_dim": 4096,
+        # The class computes exact GELU and 1e-5 whatever `hidden_act` and `norm_eps` say.
+        "hidden_act": "gelu",
+    } | config
+    encoder = _encoder(hf | {"hidden_act": "gelu"}, "num_hidden_layers", "num_attention_heads", 1e-5)
+    merge = round(1 / hf["pixel_shuffle_ratio"])
+    side = _side(hf, "image_size") // _side(hf, "patch_size")
+    joined, out = merge**2 * encoder.width, hf["projector_output_dim"]
+    if (
+        side % merge
+        or hf["intermediate_size"] != joined
+        or not hf["projector_input_dim"] == out == hf["vision_output_dim"]
+    ):
+        raise UnsupportedModel(
+            f"vision_config: of a side of {side} patches {merge} are joined, so intermediate_size must be {joined}, "
+            "and projector_input_dim, projector_output_dim and vision_output_dim must be equal"
+        )
+    if encoder.head_dim % 4:
+        raise UnsupportedModel(f"vision_config: heads of {encoder.head_dim} cannot turn by rows and columns")
+    return TileVision(encoder, _side(hf, "patch_size"), side, merge, out, out, hf["num_channels"], _theta(hf, 1e4))
+
+
+def pooled_vision(config: dict) -> PooledVision:
+    """Reads the `vision_config` of Gemma 4."""
+    hf: dict[str, Any] = {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "pooling_kernel_size": 3,
+        "patch_size": 16,
+        "position_embedding_size": 10240,
+        "use_clipped_linears": False,
+        "standardize": False,
+    } | config
+    if hf["head_dim"] % 4:
+        raise UnsupportedModel(f"vision_config: heads of {hf['head_dim']} cannot turn by rows and columns")
+    return PooledVision(
+        depth=hf["num_hidden_layers"],
+        width=hf["hidden_size"],
+        heads=hf["num_attention_heads"],
+        kv_heads=hf["num_key_value_heads"],
+        head_dim=hf["head_dim"],
+        mlp_width=hf["intermediate_size"],
+        activation=activation(hf, "hidden_activation"),
+        eps=hf["rms_norm_eps"],
+        patch=_side(hf, "patch_size"),
+        pool=hf["pooling_kernel_size"],
+        positions=hf["position_embedding_size"],
+        theta=_theta(hf, 100.0),
+        clipped=bool(hf["use_clipped_linears"]),
+        standardized=bool(hf["standardize"]),
+        initializer_range=first(hf, "initializer_range", default=0.02),
+    )
+
+
+def chunked_audio(config: dict) -> ChunkedAudio:
+    """Reads the `audio_config` of Qwen3-Omni."""
+    hf: dict[str, Any] = {
+        "num_mel_bins": 128,
+        "encoder_layers": 32,
+        "encoder_attention_heads": 20,
+        "encoder_ffn_dim": 5120,
+        "d_model": 1280,
+        "activation_function": "gelu",
+        "n_window": 50,
+        "n_window_infer": 800,
+        "downsample_hidden_size": 480,
+    } | config
+    if hf["n_window"] != 50 or hf["n_window_infer"] % 100:
+        raise UnsupportedModel(
+            f"audio_config: n_window {hf['n_window']} must be 50, of which the number of rows is a function, and "
+            f"n_window_infer {hf['n_window_infer']} a multiple of 100"
+        )
+    shared = {"hidden_size": "d_model", "intermediate_size": "encoder_ffn_dim", "hidden_act": "activation_function"}
+    encoder = _encoder(
+        hf | {ours: hf[key] for ours, key in shared.items()}, "encoder_layers", "encoder_attention_heads", 1e-5
+    )
+    return ChunkedAudio(encoder, hf["num_mel_bins"], hf["downsample_hidden_size"], hf["n_window_infer"] // 100)
+
+
+def conformer(config: dict) -> Conformer:
+    """Reads the `audio_config` of Gemma 4."""
+    hf: dict[str, Any] = {
+        "hidden_size": 1024,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "hidden_act": "silu",
+        "subsampling_conv_channels": (128, 32),
+        "conv_kernel_size": 5,
+        "residual_weight": 0.5,
+        "attention_chunk_size": 12,
+        "attention_context_left": 13,
+        "attention_context_right": 0,
+        "attention_logit_cap": 50.0,
+        "use_clipped_linears": True,
+        "rms_norm_eps": 1e-6,
+        "output_proj_dims": 1536,
+    } | config
+    chunk, left, right = (hf[f"attention_{key}"] for key in ("chunk_size", "context_left", "context_right"))
+    # Elsewhere the table of distances that the class shifts belongs to other distances than those of its keys.
+    if right or chunk != left - 1:
+        raise UnsupportedModel(
+            f"audio_config: attention_chunk_size {chunk} must be attention_context_left {left} less 1, and "
+            f"attention_context_right {right} must be 0"
+        )
+    if hf["hidden_size"] % hf["num_attention_heads"]:
+        raise UnsupportedModel(
+            f"audio_config: hidden_size {hf['hidden_size']} is not a multiple of its {hf['num_attention_heads']} heads"
+        )
+    first_channels, second_channels = hf["subsampling_conv_channels"]
+    return Conformer(
+        depth=hf["num_hidden_layers"],
+        width=hf["hidden_size"],
+        heads=hf["num_attention_heads"],
+        mels=first_channels,  # the class has as many mel bins as channels of the first convolution
+        channels=(first_channels, second_channels),
+        kernel=hf["conv_kernel_size"],
+        context=left - 1,
+        out=hf["output_proj_dims"],
+        activation=activation(hf),
+        cap=hf["attention_logit_cap"],
+        residual=hf["residual_weight"],
+        eps=hf["rms_norm_eps"],
+        clipped=bool(hf["use_clipped_linears"]),
+        initializer_range=first(hf, "initializer_range", default=0.02),
+    )
+
+
+def _encoder(hf: dict, depth: str, heads: str, eps: float) -> Encoder:
+    """Reads the blocks of a tower. Raises UnsupportedModel if the width is not a multiple of the heads."""
+    width, number = hf["hidden_size"], hf[heads]
+    if width % number:
+        raise UnsupportedModel(f"hidden_size {width} of a tower is not a multiple of its {number} heads")
+    std = first(hf, "initializer_range", default=0.02)
+    return Encoder(hf[depth], width, number, hf["intermediate_size"], activation(hf), eps, std)
+
+
+def _side(hf: dict, key: str) -> int:
+    """Returns the side of a square, which may be stored as one number or as two equal ones."""
+    value = hf[key]
+    sides = set(value) if isinstance(value, list | tuple) else {value}
+    if len(sides) > 1:
+        raise UnsupportedModel(f"{key} {value!r}: the sides must be equal")
+    return int(sides.pop())
+
+
+def _theta(hf: dict, default: float) -> float:
+    """Returns the base of a tower's rotary positions."""
+    return float(first(first(hf, "rope_parameters", default={}), "rope_theta", default=default))

@@ -1,0 +1,180 @@
+"""Counts the floating-point operations of a decoder from its configuration: the numerator of utilisation.
+
+A product with a weight counts 2 per weight element and token. Attention counts 2 per element of a query and of a value
+and per key that the query sees; a causal sequence of n tokens has n (n + 1) / 2 pairs, fewer with a window. A gradient
+counts twice its forward pass. Recomputation (remat), padding, norms, activations and sampling do not count. Frameworks
+that count every pair of tokens report up to twice as much at long context.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from policy.config import (
+    Attention,
+    CompressedAttention,
+    Compression,
+    LatentAttention,
+    LayerSpec,
+    Mamba2,
+    Recurrent,
+    SharedIndexer,
+    ShortConv,
+)
+from policy.media import is_tower
+from rl.accounting import chips
+
+if TYPE_CHECKING:
+    from policy.mesh.sharding import Layout
+    from policy.model import Graph
+
+# Logical axes that matrices outside of policy/ops/linear.py sum over: routers, gates and indexers.
+_INPUTS = {"embed", "q_lora"}
+# The taps of the convolution over the values of an n-gram table, which have such an axis and are no matrix.
+_TAPS = ".lookup.conv"
+
+
+@dataclass(frozen=True, eq=False)
+class Operations:
+    """Counts the operations of the model of `graph`, with or without its `head`."""
+
+    graph: Graph
+    head: bool = True
+
+    @cached_property
+    def active_weights(self) -> float:
+        """Returns how many weight elements multiply one token. Of the E routed experts, k count.
+
+        Lookup tables, norms, biases and convolutions do not count.
+        """
+        result, config = 0.0, self.graph.config
+        head = ({"embed_tokens"} if config.tied_head else {"lm_head"}) if self.head else set()
+        for path, shape in self.graph.shapes.items():
+            if is_tower(path) or path.endswith(_TAPS):  # towers read pictures and sounds, not tokens
+                continue
+            if path not in head and path not in self.graph.inputs and not _INPUTS & set(self.graph.axes[path]):
+                continue
+            share = 1.0
+            if "exp" in self.graph.axes[path]:
+                moe = self._layer(path).moe
+                assert moe is not None  # only experts have an "exp" axis
+                router = moe.router
+                share = router.experts_per_token / router.experts
+            result += share * math.prod(shape.shape)
+        return result
+
+    def forward(self, lengths: Any, weighed: float | None = None) -> float:
+        """Returns the operations of one forward pass over sequences of these lengths.
+
+        weighed: tokens that the weights multiply, if completions share a prompt; None: all.
+        """
+        lengths = np.asarray(lengths, np.float64)
+        tokens = float(lengths.sum()) if weighed is None else weighed
+        mixers = [mixer for spec in self.graph.config.layers for mixer in spec.mixers]
+        if (mtp := self.graph.config.multi_token_prediction) is not None:
+            mixers += list(mtp.layer.mixers) * mtp.depth
+        different = {mixer: mixers.count(mixer) for mixer in mixers}
+        return 2.0 * self.active_weights * tokens + sum(n * _mixing(mixer, lengths) for mixer, n in different.items())
+
+    def of_runs(self, ends: np.ndarray, starts: np.ndarray) -> float:
+        """Returns the operations of one forward pass over runs of tokens: of a sequence up to `ends`, without its
+        tokens up to `starts`, which another run has computed."""
+        return self.forward(ends) - self.forward(starts)
+
+    def _layer(self, path: str) -> LayerSpec:
+        """Returns the layer that the weight at `path` belongs to."""
+        config, parts = self.graph.config, path.split(".")
+        if parts[0] == "stacks":
+            return config.stacks[int(parts[1])].pattern[int(parts[3])]
+        assert config.multi_token_prediction is not None  # every other routed layer is a prediction module
+        return config.multi_token_prediction.layer
+
+
+def _mixing(mixer: Attention | LatentAttention | CompressedAttention | Recurrent, lengths: np.ndarray) -> float:
+    """Returns the operations between tokens of one layer."""
+    if isinstance(mixer, ShortConv):
+        return 0.0  # convolutions do not count
+    if isinstance(mixer, Recurrent):
+        # Per token: read the state with the key (not Mamba2), write it, read it with the query.
+        products = 4.0 if isinstance(mixer, Mamba2) else 6.0
+        return products * mixer.value_heads * mixer.key_dim * mixer.value_dim * float(lengths.sum())
+    if isinstance(mixer, Attention):
+        operations = 4.0 * mixer.heads * mixer.head_dim
+        if (blocks := mixer.indexer) is None:
+            return operations * _pairs(lengths, mixer.window, mixer.chunk)
+        size = blocks.block_size
+        full, rest = np.divmod(lengths, size)
+        in_open_blocks = float((full * size * (size - 1) / 2 + rest * (rest + 1) / 2).sum())
+        seen = size * _block_pairs(lengths, size, blocks.blocks) + in_open_blocks
+        return operations * seen + 2.0 * blocks.heads * blocks.head_dim * _block_pairs(lengths, size)
+    if isinstance(mixer, CompressedAttention):
+        seen = _pairs(lengths, mixer.window)
+        chosen, scored = (0.0, 0.0) if mixer.compression is None else _with_entries(mixer.compression, lengths)
+        return 4.0 * mixer.heads * mixer.head_dim * (seen + chosen) + scored
+    numbers = mixer.nope_dim + mixer.rope.dim + mixer.v_dim
+    if mixer.indexer is None:
+        return 2.0 * mixer.heads * numbers * _pairs(lengths)
+    chosen = 2.0 * mixer.heads * numbers * _pairs(lengths, mixer.indexer.topk)
+    if isinstance(mixer.indexer, SharedIndexer):
+        return chosen
+    return chosen + 2.0 * mixer.indexer.heads * mixer.indexer.head_dim * _pairs(lengths)
+
+
+def _with_entries(compression: Compression, lengths: np.ndarray) -> tuple[float, float]:
+    """Returns (pairs of a query and an entry that it sees, the operations that choose them)."""
+    if (indexer := compression.indexer) is None:
+        return _block_pairs(lengths, compression.rate), 0.0
+    scored = 2.0 * indexer.heads * indexer.head_dim * _block_pairs(lengths, compression.rate)
+    return _block_pairs(lengths, compression.rate, indexer.topk), scored
+
+
+def _block_pairs(lengths: np.ndarray, rate: int, topk: int | None = None) -> float:
+    """Counts pairs of a query and a block of `rate` tokens that is complete at it: of at most `topk` blocks each."""
+    most = np.minimum(lengths // rate, topk or np.inf)
+    return float((rate * most * (most - 1) / 2 + most * (lengths - most * rate + 1)).sum())
+
+
+def _pairs(lengths: np.ndarray, window: int | None = None, chunk: int | None = None) -> float:
+    """Counts pairs of a query and a key it sees in causal sequences: at most `window` keys, none before its `chunk`."""
+    if chunk:
+        full, rest = np.divmod(lengths, chunk)
+        return float((full * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2).sum())
+    seen = np.minimum(lengths, window or np.inf)
+    return float((seen * (seen + 1) / 2 + (lengths - seen) * seen).sum())
+
+
+def rates(phase: str, operations: float, tokens: float, seconds: float, layout: Layout) -> dict[str, float]:
+    """Returns the metrics of a phase of a step, per device: tokens per second, TFLOP/s and utilisation.
+
+    Utilisation is the share of the bfloat16 peak, for chips in rl/accounting/chips.py. A phase of 0 seconds has no
+    metrics.
+    """
+    if not seconds:
+        return {}
+    devices = layout.mesh.devices
+    each = seconds * devices.size
+    rate, chip = operations / each / 1e12, chips.of(devices.flat[0].device_kind)
+    result = {f"perf/{phase}_tokens_per_s": tokens / each, f"perf/{phase}_tflops_per_s": rate}
+    return result | ({f"perf/mfu_{phase}": rate / chip.tflops} if chip else {})
+
+
+def memory_share(bytes_: float, seconds: float, layout: Layout) -> dict[str, float]:
+    """Returns the share of HBM bandwidth that sampling used, for chips in rl/accounting/chips.py.
+
+    bytes_: read from the memory of each device.
+    """
+    chip = chips.of(layout.mesh.devices.flat[0].device_kind)
+    return {"perf/sample_hbm_utilisation": bytes_ / (seconds * chip.bandwidth * 1e9)} if chip and seconds else {}
+
+
+def lengths(segments_NT: np.ndarray) -> np.ndarray:
+    """Returns the tokens of each sequence of these rows; the sequences of a row are segments 1, 2, ..."""
+    segments = np.asarray(segments_NT)
+    counts = [np.count_nonzero(segments == number, axis=1) for number in range(1, int(segments.max(initial=0)) + 1)]
+    result = np.concatenate(counts) if counts else np.zeros(0, int)
+    return result[result > 0]

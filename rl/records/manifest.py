@@ -1,0 +1,107 @@
+"""Records the attempts of a run in run.json: when, with which command, on what, and how each ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from policy.mesh import processes
+from rl.errors import DuetError, ResourceError, no_room
+from rl.records.run_files import ATTEMPTS, attempt_entries
+
+_LOG = logging.getLogger("duet.events")
+_PACKAGES = ("duet-rl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "tokamax", "numpy")
+
+
+class Manifest:
+    """One attempt of a run, from `__enter__` to `__exit__`. A killed process leaves an attempt without an end.
+
+    Only the first process writes. On a full disk the record is left out, with a warning.
+    """
+
+    def __init__(self, directory: Path):
+        self._path = directory / ATTEMPTS
+        self._attempts: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Manifest:
+        if processes.first():
+            self._attempts = attempt_entries(self._path.parent, [])
+            if not self._attempts and self._path.exists():  # damaged: kept for people
+                self._path.replace(self._path.with_suffix(".json.damaged"))
+            attempt = {"start": round(time.time(), 3), "command": sys.argv, "directory": os.getcwd()}
+            self._attempts.append(attempt | {"versions": versions()} | git_state())
+            self._write()
+        return self
+
+    def note(self, **facts: Any) -> None:
+        """Adds facts to the attempt, for instance its devices."""
+        if processes.first():
+            self._attempts[-1] |= facts
+            self._write()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.note(end=round(time.time(), 3), exit_code=exit_code(error))
+
+    def _write(self) -> None:
+        temporary = self._path.with_suffix(".json.tmp")
+        try:
+            temporary.write_text(json.dumps({"attempts": self._attempts}, indent=1) + "\n")
+            temporary.replace(self._path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            _LOG.warning("%s cannot be written: %s", self._path, error.strerror)
+
+
+def exit_code(error: BaseException | None) -> int:
+    """Returns the exit code of the command that ends with `error`."""
+    if error is None:
+        return 0
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, BrokenPipeError):
+        return 141
+    if isinstance(error, DuetError):
+        return error.exit_code
+    return ResourceError.exit_code if no_room(error) else 1
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that decide the numbers of a run."""
+    result = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            result[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # a clone that is not installed
+            continue
+    return result
+
+
+def devices() -> dict[str, Any]:
+    """Returns platform, kind and number of jax's devices, and the number of processes."""
+    import jax
+
+    every = jax.devices()
+    first = {"platform": every[0].platform, "kind": every[0].device_kind}
+    return first | {"count": len(every), "processes": processes.count()}
+
+
+def git_state() -> dict[str, Any]:
+    """Returns {"git": {"commit", "changed"}} of the working directory; {} outside a repository or without git."""
+    try:
+        asked = {"capture_output": True, "text": True, "timeout": 5, "check": True}
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], **asked).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], **asked).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"git": {"commit": commit, "changed": bool(changed.strip())}}

@@ -1,0 +1,293 @@
+"""Tables of the pictures and sounds of a step, which the generator, the passes and the updates share.
+
+A picture is encoded once in a step, whatever the number of prompts and completions that show it. Towers that no stage
+trains give the same rows in every step, so the rows of the last table are also taken again.
+
+N rows of a batch, T tokens, M rows of a table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from policy.cache.media import DocumentMedia, MediaTable
+from policy.execution.encoding import MediaEncoder
+from policy.media import Kind, is_tower, padded_inputs
+from policy.mesh import processes
+from rl.data.encoded import media_of
+from rl.errors import DataError
+from rl.training.media.towers import UpdateMedia
+from rl.training.trainable import trained_paths
+from rl.training.updater import frozen_names
+from rollout.media.loader import Loader
+from rollout.request import MediaPrompt, prefix_keys
+
+if TYPE_CHECKING:
+    from policy.model import Graph
+    from rl.config.run import RunConfig
+    from rl.config.stage import StageOptions
+    from rl.training.batch import Batch
+    from rollout.media.expand import Expanded
+    from rollout.media.item import Extent, Item, Key
+    from rollout.media.processors import Processors
+
+    Documents = Sequence[tuple[int, int, Expanded | None]]
+    """(row, first column, document) of sequences of a batch."""
+
+
+def table_rows(rows: Iterable[Sequence[Expanded]], count: int) -> int:
+    """Returns how many rows a table needs, a power of 2, to hold the items of any `count` of these rows of data.
+
+    All processes must call this, each with the rows of data that it holds.
+    """
+    distinct: dict[Key, int] = {}
+    each = []
+    for expanded in rows:
+        own: dict[Key, int] = {item.key: item.rows for one in expanded for item in one.items}
+        distinct |= own
+        each.append(sum(own.values()))
+    parts = processes.all_gather_object((sorted(each)[-count:], sum(distinct.values())))
+    most = sum(sorted(number for numbers, _ in parts for number in numbers)[-count:])
+    needed = min(most, sum(total for _, total in parts))
+    return _power_of_2(needed)
+
+
+def planned_rows(config: RunConfig) -> int:
+    """Returns the rows of the tables of a run by its configuration alone; 0: it plans no pictures and sounds."""
+    return _power_of_2(evaluated_at_once(config) * (config.model.media_rows or 0))
+
+
+def evaluated_at_once(config: RunConfig) -> int:
+    """Returns how many problems of an evaluation with pictures or sounds are completed in one call: as many as the
+    largest step has prompts."""
+    return max(stage.prompts_per_step for stage in config.stages)
+
+
+def trains_towers(graph: Graph, stage: StageOptions) -> bool:
+    """Whether a stage of the policy trains a weight of a tower."""
+    return any(is_tower(path) for path in trained_paths(graph.paths, graph.runtime, frozen_names(graph, stage)))
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """A table of media embeddings, and where each item begins in it.
+
+    items: what the towers read; None: the stage trains no tower.
+    """
+
+    table: MediaTable
+    first: Mapping[Key, int]
+    encoder: MediaEncoder
+    items: Mapping[Key, Item] | None = None
+
+    @property
+    def _decoder(self) -> Any:
+        return self.encoder.graph.config
+
+    def index(self, expanded: Expanded) -> np.ndarray:
+        """Returns the row of the table at each token of a document, int32[T], -1 at text."""
+        rows = [np.arange(item.rows) + self.first[item.key] for item in expanded.items]
+        own = np.concatenate(rows) if rows else np.zeros(1, int)
+        return np.where(expanded.index >= 0, own[np.maximum(expanded.index, 0)], -1).astype(np.int32)
+
+    def document(self, expanded: Expanded) -> DocumentMedia:
+        """Returns the pictures and sounds of a document, with the arrays that the decoder reads."""
+        positions = np.arange(len(expanded.tokens), dtype=np.int32)
+        turns, until = expanded.turns, expanded.until
+        if self._decoder.has_sections and turns is None:
+            turns = np.repeat(positions[:, None], 3, axis=1)
+        if self._decoder.looks_ahead and until is None:
+            until = positions
+        return DocumentMedia(self.index(expanded), self.table, turns, until, expanded.delta)
+
+    def prompt(self, ids: Sequence[int], expanded: Expanded | None) -> Any:
+        """Returns a prompt as the generator takes it."""
+        if expanded is None:
+            return ids
+        parts = [(item.digest, number) for item in expanded.items for number in range(item.rows)]
+        keys = prefix_keys(ids, [None if row < 0 else parts[row] for row in expanded.index.tolist()])
+        return MediaPrompt(tuple(ids), self.document(expanded), keys)
+
+    def add(self, batch: Batch, documents: Documents) -> Batch:
+        """Returns the batch with `media`, `turns` and `until`, and 0 in place of the ids of placeholders.
+
+        documents: of the sequences with pictures or sounds; a sequence may go on with text after the tokens of its
+        document. All other sequences are text.
+        """
+        positions = _positions(batch.segments)
+        media = np.full(batch.tokens.shape, -1, np.int32)
+        turns = np.repeat(positions[..., None], 3, axis=2) if self._decoder.has_sections else None
+        until = positions.copy() if self._decoder.looks_ahead else None
+        made: dict[int, DocumentMedia] = {}  # by the identity of a document: the completions of a prompt share one
+        for row, start, expanded in documents:
+            if expanded is None:
+                continue
+            document = made.get(id(expanded)) or made.setdefault(id(expanded), self.document(expanded))
+            length = int(np.count_nonzero(batch.segments[row] == batch.segments[row, start]))
+            columns, spans = slice(start, start + length), document.span(0, length)
+            for array, values in zip((media, turns, until), spans, strict=True):
+                if array is not None and values is not None:
+                    array[row, columns] = values
+        tokens = np.where(media >= 0, 0, batch.tokens)  # ids at these places may lie outside the vocabulary
+        return batch.replace(tokens=tokens.astype(np.int32), media=media, turns=turns, until=until)
+
+    def update_media(self, batch: Batch) -> UpdateMedia:
+        """Returns what an update on this batch takes."""
+        if self.items is None:
+            return UpdateMedia(self.table)
+        assert batch.media is not None
+        used = set(np.unique(batch.media).tolist())
+        chosen = [(item, self.first[key]) for key, item in self.items.items() if self.first[key] in used]
+        return UpdateMedia(self.table, self.encoder.pieces(chosen, len(self.table.rows), round_up=True))
+
+
+@dataclass
+class MediaTables:
+    """Makes the tables of a run.
+
+    loader: decodes the contents. M: rows of every table. trained: whether the current stage trains a tower. sizes: kinds
+    and shapes of the items of the run. block: problems of an evaluation that are completed at once.
+
+    `forget` drops the last table after an update that changes the towers; `start_stage` drops it where the training of
+    towers begins or ends, since the tables of such stages alone hold `items`.
+    """
+
+    encoder: MediaEncoder
+    loader: Loader
+    M: int
+    trained: bool = False
+    sizes: Collection[tuple[Kind, tuple[int, int]]] = ()
+    block: int = 1
+    _last: StepTable | None = None
+    _counts: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of_blocks(cls, graph: Graph, processors: Processors, blocks: Iterable[Sequence[Any]]) -> MediaTables:
+        """Returns what makes the tables of blocks of rows of data, each with a table of its own."""
+        M = max(table_rows([media_of(row) for row in block], len(block)) for block in blocks)
+        return cls(MediaEncoder(graph), Loader(processors), M)
+
+    def start_stage(self, trained: bool) -> None:
+        """Goes on to the next stage. trained: whether it trains a tower."""
+        if trained != self.trained:
+            self._last = None
+        self.trained = trained
+
+    def of(
+        self, params: Mapping[str, jax.Array], documents: Sequence[Expanded | None], *, again: bool = False
+    ) -> StepTable:
+        """Returns the table of the pictures and sounds of these documents. again: the metrics have counted these
+        documents before.
+
+        Raises DataError for a content that cannot be decoded.
+        """
+        shown = [document for document in documents if document is not None]
+        counted = [] if again else shown
+        extents: dict[Key, Extent] = {}
+        for document in shown:
+            extents.update({item.key: item for item in document.items})
+        first = dict(zip(extents, np.cumsum([0, *(item.rows for item in extents.values())]).tolist(), strict=False))
+        if self._last is not None and self._last.first == first:
+            self._count(counted, 0, 0.0, 0.0)
+            return self._last
+        known = {} if self._last is None else self._last.first
+        new = {key for key in extents if key not in known}
+        loaded, waited = self._load(shown, [extents[key] for key in (extents if self.trained else new)])
+        began = perf_counter()
+        table = self._copied({key: extents[key] for key in extents if key in known}, first)
+        pieces = self.encoder.pieces([(loaded[key], first[key]) for key in sorted(new, key=first.__getitem__)], self.M)
+        table = jax.block_until_ready(self.encoder.write(params, table, pieces))
+        self._count(counted, len(new), perf_counter() - began, waited)
+        self._last = StepTable(table, first, self.encoder, loaded if self.trained else None)
+        return self._last
+
+    def with_weights(self, params: Mapping[str, jax.Array], table: StepTable | None) -> MediaTable | None:
+        """Returns the table of the same items for `params`: encoded again if the stage trains a tower, else the table as
+        it is. None: there is no table."""
+        if table is None or table.items is None:
+            return table and table.table
+        pieces = self.encoder.pieces([(item, table.first[key]) for key, item in table.items.items()], self.M)
+        return self.encoder.write(params, self.encoder.empty(self.M), pieces)
+
+    def compile_ahead(self, params: Mapping[str, jax.Array]) -> int:
+        """Compiles the programs that encode the items of the run. Returns their number."""
+        sizes: set[tuple[Kind, int]] = {
+            (kind, padded_inputs(self.encoder.spec(kind), math.prod(shape))) for kind, shape in self.sizes
+        }
+        return self.encoder.compile_ahead(params, sizes, self.M)
+
+    def prefetch(self, rows: Iterable[Any]) -> None:
+        """Starts to decode the contents of these rows of data, the first ones first."""
+        shown = [each for row in rows for each in media_of(row)]
+        self.loader.prefetch([reference for each in shown for reference in each.references])
+
+    def forget(self) -> None:
+        """Drops the last table after an update, if it changed the towers."""
+        if self.trained:
+            self._last = None
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics since the last call."""
+        counts, self._counts = self._counts, {}
+        if not counts:
+            return {}
+        distinct, pictures = counts.pop("distinct"), counts["media/pictures"]
+        return counts | {"media/distinct": distinct / pictures if pictures else 1.0}
+
+    def _load(self, documents: Sequence[Expanded], asked: Iterable[Extent]) -> tuple[dict[Key, Item], float]:
+        contents = {extent.content for extent in asked}
+        references = {
+            (reference.kind, reference.digest): reference
+            for document in documents
+            for reference in document.references
+            if (reference.kind, reference.digest) in contents
+        }
+        waited = self.loader.waited
+        try:
+            items: dict[Key, Item] = dict(self.loader.items(list(references.values()))) if references else {}
+        except ValueError as error:  # a MediaError, which names file and row
+            raise DataError(str(error)) from None
+        return items, self.loader.waited - waited
+
+    def _copied(self, kept: Mapping[Key, Extent], first: Mapping[Key, int]) -> MediaTable:
+        """Returns a new table with the rows of items that the last one holds."""
+        if not kept:
+            return self.encoder.empty(self.M)
+        assert self._last is not None
+        sources = np.full(self.M, -1, np.int32)
+        for key, item in kept.items():
+            start = self._last.first[key]
+            sources[first[key] : first[key] + item.rows] = np.arange(start, start + item.rows)
+        return self.encoder.copied(self._last.table, sources)
+
+    def _count(self, shown: Sequence[Expanded], encoded: int, seconds: float, waited: float) -> None:
+        items = [item for document in shown for item in document.items]
+        added = {
+            "media/pictures": len(items),
+            "media/rows": sum(item.rows for item in items),
+            "distinct": len({item.key for item in items}),
+            "media/encoded": encoded,
+            "media/encode_seconds": seconds,
+            "media/wait_seconds": waited,
+        }
+        for name, number in added.items():
+            self._counts[name] = self._counts.get(name, 0.0) + number
+
+
+def _power_of_2(rows: int) -> int:
+    """Returns the smallest power of 2 that is not less than `rows`, and 0 for 0."""
+    return 1 << (rows - 1).bit_length() if rows else 0
+
+
+def _positions(segments_NT: np.ndarray) -> np.ndarray:
+    """Returns the position of each token in its sequence, int32[N, T]."""
+    columns = np.broadcast_to(np.arange(segments_NT.shape[1], dtype=np.int32), segments_NT.shape)
+    begins = np.diff(segments_NT, axis=1, prepend=-1) != 0
+    return columns - np.maximum.accumulate(np.where(begins, columns, 0), axis=1)

@@ -1,0 +1,122 @@
+"""What `rl report` and `rl compare` do: read runs, write the page, say which lines are damaged."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl.errors import ConfigError, DataError, DuetError, ResourceError
+from rl.records.run_files import Damage
+from rl.views.report import page, samples, series, summary
+from rl.views.report.read import Part, Run, check_steps, damage_text, read_run
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of the two verbs. output, json: paths, or "-" for standard output."""
+
+    output: str | None = None
+    samples: int = 200
+    part: Part = Part()
+    against: str | None = None
+    json: str | None = None
+    open: bool = False
+
+
+def part_of(stage: str | None, steps: str | None) -> Part:
+    """Reads --stage and --steps A:B. Raises ConfigError for steps of another form."""
+    if steps is None:
+        return Part(stage)
+    match = re.fullmatch(r"(\d*):(\d*)", steps)
+    first, last = (int(match[1] or 0), float(match[2] or "inf")) if match else (1, 0.0)
+    if first > last:
+        raise ConfigError(f"--steps {steps}: not a range of steps; write first:last, e.g. 100:200, or 100:")
+    return Part(stage, first, last)
+
+
+def report(directories: Sequence[str], options: Options) -> int:
+    """Writes the report of a run, or of several together. Returns the exit code.
+
+    Raises ConfigError if a folder holds no run, DataError after writing a report that leaves damaged lines out.
+    """
+    runs = _read(directories, options.part)
+    against = _read([options.against], options.part)[0] if options.against is not None else None
+    axis = series.axis([*runs, *([against] if against else [])])
+    share = options.samples // len(runs)
+    chosen = [samples.choose(run.path, share, options.part, run.damage) for run in runs]
+    if against is not None:
+        runs[0].damage += against.damage
+    verdicts = [verdict(run) for run in runs]
+    created = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    shown = page.page(page.Report(runs, axis, chosen, verdicts, against, created))
+    output = options.output or str(runs[0].path / ("report.html" if len(runs) == 1 else "compare.html"))
+    _write(output, shown)
+    if options.json:
+        values = [summary.numbers(run, axis, lines) for run, lines in zip(runs, verdicts, strict=True)]
+        _write(options.json, json.dumps(values[0] if len(values) == 1 else {"runs": values}, indent=1) + "\n")
+    if output != "-":
+        print(f"{output} ({len(shown.encode('utf-8', 'replace')) / 1e6:.2f} MB)", file=sys.stderr)
+    if options.open and output != "-":
+        import webbrowser
+
+        webbrowser.open(Path(output).resolve().as_uri())
+    _refuse([each for run in runs for each in run.damage], output)
+    return 0
+
+
+def compare_text(directories: Sequence[str], part: Part) -> int:
+    """Prints the comparison of runs as tables. Raises as `report` does."""
+    runs = _read(directories, part)
+    print(summary.compare(runs))
+    _refuse([each for run in runs for each in run.damage], None)
+    return 0
+
+
+def verdict(run: Run) -> list[str]:
+    """Returns what `rl explain` says about the run, at most eight lines."""
+    try:
+        from rl.views.explain import verdict as explain
+    except ImportError:
+        return []
+    try:
+        return explain(run.path)[:8]
+    except DuetError:  # no events yet, or damaged ones, which the report names
+        return []
+
+
+def _read(directories: Sequence[str], part: Part) -> list[Run]:
+    runs = [read_run(directory, part) for directory in directories]
+    for run in runs:
+        check_steps(run, part)
+    for depth in range(2, 9):
+        names = [run.name for run in runs]
+        for run in runs:
+            if names.count(run.name) > 1:
+                run.name = "/".join(run.path.resolve().parts[-depth:])
+    return runs
+
+
+def _write(output: str, content: str) -> None:
+    """Writes a file in one step, so that a reader sees the old one or the new one."""
+    if output == "-":
+        print(content, end="")
+        return
+    path = Path(output)
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        temporary.write_text(content, encoding="utf-8", errors="replace")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ResourceError(f"{path}: cannot be written: {error.strerror}. Choose another file with -o") from None
+
+
+def _refuse(damage: Sequence[Damage], output: str | None) -> None:
+    if damage:
+        written = f"{output} is written without them.\n" if output not in (None, "-") else ""
+        raise DataError(f"{len(damage)} places could not be read. {written}{damage_text(list(damage))}")

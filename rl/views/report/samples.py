@@ -1,0 +1,290 @@
+"""Chooses completions that are worth reading: best, worst, longest, cut off, faulted, random, and those on which
+generator and trainer differ most.
+
+Choosing needs a few numbers of every completion. Lines of small files are parsed. In large files the numbers are cut
+out of the bytes, and only the chosen lines are parsed: inside a JSON text a quotation mark is escaped, so `"reward":`
+is a key.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl.records.run_files import Damage, sample_files, tokens_file
+from rl.records.samples import TOKEN, TRAINED
+from rl.views.report.read import Part
+
+KINDS = ("best", "worst", "gap", "longest", "cut off", "faulted", "random")
+"""Reasons to show a completion, in the order of the page."""
+
+_PARSED = 64 * 2**20  # bytes of samples up to which every line is parsed
+_READ = 1024 * 2**20  # bytes of samples that are read; of more, evenly spread files or blocks
+_BLOCKS = 64
+
+
+@dataclass
+class Chosen:
+    """records: the chosen completions, the newest first, each with its reasons in `why` and `gap` if it is known.
+
+    total: completions of which they were chosen; partial: whether there were too many to look at all.
+    """
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    total: int = 0
+    partial: bool = False
+
+
+@dataclass
+class _Index:
+    """Numbers of every completion, one entry each; a gap is NaN where it is unknown, a reward where there is none."""
+
+    file: list[int] = field(default_factory=list)
+    offset: list[int] = field(default_factory=list)
+    size: list[int] = field(default_factory=list)
+    line: list[int] = field(default_factory=list)
+    reward: list[float] = field(default_factory=list)
+    length: list[int] = field(default_factory=list)
+    cut: list[bool] = field(default_factory=list)
+    faulted: list[bool] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
+
+
+def choose(directory: Path, count: int, part: Part, damage: list[Damage], seed: int = 0) -> Chosen:
+    """Chooses at most `count` completions of a run. Equal files give equal choices.
+
+    Appends damaged lines to `damage`.
+    """
+    files = sample_files(directory)
+    sizes = [file.stat().st_size for file in files]
+    if count <= 0 or not sum(sizes):
+        return Chosen()
+    index = _Index()
+    extract = _parsed if sum(sizes) <= _PARSED else _cut_out
+    ranges = _ranges(sizes)
+    for number, first, last in ranges:
+        _scan(index, files[number], number, (first, last), extract, part, damage)
+    partial = sum(last - first for _, first, last in ranges) < sum(sizes)
+    result = Chosen(total=len(index.file), partial=partial)
+    gaps = _gaps(index, files)
+    chosen = pick(index.reward, index.length, index.cut, index.faulted, gaps, count, seed)
+    for row, why in sorted(chosen.items(), reverse=True):
+        with files[index.file[row]].open("rb") as file:
+            file.seek(index.offset[row])
+            line = file.read(index.size[row])
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            damage.append(Damage(files[index.file[row]], index.line[row], "damaged line"))
+            continue
+        record |= {"why": [kind for kind in KINDS if kind in why]}
+        if math.isfinite(gaps[row]):
+            record["gap"] = float(gaps[row])
+        result.records.append(record)
+    return result
+
+
+def pick(
+    reward: Sequence[float],
+    length: Sequence[int],
+    cut: Sequence[bool],
+    faulted: Sequence[bool],
+    gap: np.ndarray,
+    count: int,
+    seed: int = 0,
+) -> dict[int, set[str]]:
+    """Returns the chosen rows, each with its reasons. Each kind has an equal share of `count`, random ones the rest.
+
+    Equal values are in an order drawn from `seed`. A completion is chosen once, for all the reasons it has.
+    """
+    total = len(reward)
+    rewards, lengths = np.asarray(reward, float), np.asarray(length, float)
+    order = np.random.default_rng(seed).permutation(total)
+    ranked = {
+        "best": _top(rewards, order),
+        "worst": _top(-rewards, order),
+        "gap": _top(np.where(gap > 0, gap, np.nan), order),
+        "longest": _top(lengths, order),
+        "cut off": order[np.asarray(cut, bool)[order]],
+        "faulted": order[np.asarray(faulted, bool)[order]],
+    }
+    quota = max(1, count // len(KINDS))
+    result: dict[int, set[str]] = {}
+    for kind in sorted(ranked, key=lambda each: KINDS.index(each) if each != "faulted" else -1):
+        fresh = quota
+        for row in ranked[kind].tolist():
+            if row in result:
+                result[row].add(kind)
+            elif len(result) < count:
+                result[row] = {kind}
+            else:
+                break
+            fresh -= 1
+            if not fresh:
+                break
+    for row in order.tolist():
+        if len(result) >= min(count, total):
+            break
+        if row not in result:
+            result[row] = {"random"}
+    return result
+
+
+def _top(values: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Returns the rows with a value, largest first, equal ones in `order`."""
+    known = order[np.isfinite(values[order])]
+    return known[np.argsort(-values[known], kind="stable")]
+
+
+def _ranges(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Returns the parts (file, first byte, last byte) that are read: all, or blocks spread evenly over the files."""
+    if sum(sizes) <= _READ:
+        return [(number, 0, size) for number, size in enumerate(sizes)]
+    bounds = np.r_[0, np.cumsum(sizes)]
+    block = _READ // _BLOCKS
+    result = []
+    for start in np.linspace(0, bounds[-1] - block, _BLOCKS).astype(np.int64).tolist():
+        number = int(np.searchsorted(bounds, start, side="right")) - 1
+        first = start - int(bounds[number])
+        result.append((number, first, min(first + block, sizes[number])))
+    return result
+
+
+def _scan(
+    index: _Index,
+    path: Path,
+    number: int,
+    span: tuple[int, int],
+    extract: Callable[[bytes], tuple[str, int, float, int, bool, bool, int] | None],
+    part: Part,
+    damage: list[Damage],
+) -> None:
+    every = part == Part()
+    first, last = span
+    with path.open("rb") as file:
+        file.seek(first)
+        if first:
+            file.readline()  # the end of a line that begins before
+        offset = file.tell()
+        for line_number, line in enumerate(file, 1):
+            start, offset = offset, offset + len(line)
+            if start >= last:
+                return
+            if not line.endswith(b"\n"):
+                return  # torn: a process is writing it, or was killed while it did
+            values = extract(line)
+            if values is None:
+                if line.strip():
+                    where = line_number if not first else 0
+                    damage.append(Damage(path, where, "damaged line; delete it, or restore it from a backup"))
+                continue
+            stage, step, reward, length, cut, faulted, at = values
+            if not every and not part.holds(stage, step):
+                continue
+            index.file.append(number)
+            index.offset.append(start)
+            index.size.append(len(line))
+            index.line.append(line_number)
+            index.reward.append(reward)
+            index.length.append(length)
+            index.cut.append(cut)
+            index.faulted.append(faulted)
+            index.at.append(at)
+
+
+def _parsed(line: bytes) -> tuple[str, int, float, int, bool, bool, int] | None:
+    """Returns (stage, step, reward, tokens, cut off, faulted, place in the .bin file or -1); None: damaged."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("stage"), str) or not isinstance(row.get("step"), int):
+        return None
+    reward, faults, at = row.get("reward"), row.get("faults"), row.get("at")
+    scored = isinstance(reward, (int, float))
+    return (
+        row["stage"],
+        row["step"],
+        float(reward) if scored else math.nan,
+        sample_length(row),
+        row.get("finish") == "length",
+        bool(faults) or ("reward" in row and not scored),
+        at if isinstance(at, int) else -1,
+    )
+
+
+def sample_length(row: dict[str, Any]) -> int:
+    """Returns the tokens of a completion: their recorded number, or the length of their list."""
+    count, tokens = row.get("n"), row.get("tokens")
+    if isinstance(count, int):
+        return count
+    return len(tokens) if isinstance(tokens, list) else len(str(row.get("completion") or ""))
+
+
+def _cut_out(line: bytes) -> tuple[str, int, float, int, bool, bool, int] | None:
+    """Returns what `_parsed` does, without parsing the line."""
+    if not line.startswith(b"{") or not line.endswith((b"}\n", b"}\r\n")):
+        return None
+    tokens = line.find(b'"tokens":')
+    behind = line.find(b"]", tokens) if tokens >= 0 else 0  # the numbers of a completion follow its token ids
+    try:
+        stage, step = _value(line, line.find(b'"stage":')), int(_value(line, line.find(b'"step":')))
+        value = _value(line, _last(line, b'"reward":', behind))
+        reward = math.nan if value in (b"", b"null") else float(value)
+        if tokens >= 0:
+            length = line.count(b",", tokens, behind) + (line[tokens + 9 : behind].strip() != b"[")
+        else:
+            length = int(_value(line, line.rfind(b'"n":')) or len(line))
+        at = int(_value(line, line.rfind(b'"at":', behind)) or -1)
+    except ValueError:
+        return None
+    faults = line.rfind(b'"faults":', behind)
+    faulted = faults >= 0 and line[faults + 9 : faults + 24].lstrip()[:2] not in (b"{}", b"nu")
+    cut = _value(line, _last(line, b'"finish":', behind)) == b'"length"'
+    return stage.strip(b'"').decode(errors="replace"), step, reward, length, cut, faulted or value == b"null", at
+
+
+def _last(line: bytes, key: bytes, behind: int) -> int:
+    """Returns the place of the last key after `behind`, or else in the line; -1 without one."""
+    place = line.rfind(key, behind)
+    return place if place >= 0 else line.rfind(key)
+
+
+def _value(line: bytes, start: int) -> bytes:
+    """Returns the bytes of the short value of the key at `start`; b"" if it is -1."""
+    if start < 0:
+        return b""
+    start = line.find(b":", start) + 1
+    end = line.find(b",", start, start + 120)
+    if end < 0:
+        end = min(len(line), start + 120)
+    return line[start:end].rstrip(b"}\r\n").strip()
+
+
+def _gaps(index: _Index, files: Sequence[Path]) -> np.ndarray:
+    """Returns for each completion the largest difference between generator and trainer, from the .bin files.
+
+    A completion extends to the place of the next one. Only tokens of the mask count.
+    """
+    result = np.full(len(index.file), np.nan)
+    of_file, at = np.asarray(index.file, np.int64), np.asarray(index.at, np.int64)
+    for number, file in enumerate(files):
+        binary = tokens_file(file)
+        rows = np.flatnonzero((of_file == number) & (at >= 0))
+        if not len(rows) or not binary.is_file() or binary.stat().st_size < TOKEN.itemsize:
+            continue
+        tokens = np.memmap(binary, TOKEN, "r", shape=(binary.stat().st_size // TOKEN.itemsize,))
+        rows = rows[at[rows] < len(tokens)]
+        rows = rows[np.argsort(at[rows], kind="stable")]
+        places, first = np.unique(at[rows], return_index=True)
+        if len(places):
+            size = np.abs(tokens["gap"].astype(np.float32))
+            size[(tokens["flags"] & TRAINED == 0) | ~np.isfinite(size)] = np.nan
+            result[rows[first]] = np.fmax.reduceat(size, places)
+    return result

@@ -1,0 +1,96 @@
+"""Compares configurations: what differs from the defaults, and what differs between runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl.views.report.read import Run
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+_NOTHING = (None, False, "", [], {})
+_FREE = ("run.", "profile.")  # change what is kept and shown, and no number
+
+
+def changed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the part of a saved configuration that differs from the defaults. A key of an older version stays."""
+    from rl.config.run import RunConfig
+
+    return _changed(config, RunConfig)
+
+
+def yaml_text(value: Mapping[str, Any]) -> str:
+    """Returns a configuration as YAML text."""
+    from rl.config import yaml_tree
+
+    return yaml_tree.dump(dict(value)) if value else ""
+
+
+def _changed(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    from rl.config.keys import models_in
+
+    result = {}
+    for key, value in values.items():
+        known = model.model_fields.get(key)
+        if known is None:
+            if value not in _NOTHING:
+                result[key] = value
+            continue
+        section = next(iter(models_in(known.annotation)), (None, False))[0]
+        default = None if known.is_required() else known.get_default(call_default_factory=True)
+        default = list(default) if isinstance(default, tuple) else default
+        if key == "algorithm" and isinstance(value, Mapping):
+            result[key] = _algorithm(value)
+        elif section is not None and isinstance(value, Mapping):
+            inner = _changed(value, section)
+            if inner or default is None:
+                result[key] = inner
+        elif section is not None and isinstance(value, list):
+            result[key] = [_changed(each, section) if isinstance(each, Mapping) else each for each in value]
+        elif value != default:
+            result[key] = value
+    return result
+
+
+def _algorithm(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns name and changed options of an algorithm; all options of one that this version does not know."""
+    import rl.algorithms
+
+    try:
+        defaults = dataclasses.asdict(rl.algorithms.get(str(value.get("name"))))
+    except Exception:  # an algorithm of a file that is gone, or of an older version
+        return dict(value)
+    # A default that a class computes is shown as it is: comparing it needs the arguments.
+    return {key: each for key, each in value.items() if key == "name" or key not in defaults or each != defaults[key]}
+
+
+def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) of every value of a configuration."""
+    if isinstance(value, Mapping) and value:
+        for key, child in value.items():
+            yield from flat(child, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
+        for number, child in enumerate(value):
+            yield from flat(child, f"{path}.{number}")
+    else:
+        yield path, value
+
+
+def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
+    """Returns (dotted key, value in each run) of the keys whose values differ; None where a run has no such key.
+
+    Keys of `run` and `profile` are left out, and keys that one version of Duet writes as null, false or empty and
+    another does not have.
+    """
+    tables = [dict(flat(run.config)) for run in runs]
+    keys = dict.fromkeys(key for table in tables for key in table if not key.startswith(_FREE))
+    rows = ((key, [table.get(key) for table in tables]) for key in keys)
+    return [
+        (key, values)
+        for key, values in rows
+        if any(value != values[0] for value in values)
+        and (any(value not in _NOTHING for value in values) or all(key in table for table in tables))
+    ]

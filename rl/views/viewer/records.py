@@ -1,0 +1,107 @@
+"""Describes samples as JSON: short ones for lists, complete ones with their tokens, and their relatives."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from rl.records import thumbnails
+from rl.records.messages import Piece, described, messages, start
+from rl.views.viewer import tokens as token_texts
+from rl.views.viewer.index import Index, columns
+from rl.views.viewer.search import Place, places
+
+_PEEK = 160
+_READ = 64  # completions of a group whose beginnings are read
+_MOST = 500  # relatives of a sample that are listed
+
+
+def short(index: Index, place: Place) -> dict[str, Any]:
+    """Returns the numbers of a sample, without its texts and without reading its line."""
+    row = place.segment.rows[place.row]
+    bits, kinds = int(row["fault"]), index.names["fault"]
+    return {
+        "id": place.id,
+        "stage": index.names["stage"][row["stage"]],
+        "step": int(row["step"]),
+        "prompt_id": int(row["prompt"]),
+        "sample": int(row["sample"]),
+        "version": int(row["version"]),
+        "reward": number(row["reward"]),
+        "rewards": {name: number(values[place.row]) for name, values in place.segment.scores.items()},
+        "advantage": number(row["advantage"]),
+        "gap": number(row["gap"]),
+        "len": int(row["len"]),
+        "finish": index.names["finish"][row["finish"]],
+        "faults": [kind for bit, kind in enumerate(kinds) if bits >> min(bit, 31) & 1],
+        "eval": bool(row["eval"]),
+    }
+
+
+def listed(index: Index, place: Place) -> dict[str, Any]:
+    """Returns `short` with the beginnings of prompt and completion. Raises as `Place.record`."""
+    record = place.record()
+    return short(index, place) | {
+        "prompt": start(record, "prompt", _PEEK // 2),
+        "completion": start(record, "completion", _PEEK),
+    }
+
+
+def full(index: Index, place: Place, most: int = _MOST) -> dict[str, Any]:
+    """Returns everything about a sample: record, pieces of its messages, tokens without their texts, its group, and the
+    same row of the data at other steps.
+
+    most: listed relatives of each kind. Raises as `Place.record`.
+    """
+    record = place.record()
+    own = place.tokens(record)
+    result = short(index, place) | {"record": {key: value for key, value in record.items() if key != "tokens"}}
+    result["messages"] = {
+        name: [[role, [_shown(index, piece) for piece in pieces]] for role, pieces in messages(record, name)]
+        for name in ("prompt", "completion")
+    }
+    ids = own["id"].tolist() if len(own) else record.get("tokens")
+    result["tokens"] = token_texts.numbers(own) if len(own) else {"id": ids if isinstance(ids, list) else []}
+    siblings = group(index, place, most)
+    result["group"] = [(listed if number < _READ else short)(index, each) for number, each in enumerate(siblings)]
+    result["others"] = [short(index, each) for each in others(index, place, most)]
+    return result
+
+
+def _shown(index: Index, piece: Piece) -> Piece:
+    """Returns a piece of a message; a picture or sound with its text `about`, and the name of its `thumbnail` or
+    None.
+    """
+    if isinstance(piece, str):
+        return piece
+    file = thumbnails.find(index.directory, str(piece.get("digest")))
+    return piece | {"about": described(piece), "thumbnail": file and file.name}
+
+
+def with_texts(sample: dict[str, Any], texts: token_texts.TokenTexts) -> dict[str, Any]:
+    """Returns the result of `full` with the texts of its tokens."""
+    return sample | {"tokens": sample["tokens"] | {"text": texts.texts(sample["tokens"]["id"])}}
+
+
+def group(index: Index, place: Place, most: int = _MOST) -> list[Place]:
+    """Returns the completions of the same prompt at the same step, this one included, at most `most`."""
+    row = place.segment.rows[place.row]
+    mask = (columns(index.segments, "prompt") == row["prompt"]) & (columns(index.segments, "step") == row["step"])
+    mask &= columns(index.segments, "stage") == row["stage"]
+    return places(index, np.flatnonzero(mask)[:most])
+
+
+def others(index: Index, place: Place, most: int = _MOST) -> list[Place]:
+    """Returns the completions of the same row of the data at other steps, the newest first, at most `most`."""
+    row = place.segment.rows[place.row]
+    mask = columns(index.segments, "same") == row["same"]
+    away = (columns(index.segments, "step") != row["step"]) | (columns(index.segments, "stage") != row["stage"])
+    return places(index, np.flatnonzero(mask & away)[::-1][:most])
+
+
+def number(value: Any) -> float | None:
+    """Returns a number of JSON, or None for one that is not finite."""
+    value = float(value)
+    return float(f"{value:.7g}") if math.isfinite(value) else None
