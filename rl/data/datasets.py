@@ -77,7 +77,7 @@ def load(
         ConfigError: a file or task does not exist, or column names contradict each other.
         DataError: rows are malformed, a column does not exist, or the dataset has no rows.
     """
-    rows = read_rows(options, held_out, decode=processors is None)
+    rows = read_rows(options, held_out)
     name = f"task {options.task}" if options.task is not None else str(options.path)
     base = folder_of(options)
     examples, problems = [], _Problems()

@@ -72,9 +72,9 @@ class Limit:
 
 
 def too_long_key(config: RunConfig, source: DataOptions) -> str:
-    """Returns the dotted key of `too_long` for a section of data of the run."""
-    stages = (number for number, stage in enumerate(config.stages) if stage.data is not None and stage.data == source)
-    number = None if source == config.data else next(stages, None)
+    """Returns the dotted key of `too_long` for a section of data of the run: this object, not one that is equal."""
+    stages = (number for number, stage in enumerate(config.stages) if stage.data is source)
+    number = None if source is config.data else next(stages, None)
     return "data.too_long" if number is None else f"stages.{number}.data.too_long"
 
 
@@ -136,9 +136,7 @@ def cut_row(row: Row, end: int) -> Row | None:
     """Returns the first `end` tokens of a row, fewer where that would cut a picture or a sound; None if none of them is
     trained on."""
     if row.media is not None:
-        index = row.media.index
-        while 0 < end < len(index) and index[end] >= 0 and index[end - 1] >= 0:
-            end -= 1
+        end = row.media.end_before(end)
     if 1 not in row.mask[:end]:
         return None
     return Row(row.ids[:end], row.mask[:end], row.media and row.media.first(end))

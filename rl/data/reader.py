@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from rl.data import datasets, models
 from rl.data import teacher as teachers
 from rl.data.encoded import Example, Pair, Problem, Row
 from rl.data.encoding import ExampleEncoder
-from rl.data.limits import Limit, Refusal, cut_pair, cut_row, fit, never_cut, outside_vocabulary, too_long_key
+from rl.data.limits import Limit, cut_pair, cut_row, fit, never_cut, outside_vocabulary, too_long_key
 from rl.data.media import decode_first, kinds_of, read_processors, with_lists
 from rl.data.shard import Shard
 from rl.data.tokenizer import history_of, read_tokenizer
@@ -50,9 +51,19 @@ def _runner(settings: RewardSettings) -> Runner:
         raise ConfigError(f"rewards: {error}") from None
 
 
-def _raise_if(refusal: Refusal | None) -> None:
-    if refusal is not None:
-        raise DataError(refusal.message())
+def _refuse_long(limit: Limit, numbers: Sequence[Any], lengths: Sequence[int], places: Sequence[str]) -> None:
+    """Raises DataError, the same on all processes, for rows that are longer than the limit.
+
+    numbers: of each row among the rows of all processes. Every process has all rows of an evaluation.
+    """
+    if not any(processes.all_gather_object(max(lengths, default=0) > limit.tokens)):
+        return
+    rows = list(zip(numbers, lengths, places, strict=True))
+    if limit.key is not None:
+        rows = sorted(itertools.chain(*processes.all_gather_object(rows)))
+    refusal = limit.refusal([length for _, length, _ in rows], [place for _, _, place in rows])
+    assert refusal is not None
+    raise DataError(refusal.message())
 
 
 def _check_reward_models(names: Sequence[str], tokenizer: Any, used: int) -> None:
@@ -113,7 +124,7 @@ class DataReader:
     def read_held_out(self, options: EvaluationOptions, stages: Sequence[StageOptions]) -> None:
         """Reads the problems of the evaluations that `stages` make, into `held_out`."""
         longest = max(stages, key=lambda stage: stage.sampling.max_new_tokens)
-        self.held_out = list(self.problems(options.data, longest, held_out=True).own[: options.problems])
+        self.held_out = list(self.problems(options.data, longest, held_out=options.problems).own)
 
     def check_teacher(self, options: TeacherOptions | None, stop_token_ids: Iterable[int]) -> None:
         """Raises ConfigError or ModelError for a teacher that reads other ids than the run or ends texts elsewhere.
@@ -140,12 +151,16 @@ class DataReader:
         _check_reward_models([source for source in runner.sources if source not in trained], self.tokenizer, self._used)
         return runner
 
-    def problems(self, source: DataOptions, stage: StageOptions, *, held_out: bool = False) -> Shard:
-        """Reads prompts that leave room for a completion of the stage."""
-        dataset = self._load(source, held_out=held_out)
+    def problems(self, source: DataOptions, stage: StageOptions, *, held_out: int | None = None) -> Shard:
+        """Reads prompts that leave room for a completion of the stage.
+
+        held_out: number of problems of an evaluation, the first ones of the source; None: all, for training.
+        """
+        dataset = self._load(source, held_out=held_out is not None)
+        dataset = replace(dataset, examples=dataset.examples[:held_out])
         key = ("problems", source.model_dump_json(), held_out)
         encoded = raise_on_all(partial(self._once, key, lambda: [self._problem(example) for example in dataset]))
-        limit = self._limit(source, stage.sampling.max_new_tokens, held_out)
+        limit = self._limit(source, stage.sampling.max_new_tokens, held_out is not None)
         return self._fitting([[problem] for problem in encoded], dataset, limit, lambda each: len(each.ids), never_cut)
 
     def demonstrations(self, source: DataOptions, train_on: str) -> Shard:
@@ -211,15 +226,16 @@ class DataReader:
         places = [(number, part) for number, rows in enumerate(encoded) for part in range(len(rows))]
         rows = [row for each in encoded for row in each]
         examples = [dataset[number] for number, _ in places]
-        lengths = [length(row) for row in rows]
-        refusal = limit.refusal(lengths, [example.where for example in examples])
-        raise_on_all(lambda: _raise_if(refusal))
+        index, count = processes.index(), processes.count()
+        numbers = [(index + number * count, part) for number, part in places]  # (number of the example, part)
+        if limit.too_long == "refuse":
+            lengths = [length(row) for row in rows]
+            _refuse_long(limit, numbers, lengths, [example.where for example in examples])
         is_simple = limit.too_long == "refuse" and len(rows) == len(encoded)
         if all(processes.all_gather_object(is_simple)):
             return Shard(rows, dataset.total, examples)
         fitting = fit(rows, limit, length, cut)
-        index, count = processes.index(), processes.count()
-        own = [(index + places[i][0] * count, places[i][1]) for i in fitting.numbers]  # (number of the example, part)
+        own = [numbers[i] for i in fitting.numbers]
         parts = processes.all_gather_object((own, len(rows), fitting.cut))
         ranks = {place: rank for rank, place in enumerate(sorted(each for part in parts for each in part[0]))}
         total = sum(part[1] for part in parts)

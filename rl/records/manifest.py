@@ -101,7 +101,9 @@ def git_state() -> dict[str, Any]:
     try:
         asked = {"capture_output": True, "text": True, "timeout": 5, "check": True}
         commit = subprocess.run(["git", "rev-parse", "HEAD"], **asked).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], **asked).stdout
+        # Without the lock of the index, which a process that is killed would leave behind.
+        status = ["git", "--no-optional-locks", "status", "--porcelain", "--untracked-files=no"]
+        changed = subprocess.run(status, **asked).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
     return {"git": {"commit": commit, "changed": bool(changed.strip())}}

@@ -61,6 +61,14 @@ class Expanded:
         """Returns the number of the reference that each item is of."""
         return [number - 1 for number in itertools.accumulate(item.is_first for item in self.items)]
 
+    def end_before(self, end: int) -> int:
+        """Returns the most tokens, at most `end`, that cut off no part of a picture or sound, with what its marker
+        stands for besides its rows: tiles have separators between them."""
+        if not 0 < end < len(self.starts) or self.starts[end - 1] != self.starts[end]:
+            return end
+        same = np.flatnonzero(self.starts == self.starts[end])
+        return int(same[0]) if (self.index[same] >= 0).any() else end
+
     def first(self, end: int) -> Expanded:
         """Returns the first `end` tokens. `end` must not cut off a part of a picture or sound."""
         turns, until = (None if array is None else array[:end] for array in (self.turns, self.until))

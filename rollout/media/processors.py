@@ -104,8 +104,14 @@ def of_directory(directory: Path) -> Stored:
 def read(directory: Path, tokenizer: Any) -> Processors:
     """Reads the processors of a model's directory. The markers are those of its tokenizer.
 
-    Raises MediaError for a directory without a processor, and for a class that is not supported.
+    Raises MediaError for a directory without a processor, for a class that is not supported, and for a tokenizer that
+    does not say where its tokens begin.
     """
+    if not getattr(tokenizer, "is_fast", True):
+        raise MediaError(
+            f"a tokenizer of the class {type(tokenizer).__name__} does not say where its tokens begin, so pictures and "
+            "sounds cannot be put in their places; use one with a tokenizer.json"
+        )
     files = of_directory(directory)
     if files.image is None and files.audio is None:
         raise MediaError(f"{directory}: no preprocessor_config.json or processor_config.json that names a processor")

@@ -23,11 +23,9 @@ def encode_after(tokenizer: Any, text: str) -> list[int]:
     if not text or not _habits(tokenizer).writes_space:
         return alone
     for before in _BEFORE:
-        encoded = tokenizer(before + text, add_special_tokens=False, return_offsets_mapping=True)
-        offsets = encoded["offset_mapping"]
-        first = sum(start < len(before) for start, _ in offsets)
-        is_cut = first == 0 or offsets[first - 1][1] <= len(before)  # no token has a part of both texts
-        ids = list(encoded["input_ids"])[first:]
+        head, both = (list(tokenizer.encode(each, add_special_tokens=False)) for each in (before, before + text))
+        ids = both[len(head) :]
+        is_cut = both[: len(head)] == head  # no token has a part of both texts
         if is_cut and decode_after(tokenizer, ids) == text:
             return ids
     return alone

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import full_disk
@@ -346,10 +347,11 @@ def test_a_step_that_ends_on_a_full_disk_keeps_the_last_good_one_and_goes_on(tmp
 
 
 @pytest.mark.slow
-def test_weights_that_find_no_room_are_written_by_the_next_start(tmp_path, capsys):
+def test_weights_that_find_no_room_are_written_by_the_next_start(tmp_path, capsys, monkeypatch):
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     run = (tmp_path / "run", ONLY_SFT, *launch.LIGHT)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a module that is imported meanwhile would be cut, too
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
     try:
         assert launch.train(*run) == 5

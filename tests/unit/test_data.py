@@ -1,11 +1,15 @@
 import json
 from pathlib import Path
 
+import datasets as library
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from rl.config.data import DataOptions
 from rl.data import datasets
 from rl.data.datasets import load, order
+from rl.data.rows.files import read_file
 from rl.data.rows.forms import read_labelled
 from rl.errors import ConfigError, DataError
 
@@ -26,9 +30,6 @@ def jsonl(name: str, rows: list) -> str:
 
 
 def parquet(name: str, rows: list[dict]) -> str:
-    import pyarrow
-    import pyarrow.parquet
-
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), name)
     return name
 
@@ -66,6 +67,38 @@ def test_a_folder_and_a_saved_dataset_are_read_with_their_splits():
     datasets.DatasetDict({"train": full, "dev": full.select([1])}).save_to_disk("saved")
     assert load(options(path="saved", split="dev"))[0].columns == {"answer": "é"}
     assert "there are train, dev" in error(DataError, path="saved", held_out=True)
+
+
+def test_pictures_of_a_saved_dataset_are_not_decoded_for_a_model_of_text():
+    features = library.Features({"prompt": library.Value("string"), "shown": library.Image(decode=True)})
+    rows = [{"prompt": "a", "shown": {"bytes": b"no picture", "path": None}}] * 2
+    library.Dataset.from_list(rows, features=features).save_to_disk("broken")
+    [first, _] = load(options(path="broken"))
+    assert first.columns["shown"]["bytes"] == b"no picture"
+
+
+def test_rows_of_a_saved_dataset_that_the_library_cannot_read_are_errors(monkeypatch):
+    library.Dataset.from_list(ROWS).save_to_disk("saved")
+
+    def rows(self):
+        yield ROWS[0]
+        raise KeyError("a decoder")
+
+    monkeypatch.setattr(library.Dataset, "__iter__", rows)
+    assert "saved: no row after row 0 can be read: KeyError: 'a decoder'" in error(DataError, path="saved")
+
+
+def test_few_wide_rows_of_a_parquet_file_are_in_memory():
+    pool = pyarrow.default_memory_pool()
+    table = pyarrow.table({"prompt": [str(number) + "x" * 200_000 for number in range(300)]})
+    pyarrow.parquet.write_table(table, "wide.parquet", compression="none", use_dictionary=False, write_batch_size=10)
+    size = table.nbytes
+    del table
+    before, largest = pool.bytes_allocated(), 0
+    for number, (_, row) in enumerate(read_file(Path("wide.parquet"))):
+        largest = max(largest, pool.bytes_allocated() - before)
+        assert row["prompt"].startswith(f"{number}x")
+    assert number == 299 and largest < size / 2
 
 
 def test_a_conversation_is_a_demonstration_of_its_last_answer():

@@ -2,14 +2,16 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from policy.mesh import processes
 from rl.data.encoded import Row
-from rl.data.limits import Limit, cut_row, fit
+from rl.data.limits import Limit, cut_row, fit, too_long_key
 from rl.data.reader import DataReader
 from rl.errors import ConfigError, DataError
 from rl.run.load import load
+from rollout.media.expand import Expanded
 
 PROMPTS = [{"prompt": "1" * n, "completion": "2" * 4, "answer": "x"} for n in (3, 9, 5, 30, 8)]
 PAIRS = [
@@ -117,6 +119,53 @@ def test_rows_that_are_left_out_leave_no_gap_on_several_processes(stage, monkeyp
     assert rows.held([0, 1, 2]) == list(rows.own)
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_refusal_counts_the_rows_of_all_processes(stage, monkeypatch, index):
+    rows = [PROMPTS[3], PROMPTS[0], PROMPTS[1], PROMPTS[4]]
+    with pytest.raises(DataError) as alone:
+        stage("sft", rows)
+    other = [((1, 0), 8, "b"), ((3, 0), 13, "d")] if index == 0 else [((0, 0), 35, "a"), ((2, 0), 14, "c")]
+
+    def all_gather(own):
+        return [own, other] if isinstance(own, list) and len(own) == 2 else [own]
+
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "index", lambda: index)
+    monkeypatch.setattr(processes, "all_gather_object", all_gather)
+    with pytest.raises(DataError) as shared:
+        stage("sft", rows)
+    assert str(alone.value).startswith("3 of 4 rows") and str(shared.value).startswith("3 of 4 rows")
+    assert str(shared.value).split("max_length=")[1] == str(alone.value).split("max_length=")[1]
+    assert ("first a with 35" in str(shared.value)) == (index == 1)
+
+
+def test_the_key_of_a_refusal_is_that_of_the_stage(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(PROMPTS[0]) + "\n")
+    own = {"algorithm": "sft", "steps": 1, "data": str(file)}
+    tree = {"model": "tiny-vl", "tokenizer": "bytes", "data": str(file), "stages": [own, own, own | {"data": None}]}
+    (tmp_path / "run.yml").write_text(json.dumps(tree))
+    config = load([tmp_path / "run.yml"])
+    sources = [stage.data or config.data for stage in config.stages]
+    assert [too_long_key(config, source) for source in sources] == [
+        "stages.0.data.too_long",
+        "stages.1.data.too_long",
+        "data.too_long",
+    ]
+
+
+def test_held_out_rows_beyond_those_of_an_evaluation_may_be_long(stage, tmp_path):
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in (PROMPTS[0], PROMPTS[2], PROMPTS[3])))
+    evaluation = {"data": str(held_out), "problems": 2}
+    made = stage("grpo", PROMPTS[:1], evaluation=evaluation)
+    reader = DataReader(made.config)
+    reader.read_held_out(made.config.evaluation, made.config.stages)
+    assert [len(problem.ids) for problem in reader.held_out] == [3, 5]
+    with pytest.raises(DataError, match="1 of 3 rows are longer than the 8 tokens"):
+        reader.read_held_out(made.config.evaluation.model_copy(update={"problems": 3}), made.config.stages)
+
+
 def test_the_rows_of_an_evaluation_are_never_left_out(stage):
     held_out = {"data": {"path": "rows.jsonl", "too_long": "drop"}}
     with pytest.raises(ConfigError, match="evaluation.data.*too_long.*cannot change held-out rows"):
@@ -124,17 +173,15 @@ def test_the_rows_of_an_evaluation_are_never_left_out(stage):
 
 
 def test_a_cut_stops_before_a_picture():
-    import numpy as np
-
-    class Media:
-        index = np.array([-1, -1, 0, 1, 2, 3, -1, -1])
-
-        def first(self, end):
-            return end
-
-    row = Row(list(range(8)), [0, 1, 0, 0, 0, 0, 1, 1], Media())
-    for end, left in ((7, 7), (6, 6), (5, 2), (4, 2), (3, 2), (2, 2)):
-        assert cut_row(row, end) == Row(row.ids[:left], row.mask[:left], left)
+    """Of two texts, a picture of two tiles with a separator before, between and after them, and a text whose two tokens
+    are of one character."""
+    index = np.array([-1, -1, -1, 0, 1, -1, 2, 3, -1, -1, -1])
+    starts = np.array([0, 1, 2, 2, 2, 2, 2, 2, 2, 9, 9])
+    media = Expanded(np.arange(11), index, None, None, 0, (), starts)
+    row = Row(list(range(11)), [0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1], media)
+    for end, left in ((10, 10), (9, 9), *((inside, 2) for inside in range(2, 9))):
+        cut = cut_row(row, end)
+        assert cut.ids == row.ids[:left] and cut.mask == row.mask[:left] and len(cut.media.index) == left
     assert cut_row(row, 1) is None
     limit = Limit(4, too_long="truncate", key="data.too_long")
     fitting = fit([row, Row([1], [1])], limit, lambda each: len(each.ids), cut_row)

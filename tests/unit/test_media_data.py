@@ -345,8 +345,8 @@ def test_pictures_of_another_process_count(folder, reader, monkeypatch):
     file = lines(folder / "d.jsonl", {"prompt": "a", "image": None})
     one, two = reader(file), reader(file)
     assert "images" not in problems(one)[0].example.columns and not one.has_media
-    # Of errors and of kinds.
-    monkeypatch.setattr(processes, "all_gather_object", lambda own: [own, None if own is None else ["image"]])
+    # Of errors, kinds, and of whether rows are too long.
+    monkeypatch.setattr(processes, "all_gather_object", lambda own: [own, ["image"] if isinstance(own, list) else own])
     (problem,) = problems(two)
     assert two.has_media and problem.example.columns["images"] == [] and "image" not in problem.example.columns
 

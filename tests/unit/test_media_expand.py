@@ -211,6 +211,19 @@ def test_tokens_know_their_character_of_the_rendered_text(family, tmp_path):
 
 
 @all_families
+def test_no_end_lies_between_the_tiles_of_a_picture(family, tmp_path):
+    _, tokens, ours, _ = family
+    expanded = expand(tokens, CONVERSATION, references(tmp_path), ours)
+    owners = np.repeat(expanded.owners, [item.rows for item in expanded.items])
+    for end in range(len(expanded.tokens) + 1):
+        cut = expanded.end_before(end)
+        before, after = (set(owners[rows[rows >= 0]]) for rows in np.split(expanded.index, [cut]))
+        assert cut <= end and not before & after
+        if cut < end:  # nothing but tokens of one picture
+            assert len(set(expanded.starts[cut:end].tolist())) == 1
+
+
+@all_families
 def test_a_prompt_without_pictures_is_text(family):
     _, tokens, ours, _ = family
     messages = [{"role": "user", "content": "hi"}]

@@ -3,8 +3,11 @@
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+from rl.data.inspect.template_checks import end_of_turn
+from rollout.media import processors
+from rollout.media.item import MediaError
 from rollout.text.chat import encode_answer, encode_completion, render_prompt
 from rollout.text.spelling import decode_after, encode_after
 from rollout.text.tokenizer import first_stop, load_tokenizer
@@ -121,3 +124,29 @@ def test_the_tokens_of_other_tokenizers_stay(source):
         assert encode_after(tokenizer, text) == tokenizer.encode(text, add_special_tokens=False)
         ids = tokenizer.encode(text)
         assert decode_after(tokenizer, ids) == tokenizer.decode(ids)
+
+
+class Slow:
+    """A tokenizer that does not say where its tokens begin."""
+
+    is_fast = False
+
+    def __init__(self, tokenizer):
+        self.encode, self.decode, self.unk_token_id = tokenizer.encode, tokenizer.decode, tokenizer.unk_token_id
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_tokenizer_without_offsets_spells_the_same(tokenizer, answer):
+    assert encode_after(Slow(tokenizer), answer) == encode_after(tokenizer, answer)
+
+
+def test_the_end_of_a_turn_without_offsets(tmp_path):
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert not tokenizer.is_fast
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + END }}{% endfor %}"
+    for end, token in (("'</s>'", 1), ("'\n</s>'", 1), ("'\n'", None), ("'.'", ord(".") + 3)):
+        tokenizer.chat_template = template.replace("END", end)
+        assert end_of_turn(tokenizer)[0] == token
+    with pytest.raises(MediaError, match="ByT5Tokenizer does not say where its tokens begin.*use one with a tokenizer"):
+        processors.read(tmp_path, tokenizer)

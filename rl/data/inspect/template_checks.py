@@ -11,7 +11,7 @@ from rl.data.encoded import Example
 from rl.data.inspect.finding import Finding
 from rl.data.inspect.stage_rows import SOME, Encoded, StageRows, texts_in
 from rollout.text import chat
-from rollout.text.spelling import encode_after
+from rollout.text.spelling import decode_after, encode_after
 
 _CONTENT = "DuetAnswer"
 _MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]")
@@ -97,6 +97,9 @@ def end_of_turn(tokenizer: Any) -> tuple[int | None, str]:
     if place < 0:
         raise chat.ChatError("the chat template drops the content of an assistant's turn")
     end = place + len(_CONTENT)
+    if not getattr(tokenizer, "is_fast", True):  # it does not say where its tokens begin
+        written = ((token, decode_after(tokenizer, [token])) for token in encode_after(tokenizer, text[end:]))
+        return next(((token, piece) for token, piece in written if piece.strip()), (None, ""))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         if start >= end and text[start:stop].strip():

@@ -28,6 +28,11 @@ _DEEPEST = 100
 _LONGEST_CELL = 2**31 - 1
 """Most characters of a cell of a CSV file. Python's own bound is 131,072, less than a long conversation."""
 
+_BATCH_BYTES, _BATCH_ROWS = 16 * 2**20, 1024
+"""Most bytes and rows of a Parquet file that are read at a time. Equal values count once in its metadata."""
+_BUFFER = 2**20
+"""Bytes that are read at a time of each column of a Parquet file."""
+
 
 def read_file(path: Path) -> Rows:
     """Reads a data file by its suffix. Raises DataError for one that cannot be read."""
@@ -179,13 +184,21 @@ def _parquet_rows(path: Path) -> Rows:
 
     try:
         number = 0
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
+        # Without a buffer, pages of a full row group are in memory at a time.
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER) as file:
+            for batch in file.iter_batches(batch_size=_batch_size(file.metadata)):
                 for row in batch.to_pylist():
                     yield f"{path}: row {number}", row
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from None
+
+
+def _batch_size(metadata: Any) -> int:
+    """Returns the rows of a Parquet file that are read at a time: about _BATCH_BYTES, by the sizes in its metadata."""
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    widest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=1)
+    return min(_BATCH_ROWS, max(1, _BATCH_BYTES // max(1, widest)))
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {

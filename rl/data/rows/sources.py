@@ -22,18 +22,18 @@ _STATES = ("state.json", "dataset_dict.json")
 """Files of a dataset that the package `datasets` saved."""
 
 
-def read_rows(options: DataOptions, held_out: bool, decode: bool = True) -> Rows:
+def read_rows(options: DataOptions, held_out: bool) -> Rows:
     """Reads the rows of a task, a file, a folder or a dataset of the Hugging Face hub.
 
-    Rows with a text that UTF-8 cannot hold, and rows that are nested too deeply, are Malformed.
+    Rows with a text that UTF-8 cannot hold, and rows that are nested too deeply, are Malformed. Pictures and sounds of
+    the package `datasets` are {bytes, path}; it decodes none.
     held_out: read the split of an evaluation.
-    decode: let the package `datasets` decode pictures and sounds; false: they stay {bytes, path}.
     Raises ConfigError for a name that does not exist, DataError for a source that cannot be read.
     """
     if options.task is not None:
         return _readable(_task_rows(options.task, options, held_out))
     assert options.path is not None  # DataOptions has a task or a path
-    return _readable(_path_rows(options.path, options, held_out, decode))
+    return _readable(_path_rows(options.path, options, held_out))
 
 
 def _readable(rows: Rows) -> Rows:
@@ -71,7 +71,7 @@ def _task_rows(task: str, options: DataOptions, held_out: bool) -> Rows:
         yield f"task {task}, problem {number}", row
 
 
-def _path_rows(name: str, options: DataOptions, held_out: bool, decode: bool) -> Rows:
+def _path_rows(name: str, options: DataOptions, held_out: bool) -> Rows:
     path = _existing(name)
     split = options.split or ("test" if held_out else "train")
     if path.is_file():
@@ -80,10 +80,10 @@ def _path_rows(name: str, options: DataOptions, held_out: bool, decode: bool) ->
         plain = options.subset is None and split.isidentifier()
         if plain and not _is_saved(path) and folders.has_own_files(path):
             return folders.read_folder(path, split)
-        return _library_rows(options, split, decode, path)
+        return _library_rows(options, split, path)
     if hub_name(name, alone=True) is None:
         raise ConfigError(f"no such file or directory: {name} (from {Path.cwd()}){nearest_path(name)}")
-    return _library_rows(options, split, decode, None)
+    return _library_rows(options, split, None)
 
 
 def _is_saved(directory: Path) -> bool:
@@ -91,7 +91,7 @@ def _is_saved(directory: Path) -> bool:
     return any((directory / state).is_file() for state in _STATES)
 
 
-def _library_rows(options: DataOptions, split: str, decode: bool, directory: Path | None) -> Rows:
+def _library_rows(options: DataOptions, split: str, directory: Path | None) -> Rows:
     """Reads a saved dataset, a folder that only `datasets` reads, or (directory None) the hub, with that package."""
     import datasets
 
@@ -119,7 +119,7 @@ def _library_rows(options: DataOptions, split: str, decode: bool, directory: Pat
             or f"{options.path} (no such file here{nearest_path(name)}, so looked for on the Hugging Face hub)"
         )
         raise DataError(f"{where}: split {split!r} cannot be loaded: {type(error).__name__}: {error}") from None
-    return _numbered(dataset if decode else _undecoded(dataset), name)
+    return _numbered(_undecoded(dataset), name)
 
 
 def _undecoded(dataset: Any) -> Iterable[dict[str, Any]]:
@@ -149,5 +149,9 @@ def _stop_decoding(feature: Any) -> bool:
 
 
 def _numbered(rows: Iterable[dict[str, Any]], name: str) -> Rows:
-    for number, row in enumerate(rows):
-        yield f"{name}: row {number}", dict(row)
+    number = 0
+    try:
+        for number, row in enumerate(rows):
+            yield f"{name}: row {number}", dict(row)
+    except Exception as error:  # of pyarrow, of a decoder of the package `datasets`, or of the network
+        raise DataError(f"{name}: no row after row {number} can be read: {type(error).__name__}: {error}") from None
