@@ -33,7 +33,7 @@ ORDER = {
         *("model", "execution", "hook", "fields", "families", "huggingface", "public"),
     ],
     "rewards": ["suggest", "text", "answers", "files", "registry", "plugins", "workers", "runner", "check"],
-    "rollout": ["types", "request", "text", "media", "engine", "generator", "collect"],
+    "rollout": ["types", "request", "logits_processors", "text", "media", "engine", "generator", "collect"],
     "rl": [
         *("errors", "cluster", "algorithms", "tasks", "config", "data", "accounting", "records", "training", "stages"),
         *("run", "plan", "views", "commands"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import jax
@@ -17,15 +17,14 @@ from policy.media import is_tower
 from policy.model import Model
 from policy.ops.host_memory import on_a_device
 from policy.ops.seeds import checked_seed
-from rollout.engine.active_batch import stop_width
 from rollout.engine.engine import Engine
 from rollout.engine.exact import Verifier
-from rollout.engine.runner import ModelRunner
+from rollout.engine.runner import ModelRunner, Widths
 from rollout.engine.weights import RolloutWeights
 from rollout.request import MediaPrompt, Queue, Request
 from rollout.text.chat import render_prompt
 from rollout.text.spelling import decode_after
-from rollout.text.tokenizer import first_stop
+from rollout.text.tokenizer import bad_word_tokens, first_stop
 from rollout.types import Completion, GeneratorOptions, SamplingParams
 
 
@@ -76,8 +75,18 @@ class Generator:
         budget = options.prefill_budget or max(options.prefill_chunk, slots * options.tokens_per_dispatch)
         runner = ModelRunner(model.graph_for(max_length), options, slots, max_length)
         runner.reserved_bytes = self.weights.bytes if self.weights and self.weights.reshards else runner.reserved_bytes
-        stop_string = None if tokenizer is None else partial(first_stop, tokenizer)
-        self.engine = Engine(runner, lambda: self._params, seed, stop_string=stop_string, prefill_budget=budget)
+        stop_string, bad_words = None, None
+        if tokenizer is not None:
+            stop_string = partial(_first_stop, tokenizer)
+            bad_words = lru_cache(maxsize=64)(partial(bad_word_tokens, tokenizer))
+        self.engine = Engine(
+            runner,
+            lambda: self._params,
+            seed,
+            stop_string=stop_string,
+            bad_words=bad_words,
+            prefill_budget=budget,
+        )
         if options.record_values:
             self.set_value_head(jnp.zeros(model.config.hidden_size, jnp.float32, device=model.graph.layout.replicated))
         self._queue = Queue()
@@ -99,7 +108,8 @@ class Generator:
 
         Raises ValueError, before anything is computed, for an empty prompt, for token ids outside the vocabulary, for
         a prompt that with max_new_tokens is longer than max_length (naming the prompt), for strings without a
-        tokenizer (prompts or stop strings), and for ids that are not one for each prompt or outside 0..2^31 - 1.
+        tokenizer (prompts, stop strings or bad words), for a bad word without tokens, for biases of tokens outside the
+        vocabulary, and for ids that are not one for each prompt or outside 0..2^31 - 1.
         """
         completions: dict[tuple[int, int], Completion] = {}
         for index, sample, completion in self.stream(prompts, params, ids):
@@ -120,8 +130,10 @@ class Generator:
     def _requests(self, prompts, params: SamplingParams, ids: Sequence[int] | None) -> list[Request]:
         if isinstance(prompts, str):
             raise ValueError("generate: prompts is one string; give a list of prompts")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("generate: stop strings need a tokenizer; pass one to Generator, or use stop_token_ids")
+        try:
+            self.engine.check_params(params)
+        except ValueError as error:
+            raise ValueError(f"generate: {error}") from None
         encoded = [self._encode(i, prompt, params) for i, prompt in enumerate(prompts)]
         ids = range(len(encoded)) if ids is None else ids
         if len(ids) != len(encoded):
@@ -194,7 +206,7 @@ class Generator:
         sounds that prompts will have."""
         weights, count = self._compile_copies()
         count += self.engine.runner.compile_ahead(
-            weights, self._longest(longest), _stop_widths(params), media_rows, strict=strict
+            weights, self._longest(longest), self._widths(params), media_rows, strict=strict
         )
         return count + (self.verifier.compile_ahead(self.model.params, self.max_length) if self.verifier else 0)
 
@@ -205,7 +217,7 @@ class Generator:
         Calls of the generator wait for the programs that they need. The programs of `exact` are compiled now."""
         weights, count = self._compile_copies()
         runner = self.engine.runner
-        count += runner.compile_in_background(weights, self._longest(longest), _stop_widths(params), media_rows)
+        count += runner.compile_in_background(weights, self._longest(longest), self._widths(params), media_rows)
         return count + (self.verifier.compile_ahead(self.model.params, self.max_length) if self.verifier else 0)
 
     def _compile_copies(self) -> tuple[dict[str, Any], int]:
@@ -216,6 +228,11 @@ class Generator:
             self.weights.compile_ahead(weights)
             return weights | self.weights.abstract, int(bool(self.weights.paths))
         return self._params, 0
+
+    def _widths(self, params: Iterable[SamplingParams]) -> list[Widths]:
+        """Returns the widths of decodes, each of requests with one of these parameters."""
+        requests = [Request((0,), each, bad_words=self.engine.bad_words(each)) for each in params]
+        return list(dict.fromkeys(Widths.of([request]) for request in requests))
 
     def _longest(self, longest: int) -> int:
         """Returns the most tokens that are prefilled, for prompts of up to `longest` tokens."""
@@ -330,8 +347,8 @@ class Generator:
         return self.weights.with_copies(self.model.params) if self.weights else self.model.params
 
 
-def _stop_widths(params: Iterable[SamplingParams]) -> list[int]:
-    return sorted({stop_width(len(each.stop_token_ids)) for each in params})
+def _first_stop(tokenizer: Any, tokens: list[int], before: int, params: SamplingParams) -> int | None:
+    return first_stop(tokenizer, tokens, before, params.stop, params.min_tokens)
 
 
 def _parts(prompt: Sequence[int] | MediaPrompt) -> tuple[tuple[int, ...], Any, tuple[int, ...] | None]:

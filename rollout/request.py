@@ -76,6 +76,7 @@ class Request:
     int[C, R, k], by path of the layer.
     media: the pictures and sounds of the prompt; None: it is text.
     keys: what prefixes are compared by, one number for each token of the prompt; None: its tokens.
+    bad_words: the token sequences of `params.bad_words`. The engine sets them.
     """
 
     prompt: tuple[int, ...]
@@ -93,6 +94,7 @@ class Request:
     routes: dict[str, Any] | None = None
     media: DocumentMedia | None = None
     keys: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def needed(self) -> int:

@@ -124,7 +124,9 @@ class GeneratorOptions:
 class SamplingParams:
     """Parameters of one call: how many completions, how long, and how their tokens are drawn.
 
-    The filters apply in the order top_k, top_p, min_p. Raises ValueError for values out of range.
+    The logits of a token become its probability in this order (docs/generator.md): logit_bias, bad_words and min_tokens,
+    repetition_penalty, frequency_penalty, presence_penalty, temperature, top_k, top_p, min_p. Raises ValueError for
+    values out of range.
     """
 
     n: int = option(1, ge=1, description="Completions per prompt (num_generations).")
@@ -143,10 +145,43 @@ class SamplingParams:
     stop: tuple[str, ...] = option(
         (), description="A completion ends with the token that completes one of these strings."
     )
+    min_tokens: int = option(
+        0,
+        ge=0,
+        description="So many tokens of a completion come before the one that ends it: its first tokens are no "
+        "stop_token_ids and no end of sequence, and complete no string of stop that counts (min_new_tokens).",
+    )
+    bad_words: tuple[str, ...] = option(
+        (),
+        description="Texts that a completion does not hold, each with and without a blank in front: the last token of "
+        "one is never drawn after its other tokens.",
+    )
+    logit_bias: Mapping[int, float] | None = option(
+        None, description="Numbers from -100 to 100 that are added to the logits of tokens, by token id."
+    )
+    repetition_penalty: float = option(
+        1.0,
+        gt=0.0,
+        description="Logits of tokens in prompt or completion are divided by it where they are positive, else "
+        "multiplied; 1: none.",
+    )
+    presence_penalty: float = option(
+        0.0, ge=-2.0, le=2.0, description="Subtracted from the logits of tokens that the completion has."
+    )
+    frequency_penalty: float = option(
+        0.0,
+        ge=-2.0,
+        le=2.0,
+        description="Subtracted from the logits of tokens as many times as the completion has them.",
+    )
 
     def __post_init__(self) -> None:
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            object.__setattr__(self, name, (texts,) if isinstance(texts, str) else tuple(texts))
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in self.stop_token_ids))
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        biases = {int(token): float(bias) for token, bias in (self.logit_bias or {}).items()}
+        object.__setattr__(self, "logit_bias", biases or None)
         checks = {
             "n must be at least 1": self.n >= 1,
             "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
@@ -155,18 +190,37 @@ class SamplingParams:
             "top_p must lie in (0, 1]": 0 < self.top_p <= 1,
             "min_p must lie in [0, 1]": 0 <= self.min_p <= 1,
             "stop must not hold an empty string": all(self.stop),
+            "min_tokens must be 0 or more, and at most max_new_tokens": 0 <= self.min_tokens <= self.max_new_tokens,
+            "bad_words must not hold an empty string or blanks alone": all(map(str.strip, self.bad_words)),
+            "logit_bias must hold numbers from -100 to 100": all(-100 <= bias <= 100 for bias in biases.values()),
+            "repetition_penalty must be a finite number above 0": 0 < self.repetition_penalty < math.inf,
+            "presence_penalty must lie in [-2, 2]": -2 <= self.presence_penalty <= 2,
+            "frequency_penalty must lie in [-2, 2]": -2 <= self.frequency_penalty <= 2,
         }
         for message, holds in checks.items():
             if not holds:
                 raise ValueError(f"SamplingParams: {message}")
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether a token's logit depends on how often the token occurred."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+LOGITS_PROCESSORS = (
+    *("min_tokens", "bad_words", "logit_bias"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""The fields of SamplingParams that change the logits of a token (rollout/logits_processors.py)."""
 
 
 @dataclass(frozen=True)
 class Completion:
     """A sampled completion.
 
-    tokens: without the prompt, with the stop token. logprobs: log softmax(logits / temperature) of each token, before
-    any filter.
+    tokens: without the prompt, with the stop token. logprobs: log softmax(logits / temperature) of each token, of the
+    model's own logits: before penalties, biases and forbidden tokens, and before any filter. (vLLM's default,
+    `raw_logprobs`, is before the temperature too.) Under temperature 0: log softmax(logits).
     finish: "stop" or "length".
     text: with a tokenizer, without special tokens; else None.
     raw: the text with its special tokens, but for the one that ended the completion; None without a tokenizer.

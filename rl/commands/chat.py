@@ -51,6 +51,10 @@ def run(arguments: argparse.Namespace) -> None:
         generator = Generator(model, max_length=max_length, slots=1, seed=arguments.seed, tokenizer=tokenizer)
     except ValueError as error:
         raise ConfigError(f"--max-length: {error}") from None
+    try:
+        generator.engine.check_params(params)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     first = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(first)
     print(HELP, file=sys.stderr)

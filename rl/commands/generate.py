@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
     sizes = {"max_length": longest, "slots": slots}
     try:
         generator = Generator(model, **sizes, seed=arguments.seed, tokenizer=source.tokenizer, options=options)
+        generator.engine.check_params(source.params)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     done: list[list[Completion | None]] = [[None] * arguments.samples for _ in problems]

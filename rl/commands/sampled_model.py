@@ -131,6 +131,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", default=[], metavar="TEXT", help="ends a completion; may be given several times"
     )
     parser.add_argument(
+        "--min-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of a completion before one that can end it (0)",
+    )
+    parser.add_argument(
+        "--bad-words",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a text that no completion holds; may be given several times",
+    )
+    parser.add_argument(
+        "--logit-bias",
+        metavar="YAML",
+        help="numbers from -100 to 100 to add to the logits of tokens, e.g. '{198: -100, 40: 2.5}'",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="divides positive logits of tokens in prompt or completion, and multiplies others (1.0: none)",
+    )
+    parser.add_argument(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="subtracted from the logits of tokens in the completion, from -2 to 2 (0.0)",
+    )
+    parser.add_argument(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="subtracted from the logits of tokens as many times as they are in the completion, from -2 to 2 (0.0)",
+    )
+    parser.add_argument(
         "--seed", type=_seed, default=0, metavar="N", help="seed of sampling; equal seeds give equal completions (0)"
     )
     parser.add_argument(
@@ -163,12 +203,15 @@ def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
     """
     from rollout import SamplingParams
     from rollout.text.chat import with_variables
+    from rollout.text.tokenizer import bad_word_tokens
 
-    options = {
-        name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
-    }
+    names = (
+        *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "min_tokens", "bad_words"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    )
+    options = {name: getattr(arguments, name) for name in names}
     try:
-        params = SamplingParams(**options | changes)
+        params = SamplingParams(**options | {"logit_bias": _logit_bias(arguments.logit_bias)} | changes)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     variables = _template_variables(Path(arguments.model), arguments.template_variables)
@@ -176,6 +219,10 @@ def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
     tokenizer = copy.copy(source.tokenizer)
     tokenizer.template_variables = {}
     tokenizer = with_variables(tokenizer, **variables)
+    try:
+        bad_word_tokens(tokenizer, params.bad_words)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     return SampledModel(source, arguments.dtype, tokenizer, replace(params, stop_token_ids=source.stop_ids))
 
 
@@ -198,6 +245,22 @@ def _template_variables(run: Path, text: str | None) -> dict[str, Any]:
     saved = yaml_tree.plain(yaml_tree.parse(file.read_text(encoding="utf-8"), lambda line: f"{file}:{line}"))
     options = (saved.get("tokenizer") or {}).get("chat_template")
     return options.get("variables", {}) if isinstance(options, dict) else {}
+
+
+def _logit_bias(text: str | None) -> dict[int, float] | None:
+    """Returns the biases by token id: those of the text, a YAML mapping. Raises ConfigError for another text."""
+    from rl.config import yaml_tree
+
+    if text is None:
+        return None
+    values = yaml_tree.plain(yaml_tree.parse(text, lambda line: "--logit-bias"))
+    try:
+        return {int(token): float(bias) for token, bias in values.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ConfigError(
+            f"--logit-bias: must be a mapping of token ids to numbers such as {{198: -100, 40: 2.5}}, with a blank after each "
+            f"colon, got {text!r}"
+        ) from None
 
 
 def _source(name: str, step: str | None) -> ModelFiles | CheckpointWeights:

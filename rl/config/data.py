@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
+import rollout.types
 from rewards.registry import REWARD_MODEL
-from rl.config.schema import HOME, Strict, with_home
+from rl.config.schema import HOME, Section, Strict, fields_of, with_home
 
+_NOT_OF_EVALUATIONS = {field.name for field in dataclasses.fields(rollout.types.SamplingParams)} - {
+    *rollout.types.LOGITS_PROCESSORS
+}
 _SECRET_NAME = re.compile(
     r"(^|_)(api_?key|access_?key|private_?key|secret(_key)?|passw(or)?d|credentials?"
     r"|(access|auth|bearer|api|hf)_token)$",
@@ -94,7 +99,17 @@ def _refuses_long_rows(options: DataOptions) -> DataOptions:
     return options
 
 
-class EvaluationOptions(Strict):
+def _by_token_id(biases: Any) -> Any:
+    """Returns a mapping with integers for its keys, which are texts in YAML. Raises ValueError for other keys."""
+    if not isinstance(biases, dict):
+        return biases
+    if wrong := [key for key in biases if not str(key).isdecimal()]:
+        raise ValueError(f"its keys are token ids, got {wrong[0]!r}")
+    return {int(key): bias for key, bias in biases.items()}
+
+
+@fields_of(rollout.types.SamplingParams, leave_out=_NOT_OF_EVALUATIONS)
+class EvaluationOptions(Section):
     """Before the first and after the last step of every stage, and every `every` steps."""
 
     data: Annotated[DataOptions, AfterValidator(_refuses_long_rows)] = Field(description="the held-out problems")
@@ -110,6 +125,15 @@ class EvaluationOptions(Strict):
         default=[],
         description="further metrics of the greedy completions, each file.py:function or package.module:function",
     )
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_by_token_id)] = Field(
+        default=None,
+        description="Numbers from -100 to 100 that are added to the logits of tokens, by token id.",
+    )
+
+    @property
+    def processors(self) -> dict[str, Any]:
+        """Returns the fields of SamplingParams that change logits."""
+        return {name: getattr(self, name) for name in rollout.types.LOGITS_PROCESSORS}
 
 
 class RewardOptions(Strict):

@@ -47,6 +47,15 @@ FOREIGN: dict[str, str] = {
     "max_tokens": _NEW_TOKENS,
     "max_new_tokens": _NEW_TOKENS,
     "temperature": "stages.N.sampling.temperature",
+    "repetition_penalty": "evaluation.repetition_penalty",
+    "presence_penalty": "evaluation.presence_penalty",
+    "frequency_penalty": "evaluation.frequency_penalty",
+    "logit_bias": "evaluation.logit_bias",
+    "sequence_bias": "evaluation.logit_bias",
+    "min_tokens": "evaluation.min_tokens",
+    "min_new_tokens": "evaluation.min_tokens",
+    "bad_words": "evaluation.bad_words",
+    "bad_words_ids": "evaluation.bad_words",
     "max_prompt_length": "max_length",
     "max_seq_length": "max_length",
     "max_seq_len": "max_length",
@@ -140,6 +149,12 @@ _NOTES: dict[str, str] = {
         "prompts, not completions: TRL counts completions, so divide its batch by `num_generations`"
     ),
     "num_generations n_samples_per_prompt group_size n": "the group",
+    "repetition_penalty presence_penalty frequency_penalty logit_bias": (
+        "not in stages: it changes ratios of probabilities, and the loss takes those of the policy itself"
+    ),
+    "sequence_bias": "of single tokens, and not in stages: it changes ratios of probabilities",
+    "min_tokens min_new_tokens": "not in stages: the loss takes probabilities over all tokens",
+    "bad_words bad_words_ids": "texts; not in stages: the loss takes probabilities over all tokens",
     "max_prompt_length max_seq_length max_seq_len max_model_len max_len": (
         "prompt and completion together: add `max_new_tokens` to the longest prompt"
     ),

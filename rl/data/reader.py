@@ -29,6 +29,7 @@ from rl.data.tokenizer import history_of, read_tokenizer
 from rl.errors import ConfigError, DataError
 from rollout.media.expand import Expanded
 from rollout.media.item import Extent
+from rollout.text.tokenizer import bad_word_tokens
 from rollout.media.loader import Loader
 from rollout.media.processors import Processors
 from rollout.media.reference import Reference
@@ -122,7 +123,12 @@ class DataReader:
         return self._has_media
 
     def read_held_out(self, options: EvaluationOptions, stages: Sequence[StageOptions]) -> None:
-        """Reads the problems of the evaluations that `stages` make, into `held_out`."""
+        """Reads the problems of the evaluations that `stages` make, into `held_out`. Raises ConfigError for a bad word
+        of theirs that the tokenizer has no tokens for."""
+        try:
+            bad_word_tokens(self.tokenizer, options.processors["bad_words"])
+        except ValueError as error:
+            raise ConfigError(f"evaluation.{error}") from None
         longest = max(stages, key=lambda stage: stage.sampling.max_new_tokens)
         self.held_out = list(self.problems(options.data, longest, held_out=options.problems).own)
 

@@ -35,9 +35,8 @@ from rl.stages import scorers
 from rl.stages.sharing import full_rows
 from rl.stages.stage import Program, StageKind
 from rl.training.media.tables import planned_rows
-from rollout.engine.active_batch import stop_width
 from rollout.engine.exact import CHECKS, Verifier
-from rollout.engine.runner import ModelRunner, program_inputs
+from rollout.engine.runner import ModelRunner, Widths, program_inputs
 from rollout.engine.scheduler import prefill_lengths
 from rollout.engine.weights import RolloutWeights
 
@@ -256,7 +255,7 @@ class Sampling:
         lengths = {"prefill": prefill_lengths(longest - 1, runner.chunk)[-1], "extend": runner.chunk}
         media = () if stage.stage.table_shapes is None else (len(stage.stage.table_shapes.rows),)
         turned = bool(media) and self.graph.config.has_sections
-        for (name, *shape), arguments in program_inputs(runner, params, longest, [stop_width(1)], media):
+        for (name, *shape), arguments in program_inputs(runner, params, longest, [Widths()], media):
             dispatch = 1
             if name == "decode" and shape[0] == slots and (len(shape) == 3) == turned:
                 times, dispatch = steps, min(runner.decode_steps, options.sampling.max_new_tokens)

@@ -26,6 +26,7 @@ from rl.data import teacher as teachers
 from rl.data.hub import hub_name
 from rl.errors import DuetError
 from rl.stages import metric_names
+from rollout.types import SamplingParams
 
 _BUILT_IN_TOKENIZERS = ("bytes", "characters")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -99,6 +100,12 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         yield ("generator", "sliding_window_cache"), "no layer of this model looks back a window only; leave it out"
     indexers = [spec.mixer.indexer for spec in decoder.layers if isinstance(spec.mixer, LatentAttention)]
     indexers = [indexer for indexer in indexers if indexer is not None]
+    biased = config.evaluation.logit_bias if config.evaluation else None
+    if outside := [token for token in biased or () if not 0 <= token < decoder.vocab_size]:
+        yield (
+            ("evaluation", "logit_bias"),
+            f"{outside[0]} is no token: the vocabulary of the model has the ids 0 to {decoder.vocab_size - 1}",
+        )
     for number, stage in enumerate(config.stages):
         path, training = ("stages", number), stage.indexer.training
         for text in compatibility.conflicts(decoder, replace(config.model.runtime, **stage.runtime), **calls):
@@ -391,6 +398,12 @@ def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[tu
     for k in evaluation.k:
         if k < 1 or (evaluation.samples and k > evaluation.samples):
             yield ("evaluation", "k"), f"each k lies between 1 and samples ({evaluation.samples}), got {k}"
+    shortest = min((stage.sampling.max_new_tokens for stage in config.stages), default=1)
+    try:
+        SamplingParams(max_new_tokens=shortest, **evaluation.processors)
+    except ValueError as error:
+        text = str(error).removeprefix("SamplingParams: ")
+        yield ("evaluation", text.split()[0]), f"{text}, {shortest}" if text.endswith("max_new_tokens") else text
 
 
 def _held_out_share(config: RunConfig, held_out: DataOptions) -> Iterator[tuple[tuple, str]]:

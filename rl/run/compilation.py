@@ -5,6 +5,7 @@ from __future__ import annotations
 from policy.mesh import processes
 from rl.errors import ConfigError
 from rl.run.state import Run
+from rl.stages.sampling.evaluation import params_of
 from rl.stages.sampling.rollouts import sampling_params
 
 
@@ -27,6 +28,8 @@ def compile_generator(run: Run) -> None:
     if pool is not None:
         run.events.note(f"the generator's cache: {pool}")
     every = [sampling_params(stage.options.sampling, run.stop_ids) for stage in run.stages]
+    if run.config.evaluation is not None:
+        every += [params for each in every for params in params_of(run.config.evaluation, each)]
     media_rows = (run.media.M,) if run.media else ()
     if not run.config.generator.strict_shapes:
         if run.media:

@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 EARLY_EXIT_DIVISOR = 16
 
 
-def stop_width(tokens: int) -> int:
-    """Returns the number of columns of DecodeState.stops for so many stop tokens: few widths, few programs."""
-    return max(4, 1 << (tokens - 1).bit_length()) if tokens else 4
-
-
 class ActiveBatch:
     """Owns the cache of all slots. If fewer slots decode on a contiguous cache, it also owns a cache of these rows.
 
@@ -86,8 +81,7 @@ class ActiveBatch:
         need another program, by the positions of their tokens."""
         if any(request.media is not None for request in running.values()):
             return
-        width = max(len(request.params.stop_token_ids) for request in running.values())
-        self._runner.expect_decode(params, self.size_for(list(running)), stop_width(width))
+        self._runner.expect_decode(params, self.size_for(list(running)), running.values())
 
     def prepare(self, running: Mapping[int, Request], decoding: Sequence[int], *, changed: bool) -> bool:
         """Makes a batch of the slots `decoding`, some of the slots that run.
@@ -98,12 +92,9 @@ class ActiveBatch:
         if self._state is not None and not changed and self.size_for(decoding) == len(self.slots):
             return False
         self._gather(decoding)
-        width = max(len(running[slot].params.stop_token_ids) for slot in decoding)
         chosen = set(decoding)
         self.requests = tuple(None if slot is None or slot not in chosen else running[slot] for slot in self.slots)
-        self._state = self._runner.decode_state(
-            self.requests, len(self.requests), width=stop_width(width), seed=self._seed
-        )
+        self._state = self._runner.decode_state(self.requests, len(self.requests), seed=self._seed)
         return True
 
     def _gather(self, decoding: Sequence[int]) -> None:

@@ -37,12 +37,14 @@ from rollout.engine.active_batch import ActiveBatch
 from rollout.engine.prefixes import Copies, PinStates, RestoreStates, UnpinStates
 from rollout.engine.scheduler import Scheduler, prefill_lengths, prefill_rows
 from rollout.request import Request
+from rollout.types import SamplingParams
 
 if TYPE_CHECKING:
     from rollout.engine.programs import DecodeOutput
     from rollout.engine.runner import ModelRunner
 
-StopString = Callable[[list[int], int, tuple[str, ...]], "int | None"]
+StopString = Callable[[list[int], int, SamplingParams], "int | None"]
+BadWords = Callable[[tuple[str, ...]], tuple[tuple[int, ...], ...]]
 
 
 class _InFlightDecode(NamedTuple):
@@ -62,18 +64,20 @@ class Engine:
         seed: int,
         *,
         stop_string: StopString | None,
+        bad_words: BadWords | None = None,
         prefill_budget: int,
     ):
         """weights: returns the arrays to compute with. It is called before every prefill call, every decode and every
         `insert`. Only weak references are kept, which show whether the weights have changed.
         seed: the seed of the random draws.
-        stop_string: `stop_string(tokens, before, strings)` searches the tokens after the first `before`. It returns
+        stop_string: `stop_string(tokens, before, params)` searches the tokens after the first `before`. It returns
         the number of tokens up to and including the one that completes a stop string; None if none does. Without it
         requests cannot have stop strings.
+        bad_words: returns the token sequences of words. Without it requests cannot have bad words.
         prefill_budget: tokens, padding included, after which a step prefills no more while others decode. The last
         call may exceed it."""
         self.runner, self._weights, self._seed = runner, weights, seed
-        self._stop_string, self._budget = stop_string, prefill_budget
+        self._stop_string, self._bad_words, self._budget = stop_string, bad_words, prefill_budget
         self.counts = {"steps": 0, "rows": 0, "useful": 0, "prefill": 0, "dispatches": 0, "preempted": 0}
         self._weights_seen = ArrayIdentity()
         self.reset()
@@ -118,6 +122,7 @@ class Engine:
         """Returns the slot that the request runs in from the next step on. Raises ValueError if none is free, or as
         `check`."""
         self.check(request)
+        request.bad_words = self.bad_words(request.params)
         scheduler = self.scheduler
         if not scheduler.free_slots:
             waiting, slots = len(scheduler.waiting_for_pages), self.runner.geometry.slots
@@ -133,17 +138,32 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raises ValueError for a prompt that is empty, too long with its completion, or not of this vocabulary, for
         pictures that do not fit the model or its options, for stop strings without a tokenizer, and for a request that
-        has ended or runs already."""
+        has ended or runs already; and as `check_params`."""
         if refusal := self.runner.refusal(request):
             raise ValueError(f"the prompt of a request {refusal}")
-        if request.params.stop and self._stop_string is None:
-            raise ValueError(
-                "a request with stop strings needs a tokenizer; pass one to Generator, or use stop_token_ids"
-            )
+        self.check_params(request.params)
         if request.finish or request.left < 1:
             raise ValueError(f"a request that has ended: {len(request.tokens)} tokens, finish {request.finish}")
         if self.busy and any(running is request for running in self.scheduler.running.values()):
             raise ValueError("a request that runs already")
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raises ValueError for stop strings or bad words without a tokenizer, for a bad word without tokens, and for
+        biases of tokens that the vocabulary does not have."""
+        if params.stop and self._stop_string is None:
+            raise ValueError("stop strings need a tokenizer; pass one to Generator, or use stop_token_ids")
+        if outside := [token for token in params.logit_bias or () if not 0 <= token < self.runner.vocab_size]:
+            raise ValueError(f"logit_bias names token {outside[0]}, outside 0..{self.runner.vocab_size - 1}")
+        self.bad_words(params)
+
+    def bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Returns the token sequences of the bad words. Raises ValueError if there are some and no tokenizer, or if one
+        has no tokens."""
+        if not params.bad_words:
+            return ()
+        if self._bad_words is None:
+            raise ValueError("bad_words need a tokenizer; pass one to Generator")
+        return self._bad_words(params.bad_words)
 
     def release(self, slot: int) -> Request:
         """Frees a slot and returns its request, which may have ended or not."""
@@ -283,7 +303,7 @@ class Engine:
         for values, new in zip(lists, output, strict=True):
             values += [] if new is None else new[:count].tolist()
         request.cached = request.needed  # the last token that was sampled has not been fed
-        end = self._stop_string(request.tokens, before, params.stop) if params.stop and self._stop_string else None
+        end = self._stop_string(request.tokens, before, params) if params.stop and self._stop_string else None
         if end is not None:
             for values in lists:
                 del values[end:]

@@ -29,6 +29,7 @@ from policy.programs.compiled_cache import CompiledCache
 from policy.programs.scoring import Scorer
 from rollout.engine.programs import IDLE
 from rollout.engine.sampling import Draws, choose
+from rollout.logits_processors import LogitsProcessors, Sizes
 from rollout.request import Request
 from rollout.types import SamplingParams
 
@@ -181,13 +182,16 @@ class Verifier:
         tokens, params = request.tokens, request.params
         if tokens[-1] in params.stop_token_ids:
             return "stop"
-        if params.stop and self._stop_string and self._stop_string(tokens, len(tokens) - 1, params.stop) is not None:
+        if params.stop and self._stop_string and self._stop_string(tokens, len(tokens) - 1, params) is not None:
             return "stop"
         return "length" if request.left == 0 else None
 
     def _draw_again(self, params, hidden_RTE: jax.Array, requests: list[Request | None], L: int) -> np.ndarray:
         """Returns int32[R, T] on the host: the token that each row's request draws at every position."""
-        tokens = self._draw(params, hidden_RTE, *self._draw_inputs(requests, L))
+        sizes, inputs = Sizes.of(requests), self._draw_inputs(requests, L)
+        if sizes is not None:
+            inputs = *inputs, LogitsProcessors.of(requests, len(requests), L, sizes)
+        tokens = self._draw(params, hidden_RTE, *inputs)
         return np.asarray(block_on_cpu_mesh(tokens, self.scorer.graph.layout))
 
     def _draw_inputs(self, requests: list[Request | None], L: int) -> tuple:
@@ -195,8 +199,9 @@ class Verifier:
         ids = np.asarray([(r.prompt_id, r.sample) if r else (0, 0) for r in requests], np.int32).T
         return *ids, Draws.of([r.params if r else IDLE for r in requests], self._seed), np.int32(self.scorer.first(L))
 
-    def _draw_program(self, params, hidden_RTE, prompt_ids_R, samples_R, draws: Draws, first):
-        """Draws from a few rows of logits at a time, as the head computes them."""
+    def _draw_program(self, params, hidden_RTE, prompt_ids_R, samples_R, draws: Draws, first, processors=None):
+        """Draws from a few rows of logits at a time, as the head computes them. processors: the LogitsProcessors of the
+        rows; None: no row has any."""
         graph, (R, T, E) = self.scorer.graph, hidden_RTE.shape
         V, M = graph.config.vocab_size, R * T
         m = head.Tiling(graph.runtime.num_vocab_tiling).rows(M, V)
@@ -211,6 +216,7 @@ class Verifier:
             jnp.repeat(samples_R, T),
             positions,
         )
+        numbers = () if processors is None else (jnp.repeat(jnp.arange(R, dtype=jnp.int32), T),)
 
         def in_chunks(a):
             return jnp.pad(a, [(0, -M % m)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, m, *a.shape[1:])
@@ -219,11 +225,15 @@ class Verifier:
             weight = graph.decoder(params).head_weight
 
             def draw_chunk(xs):
-                hidden_mE, (*row_params, ids, samples, positions) = xs
-                logits = head.logits(hidden_mE, weight, graph.config.logit_scaling)
-                return choose(logits, (ids, samples, positions), Draws(draws.seed, *row_params), graph.layout)[0]
+                hidden_mE, (*row_params, ids, samples, positions), *numbers = xs
+                logits, processed = head.logits(hidden_mE, weight, graph.config.logit_scaling), None
+                if processors is not None:
+                    own = processors.take(*numbers)
+                    processed = own.process(logits, positions, own.seen(positions, V))
+                draw_ids, row_draws = (ids, samples, positions), Draws(draws.seed, *row_params)
+                return choose(logits, draw_ids, row_draws, graph.layout, processed)[0]
 
-            drawn = jax.lax.map(draw_chunk, (in_chunks(hidden_RTE.reshape(M, E)), tuple(map(in_chunks, rows))))
+            drawn = jax.lax.map(draw_chunk, (in_chunks(hidden_RTE.reshape(M, E)), tuple(map(in_chunks, rows)), *map(in_chunks, numbers)))
         return drawn.reshape(-1)[:M].reshape(R, T)
 
 

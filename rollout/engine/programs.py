@@ -26,6 +26,7 @@ from policy.cache.step import Step
 from policy.execution.decoding import prepare_for_decoding
 from policy.model import Graph
 from rollout.engine.sampling import Draws, choose
+from rollout.logits_processors import LogitsProcessors, Seen
 from rollout.request import Request
 from rollout.types import GeneratorOptions, SamplingParams
 
@@ -96,6 +97,7 @@ class DecodeState:
     recent: int32[s, DecoderPrograms.recent], the last tokens of each row up to the one to feed, if the programs need
     them.
     rows, pages: over a paged cache int32[s], the slots (past the end: padding), and int32[s, M], their pages.
+    processors: the logits processors of the rows; None: no row has any.
     """
 
     token: Any
@@ -110,10 +112,12 @@ class DecodeState:
     recent: Any = None
     rows: Any = None
     pages: Any = None
+    processors: LogitsProcessors | None = None
 
     @classmethod
     def of(cls, requests: Sequence[Request | None], size: int, width: int, seed: int, recent: int) -> DecodeState:
-        """Builds the state of `size` rows on the host, row i for request i. None and rows past the requests are idle.
+        """Builds the state of `size` rows on the host, row i for request i, without logits processors. None and rows
+        past the requests are idle.
 
         width: columns of `stops`. recent: columns of `recent`."""
         columns, sampling = np.zeros((6, size), np.int32), [IDLE] * size
@@ -139,6 +143,22 @@ class DecodeState:
             deltas=deltas if deltas.any() else None,
             recent=tails if recent else None,
         )
+
+    def seen(self, V: int) -> Seen | None:
+        """Returns the tokens that each row has, for its logits processors; None: no row has any."""
+        return None if self.processors is None else self.processors.seen(self.cached + 1, V)
+
+    def processed(self, logits_sV: jax.Array, at_s: jax.Array, seen: Seen | None) -> jax.Array | None:
+        """Returns the logits after the logits processors; None: no row has any. at: places of the tokens to draw."""
+        if self.processors is None or seen is None:
+            return None
+        return self.processors.process(logits_sV, at_s, seen)
+
+    def with_history(self, seen: Seen | None) -> DecodeState:
+        """Returns the state with the tokens that its rows have after a decode."""
+        if self.processors is None or seen is None:
+            return self
+        return replace(self, processors=replace(self.processors, history=seen.history))
 
 
 class DecoderPrograms:
@@ -307,25 +327,29 @@ class DecoderPrograms:
             return (carry[0] < limits[0]) & (jnp.sum(carry[5]) > limits[1])
 
         def decode_step(carry):
-            i, cache, token, cached, left, active, outputs = carry
+            i, cache, token, cached, left, active, outputs, seen = carry
             decoder, runtime = self.graph.decoder(params), self.graph.runtime
             step = modes.next_token_step(cached, active, state.pages, state.deltas)
             states, cache = modes.next_token_states(decoder, token, step, cache, runtime)
             logits = modes.logits(decoder, states, runtime)
-            new, logp = choose(logits, (state.prompt_id, state.sample, cached + 1), state.draws, runtime.layout)
+            draw_ids = state.prompt_id, state.sample, cached + 1
+            new, logp = choose(logits, draw_ids, state.draws, runtime.layout, state.processed(logits, cached + 1, seen))
             results = new, logp, None if head is None else states.astype(jnp.float32) @ head
             outputs = jax.tree.map(
                 lambda each, row, none: each.at[i].set(jnp.where(active, row, none)), outputs, results, no_output
             )
             left = left - active
             still_active = active & (left > 0) & ~jnp.any(new[:, None] == state.stops, axis=1)
-            return i + 1, cache, jnp.where(active, new, token), cached + active, left, still_active, outputs
+            seen = None if seen is None else seen.with_token(cached + 1, new, active)
+            return i + 1, cache, jnp.where(active, new, token), cached + active, left, still_active, outputs, seen
 
         with self.graph.precision():
             blank = jax.tree.map(lambda none: jnp.full((K, s), none), no_output)
-            start = (0, cache, state.token, state.cached, state.left, state.active != 0, blank)
-            _, cache, token, cached, left, active, (tokens, logps, values) = jax.lax.while_loop(
+            seen = state.seen(self.graph.config.vocab_size)
+            start = (0, cache, state.token, state.cached, state.left, state.active != 0, blank, seen)
+            _, cache, token, cached, left, active, (tokens, logps, values), seen = jax.lax.while_loop(
                 go_on, decode_step, start
             )
         after = replace(state, token=token, cached=cached, left=left, active=active.astype(jnp.int32))
+        after = after.with_history(seen)
         return cache, after, DecodeOutput(tokens, logps, tokens >= 0, values)

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ from rollout.engine.page_budget import PageBudget, choose_page_budget
 from rollout.engine.programs import DecodeOutput, DecoderPrograms, DecodeState, PrefillInputs
 from rollout.engine.scheduler import PREFILL_ROWS, SchedulerLimits, prefill_lengths, prefill_rows
 from rollout.engine.speculative import SpeculativePrograms
+from rollout.logits_processors import LogitsProcessors, Sizes
 from rollout.request import Request
 from rollout.types import GeneratorOptions
 
@@ -49,6 +50,28 @@ _LOG = logging.getLogger("duet.generator")
 BACKGROUND_THREADS = 4
 # Follows the shape of a decode whose rotary positions differ from positions (DecodeState.deltas).
 DELTAS = 1
+
+
+class Widths(NamedTuple):
+    """The widths of the arrays of a decode, besides its number of rows.
+
+    stops: columns of DecodeState.stops. processors: sizes of the logits processors; None: no row has any.
+    """
+
+    stops: int = 4
+    processors: Sizes | None = None
+
+    @classmethod
+    def of(cls, requests: Collection[Request]) -> Widths:
+        """Returns the widths for these requests."""
+        stops = max(len(request.params.stop_token_ids) for request in requests)
+        few = 1 << (stops - 1).bit_length() if stops else 0  # few widths, few programs
+        return cls(max(cls().stops, few), Sizes.of(requests))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the numbers that the shape of a decode has after its rows."""
+        return (self.stops, *(self.processors or ()))
 
 
 class LateCompilation(RuntimeError):
@@ -224,15 +247,25 @@ class ModelRunner:
         limits: (the most decoding steps, the number of active rows at which the decode ends early).
         """
         head = {modes.VALUE_HEAD: self.value_head} if self.options.record_values else {}
-        shape = state.stops.shape if state.deltas is None else (*state.stops.shape, DELTAS)
+        sizes = () if state.processors is None else state.processors.sizes
+        shape = (*state.stops.shape, *sizes, *(() if state.deltas is None else (DELTAS,)))
         weights = self.decoding_weights.prepare(params) if self.decoding_weights else params
         return self._run("decode", shape, weights | head, cache, state, np.asarray(limits, np.int32))
 
-    def decode_state(self, requests: Sequence[Request | None], size: int, width: int, seed: int) -> DecodeState:
-        """Returns the state of `size` rows, row i for request i. width: columns of the stop tokens."""
-        state = DecodeState.of(requests, size, width, seed, self.functions.recent)
+    def decode_state(self, requests: Sequence[Request | None], size: int, seed: int) -> DecodeState:
+        """Returns the state of `size` rows, row i for request i."""
+        widths = Widths.of([request for request in requests if request is not None])
+        state = self.host_state(requests, size, widths, seed)
         layout = self.graph.layout
         return state if layout.mesh.size == 1 else processes.device_put_global(state, layout.replicated)
+
+    def host_state(self, requests: Sequence[Request | None], size: int, widths: Widths, seed: int) -> DecodeState:
+        """Returns the state of `size` rows on the host, in arrays of these widths."""
+        state = DecodeState.of(requests, size, widths.stops, seed, self.functions.recent)
+        if widths.processors is None:
+            return state
+        length = self.max_length + self.functions.drafts
+        return replace(state, processors=LogitsProcessors.of(requests, size, length, widths.processors))
 
     def with_pages(self, state: DecodeState, rows: np.ndarray, pages_sM: np.ndarray) -> DecodeState:
         """Returns the state of rows over a paged cache: which slots they are, and their pages."""
@@ -249,11 +282,13 @@ class ModelRunner:
             self._report_late(name, shape)
         return block_on_cpu_mesh(executable.run(shape, *arguments), self.graph.layout)
 
-    def expect_decode(self, params: dict[str, Any], rows: int, stop_width: int) -> None:
-        """Starts to compile the decode of so many rows, while the program before it is compiled and runs."""
-        decode, shape = self.executables["decode"], (rows, stop_width)
+    def expect_decode(self, params: dict[str, Any], rows: int, requests: Collection[Request]) -> None:
+        """Starts to compile the decode of so many rows for these requests, while the program before it is compiled and
+        runs."""
+        widths = Widths.of(requests)
+        decode, shape = self.executables["decode"], (rows, *widths.shape)
         if not self.compiled_ahead and shape not in decode.shapes:
-            arguments = decode_inputs(self, _shapes(params), rows, stop_width)
+            arguments = decode_inputs(self, _shapes(params), rows, widths)
             decode.compile_in_background(self._pool, shape, arguments, trace_here=True)
 
     @cached_property
@@ -280,7 +315,7 @@ class ModelRunner:
         self,
         params: dict[str, Any],
         longest: int,
-        stop_widths: Iterable[int],
+        widths: Iterable[Widths],
         media_rows: Sequence[int] = (),
         *,
         strict: bool,
@@ -289,10 +324,10 @@ class ModelRunner:
         compiled. Returns how many programs are compiled now. From here on another program is a warning, or
         LateCompilation if `strict`.
 
-        stop_widths: numbers of columns of DecodeState.stops. media_rows: numbers of rows of the tables of pictures and
+        widths: those of the requests. media_rows: numbers of rows of the tables of pictures and
         sounds. One thread traces the programs, because tracing is Python."""
         compiled = self.memory.keys()
-        inputs = program_inputs(self, params, longest, stop_widths, media_rows)
+        inputs = program_inputs(self, params, longest, widths, media_rows)
         missing = [each for each in inputs if each[0] not in compiled]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             lowered = ((key, inputs, self.executables[key[0]].lower(*inputs)) for key, inputs in missing)
@@ -301,14 +336,14 @@ class ModelRunner:
         return len(self.memory)
 
     def compile_in_background(
-        self, params: dict[str, Any], longest: int, stop_widths: Iterable[int], media_rows: Sequence[int] = ()
+        self, params: dict[str, Any], longest: int, widths: Iterable[Widths], media_rows: Sequence[int] = ()
     ) -> int:
         """Starts to compile the programs that `compile_ahead` compiles, those of the first dispatch first. Returns
         their number. A call waits for its own program, and never takes another.
 
         Several threads trace, but only one at a time (CompiledCache). The graph sets what tracing depends on, such as
         the precision of products, so that no setting of the caller's thread is needed."""
-        programs = dict(program_inputs(self, _shapes(params), longest, stop_widths, media_rows))
+        programs = dict(program_inputs(self, _shapes(params), longest, widths, media_rows))
         for name, *shape in sorted(programs, key=self._compilation_order):
             arguments = programs[(name, *shape)]
             self.executables[name].compile_in_background(self._pool, tuple(shape), arguments, trace_here=False)
@@ -357,7 +392,7 @@ def program_inputs(
     runner: ModelRunner,
     params: dict[str, Any],
     longest: int,
-    stop_widths: Iterable[int],
+    widths: Iterable[Widths],
     media_rows: Sequence[int] = (),
 ) -> Iterator[tuple[tuple, tuple]]:
     """Yields ((name, *shape), abstract arguments) of every program that prompts of up to `longest` tokens need, the
@@ -366,11 +401,11 @@ def program_inputs(
     cache, geometry = runner.abstract_cache, runner.geometry
     slots, width, page_size = geometry.slots, geometry.table_width, runner.options.page_size
     for s in geometry.batch_sizes:
-        for stops in stop_widths:
-            weights, decoded, state, limits = decode_inputs(runner, params, s, stops)
-            yield ("decode", s, stops), (weights, decoded, state, limits)
+        for each in widths:
+            weights, decoded, state, limits = decode_inputs(runner, params, s, each)
+            yield ("decode", s, *each.shape), (weights, decoded, state, limits)
             if media_rows and runner.graph.config.has_sections:
-                yield ("decode", s, stops, DELTAS), (weights, decoded, replace(state, deltas=state.token), limits)
+                yield ("decode", s, *each.shape, DELTAS), (weights, decoded, replace(state, deltas=state.token), limits)
     entries = longest - 1  # the last token of a prompt is not prefilled: decoding feeds it
     # "extend" computes what follows a first chunk or a shared prefix, which have at least so many entries.
     shortest_start = min(prefix_index.MIN_SHARED_TOKENS, runner.chunk, *(() if width is None else (page_size,)))
@@ -398,10 +433,10 @@ def program_inputs(
     yield ("empty",), ()
 
 
-def decode_inputs(runner: ModelRunner, params: dict[str, Any], rows: int, stop_width: int) -> tuple:
+def decode_inputs(runner: ModelRunner, params: dict[str, Any], rows: int, widths: Widths) -> tuple:
     """Returns the abstract arguments of a decode of so many rows."""
     weights = runner.decoding_weights.abstract(params) if runner.decoding_weights else params
-    return weights | _value_head(runner), _decoded_cache(runner, rows), _state(runner, rows, stop_width), _int32(2)
+    return weights | _value_head(runner), _decoded_cache(runner, rows), _state(runner, rows, widths), _int32(2)
 
 
 def _decoded_cache(runner: ModelRunner, rows: int) -> Any:
@@ -434,9 +469,9 @@ def _value_head(runner: ModelRunner) -> dict[str, jax.ShapeDtypeStruct]:
     return {modes.VALUE_HEAD: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)}
 
 
-def _state(runner: ModelRunner, rows: int, stop_width: int) -> DecodeState:
+def _state(runner: ModelRunner, rows: int, widths: Widths) -> DecodeState:
     """Returns the abstract state of a decode."""
-    state, layout = DecodeState.of([], rows, stop_width, 0, runner.functions.recent), runner.graph.layout
+    state, layout = runner.host_state([], rows, widths, 0), runner.graph.layout
     if (width := runner.geometry.table_width) is not None:
         state = replace(state, rows=np.zeros(rows, np.int32), pages=np.zeros((rows, width), np.int32))
     sharding = layout.replicated if layout.mesh.size > 1 else None

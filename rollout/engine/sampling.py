@@ -92,18 +92,26 @@ class Draws:
 
 
 def choose(
-    logits_SV: jax.Array, draw_ids: tuple, draws: Draws, layout: Layout | None = None
+    logits_SV: jax.Array,
+    draw_ids: tuple,
+    draws: Draws,
+    layout: Layout | None = None,
+    processed_SV: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (token int[S], its log-probability float32[S] before any filter). draw_ids: int[S] each, the prompt id,
     sample index and position of the token; its draw is a function of the seed and these.
 
-    layout: of the program's devices. On TPU arrays [S, V] are kept with V in the lanes: a step has few rows."""
+    layout: of the program's devices. On TPU arrays [S, V] are kept with V in the lanes: a step has few rows.
+    processed_SV: the logits to draw from, after the logits processors (rollout/logits_processors.py), -inf for tokens
+    that may not be drawn; None: `logits_SV`, of which the log-probabilities are in either case."""
     is_sampled = draws.temperature > 0
-    logits_SV = row_major(logits_SV / jnp.where(is_sampled, draws.temperature, 1.0)[:, None], layout)
-    best = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
+    temperature_S1 = jnp.where(is_sampled, draws.temperature, 1.0)[:, None]
+    logits_SV = row_major(logits_SV / temperature_S1, layout)
+    drawn_SV = logits_SV if processed_SV is None else row_major(processed_SV / temperature_S1, layout)
+    best = jnp.argmax(drawn_SV, axis=-1).astype(jnp.int32)
 
     def drawn():
-        return jnp.where(is_sampled, draw(draws.filtered(logits_SV, layout), uniforms(draws.seed, *draw_ids)), best)
+        return jnp.where(is_sampled, draw(draws.filtered(drawn_SV, layout), uniforms(draws.seed, *draw_ids)), best)
 
     new = jax.lax.cond(jnp.any(is_sampled), drawn, lambda: best)
     return new, jnp.take_along_axis(jax.nn.log_softmax(logits_SV), new[:, None], axis=-1)[:, 0]

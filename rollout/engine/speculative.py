@@ -34,6 +34,7 @@ from policy.heads.multi_token_prediction import predict
 from policy.model import Graph
 from rollout.engine.programs import DecodeOutput, DecoderPrograms, DecodeState
 from rollout.engine.sampling import choose
+from rollout.logits_processors import Seen
 from rollout.types import GeneratorOptions
 
 
@@ -60,7 +61,7 @@ class _State:
     cache: (the decoder's, Drafts). recent: int32[S, W + 1], the last tokens; the very last is not cached. cached,
     left: int32[S].
     active: bool[S]. count: int32[S], how many tokens this decode has written to the rows of `tokens`, `logprobs` and
-    `starts_step`, [S, N].
+    `starts_step`, [S, N]. seen: for the logits processors; None: no row has any.
     """
 
     step: jax.Array
@@ -73,6 +74,7 @@ class _State:
     tokens: jax.Array
     logprobs: jax.Array
     starts_step: jax.Array
+    seen: Seen | None
 
 
 class SpeculativePrograms(DecoderPrograms):
@@ -151,6 +153,7 @@ class SpeculativePrograms(DecoderPrograms):
                 tokens=jnp.full((S, N), -1, jnp.int32),
                 logprobs=jnp.zeros((S, N), jnp.float32),
                 starts_step=jnp.zeros((S, N), bool),
+                seen=state.seen(self.graph.config.vocab_size),
             )
             loop = jax.lax.while_loop(go_on, draft_and_verify, loop)
         after = replace(
@@ -160,7 +163,7 @@ class SpeculativePrograms(DecoderPrograms):
             left=loop.left,
             active=loop.active.astype(jnp.int32),
             recent=loop.recent,
-        )
+        ).with_history(loop.seen)
         return loop.cache, after, DecodeOutput(loop.tokens.T, loop.logprobs.T, loop.starts_step.T)
 
     def _draft(self, decoder, loop: _State, state: DecodeState) -> tuple[jax.Array, _State]:
@@ -169,6 +172,7 @@ class SpeculativePrograms(DecoderPrograms):
         runtime, active = self.graph.runtime, loop.active[:, None]
         at = loop.cached[:, None] + jnp.arange(-self._window, 0)
         tokens, read, layers, drafted = loop.recent[:, 1:], drafts.hidden[0, :, 0], list(drafts.layers), []
+        seen = loop.seen
         for k in range(1, self.drafts + 1):
             module = min(k, self.lookahead_tokens)
             if k > module:  # the last module again, on its own last hidden state and the last draft
@@ -180,8 +184,11 @@ class SpeculativePrograms(DecoderPrograms):
             assert layer is not None, "a module that has a cache returns it"
             layers[module - 1] = layer.arrays
             logits = modes.logits(decoder, normed[:, -1], runtime)
-            new, _ = choose(logits, (state.prompt_id, state.sample, loop.cached + k), state.draws, runtime.layout)
+            place = loop.cached + k
+            draw_ids = state.prompt_id, state.sample, place
+            new, _ = choose(logits, draw_ids, state.draws, runtime.layout, state.processed(logits, place, seen))
             drafted.append(new)
+            seen = None if seen is None else seen.with_token(place, new, loop.active)
             tokens = jnp.concatenate([tokens[:, 1:], new[:, None]], axis=1)
         cache = main, drafts._replace(layers=tuple(layers))
         return jnp.stack(drafted, axis=1), replace(loop, cache=cache)
@@ -197,7 +204,12 @@ class SpeculativePrograms(DecoderPrograms):
         step = Step(positions=positions, segments=segments, pages=state.pages)
         logits, main, aux = modes.verify(decoder, fed, step, main, self.graph.runtime)
         each = jnp.repeat(state.prompt_id, T), jnp.repeat(state.sample, T), (step.positions + 1).reshape(-1)
-        drawn = choose(logits.reshape(S * T, -1), each, state.draws.repeat(T), self.graph.layout)
+        logits = logits.reshape(S * T, -1)
+        processed = None
+        if state.processors is not None and loop.seen is not None:
+            processors = state.processors.take(jnp.repeat(jnp.arange(S), T))
+            processed = processors.process(logits, each[-1], loop.seen.with_each_draft(loop.cached + 1, drafted))
+        drawn = choose(logits, each, state.draws.repeat(T), self.graph.layout, processed)
         new, logp = (a.reshape(S, T) for a in drawn)
 
         accepted = jnp.cumprod(drafted == new[:, :-1], axis=1)
@@ -207,7 +219,9 @@ class SpeculativePrograms(DecoderPrograms):
             & jnp.pad(accepted, ((0, 0), (1, 0)), constant_values=1).astype(bool)
             & (jnp.cumsum(ends, axis=1) - ends == 0)
         )
-        count = kept.sum(axis=1, dtype=jnp.int32)
+        count, seen = kept.sum(axis=1, dtype=jnp.int32), loop.seen
+        for i in range(T if seen is not None else 0):
+            seen = seen.with_token(loop.cached + 1 + i, new[:, i], kept[:, i])
         row, column = (
             jnp.arange(S)[:, None],
             jnp.where(kept, loop.count[:, None] + offset, loop.tokens.shape[1] + offset),
@@ -224,6 +238,7 @@ class SpeculativePrograms(DecoderPrograms):
             tokens=loop.tokens.at[row, column].set(new, **write),
             logprobs=loop.logprobs.at[row, column].set(logp, **write),
             starts_step=loop.starts_step.at[row, column].set(jnp.broadcast_to(offset == 0, (S, T)), **write),
+            seen=seen,
         )
 
     def _last_states(self, drafts: Drafts, aux, count_S) -> jax.Array:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.text.spelling import decode_after
+from rollout.text.spelling import decode_after, encode_after
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -141,17 +141,36 @@ def stop_ids(tokenizer: Any, directory: str | Path | None = None) -> tuple[int, 
     return tuple(sorted(token for token in ids if token is not None))
 
 
-def first_stop(tokenizer: Any, tokens: list[int], before: int, stop: tuple[str, ...]) -> int | None:
-    """Returns the number of tokens up to the one, after the first `before`, that completes a string of `stop`; None
-    if none does."""
+def first_stop(
+    tokenizer: Any, tokens: list[int], before: int, stop: tuple[str, ...], min_tokens: int = 0
+) -> int | None:
+    """Returns the number of tokens up to the one, after the first `before` and the first `min_tokens`, that completes a
+    string of `stop`; None if none does."""
+    # Where the last characters of the first tokens are not complete, the search begins before them.
+    skipped = len(decode_after(tokenizer, tokens[:min_tokens]).rstrip("\ufffd")) if min_tokens else 0
 
     def has_stop(end: int) -> bool:
         text = decode_after(tokenizer, tokens[:end])
-        return any(s in text for s in stop)
+        return any(text.find(s, max(0, skipped + 1 - len(s))) >= 0 for s in stop)
 
-    if not has_stop(len(tokens)):
+    if len(tokens) <= min_tokens or not has_stop(len(tokens)):
         return None
-    return next(end for end in range(before + 1, len(tokens) + 1) if has_stop(end))
+    return next(end for end in range(max(before, min_tokens) + 1, len(tokens) + 1) if has_stop(end))
+
+
+def bad_word_tokens(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Returns the token sequences that spell these words inside a text, each without blanks in front and with one.
+
+    Raises ValueError for a word without tokens.
+    """
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for spelled in (word.lstrip(), f" {word.lstrip()}"):
+            sequence = tuple(encode_after(tokenizer, spelled))
+            if not sequence:
+                raise ValueError(f"bad_words: the tokenizer has no tokens for {word!r}")
+            sequences[sequence] = None
+    return tuple(sequences)
 
 
 def _wrapped(model: Any, splitter: Any, decoder: Any, media: MediaTokens | None) -> PreTrainedTokenizerFast:

@@ -21,6 +21,17 @@ PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, VOCAB, n)] for 
 GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0)
 DRAWN = SamplingParams(n=2, max_new_tokens=NEW, temperature=0.9)
 FILTERED = SamplingParams(n=2, max_new_tokens=NEW, temperature=1.3, top_k=5, top_p=0.9, min_p=0.05, stop_token_ids=(3,))
+PROCESSED = SamplingParams(
+    n=2,
+    max_new_tokens=NEW,
+    temperature=0.9,
+    repetition_penalty=1.2,
+    frequency_penalty=0.15,
+    presence_penalty=-0.3,
+    logit_bias={1: 0.5},
+    min_tokens=4,
+    stop_token_ids=(3,),
+)
 # kind, keys, depth of the modules, drafts
 MODELS = {
     "llama": ("Llama", {}, 1, 1),
@@ -71,6 +82,13 @@ def check(name, sampling, **how):
     every = [completion for group in result for completion in group]
     assert len({round(c.steps / len(c.tokens), 3) for c in every}) > 1, "no slot accepts more than another"
     return every
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "learned_positions"])
+def test_penalties_and_forbidden_tokens_count_the_accepted_drafts_only(name):
+    every = check(name, PROCESSED)
+    assert min(len(completion.tokens) for completion in every) > PROCESSED.min_tokens
 
 
 @pytest.mark.slow

@@ -17,8 +17,7 @@ from policy.modes import VALUE_HEAD, make_step
 from policy.programs.compiled_cache import CompiledCache
 from rl.training.critic import Critic
 from rollout import Generator, GeneratorOptions, SamplingParams
-from rollout.engine.active_batch import stop_width
-from rollout.engine.runner import LateCompilation, program_inputs
+from rollout.engine.runner import LateCompilation, Widths, program_inputs
 from rollout.engine.sampling import uniforms
 from rollout.request import Request
 from rollout.text.tokenizer import byte_level, characters, first_stop
@@ -394,7 +393,7 @@ def test_the_rest_of_a_prompt_after_a_shared_prefix_is_compiled_ahead(model, max
     before, runner = generator.counts["prefill"], generator.engine.runner
     generator.generate([second], SamplingParams(max_new_tokens=2))
     assert generator.counts["prefill"] - before == longest - 1 - shared
-    ahead = {key for key, _ in program_inputs(runner, model.params, longest, [stop_width(0)])}
+    ahead = {key for key, _ in program_inputs(runner, model.params, longest, [Widths()])}
     assert "extend" in {name for name, *_ in runner.memory} and runner.memory.keys() <= ahead
 
 
@@ -432,7 +431,7 @@ def test_programs_that_are_compiled_in_the_background_make_the_same_completions(
     own = Generator(model, max_length=64, slots=6, seed=1, options=OPTIONS)
     runner, params = own.engine.runner, SamplingParams(n=2, max_new_tokens=9)
     count = own.compile_in_background(12, [params])
-    expected = {key for key, _ in program_inputs(runner, model.params, 12, [stop_width(0)])}
+    expected = {key for key, _ in program_inputs(runner, model.params, 12, [Widths()])}
     assert count == len(expected) > 8
     prompts = [[1] * n for n in (1, 5, 12, 3)]
     made = [[sample.tokens for sample in each] for each in own.generate(prompts, params)]

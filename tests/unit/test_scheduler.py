@@ -62,7 +62,7 @@ class Simulation:
     def empty(self):
         return ((),) * self.slots
 
-    def expect_decode(self, params, rows, stop_width):
+    def expect_decode(self, params, rows, requests):
         """There is nothing to compile."""
 
     def refusal(self, request):
@@ -109,7 +109,7 @@ class Simulation:
         assert len(cache) == rows and pages is None
         return cache[row]
 
-    def decode_state(self, requests, size, width, seed):
+    def decode_state(self, requests, size, seed):
         assert size in self.geometry.batch_sizes and len(requests) == size
         return tuple(r and Row((*r.prompt, *r.tokens), r.left, r.params.stop_token_ids) for r in requests)
 
@@ -215,8 +215,8 @@ class PagedSimulation(Simulation):
         places = ((page, i) for page in pages.tolist() for i in range(self.size))
         return tuple(cache[0][place][-1] for place in places if place in cache[0])
 
-    def decode_state(self, requests, size, width, seed):
-        return super().decode_state(requests, size, width, seed), None, None
+    def decode_state(self, requests, size, seed):
+        return super().decode_state(requests, size, seed), None, None
 
     def with_pages(self, slots, rows, tables):
         for row, slot in enumerate(rows.tolist()):

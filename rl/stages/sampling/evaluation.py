@@ -30,6 +30,14 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
+def params_of(options: EvaluationOptions, params: SamplingParams) -> tuple[SamplingParams, SamplingParams]:
+    """Returns how greedy and sampled completions of an evaluation are drawn. params: lengths and stops. Raises
+    ValueError for settings of the evaluation that are out of range or do not fit these lengths."""
+    unfiltered = replace(params, n=1, top_k=0, top_p=1.0, min_p=0.0, **options.processors)
+    greedy = replace(unfiltered, temperature=0)
+    return greedy, replace(unfiltered, n=max(1, options.samples), temperature=options.temperature)
+
+
 class Evaluation:
     """Evaluates the policy on held-out problems. A completion is correct from the reward `correct_at` on."""
 
@@ -63,8 +71,7 @@ class Evaluation:
         problem with fewer than k scored samples is not in pass@k. A metric of no completion is absent.
         """
         began, options = time.perf_counter(), self.options
-        unfiltered = replace(self._params, n=1, top_k=0, top_p=1.0, min_p=0.0)
-        greedy = replace(unfiltered, temperature=0)
+        greedy, sampled = params_of(options, self._params)
         completions, totals = self._rollouts(greedy, step)
         metrics = {
             "eval/problems": float(len(self.problems)),
@@ -77,7 +84,6 @@ class Evaluation:
         for name in options.metrics:
             metrics |= _own_metric(name, self.problems, completions, totals)
         if options.samples:
-            sampled = replace(unfiltered, n=options.samples, temperature=options.temperature)
             totals = self._rollouts(sampled, step)[1].reshape(len(self.problems), options.samples)
             scored, correct = np.isfinite(totals).sum(axis=1), at_least(totals, options.correct_at).sum(axis=1)
             counts = list(zip(scored.tolist(), correct.tolist(), strict=True))
