@@ -6,7 +6,7 @@ import argparse
 import copy
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -146,6 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--logit-bias",
+        type=_logit_bias,
         metavar="YAML",
         help="numbers from -100 to 100 to add to the logits of tokens, e.g. '{198: -100, 40: 2.5}'",
     )
@@ -205,13 +206,10 @@ def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
     from rollout.text.chat import with_variables
     from rollout.text.tokenizer import bad_word_tokens
 
-    names = (
-        *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "min_tokens", "bad_words"),
-        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    )
-    options = {name: getattr(arguments, name) for name in names}
+    names = {field.name for field in fields(SamplingParams)}
+    options = {name: value for name, value in vars(arguments).items() if name in names}
     try:
-        params = SamplingParams(**options | {"logit_bias": _logit_bias(arguments.logit_bias)} | changes)
+        params = SamplingParams(**options | changes)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     variables = _template_variables(Path(arguments.model), arguments.template_variables)
@@ -247,19 +245,17 @@ def _template_variables(run: Path, text: str | None) -> dict[str, Any]:
     return options.get("variables", {}) if isinstance(options, dict) else {}
 
 
-def _logit_bias(text: str | None) -> dict[int, float] | None:
-    """Returns the biases by token id: those of the text, a YAML mapping. Raises ConfigError for another text."""
+def _logit_bias(text: str) -> dict[int, float]:
+    """Reads biases by token id, a YAML mapping. Raises ArgumentTypeError."""
     from rl.config import yaml_tree
 
-    if text is None:
-        return None
-    values = yaml_tree.plain(yaml_tree.parse(text, lambda line: "--logit-bias"))
     try:
+        values = yaml_tree.plain(yaml_tree.parse(text, lambda line: "--logit-bias"))
         return {int(token): float(bias) for token, bias in values.items()}
-    except (AttributeError, TypeError, ValueError):
-        raise ConfigError(
-            f"--logit-bias: must be a mapping of token ids to numbers such as {{198: -100, 40: 2.5}}, with a blank after each "
-            f"colon, got {text!r}"
+    except (AttributeError, ConfigError, TypeError, ValueError):
+        raise argparse.ArgumentTypeError(
+            "must be a mapping of token ids to numbers such as {198: -100, 40: 2.5}, with a blank after each colon, got "
+            f"{text!r}"
         ) from None
 
 

@@ -29,11 +29,10 @@ from rl.data.tokenizer import history_of, read_tokenizer
 from rl.errors import ConfigError, DataError
 from rollout.media.expand import Expanded
 from rollout.media.item import Extent
-from rollout.text.tokenizer import bad_word_tokens
 from rollout.media.loader import Loader
 from rollout.media.processors import Processors
 from rollout.media.reference import Reference
-from rollout.text.tokenizer import load_tokenizer
+from rollout.text.tokenizer import bad_word_tokens, load_tokenizer
 
 T = TypeVar("T")
 

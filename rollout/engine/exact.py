@@ -233,7 +233,9 @@ class Verifier:
                 draw_ids, row_draws = (ids, samples, positions), Draws(draws.seed, *row_params)
                 return choose(logits, draw_ids, row_draws, graph.layout, processed)[0]
 
-            drawn = jax.lax.map(draw_chunk, (in_chunks(hidden_RTE.reshape(M, E)), tuple(map(in_chunks, rows)), *map(in_chunks, numbers)))
+            drawn = jax.lax.map(
+                draw_chunk, (in_chunks(hidden_RTE.reshape(M, E)), tuple(map(in_chunks, rows)), *map(in_chunks, numbers))
+            )
         return drawn.reshape(-1)[:M].reshape(R, T)
 
 
