@@ -67,7 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
     if config.run.dir is None:
         config = with_directory(config, new_directory(given))
     # An error comes before the configuration.
-    notes = [*files.cut_texts(given), *_checked(config)] if arguments.check else []
+    notes = []
+    if arguments.check:
+        config, remarks = _checked(config)
+        notes = [*files.cut_texts(given), *remarks]
     if together is None or together.index == 0:
         _show(files.changed_yaml(config))
     if arguments.check:
@@ -80,16 +83,26 @@ def run(arguments: argparse.Namespace) -> int:
     return _train(config) if together is None else _train_together(config, launch.start(together))
 
 
-def _checked(config: RunConfig) -> list[str]:
-    """Checks the first rows, and all rows of stages with `epochs`. Returns remarks on settings and rows."""
+def _checked(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """Checks the first rows, all rows of stages with `epochs`, and the run that the configuration continues.
+
+    Returns (the configuration with the changes of that run, remarks on changes, settings and rows).
+    """
     import rl.stages
+    from rl.config import changes
     from rl.data.inspect import check_first_rows
-    from rl.run.prepare import with_steps
+    from rl.run.resume.continued import continued, is_counted
 
     notes = check_first_rows(config)
-    config, steps = with_steps(config, hub=False)
-    remarks = [remark for stage in rl.stages.create(config) for remark in stage.remarks()]
-    return [*remarks, *notes, *steps]
+    counted, steps = config, []
+    if not is_counted(config):
+        from rl.run.prepare import with_steps  # imports jax
+
+        counted, steps = with_steps(config, hub=False)
+    complete = continued(counted)
+    changed = [line for each in complete.changes for line in changes.notes(complete, *each.place)]
+    remarks = [remark for stage in rl.stages.create(complete) for remark in stage.remarks()]
+    return config.model_copy(update={"changes": complete.changes}), [*changed, *remarks, *notes, *steps]
 
 
 def new_directory(given: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from policy.runtime import Runtime
 from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.mesh import MeshOptions
 from rl.config.model import ModelOptions, TeacherOptions, TokenizerOptions
-from rl.config.schema import HOME, Section, Strict, fields_of
+from rl.config.schema import FINITE, HOME, Section, Strict, fields_of
 from rl.config.stage import StageOptions
 from rl.config.stage_names import numbered
 from rl.errors import ConfigError
@@ -136,6 +136,22 @@ class GeneratorOptions(Section):
         return {name: list(axes) for name, axes in STATIONARY_RULES.items()}
 
 
+class Change(Strict):
+    """Keys that got other values when the run was continued after this step. The run writes it: `stages` and the other
+    sections hold the new values, which hold from the next step on ([resume.md](resume.md#change-a-run-that-goes-on))."""
+
+    stage: int = Field(ge=0, description="number of the stage, from 0")
+    step: int = Field(ge=1, description="last step of the stage with the values before")
+    was: Annotated[dict[str, Any], FINITE] = Field(
+        min_length=1, description="the values before, by dotted key, such as `stages.0.optimizer.learning_rate: 1.0e-5`"
+    )
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Returns (stage, step)."""
+        return self.stage, self.step
+
+
 class RunConfig(Strict):
     run: RunOptions = Field(default=RunOptions(), description="what is kept and shown; changes no number")
     profile: ProfileOptions | None = Field(
@@ -158,6 +174,9 @@ class RunConfig(Strict):
     evaluation: EvaluationOptions | None = Field(default=None, description="accuracy on held-out problems; null: none")
     stages: list[StageOptions] = Field(
         min_length=1, description="one after the other, each from the weights of the one before"
+    )
+    changes: list[Change] = Field(
+        default=[], description="what the run changed when it was continued, in order; the run writes it"
     )
     every_stage: dict[str, Any] = Field(default={}, description="merged over each stage, e.g. to make any run small")
     if_present: dict[str, Any] = Field(

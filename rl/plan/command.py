@@ -16,7 +16,7 @@ from rl.plan.compiled import GIB, Report
 from rl.plan.hlo import BETWEEN
 from rl.plan.search import as_yaml, best, search
 from rl.plan.suggest import Suggestions, suggestions
-from rl.training.learning_rate import drawn
+from rl.training.learning_rate import drawn, stage_rates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +123,7 @@ def _learning_rates(config: RunConfig) -> str:
             continue
         for key in stage.optimizers:
             waits = getattr(stage.algorithm, "critic_warmup", 0) if key == "optimizer" else 0
-            steps = max(0, stage.options.steps - waits)
-            bars = drawn(getattr(stage.options, key), steps, stage.options.updates_per_step)
+            bars = drawn(stage_rates(config, stage.index, key, waits), stage.options.updates_per_step)
             lines.append(f"  {stage.name}{' (critic)' * (key == 'critic')}: {bars}")
     return "\n".join(["learning rates:", *lines])
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from policy.mesh import processes
 from rewards.text import quoted
-from rl.config.run import RunConfig, SampleRecords
+from rl.config.run import RunConfig, RunOptions, SampleRecords
 from rl.errors import ResourceError, disk_room
 from rl.records.append_file import AppendFile
 from rl.records.json_lines import complete_lines, line
@@ -40,7 +40,7 @@ class EventLog:
     """Appends to the files of a run's directory, and creates the directory if it does not exist."""
 
     def __init__(self, directory: str | Path, options: SampleRecords = SampleRecords()):
-        self.directory, self._options = Path(directory), options
+        self.directory, self.options = Path(directory), options
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._events = AppendFile(self.directory / EVENTS)
@@ -60,7 +60,7 @@ class EventLog:
 
         Leaves out the prompts that `run.samples.share` leaves out. Returns the records that it has written.
         """
-        kept = [pair for pair in zip(records, tokens, strict=True) if self._options.keeps_prompt(pair[0]["prompt_id"])]
+        kept = [pair for pair in zip(records, tokens, strict=True) if self.options.keeps_prompt(pair[0]["prompt_id"])]
         written = [record for record, _ in kept]
         self._samples.write(written, [own for _, own in kept])
         return written
@@ -120,10 +120,18 @@ class Events:
     """The event log and its mirrors, for the loop. Only process 0 writes."""
 
     def __init__(self, config: RunConfig, directory: str | Path):
-        first = processes.first()
+        first, self._options = processes.first(), config.run
         self.log = EventLog(directory, config.run.samples) if first else None
-        self._mirrors: list[Mirror] = mirrors(config, Path(directory)) if first else []
+        self._mirrors: list[Mirror] = []
+        if first:
+            self._mirrors = mirrors(config, Path(directory), lambda: self._options.log_every)
         self._thumbnails = Thumbnails(Path(directory), self.note)
+
+    def use(self, options: RunOptions) -> None:
+        """Takes `log_every` and `samples` of these options from now on."""
+        self._options = options
+        if self.log is not None:
+            self.log.options = options.samples
 
     def start_stage(self, name: str, steps: int, first_step: int = 0) -> None:
         """Announces that a stage of `steps` steps begins, or continues after step `first_step`."""

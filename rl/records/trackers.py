@@ -72,11 +72,14 @@ def stage_steps(config: RunConfig) -> dict[str, StageSteps]:
     return stages
 
 
-def mirrors(config: RunConfig, directory: Path) -> list[Mirror]:
-    """Returns the console and the mirrors that a configuration asks for."""
+def mirrors(config: RunConfig, directory: Path, log_every: Callable[[], int]) -> list[Mirror]:
+    """Returns the console and the mirrors that a configuration asks for.
+
+    log_every: steps between lines on the console from now on.
+    """
     stages = stage_steps(config)
     console = LiveConsole if sys.stdout.isatty() else PlainConsole
-    guarded: list[Mirror] = [_Guarded("the console", lambda: console(stages, config.run.log_every))]
+    guarded: list[Mirror] = [_Guarded("the console", lambda: console(stages, log_every))]
     if config.run.tensorboard:
         guarded.append(_Guarded("TensorBoard", lambda: TensorBoard(stages, directory / "tensorboard")))
     if (options := config.run.wandb) is not None:
@@ -150,9 +153,9 @@ def fitting(parts: Sequence[str], width: int) -> str:
 
 
 class PlainConsole:
-    """Prints a line every `log_every` steps, for each step with an evaluation, and for the last step."""
+    """Prints a line every `log_every()` steps, for each step with an evaluation, and for the last step."""
 
-    def __init__(self, stages: Mapping[str, StageSteps], log_every: int):
+    def __init__(self, stages: Mapping[str, StageSteps], log_every: Callable[[], int]):
         self._stages = stages
         self._every = log_every
 
@@ -161,7 +164,7 @@ class PlainConsole:
 
     def step(self, stage: str, step: int, metrics: Metrics) -> None:
         steps = self._stages[stage].steps
-        if step % self._every == 0 or step == steps or _evaluated(metrics):
+        if step % self._every() == 0 or step == steps or _evaluated(metrics):
             print(line(stage, step, steps, metrics), flush=True)
 
     def note(self, text: str) -> None:
@@ -180,7 +183,7 @@ class LiveConsole:
     Steps with an evaluation, and notes, scroll above them.
     """
 
-    def __init__(self, stages: Mapping[str, StageSteps], log_every: int):
+    def __init__(self, stages: Mapping[str, StageSteps], log_every: Callable[[], int]):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.text import Text
@@ -212,7 +215,7 @@ class LiveConsole:
         task, steps = self._task(stage), self._stages[stage].steps
         if _evaluated(metrics):
             self.note(line(stage, step, steps, metrics))
-        if step % self._every == 0 or step == steps:
+        if step % self._every() == 0 or step == steps:
             self._metrics = _shown(metrics)
             self._progress.update(task, completed=step)
 

@@ -32,10 +32,9 @@ from policy.mesh import processes, serialization
 from rl.cluster.launch import on_first
 from rl.errors import ModelError, disk_room
 from rl.run.arrays import ArrayStore, by_name, description, is_storage_error
-from rl.run.manifest import examine, seal, sync_directory
+from rl.run.manifest import complete, examine, seal, sync_directory
 
 ARRAYS, HOST = "arrays", "host.json"
-_COMPLETE = re.compile(r"(\d+)(\.replaced)?")
 _UNFINISHED = re.compile(r"\d+(\.replaced)?\.tmp-.+")
 _log = logging.getLogger("duet.checkpoint")
 
@@ -276,17 +275,6 @@ class Checkpoints:
 
     def _entries(self, pattern: re.Pattern[str]) -> Iterator[Path]:
         return iter(_matching(self.directory, pattern))
-
-
-def complete(directory: Path) -> list[tuple[int, Path]]:
-    """Returns number and directory of every finished checkpoint, newest first.
-
-    A checkpoint that is being replaced comes after its successor.
-    """
-    names = ((_COMPLETE.fullmatch(path.name), path) for path in _matching(directory, _COMPLETE))
-    matches = [(match, path) for match, path in names if match is not None]
-    matches.sort(key=lambda item: (-int(item[0][1]), item[0][2] is not None))
-    return [(int(match[1]), path) for match, path in matches]
 
 
 def damaged(number: int, path: Path, wrong: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from policy.config import DecoderConfig, LatentAttention
 from policy.huggingface import sources
 from rewards import plugins
 from rewards.suggest import nearest, nearest_path
-from rl.config import mesh
+from rl.config import changes, mesh
 from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
@@ -60,6 +60,7 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         yield from _rewards(("rewards",), config.rewards)
     if config.evaluation:
         yield from _evaluation(config, config.evaluation)
+    yield from changes.problems(config)
     stages = rl.stages.create(config)
     trained = [stage.name for stage in stages if not stage.trains_policy]
     for stage in stages:

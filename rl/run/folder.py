@@ -16,29 +16,26 @@ from rewards.text import quoted
 from rl.cluster.launch import on_first
 from rl.config import files
 from rl.config.run import RunConfig
-from rl.errors import ConfigError, ResourceError, disk_room, no_room
-from rl.records.run_files import EVENTS
-from rl.run.load import load
-from rl.stages import algorithm_of, kind_of
+from rl.errors import ResourceError, disk_room, no_room
+from rl.run.resume.continued import check_same, saved, seen
 
 LOCK = ".lock"
-# Keys that may differ when a run is continued: they change output and storage, not numbers.
-_FREE = ("run", "profile")
 
 
 class RunFolder:
     """Holds the lock of a run's directory while it is entered, and writes config.yml.
 
-    Where there are events, it first checks that config.yml is of the same run, or of one with fewer steps in its last
-    stage.
+    Where there are events, it first checks that config.yml is of the same run, but for what may change
+    (rl/run/resume/continued.py).
 
     With several processes, which all see the directory, the first process does so for all. A run that stopped before
     its first event (a model that cannot be read) leaves nothing to protect: another configuration takes its place.
     """
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, before: tuple | None = None):
+        """before: what `seen` returned when the changes of the configuration were made; None: it has not changed."""
         self.path = config.directory
-        self._config = config
+        self._config, self._before = config, before
         self._lock: int | None = None
 
     def __enter__(self) -> RunFolder:
@@ -116,18 +113,16 @@ class RunFolder:
         return self.path / "export"
 
     def _claim(self) -> None:
-        file, events = self.path / "config.yml", self.path / EVENTS
-        if file.exists() and events.exists() and events.stat().st_size:
-            before = load([file])
-            theirs, ours = (_numbers(c) for c in (before, self._config))
-            if self._extends(before, theirs, ours):
-                self._keep_export(before)
-            elif different := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
-                shown = "; ".join(f"{key}: {theirs.get(key)} there, {ours.get(key)} here" for key in different[:5])
-                raise ConfigError(
-                    f"{self.path} holds a run with another configuration ({shown}). Continue that one with "
-                    f"`rl-train {quoted(self.path)}`, or choose another run.dir"
+        if (before := saved(self.path)) is not None:
+            if self._before is not None and seen(self.path) != self._before:
+                raise ResourceError(
+                    f"{self.path}: another process has started or continued this run in the meantime; start again with "
+                    f"`rl-train {quoted(self.path)}`"
                 )
+            check_same(before, self._config.model_copy(update={"changes": []}))
+            if self._config.stages[-1].steps > before.stages[-1].steps:
+                self._keep_export(before)
+        file = self.path / files.RESOLVED
         temporary = file.with_suffix(".yml.tmp")
         try:
             temporary.write_text(files.resolved_yaml(self._config))
@@ -139,25 +134,6 @@ class RunFolder:
                 f"{file} cannot be written: {error.strerror}. Make room, then start the run again "
                 f"({disk_room(self.path)})"
             ) from None
-
-    def _extends(self, before: RunConfig, theirs: dict[str, object], ours: dict[str, object]) -> bool:
-        """Whether this is the run of the folder with more steps in its last stage.
-
-        Raises ConfigError for a stage whose first steps depend on the number of steps.
-        """
-        last, key = self._config.stages[-1], f"stages.{len(self._config.stages) - 1}.steps"
-        if theirs | {key: last.steps} != ours or before.stages[-1].total_steps >= last.total_steps:
-            return False
-        coefs = getattr(algorithm_of(last), "scheduled_coefs", lambda done: {})
-        rate = any(each.schedule != "constant" for each in (last.optimizer, last.critic))
-        if rate or coefs(0.0) != coefs(1.0):
-            raise ConfigError(
-                f"{key}: {'the learning rate' if rate else last.algorithm.name} follows a schedule over all steps, so "
-                f"the steps of {self.path} would have been others. Give {self.path}/export to a new run as `model`"
-            )
-        if not kind_of(last).trains_policy:
-            raise ConfigError(f"{key}: a stage that trains a reward model cannot be extended; start a new run")
-        return True
 
     def _keep_export(self, before: RunConfig) -> None:
         """Moves the weights of the shorter run aside: the run is not finished any more."""
@@ -180,21 +156,3 @@ def in_use(directory: Path) -> bool:
     finally:
         os.close(lock)
     return False
-
-
-def _numbers(config: RunConfig) -> dict[str, object]:
-    """Returns every value that identifies the run, by dotted key."""
-    flat: dict[str, object] = {}
-
-    def walk(value, path):
-        if isinstance(value, dict) and value:
-            for key, child in value.items():
-                walk(child, f"{path}.{key}" if path else key)
-        elif isinstance(value, list) and any(isinstance(child, dict) for child in value):
-            for number, child in enumerate(value):
-                walk(child, f"{path}.{number}")
-        else:
-            flat[path] = value
-
-    walk(config.model_dump(mode="json", exclude=set(_FREE)), "")
-    return flat

@@ -14,7 +14,7 @@ import contextlib
 import time
 
 from policy.mesh import processes
-from rl.config import files
+from rl.config import changes, files
 from rl.config.run import RunConfig
 from rl.config.stage import UntilOptions
 from rl.errors import reward_errors
@@ -28,6 +28,7 @@ from rl.run.health import devices, probe
 from rl.run.health.equal_rewards import EqualRewards
 from rl.run.outlook import Outlook, step_metrics
 from rl.run.prepare import prepare, with_date
+from rl.run.resume.continued import is_counted, on_all, seen
 from rl.run.signals import StopSignal
 from rl.run.state import Run, is_finished
 from rl.stages.sampling.evaluation import Evaluation
@@ -43,13 +44,15 @@ def run(config: RunConfig) -> int:
     devices.check(config.platform)
     if processes.first():
         print(devices.line(), flush=True)
-    config = with_date(config)
+    before = seen(config.directory)
+    config = on_all(with_date(config))
+    counted = is_counted(config)
     began = time.time()
     prepared = prepare(config)
-    config = prepared.config
     took = time.time() - began
     try:
-        with RunFolder(config) as folder, StopSignal() as stop:
+        config = prepared.config if counted else on_all(prepared.config)
+        with RunFolder(config, before) as folder, StopSignal() as stop:
             if is_finished(folder):
                 return 0
             open_timeline = contextlib.closing(Timeline(folder.path, config.profile))
@@ -75,37 +78,46 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
     compile_generator(run)
     if checkpoint is None:
         probe.before_first_step(run, stage)
+    steps, changed = run.config.stages[stage.index].total_steps, changes.boundaries(run.config, stage.index)
+    steps_done = checkpoint["step"] if checkpoint else 0
+    run.use(stage, steps_done + 1)
     evaluation = stage.evaluation(run.held_out)
     if checkpoint is None and evaluation:
         run.events.step(stage.name, 0, _evaluate(run, evaluation, stage, 0))
     # Notes for the console.
     outlook, equal, compilation = Outlook(), EqualRewards(stage, fresh=checkpoint is None), BackgroundNotes()
-    steps_done = checkpoint["step"] if checkpoint else 0
-    last = steps_done if checkpoint and checkpoint["ended"] else stage.options.total_steps
+    last = steps_done if checkpoint and checkpoint["ended"] else steps
     for step in range(steps_done + 1, last + 1):
         with run.timeline.step(stage.name, step) as span:
             state, metrics = stage.step(state, step)
         metrics |= step_metrics(metrics, span.seconds, run.model.graph.layout)
-        ended = step == stage.options.total_steps or _reached(stage.options.until, metrics)
-        if (estimate := outlook.after(metrics, stage.options.total_steps - step)) and not ended:
+        reached = _reached(stage.options.until, metrics)
+        ended = reached or step == steps
+        if (estimate := outlook.after(metrics, steps - step)) and not ended:
             run.events.note(estimate)
         for text in (equal.after(metrics), compilation.after_step(run.generator.engine.runner.programs_left)):
             if text:
                 run.events.note(text)
-        if evaluation and (ended or evaluation.due(step)):
+        # A stage that got other steps after this one was evaluated where it was to end.
+        if evaluation and (reached or step == stage.options.steps or evaluation.due(step)):
             evaluated = _evaluate(run, evaluation, stage, step)
             if "time/sync" in evaluated:  # the evaluation copied the weights for rollouts again
                 evaluated["time/sync"] += metrics.get("time/sync", 0.0)
             metrics |= evaluated
-            ended = ended or _reached(stage.options.until, metrics)
+            reached = reached or _reached(stage.options.until, metrics)
+            ended = ended or reached
         run.events.step(stage.name, step, metrics)  # a line of events.jsonl
         stage.check_update(metrics)
         run.note_programs(stage)
         if ended:
             stage.check_learned(state, metrics)
-        run.save(stage, state, step, ended)
+        run.save(stage, state, step, ended, until=reached)
         if ended:
             break
+        if step in changed:
+            run.use(stage, step + 1)
+            if evaluation:
+                evaluation.options = stage.config.evaluation
     stage.finish(state, run.folder.write_once)
 
 

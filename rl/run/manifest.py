@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+_COMPLETE = re.compile(r"(\d+)(\.replaced)?")
 # A network file system answers many reads at once; one core hashes about 1 GB a second.
 _THREADS = 8
 
@@ -64,6 +66,19 @@ def examine(directory: Path, hashes: bool = True) -> tuple[dict[str, Any] | None
     except OSError as error:
         return None, [str(error)]
     return manifest, sorted(problems)
+
+
+def complete(directory: Path) -> list[tuple[int, Path]]:
+    """Returns number and path of every finished checkpoint in a directory, newest first.
+
+    A checkpoint that is being replaced comes after its successor.
+    """
+    if not directory.is_dir():
+        return []
+    names = ((_COMPLETE.fullmatch(path.name), path) for path in directory.iterdir() if path.is_dir())
+    matches = [(match, path) for match, path in names if match is not None]
+    matches.sort(key=lambda item: (-int(item[0][1]), item[0][2] is not None))
+    return [(int(match[1]), path) for match, path in matches]
 
 
 def sync_directory(directory: str | Path) -> None:

@@ -11,6 +11,7 @@ from policy.mesh import processes
 from rewards.text import quoted
 from rl.accounting.program_memory import FILE, ProgramMemoryLog
 from rl.cluster.launch import on_first
+from rl.config import changes
 from rl.data import models
 from rl.data import teacher as teachers
 from rl.data.inspect import Finding
@@ -97,6 +98,15 @@ class Run(Context):
         self.model.params = state.policy.params
         return state
 
+    def use(self, stage: StageKind, step: int) -> None:
+        """Takes the settings that hold from this step of the stage on, and shows those that change."""
+        config = changes.in_force(self.config, stage.index, step)
+        stage.use(config)
+        self.events.use(config.run)
+        if step - 1 in changes.boundaries(self.config, stage.index):
+            for text in changes.notes(self.config, stage.index, step - 1):
+                self.events.note(text)
+
     def _identify_teacher(self, stage: StageKind, checkpoint: dict | None) -> None:
         """Raises ModelError if the teacher of the stage is another one than the steps before this checkpoint had."""
         options = stage.teacher
@@ -107,14 +117,20 @@ class Run(Context):
                 f"{stage.name} (config.json, or the weights). Restore them, or start a new run in another run.dir"
             )
 
-    def save(self, stage: StageKind, state: Any, step: int, ended: bool) -> None:
-        """Writes a checkpoint where one is due. Raises Interrupted, once it is written, after a signal to stop."""
-        options = self.config.run
+    def save(self, stage: StageKind, state: Any, step: int, ended: bool, until: bool = False) -> None:
+        """Writes a checkpoint where one is due. Raises Interrupted, once it is written, after a signal to stop.
+
+        until: whether `until` ended the stage.
+        """
+        options = stage.config.run
         signal = next(filter(None, processes.all_gather_object(self.stop.received)), None)  # one process stops all
         due = ended or signal or (options.checkpoint_every and step % options.checkpoint_every == 0)
-        number = sum(each.options.total_steps + 1 for each in self.stages[: stage.index]) + step
+        stages = self.config.stages
+        number = sum(each.total_steps + 1 for each in stages[: stage.index]) + step
         if due and self.events.sync():
-            host = {"stage": stage.index, "step": step, "steps": stage.options.total_steps, "ended": ended}
+            host = {"stage": stage.index, "step": step, "steps": stages[stage.index].total_steps, "ended": ended}
+            if until:
+                host["until"] = True
             host |= {"progress": self.progress.to_json()} | ({"teacher": self.teacher} if self.teacher else {})
             with self.timeline.span("checkpoint", stage=stage.name, step=step):
                 self.checkpoints.save(number, state, host, wait=bool(signal))
@@ -183,7 +199,7 @@ class Run(Context):
 
 def stage_ended(host: dict, stage: StageKind) -> bool:
     """Whether the stage of a checkpoint is over: it may have got more steps since, unless `until` ended it."""
-    all_steps = host["step"] == host.get("steps", stage.options.total_steps)
+    all_steps = host["step"] == host.get("steps", stage.options.total_steps) and not host.get("until")
     return host["ended"] and not (all_steps and host["step"] < stage.options.total_steps)
 
 

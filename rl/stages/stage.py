@@ -176,6 +176,14 @@ class StageKind(ConfiguredStage, ABC):
 
     # Run.
 
+    def use(self, config: RunConfig) -> None:
+        """Takes the settings of the next steps from this configuration, which differs in keys of
+        `rl.config.changes.changeable` only."""
+        options = config.stages[self.index]
+        if options != self.options and self.trainer is not None:
+            self.trainer.set_rates(options)
+        self.config, self.options = config, options
+
     def start(self, context: Context, restored: Any = None) -> Any:
         """Returns the state before the first step, or `restored`, the arrays of a checkpoint."""
         self.context = context
@@ -238,11 +246,14 @@ class StageKind(ConfiguredStage, ABC):
         options = self.config.evaluation
         if options is None or not self.trains_policy:
             return None
-        record = partial(rollouts.record_evaluation, self.context.events, self.name)
-        kept = {"record": record} if self.config.run.samples.every else {}
         block = None if self.context.media is None else self.context.media.block
         collect = partial(self.collect, counted=False)
-        return Evaluation(options, held_out, collect, self.sampling_params(), block=block, **kept)
+        return Evaluation(options, held_out, collect, self.sampling_params(), self._record_evaluation, block)
+
+    def _record_evaluation(self, *evaluated: Any) -> None:
+        """Writes the samples of an evaluation, if samples are kept."""
+        if self.config.run.samples.every:
+            rollouts.record_evaluation(self.context.events, self.name, *evaluated)
 
     def order(self, total: int, numbers: range) -> list[int]:
         """Returns the indices in the data of the examples that a stage takes as number 0, 1, 2, ... of its `total`."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 
+from rl.config.changes import boundaries, in_force
+from rl.config.run import RunConfig
 from rl.config.stage import OptimizerOptions
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -27,14 +31,29 @@ def learning_rate(options: OptimizerOptions, steps: int, updates_per_step: int, 
     return peak * (final + (1 - final) * share)
 
 
-def drawn(options: OptimizerOptions, steps: int, updates_per_step: int = 1) -> str:
-    """Returns the learning rates of the steps of a stage as a line of bars, with the highest and the last one."""
-    updates = steps * updates_per_step
-    if not updates:
+def stage_rates(config: RunConfig, index: int, key: str, waits: int = 0) -> list[float]:
+    """Returns the learning rate of each update of a stage.
+
+    key: `optimizer` or `critic`. waits: steps of the stage before its first update, which are left out. Changes of a run
+    that went on hold from their step on.
+    """
+    rates, last = [], config.stages[index].total_steps
+    starts = [0, *sorted(step for step in boundaries(config, index) if step < last)]
+    for start, end in pairwise([*starts, last]):
+        stage = in_force(config, index, start + 1).stages[index]
+        count, steps = stage.updates_per_step, max(0, stage.total_steps - waits)
+        updates = range(max(0, start - waits) * count, max(0, end - waits) * count)
+        rates += [learning_rate(getattr(stage, key), steps, count, update) for update in updates]
+    return rates
+
+
+def drawn(rates: Sequence[float], updates_per_step: int = 1) -> str:
+    """Returns the learning rates of the updates of a stage as a line of bars, with the highest and the last one."""
+    if not rates:
         return "no updates"
-    rates = [learning_rate(options, steps, updates_per_step, update) for update in range(updates)]
-    width = min(_WIDTH, updates)
-    shown = [rates[round(place * (updates - 1) / max(1, width - 1))] for place in range(width)]
-    bars = "".join(_BARS[round(rate / options.learning_rate * (len(_BARS) - 1))] for rate in shown)
-    highest = rates.index(max(rates)) // updates_per_step + 1
-    return f"{bars}  at most {max(rates):.3g} (step {highest}), {rates[-1]:.3g} in the last of {steps:,} steps"
+    largest, steps = max(rates), len(rates) // updates_per_step
+    width = min(_WIDTH, len(rates))
+    shown = [rates[round(place * (len(rates) - 1) / max(1, width - 1))] for place in range(width)]
+    bars = "".join(_BARS[round(rate / largest * (len(_BARS) - 1))] for rate in shown)
+    highest = rates.index(largest) // updates_per_step + 1
+    return f"{bars}  at most {largest:.3g} (step {highest}), {rates[-1]:.3g} in the last of {steps:,} steps"

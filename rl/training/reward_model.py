@@ -57,6 +57,11 @@ class RewardModelTrainer(BatchUpdates):
         self.model = Critic(self._scoring_graph)
         self.reward_model = OptimizerStep(self.model, self._score_loss, stage.optimizer, stage, seed)
 
+    def set_rates(self, stage: StageOptions) -> None:
+        """Does what `Trainer.set_rates` does."""
+        self.stage = stage
+        self.reward_model = self.reward_model.with_rates(stage.optimizer, stage)
+
     @property
     def executables(self) -> dict[str, CompiledCache]:
         """Returns the compiled functions of a step, by the names of their programs in a plan."""

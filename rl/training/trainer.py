@@ -112,6 +112,15 @@ class Trainer(BatchUpdates):
         companion = self.companion and getattr(self, self.companion)
         self.policy = OptimizerStep(self._update_graph, loss, stage.optimizer, stage, seed, companion)
 
+    def set_rates(self, stage: StageOptions) -> None:
+        """Takes the learning rates and the number of steps of `stage`, whose other settings are the same. Updates
+        compile again."""
+        self.stage = stage
+        self.critic = self.critic and self.critic.with_rates(stage.critic, stage)
+        self.projections = self.projections and self.projections.with_rates(stage.optimizer, stage)
+        companion = self.companion and getattr(self, self.companion)
+        self.policy = self.policy.with_rates(stage.optimizer, stage, companion)
+
     @property
     def value_model(self) -> Critic:
         """Returns the model of the critic. Raises ValueError if the stage has none."""

@@ -5,6 +5,7 @@ N rows, T tokens, M micro-batches of R rows.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -96,10 +97,26 @@ class OptimizerStep:
         self._seed, self._diagnostics = seed if stage.dropout else None, stage.diagnostics and isinstance(model, Graph)
         self._graph = model if isinstance(model, Graph) else model.trunk
         self.layout = self._graph.layout
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        """Defines the learning rate and AdamW from the options."""
+        stage, model = self._stage, self.model
         first = _first_step(model, stage)  # a plan does not know the steps of `epochs`
         self._first_update = first * stage.updates_per_step
-        self.rate = schedule(options, max(0, (stage.steps or 0) - first), stage.updates_per_step)
-        self._transform = adamw(options, self.rate, model.axes, model.runtime.param_dtype)
+        self.rate = schedule(self._options, max(0, (stage.steps or 0) - first), stage.updates_per_step)
+        self._transform = adamw(self._options, self.rate, model.axes, model.runtime.param_dtype)
+
+    def with_rates(
+        self, options: OptimizerOptions, stage: StageOptions, companion: OptimizerStep | None = None
+    ) -> OptimizerStep:
+        """Returns a copy with the learning rates of other options and numbers of steps, whose program is a new one. All
+        other settings must be the same. companion: that of the copy."""
+        other = copy.copy(self)  # a function of its own: jax keeps the traces of a function
+        other.__dict__.pop("executable", None)
+        other._options, other._stage, other.companion = options, stage, companion
+        other._set_rates()
+        return other
 
     def _split(self, params: dict) -> tuple[dict, dict]:
         """Returns (weights with a gradient, other weights). Biases of routers are trained, but without a gradient."""

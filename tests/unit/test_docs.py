@@ -49,6 +49,8 @@ NOT_RUN = {
     "rl-train runs/try",
     "rl-train configs/quickstart.yml run.dir=runs/first",
     "rl-train runs/first",
+    "rl-train runs/first stages.0.steps=80 stages.0.optimizer.learning_rate=5e-6",
+    "rl-train --check runs/first stages.0.steps=80",
     "rl-train resume=runs/first",
     "printf '57+68=\\n' > prompts.txt",
     "rl generate runs/quickstart --prompts prompts.txt --samples 4 --output completions.jsonl",

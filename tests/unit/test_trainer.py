@@ -244,8 +244,9 @@ def test_learning_rates_follow_from_the_number_of_the_update_by_the_formula(kind
 def test_a_schedule_without_warm_up_starts_at_its_peak_and_ends_at_its_end():
     options = OptimizerOptions(learning_rate=0.5, schedule="linear")
     assert [float(schedule(options, 6)(update)) for update in range(6)] == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
-    assert drawn(options, 6) == "█▇▅▄▂▁  at most 0.5 (step 1), 0 in the last of 6 steps"
-    assert len(drawn(OptimizerOptions(warmup_steps=9), 500, 3).partition(" ")[0]) == 40 and drawn(options, 0)
+    rates = [learning_rate(options, 6, 1, update) for update in range(6)]
+    assert drawn(rates) == "█▇▅▄▂▁  at most 0.5 (step 1), 0 in the last of 6 steps"
+    assert len(drawn([0.1] * 1500, 3).partition(" ")[0]) == 40 and drawn([])
 
 
 def test_updates_that_change_nothing_do_not_hold_the_learning_rate():

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import rl.algorithms
+from rl.config import changes
 from rl.config.run import RunConfig
 from rl.config.stage import StageOptions
 from rl.data.inspect.source import random_weights
@@ -40,6 +41,8 @@ def lines(config: RunConfig) -> Iterator[str]:
     yield f"random: order of the data, every sampled token, and new weights; all follow from seed {config.seed}"
     for index in range(len(config.stages)):
         yield from _stage(config, index)
+    for change in config.changes:
+        yield from changes.notes(config, *change.place)
 
 
 def _stage(config: RunConfig, index: int) -> Iterator[str]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from rewards.suggest import nearest
 from rl.config.run import RunConfig
 from rl.errors import ConfigError, ModelError
-from rl.run.checkpoint import HOST, complete
+from rl.run.checkpoint import HOST
+from rl.run.manifest import complete
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ def learning_rate_too_low(stage: StageRecord) -> Iterator[Finding]:
     moved = sum(rate.values) * int(stage.option("updates_per_step", 1))
     hardly_moved = len(rate) >= STAYS_STEPS and moved < MOVED * WEIGHT_STD
     stays = _what_stays(stage) if hardly_moved else ""
+    if stage.run.config.get("changes"):  # the first steps may have had another peak
+        peak = max(peak, rate.largest)
     if peak >= SMALLEST_RATE and not stays:
         return
     yield Finding(

@@ -146,7 +146,34 @@ def stages(runs: Sequence[Run]) -> str:
     if rows:
         head = (*named, "attempt", "start", "end", "duration", "exit code")
         result += "<h3>Attempts</h3>" + table(head, rows, [shift + 3])
+    rows = [[*([esc(run.name)] * shift), *row] for run in runs for row in _change_rows(run)]
+    if rows:
+        head = (*named, "stage", "from step", "key", "before", "after")
+        result += "<h3>Changes</h3>" + table(head, rows, [shift + 1])
     return f'<div class="card">{result}</div>' if result else ""
+
+
+def _change_rows(run: Run) -> list[list[str]]:
+    """Returns a row for each value that the run changed when it was continued."""
+    names, values, rows = stage_names(run.config), dict(settings.flat(run.config)), []
+    changes = run.config.get("changes")
+    for change in reversed(changes) if isinstance(changes, list) else ():
+        was, place, step = (change.get(key) for key in ("was", "stage", "step"))
+        if not isinstance(was, dict) or not isinstance(place, int) or not isinstance(step, int):
+            continue
+        name = names[place] if 0 <= place < len(names) else str(place)
+        rows = [
+            [
+                esc(name),
+                f"{step + 1:,}",
+                f'<span class="mono">{esc(key)}</span>',
+                _setting(old),
+                _setting(values.get(key)),
+            ]
+            for key, old in was.items()
+        ] + rows
+        values |= was
+    return rows
 
 
 def _stage_rows(run: Run) -> list[list[str]]:

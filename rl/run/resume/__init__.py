@@ -1,0 +1,1 @@
+"""A run that goes on: what may differ from its saved configuration, and from which step on it holds."""

@@ -1,0 +1,195 @@
+"""Compares a configuration with that of the run which it continues. Free of jax.
+
+Keys of `rl.config.changes.changeable` may differ: they hold from the next step on, and `changes` lists what held before.
+Other keys under `run`, and `profile`, change what is kept and shown. All other keys must be the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rewards.text import quoted
+from rl.cluster.launch import on_first
+from rl.config import files
+from rl.config.changes import changeable, differences, in_force, stage_of
+from rl.config.model import TokenizerOptions
+from rl.config.run import Change, RunConfig
+from rl.errors import ConfigError, ModelError
+from rl.records.run_files import EVENTS
+from rl.run.load import load
+from rl.run.manifest import complete, examine
+from rl.stages import kind_of
+
+CHECKPOINTS = "checkpoints"
+
+# Keys that may differ when a run is continued: they change what is kept and shown, and no number.
+_FREE = ("run", "profile", "changes")
+
+
+class Place(NamedTuple):
+    """Where a run goes on: after `step` steps of a stage. steps: those that the stage was to have when they were made.
+    ended: whether the stage ended with this step. until: whether its `until` ended it."""
+
+    stage: int = 0
+    step: int = 0
+    steps: int = 0
+    ended: bool = False
+    until: bool = False
+
+
+def saved(directory: Path) -> RunConfig | None:
+    """Returns the configuration of the run in this folder; None if it has not written an event."""
+    file, events = directory / files.RESOLVED, directory / EVENTS
+    if file.exists() and events.exists() and events.stat().st_size:
+        return load([file])
+    return None
+
+
+def seen(directory: Path) -> tuple[Any, ...]:
+    """Returns what tells whether another process has continued the run: its configuration and its checkpoints."""
+    file = directory / files.RESOLVED
+    text = file.read_text(encoding="utf-8") if file.exists() else None
+    return text, *(path.name for _, path in complete(directory / CHECKPOINTS))
+
+
+def is_counted(config: RunConfig) -> bool:
+    """Whether all stages have `steps`: those with `epochs` get them when their rows have been read."""
+    return all(stage.steps is not None for stage in config.stages)
+
+
+def continued(config: RunConfig) -> RunConfig:
+    """Returns the configuration with all changes of its run, those that it brings included; itself for a new run, and
+    for stages with `epochs`, whose steps are not known.
+
+    Raises ConfigError for a key that may not change, and for one that no longer has an effect, ModelError if the step
+    that the run goes on from is unknown since all checkpoints are damaged.
+    """
+    if config.run.dir is None or not is_counted(config) or (before := saved(config.directory)) is None:
+        return config
+    check_same(before, config)
+    if not differences(before, config):
+        return config.model_copy(update={"changes": before.changes})
+    place = newest_place(config.directory)
+    _check_changes(before, config, place)
+    return config.model_copy(update={"changes": listed(before, config, place)})
+
+
+def on_all(config: RunConfig) -> RunConfig:
+    """Returns `continued(config)` on all processes. The first one reads the folder of the run."""
+    changes = on_first(lambda: [change.model_dump() for change in continued(config).changes])
+    return config.model_copy(update={"changes": [Change.model_validate(change) for change in changes]})
+
+
+def listed(before: RunConfig, config: RunConfig, place: Place) -> list[Change]:
+    """Returns the changes of a run that goes on from a place with the values of `config`.
+
+    What was changed after this place never held, as the steps after it are made again.
+    """
+    position = (place.stage, place.step)
+    kept = [change for change in before.changes if change.place < position]
+    if not place.step:
+        return kept
+    held = in_force(before, *position)
+    was = {
+        key: old
+        for key, (old, _) in differences(held, config).items()
+        if (stage := stage_of(key)) is None or stage <= place.stage  # a later stage has not begun
+    }
+    return [*kept, Change(stage=place.stage, step=place.step, was=was)] if was else kept
+
+
+def newest_place(directory: Path) -> Place:
+    """Returns the place of the newest undamaged checkpoint of a run; that of the beginning if there is none.
+
+    Raises ModelError if all are damaged.
+    """
+    checkpoints = complete(directory / CHECKPOINTS)
+    for _, path in checkpoints:
+        manifest, wrong = examine(path)
+        if manifest is not None and not wrong:
+            host = json.loads((path / "host.json").read_text())
+            step = host["step"]
+            return Place(host["stage"], step, host.get("steps", step), host["ended"], bool(host.get("until")))
+    if checkpoints:
+        raise ModelError(
+            f"{directory}: all checkpoints are damaged, so the run cannot go on. Restore {CHECKPOINTS} from a backup, or "
+            "start a new run in another directory"
+        )
+    return Place()
+
+
+def _check_changes(before: RunConfig, config: RunConfig, place: Place) -> None:
+    """Raises ConfigError for changes that would have no effect: in a stage that is over, or of steps that are done."""
+    index, name, export = place.stage, config.stage_names[place.stage], f"{config.directory}/export"
+    changed = differences(before, config)
+    for key, (old, new) in changed.items():
+        if (stage := stage_of(key)) is not None and stage < index:
+            raise ConfigError(
+                f"{key}: {old} there, {new} here, but {config.stage_names[stage]} is over: the run goes on after step "
+                f"{place.step} of {name}. Leave the key as it was, or start a new run in another run.dir"
+            )
+    own, key = [each for each in changed if stage_of(each) == index], f"stages.{index}.steps"
+    steps = config.stages[index].total_steps
+    if steps < place.step:
+        raise ConfigError(
+            f"{key}: {steps}, but {place.step} steps of {name} are done. Set {place.step} or more, or start a new run in "
+            "another run.dir"
+        )
+    if not (own and place.ended):
+        return
+    if place.until or place.step != place.steps:
+        raise ConfigError(
+            f"{own[0]}: {name} is over, since its `until` ended it after step {place.step}. To train its weights "
+            f"further, give {export} to a new run as `model`"
+        )
+    if steps == place.step:
+        raise ConfigError(
+            f"{own[0]}: {name} is over, after {place.step} steps, so the change would have no effect. Raise {key} as "
+            f"well, or give {export} to a new run as `model`"
+        )
+    if not kind_of(config.stages[index]).trains_policy:
+        raise ConfigError(f"{key}: a stage that has trained a reward model cannot be extended; start a new run")
+
+
+def check_same(before: RunConfig, config: RunConfig) -> None:
+    """Raises ConfigError if a key differs that may not change."""
+    date = before.tokenizer and before.tokenizer.date
+    if date is not None and not (config.tokenizer and config.tokenizer.date):  # the run takes that of its first start
+        tokenizer = (config.tokenizer or TokenizerOptions()).model_copy(update={"date": date})
+        config = config.model_copy(update={"tokenizer": tokenizer})
+    theirs, ours = _fixed(before), _fixed(config)
+    different = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
+    if config.changes and before.changes[: len(config.changes)] != config.changes:
+        different.append("changes")
+        theirs["changes"], ours["changes"] = _shown(before.changes), _shown(config.changes)
+    if different:
+        shown = "; ".join(f"{key}: {theirs.get(key)} there, {ours.get(key)} here" for key in different[:5])
+        raise ConfigError(
+            f"{config.directory} holds a run with another configuration ({shown}). Continue that one with "
+            f"`rl-train {quoted(config.directory)}`, or choose another run.dir"
+        )
+
+
+def _shown(changes: list[Change]) -> str:
+    return ", ".join(f"after step {each.step} of stage {each.stage}" for each in changes) or "none"
+
+
+def _fixed(config: RunConfig) -> dict[str, object]:
+    """Returns every value that identifies the run and may not change, by dotted key."""
+    free, flat = changeable(config), {}
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, Mapping) and value:
+            for key, child in value.items():
+                walk(child, f"{path}.{key}" if path else key)
+        elif isinstance(value, list) and any(isinstance(child, dict) for child in value):
+            for number, child in enumerate(value):
+                walk(child, f"{path}.{number}")
+        elif path not in free:
+            flat[path] = value
+
+    walk(config.model_dump(mode="json", exclude=set(_FREE)), "")
+    return flat
