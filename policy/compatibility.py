@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policy.config import CompressedAttention, DecoderConfig, GatedResidual, HyperConnections, Runtime
+from policy.config import Attention, CompressedAttention, DecoderConfig, GatedResidual, HyperConnections, Runtime
 
 LATENT = "experts that read a latent (moe_latent_size)"
 SPLIT, EXCHANGE = "model.batch_split", "model.expert_parallel: all_to_all"
 GRADIENTS = "model.expert_gradients"
-HYPER, INDEXER = "model.hyper_connections", "an indexer of keys"
+HYPER, INDEXER = "hyper-connections", "an indexer of keys"
+BLOCKS, BOUNDED = "an indexer of blocks", "a window, sinks or a soft cap in the same layer"
 ENGRAM = "n-gram tables"
 RING, ULYSSES, BALANCE = "model.context_parallel: ring", "model.context_parallel: ulysses", "model.context_load_balance"
 COMPRESSED, RECURRENT, CAPACITY = "compressed attention", "a recurrent mixer", "stages.N.router.capacity_factor"
@@ -38,6 +39,7 @@ INCOMPATIBLE: dict[tuple[str, str], str] = {
     (RING, COMPRESSED): "an entry is a sum over neighbouring tokens of a row; use all_gather",
     (ULYSSES, COMPRESSED): "an entry is a sum over neighbouring tokens of a row; use all_gather",
     (ULYSSES, BALANCE): "every device has full sequences of some heads, so the loads are even without it",
+    (BLOCKS, BOUNDED): "attention to the blocks that an indexer chooses computes none of them",
     (HYPER, EMBEDDINGS): "a layer adds to one residual vector of a token; to which of several is not defined",
     (BALANCE, INDEXER): "among keys with equal scores an indexer takes those that are earlier in the row",
     (BALANCE, COMPRESSED): "an entry is a sum over neighbouring tokens of a row",
@@ -69,6 +71,8 @@ class Conflict(ValueError):
 def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False, media: bool = False) -> frozenset[str]:
     """Returns the names of the features that are on. `explicit`: shardings will be explicit, whatever the layout of
     `runtime` says. `media`: calls will have pictures or sounds."""
+    attentions = (spec.attention for spec in config.layers)
+    block_indexers = [each for each in attentions if each is not None and each.indexer is not None]
     on = {
         SPLIT: runtime.batch_split,
         EXCHANGE: runtime.expert_parallel == "all_to_all",
@@ -78,7 +82,9 @@ def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False,
         ENGRAM: any(spec.engram is not None for spec in config.layers),
         EMBEDDINGS: config.layer_embedding is not None,
         TABLES_AWAY: config.layer_embedding is not None and runtime.table_memory == "host",
-        INDEXER: any(spec.has_indexer for spec in config.layers),
+        INDEXER: any(spec.chooses_keys for spec in config.layers),
+        BLOCKS: bool(block_indexers),
+        BOUNDED: any(_is_bounded(attention) for attention in block_indexers),
         RING: runtime.context_parallel == "ring",
         ULYSSES: runtime.context_parallel == "ulysses",
         BALANCE: runtime.context_load_balance,
@@ -97,6 +103,11 @@ def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False,
         DEEPSTACK: media and any(spec.deepstack for spec in config.layers),
     }
     return frozenset(name for name, is_on in on.items() if is_on)
+
+
+def _is_bounded(attention: Attention) -> bool:
+    has_bounds = attention.lookback is not None or attention.softcap is not None
+    return has_bounds or attention.sinks or attention.looks_ahead
 
 
 def conflicts(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False, media: bool = False) -> Iterator[str]:

@@ -181,8 +181,9 @@ class LayerSpec:
         return tuple(part.rope for part in parts if isinstance(part.rope, Rope))
 
     @property
-    def has_indexer(self) -> bool:
-        """Whether a query of the mixer sees a choice of the keys alone."""
+    def chooses_keys(self) -> bool:
+        """Whether a query of the mixer sees a choice of the keys of tokens alone. The EntryIndexer of CompressedAttention
+        chooses among entries of blocks instead."""
         return any(getattr(mixer, "indexer", None) is not None for mixer in self.mixers)
 
     @property

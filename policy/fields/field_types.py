@@ -11,13 +11,16 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 # Integer fields that may be negative or 0: offsets, ids and numbers of layers. All others count something.
 _ANY_INTEGER = ("offset", "pad_id", "multipliers", "sections", "deepstack")
+# Numbers that are divided by, or of which a power or a logarithm is taken; and numbers of which a root is taken.
+_POSITIVE = ("theta", "softcap", "logit_softcap", "factor")
+_NOT_NEGATIVE = ("eps", "norm_eps", "initializer_range")
 # Fields that may be infinite: a bound that bounds nothing.
 _ANY_SIZE = ("dt_limit",)
 
 
 def wrong_fields(part: Any) -> Iterator[str]:
     """Yields what is wrong with the fields of a dataclass and of the dataclasses in it: a value of another type than
-    declared, an integer below 1, or a number that is not finite."""
+    declared, an integer below 1, a number that is not finite, or one outside the domain of what is computed with it."""
     for name, hint in _hints(type(part)).items():
         yield from _wrong(name, getattr(part, name), hint)
 
@@ -47,6 +50,8 @@ def _wrong_number(name: str, value: Any) -> Iterator[str]:
     if type(value) is int and value < 1 and name not in _ANY_INTEGER:
         yield f"{name} is {value}"
     if isinstance(value, float) and (math.isnan(value) or math.isinf(value) and name not in _ANY_SIZE):
+        yield f"{name} is {value}"
+    if isinstance(value, (int, float)) and (name in _POSITIVE and value <= 0 or name in _NOT_NEGATIVE and value < 0):
         yield f"{name} is {value}"
 
 

@@ -141,6 +141,8 @@ def _per_layer_embedding(hf: dict, index: int) -> Engram:
     end = next(iter(ends), None) if isinstance(ends, list) else ends
     if end is None:
         raise UnsupportedModel("eos_token_id: per-layer embeddings (ple_layer_ids) need the token that ends a text")
+    if hf["split_ngram_parts"] < 1:
+        raise UnsupportedModel(f"split_ngram_parts: {hf['split_ngram_parts']} parts of a table, of at least 1")
     count = (longest - 1) * heads
     primes = list(_unused_primes()(hf["ngram_vocab_size_base"], (index + 1) * count))[-count:]
     spec = Engram(

@@ -123,6 +123,16 @@ def vocabulary_size(model: ModelOptions) -> int | None:
     return None if config is None else config.vocab_size
 
 
+def compressed_window(model: ModelOptions) -> int | None:
+    """Returns the window, in tokens, of layers with compressed attention; None: the model has none, or its
+    configuration cannot be read."""
+    from policy.config import CompressedAttention
+
+    config = _decoder(model)
+    layers = () if config is None else config.layers
+    return next((spec.mixer.window for spec in layers if isinstance(spec.mixer, CompressedAttention)), None)
+
+
 def _decoder(model: ModelOptions) -> DecoderConfig | None:
     """Returns the decoder of the model, or None if its configuration cannot be read."""
     from policy.huggingface import sources

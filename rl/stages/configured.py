@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rl.data import models
 from rl.stages import algorithm_of
 
 if TYPE_CHECKING:
@@ -173,6 +174,8 @@ class ConfiguredStage:
 
     def remarks(self) -> Iterator[str]:
         """Yields settings that do something else than was probably meant, and are no errors."""
+        if self.index == 0:
+            yield from _cache_remarks(self.config)
         if self.options.steps is None:
             return
         updates = self.options.steps * self.options.updates_per_step
@@ -214,3 +217,14 @@ class ConfiguredStage:
                 f"generator's, or the reference), but with {key} it would give tokens other probabilities. Leave "
                 f"{key} out, or use it in sft stages only",
             )
+
+
+def _cache_remarks(config: RunConfig) -> Iterator[str]:
+    generator = config.generator
+    window = None if generator.sliding_window_cache else models.compressed_window(config.model)
+    if window is not None and config.max_length > window + generator.prefill_chunk:
+        yield (
+            "generator.sliding_window_cache: false, so the cache of compressed attention keeps the parts of entries of "
+            f"all {config.max_length:,} tokens, not of the last {window} alone; set it to true unless prompts share long "
+            "prefixes (docs/caches.md)"
+        )

@@ -233,6 +233,7 @@ def test_with_a_cache_every_token_is_that_of_the_class(calls):
         ({"ple_layer_ids": [5]}, "ple_layer_ids: 5 is none of the layers 1 to 4"),
         ({"ple_embed_dim": 26}, "ple_embed_dim: 26 numbers cannot be cut among heads_per_ngram 2"),
         ({"ngram_size": 1}, "from 2 to ngram_size 1"),
+        ({"split_ngram_parts": 0}, "split_ngram_parts: 0 parts of a table"),
         ({"eos_token_id": None}, "eos_token_id: per-layer embeddings"),
         ({"eos_token_id": []}, "eos_token_id: per-layer embeddings"),
         ({"ngram_vocab_size_base": 2**30}, "ngram_vocab_size_base: 1073741824 makes a table of"),

@@ -573,6 +573,15 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(folder):
         assert f"stages.1.sampling.stop_token_ids: {token} is no token" in said and "0 to 319" in said
 
 
+def test_a_cache_of_parts_that_no_query_reads_is_said(folder):
+    for length, cut, is_said in ((512, False, True), (512, True, False), (256, False, False)):
+        overrides = [f"max_length={length}", f"generator.sliding_window_cache={str(cut).lower()}"]
+        config = load(["run.yml"], ["model={source: deepseek-v4-flash}", *overrides])
+        remarks = [remark for stage in stages.create(config) for remark in stage.remarks()]
+        assert len(remarks) == is_said
+        assert not is_said or "keeps the parts of entries of all 512 tokens, not of the last 128 alone" in remarks[0]
+
+
 def test_settings_that_do_something_else_are_said(folder, capsys):
     config = load(["run.yml"], ["stages.0.optimizer.warmup_steps=1", "stages.1.optimizer.warmup_steps=2"])
     assert [list(stage.remarks()) for stage in stages.create(config)] == [[], []]

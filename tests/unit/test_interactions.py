@@ -13,6 +13,7 @@ from policy import compatibility, families
 from policy.cache.media import Media
 from policy.config import Runtime
 from policy.fields import extensions
+from policy.fields.config_fields import stacks
 from policy.huggingface import sources
 from policy.mesh.sharding import layout
 from rl.config.run import RunConfig
@@ -94,7 +95,8 @@ WITHOUT_PRESETS = {
     ),
 }
 OF_DIRECTORIES = [pair for pair in compatibility.INCOMPATIBLE if set(pair) & set(WITHOUT_PRESETS)]
-OF_RUNS = [pair for pair in compatibility.INCOMPATIBLE if pair not in WITH_CALLS + OF_DIRECTORIES]
+OF_LAYERS = [(compatibility.BLOCKS, compatibility.BOUNDED)]
+OF_RUNS = [pair for pair in compatibility.INCOMPATIBLE if pair not in WITH_CALLS + OF_DIRECTORIES + OF_LAYERS]
 
 
 def decoder_of(kind: str):
@@ -128,6 +130,32 @@ def test_a_pair_of_a_decoder_without_a_preset_is_refused(pair):
     assert list(compatibility.conflicts(decoder, runtime(other))) == [text]
     assert list(compatibility.conflicts(decoder, runtime())) == []
     assert list(compatibility.conflicts(plain, runtime(other))) == []
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"window": 4}, {"chunk": 4}, {"softcap": 2.0}, {"sinks": True}, {"looks_ahead": True}]
+)
+def test_an_indexer_of_blocks_refuses_bounds_of_its_own_layer(bounds):
+    decoder = decoder_of("Qwen4Exp")
+    assert list(compatibility.conflicts(decoder, Runtime())) == []
+    layers = list(decoder.layers)
+    number = next(n for n, spec in enumerate(layers) if spec.attention is not None)
+    other = replace(layers[number], mixer=replace(layers[number].mixer, indexer=None, **bounds))
+    in_another_layer = replace(decoder, stacks=stacks([*layers, other]))
+    assert list(compatibility.conflicts(in_another_layer, Runtime())) == []
+    layers[number] = replace(layers[number], mixer=replace(layers[number].mixer, **bounds))
+    bounded = replace(decoder, stacks=stacks(layers))
+    [(one, two)] = OF_LAYERS
+    assert list(compatibility.conflicts(bounded, Runtime())) == [
+        f"{one} does not go with {two}: {compatibility.INCOMPATIBLE[one, two]}"
+    ]
+    with pytest.raises(compatibility.Conflict, match="sinks or a soft cap"):
+        policy.create(bounded)
+
+
+def test_a_family_with_streams_of_its_own_is_not_refused_by_a_key_that_nobody_typed():
+    said = list(compatibility.conflicts(decoder_of("DeepseekV4"), runtime(compatibility.SPLIT)))
+    assert said and not any("model.hyper_connections" in text for text in said)
 
 
 def with_feature(decoder, feature):

@@ -16,7 +16,7 @@ CONFIG, ROWS = FOLDER / "mixed.yml", FOLDER / "mixed_rows.py"
 MODULES = "model.multi_token_prediction={depth: 1}"
 REFUSED = {
     "mesh.shard_mode": (["mesh.shard_mode=explicit"], "reads of the table of pictures declare no shardings"),
-    "model.hyper_connections": (["model.hyper_connections={}"], "which of the residual streams gets the features"),
+    "hyper-connections": (["model.hyper_connections={}"], "which of the residual streams gets the features"),
     "n-gram tables": (
         ["model.engram={layers: [1], vocab_bases: [11, 13], heads: 1, head_dim: 8}"],
         "n-grams of placeholders say nothing",

@@ -67,6 +67,8 @@ def test_any_value_is_read_or_refused(kind):
         ("num_hidden_layers", 0),
         ("head_dim", 7),
         ("rms_norm_eps", []),
+        ("rms_norm_eps", -1e-6),
+        ("initializer_range", -0.02),
         ("intermediate_size", 2.5),
     ],
 )
@@ -88,6 +90,17 @@ def test_the_file_and_the_key_are_named(key, value, tmp_path):
         ("DeepseekV3", {"n_group": 3}, "n_group: 3 groups"),
         ("DeepseekV3", {"topk_group": 7}, "topk_group: 7 of 4 groups"),
         ("Mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok: 9 of 8 experts"),
+        ("DeepseekV4", {"compress_rope_theta": 0.0}, "compress_rope_theta: 0.0 cannot be used"),
+        ("DeepseekV4", {"hc_eps": -1.0}, "hc_eps: -1.0 cannot be used"),
+        ("DeepseekV4", {"hc_mult": 0}, "hc_mult: 0 cannot be used"),
+        ("DeepseekV4", {"index_topk": 0}, "index_topk: 0 cannot be used"),
+        ("Qwen4Exp", {"hc_lowrank": 0}, "hc_lowrank: 0 cannot be used"),
+        (
+            "Qwen4Exp",
+            {"ple_layer_ids": [1], "ple_embed_dim": 16, "eos_token_id": 7, "split_ngram_parts": 0},
+            "split_ngram_parts: 0 parts",
+        ),
+        ("Gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping: 0.0 cannot be used"),
     ],
 )
 def test_sizes_that_do_not_go_with_each_other(kind, keys, expected):
