@@ -22,7 +22,7 @@ import yaml
 
 from rl.accounting import chips
 from rl.plan.command import bound
-from rl.plan.compiled import Report
+from rl.plan.compiled import ProgramReport
 from rl.plan.slices import TPUS
 
 FLOAT32 = {"dtype": "bfloat16", "param_dtype": "float32"}
@@ -85,7 +85,7 @@ def shipped(selected: set[str]) -> None:
         if name not in selected:
             continue
         plan, chip = planned(CONFIGS / f"{name}.yml", topology), chips.of(TPUS[topology.split(":")[0]])
-        for place, each in enumerate(Report(**program) for program in plan["programs"]):
+        for place, each in enumerate(ProgramReport(**program) for program in plan["programs"]):
             first = f"{name}, {topology}" if place == 0 else ""
             sizes = (each.arguments, each.temporaries, each.non_argument, each.needs, each.moved)
             sizes = " | ".join(f"{size / 2**30:.2f}" for size in sizes)

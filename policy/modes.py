@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from policy.attention.sequence_shards import Rows
+from policy.attention.sequence_shards import FlatRows
 from policy.cache.media import MediaInputs
 from policy.cache.paths import Tree, before, scored
 from policy.cache.step import Step
@@ -78,7 +78,7 @@ def logprobs_of_states(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp, entropy), float32[B, T], of tokens that are predicted from `states`, the states one token
     earlier. For tokens [B, T, K], several in one place, logp has their shape."""
-    rows = Rows(runtime.layout, *tokens_BT.shape[:2])
+    rows = FlatRows(runtime.layout, *tokens_BT.shape[:2])
     hidden, targets = rows.flat(states_BTE), rows.flat(tokens_BT)
     tiling, scaling = head.Tiling(runtime.num_vocab_tiling, rows.layout), decoder.config.logit_scaling
     logp, entropy = head.logprobs(hidden, decoder.head_weight, targets, temperature, scaling, tiling)
@@ -96,7 +96,7 @@ def compare(
 ) -> DivergenceOutputs:
     """Returns the divergence of the student's distribution of each token from the teacher's, with its metrics,
     float32[B, T]. Both states are those one token earlier. `runtime` is the student's."""
-    rows = Rows(runtime.layout, *states_BTE.shape[:2])
+    rows = FlatRows(runtime.layout, *states_BTE.shape[:2])
     outputs = divergence(
         rows.flat(states_BTE),
         student.head_weight,

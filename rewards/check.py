@@ -60,7 +60,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Report:
+class ExampleReport:
     """The outcomes of all examples of a reward.
 
     skipped: number of examples that did not run, because one before them hung.
@@ -83,7 +83,7 @@ class Report:
 
 def run_examples(
     spec: str, options: dict | None = None, timeout_s: float = 1.0, convert: Convert | None = None
-) -> Report:
+) -> ExampleReport:
     """Calls the reward on each of its examples in a worker process. Options of an example override `options`.
 
     A run calls a reward with all completions of a group, so the first example without a fault is also called twice in
@@ -105,7 +105,7 @@ def run_examples(
     if needed:
         what = f"it needs the column{'s' * (len(needed) > 1)} {', '.join(needed)}"
         advice = advice.replace("only called on two samples of no meaning", f"not called: {what}")
-        return Report(spec, [], advice=advice)
+        return ExampleReport(spec, [], advice=advice)
     report = _run(spec, [dict(sample) for sample in _SMOKE], options or {}, timeout_s)
     return replace(report, advice=advice)
 
@@ -175,7 +175,7 @@ def _examples(located: registry.Located, convert: Convert | None) -> list[dict] 
     return converted
 
 
-def _run(spec: str, examples: list[dict], options: dict, timeout_s: float) -> Report:
+def _run(spec: str, examples: list[dict], options: dict, timeout_s: float) -> ExampleReport:
     """Runs the examples. Examples with equal options share a worker."""
     runners: dict[str, Runner] = {}
     outcomes, called_twice, group_fault = [], False, None
@@ -189,7 +189,7 @@ def _run(spec: str, examples: list[dict], options: dict, timeout_s: float) -> Re
                 )
             outcomes.append(_outcome(runners[key], example))
             if outcomes[-1].fault is not None and outcomes[-1].fault.kind == "timeout":
-                return Report(spec, outcomes, skipped=len(examples) - number - 1)
+                return ExampleReport(spec, outcomes, skipped=len(examples) - number - 1)
             if outcomes[-1].fault is None and not called_twice:
                 called_twice = True
                 causes = _score(runners[key], example, 2).causes
@@ -197,7 +197,7 @@ def _run(spec: str, examples: list[dict], options: dict, timeout_s: float) -> Re
     finally:
         for runner in runners.values():
             runner.close()
-    return Report(spec, outcomes, group_fault=group_fault)
+    return ExampleReport(spec, outcomes, group_fault=group_fault)
 
 
 def _score(runner: Runner, example: dict, times: int) -> Scores:

@@ -47,7 +47,7 @@ class BlockSpec(NamedTuple):
     bounds: AttentionBounds
 
 
-class Pairs(NamedTuple):
+class BlockPairs(NamedTuple):
     """The pairs of blocks whose tokens may see each other.
 
     rows, queries, keys: int32[M], the row, the block of the queries and the block of the keys. number: how many of the
@@ -129,7 +129,7 @@ def block_attention(
     return out[:, :, :, :T].reshape(B, H, T, -1)
 
 
-def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> Pairs:
+def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> BlockPairs:
     """Lists the pairs of blocks of which a query may see a key, in the order of rows, queries and keys.
 
     Blocks are a pair if all of this holds, each for some key and some query, so a few pairs have nothing to see:
@@ -165,7 +165,7 @@ def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> Pairs:
         low, high = low // bounds.chunk, high // bounds.chunk
         meet &= at_most(low, high) & at_least(high, low)
     rows, of_queries, of_keys = jnp.nonzero(meet, size=B * n * (n + 1) // 2, fill_value=0)
-    return Pairs(rows, of_queries, of_keys, meet.sum())
+    return BlockPairs(rows, of_queries, of_keys, meet.sum())
 
 
 def _take(a: jax.Array, row: jax.Array, block: jax.Array, size: int, axis: int) -> jax.Array:

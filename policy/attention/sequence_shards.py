@@ -150,7 +150,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Rows:
+class FlatRows:
     """The B T tokens of a call one after the other, in the order in which the devices have them.
 
     Flattening [B, T] in row order where T is cut would bring all tokens of a row to one device.

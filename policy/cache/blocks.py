@@ -14,7 +14,7 @@ import numpy as np
 Positions = TypeVar("Positions", jax.Array, np.ndarray)
 
 
-class Blocks(NamedTuple):
+class BlockEntries(NamedTuple):
     """Entries of blocks of `rate` tokens. page: the tokens of a page; None: entries are contiguous, entry w for block
     w."""
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from policy.cache.blocks import Blocks
+from policy.cache.blocks import BlockEntries
 from policy.cache.step import Step
 from policy.mesh.sharding import Layout
 
@@ -47,7 +47,7 @@ class Pool:
 
     array: jax.Array
     dim: int = field(metadata={"static": True})
-    blocks: Blocks | None = field(default=None, metadata={"static": True})
+    blocks: BlockEntries | None = field(default=None, metadata={"static": True})
 
 
 LANES = 128
@@ -67,7 +67,7 @@ def padded_dim(dim: int) -> int:
 
 def empty(heads: int, repeats: int, pages: Pages, dim: int, dtype: DTypeLike | None, rate: int | None = None) -> Pool:
     """Makes a pool of zeros. `rate`: an entry stands for so many tokens; None: for one."""
-    blocks = None if rate is None else Blocks(rate, pages.size)
+    blocks = None if rate is None else BlockEntries(rate, pages.size)
     size = pages.size if blocks is None else blocks.per_page
     return Pool(jnp.zeros((heads, repeats, pages.number, size, padded_dim(dim)), dtype), dim, blocks)
 
@@ -111,7 +111,7 @@ def insert(pool: Pool, table_BM: jax.Array, step: Step, value_RBKTD: jax.Array) 
     return _put(pool, (head, layer, page_BT, offset_BT), jnp.moveaxis(value_RBKTD, 2, 0))
 
 
-def _step_of_blocks(blocks: Blocks, step: Step, count: int) -> Step:
+def _step_of_blocks(blocks: BlockEntries, step: Step, count: int) -> Step:
     """Returns the step that writes the first `count` entries of rows whose tokens start at position 0."""
     ends = jnp.arange(1, count + 1) * blocks.rate - 1
     complete = ends < jnp.sum(step.segments != 0, axis=1, keepdims=True)

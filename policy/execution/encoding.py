@@ -33,7 +33,7 @@ INPUTS = 4096
 """Inputs of all items of a program, unless one item has more or the mesh has more shards of rows."""
 
 
-class Item(Protocol):
+class TowerInput(Protocol):
     """What a tower reads (rollout/media/item.py)."""
 
     @property
@@ -59,7 +59,7 @@ class Item(Protocol):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Piece:
+class PaddedInputs:
     """Items of one kind and size, padded, for G calls of one program.
 
     values: float32[G, R, N, K]. shapes: int32[G, R, 2]. targets: int32[G, R, m], the row of the table that each row of
@@ -105,17 +105,19 @@ class MediaEncoder:
         deep = jax.ShapeDtypeStruct((self._features, M, E), dtype, sharding=replicated)
         return MediaTable(rows, deep if self._features else None)
 
-    def pieces(self, items: Sequence[tuple[Item, int]], M: int, *, round_up: bool = False) -> list[Piece]:
+    def pieces(self, items: Sequence[tuple[TowerInput, int]], M: int, *, round_up: bool = False) -> list[PaddedInputs]:
         """Returns the items, each with its first row in a table of M rows, as arguments of `write`.
 
         round_up: the calls of a piece are 1, 2, 4, 8, ..., so that few numbers of them occur.
         """
-        groups: dict[tuple[Kind, int], list[tuple[Item, int]]] = defaultdict(list)
+        groups: dict[tuple[Kind, int], list[tuple[TowerInput, int]]] = defaultdict(list)
         for item, first in items:
             groups[item.kind, padded_inputs(self.spec(item.kind), len(item.values))].append((item, first))
         return [self._piece(kind, N, group, M, round_up) for (kind, N), group in sorted(groups.items())]
 
-    def _piece(self, kind: Kind, N: int, items: Sequence[tuple[Item, int]], M: int, round_up: bool) -> Piece:
+    def _piece(
+        self, kind: Kind, N: int, items: Sequence[tuple[TowerInput, int]], M: int, round_up: bool
+    ) -> PaddedInputs:
         spec, R = self.spec(kind), self.items_per_call(N)
         G, m = -(-len(items) // R), self._padded_rows(kind, N)
         G = 1 << (G - 1).bit_length() if round_up else G
@@ -124,7 +126,7 @@ class MediaEncoder:
         for i, (item, first) in enumerate(items):
             values[i, : len(item.values)] = item.values
             shapes[i], targets[i, : item.rows] = item.shape, np.arange(first, first + item.rows)
-        return Piece(kind, *(a.reshape(G, R, *a.shape[1:]) for a in (values, shapes, targets)))
+        return PaddedInputs(kind, *(a.reshape(G, R, *a.shape[1:]) for a in (values, shapes, targets)))
 
     def _padded_rows(self, kind: Kind, N: int) -> int:
         """Returns m, the rows that the tower makes of N inputs."""
@@ -141,12 +143,12 @@ class MediaEncoder:
         """Returns a table of zeros."""
         return block_on_cpu_mesh(self._empty(M), self._layout)
 
-    def write(self, params: Params, table: MediaTable, pieces: Iterable[Piece]) -> MediaTable:
+    def write(self, params: Params, table: MediaTable, pieces: Iterable[PaddedInputs]) -> MediaTable:
         """Encodes items into the table, whose arrays are donated."""
         towers = tower_params(params)
         for piece in pieces:
             for i in range(len(piece.values)):
-                call = Piece(piece.kind, *(a[i : i + 1] for a in (piece.values, piece.shapes, piece.targets)))
+                call = PaddedInputs(piece.kind, *(a[i : i + 1] for a in (piece.values, piece.shapes, piece.targets)))
                 table = block_on_cpu_mesh(self.executable(towers, table, call), self._layout)
                 self.encoded += int(np.count_nonzero(call.targets[0, :, 0] < len(table.rows)))
         return table
@@ -166,12 +168,12 @@ class MediaEncoder:
         """Traces the program that encodes items of this size. The arguments may be abstract."""
         return self.executable.lower(tower_params(params), table, self._abstract_piece(kind, N))
 
-    def _abstract_piece(self, kind: Kind, N: int) -> Piece:
+    def _abstract_piece(self, kind: Kind, N: int) -> PaddedInputs:
         R, m = self.items_per_call(N), self._padded_rows(kind, N)
         values = jax.ShapeDtypeStruct((1, R, N, input_width(self.spec(kind))), jnp.float32)
-        return Piece(kind, values, *(jax.ShapeDtypeStruct((1, R, n), jnp.int32) for n in (2, m)))
+        return PaddedInputs(kind, values, *(jax.ShapeDtypeStruct((1, R, n), jnp.int32) for n in (2, m)))
 
-    def encoded_into(self, params: Params, table: MediaTable, piece: Piece) -> MediaTable:
+    def encoded_into(self, params: Params, table: MediaTable, piece: PaddedInputs) -> MediaTable:
         """Encodes a piece, one call after the other. Rows are rounded to the table's dtype. Traced by a caller's program."""
 
         def call(table, xs):
@@ -181,7 +183,9 @@ class MediaEncoder:
 
         return jax.lax.scan(call, table, (piece.values, piece.shapes, piece.targets))[0]
 
-    def gradients(self, trained: Params, others: Params, grads: MediaTable, piece: Piece) -> dict[str, jax.Array]:
+    def gradients(
+        self, trained: Params, others: Params, grads: MediaTable, piece: PaddedInputs
+    ) -> dict[str, jax.Array]:
         """Returns the float32 gradients of the weights `trained` of towers, given those of the table.
         Only the activations of one call are in memory at a time. Traced by a caller's program."""
         zeros = {path: jnp.zeros(array.shape, jnp.float32) for path, array in trained.items()}

@@ -38,7 +38,7 @@ from policy.config import DecoderConfig, Moe, Runtime
 from policy.experts import experts
 from policy.experts.expert_shards import AXIS, ExpertShards, all_axes, axes_of_dims
 from policy.experts.experts import Routed, Weights
-from policy.experts.grouped import Plan, block_rows, by_row, dispatch, plan
+from policy.experts.grouped import GroupedRows, block_rows, by_row, dispatch, plan
 from policy.experts.ragged_exchange import (
     exchange,
     exchange_uninitialized,
@@ -299,7 +299,7 @@ def _by_group(tokens: tuple[jax.Array, ...], weights: Weights, room: int, shards
     trip = trips_by_group(jax.lax.all_gather(leaving.sizes, AXIS), shards.own_experts)
     arrived = stacked_kernel.joined(exchange_uninitialized(rows, trip, room, AXIS), shards.layout)
     place, sizes = jnp.arange(room), trip.sizes[:, jax.lax.axis_index(AXIS)].sum(axis=0)
-    routed = Routed(arrived, Plan(place, place[:, None], sizes, None), jnp.ones((room, 1), jnp.float32))
+    routed = Routed(arrived, GroupedRows(place, place[:, None], sizes, None), jnp.ones((room, 1), jnp.float32))
     done = stacked_kernel.halves(experts.compute(weights, routed, spec, runtime).rows)
     home = stacked_kernel.joined(exchange_uninitialized(done, trip.back, len(rows), AXIS), shards.layout)
     out = experts.unroute(Routed(home, leaving, weights_NK))

@@ -17,7 +17,7 @@ import qwix
 from jax.ad_checkpoint import checkpoint_name
 
 from policy.config import Moe, Runtime
-from policy.experts.grouped import Block, Plan, by_row, combine, dispatch, plan, product
+from policy.experts.grouped import Block, GroupedRows, by_row, combine, dispatch, plan, product
 from policy.experts.mlp import ACTIVATIONS, gated
 from policy.ops.linear import Weight, linear
 
@@ -48,7 +48,7 @@ class Routed:
     """
 
     rows: jax.Array
-    plan: Plan
+    plan: GroupedRows
     weights: jax.Array
 
 

@@ -27,7 +27,7 @@ Block = int | None
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Plan:
+class GroupedRows:
     """The row of every choice of every token.
 
     token: int[M], the token of a row (N for padding rows). row: int[N, k], the row of a choice (past the end if it has
@@ -47,7 +47,9 @@ class Plan:
         return (jnp.arange(self.token.shape[0]) < self.sizes.sum())[:, None]
 
 
-def plan(choices_NK: jax.Array, groups: int, *, block: Block, partial: bool = False, room: int | None = None) -> Plan:
+def plan(
+    choices_NK: jax.Array, groups: int, *, block: Block, partial: bool = False, room: int | None = None
+) -> GroupedRows:
     """Sorts the choices by group, stably.
 
     block: each group starts at a multiple of so many rows. partial: must be set where choices may name other groups
@@ -65,7 +67,7 @@ def plan(choices_NK: jax.Array, groups: int, *, block: Block, partial: bool = Fa
         if partial:
             token = jnp.where(jnp.arange(M) < sizes.sum(), token, N)
             row = jnp.where(flat < groups, row, row + N * k)
-        return Plan(token, row.reshape(N, k), sizes, None, partial)
+        return GroupedRows(token, row.reshape(N, k), sizes, None, partial)
     blocks_of = -(-sizes // block)
     block_end = jnp.cumsum(blocks_of)
     first_row = (block_end - blocks_of) * block
@@ -77,10 +79,10 @@ def plan(choices_NK: jax.Array, groups: int, *, block: Block, partial: bool = Fa
     token = jnp.full(blocks * block, N, order.dtype).at[place].set(order // k, unique_indices=True, mode="drop")
     row = jnp.zeros_like(order).at[order].set(place, unique_indices=True)
     block_group = jnp.minimum(jnp.searchsorted(block_end, jnp.arange(blocks), side="right"), groups - 1)
-    return Plan(token, row.reshape(N, k), sizes, block_group, partial)
+    return GroupedRows(token, row.reshape(N, k), sizes, block_group, partial)
 
 
-def groups_of(plan: Plan) -> jax.Array:
+def groups_of(plan: GroupedRows) -> jax.Array:
     """Returns the group of each row, int[M]."""
     M = plan.token.shape[0]
     if plan.block_group is None:
@@ -99,13 +101,13 @@ def block_rows(tokens: int, choices: int, groups: int, platform: str) -> Block:
     return min(64, 1 << max(0, (tokens * choices // groups).bit_length() - 1))
 
 
-def _of_choices(rows_ME: jax.Array, plan: Plan) -> jax.Array:
+def _of_choices(rows_ME: jax.Array, plan: GroupedRows) -> jax.Array:
     """Returns the row of every choice, [N, k, E]; 0 for choices without a row."""
     return jnp.take(rows_ME, plan.row, axis=0, mode="fill", fill_value=0) if plan.partial else rows_ME[plan.row]
 
 
 @jax.custom_vjp
-def dispatch(x_NE: jax.Array, plan: Plan) -> jax.Array:
+def dispatch(x_NE: jax.Array, plan: GroupedRows) -> jax.Array:
     """Returns the rows [M, E] of the sorted layout; padding rows are 0.
 
     The gradient is a gather: each token sums its k rows.
@@ -113,20 +115,20 @@ def dispatch(x_NE: jax.Array, plan: Plan) -> jax.Array:
     return jnp.take(x_NE, plan.token, axis=0, mode="fill", fill_value=0)
 
 
-def _dispatch_backward(plan: Plan, g_ME: jax.Array):
+def _dispatch_backward(plan: GroupedRows, g_ME: jax.Array):
     return jnp.sum(_of_choices(g_ME, plan), axis=1), None
 
 
 dispatch.defvjp(lambda x, plan: (dispatch(x, plan), plan), _dispatch_backward)
 
 
-def by_row(values_NK: jax.Array, plan: Plan) -> jax.Array:
+def by_row(values_NK: jax.Array, plan: GroupedRows) -> jax.Array:
     """Returns the value of the choice that each row belongs to, [M]; 0 for other rows."""
     return jnp.zeros(plan.token.shape[0], values_NK.dtype).at[plan.row].set(values_NK, unique_indices=True, mode="drop")
 
 
 @jax.custom_vjp
-def combine(rows_ME: jax.Array, weights_NK: jax.Array, plan: Plan) -> jax.Array:
+def combine(rows_ME: jax.Array, weights_NK: jax.Array, plan: GroupedRows) -> jax.Array:
     """Computes sum_k weights[n, k] * rows[row[n, k]] in float32: [N, E] in the rows' dtype."""
     chosen = _of_choices(rows_ME, plan).astype(jnp.float32)
     return jnp.einsum("nke,nk->ne", chosen, weights_NK.astype(jnp.float32)).astype(rows_ME.dtype)
@@ -147,7 +149,7 @@ combine.defvjp(lambda rows, weights, plan: (combine(rows, weights, plan), (rows,
 
 
 def product(
-    rows_ME: jax.Array, weights_GEF: Weight, plan: Plan, runtime: Runtime, bias_GF: jax.Array | None = None
+    rows_ME: jax.Array, weights_GEF: Weight, plan: GroupedRows, runtime: Runtime, bias_GF: jax.Array | None = None
 ) -> jax.Array:
     """Computes rows[m] @ weights[group of m] + bias[group of m] in the rows' dtype: [M, F]."""
     if plan.block_group is not None:

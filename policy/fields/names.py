@@ -74,11 +74,11 @@ class Stored:
         """Whether our axis 0 is the stored axis 0, so that a piece of our weight is a piece of the file."""
         return not self.layout or (self._axes[0].letters == _parse(self.layout)[1][:1] and not self._axes[0].marks)
 
-    def block(self, shapes: Sequence[Shape], part: int, index: tuple[slice, ...]) -> Block:
+    def block(self, shapes: Sequence[Shape], part: int, index: tuple[slice, ...]) -> TensorSlice:
         """Returns the block that holds `index` (slices without a step) of part number `part`. `shapes` are our shapes
         of all parts in order."""
         if not self.layout:
-            return Block(shapes[0], index, None, (), ())
+            return TensorSlice(shapes[0], index, None, (), ())
         sizes = [self._sizes(shape) for shape in shapes]
         ours = dict(
             zip(
@@ -88,7 +88,7 @@ class Stored:
             )
         )
         spans = [axis.span(sizes, part, ours) for axis in self._axes]
-        return Block(
+        return TensorSlice(
             tuple(span.size for span in spans),
             tuple(span.index for span in spans),
             tuple(n for span in spans for n in span.split),
@@ -115,7 +115,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Block:
+class TensorSlice:
     """A piece of a stored tensor of `shape`: `index` (a slice of each axis) reads it, `finish` turns it into our
     layout.
 

@@ -46,7 +46,7 @@ TABLES = r".*rotary_emb\.inv_freq"
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredWeight:
     """The place of the weight `path` in the files: the form in which it is stored, the prefix of its names, and the
     numbers of the layers that it stacks (None outside the layers)."""
 
@@ -171,7 +171,7 @@ def _pieces(index: tuple[slice, ...], out: np.ndarray, split: bool) -> Iterator[
         yield (slice(low, low + len(target)), *index[1:]), target
 
 
-def places(graph: Graph) -> Iterator[Place]:
+def places(graph: Graph) -> Iterator[StoredWeight]:
     """Yields the place of each weight of `graph` in the files."""
     config = graph.config
     family = families.get(config.family)
@@ -180,21 +180,23 @@ def places(graph: Graph) -> Iterator[Place]:
     for path in graph.paths:
         if match := re.fullmatch(r"(image|audio)\.(.+)", path):
             stacked = range(graph.shapes[path].shape[0]) if graph.axes[path][:1] == ("layers",) else None
-            yield Place(graph, path, family.TOWERS[match[1]][match[2]], None if stacked is None else tuple(stacked))
+            yield StoredWeight(
+                graph, path, family.TOWERS[match[1]][match[2]], None if stacked is None else tuple(stacked)
+            )
             continue
         if match := re.fullmatch(rf"{MTP}\.(.+)", path):
             part, count = config.multi_token_prediction, len(config.layers)
             assert part is not None  # a graph has such weights only with prediction modules
             stored = _entry(config, family.NAMES, match[1].removeprefix("layer."), part.layer)
-            yield Place(graph, path, stored, tuple(range(count, count + part.depth)), prefix)
+            yield StoredWeight(graph, path, stored, tuple(range(count, count + part.depth)), prefix)
             continue
         if not (match := re.fullmatch(r"stacks\.(\d+)\.layers\.(\d+)\.(.+)", path)):
-            yield Place(graph, path, _entry(config, top, path), None)
+            yield StoredWeight(graph, path, _entry(config, top, path), None)
             continue
         s, i, end = int(match[1]), int(match[2]), match[3]
         stack = config.stacks[s]
         numbers = tuple(int(start[s]) + r * len(stack.pattern) + i for r in range(stack.repeats))
-        yield Place(graph, path, _entry(config, family.NAMES, end, stack.pattern[i]), numbers, prefix)
+        yield StoredWeight(graph, path, _entry(config, family.NAMES, end, stack.pattern[i]), numbers, prefix)
 
 
 def _entry(config: DecoderConfig, table: names.Table, end: str, layer: LayerSpec | None = None) -> names.Stored:
@@ -295,7 +297,9 @@ def _absent_modules(config: DecoderConfig, files: TensorFiles, missing: Missing)
     )
 
 
-def _on_mesh(graph: Graph, place: Place, files: TensorFiles, start: jax.Array | None, absent: set[int]) -> jax.Array:
+def _on_mesh(
+    graph: Graph, place: StoredWeight, files: TensorFiles, start: jax.Array | None, absent: set[int]
+) -> jax.Array:
     """Reads a weight shard by shard; devices that hold the same shard share one read. Layers with numbers in `absent`
     are taken from `start`."""
     if start is not None and place.layers is not None and absent.issuperset(place.layers):

@@ -79,7 +79,7 @@ class Projections(nnx.Module):
         return jnp.clip(x, low, high)
 
 
-class Block(Projections):
+class TowerBlock(Projections):
     """A pre-norm transformer block with biases, as SigLIP, Whisper and the towers of Qwen and Llama have."""
 
     def __init__(self, spec: Encoder, rngs: nnx.Rngs):

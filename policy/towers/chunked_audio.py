@@ -17,7 +17,7 @@ from policy.media import ChunkedAudio, halved, initializer_range
 from policy.ops.norms import MeanNorm
 from policy.ops.parameter import normal, stacked, weight, zeros
 from policy.ops.rope import sinusoids
-from policy.towers.blocks import Block, Projections, convolved, for_towers, prepared, real_inputs, run, within
+from policy.towers.blocks import Projections, TowerBlock, convolved, for_towers, prepared, real_inputs, run, within
 
 CONVOLUTIONS = ("first", "second", "third")
 
@@ -35,7 +35,7 @@ class ChunkedAudioTower(Projections):
             )
             setattr(self, f"{name}_bias", weight(rngs, (C,), ("mlp",), zeros))
         self.add(rngs, "frame", ((halved(spec.mels, 3), C), (D,)), ((None, "mlp"), ("embed",)))
-        self.blocks = stacked(partial(Block, spec.encoder), rngs, spec.encoder.depth)
+        self.blocks = stacked(partial(TowerBlock, spec.encoder), rngs, spec.encoder.depth)
         self.norm = MeanNorm(D, LayerNorm(spec.encoder.eps), rngs)
         self.add(rngs, "up", ((D,), (D,)), (("embed",), ("mlp",)), bias=True)
         self.add(rngs, "down", ((D,), (out_width,)), (("mlp",), ("embed",)), bias=True)

@@ -17,8 +17,8 @@ from policy.media import GridVision, initializer_range
 from policy.ops.norms import MeanNorm
 from policy.ops.parameter import normal, stacked, weight
 from policy.towers.blocks import (
-    Block,
     Projections,
+    TowerBlock,
     axis_angles,
     for_towers,
     grid_positions,
@@ -56,7 +56,7 @@ class GridVisionTower(Projections):
         self.patch_shape = (spec.channels, spec.frames, spec.patch, spec.patch)
         self.add(rngs, "patch", (self.patch_shape, (D,)), ((None,) * 4, ("embed",)), bias=True)
         self.positions = weight(rngs, (spec.side**2, D), (None, "embed"), normal(initializer_range(spec)))
-        self.blocks = stacked(partial(Block, spec.encoder), rngs, spec.encoder.depth)
+        self.blocks = stacked(partial(TowerBlock, spec.encoder), rngs, spec.encoder.depth)
         self.merger = Merger(spec, out_width, False, rngs)
         if spec.deepstack:
             self.deepstack = stacked(partial(Merger, spec, out_width, True), rngs, len(spec.deepstack))

@@ -15,7 +15,7 @@ from policy.config import LayerNorm, Norm, Runtime
 from policy.media import Siglip, initializer_range
 from policy.ops.norms import MeanNorm, RMSNorm
 from policy.ops.parameter import normal, stacked, weight
-from policy.towers.blocks import Block, Projections, for_towers, prepared, run, within
+from policy.towers.blocks import Projections, TowerBlock, for_towers, prepared, run, within
 
 
 class SiglipTower(Projections):
@@ -26,7 +26,7 @@ class SiglipTower(Projections):
         self.patch_shape = (spec.channels, spec.patch, spec.patch)
         self.add(rngs, "patch", (self.patch_shape, (D,)), ((None,) * 3, ("embed",)), bias=True)
         self.positions = weight(rngs, (spec.side**2, D), (None, "embed"), normal(initializer_range(spec)))
-        self.blocks = stacked(partial(Block, spec.encoder), rngs, spec.encoder.depth)
+        self.blocks = stacked(partial(TowerBlock, spec.encoder), rngs, spec.encoder.depth)
         self.norm = MeanNorm(D, LayerNorm(eps), rngs)
         self.row_norm = RMSNorm(D, Norm(eps, "zero_centred"), rngs)
         self.add(rngs, "out", ((D,), (out_width,)), (("embed",), ("mlp",)))

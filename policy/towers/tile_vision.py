@@ -17,8 +17,8 @@ from policy.media import TileVision, initializer_range
 from policy.ops.norms import MeanNorm
 from policy.ops.parameter import normal, stacked, weight
 from policy.towers.blocks import (
-    Block,
     Projections,
+    TowerBlock,
     axis_angles,
     for_towers,
     prepared,
@@ -38,7 +38,7 @@ class TileVisionTower(Projections):
         self.class_token = weight(rngs, (D,), ("norm",), normal(initializer_range(spec)))
         self.positions = weight(rngs, (spec.side**2 + 1, D), (None, "embed"), normal(initializer_range(spec)))
         self.first_norm = MeanNorm(D, LayerNorm(spec.encoder.eps), rngs)
-        self.blocks = stacked(partial(Block, spec.encoder), rngs, spec.encoder.depth)
+        self.blocks = stacked(partial(TowerBlock, spec.encoder), rngs, spec.encoder.depth)
         self.norm = MeanNorm(D, LayerNorm(spec.encoder.eps), rngs)
         self.add(rngs, "up", ((joined,), (spec.inner,)), (("embed",), ("mlp",)))
         self.add(rngs, "down", ((spec.inner,), (spec.out,)), (("mlp",), ("embed",)))

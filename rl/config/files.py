@@ -26,7 +26,7 @@ from rl.config.packaged import packaged, presets, run_names
 from rl.config.run import RunConfig
 from rl.config.schema import Strict, accepted_types
 from rl.config.stage import AlgorithmOptions, OptimizerOptions
-from rl.config.yaml_tree import Item, Rules
+from rl.config.yaml_tree import Located, Rules
 from rl.errors import ConfigError
 
 RESOLVED = "config.yml"
@@ -78,7 +78,7 @@ def _changed(config: RunConfig) -> dict[str, Any]:
 # Layers
 
 
-def _merged(paths: list[str | Path], overrides: list[str]) -> Item:
+def _merged(paths: list[str | Path], overrides: list[str]) -> Located:
     """Merges files and overrides. Raises ConfigError with all problems."""
     layers, run_dir, problems = [], None, []
     paths = [os.path.expanduser(path) for path in paths]
@@ -107,8 +107,8 @@ def _merged(paths: list[str | Path], overrides: list[str]) -> Item:
         except ConfigError as error:
             problems.append(str(error))
     if run_dir is not None:
-        layers.append(Item({"run": Item({"dir": Item(run_dir, run_dir, run_dir)}, run_dir, run_dir)}, run_dir))
-    tree: Item | None = None
+        layers.append(Located({"run": Located({"dir": Located(run_dir, run_dir, run_dir)}, run_dir, run_dir)}, run_dir))
+    tree: Located | None = None
     for layer in layers:
         try:
             tree = _with_if_present(
@@ -121,7 +121,7 @@ def _merged(paths: list[str | Path], overrides: list[str]) -> Item:
     return _with_presets(tree)
 
 
-def _read(path: str | Path, is_run: bool = False) -> Item:
+def _read(path: str | Path, is_run: bool = False) -> Located:
     file = Path(path)
     if file.is_dir() or is_run:
         if not file.is_dir():
@@ -153,7 +153,7 @@ def _read(path: str | Path, is_run: bool = False) -> Item:
     return tree
 
 
-def _override(text: str, place: str) -> Item:
+def _override(text: str, place: str) -> Located:
     key, equals, value = text.partition("=")
     key, place = key.strip(), f"{place}: {text.strip()}"
     parts = key.split(".")
@@ -165,9 +165,9 @@ def _override(text: str, place: str) -> Item:
     value = value.lstrip() if text.partition("=")[0].endswith(" ") else value  # `key = value`
     item = yaml_tree.typed_value(value, where)
     if isinstance(item.value, (dict, list)) and _takes_texts_only(parts):
-        item = Item(value, where)
+        item = Located(value, where)
     for part in reversed(parts):
-        item = Item({part: Item(item.value, where, where)}, where)
+        item = Located({part: Located(item.value, where, where)}, where)
     return item
 
 
@@ -211,7 +211,7 @@ def _is_choice(path: tuple) -> bool:
     return any(typing.get_origin(one) is typing.Literal for one in arguments)
 
 
-def _with_every_stage(tree: Item) -> Item:
+def _with_every_stage(tree: Located) -> Located:
     over = tree.value.get("every_stage")
     if over is None or over.value in (None, {}):
         return tree
@@ -224,19 +224,19 @@ def _with_every_stage(tree: Item) -> Item:
         )
     merged = [yaml_tree.merge(s, over, rules_at, ("stages", i)) for i, s in enumerate(stages.value)]
     rest = {key: item for key, item in tree.value.items() if key != "every_stage"}
-    return Item(rest | {"stages": Item(merged, stages.where, stages.key_where)}, tree.where)
+    return Located(rest | {"stages": Located(merged, stages.where, stages.key_where)}, tree.where)
 
 
-def _with_presets(tree: Item) -> Item:
+def _with_presets(tree: Located) -> Located:
     """Merges each stage whose algorithm names a preset into that file of configs/presets/."""
     stages = tree.value.get("stages")
     if stages is None or not isinstance(stages.value, list):
         return tree
     merged = [_over_preset(stage, ("stages", i)) for i, stage in enumerate(stages.value)]
-    return Item(tree.value | {"stages": Item(merged, stages.where, stages.key_where)}, tree.where)
+    return Located(tree.value | {"stages": Located(merged, stages.where, stages.key_where)}, tree.where)
 
 
-def _over_preset(stage: Item, path: tuple) -> Item:
+def _over_preset(stage: Located, path: tuple) -> Located:
     algorithm = stage.value.get("algorithm") if isinstance(stage.value, dict) else None
     if algorithm is None or not isinstance(algorithm.value, dict) or "preset" not in algorithm.value:
         return stage
@@ -250,13 +250,15 @@ def _over_preset(stage: Item, path: tuple) -> Item:
     base = yaml_tree.parse(
         known[preset.value].read_text(encoding="utf-8"), lambda line: f"configs/presets/{preset.value}.yml:{line}"
     )
-    own = Item(
+    own = Located(
         {key: item for key, item in algorithm.value.items() if key != "preset"}, algorithm.where, algorithm.key_where
     )
-    return yaml_tree.merge(base, Item(stage.value | {"algorithm": own}, stage.where, stage.key_where), rules_at, path)
+    return yaml_tree.merge(
+        base, Located(stage.value | {"algorithm": own}, stage.where, stage.key_where), rules_at, path
+    )
 
 
-def _with_if_present(tree: Item) -> Item:
+def _with_if_present(tree: Located) -> Located:
     over = tree.value.get("if_present")
     if over is None or over.value in (None, {}):
         return tree
@@ -274,8 +276,8 @@ def _with_if_present(tree: Item) -> Item:
             )
         )
     present = {key: item for key, item in over.value.items() if key in tree.value and tree.value[key].value is not None}
-    rest = Item({key: item for key, item in tree.value.items() if key != "if_present"}, tree.where)
-    return yaml_tree.merge(rest, Item(present, over.where), rules_at) if present else rest
+    rest = Located({key: item for key, item in tree.value.items() if key != "if_present"}, tree.where)
+    return yaml_tree.merge(rest, Located(present, over.where), rules_at) if present else rest
 
 
 def rules_at(path: tuple) -> Rules:
@@ -309,7 +311,7 @@ def _is_model(kind: Any) -> bool:
 # Problems
 
 
-def validate(tree: Item) -> tuple[RunConfig | None, list[Problem]]:
+def validate(tree: Located) -> tuple[RunConfig | None, list[Problem]]:
     """Validates a tree. Returns (configuration, problems).
 
     Validates again without the refused keys, so that names and paths can be checked too. The configuration is None if
@@ -397,7 +399,7 @@ _MESSAGES = {
 }
 
 
-def _report(tree: Item, problems: list[Problem]) -> str:
+def _report(tree: Located, problems: list[Problem]) -> str:
     lines: dict[tuple, str] = {}
     for path, text in problems:
         place = yaml_tree.locate(tree, path)

@@ -104,7 +104,7 @@ class ProfileOptions(Strict):
 
 
 @fields_of(rollout.types.GeneratorOptions, leave_out=("record_routes", "record_values"))
-class GeneratorOptions(Section):
+class GeneratorSection(Section):
     slots: int = Field(
         default=64,
         ge=1,
@@ -164,7 +164,7 @@ class RunConfig(Strict):
     model: ModelOptions = Field(description="what is trained")
     tokenizer: TokenizerOptions | None = Field(default=None, description="default: the model's directory")
     mesh: MeshOptions = Field(default=MeshOptions(), description="how arrays are spread over devices")
-    generator: GeneratorOptions = Field(default=GeneratorOptions(), description="how completions are decoded")
+    generator: GeneratorSection = Field(default=GeneratorSection(), description="how completions are decoded")
     max_length: int = Field(
         default=1024, ge=2, description="tokens of a prompt and its completion together; the cache's length"
     )

@@ -73,7 +73,7 @@ for _first_character, _pairs in yaml.SafeDumper.yaml_implicit_resolvers.items():
 
 
 @dataclass(frozen=True)
-class Item:
+class Located:
     """A value and the place where it was written ("file:line", "override 2"). A mapping or list holds Items."""
 
     value: Any
@@ -87,7 +87,7 @@ class Item:
         return self.key_where or self.where
 
 
-def parse(text: str, place: Callable[[int], str]) -> Item:
+def parse(text: str, place: Callable[[int], str]) -> Located:
     """Parses one YAML document. `place(line)` returns the name of a line (from 1) for messages.
 
     Raises ConfigError for text that is not YAML, a key that is written twice, a tag that is not a plain value, and
@@ -95,13 +95,13 @@ def parse(text: str, place: Callable[[int], str]) -> Item:
     """
     node = _composed(text, place)
     reader = _Reader(place)
-    tree = Item(None, place(1)) if node is None else reader.item(node, ())
+    tree = Located(None, place(1)) if node is None else reader.item(node, ())
     if reader.problems:
         raise ConfigError("\n".join(reader.problems))
     return tree
 
 
-def typed_value(text: str, place: str) -> Item:
+def typed_value(text: str, place: str) -> Located:
     """Returns the value of an override: of a text, all of it.
 
     YAML of numbers, booleans, null, lists, mappings and quoted texts has its value. Any other text keeps its ` #`, its
@@ -117,7 +117,7 @@ def typed_value(text: str, place: str) -> Item:
     sharp = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
     value = text.strip(" \t").replace("#", sharp)
     if value.startswith("!") and not value.startswith("!!"):
-        return Item(text, place)
+        return Located(text, place)
     if value.startswith('"'):
         value = re.sub(r"(?<!\\)\n", r"\\n", value)  # YAML would fold the lines of a quoted text
     try:
@@ -126,17 +126,17 @@ def typed_value(text: str, place: str) -> Item:
         closing = {"[": "]", "{": "}"}.get(value[0])
         if closing and closing not in value:
             raise
-        return Item(text, place)
+        return Located(text, place)
     item = _replaced_text(item, sharp, "#")
     if not isinstance(item.value, str):
         return item
     if value.startswith("'"):
-        return Item(value[1:-1].replace("''", "'").replace(sharp, "#"), place)
+        return Located(value[1:-1].replace("''", "'").replace(sharp, "#"), place)
     is_block = value[0] in "|>" and "\n" in value
-    return item if is_block or value.startswith(('"', "!!str ")) else Item(text, place)
+    return item if is_block or value.startswith(('"', "!!str ")) else Located(text, place)
 
 
-def _replaced_text(item: Item, old: str, new: str) -> Item:
+def _replaced_text(item: Located, old: str, new: str) -> Located:
     """Returns the tree with `new` for `old` in every key and text."""
     value = item.value
     if isinstance(value, str):
@@ -145,7 +145,7 @@ def _replaced_text(item: Item, old: str, new: str) -> Item:
         value = [_replaced_text(child, old, new) for child in value]
     elif isinstance(value, dict):
         value = {key.replace(old, new): _replaced_text(child, old, new) for key, child in value.items()}
-    return Item(value, item.where, item.key_where)
+    return Located(value, item.where, item.key_where)
 
 
 _CUT = re.compile(r"(?: |\t)#|[ \t]+#+[^\s#]")
@@ -200,11 +200,11 @@ class _Reader:
         self._place = place
         self._count = 0
 
-    def item(self, node: yaml.Node, parents: tuple[yaml.Node, ...], key_where: str | None = None) -> Item:
+    def item(self, node: yaml.Node, parents: tuple[yaml.Node, ...], key_where: str | None = None) -> Located:
         where = self._place(node.start_mark.line + 1)
         if node in parents:
             self.problems.append(f"{where}: an alias (*) stands inside what it stands for")
-            return Item(None, where, key_where)
+            return Located(None, where, key_where)
         self._count += 1
         if self._count > MAX_VALUES:
             raise ConfigError(f"{where}: more than {MAX_VALUES:,} values, those that aliases (*) repeat included")
@@ -212,13 +212,13 @@ class _Reader:
             raise _too_deep(where)
         parents = (*parents, node)
         if isinstance(node, yaml.MappingNode):
-            return Item(self._mapping(node, parents), where, key_where)
+            return Located(self._mapping(node, parents), where, key_where)
         if isinstance(node, yaml.SequenceNode):
-            return Item([self.item(child, parents) for child in node.value], where, key_where)
-        return Item(_scalar(node, where, self.problems), where, key_where)
+            return Located([self.item(child, parents) for child in node.value], where, key_where)
+        return Located(_scalar(node, where, self.problems), where, key_where)
 
-    def _mapping(self, node: yaml.MappingNode, parents: tuple[yaml.Node, ...]) -> dict[str, Item]:
-        mapping: dict[str, Item] = {}
+    def _mapping(self, node: yaml.MappingNode, parents: tuple[yaml.Node, ...]) -> dict[str, Located]:
+        mapping: dict[str, Located] = {}
         for key, child in node.value:
             where = self._place(key.start_mark.line + 1)
             if not isinstance(key, yaml.ScalarNode):
@@ -265,7 +265,7 @@ def dump(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def plain(item: Item) -> Any:
+def plain(item: Located) -> Any:
     """Returns the values of a tree without their places."""
     if isinstance(item.value, dict):
         return {key: plain(child) for key, child in item.value.items()}
@@ -274,7 +274,7 @@ def plain(item: Item) -> Any:
     return item.value
 
 
-def locate(tree: Item, path: tuple) -> str:
+def locate(tree: Located, path: tuple) -> str:
     """Returns the place of the value at `path`, or of its nearest ancestor that was written."""
     for part in path:
         value = tree.value
@@ -298,7 +298,7 @@ class Rules(NamedTuple):
     replaces: Mapping[str, Mapping[str, tuple[str, ...]]] = {}
 
 
-def merge(base: Item, over: Item, rules_at: Callable[[tuple], Rules], path: tuple = ()) -> Item:
+def merge(base: Located, over: Located, rules_at: Callable[[tuple], Rules], path: tuple = ()) -> Located:
     """Merges `over` into `base`: mappings merge key by key, any other value replaces.
 
     A mapping changes the entries of a list by index (`stages: {1: {steps: 3}}`).
@@ -307,7 +307,7 @@ def merge(base: Item, over: Item, rules_at: Callable[[tuple], Rules], path: tupl
     key = rules.shorthand
     if key and (isinstance(base.value, dict) or isinstance(over.value, dict)):
         base, over = (
-            Item({key: Item(side.value, side.where, side.key_where)}, side.where, side.key_where)
+            Located({key: Located(side.value, side.where, side.key_where)}, side.where, side.key_where)
             if isinstance(side.value, str)
             else side
             for side in (base, over)
@@ -319,21 +319,21 @@ def merge(base: Item, over: Item, rules_at: Callable[[tuple], Rules], path: tupl
         merged = {name: child for name, child in base.value.items() if name not in gone}
         for name, child in over.value.items():
             merged[name] = merge(merged[name], child, rules_at, (*path, name)) if name in merged else child
-        return Item(merged, base.where, base.key_where)
+        return Located(merged, base.where, base.key_where)
     if isinstance(base.value, list):
         entries = list(base.value)
         for name, child in over.value.items():
             if not (name.isdecimal() and int(name) < len(entries)):
                 raise _no_entry(".".join(map(str, path)), entries, name, child)
             entries[int(name)] = merge(entries[int(name)], child, rules_at, (*path, int(name)))
-        return Item(entries, base.where, base.key_where)
+        return Located(entries, base.where, base.key_where)
     return over
 
 
-def _replaced(base: Mapping[str, Item], over: Mapping[str, Item], rules: Rules) -> set[str]:
+def _replaced(base: Mapping[str, Located], over: Mapping[str, Located], rules: Rules) -> set[str]:
     """Returns the keys of `base` that keys of `over` replace."""
 
-    def is_set(side: Mapping[str, Item], name: str) -> bool:
+    def is_set(side: Mapping[str, Located], name: str) -> bool:
         return name in side and side[name].value is not None
 
     return {
@@ -346,7 +346,7 @@ def _replaced(base: Mapping[str, Item], over: Mapping[str, Item], rules: Rules) 
     }
 
 
-def _entry_names(entries: list[Item]) -> list[str]:
+def _entry_names(entries: list[Located]) -> list[str]:
     """Returns what entries of a list are called: stages as in reports (grpo, grpo-2), rewards by their name."""
     names = []
     for entry in entries:
@@ -356,7 +356,7 @@ def _entry_names(entries: list[Item]) -> list[str]:
     return numbered(names)
 
 
-def _no_entry(dotted: str, entries: list[Item], name: str, child: Item) -> ConfigError:
+def _no_entry(dotted: str, entries: list[Located], name: str, child: Located) -> ConfigError:
     """Returns the error about a list that has no entry `name`, with the override to write instead."""
     count, names = len(entries), _entry_names(entries)
     is_number = name.lstrip("-").isdecimal()

@@ -17,12 +17,12 @@ from rl.data import models
 from rl.errors import ModelError
 from rollout.media import processors
 from rollout.media.item import MediaError
-from rollout.media.processors import Processors, Stored
+from rollout.media.processors import ProcessorConfigs, Processors
 from rollout.text import media_tokens as tokens
 from rollout.text.tokenizer import MediaTokens
 
 
-def stored_processors(model: ModelOptions) -> Stored | None:
+def stored_processors(model: ModelOptions) -> ProcessorConfigs | None:
     """Returns the processors as the model's files describe them; None for a model that reads texts only.
 
     Raises ModelError for a name on the hub that cannot be read, and for a file that is not JSON.

@@ -17,7 +17,7 @@ from typing import Any
 from rl.accounting import chips
 from rl.config.run import RunConfig
 from rl.errors import DuetError, ResourceError
-from rl.plan.compiled import GIB, Report
+from rl.plan.compiled import GIB, ProgramReport
 from rl.plan.slices import Topology
 
 CACHE = "~/.cache/duet-rl/plans"
@@ -48,7 +48,7 @@ class Target:
         sizes = config.mesh.dcn.model_dump().values() if config.mesh.dcn else ()
         return self.count // (self.topology.slices if -1 in sizes else math.prod(sizes))
 
-    def fits(self, report: Report) -> bool:
+    def fits(self, report: ProgramReport) -> bool:
         """Returns whether a device has enough memory for a program."""
         return self.memory is None or report.needs <= self.memory
 
@@ -83,7 +83,7 @@ def described(name: str, gib: float | None) -> Target:
     return Target.of(told, topology, gib)
 
 
-def begun(config: RunConfig, name: str, gib: float | None) -> tuple[Target, Iterator[Report]]:
+def begun(config: RunConfig, name: str, gib: float | None) -> tuple[Target, Iterator[ProgramReport]]:
     """Returns (target, reports of programs in the order in which they are compiled).
 
     Raises as `described`, and the errors of the child.
@@ -106,10 +106,10 @@ def estimated(configs: Sequence[RunConfig], target: Target) -> list[Costs | str]
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Trial:
     """A configuration compiled up to the first program that does not fit. wrong: why it cannot run; None: it can."""
 
-    reports: list[Report]
+    reports: list[ProgramReport]
     fits: bool
     wrong: str | None = None
 
@@ -119,10 +119,10 @@ class Attempt:
         return max((each.needs for each in self.reports), default=0.0)
 
 
-def attempted(configs: Sequence[RunConfig], target: Target, only: Sequence[str] | None = None) -> list[Attempt]:
+def attempted(configs: Sequence[RunConfig], target: Target, only: Sequence[str] | None = None) -> list[Trial]:
     """Compiles these configurations in parallel. `only` selects programs by name."""
 
-    def one(config: RunConfig) -> Attempt:
+    def one(config: RunConfig) -> Trial:
         reports = []
         try:
             with closing(
@@ -132,18 +132,18 @@ def attempted(configs: Sequence[RunConfig], target: Target, only: Sequence[str] 
                 for report in map(_report, lines):
                     reports.append(report)
                     if not target.fits(report):
-                        return Attempt(reports, fits=False)
+                        return Trial(reports, fits=False)
         except DuetError as error:
-            return Attempt(reports, fits=False, wrong=str(error).splitlines()[0])
-        return Attempt(reports, fits=True)
+            return Trial(reports, fits=False, wrong=str(error).splitlines()[0])
+        return Trial(reports, fits=True)
 
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         return list(pool.map(one, configs))
 
 
-def _report(told: dict[str, Any]) -> Report:
+def _report(told: dict[str, Any]) -> ProgramReport:
     fields: dict[str, Any] = told | {"shape": tuple(told["shape"])}
-    return Report(**fields)
+    return ProgramReport(**fields)
 
 
 def _plain(config: RunConfig) -> dict:

@@ -12,7 +12,7 @@ import rl.stages
 from rl.accounting import chips
 from rl.config.run import RunConfig
 from rl.plan.children import Target, begun, described
-from rl.plan.compiled import GIB, Report
+from rl.plan.compiled import GIB, ProgramReport
 from rl.plan.hlo import BETWEEN
 from rl.plan.search import as_yaml, best, search
 from rl.plan.suggest import Suggestions, suggestions
@@ -20,7 +20,7 @@ from rl.training.learning_rate import drawn, stage_rates
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class PlanFlags:
     """topology: a name. memory: GiB per device in place of the chip's. most: changes to compile. file: for JSON."""
 
     topology: str
@@ -29,7 +29,7 @@ class Options:
     file: Path | None = None
 
 
-def plan(config: RunConfig, options: Options) -> int:
+def plan(config: RunConfig, options: PlanFlags) -> int:
     """Prints the plan, and settings that help if a program does not fit. Returns 0 if every program fits, else 1.
 
     Raises ConfigError for an unknown topology or a configuration that cannot run there, ResourceError for a slice that
@@ -65,7 +65,7 @@ def plan(config: RunConfig, options: Options) -> int:
     return 1 if too_large else 0
 
 
-def plan_search(config: RunConfig, options: Options) -> int:
+def plan_search(config: RunConfig, options: PlanFlags) -> int:
     """Prints mesh, micro-batch and remat policy of the shortest step. Returns 0 if one fits, else 1."""
     target = described(options.topology, options.memory)
     print(
@@ -73,7 +73,7 @@ def plan_search(config: RunConfig, options: Options) -> int:
     )
     result = search(config, target, options.most, _tell)
 
-    def seconds(reports: Sequence[Report]) -> float:
+    def seconds(reports: Sequence[ProgramReport]) -> float:
         return sum(each.times * bound(each, target.chip or chips.CPU) for each in reports)
 
     good = best(result.tried, seconds)
@@ -136,7 +136,7 @@ def _tell(text: str) -> None:
     print(f"  {text}", flush=True)
 
 
-def _missing(too_large: Sequence[Report], target: Target) -> str:
+def _missing(too_large: Sequence[ProgramReport], target: Target) -> str:
     """Returns what each of these programs needs more than a device has, one line a program."""
     assert target.memory is not None
     lines = [f"does not fit {target.memory / GIB:g} GiB per device ({target.device}):"]
@@ -172,7 +172,7 @@ def _strongest(result: Suggestions, memory: float) -> str:
     return f"{advice}. By the estimate these settings save most:\n" + _aligned(lines, left=(0, 1, 2))
 
 
-def table(reports: Sequence[Report], chip: chips.Chip | None) -> str:
+def table(reports: Sequence[ProgramReport], chip: chips.Chip | None) -> str:
     """Formats one line per program."""
     sizes = ("arguments", "temporary", "peak", "other")
     lines = [["program", *sizes, "FLOP", "moved", "ratio", "exchanged", "per step", "at least"]]
@@ -231,7 +231,7 @@ def _bytes(size: float) -> str:
     return f"{size / 2 ** {'G': 30, 'M': 20, 'K': 10}[unit]:.2f} {unit}iB"
 
 
-def bound(report: Report, chip: chips.Chip) -> float:
+def bound(report: ProgramReport, chip: chips.Chip) -> float:
     """Returns a lower bound in seconds of one run: the slowest of compute, memory and links is never idle."""
     far = sum(size for kind, (size, _) in report.exchanged.items() if kind.endswith(BETWEEN))
     near = sum(size for size, _ in report.exchanged.values()) - far

@@ -39,7 +39,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Report:
+class ProgramReport:
     """One program on one device.
 
     shape: of the arrays that it computes on. arguments to peak: bytes, as in policy.programs.compiled_cache.Memory.
@@ -136,7 +136,7 @@ def _estimated(configs: list[dict], devices: list, memory: float | None) -> Iter
             yield {"wrong": str(error).splitlines()[0]}
 
 
-def _report(planned: Planned, topology: Topology, dump: Path, cache: Path | None) -> Report:
+def _report(planned: Planned, topology: Topology, dump: Path, cache: Path | None) -> ProgramReport:
     from rl.plan.estimate import teacher_work
 
     start = time.perf_counter()
@@ -160,7 +160,7 @@ def _report(planned: Planned, topology: Topology, dump: Path, cache: Path | None
         "shared": planned.shared,
     }
     fields |= counted
-    return Report(**fields)
+    return ProgramReport(**fields)
 
 
 def _key(lowered: jax.stages.Lowered, topology: Topology, planned: Planned) -> str:
@@ -197,7 +197,7 @@ def _compile(planned: Planned, lowered: jax.stages.Lowered, topology: Topology, 
 def counts(text: str, planned: Planned) -> dict:
     """Counts the work of a compiled program. For a multi-step decode: per step, and work done once is spread."""
     steps = planned.dispatch
-    program = hlo.Program(text, planned.kernels, planned.trip_count * steps, planned.occupancy)
+    program = hlo.HloProgram(text, planned.kernels, planned.trip_count * steps, planned.occupancy)
     exchanged: dict[str, list[float]] = {}
     for each in program.exchanged():
         total = exchanged.setdefault(each.kind, [0.0, 0.0])

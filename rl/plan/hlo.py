@@ -98,7 +98,7 @@ class Exchange:
     group: int | None
 
 
-class Program:
+class HloProgram:
     """A compiled program.
 
     kernels: bytes of one call of a kernel, by the prefix of the names of its custom calls, where the caller knows them

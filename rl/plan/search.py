@@ -12,8 +12,8 @@ from rl.config.run import RunConfig
 from rl.errors import ConfigError
 from rl.plan import changes
 from rl.plan.changes import REMAT, Change
-from rl.plan.children import AT_A_TIME, Attempt, Costs, Target, attempted, estimated
-from rl.plan.compiled import Report
+from rl.plan.children import AT_A_TIME, Costs, Target, Trial, attempted, estimated
+from rl.plan.compiled import ProgramReport
 from rl.plan.suggest import corrected
 
 
@@ -40,7 +40,7 @@ class SearchResult:
     """Compiled choices. looked_at: choices in all. pruned: choices whose resident bytes alone are too many. least: the
     fewest resident bytes of a choice."""
 
-    tried: list[tuple[Choice, Attempt]]
+    tried: list[tuple[Choice, Trial]]
     looked_at: int
     pruned: int
     least: float
@@ -124,7 +124,7 @@ def as_yaml(change: Change) -> str:
 
 
 def best(
-    tried: Sequence[tuple[Choice, Attempt]], seconds: Callable[[Sequence[Report]], float]
-) -> list[tuple[Choice, Attempt]]:
+    tried: Sequence[tuple[Choice, Trial]], seconds: Callable[[Sequence[ProgramReport]], float]
+) -> list[tuple[Choice, Trial]]:
     """Returns the choices that fit, the quickest first by `seconds(reports)`."""
     return sorted((each for each in tried if each[1].fits), key=lambda each: seconds(each[1].reports))

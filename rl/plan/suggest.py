@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from rl.config.run import RunConfig
 from rl.plan import changes
 from rl.plan.changes import Change
-from rl.plan.children import AT_A_TIME, Attempt, Costs, Target, attempted, estimated
-from rl.plan.compiled import Report
+from rl.plan.children import AT_A_TIME, Costs, Target, Trial, attempted, estimated
+from rl.plan.compiled import ProgramReport
 
 ENOUGH = 3
 MESHES = 8  # tries the meshes nearest to the configured one
@@ -40,7 +40,7 @@ class Suggestions:
     settings that save most by the estimate. needs: bytes of the largest program by the same estimate.
     """
 
-    fitting: list[tuple[Change, Attempt]]
+    fitting: list[tuple[Change, Trial]]
     strongest: list[Candidate]
     needs: float
 
@@ -48,7 +48,7 @@ class Suggestions:
 def suggestions(
     config: RunConfig,
     target: Target,
-    reports: Sequence[Report],
+    reports: Sequence[ProgramReport],
     most: int,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Suggestions:
@@ -67,7 +67,7 @@ def suggestions(
     single = {
         each.knob: each.change for each in left if not each.change.results and "mesh.fsdp" not in each.change.settings
     }
-    fitting: list[tuple[Change, Attempt]] = []
+    fitting: list[tuple[Change, Trial]] = []
     while most > 0 and len(fitting) < ENOUGH:
         if not several and not any(each.needs <= memory and not each.change.results for each in left):
             # No single change is enough: combinations come before changes of results.
@@ -110,7 +110,7 @@ def _next(left: Sequence[Candidate], memory: float, most: int) -> list[Candidate
 
 
 def _candidates(
-    config: RunConfig, target: Target, failed: Sequence[Report], knobs: list[list[Change]]
+    config: RunConfig, target: Target, failed: Sequence[ProgramReport], knobs: list[list[Change]]
 ) -> tuple[float, list[Candidate]]:
     """Returns the estimated bytes of the failed programs, and candidates that reduce them, each step of a knob more
     than the last."""
@@ -148,7 +148,7 @@ def _distance(config: RunConfig, mesh: dict[str, int]) -> float:
     )
 
 
-def corrected(costs: Costs, reports: Sequence[Report]) -> dict[str, float]:
+def corrected(costs: Costs, reports: Sequence[ProgramReport]) -> dict[str, float]:
     """Returns, by program, measured over estimated temporaries."""
     factors = {}
     for report in reports:

@@ -33,7 +33,7 @@ class Damage:
         return f"{self.file}:{self.line}: {self.reason}" if self.line else f"{self.file}: {self.reason}"
 
 
-class Step(NamedTuple):
+class RecordedStep(NamedTuple):
     """The metrics of a step and its Unix seconds; None in runs of older versions."""
 
     metrics: dict[str, Any]
@@ -89,16 +89,16 @@ def json_lines(path: Path, damage: list[Damage]) -> Iterator[tuple[int, dict[str
                 damage.append(Damage(path, number, "damaged line; delete it, or restore it from a backup"))
 
 
-def steps(directory: Path, damage: list[Damage]) -> dict[tuple[str, int], Step]:
+def steps(directory: Path, damage: list[Damage]) -> dict[tuple[str, int], RecordedStep]:
     """Returns the events of a run: (stage, step) -> Step, in the order of the file. Step 0 is an evaluation."""
-    result: dict[tuple[str, int], Step] = {}
+    result: dict[tuple[str, int], RecordedStep] = {}
     for number, row in json_lines(directory / EVENTS, damage):
         stage, step, metrics = row.get("stage"), row.get("step"), row.get("metrics")
         if not (isinstance(stage, str) and isinstance(step, int) and isinstance(metrics, dict)):
             damage.append(Damage(directory / EVENTS, number, "no `stage`, `step` and `metrics`"))
             continue
         before = result.get((stage, step))
-        result[stage, step] = Step(before.metrics | metrics if before else metrics, as_number(row.get("time")))
+        result[stage, step] = RecordedStep(before.metrics | metrics if before else metrics, as_number(row.get("time")))
     return result
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl.errors import ModelError
-from rl.stages.sampling.dynamic import Group
+from rl.stages.sampling.dynamic import ScoredGroup
 
 if TYPE_CHECKING:
     from policy.model import Model
@@ -51,7 +51,7 @@ class Progress:
     next_prompt_id: int = 0
     version: int = 0
     examples_drawn: int = 0
-    carried: list[Group] = field(default_factory=list)
+    carried: list[ScoredGroup] = field(default_factory=list)
     adaptive_coefs: dict[str, float] = field(default_factory=dict)
     unscored_steps: int = 0
 
@@ -79,7 +79,7 @@ class Progress:
         fields: dict[str, Any] = dict(values)
         for name, key in _JSON_KEYS.items():
             fields[name] = fields.pop(key)
-        fields["carried"] = [Group.from_json(each) for each in values["carried"]]
+        fields["carried"] = [ScoredGroup.from_json(each) for each in values["carried"]]
         return cls(**fields)
 
 

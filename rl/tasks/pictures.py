@@ -75,7 +75,7 @@ class Options:
             raise ValueError(f"`eval_share` must lie between 0 and 1, got {self.eval_share!r}")
 
 
-class Draws:
+class HashedIntegers:
     """Integers from the hash of a text, equal on every machine and with every version of numpy."""
 
     def __init__(self, text: str, pixels: int):
@@ -113,7 +113,7 @@ def _pictures(options: Options) -> Iterator[tuple[str, str, np.ndarray]]:
     """Yields (text that identifies the picture without noise, answer, pixels), each picture once."""
     seen = set()
     for number in range(options.problems):
-        draws = Draws(f"pictures {options.question} {options.size} {number}", options.size**2 * 3)
+        draws = HashedIntegers(f"pictures {options.question} {options.size} {number}", options.size**2 * 3)
         clean = _background(draws, options.size)
         answer = _DRAW[options.question](draws, clean)
         noise = draws.noise(options.noise).reshape(clean.shape)
@@ -123,7 +123,7 @@ def _pictures(options: Options) -> Iterator[tuple[str, str, np.ndarray]]:
             yield f"{options.question} {hashlib.sha256(clean.tobytes()).hexdigest()}", answer, pixels
 
 
-def _background(draws: Draws, size: int) -> np.ndarray:
+def _background(draws: HashedIntegers, size: int) -> np.ndarray:
     """Returns int32[H, W, 3]: a dark tint that changes from one side of the picture to the other."""
     first, last = ([draws.between(20, 100) for _ in range(3)] for _ in range(2))
     ramp = np.arange(size, dtype=np.int32)[:, None, None]
@@ -132,7 +132,7 @@ def _background(draws: Draws, size: int) -> np.ndarray:
     return np.array(full if draws.below(2) else full.transpose(1, 0, 2))
 
 
-def _tinted(draws: Draws, colour: str) -> np.ndarray:
+def _tinted(draws: HashedIntegers, colour: str) -> np.ndarray:
     return np.asarray([level + draws.between(-_TINT, _TINT) for level in COLOURS[colour]], np.int32)
 
 
@@ -154,7 +154,7 @@ def _paint(clean: np.ndarray, mask: np.ndarray, top: int, left: int, colour: np.
     clean[top : top + high, left : left + wide][mask] = colour
 
 
-def _one_shape(draws: Draws, clean: np.ndarray) -> tuple[str, str, str]:
+def _one_shape(draws: HashedIntegers, clean: np.ndarray) -> tuple[str, str, str]:
     """Draws one shape within one quarter of the picture. Returns (colour, place, shape)."""
     half = len(clean) // 2
     colour, shape = list(COLOURS)[draws.below(len(COLOURS))], SHAPES[draws.below(len(SHAPES))]
@@ -164,7 +164,7 @@ def _one_shape(draws: Draws, clean: np.ndarray) -> tuple[str, str, str]:
     return colour, PLACES[place], shape
 
 
-def _count(draws: Draws, clean: np.ndarray) -> str:
+def _count(draws: HashedIntegers, clean: np.ndarray) -> str:
     """Draws shapes in some of the 3x3 cells of the picture, so that none covers another."""
     count, cell = draws.between(1, _MOST_SHAPES), len(clean) // 3
     cells = list(range(9))
@@ -177,7 +177,7 @@ def _count(draws: Draws, clean: np.ndarray) -> str:
     return DIGITS[count]
 
 
-def _digit(draws: Draws, clean: np.ndarray) -> str:
+def _digit(draws: HashedIntegers, clean: np.ndarray) -> str:
     size, digit = len(clean), draws.below(10)
     high = draws.between(size // 2, size - 4) | 1  # odd, so that the middle segment is in the middle
     wide, thick = high * 5 // 8, max(1, high // 8)
@@ -198,7 +198,7 @@ def _digit(draws: Draws, clean: np.ndarray) -> str:
     return DIGITS[digit]
 
 
-_DRAW: dict[str, Callable[[Draws, np.ndarray], str]] = {
+_DRAW: dict[str, Callable[[HashedIntegers, np.ndarray], str]] = {
     "colour": lambda draws, clean: _one_shape(draws, clean)[0],
     "where": lambda draws, clean: _one_shape(draws, clean)[1],
     "shape": lambda draws, clean: _one_shape(draws, clean)[2],

@@ -21,7 +21,7 @@ import numpy as np
 import qwix
 
 from policy import modes
-from policy.attention.sequence_shards import Rows
+from policy.attention.sequence_shards import FlatRows
 from policy.cache.paths import before, scored
 from policy.cache.step import Step
 from policy.config import StoredType
@@ -248,7 +248,7 @@ class ModelTeacher(Teacher):
 
         def run(params, micro: Batch):
             tokens = constrain(micro.tokens, ("batch", None), self.graph.layout)
-            rows = Rows(self.graph.layout, *tokens.shape)
+            rows = FlatRows(self.graph.layout, *tokens.shape)
             with self.graph.precision():
                 step = modes.make_step(tokens, segments=micro.segments)
                 decoder, hidden, _ = self.states(self.split(params)[1], tokens, step)
@@ -338,7 +338,7 @@ class StoredTeacher(Teacher):
 
     def compare(self, student: Student, micro: Batch, inputs: PolicyInputs, frozen: dict[str, Any]) -> PolicyInputs:
         graph, temperature = student.graph, self.algorithm.temperature_of(inputs)
-        rows, ids, top = Rows(graph.runtime.layout, *micro.tokens.shape), micro.teacher_ids, micro.teacher_top
+        rows, ids, top = FlatRows(graph.runtime.layout, *micro.tokens.shape), micro.teacher_ids, micro.teacher_top
         assert ids is not None and top is not None and micro.teacher_rest is not None  # the stage adds them
         with graph.precision():
             assert student.aux.states is not None  # log-probabilities were computed from them

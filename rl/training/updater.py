@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 import rl.algorithms
 from policy import modes
 from policy.execution import row_tables
-from policy.execution.encoding import Piece
+from policy.execution.encoding import PaddedInputs
 from policy.layers import batch_split
 from policy.media import TOWERS
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
@@ -203,7 +203,7 @@ class OptimizerStep:
         micro_rows: int,
         extra_params: dict[str, jax.Array] | None = None,
         companion: ParamState | None = None,
-        pieces: Sequence[Piece] | None = None,
+        pieces: Sequence[PaddedInputs] | None = None,
         number: int | None = None,
     ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
         """Returns (learner, companion, metrics on the device) after one update, and the token outputs of the loss.

@@ -52,7 +52,7 @@ class Processors:
 
 
 @dataclass(frozen=True)
-class Stored:
+class ProcessorConfigs:
     """The configurations of the processors of a model, before the tokenizer is known.
 
     image, audio: keys of its image processor and of its feature extractor; None: the model has none.
@@ -85,17 +85,17 @@ class Stored:
             raise MediaError(f"{where}: {error}") from None
 
 
-def stored(model: Mapping[str, Any], nested: Mapping[str, Any], flat: Mapping[str, Any]) -> Stored:
+def stored(model: Mapping[str, Any], nested: Mapping[str, Any], flat: Mapping[str, Any]) -> ProcessorConfigs:
     """Returns the processors by the contents of config.json, processor_config.json and preprocessor_config.json."""
     # Keys that a processor needs of the model: patches of Gemma 3, attention of Gemma 4.
     rest = {key: value for key, value in model.items() if key.endswith("_config")}
     rest |= {key: value for key, value in nested.items() if key not in ("image_processor", "feature_extractor")}
     image = nested.get("image_processor") or (flat if "image_processor_type" in flat else None)
     audio = nested.get("feature_extractor") or (flat if "feature_extractor_type" in flat else None)
-    return Stored(image, audio, rest)
+    return ProcessorConfigs(image, audio, rest)
 
 
-def of_directory(directory: Path) -> Stored:
+def of_directory(directory: Path) -> ProcessorConfigs:
     """Returns the processors by the files of a model's directory. Raises MediaError for a file that is not JSON."""
     names = ("config.json", "processor_config.json", "preprocessor_config.json")
     return stored(*(_stored(directory / name) for name in names))

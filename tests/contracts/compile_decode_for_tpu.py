@@ -28,7 +28,7 @@ from policy.config import Runtime
 from policy.huggingface import sources
 from policy.mesh.sharding import layout
 from policy.model import Graph
-from rl.plan.hlo import Program
+from rl.plan.hlo import HloProgram
 from rl.plan.hlo_text import dims
 
 STEPS, SIZE = 4, 32
@@ -86,7 +86,7 @@ def report(preset: str, topology: str, degrees: dict, rows: int, width: int, rul
         for name, pool in pools[0].items()
     }
     kernel, formula = next(KERNELS[name] for name in layer if name in KERNELS), sum(layer.values())
-    program = Program(text, {kernel: formula})
+    program = HloProgram(text, {kernel: formula})
     moved = program.moved()
     shapes = {tuple(p.sharding.shard_shape(p.shape)) for p in params.values()}
     full = sum(size * pools[0][name].dim // pools[0][name].array.shape[-1] for name, size in layer.items())

@@ -17,7 +17,7 @@ from tpu_compiler import program_text  # isort: split
 from policy.programs.compiled_cache import Memory
 from rl.accounting.program_memory import GENERATOR
 from rl.plan.compiled import counts
-from rl.plan.hlo import Program
+from rl.plan.hlo import HloProgram
 from rl.plan.programs import programs
 from rl.plan.slices import Topology
 from rl.run import build
@@ -36,7 +36,7 @@ def main(name: str, slice_name: str) -> dict:
     assert memory is not None
     text = program_text()
     counted, steps = counts(text, decode), decode.dispatch
-    program = Program(text, decode.kernels, decode.trip_count * steps, decode.occupancy)
+    program = HloProgram(text, decode.kernels, decode.trip_count * steps, decode.occupancy)
     most = sorted(program.moved(), key=lambda each: -each.bytes)[:15]
     return {
         "moved": counted["moved"],

@@ -29,7 +29,7 @@ from policy.config import Runtime
 from policy.mesh.axes import STATIONARY_RULES
 from policy.mesh.sharding import layout
 from policy.modes import make_step
-from rl.plan.hlo import Program
+from rl.plan.hlo import HloProgram
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -187,7 +187,7 @@ def largest_all_gather(kind: str, degrees: dict, how: dict) -> dict:
     a quarter of the residual stream."""
     graph = random_model(families.read(MODELS[kind]()), runtime=Runtime(**how), mesh=on_mesh(degrees)).graph
     run = jax.jit(partial(scored, graph), out_shardings=(None, {path: graph.sharding(path) for path in graph.shapes}))
-    exchanged = Program(run.lower(graph.shapes, tokens(8, 13), packed(8, 13)).compile().as_text()).exchanged()
+    exchanged = HloProgram(run.lower(graph.shapes, tokens(8, 13), packed(8, 13)).compile().as_text()).exchanged()
     large = 4 * 8 * 13 * graph.config.hidden_size / 4
     return {"devices": max(each.group for each in exchanged if each.kind == "all-gather" and each.bytes >= large)}
 
@@ -218,7 +218,7 @@ def sent(kind: str, degrees: dict) -> dict:
         ids, table = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows,), (rows, width)))
         arguments = params, caches.by_axes(lambda axes, a, put=put: put(a, axes), cache)
         arguments += put(ids, ("cache_batch",)), put(table, ("cache_batch", None))
-        exchanged = Program(jax.jit(step, donate_argnums=1).lower(*arguments).compile().as_text()).exchanged()
+        exchanged = HloProgram(jax.jit(step, donate_argnums=1).lower(*arguments).compile().as_text()).exchanged()
         result.append(Counter(each.kind for each in exchanged for _ in range(each.times)))
     two, four = result
     return {name: (number - two[name]) / 2 for name, number in four.items() if number != two[name]}

@@ -67,7 +67,7 @@ def between() -> dict[str, float]:
     from jax.sharding import PartitionSpec as P
 
     from policy.mesh.sharding import layout
-    from rl.plan.hlo import BETWEEN, Program
+    from rl.plan.hlo import BETWEEN, HloProgram
 
     devices = topologies.get_topology_desc("v6e:2x2", platform="tpu", num_slices=2).devices
     copies = layout({"fsdp": 4}, devices=list(devices), dcn={"data": 2}).mesh
@@ -97,7 +97,7 @@ def between() -> dict[str, float]:
     ]
     result: dict[str, float] = {}
     for program in programs:
-        for each in Program(program.compile().as_text()).exchanged():
+        for each in HloProgram(program.compile().as_text()).exchanged():
             if each.kind.endswith(BETWEEN):
                 result[each.kind] = result.get(each.kind, 0) + each.bytes * each.times
     return result
@@ -110,7 +110,7 @@ def counted(topology: str, tokens: int) -> dict[str, float]:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from rl.plan.hlo import Program
+    from rl.plan.hlo import HloProgram
 
     mesh = Mesh(topologies.get_topology_desc(topology, platform="tpu").devices, "x")
 
@@ -128,7 +128,7 @@ def counted(topology: str, tokens: int) -> dict[str, float]:
 
     up, down = given((LAYERS, HIDDEN, WIDTH), None, "x"), given((LAYERS, WIDTH, HIDDEN), None, None, "x")
     text = jax.jit(layers).lower(given((tokens, HIDDEN), "x"), up, up, down).compile().as_text()
-    program = Program(text)
+    program = HloProgram(text)
     exchanged = sum(each.bytes * each.times for each in program.exchanged())
     return {
         "operations": program.operations(),

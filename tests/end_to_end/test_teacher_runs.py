@@ -288,8 +288,8 @@ def test_the_least_time_of_an_update_counts_the_pass_of_the_teacher(finished):
     assert 0.4 * more["operations"] < operations < 1.1 * more["operations"], (operations, more)
     assert 0.1 * more["moved"] < moved < 1.1 * more["moved"], (moved, more)
     assert estimated["distill"] > 1.3 * estimated["sft"]
-    fields = {field.name: 0 for field in dataclasses.fields(compiled.Report)} | {"exchanged": {}, "kernels": {}}
-    shown = compiled.Report(**fields | {"name": "distill: update", "teacher": [operations, moved]})
+    fields = {field.name: 0 for field in dataclasses.fields(compiled.ProgramReport)} | {"exchanged": {}, "kernels": {}}
+    shown = compiled.ProgramReport(**fields | {"name": "distill: update", "teacher": [operations, moved]})
     assert "distill: update contains the teacher's passes, about " in table([shown], None)
 
 

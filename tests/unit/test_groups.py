@@ -13,7 +13,7 @@ from rewards import Fault, Scores
 from rl.errors import ModelError, RewardStop
 from rl.stages import online
 from rl.stages.context import Progress
-from rl.stages.sampling.dynamic import DynamicSampling, Group, ReadyScores
+from rl.stages.sampling.dynamic import DynamicSampling, ReadyScores, ScoredGroup
 from rollout import Completion
 from rollout.collect import Rollouts
 
@@ -93,14 +93,14 @@ def test_the_function_that_has_to_differ_can_be_named():
 
 def test_a_group_without_scores_does_not_differ():
     nothing = np.full((2, 2), np.nan)
-    assert not Group(0, 0, 0, [], nothing, nothing[:, 0]).differs(None)
+    assert not ScoredGroup(0, 0, 0, [], nothing, nothing[:, 0]).differs(None)
     lone = np.array([[1.0, 0.0], [np.nan, 1.0]])
-    assert not Group(0, 0, 0, [], lone, lone[:, 0]).differs(None)
+    assert not ScoredGroup(0, 0, 0, [], lone, lone[:, 0]).differs(None)
 
 
 def test_a_group_survives_a_checkpoint():
     _, (group,), _ = dynamic().fill(1, [], source([[[0, 0, 1], [np.nan, 0.7, 1 / 3]]]))
-    again = Group.from_json(json.loads(json.dumps(group.to_json())))
+    again = ScoredGroup.from_json(json.loads(json.dumps(group.to_json())))
     assert again.completions == group.completions
     assert (again.row, again.prompt_id, again.version) == (group.row, group.prompt_id, group.version)
     np.testing.assert_array_equal(again.rewards, group.rewards)
@@ -135,12 +135,12 @@ def test_faults_and_logs_go_with_their_completions():
     result, left, _ = dynamic().fill(1, [], lambda: (sampled, rows))
     (fault,) = result.scores.result().faults
     assert (fault.sample, fault.kind) == (2, "timeout") and result.scores.result().logs == {0: {"right": "three"}}
-    left = [Group.from_json(json.loads(json.dumps(group.to_json()))) for group in left]
+    left = [ScoredGroup.from_json(json.loads(json.dumps(group.to_json()))) for group in left]
     result, _, _ = dynamic().fill(2, left, source([[[0, 1, 0]]]))
     (fault,) = result.scores.result().faults
     assert (fault.sample, fault.kind) == (0, "raised") and result.scores.result().logs == {2: {"right": "eight"}}
     plain = {name: value for name, value in left[0].to_json().items() if name not in ("faults", "logs")}
-    assert Group.from_json(plain).faults == [] and Group.from_json(plain).logs == {}  # of an older version
+    assert ScoredGroup.from_json(plain).faults == [] and ScoredGroup.from_json(plain).logs == {}  # of an older version
 
 
 @pytest.mark.parametrize("kept", [None, ["prompts", "version", "drawn"], ["seen"]])

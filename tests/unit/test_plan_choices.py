@@ -12,9 +12,9 @@ import yaml
 from rl.config import files
 from rl.errors import ConfigError
 from rl.plan import changes, search, slices, suggest
-from rl.plan.children import Attempt, Costs, Target
+from rl.plan.children import Costs, Target, Trial
 from rl.plan.command import _missing, _suggested, table
-from rl.plan.compiled import Report
+from rl.plan.compiled import ProgramReport
 from rl.run.load import load
 
 GIVEN = [
@@ -39,7 +39,7 @@ def target(memory, count=8):
 
 
 def report(needs, name="grpo: update"):
-    return Report(name, (4, 64), 0, 0, 0, 0, int(needs), 0, 0.0, 0.0, {}, {}, 1.0, 0.0)
+    return ProgramReport(name, (4, 64), 0, 0, 0, 0, int(needs), 0, 0.0, 0.0, {}, {}, 1.0, 0.0)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def compiler(monkeypatch):
             assert len(configs) <= self.most
             calls.extend(configs)
             needs = [self.held(c) + self.wrong * self.temporaries(c) for c in configs]
-            return [Attempt([report(n)], fits=n <= target.memory) for n in needs]
+            return [Trial([report(n)], fits=n <= target.memory) for n in needs]
 
     rule = Rule()
     rule.calls = calls

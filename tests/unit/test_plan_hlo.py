@@ -9,7 +9,7 @@ import pytest
 
 from policy.experts.expert_parallel import EXPECTED_LAST
 from rl.plan.compiled import counts
-from rl.plan.hlo import BETWEEN, Program
+from rl.plan.hlo import BETWEEN, HloProgram
 from rl.plan.programs import Planned
 
 L, M, E, F = 5, 64, 256, 320
@@ -43,9 +43,9 @@ def test_a_loop_counts_as_often_as_it_runs(change):
     """A scan and the same layers one by one; XLA counts the latter, elementwise operations too."""
     shapes = ((M, E), (L, E, F), (L, F, E))
     loop, flat = (compiled(change(each), *shapes) for each in (scanned, unrolled))
-    once = Program(flat.as_text()).operations()
+    once = HloProgram(flat.as_text()).operations()
     assert once == pytest.approx(flat.cost_analysis()["flops"], rel=0.02)
-    assert Program(loop.as_text()).operations() == pytest.approx(once, rel=0.02)
+    assert HloProgram(loop.as_text()).operations() == pytest.approx(once, rel=0.02)
     assert loop.cost_analysis()["flops"] < 0.5 * once, "XLA counts the body once"
 
 
@@ -61,7 +61,7 @@ def test_a_loop_whose_counter_goes_on_by_more_than_one(step, trips):
     text = compiled(loop, (M, E), (E, E)).as_text()
     unsaid = re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", text)
     assert unsaid != text
-    assert Program(text).operations() == Program(unsaid).operations() == trips * 2 * M * E * E
+    assert HloProgram(text).operations() == HloProgram(unsaid).operations() == trips * 2 * M * E * E
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 5)])
@@ -70,7 +70,7 @@ def test_products_count_two_operations_a_multiplication(batch):
     count = 1
     for size in batch:
         count *= size
-    assert Program(text).operations() == 2 * count * 40 * 56 * 72
+    assert HloProgram(text).operations() == 2 * count * 40 * 56 * 72
 
 
 def test_convolutions_count_pairs_that_lie_on_numbers():
@@ -82,7 +82,7 @@ def test_convolutions_count_pairs_that_lie_on_numbers():
         )
 
     done = compiled(convolve, (2, 17, 8), (3, 8, 16))
-    assert Program(done.as_text()).operations() == pytest.approx(done.cost_analysis()["flops"], rel=0.02)
+    assert HloProgram(done.as_text()).operations() == pytest.approx(done.cost_analysis()["flops"], rel=0.02)
 
 
 def test_loops_whose_number_of_turns_is_not_known_count_as_often_as_is_said():
@@ -92,8 +92,8 @@ def test_loops_whose_number_of_turns_is_not_known_count_as_often_as_is_said():
         )
 
     text = compiled(until, (M, E), (E, E)).as_text()
-    assert Program(text).operations() == 2 * M * E * E
-    assert Program(text, trip_count=3).operations() == 3 * 2 * M * E * E
+    assert HloProgram(text).operations() == 2 * M * E * E
+    assert HloProgram(text, trip_count=3).operations() == 3 * 2 * M * E * E
 
 
 def test_what_a_dispatch_does_once_is_spread_over_its_steps():
@@ -124,7 +124,7 @@ def test_of_branches_all_count_or_the_one_that_is_said_to_be_usual(derived):
         function = partial(choose, name=name)
         if derived:
             function = jax.grad(lambda x, w: jnp.sum(jnp.square(choose(x, w, name))), argnums=(0, 1))
-        return Program(compiled(function, (rows, E), (E, E)).as_text()).operations() / (2 * rows * E * E)
+        return HloProgram(compiled(function, (rows, E), (E, E)).as_text()).operations() / (2 * rows * E * E)
 
     assert products(EXPECTED_LAST, M) == (3 if derived else 1)
     assert products("either", 2 * M) == (12 if derived else 4)
@@ -174,7 +174,7 @@ ENTRY %main (x: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
 
 
 def test_collectives_are_counted_with_their_loops_and_inside_what_wraps_them():
-    result = {each.kind: each for each in Program(TEXT).exchanged()}
+    result = {each.kind: each for each in HloProgram(TEXT).exchanged()}
     assert {kind: (each.bytes, each.times, each.group) for kind, each in result.items()} == {
         "all-gather": (4 * 8 * 64, 7, 4),
         "all-reduce": (4 * 8 * 16, 7, 2),
@@ -185,7 +185,7 @@ def test_collectives_are_counted_with_their_loops_and_inside_what_wraps_them():
 
 def test_a_loop_that_is_known_not_to_run_counts_nothing():
     known = 'body=%body, backend_config={"known_trip_count":{"n":"0"}}'
-    result = Program(TEXT.replace("body=%body", known), trip_count=3).exchanged()
+    result = HloProgram(TEXT.replace("body=%body", known), trip_count=3).exchanged()
     assert result and not any(each.times for each in result)
 
 
@@ -200,7 +200,7 @@ def test_a_loop_that_is_known_not_to_run_counts_nothing():
     ],
 )
 def test_groups_of_a_collective_are_read_in_every_form(groups, devices):
-    program = Program(TEXT.replace("replica_groups={{0,1},{2,3}}", f"replica_groups={groups}"))
+    program = HloProgram(TEXT.replace("replica_groups={{0,1},{2,3}}", f"replica_groups={groups}"))
     assert [each.group for each in program.exchanged() if each.kind == "all-reduce"] == [devices]
 
 
@@ -231,7 +231,7 @@ def test_a_collective_that_goes_on_through_several_fusions_counts_once():
   %two = (f32[32]{0}, f32[8,16]{1,0}, f32[8,128]{1,0}, f32[8,128]{1,0}) fusion(%p, %q, %other), \
 kind=kCustom, calls=%goes_on
   %room = """
-    program = Program(TEXT.replace("%body (", fusions).replace("  %room = ", calls))
+    program = HloProgram(TEXT.replace("%body (", fusions).replace("  %room = ", calls))
     collected = [(each.bytes, each.times) for each in program.exchanged() if each.group == 8]
     assert collected == [(4 * 8 * 128, 7)]
     moved = {each.name: each.bytes for each in program.moved()}
@@ -247,7 +247,7 @@ def test_transfers_between_slices_are_a_collective_that_goes_through_the_memory_
   %sent = token[] send-done(%send), channel_id=6
   %received = (f32[16,16]{{1,0}}, token[]) recv-done(%recv), channel_id=5
   %room = """
-    program = Program(TEXT.replace("  %room = ", pair))
+    program = HloProgram(TEXT.replace("  %room = ", pair))
     assert [(e.kind, e.bytes, e.times) for e in program.exchanged() if BETWEEN in e.kind] == [
         ("all-gather between slices", 4 * 16 * 16, 7)
     ]

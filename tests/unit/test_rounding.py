@@ -6,7 +6,7 @@ import pytest
 import rl.algorithms
 from rewards import Runner, RunnerOptions, Scores
 from rewards.workers.rounding import all_equal, at_least, without_rounding
-from rl.stages.sampling.dynamic import Group
+from rl.stages.sampling.dynamic import ScoredGroup
 from rl.stages.sampling.rollouts import metrics
 from rollout.collect import Rollouts
 from rollout.types import Completion
@@ -71,7 +71,7 @@ def test_remax_and_raft_take_rounding_for_equal():
 def test_filters_and_metrics_take_rounding_for_equal():
     completion = Completion([1], [0.0], "stop", "a", 1)
     total = np.array(ALMOST[0])
-    group = Group(0, 0, 0, [completion] * 4, total[:, None], total)
+    group = ScoredGroup(0, 0, 0, [completion] * 4, total[:, None], total)
     assert not group.differs(None) and not group.differs(0)
     scores = Scores(total[:, None], total, ("own",), [], {})
     rollouts = Rollouts(

@@ -8,7 +8,7 @@ import pytest
 
 from policy.ops import stacked_kernel
 from policy.ops.stacked import StackedWeight, in_place, unstacked
-from rl.plan.hlo import Program
+from rl.plan.hlo import HloProgram
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 R, G, E, F = 3, 4, 256, 384
@@ -57,7 +57,7 @@ ENTRY %main (rows: bf16[64,256], weights: bf16[3,4,256,384]) -> bf16[64,384] {
   ROOT %gmm_stacked.3 = bf16[64,384]{1,0} custom-call(%rows, %weights), custom_call_target="tpu_custom_call"
 }
 """
-    assert sum(each.bytes for each in Program(text).moved()) == 2 * (64 * 256 + 4 * 256 * 384 + 64 * 384)
+    assert sum(each.bytes for each in HloProgram(text).moved()) == 2 * (64 * 256 + 4 * 256 * 384 + 64 * 384)
 
 
 def test_a_plan_counts_an_asynchronous_exchange_once():
@@ -81,4 +81,4 @@ ENTRY %main (rows: bf16[64,2,128], at: s32[4]) -> bf16[160,2,128] {
 """
     for name, rows in (("ROWS", 64), ("PLACES", 160)):
         text = text.replace(name, f"bf16[{rows},2,128]{{2,1,0}}")
-    assert sum(each.bytes for each in Program(text).moved()) == 2 * 2 * 64 * 2 * 128
+    assert sum(each.bytes for each in HloProgram(text).moved()) == 2 * 2 * 64 * 2 * 128

@@ -47,7 +47,7 @@ class BlockKeyIndexer(nnx.Module):
         )
         return rotate(self.q_norm(q), spec.rope, step.rotation(spec.rope)), k
 
-    def blocks(self, step: Step, visible: Visible, in_cache: bool) -> Blocks:
+    def blocks(self, step: Step, visible: Visible, in_cache: bool) -> KeyBlocks:
         """Returns the complete blocks of the tokens that are `visible`, by their keys "index".
 
         The keys of all blocks are computed in every call: over a cache it reads the D index numbers of every token, next
@@ -68,10 +68,10 @@ class BlockKeyIndexer(nnx.Module):
         means = jnp.mean(parts.astype(jnp.float32), axis=2).astype(tokens.dtype)
         table = rotation(self.spec.rope, jnp.maximum(ends - (size - 1), 0))
         keys = rotate(self.k_norm(means)[:, None], self.spec.rope, table)[:, 0]
-        return Blocks(jax.lax.stop_gradient(keys), marks)
+        return KeyBlocks(jax.lax.stop_gradient(keys), marks)
 
 
-class Blocks(NamedTuple):
+class KeyBlocks(NamedTuple):
     """Blocks of keys: keys [B, N, D]; marks: position, segment (0: no block) and, in trees, `Tree.last` of the last
     token of each, int32[B, N]."""
 
@@ -88,7 +88,7 @@ class BlockMask(Mask):
         step: Step,
         visible: Visible,
         q_BHTD: jax.Array,
-        blocks: Blocks,
+        blocks: KeyBlocks,
         spec: BlockIndexer,
         layout: Layout | None = None,
     ):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from policy.attention.dot_product_attention import MASKED, in_chunks, of_chunks
-from policy.cache.blocks import Blocks
+from policy.cache.blocks import BlockEntries
 from policy.cache.layer_cache import LayerCache, Visible, extend, gather_entries
 from policy.cache.pages import Pool
 from policy.cache.paths import Tree
@@ -194,7 +194,7 @@ def compress(
         of_blocks = gather_entries(cache, name, completed.tokens, parts.dtype)[:, 0]
         new[f"{prefix}entries"] = compressor.entries(of_blocks, completed.ends, rope)[:, None]
     array = cache.arrays[next(iter(new))]
-    blocks = array.blocks if isinstance(array, Pool) else Blocks(spec.rate)
+    blocks = array.blocks if isinstance(array, Pool) else BlockEntries(spec.rate)
     assert blocks is not None
     places = replace(step, positions=blocks.places(completed.ends), segments=completed.complete.astype(jnp.int32))
     seen, cache = extend(cache, places, **new)

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     runs, part = [arguments.first, *arguments.others], command.part_of(arguments.stage, arguments.steps)
     if arguments.text:
         return command.compare_text(runs, part)
-    options = command.Options(
+    options = command.ReportFlags(
         output=arguments.output, samples=arguments.samples, part=part, json=arguments.json, open=arguments.open
     )
     return command.report(runs, options)

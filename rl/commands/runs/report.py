@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the report and returns the exit code."""
     from rl.views.report import command
 
-    options = command.Options(
+    options = command.ReportFlags(
         output=arguments.output,
         samples=arguments.samples,
         part=command.part_of(arguments.stage, arguments.steps),

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.limit < 1:
         raise ConfigError(f"--limit {arguments.limit}: write a number from 1 on")
-    options = terminal.Options(
+    options = terminal.SamplesFlags(
         " ".join(arguments.filter), arguments.sort, arguments.limit, arguments.tokens, arguments.json
     )
     if arguments.rescore is None:

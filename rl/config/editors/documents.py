@@ -18,7 +18,7 @@ from rl.config.editors.plugins import PLUGIN, add_options, reward_name, task_nam
 from rl.config.mesh import MeshOptions, SliceOptions
 from rl.config.model import ModelOptions, TokenizerOptions
 from rl.config.packaged import PACKAGED, model_presets
-from rl.config.run import GeneratorOptions, ProfileOptions, RunConfig
+from rl.config.run import GeneratorSection, ProfileOptions, RunConfig
 from rl.config.stage import StageOptions
 
 _MERGED = ("every_stage", "if_present")
@@ -131,7 +131,7 @@ def _writer() -> SchemaWriter:
         (EvaluationOptions, "metrics"): lambda writer, partial: writer.list_of(PLUGIN, partial),
         (ProfileOptions, "steps"): lambda writer, _: writer.list_of(_COUNT, False) | {"minItems": 2, "maxItems": 2},
         (MeshOptions, "rules"): lambda writer, _: writer.reference("rules", _rules),
-        (GeneratorOptions, "rules"): lambda writer, _: {
+        (GeneratorSection, "rules"): lambda writer, _: {
             "anyOf": [{"enum": ["stationary"]}, writer.reference("rules", _rules)]
         },
     }

@@ -14,7 +14,7 @@ from rollout.media.item import KINDS, NOUNS, Extent
 from rollout.media.reference import Reference
 
 
-class Piece(NamedTuple):
+class RowPiece(NamedTuple):
     """A token, or all tokens of a picture, a tile or a sound.
 
     place: number of the first token. count: number of tokens. token: the id of the first. text: of the token, or what
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     text: str
 
 
-def pieces(stage: StageRows, row: Encoded) -> list[Piece]:
+def pieces(stage: StageRows, row: Encoded) -> list[RowPiece]:
     """Returns the pieces of a row in order."""
     kinds, decode = row.kinds(stage.stops), stage.tokenizer.decode
     names = [] if row.media is None else labels(row.media)
@@ -36,10 +36,10 @@ def pieces(stage: StageRows, row: Encoded) -> list[Piece]:
     for item, places in itertools.groupby(range(len(row.ids)), key=_item_of(row)):
         group = list(places)
         if item is not None:
-            result.append(Piece(group[0], len(group), row.ids[group[0]], kinds[group[0]], names[item]))
+            result.append(RowPiece(group[0], len(group), row.ids[group[0]], kinds[group[0]], names[item]))
             continue
         texts = (decode([row.ids[place]], skip_special_tokens=False) for place in group)
-        result += [Piece(n, 1, row.ids[n], kinds[n], text) for n, text in zip(group, texts, strict=True)]
+        result += [RowPiece(n, 1, row.ids[n], kinds[n], text) for n, text in zip(group, texts, strict=True)]
     return result
 
 

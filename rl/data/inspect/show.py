@@ -9,7 +9,7 @@ from typing import Any
 
 from rewards.text import for_terminal
 from rl.data.inspect.finding import Finding
-from rl.data.inspect.pieces import Piece, counts, pieces, statistics, text_of
+from rl.data.inspect.pieces import RowPiece, counts, pieces, statistics, text_of
 from rl.data.inspect.source import Inspection
 from rl.data.inspect.stage_rows import Encoded, Kind, StageRows
 
@@ -69,7 +69,7 @@ def page(inspection: Inspection, rows: int) -> str:
     )
 
 
-def _span(piece: Piece) -> str:
+def _span(piece: RowPiece) -> str:
     title = f"{piece.place}: {piece.token} {piece.kind}"
     return f'<span class="{piece.kind}" title="{title}">{html.escape(piece.text)}</span>'
 

@@ -24,7 +24,7 @@ SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 
 
 @dataclass(frozen=True)
-class Line:
+class MachineFact:
     """One fact about the machine. level: ok, warn or error. change: what to do about a warning or an error."""
 
     topic: str
@@ -41,7 +41,7 @@ class Line:
         return asdict(self)
 
 
-def machine(runs: Path, cache: Path | None) -> list[Line]:
+def machine(runs: Path, cache: Path | None) -> list[MachineFact]:
     """Returns facts about this machine.
 
     runs: folder for runs. cache: folder of compiled programs; None: none is kept. Looks at the devices with jax, which
@@ -57,25 +57,25 @@ def machine(runs: Path, cache: Path | None) -> list[Line]:
         *(
             _cache(cache)
             if cache is not None
-            else [Line("program cache", "warn", "none is kept", "Set run.program_cache")]
+            else [MachineFact("program cache", "warn", "none is kept", "Set run.program_cache")]
         ),
         *_secrets(),
     ]
 
 
-def _versions() -> Iterator[Line]:
+def _versions() -> Iterator[MachineFact]:
     shown = ", ".join(f"{name} {version}" for name, version in versions().items())
     level = "ok" if (3, 11) <= sys.version_info[:2] <= (3, 13) else "warn"
-    yield Line("versions", level, shown, "" if level == "ok" else "Duet is tested with Python 3.11 to 3.13")
+    yield MachineFact("versions", level, shown, "" if level == "ok" else "Duet is tested with Python 3.11 to 3.13")
 
 
-def _devices() -> Iterator[Line]:
+def _devices() -> Iterator[MachineFact]:
     import jax
 
     try:
         devices = jax.devices()
     except RuntimeError as error:
-        yield Line(
+        yield MachineFact(
             "devices",
             "error",
             f"jax has none: {error}",
@@ -86,13 +86,15 @@ def _devices() -> Iterator[Line]:
     text = f"{len(devices)} x {kind} ({platform})"
     other = _accelerator() if platform == "cpu" else None
     if other:
-        yield Line("devices", "warn", f"{text}, but this machine has {other}", "Install duet-rl[tpu] or duet-rl[cuda]")
+        yield MachineFact(
+            "devices", "warn", f"{text}, but this machine has {other}", "Install duet-rl[tpu] or duet-rl[cuda]"
+        )
     else:
-        yield Line("devices", "ok", text)
+        yield MachineFact("devices", "ok", text)
     if shares := memory.share_of(device.memory_stats() for device in jax.local_devices()):
         share = shares["perf/device_memory_share"]
         level = "ok" if share < MEMORY else "warn"
-        yield Line(
+        yield MachineFact(
             "device memory", level, f"{share:.0%} in use", "" if level == "ok" else "End the other process on it"
         )
 
@@ -104,14 +106,14 @@ def _accelerator() -> str | None:
     return "a TPU" if Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists() else None
 
 
-def _disk(topic: str, folder: Path) -> Iterator[Line]:
+def _disk(topic: str, folder: Path) -> Iterator[MachineFact]:
     existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     if not os.access(existing, os.W_OK):
-        yield Line(topic, "error", f"{existing} cannot be written to", "Choose another run.dir")
+        yield MachineFact(topic, "error", f"{existing} cannot be written to", "Choose another run.dir")
         return
     free = shutil.disk_usage(existing).free / GIB
     low = free < DISK_GIB
-    yield Line(
+    yield MachineFact(
         topic,
         "warn" if low else "ok",
         f"{existing}: {free:,.1f} GiB free",
@@ -119,36 +121,36 @@ def _disk(topic: str, folder: Path) -> Iterator[Line]:
     )
 
 
-def _memory() -> Iterator[Line]:
+def _memory() -> Iterator[MachineFact]:
     share = memory.host().get("perf/host_memory_share")
     if share is not None:
         level = "ok" if share < MEMORY else "warn"
-        yield Line("host memory", level, f"{share:.0%} in use", "" if level == "ok" else "End other processes")
+        yield MachineFact("host memory", level, f"{share:.0%} in use", "" if level == "ok" else "End other processes")
 
 
-def _shared_memory() -> Iterator[Line]:
+def _shared_memory() -> Iterator[MachineFact]:
     folder = Path("/dev/shm")
     if folder.is_dir():
         free = shutil.disk_usage(folder).free / GIB
         low = free < SHARED_GIB
-        yield Line(
+        yield MachineFact(
             "shared memory", "warn" if low else "ok", f"{free:,.1f} GiB free", "docker run --shm-size=8g" if low else ""
         )
 
 
-def _files() -> Iterator[Line]:
+def _files() -> Iterator[MachineFact]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     low = soft != resource.RLIM_INFINITY and soft < FILES
     most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    yield Line("open files", "warn" if low else "ok", f"limit {soft}", f"ulimit -n {most}" if low else "")
+    yield MachineFact("open files", "warn" if low else "ok", f"limit {soft}", f"ulimit -n {most}" if low else "")
 
 
-def _cache(folder: Path) -> Iterator[Line]:
+def _cache(folder: Path) -> Iterator[MachineFact]:
     folder = folder.expanduser()
     change = "Set run.program_cache or JAX_COMPILATION_CACHE_DIR"
     if not folder.exists():
         yield from (
-            Line("program cache", "ok" if line.level == "ok" else "warn", f"{line.text}, not there yet", change)
+            MachineFact("program cache", "ok" if line.level == "ok" else "warn", f"{line.text}, not there yet", change)
             for line in _disk("", folder)
         )
         return
@@ -156,18 +158,18 @@ def _cache(folder: Path) -> Iterator[Line]:
     size = sum(entry.stat().st_size for entry in files) / GIB
     try:
         with tempfile.NamedTemporaryFile(dir=folder):
-            yield Line("program cache", "ok", f"{folder}: {len(files)} programs, {size:.2f} GiB")
+            yield MachineFact("program cache", "ok", f"{folder}: {len(files)} programs, {size:.2f} GiB")
     except OSError as error:
         text = f"{folder} cannot be written to ({error.strerror}): every run compiles again"
-        yield Line("program cache", "warn", text, change)
+        yield MachineFact("program cache", "warn", text, change)
 
 
-def _secrets() -> Iterator[Line]:
+def _secrets() -> Iterator[MachineFact]:
     states = ", ".join(f"{name} is {'set' if os.environ.get(name) else 'not set'}" for name in SECRETS)
     offline = "; HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""
-    yield Line("environment", "ok", states + offline)
+    yield MachineFact("environment", "ok", states + offline)
 
 
-def to_json(lines: list[Line]) -> list[dict[str, Any]]:
+def to_json(lines: list[MachineFact]) -> list[dict[str, Any]]:
     """Returns the lines as values that JSON can hold."""
     return [line.to_json() for line in lines]

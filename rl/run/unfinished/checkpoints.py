@@ -15,7 +15,7 @@ from rl.run.manifest import complete
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredCheckpoint:
     """A finished checkpoint, after step `step` of stage number `stage`; both are -1 where host.json cannot be read."""
 
     number: int
@@ -24,21 +24,21 @@ class Stored:
     step: int = -1
 
 
-def stored(directory: Path) -> list[Stored]:
+def stored(directory: Path) -> list[StoredCheckpoint]:
     """Returns the checkpoints in the folder `checkpoints` of a run, newest first. One that the run removes meanwhile is
     left out."""
     result = []
     for number, path in complete(directory):
         try:
             host = json.loads((path / HOST).read_text(encoding="utf-8"))
-            result.append(Stored(number, path, int(host["stage"]), int(host["step"])))
+            result.append(StoredCheckpoint(number, path, int(host["stage"]), int(host["step"])))
         except (OSError, ValueError, KeyError, TypeError):
             if path.is_dir():
-                result.append(Stored(number, path))
+                result.append(StoredCheckpoint(number, path))
     return result
 
 
-def chosen(run: Path, config: RunConfig, step: str | None) -> list[Stored]:
+def chosen(run: Path, config: RunConfig, step: str | None) -> list[StoredCheckpoint]:
     """Returns the checkpoints of a run that may be read, the best first: all of them without a step, else those after
     this step, `N` (of the last stage that has one) or `STAGE:N`.
 
@@ -70,7 +70,7 @@ def _parsed(text: str, names: Sequence[str]) -> tuple[int | None, int]:
     return names.index(name) if name else None, int(digits)
 
 
-def _absent(run: Path, config: RunConfig, every: Sequence[Stored], stage: int | None, step: int) -> str:
+def _absent(run: Path, config: RunConfig, every: Sequence[StoredCheckpoint], stage: int | None, step: int) -> str:
     """Says which weights there are in place of those after a step."""
     names, known = config.stage_names, [each for each in every if each.stage >= 0]
     kept = [run / f"export-{name}-{step}" for name in (names if stage is None else [names[stage]])]

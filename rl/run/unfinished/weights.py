@@ -28,7 +28,7 @@ from rl.run.arrays import ArrayStore
 from rl.run.checkpoint import ARRAYS, CheckpointError, damaged, none_undamaged
 from rl.run.folder import in_use
 from rl.run.manifest import examine
-from rl.run.unfinished.checkpoints import Stored, chosen
+from rl.run.unfinished.checkpoints import StoredCheckpoint, chosen
 from rl.stages import generation, kind_of
 from rollout.media.processors import Processors
 
@@ -110,7 +110,7 @@ class CheckpointWeights:
                 _log.warning("%s. An earlier checkpoint is looked for.", problems[-1])
         raise none_undamaged(problems, "Name another one with --step, or another model.")
 
-    def _read(self, checkpoint: Stored, arrays: Mapping[str, Any], graph: Graph) -> Model | None:
+    def _read(self, checkpoint: StoredCheckpoint, arrays: Mapping[str, Any], graph: Graph) -> Model | None:
         template = {
             f"{_PREFIX}{path}": jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=graph.sharding(path))
             for path, shape in graph.shapes.items()
@@ -128,7 +128,7 @@ class CheckpointWeights:
             store.close()
         return Model(graph, {name.removeprefix(_PREFIX): array for name, array in read.items()})
 
-    def _line(self, checkpoint: Stored) -> str:
+    def _line(self, checkpoint: StoredCheckpoint) -> str:
         """Says which weights are read."""
         stage, name = self.config.stages[checkpoint.stage], self.config.stage_names[checkpoint.stage]
         text = f"{self.directory}: the weights after step {checkpoint.step} of {stage.steps} of {name}"

@@ -25,7 +25,7 @@ _KEPT = ("finish", "text", "raw", "steps")
 
 
 @dataclass(frozen=True)
-class Group:
+class ScoredGroup:
     """The completions of one prompt with their scores.
 
     row: row of the prompt in the stage's data. version: policy version that sampled the completions. faults and
@@ -62,7 +62,7 @@ class Group:
         } | scores
 
     @classmethod
-    def from_json(cls, plain: dict) -> Group:
+    def from_json(cls, plain: dict) -> ScoredGroup:
         """Returns the group that `to_json` wrote, also one of a version that kept no faults and logs."""
         from rollout.types import Completion
 
@@ -103,8 +103,8 @@ class DynamicSampling:
         self._column = None if reward is None else runner.names.index(reward)
 
     def fill(
-        self, count: int, carried: list[Group], sample: Callable[[], tuple[Rollouts, list[int]]]
-    ) -> tuple[Rollouts, list[Group], dict[str, float]]:
+        self, count: int, carried: list[ScoredGroup], sample: Callable[[], tuple[Rollouts, list[int]]]
+    ) -> tuple[Rollouts, list[ScoredGroup], dict[str, float]]:
         """Returns (rollouts of `count` groups, groups left over for the next step, metrics).
 
         Takes `carried` first; then `sample()` returns further rollouts, and the rows of their prompts in the data. If
@@ -130,7 +130,7 @@ class DynamicSampling:
             metrics["dynamic/reward_mean"] = float(np.nanmean(totals))
         return self._together(groups, taken), kept[count:], metrics
 
-    def _together(self, groups: Sequence[Group], taken: Sequence[tuple[Rollouts, Scores]]) -> Rollouts:
+    def _together(self, groups: Sequence[ScoredGroup], taken: Sequence[tuple[Rollouts, Scores]]) -> Rollouts:
         """Returns rollouts of these groups, with the counts, times and reward metrics of all calls in `taken`."""
         names = sorted({name for _, scores in taken for name in scores.metrics})
         metrics = {name: float(np.mean([s.metrics[name] for _, s in taken if name in s.metrics])) for name in names}
@@ -154,13 +154,13 @@ class DynamicSampling:
         )
 
 
-def _split(rollouts: Rollouts, scores: Scores, rows: Sequence[int]) -> list[Group]:
+def _split(rollouts: Rollouts, scores: Scores, rows: Sequence[int]) -> list[ScoredGroup]:
     G = len(rollouts.completions[0])
     result = []
     for p, (row, prompt_id) in enumerate(zip(rows, rollouts.prompt_ids, strict=True)):
         own = slice(p * G, (p + 1) * G)
         result.append(
-            Group(
+            ScoredGroup(
                 row,
                 int(prompt_id),
                 rollouts.versions[p],

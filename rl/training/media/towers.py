@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from policy.cache.media import MediaInputs, MediaTable
-from policy.execution.encoding import MediaEncoder, Piece, tower_params
+from policy.execution.encoding import MediaEncoder, PaddedInputs, tower_params
 from policy.model import Graph
 from rl.training.batch import Places
 
@@ -32,7 +32,7 @@ class UpdateMedia:
     """
 
     table: MediaTable
-    pieces: Sequence[Piece] | None = None
+    pieces: Sequence[PaddedInputs] | None = None
 
 
 def as_params(table: MediaTable | None) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class TowerGradients:
     weights.
     """
 
-    def __init__(self, graph: Graph, trained: dict, constants: dict, pieces: Sequence[Piece] | None):
+    def __init__(self, graph: Graph, trained: dict, constants: dict, pieces: Sequence[PaddedInputs] | None):
         """Encodes the `pieces`, while the update is traced; None: it trains no tower, and nothing changes."""
         self._pieces, self.arguments = pieces, (trained, constants)
         if pieces is None:

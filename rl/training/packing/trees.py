@@ -83,7 +83,7 @@ class Node:
 
 
 @dataclass
-class Group:
+class Sequences:
     """The sequences of a group, as arrays padded to the longest.
 
     columns: of each sequence, its places in the flat batch. equal: arrays [S, T, ...] that have to agree where
@@ -98,7 +98,7 @@ class Group:
     until: np.ndarray | None
 
     @classmethod
-    def of(cls, batch: Batch, columns: list[np.ndarray]) -> Group:
+    def of(cls, batch: Batch, columns: list[np.ndarray]) -> Sequences:
         """Reads the sequences at these places of the batch."""
         T = max(map(len, columns))
         index = np.stack([np.pad(each, (0, T - len(each)), mode="edge") for each in columns])
@@ -211,7 +211,7 @@ class _Rows:
     nodes: list[int] = field(default_factory=list)
     sequences: list[int] = field(default_factory=list)
 
-    def add(self, group: Group, trees: Sequence[Node], r: int) -> None:
+    def add(self, group: Sequences, trees: Sequence[Node], r: int) -> None:
         """Places trees in packed row r."""
         if r == len(self.free):
             for each, first in ((self.free, self.limit), (self.nodes, 0), (self.sequences, 0)):
@@ -222,7 +222,7 @@ class _Rows:
         for tree in trees:
             self._place(group, tree, r, -1, number)
 
-    def _place(self, group: Group, node: Node, r: int, before: int, number: dict[int, int]) -> None:
+    def _place(self, group: Sequences, node: Node, r: int, before: int, number: dict[int, int]) -> None:
         size, place = node.end - node.start, self.limit - self.free[r]
         self.free[r] -= size
         self.nodes[r] += 1
@@ -257,7 +257,7 @@ class _Rows:
         return {name: np.concatenate(parts) for name, parts in self.arrays.items()}
 
 
-def groups_of(batch: Batch) -> list[Group]:
+def groups_of(batch: Batch) -> list[Sequences]:
     """Returns the groups of a batch on the host, in the order of their prompts."""
     rows: dict[int, list[np.ndarray]] = {}
     segments, T = np.asarray(batch.segments), batch.segments.shape[1]
@@ -265,7 +265,7 @@ def groups_of(batch: Batch) -> list[Group]:
         for number in range(1, int(segments[row].max(initial=0)) + 1):
             if len(columns := np.flatnonzero(segments[row] == number)):
                 rows.setdefault(int(batch.prompt[row]), []).append(row * T + columns)
-    return [Group.of(batch, columns) for columns in rows.values()]
+    return [Sequences.of(batch, columns) for columns in rows.values()]
 
 
 def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: int = 1) -> Packing:

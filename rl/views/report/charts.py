@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rl.views.report.plans import ACCURACY, PLANS, Line, Plan
-from rl.views.report.read import Metric, Run, evaluation_problems
+from rl.views.report.plans import ACCURACY, PLANS, ChartLine, ChartPlan
+from rl.views.report.read import Metric, RecordedRun, evaluation_problems
 from rl.views.report.series import BUCKETS, Axis, Curve, curve, wilson
 
 _MOST_STEPS = 2**40
@@ -59,7 +59,10 @@ class Charts:
 
 
 def choose(
-    runs: Sequence[Run], axis: Axis, against: Run | None = None, buckets: tuple[int, int] = (BUCKETS, BUCKETS)
+    runs: Sequence[RecordedRun],
+    axis: Axis,
+    against: RecordedRun | None = None,
+    buckets: tuple[int, int] = (BUCKETS, BUCKETS),
 ) -> Charts:
     """Returns the charts of one run with all their lines, or of several with the first line of each chart per run.
 
@@ -88,7 +91,7 @@ def choose(
             )
         )
     for name in sorted({name for run in runs for name in run.metrics} - drawn):
-        plan = Plan(name, name, "", (Line(name, name),))
+        plan = ChartPlan(name, name, "", (ChartLine(name, name),))
         lines = tuple(_lines(plan, runs, axis, against, buckets[1]))
         if lines:
             first, last = _span(axis, [line.curve for line in lines])
@@ -96,50 +99,50 @@ def choose(
     return result
 
 
-def _filled(plan: Plan, runs: Sequence[Run]) -> Plan:
+def _filled(plan: ChartPlan, runs: Sequence[RecordedRun]) -> ChartPlan:
     """Adds the lines whose metrics have names that depend on the run."""
     names = sorted({name for run in runs for name in run.metrics})
     if plan.key == "parts":
         parts = [each[1] for name in names if (each := re.fullmatch(r"rewards/(.+)/mean", name))]
-        lines = tuple(Line(f"rewards/{each}/mean", each) for each in parts[:_FUNCTIONS]) if len(parts) > 1 else ()
+        lines = tuple(ChartLine(f"rewards/{each}/mean", each) for each in parts[:_FUNCTIONS]) if len(parts) > 1 else ()
     elif plan.key == "evaluation":
         ks = sorted(int(each[1]) for name in names if (each := re.fullmatch(r"eval/pass@(\d+)", name)))
-        lines = (*plan.lines, *(Line(f"eval/pass@{k}", f"pass@{k}") for k in ks))
+        lines = (*plan.lines, *(ChartLine(f"eval/pass@{k}", f"pass@{k}") for k in ks))
     elif plan.key == "memory":
-        lines = tuple(Line(name, name.partition("/")[2]) for name in names if name.startswith("memory/"))
+        lines = tuple(ChartLine(name, name.partition("/")[2]) for name in names if name.startswith("memory/"))
     else:
         return plan
     return replace(plan, lines=lines)
 
 
-def _one_line(plan: Plan, runs: Sequence[Run]) -> Plan:
+def _one_line(plan: ChartPlan, runs: Sequence[RecordedRun]) -> ChartPlan:
     """Returns the chart that compares runs: its first metric that one of them has; for parts of a step, their sum."""
     if plan.stacked:
-        lines: tuple[Line, ...] = (Line("time/step", "time/step"),)
+        lines: tuple[ChartLine, ...] = (ChartLine("time/step", "time/step"),)
     else:
         lines = tuple(line for line in plan.lines if any(line.metric in run.metrics for run in runs))[:1]
     return replace(plan, lines=lines, stacked=False)
 
 
 def _lines(
-    plan: Plan, runs: Sequence[Run], axis: Axis, against: Run | None = None, buckets: int = BUCKETS
+    plan: ChartPlan, runs: Sequence[RecordedRun], axis: Axis, against: RecordedRun | None = None, buckets: int = BUCKETS
 ) -> Iterator[Drawn]:
     tone = 0
     runs = [_complete(run, plan) for run in runs] if plan.stacked else runs
     for number, run in enumerate(runs):
         for line in plan.lines:
             if line.metric in run.metrics:
-                shown = line if len(runs) == 1 else Line(line.metric, run.name)
+                shown = line if len(runs) == 1 else ChartLine(line.metric, run.name)
                 yield _drawn(shown, run, axis, number if len(runs) > 1 else tone, buckets, plan.stacked)
                 tone += 1
     if against is not None:
-        line = Line("time/step", "") if plan.stacked else plan.lines[0] if plan.lines else None
+        line = ChartLine("time/step", "") if plan.stacked else plan.lines[0] if plan.lines else None
         if line and line.metric in against.metrics and tone:
-            shown = _drawn(Line(line.metric, against.name), against, axis, 0, buckets, bare=True)
+            shown = _drawn(ChartLine(line.metric, against.name), against, axis, 0, buckets, bare=True)
             yield replace(shown, reference=True)
 
 
-def _complete(run: Run, plan: Plan) -> Run:
+def _complete(run: RecordedRun, plan: ChartPlan) -> RecordedRun:
     """Returns the run with the parts of its steps at equal steps; a part that a step lacks is 0."""
     parts = {line.metric: run.metrics[line.metric] for line in plan.lines if line.metric in run.metrics}
     if not parts:
@@ -160,7 +163,7 @@ def _place(metric: Metric) -> np.ndarray:
     return metric.stage * _MOST_STEPS + metric.step
 
 
-def _drawn(line: Line, run: Run, axis: Axis, tone: int, buckets: int, bare: bool) -> Drawn:
+def _drawn(line: ChartLine, run: RecordedRun, axis: Axis, tone: int, buckets: int, bare: bool) -> Drawn:
     """Returns a line of a chart. bare: without bands and dots."""
     metric = run.metrics[line.metric]
     x, stage = axis.positions(run, metric)
@@ -181,7 +184,7 @@ def _drawn(line: Line, run: Run, axis: Axis, tone: int, buckets: int, bare: bool
     return Drawn(line.label, line.metric, result, tone, low, high, dots=len(result.x) <= 2)
 
 
-def _problems(run: Run, shown: Curve, axis: Axis) -> np.ndarray | float | None:
+def _problems(run: RecordedRun, shown: Curve, axis: Axis) -> np.ndarray | float | None:
     """Returns the number of scored problems of each evaluation, from the events, or of all from the configuration."""
     if (metric := run.metrics.get("eval/problems")) is not None and np.isfinite(metric.value).any():
         x, _ = axis.positions(run, metric)
@@ -202,7 +205,7 @@ def _span(axis: Axis, curves: Sequence[Curve]) -> tuple[float, float]:
     return float(first), float(max(last, first + 1))
 
 
-def _limits(plan: Plan, runs: Sequence[Run]) -> tuple[tuple[float, str], ...]:
+def _limits(plan: ChartPlan, runs: Sequence[RecordedRun]) -> tuple[tuple[float, str], ...]:
     """Returns the bounds that docs/metrics.md and the configuration name for a chart."""
     if plan.key != "mismatch":
         return ()

@@ -13,11 +13,11 @@ from pathlib import Path
 from rl.errors import ConfigError, DataError, DuetError, ResourceError
 from rl.records.run_files import Damage
 from rl.views.report import page, samples, series, summary
-from rl.views.report.read import Part, Run, check_steps, damage_text, read_run
+from rl.views.report.read import Part, RecordedRun, check_steps, damage_text, read_run
 
 
 @dataclass(frozen=True)
-class Options:
+class ReportFlags:
     """The flags of the two verbs. output, json: paths, or "-" for standard output."""
 
     output: str | None = None
@@ -39,7 +39,7 @@ def part_of(stage: str | None, steps: str | None) -> Part:
     return Part(stage, first, last)
 
 
-def report(directories: Sequence[str], options: Options) -> int:
+def report(directories: Sequence[str], options: ReportFlags) -> int:
     """Writes the report of a run, or of several together. Returns the exit code.
 
     Raises ConfigError if a folder holds no run, DataError after writing a report that leaves damaged lines out.
@@ -53,7 +53,7 @@ def report(directories: Sequence[str], options: Options) -> int:
         runs[0].damage += against.damage
     verdicts = [verdict(run) for run in runs]
     created = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    shown = page.page(page.Report(runs, axis, chosen, verdicts, against, created))
+    shown = page.page(page.ReportPage(runs, axis, chosen, verdicts, against, created))
     output = options.output or str(runs[0].path / ("report.html" if len(runs) == 1 else "compare.html"))
     _write(output, shown)
     if options.json:
@@ -77,7 +77,7 @@ def compare_text(directories: Sequence[str], part: Part) -> int:
     return 0
 
 
-def verdict(run: Run) -> list[str]:
+def verdict(run: RecordedRun) -> list[str]:
     """Returns what `rl explain` says about the run, at most eight lines."""
     try:
         from rl.views.explain import verdict as explain
@@ -89,7 +89,7 @@ def verdict(run: Run) -> list[str]:
         return []
 
 
-def _read(directories: Sequence[str], part: Part) -> list[Run]:
+def _read(directories: Sequence[str], part: Part) -> list[RecordedRun]:
     runs = [read_run(directory, part) for directory in directories]
     for run in runs:
         check_steps(run, part)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl.views.report import svg
 from rl.views.report.charts import Chart, choose
-from rl.views.report.read import Run
+from rl.views.report.read import RecordedRun
 from rl.views.report.series import BUCKETS, Axis, esc, text
 
 _BYTES = 1_300_000
@@ -33,7 +33,7 @@ class Figures:
     numbers: str
 
 
-def figures(runs: Sequence[Run], axis: Axis, against: Run | None = None) -> Figures:
+def figures(runs: Sequence[RecordedRun], axis: Axis, against: RecordedRun | None = None) -> Figures:
     """Returns the charts of runs. The more metrics there are, the fewer buckets the charts have."""
     for buckets in _BUCKETS:
         data, charts = svg.Data(), choose(runs, axis, against, buckets)

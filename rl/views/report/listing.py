@@ -8,7 +8,7 @@ from typing import Any
 from rl.records.messages import Piece, messages, start
 from rl.views.report import samples
 from rl.views.report.pictures import Embedded, figure
-from rl.views.report.read import Run
+from rl.views.report.read import RecordedRun
 from rl.views.report.series import esc, text
 
 _PEEK = 140  # characters of a completion that its line shows
@@ -18,7 +18,7 @@ _EXPLAINED = (
 )
 
 
-def listing(runs: Sequence[Run], chosen: Sequence[samples.Chosen], embedded: Embedded, room: int) -> str:
+def listing(runs: Sequence[RecordedRun], chosen: Sequence[samples.Chosen], embedded: Embedded, room: int) -> str:
     """Returns the section of samples in at most `room` bytes. chosen: for each run. embedded: pictures of the page."""
     every = [(run, record) for run, each in zip(runs, chosen, strict=True) for record in each.records]
     if not every or room < 2000:
@@ -55,7 +55,7 @@ def listing(runs: Sequence[Run], chosen: Sequence[samples.Chosen], embedded: Emb
     )
 
 
-def _sample(run: Run | None, record: Mapping[str, Any], embedded: Embedded, cap: int) -> str:
+def _sample(run: RecordedRun | None, record: Mapping[str, Any], embedded: Embedded, cap: int) -> str:
     """Returns one completion, folded. cap: bytes of each text."""
     where = f"{record.get('stage', '')} {record.get('step', '')}" + (f" · {run.name}" if run else "")
     reward = record.get("reward")

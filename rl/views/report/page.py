@@ -18,7 +18,7 @@ from rl.views.report import samples, sections
 from rl.views.report.figures import figures
 from rl.views.report.listing import listing
 from rl.views.report.pictures import embed
-from rl.views.report.read import Run, damage_text
+from rl.views.report.read import RecordedRun, damage_text
 from rl.views.report.series import Axis, esc
 
 MOST_BYTES = 2_000_000
@@ -26,14 +26,14 @@ _SAMPLE_BYTES = 700_000
 
 
 @dataclass
-class Report:
+class ReportPage:
     """What a page shows. samples holds the chosen completions of each run."""
 
-    runs: Sequence[Run]
+    runs: Sequence[RecordedRun]
     axis: Axis
     samples: Sequence[samples.Chosen]
     verdicts: Sequence[Sequence[str]]
-    against: Run | None = None
+    against: RecordedRun | None = None
     created: str = ""
 
     @property
@@ -43,7 +43,7 @@ class Report:
         return f"{', '.join(first)} and {last}" if first else last
 
 
-def page(report: Report) -> str:
+def page(report: ReportPage) -> str:
     """Returns the HTML of a report, at most MOST_BYTES long in UTF-8."""
     charts = figures(report.runs, report.axis, report.against)
     script, style = _asset("report.js"), _asset("report.css")
@@ -67,7 +67,7 @@ def page(report: Report) -> str:
     return before + embedded.html + listing(report.runs, report.samples, embedded, room) + after
 
 
-def _before(report: Report) -> str:
+def _before(report: ReportPage) -> str:
     """Returns the head of the page: name, state, verdict, damage, headline numbers, stages."""
     runs, one = report.runs, report.runs[0]
     head = f"<h1>{esc(report.title)}</h1>{sections.pill(one) if len(runs) == 1 else ''}"
@@ -95,7 +95,7 @@ def _before(report: Report) -> str:
     return "".join(parts)
 
 
-def _verdict(run: Run, lines: Sequence[str], name: str) -> str:
+def _verdict(run: RecordedRun, lines: Sequence[str], name: str) -> str:
     """Returns the card of the verdict: the summary without the folder that it starts with, then a list."""
     summary, *findings = lines
     items = "".join(f"<li>{esc(line)}</li>" for line in findings)
@@ -103,7 +103,7 @@ def _verdict(run: Run, lines: Sequence[str], name: str) -> str:
     return f'<section class="card verdict"><h2>Verdict{esc(name)}</h2>{body}</section>'
 
 
-def _nav(report: Report) -> str:
+def _nav(report: ReportPage) -> str:
     places = [("stages", "Stages"), ("charts", "Charts")]
     if any(name.startswith("eval/") for run in report.runs for name in run.metrics):
         places.append(("evaluation", "Evaluation"))
@@ -119,12 +119,12 @@ def _nav(report: Report) -> str:
     return f"<nav>{links}</nav>"
 
 
-def _evaluations(report: Report) -> str:
+def _evaluations(report: ReportPage) -> str:
     shown = sections.evaluation_table(report.runs)
     return f'<section id="evaluation"><h2>Evaluation</h2>{shown}</section>' if shown else ""
 
 
-def _after(report: Report) -> str:
+def _after(report: ReportPage) -> str:
     """Returns what follows the samples: configuration, programs, versions."""
     parts = []
     every = [*report.runs, *([report.against] if report.against else [])]

@@ -15,7 +15,7 @@ from typing import Any
 from rl.records import thumbnails
 from rl.records.messages import described, pictures
 from rl.views.report import samples
-from rl.views.report.read import Run
+from rl.views.report.read import RecordedRun
 from rl.views.report.series import esc
 
 MOST_BYTES = 600_000
@@ -32,7 +32,7 @@ class Embedded:
     total: int = 0
 
 
-def embed(runs: Sequence[Run], chosen: Sequence[samples.Chosen], room: int) -> Embedded:
+def embed(runs: Sequence[RecordedRun], chosen: Sequence[samples.Chosen], room: int) -> Embedded:
     """Reads the thumbnails of the chosen completions until their data URIs have `room` bytes, or MOST_BYTES."""
     result, seen, symbols, size = Embedded(), set[str](), list[str](), 0
     rows = zip_longest(*(each.records for each in chosen))  # runs of one page take turns

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """A metric of a chart. deviation: metric whose value is drawn as a band around the mean."""
 
     metric: str
@@ -15,7 +15,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChartPlan:
     """A headline chart. better: "up" or "down" if the first line has a direction. stacked: areas on each other.
 
     share: the values lie in 0..1. quiet: a chart of nothing but zeros is named in a line instead of being drawn. log:
@@ -25,7 +25,7 @@ class Plan:
     key: str
     title: str
     note: str
-    lines: tuple[Line, ...]
+    lines: tuple[ChartLine, ...]
     better: str | None = None
     share: bool = False
     stacked: bool = False
@@ -35,182 +35,186 @@ class Plan:
 
 
 ACCURACY = "eval/greedy_accuracy"
-PLANS: tuple[Plan, ...] = (
-    Plan(
+PLANS: tuple[ChartPlan, ...] = (
+    ChartPlan(
         "reward",
         "Reward",
         "Mean of the completions of a step.",
-        (Line("reward/mean", "mean", "reward/std"),),
+        (ChartLine("reward/mean", "mean", "reward/std"),),
         "up",
     ),
-    Plan("parts", "Reward by function", "Mean score of each function, before its weight.", (), "up"),
-    Plan(
+    ChartPlan("parts", "Reward by function", "Mean score of each function, before its weight.", (), "up"),
+    ChartPlan(
         "pairs",
         "Pairs ranked right",
         "Share of pairs in which the chosen answer scores higher.",
         (
-            Line("rewards/accuracies", "policy"),
-            Line("reward_model/accuracy", "reward model"),
-            Line("kto/correct_side", "answers on the right side"),
+            ChartLine("rewards/accuracies", "policy"),
+            ChartLine("reward_model/accuracy", "reward model"),
+            ChartLine("kto/correct_side", "answers on the right side"),
         ),
         "up",
         share=True,
     ),
-    Plan(
+    ChartPlan(
         "evaluation",
         "Evaluation",
         "Share of held-out problems solved; band: 95% interval.",
-        (Line(ACCURACY, "greedy accuracy"),),
+        (ChartLine(ACCURACY, "greedy accuracy"),),
         "up",
         share=True,
     ),
-    Plan(
+    ChartPlan(
         "signal",
         "Groups without signal",
         "Share of groups whose rewards are all equal. They teach nothing.",
-        (Line("reward/frac_zero_std", "share of groups"),),
+        (ChartLine("reward/frac_zero_std", "share of groups"),),
         share=True,
     ),
-    Plan(
+    ChartPlan(
         "kl",
         "KL to the reference",
         "Estimated divergence from the reference model, in nats per token.",
-        (Line("kl/ref", "kl/ref"), Line("kl/reward", "charged in the reward")),
+        (ChartLine("kl/ref", "kl/ref"), ChartLine("kl/reward", "charged in the reward")),
     ),
-    Plan(
+    ChartPlan(
         "entropy",
         "Entropy",
         "Mean entropy of the distribution of a token, in nats. Towards 0: the policy collapses.",
-        (Line("entropy", "entropy"),),
+        (ChartLine("entropy", "entropy"),),
     ),
-    Plan(
+    ChartPlan(
         "length",
         "Completion length",
         "Tokens of a completion, its stop token included.",
-        (Line("completion/mean_length", "mean"), Line("completion/max_length", "longest")),
+        (ChartLine("completion/mean_length", "mean"), ChartLine("completion/max_length", "longest")),
         unit="tokens",
     ),
-    Plan(
+    ChartPlan(
         "truncated",
         "Truncated completions",
         "Share that was cut at max_new_tokens.",
-        (Line("completion/truncated_ratio", "share"),),
+        (ChartLine("completion/truncated_ratio", "share"),),
         "down",
         share=True,
         quiet=True,
     ),
-    Plan(
+    ChartPlan(
         "clipped",
         "Clipped tokens",
         "Share of tokens whose probability ratio the loss clipped.",
         (
-            Line("clip_ratio/region_mean", "both"),
-            Line("clip_ratio/high_mean", "high"),
-            Line("clip_ratio/low_mean", "low"),
+            ChartLine("clip_ratio/region_mean", "both"),
+            ChartLine("clip_ratio/high_mean", "high"),
+            ChartLine("clip_ratio/low_mean", "low"),
         ),
         share=True,
         quiet=True,
     ),
-    Plan(
+    ChartPlan(
         "mismatch",
         "Generator against trainer",
         "Absolute difference of the log-probabilities of sampled tokens, for the same weights.",
-        (Line("sampler/logp_diff_mean", "mean"), Line("sampler/logp_diff_max", "largest")),
+        (ChartLine("sampler/logp_diff_mean", "mean"), ChartLine("sampler/logp_diff_max", "largest")),
         "down",
         log=True,
     ),
-    Plan(
+    ChartPlan(
         "gradient",
         "Gradient norm",
         "Before clipping.",
-        (Line("optim/grad_norm", "policy"), Line("value/optim/grad_norm", "critic")),
+        (ChartLine("optim/grad_norm", "policy"), ChartLine("value/optim/grad_norm", "critic")),
     ),
-    Plan(
+    ChartPlan(
         "rate",
         "Learning rate",
         "Of the updates of a step, by the formula in docs/configuration.md.",
-        (Line("optim/lr", "policy"), Line("value/optim/lr", "critic")),
+        (ChartLine("optim/lr", "policy"), ChartLine("value/optim/lr", "critic")),
     ),
-    Plan(
+    ChartPlan(
         "loss",
         "Loss",
         "Near 0 by construction under GRPO and PPO, where it means little.",
-        (Line("loss", "loss"), Line("value/loss", "critic")),
+        (ChartLine("loss", "loss"), ChartLine("value/loss", "critic")),
         "down",
     ),
-    Plan(
+    ChartPlan(
         "staleness",
         "Staleness",
         "Updates between the weights that sampled a token and those that train on it.",
-        (Line("async/staleness_mean", "mean"), Line("async/staleness_max", "largest")),
+        (ChartLine("async/staleness_mean", "mean"), ChartLine("async/staleness_max", "largest")),
         quiet=True,
         unit="updates",
     ),
-    Plan(
+    ChartPlan(
         "faults",
         "Reward faults",
         "Scores that are missing because a function failed or ran out of time.",
-        (Line("reward/faults", "faults"), Line("reward/timeouts", "timeouts"), Line("reward/retried", "retried")),
+        (
+            ChartLine("reward/faults", "faults"),
+            ChartLine("reward/timeouts", "timeouts"),
+            ChartLine("reward/retried", "retried"),
+        ),
         "down",
         quiet=True,
     ),
-    Plan(
+    ChartPlan(
         "media",
         "Pictures and sounds",
         "Of the prompts of a step, with repeats, and those that a tower encoded in it.",
-        (Line("media/pictures", "in prompts"), Line("media/encoded", "encoded")),
+        (ChartLine("media/pictures", "in prompts"), ChartLine("media/encoded", "encoded")),
     ),
-    Plan(
+    ChartPlan(
         "media-seconds",
         "Seconds for pictures and sounds",
         "Encoding by the towers, and waiting for files to be decoded.",
-        (Line("media/encode_seconds", "encoding"), Line("media/wait_seconds", "waiting")),
+        (ChartLine("media/encode_seconds", "encoding"), ChartLine("media/wait_seconds", "waiting")),
         "down",
         unit="s",
     ),
-    Plan(
+    ChartPlan(
         "seconds",
         "Seconds of a step",
         "By part, on each other. Idle: the devices wait for the host.",
         (
-            Line("time/sample", "sampling"),
-            Line("time/update", "updates"),
-            Line("time/logprob", "log-probabilities"),
-            Line("time/reward", "waiting for rewards"),
-            Line("time/reward_models", "reward models"),
-            Line("time/sync", "resharding"),
-            Line("time/idle", "idle"),
+            ChartLine("time/sample", "sampling"),
+            ChartLine("time/update", "updates"),
+            ChartLine("time/logprob", "log-probabilities"),
+            ChartLine("time/reward", "waiting for rewards"),
+            ChartLine("time/reward_models", "reward models"),
+            ChartLine("time/sync", "resharding"),
+            ChartLine("time/idle", "idle"),
         ),
         "down",
         stacked=True,
         unit="s",
     ),
-    Plan(
+    ChartPlan(
         "speed",
         "Tokens per second",
         "Per device.",
         (
-            Line("perf/step_tokens_per_s", "full step"),
-            Line("perf/sample_tokens_per_s", "sampling"),
-            Line("perf/train_tokens_per_s", "updates"),
+            ChartLine("perf/step_tokens_per_s", "full step"),
+            ChartLine("perf/sample_tokens_per_s", "sampling"),
+            ChartLine("perf/train_tokens_per_s", "updates"),
         ),
         "up",
         unit="tokens/s",
     ),
-    Plan(
+    ChartPlan(
         "mfu",
         "Model FLOPs utilisation",
         "Share of the device's bfloat16 rate.",
         (
-            Line("perf/mfu_step", "full step"),
-            Line("perf/mfu_train", "updates"),
-            Line("perf/mfu_sample", "sampling"),
-            Line("perf/mfu_logprob", "log-probabilities"),
+            ChartLine("perf/mfu_step", "full step"),
+            ChartLine("perf/mfu_train", "updates"),
+            ChartLine("perf/mfu_sample", "sampling"),
+            ChartLine("perf/mfu_logprob", "log-probabilities"),
         ),
         "up",
         share=True,
     ),
-    Plan("memory", "Memory", "As recorded by the run.", ()),
+    ChartPlan("memory", "Memory", "As recorded by the run.", ()),
 )
 HEADLINES = tuple(dict.fromkeys(plan.lines[0].metric for plan in PLANS if plan.lines)) + ("time/step",)
 BETTER = {line.metric: plan.better for plan in PLANS for line in plan.lines if plan.better} | {"time/step": "down"}

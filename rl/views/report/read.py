@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 
 from rl.errors import ConfigError
-from rl.records.run_files import Attempt, Damage, Step, as_number, attempts, check_run, read_config, read_json, steps
+from rl.records.run_files import (
+    Attempt,
+    Damage,
+    RecordedStep,
+    as_number,
+    attempts,
+    check_run,
+    read_config,
+    read_json,
+    steps,
+)
 
 PROGRAMS = "programs.json"
 _SHOWN = 20  # damaged places that a message lists
@@ -33,7 +43,7 @@ class Metric:
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """What the folder of a run holds.
 
     steps maps a stage to its (first, last) recorded step. restarts lists the (stage, step) that a later attempt wrote
@@ -74,12 +84,12 @@ class Part:
         return (self.stage is None or stage == self.stage) and self.first <= step <= self.last
 
 
-def read_run(directory: str | Path, part: Part | None = None) -> Run:
+def read_run(directory: str | Path, part: Part | None = None) -> RecordedRun:
     """Reads a run folder. Raises ConfigError if there is no run, or no stage of the requested name."""
     part = part or Part()
     path = Path(directory)
     check_run(path)
-    run = Run(path, path.resolve().name)
+    run = RecordedRun(path, path.resolve().name)
     shown = {place: step for place, step in steps(path, run.damage).items() if part.holds(*place)}
     run.times = {place: step.time for place, step in shown.items() if step.time is not None}
     _fill(run, shown)
@@ -92,7 +102,7 @@ def read_run(directory: str | Path, part: Part | None = None) -> Run:
     return run
 
 
-def check_steps(run: Run, part: Part) -> None:
+def check_steps(run: RecordedRun, part: Part) -> None:
     """Raises ConfigError if the part of the run holds no step although the run has some."""
     if run.stages or (part.stage is None and part == Part()):
         return
@@ -102,7 +112,7 @@ def check_steps(run: Run, part: Part) -> None:
     raise ConfigError(f"--steps: {run.path} recorded no step there")
 
 
-def _fill(run: Run, shown: Mapping[tuple[str, int], Step]) -> None:
+def _fill(run: RecordedRun, shown: Mapping[tuple[str, int], RecordedStep]) -> None:
     """Fills stages, steps, seconds and metrics of a run from its steps."""
     run.stages = list(dict.fromkeys(stage for stage, _ in shown))
     index = {name: number for number, name in enumerate(run.stages)}
@@ -147,14 +157,14 @@ def _column(values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray([math.nan if value is None else value for value in numbers]), known
 
 
-def _restarts(run: Run) -> list[tuple[str, int]]:
+def _restarts(run: RecordedRun) -> list[tuple[str, int]]:
     """Returns the first (stage, step) of each attempt after the first, by their times."""
     starts = [each.start for each in run.attempts[1:] if each.start is not None]
     places = [next((place for place, time in run.times.items() if time >= start), None) for start in starts]
     return [place for place in dict.fromkeys(places) if place is not None and place != next(iter(run.times))]
 
 
-def evaluation_problems(run: Run) -> int | None:
+def evaluation_problems(run: RecordedRun) -> int | None:
     """Returns how many problems an evaluation of the run has by its configuration, or None."""
     count = (run.config.get("evaluation") or {}).get("problems")
     return count if isinstance(count, int) and count > 0 else None

@@ -11,7 +11,7 @@ from typing import Any
 from rl.config.stage_names import stage_names
 from rl.views.report import settings, summary
 from rl.views.report.plans import ACCURACY
-from rl.views.report.read import Run
+from rl.views.report.read import RecordedRun
 from rl.views.report.series import esc, seconds_text, text
 from rl.views.report.svg import TONES
 
@@ -31,13 +31,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[
     return f'<div class="{kind}"><table>{top}<tbody>{body}</tbody></table></div>'
 
 
-def pill(run: Run) -> str:
+def pill(run: RecordedRun) -> str:
     """Returns the state of a run as a coloured label."""
     kind, words = summary.state(run)
     return f'<span class="pill {kind}">{esc(words)}</span>'
 
 
-def about(run: Run) -> str:
+def about(run: RecordedRun) -> str:
     """Returns one line: model, algorithms, device, start."""
     parts = []
     model = run.config.get("model")
@@ -57,7 +57,7 @@ def about(run: Run) -> str:
     return " · ".join(map(esc, parts))
 
 
-def device_text(run: Run) -> str:
+def device_text(run: RecordedRun) -> str:
     """Returns the devices of the run, e.g. `8 x TPU v5p`; the platform of the configuration if they are unknown."""
     devices = run.info.get("devices")
     if isinstance(devices, dict) and "kind" in devices:
@@ -73,7 +73,7 @@ def moment(seconds: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
-def tiles(run: Run, samples: int) -> str:
+def tiles(run: RecordedRun, samples: int) -> str:
     """Returns the headline numbers of a run as tiles, each only if the run has it."""
     made = []
     accuracy, reward = summary.headline(run, ACCURACY), summary.headline(run, "reward/mean")
@@ -112,7 +112,7 @@ def _best(line: summary.Headline) -> float:
     return line.best[0] if line.best else line.last[0]
 
 
-def overview(runs: Sequence[Run]) -> str:
+def overview(runs: Sequence[RecordedRun]) -> str:
     """Returns the headline numbers of several runs as a table, with the colour of each run."""
     rows = []
     for number, run in enumerate(runs):
@@ -134,7 +134,7 @@ def overview(runs: Sequence[Run]) -> str:
     return f'<div class="card">{table(head, rows, (2, 3, 4, 5, 6, 7))}</div>'
 
 
-def stages(runs: Sequence[Run]) -> str:
+def stages(runs: Sequence[RecordedRun]) -> str:
     """Returns the tables of stages and attempts."""
     named = ["run"] if len(runs) > 1 else []
     shift, result = len(named), ""
@@ -153,7 +153,7 @@ def stages(runs: Sequence[Run]) -> str:
     return f'<div class="card">{result}</div>' if result else ""
 
 
-def _change_rows(run: Run) -> list[list[str]]:
+def _change_rows(run: RecordedRun) -> list[list[str]]:
     """Returns a row for each value that the run changed when it was continued."""
     names, values, rows = stage_names(run.config), dict(settings.flat(run.config)), []
     changes = run.config.get("changes")
@@ -176,7 +176,7 @@ def _change_rows(run: Run) -> list[list[str]]:
     return rows
 
 
-def _stage_rows(run: Run) -> list[list[str]]:
+def _stage_rows(run: RecordedRun) -> list[list[str]]:
     entries, rows = run.config.get("stages"), []
     planned = entries if isinstance(entries, list) else []
     for number, name in enumerate(_stage_names(run)):
@@ -191,7 +191,7 @@ def _stage_rows(run: Run) -> list[list[str]]:
     return rows
 
 
-def _attempt_rows(run: Run) -> list[list[str]]:
+def _attempt_rows(run: RecordedRun) -> list[list[str]]:
     rows = []
     for number, each in enumerate(run.attempts, 1):
         code = "-" if each.code is None else f"{each.code}: {summary.CODES.get(each.code, 'stopped by a signal')}"
@@ -200,17 +200,17 @@ def _attempt_rows(run: Run) -> list[list[str]]:
     return rows[-50:]
 
 
-def _stage_names(run: Run) -> list[str]:
+def _stage_names(run: RecordedRun) -> list[str]:
     """Returns the stages of the run, those that have not begun included."""
     names = stage_names(run.config)
     return names if set(run.stages) <= set(names) else run.stages
 
 
-def _earlier(run: Run, stage: str, than: str) -> bool:
+def _earlier(run: RecordedRun, stage: str, than: str) -> bool:
     return than in run.stages and run.stages.index(stage) < run.stages.index(than)
 
 
-def _change(run: Run, stage: str) -> tuple[str, str, str]:
+def _change(run: RecordedRun, stage: str) -> tuple[str, str, str]:
     """Returns (metric, first, last) of the metric that says most about a stage."""
     for name in (ACCURACY, "reward/mean", "rewards/accuracies", "reward_model/accuracy", "kto/correct_side", "loss"):
         if (metric := run.metrics.get(name)) is not None and stage in run.stages:
@@ -221,7 +221,7 @@ def _change(run: Run, stage: str) -> tuple[str, str, str]:
     return "-", "-", "-"
 
 
-def evaluation_table(runs: Sequence[Run]) -> str:
+def evaluation_table(runs: Sequence[RecordedRun]) -> str:
     """Returns the table of all evaluations, or "" without any."""
     rows, every = [], [(run, each) for run in runs for each in summary.evaluations(run)]
     passes = sorted({k for _, each in every for k in each.passes})
@@ -251,7 +251,7 @@ def _spread(every: Sequence[Any]) -> Sequence[Any]:
     return [every[round(n * (len(every) - 1) / (_EVALUATIONS - 1))] for n in range(_EVALUATIONS)]
 
 
-def _bar(each: summary.Evaluation) -> str:
+def _bar(each: summary.EvaluationSummary) -> str:
     if not math.isfinite(each.accuracy):
         return ""
     low, high = each.interval or (each.accuracy, each.accuracy)
@@ -263,7 +263,7 @@ def _bar(each: summary.Evaluation) -> str:
     )
 
 
-def configuration(runs: Sequence[Run]) -> str:
+def configuration(runs: Sequence[RecordedRun]) -> str:
     """Returns what the configuration changes, its full text, and what differs between runs."""
     parts = []
     if len(runs) > 1:
@@ -294,7 +294,7 @@ def _setting(value: Any) -> str:
     )
 
 
-def programs(run: Run) -> str:
+def programs(run: RecordedRun) -> str:
     """Returns the table of compiled programs by peak memory, or ""."""
     size = lambda each, key: each[key] if isinstance(each.get(key), (int, float)) else 0  # noqa: E731
     rows = [
@@ -315,7 +315,7 @@ def programs(run: Run) -> str:
     return f'<p class="about lead">MiB per device.</p><div class="card">{shown}{rest}</div>'
 
 
-def versions(run: Run) -> str:
+def versions(run: RecordedRun) -> str:
     """Returns what run.json says about versions, command, devices and git, or "" without it."""
     rows = [
         [f'<span class="mono">{esc(key)}</span>', f'<span class="mono">{esc(_short(value))}</span>']

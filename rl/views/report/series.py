@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl.views.report.read import Metric, Run
+from rl.views.report.read import Metric, RecordedRun
 
 BUCKETS = 400
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -43,7 +43,7 @@ class Axis:
         home = next(each for each in self.stages if each.name == stage)
         return home.start + step - home.first
 
-    def positions(self, run: Run, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
+    def positions(self, run: RecordedRun, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
         """Returns (position, index of the stage on the axis) of each value of a metric, int[n] each."""
         index = {each.name: number for number, each in enumerate(self.stages)}
         stage = np.asarray([index[name] for name in run.stages], np.int64)[metric.stage]
@@ -51,7 +51,7 @@ class Axis:
         return metric.step + shift[stage], stage
 
 
-def axis(runs: Sequence[Run]) -> Axis:
+def axis(runs: Sequence[RecordedRun]) -> Axis:
     """Returns the axis of these runs. Stages of equal names share a place, as long as the longest of them."""
     names: list[str] = []
     for run in runs:

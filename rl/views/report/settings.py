@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl.views.report.read import Run
+from rl.views.report.read import RecordedRun
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -79,7 +79,7 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
+def differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Any]]]:
     """Returns (dotted key, value in each run) of the keys whose values differ; None where a run has no such key.
 
     Keys of `run` and `profile` are left out, and keys that one version of Duet writes as null, false or empty and

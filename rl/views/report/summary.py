@@ -15,7 +15,7 @@ import numpy as np
 
 from rl.views.report import settings
 from rl.views.report.plans import ACCURACY, BETTER, HEADLINES
-from rl.views.report.read import Metric, Run, evaluation_problems
+from rl.views.report.read import Metric, RecordedRun, evaluation_problems
 from rl.views.report.series import Axis, curve, seconds_text, text, wilson
 
 CODES = {
@@ -43,7 +43,7 @@ class Headline:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationSummary:
     """An evaluation. interval: 95% bounds of the accuracy, or None if the number of problems is unknown.
 
     passes maps k to (pass@k, lower, upper); others holds the further metrics by name.
@@ -59,7 +59,7 @@ class Evaluation:
     others: dict[str, float] = field(default_factory=dict)
 
 
-def headline(run: Run, name: str) -> Headline | None:
+def headline(run: RecordedRun, name: str) -> Headline | None:
     """Summarises a metric: an evaluation over all stages, any other over the last stage that has it."""
     metric = run.metrics.get(name)
     if metric is None:
@@ -77,7 +77,7 @@ def headline(run: Run, name: str) -> Headline | None:
     return Headline(name, _at(run, metric, int(rows[0])), _at(run, metric, int(rows[-1])), best)
 
 
-def headlines(runs: Sequence[Run]) -> list[str]:
+def headlines(runs: Sequence[RecordedRun]) -> list[str]:
     """Returns the names of the headline metrics that a run has, in the order of the page."""
     names = {name for run in runs for name in run.metrics}
     passes = sorted(name for name in names if name.startswith("eval/pass@"))
@@ -85,11 +85,11 @@ def headlines(runs: Sequence[Run]) -> list[str]:
     return [name for name in ordered if name in names]
 
 
-def _at(run: Run, metric: Metric, row: int) -> tuple[float, str, int]:
+def _at(run: RecordedRun, metric: Metric, row: int) -> tuple[float, str, int]:
     return float(metric.value[row]), run.stages[int(metric.stage[row])], int(metric.step[row])
 
 
-def evaluations(run: Run) -> list[Evaluation]:
+def evaluations(run: RecordedRun) -> list[EvaluationSummary]:
     """Returns every evaluation of the run, in order."""
     names = [name for name in run.metrics if name.startswith("eval/")]
     rows: dict[tuple[int, int], dict[str, float]] = {}
@@ -100,7 +100,7 @@ def evaluations(run: Run) -> list[Evaluation]:
     return [_evaluation(run, *place, values) for place, values in sorted(rows.items())]
 
 
-def _evaluation(run: Run, stage: int, step: int, values: dict[str, float]) -> Evaluation:
+def _evaluation(run: RecordedRun, stage: int, step: int, values: dict[str, float]) -> EvaluationSummary:
     recorded = values.pop("eval/problems", math.nan)
     problems = int(recorded) if math.isfinite(recorded) else evaluation_problems(run)
     accuracy, reward = values.pop(ACCURACY, math.nan), values.pop("eval/reward_mean", None)
@@ -113,7 +113,7 @@ def _evaluation(run: Run, stage: int, step: int, values: dict[str, float]) -> Ev
     others = {name.removeprefix("eval/"): value for name, value in values.items()}
     counts = {"unscored": unscored, "unscored_samples": unscored_samples}
     others |= {name: value for name, value in counts.items() if value}
-    return Evaluation(
+    return EvaluationSummary(
         *(run.stages[stage], step, accuracy, interval(accuracy, scored), problems, reward),
         passes=dict(sorted(passes.items())),
         others=others,
@@ -128,7 +128,7 @@ def interval(share: float, problems: int | None) -> tuple[float, float] | None:
     return float(low[0]), float(high[0])
 
 
-def reached(run: Run) -> list[tuple[float, str, int, float | None]]:
+def reached(run: RecordedRun) -> list[tuple[float, str, int, float | None]]:
     """Returns (tenth, stage, step, seconds) of the first evaluation at each tenth of accuracy that the run reached."""
     result: list[tuple[float, str, int, float | None]] = []
     for each in evaluations(run):
@@ -138,12 +138,12 @@ def reached(run: Run) -> list[tuple[float, str, int, float | None]]:
     return result
 
 
-def total_seconds(run: Run) -> float | None:
+def total_seconds(run: RecordedRun) -> float | None:
     """Returns the seconds of all recorded steps and evaluations."""
     return max(run.seconds.values(), default=0.0) or None
 
 
-def typical(run: Run, name: str) -> float | None:
+def typical(run: RecordedRun, name: str) -> float | None:
     """Returns the median of a metric over the last half of the last stage that has it."""
     metric = run.metrics.get(name)
     if metric is None or not np.isfinite(metric.value).any():
@@ -152,7 +152,7 @@ def typical(run: Run, name: str) -> float | None:
     return float(np.median(values[len(values) // 2 :])) if len(values) else None
 
 
-def state(run: Run) -> tuple[str, str]:
+def state(run: RecordedRun) -> tuple[str, str]:
     """Returns (kind, text) of how the run ended: kind is good, bad or open."""
     if run.attempts and run.attempts[-1].code is not None:
         code = run.attempts[-1].code
@@ -164,7 +164,7 @@ def state(run: Run) -> tuple[str, str]:
     return "open", "not finished"
 
 
-def numbers(run: Run, axis: Axis, verdict: Sequence[str] = ()) -> dict[str, Any]:
+def numbers(run: RecordedRun, axis: Axis, verdict: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the numbers of the report for a program: plain values, null for numbers that are not finite."""
     lines = [headline(run, name) for name in headlines([run])]
     value = {
@@ -191,7 +191,7 @@ def _headline_numbers(line: Headline) -> dict[str, Any]:
     return {key: {"value": part[0], "stage": part[1], "step": part[2]} if part else None for key, part in parts.items()}
 
 
-def _evaluation_numbers(each: Evaluation) -> dict[str, Any]:
+def _evaluation_numbers(each: EvaluationSummary) -> dict[str, Any]:
     low, high = each.interval or (None, None)
     return {
         "stage": each.stage,
@@ -208,7 +208,7 @@ def _evaluation_numbers(each: Evaluation) -> dict[str, Any]:
     }
 
 
-def _series(run: Run, axis: Axis, metric: Metric) -> dict[str, Any]:
+def _series(run: RecordedRun, axis: Axis, metric: Metric) -> dict[str, Any]:
     shown = curve(*axis.positions(run, metric), metric.value)
     stages = [axis.stages[number] for number in shown.stage.tolist()]
     return {
@@ -229,12 +229,12 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def compare(runs: Sequence[Run]) -> str:
+def compare(runs: Sequence[RecordedRun]) -> str:
     """Returns tables of metrics (first, last, best), accuracies reached, and keys of the configuration that differ."""
     return "\n\n".join(part for part in (_metrics(runs), _reached(runs), _settings(runs)) if part)
 
 
-def _metrics(runs: Sequence[Run]) -> str:
+def _metrics(runs: Sequence[RecordedRun]) -> str:
     rows = []
     for name in headlines(runs):
         for number, run in enumerate(runs):
@@ -248,7 +248,7 @@ def _metrics(runs: Sequence[Run]) -> str:
     return _table(["metric", "run", "first", "last", "best", "best at step"], rows, (2, 3, 4))
 
 
-def _reached(runs: Sequence[Run]) -> str:
+def _reached(runs: Sequence[RecordedRun]) -> str:
     tables = [{each[0]: each for each in reached(run)} for run in runs]
     tenths = sorted({tenth for each in tables for tenth in each})
     rows = []
@@ -264,7 +264,7 @@ def _reached(runs: Sequence[Run]) -> str:
     return _table(["accuracy", *(run.name for run in runs)], rows, ()) if rows else ""
 
 
-def _settings(runs: Sequence[Run]) -> str:
+def _settings(runs: Sequence[RecordedRun]) -> str:
     rows = [[key, *map(_short, values)] for key, values in settings.differences(runs)]
     if not rows:
         return "configuration: no key differs"

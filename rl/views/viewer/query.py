@@ -45,7 +45,7 @@ class FilterError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Number:
+class NumberTerm:
     """A column of numbers within low .. high; open_low, open_high: the bounds themselves are outside.
 
     outside: a number that is not within (`reward!=0`). A sample without a number meets neither, but meets `negated`.
@@ -95,7 +95,7 @@ class Regex:
     negated: bool = False
 
 
-Term = Number | Word | Flag | Text | Regex
+Term = NumberTerm | Word | Flag | Text | Regex
 
 
 def parse(text: str) -> tuple[Term, ...]:
@@ -154,22 +154,22 @@ def _compared(field: str, op: str, value: str, negated: bool) -> Term:
     )
 
 
-def _number(column: str, field: str, op: str, value: str, negated: bool) -> Number:
+def _number(column: str, field: str, op: str, value: str, negated: bool) -> NumberTerm:
     single = re.fullmatch(_NUMBER, value)
     if op in (":", "=", "!="):
         outside = op == "!="
         span = re.fullmatch(rf"({_NUMBER})?-({_NUMBER})?", value)
         if single:
-            return Number(column, float(value), float(value), outside=outside, negated=negated)
+            return NumberTerm(column, float(value), float(value), outside=outside, negated=negated)
         if span and (span[1] or span[2]):
             low, high = float(span[1] or "-inf"), float(span[2] or "inf")
             if low > high:
                 raise FilterError(f"filter: {field}{op}{value}: the range is empty; write {field}:{span[2]}-{span[1]}")
-            return Number(column, low, high, outside=outside, negated=negated)
+            return NumberTerm(column, low, high, outside=outside, negated=negated)
         raise FilterError(f"filter: {field}{op}{value}: {value!r} is no number and no range; write {field}:100-200")
     if not single:
         raise FilterError(f"filter: {field}{op}{value}: {value!r} is no number; write {field}{op}0.5")
     bound = float(value)
     if op[0] == "<":
-        return Number(column, float("-inf"), bound, open_high=op == "<", negated=negated)
-    return Number(column, bound, float("inf"), open_low=op == ">", negated=negated)
+        return NumberTerm(column, float("-inf"), bound, open_high=op == "<", negated=negated)
+    return NumberTerm(column, bound, float("inf"), open_low=op == ">", negated=negated)

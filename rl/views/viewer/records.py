@@ -11,14 +11,14 @@ from rl.records import thumbnails
 from rl.records.messages import Piece, described, messages, start
 from rl.views.viewer import tokens as token_texts
 from rl.views.viewer.index import Index, columns
-from rl.views.viewer.search import Place, places
+from rl.views.viewer.search import SamplePlace, places
 
 _PEEK = 160
 _READ = 64  # completions of a group whose beginnings are read
 _MOST = 500  # relatives of a sample that are listed
 
 
-def short(index: Index, place: Place) -> dict[str, Any]:
+def short(index: Index, place: SamplePlace) -> dict[str, Any]:
     """Returns the numbers of a sample, without its texts and without reading its line."""
     row = place.segment.rows[place.row]
     bits, kinds = int(row["fault"]), index.names["fault"]
@@ -40,7 +40,7 @@ def short(index: Index, place: Place) -> dict[str, Any]:
     }
 
 
-def listed(index: Index, place: Place) -> dict[str, Any]:
+def listed(index: Index, place: SamplePlace) -> dict[str, Any]:
     """Returns `short` with the beginnings of prompt and completion. Raises as `Place.record`."""
     record = place.record()
     return short(index, place) | {
@@ -49,7 +49,7 @@ def listed(index: Index, place: Place) -> dict[str, Any]:
     }
 
 
-def full(index: Index, place: Place, most: int = _MOST) -> dict[str, Any]:
+def full(index: Index, place: SamplePlace, most: int = _MOST) -> dict[str, Any]:
     """Returns everything about a sample: record, pieces of its messages, tokens without their texts, its group, and the
     same row of the data at other steps.
 
@@ -85,7 +85,7 @@ def with_texts(sample: dict[str, Any], texts: token_texts.TokenTexts) -> dict[st
     return sample | {"tokens": sample["tokens"] | {"text": texts.texts(sample["tokens"]["id"])}}
 
 
-def group(index: Index, place: Place, most: int = _MOST) -> list[Place]:
+def group(index: Index, place: SamplePlace, most: int = _MOST) -> list[SamplePlace]:
     """Returns the completions of the same prompt at the same step, this one included, at most `most`."""
     row = place.segment.rows[place.row]
     mask = (columns(index.segments, "prompt") == row["prompt"]) & (columns(index.segments, "step") == row["step"])
@@ -93,7 +93,7 @@ def group(index: Index, place: Place, most: int = _MOST) -> list[Place]:
     return places(index, np.flatnonzero(mask)[:most])
 
 
-def others(index: Index, place: Place, most: int = _MOST) -> list[Place]:
+def others(index: Index, place: SamplePlace, most: int = _MOST) -> list[SamplePlace]:
     """Returns the completions of the same row of the data at other steps, the newest first, at most `most`."""
     row = place.segment.rows[place.row]
     mask = columns(index.segments, "same") == row["same"]

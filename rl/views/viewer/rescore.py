@@ -17,7 +17,7 @@ from rewards.workers.rounding import all_equal
 from rl.errors import ConfigError, DataError
 from rl.views.report.samples import sample_length
 from rl.views.viewer.index import Index
-from rl.views.viewer.search import Place, places
+from rl.views.viewer.search import SamplePlace, places
 
 _BATCH = 2048  # samples that are scored together; groups stay together
 
@@ -26,7 +26,7 @@ _BATCH = 2048  # samples that are scored together; groups stay together
 class Rescored:
     """One sample with its recorded rewards (`record`) and its new ones. A score is NaN where there is none."""
 
-    place: Place
+    place: SamplePlace
     record: dict[str, Any]
     reward: float
     scores: dict[str, float]
@@ -72,7 +72,7 @@ def rescore(
         start = end
 
 
-def _stage(every: Sequence[Place], options: RunnerOptions, limit: int | None) -> Iterator[Rescored]:
+def _stage(every: Sequence[SamplePlace], options: RunnerOptions, limit: int | None) -> Iterator[Rescored]:
     if any(name == REWARD_MODEL for name, _, _ in options.functions):
         raise ConfigError("--rescore: the reward `reward_model` needs its model; leave it out of the configuration")
     try:
@@ -88,7 +88,7 @@ def _stage(every: Sequence[Place], options: RunnerOptions, limit: int | None) ->
         runner.close()
 
 
-def _batches(every: Sequence[Place]) -> Iterator[Sequence[Place]]:
+def _batches(every: Sequence[SamplePlace]) -> Iterator[Sequence[SamplePlace]]:
     start = 0
     while start < len(every):
         end = min(start + _BATCH, len(every))
@@ -98,7 +98,7 @@ def _batches(every: Sequence[Place]) -> Iterator[Sequence[Place]]:
         start = end
 
 
-def _batch(runner: Runner, batch: Sequence[Place], limit: int | None) -> Iterator[Rescored]:
+def _batch(runner: Runner, batch: Sequence[SamplePlace], limit: int | None) -> Iterator[Rescored]:
     records = [_record(each) for each in batch]
     names = list(dict.fromkeys(name for record in records for name in record.get("columns") or {}))
     columns: dict[str, Any] = {name: [(each.get("columns") or {}).get(name) for each in records] for name in names}
@@ -166,15 +166,15 @@ def _mean(values: Any) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
-def _of(place: Place, column: str) -> int:
+def _of(place: SamplePlace, column: str) -> int:
     return int(place.segment.rows[column][place.row])
 
 
-def _group(place: Place) -> tuple[int, int]:
+def _group(place: SamplePlace) -> tuple[int, int]:
     return _of(place, "step"), _of(place, "prompt")
 
 
-def _record(place: Place) -> dict[str, Any]:
+def _record(place: SamplePlace) -> dict[str, Any]:
     try:
         return place.record()
     except (OSError, ValueError):

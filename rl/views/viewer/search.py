@@ -17,14 +17,14 @@ from rewards.suggest import nearest
 from rl.records.samples import read_tokens
 from rl.views.viewer import query
 from rl.views.viewer.index import Index, Segment, columns
-from rl.views.viewer.query import FilterError, Flag, Number, Regex, Term, Text, Word
+from rl.views.viewer.query import FilterError, Flag, NumberTerm, Regex, Term, Text, Word
 
 SORTS = {"reward": "reward", "gap": "gap", "len": "len"}
 _CHUNK = 8 << 20
 
 
 @dataclass(frozen=True)
-class Place:
+class SamplePlace:
     """One sample: its segment and its row there."""
 
     segment: Segment
@@ -76,28 +76,28 @@ def matching(index: Index, terms: Sequence[Term], sort: str | None = None) -> np
     return rows
 
 
-def places(index: Index, rows: Sequence[int] | np.ndarray) -> list[Place]:
+def places(index: Index, rows: Sequence[int] | np.ndarray) -> list[SamplePlace]:
     """Returns the places of samples by their numbers."""
     starts = np.concatenate([[0], np.cumsum([len(each.rows) for each in index.segments])]).astype(np.int64)
     result = []
     for row in rows:
         number = int(np.searchsorted(starts, row, side="right")) - 1
-        result.append(Place(index.segments[number], int(row - starts[number])))
+        result.append(SamplePlace(index.segments[number], int(row - starts[number])))
     return result
 
 
-def place(index: Index, name: str) -> Place | None:
+def place(index: Index, name: str) -> SamplePlace | None:
     """Returns the sample with this id, or None."""
     key, _, offset = name.partition("-")
     for segment in index.segments:
         if segment.key == key and offset.isdecimal():
             row = int(np.searchsorted(segment.rows["offset"], int(offset)))
             if row < len(segment.rows) and segment.rows["offset"][row] == int(offset):
-                return Place(segment, row)
+                return SamplePlace(segment, row)
     return None
 
 
-def number_of(index: Index, place: Place) -> int:
+def number_of(index: Index, place: SamplePlace) -> int:
     """Returns the number of a sample, as `matching` counts."""
     before = 0
     for segment in index.segments:
@@ -109,7 +109,7 @@ def number_of(index: Index, place: Place) -> int:
 
 def _numbers(index: Index, segments: list[Segment], term: Term) -> np.ndarray:
     """Returns for each sample whether it meets a term about numbers or names, without its negation."""
-    if isinstance(term, Number):
+    if isinstance(term, NumberTerm):
         function = term.column.partition(".")[2]
         if function and index.functions and function not in index.functions:
             raise FilterError(f"filter: {term.column}: no such reward function{nearest(function, index.functions)}")

@@ -30,7 +30,7 @@ _NO_EDGE = 10**7  # columns of an output that is no terminal: nothing is cut or 
 
 
 @dataclass(frozen=True)
-class Options:
+class SamplesFlags:
     """The flags of `rl samples`."""
 
     filter: str = ""
@@ -62,7 +62,7 @@ def check(path: Path) -> None:
         check_run(path)
 
 
-def show(directory: str, options: Options) -> int:
+def show(directory: str, options: SamplesFlags) -> int:
     """Prints the samples that meet the filter. Returns the exit code."""
     terms = query.parse(options.filter)
     index = opened(directory)
@@ -88,7 +88,7 @@ def show(directory: str, options: Options) -> int:
 
 
 def show_rescored(
-    directory: str, options: Options, options_of: Callable[[str], RunnerOptions], limits: dict[str, int]
+    directory: str, options: SamplesFlags, options_of: Callable[[str], RunnerOptions], limits: dict[str, int]
 ) -> int:
     """Scores the samples that meet the filter with other rewards, and prints what changed. Returns the exit code."""
     terms = query.parse(options.filter)
@@ -107,7 +107,7 @@ def show_rescored(
     return 0
 
 
-def record_of(place: search.Place) -> dict[str, Any]:
+def record_of(place: search.SamplePlace) -> dict[str, Any]:
     """Reads a sample. Raises DataError if the run has changed it since."""
     try:
         return place.record()
@@ -144,7 +144,7 @@ def _print_table(console: Console, table: Table) -> None:
         print(line.rstrip())
 
 
-def _table(index: Index, chosen: Sequence[search.Place], console: Console) -> Table:
+def _table(index: Index, chosen: Sequence[search.SamplePlace], console: Console) -> Table:
     width = console.width
     table = Table(box=None, pad_edge=False, header_style="dim", expand=_has_edge(console))
     for name in ("stage", "step", "prompt", "reward", "adv", "gap", "len"):
@@ -167,7 +167,7 @@ def _table(index: Index, chosen: Sequence[search.Place], console: Console) -> Ta
     return table
 
 
-def _print_full(console: Console, index: Index, place: search.Place, texts: TokenTexts | None) -> None:
+def _print_full(console: Console, index: Index, place: search.SamplePlace, texts: TokenTexts | None) -> None:
     own, record = records.short(index, place), record_of(place)
     about = (
         f"{own['stage']} step {own['step']}  prompt {own['prompt_id']}/{own['sample']}  reward {_real(own['reward'])}"
