@@ -281,7 +281,17 @@ def with_other_tensors(directory, folder, case):
 
 
 @pytest.mark.parametrize("case", OTHER_TENSORS)
-def test_tensors_that_are_not_those_of_the_configuration(case, directory, tmp_path, capsys, monkeypatch):
+def test_tensors_that_are_not_those_of_the_configuration(case, directory, tmp_path, capsys):
+    words = with_other_tensors(directory, tmp_path / "model", case)
+    assert cli.main(["train", "--check", str(run_file(tmp_path, tmp_path / "model"))]) == 4
+    said = capsys.readouterr().err
+    assert all(word in said for word in (str(tmp_path / "model"), *words)), said
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "shape" else pytest.mark.slow) for case in OTHER_TENSORS]
+)
+def test_every_verb_compares_the_tensors_before_it_reads_a_number(case, directory, tmp_path, capsys, monkeypatch):
     source = tmp_path / "model"
     words = with_other_tensors(directory, source, case)
     monkeypatch.setattr(TensorFiles, "read", lambda *_: pytest.fail("a number was read"))
@@ -290,6 +300,7 @@ def test_tensors_that_are_not_those_of_the_configuration(case, directory, tmp_pa
     assert words[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tensors_are_compared_without_jax(directory, tmp_path):
     """In a process of its own, which needs no device of the run."""
     words = with_other_tensors(directory, tmp_path / "model", "shape")
