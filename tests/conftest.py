@@ -60,7 +60,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = compilation_cache()
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# Without most passes XLA takes a third of the time; `all_optimizations` below has them. Processes that tests start inherit it.
+# Without most passes XLA takes a third of the time. Processes that tests start inherit it; tests that ask for
+# `all_optimizations` do not.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # The older of XLA's two code generators takes 0.4 of the time to compile without optimisation.
 if "XLA_FLAGS" not in os.environ and has_older_emitters():
@@ -162,7 +163,7 @@ def few_programs():
 
 @pytest.fixture(scope="module")
 def quick_compilation():
-    """Every test has it."""
+    """What every test has."""
 
 
 @pytest.fixture(scope="module")

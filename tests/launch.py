@@ -33,7 +33,9 @@ def process(*given: str, environment: dict[str, str] | None = None, **how) -> su
     """`rl-train` in a process group of its own, with its output in pipes."""
     command = [sys.executable, "-m", "rl.commands.cli", *given]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | (environment or {}), start_new_session=True, **(pipes | how))
+    return subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | (environment or {}), start_new_session=True, **(pipes | how)
+    )
 
 
 def finish(running: subprocess.Popen, timeout: float = 300) -> tuple[int, str, str]:

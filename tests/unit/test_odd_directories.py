@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -368,8 +369,8 @@ def test_verbs_say_that_there_are_more_tokens_than_positions(kind, learned, tmp_
 
 
 def test_a_conversation_has_as_many_tokens_as_the_model_has_positions(directory, capsys, monkeypatch):
-    lengths = []
-    monkeypatch.setattr("rollout.Generator", lambda *_, max_length, **__: lengths.append(max_length))
+    made = Mock()
+    monkeypatch.setattr("rollout.Generator", made)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert cli.main(["chat", str(directory), "--platform", "cpu"]) == 0
-    assert lengths == [128] and "warning" not in capsys.readouterr().err
+    assert made.call_args.kwargs["max_length"] == 128 and "warning" not in capsys.readouterr().err
