@@ -148,11 +148,16 @@ class Graph:
             )
 
     def logprobs(
-        self, params: dict[str, jax.Array], tokens_BT: jax.Array, step: Step, temperature: ArrayLike
+        self,
+        params: dict[str, jax.Array],
+        tokens_BT: jax.Array,
+        step: Step,
+        temperature: ArrayLike,
+        kept_BTK: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, Aux]:
         """Runs modes.train with these weights: (logp, entropy, Aux)."""
         with self.precision():
-            return modes.train(self.decoder(params), tokens_BT, step, temperature, self.runtime)
+            return modes.train(self.decoder(params), tokens_BT, step, temperature, self.runtime, kept_BTK)
 
     def encode(
         self, params: dict[str, jax.Array], kind: Literal["image", "audio"], values_RNK: jax.Array, shape_R2: jax.Array

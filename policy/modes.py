@@ -18,7 +18,7 @@ from policy.cache.paths import Tree, before, scored
 from policy.cache.step import Step
 from policy.config import Runtime
 from policy.decoder import Decoder
-from policy.heads import head
+from policy.heads import head, kept
 from policy.heads.divergence import Divergence, DivergenceOutputs, divergence
 from policy.heads.multi_token_prediction import predictions
 from policy.intermediates import Aux
@@ -56,32 +56,49 @@ VALUE_HEAD = "value_head"
 
 
 def train(
-    decoder: Decoder, tokens_BT: jax.Array, step: Step, temperature: ArrayLike, runtime: Runtime
+    decoder: Decoder,
+    tokens_BT: jax.Array,
+    step: Step,
+    temperature: ArrayLike,
+    runtime: Runtime,
+    kept_BTK: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Aux]:
     """Returns (logp float32[B, T], entropy float32[B, T], Aux).
 
     logp[t] is the log-probability of token t given the tokens before it, at logits / temperature; entropy[t] is the
-    entropy of that distribution. Both are 0 at the first token of a sequence and on padding.
+    entropy of that distribution. Both are 0 at the first token of a sequence and on padding. kept_BTK: the ids that the
+    distribution of each token is over, as in policy/heads/kept.py; None: all.
     """
     hidden, _, aux = decoder(tokens_BT, step, None, runtime)
     tokens_BT = tokens_BT if step.media is None else step.media.text_tokens(tokens_BT)
     if runtime.mtp is not None:
         aux = predictions(decoder, tokens_BT, step, hidden, aux, temperature, runtime)
-    logp, entropy = logprobs_of_states(decoder, before(hidden, step.tree), tokens_BT, temperature, runtime)
+    states = before(hidden, step.tree)
+    logp, entropy = logprobs_of_states(decoder, states, tokens_BT, temperature, runtime, kept_BTK)
     predicted = scored(step.segments, step.tree)
     aux = replace(aux, mtp_input=None, states=hidden)
     return jnp.where(predicted, logp, 0.0), jnp.where(predicted, entropy, 0.0), aux
 
 
 def logprobs_of_states(
-    decoder: Decoder, states_BTE: jax.Array, tokens_BT: jax.Array, temperature: ArrayLike, runtime: Runtime
+    decoder: Decoder,
+    states_BTE: jax.Array,
+    tokens_BT: jax.Array,
+    temperature: ArrayLike,
+    runtime: Runtime,
+    kept_BTK: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp, entropy), float32[B, T], of tokens that are predicted from `states`, the states one token
-    earlier. For tokens [B, T, K], several in one place, logp has their shape."""
+    earlier. For tokens [B, T, K], several in one place, logp has their shape. kept_BTK: as in `train`, for tokens
+    [B, T]."""
     rows = FlatRows(runtime.layout, *tokens_BT.shape[:2])
     hidden, targets = rows.flat(states_BTE), rows.flat(tokens_BT)
     tiling, scaling = head.Tiling(runtime.num_vocab_tiling, rows.layout), decoder.config.logit_scaling
-    logp, entropy = head.logprobs(hidden, decoder.head_weight, targets, temperature, scaling, tiling)
+    how = temperature, scaling, tiling
+    if kept_BTK is None:
+        logp, entropy = head.logprobs(hidden, decoder.head_weight, targets, *how)
+    else:
+        logp, entropy = kept.logprobs(hidden, decoder.head_weight, targets, rows.flat(kept_BTK), *how)
     return rows.back(logp), rows.back(entropy)
 
 

@@ -91,7 +91,10 @@ class Generator:
             self.set_value_head(jnp.zeros(model.config.hidden_size, jnp.float32, device=model.graph.layout.replicated))
         self._queue = Queue()
         self._streams: list[_Stream] = []
-        self.verifier = Verifier(model.scorer_for(max_length), seed, stop_string=stop_string) if options.exact else None
+        self.verifier: Verifier | None = None
+        if options.exact:
+            scorer, kept = model.scorer_for(max_length), options.record_kept
+            self.verifier = Verifier(scorer, seed, stop_string=stop_string, max_kept=kept)
 
     def generate(
         self,
@@ -313,7 +316,13 @@ class Generator:
         if routes is not None:
             routes = {path: np.asarray(array)[: request.needed].copy() for path, array in routes.items()}
         values = request.values if self.options.record_values else None
-        return Completion(request.tokens, request.logprobs, request.finish, text, steps, routes, values, raw)
+        recorded = {}
+        if self.options.record_kept and request.params.has_filter:
+            recorded["filtered_logprobs"], recorded["kept_counts"] = request.filtered_logprobs, request.kept_counts
+            most = min(self.options.record_kept, max(request.kept_counts, default=0))
+            recorded["kept"] = np.asarray(request.kept, np.int32).reshape(len(request.kept), -1)[:, :most]
+        how = steps, routes, values, raw
+        return Completion(request.tokens, request.logprobs, request.finish, text, *how, **recorded)
 
     def _raw(self, request: Request, text: str) -> str:
         """Returns the text of a completion with special tokens. text: without them."""

@@ -61,13 +61,15 @@ class Request:
     the running number of the prompt in the run, sample the number of the completion of this prompt.
     index: index of the prompt in the call that made the request.
 
-    The engine appends to four lists until `finish` is "stop" or "length":
+    The engine appends to these lists until `finish` is "stop" or "length":
 
     - tokens: the completion.
     - logprobs: the log-probability of each token.
     - starts_step: true for the first token of a decoding step; false for further tokens that the step gains from
       accepted drafts. Its sum is the number of decoding steps.
     - values: where they are recorded, the value of the state that each token was drawn from.
+    - filtered_logprobs, kept, kept_counts: where filters are recorded and the request has one, as in
+      rollout/engine/sampling.py:Drawn. `kept` has an array int32[K] for each token.
 
     cached: how many tokens of prompt and completion have entries in the cache.
     verified_tokens: how many tokens of the completion the scoring programs have confirmed, under
@@ -88,6 +90,9 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     starts_step: list[bool] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
+    filtered_logprobs: list[float] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+    kept_counts: list[int] = field(default_factory=list)
     finish: str | None = None
     cached: int = 0
     verified_tokens: int = 0

@@ -88,6 +88,12 @@ class GeneratorOptions:
         description="Completions have the value of the state that each token was drawn from, by the head of "
         "Generator.set_value_head.",
     )
+    record_kept: int = option(
+        0,
+        ge=0,
+        description="Most ids that the filters of a completion (top_k, top_p, min_p) leave which it has for each "
+        "token, and then its log-probability among them; 0: none.",
+    )
 
     @property
     def prefills_completions(self) -> bool:
@@ -108,8 +114,8 @@ class GeneratorOptions:
             raise ValueError("GeneratorOptions: prefill_chunk and tokens_per_dispatch must be at least 1")
         if any(size < 1 for size in self.batch_sizes or ()):
             raise ValueError("GeneratorOptions: batch_sizes must be at least 1 each")
-        if self.speculative < 0:
-            raise ValueError("GeneratorOptions: speculative must be 0 (none) or more")
+        if self.speculative < 0 or self.record_kept < 0:
+            raise ValueError("GeneratorOptions: speculative and record_kept must be 0 (none) or more")
         if self.exact and self.record_routes:
             raise ValueError("GeneratorOptions: exact completions use the model's own routes; leave record_routes out")
         if self.record_values and (self.exact or self.speculative):
@@ -202,6 +208,11 @@ class SamplingParams:
                 raise ValueError(f"SamplingParams: {message}")
 
     @property
+    def has_filter(self) -> bool:
+        """Whether tokens are drawn from a part of the distribution: top_k, top_p or min_p leaves out others."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
     def has_penalty(self) -> bool:
         """Whether a token's logit depends on how often the token occurred."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
@@ -228,6 +239,10 @@ class Completion:
     routes: under GeneratorOptions.record_routes, the experts of each token of prompt and completion except the last,
     which is never fed: int[tokens, R, k] by path of the layer, for the R repeats of its stack.
     values: under GeneratorOptions.record_values, the value of the state that each token was drawn from.
+    filtered_logprobs, kept, kept_counts: under GeneratorOptions.record_kept, of a completion that was sampled with a
+    filter, else None: the log-probability of each token in the distribution that the filters left; the ids that they
+    left, int32[tokens, K] in ascending order, padded with -1; and how many they were. Of more than record_kept ids only
+    the first are in `kept`.
     """
 
     tokens: list[int]
@@ -238,3 +253,6 @@ class Completion:
     routes: dict[str, np.ndarray] | None = None
     values: list[float] | None = None
     raw: str | None = None
+    filtered_logprobs: list[float] | None = None
+    kept: np.ndarray | None = None
+    kept_counts: list[int] | None = None

@@ -103,7 +103,7 @@ class ProfileOptions(Strict):
         return self
 
 
-@fields_of(rollout.types.GeneratorOptions, leave_out=("record_routes", "record_values"))
+@fields_of(rollout.types.GeneratorOptions, leave_out=("record_routes", "record_values", "record_kept"))
 class GeneratorSection(Section):
     slots: int = Field(
         default=64,

@@ -19,6 +19,18 @@ class SamplingOptions(Section):
     """How completions are drawn, and where they end besides the tokenizer's end-of-sequence token. `evaluation` has the
     keys for penalties and forbidden tokens."""
 
+    filters: Literal["renormalise", "ignore"] = Field(
+        default="renormalise",
+        description="log-probabilities, entropy and KL of the loss where top_k, top_p or min_p filter. renormalise: over "
+        "the ids that the filters left for each token, which the sampler records. ignore: over all ids; the gradient is "
+        "then biased",
+    )
+    max_kept: int = Field(
+        default=128,
+        ge=1,
+        description="most ids of a token under renormalise; a token with more leaves the loss (sampler/kept_overflow)",
+    )
+
 
 class OptimizerOptions(Strict):
     """AdamW. Weight decay acts on matrices only.

@@ -216,7 +216,10 @@ class Sampling:
         copied = read.abstract(self.graph.shapes | self._copy) if read else {}
         self._decoded = {path: weight for path, weight in copied.items() if isinstance(weight, tuple)}
         self._prefills_completions = asked.prefills_completions
-        self._verifier = Verifier(Scorer(self.graph), config.seed, stop_string=None) if asked.exact else None
+        self._verifier = None
+        if asked.exact:
+            scorer, kept = Scorer(self.graph), asked.record_kept
+            self._verifier = Verifier(scorer, config.seed, stop_string=None, max_kept=kept)
         self._dropped = bool(self._weights and self._weights.reshards)
         # Bytes per device while rollouts run, and bytes that stay.
         self.rolling = on_a_device((self.cache, self._copy, self._decoded))

@@ -234,12 +234,14 @@ def generator_options(config: RunConfig) -> GeneratorOptions:
     policy's own weights and cache, one token per step.
     """
     options = config.generator.model_dump(exclude={"slots", "strict_shapes"})
-    critic = any(stage.sampled_values for stage in rl.stages.create(config))
+    stages = rl.stages.create(config)
+    critic = any(stage.sampled_values for stage in stages)
     other = ("exact", "speculative", "weights", "kv_cache")
     return GeneratorOptions(
         **options,
         record_routes=any(stage.router_replay for stage in config.stages),
         record_values=critic and not any(options[name] for name in other),
+        record_kept=max(stage.max_kept for stage in stages),
     )
 
 

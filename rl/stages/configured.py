@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl.data import models
 from rl.stages import algorithm_of
+from rl.stages.sampling import filters
 
 if TYPE_CHECKING:
     from rl.config.run import RunConfig
@@ -82,6 +83,11 @@ class ConfiguredStage:
     def teacher(self) -> Any:
         """Returns the TeacherOptions of the stage, or of the run; None where the algorithm has no teacher."""
         return (self.options.teacher or self.config.teacher) if "teacher" in self.inputs else None
+
+    @property
+    def max_kept(self) -> int:
+        """Returns the most ids that filters leave which the batch has for each token; 0: it has none."""
+        return filters.recorded(self.options.sampling) if self.samples_completions else 0
 
     @property
     def optimizers(self) -> list[str]:
@@ -176,6 +182,13 @@ class ConfiguredStage:
         """Yields settings that do something else than was probably meant, and are no errors."""
         if self.index == 0:
             yield from _cache_remarks(self.config)
+        sampling = self.options.sampling
+        if self.samples_completions and sampling.filters == "ignore" and filters.filters(sampling):
+            yield (
+                f"stages.{self.index}.sampling.filters: ignore: completions come from the filtered distribution and the "
+                "log-probabilities of the loss from the full one, so the gradient is biased; renormalise takes both from "
+                "the filtered one"
+            )
         if self.options.steps is None:
             return
         updates = self.options.steps * self.options.updates_per_step

@@ -155,7 +155,9 @@ def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Prog
 
     def program(kind: str, params: dict, routes: dict | None, times: int) -> Program:
         def lower() -> Any:
-            return trainer.executables[kind].lower(params, micro.replace(mask=None, prompt=None, routes=routes))
+            read = micro.replace(mask=None, prompt=None, routes=routes)
+            read = read.replace(kept=None) if kind == VALUES else read
+            return trainer.executables[kind].lower(params, read)
 
         return Program(kind, (R, T), lower, trainer.graph, params, times)
 
@@ -191,7 +193,7 @@ def greedy_reward(stage: StageKind, data: StepData) -> None:
 
 @provides("sampler_logp", when=MODEL_PASSES)
 def sampler_logp(stage: StageKind, data: StepData) -> None:
-    """Log-probabilities as the generator computed them: they come with the completions."""
+    """Log-probabilities as the generator computed them, after filters: they come with the completions."""
     assert data.batch.sampler_logp is not None
 
 

@@ -16,7 +16,7 @@ from rl.errors import ModelError, RewardStop
 from rl.stages import inputs
 from rl.stages.configured import ConfigProblems
 from rl.stages.inputs import StepData
-from rl.stages.sampling import rollouts
+from rl.stages.sampling import filters, rollouts
 from rl.stages.sampling.dynamic import DynamicSampling
 from rl.stages.scorers import bound_teacher
 from rl.stages.shapes import abstract_batch, abstract_rows, policy_update, update_program
@@ -32,10 +32,15 @@ if TYPE_CHECKING:
     from rl.training.trainer import RunState
 
 
+# Share of the tokens of a step that leave the loss for want of room for their ids, above which the run says so.
+MANY = 0.1
+
+
 class Stage(StageKind):
     """Updates the policy, and a critic if the algorithm has one, on completions that the policy samples."""
 
     samples_completions = True
+    _overflow_noted = False
 
     @property
     def inputs(self) -> frozenset[str]:
@@ -68,6 +73,12 @@ class Stage(StageKind):
             )
         if stage.sampling.temperature == 0:
             yield (*self.path, "sampling", "temperature"), "0 is greedy: nothing to learn from equal completions"
+        if self.max_kept and stage.sampling.top_k > stage.sampling.max_kept:
+            yield (
+                (*self.path, "sampling", "max_kept"),
+                f"{stage.sampling.max_kept} ids of a token are recorded, but top_k leaves {stage.sampling.top_k}, and such "
+                "a token leaves the loss; raise max_kept to at least top_k",
+            )
         yield from self._check_no_capacity()
         yield from self._check_room()
 
@@ -162,6 +173,11 @@ class Stage(StageKind):
         replay, values = self.options.router_replay, self.sampled_values
         with context.timeline.span("batch"):
             batch = rollouts.to_batch(data.rollouts, length, replay=replay, values=values)
+            if self.max_kept:
+                completions, vocabulary = [each for _, each in data.rollouts.flat], self.trainer.graph.config.vocab_size
+                batch, metrics = filters.with_kept(batch, completions, self.max_kept, vocabulary)
+                data.metrics |= metrics
+                self._note_overflow(metrics.get("sampler/kept_overflow", 0.0))
         if self.algorithm.mask_truncated:
             complete = np.asarray([[completion.finish != "length"] for _, completion in data.rollouts.flat], np.float32)
             batch = batch.replace(mask=batch.mask * complete)
@@ -170,6 +186,15 @@ class Stage(StageKind):
             documents = [problem.media for problem in data.rollouts.problems]
             data.table = context.media_table(documents, again=True)
             data.batch = data.table.add(batch, rollouts.documents(data.rollouts))
+
+    def _note_overflow(self, share: float) -> None:
+        """Shows, once a stage, that many tokens leave the loss because filters leave more ids than are recorded."""
+        if share > MANY and not self._overflow_noted:
+            self._overflow_noted = True
+            self.context.events.note(
+                f"{self.name}: the filters leave {share:.0%} of the tokens more than {self.max_kept} ids each, and these "
+                "tokens leave the loss; add sampling.top_k, or raise sampling.max_kept (docs/sampling.md)"
+            )
 
     def _add_inputs(self, data: StepData) -> None:
         """Adds the inputs from policy, reference and critic, waits for the rewards, and adds the inputs from these."""

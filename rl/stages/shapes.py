@@ -83,8 +83,8 @@ def policy_update(stage: StageKind, batch: Batch, state: Any, times: float) -> P
 
 
 def with_structure(stage: StageKind, batch: Batch) -> Batch:
-    """Returns a batch of shapes with its trees, if sequences share beginnings, and with the places of pictures and
-    sounds, if the plan of the stage has them."""
+    """Returns a batch of shapes with its trees, if sequences share beginnings, with the ids that filters leave, and
+    with the places of pictures and sounds, if the plan of the stage has them."""
     import jax
 
     from policy.cache.paths import Tree
@@ -92,6 +92,8 @@ def with_structure(stage: StageKind, batch: Batch) -> Batch:
     ids, config = batch.tokens, stage.trainer.graph.config
     if stage.trainer.sharing is not None:
         batch = replace(batch, tree=Tree.of_shapes(ids))
+    if most := min(stage.max_kept, config.vocab_size):
+        batch = replace(batch, kept=jax.ShapeDtypeStruct((*ids.shape, most), ids.dtype))
     if stage.table_shapes is None:
         return batch
     turns = jax.ShapeDtypeStruct((*ids.shape, 3), ids.dtype) if config.has_sections else None

@@ -235,7 +235,7 @@ class Trainer(BatchUpdates):
     def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs):
         params, frozen = (params, {}) if self.teacher is None else self.teacher.split(params)
         step = self.step_of(params, micro)
-        logp, entropy, aux = self._update_graph.logprobs(params, micro.tokens, step, self.temperature)
+        logp, entropy, aux = self._update_graph.logprobs(params, micro.tokens, step, self.temperature, micro.kept)
         inputs = replace(inputs, logp=logp, entropy=entropy)
         if self.teacher is not None:
             inputs = self.teacher.compare(Student(self._update_graph, params, aux), micro, inputs, frozen)
@@ -289,7 +289,7 @@ class Trainer(BatchUpdates):
         assert state.critic is not None
         params = model.extra_params(state.policy.params) | state.critic.params | towers.as_params(table)
         # A critic with its own trunk is another model, whose routers make their own choices.
-        batch = batch if model.shared else batch.replace(routes=None)
+        batch = batch.replace(kept=None, routes=batch.routes if model.shared else None)
         before, after = self._by_micro_batch(self._values, params, batch, model.flops)
         return before, after
 
@@ -302,7 +302,8 @@ class Trainer(BatchUpdates):
     def _logprobs(self):
         def run(params, micro: Batch):
             tokens = constrain(micro.tokens, ("batch", None), self.graph.layout)
-            return self._scoring_graph.logprobs(params, tokens, step_of(params, micro), self.temperature)[:2]
+            arguments = tokens, step_of(params, micro), self.temperature, micro.kept
+            return self._scoring_graph.logprobs(params, *arguments)[:2]
 
         return CompiledCache(jax.jit(run), self.graph.layout.platform)
 

@@ -47,6 +47,10 @@ StopString = Callable[[list[int], int, SamplingParams], "int | None"]
 BadWords = Callable[[tuple[str, ...]], tuple[tuple[int, ...], ...]]
 
 
+# Fields of a DecodeOutput that only requests with a filter have.
+_OF_FILTERS = ("filtered_logprobs", "kept", "kept_counts")
+
+
 class _InFlightDecode(NamedTuple):
     """A decode that the device works on: the request of each row, and its output."""
 
@@ -280,7 +284,9 @@ class Engine:
 
     def _process_outputs(self, decode: _InFlightDecode) -> list[int]:
         """Appends the output of a decode to its requests. Returns the slots whose requests ended."""
-        output = type(decode.output)(*(None if array is None else np.asarray(array) for array in decode.output))
+        filters = any(request is not None and request.params.has_filter for request in decode.requests)
+        output = decode.output if filters else decode.output._replace(**dict.fromkeys(_OF_FILTERS))
+        output = type(output)(*(None if array is None else np.asarray(array) for array in output))
         counts = (output.tokens >= 0).sum(axis=0).tolist()  # -1 where a row has no token
         steps = int(np.max(output.starts_step.sum(axis=0)))  # of the row that was active longest
         self.counts["steps"] += steps
@@ -300,8 +306,11 @@ class Engine:
         """Appends the first `count` tokens of an output to a request, and notes how it ended if it did."""
         before, params = len(request.tokens), request.params
         lists = [getattr(request, name) for name in output._fields]  # a request has a list for each field
-        for values, new in zip(lists, output, strict=True):
-            values += [] if new is None else new[:count].tolist()
+        skipped = () if params.has_filter else _OF_FILTERS
+        for name, values, new in zip(output._fields, lists, output, strict=True):
+            if new is not None and name not in skipped:
+                # A row of `kept` stays an array, a copy: the output of all requests is not kept for it.
+                values += new[:count].tolist() if new.ndim == 1 else list(new[:count].copy())
         request.cached = request.needed  # the last token that was sampled has not been fed
         end = self._stop_string(request.tokens, before, params) if params.stop and self._stop_string else None
         if end is not None:

@@ -28,7 +28,7 @@ from policy.mesh.sharding import block_on_cpu_mesh
 from policy.programs.compiled_cache import CompiledCache
 from policy.programs.scoring import Scorer
 from rollout.engine.programs import IDLE
-from rollout.engine.sampling import Draws, choose
+from rollout.engine.sampling import Drawn, Draws, choose
 from rollout.logits_processors import LogitsProcessors, Sizes
 from rollout.request import Request
 from rollout.types import SamplingParams
@@ -65,8 +65,10 @@ class Verifier:
 
     counts: checked tokens, replaced tokens, and tokens that the scoring programs computed ("scored")."""
 
-    def __init__(self, scorer: Scorer, seed: int, *, stop_string: Callable | None):
+    def __init__(self, scorer: Scorer, seed: int, *, stop_string: Callable | None, max_kept: int = 0):
+        """max_kept: the most ids that filters leave which are recorded of each token; 0: none."""
         self.scorer, self._seed, self._stop_string = scorer, seed, stop_string
+        self._max_kept = min(max_kept, scorer.graph.config.vocab_size)
         self._unverified: list[_Unverified] = []
         self.counts = {"checked": 0, "replaced": 0, "scored": 0}
         self._draw = scorer.program(self._draw_program)
@@ -158,22 +160,27 @@ class Verifier:
                 drawn = self._draw_again(params, hidden, requests, L)
                 for row, completion in enumerate(batch):
                     columns = slice(completion.first_unverified - first, lengths_R[row] - first)
-                    self._verify(completion, tokens_RL[row, first:][columns], drawn[row, columns], logp[row, columns])
+                    own = jax.tree.map(lambda a, row=row, columns=columns: a[row, columns], drawn)
+                    self._verify(completion, tokens_RL[row, first:][columns], own, logp[row, columns])
 
-    def _verify(self, completion: _Unverified, decoded: np.ndarray, drawn: np.ndarray, logp: np.ndarray) -> None:
+    def _verify(self, completion: _Unverified, decoded: np.ndarray, drawn: Drawn, logp: np.ndarray) -> None:
         """Compares the decoder's tokens, from the first unverified one on, with the tokens drawn. Replaces the first
         that differs and discards the tokens after it."""
-        request, mismatches = completion.request, np.flatnonzero(decoded != drawn)
+        request, mismatches = completion.request, np.flatnonzero(decoded != drawn.tokens)
         num_equal = int(mismatches[0]) if len(mismatches) else len(decoded)
         first = request.verified_tokens
         request.logprobs[first : first + num_equal] = logp[:num_equal].tolist()
+        if self._max_kept and request.params.has_filter:
+            request.filtered_logprobs += drawn.filtered_logprobs[:num_equal].tolist()
+            request.kept += list(drawn.kept[:num_equal].copy())
+            request.kept_counts += drawn.kept_counts[:num_equal].tolist()
         request.verified_tokens += num_equal
         self.counts["checked"] += min(num_equal + 1, len(decoded))
         if num_equal == len(decoded):
             return
         completion.matches = False
         self.counts["replaced"] += 1
-        request.tokens[request.verified_tokens :] = [int(drawn[num_equal])]
+        request.tokens[request.verified_tokens :] = [int(drawn.tokens[num_equal])]
         for values in (request.logprobs, request.starts_step):
             del values[request.verified_tokens + 1 :]
 
@@ -186,13 +193,14 @@ class Verifier:
             return "stop"
         return "length" if request.left == 0 else None
 
-    def _draw_again(self, params, hidden_RTE: jax.Array, requests: list[Request | None], L: int) -> np.ndarray:
-        """Returns int32[R, T] on the host: the token that each row's request draws at every position."""
+    def _draw_again(self, params, hidden_RTE: jax.Array, requests: list[Request | None], L: int) -> Drawn:
+        """Returns arrays [R, T] on the host: what each row's request draws at every position. Log-probabilities before
+        filters are left out: `Scorer.score` gives them."""
         sizes, inputs = Sizes.of(requests), self._draw_inputs(requests, L)
         if sizes is not None:
             inputs = *inputs, LogitsProcessors.of(requests, len(requests), L, sizes)
-        tokens = self._draw(params, hidden_RTE, *inputs)
-        return np.asarray(block_on_cpu_mesh(tokens, self.scorer.graph.layout))
+        drawn = self._draw(params, hidden_RTE, *inputs)
+        return jax.tree.map(np.asarray, block_on_cpu_mesh(drawn, self.scorer.graph.layout))
 
     def _draw_inputs(self, requests: list[Request | None], L: int) -> tuple:
         """Returns the parameters of each row's draws, and the first position."""
@@ -231,12 +239,13 @@ class Verifier:
                     own = processors.take(*numbers)
                     processed = own.process(logits, positions, own.seen(positions, V))
                 draw_ids, row_draws = (ids, samples, positions), Draws(draws.seed, *row_params)
-                return choose(logits, draw_ids, row_draws, graph.layout, processed)[0]
+                drawn = choose(logits, draw_ids, row_draws, graph.layout, processed, self._max_kept)
+                return drawn._replace(logprobs=None)
 
             drawn = jax.lax.map(
                 draw_chunk, (in_chunks(hidden_RTE.reshape(M, E)), tuple(map(in_chunks, rows)), *map(in_chunks, numbers))
             )
-        return drawn.reshape(-1)[:M].reshape(R, T)
+        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:M].reshape(R, T, *a.shape[2:]), drawn)
 
 
 def _temperature(params: SamplingParams) -> float:

@@ -25,7 +25,7 @@ from policy.cache.sliding_window import WithSlidingWindows
 from policy.cache.step import Step
 from policy.execution.decoding import prepare_for_decoding
 from policy.model import Graph
-from rollout.engine.sampling import Draws, choose
+from rollout.engine.sampling import Drawn, Draws, choose
 from rollout.logits_processors import LogitsProcessors, Seen
 from rollout.request import Request
 from rollout.types import GeneratorOptions, SamplingParams
@@ -72,13 +72,17 @@ class DecodeOutput(NamedTuple):
 
     tokens: the tokens of a row come first, then -1. starts_step: true for the first token of a decoding step; false for
     the further tokens that the step gains from accepted drafts, and where there is no token. values: where they are
-    recorded, the critic's value of the hidden state that each token was drawn from.
+    recorded, the critic's value of the hidden state that each token was drawn from. filtered_logprobs, kept,
+    kept_counts: where filters are recorded, as in rollout/engine/sampling.py:Drawn; kept is [N, s, K].
     """
 
     tokens: Any
     logprobs: Any
     starts_step: Any
     values: Any = None
+    filtered_logprobs: Any = None
+    kept: Any = None
+    kept_counts: Any = None
 
     def row(self, row: int) -> DecodeOutput:
         return DecodeOutput(*(None if array is None else array[:, row] for array in self))
@@ -173,6 +177,8 @@ class DecoderPrograms:
     reads_copies: whether decoding reads the weights as DecodingWeights returns them.
     chunk: the most tokens of a prompt in one prefill call.
     decode_steps: the most decoding steps of a decode.
+    max_kept: the most ids that filters leave which a decode records of each token; 0: none. `exact` records them when
+    it verifies a completion.
     """
 
     lookahead_tokens = recent = drafts = 0
@@ -184,6 +190,7 @@ class DecoderPrograms:
             graph = graph.at(record=(*graph.runtime.record, "routes"))
         self.graph, self.options = graph, options
         self.slots, self.max_length, self.decode_steps = slots, max_length, options.tokens_per_dispatch
+        self.max_kept = 0 if options.exact else min(options.record_kept, graph.config.vocab_size)
         self.chunk = min(options.prefill_chunk, max_length)
         self.scan = graph.layout.platform != "cpu" or len(graph.config.layers) > UNROLLED_LAYERS
         self.reads_copies = not self.scan and graph.layout.mesh.size == 1
@@ -320,8 +327,12 @@ class DecoderPrograms:
         """Returns (cache, DecodeState, DecodeOutput) after decoding on a cache of s rows."""
         s, K, head = state.token.shape[0], self.decode_steps, params.get(modes.VALUE_HEAD)
         params = params if self.scan else prepare_for_decoding(self.graph, params)
-        # The token, log-probability and value in the output for a row that produced none.
-        no_output = np.int32(-1), np.float32(0), None if head is None else np.float32(0)
+        # The token, value and what was recorded in the output for a row that produced none.
+        no_value, no_token = None if head is None else np.float32(0), Drawn(np.int32(-1), np.float32(0))
+        if self.max_kept:
+            no_kept = np.full(self.max_kept, -1, np.int32)
+            no_token = no_token._replace(filtered_logprobs=np.float32(0), kept=no_kept, kept_counts=np.int32(0))
+        no_output = no_token, no_value
 
         def go_on(carry):
             return (carry[0] < limits[0]) & (jnp.sum(carry[5]) > limits[1])
@@ -333,23 +344,24 @@ class DecoderPrograms:
             states, cache = modes.next_token_states(decoder, token, step, cache, runtime)
             logits = modes.logits(decoder, states, runtime)
             draw_ids = state.prompt_id, state.sample, cached + 1
-            new, logp = choose(logits, draw_ids, state.draws, runtime.layout, state.processed(logits, cached + 1, seen))
-            results = new, logp, None if head is None else states.astype(jnp.float32) @ head
-            outputs = jax.tree.map(
-                lambda each, row, none: each.at[i].set(jnp.where(active, row, none)), outputs, results, no_output
-            )
+            processed = state.processed(logits, cached + 1, seen)
+            drawn = choose(logits, draw_ids, state.draws, runtime.layout, processed, self.max_kept)
+            results = drawn, None if head is None else states.astype(jnp.float32) @ head
+
+            def written(each, row, none):
+                return each.at[i].set(jnp.where(active if row.ndim == 1 else active[:, None], row, none))
+
+            outputs, new = jax.tree.map(written, outputs, results, no_output), drawn.tokens
             left = left - active
             still_active = active & (left > 0) & ~jnp.any(new[:, None] == state.stops, axis=1)
             seen = None if seen is None else seen.with_token(cached + 1, new, active)
             return i + 1, cache, jnp.where(active, new, token), cached + active, left, still_active, outputs, seen
 
         with self.graph.precision():
-            blank = jax.tree.map(lambda none: jnp.full((K, s), none), no_output)
+            blank = jax.tree.map(lambda none: jnp.broadcast_to(jnp.asarray(none), (K, s, *none.shape)), no_output)
             seen = state.seen(self.graph.config.vocab_size)
             start = (0, cache, state.token, state.cached, state.left, state.active != 0, blank, seen)
-            _, cache, token, cached, left, active, (tokens, logps, values), seen = jax.lax.while_loop(
-                go_on, decode_step, start
-            )
+            _, cache, token, cached, left, active, (drawn, values), seen = jax.lax.while_loop(go_on, decode_step, start)
         after = replace(state, token=token, cached=cached, left=left, active=active.astype(jnp.int32))
         after = after.with_history(seen)
-        return cache, after, DecodeOutput(tokens, logps, tokens >= 0, values)
+        return cache, after, DecodeOutput(drawn.tokens, drawn.logprobs, drawn.tokens >= 0, values, *drawn[2:])

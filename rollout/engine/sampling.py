@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,31 @@ def draw(logits_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(candidates, jnp.arange(last + 1, dtype=jnp.int32), last), axis=-1)
 
 
+class Drawn(NamedTuple):
+    """Drawn tokens. The last three fields are None where no filters are recorded.
+
+    tokens: int[S]. logprobs: float32[S], before any filter. filtered_logprobs: float32[S], of the distribution that
+    the filters leave. kept: int32[S, K], the ids that they leave, in ascending order, padded with -1. kept_counts:
+    int32[S], how many they leave; of more than K only the first K are in `kept`. A row without a filter has 0 ids, and
+    the same log-probability twice.
+    """
+
+    tokens: Any
+    logprobs: Any
+    filtered_logprobs: Any = None
+    kept: Any = None
+    kept_counts: Any = None
+
+
+def kept_ids(mask_SV: jax.Array, K: int) -> tuple[jax.Array, jax.Array]:
+    """Returns (the first K ids of each row's mask int32[S, K], padded with -1; how many it has int32[S])."""
+    running_SV = jnp.cumsum(mask_SV, axis=-1, dtype=jnp.int32)
+    numbers = jnp.arange(1, K + 1, dtype=jnp.int32)
+    places = jax.vmap(jnp.searchsorted, (0, None))(running_SV, numbers)
+    count_S = running_SV[:, -1]
+    return jnp.where(numbers <= count_S[:, None], places.astype(jnp.int32), -1), count_S
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Draws:
@@ -87,8 +112,12 @@ class Draws:
             mask = filter_mask(logits, *(row[:, None] for row in (self.top_k, self.top_p, self.min_p)), layout=layout)
             return row_major(jnp.where(mask, logits, -jnp.inf), layout)
 
-        has_filter = (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
-        return jax.lax.cond(jnp.any(has_filter), apply_filters, lambda: logits_SV)
+        return jax.lax.cond(jnp.any(self.has_filter), apply_filters, lambda: logits_SV)
+
+    @property
+    def has_filter(self) -> jax.Array:
+        """Returns bool[S]: whether filters may leave out tokens of a row."""
+        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
 
 def choose(
@@ -97,13 +126,15 @@ def choose(
     draws: Draws,
     layout: Layout | None = None,
     processed_SV: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (token int[S], its log-probability float32[S] before any filter). draw_ids: int[S] each, the prompt id,
-    sample index and position of the token; its draw is a function of the seed and these.
+    max_kept: int = 0,
+) -> Drawn:
+    """Draws a token from each row of logits. draw_ids: int[S] each, the prompt id, sample index and position of the
+    token; its draw is a function of the seed and these.
 
     layout: of the program's devices. On TPU arrays [S, V] are kept with V in the lanes: a step has few rows.
     processed_SV: the logits to draw from, after the logits processors (rollout/logits_processors.py), -inf for tokens
-    that may not be drawn; None: `logits_SV`, of which the log-probabilities are in either case."""
+    that may not be drawn; None: `logits_SV`, of which the log-probabilities before filters are in either case.
+    max_kept: the most ids of a row that `Drawn.kept` holds; 0: no filters are recorded."""
     is_sampled = draws.temperature > 0
     temperature_S1 = jnp.where(is_sampled, draws.temperature, 1.0)[:, None]
     logits_SV = row_major(logits_SV / temperature_S1, layout)
@@ -111,7 +142,35 @@ def choose(
     best = jnp.argmax(drawn_SV, axis=-1).astype(jnp.int32)
 
     def drawn():
-        return jnp.where(is_sampled, draw(draws.filtered(drawn_SV, layout), uniforms(draws.seed, *draw_ids)), best)
+        filtered_SV = draws.filtered(drawn_SV, layout)
+        new = jnp.where(is_sampled, draw(filtered_SV, uniforms(draws.seed, *draw_ids)), best)
+        return (new, _recorded(filtered_SV, new, draws, max_kept)) if max_kept else (new, None)
 
-    new = jax.lax.cond(jnp.any(is_sampled), drawn, lambda: best)
-    return new, jnp.take_along_axis(jax.nn.log_softmax(logits_SV), new[:, None], axis=-1)[:, 0]
+    def greedy():
+        return (best, _unrecorded(len(best), max_kept)) if max_kept else (best, None)
+
+    new, recorded = jax.lax.cond(jnp.any(is_sampled), drawn, greedy)
+    logprobs = _logprobs_of(logits_SV, new)
+    if recorded is None:
+        return Drawn(new, logprobs)
+    filtered_logprobs, kept, counts = recorded
+    return Drawn(new, logprobs, jnp.where(draws.has_filter, filtered_logprobs, logprobs), kept, counts)
+
+
+def _logprobs_of(logits_SV: jax.Array, tokens_S: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(jax.nn.log_softmax(logits_SV), tokens_S[:, None], axis=-1)[:, 0]
+
+
+def _recorded(filtered_SV: jax.Array, tokens_S: jax.Array, draws: Draws, K: int) -> tuple[jax.Array, ...]:
+    """Returns `filtered_logprobs`, `kept` and `kept_counts` of Drawn."""
+
+    def record():
+        kept, counts = kept_ids(filtered_SV > -jnp.inf, K)
+        has = draws.has_filter
+        return _logprobs_of(filtered_SV, tokens_S), jnp.where(has[:, None], kept, -1), jnp.where(has, counts, 0)
+
+    return jax.lax.cond(jnp.any(draws.has_filter), record, lambda: _unrecorded(len(tokens_S), K))
+
+
+def _unrecorded(S: int, K: int) -> tuple[jax.Array, ...]:
+    return jnp.zeros(S, jnp.float32), jnp.full((S, K), -1, jnp.int32), jnp.zeros(S, jnp.int32)

@@ -33,7 +33,7 @@ from policy.config import DecoderConfig, MultiTokenPrediction
 from policy.heads.multi_token_prediction import predict
 from policy.model import Graph
 from rollout.engine.programs import DecodeOutput, DecoderPrograms, DecodeState
-from rollout.engine.sampling import choose
+from rollout.engine.sampling import Drawn, choose
 from rollout.logits_processors import Seen
 from rollout.types import GeneratorOptions
 
@@ -60,8 +60,8 @@ class _State:
 
     cache: (the decoder's, Drafts). recent: int32[S, W + 1], the last tokens; the very last is not cached. cached,
     left: int32[S].
-    active: bool[S]. count: int32[S], how many tokens this decode has written to the rows of `tokens`, `logprobs` and
-    `starts_step`, [S, N]. seen: for the logits processors; None: no row has any.
+    active: bool[S]. count: int32[S], how many tokens this decode has written to the rows of `drawn` and `starts_step`,
+    [S, N]. seen: for the logits processors; None: no row has any.
     """
 
     step: jax.Array
@@ -71,8 +71,7 @@ class _State:
     left: jax.Array
     active: jax.Array
     count: jax.Array
-    tokens: jax.Array
-    logprobs: jax.Array
+    drawn: Drawn
     starts_step: jax.Array
     seen: Seen | None
 
@@ -150,8 +149,7 @@ class SpeculativePrograms(DecoderPrograms):
                 left=jnp.asarray(state.left),
                 active=state.active != 0,
                 count=jnp.zeros(S, jnp.int32),
-                tokens=jnp.full((S, N), -1, jnp.int32),
-                logprobs=jnp.zeros((S, N), jnp.float32),
+                drawn=self._no_tokens(S, N),
                 starts_step=jnp.zeros((S, N), bool),
                 seen=state.seen(self.graph.config.vocab_size),
             )
@@ -164,7 +162,16 @@ class SpeculativePrograms(DecoderPrograms):
             active=loop.active.astype(jnp.int32),
             recent=loop.recent,
         ).with_history(loop.seen)
-        return loop.cache, after, DecodeOutput(loop.tokens.T, loop.logprobs.T, loop.starts_step.T)
+        tokens, logprobs, *recorded = (None if a is None else jnp.swapaxes(a, 0, 1) for a in loop.drawn)
+        return loop.cache, after, DecodeOutput(tokens, logprobs, loop.starts_step.T, None, *recorded)
+
+    def _no_tokens(self, S: int, N: int) -> Drawn:
+        """Returns the output of a decode before its first token, [S, N]."""
+        drawn, zeros = Drawn(jnp.full((S, N), -1, jnp.int32), jnp.zeros((S, N), jnp.float32)), jnp.zeros((S, N))
+        if not self.max_kept:
+            return drawn
+        kept, counts = jnp.full((S, N, self.max_kept), -1, jnp.int32), jnp.zeros((S, N), jnp.int32)
+        return drawn._replace(filtered_logprobs=zeros, kept=kept, kept_counts=counts)
 
     def _draft(self, decoder, loop: _State, state: DecodeState) -> tuple[jax.Array, _State]:
         """Returns (drafts int32[S, d], the loop's state with the modules' caches after the drafts)."""
@@ -186,7 +193,8 @@ class SpeculativePrograms(DecoderPrograms):
             logits = modes.logits(decoder, normed[:, -1], runtime)
             place = loop.cached + k
             draw_ids = state.prompt_id, state.sample, place
-            new, _ = choose(logits, draw_ids, state.draws, runtime.layout, state.processed(logits, place, seen))
+            processed = state.processed(logits, place, seen)
+            new = choose(logits, draw_ids, state.draws, runtime.layout, processed).tokens
             drafted.append(new)
             seen = None if seen is None else seen.with_token(place, new, loop.active)
             tokens = jnp.concatenate([tokens[:, 1:], new[:, None]], axis=1)
@@ -209,8 +217,9 @@ class SpeculativePrograms(DecoderPrograms):
         if state.processors is not None and loop.seen is not None:
             processors = state.processors.take(jnp.repeat(jnp.arange(S), T))
             processed = processors.process(logits, each[-1], loop.seen.with_each_draft(loop.cached + 1, drafted))
-        drawn = choose(logits, each, state.draws.repeat(T), self.graph.layout, processed)
-        new, logp = (a.reshape(S, T) for a in drawn)
+        flat = choose(logits, each, state.draws.repeat(T), self.graph.layout, processed, self.max_kept)
+        drawn = jax.tree.map(lambda a: a.reshape(S, T, *a.shape[1:]), flat)
+        new = drawn.tokens
 
         accepted = jnp.cumprod(drafted == new[:, :-1], axis=1)
         ends = jnp.any(new[..., None] == state.stops[:, None], axis=-1)
@@ -224,7 +233,7 @@ class SpeculativePrograms(DecoderPrograms):
             seen = seen.with_token(loop.cached + 1 + i, new[:, i], kept[:, i])
         row, column = (
             jnp.arange(S)[:, None],
-            jnp.where(kept, loop.count[:, None] + offset, loop.tokens.shape[1] + offset),
+            jnp.where(kept, loop.count[:, None] + offset, loop.starts_step.shape[1] + offset),
         )
         write = {"mode": "drop", "unique_indices": True}
         return _State(
@@ -235,8 +244,7 @@ class SpeculativePrograms(DecoderPrograms):
             left=loop.left - count,
             active=loop.active & (loop.left > count) & ~jnp.any(kept & ends, axis=1),
             count=loop.count + count,
-            tokens=loop.tokens.at[row, column].set(new, **write),
-            logprobs=loop.logprobs.at[row, column].set(logp, **write),
+            drawn=jax.tree.map(lambda all, new: all.at[row, column].set(new, **write), loop.drawn, drawn),
             starts_step=loop.starts_step.at[row, column].set(jnp.broadcast_to(offset == 0, (S, T)), **write),
             seen=seen,
         )

@@ -74,7 +74,8 @@ def decode_by_hook(model, caches, state, limit):
         i, caches, token, cached, tokens, logprobs = carry
         rows = dataclasses.replace(rows_of(state), tokens=token, positions=cached)
         hidden, caches, _ = hook.forward(model, rows, caches)
-        new, logp = choose(hook.logits(model, hidden), (state.prompt_id, state.sample, cached + 1), state.draws)
+        drawn = choose(hook.logits(model, hidden), (state.prompt_id, state.sample, cached + 1), state.draws)
+        new, logp = drawn.tokens, drawn.logprobs
         return i + 1, caches, new, cached + state.active, tokens.at[i].set(new), logprobs.at[i].set(logp)
 
     blank = jnp.zeros((STEPS, SLOTS), jnp.int32), jnp.zeros((STEPS, SLOTS))

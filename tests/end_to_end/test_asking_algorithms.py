@@ -1,6 +1,6 @@
 """Algorithms that need more than rewards: other groups, greedy completions, penalties in the rewards, adaptive
 coefficients.
-Dynamic sampling: the groups that it carries over survive a kill."""
+Dynamic sampling with filters: the groups that it carries over survive a kill, with the ids that filters left."""
 
 import json
 import os
@@ -31,6 +31,7 @@ OPTIONS = {
     "remax": {},
     "rloo": {"kl_reward_coef": 0.05, "normalize_advantages": True},
 }
+FILTERS = {"dapo": {"top_p": 0.9, "top_k": 14}, "remax": {"min_p": 0.2, "max_kept": 3}}
 SIZES = (
     "vocab_size: 32, num_hidden_layers: 1, hidden_size: 32, intermediate_size: 32, "
     "num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16"
@@ -44,7 +45,7 @@ def stage(name, steps=1, **more):
         options
         | {
             "algorithm": {"name": name} | OPTIONS.get(name, {}),
-            "sampling": {"max_new_tokens": 6},
+            "sampling": {"max_new_tokens": 6} | FILTERS.get(name, {}),
             "max_logp_diff": 1e-4,
         }
         | more

@@ -18,6 +18,7 @@ EXACT = ("generator/replaced_share",)
 ASKED_FOR = (
     *("dynamic/batches", "dynamic/kept_share", "dynamic/carried", "dynamic/without_difference", "dynamic/reward_mean"),
     *("entropy_coef", "entropy_bonus_applied", "reward/greedy", "kl/coef"),
+    *("sampler/kept_mean", "sampler/kept_overflow"),
 )
 REWARD_MODELS = ("time/reward_models",)
 RESHARDED = ("time/sync",)

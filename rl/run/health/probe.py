@@ -70,7 +70,7 @@ def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> Pro
             raise ConfigError(f"--probe: {name or 'no stage of this run'} samples nothing")
         has_media = prepared.data.has_media
         model = build.model(config, prepared, with_weights=True, media=has_media)
-        options = replace(build.generator_options(config), record_values=False, record_routes=False)
+        options = replace(build.generator_options(config), record_values=False, record_routes=False, record_kept=0)
         generator = build.generator(config, model, prepared.tokenizer, options)
         if stage.runner.sources:
             raise ConfigError("--probe: reward models are loaded in a run only; set run.probe, or leave them out")

@@ -5,6 +5,8 @@ P prompts of a step, G completions of each, F reward functions.
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -50,6 +52,7 @@ class ScoredGroup:
         completions = [
             {"tokens": [int(token) for token in one.tokens], "logprobs": [float(logp) for logp in one.logprobs]}
             | {name: getattr(one, name) for name in _KEPT}
+            | _filters_to_json(one)
             for one in self.completions
         ]
         scores = {"rewards": self.rewards.tolist(), "total": self.total.tolist(), "logs": self.logs}
@@ -69,13 +72,31 @@ class ScoredGroup:
         return cls(
             **plain
             | {
-                "completions": [Completion(**one) for one in plain["completions"]],
+                "completions": [Completion(**one | _filters_from_json(one)) for one in plain["completions"]],
                 "rewards": np.asarray(plain["rewards"]),
                 "total": np.asarray(plain["total"]),
                 "faults": [Fault(**one) for one in plain.get("faults", ())],
                 "logs": {int(sample): texts for sample, texts in plain.get("logs", {}).items()},
             }
         )
+
+
+def _filters_to_json(completion: Completion) -> dict:
+    """Returns what the completion says about filters; its ids as compressed text, since they are many."""
+    if completion.kept is None:
+        return {}
+    assert completion.kept_counts is not None and completion.filtered_logprobs is not None
+    ids = base64.b64encode(zlib.compress(np.ascontiguousarray(completion.kept, "<i4").tobytes()))
+    logprobs, counts = map(float, completion.filtered_logprobs), map(int, completion.kept_counts)
+    return {"filtered_logprobs": list(logprobs), "kept_counts": list(counts), "kept": ids.decode()}
+
+
+def _filters_from_json(plain: dict) -> dict:
+    """Returns `kept` of a completion as an array."""
+    if "kept" not in plain:
+        return {}
+    ids = np.frombuffer(zlib.decompress(base64.b64decode(plain["kept"])), "<i4")
+    return {"kept": ids.reshape(len(plain["tokens"]), -1)}
 
 
 @dataclass(frozen=True)

@@ -119,9 +119,9 @@ class Packing:
         """Returns what a forward pass reads of the batch, in packed rows."""
         places = {} if (media := self.places(batch)) is None else media._asdict()
         tokens, routes = self.pack(batch.tokens), self.routes(batch)
-        return Batch(
-            tokens=tokens, segments=self.segments, mask=None, prompt=None, routes=routes, tree=self.tree, **places
-        )
+        kept = None if batch.kept is None else self.pack(batch.kept, fill=-1)
+        read = {"tokens": tokens, "segments": self.segments, "routes": routes, "kept": kept, "tree": self.tree}
+        return Batch(mask=None, prompt=None, **read, **places)
 
     def routes(self, batch: Batch) -> dict[str, np.ndarray] | None:
         """Packs the routes of the batch into [R, L, ...]. A shared token has the route that any sequence knows."""

@@ -1,0 +1,73 @@
+"""The ids that filters of the sampler (top_k, top_p, min_p) left, in the batch of a step.
+
+Samples come from a distribution over a part of the vocabulary. With the ids of that part at each token, every
+log-probability of the loss is of the same distribution (policy/heads/kept.py), and the gradient is that of the expected
+reward of the samples.
+
+N rows, T tokens, K ids, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rl.config.stage import SamplingOptions
+
+if TYPE_CHECKING:
+    from rl.training.batch import Batch
+    from rollout.types import Completion
+
+# Batches whose tokens have few ids have narrower arrays, of 1 / NARROW of the largest width; each width is a program.
+NARROW = 4
+
+
+def filters(sampling: SamplingOptions) -> bool:
+    """Tells whether tokens are drawn from a part of the distribution."""
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+
+
+def recorded(sampling: SamplingOptions) -> int:
+    """Returns the most ids of a token that a stage with these options records; 0: its loss is over all ids."""
+    if sampling.filters == "ignore" or not filters(sampling):
+        return 0
+    return min(sampling.max_kept, sampling.top_k) if sampling.top_k else sampling.max_kept
+
+
+def with_kept(
+    batch: Batch, completions: Sequence[Completion], most: int, vocabulary: int
+) -> tuple[Batch, dict[str, float]]:
+    """Returns the batch with `kept` and the log-probabilities of the sampler among these ids, and metrics.
+
+    A token with more than `most` ids leaves the mask, unless its filters left the vocabulary: it then has the
+    distribution over all ids. So has the token of a completion that was sampled without a record, such as one in a
+    checkpoint of an earlier version. Row i of the batch is completion i; its mask covers the completion.
+    """
+    counts = [np.asarray(each.kept_counts or [0] * len(each.tokens)) for each in completions]
+    every = np.concatenate(counts)
+    if not every.any():
+        return batch, {}
+    overflows = (every > most) & (every < vocabulary)
+    K = width(int(every[every <= most].max(initial=1)), min(most, vocabulary))
+    kept_NTK = np.full((*batch.mask.shape, K), -1, np.int32)
+    assert batch.sampler_logp is not None
+    logp_NT, mask_NT = batch.sampler_logp.copy(), batch.mask.copy()
+    for row, (completion, count) in enumerate(zip(completions, counts, strict=True)):
+        if completion.kept is None:
+            continue
+        columns = np.flatnonzero(batch.mask[row])
+        cut = (count <= most) & (count < vocabulary)
+        ids = np.asarray(completion.kept)[cut, :K]
+        kept_NTK[row, columns[cut], : ids.shape[1]] = ids
+        logp_NT[row, columns[cut]] = np.asarray(completion.filtered_logprobs, np.float32)[cut]
+        mask_NT[row, columns[(count > most) & (count < vocabulary)]] = 0
+    metrics = {"sampler/kept_mean": float(every[every > 0].mean()), "sampler/kept_overflow": float(overflows.mean())}
+    return batch.replace(kept=kept_NTK, sampler_logp=logp_NT, mask=mask_NT), metrics
+
+
+def width(longest: int, most: int) -> int:
+    """Returns the width of the arrays of a batch whose tokens have up to `longest` ids, of `most` that are possible."""
+    narrow = -(-most // NARROW)
+    return narrow if longest <= narrow else most

@@ -1,0 +1,16 @@
+"""Log-probabilities over the ids that filters left, their gradients and the ids that a generator records are on every
+mesh what they are on one device.
+"""
+
+from pathlib import Path
+
+import pytest
+from devices import on_devices
+
+
+@pytest.mark.slow
+def test_filters_on_every_mesh():
+    result = on_devices(8, Path(__file__).with_name("filters_on_mesh.py"))
+    assert len(result) == 5
+    for mesh, found in result.items():
+        assert found["logp"] < 1e-5 and found["weights"] < 1e-4 and found["drawn"], (mesh, found)
