@@ -1,4 +1,4 @@
-"""Measures what `sampling.filters: renormalise` costs beside no filters: updates whose tokens have K ids each, and
+"""Measures what `sampling.filters: renormalise` costs against no filters: updates whose tokens have K ids each, and
 completions whose ids are recorded.
 
 Updates compute groups of completions with shared prompts. `plain` has log-probabilities over all ids, the others over K

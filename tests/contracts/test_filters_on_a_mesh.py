@@ -12,5 +12,5 @@ from devices import on_devices
 def test_filters_on_every_mesh():
     result = on_devices(8, Path(__file__).with_name("filters_on_mesh.py"))
     assert len(result) == 5
-    for mesh, found in result.items():
-        assert found["logp"] < 1e-5 and found["weights"] < 1e-4 and found["drawn"], (mesh, found)
+    for mesh, numbers in result.items():
+        assert numbers["logp"] < 1e-5 and numbers["weights"] < 1e-4 and numbers["drawn"], (mesh, numbers)

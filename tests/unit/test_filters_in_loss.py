@@ -202,13 +202,13 @@ def left_by_top_p(z):
 
 def expected_reward(logits, params, rewards, sets=None):
     """The mean over the prompts of the expected reward of a token after each, and the ids that the filters leave."""
-    total, found = 0.0, []
+    total, now = 0.0, []
     for prompt, own in zip(PROMPTS, rewards, strict=True):
         z = np.asarray(logits(params, np.asarray([prompt])), np.float64)[0] / TEMPERATURE
-        found.append(left_by_top_p(z))
-        total += float(np.exp(log_softmax(z[found[-1]])) @ own[found[-1]])
-    assert sets is None or all(np.array_equal(a, b) for a, b in zip(found, sets, strict=True))
-    return total / len(PROMPTS), found
+        now.append(left_by_top_p(z))
+        total += float(np.exp(log_softmax(z[now[-1]])) @ own[now[-1]])
+    assert sets is None or all(np.array_equal(a, b) for a, b in zip(now, sets, strict=True))
+    return total / len(PROMPTS), now
 
 
 def every_token(sets, logits, params, rewards, with_ids: bool) -> Batch:
@@ -251,12 +251,12 @@ def test_the_gradient_is_that_of_the_expected_reward(sharing, tiles):
     rewards = rng.normal(1, 1, (2, learners.VOCAB))
     _, sets = expected_reward(logits, params, rewards)
     assert all(2 <= len(ids) <= learners.VOCAB // 2 for ids in sets)
-    packing, found = gradient(trainer, params, every_token(sets, logits, params, rewards, True))
+    packing, right = gradient(trainer, params, every_token(sets, logits, params, rewards, True))
     assert (packing.tree is not None) == sharing
     biased = gradient(trainer, params, every_token(sets, logits, params, rewards, False))[1]
     directions = [{path: rng.normal(0, 1, a.shape).astype(np.float32) for path, a in params.items()} for _ in range(2)]
     wrong = []
-    for direction in (*directions, jax.tree.map(np.asarray, found)):
+    for direction in (*directions, jax.tree.map(np.asarray, right)):
         size = np.sqrt(sum(float((a**2).sum()) for a in direction.values()))
         step = STEP / size
         high, low = (
@@ -268,7 +268,7 @@ def test_the_gradient_is_that_of_the_expected_reward(sharing, tiles):
         slope = (high - low) / (2 * STEP)
         along = [
             -sum(float(np.sum(np.asarray(g[path]) * a)) for path, a in direction.items()) / size
-            for g in (found, biased)
+            for g in (right, biased)
         ]
         assert along[0] == pytest.approx(slope, rel=2e-3, abs=2e-4)
         wrong.append(abs(along[1] - slope) / abs(slope))
