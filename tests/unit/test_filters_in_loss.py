@@ -17,7 +17,7 @@ from policy.heads import kept
 from policy.heads.head import Tiling
 from policy.modes import make_step
 from rl.stages.sampling import filters
-from rl.stages.sampling.dynamic import Group
+from rl.stages.sampling.dynamic import ScoredGroup
 from rl.training.batch import Batch
 from rl.training.packing.trees import Sharing
 from rollout import Completion, SamplingParams
@@ -164,8 +164,8 @@ def test_a_batch_has_the_ids_of_each_token_and_leaves_out_those_with_more():
 
 def test_a_group_that_a_checkpoint_holds_keeps_its_ids():
     one = completion([4, 9], [[4, 6], [9]])
-    group = Group(0, 1, 2, [one, completion([7])], np.ones((2, 1)), np.ones(2))
-    read, other = Group.from_json(json.loads(json.dumps(group.to_json()))).completions
+    group = ScoredGroup(0, 1, 2, [one, completion([7])], np.ones((2, 1)), np.ones(2))
+    read, other = ScoredGroup.from_json(json.loads(json.dumps(group.to_json()))).completions
     np.testing.assert_array_equal(read.kept, one.kept)
     assert (read.kept_counts, read.filtered_logprobs) == (one.kept_counts, one.filtered_logprobs)
     assert other.kept is None and other.filtered_logprobs is None
