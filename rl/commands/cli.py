@@ -25,7 +25,7 @@ COMPLETE = "_complete"  # what the scripts of `rl completion` call; no verb of t
 VERBS = {
     path.rpartition(".")[2]: f"rl.commands.{path}"
     for path in (
-        *("train", "plan", "setup.inspect", "runs.explain", "runs.report", "runs.compare", "runs.view"),
+        *("train", "runs.stop", "plan", "setup.inspect", "runs.explain", "runs.report", "runs.compare", "runs.view"),
         *("runs.samples", "generate", "chat", "teach", "reward", "setup.doctor", "setup.schema", "setup.completion"),
     )
 }

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import socket
 import subprocess
 import sys
 import time
@@ -38,7 +39,7 @@ class Manifest:
             if not self._attempts and self._path.exists():  # damaged: kept for people
                 self._path.replace(self._path.with_suffix(".json.damaged"))
             attempt = {"start": round(time.time(), 3), "command": sys.argv, "directory": os.getcwd()}
-            self._attempts.append(attempt | {"versions": versions()} | git_state())
+            self._attempts.append(attempt | {"host": socket.gethostname(), "versions": versions()} | git_state())
             self._write()
         return self
 

@@ -51,6 +51,14 @@ class Attempt:
     code: int | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def stopped(self) -> str | None:
+        """Returns where the attempt ended by `rl stop`, as "step 12 of grpo"; None for another end."""
+        place = self.facts.get("stopped")
+        if self.code != 0 or not isinstance(place, Mapping):
+            return None
+        return f"step {place.get('step')} of {place.get('stage')}"
+
 
 def check_run(path: Path) -> None:
     """Raises ConfigError, which names runs nearby, for a path that is no folder of a run."""

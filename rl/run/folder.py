@@ -18,8 +18,7 @@ from rl.config import files
 from rl.config.run import RunConfig
 from rl.errors import ResourceError, disk_room, no_room
 from rl.run.resume.continued import check_same, saved, seen
-
-LOCK = ".lock"
+from rl.run.unfinished import stop
 
 
 class RunFolder:
@@ -45,22 +44,29 @@ class RunFolder:
     def _take(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+            self._lock = os.open(self.path / stop.LOCK, os.O_CREAT | os.O_RDWR, 0o644)
         except OSError as error:
             room = f" ({disk_room(self.path)})" if no_room(error) else ""
             raise ResourceError(f"run.dir: cannot write to {self.path}: {error.strerror}{room}") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self.__exit__()
+            self._release()
             raise ResourceError(f"{self.path} is in use by another process; choose another run.dir") from None
         try:
+            stop.withdraw(self.path)
             self._claim()
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *_) -> None:
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                stop.withdraw(self.path)
+        self._release()
+
+    def _release(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -70,12 +76,19 @@ class RunFolder:
         """Whether the run in this directory is complete."""
         return on_first(self._exported.is_dir)
 
-    def export(self, write: Callable[[Path], None], size: int = 0) -> Path:
-        """Calls `write(directory)` to write the final weights. `export/` appears in one step: the run is finished.
+    def export(self, write: Callable[[Path], None], size: int = 0, stopped: stop.StoppedAt | None = None) -> Path:
+        """Calls `write(directory)` to write the final weights. `export/` appears in one step: the run is finished, or it
+        was stopped at this place.
 
         size: bytes of the weights, for the message of a full disk.
         """
-        return self._in_one_step(self._exported, write, size)
+
+        def write_all(directory: Path) -> None:
+            write(directory)
+            if stopped is not None and processes.first():
+                stop.write_stopped(self.path, stopped)
+
+        return self._in_one_step(self._exported, write_all, size)
 
     def write_once(self, directory: Path, write: Callable[[Path], None]) -> None:
         """Calls `write(directory)` to fill a directory, unless it exists. The directory appears in one step."""
@@ -121,7 +134,10 @@ class RunFolder:
                 )
             check_same(before, self._config.model_copy(update={"changes": []}))
             if self._config.stages[-1].steps > before.stages[-1].steps:
-                self._keep_export(before)
+                self._keep_export(stop.StoppedAt(before.stage_names[-1], before.stages[-1].steps))
+        if (stopped := stop.stopped(self.path)) is not None:
+            self._keep_export(stopped)
+        (self.path / stop.STOPPED).unlink(missing_ok=True)
         file = self.path / files.RESOLVED
         temporary = file.with_suffix(".yml.tmp")
         try:
@@ -135,24 +151,10 @@ class RunFolder:
                 f"({disk_room(self.path)})"
             ) from None
 
-    def _keep_export(self, before: RunConfig) -> None:
-        """Moves the weights of the shorter run aside: the run is not finished any more."""
+    def _keep_export(self, place: stop.StoppedAt) -> None:
+        """Moves the weights of a shorter run, or of a stopped one, aside: the run is not finished any more."""
+        place = stop.stopped(self.path) or place
         if self._exported.is_dir():
-            self._exported.rename(self.path / f"export-{before.stage_names[-1]}-{before.stages[-1].steps}")
-
-
-def in_use(directory: Path) -> bool:
-    """Returns whether a process of a run holds the lock of this folder."""
-    try:
-        lock = os.open(directory / LOCK, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(lock)
-    return False
+            kept = self.path / f"export-{place.stage}-{place.step}"
+            shutil.rmtree(kept, ignore_errors=True)  # of an earlier stop at this step
+            self._exported.rename(kept)

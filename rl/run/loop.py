@@ -31,6 +31,7 @@ from rl.run.prepare import prepare, with_date
 from rl.run.resume.continued import is_counted, on_all, seen
 from rl.run.signals import StopSignal
 from rl.run.state import Run, is_finished
+from rl.run.unfinished.stop import StoppedAt
 from rl.stages.sampling.evaluation import Evaluation
 from rl.stages.stage import StageKind
 
@@ -38,8 +39,9 @@ from rl.stages.stage import StageKind
 def run(config: RunConfig) -> int:
     """Runs all stages, or the remaining ones of an existing run directory, and exports the final weights. Returns 0.
 
-    A finished run is left as it is. The first line that is printed names the devices. Raises one of rl.errors;
-    `Interrupted` after SIGTERM or Ctrl-C, once the state is saved.
+    After `rl stop` it exports the weights of the step, and the next call goes on. A finished run is left as it is. The
+    first line that is printed names the devices. Raises one of rl.errors; `Interrupted` after SIGTERM or Ctrl-C, once
+    the state is saved.
     """
     devices.check(config.platform)
     if processes.first():
@@ -65,15 +67,22 @@ def run(config: RunConfig) -> int:
                     facts = {"devices": device_facts(), "weights": open_run.weights, "data": prepared.fingerprints}
                     manifest.note(**facts, changed=files.changed_keys(config))  # into run.json
                     for stage, checkpoint in open_run.remaining():
-                        _run_stage(open_run, stage, checkpoint)
-                    open_run.export()
+                        stopped = _run_stage(open_run, stage, checkpoint)
+                        if stopped is not None:
+                            manifest.note(stopped=stopped._asdict())
+                            break
+                    else:
+                        open_run.export()
     finally:
         prepared.close()
     return 0
 
 
-def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
-    """Runs all steps of a stage, or the steps after `checkpoint`, the host part (JSON) of a checkpoint."""
+def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt | None:
+    """Runs all steps of a stage, or the steps after `checkpoint`, the host part (JSON) of a checkpoint.
+
+    Returns where the run stopped, with its weights exported, if `rl stop` asked for it.
+    """
     state = run.start(stage, checkpoint)
     compile_generator(run)
     if checkpoint is None:
@@ -111,7 +120,8 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
         run.note_programs(stage)
         if ended:
             stage.check_learned(state, metrics)
-        run.save(stage, state, step, ended, until=reached)
+        if run.save(stage, state, step, ended, until=reached):
+            return run.export_stopped(stage, state, step)
         if ended:
             break
         if step in changed:
@@ -119,6 +129,7 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
             if evaluation:
                 evaluation.options = stage.config.evaluation
     stage.finish(state, run.folder.write_once)
+    return None
 
 
 def _evaluate(run: Run, evaluation: Evaluation, stage: StageKind, step: int) -> dict[str, float]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from policy.mesh import processes
@@ -20,6 +21,7 @@ from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
 from rl.run.health import start_checks
 from rl.run.signals import StopSignal
+from rl.run.unfinished import stop
 from rl.stages.context import Context
 from rl.stages.sharing import describe
 from rl.stages.stage import StageKind
@@ -28,6 +30,7 @@ _FINISHED = """\
 {0} is finished: its final weights are in {0}/export. Choose another `run.dir` to run again;
 to train those weights further, give them to a new run: model={1}/export"""
 
+_STOP = "rl stop"
 _RANDOM = (
     "model {0} names an architecture without weights: the weights are random (seed {1}). To train from weights, set "
     "model=org/name (a model on the Hugging Face hub) or model=DIRECTORY (a directory with config.json and safetensors)"
@@ -117,14 +120,15 @@ class Run(Context):
                 f"{stage.name} (config.json, or the weights). Restore them, or start a new run in another run.dir"
             )
 
-    def save(self, stage: StageKind, state: Any, step: int, ended: bool, until: bool = False) -> None:
-        """Writes a checkpoint where one is due. Raises Interrupted, once it is written, after a signal to stop.
+    def save(self, stage: StageKind, state: Any, step: int, ended: bool, until: bool = False) -> bool:
+        """Writes a checkpoint where one is due. Returns whether the run stops here, since `rl stop` asked for it.
 
-        until: whether `until` ended the stage.
+        until: whether `until` ended the stage. Raises Interrupted, once the checkpoint is written, after a signal to
+        stop.
         """
         options = stage.config.run
-        signal = next(filter(None, processes.all_gather_object(self.stop.received)), None)  # one process stops all
-        due = ended or signal or (options.checkpoint_every and step % options.checkpoint_every == 0)
+        request = self._request_to_stop()
+        due = ended or request or (options.checkpoint_every and step % options.checkpoint_every == 0)
         stages = self.config.stages
         number = sum(each.total_steps + 1 for each in stages[: stage.index]) + step
         if due and self.events.sync():
@@ -133,16 +137,26 @@ class Run(Context):
                 host["until"] = True
             host |= {"progress": self.progress.to_json()} | ({"teacher": self.teacher} if self.teacher else {})
             with self.timeline.span("checkpoint", stage=stage.name, step=step):
-                self.checkpoints.save(number, state, host, wait=bool(signal))
+                self.checkpoints.save(number, state, host, wait=bool(request))
             self.events.rotate()
-        if signal:
-            newest = self.checkpoints.host()
-            where = f"after step {step} of {stage.name}"
-            if newest is None or newest[0] != number:
-                raise ResourceError(
-                    f"{signal}: NOT saved (see above) {where}; make room, then continue with `rl-train {quoted(options.dir)}`"
-                )
-            raise Interrupted(f"{signal}: saved {where}; continue with `rl-train {quoted(options.dir)}`")
+        if not request:
+            return False
+        newest = self.checkpoints.host()
+        where = f"after step {step} of {stage.name}"
+        if newest is None or newest[0] != number:
+            raise ResourceError(
+                f"{request}: NOT saved (see above) {where}; make room, then continue with `rl-train {quoted(options.dir)}`"
+            )
+        if request != _STOP:
+            raise Interrupted(f"{request}: saved {where}; continue with `rl-train {quoted(options.dir)}`")
+        return not (ended and stage.index == len(stages) - 1)
+
+    def _request_to_stop(self) -> str | None:
+        """Returns the signal that a process got, else `rl stop` if the first process sees its request, else None: one
+        answer for all processes."""
+        asked = processes.first() and stop.is_asked(self.folder.path)
+        requests = processes.all_gather_object(self.stop.received or (_STOP if asked else None))
+        return min(filter(None, requests), key=lambda request: request == _STOP, default=None)
 
     def note_inspection(self, findings: Sequence[Finding]) -> None:
         """Writes inspection.json, and shows remarks on settings and the warnings of the checks of the data
@@ -178,6 +192,24 @@ class Run(Context):
 
     def export(self) -> None:
         """Writes the weights of the last stage to `export/`, which ends the run."""
+        last = self.stages[-1]
+        last.context = self
+        exported = self._export(last, last.export)
+        path, word = self.folder.path, quoted(self.folder.path)
+        self.events.note(f"samples in {path}/samples.jsonl; see the run: rl report {word}, rl explain {word}")
+        self.events.note(f"final weights in {exported}; use them: rl chat {word}, rl generate {word} --prompts FILE")
+
+    def export_stopped(self, stage: StageKind, state: Any, step: int) -> stop.StoppedAt:
+        """Writes what the run would export if this step were its last, and returns the place."""
+        place = stop.StoppedAt(stage.name, step)
+        exported = self._export(stage, partial(stage.export_at, state), place)
+        self.events.note(
+            f"stopped after step {step} of {stage.name}, as `rl stop` asked; weights in {exported}; continue with "
+            f"`rl-train {quoted(self.folder.path)}`"
+        )
+        return place
+
+    def _export(self, stage: StageKind, write: Callable[[Path], None], stopped: stop.StoppedAt | None = None) -> Path:
         import jax
 
         if not self.events.sync():
@@ -186,15 +218,10 @@ class Run(Context):
                 f"{path}: the last events have no room; make some, and continue with `rl-train {quoted(path)}` "
                 f"({disk_room(path)})"
             )
-        last = self.stages[-1]
-        last.context = self
-        last.check_finite(self.model.params)
+        stage.check_finite(self.model.params)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(self.model.params))
         with self.timeline.span("export"):
-            exported = self.folder.export(last.export, size)
-        path, word = self.folder.path, quoted(self.folder.path)
-        self.events.note(f"samples in {path}/samples.jsonl; see the run: rl report {word}, rl explain {word}")
-        self.events.note(f"final weights in {exported}; use them: rl chat {word}, rl generate {word} --prompts FILE")
+            return self.folder.export(write, size, stopped)
 
 
 def stage_ended(host: dict, stage: StageKind) -> bool:

@@ -86,6 +86,9 @@ class Stage(StageKind):
         if processes.first():
             write_tokenizer(self.config, tokenizer, directory)
 
+    def export_at(self, state: RewardModelState, directory: Path) -> None:
+        self._write(state, directory)
+
     def export(self, directory: Path) -> None:
         from policy.mesh import processes
 

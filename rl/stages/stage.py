@@ -388,6 +388,10 @@ class StageKind(ConfiguredStage, ABC):
         if context.media is not None:
             towers.write_files(self.config.model, context.tokenizer, directory)
 
+    def export_at(self, state: Any, directory: Path) -> None:
+        """Writes what `export` would if the last step of the run were the one with this state."""
+        self.export(directory)
+
     def _source(self) -> Path | None:
         """Returns the directory of the model that training started from; None if it is gone by now, and for random
         weights."""

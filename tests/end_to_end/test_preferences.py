@@ -181,3 +181,28 @@ def test_a_run_that_ends_with_a_reward_model_exports_it(finished, tmp_path):
         tmp_path / "run" / "export", Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]), 16
     )
     assert np.isfinite(scorer([[9, 10, 2], [9]])).all()
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_in_the_stage_of_a_reward_model_exports_it_as_it_is_then(finished, tmp_path, monkeypatch):
+    from rl.run.unfinished import stop
+
+    run = tmp_path / "run"
+    monkeypatch.setattr(stop, "is_asked", lambda run: '"reward_model","step":2' in events_text(run))
+    assert cli.train_main([str(finished / "run.yml"), f"run.dir={run}"]) == 0
+    assert stop.stopped(run) == ("reward_model", 2) and not (run / "reward_models").exists()
+    assert np.isfinite(RewardModelScorer.read(run / "export", Runtime(), one_device(), 16)([[9, 10, 2]])).all()
+    monkeypatch.undo()
+    assert cli.train_main([str(run)]) == 0
+    for name in ("reward_models/reward_model", "export"):
+        bits = [(folder / name / "model.safetensors").read_bytes() for folder in (run, finished / "run")]
+        assert bits[0] == bits[1]
+    assert (run / "export-reward_model-2").is_dir()
+
+
+def events_text(run) -> str:
+    return (run / "events.jsonl").read_text()
+
+
+def one_device():
+    return layout({"fsdp": 1}, devices=jax.devices()[:1])

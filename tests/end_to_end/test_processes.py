@@ -19,6 +19,8 @@ import pytest
 import policy
 from rl.errors import ProcessLost
 from rl.records import events
+from rl.run.unfinished import stop
+from rl.run.unfinished.weights import CheckpointWeights
 
 # Sums of gradients are added up in another order; an eps of 1e-8 would make a step of the learning rate of the
 # difference.
@@ -156,6 +158,26 @@ def test_four_processes_stop_together_and_outlive_their_first(tmp_path):
     done = finish(start(directory, 4, 1, *BOTH))
     assert [code for code, _, _ in done] == [0] * 4, done
     assert_same_numbers(directory, alone(tmp_path / "alone", *BOTH))
+
+
+@pytest.mark.slow
+def test_processes_stop_at_the_same_step_with_one_export_and_go_on(tmp_path):
+    directory = tmp_path / "run"
+    running = start(directory, 2, 2)
+    launch.wait_for(lambda: launch.lines(directory) >= 1, running[0])
+    stop.ask(directory)
+    done = finish(running)
+    assert [code for code, _, _ in done] == [0, 0], done
+    place = stop.stopped(directory)
+    assert f"stopped after step {place.step} of grpo" in done[0][1] and place.step < 3
+    assert policy.load(directory / "export").params
+    done = finish(start(directory, 2, 2))
+    assert [code for code, _, _ in done] == [0, 0], done
+    assert f"continuing {directory} after step {place.step} of grpo" in done[0][1]
+    assert_same_numbers(directory, alone(tmp_path / "alone"))
+    read = CheckpointWeights(directory, "3").load("float32").params  # of 4 devices, on one
+    for path, array in policy.load(directory / "export").params.items():
+        np.testing.assert_array_equal(array, read[path])
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
-"""Uses of a run that has not ended: `rl generate` and `rl chat` at a checkpoint."""
+"""Uses of a run that has not ended: `rl generate` and `rl chat` at a checkpoint, and `rl stop`."""
 
 import io
 import json
 import re
 import shutil
+import signal
 
 import launch
 import numpy as np
@@ -14,7 +15,10 @@ from rl.errors import ConfigError, ModelError
 from rl.run.arrays import ArrayStore
 from rl.run.folder import RunFolder
 from rl.run.load import load
+from rl.run.unfinished import stop
 from rl.run.unfinished.weights import CheckpointWeights
+from rl.views.report import summary
+from rl.views.report.read import read_run
 from rollout.text.tokenizer import load_tokenizer, stop_ids
 
 
@@ -159,3 +163,44 @@ def test_a_chat_goes_on_with_a_checkpoint_and_the_variables_of_the_run(unfinishe
     monkeypatch.setattr("sys.stdin", io.StringIO("2\n"))
     assert rl("chat", unfinished, "--max-new-tokens", 2, "--temperature", 0) == 0
     assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.slow
+def test_a_run_stops_with_its_weights_exported_and_goes_on_to_the_same_bits(uninterrupted, tmp_path, capsys):
+    directory = tmp_path / "run"
+    running = launch.process(*launch.arguments(directory))
+    launch.wait_for(lambda: launch.lines(directory) >= 1, running)  # the programs of the first step are compiled now
+    assert launch.cli.main(["stop", str(directory)]) == 0
+    code, out, err = launch.finish(running)
+    assert code == 0 and err == "", err
+    place = stop.stopped(directory)
+    assert place.stage == "sft" and 0 < place.step < 3
+    assert f"stopped after step {place.step} of sft, as `rl stop` asked; weights in {directory}/export" in out
+    assert f"is stopped after step {place.step} of sft: its weights are in" in capsys.readouterr().out
+    assert summary.state(read_run(directory)) == ("open", f"stopped after step {place.step} of sft")
+    stopped = policy.load(directory / "export").params
+    weights = CheckpointWeights(directory, f"sft:{place.step}").load("float32").params
+    for path, array in weights.items():
+        np.testing.assert_array_equal(array, stopped[path])
+
+    assert launch.train(directory) == 0
+    launch.assert_same_run(directory, uninterrupted)
+    assert (directory / f"export-sft-{place.step}").is_dir() and stop.stopped(directory) is None
+    assert summary.state(read_run(directory)) == ("good", "finished")
+
+
+@pytest.mark.slow
+def test_a_request_in_the_last_step_is_the_end_of_the_run_and_a_signal_comes_first(tmp_path, monkeypatch, capsys):
+    sft = "{algorithm: sft, prompts_per_step: 4, sampling: {max_new_tokens: 6}, steps: 2}"
+    light = (*launch.LIGHT, f"stages=[{sft}]")
+    monkeypatch.setattr(stop, "is_asked", lambda run: launch.lines(run) == 3)  # after the last step
+    assert launch.train(tmp_path / "run", *light) == 0
+    assert stop.stopped(tmp_path / "run") is None and "final weights in" in capsys.readouterr().out
+
+    def asked(run):
+        signal.raise_signal(signal.SIGTERM)
+        return True
+
+    monkeypatch.setattr(stop, "is_asked", asked)
+    assert launch.train(tmp_path / "other", *light) == 75
+    assert not (tmp_path / "other" / "export").exists()

@@ -1,1 +1,1 @@
-"""Uses of a run that has not ended: its weights at a checkpoint."""
+"""Uses of a run that has not ended: its weights at a checkpoint, and the request to stop it."""

@@ -16,12 +16,14 @@ from rl.run.manifest import complete
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A finished checkpoint, after step `step` of stage number `stage`; both are -1 where host.json cannot be read."""
+    """A finished checkpoint, after step `step` of the `steps` of stage number `stage`; all are -1 where host.json cannot
+    be read."""
 
     number: int
     path: Path
     stage: int = -1
     step: int = -1
+    steps: int = -1
 
 
 def stored(directory: Path) -> list[StoredCheckpoint]:
@@ -31,7 +33,8 @@ def stored(directory: Path) -> list[StoredCheckpoint]:
     for number, path in complete(directory):
         try:
             host = json.loads((path / HOST).read_text(encoding="utf-8"))
-            result.append(StoredCheckpoint(number, path, int(host["stage"]), int(host["step"])))
+            step = int(host["step"])
+            result.append(StoredCheckpoint(number, path, int(host["stage"]), step, int(host.get("steps", step))))
         except (OSError, ValueError, KeyError, TypeError):
             if path.is_dir():
                 result.append(StoredCheckpoint(number, path))

@@ -26,9 +26,9 @@ from rl.errors import ModelError
 from rl.run import build, load
 from rl.run.arrays import ArrayStore
 from rl.run.checkpoint import ARRAYS, CheckpointError, damaged, none_undamaged
-from rl.run.folder import in_use
 from rl.run.manifest import examine
 from rl.run.unfinished.checkpoints import StoredCheckpoint, chosen
+from rl.run.unfinished.stop import in_use
 from rl.stages import generation, kind_of
 from rollout.media.processors import Processors
 
@@ -131,7 +131,7 @@ class CheckpointWeights:
     def _line(self, checkpoint: StoredCheckpoint) -> str:
         """Says which weights are read."""
         stage, name = self.config.stages[checkpoint.stage], self.config.stage_names[checkpoint.stage]
-        text = f"{self.directory}: the weights after step {checkpoint.step} of {stage.steps} of {name}"
+        text = f"{self.directory}: the weights after step {checkpoint.step} of {checkpoint.steps} of {name}"
         if not kind_of(stage).trains_policy:
             text += ", which trains a reward model: the policy is as it was before"
         if in_use(self.directory):

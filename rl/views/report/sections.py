@@ -194,9 +194,10 @@ def _stage_rows(run: RecordedRun) -> list[list[str]]:
 def _attempt_rows(run: RecordedRun) -> list[list[str]]:
     rows = []
     for number, each in enumerate(run.attempts, 1):
-        code = "-" if each.code is None else f"{each.code}: {summary.CODES.get(each.code, 'stopped by a signal')}"
         length = each.end - each.start if each.start and each.end else None
-        rows.append([str(number), moment(each.start), moment(each.end), seconds_text(length), esc(code)])
+        rows.append(
+            [str(number), moment(each.start), moment(each.end), seconds_text(length), esc(summary.ending(each))]
+        )
     return rows[-50:]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.records.run_files import Attempt
 from rl.views.report import settings
 from rl.views.report.plans import ACCURACY, BETTER, HEADLINES
 from rl.views.report.read import Metric, RecordedRun, evaluation_problems
@@ -152,10 +153,21 @@ def typical(run: RecordedRun, name: str) -> float | None:
     return float(np.median(values[len(values) // 2 :])) if len(values) else None
 
 
+def ending(attempt: Attempt) -> str:
+    """Returns the exit code of an attempt in words."""
+    if attempt.code is None:
+        return "-"
+    if attempt.stopped is not None:
+        return f"0: stopped after {attempt.stopped}"
+    return f"{attempt.code}: {CODES.get(attempt.code, 'stopped by a signal')}"
+
+
 def state(run: RecordedRun) -> tuple[str, str]:
     """Returns (kind, text) of how the run ended: kind is good, bad or open."""
     if run.attempts and run.attempts[-1].code is not None:
         code = run.attempts[-1].code
+        if run.attempts[-1].stopped is not None:
+            return "open", f"stopped after {run.attempts[-1].stopped}"
         if code == 0:
             return "good", "finished"
         return ("open" if code in (75, 130) else "bad"), f"exit {code}: {CODES.get(code, 'stopped by a signal')}"

@@ -1,0 +1,159 @@
+"""`rl stop` on folders of runs: what it asks, says and returns, and what the next start does with a stopped run."""
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+from test_folder import begun, config
+
+from rl.commands import cli
+from rl.errors import ResourceError
+from rl.records import run_files
+from rl.run.folder import RunFolder
+from rl.run.unfinished import stop
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run whose last step is the second of grpo."""
+    begun(tmp_path)
+    event = {"stage": "grpo", "step": 2, "time": 1.0, "metrics": {}}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + '\n{"stage": "grpo", "st')
+    attempt(tmp_path)
+    return tmp_path
+
+
+def attempt(run, **facts) -> None:
+    """Writes the last attempt of a run: one that goes on, or was killed, without `end` and `exit_code`."""
+    entry = {"start": 1.0, "host": socket.gethostname()} | facts
+    (run / "run.json").write_text(json.dumps({"attempts": [entry]}))
+
+
+def export(directory) -> None:
+    directory.mkdir(parents=True)
+    (directory / "weights").write_text(str(time.time()))
+
+
+def rl_stop(run, *more: str) -> int:
+    return cli.main(["stop", str(run), *more])
+
+
+def goes_on(run, end) -> threading.Thread:
+    """A process that holds the folder until it is asked to stop; `end(folder)` then ends it."""
+    entered = threading.Event()
+
+    def hold():
+        with RunFolder(config(run)) as folder:
+            entered.set()
+            while not stop.is_asked(run):
+                time.sleep(0.01)
+            end(folder)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert entered.wait(10)
+    return thread
+
+
+def test_a_running_run_is_asked_and_waited_for(run, capsys):
+    def end(folder):
+        time.sleep(0.3)
+        folder.export(export, stopped=stop.StoppedAt("grpo", 3))
+        attempt(run, end=2.0, exit_code=0, stopped={"stage": "grpo", "step": 3})
+
+    (run / stop.REQUEST).touch()  # left over: the start removes it
+    thread = goes_on(run, end)
+    assert rl_stop(run) == 0
+    thread.join()
+    asked, told = capsys.readouterr().out.splitlines()
+    assert asked.startswith(f"{run} is asked to stop after its step (the last one was step 2 of grpo)")
+    assert told.startswith(f"{run} is stopped after step 3 of grpo: its weights are in {run}/export")
+    assert not stop.is_asked(run) and run_files.attempts(run, [])[-1].stopped == "step 3 of grpo"
+    assert rl_stop(run) == 0 and "is stopped after step 3 of grpo" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("facts", "code", "said"),
+    [
+        ({"end": 2.0, "exit_code": 4}, 4, "did not stop as asked: it ended with exit code 4"),
+        ({"end": 2.0, "exit_code": 0}, 0, "is finished: its final weights are in"),
+        ({}, 76, "was killed before it stopped; `rl-train"),
+    ],
+)
+def test_a_run_that_ends_otherwise_is_told_apart(run, capsys, facts, code, said):
+    thread = goes_on(run, lambda folder: attempt(run, **facts))
+    assert rl_stop(run) == code
+    thread.join()
+    assert said in "".join(capsys.readouterr())
+
+
+def test_without_waiting_only_the_request_is_written(run, capsys):
+    thread = goes_on(run, lambda folder: None)
+    assert rl_stop(run, "--no-wait") == 0
+    thread.join()
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_runs_that_are_not_running_are_named(run, tmp_path, capsys):
+    assert rl_stop(run / "nothing") == 2 and "no such folder" in capsys.readouterr().err
+    for facts, said in (({}, "it was killed"), ({"end": 2.0, "exit_code": 75}, "it ended with exit code 75")):
+        attempt(run, **facts)
+        assert rl_stop(run) == 2
+        assert f"{run} is not running: {said}. `rl-train {run}` continues it" in capsys.readouterr().err
+    export(run / "export")
+    assert rl_stop(run) == 0 and f"{run} is finished" in capsys.readouterr().out
+    assert not stop.is_asked(run)
+
+
+def test_a_run_on_another_machine_is_asked_although_its_lock_is_not_seen(run, capsys):
+    attempt(run, host="elsewhere")
+
+    def end():
+        while not stop.is_asked(run):
+            time.sleep(0.01)
+        export(run / "export")
+        attempt(run, host="elsewhere", end=2.0, exit_code=0)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    assert rl_stop(run) == 0
+    thread.join()
+    assert "it was started on elsewhere; if it was killed there" in capsys.readouterr().out
+
+
+def test_a_folder_in_use_keeps_its_request(run):
+    with RunFolder(config(run)):
+        stop.ask(run)
+        with pytest.raises(ResourceError, match="in use"), RunFolder(config(run)):
+            pass
+        assert stop.is_asked(run) and stop.in_use(run)
+    assert not stop.is_asked(run) and not stop.in_use(run)
+
+
+@pytest.mark.parametrize("steps", [3, 5])
+def test_the_next_start_keeps_the_weights_of_a_stopped_run_under_its_step(tmp_path, steps):
+    """Also where it raises the steps of the last stage."""
+    begun(tmp_path)
+    stages = [{"algorithm": "sft", "steps": 2}, {"algorithm": "grpo", "steps": steps}]
+    for stage, step in (("sft", 2), ("grpo", 1), ("grpo", 1)):
+        with RunFolder(config(tmp_path, stages=stages)) as folder:
+            assert not folder.finished
+            folder.export(export, stopped=stop.StoppedAt(stage, step))
+            assert folder.finished
+        weights = (tmp_path / "export" / "weights").read_text()
+    with RunFolder(config(tmp_path, stages=stages)) as folder:
+        assert not folder.finished and stop.stopped(tmp_path) is None
+        folder.export(export)
+    assert sorted(path.name for path in tmp_path.glob("export*")) == ["export", "export-grpo-1", "export-sft-2"]
+    assert (tmp_path / "export-grpo-1" / "weights").read_text() == weights
+    with RunFolder(config(tmp_path, stages=stages)) as folder:
+        assert folder.finished
+
+
+def test_a_run_killed_before_its_export_appeared_is_no_stopped_run(tmp_path):
+    begun(tmp_path)
+    stop.write_stopped(tmp_path, stop.StoppedAt("grpo", 1))
+    with RunFolder(config(tmp_path)) as folder:
+        assert not folder.finished and stop.stopped(tmp_path) is None
