@@ -339,7 +339,7 @@ def on_eight_devices(*meshes):
 
 
 def check_meshes(*meshes, **options):
-    results = on_eight_devices(*((mesh, options) for mesh in meshes))
+    results = on_eight_devices(*((mesh, options, {}) for mesh in meshes))
     expected = [[[c.tokens, c.logprobs] for c in group] for group in baseline("deepseek-v3-groups-yarn", 0)]
     for mesh, result in zip(meshes, results, strict=True):
         if options:
@@ -355,6 +355,17 @@ def check_meshes(*meshes, **options):
 @pytest.mark.slow
 def test_a_mesh_of_eight_devices_generates_what_one_device_does():
     check_meshes({"fsdp": 2, "tensor": 2, "expert": 2})
+
+
+@pytest.mark.slow
+def test_a_mesh_that_shards_the_vocabulary_counts_and_forbids_tokens_as_one_device_does():
+    changes = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -0.2}
+    changes |= {"min_tokens": 9, "stop_token_ids": [3, 4], "logit_bias": {"3": 4.0, "9": -5.0}}
+    (result,) = on_eight_devices(({"fsdp": 2, "tensor": 4}, {}, changes))
+    sampling = dataclasses.replace(GREEDY, **changes)
+    expected = generator_of("deepseek-v3-groups-yarn").generate(PROMPTS, sampling)
+    tokens = [[completion[0] for completion in group] for group in result["completions"]]
+    assert tokens == [[completion.tokens for completion in group] for group in expected]
 
 
 @pytest.mark.slow

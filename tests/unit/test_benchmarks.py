@@ -198,3 +198,10 @@ def test_the_script_that_measures_parity_prints_a_line_for_each_kind(script, cap
     assert line.startswith("| simple | SimpleLM | 2 |") and 0 < float(line.split("|")[5]) < 2e-5
     with pytest.raises(SystemExit):
         script("parity").main(["Nothing"])
+
+
+@pytest.mark.slow
+def test_penalties_are_measured(script):
+    sizes = ["--rows", "2", "--vocabulary", "64", "--tokens", "8", "--steps", "2", "--repeats", "1"]
+    result = script("penalties").main(sizes)
+    assert set(result) == {"none", "bias, words, ends", "penalties", "all", "counting"} and min(result.values()) > 0

@@ -253,6 +253,11 @@ FOREIGN_KEYS = [
     ("data.use_vllm=true", "unknown key; Duet trains and generates with one decoder"),
     ("actor_rollout_ref.actor.optim.lr=1", "unknown key; of its keys, `lr` is `stages.N.optimizer.learning_rate`"),
     ("stages.0.xyz=1", "unknown key (nearest: "),
+    (
+        "stages.1.sampling.repetition_penalty=1.2",
+        "unknown key; it belongs to `evaluation`: not in stages: it changes ratios of probabilities",
+    ),
+    ("stages.1.sampling.logit_bias={5: 1.0}", "it belongs to `evaluation`: not in stages: it changes ratios"),
 ]
 
 

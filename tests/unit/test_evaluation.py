@@ -87,6 +87,14 @@ def test_pass_at_k_is_the_mean_over_problems_at_a_temperature_of_its_own():
     assert asked[0][1] == asked[1][1] and min(asked[1][1]) >= 1 << 30
 
 
+def test_penalties_and_forbidden_texts_are_those_of_the_evaluation():
+    own = {"repetition_penalty": 1.5, "bad_words": ["x"], "logit_bias": {"5": -1}, "min_tokens": 2}
+    _, asked = evaluate([0.0], [[1, 1]], samples=2, **own)
+    for params, _ in asked:
+        assert (params.repetition_penalty, params.bad_words, params.logit_bias) == (1.5, ("x",), {5: -1.0})
+        assert params.min_tokens == 2 and params.presence_penalty == 0
+
+
 def test_what_counts_as_correct_can_be_said():
     assert evaluate([0.7 + 0.2 + 0.1, 0.99])[0]["eval/greedy_accuracy"] == 0.5  # 1 but for the rounding of the sum
     assert evaluate([0.4, 0.6], correct_at=0.5)[0]["eval/greedy_accuracy"] == 0.5

@@ -69,6 +69,50 @@ def test_prompts_are_completed_as_the_generator_does(directory, tmp_path, capsys
         assert line["logprobs"] == pytest.approx(completion.logprobs, abs=1e-5)
 
 
+@pytest.mark.slow
+def test_penalties_and_forbidden_texts_are_arguments(directory, tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n")
+    setting = ("--prompts", file, "--temperature", 0, "--max-new-tokens", 12)
+    keys = ("--repetition-penalty", 1.5, "--presence-penalty", 0.5, "--frequency-penalty", 0.25, "--min-tokens", 8)
+    texts = ("--bad-words", "e", "--bad-words", "ab", "--logit-bias", "{40: 3.0, 41: -100}")
+    assert rl("generate", directory, *setting, *keys, *texts) == 0
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    tokenizer = load_tokenizer(directory)
+    generator = Generator(policy.load(directory), max_length=64, slots=1, tokenizer=tokenizer)
+    params = SamplingParams(
+        max_new_tokens=12,
+        temperature=0,
+        stop_token_ids=(tokenizer.eos_token_id,),
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        min_tokens=8,
+        bad_words=("e", "ab"),
+        logit_bias={40: 3.0, 41: -100.0},
+    )
+    assert line["tokens"] == generator.generate(["one"], params)[0][0].tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--logit-bias", "{400: 1.0}"), "logit_bias names token 400, outside 0..319"),
+        (("--min-tokens", 300), "min_tokens must be 0 or more, and at most max_new_tokens"),
+        (("--bad-words", " "), "bad_words must not hold an empty string or blanks alone"),
+        (("--presence-penalty", 3), r"presence_penalty must lie in [-2, 2]"),
+    ],
+)
+def test_penalties_out_of_range_are_refused(directory, tmp_path, capsys, arguments, message):
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n")
+    assert rl("generate", directory, "--prompts", file, *arguments) == 2
+    assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        rl("generate", directory, "--prompts", file, "--logit-bias", "40")
+    assert "must be a mapping of token ids to numbers such as {198: -100, 40: 2.5}" in capsys.readouterr().err
+
+
 def test_messages_go_through_the_template_and_a_run_is_its_export(directory, tmp_path):
     run = tmp_path / "run"
     run.mkdir()

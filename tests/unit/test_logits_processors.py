@@ -100,6 +100,19 @@ def test_a_row_without_settings_keeps_its_logits_among_rows_with_some():
     np.testing.assert_array_equal(result[3:], logits[3:])
 
 
+def test_a_word_may_go_on_from_the_prompt():
+    """Only tokens of the completion count as the tokens before the last one of a bad word."""
+    params = SamplingParams(max_new_tokens=9)
+    rows = [
+        Request((1, 7, 8), params, tokens=[], bad_words=WORDS),
+        Request((1, 7), params, tokens=[8], bad_words=WORDS),
+        Request((1,), params, tokens=[7, 8], bad_words=WORDS),
+    ]
+    processors = LogitsProcessors.of(rows, 3, LENGTH, Sizes(1, 8, 8, 4, 4))
+    result = np.asarray(processed(np.zeros((3, V), np.float32), processors, np.int32([3, 3, 3])))
+    assert [set(np.flatnonzero(np.isinf(row)).tolist()) for row in result] == [{4}, {4}, {4, 9}]
+
+
 def test_programs_have_processors_only_where_a_request_needs_them():
     plain = [SamplingParams(), SamplingParams(min_tokens=3), SamplingParams(repetition_penalty=1.0, logit_bias={})]
     assert {Widths.of([Request((1,), params)]) for params in plain} == {Widths()}
