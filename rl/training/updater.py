@@ -112,7 +112,7 @@ class OptimizerStep:
     ) -> OptimizerStep:
         """Returns a copy with the learning rates of other options and numbers of steps, whose program is a new one. All
         other settings must be the same. companion: that of the copy."""
-        other = copy.copy(self)  # a function of its own: jax keeps the traces of a function
+        other = copy.copy(self)
         other.__dict__.pop("executable", None)
         other._options, other._stage, other.companion = options, stage, companion
         other._set_rates()

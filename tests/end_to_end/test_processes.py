@@ -195,3 +195,18 @@ def test_a_process_reads_of_a_directory_and_of_a_checkpoint_what_its_devices_hol
         # Devices of a process share the reading of what both hold; norms and routers are held by all.
         assert each["read"] <= each["held"] < 0.6 * each["weights"] and each["restored"] < 0.6 * each["weights"], each
     assert result[0]["read"] + result[1]["read"] < 1.1 * result[0]["weights"]
+
+
+@pytest.mark.slow
+def test_processes_change_a_run_in_the_same_step_and_repeat_it(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert [end[0] for end in finish(start(one, 2, 1, f"stages={json.dumps([SFT])}"))] == [0, 0]
+    changed = {**SFT, "steps": 4, "optimizer": {**SFT["optimizer"], "learning_rate": 1e-4}}
+    ends = finish(start(one, 2, 1, f"stages={json.dumps([changed])}"))
+    assert [end[0] for end in ends] == [0, 0], ends
+    assert "from step 3 of sft on: stages.0.optimizer.learning_rate: 0.001 -> 0.0001" in ends[0][1]
+    join = ["--processes", "2", "--coordinator", address()]
+    repeated = [str(one / "config.yml"), f"run.dir={other}", *join]
+    running = [launch.process(*repeated, "--process", str(i), environment=on_devices(1)) for i in range(2)]
+    assert [end[0] for end in finish(running)] == [0, 0]
+    launch.assert_same_run(one, other)

@@ -234,7 +234,9 @@ def test_the_learning_rates_of_a_stage_change_with_its_settings(folder):
 def test_the_report_and_the_outline_list_the_changes(folder):
     from rl.run.health import outline
     from rl.views.report import sections
+    from rl.views.report.figures import figures
     from rl.views.report.read import read_run
+    from rl.views.report.series import axis
 
     folder.checkpoint(1, 4)
     folder.go_on(f"{RATE}=1e-5")
@@ -242,7 +244,11 @@ def test_the_report_and_the_outline_list_the_changes(folder):
     folder.go_on(f"{RATE}=1e-6")
     lines = list(outline.lines(load([folder.path])))
     assert f"from step 7 of grpo on: {RATE}: 1e-05 -> 1e-06" in lines
-    (folder.path / EVENTS).write_text('{"stage": "grpo", "step": 1, "time": 1.0, "metrics": {"loss": 1.0}}\n')
-    table = sections.stages([read_run(folder.path)]).partition("<h3>Changes</h3>")[2]
+    rows = [{"stage": "grpo", "step": n, "time": n, "metrics": {"loss": n, "optim/lr": 1e-5}} for n in range(1, 10)]
+    (folder.path / EVENTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(folder.path)
+    drawn = figures([run], axis([run])).html
+    assert drawn.count(f"<title>{RATE}: 0.0001 -&gt; 1e-05</title>") == drawn.count('class="restart"') / 2 > 0
+    table = sections.stages([run]).partition("<h3>Changes</h3>")[2]
     texts = re.findall(r">([^<>]+)</(?:span|td)>", table)
     assert texts == ["grpo", "5", RATE, "0.0001", "1e-05", "grpo", "7", RATE, "1e-05", "1e-06"]

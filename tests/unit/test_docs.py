@@ -17,7 +17,6 @@ import yaml
 import rewards
 import rewards.registry
 import rl.algorithms
-from rl.commands import cli
 from rl.config import files, reference
 from rl.data import datasets
 from rl.data.media import read_processors
@@ -117,7 +116,7 @@ def document(request, tmp_path, monkeypatch):
 
 
 def command(*arguments: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -161,7 +160,7 @@ def test_configurations_load_and_their_data_too(document, tmp_path):
             assert expected - {key for f in config.rewards.functions for key in f.options} <= given
 
 
-TAKES_LONG = ("extending.md", "generator.md", "hook.md")
+TAKES_LONG = ("extending.md", "generator.md")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +175,7 @@ def test_python_runs(document):
         command(str(file))
 
 
-def test_commands_work(document, tmp_path, capsys):
+def test_commands_work(document, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for snippet in document:
         for line in snippet.text.splitlines() if snippet.language == "bash" else ():
@@ -187,11 +186,8 @@ def test_commands_work(document, tmp_path, capsys):
             assert (program, *arguments[:1]) in {("rl-train", "--check"), ("rl", "reward"), ("rl", "inspect")}, (
                 f"list it in NOT_RUN: {bare}"
             )
-            if arguments[0] == "reward":  # several documents register rewards of one name
-                command("-c", "import sys; from rl.commands import cli; sys.exit(cli.main())", *arguments)
-            else:
-                main = cli.train_main if program == "rl-train" else cli.main
-                assert main(arguments) == 0, (bare, capsys.readouterr())
+            main = "train_main" if program == "rl-train" else "main"
+            command("-c", f"import sys; from rl.commands import cli; sys.exit(cli.{main}(sys.argv[1:]))", *arguments)
 
 
 def test_lines_that_are_not_run_stand_somewhere():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from rl.views.report import svg
 from rl.views.report.charts import Chart, choose
 from rl.views.report.read import RecordedRun
 from rl.views.report.series import BUCKETS, Axis, esc, text
+from rl.views.report.settings import run_changes
 
 _BYTES = 1_300_000
 # Buckets of the headline charts and of the others, tried in this order until the charts fit.
@@ -37,14 +38,14 @@ def figures(runs: Sequence[RecordedRun], axis: Axis, against: RecordedRun | None
     """Returns the charts of runs. The more metrics there are, the fewer buckets the charts have."""
     for buckets in _BUCKETS:
         data, charts = svg.Data(), choose(runs, axis, against, buckets)
-        restarts = [axis.position(*place) for place in runs[0].restarts] if len(runs) == 1 else []
-        draw = lambda chart: _figure(chart, axis, data, restarts, len(runs) == 1)  # noqa: B023, E731
+        marks = _marks(runs[0], axis) if len(runs) == 1 else {}
+        draw = lambda chart: _figure(chart, axis, data, marks, len(runs) == 1)  # noqa: B023, E731
         large = [draw(chart) for chart in charts.headline]
         constant = [chart for chart in charts.other if _constant(chart)]
         changing = [chart for chart in charts.other if not _constant(chart)]
         small = [draw(chart) for chart in changing[:_MOST_SMALL]]
         stages = [{"n": each.name, "first": each.first, "last": each.last, "start": each.start} for each in axis.stages]
-        numbers = as_json({"stages": stages, "restarts": restarts, "xs": data.xs, "charts": data.charts})
+        numbers = as_json({"stages": stages, "restarts": list(marks), "xs": data.xs, "charts": data.charts})
         if sum(map(len, large)) + sum(map(len, small)) + len(numbers) <= _BYTES:
             break
     if not large and not charts.other:
@@ -56,6 +57,19 @@ def figures(runs: Sequence[RecordedRun], axis: Axis, against: RecordedRun | None
     bands = _BANDS.format(count=count) if count > 1 else ""
     drawn = f'<div class="charts">{"".join(large)}</div>{quiet}{_other(small, constant, changing[_MOST_SMALL:])}'
     return Figures(f'<section id="charts"><h2>Charts</h2>{bands}{_TOOLS}{drawn}</section>', numbers)
+
+
+def _marks(run: RecordedRun, axis: Axis) -> dict[float, str]:
+    """Returns position -> text of the steps that follow a restart or a change of settings."""
+    marks: dict[float, str] = {axis.position(*place): "restart" for place in run.restarts}
+    for change in run_changes(run):
+        first, last = run.steps.get(change.stage, (0, -1))
+        if first <= change.step <= last:
+            old, new = change.values
+            at = axis.position(change.stage, change.step)
+            before = [marks[at]] if at in marks else []
+            marks[at] = "; ".join([*before, f"{change.key}: {old} -> {new}"])
+    return marks
 
 
 def _other(small: Sequence[str], constant: Sequence[Chart], rest: Sequence[Chart]) -> str:
@@ -79,9 +93,9 @@ def _constant(chart: Chart) -> bool:
     return len(set(ends)) == 1 and not any(len(curve.lost) for curve in curves)
 
 
-def _figure(chart: Chart, axis: Axis, data: svg.Data, restarts: Sequence[float], single: bool) -> str:
+def _figure(chart: Chart, axis: Axis, data: svg.Data, marks: Mapping[float, str], single: bool) -> str:
     """Returns a chart with its title, last value and legend. single: the page shows one run."""
-    ink = svg.draw(chart, axis, data.add(chart), restarts)
+    ink = svg.draw(chart, axis, data.add(chart), marks)
     own = [line for line in chart.lines if not line.reference and len(line.curve.x)]
     unit, now = (f" {chart.unit}" if chart.unit else ""), ""
     if own and single:

@@ -155,25 +155,10 @@ def stages(runs: Sequence[RecordedRun]) -> str:
 
 def _change_rows(run: RecordedRun) -> list[list[str]]:
     """Returns a row for each value that the run changed when it was continued."""
-    names, values, rows = stage_names(run.config), dict(settings.flat(run.config)), []
-    changes = run.config.get("changes")
-    for change in reversed(changes) if isinstance(changes, list) else ():
-        was, place, step = (change.get(key) for key in ("was", "stage", "step"))
-        if not isinstance(was, dict) or not isinstance(place, int) or not isinstance(step, int):
-            continue
-        name = names[place] if 0 <= place < len(names) else str(place)
-        rows = [
-            [
-                esc(name),
-                f"{step + 1:,}",
-                f'<span class="mono">{esc(key)}</span>',
-                _setting(old),
-                _setting(values.get(key)),
-            ]
-            for key, old in was.items()
-        ] + rows
-        values |= was
-    return rows
+    return [
+        [esc(each.stage), f"{each.step:,}", f'<span class="mono">{esc(each.key)}</span>', *map(_setting, each.values)]
+        for each in settings.run_changes(run)
+    ]
 
 
 def _stage_rows(run: RecordedRun) -> list[list[str]]:

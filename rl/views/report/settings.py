@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rl.config.stage_names import stage_names
 from rl.views.report.read import RecordedRun
 
 if TYPE_CHECKING:
@@ -65,6 +66,32 @@ def _algorithm(value: Mapping[str, Any]) -> dict[str, Any]:
         return dict(value)
     # A default that a class computes is shown as it is: comparing it needs the arguments.
     return {key: each for key, each in value.items() if key == "name" or key not in defaults or each != defaults[key]}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunChange:
+    """A value that a run changed when it was continued. step: the first with the new value. values: before, after."""
+
+    stage: str
+    step: int
+    key: str
+    values: tuple[Any, Any]
+
+
+def run_changes(run: RecordedRun) -> list[RunChange]:
+    """Returns what the configuration of a run lists under `changes`, in order; a damaged entry is left out."""
+    names, values, result = stage_names(run.config), dict(flat(run.config)), []
+    entries = run.config.get("changes")
+    for entry in reversed(entries) if isinstance(entries, list) else ():
+        was, stage, step = (
+            (entry.get(key) for key in ("was", "stage", "step")) if isinstance(entry, dict) else [None] * 3
+        )
+        if isinstance(was, dict) and isinstance(step, int) and isinstance(stage, int) and 0 <= stage < len(names):
+            result = [
+                RunChange(names[stage], step + 1, key, (old, values.get(key))) for key, old in was.items()
+            ] + result
+            values |= was
+    return result
 
 
 def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,8 +7,9 @@ classes of report.css. Coordinates of paths are integers and relative, which kee
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -69,14 +70,15 @@ def scale_of(chart: Chart) -> Scale:
     return Scale(low - space if low else 0.0, high + space if high else (0.0 if low else 1.0), False)
 
 
-def draw(chart: Chart, axis: Axis, number: int | None, restarts: Sequence[float] = ()) -> str:
-    """Returns the SVG of a chart. number: its index in the data of the script; None: it has none."""
+def draw(chart: Chart, axis: Axis, number: int | None, marks: Mapping[float, str] = MappingProxyType({})) -> str:
+    """Returns the SVG of a chart. number: its index in the data of the script; None: it has none. marks: position ->
+    text of vertical lines."""
     scale = scale_of(chart)
     data = "" if number is None else f' data-c="{number}"'
     kind = "plot" + " small" * chart.small + " stacked" * chart.stacked
     return (
         f'<svg class="{kind}" role="img" aria-label="{esc(description(chart))}"{data}>'
-        f"{_grid(scale, 2 if chart.small else 4)}{_steps(chart, axis, restarts)}"
+        f"{_grid(scale, 2 if chart.small else 4)}{_steps(chart, axis, marks)}"
         f'<svg class="ink" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" width="100%" height="100%">'
         f"{_ink(chart, scale)}</svg></svg>"
     )
@@ -104,8 +106,8 @@ def _grid(scale: Scale, count: int) -> str:
     return f'<g class="grid">{"".join(marks)}</g>'
 
 
-def _steps(chart: Chart, axis: Axis, restarts: Sequence[float]) -> str:
-    """Draws ticks of steps, boundaries of stages and restarts."""
+def _steps(chart: Chart, axis: Axis, marked: Mapping[float, str]) -> str:
+    """Draws ticks of steps, boundaries of stages, restarts and changes."""
     width = chart.last - chart.first
     step = max(1, round(nice_step(width, 3 if chart.small else _X_TICKS)))
     marks = []
@@ -124,10 +126,12 @@ def _steps(chart: Chart, axis: Axis, restarts: Sequence[float]) -> str:
         if len(visible) > 1 and not chart.small and (room > _CHARACTER * len(stage.name) or stage is visible[-1]):
             x = _percent((max(stage.start, chart.first) - chart.first) / width)
             marks.append(f'<text class="stage" x="{x}" dx="1" y="0" dy="-5">{esc(stage.name)}</text>')
-    for x in restarts:
+    for x, title in marked.items():
         if chart.first < x < chart.last:
             at = _percent((x - chart.first) / width)
-            marks.append(f'<line class="restart" x1="{at}" x2="{at}" y1="0" y2="100%"><title>restart</title></line>')
+            marks.append(
+                f'<line class="restart" x1="{at}" x2="{at}" y1="0" y2="100%"><title>{esc(title)}</title></line>'
+            )
     return f'<g class="steps">{"".join(marks)}</g>'
 
 
