@@ -222,7 +222,9 @@ class _Reader:
         for key, child in node.value:
             where = self._place(key.start_mark.line + 1)
             if not isinstance(key, yaml.ScalarNode):
-                self.problems.append(f"{where}: a key must be plain text")
+                self.problems.append(
+                    f"{where}: a key must be plain text; put a text that begins with a brace into quotes"
+                )
             elif key.value in mapping:
                 self.problems.append(
                     f"{where}: key `{key.value}` is written twice, first at {mapping[key.value].place}"

@@ -280,11 +280,27 @@ def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:
         assert data.path is not None  # DataOptions has a task or a path
         if data.options:
             yield (*path, "options"), "only a task takes options"
+        for key in ("split", "subset"):
+            if getattr(data, key) is not None and Path(data.path).is_file():
+                yield (*path, key), f"the file {data.path} is read as it is and has no {key}s; write {key}: null"
         if not Path(data.path).exists() and not packaged(data.path) and hub_name(data.path, alone=True) is None:
             yield (
                 (*path, "path"),
-                f"no such file or directory: {data.path} (from {Path.cwd()}){nearest_path(data.path)}",
+                f"no such file or directory: {data.path} (from {Path.cwd()}){nearest_path(data.path)}{_address(data.path)}",
             )
+
+
+def _address(path: str) -> str:
+    """Returns what to do about an address in the place of a path, or nothing."""
+    scheme, separator, rest = path.partition("://")
+    if not separator:
+        return ". Variables of a shell are not replaced here" if path.startswith("$") else ""
+    if scheme == "file":
+        return f"; write {rest}"
+    name = rest.removeprefix("datasets/")
+    if scheme == "hf" and hub_name(name) is not None:
+        return f"; write {name}, which is looked for on the Hugging Face hub"
+    return "; only files of this machine and names on the Hugging Face hub (org/name) are read: download it"
 
 
 def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str]]:
@@ -297,6 +313,8 @@ def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str
             text = str(error)
             option = [("options", key) for key in reward.options if f"option {key!r}" in text]
             yield (*path, "functions", number, *(option[0] if option else ("name",))), text
+    if not any(reward.weight for reward in settings.functions):
+        yield (*path, "functions"), "every reward has weight 0, so no completion is better than another"
     names = [
         (reward.name, reward.options.get("source") if reward.name == REWARD_MODEL else None)
         for reward in settings.functions

@@ -578,6 +578,27 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(folder):
         assert f"stages.1.sampling.stop_token_ids: {token} is no token" in said and "0 to 319" in said
 
 
+@pytest.mark.parametrize(
+    "override, expected",
+    [
+        ("data={path: rows.jsonl, split: test}", "data.split: the file rows.jsonl is read as it is and has no splits"),
+        (
+            "data={path: rows.jsonl, subset: main}",
+            "data.subset: the file rows.jsonl is read as it is and has no subsets",
+        ),
+        ("data=https://x.org/rows.jsonl", "names on the Hugging Face hub (org/name) are read: download it"),
+        ("data=file:///tmp/rows.jsonl", "; write /tmp/rows.jsonl"),
+        ("data=hf://datasets/org/name", "; write org/name, which is looked for on the Hugging Face hub"),
+        ("data=$HOME/rows.jsonl", "Variables of a shell are not replaced here"),
+        ("rewards.functions=[{name: exact_answer, weight: 0}]", "rewards.functions: every reward has weight 0"),
+        ("tokenizer.chat_template={{ messages }}", "put a text that begins with a brace into quotes"),
+    ],
+)
+def test_settings_that_would_be_passed_over_are_refused(folder, override, expected):
+    write("rows.jsonl", '{"prompt": "a", "completion": "b"}\n')
+    assert expected in message("run.yml", overrides=[override])
+
+
 def test_a_cache_of_parts_that_no_query_reads_is_said(folder):
     for length, cut, is_said in ((512, False, True), (512, True, False), (256, False, False)):
         overrides = [f"max_length={length}", f"generator.sliding_window_cache={str(cut).lower()}"]
@@ -779,16 +800,17 @@ def test_later_files_win_and_a_list_replaces_a_list(folder):
 
 def test_a_file_replaces_a_task_and_a_task_a_file(folder):
     Path("rows.jsonl").write_text('{"prompt": "a", "answer": "a"}\n')
+    Path("rows").mkdir()
     task = "data={task: arithmetic, options: {max_operand: 3}, split: x, limit: 8, chat: true}"
     data = load(["run.yml"], [task, "data=rows.jsonl"]).data
     assert (data.task, data.options, data.split, data.path) == (None, {}, None, "rows.jsonl")
     assert data.limit == 8 and data.chat  # how rows are used stays
-    assert load(["run.yml"], [task, "data={path: rows.jsonl, split: y}"]).data.split == "y"
-    path = "data={path: rows.jsonl, split: x, columns: {prompt: question}}"
+    assert load(["run.yml"], [task, "data={path: rows, split: y}"]).data.split == "y"
+    path = "data={path: rows, split: x, columns: {prompt: question}}"
     data = load(["run.yml"], [path, "data={task: arithmetic, options: {max_operand: 3}}"]).data
     assert (data.path, data.split, data.columns.prompt, data.options) == (None, None, "prompt", {"max_operand": 3})
-    data = load(["run.yml"], [path, "data.path=./rows.jsonl"]).data
-    assert (data.path, data.split, data.columns.prompt) == ("./rows.jsonl", "x", "question")
+    data = load(["run.yml"], [path, "data.path=./rows"]).data
+    assert (data.path, data.split, data.columns.prompt) == ("./rows", "x", "question")
     with pytest.raises(ConfigError, match="exactly one of"):
         load(["run.yml"], ["data={task: arithmetic, path: rows.jsonl}"])
 

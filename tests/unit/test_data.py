@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import datasets as library
@@ -88,6 +89,39 @@ def test_rows_of_a_saved_dataset_that_the_library_cannot_read_are_errors(monkeyp
     assert "saved: no row after row 0 can be read: KeyError: 'a decoder'" in error(DataError, path="saved")
 
 
+@pytest.mark.parametrize(
+    "name, content, expected",
+    [
+        ("r.json", {"prompt": ["a", "b"], "completion": ["c", "d"]}, "one object with a list for each column"),
+        ("r.json", {"data": [{"prompt": "a"}]}, "its rows stand below the key 'data'"),
+        ("r.jsonl.gz", {}, "a packed file; unpack it"),
+        (
+            "r.jsonl",
+            {"messages": [{"role": "user", "content": "a"}, {"role": "gpt", "content": "b"}]},
+            "'gpt', here 'assistant'",
+        ),
+        (
+            "r.jsonl",
+            {"messages": [{"role": "user", "content": "a"}, {"role": "Assistant", "content": "b"}]},
+            "'Assistant', here 'assistant'",
+        ),
+        ("r.jsonl", {"instruction": "a", "output": "b"}, "set data.columns.prompt=instruction"),
+        ("r.jsonl", {"prompt": "a", "response": "b"}, "set data.columns.completion=response"),
+        ("r.jsonl", {"story": "a"}, "set data.columns.prompt=COLUMN"),
+    ],
+)
+def test_rows_of_other_forms_are_refused_with_what_to_type(name, content, expected):
+    Path(name).write_text(json.dumps(content))
+    with pytest.raises(DataError, match=re.escape(expected)):
+        load(options(path=name), demonstrations=True)
+
+
+@pytest.mark.parametrize("content", [{"messages": []}, {"prompt": [{"role": "user", "content": "a"}]}, {"prompt": "a"}])
+def test_a_file_with_one_object_is_a_row(content):
+    Path("r.json").write_text(json.dumps(content))
+    assert [row for _, row in read_file(Path("r.json"))] == [content]
+
+
 def test_few_wide_rows_of_a_parquet_file_are_in_memory():
     pool = pyarrow.default_memory_pool()
     table = pyarrow.table({"prompt": [str(number) + "x" * 200_000 for number in range(300)]})
@@ -142,7 +176,7 @@ def test_every_malformed_line_is_named():
 
 def test_missing_columns_empty_datasets_and_unreadable_files_are_errors():
     path = jsonl("q.jsonl", [{"question": "a", "answer": "b"}])
-    assert "no column `prompt` (columns: `question`, `answer`); set data.columns.prompt=COLUMN" in error(
+    assert "no column `prompt` (columns: `question`, `answer`); set data.columns.prompt=question" in error(
         DataError, path=path
     )
     only_prompts = jsonl("p.jsonl", [{"prompt": "a"}])

@@ -40,7 +40,7 @@ def test_the_page_as_it_stands_passes(folder, capsys):
         (b"", "grpo: data.jsonl: the dataset has no rows"),
         (b'{"prompt": "caf\xe9", "answer": "1"}\n', "data.jsonl:1: not UTF-8 (byte 0xe9 at place 15); save the file as UTF-8"),
         (b'{"prompt": "a", "answer": "1"}\n{"prompt": 1+1}\n', "data.jsonl:2: not valid JSON"),
-        (b'{"question": "a", "answer": "1"}\n', "(columns: `question`, `answer`); set data.columns.prompt=COLUMN"),
+        (b'{"question": "a", "answer": "1"}\n', "(columns: `question`, `answer`); set data.columns.prompt=question"),
         (b'{"prompt": "a", "right": "1"}\n', "needs 'answer', which is neither a column of the data (columns: right)"),
         (b'{"prompt": 7, "answer": "1"}\n', "data.jsonl:1: `prompt` must be a text or a list of messages, got int"),
     ],

@@ -22,6 +22,8 @@ class Malformed:
 Rows = Iterator[tuple[str, dict[str, Any] | Malformed]]
 """(place of the row for messages, the row)."""
 
+_PACKED = (".gz", ".zst", ".zip", ".bz2", ".xz", ".tar")
+
 _DEEPEST = 100
 """Most lists and objects inside each other in a row."""
 
@@ -37,6 +39,8 @@ _BUFFER = 2**20
 def read_file(path: Path) -> Rows:
     """Reads a data file by its suffix. Raises DataError for one that cannot be read."""
     kind = path.suffix.lower()
+    if kind in _PACKED:
+        raise DataError(f"{path}: a packed file; unpack it")
     if kind not in READERS:
         raise DataError(f"{path}: unknown kind of file; there are {', '.join(READERS)}")
     return READERS[kind](path)
@@ -102,8 +106,27 @@ def _json_rows(path: Path) -> Rows:
             raise DataError(f"{path}: {value.text}")
         yield from _jsonl_rows(path)
         return
+    if isinstance(value, dict) and (wrong := _not_one_row(value)):
+        raise DataError(f"{path}: {wrong}")
     for number, row in enumerate(value if isinstance(value, list) else [value]):
         yield f"{path}: entry {number}", _as_row(row)
+
+
+def _not_one_row(value: dict[str, Any]) -> str | None:
+    """Returns what is wrong with an object that holds rows and is none itself, or None. A row may hold lists of messages,
+    and texts next to them."""
+    lists = [each for each in value.values() if isinstance(each, list)]
+    if len(lists) != len(value) or not lists:
+        return None
+    has_objects = [any(isinstance(each, dict) for each in part) for part in lists]
+    is_messages = all(isinstance(each, dict) and {"role", "from"} & each.keys() for part in lists for each in part)
+    if is_messages:
+        return None
+    if len(lists) == 1 and all(has_objects):
+        return f"its rows stand below the key {next(iter(value))!r}; write the list of rows alone"
+    if any(has_objects) or len({len(part) for part in lists}) > 1:
+        return None
+    return "one object with a list for each column; write a list of rows, [{...}, {...}]"
 
 
 def parse_row(text: str) -> dict[str, Any] | Malformed:

@@ -17,6 +17,7 @@ from rl.config.data import ColumnNames, DataOptions
 from rl.data.encoded import Example, Messages
 from rl.data.rows.messages import read_messages, read_tools
 from rl.errors import ConfigError
+from rollout.text.roles import misspelt
 
 RowReader = Callable[[str, dict[str, Any], DataOptions], Example]
 """(where, row, options) -> Example."""
@@ -28,6 +29,17 @@ _SHAREGPT = "conversations"
 """The column of conversations in files in ShareGPT's form."""
 
 _LABELS = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0}  # 1 and 1.0 equal True
+
+
+_ROLES_ELSEWHERE = {"gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant", "human": "user"}
+
+_OTHER_NAMES = {
+    "prompt": ("question", "instruction", "query", "problem", "input"),
+    "completion": ("response", "output", "answer", "solution", "target"),
+    "chosen": ("chosen_response", "preferred", "accepted"),
+    "rejected": ("rejected_response", "dispreferred"),
+}
+"""What columns of a meaning are called in published datasets."""
 
 
 class MissingColumn(ValueError):
@@ -128,7 +140,7 @@ def _conversation(
         raise ValueError(f"`{name}` holds an answer only")
     messages = _with_system(said, options)
     if demonstrations and not answered:
-        raise ValueError(f"the last of `{name}` must be the assistant's, to learn from")
+        raise ValueError(f"the last of `{name}` must be the assistant's, to learn from; {_role_of(said[-1])}")
     prompt, full = (messages[:-1], messages) if answered else (messages, None)
     return Example(prompt, messages=full, columns=columns, where=where)
 
@@ -223,8 +235,14 @@ def _answer(row: dict[str, Any], name: str) -> str | Messages:
 def _answer_messages(value: Any, name: str) -> Messages:
     answer = read_messages(value, name)
     if answer[-1]["role"] != "assistant":
-        raise ValueError(f"the last message of `{name}` must be the assistant's")
+        raise ValueError(f"the last message of `{name}` must be the assistant's; {_role_of(answer[-1])}")
     return answer
+
+
+def _role_of(message: dict[str, Any]) -> str:
+    role = message["role"]
+    meant = _ROLES_ELSEWHERE.get(role.strip().lower()) or misspelt(role)
+    return f"its role is {role!r}" + (f", here {meant!r}" if meant is not None and meant != role else "")
 
 
 def _margin(row: dict[str, Any], name: str) -> float:
@@ -295,6 +313,9 @@ def _filled(template: str, row: dict[str, Any]) -> str:
 
 
 def _missing(name: str, row: dict[str, Any], why: str) -> MissingColumn:
+    for column, others in _OTHER_NAMES.items():
+        if other := next((each for each in others if each in row), None):
+            why = why.replace(f"data.columns.{column}=COLUMN", f"data.columns.{column}={other}")
     only = next(iter(row)) if len(row) == 1 else ""
     if mark := next((mark for mark in ";\t|" if mark in only), None):
         why = f"its only column has {mark!r} in its name; separate the columns of a CSV file with commas"
