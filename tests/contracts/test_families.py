@@ -115,8 +115,8 @@ def test_a_required_key_that_lacks_is_named(kind):
             families.read(hf)
 
 
-def test_the_tree_of_weights_is_the_golden_one(kind):
-    graph = Graph(families.read(short(kind)), Runtime(), layout({"fsdp": 1}))
+def test_the_tree_of_weights_is_the_golden_one(model, kind):
+    graph = model.graph
     tree = {
         path: {"shape": list(graph.shapes[path].shape), "axes": list(graph.axes[path])} for path in sorted(graph.paths)
     }
@@ -127,10 +127,11 @@ def test_the_tree_of_weights_is_the_golden_one(kind):
     assert tree == json.loads(file.read_text())
 
 
-def test_the_tree_does_not_depend_on_how_it_is_computed(kind):
-    config = families.read(short(kind))
-    graphs = [Graph(config, Runtime(scan=scan), layout({"fsdp": 1})) for scan in (True, False)]
-    assert graphs[0].shapes == graphs[1].shapes and graphs[0].axes == graphs[1].axes
+def test_the_tree_does_not_depend_on_how_it_is_computed(model):
+    scanned = model.graph
+    unrolled = Graph(model.config, Runtime(scan=False), layout({"fsdp": 1}))
+    assert scanned.runtime.scan and not unrolled.runtime.scan
+    assert scanned.shapes == unrolled.shapes and scanned.axes == unrolled.axes
 
 
 def router_of(layer: LayerSpec) -> Router | None:

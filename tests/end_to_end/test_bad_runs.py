@@ -160,6 +160,7 @@ def test_a_platform_that_is_not_here_is_exit_code_5(tmp_path, platform, extra):
     assert "stage sft" not in out and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_stops_the_run_with_on_error_stop(tmp_path, capsys):
     more = [ONE_STEP, f"rewards.functions=['{OWN}:always_raises']", "rewards.on_error=stop", *launch.LIGHT]
     result = cli.train_main(launch.arguments(tmp_path / "run", *more))

@@ -14,6 +14,8 @@ from rl.commands import cli
 from rl.records import samples
 from rollout.text.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.slow  # test_generate_verbs.py has the plain case of `rl generate`
+
 ENDS, OTHERS = [2, *range(8, 320, 4)], [2, *range(9, 320, 4)]
 # What config.json and generation_config.json say, and where a completion ends.
 CASES = {
@@ -49,11 +51,11 @@ def rl(*arguments):
     return cli.main([*map(str, arguments), "--platform", "cpu"])
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == "one without ends" else pytest.mark.slow) for case in CASES]
-)
-def test_completions_end_where_transformers_ends_them(case, weights, tmp_path, capsys, monkeypatch):
-    ends, generation, expected = CASES[case]
+def model_with(case, weights, tmp_path):
+    """A model with the ends of a case, and what transformers must be told of them: 5.24 runs on where
+    generation_config.json is there and names no ends.
+    """
+    ends, generation, _ = CASES[case]
     source = tmp_path / "model"
     source.mkdir()
     for file in weights.iterdir():
@@ -62,6 +64,13 @@ def test_completions_end_where_transformers_ends_them(case, weights, tmp_path, c
     (source / "config.json").write_text(json.dumps(config | {"eos_token_id": ends}))
     if generation is not None:
         (source / generation_config.FILE).write_text(json.dumps(generation))
+    return source, {"eos_token_id": ends} if generation and "eos_token_id" not in generation else {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_completions_end_where_transformers_ends_them(case, weights, tmp_path, capsys, monkeypatch):
+    expected = CASES[case][-1]
+    source, told = model_with(case, weights, tmp_path)
     tokenizer = load_tokenizer(source)
     plain = [tokenizer.encode(text) for text in PROMPTS]
     chats = [
@@ -70,8 +79,6 @@ def test_completions_end_where_transformers_ends_them(case, weights, tmp_path, c
         )
         for text in PROMPTS
     ]
-    # transformers 5.24 runs on where generation_config.json is there and names no ends, unless it is told them.
-    told = {"eos_token_id": ends} if generation and "eos_token_id" not in generation else {}
     theirs, answers = (completed_by_transformers(source, prompts, **told) for prompts in (plain, chats))
     assert all(made[-1] in expected or len(made) == LONGEST for made in theirs)
     assert any(len(made) < LONGEST for made in theirs) and len({len(made) for made in theirs}) > 1
@@ -87,6 +94,13 @@ def test_completions_end_where_transformers_ends_them(case, weights, tmp_path, c
         tokenizer.decode(made, skip_special_tokens=True) + "\n" for made in answers
     )
 
+
+@pytest.mark.parametrize("case", CASES)
+def test_evaluations_of_a_run_and_its_export_end_there_too(case, weights, tmp_path, capsys):
+    expected = CASES[case][-1]
+    source, told = model_with(case, weights, tmp_path)
+    plain = [load_tokenizer(source).encode(text) for text in PROMPTS]
+    theirs = completed_by_transformers(source, plain, **told)
     rows = [{"prompt": text, "answer": "0"} for text in PROMPTS]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = {

@@ -197,6 +197,7 @@ def test_the_identity_of_a_teacher_is_that_of_its_files(change, tmp_path):
     assert teachers.identity(options) != before
 
 
+@pytest.mark.slow
 def test_projections_of_features_are_kept_in_checkpoints_and_not_exported(finished, tmp_path):
     """Of another width and depth. A run that is cut off goes on to the same bits."""
     features = "stages.0.algorithm.features_coef=0.5", "stages.0.algorithm.features_layers=[[0, 1]]"

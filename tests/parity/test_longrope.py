@@ -60,8 +60,15 @@ def test_padding_does_not_choose(directory):
     np.testing.assert_allclose(logits[0, :12], alone[0], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize(("max_length", "factors"), [(LIMIT, "short_factor"), (40, "long_factor")])
+@pytest.mark.parametrize(
+    ("max_length", "factors", "exact"),
+    [
+        (LIMIT, "short_factor", False),
+        (40, "long_factor", True),
+        pytest.param(LIMIT, "short_factor", True, marks=pytest.mark.slow),
+        pytest.param(40, "long_factor", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_generator_has_the_factors_of_its_max_length(directory, max_length, factors, exact):
     options = GeneratorOptions(exact=exact)
     generator = Generator(policy.load(directory), max_length=max_length, slots=2, options=options)

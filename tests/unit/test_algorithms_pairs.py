@@ -39,9 +39,12 @@ def prepared(name, batch, entropy, **more):
     algorithm = rl.algorithms.get("dpo", **options(name), **more)
     given = {key: getattr(batch, key) for key in ("mask", "ref_logp", "segments", "prompt")}
     inputs = algorithm.with_totals(rl.algorithms.PolicyInputs(entropy=entropy, **given))
-    return inputs, lambda part, logp: jax.value_and_grad(
-        lambda x: algorithm.loss(dataclasses.replace(part, logp=x)), has_aux=True
-    )(logp)
+
+    @jax.jit
+    def run(part, logp):
+        return jax.value_and_grad(lambda x: algorithm.loss(dataclasses.replace(part, logp=x)), has_aux=True)(logp)
+
+    return inputs, run
 
 
 def written(name, w, l, nw, nl):  # noqa: E741

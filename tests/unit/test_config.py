@@ -1,10 +1,7 @@
 import dataclasses
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -893,27 +890,24 @@ def test_packaged_configurations_load_from_anywhere(folder, monkeypatch):
     assert load(["quick.yml"]).model.source == "model"
 
 
-def run_check(*arguments: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(Path(files.__file__).parents[2])}
-    command = [sys.executable, "-m", "rl.commands.cli", "--check", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
-
-
-def test_the_command_line_reports_bad_configurations_as_text_with_exit_code_2(folder):
-    bad = run_check(edited("max_length: 64", "max_lenght: 64\nplatform: gpus"), "stages.0.steps=x")
-    assert bad.returncode == 2 and "Traceback" not in bad.stderr
-    assert "3 problems" in bad.stderr and "bad.yml:5: max_lenght" in bad.stderr and "override 1" in bad.stderr
+def test_the_command_line_reports_bad_configurations_as_text_with_exit_code_2(folder, capsys):
+    bad = edited("max_length: 64", "max_lenght: 64\nplatform: gpus")
+    assert train_main(["--check", bad, "stages.0.steps=x"]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "3 problems" in said and "bad.yml:5: max_lenght" in said and "override 1" in said
     Path("model/config.json").write_text(sources.preset("tiny-deepseek", {"vocab_size": 320}).hf)
     write_weight_file("model")
-    good = run_check("run.yml")
-    assert good.returncode == 0 and "learning_rate: 0.001" in good.stdout
+    assert train_main(["--check", "run.yml"]) == 0
+    assert "learning_rate: 0.001" in capsys.readouterr().out
 
 
-def test_a_reward_that_does_not_load_is_reported_at_its_line_as_one_problem(folder):
+def test_a_reward_that_does_not_load_is_reported_at_its_line_as_one_problem(folder, capsys):
     write("broken.py", "import nothing_of_this_name\n")
-    bad = run_check(edited("reward.py:score", "broken.py:score"))
-    assert bad.returncode == 2 and "problems" not in bad.stderr
-    assert "bad.yml:4: rewards.functions.0.name" in bad.stderr and "nothing_of_this_name" in bad.stderr
+    assert train_main(["--check", edited("reward.py:score", "broken.py:score")]) == 2
+    said = capsys.readouterr().err
+    assert "problems" not in said
+    assert "bad.yml:4: rewards.functions.0.name" in said and "nothing_of_this_name" in said
     options = "[{name: exact_answer, options: {colum: x}}]"
     assert message(edited('["reward.py:score"]', options)).startswith("bad.yml:4: rewards.functions.0.options.colum")
 

@@ -113,6 +113,7 @@ def test_the_frozen_weights_stay_and_the_loss_is_that_of_the_formula():
     np.testing.assert_allclose(metrics["distill/teacher_entropy"], entropy, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_hard_targets_alone_are_sft():
     """Up to the rounding of another program, which also computes the teacher."""
     one, metrics = updated(*learner(dense(), dense(), options={"alpha": 0.0}), batch(), updates=2)
@@ -123,6 +124,7 @@ def test_hard_targets_alone_are_sft():
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_micro_batches_and_packing_change_nothing():
     options = {"alpha": 0.5, "features_coef": 0.3}
     data = batch(rows=6)
@@ -202,6 +204,7 @@ def test_features_of_another_width_are_projected_and_the_projections_learn(kind)
     assert metrics["distill/projections/optim/update_norm"] > 0
 
 
+@pytest.mark.slow
 def test_projections_learn_to_map_the_features_and_equal_widths_have_none():
     options = {"alpha": 0.0, "features_coef": 1.0, "features_loss": "squared", "features_layers": [[0, 1]]}
     trainer, state = learner(dense(), wider(), options=options)

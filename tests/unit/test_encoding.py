@@ -14,7 +14,11 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SHAPES = {kind: [(4, 6), (2, 2), (4, 6), (10, 8)] for kind in ("Qwen3VL", "Qwen2_5_VL")}
 SHAPES |= {"Gemma4": [(4, 6), (2, 2)], "Gemma3": [(6, 6)] * 2}
-KINDS = ["Qwen3VL", "Gemma4", "Gemma3", pytest.param("Qwen2_5_VL", marks=pytest.mark.every_family)]
+KINDS = [
+    "Qwen3VL",
+    "Gemma4",
+    *(pytest.param(kind, marks=pytest.mark.every_family) for kind in ("Gemma3", "Qwen2_5_VL")),
+]
 
 
 @pytest.fixture(scope="module", params=KINDS)
