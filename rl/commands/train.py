@@ -95,9 +95,10 @@ def _checked(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
     notes = check_first_rows(config)
     counted, steps = config, []
-    if not is_counted(config):
-        from rl.run.prepare import with_steps  # imports jax
+    if not is_counted(config) or any(stage.held_out for stage in config.stages):
+        from rl.run.prepare import read_held_out, with_steps  # imports jax
 
+        notes += read_held_out(config, first=100, hub=False)
         counted, steps = with_steps(config, hub=False)
     complete = continued(counted)
     changed = [line for each in complete.changes for line in changes.notes(complete, *each.place)]

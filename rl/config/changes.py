@@ -23,6 +23,7 @@ def changeable(config: RunConfig) -> dict[str, Any]:
     keys = [key for key in INTERVALS if key != "evaluation.every" or config.evaluation is not None]
     for index in range(len(config.stages)):
         keys += [f"stages.{index}.steps"]
+        keys += [f"stages.{index}.held_out.every"] * (config.stages[index].held_out is not None)
         keys += [f"stages.{index}.{optimizer}.{rate}" for optimizer in ("optimizer", "critic") for rate in RATES]
     return {key: value_of(config, key) for key in keys}
 

@@ -139,6 +139,17 @@ class UntilOptions(Strict):
     at_most: float | None = Field(default=None, description="the stage ends when the metric is this or less")
 
 
+class HeldOutOptions(Strict):
+    """The loss on rows that the stage does not train on, without a gradient: before the first step of the stage, after
+    its last one, and every `every` steps (sft, dpo, kto, reward_model)."""
+
+    data: DataOptions = Field(
+        description="the rows, in the form of the rows of the stage; without a `split`, `eval` of a task and `test` of a "
+        "dataset of the hub"
+    )
+    every: int = Field(default=0, ge=0, description="steps; 0: only first and last")
+
+
 class AlgorithmOptions(Strict):
     """`name` and the fields of that algorithm's dataclass in rl/algorithms/, defaults filled in."""
 
@@ -174,6 +185,10 @@ class StageOptions(Strict):
         "steps",
     )
     until: UntilOptions | None = Field(default=None, description="end the stage earlier, when a metric reaches a bound")
+    held_out: HeldOutOptions | None = Field(
+        default=None,
+        description="rows whose loss is measured during the stage (sft, dpo, kto, reward_model); null: none",
+    )
     prompts_per_step: int = Field(
         default=32, ge=1, description="prompts (grpo, ppo), demonstrations (sft) or pairs (dpo) of one step"
     )

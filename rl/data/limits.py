@@ -73,9 +73,14 @@ class Limit:
 
 def too_long_key(config: RunConfig, source: DataOptions) -> str:
     """Returns the dotted key of `too_long` for a section of data of the run: this object, not one that is equal."""
-    stages = (number for number, stage in enumerate(config.stages) if stage.data is source)
-    number = None if source is config.data else next(stages, None)
-    return "data.too_long" if number is None else f"stages.{number}.data.too_long"
+    if source is config.data:
+        return "data.too_long"
+    for number, stage in enumerate(config.stages):
+        sections = {"data": stage.data, "held_out.data": stage.held_out and stage.held_out.data}
+        for key, section in sections.items():
+            if section is source:
+                return f"stages.{number}.{key}.too_long"
+    return "data.too_long"
 
 
 @dataclass(frozen=True)

@@ -161,15 +161,17 @@ class DataReader:
 
         held_out: number of problems of an evaluation, the first ones of the source; None: all, for training.
         """
-        dataset = self._load(source, held_out=held_out is not None)
+        evaluated = held_out is not None
+        dataset = self._load(source, everywhere=evaluated, held_out=evaluated)
         dataset = replace(dataset, examples=dataset.examples[:held_out])
         key = ("problems", source.model_dump_json(), held_out)
         encoded = raise_on_all(partial(self._once, key, lambda: [self._problem(example) for example in dataset]))
         limit = self._limit(source, stage.sampling.max_new_tokens, held_out is not None)
         return self._fitting([[problem] for problem in encoded], dataset, limit, lambda each: len(each.ids), never_cut)
 
-    def demonstrations(self, source: DataOptions, train_on: str) -> Shard:
-        """Reads the Rows of each demonstration; `train_on`: which tokens are trained on, as in rl/algorithms/sft.py."""
+    def demonstrations(self, source: DataOptions, train_on: str, *, held_out: bool = False) -> Shard:
+        """Reads the Rows of each demonstration; `train_on`: which tokens are trained on, as in rl/algorithms/sft.py.
+        held_out: as for `datasets.load`."""
 
         def encode(example: Example) -> list[Row]:
             rows = self.guarded(example, lambda: self._encoder.demonstration(example, train_on))
@@ -178,10 +180,10 @@ class DataReader:
             return rows
 
         key = ("demonstrations", train_on)
-        return self.rows(source, key, encode, lambda row: len(row.ids), cut_row, demonstrations=True)
+        return self.rows(source, key, encode, lambda row: len(row.ids), cut_row, demonstrations=True, held_out=held_out)
 
-    def pairs(self, source: DataOptions) -> Shard:
-        """Reads a Pair for each preference."""
+    def pairs(self, source: DataOptions, *, held_out: bool = False) -> Shard:
+        """Reads a Pair for each preference. held_out: as for `datasets.load`."""
 
         def length(pair: Pair) -> int:
             return max(len(pair.chosen.ids), len(pair.rejected.ids))
@@ -189,7 +191,7 @@ class DataReader:
         def encode(example: Example) -> list[Pair]:
             return [self._pair(example)]
 
-        return self.rows(source, ("pairs",), encode, length, cut_pair, pairs=True)
+        return self.rows(source, ("pairs",), encode, length, cut_pair, pairs=True, held_out=held_out)
 
     def rows(
         self,
@@ -206,7 +208,11 @@ class DataReader:
         `limits.fit`.
         """
         dataset = self._load(source, **form)
-        read = partial(self._once, (*key, source.model_dump_json()), lambda: [encode(example) for example in dataset])
+        read = partial(
+            self._once,
+            (*key, *form.items(), source.model_dump_json()),
+            lambda: [encode(example) for example in dataset],
+        )
         encoded = raise_on_all(read)
         return self._fitting(encoded, dataset, self._limit(source), length, cut)
 
@@ -250,12 +256,12 @@ class DataReader:
         kept = [examples[i] for i in fitting.numbers]
         return Shard(fitting.rows, len(ranks), kept, [ranks[place] for place in own], effect)
 
-    def _load(self, source: DataOptions, **form: Any) -> datasets.Dataset:
-        """Loads a dataset. Every process loads all held-out rows, because it samples completions for all of them."""
-        part = (0, 1) if form.get("held_out") else (processes.index(), processes.count())
-        return self._once(
-            ("data", source.model_dump_json(), *form.items()), lambda: self._checked(source, part=part, **form)
-        )
+    def _load(self, source: DataOptions, *, everywhere: bool = False, **form: Any) -> datasets.Dataset:
+        """Loads a dataset. everywhere: every process loads all rows, as of an evaluation, because it samples completions
+        for all of them."""
+        part = (0, 1) if everywhere else (processes.index(), processes.count())
+        key = ("data", everywhere, source.model_dump_json(), *form.items())
+        return self._once(key, lambda: self._checked(source, part=part, **form))
 
     def _checked(self, source: DataOptions, **form: Any) -> datasets.Dataset:
         """Loads a dataset and decodes its first pictures and sounds. Raises DataError for those that are broken, and for

@@ -31,6 +31,9 @@ _SHOWN = (
     "rewards/accuracies",
     "reward_model/accuracy",
     "value/loss",
+    "held_out/rewards/accuracies",
+    "held_out/reward_model/accuracy",
+    "held_out/loss",
     "optim/grad_norm",
     "loss",
 )
@@ -344,7 +347,7 @@ class Wandb:
 
 
 def _evaluated(metrics: Metrics) -> bool:
-    return any(name.startswith("eval/") for name in metrics)
+    return any(name.startswith(("eval/", "held_out/")) for name in metrics)
 
 
 def _numbers(metrics: Metrics) -> dict[str, float]:

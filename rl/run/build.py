@@ -109,6 +109,9 @@ def run(
 def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTables:
     """Returns what makes the tables of pictures and sounds, with rows for those of any step and any evaluation."""
     shown = [([media_of(row) for row in stage.rows.own], stage.options.prompts_per_step) for stage in prepared.stages]
+    for stage in prepared.stages:
+        if (held_out := stage.held_out_rows) is not None:
+            shown.append(([media_of(row) for row in held_out.own], stage.rows_per_update))
     block = evaluated_at_once(config)
     shown.append(([media_of(problem) for problem in prepared.held_out], block))
     # 1: rows with pictures may be read and never used, such as held-out ones beyond `evaluation.problems`.

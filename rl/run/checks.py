@@ -66,6 +66,8 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     for stage in stages:
         if stage.options.data:
             yield from _data((*stage.path, "data"), stage.options.data)
+        if stage.options.held_out:
+            yield from _data((*stage.path, "held_out", "data"), stage.options.held_out.data)
         if stage.options.rewards:
             yield from _rewards((*stage.path, "rewards"), stage.options.rewards)
         yield from stage.check()

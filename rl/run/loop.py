@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import Any
 
 from policy.mesh import processes
 from rl.config import changes, files
@@ -32,6 +33,7 @@ from rl.run.resume.continued import is_counted, on_all, seen
 from rl.run.signals import StopSignal
 from rl.run.state import Run, is_finished
 from rl.run.unfinished.stop import StoppedAt
+from rl.stages.held_out.loss import HeldOutLoss
 from rl.stages.sampling.evaluation import Evaluation
 from rl.stages.stage import StageKind
 
@@ -91,8 +93,12 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
     steps_done = checkpoint["step"] if checkpoint else 0
     run.use(stage, steps_done + 1)
     evaluation = stage.evaluation(run.held_out)
-    if checkpoint is None and evaluation:
-        run.events.step(stage.name, 0, _evaluate(run, evaluation, stage, 0))
+    measures = [each for each in (evaluation, HeldOutLoss.of(stage)) if each]
+    if checkpoint is None and measures:
+        first: dict[str, float] = {}
+        for each in measures:
+            _measure(run, stage, each, state, 0, first)
+        run.events.step(stage.name, 0, first)
     # Notes for the console.
     outlook, equal, compilation = Outlook(), EqualRewards(stage, fresh=checkpoint is None), BackgroundNotes()
     last = steps_done if checkpoint and checkpoint["ended"] else steps
@@ -107,12 +113,12 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
         for text in (equal.after(metrics), compilation.after_step(run.generator.engine.runner.programs_left)):
             if text:
                 run.events.note(text)
-        # A stage that got other steps after this one was evaluated where it was to end.
-        if evaluation and (reached or step == stage.options.steps or evaluation.due(step)):
-            evaluated = _evaluate(run, evaluation, stage, step)
-            if "time/sync" in evaluated:  # the evaluation copied the weights for rollouts again
-                evaluated["time/sync"] += metrics.get("time/sync", 0.0)
-            metrics |= evaluated
+        left = measures
+        # A stage that got other steps after this one was measured where it was to end.
+        while due := [each for each in left if reached or step == stage.options.steps or each.due(step)]:
+            for each in due:
+                _measure(run, stage, each, state, step, metrics)
+            left = [each for each in left if each not in due]
             reached = reached or _reached(stage.options.until, metrics)
             ended = ended or reached
         run.events.step(stage.name, step, metrics)  # a line of events.jsonl
@@ -132,10 +138,18 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
     return None
 
 
-def _evaluate(run: Run, evaluation: Evaluation, stage: StageKind, step: int) -> dict[str, float]:
-    """Returns the metrics of an evaluation after a step."""
-    with run.resharded() as metrics, run.timeline.span("evaluation", stage=stage.name, step=step):
-        return evaluation.run(step) | metrics
+def _measure(
+    run: Run, stage: StageKind, measure: Evaluation | HeldOutLoss, state: Any, step: int, metrics: dict[str, float]
+) -> None:
+    """Adds the metrics of an evaluation, or of the loss on held-out rows, after a step."""
+    if isinstance(measure, HeldOutLoss):
+        metrics |= measure.run(state)
+        return
+    with run.resharded() as sync, run.timeline.span("evaluation", stage=stage.name, step=step):
+        evaluated = measure.run(step) | sync
+    if "time/sync" in evaluated:  # the evaluation copied the weights for rollouts again
+        evaluated["time/sync"] += metrics.get("time/sync", 0.0)
+    metrics |= evaluated
 
 
 def _reached(until: UntilOptions | None, metrics: dict[str, float]) -> bool:

@@ -13,6 +13,7 @@ import rl.stages
 from policy.mesh import processes
 from rl.cluster.launch import raise_on_all
 from rl.config import files
+from rl.config.data import DataOptions
 from rl.config.model import TokenizerOptions
 from rl.config.run import RunConfig
 from rl.data.encoded import Problem
@@ -106,7 +107,7 @@ def _prepared(config: RunConfig) -> Prepared:
         counted, notes = _with_steps(config, stages)
         for stage in stages:
             stage.config, stage.options = counted, counted.stages[stage.index]
-        return Prepared(counted, data, stages, notes, findings)
+        return Prepared(counted, data, stages, [*notes, *_effects(stages)], findings)
     except (DataError, ModelError):
         data.close()
         raise
@@ -120,7 +121,7 @@ def with_steps(config: RunConfig, *, hub: bool = True) -> tuple[RunConfig, list[
     """
     stages = [stage for stage in rl.stages.create(config) if stage.options.epochs is not None]
     if not hub:
-        stages = [stage for stage in stages if stage.data.path is None or hub_name(stage.data.path, alone=True) is None]
+        stages = [stage for stage in stages if not _on_hub(stage.data)]
     if not stages:
         return config, []
     data = DataReader(config)
@@ -130,6 +131,47 @@ def with_steps(config: RunConfig, *, hub: bool = True) -> tuple[RunConfig, list[
         return _with_steps(config, stages)
     finally:
         data.close()
+
+
+def read_held_out(config: RunConfig, *, first: int | None = None, hub: bool = True) -> list[str]:
+    """Reads the rows of `held_out` of all stages, to check them.
+
+    first: the most rows of each; None: all. hub: as in `with_steps`. Returns notes about rows that do not fit, or that
+    were not read. Raises what `prepare` raises for data.
+    """
+    notes, stages, chosen = [], list(config.stages), []
+    for index, options in enumerate(config.stages):
+        if (held_out := options.held_out) is None:
+            continue
+        source = held_out.data
+        if not hub and _on_hub(source):
+            notes.append(f"{source.path} is a dataset of the hub: its rows were not read (rl inspect reads them)")
+            continue
+        chosen.append(index)
+        if first is not None:
+            short = source.model_copy(update={"limit": min(first, source.limit or first)})
+            held_out = held_out.model_copy(update={"data": short})
+            stages[index] = options.model_copy(update={"held_out": held_out})
+    if not chosen:
+        return notes
+    config = config.model_copy(update={"stages": stages})
+    made, data = [stage for stage in rl.stages.create(config) if stage.index in chosen], DataReader(config)
+    try:
+        for stage in made:
+            stage.read_held_out(data)
+        return [*notes, *_effects(made)]
+    finally:
+        data.close()
+
+
+def _on_hub(source: DataOptions) -> bool:
+    return source.path is not None and hub_name(source.path, alone=True) is not None
+
+
+def _effects(stages: Sequence[StageKind]) -> list[str]:
+    """Returns what happened to held-out rows that are too long."""
+    shards = {stage.name: stage.held_out_rows for stage in stages}
+    return [f"{name}: of the held-out rows {shard.effect}" for name, shard in shards.items() if shard and shard.effect]
 
 
 def _with_steps(config: RunConfig, stages: Sequence[StageKind]) -> tuple[RunConfig, list[str]]:

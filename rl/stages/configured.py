@@ -174,9 +174,21 @@ class ConfiguredStage:
             yield (*self.path, "shared_prefix"), f"always does not go with {excluded}: {reason}; use auto"
         if stage.teacher and "teacher" not in self.inputs:
             yield (*self.path, "teacher"), f"{name} learns from no teacher; leave it out, or use distill"
+        if stage.held_out and (reason := self._unheld()):
+            yield (*self.path, "held_out"), f"{name} {reason}; leave it out, or use `evaluation`"
         if stage.micro_batch and stage.micro_batch > (rows := self.rows_per_update):
             text = f"{stage.micro_batch} rows, but one update has {rows}; leave it out or lower it"
             yield (*self.path, "micro_batch"), text
+
+    def _unheld(self) -> str | None:
+        """Returns why the stage has no loss on held-out rows, or None."""
+        if self.samples_completions:
+            return "has no loss of rows: it samples completions"
+        if "teacher" in self.inputs:
+            return "learns from a teacher, and only sft, dpo, kto and reward_model measure their loss on held-out rows"
+        if self.options.indexer.training == "dense_warmup":
+            return "with `indexer.training: dense_warmup` has no loss of its own"
+        return None
 
     def remarks(self) -> Iterator[str]:
         """Yields settings that do something else than was probably meant, and are no errors."""

@@ -18,6 +18,7 @@ NAMES = (
     "eval/reward_mean",
     "eval/pass@<k>",
     "eval/unscored_samples",
+    "held_out/<metric>",
     "reward/mean",
     "reward/std",
     "reward/frac_zero_std",
@@ -168,6 +169,7 @@ NAMES = (
     "time/update",
     "time/idle",
     "time/eval",
+    "time/held_out",
     "generator/useful_rows",
     "generator/prompt_tokens_read",
     "generator/preempted",
@@ -193,6 +195,14 @@ NAMES = (
 )
 """The names of docs/metrics.md. In `rewards/<name>/mean`, `<name>` is a reward function; k, layer and part as there."""
 
+_OF_LOSSES = {
+    "supervised": r"loss|nll|entropy",
+    "preference": r"loss|nll|entropy|rewards/(chosen|rejected|margins|accuracies)|logps/.+",
+    "unpaired": r"loss|entropy|kto/.+",
+    "reward_model": r"loss|reward_model/.+",
+}
+"""Kind of a stage -> pattern of the metrics of its loss, which rows of `held_out` have, too."""
+
 
 class _Condition(NamedTuple):
     """Metrics that not every stage has: the pattern of their names, whether a stage has them, and why it has not."""
@@ -211,6 +221,7 @@ _CONDITIONS = (
         lambda stage: stage.samples_completions,
         "this stage samples no completions",
     ),
+    _Condition("held_out/|time/held_out$", lambda stage: stage.options.held_out, "`held_out` is null"),
     _Condition("dynamic/", lambda stage: stage.algorithm.dynamic_batches, "`algorithm.dynamic_batches` is 0"),
     _Condition("sampler/kept_", lambda stage: stage.max_kept, "no ids that filters leave are recorded"),
     _Condition("value/", lambda stage: "values" in stage.inputs, "its algorithm has no critic"),
@@ -264,6 +275,7 @@ def _general(metric: str) -> str:
     """Returns a name as NAMES has it: one for all functions, layers, parts and k."""
     name = re.sub(r"^rewards/[^/]+/", "rewards/<name>/", metric)
     name = re.sub(r"^(activation/\w+)/\w+$", r"\1/<layer>", name)
+    name = re.sub(r"^held_out/.+$", "held_out/<metric>", name)
     return re.sub(r"@\d+$", "@<k>", re.sub(r"^grad_norm/\w+$", "grad_norm/<part>", name))
 
 
@@ -285,6 +297,8 @@ def _examples(stage: ConfiguredStage) -> Iterator[str]:
             continue
         if name == "eval/pass@<k>":
             yield from (f"eval/pass@{k}" for k in (evaluation.k if evaluation else ()))
+        elif name == "held_out/<metric>":
+            yield from (f"held_out/{each}" for each in NAMES if re.fullmatch(_OF_LOSSES[stage.algorithm.stage], each))
         elif "<name>" in name:
             yield from (name.replace("<name>", reward) for reward in reward_names(stage))
         else:

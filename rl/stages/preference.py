@@ -13,7 +13,9 @@ from rl.stages.shapes import abstract_batch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rl.config.data import DataOptions
     from rl.data.reader import DataReader
+    from rl.data.shard import Shard
     from rl.training.batch import Batch
     from rl.training.media.tables import Documents
 
@@ -24,17 +26,23 @@ class Stage(supervised.Stage):
     sequences_per_row = 2
     answers_share_prompts = True
 
+    def read(self, reader: DataReader, source: DataOptions, held_out: bool = False) -> Shard:
+        return reader.pairs(source, held_out=held_out)
+
     def prepare(self, reader: DataReader) -> None:
-        self.rows = reader.pairs(self.data)
+        self.read_rows(reader)
         self.prepare_rewards(reader, [])
 
     def abstract_batch(self, shape: tuple[int, int]) -> Batch:
         return abstract_batch(shape, None, *inputs.fields(self), "margin")
 
-    def batch(self) -> tuple[Batch, Documents]:
-        pairs = self.rows.take(self.draw_examples(self.examples))
-        documents = supervised.documents_of([(pair.chosen, pair.rejected) for pair in pairs])
-        return batch_of(pairs, self.config.max_length), documents
+    def to_batch(self, rows: Sequence[Pair]) -> tuple[Batch, Documents]:
+        return pairs_with_documents(rows, self.config.max_length)
+
+
+def pairs_with_documents(pairs: Sequence[Pair], max_length: int) -> tuple[Batch, Documents]:
+    """Returns (a batch with one pair per row, the pictures and sounds of its sequences)."""
+    return batch_of(pairs, max_length), supervised.documents_of([(pair.chosen, pair.rejected) for pair in pairs])
 
 
 def batch_of(pairs: Sequence[Pair], max_length: int) -> Batch:

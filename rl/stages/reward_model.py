@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.data.tokenizer import write_tokenizer
 from rl.stages.configured import ConfigProblems
-from rl.stages.preference import batch_of
+from rl.stages.preference import pairs_with_documents
 from rl.stages.scorers import reward_model_of
-from rl.stages.shapes import abstract_batch, abstract_rows, update_program
+from rl.stages.shapes import abstract_batch, abstract_rows, held_out_program, update_program
 from rl.stages.sharing import sharing_of
 from rl.stages.stage import Program, StageKind
-from rl.stages.supervised import documents_of
 
 if TYPE_CHECKING:
     from policy.model import Graph
+    from rl.config.data import DataOptions
+    from rl.data.encoded import Pair
     from rl.data.reader import DataReader
+    from rl.data.shard import Shard
+    from rl.training.batch import Batch
+    from rl.training.media.tables import Documents
     from rl.training.reward_model import RewardModelState
 
 
@@ -43,8 +47,14 @@ class Stage(StageKind):
         yield from self._check_offline()
         yield from self._check_no_capacity()
 
+    def read(self, reader: DataReader, source: DataOptions, held_out: bool = False) -> Shard:
+        return reader.pairs(source, held_out=held_out)
+
     def prepare(self, reader: DataReader) -> None:
-        self.rows = reader.pairs(self.data)
+        self.read_rows(reader)
+
+    def to_batch(self, rows: Sequence[Pair]) -> tuple[Batch, Documents]:
+        return pairs_with_documents(rows, self.config.max_length)
 
     def bind(self, graph: Graph) -> None:
         from rl.training.reward_model import RewardModelTrainer
@@ -60,6 +70,7 @@ class Stage(StageKind):
         batch = abstract_batch(abstract_rows(self, updates).shape, None, "margin")
         learner = state.reward_model
         yield update_program(self, "update of the reward model", batch, learner, ({}, None), (learner, {}), updates)
+        yield from held_out_program(self, batch, learner.params, learner)
 
     def step(self, state: RewardModelState, n: int) -> tuple[RewardModelState, dict[str, float]]:
         """Makes `updates_per_step` updates on the next `prompts_per_step` pairs."""
@@ -67,9 +78,7 @@ class Stage(StageKind):
         context = self.context
         with context.timeline.span("data"):
             pairs = self.rows.take(self.draw_examples(self.examples))
-            batch = batch_of(pairs, self.config.max_length)
-            documents = documents_of([(pair.chosen, pair.rejected) for pair in pairs])
-            batch, table = context.with_media(batch, documents)
+            batch, table = context.with_media(*self.to_batch(pairs))
         state, metrics = self.update(state, batch, n, table)
         return state, metrics | {"perf/step_tflop": (self.trainer.total_flops - flops_before) / 1e12}
 

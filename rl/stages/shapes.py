@@ -6,6 +6,7 @@ A row of a batch is one sequence, or the two answers of a pair, until the traine
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,6 +69,31 @@ def update_program(
     loop = {"trip_count": rows.trip_count, "micro_rows": rows.micro_rows}
     more = {"teacher": teacher, "shared": describe(stage, trainer.graph, trainer.sharing)}
     return Program(kind, batch.tokens.shape, lower, trainer.graph, (resident, table), times, **loop, **more)
+
+
+def held_out_program(stage: StageKind, batch: Batch, params: dict, resident: Any) -> Iterator[Program]:
+    """Yields the Program of the loss on held-out rows, if the stage has such rows.
+
+    batch: that of an update, from `abstract_batch`. params: the weights that it reads, as shapes. resident: as in Program.
+    """
+    import jax
+
+    from rl.training.batch_updates import HELD_OUT
+
+    if (options := stage.options.held_out) is None:
+        return
+    trainer, table, batch = stage.trainer, stage.media_params, with_structure(stage, batch)
+    rows = abstract_rows(stage, stage.options.updates_per_step)
+    loss_inputs = jax.eval_shape(trainer.loss_inputs, batch, None)
+
+    def lower():
+        executable = trainer.executables[HELD_OUT]
+        return executable.lower(params, batch, loss_inputs, table, micro_rows=rows.micro_rows)
+
+    loop = {"trip_count": rows.trip_count, "micro_rows": rows.micro_rows}
+    more: Any = {"shared": describe(stage, trainer.graph, trainer.sharing)}
+    times = 1.0 / options.every if options.every else 0.0  # blocks of rows in each measurement: a plan reads no rows
+    yield Program(HELD_OUT, batch.tokens.shape, lower, trainer.graph, (resident, table), times, **loop, **more)
 
 
 def policy_update(stage: StageKind, batch: Batch, state: Any, times: float) -> Program:

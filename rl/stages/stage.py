@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -42,13 +42,14 @@ if TYPE_CHECKING:
     from policy.cache.media import MediaTable
     from policy.model import Graph
     from policy.programs.compiled_cache import CompiledCache
+    from rl.config.data import DataOptions
     from rl.config.run import RunConfig
     from rl.config.stage import StageOptions
     from rl.data.reader import DataReader
     from rl.data.shard import Shard
     from rl.stages.context import Context
     from rl.training.batch import Batch
-    from rl.training.media.tables import StepTable
+    from rl.training.media.tables import Documents, StepTable
     from rl.training.reward_model import RewardModelScorer
     from rollout import SamplingParams
 
@@ -86,6 +87,8 @@ class StageKind(ConfiguredStage, ABC):
     context: Context
     rows: Shard
     """The rows of its data."""
+    held_out_rows: Shard | None = None
+    """The rows of `held_out`."""
 
     def __init__(self, config: RunConfig, index: int):
         super().__init__(config, index)
@@ -101,6 +104,37 @@ class StageKind(ConfiguredStage, ABC):
     @abstractmethod
     def prepare(self, reader: DataReader) -> None:
         """Reads the rows of the stage. Raises ConfigError or DataError."""
+
+    def read(self, reader: DataReader, source: DataOptions, held_out: bool = False) -> Shard:
+        """Reads the rows of a source in the form of this stage. held_out: they are not trained on."""
+        raise NotImplementedError(f"{self.name} has no rows with answers")
+
+    def read_rows(self, reader: DataReader) -> None:
+        """Reads the rows of the stage, and those that its loss is measured on."""
+        self.rows = self.read(reader, self.data)
+        self.read_held_out(reader)
+
+    def read_held_out(self, reader: DataReader) -> None:
+        """Reads the rows of `held_out`, if the stage has such rows."""
+        if self.options.held_out is not None:
+            self.held_out_rows = self.read(reader, self.options.held_out.data, held_out=True)
+
+    def held_out_examples(self) -> list[Any]:
+        """Returns the held-out rows of all processes, in the form of `to_batch`."""
+        assert self.held_out_rows is not None
+        return self.held_out_rows.take(range(self.held_out_rows.total))
+
+    def to_batch(self, rows: Sequence[Any]) -> tuple[Batch, Documents]:
+        """Returns (a batch with these rows of data, the pictures and sounds of its sequences)."""
+        raise NotImplementedError(f"{self.name} makes its batches from completions")
+
+    def with_inputs(self, state: Any, batch: Batch, table: StepTable | None) -> Batch:
+        """Returns a batch of `to_batch` with the inputs of the algorithm. table: that of a batch with places."""
+        return batch
+
+    def counted(self, batch: Batch) -> Batch:
+        """Returns a batch of `to_batch` with the sequences that the loss counts."""
+        return batch
 
     @property
     def examples(self) -> int:

@@ -13,17 +13,19 @@ from rl.errors import ConfigError, ModelError
 from rl.stages import inputs
 from rl.stages.configured import ConfigProblems
 from rl.stages.scorers import bound_teacher
-from rl.stages.shapes import abstract_batch, abstract_rows, policy_update
+from rl.stages.shapes import abstract_batch, abstract_rows, held_out_program, policy_update
 from rl.stages.sharing import sharing_of
 from rl.stages.stage import Program, StageKind
 
 if TYPE_CHECKING:
     from policy.model import Graph
+    from rl.config.data import DataOptions
     from rl.data.encoded import Row
     from rl.data.reader import DataReader
+    from rl.data.shard import Shard
     from rl.stages.context import Context
     from rl.training.batch import Batch
-    from rl.training.media.tables import Documents
+    from rl.training.media.tables import Documents, StepTable
     from rl.training.teacher import Teacher
     from rl.training.trainer import RunState
 
@@ -39,8 +41,11 @@ class Stage(StageKind):
         if self.options.algorithm.name != "sft":
             yield from self._check_no_capacity()
 
+    def read(self, reader: DataReader, source: DataOptions, held_out: bool = False) -> Shard:
+        return reader.demonstrations(source, self.algorithm.train_on, held_out=held_out)
+
     def prepare(self, reader: DataReader) -> None:
-        self.rows = reader.demonstrations(self.data, self.algorithm.train_on)
+        self.read_rows(reader)
         self.prepare_rewards(reader, [])
         reader.check_teacher(self.teacher, self.options.sampling.stop_token_ids)
         if self.teacher is not None and self.teacher.files is not None:
@@ -77,6 +82,7 @@ class Stage(StageKind):
         batch = self.abstract_batch(abstract_rows(self, updates).shape)
         yield policy_update(self, batch, state, updates)
         yield from inputs.programs(self, state, None)
+        yield from held_out_program(self, batch, state.policy.params, state.policy)
 
     def abstract_batch(self, shape: tuple[int, int]) -> Batch:
         """Returns a packed batch as shapes."""
@@ -87,9 +93,11 @@ class Stage(StageKind):
 
     def batch(self) -> tuple[Batch, Documents]:
         """Returns (the batch of the next step, one example per row; the pictures and sounds of its sequences)."""
+        return self.to_batch(self.rows.take(self.draw_examples(self.examples)))
+
+    def to_batch(self, rows: Sequence[Row]) -> tuple[Batch, Documents]:
         from rl.training.batch import padded_batch
 
-        rows = self.rows.take(self.draw_examples(self.examples))
         return padded_batch(rows, self.config.max_length), documents_of([(row,) for row in rows])
 
     def complete(self, data: inputs.StepData) -> None:
@@ -117,6 +125,13 @@ class Stage(StageKind):
                 f"those beyond a probability of {outside:.2g} (most: {MOST_OUTSIDE:g}); the divergence does not see "
                 "them. Train the policy on texts first (sft), or use models of the same width"
             )
+
+    def with_inputs(self, state: RunState, batch: Batch, table: StepTable | None) -> Batch:
+        data = inputs.StepData(state, batch, table=table)
+        for when in (inputs.EXAMPLES, inputs.MODEL_PASSES):
+            inputs.provide(self, data, when)
+        self.complete(data)
+        return data.batch
 
     def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
         """Makes `updates_per_step` updates on the next `prompts_per_step` examples."""

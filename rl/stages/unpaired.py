@@ -19,8 +19,12 @@ from rl.stages.shapes import abstract_batch
 from rl.stages.supervised import documents_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rl.config.data import DataOptions
     from rl.data.encoded import Example
     from rl.data.reader import DataReader
+    from rl.data.shard import Shard
     from rl.training.batch import Batch
     from rl.training.media.tables import Documents
 
@@ -44,9 +48,7 @@ class Stage(supervised.Stage):
                 "the KL is estimated from answers to other prompts, so an update needs at least 2 rows",
             )
 
-    def prepare(self, reader: DataReader) -> None:
-        from policy.mesh import processes
-
+    def read(self, reader: DataReader, source: DataOptions, held_out: bool = False) -> Shard:
         def encode(example: Example) -> list[list[Answer]]:
             if example.pair is not None:
                 pair = zip(example.pair, (1.0, 0.0), strict=True)
@@ -64,7 +66,12 @@ class Stage(supervised.Stage):
             kept = [(row, label) for row, label in rows if row is not None]
             return kept if len(kept) == len(answers) else None
 
-        self.rows = reader.rows(self.data, ("answers",), encode, length, cut, read=read_labelled)
+        return reader.rows(source, ("answers",), encode, length, cut, read=read_labelled, held_out=held_out)
+
+    def prepare(self, reader: DataReader) -> None:
+        from policy.mesh import processes
+
+        self.read_rows(reader)
         counts = {len(answers) for answers in self.rows.own}
         self.answers_per_example = max(max(each, default=0) for each in processes.all_gather_object(counts))
         self.prepare_rewards(reader, [])
@@ -81,11 +88,19 @@ class Stage(supervised.Stage):
         per_example = self.answers_per_example
         numbers = self.draw_examples(self.examples)
         examples = self.rows.take([number // per_example for number in numbers])
-        answers = [example[number % per_example] for example, number in zip(examples, numbers, strict=True)]
+        return self.to_batch([example[number % per_example] for example, number in zip(examples, numbers, strict=True)])
+
+    def to_batch(self, rows: Sequence[Answer]) -> tuple[Batch, Documents]:
         size = self.rows_per_update if "old_logp" in self.inputs else None
-        sequences = sequences_of([row for row, _ in answers], self.config.max_length, size)
-        batch = batch_of(sequences, [label for _, label in answers], self.config.max_length)
+        sequences = sequences_of([row for row, _ in rows], self.config.max_length, size)
+        batch = batch_of(sequences, [label for _, label in rows], self.config.max_length)
         return batch, documents_of(sequences)
+
+    def held_out_examples(self) -> list[Answer]:
+        return [answer for answers in super().held_out_examples() for answer in answers]
+
+    def counted(self, batch: Batch) -> Batch:
+        return without_others(batch)
 
     def complete(self, data: inputs.StepData) -> None:
         if "old_logp" in self.inputs:
@@ -96,14 +111,17 @@ def sequences_of(answers: list[Row], max_length: int, rotate: int | None) -> lis
     """Returns the sequences of each row of a batch.
 
     rotate: number of rows in an update. The second sequence of a row then is the prompt of the row with the answer of
-    the previous row in the same update (for the first row, the last row), cut at `max_length`. None: there is none.
+    the previous row in the same update (for the first row, the last row), cut at `max_length`. None: there is none, as
+    for a row alone.
     """
     sequences = [[row] for row in answers]
     if rotate is None:
         return sequences
     for i, row in enumerate(answers):
         start = i - i % rotate  # first row of the update
-        sequences[i].append(_mismatched(row, answers[start + (i - start - 1) % rotate], max_length))
+        count = min(rotate, len(answers) - start)
+        if count > 1:
+            sequences[i].append(_mismatched(row, answers[start + (i - start - 1) % count], max_length))
     return sequences
 
 
@@ -129,8 +147,13 @@ def with_kl(batch: Batch) -> Batch:
     other = batch.segments == 2
     ratio = np.where(other & (batch.mask != 0), batch.old_logp - batch.ref_logp, 0.0).sum(axis=1, keepdims=True)
     kl = np.broadcast_to(ratio.astype(np.float32), batch.tokens.shape)
+    return without_others(batch).replace(extra=batch.extra | {"kl": kl})
+
+
+def without_others(batch: Batch) -> Batch:
+    """Returns the batch without the answers to other prompts."""
+    other = batch.segments == 2
     return batch.replace(
         segments=np.where(other, 0, batch.segments),
         mask=np.where(other, 0, batch.mask).astype(np.float32),
-        extra=batch.extra | {"kl": kl},
     )

@@ -111,6 +111,14 @@ class Batch:
             prompt=np.where(rows_N, -1, self.prompt).astype(np.int32),
         )
 
+    def with_padding(self, rows: int) -> Batch:
+        """Returns a batch on the host with so many further rows of padding."""
+
+        def padded(a: np.ndarray) -> np.ndarray:
+            return np.concatenate([a, np.zeros((rows, *a.shape[1:]), a.dtype)])
+
+        return jax.tree.map(padded, self).without(np.arange(len(self.prompt) + rows) >= len(self.prompt))
+
 
 def padded_length(longest: int, limit: int) -> int:
     """Returns the row length for a longest row of `longest` tokens, so that at most 8 shapes compile.

@@ -5,7 +5,7 @@ N rows, T tokens, R rows of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 
 from policy import modes
 from policy.attention import sequence_shards
+from policy.cache.media import MediaTable
 from policy.cache.step import Step
 from policy.layers import batch_split
 from policy.mesh import processes
@@ -29,7 +30,7 @@ from rl.training.batch import Batch
 from rl.training.media import towers
 from rl.training.packing.packing import Packing, plan_packing, row_counts
 from rl.training.packing.trees import Sharing, plan_trees
-from rl.training.updater import ParamState, updates_made
+from rl.training.updater import OptimizerStep, ParamState, updates_made
 
 # Target number of tokens in a default micro-batch on a CPU.
 CPU_TOKENS = 768
@@ -68,6 +69,10 @@ def by_micro_batch(program: Callable, batch: Batch, packing: Packing, R: int, la
     )
 
 
+HELD_OUT = "held-out loss"
+"""Key of `executables`: the program of the loss without a gradient."""
+_COUNTS = ("num_tokens", "num_sequences", "chosen_tokens")
+"""The counts of a mini-batch that losses divide by, by their names in PolicyInputs."""
 LOSS_TOKENS = "loss_tokens"
 """Among the metrics of an update: the number of tokens in its loss, on the device; no metric of a run."""
 _OF_THE_UPDATE = ("optim/", "moe/", "mtp/", "indexer/", "activation/", "grad_norm/", "perf/", "distill/projections/")
@@ -171,6 +176,34 @@ class BatchUpdates:
             return self.algorithm.with_totals(inputs)
 
         return jax.jit(loss_inputs)
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        """Returns the counts of a batch on the host that losses divide by, by their names in PolicyInputs."""
+        packing, _ = self.packing_of(batch)
+        inputs = self.loss_inputs(shard_rows(packing.batch(batch), self.graph.layout))
+        return {name: float(value) for name in _COUNTS if (value := getattr(inputs, name)) is not None}
+
+    def losses(
+        self,
+        step: OptimizerStep,
+        params: dict[str, jax.Array],
+        batch: Batch,
+        counts: Mapping[str, float],
+        table: MediaTable | None = None,
+        adaptive_coefs: Mapping[str, float] | None = None,
+    ) -> dict[str, float]:
+        """Returns the metrics of the loss of a batch on the host, `loss` among them, without a gradient.
+
+        step: the update whose loss it is. counts: what the loss divides by in place of the counts of this batch, so that
+        the sums over several batches are the metrics of all of them. table: that of a batch with places.
+        """
+        packing, R = self.packing_of(batch)
+        batch = shard_rows(packing.batch(batch), self.graph.layout)
+        coefs = {name: np.float32(value) for name, value in (adaptive_coefs or {}).items()}
+        divisors = {name: np.float32(value) for name, value in counts.items()}
+        inputs = replace(self.loss_inputs(batch, coefs or None), **divisors)
+        values = step.losses(params, batch, inputs, R, towers.as_params(table))
+        return {name: float(value) for name, value in jax.device_get(values).items()}
 
     def add_flops(self, operations: Operations, packing: Packing, passes: int) -> None:
         """Adds `passes` over packed rows to `total_flops`: a forward pass counts 1, its gradient 2."""

@@ -5,7 +5,7 @@ N sequences, T tokens, R rows at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,15 @@ from policy.programs.compiled_cache import CompiledCache
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
 from rl.training.batch import Batch, padded_batch
-from rl.training.batch_updates import CPU_TOKENS, LOSS_TOKENS, BatchUpdates, by_micro_batch, shard_rows, step_of
+from rl.training.batch_updates import (
+    CPU_TOKENS,
+    HELD_OUT,
+    LOSS_TOKENS,
+    BatchUpdates,
+    by_micro_batch,
+    shard_rows,
+    step_of,
+)
 from rl.training.critic import Critic
 from rl.training.media import towers
 from rl.training.media.towers import UpdateMedia
@@ -65,7 +73,8 @@ class RewardModelTrainer(BatchUpdates):
     @property
     def executables(self) -> dict[str, CompiledCache]:
         """Returns the compiled functions of a step, by the names of their programs in a plan."""
-        return {"update of the reward model": self.reward_model.executable}
+        executables = {"update of the reward model": self.reward_model.executable}
+        return executables | ({HELD_OUT: self.reward_model.losses_executable} if self.stage.held_out else {})
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RewardModelState:
         """Returns the state at the beginning of the stage: `params`, and a copy of them with a new score head."""
@@ -100,6 +109,12 @@ class RewardModelTrainer(BatchUpdates):
         learner, _, metrics, _ = self.reward_model(state.reward_model, batch, inputs, R, table, number=number)
         metrics |= {LOSS_TOKENS: inputs.num_tokens} | packing.metrics(R, self.sharing is not None)
         return RewardModelState(state.policy, learner), metrics
+
+    def held_out_loss(
+        self, state: RewardModelState, batch: Batch, counts: Mapping[str, float], **options: Any
+    ) -> dict[str, float]:
+        """Returns the metrics of the loss of the reward model; arguments as in `losses`."""
+        return self.losses(self.reward_model, state.reward_model.params, batch, counts, **options)
 
     def _score_loss(self, params, micro: Batch, inputs: PolicyInputs):
         scores, aux = self.model.scores(params, micro.tokens, self.step_of(params, micro))

@@ -5,7 +5,7 @@ N rows, T tokens, R rows of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -24,7 +24,7 @@ from rl.accounting.flops import Operations
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
 from rl.training.batch import Batch
-from rl.training.batch_updates import LOSS_TOKENS, BatchUpdates, by_micro_batch, shard_rows, step_of
+from rl.training.batch_updates import HELD_OUT, LOSS_TOKENS, BatchUpdates, by_micro_batch, shard_rows, step_of
 from rl.training.critic import Critic
 from rl.training.host_memory import copied, mixed
 from rl.training.media import towers
@@ -135,6 +135,8 @@ class Trainer(BatchUpdates):
     def executables(self) -> dict[str, CompiledCache]:
         """Returns the compiled functions of a step, by the names of their programs in a plan."""
         executables = {"update": self.policy.executable, "log-probabilities": self._logprobs}
+        if self.stage.held_out:
+            executables |= {HELD_OUT: self.policy.losses_executable}
         if self.critic:
             executables |= {"update of the critic": self.critic.executable, "values": self._values}
         return executables
@@ -227,6 +229,12 @@ class Trainer(BatchUpdates):
             if on_tokens is not None and tokens:
                 on_tokens(TokenOutputs(tokens, packing))
         return state, metrics
+
+    def held_out_loss(
+        self, state: RunState, batch: Batch, counts: Mapping[str, float], **options: Any
+    ) -> dict[str, float]:
+        """Returns the metrics of the loss of the policy; arguments as in `losses`."""
+        return self.losses(self.policy, state.policy.params, batch, counts, **options)
 
     def _auxiliary_only_loss(self, params, micro: Batch, inputs: PolicyInputs):
         """Returns a policy loss of 0 and the Aux of the layers: only auxiliary losses train. Computes no logits."""

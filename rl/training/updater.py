@@ -287,6 +287,57 @@ class OptimizerStep:
         weights = self._shard_as_moments(weights) if step is at_once else weights
         return step(self._transform, grads, state, weights, good)
 
+    @cached_property
+    def losses_executable(self) -> CompiledCache:
+        """Returns the program of `losses`, which compiles at the first call of each shape."""
+        return CompiledCache(jax.jit(self._losses, static_argnames="micro_rows"), self.layout.platform)
+
+    def losses(
+        self, params: dict[str, jax.Array], batch: Batch, inputs: Any, micro_rows: int, extra_params: dict
+    ) -> dict[str, jax.Array]:
+        """Returns the metrics of the loss of a batch, `loss` among them, without a gradient and without dropout.
+
+        Arguments as in `__call__`. The losses of routers, indexers and prediction modules are not in it.
+        """
+        values = self.losses_executable(params, batch, inputs, extra_params, micro_rows=micro_rows)
+        return block_on_cpu_mesh(values, self.layout)
+
+    def _losses(self, params, batch: Batch, inputs, extra_params, *, micro_rows: int) -> dict[str, jax.Array]:
+        trained, others = self._split(params)
+        constants = others | extra_params
+        micros = self._micro_batches((batch, inputs), micro_rows)
+        dense = {path: weight for path, weight in trained.items() if path not in self._tables}
+        multiplied = self._graph.cast_for_products(dense)
+
+        def micro_step(_, xs):
+            _, looked_up = self._looked_up(trained | constants, xs[0])
+            loss, metrics, *_ = self._loss(multiplied | looked_up | constants, *xs)
+            return (), (loss, metrics)
+
+        scan = jax.lax.scan if self._tables else partial(_scan_first, count=_num_filled(micros[0].filled))
+        loss, metrics = scan(micro_step, (), micros)[1]
+        return rl.algorithms.reduce_metrics(metrics) | {"loss": loss.sum()}
+
+    def _micro_batches(self, tree: Any, R: int) -> Any:
+        """Reshapes [N, ...] to [M, R, ...], each micro-batch sharded by rows; scalars (totals) are repeated."""
+        N = tree[0].tokens.shape[0]
+        M = N // R
+
+        def split(a):
+            if not jnp.ndim(a):
+                return jnp.broadcast_to(a, (M,))
+            return constrain(a.reshape(M, R, *a.shape[1:]), (None, "batch", *[None] * (a.ndim - 1)), self.layout)
+
+        return jax.tree.map(split, tree)
+
+    def _looked_up(self, params: dict, micro: Batch) -> tuple[dict, dict]:
+        """Returns what `row_tables.read_rows` reads for a micro-batch from tables in host memory; ({}, {}) without
+        such tables."""
+        if not self._tables:
+            return {}, {}
+        step = replace(modes.make_step(micro.tokens, segments=micro.segments, tree=micro.tree), tokens=micro.tokens)
+        return row_tables.read_rows(self._graph, params, step, self._tables)
+
     def _gradients(self, trained, constants, batch: Batch, inputs, R: int):
         """Returns (float32 sums over micro-batches, token outputs).
 
@@ -294,14 +345,7 @@ class OptimizerStep:
         """
         M = batch.tokens.shape[0] // R
         N = M * R
-
-        def split(a):
-            """Reshapes [N, ...] to [M, R, ...], each micro-batch sharded by rows; scalars (totals) are repeated."""
-            if not jnp.ndim(a):
-                return jnp.broadcast_to(a, (M,))
-            return constrain(a.reshape(M, R, *a.shape[1:]), (None, "batch", *[None] * (a.ndim - 1)), self.layout)
-
-        micros, batch_totals = jax.tree.map(split, (batch, inputs)), totals(batch)
+        micros, batch_totals = self._micro_batches((batch, inputs), R), totals(batch)
         if self._stage.router.balance == "batch" and M > 1:
             # An extra forward pass, of which XLA drops the head: the balance loss of every micro-batch needs the token
             # count of each expert in the mini-batch.
@@ -329,11 +373,7 @@ class OptimizerStep:
         multiplied = self._graph.cast_for_products(dense)
 
         def micro_step(total, xs):
-            rows, looked_up = {}, {}
-            if self._tables:
-                tokens, segments, tree = xs[0].tokens, xs[0].segments, xs[0].tree
-                step = replace(modes.make_step(tokens, segments=segments, tree=tree), tokens=tokens)
-                rows, looked_up = row_tables.read_rows(self._graph, trained | constants, step, self._tables)
+            rows, looked_up = self._looked_up(trained | constants, xs[0])
             (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(multiplied | looked_up, *xs)
             table_grads = row_tables.gradients(self._graph, rows, {path: grads.pop(path) for path in looked_up})
             return _accumulated(total, self._shard_as_moments(fetch(grads))), (table_grads, (loss, *rest))

@@ -105,7 +105,7 @@ def test_check_and_inspect_say_the_steps_and_the_saved_file_has_them(demonstrati
         assert main([*verb, str(file)]) == 0
         assert said in capsys.readouterr().out
     assert main(["inspect", "--json", str(file)]) == 0
-    assert json.loads(capsys.readouterr().out)["steps"] == [said]
+    assert json.loads(capsys.readouterr().out)["notes"] == [said]
     saved = tmp_path / "saved.yml"
     saved.write_text(files.resolved_yaml(prepare(load([file])).config))
     assert load([saved]).stages[0].steps == 5

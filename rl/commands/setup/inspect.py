@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rl.data.inspect import inspect, show
     from rl.errors import ConfigError, ResourceError
     from rl.run.load import load
-    from rl.run.prepare import with_steps
+    from rl.run.prepare import read_held_out, with_steps
 
     config = load(*split_arguments(arguments.config))
     if arguments.stage not in (None, *config.stage_names):
@@ -64,15 +64,15 @@ def run(arguments: argparse.Namespace) -> int:
         from rl.run.health.probe import inspect_probe
 
         probed = inspect_probe(config, arguments.probe, arguments.stage)
-    steps = [] if inspection.refused else with_steps(config)[1]
+    notes = [] if inspection.refused else [*with_steps(config)[1], *read_held_out(config)]
     if arguments.json:
         values = show.to_json(inspection, arguments.rows) | ({"probe": probed.to_json()} if probed else {})
-        values |= {"steps": steps} if steps else {}
+        values |= {"notes": notes} if notes else {}
         print(json.dumps(values, indent=1, ensure_ascii=False))
     else:
         for line in show.lines(inspection, arguments.rows, sys.stdout.isatty()):
             print(line)
-        for line in steps:
+        for line in notes:
             print(line)
         if probed:
             print(*probed.lines(), *(f"refuse: {text}" for _, text in probed.problems()), sep="\n")

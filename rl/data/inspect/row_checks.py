@@ -120,7 +120,7 @@ def masks(stage: StageRows) -> Iterator[Finding]:
 
 
 def duplicates(stage: StageRows) -> Iterator[Finding]:
-    """12: prompts that occur twice, and prompts of the training that the evaluation has too."""
+    """12: prompts that occur twice, and prompts of the training that the evaluation, or `held_out`, has too."""
     prompts = Counter(_identity(example) for example in stage.examples)
     repeated = sum(count - 1 for count in prompts.values())
     if repeated and not stage.task:  # a task draws its problems with repetition
@@ -135,6 +135,15 @@ def duplicates(stage: StageRows) -> Iterator[Finding]:
             f"{shared} training prompts are in the evaluation ({len(held_out & prompts.keys())} of its "
             f"{len(held_out)})",
             "The evaluation then measures memory; remove them from the training data",
+            stage.name,
+        )
+    measured = {_identity(example) for example in stage.measured}
+    if shared := len(measured & prompts.keys()):
+        yield Finding(
+            12,
+            "warn",
+            f"{shared} of {len(measured)} prompts of {stage.path}.held_out are among the training rows",
+            "Their loss then measures memory; remove them from one of the two",
             stage.name,
         )
 

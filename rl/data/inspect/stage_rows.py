@@ -72,7 +72,8 @@ class StageRows:
     sequences. limit: how long a row may be. problems: (example, text) of rows that cannot be encoded. total: rows of
     the data, of which `rows` may be a sample. held_out: examples of the evaluation. declared_stops: ends of sequence
     by the file that declares them. task: whether the rows are problems made in code. effect: what happened to rows
-    that are too long; None: there were none. prompts_per_step: rows that a step takes.
+    that are too long; None: there were none. prompts_per_step: rows that a step takes. measured: examples whose loss is
+    measured (`held_out`).
     """
 
     name: str
@@ -88,6 +89,7 @@ class StageRows:
     vocab_size: int | None = None
     problems: list[tuple[Example, str]] = field(default_factory=list)
     held_out: Sequence[Example] = ()
+    measured: Sequence[Example] = ()
     declared_stops: dict[str, list[int]] = field(default_factory=dict)
     task: bool = False
     prompts_per_step: int = 1

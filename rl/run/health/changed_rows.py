@@ -36,6 +36,8 @@ def fingerprints(stages: Sequence[StageKind], held_out: Sequence[Any]) -> Finger
     """Returns the fingerprints of the rows. All processes call it in the same order."""
     sums: dict[int, int] = {}
     shards = {stage.name: rows for stage in stages if isinstance(rows := getattr(stage, "rows", None), Shard)}
+    held = {_held_out_of(stage.name): getattr(stage, "held_out_rows", None) for stage in stages}
+    shards |= {name: rows for name, rows in held.items() if isinstance(rows, Shard)}
     for shard in shards.values():
         if id(shard) not in sums:
             sums[id(shard)] = _of_shard(shard)
@@ -61,7 +63,7 @@ def check(config: RunConfig, now: Fingerprints, directory: Path, first_stage: in
         return None
     changed = [
         text
-        for name in (*names, HELD_OUT)
+        for name in (*names, *map(_held_out_of, names), HELD_OUT)
         if (text := _difference(_described(config, name), recorded[-1].get(name), now.get(name)))
     ]
     if not changed:
@@ -81,14 +83,23 @@ def _difference(what: str, then: Any, now: Any) -> str | None:
     return f"{what} changed: {now['rows']:,} rows as before, with other contents"
 
 
+def _held_out_of(stage: str) -> str:
+    """Returns the name of the fingerprint of the held-out rows of a stage."""
+    return f"{stage}.held_out"
+
+
 def _described(config: RunConfig, name: str) -> str:
     data: DataOptions | None = None
+    rows = f"the rows of {name}"
     if name == HELD_OUT:
         data = config.evaluation.data if config.evaluation else None
-    elif name in config.stage_names:
-        data = config.stages[config.stage_names.index(name)].data or config.data
-    source = "" if data is None else f" ({data.path or f'task {data.task}'})"
-    return f"the held-out rows{source}" if name == HELD_OUT else f"the rows of {name}{source}"
+        rows = "the held-out rows"
+    for stage, options in zip(config.stage_names, config.stages, strict=True):
+        if name == stage:
+            data = options.data or config.data
+        elif name == _held_out_of(stage) and options.held_out is not None:
+            data, rows = options.held_out.data, f"the held-out rows of {stage}"
+    return rows if data is None else f"{rows} ({data.path or f'task {data.task}'})"
 
 
 def _entry(rows: int, total: int) -> dict[str, Any]:

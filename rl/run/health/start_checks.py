@@ -47,15 +47,16 @@ def write(findings: Sequence[Finding], directory: Path) -> None:
 
 def _described(config: RunConfig, data: DataReader, stage: StageKind) -> StageRows:
     described = stage_rows(config, stage.index, data.tokenizer, data.stop_ids)
-    shard = next((value for value in vars(stage).values() if isinstance(value, Shard)), None)
-    if shard is None:
+    shard = getattr(stage, "rows", None)
+    if not isinstance(shard, Shard):
         return described
     chosen = range(len(shard.own))
     if len(shard.own) > ENCODED:
         chosen = sorted(random.Random(config.seed).sample(chosen, ENCODED))
     rows = [row for n in chosen for row in _encoded(shard.own[n], shard.examples[n] if shard.examples else Example(""))]
     held_out = [problem.example for problem in data.held_out]
-    return replace(described, rows=rows, total=shard.total, held_out=held_out, effect=shard.effect)
+    measured = () if stage.held_out_rows is None else stage.held_out_rows.examples
+    return replace(described, rows=rows, total=shard.total, held_out=held_out, measured=measured, effect=shard.effect)
 
 
 def _encoded(each: Any, example: Example) -> list[Encoded]:

@@ -128,7 +128,7 @@ def _legend(chart: Chart) -> str:
         own = [line.curve.mean for line in chart.lines if not line.reference]
         top = max(sum(each) for each in zip(*own, strict=True))
         entries.append(f"<span>marks at the top: steps above {text(scale.high)} s, up to {text(top)} s</span>")
-    if any(line.low is not None and not line.metric.startswith("eval/") for line in chart.lines):
+    if any(line.low is not None and not line.metric.startswith(("eval/", "held_out/")) for line in chart.lines):
         entries.append("<span>pale band: one standard deviation</span>")
     if count := sum(len(line.curve.lost) for line in chart.lines):
         entries.append(f"<span>marks at the bottom: {count:,} values that are not finite</span>")

@@ -52,6 +52,9 @@ PLANS: tuple[ChartPlan, ...] = (
             ChartLine("rewards/accuracies", "policy"),
             ChartLine("reward_model/accuracy", "reward model"),
             ChartLine("kto/correct_side", "answers on the right side"),
+            ChartLine("held_out/rewards/accuracies", "policy, held-out rows"),
+            ChartLine("held_out/reward_model/accuracy", "reward model, held-out rows"),
+            ChartLine("held_out/kto/correct_side", "answers on the right side, held-out rows"),
         ),
         "up",
         share=True,
@@ -135,7 +138,7 @@ PLANS: tuple[ChartPlan, ...] = (
         "loss",
         "Loss",
         "Near 0 by construction under GRPO and PPO, where it means little.",
-        (ChartLine("loss", "loss"), ChartLine("value/loss", "critic")),
+        (ChartLine("loss", "loss"), ChartLine("held_out/loss", "held-out rows"), ChartLine("value/loss", "critic")),
         "down",
     ),
     ChartPlan(

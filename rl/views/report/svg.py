@@ -262,7 +262,7 @@ class Data:
             entry |= {"bl": numbers(line.low), "bh": numbers(line.high)}
         if len(shown.lost):
             entry["lost"] = sorted({int(each) for each in shown.lost})[: len(x) + 400]
-        entry |= {"e": 1} if line.metric.startswith("eval/") else {}
+        entry |= {"e": 1} if line.metric.startswith(("eval/", "held_out/")) else {}
         return entry | ({"d": 1} if line.dots else {}) | ({"r": 1} if line.reference else {})
 
 

@@ -1,0 +1,1 @@
+"""The loss on rows that a stage does not train on."""

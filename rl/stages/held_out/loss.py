@@ -1,0 +1,85 @@
+"""Measures the loss of a stage on held-out rows, with the programs of the stage and without a gradient.
+
+The rows are computed in blocks of as many rows as an update has. The sums of a block are divided by the counts of all
+rows, so that the blocks add up to the metrics of one mini-batch of all rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl.algorithms import reduce_metrics
+
+if TYPE_CHECKING:
+    from rl.stages.stage import StageKind
+    from rl.training.batch import Batch
+    from rl.training.media.tables import Documents, StepTable
+
+
+class HeldOutLoss:
+    """The loss of a stage on its held-out rows. Changes nothing of the run."""
+
+    def __init__(self, stage: StageKind):
+        """Computes nothing yet. stage: with held-out rows, bound to a model, in a run."""
+        self._stage = stage
+
+    @classmethod
+    def of(cls, stage: StageKind) -> HeldOutLoss | None:
+        """Returns the loss of a stage, or None if it has no held-out rows."""
+        return None if stage.options.held_out is None else cls(stage)
+
+    def due(self, step: int) -> bool:
+        """Whether step number `step` (from 1) is followed by a measurement, apart from the last step."""
+        options = self._stage.options.held_out
+        return options is not None and bool(options.every) and step % options.every == 0
+
+    def run(self, state: Any) -> dict[str, float]:
+        """Returns held_out/NAME for each metric NAME of the loss under the weights of a state, and time/held_out."""
+        began, stage = time.perf_counter(), self._stage
+        flops, blocks = stage.trainer.total_flops, []
+        coefs = stage.context.progress.adaptive_coefs
+        with stage.context.timeline.span("held-out loss", stage=stage.name):
+            for batch, documents in self._batches():
+                batch, table = self._with_media(batch, documents)
+                batch = stage.with_inputs(state, batch, table)
+                options = {"table": table and table.table, "adaptive_coefs": coefs}
+                blocks.append(stage.trainer.held_out_loss(state, batch, self._counts, **options))
+        stage.trainer.total_flops = flops  # those of training
+        values = reduce_metrics({name: np.asarray([block[name] for block in blocks]) for name in blocks[0]})
+        metrics = {f"held_out/{name}": float(value) for name, value in values.items()}
+        return metrics | {"time/held_out": time.perf_counter() - began}
+
+    @cached_property
+    def _counts(self) -> Counter[str]:
+        """Returns the counts of all rows that the loss divides by."""
+        counts: Counter[str] = Counter()
+        for batch, _ in self._batches():
+            counts.update(self._stage.trainer.counts(self._stage.counted(batch)))
+        return counts
+
+    @cached_property
+    def _rows(self) -> list[Any]:
+        return self._stage.held_out_examples()
+
+    def _batches(self) -> Iterator[tuple[Batch, Documents]]:
+        """Yields the rows in blocks, the last one filled with rows of padding."""
+        size = self._stage.rows_per_update
+        for start in range(0, len(self._rows), size):
+            block = self._rows[start : start + size]
+            batch, documents = self._stage.to_batch(block)
+            if missing := size - len(block):
+                batch = batch.with_padding(missing)
+            yield batch, documents
+
+    def _with_media(self, batch: Batch, documents: Documents) -> tuple[Batch, StepTable | None]:
+        context = self._stage.context
+        if context.media is None:
+            return batch, None
+        table = context.media_table([document for *_, document in documents], counted=False)
+        return table.add(batch, documents), table
