@@ -146,7 +146,7 @@ class LogitsProcessors:
         ends, bias_tokens = _no_tokens(rows, sizes.ends), _no_tokens(rows, sizes.biases)
         biases = np.zeros((rows, sizes.biases), np.float32)
         prompt_lengths, min_tokens = np.zeros((2, rows), np.int32)
-        penalties = np.tile(np.float32([[1], [0], [0]]), rows)
+        penalties = np.tile(np.asarray([[1], [0], [0]], np.float32), rows)
         for row, request in enumerate(requests):
             if request is None:
                 continue
@@ -199,7 +199,7 @@ class LogitsProcessors:
         forbidden = jnp.concatenate([forbidden, ends], axis=1)
         if forbidden.shape[1]:
             logits = logits.at[rows, _or_dropped(forbidden, V)].set(-jnp.inf, mode="drop")
-        if seen.counts is None:
+        if seen.counts is None or seen.in_prompt is None:
             return logits
         repetition, frequency, presence = (
             jnp.asarray(row)[:, None] for row in (self.repetition, self.frequency, self.presence)

@@ -133,8 +133,8 @@ class RunFolder:
                     f"`rl-train {quoted(self.path)}`"
                 )
             check_same(before, self._config.model_copy(update={"changes": []}))
-            if self._config.stages[-1].steps > before.stages[-1].steps:
-                self._keep_export(stop.StoppedAt(before.stage_names[-1], before.stages[-1].steps))
+            if self._config.stages[-1].total_steps > before.stages[-1].total_steps:
+                self._keep_export(stop.StoppedAt(before.stage_names[-1], before.stages[-1].total_steps))
         if (stopped := stop.stopped(self.path)) is not None:
             self._keep_export(stopped)
         (self.path / stop.STOPPED).unlink(missing_ok=True)

@@ -132,7 +132,7 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
             break
         if step in changed:
             run.use(stage, step + 1)
-            if evaluation:
+            if evaluation and stage.config.evaluation:
                 evaluation.options = stage.config.evaluation
     stage.finish(state, run.folder.write_once)
     return None

@@ -118,7 +118,7 @@ class Trainer(BatchUpdates):
         self.stage = stage
         self.critic = self.critic and self.critic.with_rates(stage.critic, stage)
         self.projections = self.projections and self.projections.with_rates(stage.optimizer, stage)
-        companion = self.companion and getattr(self, self.companion)
+        companion = getattr(self, self.companion) if self.companion else None
         self.policy = self.policy.with_rates(stage.optimizer, stage, companion)
 
     @property

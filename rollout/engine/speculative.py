@@ -228,9 +228,11 @@ class SpeculativePrograms(DecoderPrograms):
             & jnp.pad(accepted, ((0, 0), (1, 0)), constant_values=1).astype(bool)
             & (jnp.cumsum(ends, axis=1) - ends == 0)
         )
-        count, seen = kept.sum(axis=1, dtype=jnp.int32), loop.seen
-        for i in range(T if seen is not None else 0):
-            seen = seen.with_token(loop.cached + 1 + i, new[:, i], kept[:, i])
+        count = kept.sum(axis=1, dtype=jnp.int32)
+        seen = loop.seen
+        if seen is not None:
+            for i in range(T):
+                seen = seen.with_token(loop.cached + 1 + i, new[:, i], kept[:, i])
         row, column = (
             jnp.arange(S)[:, None],
             jnp.where(kept, loop.count[:, None] + offset, loop.starts_step.shape[1] + offset),
