@@ -220,6 +220,7 @@ def test_an_error_of_the_hub_is_named_and_asked_for_once(cache, monkeypatch):
     assert models.directory(f"org/name@{NEW}", weights=True) == snapshot and len(asked) == 2  # a commit cannot change
 
 
+@pytest.mark.slow
 def test_without_a_network_it_is_exit_code_4_or_the_cache(cache):
     environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(cache), "HF_ENDPOINT": "http://127.0.0.1:1"}
     command = [sys.executable, "-m", "rl.commands.cli", "--check", "run.yml", "model=org/name"]

@@ -76,9 +76,16 @@ def test_keys_and_values_are_attended_over_their_pages(softcap, monkeypatch):
         np.testing.assert_allclose(result[b, :, 0], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
+BOUNDS = {"window": 17}, {"window": 100}, {"chunk": 24}, {"window": 20, "chunk": 64}
+
+
 @pytest.mark.parametrize(
-    "bounds", [{"window": 17}, {"window": 100}, {"chunk": 24}, {"window": 20, "chunk": 64}], ids=str
+    ("bounds", "softcap"),
+    [
+        *zip(BOUNDS, (None, 2.0, None, 2.0), strict=True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in zip(BOUNDS, (2.0, None, 2.0, None), strict=True)),
+    ],
+    ids=str,
 )
 def test_a_window_is_attended_over_its_pages_alone(bounds, softcap, monkeypatch):
     """Rows of one page to a full table, in the second of two layers; blocks of one page or two, and windows that start

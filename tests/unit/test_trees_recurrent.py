@@ -276,7 +276,8 @@ def learned_alone():
     return learned(learners.QUICK, plan_packing(sequences().segments, [16]))
 
 
-@pytest.mark.parametrize("how", [pytest.param("unrolled", marks=pytest.mark.slow), "scanned_and_recomputed"])
+@pytest.mark.slow  # test_shared_prefix.py has the plain case
+@pytest.mark.parametrize("how", RUNTIMES)
 def test_a_decoder_with_delta_nets_scores_and_learns_as_from_sequences_alone(how, monkeypatch):
     """Packed by the trainer's packings, with states handed over between chunks of 16 tokens."""
     monkeypatch.setattr(delta_rule, "CHUNK", 16)
