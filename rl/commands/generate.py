@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=os.path.expanduser,
         required=True,
         metavar="FILE",
-        help="*.jsonl: on each line an object with `prompt`, a text or a list of messages; any other file, or - for "
-        "standard input: a prompt on each line",
+        help="*.jsonl: on each line an object with `prompt`, a text or a list of messages; *.json, *.csv, *.tsv and "
+        "*.parquet: rows with `prompt`; any other file, or - for standard input: a prompt on each line",
     )
     parser.add_argument(
         "--output",

@@ -11,10 +11,12 @@ from rewards.suggest import nearest_path
 from rl.data import media
 from rl.data.encoded import Example, Problem
 from rl.data.encoding import ExampleEncoder
-from rl.data.rows.files import Malformed, parse_row, problem_of
+from rl.data.rows.files import READERS, Malformed, parse_row, problem_of, read_file
 from rl.data.rows.messages import read_messages, read_tools
 from rl.errors import DataError
 from rollout.text.roles import misspelt, unusual_role
+
+FORMS = tuple(kind for kind in READERS if kind != ".jsonl")
 
 
 class Prompt(NamedTuple):
@@ -25,8 +27,9 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(file: str) -> list[Prompt]:
-    """Reads *.jsonl, on each line an object with `prompt` and columns of pictures and sounds as in data; of any other
-    file, and of `-` (standard input), each line is a prompt. Empty lines are left out.
+    """Reads *.jsonl, on each line an object with `prompt` (or `messages`) and columns of pictures and sounds as in data,
+    and files of the other forms of data (FORMS); of any other file, and of `-` (standard input), each line is a prompt.
+    Empty lines are left out.
 
     Raises DataError with file and line for a prompt that cannot be read, and for a file without prompts.
     """
@@ -37,6 +40,10 @@ def read_prompts(file: str) -> list[Prompt]:
 
 
 def _prompts(file: str) -> Iterator[Prompt]:
+    if Path(file).suffix.lower() in FORMS and Path(file).is_file():
+        for where, row in read_file(Path(file)):
+            yield Prompt(where, _checked(where, row))
+        return
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except OSError as error:
@@ -46,18 +53,21 @@ def _prompts(file: str) -> Iterator[Prompt]:
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         if line.strip():
             where = f"{file}:{number}"
-            row = _row(where, line) if file.endswith(".jsonl") else {"prompt": line}
-            if (problem := problem_of(row)) is not None:
-                raise DataError(f"{where}: {problem}")
-            yield Prompt(where, row)
+            row = parse_row(line) if file.endswith(".jsonl") else {"prompt": line}
+            yield Prompt(where, _checked(where, row))
 
 
-def _row(where: str, line: str) -> dict[str, Any]:
-    row = parse_row(line)
+def _checked(where: str, row: dict[str, Any] | Malformed) -> dict[str, Any]:
+    """Returns a row with `prompt`. Raises DataError for one that has none, or that cannot be read."""
     if isinstance(row, Malformed):
         raise DataError(f"{where}: {row.text}")
+    if (problem := problem_of(row)) is not None:
+        raise DataError(f"{where}: {problem}")
+    if not row.get("prompt") and row.get("messages"):
+        row = row | {"prompt": row["messages"]}
     if not row.get("prompt"):
-        raise DataError(f"{where}: not an object with `prompt`, a text or a list of messages")
+        columns = ", ".join(map(str, row)) or "none"
+        raise DataError(f"{where}: not an object with `prompt`, a text or a list of messages (columns: {columns})")
     return row
 
 

@@ -540,3 +540,19 @@ def test_nulls_that_a_text_of_json_writes_stay():
     assert example.messages[1]["tool_calls"] == [{"function": {"name": "add", "arguments": {"limit": None}}}]
     empty = {"role": "assistant", "content": "ho", "tool_calls": []}
     assert only({"messages": [ASKED, empty]}).messages == [ASKED, GOOD]
+
+
+def test_prompts_are_rows_of_any_form_of_data_and_lines_of_texts():
+    from rl.data.prompts import read_prompts
+
+    rows = [{"prompt": "a, b"}, {"prompt": "c"}]
+    Path("p.csv").write_text('prompt\n"a, b"\nc\n')
+    Path("p.json").write_text(json.dumps(rows))
+    Path("p.txt").write_text("a, b\nc\n")
+    for name in ("p.csv", "p.json", "p.txt", parquet("p.parquet", rows), jsonl("p.jsonl", rows)):
+        assert [prompt.row["prompt"] for prompt in read_prompts(name)] == ["a, b", "c"], name
+    messages = [{"role": "user", "content": "a"}]
+    assert read_prompts(jsonl("m.jsonl", [{"messages": messages}]))[0].row["prompt"] == messages
+    Path("q.csv").write_text("question\na\n")
+    with pytest.raises(DataError, match=r"q.csv:2: not an object with `prompt`.*\(columns: question\)"):
+        read_prompts("q.csv")
