@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import CoroutineType
 from typing import Any
 
 from policy.mesh import processes
@@ -130,7 +131,10 @@ _unraisable = sys.unraisablehook
 
 
 def _without_late_writers(event: Any) -> None:
-    """Shows errors that Python cannot raise, except writes of a failed save that outlive their event loop."""
+    """Shows errors that Python cannot raise, except writes of a failed save that outlive their event loop, and reads
+    after the first one that failed, which Orbax has raised."""
     frames = traceback.extract_tb(event.exc_traceback)
-    if not (frames and frames[0].name == "call_soon_threadsafe" and "closed" in str(event.exc_value)):
+    written = frames and frames[0].name == "call_soon_threadsafe" and "closed" in str(event.exc_value)
+    read = isinstance(event.object, CoroutineType) and event.object.__name__.startswith("_read_array")
+    if not (written or read):
         _unraisable(event)

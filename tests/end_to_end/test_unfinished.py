@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import signal
+from types import SimpleNamespace
 
 import launch
 import numpy as np
@@ -12,10 +13,11 @@ import pytest
 
 import policy
 from rl.errors import ConfigError, ModelError
+from rl.run import arrays
 from rl.run.arrays import ArrayStore
 from rl.run.folder import RunFolder
 from rl.run.load import load
-from rl.run.unfinished import stop
+from rl.run.unfinished import checkpoints, stop
 from rl.run.unfinished.weights import CheckpointWeights
 from rl.views.report import summary
 from rl.views.report.read import read_run
@@ -126,10 +128,10 @@ def test_damaged_checkpoints_are_named_and_left_out(unfinished, caplog):
 @pytest.mark.parametrize("moment", ["before", "within"])
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_no_error(unfinished, monkeypatch, moment):
     """The run has written a newer one by then."""
-    checkpoints, read = unfinished / "checkpoints", ArrayStore.read
-    newest, hidden = checkpoints / "0000000009", unfinished / "later"
+    folder, read = unfinished / "checkpoints", ArrayStore.read
+    newest, hidden = folder / "0000000009", unfinished / "later"
     newest.rename(hidden)
-    (checkpoints / "0000000010.tmp-1" / "arrays").mkdir(parents=True)  # being written
+    (folder / "0000000010.tmp-1" / "arrays").mkdir(parents=True)  # being written
     times = []
 
     def rotated(*given, **how):
@@ -137,16 +139,40 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_no_error(unfinished, mon
         if len(times) == 1:
             hidden.rename(newest)
             if moment == "before":
-                shutil.rmtree(checkpoints / "0000000007")
+                shutil.rmtree(folder / "0000000007")
             else:
-                shutil.rmtree(checkpoints / "0000000007" / "arrays")
-                (checkpoints / "0000000007").rename(checkpoints / "0000000007.tmp-removed")
+                shutil.rmtree(folder / "0000000007" / "arrays")
+                (folder / "0000000007").rename(folder / "0000000007.tmp-removed")
         return read(*given, **how)
 
     monkeypatch.setattr(ArrayStore, "read", rotated)
     model = CheckpointWeights(unfinished).load("float32")
     assert [path.parent.name for path in times] == ["0000000007", "0000000009"] and model.params
-    assert (checkpoints / "0000000010.tmp-1").is_dir()
+    assert (folder / "0000000010.tmp-1").is_dir()
+
+
+def test_a_folder_listed_while_its_only_checkpoint_is_replaced_is_listed_again(unfinished, monkeypatch):
+    listed, complete = [], checkpoints.complete
+    monkeypatch.setattr(
+        checkpoints, "complete", lambda folder: listed.append(folder) or complete(folder) * (len(listed) > 1)
+    )
+    assert [each.number for each in checkpoints.stored(unfinished / "checkpoints")] == [9, 7] and len(listed) == 2
+
+
+def test_reads_that_fail_after_the_first_are_not_shown(monkeypatch):
+    shown = []
+    monkeypatch.setattr(arrays, "_unraisable", shown.append)
+
+    async def _read_array_index():
+        raise OSError
+
+    async def other():
+        raise OSError
+
+    for made in (_read_array_index(), other()):
+        arrays._without_late_writers(SimpleNamespace(object=made, exc_traceback=None, exc_value=OSError()))
+        made.close()
+    assert [event.object.__name__ for event in shown] == ["other"]
 
 
 @pytest.mark.slow

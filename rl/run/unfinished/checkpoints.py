@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from rl.config.run import RunConfig
 from rl.errors import ConfigError, ModelError
 from rl.run.checkpoint import HOST
 from rl.run.manifest import complete
+
+_TRIES, _PAUSE_S = 5, 0.05
 
 
 @dataclass(frozen=True)
@@ -29,16 +32,21 @@ class StoredCheckpoint:
 def stored(directory: Path) -> list[StoredCheckpoint]:
     """Returns the checkpoints in the folder `checkpoints` of a run, newest first. One that the run removes meanwhile is
     left out."""
-    result = []
-    for number, path in complete(directory):
-        try:
-            host = json.loads((path / HOST).read_text(encoding="utf-8"))
-            step = int(host["step"])
-            result.append(StoredCheckpoint(number, path, int(host["stage"]), step, int(host.get("steps", step))))
-        except (OSError, ValueError, KeyError, TypeError):
-            if path.is_dir():
-                result.append(StoredCheckpoint(number, path))
+    for _ in range(_TRIES):
+        result = [each for number, path in complete(directory) if (each := _read(number, path)) is not None]
+        if result or not directory.is_dir():
+            break
+        time.sleep(_PAUSE_S)  # the run may have replaced its only one while the folder was listed
     return result
+
+
+def _read(number: int, path: Path) -> StoredCheckpoint | None:
+    try:
+        host = json.loads((path / HOST).read_text(encoding="utf-8"))
+        step = int(host["step"])
+        return StoredCheckpoint(number, path, int(host["stage"]), step, int(host.get("steps", step)))
+    except (OSError, ValueError, KeyError, TypeError):
+        return StoredCheckpoint(number, path) if path.is_dir() else None
 
 
 def chosen(run: Path, config: RunConfig, step: str | None) -> list[StoredCheckpoint]:
