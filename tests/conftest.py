@@ -60,6 +60,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = compilation_cache()
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# Without most passes XLA takes a third of the time. Processes that tests start inherit it; tests that ask for
+# `all_optimizations` do not.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # The older of XLA's two code generators takes 0.4 of the time to compile without optimisation.
 if "XLA_FLAGS" not in os.environ and has_older_emitters():
     os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
@@ -160,11 +163,16 @@ def few_programs():
 
 @pytest.fixture(scope="module")
 def quick_compilation():
-    """For tests that are not about speed or about bits between programs: without most passes XLA takes about half the
-    time.
-    """
+    """What every test has."""
+
+
+@pytest.fixture(scope="module")
+def all_optimizations():
+    """For tests of bits between programs, of their memory or of their operations: programs as a run compiles them."""
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+    jax.clear_caches()  # jax does not know with which passes a program was compiled
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()

@@ -8,11 +8,9 @@ from pathlib import Path
 
 
 def on_devices(number: int, script: Path, *arguments: str):
-    """The JSON in the last line that the script prints, given these arguments. It may import modules of this folder;
-    most of XLA's passes are off."""
+    """The JSON in the last line that the script prints, given these arguments. It may import modules of this folder."""
     environment = os.environ | {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={number}",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
         # Threads of the runtime, by default as many as devices. Two collectives of a program may wait for each other's.
         "PJRT_NPROC": str(8 * number),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]]),

@@ -30,11 +30,12 @@ def train(directory, *more: str) -> int:
 
 
 def process(*given: str, environment: dict[str, str] | None = None, **how) -> subprocess.Popen:
-    """`rl-train` in a process group of its own, with its output in pipes, compiled as these tests are."""
+    """`rl-train` in a process group of its own, with its output in pipes."""
     command = [sys.executable, "-m", "rl.commands.cli", *given]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    quick = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | (environment or {})
-    return subprocess.Popen(command, cwd=ROOT, env=quick, start_new_session=True, **(pipes | how))
+    return subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | (environment or {}), start_new_session=True, **(pipes | how)
+    )
 
 
 def finish(running: subprocess.Popen, timeout: float = 300) -> tuple[int, str, str]:

@@ -22,7 +22,13 @@ LAYERS, TOKENS, HIDDEN, WIDTH = 3, 65536, 4096, 14336
 
 
 def counts_of(*arguments: str) -> dict:
-    settings = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    settings = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+        "XLA_FLAGS": "",
+    }
     done = subprocess.run(
         [sys.executable, __file__, *arguments],
         capture_output=True,

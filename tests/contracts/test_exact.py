@@ -17,7 +17,7 @@ from policy.programs import scoring
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.request import Request
 
-pytestmark = pytest.mark.xdist_group("exact")
+pytestmark = [pytest.mark.usefixtures("all_optimizations"), pytest.mark.xdist_group("exact")]
 
 WIDTH, NEW = 80, 20
 # Full attention; windows, latents with experts, entries of blocks, a recurrent state, shared keys.

@@ -107,6 +107,7 @@ def test_reading_gives_a_frozen_configuration_with_its_layers(kind):
     assert len(config.layers) == (hf["num_hidden_layers"] if "num_hidden_layers" in hf else hf["n_layer"])
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].required], scope="module")
 def test_a_required_key_that_lacks_is_named(kind):
     for key in KINDS[kind].required:
         hf = short(kind)

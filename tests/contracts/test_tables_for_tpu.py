@@ -24,7 +24,12 @@ SECTION = {"layers": [0], "vocab_bases": [120_000, 120_000], "heads": 4, "head_d
 def test_a_chip_has_no_room_for_a_table_in_host_memory(name):
     """Micro-batches in a loop, and weight decay and clipping, which need the full gradient."""
     tests = Path(__file__).parents[1]
-    settings = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
+    settings = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+    }
     environment = (
         os.environ | settings | {"PYTHONPATH": os.pathsep.join([str(tests), os.environ["PYTHONPATH"]]), "XLA_FLAGS": ""}
     )

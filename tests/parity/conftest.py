@@ -34,8 +34,6 @@ class Pair:
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory):
     """pair(kind, keys) -> Pair of the standard configuration of a kind with these keys; made once in a process."""
-    import jax
-
     import policy
 
     @functools.cache
@@ -43,10 +41,6 @@ def pair(tmp_path_factory):
         theirs = oracle(kind, **STANDARD[kind] | json.loads(keys))
         directory = saved(theirs, tmp_path_factory.mktemp(kind))
         ours = policy.load(directory)
-        quick = jax.config.read("jax_disable_most_optimizations")
-        jax.config.update("jax_disable_most_optimizations", False)  # whichever test comes first
-        ours.logits(ROW)
-        jax.config.update("jax_disable_most_optimizations", quick)
         return Pair(theirs, reference_logits(theirs, ROW), directory, ours)
 
     return lambda kind, keys=None: made(kind, json.dumps(keys or {}))

@@ -185,14 +185,6 @@ def test_rows_with_media_of_another_shape_are_refused(pair):
             dataclasses.replace(rows, **changes).step()
 
 
-@pytest.fixture
-def all_optimizations():
-    """Bits are compared between two programs as a run compiles them."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
-
-
 @pytest.mark.slow
 def test_deepstack_under_scan_equals_unrolled_to_the_bit(pair, all_optimizations):
     tokens, segments, media = media_oracles.batch([pair("Qwen3VL").documents], WIDTH)

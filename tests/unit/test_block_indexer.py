@@ -36,14 +36,17 @@ def indexer():
 def mask_of(indexer, x, step) -> np.ndarray:
     """bool[B, T, T] for a call without a cache."""
     spec = indexer.spec
-    step = Step(
-        step.positions, step.segments, tree=step.tree, rotations={str(spec.rope): rotation(spec.rope, step.positions)}
-    )
-    with jax.default_matmul_precision("highest"):
-        queries, keys = indexer(jnp.asarray(x), step)
+
+    @jax.jit
+    def allowed(x, positions, segments, tree):
+        step = Step(positions, segments, tree=tree, rotations={str(spec.rope): rotation(spec.rope, positions)})
+        queries, keys = indexer(x, step)
         visible = own_tokens(step, {"index": keys})
         mask = BlockMask(step, visible, queries, indexer.blocks(step, visible, in_cache=False), spec)
-        return np.asarray(mask.of(*mask.queries))
+        return mask.of(*mask.queries)
+
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(allowed(jnp.asarray(x), step.positions, step.segments, step.tree))
 
 
 def expected(indexer, x) -> np.ndarray:

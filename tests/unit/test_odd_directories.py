@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -281,7 +282,17 @@ def with_other_tensors(directory, folder, case):
 
 
 @pytest.mark.parametrize("case", OTHER_TENSORS)
-def test_tensors_that_are_not_those_of_the_configuration(case, directory, tmp_path, capsys, monkeypatch):
+def test_tensors_that_are_not_those_of_the_configuration(case, directory, tmp_path, capsys):
+    words = with_other_tensors(directory, tmp_path / "model", case)
+    assert cli.main(["train", "--check", str(run_file(tmp_path, tmp_path / "model"))]) == 4
+    said = capsys.readouterr().err
+    assert all(word in said for word in (str(tmp_path / "model"), *words)), said
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "shape" else pytest.mark.slow) for case in OTHER_TENSORS]
+)
+def test_every_verb_compares_the_tensors_before_it_reads_a_number(case, directory, tmp_path, capsys, monkeypatch):
     source = tmp_path / "model"
     words = with_other_tensors(directory, source, case)
     monkeypatch.setattr(TensorFiles, "read", lambda *_: pytest.fail("a number was read"))
@@ -290,6 +301,7 @@ def test_tensors_that_are_not_those_of_the_configuration(case, directory, tmp_pa
     assert words[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tensors_are_compared_without_jax(directory, tmp_path):
     """In a process of its own, which needs no device of the run."""
     words = with_other_tensors(directory, tmp_path / "model", "shape")
@@ -357,8 +369,8 @@ def test_verbs_say_that_there_are_more_tokens_than_positions(kind, learned, tmp_
 
 
 def test_a_conversation_has_as_many_tokens_as_the_model_has_positions(directory, capsys, monkeypatch):
-    lengths = []
-    monkeypatch.setattr("rollout.Generator", lambda *_, max_length, **__: lengths.append(max_length))
+    made = Mock()
+    monkeypatch.setattr("rollout.Generator", made)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert cli.main(["chat", str(directory), "--platform", "cpu"]) == 0
-    assert lengths == [128] and "warning" not in capsys.readouterr().err
+    assert made.call_args.kwargs["max_length"] == 128 and "warning" not in capsys.readouterr().err
