@@ -209,8 +209,10 @@ class SamplingParams:
 
     @property
     def has_filter(self) -> bool:
-        """Whether tokens are drawn from a part of the distribution: top_k, top_p or min_p leaves out others."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        """Whether tokens are drawn from a part of the distribution: top_k, top_p, min_p, bad_words or min_tokens leaves
+        out others."""
+        forbids = bool(self.bad_words or (self.min_tokens and self.stop_token_ids))
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or forbids)
 
     @property
     def has_penalty(self) -> bool:
@@ -218,10 +220,9 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
-LOGITS_PROCESSORS = (
-    *("min_tokens", "bad_words", "logit_bias"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
+CHANGES_OF_RATIOS = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""The fields of SamplingParams that change ratios of probabilities of tokens."""
+LOGITS_PROCESSORS = ("min_tokens", "bad_words", *CHANGES_OF_RATIOS)
 """The fields of SamplingParams that change the logits of a token (rollout/logits_processors.py)."""
 
 
@@ -240,9 +241,9 @@ class Completion:
     which is never fed: int[tokens, R, k] by path of the layer, for the R repeats of its stack.
     values: under GeneratorOptions.record_values, the value of the state that each token was drawn from.
     filtered_logprobs, kept, kept_counts: under GeneratorOptions.record_kept, of a completion that was sampled with a
-    filter, else None: the log-probability of each token in the distribution that the filters left; the ids that they
+    filter, bad_words or min_tokens, else None: the log-probability of each token in the distribution that the filters left; the ids that they
     left, int32[tokens, K] in ascending order, padded with -1; and how many they were. Of more than record_kept ids only
-    the first are in `kept`.
+    the first are in `kept`; or, where bad_words or min_tokens leave out at most record_kept ids, those, id i as -2 - i.
     """
 
     tokens: list[int]

@@ -52,10 +52,10 @@ FOREIGN: dict[str, str] = {
     "frequency_penalty": "evaluation.frequency_penalty",
     "logit_bias": "evaluation.logit_bias",
     "sequence_bias": "evaluation.logit_bias",
-    "min_tokens": "evaluation.min_tokens",
-    "min_new_tokens": "evaluation.min_tokens",
-    "bad_words": "evaluation.bad_words",
-    "bad_words_ids": "evaluation.bad_words",
+    "min_tokens": "stages.N.sampling.min_tokens",
+    "min_new_tokens": "stages.N.sampling.min_tokens",
+    "bad_words": "stages.N.sampling.bad_words",
+    "bad_words_ids": "stages.N.sampling.bad_words",
     "max_prompt_length": "max_length",
     "max_seq_length": "max_length",
     "max_seq_len": "max_length",
@@ -156,8 +156,8 @@ _NOTES: dict[str, str] = {
         "not in stages: it changes ratios of probabilities, and the loss takes those of the policy itself"
     ),
     "sequence_bias": "of single tokens, and not in stages: it changes ratios of probabilities",
-    "min_tokens min_new_tokens": "not in stages: the loss takes probabilities over all tokens",
-    "bad_words bad_words_ids": "texts; not in stages: the loss takes probabilities over all tokens",
+    "min_tokens min_new_tokens": "evaluations have their own",
+    "bad_words bad_words_ids": "texts; evaluations have their own",
     "max_prompt_length max_seq_length max_seq_len max_model_len max_len": (
         "prompt and completion together: add `max_new_tokens` to the longest prompt"
     ),

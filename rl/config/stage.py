@@ -14,10 +14,10 @@ from rl.config.model import TeacherOptions
 from rl.config.schema import Section, Strict, accepted_types, as_integer, fields_of
 
 
-@fields_of(rollout.types.SamplingParams, leave_out=("n", *rollout.types.LOGITS_PROCESSORS), max_new_tokens=256)
+@fields_of(rollout.types.SamplingParams, leave_out=("n", *rollout.types.CHANGES_OF_RATIOS), max_new_tokens=256)
 class SamplingOptions(Section):
     """How completions are drawn, and where they end besides the tokenizer's end-of-sequence token. `evaluation` has the
-    keys for penalties and forbidden tokens."""
+    keys for penalties and biases."""
 
     filters: Literal["renormalise", "ignore"] = Field(
         default="renormalise",

@@ -124,12 +124,16 @@ class DataReader:
     def read_held_out(self, options: EvaluationOptions, stages: Sequence[StageOptions]) -> None:
         """Reads the problems of the evaluations that `stages` make, into `held_out`. Raises ConfigError for a bad word
         of theirs that the tokenizer has no tokens for."""
-        try:
-            bad_word_tokens(self.tokenizer, options.processors["bad_words"])
-        except ValueError as error:
-            raise ConfigError(f"evaluation.{error}") from None
+        self.check_words(options.bad_words, "evaluation")
         longest = max(stages, key=lambda stage: stage.sampling.max_new_tokens)
         self.held_out = list(self.problems(options.data, longest, held_out=options.problems).own)
+
+    def check_words(self, words: Iterable[str], section: str) -> None:
+        """Raises ConfigError for a bad word of a section that the tokenizer has no tokens for."""
+        try:
+            bad_word_tokens(self.tokenizer, tuple(words))
+        except ValueError as error:
+            raise ConfigError(f"{section}.{error}") from None
 
     def check_teacher(self, options: TeacherOptions | None, stop_token_ids: Iterable[int]) -> None:
         """Raises ConfigError or ModelError for a teacher that reads other ids than the run or ends texts elsewhere.

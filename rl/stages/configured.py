@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rl.data import models
 from rl.stages import algorithm_of
 from rl.stages.sampling import filters
+from rollout.types import SamplingParams
 
 if TYPE_CHECKING:
     from rl.config.run import RunConfig
@@ -163,6 +164,7 @@ class ConfiguredStage:
                 "under the generator's routes; leave one out",
             )
         yield from self._check_kind()
+        yield from self._check_forbidden()
         if stage.router.ragged_buffer_factor is not None and config.model.expert_parallel != "all_to_all":
             yield (
                 (*self.path, "router", "ragged_buffer_factor"),
@@ -215,6 +217,23 @@ class ConfiguredStage:
     def _check_kind(self) -> ConfigProblems:
         """Yields the problems that only this kind of stage can have."""
         yield from ()
+
+    def _check_forbidden(self) -> ConfigProblems:
+        """Yields the problems of `bad_words` and `min_tokens`."""
+        sampling = self.options.sampling
+        own = {"min_tokens": sampling.min_tokens, "bad_words": tuple(sampling.bad_words)}
+        for name, value in own.items():
+            if value and not self.samples_completions:
+                yield (
+                    (*self.path, "sampling", name),
+                    f"{self.options.algorithm.name} samples no completions to learn from, and evaluations have "
+                    f"`evaluation.{name}`; leave it out",
+                )
+        try:
+            SamplingParams(max_new_tokens=sampling.max_new_tokens, **own)
+        except ValueError as error:
+            text = str(error).removeprefix("SamplingParams: ")
+            yield (*self.path, "sampling", text.split()[0]), text
 
     def _check_offline(self) -> ConfigProblems:
         """Yields the problems of a stage that samples nothing."""

@@ -184,7 +184,8 @@ def teacher(stage: StageKind, data: StepData) -> None:
 def greedy_reward(stage: StageKind, data: StepData) -> None:
     """Adds the argument `greedy`, float[P]: the reward of the greedy completion of each prompt."""
     assert data.rollouts is not None
-    params = stage.sampling_params(n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    unfiltered = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "bad_words": ()}
+    params = stage.sampling_params(n=1, temperature=0.0, **unfiltered)
     greedy = stage.collect(data.rollouts.problems, params, data.rollouts.prompt_ids, again=True)
     scores = greedy.scores.result()
     data.arguments["greedy"] = total = scores.total

@@ -86,6 +86,7 @@ class Stage(StageKind):
         self.rows = reader.problems(self.data, self.options)
         self.prepare_rewards(reader, self.prompts())
         reader.check_teacher(self.teacher, self.options.sampling.stop_token_ids)
+        reader.check_words(self.options.sampling.bad_words, f"stages.{self.index}.sampling")
 
     def prompts(self) -> list:
         return list(self.rows.own)

@@ -59,8 +59,9 @@ class Drawn(NamedTuple):
 
     tokens: int[S]. logprobs: float32[S], before any filter. filtered_logprobs: float32[S], of the distribution that
     the filters leave. kept: int32[S, K], the ids that they leave, in ascending order, padded with -1. kept_counts:
-    int32[S], how many they leave; of more than K only the first K are in `kept`. A row without a filter has 0 ids, and
-    the same log-probability twice.
+    int32[S], how many they leave; of more than K only the first K are in `kept`. With logits processors, a row with more
+    than K ids of which at most K are left out has those in `kept`, id i as -2 - i. A row without a filter and without a
+    forbidden token has 0 ids, and the same log-probability twice.
     """
 
     tokens: Any
@@ -140,11 +141,14 @@ def choose(
     logits_SV = row_major(logits_SV / temperature_S1, layout)
     drawn_SV = logits_SV if processed_SV is None else row_major(processed_SV / temperature_S1, layout)
     best = jnp.argmax(drawn_SV, axis=-1).astype(jnp.int32)
+    forbids_S = None
+    if max_kept and processed_SV is not None:
+        forbids_S = is_sampled & jnp.any(jnp.isneginf(processed_SV), axis=-1)
 
     def drawn():
         filtered_SV = draws.filtered(drawn_SV, layout)
         new = jnp.where(is_sampled, draw(filtered_SV, uniforms(draws.seed, *draw_ids)), best)
-        return (new, _recorded(filtered_SV, new, draws, max_kept)) if max_kept else (new, None)
+        return (new, _recorded(filtered_SV, new, draws, max_kept, forbids_S)) if max_kept else (new, None)
 
     def greedy():
         return (best, _unrecorded(len(best), max_kept)) if max_kept else (best, None)
@@ -154,22 +158,35 @@ def choose(
     if recorded is None:
         return Drawn(new, logprobs)
     filtered_logprobs, kept, counts = recorded
-    return Drawn(new, logprobs, jnp.where(draws.has_filter, filtered_logprobs, logprobs), kept, counts)
+    return Drawn(new, logprobs, jnp.where(_is_cut(draws, forbids_S), filtered_logprobs, logprobs), kept, counts)
 
 
 def _logprobs_of(logits_SV: jax.Array, tokens_S: jax.Array) -> jax.Array:
     return jnp.take_along_axis(jax.nn.log_softmax(logits_SV), tokens_S[:, None], axis=-1)[:, 0]
 
 
-def _recorded(filtered_SV: jax.Array, tokens_S: jax.Array, draws: Draws, K: int) -> tuple[jax.Array, ...]:
-    """Returns `filtered_logprobs`, `kept` and `kept_counts` of Drawn."""
+def _recorded(
+    filtered_SV: jax.Array, tokens_S: jax.Array, draws: Draws, K: int, forbids_S: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Returns `filtered_logprobs`, `kept` and `kept_counts` of Drawn. forbids_S: whether logits processors forbid tokens
+    of a row; None: there are none. With them, a row of which more than K ids are kept and at most K left out has
+    those."""
 
     def record():
         kept, counts = kept_ids(filtered_SV > -jnp.inf, K)
-        has = draws.has_filter
-        return _logprobs_of(filtered_SV, tokens_S), jnp.where(has[:, None], kept, -1), jnp.where(has, counts, 0)
+        if forbids_S is not None:
+            out, number = kept_ids(jnp.isneginf(filtered_SV), K)
+            named = jnp.where(out >= 0, -2 - out, -1)
+            kept = jnp.where(((counts > K) & (number <= K))[:, None], named, kept)
+        is_cut = _is_cut(draws, forbids_S)
+        return _logprobs_of(filtered_SV, tokens_S), jnp.where(is_cut[:, None], kept, -1), jnp.where(is_cut, counts, 0)
 
-    return jax.lax.cond(jnp.any(draws.has_filter), record, lambda: _unrecorded(len(tokens_S), K))
+    return jax.lax.cond(jnp.any(_is_cut(draws, forbids_S)), record, lambda: _unrecorded(len(tokens_S), K))
+
+
+def _is_cut(draws: Draws, forbids_S: jax.Array | None) -> jax.Array:
+    """Returns bool[S]: whether tokens of a row may be left out."""
+    return draws.has_filter if forbids_S is None else draws.has_filter | forbids_S
 
 
 def _unrecorded(S: int, K: int) -> tuple[jax.Array, ...]:

@@ -1,4 +1,5 @@
-"""The ids that filters of the sampler (top_k, top_p, min_p) left, in the batch of a step.
+"""The ids that filters of the sampler (top_k, top_p, min_p) and forbidden tokens (bad_words, min_tokens) left, in the
+batch of a step.
 
 Samples come from a distribution over a part of the vocabulary. With the ids of that part at each token, every
 log-probability of the loss is of the same distribution (policy/heads/kept.py), and the gradient is that of the expected
@@ -26,7 +27,8 @@ NARROW = 4
 
 def filters(sampling: SamplingOptions) -> bool:
     """Tells whether tokens are drawn from a part of the distribution."""
-    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+    forbids = bool(sampling.bad_words or sampling.min_tokens)
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or forbids)
 
 
 def recorded(sampling: SamplingOptions) -> int:
@@ -41,30 +43,38 @@ def with_kept(
 ) -> tuple[Batch, dict[str, float]]:
     """Returns the batch with `kept` and the log-probabilities of the sampler among these ids, and metrics.
 
-    A token with more than `most` ids leaves the mask, unless its filters left the vocabulary: it then has the
-    distribution over all ids. So has the token of a completion that was sampled without a record, such as one in a
+    A token with more than `most` ids leaves the mask, unless the record names those that are left out, at most `most`, or
+    its filters left the vocabulary: it then has the distribution over all ids. So has the token of a completion that was sampled without a record, such as one in a
     checkpoint of an earlier version. Row i of the batch is completion i; its mask covers the completion.
     """
     counts = [np.asarray(each.kept_counts or [0] * len(each.tokens)) for each in completions]
-    every = np.concatenate(counts)
+    named = [_named(each, count, vocabulary) for each, count in zip(completions, counts, strict=True)]
+    every, sizes = np.concatenate(counts), np.concatenate(named)
     if not every.any():
         return batch, {}
-    overflows = (every > most) & (every < vocabulary)
-    K = width(int(every[every <= most].max(initial=1)), min(most, vocabulary))
+    overflows = (sizes > most) & (every < vocabulary)
+    K = width(int(sizes[sizes <= most].max(initial=1)), min(most, vocabulary))
     kept_NTK = np.full((*batch.mask.shape, K), -1, np.int32)
     assert batch.sampler_logp is not None
     logp_NT, mask_NT = batch.sampler_logp.copy(), batch.mask.copy()
-    for row, (completion, count) in enumerate(zip(completions, counts, strict=True)):
+    for row, (completion, count, size) in enumerate(zip(completions, counts, named, strict=True)):
         if completion.kept is None:
             continue
         columns = np.flatnonzero(batch.mask[row])
-        cut = (count <= most) & (count < vocabulary)
+        cut = (size <= most) & (count < vocabulary)
         ids = np.asarray(completion.kept)[cut, :K]
         kept_NTK[row, columns[cut], : ids.shape[1]] = ids
         logp_NT[row, columns[cut]] = np.asarray(completion.filtered_logprobs, np.float32)[cut]
-        mask_NT[row, columns[(count > most) & (count < vocabulary)]] = 0
+        mask_NT[row, columns[(size > most) & (count < vocabulary)]] = 0
     metrics = {"sampler/kept_mean": float(every[every > 0].mean()), "sampler/kept_overflow": float(overflows.mean())}
     return batch.replace(kept=kept_NTK, sampler_logp=logp_NT, mask=mask_NT), metrics
+
+
+def _named(completion: Completion, counts: np.ndarray, vocabulary: int) -> np.ndarray:
+    """Returns how many ids the record of each token has to name: those that are kept, or those that are left out."""
+    if completion.kept is None or not completion.kept.size:
+        return counts
+    return np.where(completion.kept[:, 0] < -1, vocabulary - counts, counts)
 
 
 def width(longest: int, most: int) -> int:

@@ -90,6 +90,8 @@ def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes
         "min_p": options.min_p,
         "stop": tuple(options.stop),
         "stop_token_ids": tuple(sorted({*options.stop_token_ids, *stop_ids})),
+        "min_tokens": options.min_tokens,
+        "bad_words": tuple(options.bad_words),
     }
     return SamplingParams(**(settings | changes))
 
