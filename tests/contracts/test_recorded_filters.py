@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.xdist_gr
 VOCAB, NEW = 12, 10
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 DRAWN = SamplingParams(n=2, max_new_tokens=NEW, temperature=1.3, top_k=7, top_p=0.8, min_p=0.05, stop_token_ids=(3,))
+FORBIDDEN = SamplingParams(n=2, max_new_tokens=NEW, temperature=1.3, min_tokens=4, stop_token_ids=(3, 7))
 MOST = 4  # of up to seven ids
 GENERATORS = {
     "plain": {},
@@ -69,6 +70,17 @@ def test_the_ids_are_those_of_numpy(name):
                 assert completion.filtered_logprobs[t] >= completion.logprobs[t] - 1e-6
                 more += len(ids) > MOST
     assert more
+    forbidden = generator.generate(PROMPTS, FORBIDDEN)
+    for prompt, group in zip(PROMPTS, forbidden, strict=True):
+        for completion in group:
+            z_TV = logits_of((*prompt, *completion.tokens))[len(prompt) - 1 :]
+            for t, (token, ids) in enumerate(zip(completion.tokens, completion.kept.tolist(), strict=True)):
+                out = list(FORBIDDEN.stop_token_ids) if t < FORBIDDEN.min_tokens else []
+                assert ids == [-2 - each for each in out] + [-1] * (MOST - len(out)) and token not in out
+                assert completion.kept_counts[t] == (VOCAB - len(out) if out else 0)
+                left = np.setdiff1d(np.arange(VOCAB), out)
+                logp = z_TV[t, token] - np.log(np.exp(z_TV[t, left]).sum())
+                assert completion.filtered_logprobs[t] == pytest.approx(logp, abs=1e-5)
     if name == "plain":
         plain = Generator(model(), max_length=40, slots=3, seed=5, options=GeneratorOptions(tokens_per_dispatch=4))
         for one, other in zip(generator.generate(PROMPTS, DRAWN), plain.generate(PROMPTS, DRAWN), strict=True):

@@ -162,6 +162,11 @@ def test_a_batch_has_the_ids_of_each_token_and_leaves_out_those_with_more():
     np.testing.assert_array_equal(out.sampler_logp[2], batch.sampler_logp[2])
     assert metrics == {"sampler/kept_overflow": pytest.approx(1 / 9), "sampler/kept_mean": pytest.approx((14 + V) / 6)}
     assert filters.with_kept(batch, completions[2:] * 3, 4, V) == (batch, {})
+    forbidden = completion([8, 8, 8], [[-2 - 7, -2 - 1], [-1], [-2 - 3]], [V - 2, 0, V - 1])
+    out, metrics = filters.with_kept(batch, [completions[0], forbidden, completions[2]], 4, V)
+    assert [[i for i in ids if i != -1] for ids in out.kept[1].tolist()] == [[], [-9, -3], [], [-5], []]
+    np.testing.assert_array_equal(out.mask, batch.mask)
+    assert metrics["sampler/kept_overflow"] == 0
     assert [filters.width(n, 128) for n in (1, 32, 33, 128)] == [32, 32, 128, 128]
 
 
@@ -214,9 +219,10 @@ def expected_reward(logits, params, rewards, sets=None):
     return total / len(PROMPTS), now
 
 
-def every_token(sets, logits, params, rewards, with_ids: bool) -> Batch:
+def every_token(sets, logits, params, rewards, with_ids: bool, left_out=None) -> Batch:
     """A row for each id that is left, with the advantages that make the loss minus the expected reward, to first
-    order: its probability times its reward, over its share of the tokens."""
+    order: its probability times its reward, over its share of the tokens. left_out: the ids that the batch names in
+    place of those that are left."""
     rows = [(p, prompt, token) for p, (prompt, ids) in enumerate(zip(PROMPTS, sets, strict=True)) for token in ids]
     N, T, K = len(rows), 6, max(map(len, sets)) + 2
     arrays = {
@@ -228,7 +234,8 @@ def every_token(sets, logits, params, rewards, with_ids: bool) -> Batch:
         n = len(prompt)
         arrays["tokens"][i, : n + 1] = [*prompt, token]
         arrays["segments"][i, : n + 1], arrays["mask"][i, n] = 1, 1
-        ids_NTK[i, n, : len(sets[p])] = sets[p]
+        named = sets[p] if left_out is None else -2 - left_out[p]
+        ids_NTK[i, n, : len(named)] = named
         z = np.asarray(logits(params, np.asarray([prompt])), np.float64)[0] / TEMPERATURE
         probability = np.exp(log_softmax(z[sets[p]]))[list(sets[p]).index(token)]
         advantages[i] = N * probability * rewards[p][token] / len(PROMPTS)
@@ -276,3 +283,43 @@ def test_the_gradient_is_that_of_the_expected_reward(sharing, tiles):
         assert along[0] == pytest.approx(slope, rel=2e-3, abs=2e-4)
         wrong.append(abs(along[1] - slope) / abs(slope))
     assert max(wrong) > 0.1  # log-probabilities over all ids have another gradient
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sharing", "tiles"), [pytest.param(False, None, id="alone"), pytest.param(True, 3, id="trees, chunked head")]
+)
+def test_the_gradient_is_that_of_the_expected_reward_without_forbidden_tokens(sharing, tiles):
+    """The two likeliest ids of each prompt are forbidden, as by bad_words; the batch names these alone."""
+    _, trainer, state, logits = bandit(sharing, tiles)
+    params, rng = state.policy.params, np.random.default_rng(0)
+    rewards = rng.normal(1, 1, (2, learners.VOCAB))
+    first = [np.asarray(logits(params, np.asarray([prompt])), np.float64)[0] for prompt in PROMPTS]
+    left_out = [np.argsort(-z)[:2].astype(np.int32) for z in first]
+    sets = [np.setdiff1d(np.arange(learners.VOCAB), ids) for ids in left_out]
+
+    def reward(params):
+        total = 0.0
+        for prompt, ids, own in zip(PROMPTS, sets, rewards, strict=True):
+            z = np.asarray(logits(params, np.asarray([prompt])), np.float64)[0] / TEMPERATURE
+            total += float(np.exp(log_softmax(z[ids])) @ own[ids])
+        return total / len(PROMPTS)
+
+    right = gradient(trainer, params, every_token(sets, logits, params, rewards, True, left_out))[1]
+    biased = gradient(trainer, params, every_token(sets, logits, params, rewards, False))[1]
+    wrong = []
+    for direction in (
+        {path: rng.normal(0, 1, a.shape).astype(np.float32) for path, a in params.items()},
+        jax.tree.map(np.asarray, right),
+    ):
+        size = np.sqrt(sum(float((a**2).sum()) for a in direction.values()))
+        step = STEP / size
+        high, low = (reward({path: a + sign * step * direction[path] for path, a in params.items()}) for sign in (1, -1))
+        slope = (high - low) / (2 * STEP)
+        along = [
+            -sum(float(np.sum(np.asarray(g[path]) * a)) for path, a in direction.items()) / size
+            for g in (right, biased)
+        ]
+        assert along[0] == pytest.approx(slope, rel=2e-3, abs=2e-4)
+        wrong.append(abs(along[1] - slope) / abs(slope))
+    assert max(wrong) > 0.1
