@@ -241,9 +241,10 @@ class Completion:
     which is never fed: int[tokens, R, k] by path of the layer, for the R repeats of its stack.
     values: under GeneratorOptions.record_values, the value of the state that each token was drawn from.
     filtered_logprobs, kept, kept_counts: under GeneratorOptions.record_kept, of a completion that was sampled with a
-    filter, bad_words or min_tokens, else None: the log-probability of each token in the distribution that the filters left; the ids that they
-    left, int32[tokens, K] in ascending order, padded with -1; and how many they were. Of more than record_kept ids only
-    the first are in `kept`; or, where bad_words or min_tokens leave out at most record_kept ids, those, id i as -2 - i.
+    filter, bad_words or min_tokens, else None: the log-probability of each token in the distribution that they left; the
+    ids that they left, int32[tokens, K] in ascending order, padded with -1; and how many they were. Of more than
+    record_kept ids only the first are in `kept`; or, where bad_words or min_tokens leave out at most record_kept ids,
+    those, id i as -2 - i.
     """
 
     tokens: list[int]

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from policy.config import LogitScaling
 from policy.heads import head
 
-
 _LEAST = 1e-6
 """The least probability of all ids that are not left out: less is rounding of 1 - the others in float32."""
 

@@ -314,7 +314,9 @@ def test_the_gradient_is_that_of_the_expected_reward_without_forbidden_tokens(sh
     ):
         size = np.sqrt(sum(float((a**2).sum()) for a in direction.values()))
         step = STEP / size
-        high, low = (reward({path: a + sign * step * direction[path] for path, a in params.items()}) for sign in (1, -1))
+        high, low = (
+            reward({path: a + sign * step * direction[path] for path, a in params.items()}) for sign in (1, -1)
+        )
         slope = (high - low) / (2 * STEP)
         along = [
             -sum(float(np.sum(np.asarray(g[path]) * a)) for path, a in direction.items()) / size

@@ -43,9 +43,10 @@ def with_kept(
 ) -> tuple[Batch, dict[str, float]]:
     """Returns the batch with `kept` and the log-probabilities of the sampler among these ids, and metrics.
 
-    A token with more than `most` ids leaves the mask, unless the record names those that are left out, at most `most`, or
-    its filters left the vocabulary: it then has the distribution over all ids. So has the token of a completion that was sampled without a record, such as one in a
-    checkpoint of an earlier version. Row i of the batch is completion i; its mask covers the completion.
+    A token with more than `most` ids leaves the mask, unless the record names those that are left out, at most `most`,
+    or its filters left the vocabulary: it then has the distribution over all ids. So has the token of a completion that
+    was sampled without a record, such as one in a checkpoint of an earlier version. Row i of the batch is completion i;
+    its mask covers the completion.
     """
     counts = [np.asarray(each.kept_counts or [0] * len(each.tokens)) for each in completions]
     named = [_named(each, count, vocabulary) for each, count in zip(completions, counts, strict=True)]
