@@ -495,7 +495,11 @@ def test_a_request_that_cannot_run_is_refused_before_it_waits_or_takes_a_slot(mo
         "is empty": Request(()),
         "outside 0..": Request((1, 10**6)),
         "longer than max_length 16": Request((1,) * 9, SamplingParams(max_new_tokens=8)),
-        "needs a tokenizer": Request((1,), SamplingParams(max_new_tokens=2, stop=("x",))),
+        "stop strings need a tokenizer": Request((1,), SamplingParams(max_new_tokens=2, stop=("x",))),
+        "bad_words need a tokenizer": Request((1,), SamplingParams(max_new_tokens=2, bad_words=("x",))),
+        "logit_bias names token 1000000, outside 0..": Request(
+            (1,), SamplingParams(max_new_tokens=2, logit_bias={10**6: 1.0})
+        ),
         "has ended": ended,
         "runs already": running,
     }
