@@ -150,6 +150,24 @@ class HeldOutOptions(Strict):
     every: int = Field(default=0, ge=0, description="steps; 0: only first and last")
 
 
+class BestOptions(Strict):
+    """Keeps the checkpoint of the best step of the stage, in addition to the newest ones.
+
+    Steps with the metric count, from the first one on; of equal values the first is the best. A checkpoint is written
+    whenever the metric gets better, whatever `run.checkpoint_every` is.
+    """
+
+    metric: str = Field(
+        description="a metric of an evaluation or of held-out rows (docs/metrics.md), e.g. held_out/loss or "
+        "eval/greedy_accuracy"
+    )
+    mode: Literal["max", "min"] = Field(description="whether larger or smaller values are better")
+    take: Literal["best", "last"] = Field(
+        default="best",
+        description="which weights the next stage starts from and `export/` gets: those of the best step, or of the last",
+    )
+
+
 class AlgorithmOptions(Strict):
     """`name` and the fields of that algorithm's dataclass in rl/algorithms/, defaults filled in."""
 
@@ -188,6 +206,9 @@ class StageOptions(Strict):
     held_out: HeldOutOptions | None = Field(
         default=None,
         description="rows whose loss is measured during the stage (sft, dpo, kto, reward_model); null: none",
+    )
+    best: BestOptions | None = Field(
+        default=None, description="keep the best checkpoint by a metric, and go on with it; null: the last one counts"
     )
     prompts_per_step: int = Field(
         default=32, ge=1, description="prompts (grpo, ppo), demonstrations (sft) or pairs (dpo) of one step"

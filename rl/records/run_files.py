@@ -51,6 +51,14 @@ class Attempt:
     code: int | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
+    def best(self, stage: str) -> str | None:
+        """Returns the step whose weights the run went on with after a stage, with its metric; None: the last one."""
+        places = self.facts.get("best")
+        place = places.get(stage) if isinstance(places, dict) else None
+        if not isinstance(place, dict):
+            return None
+        return f"step {place.get('step')} ({place.get('metric')} {place.get('value'):.4g})"
+
     @property
     def stopped(self) -> str | None:
         """Returns where the attempt ended by `rl stop`, as "step 12 of grpo"; None for another end."""

@@ -43,6 +43,7 @@ from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
 from rl.run.health import changed_rows
 from rl.run.prepare import Prepared
+from rl.run.resume import best
 from rl.run.signals import StopSignal
 from rl.run.state import Run, stage_ended
 from rl.stages.context import Progress
@@ -64,7 +65,7 @@ def run(
     Closes checkpoints and events at the end.
     """
     writing = partial(timeline.span, "writing a checkpoint", CHECKPOINTS)
-    checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints, writing)
+    checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints, writing, best.named_by)
     with timeline.span("looking for a checkpoint"):
         saved = checkpoints.host()
     changed = None

@@ -23,8 +23,9 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,16 +60,21 @@ class Checkpoints:
       directory: folder of the checkpoints; the first save makes it.
       keep: how many of the newest undamaged checkpoints stay, at least 1.
       writing: a context around every write in the background.
+      needed: returns the numbers of further checkpoints that stay as long as a checkpoint with this host does.
     """
 
     def __init__(
-        self, directory: str | Path, keep: int, writing: Callable[[], AbstractContextManager] = contextlib.nullcontext
+        self,
+        directory: str | Path,
+        keep: int,
+        writing: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+        needed: Callable[[dict], Iterable[int]] = lambda host: (),
     ):
         if keep < 1:
             raise ValueError(f"keep is {keep}: at least the newest checkpoint has to stay")
         self.directory = Path(directory).absolute()
         self.keep = keep
-        self._writing = writing
+        self._writing, self._needed = writing, needed
         self._damaged: set[str] = set()
         self._attempts: set[str] = set()  # names of the directories in which this object wrote, or tried to
         self._thread: threading.Thread | None = None
@@ -134,15 +140,26 @@ class Checkpoints:
         """
         self.wait()
         good = on_first(self._newest_good)
-        if good is None:
-            return None
+        return None if good is None else (good.number, self.read(good, template), good.host)
+
+    def read(self, checkpoint: _Good, template: Any) -> Any:
+        """Returns the arrays of a checkpoint from `find`; template and errors as in `restore`."""
         import jax
 
         requested = by_name(template)
-        _compare(good.path, good.manifest["arrays"], requested)
-        restored = self._arrays.read(good.path / ARRAYS, requested)
-        arrays = jax.tree.unflatten(jax.tree.structure(template), [restored[name] for name in requested])
-        return good.number, arrays, good.host
+        _compare(checkpoint.path, checkpoint.manifest["arrays"], requested)
+        restored = self._arrays.read(checkpoint.path / ARRAYS, requested)
+        return jax.tree.unflatten(jax.tree.structure(template), [restored[name] for name in requested])
+
+    def find(self, number: int) -> _Good | None:
+        """Returns the checkpoint with this number; None, with a warning, if it is absent or damaged."""
+        self.wait()
+        return on_first(partial(self._find, number))
+
+    def numbers(self) -> set[int]:
+        """Returns the numbers of all finished checkpoints, damaged ones included. Waits for a save that is running."""
+        self.wait()
+        return set(on_first(lambda: [number for number, _ in self._complete()]))
 
     def host(self) -> tuple[int, dict] | None:
         """Returns number and host of the checkpoint that `restore` would take. Loads no arrays, but hashes them."""
@@ -208,13 +225,18 @@ class Checkpoints:
             _remove(replaced)
 
     def _rotate(self) -> None:
-        """Removes damaged checkpoints, and all but the newest `keep` checkpoints whose files have the right sizes."""
-        kept = 0
+        """Removes damaged checkpoints, and all but the newest `keep` checkpoints whose files have the right sizes, with
+        those that they need."""
+        good = [
+            (number, path)
+            for number, path in self._complete()
+            if path.name not in self._damaged and not examine(path, hashes=False)[1]
+        ]
+        hosts = [json.loads((path / HOST).read_text()) for _, path in good[: self.keep]]
+        needed = {number for host in hosts for number in self._needed(host)}
+        kept = [path for place, (number, path) in enumerate(good) if place < self.keep or number in needed]
         for _, path in self._complete():
-            good = path.name not in self._damaged and not examine(path, hashes=False)[1]
-            if good and kept < self.keep:
-                kept += 1
-            else:
+            if path not in kept:
                 _remove(path)
 
     def _not_saved(self, number: int, error: BaseException) -> None:
@@ -268,6 +290,18 @@ class Checkpoints:
             raise none_undamaged(
                 problems, f"Restore {self.directory} from a backup, or start a new run in another directory."
             )
+        return None
+
+    def _find(self, number: int) -> _Good | None:
+        for each, path in self._complete():
+            if each != number:
+                continue
+            manifest, wrong = examine(path)
+            if manifest is not None and not wrong:
+                return _Good(number, path, manifest, json.loads((path / HOST).read_text()))
+            _log.warning("%s", damaged(number, path, wrong))
+            return None
+        _log.warning("%s holds no checkpoint %d", self.directory, number)
         return None
 
     def _complete(self) -> list[tuple[int, Path]]:

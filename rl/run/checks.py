@@ -331,6 +331,12 @@ def _metrics(stage: Any) -> Iterator[tuple[tuple, str]]:
     until, rewards = stage.options.until, metric_names.reward_names(stage)
     if until and (text := metric_names.problem(stage, until.metric)):
         yield (*stage.path, "until", "metric"), text
+    best = stage.options.best
+    if best and not best.metric.startswith(("eval/", "held_out/")):
+        text = f"{best.metric!r} is no metric of an evaluation (eval/...) or of held-out rows (held_out/...)"
+        yield (*stage.path, "best", "metric"), text
+    elif best and (text := metric_names.problem(stage, best.metric)):
+        yield (*stage.path, "best", "metric"), text
     dynamic = getattr(stage.algorithm, "dynamic_reward", None)
     if dynamic is not None and stage.rewards and dynamic not in rewards:
         path = (*stage.path, "algorithm", "dynamic_reward")

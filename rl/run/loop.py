@@ -73,6 +73,8 @@ def run(config: RunConfig) -> int:
                         if stopped is not None:
                             manifest.note(stopped=stopped._asdict())
                             break
+                        if open_run.taken:
+                            manifest.note(best=open_run.taken)
                     else:
                         open_run.export()
     finally:
@@ -126,14 +128,16 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
         run.note_programs(stage)
         if ended:
             stage.check_learned(state, metrics)
-        if run.save(stage, state, step, ended, until=reached):
+        if run.save(stage, state, step, ended, metrics, until=reached):
             return run.export_stopped(stage, state, step)
+        steps_done = step
         if ended:
             break
         if step in changed:
             run.use(stage, step + 1)
             if evaluation and stage.config.evaluation:
                 evaluation.options = stage.config.evaluation
+    state = run.best_state(stage, state, steps_done)
     stage.finish(state, run.folder.write_once)
     return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rl.errors import Interrupted, ModelError, ResourceError, disk_room
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
 from rl.run.health import start_checks
+from rl.run.resume.best import BestSteps
 from rl.run.signals import StopSignal
 from rl.run.unfinished import stop
 from rl.stages.context import Context
@@ -43,6 +44,7 @@ class Run(Context):
 
     held_out: problems of the evaluations. programs: the log of the memory of compiled programs. saved: (number, host
     part) of the checkpoint that the run goes on from, or None. teacher: identity of the teacher of the current stage.
+    best: the best steps of the current stage. taken: the best steps that the run went on with, by stage, for run.json.
     """
 
     stages: Sequence[StageKind]
@@ -53,6 +55,8 @@ class Run(Context):
     programs: ProgramMemoryLog
     saved: tuple[int, dict] | None
     teacher: str | None = None
+    best: BestSteps = field(default_factory=lambda: BestSteps(None, None))
+    taken: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def weights(self) -> str:
@@ -85,6 +89,7 @@ class Run(Context):
     def start(self, stage: StageKind, checkpoint: dict | None) -> Any:
         """Returns the state of a stage: a new one, or the restored one of the checkpoint with this host part."""
         self._identify_teacher(stage, checkpoint)
+        self.best = BestSteps(stage.options.best, checkpoint)
         stage.bind(self.model.graph)
         stage.load_scorers(self)
         self.events.start_stage(stage.name, stage.options.total_steps, checkpoint["step"] if checkpoint else 0)
@@ -120,10 +125,13 @@ class Run(Context):
                 f"{stage.name} (config.json, or the weights). Restore them, or start a new run in another run.dir"
             )
 
-    def save(self, stage: StageKind, state: Any, step: int, ended: bool, until: bool = False) -> bool:
+    def save(
+        self, stage: StageKind, state: Any, step: int, ended: bool, metrics: dict[str, float], until: bool = False
+    ) -> bool:
         """Writes a checkpoint where one is due. Returns whether the run stops here, since `rl stop` asked for it.
 
-        until: whether `until` ended the stage. Raises Interrupted, once the checkpoint is written, after a signal to
+        metrics: of the step, of which one may make it the best. until: whether `until` ended the stage. Raises
+        Interrupted, once the checkpoint is written, after a signal to
         stop.
         """
         options = stage.config.run
@@ -131,11 +139,16 @@ class Run(Context):
         due = ended or request or (options.checkpoint_every and step % options.checkpoint_every == 0)
         stages = self.config.stages
         number = sum(each.total_steps + 1 for each in stages[: stage.index]) + step
+        best = stage.options.best
+        if best is not None and (due or best.metric in metrics):
+            self.best.keep(self.checkpoints.numbers())
+            due = processes.broadcast(self.best.improved(number, step, metrics)) or due
         if due and self.events.sync():
             host = {"stage": stage.index, "step": step, "steps": stages[stage.index].total_steps, "ended": ended}
             if until:
                 host["until"] = True
             host |= {"progress": self.progress.to_json()} | ({"teacher": self.teacher} if self.teacher else {})
+            host |= self.best.to_host()
             with self.timeline.span("checkpoint", stage=stage.name, step=step):
                 self.checkpoints.save(number, state, host, wait=bool(request))
             self.events.rotate()
@@ -150,6 +163,34 @@ class Run(Context):
         if request != _STOP:
             raise Interrupted(f"{request}: saved {where}; continue with `rl-train {quoted(options.dir)}`")
         return not (ended and stage.index == len(stages) - 1)
+
+    def best_state(self, stage: StageKind, state: Any, step: int) -> Any:
+        """Returns the state that the run goes on with after the last step of a stage: that of its best step, if the
+        stage has `best` with `take: best`. The arrays of `state` are then gone."""
+        import jax
+
+        options = stage.options.best
+        if options is None or options.take == "last":
+            return state
+        if self.best.newest is None or self.best.newest.step != step:
+            self.best.keep(self.checkpoints.numbers())
+        if (newest := self.best.newest) is None:
+            self.events.note(f"{stage.name}: no step has a finite {options.metric}: the weights of the last step go on")
+            return state
+        what = f"{stage.name}: {options.metric} is best after step {newest.step} ({newest.value:.6g})"
+        if newest.step != step:
+            saved = self.checkpoints.find(newest.number)
+            if saved is None:
+                self.events.note(f"{what}, but its checkpoint is damaged: the weights of the last step go on")
+                return state
+            template = stage.abstract()
+            jax.tree.map(lambda array: array.delete(), state)  # there is room for one state
+            with self.timeline.span("reading a checkpoint", stage=stage.name):
+                state = self.checkpoints.read(saved, template)
+            self.model.params = state.policy.params
+        self.taken[stage.name] = {"step": newest.step, "metric": options.metric, "value": newest.value}
+        self.events.note(f"{what}: its weights go on")
+        return state
 
     def _request_to_stop(self) -> str | None:
         """Returns the signal that a process got, else `rl stop` if the first process sees its request, else None: one

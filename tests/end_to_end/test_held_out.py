@@ -207,6 +207,56 @@ def test_it_ends_the_stage_and_a_run_that_is_continued_has_the_same_numbers(tmp_
     assert launch.numbers(ended) == launch.numbers(run)[:3]
 
 
+WORST = {"optimizer": {"learning_rate": 3e-3}, "prompts_per_step": 4, "steps": 3}
+WORST |= {"best": {"metric": "held_out/loss", "mode": "max"}}
+"""The loss falls, so its largest value after an update comes first: the best step is not the last one."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["sft", "reward_model"])
+def test_the_best_step_is_kept_exported_and_taken_again(algorithm, tmp_path, capsys):
+    few = ("run.keep_checkpoints=1", "run.checkpoint_every=0")
+    steps = train(tmp_path, algorithm, range(8), HELD_OUT, *few, **WORST)
+    losses = [held_out(each)["loss"] for each in steps]
+    assert losses[1] == max(losses[1:]) and losses[3] < losses[1]
+    run, file = tmp_path / algorithm, str(tmp_path / f"{algorithm}.yml")
+    assert sorted(int(path.name) for path in (run / "checkpoints").iterdir()) == [1, 3]
+    assert f"held_out/loss is best after step 1 ({losses[1]:.6g}): its weights go on" in capsys.readouterr().out
+    attempt = json.loads((run / "run.json").read_text())["attempts"][-1]
+    assert attempt["best"] == {algorithm: {"step": 1, "metric": "held_out/loss", "value": losses[1]}}
+    short, last, again = (tmp_path / name for name in ("short", "last", "again"))
+    assert cli.train_main([file, f"run.dir={short}", "stages.0.steps=1", "stages.0.best=null"]) == 0
+    assert launch.weights(short) == launch.weights(run)
+    # Killed between the checkpoint of the last step and the export; then before the last step.
+    for lost in ((), ("0000000003",)):
+        shutil.copytree(run, again)
+        for path in (again / "export", again / "reward_models", *(again / "checkpoints" / name for name in lost)):
+            shutil.rmtree(path, ignore_errors=True)
+        assert cli.train_main([file, f"run.dir={again}", *few]) == 0
+        launch.assert_same_run(run, again)
+        assert sorted(int(path.name) for path in (again / "checkpoints").iterdir()) == [1, 3]
+        shutil.rmtree(again)
+    assert cli.train_main([file, f"run.dir={last}", "stages.0.best.take=last", *few]) == 0
+    assert launch.numbers(last) == launch.numbers(run) and launch.weights(last) != launch.weights(run)
+    assert sorted(int(path.name) for path in (last / "checkpoints").iterdir()) == [1, 3]
+
+
+@pytest.mark.slow
+def test_the_next_stage_starts_from_the_best_step(tmp_path):
+    train(tmp_path, "dpo", range(8), HELD_OUT, **WORST)
+    file, run = tmp_path / "dpo.yml", tmp_path / "two"
+    text = json.loads(file.read_text())
+    text["stages"] *= 2
+    file.write_text(json.dumps(text))
+    assert cli.train_main([str(file), f"run.dir={run}", "run.keep_checkpoints=1"]) == 0
+    metrics = {(row["stage"], row["step"]): held_out(row["metrics"]) for row in events.read(run / "events.jsonl")}
+    first, second = metrics["dpo", 1], metrics["dpo-2", 0]
+    assert second["logps/chosen"] == first["logps/chosen"] != metrics["dpo", 3]["logps/chosen"]
+    assert second["rewards/margins"] == 0 != first["rewards/margins"]  # its reference has these weights, too
+    numbers = sorted(int(path.name) for path in (run / "checkpoints").iterdir())
+    assert numbers == [5, 7]  # 4 steps and step 0 of the first stage; its best step is not needed any more
+
+
 @pytest.mark.slow
 def test_a_plan_has_its_program(tmp_path):
     import jax
@@ -261,6 +311,16 @@ def test_what_has_no_such_loss_is_refused_and_so_are_rows_that_cannot_be_read(tm
     assert code == 2 and "no metric 'held_out/rewards/margins'" in said
     code, said = check("stages.0.until={metric: held_out/loss, at_most: 1}", "stages.0.held_out=null")
     assert code == 2 and "sft never has the metric held_out/loss: `held_out` is null" in said
+    best = "stages.0.best={{metric: {}, mode: min}}".format
+    assert check(best("held_out/loss"))[0] == 0
+    code, said = check(best("held_out/los"))
+    assert code == 2 and "stages.0.best.metric: no metric 'held_out/los' (nearest: held_out/loss" in said
+    code, said = check(best("loss"))
+    assert code == 2 and "'loss' is no metric of an evaluation (eval/...) or of held-out rows (held_out/...)" in said
+    code, said = check(best("eval/greedy_accuracy"))
+    assert code == 2 and "never has the metric eval/greedy_accuracy: no `evaluation` is configured" in said
+    code, said = check("stages.0.best={metric: held_out/loss}")
+    assert code == 2 and "stages.0.best.mode: this key is required" in said
     grpo = ("stages.0.algorithm=grpo", "stages.0.sampling.max_new_tokens=4", "rewards={functions: [length]}")
     code, said = check(*grpo)
     assert code == 2 and "grpo has no loss of rows: it samples completions; leave it out, or use `evaluation`" in said

@@ -172,6 +172,10 @@ def _stage_rows(run: RecordedRun) -> list[list[str]]:
         done = f"{last:,}" if name in run.steps else "not started"
         if isinstance(steps := entry.get("steps"), int) and name in run.steps and steps != last:
             done += f" of {steps:,}"
+        for each in run.attempts:
+            if (taken := each.best(name)) is not None:
+                done += f"; best: {taken}"
+                break
         rows.append([esc(name), done, seconds_text(max(spent) - before) if spent else "-", *_change(run, name)])
     return rows
 
