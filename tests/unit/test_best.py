@@ -59,8 +59,8 @@ def test_what_the_newest_checkpoints_need_stays(tmp_path):
         host = {"best": BestStep(named, named, 0.0)._asdict()}
         checkpoints.save(number, {"a": jnp.full(2, number)}, host, wait=True)
         assert sorted(checkpoints.numbers()) == present[number]
-    found = checkpoints.find(4)
-    assert found is not None and checkpoints.read(found, {"a": jnp.zeros(2, int)})["a"].tolist() == [4, 4]
+    fourth = checkpoints.find(4)
+    assert fourth is not None and checkpoints.read(fourth, {"a": jnp.zeros(2, int)})["a"].tolist() == [4, 4]
     assert checkpoints.find(1) is None
     assert checkpoints.restore({"a": jnp.zeros(2, int)})[0] == 6
     (tmp_path / "0000000004" / "host.json").write_text("{}")
