@@ -49,7 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
     from rl.data.inspect import inspect, show
     from rl.errors import ConfigError, ResourceError
     from rl.run.load import load
-    from rl.run.prepare import read_held_out, with_steps
 
     config = load(*split_arguments(arguments.config))
     if arguments.stage not in (None, *config.stage_names):
@@ -64,7 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
         from rl.run.health.probe import inspect_probe
 
         probed = inspect_probe(config, arguments.probe, arguments.stage)
-    notes = [] if inspection.refused else [*with_steps(config)[1], *read_held_out(config)]
+    notes = []
+    if not inspection.refused and any(stage.epochs or stage.held_out for stage in config.stages):
+        from rl.run.prepare import read_held_out, with_steps  # imports jax
+
+        notes = [*with_steps(config)[1], *read_held_out(config)]
     if arguments.json:
         values = show.to_json(inspection, arguments.rows) | ({"probe": probed.to_json()} if probed else {})
         values |= {"notes": notes} if notes else {}
