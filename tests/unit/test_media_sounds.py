@@ -85,6 +85,7 @@ def test_resampling_is_that_of_scipy(rate, target):
         (b"no sound", r"not a sound that soundfile reads \(8 bytes\)"),
         (written(np.array([0.0, np.nan, 1.0], np.float32), "FLOAT"), "samples that are not finite"),
     ],
+    ids=["no data", "cut", "no samples", "u-law", "no sound", "not finite"],  # a file of floats holds its second
 )
 def test_broken_files_are_refused(content, message):
     with pytest.raises(MediaError, match=message):
