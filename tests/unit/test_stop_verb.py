@@ -132,24 +132,31 @@ def test_a_folder_in_use_keeps_its_request(run):
     assert not stop.is_asked(run) and not stop.in_use(run)
 
 
-@pytest.mark.parametrize("steps", [3, 5])
-def test_the_next_start_keeps_the_weights_of_a_stopped_run_under_its_step(tmp_path, steps):
-    """Also where it raises the steps of the last stage."""
+def test_the_next_start_keeps_the_weights_of_a_stopped_run_under_its_step(tmp_path):
     begun(tmp_path)
-    stages = [{"algorithm": "sft", "steps": 2}, {"algorithm": "grpo", "steps": steps}]
     for stage, step in (("sft", 2), ("grpo", 1), ("grpo", 1)):
-        with RunFolder(config(tmp_path, stages=stages)) as folder:
+        with RunFolder(config(tmp_path)) as folder:
             assert not folder.finished
             folder.export(export, stopped=stop.StoppedAt(stage, step))
             assert folder.finished
         weights = (tmp_path / "export" / "weights").read_text()
-    with RunFolder(config(tmp_path, stages=stages)) as folder:
+    with RunFolder(config(tmp_path)) as folder:
         assert not folder.finished and stop.stopped(tmp_path) is None
         folder.export(export)
     assert sorted(path.name for path in tmp_path.glob("export*")) == ["export", "export-grpo-1", "export-sft-2"]
     assert (tmp_path / "export-grpo-1" / "weights").read_text() == weights
-    with RunFolder(config(tmp_path, stages=stages)) as folder:
+    with RunFolder(config(tmp_path)) as folder:
         assert folder.finished
+
+
+def test_a_stopped_run_that_gets_more_steps_keeps_its_weights_under_the_step_of_its_stop(tmp_path):
+    begun(tmp_path)
+    with RunFolder(config(tmp_path)) as folder:
+        folder.export(export, stopped=stop.StoppedAt("grpo", 1))
+    stages = [{"algorithm": "sft", "steps": 2}, {"algorithm": "grpo", "steps": 5}]
+    with RunFolder(config(tmp_path, stages=stages)) as folder:
+        assert not folder.finished
+    assert [path.name for path in tmp_path.glob("export*")] == ["export-grpo-1"]
 
 
 def test_a_run_killed_before_its_export_appeared_is_no_stopped_run(tmp_path):
