@@ -115,3 +115,18 @@ def test_a_critic_changes_its_learning_rate(tmp_path, monkeypatch, trunk):
     shown = [metrics["value/optim/lr"] for _, step, metrics in launch.numbers(run) if step]
     assert shown == pytest.approx([1e-5, 1e-5, 5e-4, 2.5e-4, 0], abs=1e-9)
     again(run, tmp_path / "again")
+
+
+@pytest.mark.slow
+def test_a_file_with_epochs_changes_the_steps_of_its_run(tmp_path, capsys):
+    run, stage = tmp_path / "run", SFT.replace("steps: 2", "epochs: 1")
+    given = (*launch.LIGHT, "data.options.problems=20")
+    assert launch.train(run, f"stages=[{stage}]", *given) == 0
+    done = load([run]).stages[0].steps
+    assert launch.train(run, f"stages=[{stage}]", *given) == 0
+    assert "is finished" in capsys.readouterr().out
+    longer = stage.replace("epochs: 1", "epochs: 2, held_out: {data: {task: arithmetic}}")
+    assert launch.train(run, f"stages=[{longer}]", *given) == 2
+    assert launch.train(run, f"stages=[{stage.replace('epochs: 1', 'epochs: 2')}]", *given) == 0
+    assert load([run]).stages[0].steps > done == load([run]).changes[0].step
+    again(run, tmp_path / "again")

@@ -156,6 +156,16 @@ def test_a_stage_that_is_over_is_extended_but_not_changed_otherwise(folder):
             folder.ask("stages.2.steps=12")
 
 
+def test_intervals_of_what_is_measured_may_change(tmp_path):
+    held_out, task = {"data": {"task": "arithmetic"}, "every": 2}, {"task": "arithmetic", "split": "eval"}
+    stages = [STAGES[0] | {"held_out": held_out}, *STAGES[1:]]
+    folder = Folder(tmp_path, stages=stages, evaluation={"data": task, "every": 5, "problems": 4})
+    folder.checkpoint(0, 2)
+    was = {"evaluation.every": 5, "stages.0.held_out.every": 2}
+    assert folder.go_on("stages.0.held_out.every=3", "evaluation.every=1") == [change(2, stage=0, **was)]
+    assert changes.in_force(load([folder.path]), 0, 2).stages[0].held_out.every == 2
+
+
 def test_steps_that_are_done_stay_done_and_a_stage_may_end_with_them(folder):
     folder.checkpoint(1, 4)
     with pytest.raises(ConfigError, match=r"stages.1.steps: 3, but 4 steps of grpo are done"):
@@ -164,9 +174,9 @@ def test_steps_that_are_done_stay_done_and_a_stage_may_end_with_them(folder):
 
 
 def test_a_reward_model_that_is_written_is_not_extended(tmp_path):
-    stages = [{"algorithm": "reward_model", "steps": 2, "data": "configs/data/pairs.jsonl"}, *STAGES[1:]]
-    (tmp_path / "pairs.jsonl").write_text("")
-    stages[0]["data"] = str(tmp_path / "pairs.jsonl")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("")
+    stages = [{"algorithm": "reward_model", "steps": 2, "data": str(pairs)}, *STAGES[1:]]
     folder = Folder(tmp_path, stages=stages)
     folder.checkpoint(0, 1)
     assert folder.go_on("stages.0.steps=3") == [change(1, stage=0, **{"stages.0.steps": 2})]
