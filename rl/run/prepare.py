@@ -182,9 +182,8 @@ def _with_steps(config: RunConfig, stages: Sequence[StageKind]) -> tuple[RunConf
             continue
         steps, rows = stage.steps_of(epochs), stage.examples
         options[stage.index] = stage.options.model_copy(update={"steps": steps, "epochs": None})
-        notes.append(
-            f"{stage.name}: {steps:,} steps of {stage.options.prompts_per_step:,}, for {epochs:g} epochs of {rows:,} rows"
-        )
+        made = f"{steps:,} step{'s' * (steps != 1)} of {stage.options.prompts_per_step:,}"
+        notes.append(f"{stage.name}: {made}, for {epochs:g} epoch{'s' * (epochs != 1)} of {rows:,} rows")
     return config.model_copy(update={"stages": options}), notes
 
 

@@ -188,6 +188,8 @@ class Run(Context):
             with self.timeline.span("reading a checkpoint", stage=stage.name):
                 state = self.checkpoints.read(saved, template)
             self.model.params = state.policy.params
+            if self.media is not None:
+                self.media.forget()
         self.taken[stage.name] = {"step": newest.step, "metric": options.metric, "value": newest.value}
         self.events.note(f"{what}: its weights go on")
         return state

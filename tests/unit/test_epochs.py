@@ -48,7 +48,8 @@ def test_the_steps_take_every_row_that_the_stage_keeps(epochs, steps, demonstrat
     assert prepared.config.stages[0].steps == steps and prepared.config.stages[0].epochs is None
     assert [each.options.steps for each in prepared.stages] == [steps]
     assert prepared.stages[0].config is prepared.config
-    assert prepared.notes == [f"sft: {steps} steps of 4, for {epochs:g} epochs of 9 rows"]
+    units = "step" if steps == 1 else "steps", "epoch" if epochs == 1 else "epochs"
+    assert prepared.notes == [f"sft: {steps} {units[0]} of 4, for {epochs:g} {units[1]} of 9 rows"]
 
 
 def test_a_decimal_number_of_epochs_is_exact(tmp_path):
