@@ -103,7 +103,7 @@ def test_the_gradient_is_that_of_the_plain_formula_and_padding_has_none(tiles):
     np.testing.assert_allclose(got[1][outside], 0, atol=1e-6)
 
 
-def test_a_draw_records_the_ids_that_its_filters_left():
+def test_a_draw_records_the_ids_that_its_filters_left(all_optimizations):
     logits = np.random.default_rng(3).normal(0, 2, (4, V)).astype(np.float32)
     params = [
         SamplingParams(temperature=0.8, top_k=6, top_p=0.9),
