@@ -22,6 +22,7 @@ ASKED_FOR = (
 )
 REWARD_MODELS = ("time/reward_models",)
 RESHARDED = ("time/sync",)
+HELD_OUT = ("held_out/<metric>", "time/held_out")  # test_held_out.py
 PICTURES = tuple(
     f"media/{name}" for name in ("pictures", "rows", "distinct", "encoded", "encode_seconds", "wait_seconds")
 )  # test_picture_runs.py
@@ -116,7 +117,7 @@ def test_every_metric_of_the_losses_is_documented_and_no_other_name(uninterrupte
         | {f"{FeatureProjections.metrics}/{name}" for name in CRITIC if name.startswith("optim/")}
         | {*PREDICTION, *INDEXER, *EXACT, *REPLAY}
     )
-    possible |= {*ASKED_FOR, *UTILISATION, *RESHARDED, *REWARD_MODELS, *PICTURES}
+    possible |= {*ASKED_FOR, *UTILISATION, *RESHARDED, *REWARD_MODELS, *PICTURES, *HELD_OUT}
     # Only where a completion ended by itself, which those of a run of three steps may not have.
     possible |= {f"completion/{name}_terminated_length" for name in ("mean", "min", "max")}
     assert not documented() - possible
