@@ -225,19 +225,26 @@ class Checkpoints:
             _remove(replaced)
 
     def _rotate(self) -> None:
-        """Removes damaged checkpoints, and all but the newest `keep` checkpoints whose files have the right sizes, with
-        those that they need."""
+        """Removes damaged checkpoints, and all but the newest `keep` checkpoints whose files have the right sizes and
+        whose hosts can be read, with those that they need."""
         good = [
-            (number, path)
+            (number, path, needs)
             for number, path in self._complete()
             if path.name not in self._damaged and not examine(path, hashes=False)[1]
+            if (needs := self._needs(path)) is not None
         ]
-        hosts = [json.loads((path / HOST).read_text()) for _, path in good[: self.keep]]
-        needed = {number for host in hosts for number in self._needed(host)}
-        kept = [path for place, (number, path) in enumerate(good) if place < self.keep or number in needed]
+        needed = set().union(*(needs for _, _, needs in good[: self.keep]))
+        kept = [path for place, (number, path, _) in enumerate(good) if place < self.keep or number in needed]
         for _, path in self._complete():
             if path not in kept:
                 _remove(path)
+
+    def _needs(self, path: Path) -> set[int] | None:
+        """Returns the numbers of the checkpoints that this one needs; None: its host is damaged."""
+        try:
+            return set(self._needed(json.loads((path / HOST).read_text())))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def _not_saved(self, number: int, error: BaseException) -> None:
         """Logs a storage error with the newest safe checkpoint; raises any other error."""

@@ -159,11 +159,14 @@ def _measure(
 def _reached(until: UntilOptions | None, metrics: dict[str, float]) -> bool:
     """Returns whether the metrics of a step end the stage early.
 
-    Timing metrics differ between processes, so the first process decides for all.
+    A metric may be absent on a process or differ there (time, a server), so the first process decides for all.
     """
-    value = metrics.get(until.metric) if until else None
-    if until is None or value is None:
+    if until is None:
+        return False
+    value = metrics.get(until.metric)
+    value = processes.broadcast(None if value is None else float(value))
+    if value is None:
         return False
     above = until.at_least is not None and value >= until.at_least
     below = until.at_most is not None and value <= until.at_most
-    return processes.broadcast(bool(above or below))
+    return bool(above or below)

@@ -131,8 +131,7 @@ class Run(Context):
         """Writes a checkpoint where one is due. Returns whether the run stops here, since `rl stop` asked for it.
 
         metrics: of the step, of which one may make it the best. until: whether `until` ended the stage. Raises
-        Interrupted, once the checkpoint is written, after a signal to
-        stop.
+        Interrupted, once the checkpoint is written, after a signal to stop.
         """
         options = stage.config.run
         request = self._request_to_stop()
@@ -140,9 +139,13 @@ class Run(Context):
         stages = self.config.stages
         number = sum(each.total_steps + 1 for each in stages[: stage.index]) + step
         best = stage.options.best
-        if best is not None and (due or best.metric in metrics):
-            self.best.keep(self.checkpoints.numbers())
-            due = processes.broadcast(self.best.improved(number, step, metrics)) or due
+        if best is not None:
+            # A metric may differ between processes (time, a server, random numbers): the first one decides for all.
+            value = metrics.get(best.metric)
+            value = processes.broadcast(None if value is None else float(value))
+            if due or value is not None:
+                self.best.keep(self.checkpoints.numbers())
+                due = self.best.improved(number, step, value) or due
         if due and self.events.sync():
             host = {"stage": stage.index, "step": step, "steps": stages[stage.index].total_steps, "ended": ended}
             if until:
@@ -243,7 +246,7 @@ class Run(Context):
         self.events.note(f"final weights in {exported}; use them: rl chat {word}, rl generate {word} --prompts FILE")
 
     def export_stopped(self, stage: StageKind, state: Any, step: int) -> stop.StoppedAt:
-        """Writes what the run would export if this step were its last, and returns the place."""
+        """Writes the weights after this step, in a stage with `best` too, and returns the place."""
         place = stop.StoppedAt(stage.name, step)
         exported = self._export(stage, partial(stage.export_at, state), place)
         self.events.note(

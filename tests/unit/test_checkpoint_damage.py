@@ -16,6 +16,7 @@ import pytest
 
 from rl.run.checkpoint import CheckpointError, Checkpoints
 from rl.run.manifest import examine
+from rl.run.resume.best import named_by
 
 PROCESS = Path(__file__).with_name("checkpoint_process.py")
 
@@ -140,6 +141,16 @@ def test_after_a_fall_back_the_damaged_one_is_saved_again(copy):
     number, restored, host = checkpoints.restore(arrays(0))
     assert (number, int(restored["n"]), host) == (3, 30, {"number": 30})
     assert sorted(p.name for p in copy.iterdir()) == ["0000000002", "0000000003"]
+
+
+@pytest.mark.parametrize("host", [b"\xff", b"{", b"7"])
+def test_an_old_host_that_cannot_be_read_is_rotated_away(copy, host):
+    file = copy / "0000000002" / "host.json"
+    file.write_bytes(host.ljust(file.stat().st_size))
+    checkpoints = Checkpoints(copy, keep=3, needed=named_by)
+    checkpoints.save(4, arrays(4), {}, wait=True)
+    assert sorted(p.name for p in copy.iterdir()) == ["0000000001", "0000000003", "0000000004"]
+    checkpoints.close()
 
 
 class _Killed(BaseException):

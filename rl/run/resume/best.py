@@ -39,12 +39,10 @@ class BestSteps:
         """Drops the steps whose checkpoints are not on the disk. numbers: those that are."""
         self._steps = [each for each in self._steps if each.number in numbers]
 
-    def improved(self, number: int, step: int, metrics: Mapping[str, float]) -> bool:
-        """Returns whether a step is the best so far. A metric that is absent or not finite never is."""
-        if self.options is None:
-            return False
-        value = metrics.get(self.options.metric)
-        if value is None or not math.isfinite(value):
+    def improved(self, number: int, step: int, value: float | None) -> bool:
+        """Returns whether a step is the best so far. One without the metric (None) or with one that is not finite never
+        is."""
+        if self.options is None or value is None or not math.isfinite(value):
             return False
         sign = 1 if self.options.mode == "max" else -1
         if self.newest is not None and sign * value <= sign * self.newest.value:
