@@ -67,12 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
     if config.run.dir is None:
         config = with_directory(config, new_directory(given))
     # An error comes before the configuration.
-    notes = []
+    notes, older = [], _notes_on_filters(config)
     if arguments.check:
         config, remarks = _checked(config)
         notes = [*files.cut_texts(given), *remarks]
     if together is None or together.index == 0:
         _show(files.changed_yaml(config))
+        for note in older:
+            print(note, flush=True)
     if arguments.check:
         for note in notes:
             print(note)
@@ -81,6 +83,19 @@ def run(arguments: argparse.Namespace) -> int:
     choose_platform(config.platform)
     use_program_cache(config.run.program_cache)
     return _train(config) if together is None else _train_together(config, launch.start(together))
+
+
+def _notes_on_filters(config: RunConfig) -> list[str]:
+    """Returns a line for each stage that goes on without filters in its loss, as an older version began it."""
+    from rl.config import files
+
+    older = [] if config.run.dir is None else files.older_filters(config.directory)
+    return [
+        f"{config.directory / files.RESOLVED}: stages.{index}.sampling has no `filters`, as before 0.2.0: the run goes on "
+        "with `ignore`, the loss that it had (docs/sampling.md)"
+        for index in older
+        if index < len(config.stages) and config.stages[index].sampling.filters == "ignore"
+    ]
 
 
 def _checked(config: RunConfig) -> tuple[RunConfig, list[str]]:

@@ -150,7 +150,50 @@ def _read(path: str | Path, is_run: bool = False) -> Located:
     if not isinstance(tree.value, dict):
         kind = "a list" if isinstance(tree.value, list) else "a single value"
         raise ConfigError(f"{tree.where}: the file holds {kind}; a configuration is a mapping of keys to values")
-    return tree
+    return _with_older_filters(tree) if _is_of_run(file) else tree
+
+
+def _is_of_run(file: Path) -> bool:
+    return file.name == RESOLVED and (file.parent / "events.jsonl").is_file()
+
+
+def older_filters(directory: Path) -> list[int]:
+    """Returns the numbers of the stages of a run whose saved configuration an older version wrote, without
+    `sampling.filters`: their loss was over all ids, and stays so (`ignore`). Empty for anything else."""
+    file = directory / RESOLVED
+    try:
+        if not _is_of_run(file):
+            return []
+        return _without_filters(yaml_tree.parse(file.read_text(encoding="utf-8-sig"), lambda line: f"{file}:{line}"))
+    except (OSError, UnicodeDecodeError, ConfigError):
+        return []  # `_read` reports it
+
+
+def _without_filters(tree: Located) -> list[int]:
+    plain = yaml_tree.plain(tree)
+    stages = plain.get("stages") if isinstance(plain, dict) else None
+    result = []
+    for index, stage in enumerate(stages if isinstance(stages, list) else ()):
+        sampling = stage.get("sampling") if isinstance(stage, dict) else None
+        if not isinstance(sampling, dict) or "filters" in sampling:
+            continue
+        if sampling.get("top_p") not in (None, 1) or sampling.get("top_k") or sampling.get("min_p"):
+            result.append(index)
+    return result
+
+
+def _with_older_filters(tree: Located) -> Located:
+    """Adds `filters: ignore` where a saved configuration of an older version filters."""
+    if not (older := _without_filters(tree)):
+        return tree
+    every = tree.value["stages"]
+    stages = list(every.value)
+    for index in older:
+        stage, sampling = stages[index], stages[index].value["sampling"]
+        ignore = Located("ignore", sampling.where, sampling.key_where)
+        sampling = Located(sampling.value | {"filters": ignore}, sampling.where, sampling.key_where)
+        stages[index] = Located(stage.value | {"sampling": sampling}, stage.where, stage.key_where)
+    return Located(tree.value | {"stages": Located(stages, every.where, every.key_where)}, tree.where, tree.key_where)
 
 
 def _override(text: str, place: str) -> Located:

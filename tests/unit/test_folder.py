@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rl.commands.cli import train_main
+from rl.config import files
 from rl.config.run import RunConfig
 from rl.errors import ConfigError, ResourceError
 from rl.records.run_files import EVENTS
@@ -13,6 +15,8 @@ from rl.run.folder import RunFolder
 from rl.run.load import load
 from rl.run.resume.continued import seen
 from rl.run.signals import StopSignal
+
+FILTERS = [("top_p", 0.9), ("top_k", 5), ("min_p", 0.1)]
 
 
 def config(directory, **keys) -> RunConfig:
@@ -168,3 +172,27 @@ def test_a_writer_of_the_final_weights_that_quotes_the_system_finds_no_room(tmp_
         with pytest.raises(Exception, match="a bug"):
             folder.export(writer("a bug"))
     assert not list(tmp_path.glob("export*"))
+
+
+def test_a_run_of_a_version_without_filters_in_the_loss_keeps_its_loss(tmp_path, capsys):
+    sampled = [{"algorithm": "grpo", "steps": 3, "sampling": {key: value}} for key, value in FILTERS]
+    made = begun(tmp_path, stages=[*sampled, {"algorithm": "grpo", "steps": 3}])
+    assert {stage.sampling.filters for stage in load([tmp_path]).stages} == {"renormalise"}
+    file = tmp_path / "config.yml"
+    older = [line for line in file.read_text().splitlines() if line.split(":")[0].strip() != "filters"]
+    file.write_text("\n".join(older))
+    for given in ([tmp_path], [file]):
+        kept = load(given)
+        assert [stage.sampling.filters for stage in kept.stages] == ["ignore", "ignore", "ignore", "renormalise"]
+    assert train_main([str(tmp_path), "--check"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "as before 0.2.0: the run goes on" in line]
+    assert [line.split()[1] for line in said] == [f"stages.{index}.sampling" for index in range(3)]
+    with pytest.raises(ConfigError, match="filters: ignore there, renormalise here"), RunFolder(made):
+        pass
+    with RunFolder(kept):
+        pass
+    assert files.older_filters(tmp_path) == [] and load([tmp_path]) == kept
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "config.yml").write_text("\n".join(older))  # no run has begun there
+    assert load([own / "config.yml"]).stages[0].sampling.filters == "renormalise"
