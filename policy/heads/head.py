@@ -105,34 +105,42 @@ def logprobs(
     temperature: jax.typing.ArrayLike,
     scaling: LogitScaling = LogitScaling(),
     tiling: Tiling = Tiling(),
+    left_out_MK: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp, entropy), float32, of the distribution softmax(logits / temperature).
 
-    targets: int[M], or int[M, K] for several tokens per place; logp has their shape. entropy: [M].
+    targets: int[M], or int[M, K] for several tokens per place; logp has their shape. entropy: [M]. left_out_MK: int32,
+    ids whose logits are -inf, padded with -1: the distribution is over the others; None: over all.
 
     The tokens are computed in chunks, and the backward pass recomputes the logits, so nothing of size [M, V] is stored.
     Both results are differentiable in hidden and weight.
     """
 
-    def local(hidden, weight, targets, temperature):
+    def local(hidden, weight, targets, temperature, *left_out):
         M = hidden.shape[0]
-        cut = in_chunks(tiling.rows(M, weight.shape[0]), hidden, targets)
-        logp, entropy = cast(_Pair, _chunked(cut[0], weight, cut[1], temperature, scaling))
+        cut = in_chunks(tiling.rows(M, weight.shape[0]), hidden, targets, *left_out)
+        left_out = cut[2] if left_out else None
+        logp, entropy = cast(_Pair, _chunked(cut[0], weight, cut[1], temperature, left_out, scaling))
         return logp.reshape(-1, targets.shape[1])[:M], entropy.reshape(-1)[:M]
 
     M, temperature = hidden_ME.shape[0], jnp.asarray(temperature, jnp.float32)
+    left_out = () if left_out_MK is None else (left_out_MK,)
     if tiling.layout is not None and tiling.layout.explicit and not in_explicit_mode():
         rows = tiling.layout.spec(("batch",), (M,))
-        specs = rows, tiling.layout.spec(("vocab", "embed_vocab"), weight_VE.shape), rows, PartitionSpec()
-        run = partial(logprobs, scaling=scaling, tiling=tiling)
-        explicit = with_explicit_axes(run, tiling.layout.mesh, specs)
-        return cast(_Pair, explicit(hidden_ME, weight_VE, targets, temperature))
+        weight_spec = tiling.layout.spec(("vocab", "embed_vocab"), weight_VE.shape)
+        specs = rows, weight_spec, rows, PartitionSpec(), *[rows for _ in left_out]
+
+        def in_types(hidden, weight, targets, temperature, *left_out):
+            return logprobs(hidden, weight, targets, temperature, scaling, tiling, *left_out)
+
+        explicit = with_explicit_axes(in_types, tiling.layout.mesh, specs)
+        return cast(_Pair, explicit(hidden_ME, weight_VE, targets, temperature, *left_out))
     if (tiles := tiling.of_vocabulary(M, weight_VE, scaling)) is not None:
-        run = vocab_tiles.logprobs(hidden_ME, weight_VE, targets.reshape(M, -1), temperature, tiles)
+        run = vocab_tiles.logprobs(hidden_ME, weight_VE, targets.reshape(M, -1), temperature, left_out_MK, tiles)
         logp, entropy = cast(_Pair, run)
     else:
-        run = tiling.spread(local, M, True, False, True, False)
-        logp, entropy = run(hidden_ME, weight_VE, targets.reshape(M, -1), temperature)
+        run = tiling.spread(local, M, True, False, True, False, *[True for _ in left_out])
+        logp, entropy = run(hidden_ME, weight_VE, targets.reshape(M, -1), temperature, *left_out)
     return logp.reshape(targets.shape), entropy
 
 
@@ -207,49 +215,59 @@ def likeliest(
     return run(*jax.lax.stop_gradient((hidden_ME, weight_VE)))
 
 
-def _log_softmax(z, temperature):
+def _log_softmax(z, temperature, left_out=None):
+    """left_out: int[rows, K], ids of each row whose result is -inf, padded with -1; None: none."""
     z = z / temperature
+    if left_out is not None:
+        places = jnp.where(left_out < 0, z.shape[1], left_out)
+        z = z.at[jnp.arange(z.shape[0])[:, None], places].set(-jnp.inf, mode="drop")
     return z - jax.nn.logsumexp(z, axis=-1, keepdims=True)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _chunked(hidden, weight, targets, temperature, scaling):
+def _factor(log_p, left_out):
+    """Returns log_p as a factor of p: 0 in place of -inf, which p = 0 would make NaN."""
+    return log_p if left_out is None else jnp.where(jnp.isneginf(log_p), 0.0, log_p)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _chunked(hidden, weight, targets, temperature, left_out, scaling):
     def one(xs):
-        log_p = _log_softmax(logits(xs[0], weight, scaling), temperature)
-        entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-        return jnp.take_along_axis(log_p, xs[1], axis=-1), entropy
+        h, t, out = xs
+        log_p = _log_softmax(logits(h, weight, scaling), temperature, out)
+        entropy = -jnp.sum(jnp.exp(log_p) * _factor(log_p, out), axis=-1)
+        return jnp.take_along_axis(log_p, t, axis=-1), entropy
 
-    return jax.lax.map(one, (hidden, targets))
+    return jax.lax.map(one, (hidden, targets, left_out))
 
 
-def _forward(hidden, weight, targets, temperature, scaling):
-    logp, entropy = cast(_Pair, _chunked(hidden, weight, targets, temperature, scaling))
-    return (logp, entropy), (hidden, weight, targets, temperature, entropy)
+def _forward(hidden, weight, targets, temperature, left_out, scaling):
+    logp, entropy = cast(_Pair, _chunked(hidden, weight, targets, temperature, left_out, scaling))
+    return (logp, entropy), (hidden, weight, targets, temperature, left_out, entropy)
 
 
 def _backward(scaling, saved, cotangents):
     """Computes the gradients of hidden and weight.
 
     d logp / dz = onehot - p and d H / dz = -p (log p + H), both divided by the temperature; the scaling of
-    logits adds the factor `slope`.
+    logits adds the factor `slope`. Ids that are left out have p = 0.
     """
-    hidden, weight, targets, temperature, entropy = saved
+    hidden, weight, targets, temperature, left_out, entropy = saved
     w = weight.astype(hidden.dtype)
 
     def one(g_weight, xs):
-        h, t, ent, g_logp, g_ent = xs
+        h, t, out, ent, g_logp, g_ent = xs
         z = logits(h, weight, scaling)
-        log_p = _log_softmax(z, temperature)
+        log_p = _log_softmax(z, temperature, out)
         p = jnp.exp(log_p)
-        g_z = -p * (g_logp.sum(axis=-1, keepdims=True) + g_ent[:, None] * (log_p + ent[:, None]))
+        g_z = -p * (g_logp.sum(axis=-1, keepdims=True) + g_ent[:, None] * (_factor(log_p, out) + ent[:, None]))
         g_z = g_z.at[jnp.arange(t.shape[0])[:, None], t].add(g_logp, unique_indices=t.shape[1] == 1)
         g_z = (g_z * slope(z, scaling) / temperature).astype(h.dtype)
         g_weight = g_weight + jnp.einsum("mv,me->ve", g_z, h, preferred_element_type=jnp.float32)
         return g_weight, g_z @ w
 
     start = jnp.zeros(weight.shape, jnp.float32)
-    g_weight, g_hidden = jax.lax.scan(one, start, (hidden, targets, entropy, *cotangents))
-    return g_hidden, g_weight.astype(weight.dtype), None, None
+    g_weight, g_hidden = jax.lax.scan(one, start, (hidden, targets, left_out, entropy, *cotangents))
+    return g_hidden, g_weight.astype(weight.dtype), None, None, None
 
 
 _chunked.defvjp(_forward, _backward)

@@ -80,16 +80,24 @@ class Tiles:
         return jnp.einsum(equation, g_MN, other, preferred_element_type=jnp.float32, **options)
 
     def logits(
-        self, hidden_ME: jax.Array, tile_NE: jax.Array, ids_N: jax.Array, temperature: jax.Array
+        self,
+        hidden_ME: jax.Array,
+        tile_NE: jax.Array,
+        ids_N: jax.Array,
+        temperature: jax.Array,
+        left_out_MK: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (logits / temperature, their derivative by hidden @ tile^T), float32[M, N].
 
-        The logits of numbers that are no tokens are -inf.
+        The logits of numbers that are no tokens, and of the ids `left_out` of a row, are -inf.
         """
         z = jnp.einsum("me,ne->mn", hidden_ME, tile_NE, preferred_element_type=jnp.float32)
         z = scaled(z, self.scaling)
         slope_MN = slope(z, self.scaling) / temperature
-        return jnp.where(ids_N < self.vocab, z / temperature, -jnp.inf), slope_MN
+        is_left = ids_N < self.vocab
+        if left_out_MK is not None:
+            is_left = is_left & ~jnp.any(left_out_MK[:, :, None] == ids_N, axis=1)
+        return jnp.where(is_left, z / temperature, -jnp.inf), slope_MN
 
 
 def add_exp(sums: tuple[jax.Array, jax.Array], z_MN: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -145,22 +153,30 @@ def top_and_rest(
     return top - normal[:, None], ids, rest - normal
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def logprobs(
-    hidden_ME: jax.Array, weight_VE: jax.Array, targets_MK: jax.Array, temperature: jax.Array, tiles: Tiles
+    hidden_ME: jax.Array,
+    weight_VE: jax.Array,
+    targets_MK: jax.Array,
+    temperature: jax.Array,
+    left_out_MK: jax.Array | None,
+    tiles: Tiles,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (logp [M, K] of the targets, entropy [M]), float32. Both are differentiable in hidden and weight."""
-    return _scored(hidden_ME, weight_VE, targets_MK, temperature, tiles)[0]
+    """Returns (logp [M, K] of the targets, entropy [M]), float32. Both are differentiable in hidden and weight.
+
+    left_out_MK: as in policy/heads/head.py:logprobs.
+    """
+    return _scored(hidden_ME, weight_VE, targets_MK, temperature, left_out_MK, tiles)[0]
 
 
-def _scored(hidden, weight, targets, temperature, tiles: Tiles):
+def _scored(hidden, weight, targets, temperature, left_out, tiles: Tiles):
     """Returns ((logp, entropy), the logarithm of the softmax sum [M])."""
     M, cut = hidden.shape[0], tiles.cut(weight)
 
     def one(j, carry):
         top, total, weighed, at_targets = carry
         tile, ids = tiles.tile(cut, j, hidden.dtype)
-        z, _ = tiles.logits(hidden, tile, ids, temperature)
+        z, _ = tiles.logits(hidden, tile, ids, temperature, left_out)
         new = jnp.maximum(top, z.max(axis=1))
         e, shrunk = jnp.exp(z - new[:, None]), jnp.exp(top - new)
         total = total * shrunk + e.sum(axis=1)
@@ -168,27 +184,28 @@ def _scored(hidden, weight, targets, temperature, tiles: Tiles):
         here = targets[:, :, None] == ids
         return new, total, weighed, at_targets + jnp.where(here, z[:, None], 0.0).sum(axis=2)
 
-    start = jnp.full(M, -jnp.inf), jnp.zeros(M), jnp.zeros(M), jnp.zeros(targets.shape)
+    low = jnp.finfo(jnp.float32).min  # not -inf: all ids of the first tiles may be left out
+    start = jnp.full(M, low), jnp.zeros(M), jnp.zeros(M), jnp.zeros(targets.shape)
     top, total, weighed, at_targets = jax.lax.fori_loop(0, tiles.count, one, tuple(map(tiles.rows, start)))
     normal = top + jnp.log(total)
     return (at_targets - normal[:, None], normal - weighed / total), normal
 
 
-def _forward(hidden, weight, targets, temperature, tiles: Tiles):
-    (logp, entropy), normal = _scored(hidden, weight, targets, temperature, tiles)
-    return (logp, entropy), (hidden, weight, targets, temperature, normal, entropy)
+def _forward(hidden, weight, targets, temperature, left_out, tiles: Tiles):
+    (logp, entropy), normal = _scored(hidden, weight, targets, temperature, left_out, tiles)
+    return (logp, entropy), (hidden, weight, targets, temperature, left_out, normal, entropy)
 
 
 def _backward(tiles: Tiles, saved, cotangents):
     """Computes the gradients of policy/heads/head.py tile by tile."""
-    hidden, weight, targets, temperature, normal, entropy = saved
+    hidden, weight, targets, temperature, left_out, normal, entropy = saved
     g_logp, g_entropy = cotangents
     cut = tiles.cut(weight)
 
     def one(j, carry):
         g_hidden, g_cut = carry
         tile, ids = tiles.tile(cut, j, hidden.dtype)
-        z, slope = tiles.logits(hidden, tile, ids, temperature)
+        z, slope = tiles.logits(hidden, tile, ids, temperature, left_out)
         log_p = z - normal[:, None]
         p = jnp.exp(log_p)
         spread = g_logp.sum(axis=1, keepdims=True) + g_entropy[:, None] * jnp.where(
@@ -204,7 +221,7 @@ def _backward(tiles: Tiles, saved, cotangents):
 
     start = tiles.rows(jnp.zeros(hidden.shape, jnp.float32)), tiles.constrain_tiles(jnp.zeros(cut.shape))
     g_hidden, g_cut = jax.lax.fori_loop(0, tiles.count, one, start)
-    return g_hidden.astype(hidden.dtype), tiles.join(g_cut).astype(weight.dtype), None, None
+    return g_hidden.astype(hidden.dtype), tiles.join(g_cut).astype(weight.dtype), None, None, None
 
 
 logprobs.defvjp(_forward, _backward)

@@ -31,13 +31,15 @@ PARAMS = SamplingParams(n=2, max_new_tokens=6, temperature=1.3, top_k=9, top_p=0
 
 
 def batch():
-    """Groups of completions whose tokens have up to six ids, some of them none."""
+    """Groups of completions whose tokens have up to six ids, or leave them out, some of them none."""
     data, rng = shared_prefixes.groups(learners.VOCAB), np.random.default_rng(5)
     ids = np.full((*data.tokens.shape, 6), -1, np.int32)
     for n, t in np.argwhere(data.mask > 0):
         others = rng.choice(learners.VOCAB, rng.integers(0, 6), replace=False)
         own = np.unique([data.tokens[n, t], *others]) if len(others) else []
         ids[n, t, : len(own)] = own
+        if n % 3 == 1:  # ids that are left out, as forbidden tokens are
+            ids[n, t] = np.where(ids[n, t] == data.tokens[n, t], -1, -2 - np.maximum(ids[n, t], -1))
     return data.replace(kept=ids)
 
 

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from policy.config import LogitScaling
-from policy.heads import kept
+from policy.heads import kept, vocab_tiles
 from policy.heads.head import Tiling
+from policy.heads.vocab_tiles import Tiles
+from policy.mesh.sharding import layout
 from policy.modes import make_step
 from rl.config.run import RunConfig
 from rl.run.build import generator_options
@@ -103,6 +105,56 @@ def test_the_gradient_is_that_of_the_plain_formula_and_padding_has_none(tiles):
     np.testing.assert_allclose(got[1][outside], 0, atol=1e-6)
 
 
+def certain_of_what_is_left_out(p_left):
+    """States and weights where two ids have all but about `p_left` of the probability, and a third is left out too.
+    Rows of targets and of ids that are left out, coded as in a batch; the last row has none."""
+    rng = np.random.default_rng(8)
+    hidden, weight = rng.normal(0, 0.5, (M, E)), rng.normal(0, 0.5, (V, E))
+    hidden[:, 0], weight[:, 0] = 1.0, 0.0
+    weight[[0, 1], 0] = np.log(V / 2 / p_left)
+    targets = rng.integers(3, V, M).astype(np.int32)
+    ids = np.tile(np.array([-2, -3, -4, -1], np.int32), (M, 1))
+    ids[-1] = -1
+    return hidden.astype(np.float32), weight.astype(np.float32), targets, ids
+
+
+def formula(hidden, weight, targets, ids, factors):
+    """Log-probabilities, entropies, and the gradients of factors . (logp, entropy) in both arrays, in float64."""
+    hidden, weight = hidden.astype(np.float64), weight.astype(np.float64)
+    logp, entropy = expected(hidden @ weight.T, targets, ids)
+    g_z = np.zeros((len(hidden), len(weight)))
+    for m, z in enumerate(hidden @ weight.T):
+        left = np.setdiff1d(np.arange(len(z)), -2 - ids[m][ids[m] < -1])
+        logs = log_softmax(z[left])
+        g_z[m, left] = -np.exp(logs) * (factors[0, m] + factors[1, m] * (logs + entropy[m]))
+        g_z[m, targets[m]] += factors[0, m]
+    return (logp, entropy), (g_z @ weight, g_z.T @ hidden)
+
+
+@pytest.mark.parametrize("p_left", [1e-3, 1e-6, 1e-9])
+@pytest.mark.parametrize("form", ["chunks", "tiles"])
+def test_ids_that_are_left_out_may_have_nearly_all_probability(form, p_left):
+    hidden, weight, targets, ids = certain_of_what_is_left_out(p_left)
+    factors = np.random.default_rng(9).normal(0, 1, (2, M)).astype(np.float32)
+
+    def scored(hidden, weight):
+        if form == "chunks":
+            return kept.logprobs(hidden, weight, targets, ids, 1.0, tiling=Tiling(3))
+        tiles = Tiles.of(layout({"fsdp": 1}, devices=jax.devices()[:1]), V, 12, LogitScaling())
+        left_out = jnp.where(ids < -1, -2 - ids, -1)
+        logp, entropy = vocab_tiles.logprobs(hidden, weight, targets[:, None], jnp.float32(1), left_out, tiles)
+        return logp[:, 0], entropy
+
+    def total(hidden, weight):
+        logp, entropy = scored(hidden, weight)
+        return jnp.sum(factors[0] * logp + factors[1] * entropy), (logp, entropy)
+
+    got, numbers = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(jnp.asarray(hidden), jnp.asarray(weight))
+    numpy_numbers, numpy_gradients = formula(hidden, weight, targets, ids, factors)
+    for a, b in zip((*numbers, *got), (*numpy_numbers, *numpy_gradients), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-6)
+
+
 def test_a_draw_records_the_ids_that_its_filters_left(all_optimizations):
     logits = np.random.default_rng(3).normal(0, 2, (4, V)).astype(np.float32)
     params = [
@@ -115,7 +167,7 @@ def test_a_draw_records_the_ids_that_its_filters_left(all_optimizations):
     drawn = jax.jit(functools.partial(choose, max_kept=8))(logits, ids, Draws.of(params, 0))
     plain = jax.jit(choose)(logits, ids, Draws.of(params, 0))
     np.testing.assert_array_equal(drawn.tokens, plain.tokens)
-    np.testing.assert_allclose(drawn.logprobs, plain.logprobs, atol=1e-6)
+    np.testing.assert_array_equal(drawn.logprobs, plain.logprobs)
     assert plain.kept is None
     z = logits[0] / 0.8
     order = np.argsort(-z)[:6]
