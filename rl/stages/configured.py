@@ -203,6 +203,7 @@ class ConfiguredStage:
                 "log-probabilities of the loss from the full one, so the gradient is biased; renormalise takes both from "
                 "the filtered one"
             )
+        yield from self._best_remarks()
         if self.options.steps is None:
             return
         updates = self.options.steps * self.options.updates_per_step
@@ -213,6 +214,23 @@ class ConfiguredStage:
                     f"stages.{self.index}.{key}.warmup_steps: {warmup:,} updates, and the stage makes {updates:,}: "
                     "the learning rate never reaches its peak"
                 )
+
+    def _best_remarks(self) -> Iterator[str]:
+        """Yields that `best` compares nothing, if its metric is measured after the last step alone."""
+        best, steps = self.options.best, self.options.steps
+        if best is None or steps in (0, 1):
+            return
+        of_rows = best.metric.startswith("held_out/")
+        measured, key = (
+            (self.options.held_out, f"stages.{self.index}.held_out.every")
+            if of_rows
+            else (self.config.evaluation, "evaluation.every")
+        )
+        if measured is not None and (measured.every == 0 or (steps is not None and measured.every >= steps)):
+            yield (
+                f"stages.{self.index}.best: {best.metric} is measured after the last step alone ({key}: "
+                f"{measured.every}), so no two steps are compared; set {key} below the steps of the stage"
+            )
 
     def _check_kind(self) -> ConfigProblems:
         """Yields the problems that only this kind of stage can have."""

@@ -618,6 +618,25 @@ def test_settings_that_do_something_else_are_said(folder, capsys):
     assert "the data has 3 rows, and a step takes 4" in said and said.count("and a step takes") == 1
 
 
+@pytest.mark.parametrize(
+    ("every", "steps", "said"),
+    [
+        (0, 2, True),
+        (2, 2, True),
+        (1, 2, False),
+        (0, 1, False),  # one step has none to be compared with
+    ],
+)
+def test_a_best_step_that_is_compared_with_none_is_said(folder, every, steps, said):
+    best = "stages.1.best={metric: eval/greedy_accuracy, mode: max}"
+    evaluation = f"evaluation={{data: {{task: arithmetic}}, every: {every}}}"
+    overrides = [f"stages.1.steps={steps}", best, evaluation, "max_length=512"]
+    config = load(["run.yml"], overrides)
+    remarks = [remark for stage in stages.create(config) for remark in stage.remarks()]
+    text = "stages.1.best: eval/greedy_accuracy is measured after the last step alone (evaluation.every:"
+    assert [remark.startswith(text) for remark in remarks] == [True] * said
+
+
 def test_an_unquoted_text_that_ends_at_a_comment_is_noted(folder):
     write("cut.yml", "data:\n  system: put it behind ####.\nrun:\n  dir: runs/a #1\n")
     write(

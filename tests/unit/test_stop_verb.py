@@ -9,10 +9,12 @@ import pytest
 from test_folder import begun, config
 
 from rl.commands import cli
-from rl.errors import ResourceError
+from rl.commands.runs import stop as stop_verb
+from rl.errors import ConfigError, ResourceError
 from rl.records import run_files
 from rl.run.folder import RunFolder
 from rl.run.unfinished import stop
+from rl.run.unfinished.checkpoints import chosen
 
 
 @pytest.fixture
@@ -87,6 +89,29 @@ def test_a_run_that_ends_otherwise_is_told_apart(run, capsys, facts, code, said)
     assert rl_stop(run) == code
     thread.join()
     assert said in "".join(capsys.readouterr())
+
+
+def test_a_run_killed_after_its_export_appeared_is_stopped(run, capsys):
+    thread = goes_on(run, lambda folder: folder.export(export, stopped=stop.StoppedAt("grpo", 3)))
+    assert rl_stop(run) == 0
+    thread.join()
+    assert f"{run} is stopped after step 3 of grpo" in capsys.readouterr().out
+
+
+def test_a_request_that_was_withdrawn_is_said_while_the_run_goes_on(run, capsys, monkeypatch):
+    monkeypatch.setattr(stop_verb, "_GONE_S", 0.3)
+    told = threading.Event()
+
+    def end(folder):
+        stop.withdraw(run)
+        assert told.wait(30)
+
+    thread = goes_on(run, end)
+    code = rl_stop(run)
+    told.set()
+    thread.join()
+    assert code == 2
+    assert f"{run}/stop.request is gone, and the run goes on: the request was withdrawn" in capsys.readouterr().err
 
 
 def test_without_waiting_only_the_request_is_written(run, capsys):
@@ -164,3 +189,23 @@ def test_a_run_killed_before_its_export_appeared_is_no_stopped_run(tmp_path):
     stop.write_stopped(tmp_path, stop.StoppedAt("grpo", 1))
     with RunFolder(config(tmp_path)) as folder:
         assert not folder.finished and stop.stopped(tmp_path) is None
+
+
+def test_an_export_of_the_best_step_is_not_offered_as_that_of_the_last(tmp_path):
+    best = {"metric": "eval/greedy_accuracy", "mode": "max"}
+    (tmp_path / "export-grpo-3").mkdir()
+    for take, offered in (("last", True), ("best", False)):
+        stages = [{"algorithm": "grpo", "steps": 3, "best": best | {"take": take}}]
+        with pytest.raises(ConfigError) as error:
+            chosen_at_3(tmp_path, stages)
+        assert ("export-grpo-3 holds these weights" in str(error.value)) == offered
+    attempt(tmp_path, end=2.0, exit_code=0, stopped={"stage": "grpo", "step": 3})  # by `rl stop`, of that step
+    with pytest.raises(ConfigError, match="export-grpo-3 holds these weights"):
+        chosen_at_3(tmp_path, stages)
+
+
+def chosen_at_3(run, stages):
+    (run / "checkpoints" / "0000000002").mkdir(parents=True, exist_ok=True)
+    host = {"stage": 0, "step": 2, "steps": 3}
+    (run / "checkpoints" / "0000000002" / "host.json").write_text(json.dumps(host))
+    return chosen(run, config(run, stages=stages), "grpo:3")

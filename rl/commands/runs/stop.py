@@ -17,10 +17,12 @@ SUMMARY = "end a run after its step, with its weights exported"
 DESCRIPTION = """\
 Asks a run to stop. It finishes its step, saves a checkpoint, writes its weights to export/ and ends with exit code 0.
 `rl-train RUN` continues it (docs/stopping.md)."""
-HELP = """exit codes: 0 stopped, or ended before; 2 no run there, or one that is not running and was not finished; 5 the
-folder cannot be written; 76 the run was killed meanwhile; any other: that of the run, which ended with an error"""
+HELP = """exit codes: 0 stopped, or ended before; 2 no run there, one that is not running and was not finished, or one that
+goes on since the request was withdrawn; 5 the folder cannot be written; 76 the run was killed meanwhile; any other: that
+of the run, which ended with an error"""
 
 _PAUSE_S = 0.2
+_GONE_S = 5.0
 _TAIL = 2**20
 
 
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Asks the run to stop, waits for its end and returns the exit code."""
     from rewards.text import quoted
-    from rl.errors import ProcessLost, ResourceError
+    from rl.errors import ConfigError, ProcessLost, ResourceError
     from rl.records.run_files import check_run
     from rl.run.unfinished import stop
 
@@ -53,8 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if not running:
         print(f"it was started on {elsewhere}; if it was killed there, end this command with Ctrl-C", flush=True)
-    while stop.in_use(path) or (not running and _elsewhere(path) is not None):
-        time.sleep(_PAUSE_S)
+    if not _wait(path, running):
+        raise ConfigError(
+            f"{path / stop.REQUEST} is gone, and the run goes on: the request was withdrawn, or the run was started again; "
+            f"`rl stop {quoted(path)}` asks again"
+        )
+    if (path / "export").is_dir():
+        return _ended(path)
     last = _last_attempt(path)
     if last is None or last.code is None:
         raise ProcessLost(f"{path} was killed before it stopped; `rl-train {quoted(path)}` continues it")
@@ -62,6 +69,20 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{path} did not stop as asked: it ended with exit code {last.code}; its output says why")
         return last.code
     return _ended(path)
+
+
+def _wait(path: Path, running: bool) -> bool:
+    """Waits for the end of the run. Returns False if the run goes on although its request has been gone for _GONE_S."""
+    from rl.run.unfinished import stop
+
+    asked = time.monotonic()
+    while stop.in_use(path) or (not running and _elsewhere(path) is not None):
+        if stop.is_asked(path):
+            asked = time.monotonic()
+        elif time.monotonic() - asked > _GONE_S:  # a run that ends removes it shortly before its lock
+            return False
+        time.sleep(_PAUSE_S)
+    return True
 
 
 def _ended(path: Path) -> int:

@@ -11,8 +11,10 @@ from pathlib import Path
 from rewards.suggest import nearest
 from rl.config.run import RunConfig
 from rl.errors import ConfigError, ModelError
+from rl.records.run_files import attempts
 from rl.run.checkpoint import HOST
 from rl.run.manifest import complete
+from rl.run.unfinished import stop
 
 _TRIES, _PAUSE_S = 5, 0.05
 
@@ -84,7 +86,8 @@ def _parsed(text: str, names: Sequence[str]) -> tuple[int | None, int]:
 def _absent(run: Path, config: RunConfig, every: Sequence[StoredCheckpoint], stage: int | None, step: int) -> str:
     """Says which weights there are in place of those after a step."""
     names, known = config.stage_names, [each for each in every if each.stage >= 0]
-    kept = [run / f"export-{name}-{step}" for name in (names if stage is None else [names[stage]])]
+    of = range(len(names)) if stage is None else [stage]
+    kept = [run / f"export-{names[index]}-{step}" for index in of if _holds_step(run, config, index, step)]
     if held := [str(folder) for folder in kept if folder.is_dir()]:
         return f"no checkpoint, but {held[-1]} holds these weights: name that folder as MODEL"
     if not known:
@@ -94,3 +97,13 @@ def _absent(run: Path, config: RunConfig, every: Sequence[StoredCheckpoint], sta
     text = f"{run} has no checkpoint after this step. There are {listed} (nearest: {names[near.stage]}:{near.step})"
     exported = " Without --step, the weights are read from export/." if (run / "export").is_dir() else ""
     return f"{text}; run.keep_checkpoints says how many a run keeps.{exported}"
+
+
+def _holds_step(run: Path, config: RunConfig, stage: int, step: int) -> bool:
+    """Whether export-STAGE-STEP has the weights after this step. Where a stage ended with `best`, it has those of its best
+    step, unless `rl stop` ended it there."""
+    best = config.stages[stage].best
+    if best is None or best.take == "last":
+        return True
+    place = stop.StoppedAt(config.stage_names[stage], step)._asdict()
+    return any(attempt.facts.get("stopped") == place for attempt in attempts(run, []))
