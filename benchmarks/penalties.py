@@ -87,7 +87,7 @@ def _draws(logits: jax.Array, draws: Draws, processors: LogitsProcessors | None,
         token, total, seen = carry
         own = logits + token[:, None] * 1e-6
         processed = None if processors is None else processors.process(own, start + i, seen)
-        token, _ = choose(own, (start, start, start + i), draws, processed_SV=processed)
+        token = choose(own, (start, start, start + i), draws, processed_SV=processed).tokens
         seen = None if seen is None else seen.with_token(start + i, token, active)
         return token, total + token, seen
 

@@ -21,9 +21,9 @@ class SamplingOptions(Section):
 
     filters: Literal["renormalise", "ignore"] = Field(
         default="renormalise",
-        description="log-probabilities, entropy and KL of the loss where top_k, top_p or min_p filter. renormalise: over "
-        "the ids that the filters left for each token, which the sampler records. ignore: over all ids; the gradient is "
-        "then biased",
+        description="log-probabilities, entropy and KL of the loss where top_k, top_p or min_p filter, or bad_words or "
+        "min_tokens forbid tokens. renormalise: over the ids that these left for each token, which the sampler records. "
+        "ignore: over all ids; the gradient is then biased",
     )
     max_kept: int = Field(
         default=128,

@@ -6,7 +6,7 @@ from policy.mesh import processes
 from rl.errors import ConfigError
 from rl.run.state import Run
 from rl.stages.sampling.evaluation import params_of
-from rl.stages.sampling.rollouts import sampling_params
+from rl.stages.sampling.rollouts import greedy_params, sampling_params
 
 
 def compile_generator(run: Run) -> None:
@@ -28,8 +28,11 @@ def compile_generator(run: Run) -> None:
     if pool is not None:
         run.events.note(f"the generator's cache: {pool}")
     every = [sampling_params(stage.options.sampling, run.stop_ids) for stage in run.stages]
+    compared = [stage for stage in run.stages if "greedy_reward" in stage.inputs]
+    greedy = [greedy_params(stage.options.sampling, run.stop_ids) for stage in compared]
     if run.config.evaluation is not None:
         every += [params for each in every for params in params_of(run.config.evaluation, each)]
+    every += greedy
     media_rows = (run.media.M,) if run.media else ()
     if not run.config.generator.strict_shapes:
         if run.media:

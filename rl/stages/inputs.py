@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rl.accounting.flops import rates
+from rl.stages.sampling.rollouts import greedy_params
 from rl.stages.shapes import abstract_batch, abstract_rows, with_structure
 from rl.stages.stage import Program, StageKind
 
@@ -184,8 +185,7 @@ def teacher(stage: StageKind, data: StepData) -> None:
 def greedy_reward(stage: StageKind, data: StepData) -> None:
     """Adds the argument `greedy`, float[P]: the reward of the greedy completion of each prompt."""
     assert data.rollouts is not None
-    unfiltered = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "bad_words": ()}
-    params = stage.sampling_params(n=1, temperature=0.0, **unfiltered)
+    params = greedy_params(stage.options.sampling, stage.context.stop_ids)
     greedy = stage.collect(data.rollouts.problems, params, data.rollouts.prompt_ids, again=True)
     scores = greedy.scores.result()
     data.arguments["greedy"] = total = scores.total

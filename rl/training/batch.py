@@ -66,8 +66,8 @@ class Batch:
     last_values: Array | None = None
     # int[N, T, R, k] by path of the layer: the experts that computed each token, -1: unknown
     routes: dict[str, Array] | None = None
-    # int32[N, T, K]: the ids that the sampler's filters left where it drew each token, in ascending order, padded with
-    # -1; a token without an id has the distribution over all
+    # int32[N, T, K]: the ids that the sampler's filters left where it drew each token, in ascending order, or those that
+    # they left out, id i as -2 - i; padded with -1. A token without an id has the distribution over all
     kept: Array | None = None
     # int32[N, T], policy version (number of updates) that sampled each token; on the host only
     version: Array | None = None

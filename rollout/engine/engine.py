@@ -152,13 +152,20 @@ class Engine:
             raise ValueError("a request that runs already")
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raises ValueError for stop strings or bad words without a tokenizer, for a bad word without tokens, and for
-        biases of tokens that the vocabulary does not have."""
+        """Raises ValueError for stop strings or bad words without a tokenizer, for a bad word without tokens, for biases
+        of tokens that the vocabulary does not have, and where no token is left that may come first."""
         if params.stop and self._stop_string is None:
             raise ValueError("stop strings need a tokenizer; pass one to Generator, or use stop_token_ids")
-        if outside := [token for token in params.logit_bias or () if not 0 <= token < self.runner.vocab_size]:
-            raise ValueError(f"logit_bias names token {outside[0]}, outside 0..{self.runner.vocab_size - 1}")
-        self.bad_words(params)
+        V = self.runner.vocab_size
+        if outside := [token for token in params.logit_bias or () if not 0 <= token < V]:
+            raise ValueError(f"logit_bias names token {outside[0]}, outside 0..{V - 1}")
+        forbidden = {word[0] for word in self.bad_words(params) if len(word) == 1}
+        if params.min_tokens:
+            forbidden.update(params.stop_token_ids)
+        if forbidden.issuperset(range(V)):
+            raise ValueError(
+                f"bad_words and min_tokens forbid all {V} tokens of the vocabulary; leave some of them out"
+            )
 
     def bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences of the bad words. Raises ValueError if there are some and no tokenizer, or if one

@@ -134,10 +134,13 @@ def choose(
 
     layout: of the program's devices. On TPU arrays [S, V] are kept with V in the lanes: a step has few rows.
     processed_SV: the logits to draw from, after the logits processors (rollout/logits_processors.py), -inf for tokens
-    that may not be drawn; None: `logits_SV`, of which the log-probabilities before filters are in either case.
+    that may not be drawn; None: `logits_SV`, of which the log-probabilities before filters are in either case. A row
+    whose tokens are all forbidden is drawn from `logits_SV`, as if it had no processors.
     max_kept: the most ids of a row that `Drawn.kept` holds; 0: no filters are recorded."""
     is_sampled = draws.temperature > 0
     temperature_S1 = jnp.where(is_sampled, draws.temperature, 1.0)[:, None]
+    if processed_SV is not None:
+        processed_SV = jnp.where(jnp.all(jnp.isneginf(processed_SV), axis=-1, keepdims=True), logits_SV, processed_SV)
     logits_SV = row_major(logits_SV / temperature_S1, layout)
     drawn_SV = logits_SV if processed_SV is None else row_major(processed_SV / temperature_S1, layout)
     best = jnp.argmax(drawn_SV, axis=-1).astype(jnp.int32)

@@ -79,6 +79,16 @@ def test_what_they_ask_for_is_there(tmp_path):
 
 
 @pytest.mark.slow
+def test_programs_of_greedy_completions_are_compiled_ahead(tmp_path):
+    """They have no logits processors, and the samples of the stage do."""
+    sampling = {"max_new_tokens": 6, "min_tokens": 3}
+    code, _, err = run(tmp_path, [stage("remax", sampling=sampling)], "generator.strict_shapes=true")
+    assert code == 0, err
+    (metrics,) = [row["metrics"] for row in events.read(tmp_path / "events.jsonl") if row["step"]]
+    assert metrics["sampler/logp_diff_max"] < 1e-5 and metrics["sampler/kept_overflow"] == 0
+
+
+@pytest.mark.slow
 def test_groups_left_over_are_used_after_a_kill(tmp_path):
     """A run that is killed after its second step goes on as one that was not, with the groups that it carried."""
     reward = "rewards={functions: [tests/end_to_end/own_rewards.py:seldom], workers: 1}"

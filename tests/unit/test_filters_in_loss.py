@@ -222,7 +222,8 @@ def test_a_batch_has_the_ids_of_each_token_and_leaves_out_those_with_more():
     out, metrics = filters.with_kept(batch, [completions[0], forbidden, completions[2]], 4, V)
     assert [[i for i in ids if i != -1] for ids in out.kept[1].tolist()] == [[], [-9, -3], [], [-5], []]
     np.testing.assert_array_equal(out.mask, batch.mask)
-    assert metrics["sampler/kept_overflow"] == 0
+    assert metrics == {"sampler/kept_overflow": 0, "sampler/kept_mean": pytest.approx(2)}
+    assert filters.with_kept(batch, [forbidden] * 3, 4, V)[1] == {"sampler/kept_overflow": 0}
     assert [filters.width(n, 128) for n in (1, 32, 33, 128)] == [32, 32, 128, 128]
 
 

@@ -13,7 +13,7 @@ from oracles import VOCAB, configuration, random_model
 from policy import families
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.engine.runner import Widths
-from rollout.engine.sampling import uniforms
+from rollout.engine.sampling import Draws, choose, uniforms
 from rollout.logits_processors import LogitsProcessors, Sizes
 from rollout.request import Request
 from rollout.text.tokenizer import bad_word_tokens, byte_level, characters, first_stop
@@ -230,6 +230,22 @@ def test_programs_with_processors_are_compiled_ahead(model):
     assert len(own.engine.runner.memory) == count
 
 
+def test_a_row_whose_tokens_are_all_forbidden_is_drawn_without_processors():
+    logits = np.random.default_rng(2).normal(0, 2, (4, V)).astype(np.float32)
+    ids = tuple(np.arange(4, dtype=np.int32) for _ in range(3))
+    params = [SamplingParams(), SamplingParams(top_k=3), SamplingParams(temperature=0), SamplingParams()]
+    forbidden = np.full_like(logits, -np.inf)
+    forbidden[3] = np.where(np.arange(V) == 7, logits[3], -np.inf)
+    draw = jax.jit(functools.partial(choose, max_kept=4))
+    plain, drawn = (
+        draw(logits, ids, Draws.of(params, 0)),
+        draw(logits, ids, Draws.of(params, 0), processed_SV=forbidden),
+    )
+    for a, b in zip(plain, drawn, strict=True):
+        np.testing.assert_allclose(b[:3], a[:3], atol=1e-6)
+    assert drawn.tokens[3] == 7 and drawn.kept[3].tolist() == [7, -1, -1, -1] and drawn.filtered_logprobs[3] == 0
+
+
 # Words and stop strings.
 
 
@@ -295,4 +311,7 @@ def test_what_a_model_or_its_tokenizer_does_not_have_is_refused(model, generator
     bare = Generator(model, max_length=64, slots=4, seed=1, options=OPTIONS)
     with pytest.raises(ValueError, match="bad_words need a tokenizer"):
         bare.submit(Request((1,), SamplingParams(max_new_tokens=9, bad_words=("x",))))
+    every = dataclasses.replace(MANY, stop_token_ids=tuple(range(VOCAB)), min_tokens=1, max_new_tokens=9)
+    with pytest.raises(ValueError, match=f"forbid all {VOCAB} tokens of the vocabulary"):
+        bare.generate([[1]], dataclasses.replace(every, stop=(), bad_words=()))
     assert SamplingParams(bad_words="ab").bad_words == ("ab",) and SamplingParams(logit_bias={}).logit_bias is None

@@ -67,15 +67,23 @@ def with_kept(
         kept_NTK[row, columns[cut], : ids.shape[1]] = ids
         logp_NT[row, columns[cut]] = np.asarray(completion.filtered_logprobs, np.float32)[cut]
         mask_NT[row, columns[(size > most) & (count < vocabulary)]] = 0
-    metrics = {"sampler/kept_mean": float(every[every > 0].mean()), "sampler/kept_overflow": float(overflows.mean())}
+    metrics = {"sampler/kept_overflow": float(overflows.mean())}
+    names_kept = ~np.concatenate([_names_left_out(each) for each in completions]) & (every > 0)
+    if names_kept.any():
+        metrics["sampler/kept_mean"] = float(every[names_kept].mean())
     return batch.replace(kept=kept_NTK, sampler_logp=logp_NT, mask=mask_NT), metrics
 
 
 def _named(completion: Completion, counts: np.ndarray, vocabulary: int) -> np.ndarray:
     """Returns how many ids the record of each token has to name: those that are kept, or those that are left out."""
+    return np.where(_names_left_out(completion), vocabulary - counts, counts)
+
+
+def _names_left_out(completion: Completion) -> np.ndarray:
+    """Returns of which tokens the record names the ids that are left out, bool[tokens]."""
     if completion.kept is None or not completion.kept.size:
-        return counts
-    return np.where(completion.kept[:, 0] < -1, vocabulary - counts, counts)
+        return np.zeros(len(completion.tokens), bool)
+    return completion.kept[:, 0] < -1
 
 
 def width(longest: int, most: int) -> int:

@@ -96,6 +96,13 @@ def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes
     return SamplingParams(**(settings | changes))
 
 
+def greedy_params(options: SamplingOptions, stop_ids: Sequence[int]) -> SamplingParams:
+    """Returns the parameters of greedy completions that are compared with samples: one of each prompt, without filters
+    and forbidden tokens."""
+    unfiltered = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "bad_words": ()}
+    return sampling_params(options, stop_ids, n=1, temperature=0.0, **unfiltered)
+
+
 def records(
     rollouts: Rollouts, scores: Scores, stage: str, step: int, advantages: np.ndarray | None = None
 ) -> list[dict[str, Any]]:
