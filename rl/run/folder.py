@@ -17,7 +17,7 @@ from rl.cluster.launch import on_first
 from rl.config import files
 from rl.config.run import RunConfig
 from rl.errors import ResourceError, disk_room, no_room
-from rl.run.resume.continued import check_same, saved, seen
+from rl.run.resume.continued import check_same, continued, saved, seen
 from rl.run.unfinished import stop
 
 
@@ -25,7 +25,7 @@ class RunFolder:
     """Holds the lock of a run's directory while it is entered, and writes config.yml.
 
     Where there are events, it first checks that config.yml is of the same run, but for what may change
-    (rl/run/resume/continued.py).
+    (rl/run/resume/continued.py), and writes nothing before `begin`: a start that is refused leaves the run as it was.
 
     With several processes, which all see the directory, the first process does so for all. A run that stopped before
     its first event (a model that cannot be read) leaves nothing to protect: another configuration takes its place.
@@ -36,6 +36,8 @@ class RunFolder:
         self.path = config.directory
         self._config, self._before = config, before
         self._lock: int | None = None
+        self._aside: stop.StoppedAt | None = None  # the place of an export that `begin` moves aside
+        self._begun = False
 
     def __enter__(self) -> RunFolder:
         on_first(self._take)
@@ -52,7 +54,7 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._release()
-            raise ResourceError(f"{self.path} is in use by another process; choose another run.dir") from None
+            raise ResourceError(stop.IN_USE.format(self.path)) from None
         try:
             stop.withdraw(self.path)
             self._claim()
@@ -74,7 +76,14 @@ class RunFolder:
     @property
     def finished(self) -> bool:
         """Whether the run in this directory is complete."""
-        return on_first(self._exported.is_dir)
+        return on_first(lambda: self._aside is None and self._exported.is_dir())
+
+    def begin(self, over: bool = False) -> None:
+        """Moves the export of a stopped run, or of one that gets more steps, aside, and writes config.yml, once: steps
+        follow. over: whether none follow, since the last stage is over, so that config.yml stays as it is."""
+        if not self._begun:
+            on_first(lambda: self._begin(over))
+        self._begun = True
 
     def export(self, write: Callable[[Path], None], size: int = 0, stopped: stop.StoppedAt | None = None) -> Path:
         """Calls `write(directory)` to write the final weights. `export/` appears in one step: the run is finished, or it
@@ -126,18 +135,30 @@ class RunFolder:
         return self.path / "export"
 
     def _claim(self) -> None:
-        if (before := saved(self.path)) is not None:
-            if self._before is not None and seen(self.path) != self._before:
-                raise ResourceError(
-                    f"{self.path}: another process has started or continued this run in the meantime; start again with "
-                    f"`rl-train {quoted(self.path)}`"
-                )
-            check_same(before, self._config.model_copy(update={"changes": []}))
-            if self._config.stages[-1].total_steps > before.stages[-1].total_steps:
-                self._keep_export(stop.StoppedAt(before.stage_names[-1], before.stages[-1].total_steps))
-        if (stopped := stop.stopped(self.path)) is not None:
-            self._keep_export(stopped)
+        unchanged = self._config.model_copy(update={"changes": []})
+        self._aside = stop.stopped(self.path)
+        if (before := saved(self.path)) is None:
+            self._begin()
+            return
+        meanwhile = self._before is not None and seen(self.path) != self._before
+        if meanwhile and continued(unchanged, locked=True).changes != self._config.changes:
+            raise ResourceError(
+                f"{self.path}: another process has started or continued this run in the meantime; start again with "
+                f"`rl-train {quoted(self.path)}`"
+            )
+        check_same(before, unchanged)
+        if self._aside is None and self._config.stages[-1].total_steps > before.stages[-1].total_steps:
+            self._aside = stop.StoppedAt(before.stage_names[-1], before.stages[-1].total_steps)
+
+    def _begin(self, over: bool = False) -> None:
+        if self._aside is not None:
+            self._keep_export(self._aside)
+        self._aside = None
         (self.path / stop.STOPPED).unlink(missing_ok=True)
+        if not over:
+            self._write_configuration()
+
+    def _write_configuration(self) -> None:
         file = self.path / files.RESOLVED
         temporary = file.with_suffix(".yml.tmp")
         try:
@@ -153,7 +174,6 @@ class RunFolder:
 
     def _keep_export(self, place: stop.StoppedAt) -> None:
         """Moves the weights of a shorter run, or of a stopped one, aside: the run is not finished any more."""
-        place = stop.stopped(self.path) or place
         if self._exported.is_dir():
             kept = self.path / f"export-{place.stage}-{place.step}"
             shutil.rmtree(kept, ignore_errors=True)  # of an earlier stop at this step

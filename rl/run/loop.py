@@ -88,6 +88,8 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
     Returns where the run stopped, with its weights exported, if `rl stop` asked for it.
     """
     state = run.start(stage, checkpoint)
+    over = checkpoint is not None and checkpoint["ended"] and stage.index == len(run.stages) - 1
+    run.folder.begin(over)
     compile_generator(run)
     if checkpoint is None:
         probe.before_first_step(run, stage)

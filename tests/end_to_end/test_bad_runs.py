@@ -246,9 +246,12 @@ def test_a_run_goes_on_with_the_rows_that_it_started_with(tmp_path, capsys):
     assert launch.train(tmp_path / "run", *more) == 0
     data.write_text("\n".join(rows[:6]))
     longer = [str(tmp_path / "run"), "stages.0.steps=2"]
+    before = (tmp_path / "run" / "config.yml").read_bytes()
     refused(
         capsys, 3, "changed: 8 rows when the run was last started, 6 now", "run.changed_data=allow", arguments=longer
     )
+    assert (tmp_path / "run/export").is_dir() and (tmp_path / "run" / "config.yml").read_bytes() == before
     assert cli.train_main([*longer, "run.changed_data=allow"]) == 0
+    assert (tmp_path / "run/export-sft-1").is_dir()
     first, *_, last = json.loads((tmp_path / "run/run.json").read_text())["attempts"]
     assert (first["data"]["sft"]["rows"], last["data"]["sft"]["rows"]) == (8, 6)

@@ -17,10 +17,10 @@ def stopped_after(monkeypatch, stage: str, step: int, train) -> None:
     """Calls `train()`, which gets SIGTERM in this step."""
     save = Run.save
 
-    def with_signal(self, kind, state, n, ended, **how):
+    def with_signal(self, kind, state, n, ended, metrics, **how):
         if (kind.name, n) == (stage, step):
             self.stop.received = "SIGTERM"
-        return save(self, kind, state, n, ended, **how)
+        return save(self, kind, state, n, ended, metrics, **how)
 
     with monkeypatch.context() as patched:
         patched.setattr(Run, "save", with_signal)
@@ -44,7 +44,11 @@ def rates(directory) -> list[float]:
 def test_a_longer_run_with_another_learning_rate_gives_the_bits_of_its_configuration(tmp_path, capsys):
     run = tmp_path / "run"
     assert launch.train(run, f"stages=[{SFT}]", *launch.LIGHT) == 0
-    unchanged = launch.numbers(run)
+    unchanged, written = launch.numbers(run), (run / RESOLVED).read_bytes()
+    assert launch.cli.train_main([str(run), "run.log_every=7"]) == 0 and (run / RESOLVED).read_bytes() == written
+    (run / "export").rename(run / "kept")  # as after a kill before the export
+    assert launch.cli.train_main([str(run), "run.log_every=7"]) == 0 and (run / RESOLVED).read_bytes() == written
+    assert "from step 3 of sft on" not in capsys.readouterr().out
     assert launch.cli.train_main([str(run), f"{STEPS}=1"]) == 2 and (run / "export").is_dir()
     assert "stages.0.steps: 1, but 2 steps of sft are done" in capsys.readouterr().err
     assert launch.cli.train_main([str(run), f"{STEPS}=4", f"{RATE}=1e-3", "stages.0.optimizer.schedule=linear"]) == 0

@@ -11,9 +11,10 @@ from rl.config.files import resolved_yaml
 from rl.config.run import RunConfig
 from rl.errors import ConfigError, ModelError
 from rl.records.run_files import EVENTS
+from rl.run.folder import RunFolder
 from rl.run.load import load
 from rl.run.manifest import seal
-from rl.run.resume.continued import continued
+from rl.run.resume.continued import Place, continued
 from rl.training.learning_rate import drawn, stage_rates
 
 STAGES = [
@@ -150,10 +151,40 @@ def test_a_stage_that_is_over_is_extended_but_not_changed_otherwise(folder):
     ):
         with pytest.raises(ConfigError, match=text):
             folder.ask(*overrides)
-    for host in ({"steps": 9}, {"until": True}):
+    for host, text in (
+        ({"steps": 9}, "since its `until` ended it"),
+        ({"until": True}, "since its `until` ended it"),
+        ({"steps": None}, "since its `until` or its last step"),
+    ):
         folder.checkpoint(2, 3, ended=True, **host)
-        with pytest.raises(ConfigError, match="its `until` ended it after step 3"):
+        with pytest.raises(ConfigError, match=text):
             folder.ask("stages.2.steps=12")
+
+
+def test_after_the_last_step_of_the_run_nothing_is_listed(folder):
+    folder.checkpoint(2, 3, ended=True)
+    assert folder.ask("run.log_every=3").changes == []
+    folder.checkpoint(2, 3, ended=False)
+    assert folder.ask("run.log_every=3").changes != []
+
+
+@pytest.mark.parametrize("host", [{}, {"steps": 9}, {"until": True}, {"steps": None}])
+def test_whether_a_stage_is_over_has_one_rule(host):
+    place = Place.of({"stage": 0, "step": 3, "steps": 3, "ended": True} | host)
+    assert place.is_over(3) and place.is_over(5) == bool(host)
+    assert not Place.of({"stage": 0, "step": 3, "steps": 3, "ended": False} | host).is_over(3)
+
+
+def test_a_run_in_use_is_not_changed(folder, monkeypatch):
+    def examined(_):
+        raise AssertionError("no checkpoint is read")
+
+    folder.checkpoint(1, 4)
+    monkeypatch.setattr("rl.run.resume.continued.examine", examined)
+    with RunFolder(load([folder.path])):
+        for check in ([], ["--check"]):
+            assert cli.train_main([*check, str(folder.path), f"{STEPS}=20"]) == 5
+        assert folder.ask().changes == []
 
 
 def test_intervals_of_what_is_measured_may_change(tmp_path):
@@ -183,6 +214,15 @@ def test_a_reward_model_that_is_written_is_not_extended(tmp_path):
     folder.checkpoint(0, 3, ended=True)
     with pytest.raises(ConfigError, match="has trained a reward model cannot be extended"):
         folder.ask("stages.0.steps=4")
+    folder.checkpoint(0, 3, ended=False)  # the one of the end is lost
+    written = tmp_path / "reward_models" / "reward_model"
+    written.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=rf"stages.0.steps: 3 there, 4 here, but {written} has been written"):
+        folder.ask("stages.0.steps=4")
+    assert folder.go_on(f"{RATE}=1e-6", "run.log_every=7") == [
+        change(1, stage=0, **{"stages.0.steps": 2}),
+        change(3, stage=0, **{"run.log_every": 1}),
+    ]
 
 
 @pytest.mark.parametrize(

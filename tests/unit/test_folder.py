@@ -8,13 +8,14 @@ import pytest
 
 from rl.commands.cli import train_main
 from rl.config import files
-from rl.config.run import RunConfig
+from rl.config.run import Change, RunConfig
 from rl.errors import ConfigError, ResourceError
 from rl.records.run_files import EVENTS
 from rl.run.folder import RunFolder
 from rl.run.load import load
 from rl.run.resume.continued import seen
 from rl.run.signals import StopSignal
+from rl.run.unfinished import stop
 
 FILTERS = [("top_p", 0.9), ("top_k", 5), ("min_p", 0.1)]
 
@@ -61,8 +62,8 @@ def test_a_run_is_not_continued_with_other_numbers(tmp_path):
 
 def test_a_run_may_be_continued_with_another_way_of_keeping_it(tmp_path):
     begun(tmp_path)
-    with RunFolder(config(tmp_path, run={"dir": str(tmp_path), "checkpoint_every": 7, "tensorboard": True})):
-        pass
+    with RunFolder(config(tmp_path, run={"dir": str(tmp_path), "checkpoint_every": 7, "tensorboard": True})) as folder:
+        folder.begin()
     assert load([tmp_path]).run.checkpoint_every == 7
 
 
@@ -71,10 +72,39 @@ def test_a_run_that_another_process_has_continued_in_the_meantime_is_left_alone(
     before = seen(tmp_path)
     with RunFolder(made, before):
         (tmp_path / "checkpoints" / "0000000002").mkdir(parents=True)
+    with RunFolder(made, before) as folder:  # the other one has saved, and nothing is changed
+        folder.begin()
+    changed = Change(stage=0, step=1, was={"run.log_every": 3})
+    with RunFolder(made.model_copy(update={"changes": [changed]})) as folder:
+        folder.begin()
     with pytest.raises(ResourceError, match="another process has started or continued"), RunFolder(made, before):
         pass
     with RunFolder(made, seen(tmp_path)):
         pass
+
+
+def test_a_start_that_is_refused_leaves_the_run_as_it_was(tmp_path):
+    begun(tmp_path)
+    (tmp_path / "export").mkdir()
+    longer = config(tmp_path, stages=[{"algorithm": "sft", "steps": 2}, {"algorithm": "grpo", "steps": 5}])
+    for stopped in (False, True):
+        if stopped:
+            stop.write_stopped(tmp_path, stop.StoppedAt("grpo", 1))
+        before = (tmp_path / "config.yml").read_bytes()
+        with RunFolder(longer) as folder:  # and no step begins
+            assert not folder.finished
+        assert (tmp_path / "config.yml").read_bytes() == before and (tmp_path / "export").is_dir()
+        assert (tmp_path / stop.STOPPED).exists() == stopped
+    with RunFolder(longer) as folder:
+        folder.begin(over=True)
+        assert [path.name for path in tmp_path.glob("export*")] == ["export-grpo-1"]
+        assert (tmp_path / "config.yml").read_bytes() == before and stop.stopped(tmp_path) is None
+        folder.export(Path.mkdir)
+        folder.begin()  # before the next stage
+        assert folder.finished
+    with RunFolder(longer) as folder:
+        folder.begin()
+    assert load([tmp_path]) == longer
 
 
 def test_a_run_that_never_began_gives_way_to_another_configuration(tmp_path):
@@ -189,8 +219,8 @@ def test_a_run_of_a_version_without_filters_in_the_loss_keeps_its_loss(tmp_path,
     assert [line.split()[1] for line in said] == [f"stages.{index}.sampling" for index in range(3)]
     with pytest.raises(ConfigError, match="filters: ignore there, renormalise here"), RunFolder(made):
         pass
-    with RunFolder(kept):
-        pass
+    with RunFolder(kept) as folder:
+        folder.begin()
     assert files.older_filters(tmp_path) == [] and load([tmp_path]) == kept
     own = tmp_path / "own"
     own.mkdir()

@@ -162,10 +162,12 @@ def test_the_next_start_keeps_the_weights_of_a_stopped_run_under_its_step(tmp_pa
     for stage, step in (("sft", 2), ("grpo", 1), ("grpo", 1)):
         with RunFolder(config(tmp_path)) as folder:
             assert not folder.finished
+            folder.begin()
             folder.export(export, stopped=stop.StoppedAt(stage, step))
             assert folder.finished
         weights = (tmp_path / "export" / "weights").read_text()
     with RunFolder(config(tmp_path)) as folder:
+        folder.begin()
         assert not folder.finished and stop.stopped(tmp_path) is None
         folder.export(export)
     assert sorted(path.name for path in tmp_path.glob("export*")) == ["export", "export-grpo-1", "export-sft-2"]
@@ -181,6 +183,7 @@ def test_a_stopped_run_that_gets_more_steps_keeps_its_weights_under_the_step_of_
     stages = [{"algorithm": "sft", "steps": 2}, {"algorithm": "grpo", "steps": 5}]
     with RunFolder(config(tmp_path, stages=stages)) as folder:
         assert not folder.finished
+        folder.begin()
     assert [path.name for path in tmp_path.glob("export*")] == ["export-grpo-1"]
 
 
@@ -188,6 +191,7 @@ def test_a_run_killed_before_its_export_appeared_is_no_stopped_run(tmp_path):
     begun(tmp_path)
     stop.write_stopped(tmp_path, stop.StoppedAt("grpo", 1))
     with RunFolder(config(tmp_path)) as folder:
+        folder.begin()
         assert not folder.finished and stop.stopped(tmp_path) is None
 
 

@@ -17,11 +17,13 @@ from rl.config import files
 from rl.config.changes import changeable, differences, in_force, stage_of
 from rl.config.model import TokenizerOptions
 from rl.config.run import Change, RunConfig
-from rl.errors import ConfigError, ModelError
+from rl.errors import ConfigError, ModelError, ResourceError
 from rl.records.run_files import EVENTS
 from rl.run.load import load
 from rl.run.manifest import complete, examine
+from rl.run.unfinished import stop
 from rl.stages import kind_of
+from rl.stages.scorers import reward_model_of
 
 CHECKPOINTS = "checkpoints"
 
@@ -30,14 +32,28 @@ _FREE = ("run", "profile", "changes")
 
 
 class Place(NamedTuple):
-    """Where a run goes on: after `step` steps of a stage. steps: those that the stage was to have when they were made.
-    ended: whether the stage ended with this step. until: whether its `until` ended it."""
+    """Where a run goes on: after `step` steps of a stage. steps: those that the stage was to have when they were made;
+    None: unknown. ended: whether the stage ended with this step. until: whether its `until` ended it."""
 
     stage: int = 0
     step: int = 0
-    steps: int = 0
+    steps: int | None = None
     ended: bool = False
     until: bool = False
+
+    @classmethod
+    def of(cls, host: Mapping[str, Any]) -> Place:
+        """Returns the place of a checkpoint with this host part (host.json)."""
+        return cls(host["stage"], host["step"], host.get("steps"), host["ended"], bool(host.get("until")))
+
+    def is_over(self, steps: int) -> bool:
+        """Whether the stage is over if it has so many steps: more steps extend one that ended with its last step."""
+        return self.ended and not (self.has_all_steps and self.step < steps)
+
+    @property
+    def has_all_steps(self) -> bool:
+        """Whether the steps that the stage was to have are done, and `until` did not end it."""
+        return self.step == self.steps and not self.until
 
 
 def saved(directory: Path) -> RunConfig | None:
@@ -60,18 +76,21 @@ def is_counted(config: RunConfig) -> bool:
     return all(stage.steps is not None for stage in config.stages)
 
 
-def continued(config: RunConfig) -> RunConfig:
+def continued(config: RunConfig, *, locked: bool = False) -> RunConfig:
     """Returns the configuration with all changes of its run, those that it brings included; itself for a new run, and
-    for stages with `epochs`, whose steps are not known.
+    for stages with `epochs`, whose steps are not known. locked: whether this process holds the lock of the run.
 
     Raises ConfigError for a key that may not change, and for one that no longer has an effect, ModelError if the step
-    that the run goes on from is unknown since all checkpoints are damaged.
+    that the run goes on from is unknown since all checkpoints are damaged, ResourceError for changes of a run that
+    another process holds.
     """
     if config.run.dir is None or not is_counted(config) or (before := saved(config.directory)) is None:
         return config
     check_same(before, config)
     if not differences(before, config):
         return config.model_copy(update={"changes": before.changes})
+    if not locked and stop.in_use(config.directory):
+        raise ResourceError(stop.IN_USE.format(config.directory))
     place = newest_place(config.directory)
     _check_changes(before, config, place)
     return config.model_copy(update={"changes": listed(before, config, place)})
@@ -86,8 +105,11 @@ def on_all(config: RunConfig) -> RunConfig:
 def listed(before: RunConfig, config: RunConfig, place: Place) -> list[Change]:
     """Returns the changes of a run that goes on from a place with the values of `config`.
 
-    What was changed after this place never held, as the steps after it are made again.
+    What was changed after this place never held, as the steps after it are made again. After the last step of the run
+    nothing holds any more.
     """
+    if place.stage == len(config.stages) - 1 and place.is_over(config.stages[-1].total_steps):
+        return before.changes
     position = (place.stage, place.step)
     kept = [change for change in before.changes if change.place < position]
     if not place.step:
@@ -110,9 +132,7 @@ def newest_place(directory: Path) -> Place:
     for _, path in checkpoints:
         manifest, wrong = examine(path)
         if manifest is not None and not wrong:
-            host = json.loads((path / "host.json").read_text())
-            step = host["step"]
-            return Place(host["stage"], step, host.get("steps", step), host["ended"], bool(host.get("until")))
+            return Place.of(json.loads((path / "host.json").read_text()))
     if checkpoints:
         raise ModelError(
             f"{directory}: all checkpoints are damaged, so the run cannot go on. Restore {CHECKPOINTS} from a backup, or "
@@ -131,6 +151,13 @@ def _check_changes(before: RunConfig, config: RunConfig, place: Place) -> None:
                 f"{key}: {old} there, {new} here, but {config.stage_names[stage]} is over: the run goes on after step "
                 f"{place.step} of {name}. Leave the key as it was, or start a new run in another run.dir"
             )
+        if stage is None or kind_of(config.stages[stage]).trains_policy:
+            continue
+        if (written := reward_model_of(config, config.stage_names[stage])).is_dir():
+            raise ConfigError(
+                f"{key}: {old} there, {new} here, but {written} has been written, and a stage that has trained a reward "
+                "model cannot be changed or extended. Leave the key as it was, or start a new run in another run.dir"
+            )
     own, key = [each for each in changed if stage_of(each) == index], f"stages.{index}.steps"
     steps = config.stages[index].total_steps
     if steps < place.step:
@@ -140,9 +167,10 @@ def _check_changes(before: RunConfig, config: RunConfig, place: Place) -> None:
         )
     if not (own and place.ended):
         return
-    if place.until or place.step != place.steps:
+    if not place.has_all_steps:
+        by = "its `until`" if place.steps is not None else "its `until` or its last step (the checkpoint does not say)"
         raise ConfigError(
-            f"{own[0]}: {name} is over, since its `until` ended it after step {place.step}. To train its weights "
+            f"{own[0]}: {name} is over, since {by} ended it after step {place.step}. To train its weights "
             f"further, give {export} to a new run as `model`"
         )
     if steps == place.step:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LOCK, REQUEST, STOPPED = ".lock", "stop.request", "stopped.json"
+IN_USE = "{} is in use by another process; choose another run.dir"
 
 
 class StoppedAt(NamedTuple):
