@@ -162,11 +162,6 @@ def few_programs():
 
 
 @pytest.fixture(scope="module")
-def quick_compilation():
-    """What every test has."""
-
-
-@pytest.fixture(scope="module")
 def all_optimizations():
     """For tests of bits between programs, of their memory or of their operations: programs as a run compiles them."""
     import jax

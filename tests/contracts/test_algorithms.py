@@ -10,8 +10,6 @@ import pytest
 import rl.algorithms
 from rl.stages.inputs import INPUTS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ALGORITHMS = rl.algorithms.known()
 ROWS, WIDTH = 4, 3
 PAIRED = ("preference", "reward_model")  # kinds of stage whose rows hold two answers

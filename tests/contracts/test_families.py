@@ -35,9 +35,6 @@ from policy.modes import make_step
 GOLDEN = Path(__file__).parent / "golden"
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request):
     return request.param

@@ -21,8 +21,6 @@ from policy import families
 from policy.config import Runtime
 from rollout import Generator, GeneratorOptions, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TOLERANCE = 1e-5
 WIDTH = 64
 NEW = 24

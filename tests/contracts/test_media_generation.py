@@ -15,7 +15,6 @@ from rollout import Generator, GeneratorOptions, MediaPrompt, SamplingParams
 from rollout.request import prefix_keys
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 NEW = 8
 GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0)

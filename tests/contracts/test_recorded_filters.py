@@ -11,7 +11,7 @@ from oracles import configuration, random_model
 from policy import families
 from rollout import Generator, GeneratorOptions, SamplingParams
 
-pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.xdist_group("recorded_filters")]
+pytestmark = pytest.mark.xdist_group("recorded_filters")
 
 VOCAB, NEW = 12, 10
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]

@@ -19,8 +19,6 @@ from policy.config import Runtime
 from rl.training.auxiliary_losses import auxiliary_loss, totals
 from rl.training.packing.trees import Sharing
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 UNROLLED = Runtime(remat="none", scan=False)
 SCANNED = Runtime(remat="full", scan=True)
 GATED = 3e-5  # a gate whose gradient is a sum over all tokens of terms that cancel

@@ -18,8 +18,6 @@ from policy.modes import VALUE_HEAD
 from rl.training.packing.trees import Sharing
 from rl.training.reward_model import RewardModelScorer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCAB = learners.VOCAB
 FIRST = ("ppo", "dpo")
 SAMPLED = [name for name in rl.algorithms.known() if rl.algorithms.get(name).stage == "online"]

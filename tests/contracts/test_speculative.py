@@ -13,7 +13,7 @@ import rollout.engine.programs
 from policy import families
 from rollout import Generator, GeneratorOptions, SamplingParams
 
-pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.xdist_group("speculative")]
+pytestmark = pytest.mark.xdist_group("speculative")
 
 # So few tokens that drafts of untrained modules are right now and then.
 VOCAB, WIDTH, NEW = 6, 40, 20

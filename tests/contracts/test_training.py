@@ -38,9 +38,6 @@ WITHOUT_GRADIENT = (
 )
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 def model_of(kind, **runtime):
     return random_model(families.read(short(kind)), runtime=Runtime(**runtime))
 

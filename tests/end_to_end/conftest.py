@@ -2,11 +2,6 @@ import launch
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_as_processes_are(quick_compilation):
-    """What is compared bit by bit comes from processes and from the tests' own one."""
-
-
 @pytest.fixture(autouse=True)
 def in_the_root(monkeypatch):
     """Paths in the configurations of these tests start at the root of the repository."""

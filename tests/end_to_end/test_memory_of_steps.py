@@ -31,7 +31,7 @@ ROWS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ROWS)
-def test_the_memory_of_a_run_does_not_grow_with_its_steps(algorithm, tmp_path, monkeypatch, quick_compilation):
+def test_the_memory_of_a_run_does_not_grow_with_its_steps(algorithm, tmp_path, monkeypatch):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS[algorithm]))
     samples = {"samples_per_prompt": 2, "sampling": {"max_new_tokens": 2}} if algorithm in ("grpo", "ppo") else {}

@@ -61,7 +61,7 @@ def written(folder):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, quick_compilation):
+def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preferences")
     file, _ = written(folder)
     assert (

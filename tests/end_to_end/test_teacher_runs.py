@@ -100,7 +100,7 @@ def saved(directory, sizes, seed, tokenizer=ALPHABET, **generation):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, quick_compilation):
+def finished(tmp_path_factory):
     """The folder of models and of a finished run."""
     folder = tmp_path_factory.mktemp("distillation")
     saved(folder / "student", SIZES, 1, tokenizer=None)

@@ -14,7 +14,7 @@ from policy.mesh.sharding import layout
 from policy.model import Graph
 from rl.training.reward_model import RewardModelScorer
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("kind", ["DeepseekV3", "GPT2", "Glm4", "Phi3", "Qwen3_5", "Mistral4"])

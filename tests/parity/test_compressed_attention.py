@@ -37,7 +37,6 @@ from rl.accounting.flops import _mixing
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SLIDING, HCA, CSA = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
 KINDS = (SLIDING, HCA, CSA)

@@ -18,7 +18,6 @@ from policy.layers.engram import NgramLookup, table_rows
 from policy.modes import make_step
 
 torch = pytest.importorskip("torch", reason="the oracle is written in torch: pip install 'duet-rl[test]'")
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def prime_by_trial(n):

@@ -13,8 +13,6 @@ from oracles import oracle, reload, saved, tokens, torch_logprobs
 
 import policy
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 B, T = 2, 12
 WEIGHTS = np.random.default_rng(6).normal(size=(2, B, T - 1)).astype(np.float32)

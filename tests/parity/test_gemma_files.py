@@ -14,7 +14,6 @@ from policy.fields.config_fields import UnsupportedModel
 from policy.huggingface import sources
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 _VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 

@@ -10,8 +10,6 @@ from oracles import KINDS, by_kind, floats_and_integers, oracle, reload, saved, 
 
 import policy
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 LENGTH = 40
 WEIGHTS = np.random.default_rng(6).normal(size=(2, 2, LENGTH - 1)).astype(np.float32)

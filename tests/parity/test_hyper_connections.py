@@ -19,7 +19,6 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (  # noqa: E402
 from policy import families  # noqa: E402
 from policy.layers.hyper_connections import HyperConnection, Streams, sinkhorn  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 E = 20
 # streams, rounds of Sinkhorn, eps, eps of the norm, [B, T]
 SHAPES = [(4, 20, 1e-6, 1e-6, (2, 7)), (2, 3, 1e-2, 0.3, (1, 5)), (1, 1, 0.1, 1e-2, (3, 1)), (3, 2, 1e-3, 1e-3, (1, 1))]

@@ -13,7 +13,6 @@ from rollout import Generator, SamplingParams
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 TOPK, LENGTH = 5, 21
 # With few index heads relu leaves exact zeros, and the libraries choose differently between keys that tie.

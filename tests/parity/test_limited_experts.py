@@ -17,8 +17,6 @@ from policy.config import ClampedSwiglu, DecoderConfig, Mlp, Moe, Norm, Router, 
 from policy.experts.moe import MixtureOfExperts  # noqa: E402
 from policy.modes import make_step  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 V, E, F, X, k, LIMIT = 40, 20, 12, 8, 3, 0.7
 B, T = 2, 9
 

@@ -7,8 +7,6 @@ from oracles import KINDS, STANDARD, by_kind, edit_config, oracle, reference_log
 
 import policy
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 
 

@@ -20,7 +20,6 @@ from policy.modes import make_step
 from policy.ops.dropout import Dropout
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 WIDTH = 64
 

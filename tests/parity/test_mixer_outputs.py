@@ -10,7 +10,6 @@ import policy
 from policy.heads.features import by_number
 from policy.modes import make_step
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 # Attention; with a norm after it; latent attention; gated delta net and attention.
 MIXING = ("Llama", "Gemma3", "DeepseekV3", "Qwen3Next")
 

@@ -15,7 +15,6 @@ from policy.huggingface import model_directory
 from policy.modes import make_step
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 DEPTH, LAYERS = 2, 2
 KINDS_HERE = ["DeepseekV3", "Llama"]

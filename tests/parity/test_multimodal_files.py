@@ -17,7 +17,6 @@ from policy import families
 from policy.media import rows_of
 
 pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 KINDS = [
     pytest.param(kind, marks=() if kind in ("Qwen3VL", "Qwen2_5_VL", "Gemma3") else pytest.mark.every_family)

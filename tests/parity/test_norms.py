@@ -8,7 +8,6 @@ import policy
 from policy import families
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if families.read(short(kind)).has_final_norm])

@@ -21,7 +21,6 @@ from policy.layers.engram import NgramLookup
 from policy.modes import make_step
 
 torch = pytest.importorskip("torch", reason="the oracle is written in torch: pip install 'duet-rl[test]'")
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 END, STREAMS, HIDDEN = 7, 3, 32
 KEYS = {
     "vocab_size": 160,

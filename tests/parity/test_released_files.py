@@ -27,7 +27,6 @@ from policy.fields.config_fields import UnsupportedModel
 from policy.huggingface import model_directory
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def assert_same_weights(actual, expected):

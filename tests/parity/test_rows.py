@@ -14,8 +14,6 @@ from policy import families
 from policy.config import Runtime
 from policy.modes import make_step
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # Two sharing nothing: grouped heads with a window, and latent attention with experts.
 KINDS = {
     "Qwen3": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},

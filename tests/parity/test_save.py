@@ -24,8 +24,6 @@ from policy import families
 from policy.huggingface import model_directory
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 CASES = {kind: (kind, STANDARD[kind]) for kind in STANDARD} | {
     "Llama-biases": ("Llama", {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True}),

@@ -5,7 +5,6 @@ import pytest
 import towers
 
 pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ALWAYS = ("grid", "windows", "siglip", "pooled", "conformer")
 BOUND = 2e-5

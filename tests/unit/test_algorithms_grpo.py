@@ -7,8 +7,6 @@ from algorithms_fixture import LOGP, REWARDS, close, inputs
 
 import rl.algorithms
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SEQUENCE = {"ratio": "sequence"}
 GSPO_CLIP = {"epsilon": 3e-4, "epsilon_high": 4e-4}
 

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 import rl.algorithms
 from rl.algorithms import _policy_gradient
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ROWS, WIDTH = 6, 5
 PER_TOKEN = (
     "logp",

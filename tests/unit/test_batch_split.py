@@ -16,8 +16,6 @@ from policy.config import Runtime
 from policy.layers import batch_split
 from policy.modes import make_step
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def value_and_gradient(model, data, **changes):
     """(log-probabilities, counts of choices, gradients) of a decoder of one layer of experts."""

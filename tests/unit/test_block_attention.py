@@ -18,8 +18,6 @@ from policy.config import Runtime
 from policy.mesh.sharding import layout
 from policy.modes import make_step
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SIZE = 16
 # Trees of a row: (tokens of a node, its children). One node ends with a block, one is a token, and trees share blocks.
 ROWS = (

@@ -111,7 +111,6 @@ def test_places_go_to_earlier_tokens_and_of_one_token_to_earlier_choices():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
 def test_updates_drop_and_log_it_while_scoring_and_generating_do_not():
     model, data = learners.experts(), learners.batch()
     trainer, state = learners.begin(model, learners.stage("sft", router={"capacity_factor": 0.5}), fresh=True)

@@ -10,8 +10,6 @@ import pytest
 
 from policy.recurrent import channel_delta_rule as rule
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 B, K, D, V = 2, 3, 12, 10
 
 

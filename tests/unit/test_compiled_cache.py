@@ -10,8 +10,6 @@ import pytest
 
 from policy.programs.compiled_cache import CompiledCache
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4, jnp.int8])
 def test_arguments_of_few_bits_are_taken_at_the_first_call_and_the_next(dtype):

@@ -19,8 +19,6 @@ from policy.ops import projection
 from policy.ops.linear import linear
 from policy.ops.projection import DecodingMatrices, Projection
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(params=["small", "large"])
 def size(request, monkeypatch):

@@ -21,8 +21,6 @@ from policy.intermediates import Aux
 from policy.recurrent.delta_net import DeltaNet
 from policy.recurrent.delta_rule import unit_lower_inverse
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 E, K, D, V, W = 24, 2, 16, 12, 4
 
 

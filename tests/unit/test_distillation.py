@@ -18,8 +18,6 @@ from rl.training.batch import Batch
 from rl.training.teacher import PREFIX, ModelTeacher, StoredTeacher
 from rl.training.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @functools.cache
 def wider():

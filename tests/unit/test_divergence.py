@@ -15,8 +15,6 @@ from policy.heads import head
 from policy.heads.divergence import Divergence, DivergenceOutputs, divergence, top_divergence
 from policy.heads.head import Tiling
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KINDS = {
     "forward": Divergence("forward"),
     "reverse": Divergence("reverse"),

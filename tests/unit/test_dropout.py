@@ -15,8 +15,6 @@ from policy.config import Runtime
 from policy.modes import make_step
 from policy.ops.dropout import Dropout, drop, row_seeds
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def test_a_share_of_the_elements_is_dropped_and_the_mean_stays():
     x = jnp.ones((4, 50, 64))

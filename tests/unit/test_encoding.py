@@ -10,8 +10,6 @@ from policy.execution import encoding
 from policy.execution.encoding import MediaEncoder
 from policy.media import Encoder, GridVision, padded_inputs
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SHAPES = {kind: [(4, 6), (2, 2), (4, 6), (10, 8)] for kind in ("Qwen3VL", "Qwen2_5_VL")}
 SHAPES |= {"Gemma4": [(4, 6), (2, 2)], "Gemma3": [(6, 6)] * 2}
 KINDS = [

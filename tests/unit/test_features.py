@@ -7,8 +7,6 @@ import pytest
 
 from policy.heads.features import feature_loss
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # Computed with numpy in float64. [L, T, E]; the third token is masked.
 STUDENT = np.array([[[1, 0], [0.5, -0.5], [2, 2]], [[0, 1], [1, 1], [0, 0]]], np.float32)
 TEACHER = np.array([[[0.5, 0.5], [1, 0], [1, 0]], [[0, 2], [-1, 1], [3, 1]]], np.float32)

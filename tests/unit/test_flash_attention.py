@@ -16,8 +16,6 @@ from policy.config import Runtime
 from policy.mesh.sharding import Layout, layout
 from policy.modes import make_step
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 T = 300  # not a multiple of the block size
 
 

@@ -22,8 +22,6 @@ from rollout.engine.sampling import uniforms
 from rollout.request import Request
 from rollout.text.tokenizer import byte_level, characters, first_stop
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 OPTIONS = GeneratorOptions(tokens_per_dispatch=4)
 ALPHABET = "".join(chr(0x4E00 + i) for i in range(VOCAB - 8 - 26)) + "abcdefghijklmnopqrstuvwxyz"
 

@@ -21,7 +21,6 @@ from rl.training.media.tables import MediaTables
 from rollout import Generator, SamplingParams
 from rollout.text.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 IMAGE = {"type": "image"}
 
 

@@ -15,8 +15,6 @@ from rl.errors import ConfigError
 from rollout import Generator, SamplingParams
 from rollout.text.tokenizer import byte_level, load_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):

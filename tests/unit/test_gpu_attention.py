@@ -14,8 +14,6 @@ from policy.config import Attention, Runtime
 from policy.mesh.sharding import Layout, layout
 from policy.modes import make_step
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 T = 150  # not a multiple of the block size
 
 

@@ -8,8 +8,6 @@ from jax.sharding import PartitionSpec
 
 from policy.ops import grouped_kernel
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.mark.parametrize(
     ("M", "sizes"),

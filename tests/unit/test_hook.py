@@ -21,8 +21,6 @@ from policy.mesh.axes import AXES
 from policy.mesh.sharding import layout
 from policy.model import Graph, Model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 N, T, P, M, NUMBER = 16, 14, 4, 5, 24
 STREAMS = {"duet": {"hyper_connections": {"streams": 2, "reduce": "head"}}}
 # Keys and values, windows between norms, latents with experts, keys of an indexer, several streams.

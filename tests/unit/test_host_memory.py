@@ -22,8 +22,6 @@ from policy.ops import host_memory
 from rl.run.checkpoint import Checkpoints
 from rollout import Generator, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SIZES = learners.SIZES | {"num_hidden_layers": 2}
 EXPERTS = SIZES | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 OFFLOAD = {"optimizer": {"host_memory": True}, "critic": {"host_memory": True}}

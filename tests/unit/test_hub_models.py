@@ -36,8 +36,6 @@ from rl.training.reward_model import RewardModelScorer
 from rl.views.viewer.tokens import TokenTexts
 from rollout.text.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 OLD, NEW = "1" * 40, "2" * 40
 SIZES = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}

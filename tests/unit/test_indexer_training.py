@@ -25,8 +25,6 @@ from rl.config.run import RunConfig
 from rl.run.checks import problems
 from rollout import Generator, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ROUTER = {"bias_rate": 0.1, "balance_coef": 0.3}
 DECAY = {"weight_decay": 0.5}
 

@@ -18,8 +18,6 @@ from policy.model import Graph
 from policy.modes import make_step
 from rl.training.diagnostics import PARTS, not_finite, part
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 RECORD = ("hidden", "mixed", "activations")
 
 

@@ -12,8 +12,6 @@ from policy import families
 from policy.cache import cache
 from policy.huggingface import sources
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # One dense layer: no router whose choice could fall otherwise.
 ONE = {"num_hidden_layers": 1, "first_k_dense_replace": 1}
 FULL_QUERY = {"q_lora_rank": None, "topk_method": "greedy", "n_group": None, "topk_group": None}

@@ -10,8 +10,6 @@ import pytest
 
 from policy.recurrent import linear_rule as rule
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 B, K, G, D, V = 2, 2, 3, 12, 10
 
 

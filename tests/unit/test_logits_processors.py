@@ -18,8 +18,6 @@ from rollout.logits_processors import LogitsProcessors, Sizes
 from rollout.request import Request
 from rollout.text.tokenizer import bad_word_tokens, byte_level, characters, first_stop
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 V, LENGTH = 23, 20
 ALPHABET = "".join(chr(0x4E00 + i) for i in range(VOCAB - 8 - 26)) + "abcdefghijklmnopqrstuvwxyz"
 OPTIONS = GeneratorOptions(tokens_per_dispatch=4, batch_sizes=[])

@@ -9,7 +9,6 @@ from rl.run.health.probe import inspect_probe
 from rl.run.load import load
 from rl.run.prepare import prepare
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 FOLDER = Path(__file__).parents[1] / "end_to_end"
 CONFIG, ROWS = FOLDER / "mixed.yml", FOLDER / "mixed_rows.py"
 GRPO = '{"algorithm": "grpo", "steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "sampling": {"max_new_tokens": 6}}'

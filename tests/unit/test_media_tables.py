@@ -18,8 +18,6 @@ from rl.training.media.tables import MediaTables, table_rows
 from rollout import Generator, MediaPrompt, SamplingParams
 from rollout.media.item import Extent
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def logprobs_of(model, documents, table) -> np.ndarray:
     """Log-probabilities of documents, one a row, through a table."""

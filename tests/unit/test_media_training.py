@@ -22,8 +22,6 @@ from rl.training.reward_model import RewardModelScorer
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.media.expand import Expanded
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SHAPES = {kind: [(4, 6), (2, 2)] for kind in ("Qwen3VL", "Qwen3VLMoe", "Qwen2_5_VL")} | {"Gemma3": [(6, 6), (6, 6)]}
 CLOSE = 2e-5
 

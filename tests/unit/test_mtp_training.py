@@ -14,8 +14,6 @@ from policy.modes import make_step
 from rl.training import updater
 from rl.training.auxiliary_losses import auxiliary_loss, totals
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 DEPTH = 2
 
 

@@ -27,7 +27,6 @@ from policy.modes import make_step
 from rollout.text.classes import token_classes
 from rollout.text.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 SECTION = {
     "layers": [1],
     "vocab_bases": [50, 70],

@@ -19,8 +19,6 @@ from policy import modes
 from rl.training.batch import segmented_batch
 from rl.training.packing.packing import MAX_ROW_COUNTS, plan_packing, row_counts
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "constant", "prompt")
 RATIOS = ("token", "sequence", "sequence_token")
 ANSWERS = [

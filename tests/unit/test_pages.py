@@ -22,8 +22,6 @@ from policy.cache.sliding_window import WindowEntries, WithSlidingWindows
 from policy.cache.step import Step
 from policy.mesh.sharding import Layout
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 T, SHARED, SLOTS, LENGTH_OF_C = 19, 8, 5, 11
 ENGRAM = {"engram": {"layers": [1], "vocab_bases": [50, 60], "heads": 2, "head_dim": 4}}
 MODELS = tiny.GENERATED | {

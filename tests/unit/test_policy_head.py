@@ -18,8 +18,6 @@ from policy.heads import head
 from policy.mesh.sharding import layout
 from policy.modes import make_step
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 M, E, V = 13, 6, 11
 
 

@@ -398,7 +398,6 @@ MODULES = {"multi_token_prediction": {"depth": 2}}
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
 def test_modules_that_a_directory_knows_nothing_of_start_fresh_and_are_saved(tmp_path):
     policy.save(random_model(families.read(configuration("Llama"))), tmp_path / "in")
     plain, model = policy.load(tmp_path / "in"), policy.load(tmp_path / "in", sections=MODULES, seed=3)
@@ -439,7 +438,6 @@ def test_modules_that_are_announced_and_not_there_are_missing(directory, key):
     assert policy.load(directory, sections=MODULES).newly_initialized
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_a_part_of_a_module_is_no_module(directory):
     edit_weights(directory, lambda state: state.update({"model.layers.4.enorm.weight": np.ones(32, np.float32)}))
     with pytest.raises(ModelFileError, match=r"missing tensor model\.layers\.3\."):
@@ -448,7 +446,6 @@ def test_a_part_of_a_module_is_no_module(directory):
         policy.load(directory, sections=MODULES, missing="fresh")
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("held", [0, 1])
 def test_missing_modules_start_fresh_where_the_caller_says_so(tmp_path, held):
     """In addition to those that the files hold, and where config.json announces one that they lack."""

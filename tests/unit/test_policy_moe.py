@@ -15,8 +15,6 @@ from policy.experts.experts import AXES
 from policy.experts.router import bias_update, routing_statistics
 from policy.ops import quantization
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 N, k, G, E, F = 11, 2, 5, 6, 7
 CHOICES = {
     "mixed": np.random.default_rng(0).permuted(np.tile(np.arange(G), (N, 1)), axis=1)[:, :k],

@@ -15,8 +15,6 @@ from policy.experts.grouped import plan, product
 from policy.ops import quantization
 from policy.ops.linear import linear, ragged_linear
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PRODUCTS = [
     ("bte,ehd->bhtd", (2, 3, 24), (24, 2, 5)),
     ("bhtd,hde->bte", (2, 3, 4, 5), (3, 5, 7)),

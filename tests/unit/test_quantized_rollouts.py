@@ -20,7 +20,6 @@ from policy.model import Graph
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.engine.weights import RolloutWeights
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 LARGEST = {"int8": 127.0, "int4": 7.5, "fp8": 448.0}
 # Half a step of the integers; e4m3 has 3 bits after the point.
 STEP = {"int8": 0.5 / 127.5, "int4": 0.5 / 7.5, "fp8": 2**-4}

@@ -14,8 +14,6 @@ from policy.config import Runtime
 from policy.model import Graph
 from policy.ops.quantization import RULES
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def logp_gradients(model, **runtime):
     """(log-probabilities, Aux, gradients by path) of a packed batch with padding."""

@@ -19,8 +19,6 @@ from policy.model import Graph
 from policy.modes import make_step
 from policy.ops.dropout import Dropout, row_seeds
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 QKV = {"query_proj", "key_proj", "value_proj"}
 MINIMAL = QKV | {"mla_q", "mla_kv", "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo"}
 # Policy -> (kept in device memory, kept in host memory).

@@ -29,7 +29,6 @@ from rl.training.packing.packing import plan_packing
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.collect import Rollouts
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 SLOW = pytest.mark.slow
 
 SHARED = [7, 8, 9] * 12

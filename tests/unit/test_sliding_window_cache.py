@@ -13,8 +13,6 @@ from policy.cache.layer_cache import LayerCache, extend
 from policy.cache.sliding_window import WindowEntries, WithSlidingWindows
 from policy.cache.step import Step
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 WINDOWED = ("gemma3", "qwen3-window", "gpt_oss", "llama4", "deepseek_v4")
 WINDOW, C = 4, 9  # room for calls of up to 3 tokens, and 2 that are taken back
 MODELS = tiny.GENERATED | {"llama4": ("Llama4", KINDS["Llama4"].standard | KINDS["Llama4"].short)}

@@ -30,8 +30,6 @@ from rl.run import build
 from rl.training.host_memory import copied
 from rollout import Generator, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CLIPPED = {"clip_norm": 0.1, "weight_decay": 0.1}
 QUICK = {"remat": "none", "scan": False}
 

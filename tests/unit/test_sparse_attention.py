@@ -21,8 +21,6 @@ from policy.cache.step import Step
 from policy.config import Indexer, Rope, Runtime
 from policy.ops.rope import rotation
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # Many index heads: where all relu terms are 0 the scores tie.
 ONE = {"num_hidden_layers": 1, "first_k_dense_replace": 1, "index_n_heads": 32}
 

@@ -10,7 +10,6 @@ from policy.ops import stacked_kernel
 from policy.ops.stacked import StackedWeight, in_place, unstacked
 from rl.plan.hlo import HloProgram
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 R, G, E, F = 3, 4, 256, 384
 
 

@@ -18,7 +18,6 @@ from policy.model import Graph
 from policy.modes import make_step
 from policy.ops.dropout import Dropout, row_seeds
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 # Norms on one side and on both, a parallel block, layer norms with biases, no residual at all, hybrids, experts; and
 # the options.
 KINDS = {

@@ -27,8 +27,6 @@ from rl.training.optimizer import schedule, stored_as
 from rl.training.updater import updates_made
 from rollout import Generator, GeneratorOptions, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture
 def compilations():

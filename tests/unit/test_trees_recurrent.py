@@ -32,8 +32,6 @@ from policy.recurrent.delta_rule import CHUNK
 from rl.training.packing.packing import plan_packing
 from rl.training.packing.trees import Sharing, plan_trees
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 class Forest(NamedTuple):
     """Trees in rows. row, place: int[S, T], where each token of each sequence stands, -1 behind its end. first:

@@ -12,8 +12,6 @@ from policy.fields.config_fields import UnsupportedModel
 from policy.towers.blocks import within
 from policy.towers.window_vision import window_attention
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.mark.parametrize(
     ("windows", "length", "size"),
