@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Reads which room imports which, and draws it: `python .ci/rooms.py` writes the diagrams of docs/architecture.md.
+"""Reads which room imports which, and draws it: `python .ci/rooms.py` writes the diagrams of
+docs/architecture.md.
 
-A room is a folder of a package, or a file that lies directly in the package. ORDER holds the rooms of each package from
-the lowest to the highest: a room imports only rooms before it. tests/unit/test_imports.py fails on any other import, lazy
-imports and imports under TYPE_CHECKING included.
+A room is a folder of a package, or a file that lies directly in the package. ORDER holds the rooms
+of each package from the lowest to the highest: a room imports only rooms before it.
+tests/unit/test_imports.py fails on any other import, lazy imports and imports under TYPE_CHECKING
+included.
 """
 
 from __future__ import annotations
@@ -17,7 +19,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = {
     "policy": [
-        *("options", "mesh", "runtime", "specs", "media", "config", "intermediates", "ops", "cache", "attention"),
+        *(
+            "options",
+            "mesh",
+            "runtime",
+            "specs",
+            "media",
+            "config",
+            "intermediates",
+            "ops",
+            "cache",
+            "attention",
+        ),
         *(
             "experts",
             "recurrent",
@@ -32,10 +45,40 @@ ORDER = {
         ),
         *("model", "execution", "hook", "fields", "families", "huggingface", "public"),
     ],
-    "rewards": ["suggest", "text", "answers", "files", "registry", "plugins", "workers", "runner", "check"],
-    "rollout": ["types", "request", "logits_processors", "text", "media", "engine", "generator", "collect"],
+    "rewards": [
+        "suggest",
+        "text",
+        "answers",
+        "files",
+        "registry",
+        "plugins",
+        "workers",
+        "runner",
+        "check",
+    ],
+    "rollout": [
+        "types",
+        "request",
+        "logits_processors",
+        "text",
+        "media",
+        "engine",
+        "generator",
+        "collect",
+    ],
     "rl": [
-        *("errors", "cluster", "algorithms", "tasks", "config", "data", "accounting", "records", "training", "stages"),
+        *(
+            "errors",
+            "cluster",
+            "algorithms",
+            "tasks",
+            "config",
+            "data",
+            "accounting",
+            "records",
+            "training",
+            "stages",
+        ),
         *("run", "plan", "views", "commands"),
     ],
 }
@@ -45,7 +88,10 @@ _START, _END = "<!-- rooms: {} -->", "<!-- end of rooms: {} -->"
 def modules() -> dict[str, Path]:
     """Maps the dotted name of every module to its file."""
     files = (file for package in ORDER for file in sorted((ROOT / package).rglob("*.py")))
-    return {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+    return {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in files
+    }
 
 
 def room(module: str) -> tuple[str, str]:
@@ -98,7 +144,13 @@ def circles() -> list[list[str]]:
         return seen
 
     after = {module: reached(module) for module in known.keys() - packages}
-    return sorted({tuple(sorted(m for m in after[one] if one in after[m])) for one in after if one in after[one]})
+    return sorted(
+        {
+            tuple(sorted(m for m in after[one] if one in after[m]))
+            for one in after
+            if one in after[one]
+        }
+    )
 
 
 def wrong_arrows() -> list[str]:
@@ -111,25 +163,38 @@ def wrong_arrows() -> list[str]:
             order = ORDER[package]
             if name in order and target in order and order.index(target) < order.index(name):
                 continue
-            if package == "rewards" and name not in order:  # a reward: a file that the registry finds
+            if (
+                package == "rewards" and name not in order
+            ):  # a reward: a file that the registry finds
                 continue
-            wrong.append(f"{package}/{name} imports {other}/{target}: {', '.join(sorted(importers))}")
+            wrong.append(
+                f"{package}/{name} imports {other}/{target}: {', '.join(sorted(importers))}"
+            )
     return sorted(wrong)
 
 
 def diagram(package: str) -> str:
-    """Draws the rooms of a package as Mermaid: an arrow to each imported room that no other imported room reaches."""
+    """Draws the rooms of a package as Mermaid: an arrow to each imported room that no other
+    imported room reaches."""
     direct = {name: set() for name in ORDER[package]}
     for (home, name), targets in arrows().items():
         if home == package and name in direct:
-            direct[name] |= {target for other, target in targets if other == package and target in direct}
+            direct[name] |= {
+                target for other, target in targets if other == package and target in direct
+            }
     reach: dict[str, set[str]] = {}
     for name in ORDER[package]:
-        reach[name] = direct[name] | {deep for target in direct[name] for deep in reach.get(target, ())}
+        reach[name] = direct[name] | {
+            deep for target in direct[name] for deep in reach.get(target, ())
+        }
     lines = ["```mermaid", "flowchart TD"]
     for name in reversed(ORDER[package]):
         implied = {deep for target in direct[name] for deep in reach[target]}
-        lines += [f"  {name} --> {target}" for target in ORDER[package] if target in direct[name] - implied]
+        lines += [
+            f"  {name} --> {target}"
+            for target in ORDER[package]
+            if target in direct[name] - implied
+        ]
     return "\n".join([*lines, "```"])
 
 

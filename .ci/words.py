@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Lists words that have a standard term, and fails if there are any: `python .ci/words.py`.
 
-WORDS are refused everywhere: in code, configurations, messages and documents. NAMES are ordinary English words that are
-refused only as the name of a class or a function. EXCEPT lists what a file may contain nevertheless.
+WORDS are refused everywhere: in code, configurations, messages and documents. NAMES are ordinary
+English words that are refused only as the name of a class or a function. EXCEPT lists what a file
+may contain nevertheless.
 """
 
 import re
@@ -80,11 +81,14 @@ CHECKED = (".py", ".md", ".yml", ".toml", ".sh")
 # This list, and what third parties wrote or what is data and not prose.
 LEFT_OUT = (".ci/words.py", "CHANGELOG.md", "configs/data/")
 # Words that a file must contain: it tests that keys of earlier versions are refused.
-EXCEPT: dict[str, set[str]] = {"tests/unit/test_config.py": {"if_given", "internal_metrics", "learnt", "rings"}}
+EXCEPT: dict[str, set[str]] = {
+    "tests/unit/test_config.py": {"if_given", "internal_metrics", "learnt", "rings"}
+}
 
 
 def problems(path: str, text: str) -> list[str]:
-    """Lists the refused words and names of `text`, the content of the file `path`, each with file and line."""
+    """Lists the refused words and names of `text`, the content of the file `path`, each with file
+    and line."""
     lines: list[str] = []
     refused = WORDS.keys() - EXCEPT.get(path, set())
     for number, line in enumerate(text.splitlines(), 1):
@@ -99,7 +103,9 @@ def problems(path: str, text: str) -> list[str]:
 
 def main() -> int:
     """Checks every tracked file. Returns the exit code: 1 if a word was refused."""
-    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
+    tracked = subprocess.run(
+        ["git", "ls-files"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     lines: list[str] = []
     for path in tracked:
         if path.endswith(CHECKED) and not path.startswith(LEFT_OUT) and Path(path).exists():

@@ -1,10 +1,11 @@
-"""Renders conversations with the chat templates that TRL ships, and prints a table of the rows that SFT makes of them.
+"""Renders conversations with the chat templates that TRL ships, and prints a table of the rows that
+SFT makes of them.
 
     python benchmarks/chat_templates.py
 
-For each template: the rows of a conversation with three answers, and of one with two answers that have reasoning in
-`<think>`. `refused` where the template refuses the conversation, `WRONG` where a row learns anything but its answers
-(with their reasoning and the end of the turn).
+For each template: the rows of a conversation with three answers, and of one with two answers that
+have reasoning in `<think>`. `refused` where the template refuses the conversation, `WRONG` where a
+row learns anything but its answers (with their reasoning and the end of the turn).
 """
 
 import importlib.resources
@@ -14,7 +15,9 @@ from rollout.text import chat
 from rollout.text.tokenizer import load_tokenizer
 
 
-def conversation(answers: int, reasoning: bool = False, system: bool = False) -> list[dict[str, str]]:
+def conversation(
+    answers: int, reasoning: bool = False, system: bool = False
+) -> list[dict[str, str]]:
     """Returns a conversation with this many questions and answers."""
     messages = [{"role": "system", "content": "SYSTEM"}] if system else []
     for number in range(1, answers + 1):
@@ -25,7 +28,8 @@ def conversation(answers: int, reasoning: bool = False, system: bool = False) ->
 
 
 def templates() -> Iterator[tuple[str, str]]:
-    """Yields the name and the text of each published template that TRL ships, without TRL's own variants."""
+    """Yields the name and the text of each published template that TRL ships, without TRL's own
+    variants."""
     folder = importlib.resources.files("trl") / "chat_templates"
     for file in sorted(folder.iterdir(), key=lambda file: file.name):
         if file.name.endswith(".jinja") and not file.name.endswith("_training.jinja"):
@@ -41,12 +45,20 @@ def learned(template: str, messages: list[dict[str, str]]) -> list[list[str]]:
 
 
 def wrong(rows: list[list[str]], answers: int) -> list[str]:
-    """Returns the learned texts that are not one answer with what belongs to it, and answers that are not learned
-    once."""
+    """Returns the learned texts that are not one answer with what belongs to it, and answers that
+    are not learned once."""
     texts = [text for row in rows for text in row]
-    strange = [text for text in texts if "QUESTION" in text or "SYSTEM" in text or text.count("ANSWER") != 1]
-    counts = {number: sum(f"ANSWER{number}" in text for text in texts) for number in range(1, answers + 1)}
-    return strange + [f"answer {number}: {count} times" for number, count in counts.items() if count != 1]
+    strange = [
+        text
+        for text in texts
+        if "QUESTION" in text or "SYSTEM" in text or text.count("ANSWER") != 1
+    ]
+    counts = {
+        number: sum(f"ANSWER{number}" in text for text in texts) for number in range(1, answers + 1)
+    }
+    return strange + [
+        f"answer {number}: {count} times" for number, count in counts.items() if count != 1
+    ]
 
 
 def verdict(template: str, messages: list[dict[str, str]]) -> str:

@@ -1,8 +1,8 @@
-"""Compares a student of a teacher (configs/distill_quickstart.yml) with SFT on the same demonstrations: the same model,
-seeds, rows, steps and optimizer; only the targets differ.
+"""Compares a student of a teacher (configs/distill_quickstart.yml) with SFT on the same
+demonstrations: the same model, seeds, rows, steps and optimizer; only the targets differ.
 
-Trains the teacher of configs/distill_teacher.yml first, unless its run is there. Prints the held-out accuracy of each
-seed by the step, and the mean of the seeds. Two runs never run at once.
+Trains the teacher of configs/distill_teacher.yml first, unless its run is there. Prints the
+held-out accuracy of each seed by the step, and the mean of the seeds. Two runs never run at once.
 
     python benchmarks/distill.py                       # three seeds
     python benchmarks/distill.py --seeds 0 --steps 200
@@ -22,17 +22,24 @@ from typing import Any
 import yaml
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-TEACHER, STUDENT = CONFIGS / "distill_teacher.yml", CONFIGS / "distill_quickstart.yml"
+TEACHER = CONFIGS / "distill_teacher.yml"
+STUDENT = CONFIGS / "distill_quickstart.yml"
 ACCURACY = "eval/greedy_accuracy"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--targets", choices=("distill", "sft"), nargs="+", default=["distill", "sft"])
+    parser.add_argument(
+        "--targets", choices=("distill", "sft"), nargs="+", default=["distill", "sft"]
+    )
     parser.add_argument("--steps", type=int, help="of the student (as in the configuration)")
-    parser.add_argument("--folder", type=Path, default=Path("runs/distill_benchmark"), help="of the runs")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/distill_benchmark"), help="of the runs"
+    )
     options = parser.parse_args(argv)
     teacher = yaml.safe_load(STUDENT.read_text())["teacher"]["source"]
     if not (Path(teacher) / "export").is_dir():
@@ -80,7 +87,11 @@ def show(curves: dict[str, list[dict[int, float]]], seeds: Sequence[int]) -> Non
     print("|---" * (len(steps) + 1) + "|")
     for name, each in curves.items():
         for seed, one in zip(seeds, each, strict=True):
-            print(f"| {name}, seed {seed} | " + " | ".join(f"{one[step]:.3f}" for step in steps) + " |")
+            print(
+                f"| {name}, seed {seed} | "
+                + " | ".join(f"{one[step]:.3f}" for step in steps)
+                + " |"
+            )
         means = [statistics.mean(one[step] for one in each) for step in steps]
         print(f"| {name}, mean | " + " | ".join(f"{mean:.3f}" for mean in means) + " |")
 

@@ -1,9 +1,9 @@
-"""Measures the cost of `exact: true`: tokens per second of exact and of plain generation with the same prompts and
-weights.
+"""Measures the cost of `exact: true`: tokens per second of exact and of plain generation with the
+same prompts and weights.
 
-Both take prompts of 32 tokens and write the same number of tokens, sampled at temperature 1; nothing ends a completion
-early. The note says how many of the decoder's tokens were replaced, over all turns, and how many tokens the scoring
-programs computed per written token.
+Both take prompts of 32 tokens and write the same number of tokens, sampled at temperature 1;
+nothing ends a completion early. The note says how many of the decoder's tokens were replaced, over
+all turns, and how many tokens the scoring programs computed per written token.
 
     python benchmarks/exact.py [--models 1m 25m] [--repeats 3] [--batches 1 8 64] [--new-tokens 128]
 """
@@ -41,14 +41,25 @@ def measure(name: str, batch: int, new: int, repeats: int) -> Row:
     from rollout import Generator, GeneratorOptions, SamplingParams
 
     model = create(families.read(MODELS[name]))
-    prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, PROMPT_TOKENS)).tolist()
-    params, length = SamplingParams(max_new_tokens=new), PROMPT_TOKENS + new
-    exact, plain = (
-        Generator(model, max_length=length, slots=batch, options=GeneratorOptions(exact=on)) for on in (True, False)
+    prompts = (
+        np.random.default_rng(0)
+        .integers(0, model.config.vocab_size, (batch, PROMPT_TOKENS))
+        .tolist()
     )
-    seconds = in_turns(lambda: exact.generate(prompts, params), lambda: plain.generate(prompts, params), repeats)
-    counts, share = exact.counts, exact.counts["scored"] / exact.counts["checked"]
-    note = f"{counts['replaced']} of {counts['checked']} tokens replaced, {share:.1f} scored for each"
+    params = SamplingParams(max_new_tokens=new)
+    length = PROMPT_TOKENS + new
+    exact, plain = (
+        Generator(model, max_length=length, slots=batch, options=GeneratorOptions(exact=on))
+        for on in (True, False)
+    )
+    seconds = in_turns(
+        lambda: exact.generate(prompts, params), lambda: plain.generate(prompts, params), repeats
+    )
+    counts = exact.counts
+    share = exact.counts["scored"] / exact.counts["checked"]
+    note = (
+        f"{counts['replaced']} of {counts['checked']} tokens replaced, {share:.1f} scored for each"
+    )
     return Row(f"{name} batch {batch}", "plain", batch * new, *seconds, note=note)
 
 

@@ -1,19 +1,21 @@
-"""Measures tokens per second of generation against `transformers.generate` and a plain JAX loop on the same weights.
+"""Measures tokens per second of generation against `transformers.generate` and a plain JAX loop on
+the same weights.
 
-All take the same prompts of 32 tokens, one call for the full batch, and write the same number of tokens greedily in
-float32; nothing ends a completion early. Duet has one slot for each prompt and also returns the log-probability of
-every token. transformers runs with its defaults: eager, its dynamic cache, torch's own choice of threads. The plain
-loop is one jitted program (benchmarks/plain_loop.py). Prefill counts for all, compilation (the first calls) does not.
-`same` is the share of tokens on which Duet and the peer agree: less than all where two logits are closer than float32
-rounding.
+All take the same prompts of 32 tokens, one call for the full batch, and write the same number of
+tokens greedily in float32; nothing ends a completion early. Duet has one slot for each prompt and
+also returns the log-probability of every token. transformers runs with its defaults: eager, its
+dynamic cache, torch's own choice of threads. The plain loop is one jitted program
+(benchmarks/plain_loop.py). Prefill counts for all, compilation (the first calls) does not. `same`
+is the share of tokens on which Duet and the peer agree: less than all where two logits are closer
+than float32 rounding.
 
-The bound of a decoding step, measured in the same run, is the longer of two times: to read the weights and the live
-part of the cache once, at the rate of torch's matrix-vector product over as many bytes as the weights have (those of 1m
-stay in the processor's caches), and to multiply, 2 operations for each weight and row at the rate of its largest
-product.
+The bound of a decoding step, measured in the same run, is the longer of two times: to read the
+weights and the live part of the cache once, at the rate of torch's matrix-vector product over as
+many bytes as the weights have (those of 1m stay in the processor's caches), and to multiply, 2
+operations for each weight and row at the rate of its largest product.
 
-    python benchmarks/generate.py [--models 1m 25m] [--repeats 3] [--torch-threads 1] [--batches 1 8 64] [--new-tokens
-    128]
+    python benchmarks/generate.py [--models 1m 25m] [--repeats 3] [--torch-threads 1] [--batches 1 8
+    64] [--new-tokens 128]
         [--tokens-per-dispatch 128]
 """
 
@@ -59,18 +61,27 @@ def measure(name: str, models: tuple, batch: int, options) -> list[Row]:
     choices = GeneratorOptions(tokens_per_dispatch=options.tokens_per_dispatch)
     generator = Generator(ours, max_length=PROMPT_TOKENS + new, slots=batch, options=choices)
     params = SamplingParams(max_new_tokens=new, temperature=0)
-    given = {"input_ids": torch.from_numpy(prompts), "attention_mask": torch.ones(prompts.shape, dtype=torch.long)}
+    given = {
+        "input_ids": torch.from_numpy(prompts),
+        "attention_mask": torch.ones(prompts.shape, dtype=torch.long),
+    }
     loop = PlainLoop(ours, MODELS[name], new)
 
     def duet() -> np.ndarray:
-        return np.asarray([group[0].tokens for group in generator.generate(prompts.tolist(), params)])
+        return np.asarray(
+            [group[0].tokens for group in generator.generate(prompts.tolist(), params)]
+        )
 
     def transformers() -> np.ndarray:
         with torch.inference_mode():
             made = theirs.generate(**given, do_sample=False, min_new_tokens=new, max_new_tokens=new)
         return made[:, PROMPT_TOKENS:].numpy()
 
-    programs = {"duet": duet, "transformers": transformers, "plain loop": lambda: loop.generate(prompts)}
+    programs = {
+        "duet": duet,
+        "transformers": transformers,
+        "plain loop": lambda: loop.generate(prompts),
+    }
     made = {peer: program() for peer, program in programs.items()}
     seconds = {peer: [] for peer in programs}
     bounds = []
@@ -95,13 +106,14 @@ def measure(name: str, models: tuple, batch: int, options) -> list[Row]:
 
 
 def bound(spec: dict, weights: int, batch: int, live: float) -> float:
-    """Tokens per second that no program on this machine exceeds, with `live` tokens of each row in the cache. The
-    embedding is not read but for one row a token."""
+    """Tokens per second that no program on this machine exceeds, with `live` tokens of each row in
+    the cache. The embedding is not read but for one row a token."""
     import torch
 
     read = weights - spec["vocab_size"] * spec["hidden_size"]
     entry = 2 * spec["num_hidden_layers"] * spec["num_key_value_heads"] * spec["head_dim"]
-    matrix, vector = torch.randn(read // 1024, 1024), torch.randn(1024)
+    matrix = torch.randn(read // 1024, 1024)
+    vector = torch.randn(1024)
     square = torch.randn(1024, 1024)
     bandwidth = 4 * matrix.numel() / min(_seconds(lambda: matrix @ vector) for _ in range(20))
     rate = 2 * 1024**3 / min(_seconds(lambda: square @ square) for _ in range(5))

@@ -1,29 +1,32 @@
-"""Measures the seconds of one GRPO step (sampling, reward and update) against TRL's GRPOTrainer, if `trl` is installed,
-and against a plain loop over transformers and torch.
+"""Measures the seconds of one GRPO step (sampling, reward and update) against TRL's GRPOTrainer, if
+`trl` is installed, and against a plain loop over transformers and torch.
 
-All start from the same weights, take 8 prompts of 16 to 32 tokens, sample 8 completions of at most 64 tokens for each
-at temperature 1, score them with `letters` of letters.py, take advantages within the groups, and make one strictly
-on-policy update in float32: token aggregation, no KL term, gradients clipped at norm 1, AdamW, nothing recomputed.
+All start from the same weights, take 8 prompts of 16 to 32 tokens, sample 8 completions of at most
+64 tokens for each at temperature 1, score them with `letters` of letters.py, take advantages within
+the groups, and make one strictly on-policy update in float32: token aggregation, no KL term,
+gradients clipped at norm 1, AdamW, nothing recomputed.
 
-Lengths are random: one token in 40 of the vocabulary ends a completion, the same ids for all. Of weights as random as
-these each token is as likely as any other, so completions have a mean of 32 tokens whoever samples them; the means that
-came out are printed.
+Lengths are random: one token in 40 of the vocabulary ends a completion, the same ids for all. Of
+weights as random as these each token is as likely as any other, so completions have a mean of 32
+tokens whoever samples them; the means that came out are printed.
 
-- Duet calls the parts of `rl/run/loop.py`: generator, reward workers, batch, `Trainer.update`, with the layers unrolled
-  (`benchmarks/train.py` says more).
-- TRL: `GRPOTrainer.train`, one step of it a turn, from the beginning of the step to its end. It decodes with
-  transformers.
-- The plain loop: `generate`, the reward called in the process, one forward and backward pass of the 64 rows, one AdamW
-  step. It is the least that a program over transformers has to do.
+- Duet calls the parts of `rl/run/loop.py`: generator, reward workers, batch, `Trainer.update`, with
+  the layers unrolled (`benchmarks/train.py` says more).
+- TRL: `GRPOTrainer.train`, one step of it a turn, from the beginning of the step to its end. It
+  decodes with transformers.
+- The plain loop: `generate`, the reward called in the process, one forward and backward pass of the
+  64 rows, one AdamW step. It is the least that a program over transformers has to do.
 
-Each runs in a process of its own, whose peak memory is printed, and takes a step when it is its turn. Compilation does
-not count: the first two steps of each are left out, and whatever Duet compiles later is in its seconds.
+Each runs in a process of its own, whose peak memory is printed, and takes a step when it is its
+turn. Compilation does not count: the first two steps of each are left out, and whatever Duet
+compiles later is in its seconds.
 
-The floor of the update is its arithmetic: 6 operations for each weight but the embedding's and each token that is not
-padding, at the rate of a product of two matrices of 2048 x 2048 in the same run. The share of it that Duet's update
-reaches is printed.
+The floor of the update is its arithmetic: 6 operations for each weight but the embedding's and each
+token that is not padding, at the rate of a product of two matrices of 2048 x 2048 in the same run.
+The share of it that Duet's update reaches is printed.
 
-    python benchmarks/grpo.py [--models 1m 25m] [--repeats 5] [--peers trl plain] [--torch-threads 1]
+    python benchmarks/grpo.py [--models 1m 25m] [--repeats 5] [--peers trl plain] [--torch-threads
+    1]
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ from letters import letters
 from models import MODELS, pair
 from side_by_side import Row, arguments, parse, table, trl_settings
 
-PROMPTS, SAMPLES, NEW_TOKENS = 8, 8, 64
+PROMPTS = 8
+SAMPLES = 8
+NEW_TOKENS = 64
 RATE = 1e-5
 WARM = 2
 NAMES = {"trl": "TRL", "plain": "plain loop"}
@@ -80,7 +85,9 @@ def measure(name: str, peer: str, options) -> Row:
             pairs = [(ours(), other()) for _ in range(turns)][WARM:]
         mine, others = zip(*pairs, strict=True)
         show(name, peer, mine, others)
-    return Row(name, NAMES[peer], 1, tuple(s["step"] for s in mine), tuple(s["step"] for s in others))
+    return Row(
+        name, NAMES[peer], 1, tuple(s["step"] for s in mine), tuple(s["step"] for s in others)
+    )
 
 
 def show(name: str, peer: str, mine: Sequence[dict], others: Sequence[dict]) -> None:
@@ -91,14 +98,17 @@ def show(name: str, peer: str, mine: Sequence[dict], others: Sequence[dict]) -> 
     share = statistics.median(step["operations"] / step["rate"] / step["update"] for step in mine)
     print(
         f"{name}: generation {median('generation'):.3f} s, update {update:.3f} s, the rest "
-        f"{median('step') - median('generation') - update:.3f} s; the update reaches {share:.0%} of the "
+        f"{median('step') - median('generation') - update:.3f} s; the update reaches {share:.0%} "
+        "of the "
         "matrix-product bound "
-        f"({median('rate') / 1e9:.0f} GFLOP/s) on real tokens, {median('packed'):.0%} of those computed"
+        f"({median('rate') / 1e9:.0f} GFLOP/s) on real tokens, {median('packed'):.0%} of those "
+        "computed"
     )
     lengths = [statistics.mean(step["length"] for step in steps) for steps in (mine, others)]
     memory = [max(step["memory"] for step in steps) / 2**20 for steps in (mine, others)]
     print(
-        f"  mean lengths {lengths[0]:.1f} and {lengths[1]:.1f} ({NAMES[peer]}); peak {memory[0]:,.0f} and "
+        f"  mean lengths {lengths[0]:.1f} and {lengths[1]:.1f} ({NAMES[peer]}); peak "
+        f"{memory[0]:,.0f} and "
         f"{memory[1]:,.0f} MiB"
     )
 
@@ -131,7 +141,9 @@ def serve(role: str, directory: str, turns: int, threads: int | None, pipe) -> N
 
         torch.set_num_threads(threads)
     with suppress(EOFError, BrokenPipeError):  # the others have failed
-        {"duet": duet_steps, "plain": plain_steps, "trl": trl_steps}[role](directory, turns, Turns(pipe))
+        {"duet": duet_steps, "plain": plain_steps, "trl": trl_steps}[role](
+            directory, turns, Turns(pipe)
+        )
 
 
 class Turns:
@@ -145,8 +157,10 @@ class Turns:
         self._began = time.perf_counter()
 
     def done(self, more: dict) -> None:
-        """Reports the end of a step. more: more numbers, and `step` if it took less time than since `wait`."""
-        seconds, memory = time.perf_counter() - self._began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        """Reports the end of a step. more: more numbers, and `step` if it took less time than since
+        `wait`."""
+        seconds = time.perf_counter() - self._began
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self._pipe.send({"step": seconds, "memory": memory} | more)
 
 
@@ -184,16 +198,26 @@ class Duet:
         from rollout.text import chat
         from rollout.text.tokenizer import byte_level
 
-        self.model, tokenizer = policy.load(directory, runtime=Runtime(remat="none", scan=False)), byte_level()
+        self.model, tokenizer = (
+            policy.load(directory, runtime=Runtime(remat="none", scan=False)),
+            byte_level(),
+        )
         self.algorithm = rl.algorithms.get("grpo")
         self.trainer = Trainer(self.model.graph, grpo_stage(), self.algorithm)
-        self.state, self.drawn = self.trainer.start(self.model.params, seed=0), 0
-        self.problems = [Problem(Example(text), chat.render_prompt(tokenizer, text)) for text in TEXTS]
+        self.state = self.trainer.start(self.model.params, seed=0)
+        self.drawn = 0
+        self.problems = [
+            Problem(Example(text), chat.render_prompt(tokenizer, text)) for text in TEXTS
+        ]
         longest = max(len(problem.ids) for problem in self.problems)
         self.max_length = longest + NEW_TOKENS
-        packed = LargestGroup(SAMPLES, longest, NEW_TOKENS).packed_length(LONGEST_ON_CPU)  # as a run chooses it
+        packed = LargestGroup(SAMPLES, longest, NEW_TOKENS).packed_length(
+            LONGEST_ON_CPU
+        )  # as a run chooses it
         self.trainer.sharing = Sharing(Fraction(packed, self.max_length))
-        self.generator = Generator(self.model, max_length=self.max_length, slots=PROMPTS * SAMPLES, tokenizer=tokenizer)
+        self.generator = Generator(
+            self.model, max_length=self.max_length, slots=PROMPTS * SAMPLES, tokenizer=tokenizer
+        )
         stops = tuple(stop_ids(self.model.config.vocab_size))
         self.params = SamplingParams(n=SAMPLES, max_new_tokens=NEW_TOKENS, stop_token_ids=stops)
 
@@ -208,8 +232,12 @@ class Duet:
         ids = range(self.drawn, self.drawn + PROMPTS)
         samples = collect(Source(self.generator, runner), self.problems, self.params, ids)
         self.drawn += PROMPTS
-        advantages = self.algorithm.advantages(samples.scores.result().total.reshape(PROMPTS, SAMPLES))
-        batch = to_batch(samples, self.max_length).replace(advantages=advantages.reshape(-1).astype("float32"))
+        advantages = self.algorithm.advantages(
+            samples.scores.result().total.reshape(PROMPTS, SAMPLES)
+        )
+        batch = to_batch(samples, self.max_length).replace(
+            advantages=advantages.reshape(-1).astype("float32")
+        )
         before = time.perf_counter()
         self.state, metrics = self.trainer.update(self.state, batch)
         self.model.params = self.state.policy.params
@@ -246,7 +274,8 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
     """Takes the steps of Duet."""
     from rewards import Runner, RunnerOptions
 
-    duet, reward = Duet(directory), f"{Path(__file__).with_name('letters.py')}:letters"
+    duet = Duet(directory)
+    reward = f"{Path(__file__).with_name('letters.py')}:letters"
     with Runner(RunnerOptions(((reward, 1.0, {}),))) as runner:
         for _ in range(turns):
             told.wait()
@@ -260,9 +289,13 @@ def plain_steps(directory: str, turns: int, told: Turns) -> None:
 
     from rollout.text.tokenizer import byte_level
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), byte_level()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = byte_level()
     given = tokenizer(
-        [text for text in TEXTS for _ in range(SAMPLES)], return_tensors="pt", padding=True, padding_side="left"
+        [text for text in TEXTS for _ in range(SAMPLES)],
+        return_tensors="pt",
+        padding=True,
+        padding_side="left",
     )
     start = given["input_ids"].shape[1]
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
@@ -282,7 +315,9 @@ def plain_steps(directory: str, turns: int, told: Turns) -> None:
         rows = rows.clone()  # out of inference mode, so that a gradient can be taken
         written = rows[:, start:]
         ended = torch.isin(written, ends).int().cumsum(dim=1)
-        mask = (ended - torch.isin(written, ends).int() == 0).float()  # up to the first end, itself included
+        mask = (
+            ended - torch.isin(written, ends).int() == 0
+        ).float()  # up to the first end, itself included
         texts = tokenizer.batch_decode(
             [row[m > 0] for row, m in zip(written, mask, strict=True)], skip_special_tokens=True
         )
@@ -290,7 +325,9 @@ def plain_steps(directory: str, turns: int, told: Turns) -> None:
         centred = rewards - rewards.mean(dim=1, keepdim=True)
         advantages = (centred / (rewards.std(dim=1, keepdim=True) + 1e-4)).reshape(-1, 1)
         seen = torch.cat([given["attention_mask"], mask.long()], dim=1)
-        logits = model(rows, attention_mask=seen, use_cache=False, logits_to_keep=written.shape[1] + 1).logits[:, :-1]
+        logits = model(
+            rows, attention_mask=seen, use_cache=False, logits_to_keep=written.shape[1] + 1
+        ).logits[:, :-1]
         logp = torch.log_softmax(logits, dim=-1).gather(-1, written[..., None])[..., 0]
         loss = -((logp - logp.detach()).exp() * advantages * mask).sum() / mask.sum()
         optimizer.zero_grad()
@@ -313,7 +350,8 @@ def trl_steps(directory: str, turns: int, told: Turns) -> None:
 
     from rollout.text.tokenizer import byte_level
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), byte_level()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = byte_level()
     model.generation_config.eos_token_id = stop_ids(model.config.vocab_size)
     lengths: list[float] = []
 

@@ -1,21 +1,26 @@
 """Compares learning with TRL: held-out accuracy on sums by the number of samples, and the seconds.
 
-For each seed a decoder of a million random weights (`1m` of models.py) first learns by SFT to add two to eight numbers
-one after the other, `6+5+4=11+4=15`, until three in ten sums come out right: completions of 2 to 90 tokens, 16 on
-average, as long sums are rare. From these weights Duet (`rl-train`) and TRL's GRPOTrainer go on, on the same task, with
-the same reward, learning rate, optimizer and numbers of prompts and samples: 16 prompts of 4 samples a step, one
-strictly on-policy update, AdamW, a constant learning rate after ten steps, no KL term, gradients clipped at norm 1.
+For each seed a decoder of a million random weights (`1m` of models.py) first learns by SFT to add
+two to eight numbers one after the other, `6+5+4=11+4=15`, until three in ten sums come out right:
+completions of 2 to 90 tokens, 16 on average, as long sums are rare. From these weights Duet
+(`rl-train`) and TRL's GRPOTrainer go on, on the same task, with the same reward, learning rate,
+optimizer and numbers of prompts and samples: 16 prompts of 4 samples a step, one strictly on-policy
+update, AdamW, a constant learning rate after ten steps, no KL term, gradients clipped at norm 1.
 
-- Samples are counted as they are drawn: dynamic sampling (DAPO) draws more in a step, so it ends sooner. PPO's critic
-  first learns alone; those samples come on top and are printed.
-- Accuracy is greedy, on 768 sums that occur in no prompt, by one program for all: TRL's weights are read by Duet.
-- Seconds are those of the steps: sampling, reward, update, and what is compiled in them. Each also has its time for
-  starting, which is printed next to them; evaluations and snapshots count for neither. Two programs never run at once.
+- Samples are counted as they are drawn: dynamic sampling (DAPO) draws more in a step, so it ends
+  sooner. PPO's critic first learns alone; those samples come on top and are printed.
+- Accuracy is greedy, on 768 sums that occur in no prompt, by one program for all: TRL's weights are
+  read by Duet.
+- Seconds are those of the steps: sampling, reward, update, and what is compiled in them. Each also
+  has its time for starting, which is printed next to them; evaluations and snapshots count for
+  neither. Two programs never run at once.
 
     pip install -e '.[test]'
-    python benchmarks/learning.py --out benchmarks/learning.json           # measures, and stores the curves
-    python benchmarks/learning.py --show benchmarks/learning.json          # prints what is stored
-    python benchmarks/learning.py --show benchmarks/learning.json --svg docs/learning.svg      # and draws it
+    python benchmarks/learning.py --out benchmarks/learning.json           # measures, and stores
+    the curves python benchmarks/learning.py --show benchmarks/learning.json          # prints what
+    is stored
+    python benchmarks/learning.py --show benchmarks/learning.json --svg docs/learning.svg      # and
+    draws it
 """
 
 from __future__ import annotations
@@ -34,13 +39,23 @@ import yaml
 from models import MODELS
 from side_by_side import trl_settings  # before jax: the CPU
 
-PROMPTS, SAMPLES, NEW_TOKENS, MAX_LENGTH = 16, 4, 92, 118
+PROMPTS = 16
+SAMPLES = 4
+NEW_TOKENS = 92
+MAX_LENGTH = 118
 PROBLEMS = 768
 ALPHABET = "0123456789+="
 WARM_UP = 10  # steps in which PPO's critic learns alone
 TASK = {
     "task": "arithmetic",
-    "options": {"min_terms": 2, "terms": 8, "decay": 0.55, "max_operand": 50, "problems": 12000, "style": "steps"},
+    "options": {
+        "min_terms": 2,
+        "terms": 8,
+        "decay": 0.55,
+        "max_operand": 50,
+        "problems": 12000,
+        "style": "steps",
+    },
 }
 ANSWER = {"pattern": "=?([0-9]+)$"}  # options of the reward exact_answer: what stands last
 OPTIMIZER = {"learning_rate": 3e-5, "warmup_steps": 10}
@@ -56,17 +71,32 @@ MARKS = 6  # accuracies of a curve
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--methods", nargs="+", choices=[TRL, *ALGORITHMS], default=[TRL, *ALGORITHMS])
-    parser.add_argument("--shared-prefix", choices=("auto", "never"), default="auto", help="of Duet's stages")
-    parser.add_argument("--out", type=Path, help="file for the curves; what it holds already is kept")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="print the curves of a file, and measure nothing")
     parser.add_argument(
-        "--svg", type=Path, metavar="FILE", help="with --show: draw the curves by seconds into this file"
+        "--methods", nargs="+", choices=[TRL, *ALGORITHMS], default=[TRL, *ALGORITHMS]
     )
-    parser.add_argument("--trl-process", nargs=3, metavar=("DIRECTORY", "SEED", "STEPS"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--shared-prefix", choices=("auto", "never"), default="auto", help="of Duet's stages"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="file for the curves; what it holds already is kept"
+    )
+    parser.add_argument(
+        "--show", type=Path, metavar="FILE", help="print the curves of a file, and measure nothing"
+    )
+    parser.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="with --show: draw the curves by seconds into this file",
+    )
+    parser.add_argument(
+        "--trl-process", nargs=3, metavar=("DIRECTORY", "SEED", "STEPS"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args(argv)
     if options.trl_process:
         directory, seed, steps = options.trl_process
@@ -81,9 +111,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             start = first_weights(Path(scratch), seed)
             for method in options.methods:
-                measured = [each for each in measured if (each["method"], each["seed"]) != (method, seed)]
+                measured = [
+                    each for each in measured if (each["method"], each["seed"]) != (method, seed)
+                ]
                 run = Path(scratch), start, seed, options.steps
-                measured.append(trl(method, *run) if method == TRL else duet(method, *run, options.shared_prefix))
+                measured.append(
+                    trl(method, *run)
+                    if method == TRL
+                    else duet(method, *run, options.shared_prefix)
+                )
                 print(line(measured[-1]), flush=True)
                 if options.out:
                     options.out.write_text(json.dumps(measured, indent=1) + "\n")
@@ -113,11 +149,18 @@ def train(config: dict) -> tuple[list[dict], float]:
     file = directory.with_suffix(".yml")
     file.write_text(yaml.safe_dump(config))
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "rl.commands.cli", str(file)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "rl.commands.cli", str(file)], capture_output=True, text=True
+    )
     if done.returncode:
-        raise SystemExit(f"{file.name} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise SystemExit(
+            f"{file.name} ended with "
+            f"{done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
     seconds = time.perf_counter() - began
-    return [json.loads(text) for text in (directory / "events.jsonl").read_text().splitlines()], seconds
+    return [
+        json.loads(text) for text in (directory / "events.jsonl").read_text().splitlines()
+    ], seconds
 
 
 def first_weights(scratch: Path, seed: int) -> Path:
@@ -145,7 +188,9 @@ def first_weights(scratch: Path, seed: int) -> Path:
     return scratch / "sft" / "export"
 
 
-def duet(method: str, scratch: Path, start: Path, seed: int, steps: int, shared_prefix: str) -> dict:
+def duet(
+    method: str, scratch: Path, start: Path, seed: int, steps: int, shared_prefix: str
+) -> dict:
     """Runs Duet and returns its curve by the number of samples."""
     every = max(1, steps // MARKS)
     warm = ALGORITHMS[method].get("critic_warmup", 0)
@@ -163,10 +208,16 @@ def duet(method: str, scratch: Path, start: Path, seed: int, steps: int, shared_
     config = configuration(scratch / method, start, seed, stage)
     config["evaluation"]["every"] = every
     events, wall = train(config)
-    samples, spent, curve, evaluating, warming = 0, 0.0, [], 0.0, 0.0
+    samples = 0
+    spent = 0.0
+    curve = []
+    evaluating = 0.0
+    warming = 0.0
     for event in events:
         metrics = event["metrics"]
-        samples += round(metrics.get("dynamic/batches", 1.0) if event["step"] else 0) * PROMPTS * SAMPLES
+        samples += (
+            round(metrics.get("dynamic/batches", 1.0) if event["step"] else 0) * PROMPTS * SAMPLES
+        )
         spent += metrics.get("time/step", 0.0)
         warming = spent if event["step"] <= warm else warming
         evaluating += metrics.get("time/eval", 0.0)
@@ -229,7 +280,8 @@ def trl_run(directory: Path, seed: int, steps: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(directory / "start", dtype=torch.float32)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     marks = [step for step in range(1, steps + 1) if step % max(1, steps // MARKS) == 0]
-    seconds, saving = [], 0.0
+    seconds = []
+    saving = 0.0
 
     def correct(prompts, completions, answer, **_):
         return exact_answer(prompts, completions, answer, **ANSWER)
@@ -258,7 +310,10 @@ def trl_run(directory: Path, seed: int, steps: int) -> None:
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=OPTIMIZER["warmup_steps"],
     )
-    rows = [{"prompt": problem.prompt, "answer": problem.columns["answer"]} for problem in problems("train")]
+    rows = [
+        {"prompt": problem.prompt, "answer": problem.columns["answer"]}
+        for problem in problems("train")
+    ]
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=correct,
@@ -268,7 +323,9 @@ def trl_run(directory: Path, seed: int, steps: int) -> None:
         callbacks=[Steps()],
     )
     trainer.train()
-    (directory / "told.json").write_text(json.dumps({"marks": marks, "seconds": seconds, "saving": saving}))
+    (directory / "told.json").write_text(
+        json.dumps({"marks": marks, "seconds": seconds, "saving": saving})
+    )
 
 
 def problems(split: str):
@@ -284,15 +341,23 @@ def accuracy(directories: Sequence[Path]) -> list[float]:
     from rollout import Generator, SamplingParams
     from rollout.text.tokenizer import characters, stop_ids
 
-    held_out, tokenizer, accuracies = problems("eval")[:PROBLEMS], characters(ALPHABET), []
-    params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0, stop_token_ids=stop_ids(tokenizer))
+    held_out = problems("eval")[:PROBLEMS]
+    tokenizer = characters(ALPHABET)
+    accuracies = []
+    params = SamplingParams(
+        max_new_tokens=NEW_TOKENS, temperature=0.0, stop_token_ids=stop_ids(tokenizer)
+    )
     model = policy.load(str(directories[0]))
-    generator = Generator(model, max_length=MAX_LENGTH, slots=PROMPTS * SAMPLES, tokenizer=tokenizer)
+    generator = Generator(
+        model, max_length=MAX_LENGTH, slots=PROMPTS * SAMPLES, tokenizer=tokenizer
+    )
     for directory in directories:
         model.params = policy.load(str(directory)).params
         prompts = [problem.prompt for problem in held_out]
         texts = [group[0].text for group in generator.generate(prompts, params)]
-        scores = exact_answer(prompts, texts, answer=[problem.columns["answer"] for problem in held_out], **ANSWER)
+        scores = exact_answer(
+            prompts, texts, answer=[problem.columns["answer"] for problem in held_out], **ANSWER
+        )
         accuracies.append(statistics.mean(scores))
     return accuracies
 
@@ -300,16 +365,19 @@ def accuracy(directories: Sequence[Path]) -> list[float]:
 def line(one: dict) -> str:
     samples, seconds, accuracy = one["curve"][-1]
     return (
-        f"{one['method']}, seed {one['seed']}: {one['curve'][0][2]:.3f} -> {accuracy:.3f}, {samples} samples, "
+        f"{one['method']}, seed {one['seed']}: {one['curve'][0][2]:.3f} -> {accuracy:.3f}, "
+        f"{samples} samples, "
         f"{seconds:.0f} s; "
         f"besides {one['besides']:.0f} s, warm-up {one['warm_up'][1]:.0f} s"
     )
 
 
 def report(measured: Sequence[dict]) -> str:
-    """Formats a table of means over seeds: accuracy by samples, seconds, and their ratio to TRL's."""
+    """Formats a table of means over seeds: accuracy by samples, seconds, and their ratio to
+    TRL's."""
     methods = list(dict.fromkeys(each["method"] for each in measured))
-    rows, base = [], None
+    rows = []
+    base = None
     for method in sorted(methods, key=lambda name: name != TRL):
         runs = [each for each in measured if each["method"] == method]
         ends = [run["curve"][-1] for run in runs]
@@ -325,17 +393,33 @@ def report(measured: Sequence[dict]) -> str:
             + " | ".join(f"{value:.3f}" for value in tenths)
             + f" | {seconds:.0f} | {seconds / base[0]:.2f} | {total:.0f} | {total / base[1]:.2f} |"
         )
-    head = "| method | seeds | samples | at 0 | 25% | 50% | 75% | 100% | s of steps | share | s of all | share |"
+    head = (
+        "| method | seeds | samples | at 0 | 25% | 50% | 75% | 100% | s of steps | share | s "
+        "of all | share |"
+    )
     return "\n".join([head, "|---" * head.count(" | ") + "|---|", *rows])
 
 
 def drawing(measured: Sequence[dict]) -> str:
-    """Returns an SVG picture: accuracy, mean over seeds, by the seconds of all steps so far, mean over seeds."""
-    W, H, LEFT, FOOT = 640, 360, 46, 34
-    colours = dict(zip((TRL, *ALGORITHMS), ("#777777", "#1f77b4", "#2ca02c", "#d62728", "#9467bd"), strict=True))
-    runs = {name: [each["curve"] for each in measured if each["method"] == name] for name in colours}
+    """Returns an SVG picture: accuracy, mean over seeds, by the seconds of all steps so far, mean
+    over seeds."""
+    W = 640
+    H = 360
+    LEFT = 46
+    FOOT = 34
+    colours = dict(
+        zip(
+            (TRL, *ALGORITHMS), ("#777777", "#1f77b4", "#2ca02c", "#d62728", "#9467bd"), strict=True
+        )
+    )
+    runs = {
+        name: [each["curve"] for each in measured if each["method"] == name] for name in colours
+    }
     marks = {
-        name: [tuple(statistics.mean(mark[i] for mark in same) for i in (1, 2)) for same in zip(*curves, strict=False)]
+        name: [
+            tuple(statistics.mean(mark[i] for mark in same) for i in (1, 2))
+            for same in zip(*curves, strict=False)
+        ]
         for name, curves in runs.items()
         if curves
     }
@@ -351,7 +435,10 @@ def drawing(measured: Sequence[dict]) -> str:
             + f">{what}</text>"
         )
 
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {W} {H}" font-family="sans-serif" font-size="12">']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {W} {H}" font-family="sans-serif" '
+        'font-size="12">'
+    ]
     parts.append(f'<rect width="{W}" height="{H}" fill="white"/>')
     for tenth in range(0, 11, 2):
         x, y = place(0, tenth / 10)
@@ -361,8 +448,17 @@ def drawing(measured: Sequence[dict]) -> str:
         parts.append(text(x, y + 16, f"{longest * tenth / 10:.0f} s", text_anchor="middle"))
     for i, (name, each) in enumerate(marks.items()):
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*mark) for mark in each))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colours[name]}" stroke-width="2"/>')
-        parts.append(text(W - 150, H - FOOT - 90 + 17 * i, name if name == TRL else f"Duet {name}", fill=colours[name]))
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{colours[name]}" stroke-width="2"/>'
+        )
+        parts.append(
+            text(
+                W - 150,
+                H - FOOT - 90 + 17 * i,
+                name if name == TRL else f"Duet {name}",
+                fill=colours[name],
+            )
+        )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -1,11 +1,12 @@
-"""Measures decoding of completions of unknown length: the share of computed rows that make a token, and tokens per
-second.
+"""Measures decoding of completions of unknown length: the share of computed rows that make a token,
+and tokens per second.
 
-Compares the engine, which moves to programs of fewer rows while the last completions drain, with a fixed number of
-rows.
+Compares the engine, which moves to programs of fewer rows while the last completions drain, with a
+fixed number of rows.
 
-256 requests of 32 prompt tokens over 32 slots. Lengths are drawn from a log-normal distribution with mean 32, cut at
-256; the engine is told 256 for each. In both a slot is refilled when its completion ends.
+256 requests of 32 prompt tokens over 32 slots. Lengths are drawn from a log-normal distribution
+with mean 32, cut at 256; the engine is told 256 for each. In both a slot is refilled when its
+completion ends.
 
     python benchmarks/long_tail.py [--models 1m] [--repeats 3]
 """
@@ -18,7 +19,11 @@ from collections.abc import Sequence
 from models import MODELS, pair
 from side_by_side import Row, arguments, in_turns, parse, table
 
-REQUESTS, SLOTS, PROMPT_TOKENS, MEAN, LONGEST = 256, 32, 32, 32, 256
+REQUESTS = 256
+SLOTS = 32
+PROMPT_TOKENS = 32
+MEAN = 32
+LONGEST = 256
 SPREAD = 1.0  # of the logarithm
 
 
@@ -63,8 +68,13 @@ def measure(name: str, model, requests: int, repeats: int) -> Row:
             return (self.slots,)
 
     targets = lengths(requests)
-    prompts = np.random.default_rng(1).integers(0, model.config.vocab_size, (requests, PROMPT_TOKENS)).tolist()
-    params, useful = SamplingParams(max_new_tokens=LONGEST), {}
+    prompts = (
+        np.random.default_rng(1)
+        .integers(0, model.config.vocab_size, (requests, PROMPT_TOKENS))
+        .tolist()
+    )
+    params = SamplingParams(max_new_tokens=LONGEST)
+    useful = {}
 
     def runner(fixed: bool):
         generator = Generator(model, max_length=PROMPT_TOKENS + LONGEST, slots=SLOTS)
@@ -89,7 +99,9 @@ def measure(name: str, model, requests: int, repeats: int) -> Row:
 
     seconds = in_turns(runner(fixed=False), runner(fixed=True), repeats)
     note = f"rows that made a token: {useful[False]:.1%}, with fixed slots {useful[True]:.1%}"
-    return Row(f"{name}, {requests} requests", f"{SLOTS} fixed slots", sum(targets), *seconds, note=note)
+    return Row(
+        f"{name}, {requests} requests", f"{SLOTS} fixed slots", sum(targets), *seconds, note=note
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The two models of the benchmarks: Qwen3-shaped, dense, random weights, as Duet and as transformers hold them."""
+"""The two models of the benchmarks: Qwen3-shaped, dense, random weights, as Duet and as
+transformers hold them."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ MODELS = {
 def pair(name: str, *, remat: str = "none", scan: bool = False) -> Iterator[tuple]:
     """Returns (model of Duet, model of transformers) with the same float32 weights, `MODELS[name]`.
 
-    `remat` and `scan` say how Duet trains it. transformers recomputes nothing, so the equal work is `none`.
+    `remat` and `scan` say how Duet trains it. transformers recomputes nothing, so the equal work is
+    `none`.
     """
     import torch
     from transformers import AutoModelForCausalLM

@@ -1,11 +1,11 @@
-"""Prints the largest difference of float32 logits between Duet and `transformers`, for every family, over all tiny
-models of tests/tiny.
+"""Prints the largest difference of float32 logits between Duet and `transformers`, for every
+family, over all tiny models of tests/tiny.
 
     python benchmarks/parity.py [KIND ...]
 
-Weights are random and every constant tensor is perturbed; each model sees two rows of 12 and of 70 tokens. Prints one
-line for each kind: its oracle, the number of models, and the largest difference at either length. Takes about ten
-minutes on two cores.
+Weights are random and every constant tensor is perturbed; each model sees two rows of 12 and of 70
+tokens. Prints one line for each kind: its oracle, the number of models, and the largest difference
+at either length. Takes about ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -36,18 +36,28 @@ def differences(kind: str, keys: dict) -> list[float]:
     with tempfile.TemporaryDirectory() as directory:
         ours = policy.load(saved(theirs, directory))
     rows = (tokens(2, length) for length in LENGTHS)
-    return [float(np.abs(np.asarray(ours.logits(row)) - reference_logits(theirs, row)).max()) for row in rows]
+    return [
+        float(np.abs(np.asarray(ours.logits(row)) - reference_logits(theirs, row)).max())
+        for row in rows
+    ]
 
 
 def models(kind: str) -> list[dict]:
     """Returns the configurations of this kind: the standard one and the variants."""
-    return [KINDS[kind].standard, *(keys for name, keys in (tiny.VARIANTS | tiny.WIDE).values() if name == kind)]
+    return [
+        KINDS[kind].standard,
+        *(keys for name, keys in (tiny.VARIANTS | tiny.WIDE).values() if name == kind),
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"one of {', '.join(KINDS)}; all by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "kinds", nargs="*", metavar="KIND", help=f"one of {', '.join(KINDS)}; all by default"
+    )
     chosen = parser.parse_args(arguments).kinds
     if unknown := set(chosen) - set(KINDS):
         parser.error(f"unknown kind {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
@@ -57,7 +67,10 @@ def main(arguments: list[str] | None = None) -> None:
         largest = np.array([differences(kind, keys) for keys in models(kind)]).max(axis=0)
         named = KINDS[kind].model or f"{kind}ForCausalLM"
         family = families.find({"architectures": [named]}).__name__.rpartition(".")[2]
-        print(f"| {family} | {named} | {len(models(kind))} | {largest[0]:.1e} | {largest[1]:.1e} |", flush=True)
+        print(
+            f"| {family} | {named} | {len(models(kind))} | {largest[0]:.1e} | {largest[1]:.1e} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Prints what runs of configs/quickstart_v32.yml achieved, from their events.jsonl: rewards in the first and last tenth
-of GRPO's steps, accepted drafts per step, and the gradient norm of each part.
+"""Prints what runs of configs/quickstart_v32.yml achieved, from their events.jsonl: rewards in the
+first and last tenth of GRPO's steps, accepted drafts per step, and the gradient norm of each part.
 
     python benchmarks/parts_numbers.py runs/quickstart_v32 [...] [--check]
 
-With --check, prints every shortfall and exits with 1 unless, in each run, the mean reward of the last tenth is at least
-0.1 above that of the first, drafts were accepted in every step of GRPO, and no part's gradient was 0 in any step.
+With --check, prints every shortfall and exits with 1 unless, in each run, the mean reward of the
+last tenth is at least 0.1 above that of the first, drafts were accepted in every step of GRPO, and
+no part's gradient was 0 in any step.
 """
 
 from __future__ import annotations
@@ -34,31 +35,45 @@ def steps(directory: str, stage: str) -> list[dict[str, float]]:
 def tenths(grpo: list[dict[str, float]]) -> tuple[float, float]:
     """Returns the mean reward of the first and the last tenth of steps, at least one step each."""
     n = max(1, len(grpo) // 10)
-    first, last = grpo[:n], grpo[-n:]
+    first = grpo[:n]
+    last = grpo[-n:]
     return tuple(sum(step["reward/mean"] for step in part) / n for part in (first, last))
 
 
 def look(directory: str) -> list[str]:
     """Prints what a run achieved; returns its shortfalls."""
-    sft, grpo = steps(directory, "sft"), steps(directory, "grpo")
+    sft = steps(directory, "sft")
+    grpo = steps(directory, "grpo")
     first, last = tenths(grpo)
     accepted = [step.get(ACCEPTED, 0.0) for step in grpo]
-    smallest = {part: min(step.get(f"grad_norm/{part}", 0.0) for step in sft + grpo) for part in PARTS}
-    print(f"{directory}: reward {first:.3f} -> {last:.3f}; accepted drafts a step {sum(accepted) / len(accepted):.2f}")
-    print("smallest gradient norm: " + ", ".join(f"{part} {norm:.1e}" for part, norm in smallest.items()))
+    smallest = {
+        part: min(step.get(f"grad_norm/{part}", 0.0) for step in sft + grpo) for part in PARTS
+    }
+    print(
+        f"{directory}: reward {first:.3f} -> {last:.3f}; accepted drafts a step "
+        f"{sum(accepted) / len(accepted):.2f}"
+    )
+    print(
+        "smallest gradient norm: "
+        + ", ".join(f"{part} {norm:.1e}" for part, norm in smallest.items())
+    )
     shortfalls = []
     if last - first < GAIN:
         shortfalls.append(f"{directory}: reward rose by {last - first:.3f}, less than {GAIN}")
     if min(accepted) <= 0:
         shortfalls.append(f"{directory}: a step of GRPO accepted no draft")
     return shortfalls + [
-        f"{directory}: a step without a gradient for {part}" for part, norm in smallest.items() if norm <= 0
+        f"{directory}: a step without a gradient for {part}"
+        for part, norm in smallest.items()
+        if norm <= 0
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR")
     parser.add_argument("--check", action="store_true", help="exit 1 unless the claims hold")
     options = parser.parse_args(argv)

@@ -1,9 +1,9 @@
-"""Measures what pictures cost: an update on rows with pictures next to the same update on rows of text of the same
-length, and encoding each picture once a step next to once a sample.
+"""Measures what pictures cost: an update on rows with pictures next to the same update on rows of
+text of the same length, and encoding each picture once a step next to once a sample.
 
-The floor of an update with pictures is the update on text: the rows of a table stand in the place of embeddings. A
-picture that G samples show costs its encoding once; "once a sample" encodes it G times, as frameworks do that prepare
-each sample by itself. Programs are compiled before.
+The floor of an update with pictures is the update on text: the rows of a table stand in the place
+of embeddings. A picture that G samples show costs its encoding once; "once a sample" encodes it G
+times, as frameworks do that prepare each sample by itself. Programs are compiled before.
 
     python benchmarks/pictures.py [--prompts 16] [--samples 8] [--side 64] [--text 64] [--repeats 5]
 """
@@ -23,7 +23,9 @@ MODEL = "tiny-vl"
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Sequence[float]]:
     """Runs the benchmark from the command line. Returns the seconds of each program."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8, help="rows that show the same picture")
     parser.add_argument("--side", type=int, default=64, help="of a picture, in pixels")
@@ -46,12 +48,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Sequence[float]]:
 
     def encode(times: int) -> Callable[[], Any]:
         chosen = [(item, number * item.rows) for number, item in enumerate(items)] * times
-        return lambda: jax.block_until_ready(encoder.write(model.params, encoder.empty(M), encoder.pieces(chosen, M)))
+        return lambda: jax.block_until_ready(
+            encoder.write(model.params, encoder.empty(M), encoder.pieces(chosen, M))
+        )
 
     rows = items[0].rows
     table = encode(1)()
     updates = update(model, options, rows, table), update(model, options, rows, None)
-    seconds = dict(zip(("update, pictures", "update, text"), in_turns(*updates, options.repeats), strict=True))
+    seconds = dict(
+        zip(("update, pictures", "update, text"), in_turns(*updates, options.repeats), strict=True)
+    )
     encoded = in_turns(encode(options.samples), encode(1), options.repeats)
     seconds |= dict(zip(("encode once a sample", "encode once a step"), encoded, strict=True))
     show(seconds, options, rows)
@@ -63,15 +69,18 @@ def pictures(spec: Any, count: int, side: int) -> list[Any]:
     from policy.media import input_width, rows_of
     from rollout.media.item import Item
 
-    rng, cells = np.random.default_rng(0), side // spec.patch
+    rng = np.random.default_rng(0)
+    cells = side // spec.patch
     rows = rows_of(spec, (cells, cells))
     values = rng.normal(size=(count, cells * cells, input_width(spec))).astype(np.float32)
-    return [Item("image", str(number), (cells, cells), rows, each) for number, each in enumerate(values)]
+    return [
+        Item("image", str(number), (cells, cells), rows, each) for number, each in enumerate(values)
+    ]
 
 
 def update(model: Any, options: argparse.Namespace, rows: int, table: Any) -> Callable[[], Any]:
-    """Returns an update on `samples` rows for each prompt: the embeddings of a picture, or as many tokens (table None),
-    and then text."""
+    """Returns an update on `samples` rows for each prompt: the embeddings of a picture, or as many
+    tokens (table None), and then text."""
     import jax
 
     import rl.algorithms
@@ -80,15 +89,22 @@ def update(model: Any, options: argparse.Namespace, rows: int, table: Any) -> Ca
     from rl.training.media.towers import UpdateMedia
     from rl.training.trainer import Trainer
 
-    rng, N, T = np.random.default_rng(1), options.prompts * options.samples, rows + options.text
+    rng = np.random.default_rng(1)
+    N = options.prompts * options.samples
+    T = rows + options.text
     tokens = rng.integers(0, model.config.vocab_size, (N, T))
     batch = padded_batch([(ids.tolist(), [0] * rows + [1] * options.text) for ids in tokens], T)
     media = None
     if table is not None:
         index = np.full((N, T), -1, np.int32)
-        index[:, :rows] = np.repeat(np.arange(options.prompts), options.samples)[:, None] * rows + np.arange(rows)
-        turns = np.repeat(np.broadcast_to(np.arange(T, dtype=np.int32), (N, T))[..., None], 3, axis=2)
-        batch, media = batch.replace(media=index, turns=turns), UpdateMedia(table)
+        index[:, :rows] = np.repeat(np.arange(options.prompts), options.samples)[
+            :, None
+        ] * rows + np.arange(rows)
+        turns = np.repeat(
+            np.broadcast_to(np.arange(T, dtype=np.int32), (N, T))[..., None], 3, axis=2
+        )
+        batch = batch.replace(media=index, turns=turns)
+        media = UpdateMedia(table)
     stage = StageOptions.model_validate({"algorithm": "sft", "steps": 100})
     trainer = Trainer(model.graph, stage, rl.algorithms.get("sft"))
     state = trainer.start({path: jax.numpy.copy(array) for path, array in model.params.items()}, 0)
@@ -104,12 +120,16 @@ def update(model: Any, options: argparse.Namespace, rows: int, table: Any) -> Ca
 def show(seconds: dict[str, Sequence[float]], options: argparse.Namespace, rows: int) -> None:
     """Prints the medians and the two ratios."""
     shape = (
-        f"{options.prompts} pictures of {rows} rows, {options.samples} samples of each, {options.text} tokens of text"
+        f"{options.prompts} pictures of {rows} rows, {options.samples} samples of each, "
+        f"{options.text} tokens of text"
     )
     print(f"{MODEL}: {shape}")
     for name, each in seconds.items():
         print(f"{name:22} {median(each):8.4f} s")
-    for one, other in (("update, pictures", "update, text"), ("encode once a sample", "encode once a step")):
+    for one, other in (
+        ("update, pictures", "update, text"),
+        ("encode once a sample", "encode once a step"),
+    ):
         print(f"{one} / {other}: {median(seconds[one]) / median(seconds[other]):.2f}")
 
 

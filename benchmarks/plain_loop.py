@@ -1,10 +1,11 @@
-"""Generates greedily with one dense Qwen3-shaped model in one jitted program, as a careful user writes it by hand.
+"""Generates greedily with one dense Qwen3-shaped model in one jitted program, as a careful user
+writes it by hand.
 
-benchmarks/generate.py measures the engine of Duet against it: requests, slots, stops and log-probabilities should cost
-nothing.
+benchmarks/generate.py measures the engine of Duet against it: requests, slots, stops and
+log-probabilities should cost nothing.
 
-B rows, P prompt tokens, N new tokens, T tokens of a call, C cache length, E hidden, H query heads, K key-value heads, D
-head dimension, I width of the feed-forward, V vocabulary.
+B rows, P prompt tokens, N new tokens, T tokens of a call, C cache length, E hidden, H query heads,
+K key-value heads, D head dimension, I width of the feed-forward, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ import numpy as np
 
 
 class PlainLoop:
-    """`generate(prompts int[B, P]) -> int[B, N]` with the weights of a Duet model of benchmarks/models.py: float32,
-    layers unrolled, projections that read the same input fused, heads before tokens in the cache. Weights are arguments
-    of the program, one array for each fused projection of each layer."""
+    """`generate(prompts int[B, P]) -> int[B, N]` with the weights of a Duet model of
+    benchmarks/models.py: float32, layers unrolled, projections that read the same input fused,
+    heads before tokens in the cache. Weights are arguments of the program, one array for each fused
+    projection of each layer."""
 
     def __init__(self, model, spec: dict, new_tokens: int):
         """Takes `spec`: keys of a Hugging Face configuration, as in benchmarks/models.py."""
-        self._spec, self._new = spec, new_tokens
-        self._weights = _weights({path: np.asarray(array) for path, array in model.params.items()}, spec)
+        self._spec = spec
+        self._new = new_tokens
+        self._weights = _weights(
+            {path: np.asarray(array) for path, array in model.params.items()}, spec
+        )
         self._program = jax.jit(self._generate)
 
     def generate(self, prompts: np.ndarray) -> np.ndarray:
@@ -32,7 +37,8 @@ class PlainLoop:
 
     def _generate(self, weights, prompts_BP):
         B, P = prompts_BP.shape
-        spec, C = self._spec, P + self._new
+        spec = self._spec
+        C = P + self._new
         empty = jnp.zeros((B, spec["num_key_value_heads"], C, spec["head_dim"]))
         cache = [(empty, empty) for _ in weights["layers"]]
         last_B, cache = _forward(weights, prompts_BP, cache, 0, spec)
@@ -81,19 +87,30 @@ def _weights(params: dict[str, np.ndarray], spec: dict) -> dict:
 
 
 def _forward(weights, tokens_BT, cache, start, spec: dict) -> tuple[jax.Array, list]:
-    """Returns (the likeliest token after the last one int32[B], cache) for tokens at positions start, start + 1, ..."""
+    """Returns (the likeliest token after the last one int32[B], cache) for tokens at positions
+    start, start + 1, ..."""
     norm = partial(_norm, eps=spec.get("rms_norm_eps", 1e-6))
     B, T = tokens_BT.shape
-    H, K, D = spec["num_attention_heads"], spec["num_key_value_heads"], spec["head_dim"]
+    H = spec["num_attention_heads"]
+    K = spec["num_key_value_heads"]
+    D = spec["head_dim"]
     positions = start + jnp.arange(T)
-    angles = positions[:, None] * spec["rope_parameters"]["rope_theta"] ** (-jnp.arange(0, D, 2) / D)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    x, new = weights["embed"][tokens_BT], []
+    angles = positions[:, None] * spec["rope_parameters"]["rope_theta"] ** (
+        -jnp.arange(0, D, 2) / D
+    )
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
+    x = weights["embed"][tokens_BT]
+    new = []
     for w, (keys, values) in zip(weights["layers"], cache, strict=True):
         qkv = (norm(x, w["norm"]) @ w["qkv"]).reshape(B, T, H + 2 * K, D).swapaxes(1, 2)
         q, k, v = jnp.split(qkv, [H, H + K], axis=1)
-        q, k = _rotated(norm(q, w["q_norm"]), cos, sin), _rotated(norm(k, w["k_norm"]), cos, sin)
-        keys, values = (jax.lax.dynamic_update_slice(old, a, (0, 0, start, 0)) for old, a in ((keys, k), (values, v)))
+        q = _rotated(norm(q, w["q_norm"]), cos, sin)
+        k = _rotated(norm(k, w["k_norm"]), cos, sin)
+        keys, values = (
+            jax.lax.dynamic_update_slice(old, a, (0, 0, start, 0))
+            for old, a in ((keys, k), (values, v))
+        )
         q = q.reshape(B, K, H // K, T, D) / D**0.5
         scores = jnp.einsum("bkgtd,bkcd->bkgtc", q, keys)
         scores = jnp.where(jnp.arange(keys.shape[2]) <= positions[:, None], scores, -jnp.inf)

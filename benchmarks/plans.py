@@ -1,8 +1,9 @@
-"""Compares the memory of an sft update on TPU slices, by `rl plan`, with MaxText's train step; or plans the shipped
-configurations on the slices that they are meant for.
+"""Compares the memory of an sft update on TPU slices, by `rl plan`, with MaxText's train step; or
+plans the shipped configurations on the slices that they are meant for.
 
-MaxText's numbers come from its own `train_compile` (flash attention, pure FSDP) for the same model, slice, tokens per
-chip, dtypes of weights and moments, and full recomputation, compiled by libtpu 0.0.51 under jax 0.10.2.
+MaxText's numbers come from its own `train_compile` (flash attention, pure FSDP) for the same model,
+slice, tokens per chip, dtypes of weights and moments, and full recomputation, compiled by libtpu
+0.0.51 under jax 0.10.2.
 
     pip install libtpu          # a compilation takes 1 to 6 minutes on two cores
     python benchmarks/plans.py [llama3.1-8b ...]
@@ -26,14 +27,40 @@ from rl.plan.compiled import ProgramReport
 from rl.plan.slices import TPUS
 
 FLOAT32 = {"dtype": "bfloat16", "param_dtype": "float32"}
-# (model and how it is computed, slice, mesh, tokens of a chip, dtype of moments) -> MaxText's GiB of arguments,
-# temporaries, peak.
+# (model and how it is computed, slice, mesh, tokens of a chip, dtype of moments) -> MaxText's GiB
+# of arguments, temporaries, peak.
 CASES = (
-    (({"source": "llama3.1-8b"} | FLOAT32), "v5e:4x4", {"fsdp": 16}, 2048, "float32", (5.61, 3.75, 9.32)),
-    (({"source": "llama3.1-8b"} | FLOAT32), "v6e:4x4", {"fsdp": 16}, 16384, "float32", (5.61, 14.19, 19.61)),
-    (({"source": "deepseek-v2-lite"} | FLOAT32), "v6e:4x4", {"fsdp": 16}, 2048, "float32", (10.97, 7.53, 18.43)),
     (
-        {"source": "deepseek-v3", "dtype": "bfloat16", "param_dtype": "bfloat16", "expert_parallel": "all_to_all"},
+        ({"source": "llama3.1-8b"} | FLOAT32),
+        "v5e:4x4",
+        {"fsdp": 16},
+        2048,
+        "float32",
+        (5.61, 3.75, 9.32),
+    ),
+    (
+        ({"source": "llama3.1-8b"} | FLOAT32),
+        "v6e:4x4",
+        {"fsdp": 16},
+        16384,
+        "float32",
+        (5.61, 14.19, 19.61),
+    ),
+    (
+        ({"source": "deepseek-v2-lite"} | FLOAT32),
+        "v6e:4x4",
+        {"fsdp": 16},
+        2048,
+        "float32",
+        (10.97, 7.53, 18.43),
+    ),
+    (
+        {
+            "source": "deepseek-v3",
+            "dtype": "bfloat16",
+            "param_dtype": "bfloat16",
+            "expert_parallel": "all_to_all",
+        },
         *("v5p:4x4x8", {"fsdp": 2, "expert": 64}, 4096, "bfloat16", (29.30, 41.54, 70.66)),
     ),
 )
@@ -58,18 +85,24 @@ def main() -> None:
 
 
 def compare_with_maxtext(selected: set[str]) -> None:
-    print("| model | slice | mesh | tokens per chip | arguments | temporaries | peak | MaxText | exchanged, GiB |")
+    print(
+        "| model | slice | mesh | tokens per chip | arguments | temporaries | peak | MaxText | "
+        "exchanged, GiB |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for model, topology, mesh, tokens, state_dtype, theirs in CASES:
         if model["source"] not in selected:
             continue
         numbers = update(model, topology, mesh, tokens, state_dtype)
-        ours = " | ".join(f"{numbers[part] / 2**30:.2f}" for part in ("arguments", "temporaries", "peak"))
+        ours = " | ".join(
+            f"{numbers[part] / 2**30:.2f}" for part in ("arguments", "temporaries", "peak")
+        )
         exchanged = sum(size for size, _ in numbers["exchanged"].values()) / 2**30
         cut = ", ".join(f"{axis} {size}" for axis, size in mesh.items())
         maxtext = " / ".join(f"{number:.2f}" for number in theirs)
         print(
-            f"| {model['source']} | {topology} | {cut} | {tokens:,} | {ours} | {maxtext} | {exchanged:.0f} |",
+            f"| {model['source']} | {topology} | {cut} | {tokens:,} | {ours} | {maxtext} | "
+            f"{exchanged:.0f} |",
             flush=True,
         )
 
@@ -77,14 +110,16 @@ def compare_with_maxtext(selected: set[str]) -> None:
 def shipped(selected: set[str]) -> None:
     """Prints one line per program of each shipped configuration."""
     print(
-        "| configuration, slice | program | arguments | temporaries | other | peak of all | moved | ratio | "
+        "| configuration, slice | program | arguments | temporaries | other | peak of all | moved "
+        "| ratio | "
         "exchanged | per step | at least |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for name, topology in SHIPPED:
         if name not in selected:
             continue
-        plan, chip = planned(CONFIGS / f"{name}.yml", topology), chips.of(TPUS[topology.split(":")[0]])
+        plan = planned(CONFIGS / f"{name}.yml", topology)
+        chip = chips.of(TPUS[topology.split(":")[0]])
         for place, each in enumerate(ProgramReport(**program) for program in plan["programs"]):
             first = f"{name}, {topology}" if place == 0 else ""
             sizes = (each.arguments, each.temporaries, each.non_argument, each.needs, each.moved)
@@ -92,7 +127,11 @@ def shipped(selected: set[str]) -> None:
             ratio = "-" if each.refused else f"{each.moved_ratio:.2f}"
             exchanged = f"{sum(size for size, _ in each.exchanged.values()) / 2**30:.2f}"
             run = f"{each.times:,.6g} | {each.times * bound(each, chip):.3g} s"
-            print(f"| {first} | {each.name.split(': ')[1]} | {sizes} | {ratio} | {exchanged} | {run} |", flush=True)
+            print(
+                f"| {first} | {each.name.split(': ')[1]} | {sizes} | {ratio} | {exchanged} | "
+                f"{run} |",
+                flush=True,
+            )
 
 
 def update(model: dict, topology: str, mesh: dict[str, int], tokens: int, state_dtype: str) -> dict:
@@ -111,7 +150,9 @@ def update(model: dict, topology: str, mesh: dict[str, int], tokens: int, state_
         }
         file = Path(directory, "plan.yml")
         file.write_text(yaml.safe_dump(config))
-        return next(each for each in planned(file, topology)["programs"] if each["name"] == "sft: update")
+        return next(
+            each for each in planned(file, topology)["programs"] if each["name"] == "sft: update"
+        )
 
 
 def planned(file: Path, topology: str) -> dict:
@@ -129,7 +170,10 @@ def planned(file: Path, topology: str) -> dict:
         ]
         done = subprocess.run(command, capture_output=True, text=True)
         if not output.exists():
-            raise SystemExit(f"{topology}, {file}: exit code {done.returncode}\n{done.stdout}\n{done.stderr[-3000:]}")
+            raise SystemExit(
+                f"{topology}, {file}: exit code "
+                f"{done.returncode}\n{done.stdout}\n{done.stderr[-3000:]}"
+            )
         return json.loads(output.read_text())
 
 

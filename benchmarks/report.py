@@ -1,9 +1,11 @@
-"""Seconds and bytes of `rl report` for a run of 10,000 steps of 80 metrics with 100,000 completions.
+"""Seconds and bytes of `rl report` for a run of 10,000 steps of 80 metrics with 100,000
+completions.
 
     python benchmarks/report.py [--steps 10000] [--samples 100000] [--directory DIR]
 
-The run is made by this script: noise, trends and spikes under the names of docs/metrics.md. It prints seconds by the
-clock, CPU seconds, which other load changes little, and the size of the file. The start of the command is included.
+The run is made by this script: noise, trends and spikes under the names of docs/metrics.md. It
+prints seconds by the clock, CPU seconds, which other load changes little, and the size of the file.
+The start of the command is included.
 """
 
 from __future__ import annotations
@@ -19,18 +21,51 @@ import tempfile
 import time
 from pathlib import Path
 
-SHARES = ("reward/frac_zero_std", "completion/truncated_ratio", "clip_ratio/region_mean", "generator/useful_rows")
+SHARES = (
+    "reward/frac_zero_std",
+    "completion/truncated_ratio",
+    "clip_ratio/region_mean",
+    "generator/useful_rows",
+)
 NAMED = (
-    *("reward/mean", "reward/std", "rewards/correct/mean", "rewards/format/mean", "entropy", "kl/ref", "loss"),
-    *("completion/mean_length", "completion/max_length", "sampler/logp_diff_mean", "sampler/logp_diff_max"),
-    *("optim/grad_norm", "async/staleness_mean", "reward/faults", "reward/timeouts", "perf/step_tokens_per_s"),
-    *("perf/mfu_step", "time/step", "time/sample", "time/update", "time/logprob", "time/reward", "time/idle"),
+    *(
+        "reward/mean",
+        "reward/std",
+        "rewards/correct/mean",
+        "rewards/format/mean",
+        "entropy",
+        "kl/ref",
+        "loss",
+    ),
+    *(
+        "completion/mean_length",
+        "completion/max_length",
+        "sampler/logp_diff_mean",
+        "sampler/logp_diff_max",
+    ),
+    *(
+        "optim/grad_norm",
+        "async/staleness_mean",
+        "reward/faults",
+        "reward/timeouts",
+        "perf/step_tokens_per_s",
+    ),
+    *(
+        "perf/mfu_step",
+        "time/step",
+        "time/sample",
+        "time/update",
+        "time/logprob",
+        "time/reward",
+        "time/idle",
+    ),
     *SHARES,
 )
 
 
 def write_run(directory: Path, steps: int, metrics: int, samples: int, seed: int = 0) -> None:
-    """Writes the folder of a run: events.jsonl, config.yml and samples.jsonl, each line as a run writes it."""
+    """Writes the folder of a run: events.jsonl, config.yml and samples.jsonl, each line as a run
+    writes it."""
     draw = random.Random(seed)
     names = [*NAMED, *(f"activation/std/{layer}" for layer in range(metrics - len(NAMED)))]
     directory.mkdir(parents=True, exist_ok=True)
@@ -48,7 +83,23 @@ def write_run(directory: Path, steps: int, metrics: int, samples: int, seed: int
         "model: {source: qwen3-0.6b}\nevaluation: {problems: 512}\n"
         f"stages: [{{algorithm: {{name: grpo}}, steps: {steps}}}]\n"
     )
-    words = ["we", "add", "the", "two", "numbers", "<", "carry", "one,", "so", "that", "sum", "is", "&", "46;", "check"]
+    words = [
+        "we",
+        "add",
+        "the",
+        "two",
+        "numbers",
+        "<",
+        "carry",
+        "one,",
+        "so",
+        "that",
+        "sum",
+        "is",
+        "&",
+        "46;",
+        "check",
+    ]
     with (directory / "samples.jsonl").open("w") as file:
         for number in range(samples):
             tokens = [draw.randrange(150_000) for _ in range(draw.randrange(100, 500))]
@@ -58,14 +109,20 @@ def write_run(directory: Path, steps: int, metrics: int, samples: int, seed: int
                 "prompt_id": number // 8,
                 "sample": number % 8,
             }
-            row |= {"prompt": "What is 12 + 34?", "completion": " ".join(draw.choices(words, k=len(tokens) // 2))}
+            row |= {
+                "prompt": "What is 12 + 34?",
+                "completion": " ".join(draw.choices(words, k=len(tokens) // 2)),
+            }
             score = float(draw.random() < 0.5)
             row |= {
                 "tokens": tokens,
                 "finish": "length" if len(tokens) > 490 else "stop",
                 "rewards": {"correct": score},
             }
-            file.write(json.dumps(row | {"reward": score, "advantage": score - 0.5}, separators=(",", ":")) + "\n")
+            file.write(
+                json.dumps(row | {"reward": score, "advantage": score - 0.5}, separators=(",", ":"))
+                + "\n"
+            )
 
 
 def _value(name: str, step: int, steps: int, draw: random.Random) -> float:
@@ -77,10 +134,15 @@ def _value(name: str, step: int, steps: int, draw: random.Random) -> float:
 
 def _seconds(*arguments: str) -> str:
     """Runs `rl report` three times and returns the least seconds."""
-    code, clock, cpu = "import sys; from rl.commands.cli import main; sys.exit(main(sys.argv[1:]))", [], []
+    code = "import sys; from rl.commands.cli import main; sys.exit(main(sys.argv[1:]))"
+    clock = []
+    cpu = []
     for _ in range(3):
-        start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", code, "report", *arguments], check=True, capture_output=True)
+        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [sys.executable, "-c", code, "report", *arguments], check=True, capture_output=True
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         clock.append(time.perf_counter() - start)
         cpu.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
@@ -89,11 +151,15 @@ def _seconds(*arguments: str) -> str:
 
 def main() -> int:
     """Runs the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--metrics", type=int, default=80)
     parser.add_argument("--samples", type=int, default=100_000)
-    parser.add_argument("--directory", type=Path, help="keep the run here (default: a temporary folder)")
+    parser.add_argument(
+        "--directory", type=Path, help="keep the run here (default: a temporary folder)"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.directory or Path(temporary)

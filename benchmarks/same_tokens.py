@@ -1,8 +1,9 @@
 """Counts the tokens that differ between two ways of decoding the same prompts with the same draws.
 
-Without `exact: true` they may differ where rounding decides between two tokens. Of every completion only what stands
-before the first difference, and that token, is counted: what follows is of another text. `gap` is the largest
-difference between the log-probabilities that the two ways give to the same token.
+Without `exact: true` they may differ where rounding decides between two tokens. Of every completion
+only what stands before the first difference, and that token, is counted: what follows is of another
+text. `gap` is the largest difference between the log-probabilities that the two ways give to the
+same token.
 
     python benchmarks/same_tokens.py [--models 1m 25m] [--prompts 64] [--new-tokens 128]
 """
@@ -20,7 +21,12 @@ WAYS = {
     "alone": {"slots": 1},
     "3 slots, prompts 7 tokens at a time": {"slots": 3, "prefill_chunk": 7},
     "pages of 5 tokens": {"slots": 64, "cache": "paged", "page_size": 5},
-    "pages for a quarter, so that requests pause": {"slots": 64, "cache": "paged", "page_size": 8, "pages": 320},
+    "pages for a quarter, so that requests pause": {
+        "slots": 64,
+        "cache": "paged",
+        "page_size": 8,
+        "pages": 320,
+    },
 }
 
 
@@ -35,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             for temperature in (1.0, 0.0):
                 first = completions(model, options, temperature, **FIRST)
                 for way, how in WAYS.items():
-                    differ, tokens, gap = compare(first, completions(model, options, temperature, **how))
+                    differ, tokens, gap = compare(
+                        first, completions(model, options, temperature, **how)
+                    )
                     counts = f"{differ} of {tokens:,} tokens differ; gap {gap:.1e}"
                     print(f"{name}, temperature {temperature:g}, {way}: {counts}", flush=True)
 
@@ -49,20 +57,31 @@ def completions(model, options, temperature: float, slots: int, **cache) -> list
     prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, shape).tolist()
     length = PROMPT_TOKENS + options.new_tokens
     generator = Generator(
-        model, max_length=length, slots=slots, options=GeneratorOptions(tokens_per_dispatch=32, **cache)
+        model,
+        max_length=length,
+        slots=slots,
+        options=GeneratorOptions(tokens_per_dispatch=32, **cache),
     )
     params = SamplingParams(max_new_tokens=options.new_tokens, temperature=temperature)
     return [group[0] for group in generator.generate(prompts, params)]
 
 
 def compare(first: list, second: list) -> tuple[int, int, float]:
-    """(completions that part, tokens up to there, largest difference of log-probabilities of equal tokens)."""
-    differ, tokens, gap = 0, 0, 0.0
+    """(completions that part, tokens up to there, largest difference of log-probabilities of equal
+    tokens)."""
+    differ = 0
+    tokens = 0
+    gap = 0.0
     for a, b in zip(first, second, strict=True):
-        parted = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y), None)
+        parted = next(
+            (i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y), None
+        )
         same = len(a.tokens) if parted is None else parted
-        differ, tokens = differ + (parted is not None), tokens + same + (parted is not None)
-        gap = max([gap, *(abs(x - y) for x, y in zip(a.logprobs[:same], b.logprobs[:same], strict=True))])
+        differ = differ + (parted is not None)
+        tokens = tokens + same + (parted is not None)
+        gap = max(
+            [gap, *(abs(x - y) for x, y in zip(a.logprobs[:same], b.logprobs[:same], strict=True))]
+        )
     return differ, tokens, gap
 
 

@@ -1,9 +1,12 @@
-"""Measures updates whose prompts are computed once for a group, in turns with updates of sequences alone.
+"""Measures updates whose prompts are computed once for a group, in turns with updates of sequences
+alone.
 
-Completions have equal lengths, but those of 24/32x8 are drawn from 1 to their limit. `tokens` says how many times fewer
-tokens are computed, `pairs` how many times fewer pairs of query and key attention has.
+Completions have equal lengths, but those of 24/32x8 are drawn from 1 to their limit. `tokens` says
+how many times fewer tokens are computed, `pairs` how many times fewer pairs of query and key
+attention has.
 
-    python benchmarks/shared_prefix.py [--model 25m] [--shapes 24/32x8 256/64x4 512/512x1 1024/128x1] [--repeats 3]
+    python benchmarks/shared_prefix.py [--model 25m] [--shapes 24/32x8 256/64x4 512/512x1
+    1024/128x1] [--repeats 3]
 """
 
 from __future__ import annotations
@@ -23,12 +26,18 @@ SAMPLES = 8
 
 def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     """Runs the benchmark from the command line. Returns the numbers of each shape."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=tuple(MODELS), default="25m")
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="tokens of prompt/completion x prompts")
+    parser.add_argument(
+        "--shapes", nargs="+", default=SHAPES, help="tokens of prompt/completion x prompts"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--alone", action="store_true", help="prompts that nothing shares: the cost of looking for trees"
+        "--alone",
+        action="store_true",
+        help="prompts that nothing shares: the cost of looking for trees",
     )
     options = parser.parse_args(argv)
 
@@ -39,29 +48,41 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     config = families.read(MODELS[options.model] | {"max_position_embeddings": 4096})
     model = policy.create(config, runtime=Runtime(remat="none", scan=False))
     results = {}
-    print(f"{options.model}, {SAMPLES} completions of each prompt; seconds are medians of {options.repeats} turns")
+    print(
+        f"{options.model}, {SAMPLES} completions of each prompt; seconds are medians of "
+        f"{options.repeats} turns"
+    )
     for shape in options.shapes:
         results[shape] = numbers = measure(model, shape, options)
         print(
             f"{shape:>12}: tokens {numbers['tokens']:.2f}x, pairs {numbers['pairs']:.2f}x, "
-            f"never {numbers['never']:.3f} s, auto {numbers['auto']:.3f} s, ratio {numbers['ratio']:.2f}; "
+            f"never {numbers['never']:.3f} s, auto {numbers['auto']:.3f} s, ratio "
+            f"{numbers['ratio']:.2f}; "
             f"temporaries {numbers['never_mib']:.0f} and {numbers['auto_mib']:.0f} MiB"
         )
     return results
 
 
 def measure(model: Any, shape: str, options: argparse.Namespace) -> dict[str, float]:
-    """Returns seconds of both, their ratio, the ratios of tokens and of pairs of tokens that see each other, and
-    temporaries in MiB."""
+    """Returns seconds of both, their ratio, the ratios of tokens and of pairs of tokens that see
+    each other, and temporaries in MiB."""
     lengths, prompts = shape.split("x")
     P, C = map(int, lengths.split("/"))
-    batch = groups(model.config.vocab_size, P, C, int(prompts), alone=options.alone, uneven=shape == SHAPES[0])
-    updates, packings, memory = {}, {}, {}
+    batch = groups(
+        model.config.vocab_size, P, C, int(prompts), alone=options.alone, uneven=shape == SHAPES[0]
+    )
+    updates = {}
+    packings = {}
+    memory = {}
     for kind in ("never", "auto"):
         updates[kind], packings[kind], memory[kind] = update(model, kind, batch, P, C)
-    ends, starts = ({kind: np.square(each.runs[i]).sum() for kind, each in packings.items()} for i in (0, 1))
+    ends, starts = (
+        {kind: np.square(each.runs[i]).sum() for kind, each in packings.items()} for i in (0, 1)
+    )
     pairs = {kind: ends[kind] - starts[kind] for kind in packings}
-    seconds = dict(zip(updates, map(median, in_turns(*updates.values(), options.repeats)), strict=True))
+    seconds = dict(
+        zip(updates, map(median, in_turns(*updates.values(), options.repeats)), strict=True)
+    )
     return {
         **seconds,
         "ratio": seconds["never"] / seconds["auto"],
@@ -72,10 +93,13 @@ def measure(model: Any, shape: str, options: argparse.Namespace) -> dict[str, fl
 
 
 def groups(vocab: int, P: int, C: int, prompts: int, *, alone: bool, uneven: bool) -> Any:
-    """Returns a batch of groups. alone: the prompts of a group differ. uneven: the lengths of completions do."""
+    """Returns a batch of groups. alone: the prompts of a group differ. uneven: the lengths of
+    completions do."""
     from rl.training.batch import Batch
 
-    rng, N, T = np.random.default_rng(0), prompts * SAMPLES, P + C
+    rng = np.random.default_rng(0)
+    N = prompts * SAMPLES
+    T = P + C
     tokens = rng.integers(0, vocab, (N, T)).astype(np.int32)
     if not alone:
         tokens[:, :P] = np.repeat(tokens[::SAMPLES, :P], SAMPLES, axis=0)
@@ -94,7 +118,8 @@ def groups(vocab: int, P: int, C: int, prompts: int, *, alone: bool, uneven: boo
 
 
 def update(model: Any, kind: str, batch: Any, P: int, C: int) -> tuple[Callable[[], Any], Any, int]:
-    """Returns (an update by GRPO, the Packing of its batch, bytes of temporaries of its program)."""
+    """Returns (an update by GRPO, the Packing of its batch, bytes of temporaries of its
+    program)."""
     import jax
 
     from rl.config.run import RunConfig

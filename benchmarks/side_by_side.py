@@ -1,5 +1,5 @@
-"""Measures programs that do the same work in turns: A B A B ... Other load on the machine affects both equally, so
-their ratio says more than two separate measurements.
+"""Measures programs that do the same work in turns: A B A B ... Other load on the machine affects
+both equally, so their ratio says more than two separate measurements.
 
 Import this before jax: the benchmarks are about the CPU, as the torch of the test extra is.
 """
@@ -31,12 +31,16 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Returns the median seconds of the peer over median seconds of Duet; above 1 Duet is faster."""
+        """Returns the median seconds of the peer over median seconds of Duet; above 1 Duet is
+        faster."""
         return statistics.median(self.theirs) / statistics.median(self.ours)
 
 
-def in_turns(ours: Callable[[], object], theirs: Callable[[], object], repeats: int) -> tuple[tuple, tuple]:
-    """Seconds of `repeats` turns of each, one after the other; both ran once before, for compilation and caches.
+def in_turns(
+    ours: Callable[[], object], theirs: Callable[[], object], repeats: int
+) -> tuple[tuple, tuple]:
+    """Seconds of `repeats` turns of each, one after the other; both ran once before, for
+    compilation and caches.
 
     A program must return only when its results are there.
     """
@@ -52,9 +56,11 @@ def _seconds(program: Callable[[], object]) -> float:
 
 
 def table(rows: Sequence[Row], unit: str, *, rate: bool) -> str:
-    """Formats one line per row: median and best turn of both programs, and the ratio of the medians.
+    """Formats one line per row: median and best turn of both programs, and the ratio of the
+    medians.
 
-    `rate`: work per second (higher is better); otherwise seconds per unit of work (lower is better).
+    `rate`: work per second (higher is better); otherwise seconds per unit of work (lower is
+    better).
     """
 
     def shown(seconds: float, row: Row) -> str:
@@ -78,15 +84,16 @@ def table(rows: Sequence[Row], unit: str, *, rate: bool) -> str:
     left = (0, 6, 7)
     return "\n".join(
         "  ".join(
-            c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
+            c.ljust(w) if i in left else c.rjust(w)
+            for i, (c, w) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in [head, *lines]
     )
 
 
 def trl_settings(directory: str, **given):
-    """Settings of TRL's GRPOTrainer for strictly on-policy steps in float32 on the CPU, averaged over tokens, without a
-    KL term, of which nothing is written or shown."""
+    """Settings of TRL's GRPOTrainer for strictly on-policy steps in float32 on the CPU, averaged
+    over tokens, without a KL term, of which nothing is written or shown."""
     from trl import GRPOConfig
 
     return GRPOConfig(
@@ -108,18 +115,27 @@ def trl_settings(directory: str, **given):
 
 def arguments(description: str, sizes: Sequence[str], repeats: int) -> argparse.ArgumentParser:
     """Adds the arguments of every benchmark: models and number of turns."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sizes, default=list(sizes), help="default: all")
-    parser.add_argument("--repeats", type=int, default=repeats, help=f"turns of each program (default {repeats})")
-    parser.add_argument("--torch-threads", type=int, help="default: torch's own choice, one for each core")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=sizes, default=list(sizes), help="default: all"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=repeats, help=f"turns of each program (default {repeats})"
+    )
+    parser.add_argument(
+        "--torch-threads", type=int, help="default: torch's own choice, one for each core"
+    )
     return parser
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the options and sets torch's threads; warns if other programs are at work.
 
-    The threads of torch wait for each other at every operation: where one of them shares its core with another program
-    the peer was measured 50 times slower with two threads than with one, and the ratio says nothing.
+    The threads of torch wait for each other at every operation: where one of them shares its core
+    with another program the peer was measured 50 times slower with two threads than with one, and
+    the ratio says nothing.
     """
     options = parser.parse_args(argv)
     if options.torch_threads:
@@ -129,6 +145,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     load = os.getloadavg()[0]
     if load > 0.5:
         print(
-            f"load average {load:.1f}: other programs are at work and slow torch more than Duet; try --torch-threads 1"
+            f"load average {load:.1f}: other programs are at work and slow torch more than Duet; "
+            "try --torch-threads 1"
         )
     return options

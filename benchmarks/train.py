@@ -1,17 +1,18 @@
-"""Measures tokens per second of one SFT update against the same update in torch, with transformers and the same
-weights.
+"""Measures tokens per second of one SFT update against the same update in torch, with transformers
+and the same weights.
 
-Both: the same rows of random tokens in float32, the mean negative log-probability of every token but the first of a
-row, gradients clipped at norm 1, one step of AdamW without weight decay. Duet runs
-`rl.training.trainer.Trainer.update`, the very program of a run, with nothing recomputed and the layers unrolled;
-`--remat full --scan` is what a run does by default, where memory counts for more than speed. torch runs eagerly, its
-AdamW fused where it can be. Compilation does not count. The losses of the first update stand behind each row: they are
-the same number.
+Both: the same rows of random tokens in float32, the mean negative log-probability of every token
+but the first of a row, gradients clipped at norm 1, one step of AdamW without weight decay. Duet
+runs `rl.training.trainer.Trainer.update`, the very program of a run, with nothing recomputed and
+the layers unrolled; `--remat full --scan` is what a run does by default, where memory counts for
+more than speed. torch runs eagerly, its AdamW fused where it can be. Compilation does not count.
+The losses of the first update stand behind each row: they are the same number.
 
-The floor is the arithmetic: 6 operations for each weight and token, the embedding's own apart. A row of 128 tokens of
-25m is 17 GFLOP, 0.11 s on a core that does 150 GFLOP/s.
+The floor is the arithmetic: 6 operations for each weight and token, the embedding's own apart. A
+row of 128 tokens of 25m is 17 GFLOP, 0.11 s on a core that does 150 GFLOP/s.
 
-    python benchmarks/train.py [--models 1m 25m] [--repeats 3] [--torch-threads 1] [--rows 16] [--length 128]
+    python benchmarks/train.py [--models 1m 25m] [--repeats 3] [--torch-threads 1] [--rows 16]
+    [--length 128]
                                [--remat none] [--scan]
 """
 
@@ -47,7 +48,8 @@ def measure(name: str, models: tuple, shape: tuple[int, int], repeats: int) -> R
 
     ours, theirs = models
     tokens = np.random.default_rng(0).integers(0, ours.config.vocab_size, shape)
-    duet, torch = duet_update(ours, tokens), torch_update(theirs, tokens)
+    duet = duet_update(ours, tokens)
+    torch = torch_update(theirs, tokens)
     note = f"first losses {duet():.4f} {torch():.4f}"
     seconds = in_turns(duet, torch, repeats)
     return Row(f"{name} {shape[0]} x {shape[1]}", "torch", tokens.size, *seconds, note=note)
@@ -60,10 +62,14 @@ def duet_update(model, tokens) -> Callable[[], float]:
     from rl.training.batch import padded_batch
     from rl.training.trainer import Trainer
 
-    stage = StageOptions.model_validate({"algorithm": "sft", "steps": 1000, "optimizer": {"learning_rate": RATE}})
+    stage = StageOptions.model_validate(
+        {"algorithm": "sft", "steps": 1000, "optimizer": {"learning_rate": RATE}}
+    )
     trainer = Trainer(model.graph, stage, rl.algorithms.get("sft"))
     state = trainer.start(model.params, seed=0)
-    batch = padded_batch([(row, [0] + [1] * (len(row) - 1)) for row in tokens.tolist()], tokens.shape[1])
+    batch = padded_batch(
+        [(row, [0] + [1] * (len(row) - 1)) for row in tokens.tolist()], tokens.shape[1]
+    )
 
     def update() -> float:
         nonlocal state

@@ -2,7 +2,8 @@
 
     python benchmarks/view.py [--samples 100000] [--words 150] [RUN]
 
-Without RUN, the run is made by this script, as a run writes it: two rewards, groups of eight, segments of 64 MiB.
+Without RUN, the run is made by this script, as a run writes it: two rewards, groups of eight,
+segments of 64 MiB.
 """
 
 from __future__ import annotations
@@ -21,31 +22,85 @@ from rl.views.viewer import records, search
 from rl.views.viewer.index import Index
 
 FILTERS = (
-    *("", "step:100-200", "reward<0.5 reward.format=0 len>200", "gap>0.05 -eval", "finish:length", "fault:timeout"),
-    *('"carry one"', '"no such text"', "sum", "/carry +one/", "/CARRY.*(4|5)6;/i", '"carry one" reward<0.5 step:100-'),
+    *(
+        "",
+        "step:100-200",
+        "reward<0.5 reward.format=0 len>200",
+        "gap>0.05 -eval",
+        "finish:length",
+        "fault:timeout",
+    ),
+    *(
+        '"carry one"',
+        '"no such text"',
+        "sum",
+        "/carry +one/",
+        "/CARRY.*(4|5)6;/i",
+        '"carry one" reward<0.5 step:100-',
+    ),
 )
-WORDS = ("we", "add", "the", "two", "numbers", "<", "carry", "one", "so", "that", "sum", "is", "&", "46;", '"check"')
+WORDS = (
+    "we",
+    "add",
+    "the",
+    "two",
+    "numbers",
+    "<",
+    "carry",
+    "one",
+    "so",
+    "that",
+    "sum",
+    "is",
+    "&",
+    "46;",
+    '"check"',
+)
 
 
 def write_run(directory: Path, samples: int, words: int, seed: int = 0) -> None:
     """Writes samples.jsonl, tokens.bin and their segments."""
-    draw, numbers = random.Random(seed), np.random.default_rng(seed)
+    draw = random.Random(seed)
+    numbers = np.random.default_rng(seed)
     log = SampleLog(directory)
     for first in range(0, samples, 64):
-        lines, tokens = [], []
+        lines = []
+        tokens = []
         for number in range(first, min(first + 64, samples)):
             count = draw.randrange(words, 3 * words)
             own = np.zeros(count + 20, TOKEN)
-            own["id"], own["gap"][20:] = numbers.integers(0, 150_000, count + 20), numbers.normal(0, 0.02, count)
+            own["id"], own["gap"][20:] = (
+                numbers.integers(0, 150_000, count + 20),
+                numbers.normal(0, 0.02, count),
+            )
             own["logp"], own["entropy"], own["flags"][20:], own["turn"][20:] = -0.5, 1.0, TRAINED, 1
-            score, form = float(draw.random() < 0.5), float(draw.random() < 0.9)
-            record = {"stage": "grpo", "step": first // 64 + 1, "prompt_id": number // 8, "sample": number % 8}
-            record |= {"version": first // 64, "prompt": f"What is {draw.randrange(99)} + {draw.randrange(99)}?"}
+            score = float(draw.random() < 0.5)
+            form = float(draw.random() < 0.9)
+            record = {
+                "stage": "grpo",
+                "step": first // 64 + 1,
+                "prompt_id": number // 8,
+                "sample": number % 8,
+            }
+            record |= {
+                "version": first // 64,
+                "prompt": f"What is {draw.randrange(99)} + {draw.randrange(99)}?",
+            }
             record |= {"completion": " ".join(draw.choices(WORDS, k=count * 2 // 3))}
-            record |= {"tokens": own["id"][20:].tolist(), "finish": "length" if draw.random() < 0.05 else "stop"}
+            record |= {
+                "tokens": own["id"][20:].tolist(),
+                "finish": "length" if draw.random() < 0.05 else "stop",
+            }
             record |= {"rewards": {"correct": score, "format": form}, "reward": score + 0.1 * form}
-            record |= {"advantage": score - 0.5, "columns": {"answer": "46"}, "n_prompt": 20, "n": count}
-            lines.append(record | ({"faults": {"correct": "timeout"}} if draw.random() < 0.01 else {}))
+            record |= {
+                "advantage": score - 0.5,
+                "columns": {"answer": "46"},
+                "n_prompt": 20,
+                "n": count,
+            }
+            lines.append(
+                record | ({"faults": {"correct": "timeout"}} if draw.random() < 0.01 else {})
+            )
             tokens.append(own)
         log.write(lines, tokens)
         log.rotate()
@@ -55,21 +110,32 @@ def write_run(directory: Path, samples: int, words: int, seed: int = 0) -> None:
 def measure(directory: Path) -> None:
     """Prints seconds of building, loading, searching and reading."""
     size = sum(file.stat().st_size for file in directory.glob("**/*.jsonl"))
-    index, seconds = Index(directory), _clock()
+    index = Index(directory)
+    seconds = _clock()
     index.refresh()
-    print(f"{index.total:,} samples, {size / 1e6:,.0f} MB of lines: index read or built in {seconds():.2f} s")
+    print(
+        f"{index.total:,} samples, {size / 1e6:,.0f} MB of lines: index read or built in "
+        f"{seconds():.2f} s"
+    )
     index.save()
-    again, seconds = Index(directory), _clock()
+    again = Index(directory)
+    seconds = _clock()
     again.refresh()
     print(f"  read again in {seconds():.3f} s")
     for text in FILTERS:
         seconds = _clock()
         rows = search.search(index, text)
-        taken, seconds = seconds(), _clock()
+        taken = seconds()
+        seconds = _clock()
         for place in search.places(index, rows[:50]):
             records.listed(index, place)
-        print(f"  {text or '(all)':42} {len(rows):8,} samples {taken:6.3f} s, page {seconds():6.3f} s")
-    print(f"memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:,.0f} MiB, mapped files included")
+        print(
+            f"  {text or '(all)':42} {len(rows):8,} samples {taken:6.3f} s, page {seconds():6.3f} s"
+        )
+    print(
+        f"memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:,.0f} MiB, mapped "
+        "files included"
+    )
 
 
 def _clock():
@@ -79,7 +145,9 @@ def _clock():
 
 def main() -> None:
     """Measures a run, or one that it makes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", nargs="?", metavar="RUN")
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--words", type=int, default=150)

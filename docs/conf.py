@@ -1,5 +1,5 @@
-"""Configures Sphinx: `sphinx-build -W docs build/docs` writes the documents as HTML that loads nothing from
-elsewhere.
+"""Configures Sphinx: `sphinx-build -W docs build/docs` writes the documents as HTML that loads
+nothing from elsewhere.
 """
 
 import sys
@@ -19,7 +19,8 @@ nitpicky = True
 # Anchors of headings are those of a repository page, so that one link works in both.
 myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
-# Pages of source files are written after the documents; extension `repository` makes their addresses.
+# Pages of source files are written after the documents; extension `repository` makes their
+# addresses.
 myst_url_schemes = {"http": None, "https": None, "mailto": None, "source": "{{path}}"}
 html_theme = "alabaster"
 html_theme_options = {

@@ -1,4 +1,5 @@
-"""The decoder: arrays in, arrays out, without prompts, rewards or loops. jax is imported at the first use of a name."""
+"""The decoder: arrays in, arrays out, without prompts, rewards or loops. jax is imported at the
+first use of a name."""
 
 from __future__ import annotations
 

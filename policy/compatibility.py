@@ -1,62 +1,122 @@
-"""Says which features of a decoder and its runtime are incompatible. Free of jax, so that a run's file is refused
-before anything starts.
+"""Says which features of a decoder and its runtime are incompatible. Free of jax, so that a run's
+file is refused before anything starts.
 
-A feature is named by the key of a run's YAML file that switches it on, or by the part of the model that it is.
+A feature is named by the key of a run's YAML file that switches it on, or by the part of the model
+that it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policy.config import Attention, CompressedAttention, DecoderConfig, GatedResidual, HyperConnections, Runtime
+from policy.config import (
+    Attention,
+    CompressedAttention,
+    DecoderConfig,
+    GatedResidual,
+    HyperConnections,
+    Runtime,
+)
 
 LATENT = "experts that read a latent (moe_latent_size)"
-SPLIT, EXCHANGE = "model.batch_split", "model.expert_parallel: all_to_all"
+SPLIT = "model.batch_split"
+EXCHANGE = "model.expert_parallel: all_to_all"
 GRADIENTS = "model.expert_gradients"
-HYPER, INDEXER = "hyper-connections", "an indexer of keys"
-BLOCKS, BOUNDED = "an indexer of blocks", "a window, sinks or a soft cap in the same layer"
+HYPER = "hyper-connections"
+INDEXER = "an indexer of keys"
+BLOCKS = "an indexer of blocks"
+BOUNDED = "a window, sinks or a soft cap in the same layer"
 ENGRAM = "n-gram tables"
-RING, ULYSSES, BALANCE = "model.context_parallel: ring", "model.context_parallel: ulysses", "model.context_load_balance"
-COMPRESSED, RECURRENT, CAPACITY = "compressed attention", "a recurrent mixer", "stages.N.router.capacity_factor"
-WARMUP, MODULES = "stages.N.indexer.training: dense_warmup", "stages.N.mtp"
-EXPLICIT, FEW_BITS = "mesh.shard_mode: explicit", "model.quantization"
-WEIGHTS_AWAY, KEPT_AWAY = "model.host_parameters", "a policy of model.remat that offloads"
-EMBEDDINGS, TABLES_AWAY = "embeddings for each layer", "model.table_memory: host"
+RING = "model.context_parallel: ring"
+ULYSSES = "model.context_parallel: ulysses"
+BALANCE = "model.context_load_balance"
+COMPRESSED = "compressed attention"
+RECURRENT = "a recurrent mixer"
+CAPACITY = "stages.N.router.capacity_factor"
+WARMUP = "stages.N.indexer.training: dense_warmup"
+MODULES = "stages.N.mtp"
+EXPLICIT = "mesh.shard_mode: explicit"
+FEW_BITS = "model.quantization"
+WEIGHTS_AWAY = "model.host_parameters"
+KEPT_AWAY = "a policy of model.remat that offloads"
+EMBEDDINGS = "embeddings for each layer"
+TABLES_AWAY = "model.table_memory: host"
 GATED = "gated residual streams"
-MEDIA, LOOKS_AHEAD, DEEPSTACK = "pictures or sounds", "attention to later parts of a picture", "deepstack features"
+MEDIA = "pictures or sounds"
+LOOKS_AHEAD = "attention to later parts of a picture"
+DEEPSTACK = "deepstack features"
 
 # Unordered pairs of features that are refused, and the reason.
 INCOMPATIBLE: dict[tuple[str, str], str] = {
     (SPLIT, EXCHANGE): "the schedule interleaves the collectives of the schemes gather and hidden",
-    (GRADIENTS, EXCHANGE): "it is the type of the sums that the schemes gather and hidden send back",
-    (SPLIT, HYPER): "the schedule carries one state for each token between layers, not several streams",
-    (SPLIT, GATED): "the schedule carries one state for each token between layers, not several streams",
-    (SPLIT, ENGRAM): "the schedule begins with the mixer, and has no place for a table lookup before it",
-    (SPLIT, LATENT): "the schedule hands the input of the layer to the experts, not what is projected from it",
+    (
+        GRADIENTS,
+        EXCHANGE,
+    ): "it is the type of the sums that the schemes gather and hidden send back",
+    (
+        SPLIT,
+        HYPER,
+    ): "the schedule carries one state for each token between layers, not several streams",
+    (
+        SPLIT,
+        GATED,
+    ): "the schedule carries one state for each token between layers, not several streams",
+    (
+        SPLIT,
+        ENGRAM,
+    ): "the schedule begins with the mixer, and has no place for a table lookup before it",
+    (
+        SPLIT,
+        LATENT,
+    ): "the schedule hands the input of the layer to the experts, not what is projected from it",
     (SPLIT, INDEXER): "the schedule has no form for a choice of keys",
     (RING, INDEXER): "an indexer chooses among all keys of a row at once; use all_gather",
     (ULYSSES, INDEXER): "an indexer chooses among all keys of a row at once; use all_gather",
     (RING, COMPRESSED): "an entry is a sum over neighbouring tokens of a row; use all_gather",
     (ULYSSES, COMPRESSED): "an entry is a sum over neighbouring tokens of a row; use all_gather",
-    (ULYSSES, BALANCE): "every device has full sequences of some heads, so the loads are even without it",
+    (
+        ULYSSES,
+        BALANCE,
+    ): "every device has full sequences of some heads, so the loads are even without it",
     (BLOCKS, BOUNDED): "attention to the blocks that an indexer chooses computes none of them",
-    (HYPER, EMBEDDINGS): "a layer adds to one residual vector of a token; to which of several is not defined",
-    (BALANCE, INDEXER): "among keys with equal scores an indexer takes those that are earlier in the row",
+    (
+        HYPER,
+        EMBEDDINGS,
+    ): "a layer adds to one residual vector of a token; to which of several is not defined",
+    (
+        BALANCE,
+        INDEXER,
+    ): "among keys with equal scores an indexer takes those that are earlier in the row",
     (BALANCE, COMPRESSED): "an entry is a sum over neighbouring tokens of a row",
     (BALANCE, RECURRENT): "its state passes through the tokens in order",
     (BALANCE, ENGRAM): "its n-grams and its convolution read neighbouring tokens",
-    (BALANCE, CAPACITY): "an expert takes the first tokens of a row that choose it, in the order of the row",
+    (
+        BALANCE,
+        CAPACITY,
+    ): "an expert takes the first tokens of a row that choose it, in the order of the row",
     (WARMUP, MODULES): "a dense warm-up computes no head and trains indexers only",
     (EXPLICIT, SPLIT): "the schedule decides itself when data moves, on a mesh with Auto axes",
-    (EXPLICIT, ENGRAM): "its table lookups declare no shardings, and its table may be in host memory; use auto",
+    (
+        EXPLICIT,
+        ENGRAM,
+    ): "its table lookups declare no shardings, and its table may be in host memory; use auto",
     (EXPLICIT, FEW_BITS): "qwix does not declare the sharding of its products; use auto",
     (EXPLICIT, WEIGHTS_AWAY): "shardings cannot be declared for arrays in host memory; use auto",
     (EXPLICIT, KEPT_AWAY): "shardings cannot be declared for arrays in host memory; use auto",
     (EXPLICIT, TABLES_AWAY): "shardings cannot be declared for arrays in host memory; use auto",
-    (MEDIA, MODULES): "a prediction module embeds the next token, which may stand for a part of a picture",
+    (
+        MEDIA,
+        MODULES,
+    ): "a prediction module embeds the next token, which may stand for a part of a picture",
     (MEDIA, ENGRAM): "n-grams of placeholders say nothing about a picture",
-    (MEDIA, INDEXER): "which tokens of a picture an indexer chooses was not compared with transformers",
-    (MEDIA, SPLIT): "the schedule halves the rows of arrays, and the table of pictures has no rows of the batch",
+    (
+        MEDIA,
+        INDEXER,
+    ): "which tokens of a picture an indexer chooses was not compared with transformers",
+    (
+        MEDIA,
+        SPLIT,
+    ): "the schedule halves the rows of arrays, and the table of pictures has no rows of the batch",
     (MEDIA, EXPLICIT): "reads of the table of pictures declare no shardings; use auto",
     (DEEPSTACK, HYPER): "which of the residual streams gets the features is not defined",
     (LOOKS_AHEAD, RING): "a picture may be cut between devices; use all_gather or ulysses",
@@ -68,9 +128,11 @@ class Conflict(ValueError):
     """Two features are incompatible; the message names both and gives the reason."""
 
 
-def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False, media: bool = False) -> frozenset[str]:
-    """Returns the names of the features that are on. `explicit`: shardings will be explicit, whatever the layout of
-    `runtime` says. `media`: calls will have pictures or sounds."""
+def features(
+    config: DecoderConfig, runtime: Runtime, *, explicit: bool = False, media: bool = False
+) -> frozenset[str]:
+    """Returns the names of the features that are on. `explicit`: shardings will be explicit,
+    whatever the layout of `runtime` says. `media`: calls will have pictures or sounds."""
     attentions = (spec.attention for spec in config.layers)
     block_indexers = [each for each in attentions if each is not None and each.indexer is not None]
     on = {
@@ -97,7 +159,8 @@ def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False,
         EXPLICIT: explicit or (runtime.layout is not None and runtime.layout.explicit),
         FEW_BITS: runtime.quantization is not None,
         WEIGHTS_AWAY: runtime.host_parameters,
-        KEPT_AWAY: runtime.remat.endswith("_offloaded") or "offload" in dict(runtime.remat_tensors).values(),
+        KEPT_AWAY: runtime.remat.endswith("_offloaded")
+        or "offload" in dict(runtime.remat_tensors).values(),
         MEDIA: media,
         LOOKS_AHEAD: media and config.looks_ahead,
         DEEPSTACK: media and any(spec.deepstack for spec in config.layers),
@@ -110,7 +173,9 @@ def _is_bounded(attention: Attention) -> bool:
     return has_bounds or attention.sinks or attention.looks_ahead
 
 
-def conflicts(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False, media: bool = False) -> Iterator[str]:
+def conflicts(
+    config: DecoderConfig, runtime: Runtime, *, explicit: bool = False, media: bool = False
+) -> Iterator[str]:
     """Yields one message for each incompatible pair of features that is on."""
     on = features(config, runtime, explicit=explicit, media=media)
     for (one, other), reason in INCOMPATIBLE.items():
@@ -119,6 +184,7 @@ def conflicts(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False
 
 
 def check(config: DecoderConfig, runtime: Runtime, *, media: bool = False) -> None:
-    """Raises Conflict for the first incompatible pair. `media`: calls will have pictures or sounds."""
+    """Raises Conflict for the first incompatible pair. `media`: calls will have pictures or
+    sounds."""
     for text in conflicts(config, runtime, media=media):
         raise Conflict(text)

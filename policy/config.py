@@ -1,8 +1,10 @@
-"""A decoder as data: frozen, hashable and free of jax, so that it can be checked before anything slow starts.
+"""A decoder as data: frozen, hashable and free of jax, so that it can be checked before anything
+slow starts.
 
-A decoder is an embedding, a tuple of stacks, a final norm and a head. A stack repeats a pattern of layers; the weights
-of its repeats are stacked along axis 0 and scanned. An absent part is None. The parts of a layer are in
-policy/specs.py, the options of the computation in policy/runtime.py; both are importable from here.
+A decoder is an embedding, a tuple of stacks, a final norm and a head. A stack repeats a pattern of
+layers; the weights of its repeats are stacked along axis 0 and scanned. An absent part is None. The
+parts of a layer are in policy/specs.py, the options of the computation in policy/runtime.py; both
+are importable from here.
 """
 
 from __future__ import annotations
@@ -110,7 +112,10 @@ __all__ = [
 MAX_PERMUTED_STREAMS = 5  # HyperConnections.variant "lite" mixes all 5! = 120 permutations
 
 NormName = Literal[
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
 ]
 PRE_NORM: tuple[NormName, ...] = ("input_layernorm", "pre_feedforward_layernorm")
 POST_NORM: tuple[NormName, ...] = ("post_attention_layernorm", "post_feedforward_layernorm")
@@ -119,16 +124,17 @@ SANDWICH_NORM = PRE_NORM + POST_NORM
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """x += post(mixer(pre(x))); x += post(feed_forward(pre(x))), with the norms that `norms` names; an absent part adds
-    nothing.
+    """x += post(mixer(pre(x))); x += post(feed_forward(pre(x))), with the norms that `norms` names;
+    an absent part adds nothing.
 
     input_layernorm stands before the mixer and post_attention_layernorm on its output; pre_ and
-    post_feedforward_layernorm do the same for the feed-forward. `parallel`: both parts read the same normed input, x +=
-    mixer(h) + feed_forward(h). Without `residual` a part's output replaces x. `residual_scale`
-    multiplies the output of each part. `scalar`: the result is multiplied by one
-    stored number, which is not trained. The output of the n-gram lookup `engram` is added to x first, and what
-    `layer_embedding` makes of x after the feed-forward. `deepstack`: at the tokens of pictures, a feature of the tower
-    is added to the result; the first layers of a decoder have it.
+    post_feedforward_layernorm do the same for the feed-forward. `parallel`: both parts read the
+    same normed input, x += mixer(h) + feed_forward(h). Without `residual` a part's output replaces
+    x. `residual_scale`
+    multiplies the output of each part. `scalar`: the result is multiplied by one stored number,
+    which is not trained. The output of the n-gram lookup `engram` is added to x first, and what
+    `layer_embedding` makes of x after the feed-forward. `deepstack`: at the tokens of pictures, a
+    feature of the tower is added to the result; the first layers of a decoder have it.
     """
 
     mixer: Attention | LatentAttention | CompressedAttention | Recurrent | AttentionAndMamba2 | None
@@ -161,8 +167,8 @@ class LayerSpec:
 
     @property
     def shares(self) -> str | None:
-        """Returns the name of the keys and values of an earlier layer that the mixer attends to, if it has none of its
-        own."""
+        """Returns the name of the keys and values of an earlier layer that the mixer attends to, if
+        it has none of its own."""
         return None if self.attention is None else self.attention.shares
 
     @property
@@ -182,8 +188,8 @@ class LayerSpec:
 
     @property
     def chooses_keys(self) -> bool:
-        """Whether a query of the mixer sees a choice of the keys of tokens alone. The EntryIndexer of CompressedAttention
-        chooses among entries of blocks instead."""
+        """Whether a query of the mixer sees a choice of the keys of tokens alone. The EntryIndexer
+        of CompressedAttention chooses among entries of blocks instead."""
         return any(getattr(mixer, "indexer", None) is not None for mixer in self.mixers)
 
     @property
@@ -195,7 +201,9 @@ class LayerSpec:
     @property
     def shares_index(self) -> bool:
         """Whether this layer sees the keys that the indexer of an earlier layer chose."""
-        return isinstance(self.mixer, LatentAttention) and isinstance(self.mixer.indexer, SharedIndexer)
+        return isinstance(self.mixer, LatentAttention) and isinstance(
+            self.mixer.indexer, SharedIndexer
+        )
 
 
 @dataclass(frozen=True)
@@ -207,7 +215,8 @@ class Stack:
 
 
 def index_crosses_repeats(pattern: Sequence[LayerSpec]) -> bool:
-    """Tells whether a repeated pattern would hand the choice of an indexer on to its next repeat."""
+    """Tells whether a repeated pattern would hand the choice of an indexer on to its next
+    repeat."""
     keeps = [i for i, spec in enumerate(pattern) if spec.keeps_index]
     shares = [i for i, spec in enumerate(pattern) if spec.shares_index]
     return bool(keeps and shares) and shares[0] < keeps[0]
@@ -215,29 +224,35 @@ def index_crosses_repeats(pattern: Sequence[LayerSpec]) -> bool:
 
 @dataclass(frozen=True)
 class HyperConnections:
-    """Manifold-constrained hyper-connections (arXiv 2512.24880): each token has `streams` residual vectors, read as a
-    weighted sum, written with weights, and mixed by a doubly stochastic matrix, all computed from the streams
-    themselves.
+    """Manifold-constrained hyper-connections (arXiv 2512.24880): each token has `streams` residual
+    vectors, read as a weighted sum, written with weights, and mixed by a doubly stochastic matrix,
+    all computed from the streams themselves.
 
-    `variant` says how the matrix is computed: `sinkhorn`, `sinkhorn_iterations` rounds of normalised columns and rows,
-    with `eps` added to each sum; `lite`, an exact mixture of all permutations. `reduce`: the final norm reads the sum
-    of the streams, or a sum weighted by a head of its own. The mappings read the streams through a norm, with a weight
-    of its own or without.
+    `variant` says how the matrix is computed: `sinkhorn`, `sinkhorn_iterations` rounds of
+    normalised columns and rows, with `eps` added to each sum; `lite`, an exact mixture of all
+    permutations. `reduce`: the final norm reads the sum of the streams, or a sum weighted by a head
+    of its own. The mappings read the streams through a norm, with a weight of its own or without.
     """
 
     streams: int = option(4, ge=1, description="residual vectors of each token")
     variant: Literal["sinkhorn", "lite"] = option(
         "sinkhorn",
-        description="how the streams are mixed: by Sinkhorn iterations, or (lite) an exact mixture of all permutations",
+        description="how the streams are mixed: by Sinkhorn iterations, or (lite) an exact "
+        "mixture of all permutations",
     )
     sinkhorn_iterations: int = option(20, ge=1, description="rounds of normalised columns and rows")
     eps: float = option(
-        1e-6, gt=0.0, description="added to each sum of the Sinkhorn iterations and to the read weights"
+        1e-6,
+        gt=0.0,
+        description="added to each sum of the Sinkhorn iterations and to the read weights",
     )
     reduce: Literal["sum", "head"] = option(
-        "sum", description="input of the final norm: the sum of the streams, or a sum weighted by a head"
+        "sum",
+        description="input of the final norm: the sum of the streams, or a sum weighted by a head",
     )
-    norm_weight: bool = option(False, description="whether the norm before each mapping has a weight")
+    norm_weight: bool = option(
+        False, description="whether the norm before each mapping has a weight"
+    )
     norm_eps: float = option(1e-6, gt=0.0, description="epsilon of the norm before each mapping")
 
     def __post_init__(self):
@@ -245,19 +260,20 @@ class HyperConnections:
             raise ValueError("streams and sinkhorn_iterations must be at least 1")
         if self.variant == "lite" and self.streams > MAX_PERMUTED_STREAMS:
             raise ValueError(
-                f"variant lite mixes all permutations of the streams, so at most {MAX_PERMUTED_STREAMS}"
+                "variant lite mixes all permutations of the streams, so at most "
+                f"{MAX_PERMUTED_STREAMS}"
                 " (120 permutations)"
             )
 
 
 @dataclass(frozen=True)
 class GatedResidual:
-    """Gated residual streams (Qwen4ExpTextGatedResidual of transformers): each token has `streams` residual vectors x_g,
-    which begin as copies of its embedding.
+    """Gated residual streams (Qwen4ExpTextGatedResidual of transformers): each token has `streams`
+    residual vectors x_g, which begin as copies of its embedding.
 
-    With n_g the zero-centred norm of x_g, a part of a layer reads mean_g(s_g * n_g), s = sigmoid(U silu(D n / streams))
-    with U and D of rank `rank`, and its output o is added as x_g += 2 sigmoid(W n / streams)_g o. What the head reads is
-    such a mean, too, without a further norm.
+    With n_g the zero-centred norm of x_g, a part of a layer reads mean_g(s_g * n_g), s = sigmoid(U
+    silu(D n / streams)) with U and D of rank `rank`, and its output o is added as x_g += 2
+    sigmoid(W n / streams)_g o. What the head reads is such a mean, too, without a further norm.
     """
 
     streams: int
@@ -267,22 +283,28 @@ class GatedResidual:
 
 @dataclass(frozen=True)
 class MultiTokenPrediction:
-    """Modules that predict the tokens after the next one (arXiv 2412.19437, section 2.2): module d = 1..`depth` joins
-    the hidden state of a position with the embedding of the token d places on, passes one `layer`, and predicts the
-    token d + 1 places on.
+    """Modules that predict the tokens after the next one (arXiv 2412.19437, section 2.2): module d
+    = 1..`depth` joins the hidden state of a position with the embedding of the token d places on,
+    passes one `layer`, and predicts the token d + 1 places on.
 
-    `input` says which hidden states the first module reads: those after the decoder's final norm, as released files
-    expect, or before it. `final_norm`: each module has a norm of its own before the shared head; without, it uses the
-    decoder's.
+    `input` says which hidden states the first module reads: those after the decoder's final norm,
+    as released files expect, or before it. `final_norm`: each module has a norm of its own before
+    the shared head; without, it uses the decoder's.
     """
 
     layer: LayerSpec
-    depth: int = option(ge=1, description="number of modules; module d predicts the token d places after the next one")
+    depth: int = option(
+        ge=1,
+        description="number of modules; module d predicts the token d places after the next one",
+    )
     input: Literal["post_norm", "pre_norm"] = option(
-        "post_norm", description="states that the first module reads: after or before the final norm"
+        "post_norm",
+        description="states that the first module reads: after or before the final norm",
     )
     final_norm: bool = option(
-        True, description="each module has a norm of its own before the head; false: it uses the decoder's"
+        True,
+        description="each module has a norm of its own before the head; false: it uses the "
+        "decoder's",
     )
 
     def __post_init__(self):
@@ -299,15 +321,16 @@ class LearnedPositions:
 
 @dataclass(frozen=True)
 class SinusoidPositions:
-    """[sin | cos] of wavelengths from 2 pi to 1e4 * 2 pi, added to the embedding (arXiv 1706.03762, section 3.5)."""
+    """[sin | cos] of wavelengths from 2 pi to 1e4 * 2 pi, added to the embedding (arXiv 1706.03762,
+    section 3.5)."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A complete decoder. `family` names the file in policy/families/, and `hf` is the Hugging Face configuration as
-    JSON. Logits are multiplied by `logit_scale`;
-    `logit_softcap` c then bounds them by c tanh(z / c), before any temperature. `image` and `audio` describe the
-    towers whose outputs stand in the place of token embeddings."""
+    """A complete decoder. `family` names the file in policy/families/, and `hf` is the Hugging Face
+    configuration as JSON. Logits are multiplied by `logit_scale`;
+    `logit_softcap` c then bounds them by c tanh(z / c), before any temperature. `image` and `audio`
+    describe the towers whose outputs stand in the place of token embeddings."""
 
     vocab_size: int
     hidden_size: int
@@ -330,40 +353,56 @@ class DecoderConfig:
         kept: set[str] = set()
         for number, spec in enumerate(self.layers):
             if spec.shares is not None and spec.shares not in kept:
-                raise ValueError(f"layer {number} shares the keys {spec.shares!r}, which no layer before it keeps")
+                raise ValueError(
+                    f"layer {number} shares the keys {spec.shares!r}, which no layer before it "
+                    "keeps"
+                )
             if spec.attention is not None and (name := spec.attention.keeps) is not None:
                 if name in kept:
-                    raise ValueError(f"layer {number} keeps the keys {name!r}, as a layer before it does")
+                    raise ValueError(
+                        f"layer {number} keeps the keys {name!r}, as a layer before it does"
+                    )
                 kept.add(name)
         self._check_shared_indexers()
 
     def _check_shared_indexers(self) -> None:
-        """Raises ValueError if a layer shares an index that no layer before it keeps, or that only the repeat before
-        its own keeps."""
+        """Raises ValueError if a layer shares an index that no layer before it keeps, or that only
+        the repeat before its own keeps."""
         kept = False
         for stack in self.stacks:
             for spec in stack.pattern:
                 if spec.shares_index and not kept:
-                    raise ValueError("a layer shares the index of an earlier layer, but no layer before it keeps one")
+                    raise ValueError(
+                        "a layer shares the index of an earlier layer, but no layer before it "
+                        "keeps one"
+                    )
                 kept = kept or spec.keeps_index
             if stack.repeats > 1 and index_crosses_repeats(stack.pattern):
-                raise ValueError("a stack repeats a pattern of layers whose first layers share the index of its last")
+                raise ValueError(
+                    "a stack repeats a pattern of layers whose first layers share the index of "
+                    "its last"
+                )
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
         """Returns the layers one by one, from the embedding to the final norm."""
-        return tuple(spec for stack in self.stacks for _ in range(stack.repeats) for spec in stack.pattern)
+        return tuple(
+            spec for stack in self.stacks for _ in range(stack.repeats) for spec in stack.pattern
+        )
 
     def numbers(self, path: str) -> list[int]:
-        """Returns the numbers (from 0) of the layers whose weights are stacked at `path`, "stacks.S.layers.I"."""
+        """Returns the numbers (from 0) of the layers whose weights are stacked at `path`,
+        "stacks.S.layers.I"."""
         _, s, _, i = path.split(".")
-        before, stack = self.stacks[: int(s)], self.stacks[int(s)]
+        before = self.stacks[: int(s)]
+        stack = self.stacks[int(s)]
         first = sum(len(each.pattern) * each.repeats for each in before) + int(i)
         return [first + r * len(stack.pattern) for r in range(stack.repeats)]
 
     @property
     def has_final_norm(self) -> bool:
-        """Whether a norm stands before the head; gated residual streams are normed as they are read."""
+        """Whether a norm stands before the head; gated residual streams are normed as they are
+        read."""
         return not isinstance(self.hyper_connections, GatedResidual)
 
     @property
@@ -374,7 +413,10 @@ class DecoderConfig:
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """Returns every rotary embedding that some layer uses, once."""
-        specs = (*self.layers, *([self.multi_token_prediction.layer] if self.multi_token_prediction else []))
+        specs = (
+            *self.layers,
+            *([self.multi_token_prediction.layer] if self.multi_token_prediction else []),
+        )
         return tuple(dict.fromkeys(rope for spec in specs for rope in spec.ropes))
 
     @property
@@ -384,10 +426,12 @@ class DecoderConfig:
 
     @property
     def longrope_limit(self) -> int | None:
-        """Returns the longest sequence, in tokens, that has the short factors of LongRoPE; None: the decoder has no
-        LongRoPE."""
+        """Returns the longest sequence, in tokens, that has the short factors of LongRoPE; None:
+        the decoder has no LongRoPE."""
         scalings = (rope.scaling for rope in self.ropes)
-        return next((each.original_max_position for each in scalings if isinstance(each, LongRope)), None)
+        return next(
+            (each.original_max_position for each in scalings if isinstance(each, LongRope)), None
+        )
 
     @property
     def has_sections(self) -> bool:
@@ -397,9 +441,14 @@ class DecoderConfig:
     @property
     def looks_ahead(self) -> bool:
         """Whether the tokens of a picture see each other in some layer."""
-        return any(spec.attention is not None and spec.attention.looks_ahead for spec in self.layers)
+        return any(
+            spec.attention is not None and spec.attention.looks_ahead for spec in self.layers
+        )
 
     @property
     def max_positions(self) -> int | None:
-        """Returns the number of positions with a trained vector; None: the decoder has no such limit."""
-        return next((table.length for table in self.positions if isinstance(table, LearnedPositions)), None)
+        """Returns the number of positions with a trained vector; None: the decoder has no such
+        limit."""
+        return next(
+            (table.length for table in self.positions if isinstance(table, LearnedPositions)), None
+        )

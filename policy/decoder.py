@@ -1,4 +1,5 @@
-"""The decoder: embedding, stacks of layers, final norm. Training, prefill and decoding all use this one forward pass.
+"""The decoder: embedding, stacks of layers, final norm. Training, prefill and decoding all use this
+one forward pass.
 
 B rows, T tokens, E hidden, V vocabulary, R repeats of a stack.
 """
@@ -46,24 +47,34 @@ class LayerStack(nnx.Module):
 
     def __init__(self, stack: Stack, first: int, config: DecoderConfig, rngs: nnx.Rngs):
         """Creates the weights; `first` is the number of the stack's first layer."""
-        self.first, self.repeats = first, stack.repeats
+        self.first = first
+        self.repeats = stack.repeats
         following = config.layers[first + len(stack.pattern) * stack.repeats :][:1]
         self.hands_on_index = any(spec.shares_index for spec in following)
-        self.layers = nnx.List([stacked(partial(Layer, spec, config), rngs, stack.repeats) for spec in stack.pattern])
+        self.layers = nnx.List(
+            [stacked(partial(Layer, spec, config), rngs, stack.repeats) for spec in stack.pattern]
+        )
 
-    def __call__(self, x_BTE: Any, step: Step, cache: tuple | None, runtime: Runtime) -> tuple[Any, tuple | None, Any]:
-        """Returns (x_BTE, cache parts or None, a LayerAux with arrays [R, ...] for each layer of the pattern).
-        `step.routes` has one entry for each layer of the pattern, which may be None."""
+    def __call__(
+        self, x_BTE: Any, step: Step, cache: tuple | None, runtime: Runtime
+    ) -> tuple[Any, tuple | None, Any]:
+        """Returns (x_BTE, cache parts or None, a LayerAux with arrays [R, ...] for each layer of
+        the pattern). `step.routes` has one entry for each layer of the pattern, which may be None.
+        """
         graph, weights = nnx.split(self.layers)
-        routes, embeddings = step.routes, self._own_embeddings(step)
+        routes = step.routes
+        embeddings = self._own_embeddings(step)
         step = replace(step, routes=None, layer_embeddings=None)
         split = cache is None and batch_split.applies(self.layers, x_BTE.shape, runtime)
         x_BTE = batch_split.split(x_BTE, runtime) if split else x_BTE
 
         def repeat(x, part, repeat_weights, embeddings, r, index):
-            """Computes repeat number `r` of the pattern. `part` holds the cache arrays of one or all repeats; this
-            repeat's are at `index`. `embeddings`: of each layer of the pattern."""
-            outputs, arrays, pattern_step = [], [], step
+            """Computes repeat number `r` of the pattern. `part` holds the cache arrays of one or
+            all repeats; this repeat's are at `index`. `embeddings`: of each layer of the pattern.
+            """
+            outputs = []
+            arrays = []
+            pattern_step = step
             for i, layer in enumerate(nnx.merge(graph, fetch_layer(repeat_weights, runtime))):
                 view = None if part is None else LayerCache.of(part[i], index, step, runtime.layout)
                 layer_step = pattern_step
@@ -72,13 +83,16 @@ class LayerStack(nnx.Module):
                 layer_step = _decode_rotations(layer_step, runtime)
                 if routes[i] is not None:
                     layer_step = replace(
-                        layer_step, routes=jax.lax.dynamic_index_in_dim(routes[i], r, axis=2, keepdims=False)
+                        layer_step,
+                        routes=jax.lax.dynamic_index_in_dim(routes[i], r, axis=2, keepdims=False),
                     )
                 if embeddings is not None:
                     layer_step = replace(layer_step, layer_embeddings=embeddings[i])
                 x = jax.tree.map(lambda a: checkpoint_name(a, "decoder_layer_input"), x)
                 x, view, aux = (
-                    batch_split.run(layer, x, layer_step, runtime) if split else layer(x, layer_step, view, runtime)
+                    batch_split.run(layer, x, layer_step, runtime)
+                    if split
+                    else layer(x, layer_step, view, runtime)
                 )
                 if step.media is not None and layer.spec.deepstack:
                     number = self.first + r * len(self.layers) + i
@@ -92,13 +106,21 @@ class LayerStack(nnx.Module):
             return x, None if part is None else tuple(arrays), tuple(outputs)
 
         if runtime.remat != "none" and cache is None:
-            repeat = checkpointed(repeat, saved(runtime.remat, runtime.remat_tensors), scanned=runtime.scan)
-        unrolled = not runtime.scan if cache is None else len(cache) == self.repeats  # a scanned cache has one part
+            repeat = checkpointed(
+                repeat, saved(runtime.remat, runtime.remat_tensors), scanned=runtime.scan
+            )
+        unrolled = (
+            not runtime.scan if cache is None else len(cache) == self.repeats
+        )  # a scanned cache has one part
         if unrolled:
             x_BTE, cache, outputs = self._unrolled(x_BTE, cache, (weights, embeddings), repeat)
             return batch_split.merge(x_BTE) if split else x_BTE, cache, outputs
 
-        decodes = step.positions.shape[1] == 1 and runtime.layout is not None and runtime.layout.platform == "tpu"
+        decodes = (
+            step.positions.shape[1] == 1
+            and runtime.layout is not None
+            and runtime.layout.platform == "tpu"
+        )
 
         def body(carry, xs):
             (x, part), (repeat_weights, embeddings, r) = carry, xs
@@ -110,7 +132,9 @@ class LayerStack(nnx.Module):
             return (x, part), outputs
 
         carry = (x_BTE, None if cache is None else cache[0])
-        (x, part), outputs = jax.lax.scan(body, carry, (weights, embeddings, jnp.arange(self.repeats)))
+        (x, part), outputs = jax.lax.scan(
+            body, carry, (weights, embeddings, jnp.arange(self.repeats))
+        )
         return batch_split.merge(x) if split else x, None if cache is None else (part,), outputs
 
     def _own_embeddings(self, step: Step) -> tuple[jax.Array, ...] | None:
@@ -122,9 +146,11 @@ class LayerStack(nnx.Module):
         return tuple(step.layer_embeddings[self.first + i : end : period] for i in range(period))
 
     def _unrolled(self, x_BTE, cache, inputs, repeat):
-        """Computes the repeats one after the other, each with a cache part of its own. With a cache they are traced
-        once; in training each is traced, since remat policies do not see names inside a nested program."""
-        parts, outputs = [], []
+        """Computes the repeats one after the other, each with a cache part of its own. With a cache
+        they are traced once; in training each is traced, since remat policies do not see names
+        inside a nested program."""
+        parts = []
+        outputs = []
         repeat = repeat if cache is None else jax.jit(repeat, static_argnames="index")
         for r in range(self.repeats):
             own = jax.tree.map(lambda a, r=r: a[r], inputs)
@@ -136,17 +162,20 @@ class LayerStack(nnx.Module):
 
 
 def _decode_rotations(step: Step, runtime: Runtime) -> Step:
-    """Constrains the rotary tables of `step` to the rows of the activations (sharding.decoded). It runs before the loop
-    over layers and inside it, so that the devices exchange the tables once."""
-    return replace(step, rotations=jax.tree.map(lambda a: decoded(a, step, runtime.layout), step.rotations))
+    """Constrains the rotary tables of `step` to the rows of the activations (sharding.decoded). It
+    runs before the loop over layers and inside it, so that the devices exchange the tables once."""
+    return replace(
+        step, rotations=jax.tree.map(lambda a: decoded(a, step, runtime.layout), step.rotations)
+    )
 
 
 def _as_stored(weights, runtime: Runtime):
-    """Pins the weights of one repeat to the memory layout in which they are stored. Otherwise a TPU begins each loop of
-    decoding steps with a copy of the query, key and value projections of all layers, ordered by head: a tenth of
-    llama3.1-8b. A device may have a narrow part of the last dimension; then the one before fills the lanes, since the
-    48 of an expert of Qwen's would take 128. Other arrays that do not fill the tiles of 8 x 128 are left to the
-    compiler, which stores them in an order of its own."""
+    """Pins the weights of one repeat to the memory layout in which they are stored. Otherwise a TPU
+    begins each loop of decoding steps with a copy of the query, key and value projections of all
+    layers, ordered by head: a tenth of llama3.1-8b. A device may have a narrow part of the last
+    dimension; then the one before fills the lanes, since the 48 of an expert of Qwen's would take
+    128. Other arrays that do not fill the tiles of 8 x 128 are left to the compiler, which stores
+    them in an order of its own."""
     layout = runtime.layout
     if layout is None or layout.platform != "tpu":
         return weights
@@ -154,12 +183,18 @@ def _as_stored(weights, runtime: Runtime):
     def pinned(array, axes):
         if array.ndim < 2 or array.shape[-2] % 8:
             return array
-        cut = array.shape if array.ndim != len(axes) else layout.sharding(axes, array.shape).shard_shape(array.shape)
+        cut = (
+            array.shape
+            if array.ndim != len(axes)
+            else layout.sharding(axes, array.shape).shard_shape(array.shape)
+        )
         if cut[-1] % 128 == 0:
             return row_major(array, layout)
         if cut[-2] % 128 == 0 and cut[-1] % 8 == 0:
             *others, rows, columns = range(array.ndim)
-            return with_layout_constraint(array, MemoryLayout(major_to_minor=(*others, columns, rows)))
+            return with_layout_constraint(
+                array, MemoryLayout(major_to_minor=(*others, columns, rows))
+            )
         return array
 
     def of_variable(variable):
@@ -170,18 +205,28 @@ def _as_stored(weights, runtime: Runtime):
 
 
 def _is_expert(variable: nnx.Variable) -> bool:
-    """Tells whether a stacked variable holds weights of experts in device memory, floats [R, X, E, F]."""
-    axes, value = variable.get_metadata("out_sharding") or (), variable.get_value()
-    return isinstance(value, jax.Array) and len(axes) == 4 and axes[1] == "exp" and not lies_on_host(value)
+    """Tells whether a stacked variable holds weights of experts in device memory, floats [R, X, E,
+    F]."""
+    axes = variable.get_metadata("out_sharding") or ()
+    value = variable.get_value()
+    return (
+        isinstance(value, jax.Array)
+        and len(axes) == 4
+        and axes[1] == "exp"
+        and not lies_on_host(value)
+    )
 
 
 def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
-    """Returns table[tokens] in the dtype of the activations. If the table is sharded along E, the devices that share it
-    read their parts of the rows of all their tokens and exchange them: 16 MiB for 2,048 tokens of llama3.1-8b per
-    device. Otherwise the partitioner would gather the full table and sum a float32 gradient of its size, 2 GiB."""
+    """Returns table[tokens] in the dtype of the activations. If the table is sharded along E, the
+    devices that share it read their parts of the rows of all their tokens and exchange them: 16 MiB
+    for 2,048 tokens of llama3.1-8b per device. Otherwise the partitioner would gather the full
+    table and sum a float32 gradient of its size, 2 GiB."""
     layout = runtime.layout
     if in_explicit_mode():
-        return _read_rows(table_VE, ("vocab", "embed_vocab"), tokens_BT, layout).astype(runtime.dtype)
+        return _read_rows(table_VE, ("vocab", "embed_vocab"), tokens_BT, layout).astype(
+            runtime.dtype
+        )
     if layout is None or layout.mesh.size == 1:
         return table_VE[tokens_BT].astype(runtime.dtype)
     vocab_axes, width_axes = layout.spec(("vocab", "embed_vocab"), table_VE.shape)
@@ -189,7 +234,9 @@ def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
         spec = _without_axes(tokens_BT, width_axes, layout)
         rows_BTE = table_VE[_constrain_to(tokens_BT, spec, layout)].astype(runtime.dtype)
         return constrain(
-            _constrain_to(rows_BTE, PartitionSpec(*spec, width_axes), layout), ("batch", "length", None), layout
+            _constrain_to(rows_BTE, PartitionSpec(*spec, width_axes), layout),
+            ("batch", "length", None),
+            layout,
         )
     if vocab_axes is not None and layout.decodes:
         rows_BTE = own_rows(table_VE, tokens_BT, layout).astype(runtime.dtype)
@@ -198,24 +245,31 @@ def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
     return constrain(rows_BTE, ("batch", "length", None), layout) if layout.rows_move else rows_BTE
 
 
-def _read_rows(table, axes: tuple[str | None, str], index_BT: jax.Array, layout: Layout | None) -> jax.Array:
-    """Returns table[index]. In explicit mode the devices that share the table read their parts of the rows of all their
-    tokens and exchange them."""
+def _read_rows(
+    table, axes: tuple[str | None, str], index_BT: jax.Array, layout: Layout | None
+) -> jax.Array:
+    """Returns table[index]. In explicit mode the devices that share the table read their parts of
+    the rows of all their tokens and exchange them."""
     if not in_explicit_mode():
         return table[index_BT]
     assert layout is not None
     width_axes = layout.spec(axes, table.shape)[1]
     spec = _without_axes(index_BT, width_axes, layout)
-    rows_BTE = table.at[jax.reshard(index_BT, spec)].get(out_sharding=PartitionSpec(*spec, width_axes))
+    rows_BTE = table.at[jax.reshard(index_BT, spec)].get(
+        out_sharding=PartitionSpec(*spec, width_axes)
+    )
     return constrain(rows_BTE, ("batch", "length", None), layout)
 
 
 def _without_axes(tokens_BT: jax.Array, width_axes, layout: Layout) -> PartitionSpec:
-    """Returns the sharding of tokens over the mesh axes that do not shard the width of the table, such as `data`. The
-    table is replicated over these axes."""
+    """Returns the sharding of tokens over the mesh axes that do not shard the width of the table,
+    such as `data`. The table is replicated over these axes."""
     tokens = layout.spec(("batch", "length"), tokens_BT.shape)
     return PartitionSpec(
-        *(tuple(axis for axis in axes_of(dim) if axis not in axes_of(width_axes)) or None for dim in tokens)
+        *(
+            tuple(axis for axis in axes_of(dim) if axis not in axes_of(width_axes)) or None
+            for dim in tokens
+        )
     )
 
 
@@ -224,23 +278,33 @@ def _constrain_to(x: jax.Array, spec: PartitionSpec, layout: Layout) -> jax.Arra
 
 
 class Decoder(nnx.Module):
-    """Maps tokens to hidden states after the final norm, which the head (policy/heads/head.py) turns into logits or
-    log-probabilities."""
+    """Maps tokens to hidden states after the final norm, which the head (policy/heads/head.py)
+    turns into logits or log-probabilities."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = config
-        shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed_vocab")
+        shape = (config.vocab_size, config.hidden_size)
+        axes = ("vocab", "embed_vocab")
         self.embed_tokens = weight(rngs, shape, axes, normal(config.initializer_range))
         if config.max_positions is not None:
             table = (config.max_positions, config.hidden_size)
-            self.embed_positions = weight(rngs, table, (None, "embed_vocab"), normal(config.initializer_range))
-        first = list(accumulate((len(stack.pattern) * stack.repeats for stack in config.stacks), initial=0))
+            self.embed_positions = weight(
+                rngs, table, (None, "embed_vocab"), normal(config.initializer_range)
+            )
+        first = list(
+            accumulate((len(stack.pattern) * stack.repeats for stack in config.stacks), initial=0)
+        )
         if config.layer_embedding is not None:
             self.layer_embeddings = LayerEmbeddings(config.layer_embedding, config, rngs)
         self.stacks = nnx.List(
-            [LayerStack(stack, n, config, rngs) for stack, n in zip(config.stacks, first, strict=False)]
+            [
+                LayerStack(stack, n, config, rngs)
+                for stack, n in zip(config.stacks, first, strict=False)
+            ]
         )
-        self.norm = norm(config.hidden_size, config.norm, rngs) if config.has_final_norm else nnx.identity
+        self.norm = (
+            norm(config.hidden_size, config.norm, rngs) if config.has_final_norm else nnx.identity
+        )
         if not config.tied_head:
             self.lm_head = weight(rngs, shape, axes, normal(config.initializer_range))
         self.streams = streams(config, rngs)
@@ -253,23 +317,27 @@ class Decoder(nnx.Module):
             self.audio = towers.create(config.audio, config.hidden_size, rngs)
 
     def __call__(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
-        """Returns (hidden [B, T, E], cache, Aux). `cache` comes from policy.cache.cache.create; None: tokens see the
-        tokens of this call only."""
+        """Returns (hidden [B, T, E], cache, Aux). `cache` comes from policy.cache.cache.create;
+        None: tokens see the tokens of this call only."""
         explicit = cache is None and runtime.layout is not None and runtime.layout.explicit
         forward = self._explicit if explicit else self._forward
         if (order := Order.of(step, cast(Any, cache), runtime)) is None:
             return forward(tokens_BT, step, cache, runtime)
-        assert cache is None, "only training splits sequences over devices, so Order.of returns None with a cache"
+        assert cache is None, (
+            "only training splits sequences over devices, so Order.of returns None with a cache"
+        )
         tokens_BT, step = order.enter(tokens_BT, step)
         hidden, _, aux = forward(tokens_BT, step, cache, runtime)
         return order.leave(hidden), None, order.leave_aux(aux)
 
     def _explicit(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
-        """Runs `_forward` in explicit mode. Weights are sharded by their logical axes and arrays of tokens by rows and
-        length; all other shardings follow from these."""
+        """Runs `_forward` in explicit mode. Weights are sharded by their logical axes and arrays of
+        tokens by rows and length; all other shardings follow from these."""
         assert cache is None and runtime.layout is not None
         layout, (arrays, decoder) = runtime.layout, split_module(self)
-        variables = jax.tree.leaves(nnx.state(self), is_leaf=lambda node: isinstance(node, nnx.Variable))
+        variables = jax.tree.leaves(
+            nnx.state(self), is_leaf=lambda node: isinstance(node, nnx.Variable)
+        )
 
         def run(arrays, tokens_BT, step):
             hidden, _, aux = cast(Decoder, decoder(arrays))._forward(tokens_BT, step, None, runtime)
@@ -277,18 +345,26 @@ class Decoder(nnx.Module):
 
         def spec_of(a):
             per_token = jnp.shape(a)[:2] == tokens_BT.shape
-            return layout.spec(("batch", "length", *[None] * (a.ndim - 2)), a.shape) if per_token else PartitionSpec()
+            return (
+                layout.spec(("batch", "length", *[None] * (a.ndim - 2)), a.shape)
+                if per_token
+                else PartitionSpec()
+            )
 
         weight_specs = [
-            layout.spec(v.get_metadata("out_sharding"), a.shape) for v, a in zip(variables, arrays, strict=True)
+            layout.spec(v.get_metadata("out_sharding"), a.shape)
+            for v, a in zip(variables, arrays, strict=True)
         ]
         specs = weight_specs, spec_of(tokens_BT), jax.tree.map(spec_of, step)
-        hidden, aux = cast(Any, with_explicit_axes(run, layout.mesh, specs)(arrays, tokens_BT, step))
+        hidden, aux = cast(
+            Any, with_explicit_axes(run, layout.mesh, specs)(arrays, tokens_BT, step)
+        )
         return hidden, None, aux
 
     def _forward(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         x, cache, layers = self.before_norm(tokens_BT, step, cache, runtime)
-        normed, spec = self.norm(x), self.config.multi_token_prediction
+        normed = self.norm(x)
+        spec = self.config.multi_token_prediction
         mtp_input = None
         if spec is not None:
             mtp_input = normed if spec.input == "post_norm" else x
@@ -298,9 +374,9 @@ class Decoder(nnx.Module):
     def before_norm(
         self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime
     ) -> tuple[jax.Array, tuple | None, dict[str, LayerAux]]:
-        """Runs everything up to the final norm. Returns (hidden [B, T, E] before that norm, with the streams of
-        hyper-connections reduced, cache, the LayerAux of each path). Without a cache, call
-        `__call__` instead if the mesh shards the length or is in explicit mode."""
+        """Runs everything up to the final norm. Returns (hidden [B, T, E] before that norm, with
+        the streams of hyper-connections reduced, cache, the LayerAux of each path). Without a
+        cache, call `__call__` instead if the mesh shards the length or is in explicit mode."""
         step = self.complete_step(tokens_BT, step, runtime)
         layout = runtime.layout
         if (
@@ -310,7 +386,10 @@ class Decoder(nnx.Module):
             and (cache is None or tokens_BT.shape[1] == 1)
         ):
             step = replace(
-                step, rotations={name: materialized(table) for name, table in (step.rotations or {}).items()}
+                step,
+                rotations={
+                    name: materialized(table) for name, table in (step.rotations or {}).items()
+                },
             )
         step = _decode_rotations(step, runtime)
         x = self.embed(step, runtime)
@@ -319,13 +398,15 @@ class Decoder(nnx.Module):
         x = drop(x, step.dropout)
         x = x if self.streams is None else self.streams.expand(x)
         x = x if cache is not None else along_length(x, runtime)
-        caches, layers = [], {}
+        caches = []
+        layers = {}
         for s, stack in enumerate(self.stacks):
             paths = [f"stacks.{s}.layers.{i}" for i in range(len(stack.layers))]
             stack_step = replace(step, routes=[(step.routes or {}).get(path) for path in paths])
             x, part, outputs = stack(x, stack_step, None if cache is None else cache[s], runtime)
             step, outputs = hand_on(step, outputs, part, layout)
-            specs, recorded = self.config.stacks[s].pattern, "selection" in runtime.record
+            specs = self.config.stacks[s].pattern
+            recorded = "selection" in runtime.record
             step, outputs = shared_index.hand_on(specs, step, outputs, recorded)
             caches.append(part)
             layers |= dict(zip(paths, outputs, strict=True))
@@ -333,18 +414,22 @@ class Decoder(nnx.Module):
         return x, None if cache is None else tuple(caches), layers
 
     def complete_step(self, tokens_BT: jax.Array, step: Step, runtime: Runtime) -> Step:
-        """Returns `step` (of policy/modes.py) with these tokens and the tables of all rotary embeddings at its
-        positions."""
+        """Returns `step` (of policy/modes.py) with these tokens and the tables of all rotary
+        embeddings at its positions."""
         if step.media is not None:
             media_rows.check(self.config, step.media)
             tokens_BT = step.media.text_tokens(tokens_BT)
         longest = self._longest(step, runtime)
-        tables = {str(rope): rotation(rope, step.positions, step.turns, longest) for rope in self.config.ropes}
+        tables = {
+            str(rope): rotation(rope, step.positions, step.turns, longest)
+            for rope in self.config.ropes
+        }
         return replace(step, tokens=tokens_BT, rotations=tables)
 
     def _longest(self, step: Step, runtime: Runtime) -> int | jax.Array | None:
-        """Returns the tokens of the longest sequence, by which LongRoPE chooses its factors: as the runtime says, else
-        by the last position of the call that is not padding. None: the decoder has no LongRoPE."""
+        """Returns the tokens of the longest sequence, by which LongRoPE chooses its factors: as the
+        runtime says, else by the last position of the call that is not padding. None: the decoder
+        has no LongRoPE."""
         if self.config.longrope_limit is None:
             return None
         if runtime.max_length is not None:
@@ -352,22 +437,28 @@ class Decoder(nnx.Module):
         return 1 + jnp.max(jnp.where(step.segments > 0, step.positions, -1))
 
     def embed(self, step: Step, runtime: Runtime) -> jax.Array:
-        """Returns the embedding [B, T, E] of the step's tokens with its rows of pictures and sounds in their places,
-        plus the embedding of positions if the configuration has one."""
+        """Returns the embedding [B, T, E] of the step's tokens with its rows of pictures and sounds
+        in their places, plus the embedding of positions if the configuration has one."""
         config = self.config
         assert step.tokens is not None
         x = _look_up(self.embed_tokens[...], step.tokens, runtime)
         if config.embedding_scale != 1.0:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
         x = x if step.media is None else media_rows.place(x, step.media, runtime.layout)
-        return x + self._position_embedding(step.positions, runtime.layout).astype(x.dtype) if config.positions else x
+        return (
+            x + self._position_embedding(step.positions, runtime.layout).astype(x.dtype)
+            if config.positions
+            else x
+        )
 
     def _position_embedding(self, positions_BT: jax.Array, layout: Layout | None) -> jax.Array:
         """Returns float32[B, T, E], the sum of the position tables that the configuration has."""
         total = jnp.float32(0.0)
         for table in self.config.positions:
             if isinstance(table, LearnedPositions):
-                rows = _read_rows(self.embed_positions[...], (None, "embed_vocab"), positions_BT, layout)
+                rows = _read_rows(
+                    self.embed_positions[...], (None, "embed_vocab"), positions_BT, layout
+                )
                 total += rows.astype(jnp.float32)
             else:
                 total += sinusoids(positions_BT, self.config.hidden_size)
@@ -375,5 +466,6 @@ class Decoder(nnx.Module):
 
     @property
     def head_weight(self) -> jax.Array:
-        """Returns the output projection [V, E], which is the embedding table if the head is tied."""
+        """Returns the output projection [V, E], which is the embedding table if the head is
+        tied."""
         return (self.embed_tokens if self.config.tied_head else self.lm_head)[...]

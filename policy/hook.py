@@ -1,10 +1,13 @@
-"""The engine hook: the decoder for an engine that owns the pages of the cache and schedules tokens itself.
+"""The engine hook: the decoder for an engine that owns the pages of the cache and schedules tokens
+itself.
 
-A call takes N rows of one token each, from any requests: prompts and decoding mixed, several tokens of one request
-among them. Every layer first writes the entries of all N rows, then each row reads the pages of its request. The mask
-by position makes the rows of one prompt causal. docs/hook.md has an example that runs.
+A call takes N rows of one token each, from any requests: prompts and decoding mixed, several tokens
+of one request among them. Every layer first writes the entries of all N rows, then each row reads
+the pages of its request. The mask by position makes the rows of one prompt causal. docs/hook.md has
+an example that runs.
 
-N rows, R requests, M pages of a request, P tokens of a page, E hidden, V vocabulary, k experts per token.
+N rows, R requests, M pages of a request, P tokens of a page, E hidden, V vocabulary, k experts per
+token.
 """
 
 from __future__ import annotations
@@ -31,15 +34,19 @@ from policy.intermediates import LayerAux
 from policy.model import Graph, Model
 from policy.runtime import Recorded
 
-# The entries of one layer: pools of pages by name, such as "k" and "v", or "latent" (policy/cache/entries.py).
+# The entries of one layer: pools of pages by name, such as "k" and "v", or "latent"
+# (policy/cache/entries.py).
 LayerEntries = dict[str, CacheArray]
 
 # Features whose layers need the tokens of a request in order, or all tokens of a call at once.
 REFUSED = {
-    compatibility.RECURRENT: "its state passes through the tokens of a request in order, and a row is one token",
-    compatibility.ENGRAM: "its n-grams and its convolution read the tokens before, and a row is one token",
+    compatibility.RECURRENT: "its state passes through the tokens of a request in order, and a "
+    "row is one token",
+    compatibility.ENGRAM: "its n-grams and its convolution read the tokens before, and a row is "
+    "one token",
     compatibility.LOOKS_AHEAD: "the tokens of a picture see each other, and a row is one token",
-    compatibility.CAPACITY: "which choices of experts are dropped would depend on the rows of other requests",
+    compatibility.CAPACITY: "which choices of experts are dropped would depend on the rows of "
+    "other requests",
 }
 
 
@@ -48,17 +55,23 @@ REFUSED = {
 class Rows:
     """N tokens of R requests, in any order.
 
-    tokens, positions: int32[N], each token and its position in its request. Two rows of one request have different
+    tokens, positions: int32[N], each token and its position in its request. Two rows of one request
+    have different
         positions; a call overwrites the entries of a position that was fed before.
-    request: int32[N], the row of `pages` that the token belongs to; -1: the row is idle and writes nothing, and its
+    request: int32[N], the row of `pages` that the token belongs to; -1: the row is idle and writes
+    nothing, and its
         results mean nothing.
-    pages: int32[R, M], the pages of each request in the order of its tokens: position p is entry p % P of page
-        pages[r, p // P]. Page 0 may pad a request's row. Requests may share pages that no row of the call writes.
-    turns: int32[N, 3], the positions by time, height and width that rotary embeddings with sections turn by
+    pages: int32[R, M], the pages of each request in the order of its tokens: position p is entry p
+    % P of page
+        pages[r, p // P]. Page 0 may pad a request's row. Requests may share pages that no row of
+        the call writes.
+    turns: int32[N, 3], the positions by time, height and width that rotary embeddings with sections
+    turn by
         (`Step.turns`); None: `positions`.
-    media: the rows of pictures and sounds that stand in the place of token embeddings, with `index` int32[N]; None: the
-        call has none. A request whose prompt had pictures needs `turns` in its later calls too, and `media` only while
-        rows of its pictures are fed.
+    media: the rows of pictures and sounds that stand in the place of token embeddings, with `index`
+    int32[N]; None: the
+        call has none. A request whose prompt had pictures needs `turns` in its later calls too, and
+        `media` only while rows of its pictures are fed.
     """
 
     tokens: jax.Array
@@ -77,18 +90,23 @@ class Rows:
         turns = (N, 3) if self.turns is None else jnp.shape(self.turns)
         if len(pages) != 2 or turns != (N, 3) or any(shape != (N,) for shape in shapes.values()):
             raise ValueError(
-                "Rows needs tokens, positions and request of one shape [N], media.index of that shape, turns [N, 3], "
+                "Rows needs tokens, positions and request of one shape [N], media.index of that "
+                "shape, turns [N, 3], "
                 f"and pages [requests, M]; got {shapes | {'turns': turns, 'pages': pages}}"
             )
-        request, active = jnp.asarray(self.request), (jnp.asarray(self.request) >= 0).astype(jnp.int32)
+        request = jnp.asarray(self.request)
+        active = (jnp.asarray(self.request) >= 0).astype(jnp.int32)
         # A row's pages may lie in any shard of a pool: the engine orders the rows as it likes.
         table = jnp.asarray(self.pages)[jnp.maximum(request, 0)]
         positions = jnp.asarray(self.positions)[:, None]
         step = Step(positions=positions, segments=active[:, None], pages=table, anywhere=True)
-        media, turns = self.media, self.turns
+        media = self.media
+        turns = self.turns
         return dataclasses.replace(
             step,
-            media=None if media is None else dataclasses.replace(media, index=jnp.asarray(media.index)[:, None]),
+            media=None
+            if media is None
+            else dataclasses.replace(media, index=jnp.asarray(media.index)[:, None]),
             turns=None if turns is None else jnp.asarray(turns)[:, None],
         )
 
@@ -96,17 +114,22 @@ class Rows:
 def create_caches(
     model: Model, pages: int, page_size: int, quantization: StoredType | None = None
 ) -> list[LayerEntries]:
-    """Makes empty caches: for each layer the pools [K, 1, pages, page_size, D] of its entries, sharded over the mesh.
+    """Makes empty caches: for each layer the pools [K, 1, pages, page_size, D] of its entries,
+    sharded over the mesh.
 
-    pages: the number of pages, page 0 included, which belongs to no request. quantization: the type in which keys,
-    values and latents are stored; None: the dtype of the model's activations. `jax.eval_shape` of this function gives
-    shapes and dtypes without memory. Raises Conflict if the hook does not serve the model.
+    pages: the number of pages, page 0 included, which belongs to no request. quantization: the type
+    in which keys, values and latents are stored; None: the dtype of the model's activations.
+    `jax.eval_shape` of this function gives shapes and dtypes without memory. Raises Conflict if the
+    hook does not serve the model.
     """
     graph = _graph(model)
-    config, dtype = graph.config, graph.runtime.dtype
+    config = graph.config
+    dtype = graph.runtime.dtype
 
     def create():
-        cache = cache_of_stacks.create(config, 1, Pages(pages, page_size), dtype, scan=False, quantization=quantization)
+        cache = cache_of_stacks.create(
+            config, 1, Pages(pages, page_size), dtype, scan=False, quantization=quantization
+        )
         return by_layer(cache_of_stacks.constrained(cache, graph.layout))
 
     return jax.jit(create)()
@@ -117,20 +140,26 @@ def forward(
 ) -> tuple[jax.Array, list[LayerEntries], dict[str, dict[int, Any]]]:
     """Feeds N tokens. Returns (hidden [N, E] before the final norm, caches, recorded).
 
-    The streams of hyper-connections are reduced in `hidden`. `logits` maps it to the logits of the next token.
+    The streams of hyper-connections are reduced in `hidden`. `logits` maps it to the logits of the
+    next token.
 
-    caches: one dict of pools per layer, from `create_caches`. Call the function under `jax.jit` with `caches` donated:
+    caches: one dict of pools per layer, from `create_caches`. Call the function under `jax.jit`
+    with `caches` donated:
         the entries are then written in place.
-    record: names of `Runtime.record`; those that the model's own runtime records are added. recorded[name][n] is the
-        output of layer n, with N in front ("routes": int32[N, k], for layers with experts), except "activations",
-        statistics of all rows together; layers without that output are left out.
+    record: names of `Runtime.record`; those that the model's own runtime records are added.
+    recorded[name][n] is the
+        output of layer n, with N in front ("routes": int32[N, k], for layers with experts), except
+        "activations", statistics of all rows together; layers without that output are left out.
 
-    Raises Conflict if the hook does not serve the model, and ValueError for arrays or names that do not fit.
+    Raises Conflict if the hook does not serve the model, and ValueError for arrays or names that do
+    not fit.
     """
     record = tuple(dict.fromkeys((*record, *model.graph.runtime.record)))
-    graph, step = _graph(model, record, media=rows.media is not None), rows.step()
+    graph = _graph(model, record, media=rows.media is not None)
+    step = rows.step()
     with graph.precision():
-        decoder, cache = graph.decoder(model.params), by_stack(graph.config, caches)
+        decoder = graph.decoder(model.params)
+        cache = by_stack(graph.config, caches)
         tokens = jnp.asarray(rows.tokens)[:, None]
         hidden, cache, layers = decoder.before_norm(tokens, step, cache, graph.runtime)
     recorded = {name: _by_number(graph.config, layers, name) for name in record}
@@ -138,8 +167,8 @@ def forward(
 
 
 def logits(model: Model, hidden: jax.Array) -> jax.Array:
-    """Computes the logits of the tokens after states of `forward`: final norm, head and softcap, [..., E] ->
-    float32[..., V]."""
+    """Computes the logits of the tokens after states of `forward`: final norm, head and softcap,
+    [..., E] -> float32[..., V]."""
     graph = _graph(model)
     with graph.precision():
         decoder = graph.decoder(model.params)
@@ -147,11 +176,11 @@ def logits(model: Model, hidden: jax.Array) -> jax.Array:
 
 
 def prepare(model: Model, rows: int) -> Model:
-    """Returns the model with its weights as the generator's decode programs read them. The form is the same for every
-    number of `rows` of a call.
+    """Returns the model with its weights as the generator's decode programs read them. The form is
+    the same for every number of `rows` of a call.
 
-    On CPU these are copies (policy/execution/decoding.py): call the function once in a program of several steps,
-    outside the loop of the steps. On other platforms it returns the model itself.
+    On CPU these are copies (policy/execution/decoding.py): call the function once in a program of
+    several steps, outside the loop of the steps. On other platforms it returns the model itself.
     """
     graph = _graph(model)
     if graph.layout.platform != "cpu":
@@ -166,37 +195,42 @@ def by_layer(cache: tuple) -> list[LayerEntries]:
 
 
 def by_stack(config: DecoderConfig, caches: Sequence[LayerEntries]) -> tuple:
-    """Returns the unrolled cache with these entries; undoes `by_layer`. Raises ValueError for another number of
-    layers."""
+    """Returns the unrolled cache with these entries; undoes `by_layer`. Raises ValueError for
+    another number of layers."""
     if len(caches) != len(config.layers):
-        raise ValueError(f"caches has {len(caches)} layers, and the decoder has {len(config.layers)}")
+        raise ValueError(
+            f"caches has {len(caches)} layers, and the decoder has {len(config.layers)}"
+        )
     remaining = iter(caches)
     return tuple(
-        tuple(tuple(next(remaining) for _ in stack.pattern) for _ in range(stack.repeats)) for stack in config.stacks
+        tuple(tuple(next(remaining) for _ in stack.pattern) for _ in range(stack.repeats))
+        for stack in config.stacks
     )
 
 
 def _graph(model: Model, record: tuple[str, ...] = (), *, media: bool = False) -> Graph:
-    """Returns the graph that the hook runs. Raises Conflict if the hook does not serve the model, or not with pictures
-    or sounds (`media`)."""
+    """Returns the graph that the hook runs. Raises Conflict if the hook does not serve the model,
+    or not with pictures or sounds (`media`)."""
     graph = model.graph
     on = compatibility.features(graph.config, graph.runtime, media=media)
     for feature, reason in REFUSED.items():
         if feature in on:
             raise compatibility.Conflict(
-                f"the engine hook does not go with {feature}: {reason}; generate with rollout.Generator"
+                f"the engine hook does not go with {feature}: {reason}; generate with "
+                "rollout.Generator"
             )
     if (shards := graph.layout.mesh.shape[AXIS]) > 1:
         raise compatibility.Conflict(
-            f"the engine hook does not go with mesh.{AXIS}={shards}: a row is one token, and there is no sequence to "
+            f"the engine hook does not go with mesh.{AXIS}={shards}: a row is one token, and "
+            "there is no sequence to "
             f"shard; build the model on a mesh with {AXIS}=1"
         )
     return graph.at(record=record)
 
 
 def _by_number(config: DecoderConfig, layers: dict[str, LayerAux], name: str) -> dict[int, Any]:
-    """Returns the field `name` by number of the layer, without the dimension of T = 1. Raises ValueError if there is no
-    such field."""
+    """Returns the field `name` by number of the layer, without the dimension of T = 1. Raises
+    ValueError if there is no such field."""
     if name not in (names := typing.get_args(Recorded)):
         raise ValueError(f"record names {name!r}, which no layer has; valid: {', '.join(names)}")
 

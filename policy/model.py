@@ -1,4 +1,5 @@
-"""A decoder with its weights: `policy.load` and `policy.create` return it, trainer and generator share it."""
+"""A decoder with its weights: `policy.load` and `policy.create` return it, trainer and generator
+share it."""
 
 from __future__ import annotations
 
@@ -38,10 +39,12 @@ from policy.remat import saved
 
 
 class Graph:
-    """The static half of a model: the arrays that it needs and the functions on them. It holds no array.
+    """The static half of a model: the arrays that it needs and the functions on them. It holds no
+    array.
 
-    Weights are a flat dict from path ("stacks.0.layers.0.mixer.q_proj") to array, in any order. `inputs` names the
-    weights that may be quantised, with the dimensions that their products sum over.
+    Weights are a flat dict from path ("stacks.0.layers.0.mixer.q_proj") to array, in any order.
+    `inputs` names the weights that may be quantised, with the dimensions that their products sum
+    over.
     """
 
     def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):
@@ -51,8 +54,12 @@ class Graph:
         batch_split.check(config, runtime)
         layout = layout.for_experts(runtime.expert_parallel)
         self.config, self.runtime, self.layout = config, replace(runtime, layout=layout), layout
-        if runtime.host_parameters or (runtime.remat != "none" and saved(runtime.remat, runtime.remat_tensors).host):
-            in_host_memory(layout.replicated)  # refuses a platform without it before anything is built
+        if runtime.host_parameters or (
+            runtime.remat != "none" and saved(runtime.remat, runtime.remat_tensors).host
+        ):
+            in_host_memory(
+                layout.replicated
+            )  # refuses a platform without it before anything is built
         with nnx.use_eager_sharding(False):
             abstract = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         self._definition, state = nnx.split(abstract)
@@ -60,19 +67,30 @@ class Graph:
         self._treedef = jax.tree.structure(state)
         self.paths = tuple(".".join(map(str, path)) for path, _ in flat)
         variables = [variable for _, variable in flat]
-        self.axes = {path: v.get_metadata("out_sharding") for path, v in zip(self.paths, variables, strict=True)}
-        self.inputs = {
-            path: _inputs(v) for path, v in zip(self.paths, variables, strict=True) if v.get_metadata("inputs", None)
+        self.axes = {
+            path: v.get_metadata("out_sharding")
+            for path, v in zip(self.paths, variables, strict=True)
         }
-        self.untrained = frozenset(p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, Constant))
+        self.inputs = {
+            path: _inputs(v)
+            for path, v in zip(self.paths, variables, strict=True)
+            if v.get_metadata("inputs", None)
+        }
+        self.untrained = frozenset(
+            p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, Constant)
+        )
         tables = (p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, RowTable))
         self.tables = frozenset(tables if runtime.table_memory == "host" else ())
         matrices = frozenset(
-            path for path in self.paths if path not in self.untrained and belongs_there(self.axes[path])
+            path
+            for path in self.paths
+            if path not in self.untrained and belongs_there(self.axes[path])
         )
         self.hosted = self.tables | matrices if runtime.host_parameters else self.tables
         self.shapes = {
-            path: jax.ShapeDtypeStruct(v.shape, jnp.dtype(v.kind if path in self.untrained else runtime.param_dtype))
+            path: jax.ShapeDtypeStruct(
+                v.shape, jnp.dtype(v.kind if path in self.untrained else runtime.param_dtype)
+            )
             for path, v in zip(self.paths, variables, strict=True)
         }
 
@@ -84,9 +102,9 @@ class Graph:
         return other
 
     def for_inference(self, rules: Mapping[str, Sequence[str]] | None = None) -> Graph:
-        """Returns the graph for calls of a few tokens, where devices along the mesh axis `context` have rows of their
-        own instead of parts of a sequence. `rules` replace the mesh's rules by name. Raises ValueError for an unknown
-        mesh axis."""
+        """Returns the graph for calls of a few tokens, where devices along the mesh axis `context`
+        have rows of their own instead of parts of a sequence. `rules` replace the mesh's rules by
+        name. Raises ValueError for an unknown mesh axis."""
         layout = self.layout if self.layout.mesh.shape[AXIS] == 1 else self.layout.rows_over(AXIS)
         if rules is not None:
             layout = layout.for_rollouts(rules, self.runtime.expert_parallel)
@@ -107,31 +125,42 @@ class Graph:
         return {path: self.sharding(path) for path in self.paths}
 
     def decoder(self, params: dict[str, jax.Array]) -> Decoder:
-        """Returns the module with these arrays; to be called inside a jitted function. Weights in host memory and
-        outside the stacks are fetched to the device here, except tables; a stack fetches its own, one repeat at a
-        time."""
+        """Returns the module with these arrays; to be called inside a jitted function. Weights in
+        host memory and outside the stacks are fetched to the device here, except tables; a stack
+        fetches its own, one repeat at a time."""
         stay = self.tables
-        params = {p: array if p.startswith("stacks.") or p in stay else fetch(array) for p, array in params.items()}
-        return nnx.merge(self._definition, jax.tree.unflatten(self._treedef, [params[path] for path in self.paths]))
+        params = {
+            p: array if p.startswith("stacks.") or p in stay else fetch(array)
+            for p, array in params.items()
+        }
+        return nnx.merge(
+            self._definition,
+            jax.tree.unflatten(self._treedef, [params[path] for path in self.paths]),
+        )
 
     def cast_for_products(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Casts the weights that only products read to the dtype of the products, as a layer would. Cast once here,
-        their gradients have that dtype too, which saves 1 GiB per device in a float32 update of llama3.1-8b on 16
-        chips: XLA casts all layers at once in either case."""
+        """Casts the weights that only products read to the dtype of the products, as a layer would.
+        Cast once here, their gradients have that dtype too, which saves 1 GiB per device in a
+        float32 update of llama3.1-8b on 16 chips: XLA casts all layers at once in either case."""
         runtime = self.runtime
         if runtime.quantization is not None:  # rounds what is stored
             return params
         unchanged = self.hosted | (params.keys() - self.inputs.keys())
-        return {path: array if path in unchanged else array.astype(runtime.dtype) for path, array in params.items()}
+        return {
+            path: array if path in unchanged else array.astype(runtime.dtype)
+            for path, array in params.items()
+        }
 
     def precision(self) -> AbstractContextManager:
-        """Returns the context of every forward pass: with dtype float32, products at full precision on every
-        platform."""
-        return jax.default_matmul_precision("highest" if self.runtime.dtype == "float32" else "default")
+        """Returns the context of every forward pass: with dtype float32, products at full precision
+        on every platform."""
+        return jax.default_matmul_precision(
+            "highest" if self.runtime.dtype == "float32" else "default"
+        )
 
     def init(self, seed: int, paths: Collection[str] | None = None) -> dict[str, jax.Array]:
-        """Draws random weights from `seed`, each created where it lives; the numbers do not depend on the mesh. With
-        `paths` only these weights, with the numbers that they have among all."""
+        """Draws random weights from `seed`, each created where it lives; the numbers do not depend
+        on the mesh. With `paths` only these weights, with the numbers that they have among all."""
         chosen = self.paths if paths is None else paths
 
         def create(key):
@@ -157,13 +186,19 @@ class Graph:
     ) -> tuple[jax.Array, jax.Array, Aux]:
         """Runs modes.train with these weights: (logp, entropy, Aux)."""
         with self.precision():
-            return modes.train(self.decoder(params), tokens_BT, step, temperature, self.runtime, kept_BTK)
+            return modes.train(
+                self.decoder(params), tokens_BT, step, temperature, self.runtime, kept_BTK
+            )
 
     def encode(
-        self, params: dict[str, jax.Array], kind: Literal["image", "audio"], values_RNK: jax.Array, shape_R2: jax.Array
+        self,
+        params: dict[str, jax.Array],
+        kind: Literal["image", "audio"],
+        values_RNK: jax.Array,
+        shape_R2: jax.Array,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Runs the tower of pictures or of sounds: (rows [R, M, E], features [S, R, M, E] or None), as policy/towers
-        says."""
+        """Runs the tower of pictures or of sounds: (rows [R, M, E], features [S, R, M, E] or None),
+        as policy/towers says."""
         with self.precision():
             return getattr(self.decoder(params), kind)(values_RNK, shape_R2, self.runtime)
 
@@ -184,8 +219,8 @@ class Graph:
 
     @property
     def replicated(self) -> dict[str, int]:
-        """Returns the number of elements of each weight that is replicated on every device; empty if the mesh shards no
-        weights.
+        """Returns the number of elements of each weight that is replicated on every device; empty
+        if the mesh shards no weights.
         """
         mesh = self.layout.mesh.shape
         if all(size == 1 for axis, size in mesh.items() if axis != "data"):
@@ -195,12 +230,13 @@ class Graph:
 
 
 class Model:
-    """A decoder with weights. `params` is the one reference to them: the trainer rebinds it after each step, the
-    generator reads it at each call. `newly_initialized` names the weights of a loaded model that started, at least
-    in part, as random numbers, and `source` is the directory that it was loaded from.
+    """A decoder with weights. `params` is the one reference to them: the trainer rebinds it after
+    each step, the generator reads it at each call. `newly_initialized` names the weights of a
+    loaded model that started, at least in part, as random numbers, and `source` is the directory
+    that it was loaded from.
 
-    A model is a pytree whose leaves are its weights, so that it can be an argument of a function under `jax.jit`. A
-    model made of such leaves has no `source`.
+    A model is a pytree whose leaves are its weights, so that it can be an argument of a function
+    under `jax.jit`. A model made of such leaves has no `source`.
     """
 
     def __init__(
@@ -210,8 +246,10 @@ class Model:
         newly_initialized: frozenset[str] = frozenset(),
         source: str | None = None,
     ):
-        self.graph, self.params = graph, params
-        self.newly_initialized, self.source = newly_initialized, source
+        self.graph = graph
+        self.params = params
+        self.newly_initialized = newly_initialized
+        self.source = source
 
     @property
     def config(self) -> DecoderConfig:
@@ -230,11 +268,14 @@ class Model:
     ) -> jax.Array:
         """Computes the logits of the token after each: int[B, T] -> float32[B, T, V].
 
-        Segment 0 is padding; None: one full segment per row. By default positions count from 0 in each segment.
-        `media`: the rows of pictures and sounds that stand in the place of tokens. `turns` int[B, T, 3] and `until`
-        int[B, T] are explained by policy.cache.step.Step. Raises ValueError as `logprobs` does.
+        Segment 0 is padding; None: one full segment per row. By default positions count from 0 in
+        each segment. `media`: the rows of pictures and sounds that stand in the place of tokens.
+        `turns` int[B, T, 3] and `until` int[B, T] are explained by policy.cache.step.Step. Raises
+        ValueError as `logprobs` does.
         """
-        return self._logits(self.params, *self._arguments(tokens, positions, segments, (media, turns, until)))
+        return self._logits(
+            self.params, *self._arguments(tokens, positions, segments, (media, turns, until))
+        )
 
     def logprobs(
         self,
@@ -247,24 +288,29 @@ class Model:
         turns: ArrayLike | None = None,
         until: ArrayLike | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Computes (logp, entropy), float32[B, T]. `media`, `turns` and `until` are those of `logits`.
+        """Computes (logp, entropy), float32[B, T]. `media`, `turns` and `until` are those of
+        `logits`.
 
-        logp[t] is the log-probability of token t given the tokens before it, at logits / temperature; entropy[t] is the
-        entropy of that distribution. Both are 0 at the first token of a segment and on padding.
+        logp[t] is the log-probability of token t given the tokens before it, at logits /
+        temperature; entropy[t] is the entropy of that distribution. Both are 0 at the first token
+        of a segment and on padding.
 
-        Their bits depend only on the tokens of the segment up to t, not on B, T, the padding or the other segments:
-        each segment is computed in a row of its own (`scorer`). This holds if the tokens of a segment are contiguous
-        and have the positions 0, 1, 2, ...; other rows, and calls that a transformation of jax traces, are computed in
-        the shape that they have.
+        Their bits depend only on the tokens of the segment up to t, not on B, T, the padding or the
+        other segments: each segment is computed in a row of its own (`scorer`). This holds if the
+        tokens of a segment are contiguous and have the positions 0, 1, 2, ...; other rows, and
+        calls that a transformation of jax traces, are computed in the shape that they have.
 
-        Raises ValueError if `tokens` are not two-dimensional, if another array has another shape, or if a full row is
-        longer than the model's trained positions; compatibility.Conflict if pictures do not go with the runtime.
+        Raises ValueError if `tokens` are not two-dimensional, if another array has another shape,
+        or if a full row is longer than the model's trained positions; compatibility.Conflict if
+        pictures do not go with the runtime.
         """
         tokens, step = self._arguments(tokens, positions, segments, (media, turns, until))
         inputs = (tokens, temperature, *jax.tree.leaves(step), *self.params.values())
         spans = None
         if not any(isinstance(a, Tracer) for a in inputs):
-            spans = documents(np.asarray(step.segments), np.asarray(step.positions), self.config.max_positions)
+            spans = documents(
+                np.asarray(step.segments), np.asarray(step.positions), self.config.max_positions
+            )
         if spans is None:
             return self._logprobs(self.params, tokens, step, jnp.float32(temperature))
         numbers = np.asarray(tokens), spans, float(temperature)
@@ -277,17 +323,27 @@ class Model:
     ) -> tuple[jax.Array, jax.Array | None]:
         """Computes the rows of pictures or sounds: (rows [R, M, E], features [S, R, M, E] or None).
 
-        `values` [R, N, K] are the inputs of R items in the order of the tower (policy/media.py), padded to N, `shapes`
-        int[R, 2] are (height, width) in patches or (frames, 1). The first `policy.media.rows_of` rows of an item are
-        its own. Raises ValueError if the model was loaded without such a tower or an array has another shape.
+        `values` [R, N, K] are the inputs of R items in the order of the tower (policy/media.py),
+        padded to N, `shapes` int[R, 2] are (height, width) in patches or (frames, 1). The first
+        `policy.media.rows_of` rows of an item are its own. Raises ValueError if the model was
+        loaded without such a tower or an array has another shape.
         """
         spec = getattr(self.config, kind)
         if spec is None:
-            raise ValueError(f"this model has no tower for {kind}; load it with policy.load(directory, media=True)")
-        values, shapes = jnp.asarray(values, jnp.float32), jnp.asarray(shapes, jnp.int32)
-        if values.ndim != 3 or values.shape[2] != input_width(spec) or shapes.shape != (len(values), 2):
             raise ValueError(
-                f"values must be [items, inputs, {input_width(spec)}] and shapes [items, 2], got {values.shape} and "
+                f"this model has no tower for {kind}; load it with policy.load(directory, "
+                "media=True)"
+            )
+        values = jnp.asarray(values, jnp.float32)
+        shapes = jnp.asarray(shapes, jnp.int32)
+        if (
+            values.ndim != 3
+            or values.shape[2] != input_width(spec)
+            or shapes.shape != (len(values), 2)
+        ):
+            raise ValueError(
+                f"values must be [items, inputs, {input_width(spec)}] and shapes [items, 2], got "
+                f"{values.shape} and "
                 f"{shapes.shape}"
             )
         return self._encode(self.params, kind, values, shapes)
@@ -302,9 +358,12 @@ class Model:
         turns: ArrayLike | None = None,
         until: ArrayLike | None = None,
     ) -> jax.Array:
-        """Computes the output of each layer, before the final norm and before deepstack features are added: [L, B, T,
-        E] (hyper-connections: [L, B, T, streams, E]). `media`, `turns` and `until` are those of `logits`."""
-        return self._hidden(self.params, *self._arguments(tokens, positions, segments, (media, turns, until)))
+        """Computes the output of each layer, before the final norm and before deepstack features
+        are added: [L, B, T, E] (hyper-connections: [L, B, T, streams, E]). `media`, `turns` and
+        `until` are those of `logits`."""
+        return self._hidden(
+            self.params, *self._arguments(tokens, positions, segments, (media, turns, until))
+        )
 
     def _arguments(self, tokens, positions, segments, media_fields: tuple = (None, None, None)):
         tokens = jnp.asarray(tokens, jnp.int32)
@@ -316,7 +375,9 @@ class Model:
             and segments is None
             and tokens.shape[1] > limit
         ):
-            raise ValueError(f"tokens have length {tokens.shape[1]}, this model has {limit} positions")
+            raise ValueError(
+                f"tokens have length {tokens.shape[1]}, this model has {limit} positions"
+            )
         media, turns, until = media_fields
         for name, array in (
             ("positions", positions),
@@ -325,9 +386,13 @@ class Model:
             ("media.index", None if media is None else media.index),
         ):
             if array is not None and jnp.shape(array) != tokens.shape:
-                raise ValueError(f"{name} must have the shape of tokens, {tokens.shape}, got {jnp.shape(array)}")
+                raise ValueError(
+                    f"{name} must have the shape of tokens, {tokens.shape}, got {jnp.shape(array)}"
+                )
         if turns is not None and jnp.shape(turns) != (*tokens.shape, 3):
-            raise ValueError(f"turns must have the shape {(*tokens.shape, 3)}, got {jnp.shape(turns)}")
+            raise ValueError(
+                f"turns must have the shape {(*tokens.shape, 3)}, got {jnp.shape(turns)}"
+            )
         if media is not None:
             compatibility.check(self.config, self.graph.runtime, media=True)
         inputs = MediaInputs(*jax.tree.map(jnp.asarray, (media, turns, until)))
@@ -359,8 +424,8 @@ class Model:
         return jax.jit(run)
 
     def graph_for(self, max_length: int) -> Graph:
-        """Returns the graph for sequences of at most `max_length` tokens. It is `graph`, unless LongRoPE chooses its
-        factors by the length and the runtime does not say it."""
+        """Returns the graph for sequences of at most `max_length` tokens. It is `graph`, unless
+        LongRoPE chooses its factors by the length and the runtime does not say it."""
         if not self._length_decides:
             return self.graph
         return self._graphs_by_length[self._is_long(max_length)]
@@ -392,7 +457,8 @@ class Model:
 
     @cached_property
     def scorer(self) -> Scorer:
-        """Returns the programs of `logprobs`; the generator verifies exact completions with them."""
+        """Returns the programs of `logprobs`; the generator verifies exact completions with
+        them."""
         return Scorer(self.graph)
 
     @cached_property
@@ -408,6 +474,7 @@ jax.tree_util.register_pytree_node(
 
 
 def _inputs(variable: nnx.Variable) -> tuple[int, ...]:
-    """Returns the dimensions that the products of a weight sum over, counted with the repeats of a stack in front."""
+    """Returns the dimensions that the products of a weight sum over, counted with the repeats of a
+    stack in front."""
     stacked = variable.get_metadata("out_sharding")[0] == "layers"
     return tuple(dim + stacked for dim in variable.get_metadata("inputs"))

@@ -1,4 +1,5 @@
-"""The modes of the one forward pass: train, prefill, decode one token (next_token_states), verify drafts.
+"""The modes of the one forward pass: train, prefill, decode one token (next_token_states), verify
+drafts.
 
 B rows, T tokens, E hidden, V vocabulary.
 """
@@ -32,22 +33,30 @@ def make_step(
     inputs: MediaInputs | None = None,
     tree: Tree | None = None,
 ) -> Step:
-    """Returns the `Step` (positions, segments: the metadata of a forward pass) of tokens without a cache.
+    """Returns the `Step` (positions, segments: the metadata of a forward pass) of tokens without a
+    cache.
 
-    Without `segments` each row is one full segment; without `positions` they count from 0 inside each segment, which
-    must be contiguous.
+    Without `segments` each row is one full segment; without `positions` they count from 0 inside
+    each segment, which must be contiguous.
 
-    `inputs`: the pictures and sounds of the tokens. `tree`: takes the place of positions and segments.
+    `inputs`: the pictures and sounds of the tokens. `tree`: takes the place of positions and
+    segments.
     """
     if tree is not None:
         return Step(tree.position, tree.node, tree=tree, contiguous=True).with_media(inputs)
     contiguous = positions is None
-    segments = jnp.ones(tokens_BT.shape, jnp.int32) if segments is None else jnp.asarray(segments, jnp.int32)
+    segments = (
+        jnp.ones(tokens_BT.shape, jnp.int32)
+        if segments is None
+        else jnp.asarray(segments, jnp.int32)
+    )
     if positions is None:
         index = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         start = jnp.where(before(segments) != segments, index, 0)
         positions = index - jax.lax.cummax(start, axis=1)
-    step = Step(positions=jnp.asarray(positions, jnp.int32), segments=segments, contiguous=contiguous)
+    step = Step(
+        positions=jnp.asarray(positions, jnp.int32), segments=segments, contiguous=contiguous
+    )
     return step.with_media(inputs)
 
 
@@ -65,9 +74,10 @@ def train(
 ) -> tuple[jax.Array, jax.Array, Aux]:
     """Returns (logp float32[B, T], entropy float32[B, T], Aux).
 
-    logp[t] is the log-probability of token t given the tokens before it, at logits / temperature; entropy[t] is the
-    entropy of that distribution. Both are 0 at the first token of a sequence and on padding. kept_BTK: the ids that the
-    distribution of each token is over, as in policy/heads/kept.py; None: all.
+    logp[t] is the log-probability of token t given the tokens before it, at logits / temperature;
+    entropy[t] is the entropy of that distribution. Both are 0 at the first token of a sequence and
+    on padding. kept_BTK: the ids that the distribution of each token is over, as in
+    policy/heads/kept.py; None: all.
     """
     hidden, _, aux = decoder(tokens_BT, step, None, runtime)
     tokens_BT = tokens_BT if step.media is None else step.media.text_tokens(tokens_BT)
@@ -88,17 +98,21 @@ def logprobs_of_states(
     runtime: Runtime,
     kept_BTK: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (logp, entropy), float32[B, T], of tokens that are predicted from `states`, the states one token
-    earlier. For tokens [B, T, K], several in one place, logp has their shape. kept_BTK: as in `train`, for tokens
-    [B, T]."""
+    """Returns (logp, entropy), float32[B, T], of tokens that are predicted from `states`, the
+    states one token earlier. For tokens [B, T, K], several in one place, logp has their shape.
+    kept_BTK: as in `train`, for tokens [B, T]."""
     rows = FlatRows(runtime.layout, *tokens_BT.shape[:2])
-    hidden, targets = rows.flat(states_BTE), rows.flat(tokens_BT)
-    tiling, scaling = head.Tiling(runtime.num_vocab_tiling, rows.layout), decoder.config.logit_scaling
+    hidden = rows.flat(states_BTE)
+    targets = rows.flat(tokens_BT)
+    tiling = head.Tiling(runtime.num_vocab_tiling, rows.layout)
+    scaling = decoder.config.logit_scaling
     how = temperature, scaling, tiling
     if kept_BTK is None:
         logp, entropy = head.logprobs(hidden, decoder.head_weight, targets, *how)
     else:
-        logp, entropy = kept.logprobs(hidden, decoder.head_weight, targets, rows.flat(kept_BTK), *how)
+        logp, entropy = kept.logprobs(
+            hidden, decoder.head_weight, targets, rows.flat(kept_BTK), *how
+        )
     return rows.back(logp), rows.back(entropy)
 
 
@@ -111,8 +125,9 @@ def compare(
     temperature: ArrayLike,
     runtime: Runtime,
 ) -> DivergenceOutputs:
-    """Returns the divergence of the student's distribution of each token from the teacher's, with its metrics,
-    float32[B, T]. Both states are those one token earlier. `runtime` is the student's."""
+    """Returns the divergence of the student's distribution of each token from the teacher's, with
+    its metrics, float32[B, T]. Both states are those one token earlier. `runtime` is the student's.
+    """
     rows = FlatRows(runtime.layout, *states_BTE.shape[:2])
     outputs = divergence(
         rows.flat(states_BTE),
@@ -127,34 +142,45 @@ def compare(
     return jax.tree.map(rows.back, outputs)
 
 
-def prefill(decoder: Decoder, tokens_BT: jax.Array, step: Step, cache: tuple, runtime: Runtime) -> tuple:
-    """Returns the cache with these tokens of row b added to slot b. It computes no logits: decoding starts from the
-    last token of the prompt."""
+def prefill(
+    decoder: Decoder, tokens_BT: jax.Array, step: Step, cache: tuple, runtime: Runtime
+) -> tuple:
+    """Returns the cache with these tokens of row b added to slot b. It computes no logits: decoding
+    starts from the last token of the prompt."""
     return cast(tuple, decoder(tokens_BT, step, cache, runtime)[1])
 
 
 def next_token_step(
-    lengths_B: jax.Array, active_B: jax.Array, pages_BM: jax.Array | None = None, deltas_B: jax.Array | None = None
+    lengths_B: jax.Array,
+    active_B: jax.Array,
+    pages_BM: jax.Array | None = None,
+    deltas_B: jax.Array | None = None,
 ) -> Step:
     """Returns the `Step` of one token for every row.
 
-    `lengths` counts the tokens in the cache, so it is the position of the new token. A row that is not active leaves
-    the cache unchanged. `pages` int32[B, M]: the page table of each row of a paged cache.
+    `lengths` counts the tokens in the cache, so it is the position of the new token. A row that is
+    not active leaves the cache unchanged. `pages` int32[B, M]: the page table of each row of a
+    paged cache.
 
-    `deltas`: the rotary position of each row's next token, less its position, after prompts with pictures; None: there
-    are none.
+    `deltas`: the rotary position of each row's next token, less its position, after prompts with
+    pictures; None: there are none.
     """
-    segments = active_B[:, None].astype(jnp.int32)  # one segment per row, 0 (padding) where the row is not active
+    segments = active_B[:, None].astype(
+        jnp.int32
+    )  # one segment per row, 0 (padding) where the row is not active
     step = Step(positions=lengths_B[:, None], segments=segments, pages=pages_BM)
     if deltas_B is None:
         return step
-    return replace(step, turns=jnp.broadcast_to((lengths_B + deltas_B)[:, None, None], (len(lengths_B), 1, 3)))
+    return replace(
+        step, turns=jnp.broadcast_to((lengths_B + deltas_B)[:, None, None], (len(lengths_B), 1, 3))
+    )
 
 
 def next_token_states(
     decoder: Decoder, tokens_B: jax.Array, step: Step, cache: tuple, runtime: Runtime
 ) -> tuple[jax.Array, tuple]:
-    """Feeds one token to every row, with the step of `next_token_step`. Returns (final states [B, E], cache).
+    """Feeds one token to every row, with the step of `next_token_step`. Returns (final states [B,
+    E], cache).
 
     `logits` turns the states into the logits of the token after it.
     """
@@ -165,18 +191,23 @@ def next_token_states(
 def verify(
     decoder: Decoder, tokens_BT: jax.Array, step: Step, cache: tuple, runtime: Runtime
 ) -> tuple[jax.Array, tuple, Aux]:
-    """Feeds several tokens to every row, tentatively. Returns (logits float32[B, T, V] of the token after each, cache,
-    Aux). `policy.cache.cache.commit` turns cache and Aux into the cache that holds the first tokens only."""
+    """Feeds several tokens to every row, tentatively. Returns (logits float32[B, T, V] of the token
+    after each, cache, Aux). `policy.cache.cache.commit` turns cache and Aux into the cache that
+    holds the first tokens only."""
     hidden, updated, aux = decoder(tokens_BT, step, cache, replace(runtime, tentative=True))
     return logits(decoder, hidden, runtime), cast(tuple, updated), aux
 
 
 def logits(decoder: Decoder, hidden: jax.Array, runtime: Runtime) -> jax.Array:
-    """Returns float32[B, ..., V], the logits of the tokens after these states, each row on the device that samples from
-    it."""
-    out, layout = head.logits(hidden, decoder.head_weight, decoder.config.logit_scaling), runtime.layout
+    """Returns float32[B, ..., V], the logits of the tokens after these states, each row on the
+    device that samples from it."""
+    out = head.logits(hidden, decoder.head_weight, decoder.config.logit_scaling)
+    layout = runtime.layout
     if layout is None or not layout.rows_move:
         return out
-    for rows in ("batch", "cache_batch"):  # in one step the partitioner would gather the weight, not the logits
+    for rows in (
+        "batch",
+        "cache_batch",
+    ):  # in one step the partitioner would gather the weight, not the logits
         out = constrain(out, (rows, *[None] * (out.ndim - 2), "vocab"), layout)
     return out

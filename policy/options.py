@@ -1,6 +1,8 @@
-"""Declares options once: default, description and bounds are metadata of the field in the component that reads it.
+"""Declares options once: default, description and bounds are metadata of the field in the component
+that reads it.
 
-rl/config/schema.py makes the YAML schema of a run from these declarations. Free of pydantic and jax.
+rl/config/schema.py makes the YAML schema of a run from these declarations. Free of pydantic and
+jax.
 """
 
 from __future__ import annotations

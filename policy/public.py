@@ -1,4 +1,5 @@
-"""Creates, loads and saves models: the public functions `policy.create`, `policy.load` and `policy.save`."""
+"""Creates, loads and saves models: the public functions `policy.create`, `policy.load` and
+`policy.save`."""
 
 from __future__ import annotations
 
@@ -31,9 +32,10 @@ def create(
 ) -> Model:
     """Creates a model with random weights drawn from `seed`, 0 to 2^32 - 1.
 
-    `config` is a DecoderConfig or the name of a file in configs/models/. `runtime` (default: both dtypes are `dtype`)
-    holds the options of the computation, `mesh` (default: one device) the devices and the rules for sharding. Raises
-    UnsupportedModel for an unknown name and compatibility.Conflict for incompatible features.
+    `config` is a DecoderConfig or the name of a file in configs/models/. `runtime` (default: both
+    dtypes are `dtype`) holds the options of the computation, `mesh` (default: one device) the
+    devices and the rules for sharding. Raises UnsupportedModel for an unknown name and
+    compatibility.Conflict for incompatible features.
     """
     if isinstance(config, str):
         config = sources.preset(config)
@@ -55,19 +57,22 @@ def load(
     """Loads the model of a Hugging Face directory (config.json and safetensors).
 
     `sections` replace the sections of config.json that policy/fields/extensions.py reads:
-    `{"multi_token_prediction": {"depth": 1}}` loads the prediction module that files of DeepSeek-V3 hold as layer 61.
-    If config.json announces no such modules and no file holds a part of one, they start fresh, as `create` draws them
-    with `seed`. With `missing` "fresh" modules that are announced, or that follow those in the files, start fresh too.
-    `dtype`, `runtime` and `mesh` are as for `create`. `media`: with the towers of a multimodal model, which make the
-    rows of pictures and sounds (Model.encode); such a model is saved as a multimodal one. Raises UnsupportedModel for a
-    configuration that the decoder does not compute and ModelFileError for files that are damaged, lack a tensor or hold
-    an unexpected one.
+    `{"multi_token_prediction": {"depth": 1}}` loads the prediction module that files of DeepSeek-V3
+    hold as layer 61. If config.json announces no such modules and no file holds a part of one, they
+    start fresh, as `create` draws them with `seed`. With `missing` "fresh" modules that are
+    announced, or that follow those in the files, start fresh too. `dtype`, `runtime` and `mesh` are
+    as for `create`. `media`: with the towers of a multimodal model, which make the rows of pictures
+    and sounds (Model.encode); such a model is saved as a multimodal one. Raises UnsupportedModel
+    for a configuration that the decoder does not compute and ModelFileError for files that are
+    damaged, lack a tensor or hold an unexpected one.
     """
     from policy.huggingface import model_directory
 
     config = sources.read_config(directory, sections, media=media)
     graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
-    params, newly_initialized = model_directory.read_weights(directory, graph, missing=missing, seed=seed)
+    params, newly_initialized = model_directory.read_weights(
+        directory, graph, missing=missing, seed=seed
+    )
     return Model(graph, params, newly_initialized, os.fspath(directory))
 
 
@@ -80,12 +85,14 @@ def save(
 ) -> None:
     """Writes a Hugging Face directory that transformers loads with no missing or unexpected keys.
 
-    `generation` holds the keys of its generation_config.json (`eos_token_id`, `temperature`, ...); None: no such file
-    is written. `source`: the directory that the model was loaded from, to write the complete model: towers that were
-    not loaded, prediction modules and other parts are copied from there, under the names that they have there. Without
-    it, a text model out of a multimodal one is saved as a text model; of families whose text model has no class of its
-    own in transformers, the complete model is written anyway, from the directory that was loaded. `source` may be
-    `directory`. Raises ValueError if `source` holds another model, ModelFileError if its files cannot be read.
+    `generation` holds the keys of its generation_config.json (`eos_token_id`, `temperature`, ...);
+    None: no such file is written. `source`: the directory that the model was loaded from, to write
+    the complete model: towers that were not loaded, prediction modules and other parts are copied
+    from there, under the names that they have there. Without it, a text model out of a multimodal
+    one is saved as a text model; of families whose text model has no class of its own in
+    transformers, the complete model is written anyway, from the directory that was loaded. `source`
+    may be `directory`. Raises ValueError if `source` holds another model, ModelFileError if its
+    files cannot be read.
     """
     from policy.huggingface import generation_config, model_directory
 
@@ -93,7 +100,8 @@ def save(
         source = model.source
         if source is None:
             _LOG.warning(
-                "%s: the towers of the model are not written, and transformers will draw random ones; give `source`, a "
+                "%s: the towers of the model are not written, and transformers will draw random "
+                "ones; give `source`, a "
                 "directory that holds them",
                 os.fspath(directory),
             )
@@ -106,7 +114,9 @@ def _lacks_towers(config: DecoderConfig) -> bool:
     """Returns whether a text model is stored as a multimodal one."""
     from policy.huggingface.model_directory import has_towers
 
-    wrapped = hasattr(families.get(config.family), "WRAPPED") and "text_config" in json.loads(config.hf)
+    wrapped = hasattr(families.get(config.family), "WRAPPED") and "text_config" in json.loads(
+        config.hf
+    )
     return wrapped and not has_towers(config)
 
 

@@ -1,9 +1,10 @@
-"""Rematerialisation: which intermediate values of a layer are saved for the backward pass, and where; the others are
-computed again.
+"""Rematerialisation: which intermediate values of a layer are saved for the backward pass, and
+where; the others are computed again.
 
-Values have names (`checkpoint_name` in the layers); a policy puts some of them in device memory and some in host
-memory. With any policy but "none" the input of each repeat of a stack is saved as well, for all else is computed from
-it. Free of jax at import, so that a configuration can be checked without it.
+Values have names (`checkpoint_name` in the layers); a policy puts some of them in device memory and
+some in host memory. With any policy but "none" the input of each repeat of a stack is saved as
+well, for all else is computed from it. Free of jax at import, so that a configuration can be
+checked without it.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ from typing import Literal
 
 Memory = Literal["device", "offload", "remat"]
 
-# Name of a value -> description. B rows, T tokens, E hidden, H and K query and key-value heads, D their dimension (V of
-# values), r and c latent ranks, I width of a feed-forward. An expert's row counts as a token of its own: k T of them,
-# and padding.
+# Name of a value -> description. B rows, T tokens, E hidden, H and K query and key-value heads, D
+# their dimension (V of values), r and c latent ranks, I width of a feed-forward. An expert's row
+# counts as a token of its own: k T of them, and padding.
 TENSORS = {
     "decoder_layer_input": "input of each layer [B, T, E]",
     "query_wa_proj": "latent attention: query latent before its norm [B, T, r]",
     "mla_q": "latent attention: query latent after its norm",
-    "kv_wa_proj": "latent attention: key-value latent before its norm, and the rotated key [B, T, c + R]",
+    "kv_wa_proj": "latent attention: key-value latent before its norm, and the rotated key [B, T, "
+    "c + R]",
     "mla_kv": "key-value latent after its norm [B, T, c]",
-    "query_proj": "queries, normed and rotated [B, H, T, D]; delta net: before the convolution; short convolution: c",
+    "query_proj": "queries, normed and rotated [B, H, T, D]; delta net: before the convolution; "
+    "short convolution: c",
     "key_proj": "keys, normed and rotated [B, K, T, D]; latent attention: expanded, H heads",
     "value_proj": "values [B, K, T, V]; latent attention: expanded, H heads",
     "context": "output of attention or the delta rule, before any gate or norm [B, H, T, V]",
     "attention_out": "input of the output projection [B, H, T, V]",
     "out_proj": "output of the mixer [B, T, E]",
-    "mlpwi_0": "feed-forward: gate, or the only input projection if there is no gate, before the activation [B, T, I]",
+    "mlpwi_0": "feed-forward: gate, or the only input projection if there is no gate, before the "
+    "activation [B, T, I]",
     "mlpwi_1": "feed-forward: up projection [B, T, I]",
     "mlpwo": "feed-forward: output of the down projection [B, T, E]",
     "quantization": "operands of quantised products",
@@ -41,8 +45,8 @@ _MINIMAL = (*_QKV, "mla_q", "mla_kv", "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")
 
 @dataclass(frozen=True)
 class Saved:
-    """Names of the values that are saved in `device` memory and in `host` memory, from which the backward pass fetches
-    them."""
+    """Names of the values that are saved in `device` memory and in `host` memory, from which the
+    backward pass fetches them."""
 
     device: tuple[str, ...] = ()
     host: tuple[str, ...] = ()
@@ -67,10 +71,12 @@ NAMES = ("none", *POLICIES, "custom")
 
 
 def saved(policy: str, tensors: tuple[tuple[str, str], ...] = ()) -> Saved:
-    """Returns the values that `policy` saves. "custom" saves `tensors`, pairs (name, memory), and the input of every
-    layer on the device unless `tensors` says otherwise; the other policies take no tensors.
+    """Returns the values that `policy` saves. "custom" saves `tensors`, pairs (name, memory), and
+    the input of every layer on the device unless `tensors` says otherwise; the other policies take
+    no tensors.
 
-    Raises ValueError for an unknown policy, tensor or memory, and for tensors with a policy other than "custom".
+    Raises ValueError for an unknown policy, tensor or memory, and for tensors with a policy other
+    than "custom".
     """
     if policy not in POLICIES and policy != "custom":
         raise ValueError(f"remat: unknown policy {policy!r}; choose one of {', '.join(NAMES)}")
@@ -91,10 +97,11 @@ def saved(policy: str, tensors: tuple[tuple[str, str], ...] = ()) -> Saved:
 
 
 def checkpointed(function: Callable, kept: Saved, *, scanned: bool) -> Callable:
-    """Wraps `function` so that its backward pass computes everything again except the values in `kept`.
+    """Wraps `function` so that its backward pass computes everything again except the values in
+    `kept`.
 
-    `scanned`: `function` is the body of a scan, whose loop already keeps the compiler from merging the second
-    computation with the first.
+    `scanned`: `function` is the body of a scan, whose loop already keeps the compiler from merging
+    the second computation with the first.
     """
     import jax
 

@@ -1,4 +1,5 @@
-"""Scores completions. A reward is a function `(prompts, completions, **columns) -> list[float | None]`.
+"""Scores completions. A reward is a function `(prompts, completions, **columns) -> list[float |
+None]`.
 
     from rewards import reward
 
@@ -6,9 +7,9 @@
     def short(prompts, completions, limit=80):
         return [1.0 if len(text) <= limit else 0.0 for text in completions]
 
-`registry` finds a function by name, module or file. `runner` calls it in worker processes, so that its failures do not
-reach the run. `check` runs it on its examples. A file of this folder that holds a function of its own name under
-`@reward` is a built-in reward.
+`registry` finds a function by name, module or file. `runner` calls it in worker processes, so that
+its failures do not reach the run. `check` runs it on its examples. A file of this folder that holds
+a function of its own name under `@reward` is a built-in reward.
 """
 
 from importlib import import_module

@@ -7,10 +7,25 @@ from rewards.text import answer_span, text_of
 
 EXAMPLES = [
     {"prompt": "Capital of France?", "completion": "Paris", "answer": "Paris", "score": 1.0},
-    {"prompt": "Capital of France?", "completion": "<answer> Paris </answer>", "answer": "Paris", "score": 1.0},
-    {"prompt": "Capital of France?", "completion": "Lyon. #### Paris", "answer": "Paris", "score": 1.0},
+    {
+        "prompt": "Capital of France?",
+        "completion": "<answer> Paris </answer>",
+        "answer": "Paris",
+        "score": 1.0,
+    },
+    {
+        "prompt": "Capital of France?",
+        "completion": "Lyon. #### Paris",
+        "answer": "Paris",
+        "score": 1.0,
+    },
     {"prompt": "Capital of France?", "completion": "It is Paris.", "answer": "Paris", "score": 0.0},
-    {"prompt": "Capital of France?", "completion": "Lyon", "answer": ["Paris", "paris"], "score": 0.0},
+    {
+        "prompt": "Capital of France?",
+        "completion": "Lyon",
+        "answer": ["Paris", "paris"],
+        "score": 0.0,
+    },
     {
         "prompt": "Capital of France?",
         "completion": "Answer: paris.",
@@ -43,11 +58,14 @@ def exact_answer(
     strip: str | None = None,
     ignore_case: bool = False,
 ) -> list[float | None]:
-    """Returns 1.0 if the last answer in the completion equals `answer`, else 0.0; None where `answer` is None.
+    """Returns 1.0 if the last answer in the completion equals `answer`, else 0.0; None where
+    `answer` is None.
 
     answer: column of texts or numbers (compared as text), or of lists with all accepted answers.
-    pattern: regular expression whose group 1 is the answer; the last match counts. Without a pattern, the answer is the
-        inside of the last `<answer>...</answer>`, else the text after the last `####`, else the full completion.
+    pattern: regular expression whose group 1 is the answer; the last match counts. Without a
+    pattern, the answer is the
+        inside of the last `<answer>...</answer>`, else the text after the last `####`, else the
+        full completion.
     strip: characters to remove from both ends of both texts; None: white space.
     ignore_case: ignore upper and lower case.
     """
@@ -63,5 +81,7 @@ def exact_answer(
         if right is None:
             scores.append(None)
         else:
-            scores.append(float(given is not None and normal(given) in [normal(one) for one in accepted]))
+            scores.append(
+                float(given is not None and normal(given) in [normal(one) for one in accepted])
+            )
     return scores

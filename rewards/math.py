@@ -11,11 +11,31 @@ from rewards.registry import reward
 from rewards.text import answer_span, boxed, text_of
 
 EXAMPLES = [
-    {"prompt": "1/4 + 1/4?", "completion": "so \\boxed{\\frac{1}{2}}", "answer": "\\frac{1}{2}", "score": 1.0},
-    {"prompt": "1/4 + 1/4?", "completion": "so \\boxed{0.5}", "answer": "$\\frac{1}{2}$", "score": 1.0},
+    {
+        "prompt": "1/4 + 1/4?",
+        "completion": "so \\boxed{\\frac{1}{2}}",
+        "answer": "\\frac{1}{2}",
+        "score": 1.0,
+    },
+    {
+        "prompt": "1/4 + 1/4?",
+        "completion": "so \\boxed{0.5}",
+        "answer": "$\\frac{1}{2}$",
+        "score": 1.0,
+    },
     {"prompt": "2 + 2?", "completion": "\\boxed{5}, no, \\boxed{4}", "answer": "4", "score": 1.0},
-    {"prompt": "2 + 2?", "completion": "the answer is \\boxed{5}", "answer": "\\boxed{4}", "score": 0.0},
-    {"prompt": "sides?", "completion": "\\boxed{\\left( 3, \\text{ 4 } \\right)}", "answer": "(3, 4)", "score": 1.0},
+    {
+        "prompt": "2 + 2?",
+        "completion": "the answer is \\boxed{5}",
+        "answer": "\\boxed{4}",
+        "score": 0.0,
+    },
+    {
+        "prompt": "sides?",
+        "completion": "\\boxed{\\left( 3, \\text{ 4 } \\right)}",
+        "answer": "(3, 4)",
+        "score": 1.0,
+    },
     {"prompt": "Roots?", "completion": "\\boxed{4}", "answer": "3, 4", "score": 0.0},
     {"prompt": "Price?", "completion": "\\boxed{18.9}", "answer": "\\$18.90", "score": 1.0},
     {"prompt": "2 + 2?", "completion": "I do not know", "answer": "4", "score": 0.0},
@@ -27,7 +47,13 @@ EXAMPLES = [
         "options": {"verifier": "text"},
         "score": 1.0,
     },
-    {"prompt": "a half?", "completion": "It is 1/2.", "answer": "0.5", "options": {"verifier": "text"}, "score": 1.0},
+    {
+        "prompt": "a half?",
+        "completion": "It is 1/2.",
+        "answer": "0.5",
+        "options": {"verifier": "text"},
+        "score": 1.0,
+    },
     {"prompt": "Prove it.", "completion": "\\boxed{1}", "answer": None, "score": None},
 ]
 
@@ -58,15 +84,20 @@ def _prepare() -> None:
 
 
 @reward(check=_check, prepare=_prepare)
-def math(prompts: list, completions: list, answer: list, verifier: str = "auto") -> list[float | None]:
-    """Returns 1.0 if the answer in the completion equals `answer` mathematically, else 0.0; None if `answer` is None.
+def math(
+    prompts: list, completions: list, answer: list, verifier: str = "auto"
+) -> list[float | None]:
+    """Returns 1.0 if the answer in the completion equals `answer` mathematically, else 0.0; None if
+    `answer` is None.
 
-    verifier: "text" compares forms: numbers by value (fractions, roots, powers, units, percent), lists and sets in any
-        order, pairs and intervals with their brackets, and all else as text, without spaces and typesetting.
-        "math-verify" compares what is no number by that package. "auto": math-verify if it is installed, else text.
-    The answer is the inside of the last \\boxed{} (\\fbox{}), else of `<answer>`, else the text after `####`, else, if
-    `answer` is a number, the last number, else all of the text or its last formula ($...$, \\(...\\)). A box that is not
-    closed holds no answer.
+    verifier: "text" compares forms: numbers by value (fractions, roots, powers, units, percent),
+    lists and sets in any
+        order, pairs and intervals with their brackets, and all else as text, without spaces and
+        typesetting. "math-verify" compares what is no number by that package. "auto": math-verify
+        if it is installed, else text.
+    The answer is the inside of the last \\boxed{} (\\fbox{}), else of `<answer>`, else the text
+    after `####`, else, if `answer` is a number, the last number, else all of the text or its last
+    formula ($...$, \\(...\\)). A box that is not closed holds no answer.
     """
     symbolic = verifier == "math-verify" or (verifier == "auto" and _installed())
     return [
@@ -109,7 +140,8 @@ def _equal_text(given: Answer, expected: Answer) -> bool:
 
 
 def _equal_symbolic(given: Answer, expected: Answer) -> bool:
-    """Compares with math-verify. Its timeouts use signals and are off; the runner enforces the deadline."""
+    """Compares with math-verify. Its timeouts use signals and are off; the runner enforces the
+    deadline."""
     from math_verify import verify  # pyright: ignore[reportMissingImports]
 
     pair = (given, expected)
@@ -121,15 +153,20 @@ def _equal_symbolic(given: Answer, expected: Answer) -> bool:
         return False
     if ("=" in given.source) != ("=" in expected.source):  # it takes 2x = 4 for 4
         return False
-    ours, theirs = _parsed(expected.source), _parsed(given.source)
+    ours = _parsed(expected.source)
+    theirs = _parsed(given.source)
     if not ours or not theirs or not verify(ours, theirs, timeout_seconds=None):
         return False
     return _agree(ours[0], theirs[0])
 
 
 def _agree(expected: Any, given: Any) -> bool:
-    """Whether two constants agree to six digits; true for what is no constant. math-verify takes 1/10! for 1/11!."""
-    if not (getattr(expected, "is_number", False) and getattr(given, "is_number", False)) or expected.is_zero:
+    """Whether two constants agree to six digits; true for what is no constant. math-verify takes
+    1/10! for 1/11!."""
+    if (
+        not (getattr(expected, "is_number", False) and getattr(given, "is_number", False))
+        or expected.is_zero
+    ):
         return True
     try:
         return abs(complex((given / expected).evalf()) - 1) < 1e-6

@@ -18,8 +18,19 @@ EXAMPLES = [
     {"prompt": "3 of 4?", "completion": "it is \\frac34", "answer": 0.75, "score": 1.0},
     {"prompt": "How many?", "completion": "between 3-5", "answer": -5, "score": 0.0},
     {"prompt": "Roots?", "completion": "4", "answer": "3, 4", "score": None},
-    {"prompt": "Pi?", "completion": "3.14", "answer": 3.14159, "options": {"tolerance": 0.01}, "score": 1.0},
-    {"prompt": "Next?", "completion": "100000000000000000001", "answer": "100000000000000000000", "score": 0.0},
+    {
+        "prompt": "Pi?",
+        "completion": "3.14",
+        "answer": 3.14159,
+        "options": {"tolerance": 0.01},
+        "score": 1.0,
+    },
+    {
+        "prompt": "Next?",
+        "completion": "100000000000000000001",
+        "answer": "100000000000000000000",
+        "score": 0.0,
+    },
     {"prompt": "2 + 2?", "completion": "four", "answer": "4", "score": 0.0},
     {"prompt": "Why?", "completion": "42", "answer": None, "score": None},
 ]
@@ -32,14 +43,20 @@ def _check(tolerance: float = 1e-6, relative_tolerance: float = 0.0, **_) -> Non
 
 @reward(check=_check)
 def numeric_answer(
-    prompts: list, completions: list, answer: list, tolerance: float = 1e-6, relative_tolerance: float = 0.0
+    prompts: list,
+    completions: list,
+    answer: list,
+    tolerance: float = 1e-6,
+    relative_tolerance: float = 0.0,
 ) -> list[float | None]:
-    """Returns 1.0 if the last number of the completion is within the tolerance of `answer`, else 0.0.
+    """Returns 1.0 if the last number of the completion is within the tolerance of `answer`, else
+    0.0.
 
-    Returns None where `answer` holds no number, or a list of numbers. Accepts 1,234.5, $5, -3, 2e5, 3/4, 1 1/2,
-    2 \\times 10^5, \\frac{3}{4}, \\sqrt{2} and 75% as numbers. If one of the two has a percent sign, its number and a
-    hundredth of it both match, because datasets do not agree; two numbers with a percent sign are compared as written.
-    tolerance: largest |difference|, exact for integers of any size.
+    Returns None where `answer` holds no number, or a list of numbers. Accepts 1,234.5, $5, -3, 2e5,
+    3/4, 1 1/2, 2 \\times 10^5, \\frac{3}{4}, \\sqrt{2} and 75% as numbers. If one of the two has a
+    percent sign, its number and a hundredth of it both match, because datasets do not agree; two
+    numbers with a percent sign are compared as written. tolerance: largest |difference|, exact for
+    integers of any size.
     relative_tolerance: added to the tolerance, times |answer|.
     """
     scores = []
@@ -49,7 +66,9 @@ def numeric_answer(
         if expected is None:
             scores.append(None)
         else:
-            scores.append(float(given is not None and _equal(given, expected, tolerance, relative_tolerance)))
+            scores.append(
+                float(given is not None and _equal(given, expected, tolerance, relative_tolerance))
+            )
     return scores
 
 
@@ -63,4 +82,6 @@ def _expected(right: str) -> Number | None:
 
 def _equal(given: Number, expected: Number, tolerance: float, relative_tolerance: float) -> bool:
     allowed = Fraction(tolerance) + Fraction(relative_tolerance) * abs(Fraction(expected.value))
-    return numbers.equal(given, expected, lambda one, other: abs(Fraction(one) - Fraction(other)) <= allowed)
+    return numbers.equal(
+        given, expected, lambda one, other: abs(Fraction(one) - Fraction(other)) <= allowed
+    )

@@ -1,4 +1,5 @@
-"""Loads functions that a configuration names: `file.py:function` or `package.module:function`, as for rewards."""
+"""Loads functions that a configuration names: `file.py:function` or `package.module:function`, as
+for rewards."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def is_plugin(name: str) -> bool:
 
 
 def load(spec: str, what: str) -> Callable[..., Any]:
-    """Returns the function that `spec` names. Raises ValueError. `what` names its role in messages, e.g. "task"."""
+    """Returns the function that `spec` names. Raises ValueError. `what` names its role in messages,
+    e.g. "task"."""
     from rewards.registry import RewardError, locate
 
     try:
@@ -25,7 +27,8 @@ def load(spec: str, what: str) -> Callable[..., Any]:
 
 
 def check_options(function: Callable[..., Any], name: str, options: Collection[str]) -> None:
-    """Raises ValueError for an option that the function does not accept. The message has the option in backticks."""
+    """Raises ValueError for an option that the function does not accept. The message has the option
+    in backticks."""
     parameters = inspect.signature(function).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return

@@ -1,4 +1,5 @@
-"""Scores an answer with the scorer of its reasoning-gym task (package reasoning-gym, extra `tasks`)."""
+"""Scores an answer with the scorer of its reasoning-gym task (package reasoning-gym, extra
+`tasks`)."""
 
 import functools
 import importlib
@@ -11,7 +12,13 @@ from rewards.text import answer_span, text_of
 
 _ENTRY = json.dumps({"question": "1 + 1 = ?", "answer": "2", "metadata": {}})
 EXAMPLES = [
-    {"prompt": "1 + 1 = ?", "completion": "2", "task": "basic_arithmetic", "entry": _ENTRY, "score": 1.0},
+    {
+        "prompt": "1 + 1 = ?",
+        "completion": "2",
+        "task": "basic_arithmetic",
+        "entry": _ENTRY,
+        "score": 1.0,
+    },
     {
         "prompt": "1 + 1 = ?",
         "completion": "<think>1, 2</think><answer>2</answer>",
@@ -19,7 +26,13 @@ EXAMPLES = [
         "entry": _ENTRY,
         "score": 1.0,
     },
-    {"prompt": "1 + 1 = ?", "completion": "3", "task": "basic_arithmetic", "entry": _ENTRY, "score": 0.0},
+    {
+        "prompt": "1 + 1 = ?",
+        "completion": "3",
+        "task": "basic_arithmetic",
+        "entry": _ENTRY,
+        "score": 0.0,
+    },
 ]
 
 
@@ -45,12 +58,15 @@ def reasoning_gym(
 
     task: column with the name of the task.
     entry: column with the problem, as the task's JSON text.
-    pattern: regular expression whose group 1 is the answer. Without a pattern, the answer is the inside of the last
+    pattern: regular expression whose group 1 is the answer. Without a pattern, the answer is the
+    inside of the last
         `<answer>...</answer>`, else the text after the last `####`, else the full completion.
     """
     scores = []
     for completion, name, problem in zip(completions, task, entry, strict=True):
         answer = answer_span(text_of(completion), pattern)
-        score = _scorer(name)(answer=None if answer is None else answer.strip(), entry=json.loads(problem))
+        score = _scorer(name)(
+            answer=None if answer is None else answer.strip(), entry=json.loads(problem)
+        )
         scores.append(float(score))
     return scores

@@ -20,14 +20,24 @@ EXAMPLES = [
         "options": {"pattern": _THINK},
         "score": 1.0,
     },
-    {"prompt": "2 + 2?", "completion": "<answer>4</answer>", "options": {"pattern": _THINK}, "score": 0.0},
+    {
+        "prompt": "2 + 2?",
+        "completion": "<answer>4</answer>",
+        "options": {"pattern": _THINK},
+        "score": 0.0,
+    },
     {
         "prompt": "2 + 2?",
         "completion": "So <ANSWER>4</ANSWER> it is",
         "options": {"pattern": "<answer>", "match": "search", "ignore_case": True},
         "score": 1.0,
     },
-    {"prompt": "2 + 2?", "completion": "4", "options": {"pattern": "<answer>", "match": "search"}, "score": 0.0},
+    {
+        "prompt": "2 + 2?",
+        "completion": "4",
+        "options": {"pattern": "<answer>", "match": "search"},
+        "score": 0.0,
+    },
 ]
 
 
@@ -53,11 +63,12 @@ def regex_format(
 ) -> list[float]:
     """Returns 1.0 if `pattern` matches, else 0.0.
 
-    raw: completions with their special tokens, as the run gives them: in some models <think> is one. None: as they are
+    raw: completions with their special tokens, as the run gives them: in some models <think> is
+    one. None: as they are
         in `completions`.
     pattern: regular expression in Python's syntax; `.` matches newlines too.
-    match: "fullmatch" (all of the completion without white space at its ends) or "search" (any part of it).
-    ignore_case: ignore upper and lower case.
+    match: "fullmatch" (all of the completion without white space at its ends) or "search" (any part
+    of it). ignore_case: ignore upper and lower case.
     """
     compiled = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
     matches = compiled.fullmatch if match == "fullmatch" else compiled.search

@@ -1,13 +1,14 @@
-"""Looks up reward functions by name, module, file or entry point, and checks them before a run starts.
+"""Looks up reward functions by name, module, file or entry point, and checks them before a run
+starts.
 
 Forms of a specification (`spec`):
 
-- `exact_answer`: a name registered with `@reward`, a built-in (a file of this folder), or an installed entry point of
-  the group `duet.rewards`, looked up in this order;
+- `exact_answer`: a name registered with `@reward`, a built-in (a file of this folder), or an
+  installed entry point of the group `duet.rewards`, looked up in this order;
 - `package.module:function`: imported, with the current folder appended to `sys.path`;
-- `path/to/file.py:function`: loaded from that file, relative to the current folder. It can import its neighbours, also if
-  another file has neighbours of the same names (`rewards/files/neighbours.py`). `function` may also be a name that the
-  file registers.
+- `path/to/file.py:function`: loaded from that file, relative to the current folder. It can import
+  its neighbours, also if another file has neighbours of the same names
+  (`rewards/files/neighbours.py`). `function` may also be a name that the file registers.
 
 Imports the standard library only, because every worker process imports this file when it starts.
 """
@@ -44,12 +45,14 @@ GIVEN = ("completion_lengths", "truncated", "raw", "max_new_tokens", "reward_mod
 REWARD_MODEL = "reward_model"  # name of the reward that returns the score of a reward model
 _FOLDER = Path(__file__).resolve().parent
 _FILE_MODULES = "duet_reward_file_"
-# Held while a file is loaded: other threads wait for the complete module. Reentrant, because a file may load another.
+# Held while a file is loaded: other threads wait for the complete module. Reentrant, because a file
+# may load another.
 _loading = threading.RLock()
 
 
 class RewardError(ValueError):
-    """A reward cannot be used: unknown, not importable, wrong options, or data that it does not accept."""
+    """A reward cannot be used: unknown, not importable, wrong options, or data that it does not
+    accept."""
 
 
 class RewardFailed(RewardError):
@@ -61,7 +64,8 @@ class Hooks:
     """Optional functions of a reward.
 
     check: called with the options before the run; raises ValueError.
-    prepare: called once in each worker process before the first call, outside the deadline of a call.
+    prepare: called once in each worker process before the first call, outside the deadline of a
+    call.
     """
 
     check: Callable[..., None] | None = None
@@ -70,7 +74,8 @@ class Hooks:
 
 @dataclass(frozen=True)
 class Located:
-    """A reward function, the spec (`address`) by which any process loads it, and a short name for metrics."""
+    """A reward function, the spec (`address`) by which any process loads it, and a short name for
+    metrics."""
 
     function: RewardFunction
     address: str
@@ -119,8 +124,8 @@ def reward(
 ) -> Callable[..., Any]:
     """Registers a reward function under a name, by default its own: `@reward`, `@reward("name")`.
 
-    `check(**options)` is called before a run with the options of the configuration and may raise ValueError.
-    `prepare()` is called once in each worker; put slow imports and model loading there.
+    `check(**options)` is called before a run with the options of the configuration and may raise
+    ValueError. `prepare()` is called once in each worker; put slow imports and model loading there.
     Raises RewardError if the name belongs to another function.
     """
     if callable(name):
@@ -135,14 +140,17 @@ def _register(function: AnyFunction, name: str, hooks: Hooks) -> AnyFunction:
     other = _source(_registered[name]) if name in _registered else _builtins().get(name, file)
     again = name not in _registered or _registered[name].__qualname__ == function.__qualname__
     if other != file or not again:  # the same file may be loaded twice, as a module and by its path
-        raise RewardError(f"reward name {name!r} of {file} is taken by {other}; give another one: @reward('name')")
+        raise RewardError(
+            f"reward name {name!r} of {file} is taken by {other}; give another one: @reward('name')"
+        )
     function.__duet_hooks__ = hooks
     _registered[name] = function
     return function
 
 
 def known() -> list[str]:
-    """Returns the names that `load` accepts without a module or file, sorted: registered, built-in and installed."""
+    """Returns the names that `load` accepts without a module or file, sorted: registered, built-in
+    and installed."""
     return sorted({*_registered, *_builtins(), *_entry_points()})
 
 
@@ -157,9 +165,13 @@ def load(spec: str) -> RewardFunction:
 
 
 def locate(spec: str) -> Located:
-    """Returns the function that `spec` names, and the address by which a worker loads it. Raises RewardError."""
+    """Returns the function that `spec` names, and the address by which a worker loads it. Raises
+    RewardError."""
     if not isinstance(spec, str) or not spec.strip():
-        raise RewardError(f"a reward is named by text such as 'exact_answer' or 'my_rewards.py:score', not {spec!r}")
+        raise RewardError(
+            "a reward is named by text such as 'exact_answer' or 'my_rewards.py:score', not "
+            f"{spec!r}"
+        )
     place, _, name = spec.rpartition(":")
     if not place:
         return _named(spec)
@@ -170,12 +182,19 @@ def locate(spec: str) -> Located:
 
 
 def parameters(function: RewardFunction, spec: str) -> Parameters:
-    """Returns the arguments of `function`. Raises RewardError if it cannot be called with completions by keyword."""
+    """Returns the arguments of `function`. Raises RewardError if it cannot be called with
+    completions by keyword."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
-        raise RewardError(f"reward {spec}: its arguments cannot be read ({error}); wrap it in a def") from None
-    keyword = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        raise RewardError(
+            f"reward {spec}: its arguments cannot be read ({error}); wrap it in a def"
+        ) from None
+    keyword = [
+        p
+        for p in signature.parameters.values()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
     parameters = Parameters(
         names=tuple(p.name for p in keyword),
         required=tuple(p.name for p in keyword if p.default is p.empty and p.name not in TEXTS),
@@ -184,18 +203,21 @@ def parameters(function: RewardFunction, spec: str) -> Parameters:
     hidden = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY]
     if hidden or not parameters.takes("completions"):
         raise RewardError(
-            f"reward {spec}: its signature is {signature}; arguments are passed by name, so it must be "
+            f"reward {spec}: its signature is {signature}; arguments are passed by name, so it "
+            "must be "
             "`def f(prompts, completions, **columns)`, or name the columns that it uses"
         )
     return parameters
 
 
 def check(spec: str, options: dict | None = None, columns: Iterable[str] | None = None) -> None:
-    """Checks a reward before a run. Imports the user's file and calls nothing in it but its registered check.
+    """Checks a reward before a run. Imports the user's file and calls nothing in it but its
+    registered check.
 
     columns: names of the columns of the data; None: not checked.
-    Raises RewardError if `spec` is unknown or cannot be imported, does not accept `options`, needs another column, or
-    would receive a column with the name of a value that the run gives it (GIVEN).
+    Raises RewardError if `spec` is unknown or cannot be imported, does not accept `options`, needs
+    another column, or would receive a column with the name of a value that the run gives it
+    (GIVEN).
     """
     options = dict(options or {})
     function = locate(spec).function
@@ -215,7 +237,8 @@ def check(spec: str, options: dict | None = None, columns: Iterable[str] | None 
         columns = set(columns)
         if taken := [name for name in GIVEN if name in columns and takes.takes(name)]:
             raise RewardError(
-                f"reward {spec}: the data has a column {taken[0]!r}, but this argument is given by the run; rename the "
+                f"reward {spec}: the data has a column {taken[0]!r}, but this argument is given "
+                "by the run; rename the "
                 "column in the data"
             )
         require_columns(spec, takes, options, {*columns, *GIVEN})
@@ -228,13 +251,16 @@ def check(spec: str, options: dict | None = None, columns: Iterable[str] | None 
             raise RewardError(f"reward {spec}: {error}") from error
 
 
-def require_columns(spec: str, takes: Parameters, options: Iterable[str], columns: Iterable[str]) -> None:
+def require_columns(
+    spec: str, takes: Parameters, options: Iterable[str], columns: Iterable[str]
+) -> None:
     """Raises RewardError if a required argument is neither an option nor among the columns."""
     columns = {*columns}
     missing = [name for name in takes.required if name not in {*options, *columns}]
     if missing:
         raise RewardError(
-            f"reward {spec}: it needs {', '.join(map(repr, missing))}, which is neither a column of the data "
+            f"reward {spec}: it needs {', '.join(map(repr, missing))}, which is neither a column "
+            "of the data "
             f"(columns: {', '.join(sorted(columns - {*GIVEN})) or 'none'}) nor set under `options`"
         )
 
@@ -256,7 +282,11 @@ def activate(function: RewardFunction) -> None:
 
 def loaded_files() -> dict[str, str]:
     """Returns the files that were loaded by their path, by the name of their module."""
-    return {name: str(module.__file__) for name, module in list(sys.modules.items()) if name.startswith(_FILE_MODULES)}
+    return {
+        name: str(module.__file__)
+        for name, module in list(sys.modules.items())
+        if name.startswith(_FILE_MODULES)
+    }
 
 
 def _named(name: str) -> Located:
@@ -272,11 +302,14 @@ def _named(name: str) -> Located:
         return Located(_callable(function, name), name, name)
     if name.endswith(".py") or "/" in name:
         raise RewardError(f"reward {name}: say which function of the file: {name}:function")
-    raise RewardError(f"unknown reward {name!r}{nearest(name, known())}. A function of your own: file.py:function")
+    raise RewardError(
+        f"unknown reward {name!r}{nearest(name, known())}. A function of your own: file.py:function"
+    )
 
 
 def _builtins() -> dict[str, str]:
-    """Returns name -> file of the built-in rewards: files of this folder with a @reward function of their name."""
+    """Returns name -> file of the built-in rewards: files of this folder with a @reward function of
+    their name."""
     files = {}
     for path in sorted(_FOLDER.glob("*.py")):
         pattern = rf"^@reward\b.*\n(?:async )?def {re.escape(path.stem)}\("
@@ -292,7 +325,8 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 
 def _address(function: RewardFunction, name: str) -> str:
-    """Returns the spec by which another process loads a function that was registered in this one."""
+    """Returns the spec by which another process loads a function that was registered in this
+    one."""
     module = function.__module__
     importable = module != "__main__" and not module.startswith(_FILE_MODULES)
     if importable and getattr(sys.modules.get(module), "__spec__", None) is not None:
@@ -308,7 +342,11 @@ def _address(function: RewardFunction, name: str) -> str:
 
 def _source(function: RewardFunction) -> str:
     file = getattr(inspect.unwrap(function), "__code__", None)
-    return os.path.realpath(file.co_filename) if file and os.path.exists(file.co_filename) else function.__module__
+    return (
+        os.path.realpath(file.co_filename)
+        if file and os.path.exists(file.co_filename)
+        else function.__module__
+    )
 
 
 def _from_module(module: str, spec: str) -> types.ModuleType:
@@ -318,7 +356,8 @@ def _from_module(module: str, spec: str) -> types.ModuleType:
 
 
 def _from_file(path: Path, spec: str) -> types.ModuleType:
-    """Loads the module of a file once per process, under a name of its own, so that it shadows no other module."""
+    """Loads the module of a file once per process, under a name of its own, so that it shadows no
+    other module."""
     import hashlib
 
     if not path.is_file():
@@ -329,7 +368,9 @@ def _from_file(path: Path, spec: str) -> types.ModuleType:
         if name in sys.modules:
             return sys.modules[name]
         description = importlib.util.spec_from_file_location(name, path)
-        assert description is not None and description.loader is not None  # it exists for every file that ends in .py
+        assert (
+            description is not None and description.loader is not None
+        )  # it exists for every file that ends in .py
         run_module = description.loader.exec_module
         module = importlib.util.module_from_spec(description)
         sys.modules[name] = module
@@ -342,14 +383,19 @@ def _from_file(path: Path, spec: str) -> types.ModuleType:
 
 
 def _guarded(importing: Callable[[], Any], spec: str, file: str | None) -> Any:
-    """Runs an import of the user's code. Turns any exception, also SystemExit, into a RewardError."""
+    """Runs an import of the user's code. Turns any exception, also SystemExit, into a
+    RewardError."""
     try:
         return importing()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         last = traceback.format_exception_only(error)[-1].strip()
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == file
+        ]
         where = f" (line {lines[-1]} of {file})" if lines else ""
         if isinstance(error, SyntaxError) and error.lineno:
             where = f" (line {error.lineno} of {error.filename})"
@@ -363,7 +409,9 @@ def _member(module: types.ModuleType, name: str, spec: str) -> RewardFunction:
     if name in here:
         return here[name]
     own = [
-        key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
+        key
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
     ]
     raise RewardError(f"reward {spec}: no function {name!r} there{nearest(name, {*own, *here})}")
 
@@ -382,7 +430,8 @@ def _hints(function: RewardFunction) -> dict:
 
 
 def _fits(value: object, hint: object) -> bool:
-    """Tells whether a value from YAML has the annotated type. Checks plain types and unions of them only."""
+    """Tells whether a value from YAML has the annotated type. Checks plain types and unions of them
+    only."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     arms: tuple[Any, ...] = typing.get_args(hint) if union else (hint,)
     plain = (bool, int, float, str, type(None))

@@ -14,9 +14,11 @@ _CLOSE_PATH = 0.7  # similarity of a part of a path
 
 
 def nearest(name: object, valid: Iterable[object]) -> str:
-    """Returns the hint ` (nearest: x; valid: x, y, z)`, or ` (nearest: x, y, z; 30 are valid)` for more than 14 names.
+    """Returns the hint ` (nearest: x; valid: x, y, z)`, or ` (nearest: x, y, z; 30 are valid)` for
+    more than 14 names.
 
-    The hint has no `nearest` if a short list has no close name, and is "" if there is no valid name.
+    The hint has no `nearest` if a short list has no close name, and is "" if there is no valid
+    name.
     """
     names = sorted(set(map(str, valid)))
     if not names:
@@ -30,9 +32,11 @@ def nearest(name: object, valid: Iterable[object]) -> str:
 
 
 def nearest_path(path: str | Path) -> str:
-    """Returns the hint ` (nearest: runs/first)` of a path that does not exist, or "" if none that exists is close.
+    """Returns the hint ` (nearest: runs/first)` of a path that does not exist, or "" if none that
+    exists is close.
 
-    The nearest path has, for each part that does not exist, the most similar name in the folder so far.
+    The nearest path has, for each part that does not exist, the most similar name in the folder so
+    far.
     """
     path = Path(path)
     result = Path(path.anchor)

@@ -1,4 +1,5 @@
-"""Extracts the text of a completion and the answer in a text, and makes texts of others safe to print."""
+"""Extracts the text of a completion and the answer in a text, and makes texts of others safe to
+print."""
 
 from __future__ import annotations
 
@@ -11,21 +12,26 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def for_terminal(text: object) -> str:
-    """Returns a text with control characters as pictures, so that a completion or a row cannot steer a terminal."""
-    return _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if match[0] < " " else "\ufffd", str(text))
+    """Returns a text with control characters as pictures, so that a completion or a row cannot
+    steer a terminal."""
+    return _CONTROL.sub(
+        lambda match: chr(0x2400 + ord(match[0])) if match[0] < " " else "\ufffd", str(text)
+    )
 
 
 def quoted(word: object) -> str:
-    """Returns a path or an override as one word of a command to type: in quotes if it has blanks or signs."""
+    """Returns a path or an override as one word of a command to type: in quotes if it has blanks or
+    signs."""
     return shlex.quote(str(word))
 
 
 def text_of(completion: str | list[dict]) -> str:
-    """Returns the text of a completion or prompt: a string unchanged, or the assistant's part of a list of messages.
+    """Returns the text of a completion or prompt: a string unchanged, or the assistant's part of a
+    list of messages.
 
-    Several assistant messages (a completion with tool calls between) are joined by newlines. If no message is the
-    assistant's (a prompt), all messages are joined. The content of a message is a string or a list of parts; parts
-    without `text` are ignored.
+    Several assistant messages (a completion with tool calls between) are joined by newlines. If no
+    message is the assistant's (a prompt), all messages are joined. The content of a message is a
+    string or a list of parts; parts without `text` are ignored.
     """
     if isinstance(completion, str):
         return completion
@@ -35,20 +41,24 @@ def text_of(completion: str | list[dict]) -> str:
 
 def _content(content: str | list | None) -> str:
     if isinstance(content, list):
-        return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
+        return "".join(
+            part if isinstance(part, str) else str(part.get("text", "")) for part in content
+        )
     return content or ""
 
 
 def in_form_of(prompt: str | list[dict], text: str) -> str | list[dict]:
-    """Returns a completion in the form of its prompt: text after text, a message of the assistant after messages."""
+    """Returns a completion in the form of its prompt: text after text, a message of the assistant
+    after messages."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def answer_span(text: str, pattern: str | None = None) -> str | None:
     """Returns the part of `text` that is its answer, or None if `pattern` has no match.
 
-    With a pattern, this is group 1 of the last match (the full match if the pattern has no group). Without a pattern,
-    it is the inside of the last `<answer>...</answer>`, else the text after the last `####` (GSM8K), else all of it.
+    With a pattern, this is group 1 of the last match (the full match if the pattern has no group).
+    Without a pattern, it is the inside of the last `<answer>...</answer>`, else the text after the
+    last `####` (GSM8K), else all of it.
     """
     if pattern is not None:
         matches = list(re.finditer(pattern, text, re.DOTALL))
@@ -62,8 +72,8 @@ def answer_span(text: str, pattern: str | None = None) -> str | None:
 def boxed(text: str) -> str | None:
     """Returns the inside of the last box of `text`, or None if it has none.
 
-    A box is \\boxed{...} or \\fbox{...}, braces matched, or \\boxed before a number without braces. A box that is not
-    closed holds nothing: the text was cut in it.
+    A box is \\boxed{...} or \\fbox{...}, braces matched, or \\boxed before a number without braces.
+    A box that is not closed holds nothing: the text was cut in it.
     """
     boxes = list(_BOX.finditer(text))
     if not boxes:

@@ -1,7 +1,7 @@
 """Defines the errors that end a run in a known way, each with its exit code.
 
-The command line prints such an error as plain text and exits with its code. Any other exception is a bug: Python shows
-its traceback and exits with code 1.
+The command line prints such an error as plain text and exits with its code. Any other exception is
+a bug: Python shows its traceback and exits with code 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class DataError(DuetError):
 
 
 class ModelError(DuetError):
-    """A model directory that cannot be read or contradicts its configuration, or a stage without any finite update."""
+    """A model directory that cannot be read or contradicts its configuration, or a stage without
+    any finite update."""
 
     exit_code = 4
     heading = "error in the model"
@@ -54,14 +55,16 @@ class ResourceError(DuetError):
 
 
 class RewardStop(DuetError):
-    """A reward function failed and `rewards.on_error` is `stop`, or no completion of several steps has a score."""
+    """A reward function failed and `rewards.on_error` is `stop`, or no completion of several steps
+    has a score."""
 
     exit_code = 6
     heading = "stopped by a reward"
 
 
 class ProcessLost(DuetError):
-    """Another process of the run died, fell silent, or ended with an error that did not occur in this one.
+    """Another process of the run died, fell silent, or ended with an error that did not occur in
+    this one.
 
     The run continues from its newest checkpoint when all processes start again.
     """
@@ -71,21 +74,24 @@ class ProcessLost(DuetError):
 
 
 class Interrupted(DuetError):
-    """The run was asked to stop. Its state is saved and it can continue (75 is EX_TEMPFAIL of sysexits.h)."""
+    """The run was asked to stop. Its state is saved and it can continue (75 is EX_TEMPFAIL of
+    sysexits.h)."""
 
     exit_code = 75
     heading = "interrupted"
 
 
 def no_room(error: BaseException) -> bool:
-    """Tells whether an error reports a full disk or quota. Libraries raise their own errors with the system's text."""
+    """Tells whether an error reports a full disk or quota. Libraries raise their own errors with
+    the system's text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _NO_ROOM
     return any(os.strerror(number) in str(error) for number in _NO_ROOM)
 
 
 def disk_room(folder: str | Path, needed: int = 0) -> str:
-    """Returns what the file system of a folder has free, as text, and what is missing of `needed` bytes.
+    """Returns what the file system of a folder has free, as text, and what is missing of `needed`
+    bytes.
 
     A folder that does not exist is that of its nearest parent.
     """
@@ -98,7 +104,9 @@ def disk_room(folder: str | Path, needed: int = 0) -> str:
     has = f"{path} has {_size(free)} free"
     if not needed:
         return has
-    return f"{has} of {_size(needed)} that are needed" + (f": {_size(needed - free)} are missing" * (needed > free))
+    return f"{has} of {_size(needed)} that are needed" + (
+        f": {_size(needed - free)} are missing" * (needed > free)
+    )
 
 
 def _size(count: float) -> str:

@@ -1,5 +1,5 @@
-"""The generator: prompts in, completions out. It computes with the policy's own weights, or with a copy that is
-quantised or resharded for decoding."""
+"""The generator: prompts in, completions out. It computes with the policy's own weights, or with a
+copy that is quantised or resharded for decoding."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from rollout.types import Completion, GeneratorOptions, SamplingParams
 
 @dataclass(eq=False)
 class _Stream:
-    """The requests of one call of `stream` or `generate`, of which several may be open: left: ids of the objects that
-    are not yet yielded; ended: those that a step of any stream completed; failure: the error of a step, which dropped
-    all requests."""
+    """The requests of one call of `stream` or `generate`, of which several may be open: left: ids
+    of the objects that are not yet yielded; ended: those that a step of any stream completed;
+    failure: the error of a step, which dropped all requests."""
 
     left: set[int]
     ended: deque[Request] = field(default_factory=deque)
@@ -42,10 +42,11 @@ class _Stream:
 class Generator:
     """Decodes up to `slots` completions at the same time over a cache of `max_length` tokens each.
 
-    The random number of a token depends only on (seed, prompt id, sample index, position). Apart from rounding, the
-    other prompts of a call and the number of slots therefore do not change a completion; `GeneratorOptions.exact`
-    removes the rounding too. The generator reads the weights from `model.params` at every prefill call and every
-    decode. It renews its copies (`weights`) when the weights have changed (rollout/engine/weights.py).
+    The random number of a token depends only on (seed, prompt id, sample index, position). Apart
+    from rounding, the other prompts of a call and the number of slots therefore do not change a
+    completion; `GeneratorOptions.exact` removes the rounding too. The generator reads the weights
+    from `model.params` at every prefill call and every decode. It renews its copies (`weights`)
+    when the weights have changed (rollout/engine/weights.py).
 
     engine: runs the requests. verifier: checks their tokens, under GeneratorOptions.exact.
     """
@@ -64,18 +65,31 @@ class Generator:
         if max_length < 2 or slots < 1:
             raise ValueError("Generator: max_length must be at least 2 and slots at least 1")
         if (limit := model.config.max_positions) is not None and max_length > limit:
-            raise ValueError(f"Generator: max_length {max_length} is more than the {limit} positions of this model")
+            raise ValueError(
+                f"Generator: max_length {max_length} is more than the {limit} positions of this "
+                "model"
+            )
         if options.record_routes and not any(spec.moe for spec in model.config.layers):
             raise ValueError(
-                "GeneratorOptions.record_routes: this model has no mixture of experts; no token is routed anywhere"
+                "GeneratorOptions.record_routes: this model has no mixture of experts; no token "
+                "is routed anywhere"
             )
-        self.model, self.max_length, self.slots = model, max_length, slots
-        self.seed, self.tokenizer, self.options = checked_seed(seed), tokenizer, options
+        self.model = model
+        self.max_length = max_length
+        self.slots = slots
+        self.seed = checked_seed(seed)
+        self.tokenizer = tokenizer
+        self.options = options
         self.weights = RolloutWeights.from_options(model.graph, options)
-        budget = options.prefill_budget or max(options.prefill_chunk, slots * options.tokens_per_dispatch)
+        budget = options.prefill_budget or max(
+            options.prefill_chunk, slots * options.tokens_per_dispatch
+        )
         runner = ModelRunner(model.graph_for(max_length), options, slots, max_length)
-        runner.reserved_bytes = self.weights.bytes if self.weights and self.weights.reshards else runner.reserved_bytes
-        stop_string, bad_words = None, None
+        runner.reserved_bytes = (
+            self.weights.bytes if self.weights and self.weights.reshards else runner.reserved_bytes
+        )
+        stop_string = None
+        bad_words = None
         if tokenizer is not None:
             stop_string = partial(_first_stop, tokenizer)
             bad_words = lru_cache(maxsize=64)(partial(bad_word_tokens, tokenizer))
@@ -88,12 +102,17 @@ class Generator:
             prefill_budget=budget,
         )
         if options.record_values:
-            self.set_value_head(jnp.zeros(model.config.hidden_size, jnp.float32, device=model.graph.layout.replicated))
+            self.set_value_head(
+                jnp.zeros(
+                    model.config.hidden_size, jnp.float32, device=model.graph.layout.replicated
+                )
+            )
         self._queue = Queue()
         self._streams: list[_Stream] = []
         self.verifier: Verifier | None = None
         if options.exact:
-            scorer, kept = model.scorer_for(max_length), options.record_kept
+            scorer = model.scorer_for(max_length)
+            kept = options.record_kept
             self.verifier = Verifier(scorer, seed, stop_string=stop_string, max_kept=kept)
 
     def generate(
@@ -104,20 +123,24 @@ class Generator:
     ) -> list[list[Completion]]:
         """Samples `params.n` completions of each prompt; returns them as [prompt][sample].
 
-        Prompts are lists of token ids, strings with a tokenizer, or prompts with pictures or sounds. `ids` are the
-        prompt ids of the random draw, by default range(len(prompts)), so that equal calls give equal tokens. A string
-        is encoded as training encodes prompts: with the special tokens that the tokenizer puts in front, without an
-        end of sequence.
+        Prompts are lists of token ids, strings with a tokenizer, or prompts with pictures or
+        sounds. `ids` are the prompt ids of the random draw, by default range(len(prompts)), so that
+        equal calls give equal tokens. A string is encoded as training encodes prompts: with the
+        special tokens that the tokenizer puts in front, without an end of sequence.
 
-        Raises ValueError, before anything is computed, for an empty prompt, for token ids outside the vocabulary, for
-        a prompt that with max_new_tokens is longer than max_length (naming the prompt), for strings without a
-        tokenizer (prompts, stop strings or bad words), for a bad word without tokens, for biases of tokens outside the
-        vocabulary, and for ids that are not one for each prompt or outside 0..2^31 - 1.
+        Raises ValueError, before anything is computed, for an empty prompt, for token ids outside
+        the vocabulary, for a prompt that with max_new_tokens is longer than max_length (naming the
+        prompt), for strings without a tokenizer (prompts, stop strings or bad words), for a bad
+        word without tokens, for biases of tokens outside the vocabulary, and for ids that are not
+        one for each prompt or outside 0..2^31 - 1.
         """
         completions: dict[tuple[int, int], Completion] = {}
         for index, sample, completion in self.stream(prompts, params, ids):
             completions[index, sample] = completion
-        return [[completions[index, sample] for sample in range(params.n)] for index in range(len(prompts))]
+        return [
+            [completions[index, sample] for sample in range(params.n)]
+            for index in range(len(prompts))
+        ]
 
     def stream(
         self,
@@ -125,12 +148,17 @@ class Generator:
         params: SamplingParams = SamplingParams(),
         ids: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, int, Completion]]:
-        """Yields (prompt, sample, completion) as soon as each completion has ended, while the others go on. Raises
-        ValueError as `generate` does, at once."""
+        """Yields (prompt, sample, completion) as soon as each completion has ended, while the
+        others go on. Raises ValueError as `generate` does, at once."""
         requests = self._requests(prompts, params, ids)
-        return ((request.index, request.sample, self.completion(request)) for request in self._run(requests))
+        return (
+            (request.index, request.sample, self.completion(request))
+            for request in self._run(requests)
+        )
 
-    def _requests(self, prompts, params: SamplingParams, ids: Sequence[int] | None) -> list[Request]:
+    def _requests(
+        self, prompts, params: SamplingParams, ids: Sequence[int] | None
+    ) -> list[Request]:
         if isinstance(prompts, str):
             raise ValueError("generate: prompts is one string; give a list of prompts")
         try:
@@ -156,7 +184,9 @@ class Generator:
         try:
             while stream.left:
                 if stream.failure is not None:
-                    raise RuntimeError("another stream of this generator failed") from stream.failure
+                    raise RuntimeError(
+                        "another stream of this generator failed"
+                    ) from stream.failure
                 if not stream.ended:
                     self._advance()
                 while stream.ended:
@@ -183,14 +213,15 @@ class Generator:
                     stream.ended.append(request)
 
     def submit(self, request: Request) -> Request:
-        """Adds a request to the queue. Repeated calls of `step` run it until `finish` is set. Raises ValueError if it
-        cannot run: see Engine.check."""
+        """Adds a request to the queue. Repeated calls of `step` run it until `finish` is set.
+        Raises ValueError if it cannot run: see Engine.check."""
         self.engine.check(request)
         self._queue.add([request])
         return request
 
     def cancel(self, request: Request) -> None:
-        """Removes a request from the queue or from its slot. A request that has ended stays as it is."""
+        """Removes a request from the queue or from its slot. A request that has ended stays as it
+        is."""
         self._queue.remove(request)
         self.engine.cancel(request)
         if self.verifier:
@@ -201,31 +232,43 @@ class Generator:
         self.engine.reset_prefix_cache()
 
     def compile_ahead(
-        self, longest: int, params: Iterable[SamplingParams], media_rows: Sequence[int] = (), *, strict: bool = False
+        self,
+        longest: int,
+        params: Iterable[SamplingParams],
+        media_rows: Sequence[int] = (),
+        *,
+        strict: bool = False,
     ) -> int:
-        """Compiles every program that prompts of up to `longest` tokens and these parameters need, in parallel;
-        returns their number. A program that is needed later and not compiled then logs a warning, or raises
-        rollout.engine.runner.LateCompilation if `strict`. `media_rows`: numbers of rows of the tables of pictures and
-        sounds that prompts will have."""
+        """Compiles every program that prompts of up to `longest` tokens and these parameters need,
+        in parallel; returns their number. A program that is needed later and not compiled then logs
+        a warning, or raises rollout.engine.runner.LateCompilation if `strict`. `media_rows`:
+        numbers of rows of the tables of pictures and sounds that prompts will have."""
         weights, count = self._compile_copies()
         count += self.engine.runner.compile_ahead(
             weights, self._longest(longest), self._widths(params), media_rows, strict=strict
         )
-        return count + (self.verifier.compile_ahead(self.model.params, self.max_length) if self.verifier else 0)
+        return count + (
+            self.verifier.compile_ahead(self.model.params, self.max_length) if self.verifier else 0
+        )
 
     def compile_in_background(
         self, longest: int, params: Iterable[SamplingParams], media_rows: Sequence[int] = ()
     ) -> int:
-        """Starts to compile the programs of `compile_ahead`, those of the first dispatch first; returns their number.
-        Calls of the generator wait for the programs that they need. The programs of `exact` are compiled now."""
+        """Starts to compile the programs of `compile_ahead`, those of the first dispatch first;
+        returns their number. Calls of the generator wait for the programs that they need. The
+        programs of `exact` are compiled now."""
         weights, count = self._compile_copies()
         runner = self.engine.runner
-        count += runner.compile_in_background(weights, self._longest(longest), self._widths(params), media_rows)
-        return count + (self.verifier.compile_ahead(self.model.params, self.max_length) if self.verifier else 0)
+        count += runner.compile_in_background(
+            weights, self._longest(longest), self._widths(params), media_rows
+        )
+        return count + (
+            self.verifier.compile_ahead(self.model.params, self.max_length) if self.verifier else 0
+        )
 
     def _compile_copies(self) -> tuple[dict[str, Any], int]:
-        """Compiles the program that copies weights to other shardings. Returns (the weights that the other programs
-        read, maybe abstract; the number of programs)."""
+        """Compiles the program that copies weights to other shardings. Returns (the weights that
+        the other programs read, maybe abstract; the number of programs)."""
         weights = self.model.params
         if self.weights and self.weights.reshards:
             self.weights.compile_ahead(weights)
@@ -242,14 +285,14 @@ class Generator:
         return self.max_length if self.options.prefills_completions else longest
 
     def reshard_for_rollout(self) -> None:
-        """Copies the weights to the shardings of `options.rules` now, if there are rules and the copy is not up to
-        date. Without this call the next program copies them."""
+        """Copies the weights to the shardings of `options.rules` now, if there are rules and the
+        copy is not up to date. Without this call the next program copies them."""
         if self.weights and self.weights.reshards:
             jax.block_until_ready(self._params)
 
     def release(self) -> None:
-        """Gives up the copy of `reshard_for_rollout` and, on CPU, that of decodes; they are made again when they are
-        needed."""
+        """Gives up the copy of `reshard_for_rollout` and, on CPU, that of decodes; they are made
+        again when they are needed."""
         if self.weights and self.weights.reshards:
             self.weights.release()
         if copies := self.engine.runner.decoding_weights:
@@ -257,15 +300,18 @@ class Generator:
 
     @property
     def compiled_ahead(self) -> bool:
-        """Whether the programs are known, compiled or not: `compile_ahead` or `compile_in_background` has run."""
+        """Whether the programs are known, compiled or not: `compile_ahead` or
+        `compile_in_background` has run."""
         return self.engine.runner.compiled_ahead
 
     def step(self) -> list[Request]:
-        """Collects the output of the last decode, fills free slots from the queue, prefills, and starts the next
-        decode. Returns the requests that ended; the caller processes them while the device works.
+        """Collects the output of the last decode, fills free slots from the queue, prefills, and
+        starts the next decode. Returns the requests that ended; the caller processes them while the
+        device works.
 
-        If it is interrupted or fails, it drops all requests and the cache, which may have been donated to a program
-        that never returned."""
+        If it is interrupted or fails, it drops all requests and the cache, which may have been
+        donated to a program that never returned.
+        """
         try:
             ended = [self.engine.release(slot) for slot in self.engine.collect()]
             while self._queue and self.engine.free_slots:
@@ -280,8 +326,8 @@ class Generator:
             raise
 
     def _verified(self, verifier: Verifier, ended: list[Request]) -> list[Request]:
-        """Returns the requests that are verified, of these and of earlier ones. Those with a wrong token return to
-        the queue."""
+        """Returns the requests that are verified, of these and of earlier ones. Those with a wrong
+        token return to the queue."""
         verifier.add(ended)
         if not verifier.due(waiting=bool(self._queue)):
             return []
@@ -290,8 +336,8 @@ class Generator:
         return verified
 
     def set_value_head(self, head_E: jax.Array) -> None:
-        """Sets the value head, float32[E], that the recorded values are computed with. The generator keeps a copy,
-        because an update may donate the array."""
+        """Sets the value head, float32[E], that the recorded values are computed with. The
+        generator keeps a copy, because an update may donate the array."""
         self.engine.runner.value_head = jnp.copy(head_E)
 
     @property
@@ -309,24 +355,38 @@ class Generator:
         """Returns the completion of a request that has ended. Raises ValueError if it has not."""
         if request.finish is None:
             raise ValueError("completion: the request has not ended")
-        text, raw, steps, routes = None, None, sum(request.starts_step), request.routes
+        text = None
+        raw = None
+        steps = sum(request.starts_step)
+        routes = request.routes
         if self.tokenizer is not None:
             text = decode_after(self.tokenizer, request.tokens, skip_special_tokens=True)
             raw = self._raw(request, text)
         if routes is not None:
-            routes = {path: np.asarray(array)[: request.needed].copy() for path, array in routes.items()}
+            routes = {
+                path: np.asarray(array)[: request.needed].copy() for path, array in routes.items()
+            }
         values = request.values if self.options.record_values else None
         recorded = {}
         if self.options.record_kept and request.params.has_filter:
-            recorded["filtered_logprobs"], recorded["kept_counts"] = request.filtered_logprobs, request.kept_counts
+            recorded["filtered_logprobs"], recorded["kept_counts"] = (
+                request.filtered_logprobs,
+                request.kept_counts,
+            )
             most = min(self.options.record_kept, max(request.kept_counts, default=0))
-            recorded["kept"] = np.asarray(request.kept, np.int32).reshape(len(request.kept), -1)[:, :most]
+            recorded["kept"] = np.asarray(request.kept, np.int32).reshape(len(request.kept), -1)[
+                :, :most
+            ]
         how = steps, routes, values, raw
         return Completion(request.tokens, request.logprobs, request.finish, text, *how, **recorded)
 
     def _raw(self, request: Request, text: str) -> str:
         """Returns the text of a completion with special tokens. text: without them."""
-        ended = request.finish == "stop" and request.tokens[-1:] and request.tokens[-1] in request.params.stop_token_ids
+        ended = (
+            request.finish == "stop"
+            and request.tokens[-1:]
+            and request.tokens[-1] in request.params.stop_token_ids
+        )
         tokens = request.tokens[:-1] if ended else request.tokens
         if self._special_ids.isdisjoint(tokens):
             return text
@@ -343,7 +403,9 @@ class Generator:
     def _encode(self, i: int, prompt, params: SamplingParams) -> tuple:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError(f"generate: prompt {i} is a string; pass a tokenizer to Generator, or token ids")
+                raise ValueError(
+                    f"generate: prompt {i} is a string; pass a tokenizer to Generator, or token ids"
+                )
             prompt = render_prompt(self.tokenizer, prompt)
         prompt, media, keys = _parts(prompt)
         if refusal := self.engine.runner.refusal(Request(prompt, params, media=media, keys=keys)):
@@ -356,11 +418,15 @@ class Generator:
         return self.weights.with_copies(self.model.params) if self.weights else self.model.params
 
 
-def _first_stop(tokenizer: Any, tokens: list[int], before: int, params: SamplingParams) -> int | None:
+def _first_stop(
+    tokenizer: Any, tokens: list[int], before: int, params: SamplingParams
+) -> int | None:
     return first_stop(tokenizer, tokens, before, params.stop, params.min_tokens)
 
 
-def _parts(prompt: Sequence[int] | MediaPrompt) -> tuple[tuple[int, ...], Any, tuple[int, ...] | None]:
+def _parts(
+    prompt: Sequence[int] | MediaPrompt,
+) -> tuple[tuple[int, ...], Any, tuple[int, ...] | None]:
     """Returns (token ids, media or None, keys or None)."""
     if isinstance(prompt, MediaPrompt):
         return tuple(map(int, prompt.tokens)), prompt.media, prompt.keys

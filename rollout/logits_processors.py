@@ -1,18 +1,21 @@
-"""Logits processors: what penalties, biases and forbidden tokens do to the logits of the next token.
+"""Logits processors: what penalties, biases and forbidden tokens do to the logits of the next
+token.
 
-They run in the order of vLLM (v1/sample/sampler.py), before temperature and filters (rollout/engine/sampling.py):
+They run in the order of vLLM (v1/sample/sampler.py), before temperature and filters
+(rollout/engine/sampling.py):
 
 1. `logit_bias`: logit + bias of the token.
 2. `bad_words`, `min_tokens`: the logits of forbidden tokens are -inf.
-3. `repetition_penalty` r (arXiv 1909.05858): of tokens that occur in prompt or completion, logit / r where it is
-   positive, else logit * r.
+3. `repetition_penalty` r (arXiv 1909.05858): of tokens that occur in prompt or completion, logit /
+   r where it is positive, else logit * r.
 4. `frequency_penalty` f: logit - f n, for a token that the completion has n times.
 5. `presence_penalty` p: logit - p, for a token that the completion has.
 
 A program has them only if one of its rows needs them; the others compute as if they were not there.
 
-S rows, V vocabulary, H tokens of prompt and completion, B biases of a row, N sequences of forbidden words of at most M
-tokens, W tokens that end a completion. Letters after an underscore are the axes: history_SH is [S, H].
+S rows, V vocabulary, H tokens of prompt and completion, B biases of a row, N sequences of forbidden
+words of at most M tokens, W tokens that end a completion. Letters after an underscore are the axes:
+history_SH is [S, H].
 """
 
 from __future__ import annotations
@@ -32,10 +35,11 @@ NO_TOKEN = -1
 
 
 class Sizes(NamedTuple):
-    """What the arrays of a program have room for. They grow in few steps, so that few programs are compiled.
+    """What the arrays of a program have room for. They grow in few steps, so that few programs are
+    compiled.
 
-    counts: 1 where tokens are counted, for a penalty; else 0. biases, words, longest: biases of a row, sequences of its
-    bad words, and tokens of one. ends: tokens that end a completion.
+    counts: 1 where tokens are counted, for a penalty; else 0. biases, words, longest: biases of a
+    row, sequences of its bad words, and tokens of one. ends: tokens that end a completion.
     """
 
     counts: int
@@ -57,7 +61,9 @@ class Sizes(NamedTuple):
             biases=_room(max(len(each.logit_bias or ()) for each in params), 8),
             words=_room(max(len(each.bad_words) for each in needing), 8),
             longest=_room(max(sequences, default=0), 4),
-            ends=_room(max(len(each.stop_token_ids) if each.min_tokens else 0 for each in params), 4),
+            ends=_room(
+                max(len(each.stop_token_ids) if each.min_tokens else 0 for each in params), 4
+            ),
         )
 
 
@@ -80,8 +86,8 @@ def _room(number: int, least: int) -> int:
 class Seen:
     """The tokens that each row has, up to the one to feed next.
 
-    history: int32[S, H], prompt and completion, NO_TOKEN after them. counts: int32[S, V], how often the completion has
-    each token. in_prompt: bool[S, V]. Both are None where no row has a penalty.
+    history: int32[S, H], prompt and completion, NO_TOKEN after them. counts: int32[S, V], how often
+    the completion has each token. in_prompt: bool[S, V]. Both are None where no row has a penalty.
     """
 
     history: jax.Array
@@ -90,21 +96,28 @@ class Seen:
 
     def with_token(self, at_S: jax.Array, tokens_S: jax.Array, active_S: jax.Array) -> Seen:
         """Returns it with a token of each active row at index `at` of prompt and completion."""
-        rows, H = jnp.arange(len(at_S)), self.history.shape[1]
+        rows = jnp.arange(len(at_S))
+        H = self.history.shape[1]
         history = self.history.at[rows, jnp.where(active_S, at_S, H)].set(tokens_S, mode="drop")
         if self.counts is None:
             return replace(self, history=history)
         counted = jnp.where(active_S, tokens_S, self.counts.shape[1])
-        return replace(self, history=history, counts=self.counts.at[rows, counted].add(1, mode="drop"))
+        return replace(
+            self, history=history, counts=self.counts.at[rows, counted].add(1, mode="drop")
+        )
 
     def with_each_draft(self, at_S: jax.Array, drafted_Sd: jax.Array) -> Seen:
-        """Returns it for S (d + 1) rows: row (s, j) has the first j drafts of row s, from index at[s] on."""
+        """Returns it for S (d + 1) rows: row (s, j) has the first j drafts of row s, from index
+        at[s] on."""
         (S, d), H = drafted_Sd.shape, self.history.shape[1]
         T = d + 1
-        # A row never looks at tokens from the place of its own token on, so all of a slot have one history.
+        # A row never looks at tokens from the place of its own token on, so all of a slot have one
+        # history.
         places = jnp.minimum(at_S[:, None] + jnp.arange(d), H)
         history = self.history.at[jnp.arange(S)[:, None], places].set(drafted_Sd, mode="drop")
-        repeated = jax.tree.map(lambda array: jnp.repeat(array, T, axis=0), replace(self, history=history))
+        repeated = jax.tree.map(
+            lambda array: jnp.repeat(array, T, axis=0), replace(self, history=history)
+        )
         if repeated.counts is None:
             return repeated
         V = repeated.counts.shape[1]
@@ -119,10 +132,10 @@ class Seen:
 class LogitsProcessors:
     """The logits processors of the rows of a program, numpy or jax arrays.
 
-    history: as in Seen, at the start of the program. prompt_lengths, min_tokens: int32[S]. ends: int32[S, W].
-    bias_tokens: int32[S, B], and biases: float32[S, B]. words: int32[S, N, M], token sequences that may not occur, each
-    in the last columns of its row. NO_TOKEN fills them up. repetition, frequency, presence: float32[S]; None where no
-    row has a penalty.
+    history: as in Seen, at the start of the program. prompt_lengths, min_tokens: int32[S]. ends:
+    int32[S, W]. bias_tokens: int32[S, B], and biases: float32[S, B]. words: int32[S, N, M], token
+    sequences that may not occur, each in the last columns of its row. NO_TOKEN fills them up.
+    repetition, frequency, presence: float32[S]; None where no row has a penalty.
     """
 
     history: Any
@@ -137,20 +150,26 @@ class LogitsProcessors:
     presence: Any = None
 
     @classmethod
-    def of(cls, requests: Sequence[Request | None], rows: int, length: int, sizes: Sizes) -> LogitsProcessors:
-        """Builds the processors of `rows` rows on the host, row i for request i; other rows have none.
+    def of(
+        cls, requests: Sequence[Request | None], rows: int, length: int, sizes: Sizes
+    ) -> LogitsProcessors:
+        """Builds the processors of `rows` rows on the host, row i for request i; other rows have
+        none.
 
         length: H. A longer prompt and completion is cut off.
         """
-        history, words = _no_tokens(rows, length), _no_tokens(rows, sizes.words, sizes.longest)
-        ends, bias_tokens = _no_tokens(rows, sizes.ends), _no_tokens(rows, sizes.biases)
+        history = _no_tokens(rows, length)
+        words = _no_tokens(rows, sizes.words, sizes.longest)
+        ends = _no_tokens(rows, sizes.ends)
+        bias_tokens = _no_tokens(rows, sizes.biases)
         biases = np.zeros((rows, sizes.biases), np.float32)
         prompt_lengths, min_tokens = np.zeros((2, rows), np.int32)
         penalties = np.tile(np.asarray([[1], [0], [0]], np.float32), rows)
         for row, request in enumerate(requests):
             if request is None:
                 continue
-            params, tokens = request.params, (*request.prompt, *request.tokens)[:length]
+            params = request.params
+            tokens = (*request.prompt, *request.tokens)[:length]
             history[row, : len(tokens)] = tokens
             prompt_lengths[row], min_tokens[row] = len(request.prompt), params.min_tokens
             if params.min_tokens:
@@ -159,7 +178,11 @@ class LogitsProcessors:
                 bias_tokens[row, column], biases[row, column] = token, bias
             for number, word in enumerate(request.bad_words):
                 words[row, number, sizes.longest - len(word) :] = word
-            penalties[:, row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+            penalties[:, row] = (
+                params.repetition_penalty,
+                params.frequency_penalty,
+                params.presence_penalty,
+            )
         counted = tuple(penalties) if sizes.counts else ()
         return cls(history, prompt_lengths, min_tokens, ends, bias_tokens, biases, words, *counted)
 
@@ -179,19 +202,23 @@ class LogitsProcessors:
         if self.repetition is None:
             return Seen(history, None, None)
         S, H = history.shape
-        rows, columns = jnp.arange(S)[:, None], jnp.arange(H)
+        rows = jnp.arange(S)[:, None]
+        columns = jnp.arange(H)
         is_token = (columns < at_S[:, None]) & (history >= 0)
         is_prompt = columns < jnp.asarray(self.prompt_lengths)[:, None]
         completion = jnp.where(is_token & ~is_prompt, history, V)
         prompt = jnp.where(is_token & is_prompt, history, V)
         counts = jnp.zeros((S, V), jnp.int32).at[rows, completion].add(1, mode="drop")
-        return Seen(history, counts, jnp.zeros((S, V), bool).at[rows, prompt].set(True, mode="drop"))
+        return Seen(
+            history, counts, jnp.zeros((S, V), bool).at[rows, prompt].set(True, mode="drop")
+        )
 
     def process(self, logits_SV: jax.Array, at_S: jax.Array, seen: Seen) -> jax.Array:
-        """Returns the logits, float32[S, V], of the tokens at index `at` of prompt and completion, -inf for those that
-        may not be drawn. seen: the tokens before them."""
+        """Returns the logits, float32[S, V], of the tokens at index `at` of prompt and completion,
+        -inf for those that may not be drawn. seen: the tokens before them."""
         (S, V), drawn_S = logits_SV.shape, at_S - self.prompt_lengths
-        rows, logits = jnp.arange(S)[:, None], logits_SV
+        rows = jnp.arange(S)[:, None]
+        logits = logits_SV
         if self.biases.shape[1]:
             logits = logits.at[rows, _or_dropped(self.bias_tokens, V)].add(self.biases, mode="drop")
         forbidden = self._word_ends(at_S, drawn_S, seen.history)
@@ -210,16 +237,19 @@ class LogitsProcessors:
         return logits - frequency * seen.counts - presence * in_completion
 
     def _word_ends(self, at_S: jax.Array, drawn_S: jax.Array, history_SH: jax.Array) -> jax.Array:
-        """Returns int32[S, N]: the last token of each sequence whose other tokens end the completion, else
-        NO_TOKEN."""
+        """Returns int32[S, N]: the last token of each sequence whose other tokens end the
+        completion, else NO_TOKEN."""
         _, N, M = self.words.shape
         if not N:
             return jnp.asarray(self.words).reshape(len(at_S), 0)
         back = jnp.arange(M - 1, 0, -1)
         places = jnp.clip(at_S[:, None] - back, 0, history_SH.shape[1] - 1)
         tail = jnp.take_along_axis(history_SH, places, axis=1)
-        tail = jnp.where(back <= drawn_S[:, None], tail, NO_TOKEN - 1)  # before the completion nothing matches
-        before, last = self.words[..., :-1], self.words[..., -1]
+        tail = jnp.where(
+            back <= drawn_S[:, None], tail, NO_TOKEN - 1
+        )  # before the completion nothing matches
+        before = self.words[..., :-1]
+        last = self.words[..., -1]
         matches = (before == NO_TOKEN) | (before == tail[:, None])
         return jnp.where(jnp.all(matches, axis=-1), last, NO_TOKEN)
 

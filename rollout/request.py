@@ -4,14 +4,16 @@ The words of the folder `engine` about a request, from the smallest to the large
 
 - entry: what the cache keeps of one token.
 - `cached`: how many of the first tokens of prompt and completion have entries now.
-- `needed`: how many entries decoding needs: one for each token but the last. `cacheable`: the keys of these tokens. The
-  key of a token is its id, or a number below 0 for a part of a picture or sound (`prefix_keys`).
-- `last`: the token without an entry. The next decoding step feeds it, makes its entry and samples the token after it.
+- `needed`: how many entries decoding needs: one for each token but the last. `cacheable`: the keys
+  of these tokens. The key of a token is its id, or a number below 0 for a part of a picture or
+  sound (`prefix_keys`).
+- `last`: the token without an entry. The next decoding step feeds it, makes its entry and samples
+  the token after it.
 - `ready`: `cached` has reached `needed`, so the request can decode.
 - `left`: how many tokens may still be sampled.
 
-The `cacheable` tokens are the user's prompt without its last token, and also a part of the completion if the request
-was preempted or continues.
+The `cacheable` tokens are the user's prompt without its last token, and also a part of the
+completion if the request was preempted or continues.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class MediaPrompt:
-    """A prompt with pictures or sounds: its token ids, the rows that stand in the place of some of them, and its keys
-    (`prefix_keys`)."""
+    """A prompt with pictures or sounds: its token ids, the rows that stand in the place of some of
+    them, and its keys (`prefix_keys`)."""
 
     tokens: tuple[int, ...]
     media: DocumentMedia
@@ -39,10 +41,12 @@ class MediaPrompt:
 
 
 def prefix_keys(tokens: Sequence[int], parts: Sequence[tuple[str, int] | None]) -> tuple[int, ...]:
-    """Returns the tokens of a prompt with a number below 0 in the place of each one that stands for a part of a
-    picture or sound. The number follows from (digest, number of the part), parts[t] of token t; None: token t is text.
+    """Returns the tokens of a prompt with a number below 0 in the place of each one that stands for
+    a part of a picture or sound. The number follows from (digest, number of the part), parts[t] of
+    token t; None: token t is text.
 
-    Equal prompts have equal keys only if they show equal pictures, so prefixes are compared by them.
+    Equal prompts have equal keys only if they show equal pictures, so prefixes are compared by
+    them.
     """
     return tuple(
         int(token)
@@ -57,25 +61,26 @@ class Request:
     """One completion to sample.
 
     prompt: the tokens that the caller gave. They stay as they are, also after a preemption.
-    prompt_id, sample: numbers for the random draws. With the seed and a position they determine each draw. prompt_id is
-    the running number of the prompt in the run, sample the number of the completion of this prompt.
+    prompt_id, sample: numbers for the random draws. With the seed and a position they determine
+    each draw. prompt_id is the running number of the prompt in the run, sample the number of the
+    completion of this prompt.
     index: index of the prompt in the call that made the request.
 
     The engine appends to these lists until `finish` is "stop" or "length":
 
     - tokens: the completion.
     - logprobs: the log-probability of each token.
-    - starts_step: true for the first token of a decoding step; false for further tokens that the step gains from
-      accepted drafts. Its sum is the number of decoding steps.
+    - starts_step: true for the first token of a decoding step; false for further tokens that the
+      step gains from accepted drafts. Its sum is the number of decoding steps.
     - values: where they are recorded, the value of the state that each token was drawn from.
-    - filtered_logprobs, kept, kept_counts: where filters are recorded and the request has one, as in
-      rollout/engine/sampling.py:Drawn. `kept` has an array int32[K] for each token.
+    - filtered_logprobs, kept, kept_counts: where filters are recorded and the request has one, as
+      in rollout/engine/sampling.py:Drawn. `kept` has an array int32[K] for each token.
 
     cached: how many tokens of prompt and completion have entries in the cache.
     verified_tokens: how many tokens of the completion the scoring programs have confirmed, under
     GeneratorOptions.exact (rollout/engine/exact.py).
-    routes: where they are recorded, once the request has ended: the experts of its entries, the first `needed` rows of
-    int[C, R, k], by path of the layer.
+    routes: where they are recorded, once the request has ended: the experts of its entries, the
+    first `needed` rows of int[C, R, k], by path of the layer.
     media: the pictures and sounds of the prompt; None: it is text.
     keys: what prefixes are compared by, one number for each token of the prompt; None: its tokens.
     bad_words: the token sequences of `params.bad_words`. The engine sets them.
@@ -103,8 +108,8 @@ class Request:
 
     @property
     def needed(self) -> int:
-        """Returns the number of entries that decoding needs: one for each token of prompt and completion but the
-        last."""
+        """Returns the number of entries that decoding needs: one for each token of prompt and
+        completion but the last."""
         return len(self.prompt) + len(self.tokens) - 1
 
     @property
@@ -138,19 +143,20 @@ class Request:
         return (*keys[:end], *self.tokens[: max(0, end - len(keys))])
 
     def call_end(self, tokens: int) -> int:
-        """Returns where the next prefill call of so many tokens ends: `needed` at the latest, and in no block of a
-        picture that sees itself."""
+        """Returns where the next prefill call of so many tokens ends: `needed` at the latest, and
+        in no block of a picture that sees itself."""
         end = min(self.needed, self.cached + tokens)
         return end if self.media is None else self.media.call_end(end)
 
     @property
     def table(self) -> Any:
-        """Returns the table of the rows of its pictures and sounds; None: it has none. Requests with different tables
-        are not prefilled in one call."""
+        """Returns the table of the rows of its pictures and sounds; None: it has none. Requests
+        with different tables are not prefilled in one call."""
         return None if self.media is None else self.media.table
 
     def refusal(self, vocab_size: int, max_length: int) -> str | None:
-        """Returns why a cache of `max_length` tokens per slot cannot take the prompt, as the end of a sentence.
+        """Returns why a cache of `max_length` tokens per slot cannot take the prompt, as the end of
+        a sentence.
 
         None: it can.
         """
@@ -161,22 +167,29 @@ class Request:
             if refusal := self.media.refusal(len(self.prompt)):
                 return refusal
             if self.keys is None or len(self.keys) != len(self.prompt):
-                return "has pictures or sounds and no key for each token; make them with prefix_keys"
-            text = [token for token, row in zip(self.prompt, self.media.index.tolist(), strict=True) if row < 0]
+                return (
+                    "has pictures or sounds and no key for each token; make them with prefix_keys"
+                )
+            text = [
+                token
+                for token, row in zip(self.prompt, self.media.index.tolist(), strict=True)
+                if row < 0
+            ]
         if min(text, default=0) < 0 or max(text, default=0) >= vocab_size:
             return f"holds a token id outside 0..{vocab_size - 1}"
         if len(self.prompt) + self.params.max_new_tokens > max_length:
             return (
-                f"has {len(self.prompt)} tokens; with max_new_tokens {self.params.max_new_tokens} it is longer than "
+                f"has {len(self.prompt)} tokens; with max_new_tokens {self.params.max_new_tokens} "
+                "it is longer than "
                 f"max_length {max_length}"
             )
         return None
 
 
 class Queue:
-    """Requests that wait for a slot. Those with the largest max_new_tokens go first, because a long completion that
-    starts last keeps the others waiting; equal ones go in order of arrival, so the samples of a prompt stay
-    together."""
+    """Requests that wait for a slot. Those with the largest max_new_tokens go first, because a long
+    completion that starts last keeps the others waiting; equal ones go in order of arrival, so the
+    samples of a prompt stay together."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Request]] = []

@@ -1,5 +1,5 @@
-"""Drives a headless Chromium by its DevTools protocol over a pipe, without another package. The network is off, but
-for servers on 127.0.0.1."""
+"""Drives a headless Chromium by its DevTools protocol over a pipe, without another package. The
+network is off, but for servers on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -14,9 +14,18 @@ import tempfile
 import time
 from pathlib import Path
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 _FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-dev-shm-usage"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--no-first-run",
+        "--disable-dev-shm-usage",
+    ),
     *(
         "--disable-background-networking",
         "--disable-component-update",
@@ -26,8 +35,8 @@ _FLAGS = (
 
 
 class Browser:
-    """One page. `errors` lists what its console and its Content-Security-Policy complained about, `requests` every
-    address that it asked for."""
+    """One page. `errors` lists what its console and its Content-Security-Policy complained about,
+    `requests` every address that it asked for."""
 
     file: Path
 
@@ -36,7 +45,12 @@ class Browser:
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
         # Chromium reads commands from descriptor 3 and writes to 4.
-        flags = " ".join(map(_quoted, (*_FLAGS, "--remote-debugging-pipe", f"--user-data-dir={self._folder.name}")))
+        flags = " ".join(
+            map(
+                _quoted,
+                (*_FLAGS, "--remote-debugging-pipe", f"--user-data-dir={self._folder.name}"),
+            )
+        )
         shell = f"exec {CHROMIUM} {flags}"
         self._process = subprocess.Popen(
             ["bash", "-c", f"{shell} about:blank 3<&{to_browser} 4>&{from_browser}"],
@@ -51,12 +65,17 @@ class Browser:
         self.requests: list[str] = []
         self._loaded = False
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.resize(width, height)
         if dark:
-            self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+            self.call(
+                "Emulation.setEmulatedMedia",
+                features=[{"name": "prefers-color-scheme", "value": "dark"}],
+            )
 
     def __enter__(self) -> Browser:
         return self
@@ -111,12 +130,18 @@ class Browser:
     def resize(self, width: int, height: int) -> None:
         """Sets the size of the window in pixels."""
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
 
     def screenshot(self, file: Path) -> None:
         """Writes what the window shows as PNG."""
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        file.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )
 
     def _next(self) -> dict:
         while b"\0" not in self._buffer:
@@ -131,7 +156,11 @@ class Browser:
             self._loaded = True
         elif method == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(parameters["exceptionDetails"]))
-        elif method == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
+        elif method == "Runtime.consoleAPICalled" and parameters["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.errors.append(json.dumps(parameters["args"]))
         elif method == "Log.entryAdded":
             self.errors.append(parameters["entry"]["text"])

@@ -1,8 +1,9 @@
-"""For every test: jax on the CPU, no network, and one cache of compiled programs, kept between sessions and shared with
-the processes that tests start; and which tests run where.
+"""For every test: jax on the CPU, no network, and one cache of compiled programs, kept between
+sessions and shared with the processes that tests start; and which tests run where.
 
-`pytest` leaves out what is marked `slow` or `every_family`. `pytest --part K/N` runs the K-th of N parts of those.
-`pytest --where` prints which test is in which."""
+`pytest` leaves out what is marked `slow` or `every_family`. `pytest --part K/N` runs the K-th of N
+parts of those. `pytest --where` prints which test is in which.
+"""
 
 import atexit
 import collections
@@ -19,24 +20,29 @@ import grouping
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Compiled Python is kept even where the environment says otherwise: tests start many processes that import all of Duet.
+# Compiled Python is kept even where the environment says otherwise: tests start many processes that
+# import all of Duet.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 sys.path.insert(0, str(ROOT))  # a clean checkout runs without being installed
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")))
+)
 
 CACHE_BYTES = 4 * 2**30  # of compiled programs, kept between sessions
 
 
 def compilation_cache() -> str:
-    """Folder of compiled programs in the user's cache, one for each version of jax; a temporary one where that cannot
-    be written. Removes the oldest programs beyond CACHE_BYTES."""
+    """Folder of compiled programs in the user's cache, one for each version of jax; a temporary one
+    where that cannot be written. Removes the oldest programs beyond CACHE_BYTES."""
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = user / "duet-rl" / f"tests-jax-{metadata.version('jax')}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         total = 0
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.stat().st_mtime, reverse=True):
+        for entry in sorted(
+            os.scandir(folder), key=lambda entry: entry.stat().st_mtime, reverse=True
+        ):
             total += entry.stat().st_size
             if total > CACHE_BYTES:
                 Path(entry).unlink(missing_ok=True)
@@ -47,8 +53,8 @@ def compilation_cache() -> str:
 
 
 def has_older_emitters() -> bool:
-    """Whether XLA of the installed jaxlib still has its older code generator for CPUs. An unknown flag would end the
-    process.
+    """Whether XLA of the installed jaxlib still has its older code generator for CPUs. An unknown
+    flag would end the process.
     """
     return tuple(int(part) for part in metadata.version("jaxlib").split(".")[:2]) < (0, 11)
 
@@ -60,14 +66,16 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = compilation_cache()
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# Without most passes XLA takes a third of the time. Processes that tests start inherit it; tests that ask for
-# `all_optimizations` do not.
+# Without most passes XLA takes a third of the time. Processes that tests start inherit it; tests
+# that ask for `all_optimizations` do not.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # The older of XLA's two code generators takes 0.4 of the time to compile without optimisation.
 if "XLA_FLAGS" not in os.environ and has_older_emitters():
     os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 
-gc.set_threshold(50_000, 20, 50)  # by default Python searches jax's many small objects for circles a tenth of the time
+gc.set_threshold(
+    50_000, 20, 50
+)  # by default Python searches jax's many small objects for circles a tenth of the time
 
 PARTS = 9  # CI runs one a day
 _finished = itertools.count(1)
@@ -77,10 +85,13 @@ def pytest_addoption(parser):
     parser.addoption(
         "--part",
         metavar="K/N",
-        help="run the K-th of N parts, K from 0, of the tests marked slow or every_family, and no others",
+        help="run the K-th of N parts, K from 0, of the tests marked slow or every_family, and no "
+        "others",
     )
     parser.addoption(
-        "--where", action="store_true", help="print which tests run always and which in which part; run none"
+        "--where",
+        action="store_true",
+        help="print which tests run always and which in which part; run none",
     )
 
 
@@ -140,8 +151,8 @@ def pytest_runtestloop(session):
 
 @pytest.fixture(autouse=True, scope="session")
 def torch_for_all():
-    """Some tests of a process run `rl generate`, which leaves torch out of transformers; others compare with its
-    models."""
+    """Some tests of a process run `rl generate`, which leaves torch out of transformers; others
+    compare with its models."""
     from rl.commands import environment
 
     with pytest.MonkeyPatch.context() as patch:
@@ -151,10 +162,15 @@ def torch_for_all():
 
 @pytest.fixture(autouse=True)
 def few_programs():
-    """Linux lets a process map 65,530 pieces of memory; every compiled program takes some, and past the limit XLA
-    crashes. A few hundred tests in one process get there, so programs are forgotten now and then."""
+    """Linux lets a process map 65,530 pieces of memory; every compiled program takes some, and past
+    the limit XLA crashes. A few hundred tests in one process get there, so programs are forgotten
+    now and then."""
     yield
-    if "jax" in sys.modules and next(_finished) % 20 == 0 and (maps := Path("/proc/self/maps")).exists():
+    if (
+        "jax" in sys.modules
+        and next(_finished) % 20 == 0
+        and (maps := Path("/proc/self/maps")).exists()
+    ):
         with maps.open() as file:
             if sum(1 for _ in file) > 30_000:
                 sys.modules["jax"].clear_caches()
@@ -163,7 +179,8 @@ def few_programs():
 
 @pytest.fixture(scope="module")
 def all_optimizations():
-    """For tests of bits between programs, of their memory or of their operations: programs as a run compiles them."""
+    """For tests of bits between programs, of their memory or of their operations: programs as a run
+    compiles them."""
     import jax
 
     jax.clear_caches()  # jax does not know with which passes a program was compiled

@@ -1,5 +1,5 @@
-"""A disk of a given size, for tests of what happens when it is full: a file system in memory, in a namespace of its
-own.
+"""A disk of a given size, for tests of what happens when it is full: a file system in memory, in a
+namespace of its own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,20 @@ def available() -> bool:
         return False
 
 
-def run(script: str | Path, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess:
-    """Runs a Python script that may call `mount` and `resize`, and import modules of this folder."""
+def run(
+    script: str | Path, *arguments: object, timeout: float = 300
+) -> subprocess.CompletedProcess:
+    """Runs a Python script that may call `mount` and `resize`, and import modules of this
+    folder."""
     command = [str(part) for part in (*_NAMESPACE, sys.executable, script, *arguments)]
     tests = Path(__file__).resolve().parent
-    path = os.pathsep.join([str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     environment = os.environ | {"PYTHONPATH": path, "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=tests.parent, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, cwd=tests.parent, env=environment
+    )
 
 
 def mount(directory: str | Path, bytes_: int) -> None:

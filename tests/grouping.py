@@ -1,7 +1,8 @@
 """Which tests share a process under `-n`, and which share a part of those that `pytest` leaves out.
 
-pytest-xdist knows the groups of its `--dist loadgroup` by a suffix of the names of tests, which pytest 9.2 does not let
-it add. The workers write their groups to a file instead, and the scheduler reads it.
+pytest-xdist knows the groups of its `--dist loadgroup` by a suffix of the names of tests, which
+pytest 9.2 does not let it add. The workers write their groups to a file instead, and the scheduler
+reads it.
 """
 
 from __future__ import annotations
@@ -19,26 +20,33 @@ LEFT_OUT = ("slow", "every_family")
 
 
 def subject(item) -> str | None:
-    """What a test shares with others whatever file they are in: a group that its file names, a full run, a kind of
-    decoder."""
+    """What a test shares with others whatever file they are in: a group that its file names, a full
+    run, a kind of decoder."""
     if own := item.get_closest_marker("xdist_group"):
         return own.args[0]
     if "uninterrupted" in item.fixturenames:
         return "uninterrupted"
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    model = next((parameters[name] for name in ("name", "kind") if isinstance(parameters.get(name), str)), None)
-    place = item.path.parent if item.path.parent.name == "parity" else item.path  # there they share the models
+    model = next(
+        (parameters[name] for name in ("name", "kind") if isinstance(parameters.get(name), str)),
+        None,
+    )
+    place = (
+        item.path.parent if item.path.parent.name == "parity" else item.path
+    )  # there they share the models
     return f"{place.name}-{model}" if model else None
 
 
 def group(item) -> str:
-    """Tests of one group run in one process, which keeps what it made: models, trainers, compiled programs."""
+    """Tests of one group run in one process, which keeps what it made: models, trainers, compiled
+    programs."""
     name = item.nodeid.split("::")[0]
     return subject(item) or (name if item.path.parent.name in ("unit", "parity") else item.nodeid)
 
 
 def part(item, parts: int) -> int | None:
-    """Which of so many parts a test is in that is marked `slow` or `every_family`; None: it runs always."""
+    """Which of so many parts a test is in that is marked `slow` or `every_family`; None: it runs
+    always."""
     if not any(item.get_closest_marker(name) for name in LEFT_OUT):
         return None
     name = subject(item) or item.nodeid
@@ -46,12 +54,14 @@ def part(item, parts: int) -> int | None:
 
 
 def in_order(items) -> list:
-    """The tests as workers take them: full runs and meshes first, which are few and long, then the largest groups, so
-    that the workers end together."""
+    """The tests as workers take them: full runs and meshes first, which are few and long, then the
+    largest groups, so that the workers end together."""
     sizes = Counter(map(group, items))
 
     def place(item):
-        return item.path.parent.name != "end_to_end" and "mesh" not in item.path.name, -sizes[group(item)]
+        return item.path.parent.name != "end_to_end" and "mesh" not in item.path.name, -sizes[
+            group(item)
+        ]
 
     return sorted(items, key=place)
 

@@ -34,7 +34,11 @@ def process(*given: str, environment: dict[str, str] | None = None, **how) -> su
     command = [sys.executable, "-m", "rl.commands.cli", *given]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | (environment or {}), start_new_session=True, **(pipes | how)
+        command,
+        cwd=ROOT,
+        env=os.environ | (environment or {}),
+        start_new_session=True,
+        **(pipes | how),
     )
 
 
@@ -50,8 +54,8 @@ def finish(running: subprocess.Popen, timeout: float = 300) -> tuple[int, str, s
 
 
 def killed(given: list[str], moment, delay: float = 0.0) -> bool:
-    """Starts or continues a run and kills it, workers and all, when `moment()` holds. False if it was finished
-    before.
+    """Starts or continues a run and kills it, workers and all, when `moment()` holds. False if it
+    was finished before.
     """
     running = process(*given, stdout=None, stderr=None)
     try:
@@ -84,7 +88,11 @@ def numbers(directory) -> list[tuple]:
     rows = events.read(Path(directory) / run_files.EVENTS)
 
     def kept(metrics: dict) -> dict:
-        return {k: v for k, v in metrics.items() if not k.startswith(("time/", "perf/")) and not k.endswith("_seconds")}
+        return {
+            k: v
+            for k, v in metrics.items()
+            if not k.startswith(("time/", "perf/")) and not k.endswith("_seconds")
+        }
 
     return [(r["stage"], r["step"], kept(r["metrics"])) for r in rows]
 
@@ -94,7 +102,9 @@ def weights(directory) -> bytes:
 
 
 def samples(directory) -> bytes:
-    return b"".join((Path(directory) / name).read_bytes() for name in (records.SAMPLES, records.TOKENS))
+    return b"".join(
+        (Path(directory) / name).read_bytes() for name in (records.SAMPLES, records.TOKENS)
+    )
 
 
 def trained(directory) -> list[dict]:

@@ -1,5 +1,5 @@
-"""Small trainers for the tests of updates: models of one or two layers, stages, and batches of random rows of uneven
-length.
+"""Small trainers for the tests of updates: models of one or two layers, stages, and batches of
+random rows of uneven length.
 """
 
 from __future__ import annotations
@@ -27,27 +27,41 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_h
 @functools.cache
 def dense(**how):
     """A llama of one layer."""
-    return random_model(families.read(configuration("Llama", **SIZES)), **({"runtime": QUICK} | how))
+    return random_model(
+        families.read(configuration("Llama", **SIZES)), **({"runtime": QUICK} | how)
+    )
 
 
 @functools.cache
 def experts(**how):
-    """One layer of latent attention with 8 experts, 2 of them chosen with a selection bias, and a shared one."""
+    """One layer of latent attention with 8 experts, 2 of them chosen with a selection bias, and a
+    shared one."""
     sizes = SIZES | {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
     assert TINY["DeepseekV3"]["n_routed_experts"] == 8
-    return random_model(families.read(configuration("DeepseekV3", **sizes)), **({"runtime": QUICK} | how))
+    return random_model(
+        families.read(configuration("DeepseekV3", **sizes)), **({"runtime": QUICK} | how)
+    )
 
 
 @functools.cache
 def indexed(**how):
-    """`experts` with an indexer that leaves 3 keys to a query. With so many index heads no two keys score the same."""
-    sizes = SIZES | {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "index_topk": 3, "index_n_heads": 32}
-    return random_model(families.read(configuration("DeepseekV32", **sizes)), **({"runtime": QUICK} | how))
+    """`experts` with an indexer that leaves 3 keys to a query. With so many index heads no two keys
+    score the same."""
+    sizes = SIZES | {
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "index_topk": 3,
+        "index_n_heads": 32,
+    }
+    return random_model(
+        families.read(configuration("DeepseekV32", **sizes)), **({"runtime": QUICK} | how)
+    )
 
 
 def stage(algorithm="sft", **keys) -> StageOptions:
-    """Options of a stage; `optimizer` and `sampling` may be given in part. AdamW's eps is large, so that a gradient of
-    0 up to rounding is not blown up to a step of the learning rate."""
+    """Options of a stage; `optimizer` and `sampling` may be given in part. AdamW's eps is large, so
+    that a gradient of 0 up to rounding is not blown up to a step of the learning rate."""
     optimizer = {"learning_rate": 1e-2, "eps": 1e-3} | keys.pop("optimizer", {})
     critic = {"learning_rate": 1e-2, "eps": 1e-3} | keys.pop("critic", {})
     sampling = {"max_new_tokens": 8} | keys.pop("sampling", {})
@@ -75,20 +89,25 @@ def trainer(model, options: StageOptions) -> Trainer:
 
 
 def begin(model, options: StageOptions, fresh: bool = False) -> tuple[Trainer, RunState]:
-    """A trainer and its first state, on a copy of the model's weights. Tests with equal options share the compiled
-    programs, unless they want a fresh trainer."""
+    """A trainer and its first state, on a copy of the model's weights. Tests with equal options
+    share the compiled programs, unless they want a fresh trainer."""
     key = id(model.graph), options.model_dump_json()
     if fresh or key not in _trainers:
         _trainers[key] = trainer(model, options)
     made = _trainers[key]
-    return made, made.start(jax.tree.map(lambda a: jax.device_put(np.array(a), a.sharding), model.params), seed=3)
+    return made, made.start(
+        jax.tree.map(lambda a: jax.device_put(np.array(a), a.sharding), model.params), seed=3
+    )
 
 
 def batch(rows: int = 8, length: int = 10, group: int = 2, seed: int = 0) -> Batch:
-    """Rows of 4 to `length` tokens with everything that any algorithm asks for; the last half of each is trained on."""
+    """Rows of 4 to `length` tokens with everything that any algorithm asks for; the last half of
+    each is trained on."""
     rng = np.random.default_rng(seed)
     segments = (np.arange(length) < rng.integers(4, length + 1, (rows, 1))).astype(np.int32)
-    mask = (segments * (np.arange(length) >= segments.sum(1, keepdims=True) // 2)).astype(np.float32)
+    mask = (segments * (np.arange(length) >= segments.sum(1, keepdims=True) // 2)).astype(
+        np.float32
+    )
 
     def noise(scale, shape=(rows, length)):
         return (scale * rng.normal(size=shape)).astype(np.float32)
@@ -110,7 +129,9 @@ def batch(rows: int = 8, length: int = 10, group: int = 2, seed: int = 0) -> Bat
 
 def host(tree) -> dict[str, np.ndarray]:
     """Copies of every array of a tree by its path."""
-    return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path): np.array(leaf) for path, leaf in jax.tree.leaves_with_path(tree)
+    }
 
 
 def same_bits(one: dict, other: dict) -> bool:

@@ -1,6 +1,6 @@
-"""Tiny multimodal models of transformers, as oracles of the text side: what they say about a document with two
-pictures, and the rows that their towers made of them. Every weight is perturbed, since norms and position tables start
-constant."""
+"""Tiny multimodal models of transformers, as oracles of the text side: what they say about a
+document with two pictures, and the rows that their towers made of them. Every weight is perturbed,
+since norms and position tables start constant."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ TEXT = {
     "initializer_range": 0.2,
     "max_position_embeddings": 256,
 } | SPECIAL
-IDS = {"image_token_id": IMAGE, "video_token_id": 151, "vision_start_token_id": 152, "vision_end_token_id": 153}
+IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": 151,
+    "vision_start_token_id": 152,
+    "vision_end_token_id": 153,
+}
 GRID = VISION | {"initializer_range": 0.2}
 SECTIONS = {
     "rope_type": "default",
@@ -85,9 +90,11 @@ MODELS = {
             "linear_value_head_dim": 8,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
-            "rope_parameters": SECTIONS | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
+            "rope_parameters": SECTIONS
+            | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
         },
-        {key: value for key, value in GRID.items() if key != "deepstack_visual_indexes"} | {"depth": 2},
+        {key: value for key, value in GRID.items() if key != "deepstack_visual_indexes"}
+        | {"depth": 2},
         IDS,
     ),
     "Qwen2_5_VL": (
@@ -97,7 +104,11 @@ MODELS = {
             "use_sliding_window": True,
             "sliding_window": 7,
             "max_window_layers": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 2, 1],
+            },
         },
         WINDOWS | {"window_size": 16, "initializer_range": 0.2},
         IDS,
@@ -121,7 +132,12 @@ MODELS = {
             "patch_size": 4,
             "vision_use_head": False,
         },
-        {"image_token_index": IMAGE, "boi_token_index": 152, "eoi_token_index": 153, "mm_tokens_per_image": 9},
+        {
+            "image_token_index": IMAGE,
+            "boi_token_index": 152,
+            "eoi_token_index": 153,
+            "mm_tokens_per_image": 9,
+        },
     ),
     "Gemma4": (
         TEXT
@@ -185,9 +201,13 @@ MODELS = {
         {"image_token_index": IMAGE, "boi_token_index": 152, "eoi_token_index": 153},
     ),
 }
-# The part of each model whose output is the rows, and the pictures of a document as (height, width) in rows. (rows,) is
-# a sound.
-_TOWER = {"Gemma3": "multi_modal_projector", "Gemma4": "embed_vision", "Llama4": "multi_modal_projector"}
+# The part of each model whose output is the rows, and the pictures of a document as (height, width)
+# in rows. (rows,) is a sound.
+_TOWER = {
+    "Gemma3": "multi_modal_projector",
+    "Gemma4": "embed_vision",
+    "Llama4": "multi_modal_projector",
+}
 PICTURES = {"Gemma3": [(3, 3), (3, 3)], "Gemma4": [(2, 3), (2, 3)], "Llama4": [(3, 3), (3, 3)]}
 PICTURES["Qwen2_5_VL"] = [(2, 5), (3, 2)]  # of several windows
 PICTURES["Qwen3OmniMoeThinker"] = [(2, 3), (13,)]
@@ -203,12 +223,19 @@ def build(kind: str, seed: int = 0):
 
     text, vision, keys = copy.deepcopy(MODELS[kind])
     config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **keys)
-    for each in (config, config.text_config, config.vision_config, getattr(config, "audio_config", None) or config):
+    for each in (
+        config,
+        config.text_config,
+        config.vision_config,
+        getattr(config, "audio_config", None) or config,
+    ):
         each._attn_implementation = each._experts_implementation = "eager"
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float().eval()
     if kind == "Llama4":  # 5.23 reads a field that the output of its text model lacks
-        model.language_model.register_forward_hook(lambda module, inputs, out: setattr(out, "image_outputs", None))
+        model.language_model.register_forward_hook(
+            lambda module, inputs, out: setattr(out, "image_outputs", None)
+        )
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "std_" in name:  # created empty
@@ -246,8 +273,8 @@ def drawn(spec, shapes, seed: int = 0) -> list[Item]:
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """A document with pictures: its tokens, its media, and what the oracle is given and says about it, float32[T,
-    V]."""
+    """A document with pictures: its tokens, its media, and what the oracle is given and says about
+    it, float32[T, V]."""
 
     tokens: np.ndarray
     media: DocumentMedia
@@ -258,10 +285,15 @@ class Document:
         return len(self.tokens)
 
 
-def places(kind: str, texts: tuple[int, ...], seed: int) -> tuple[np.ndarray, list[tuple[int, ...]], DocumentMedia]:
-    """(tokens, pictures, media with an empty table) of texts of these lengths with a picture or a sound between each
-    two."""
-    rng, shapes = np.random.default_rng(seed), PICTURES.get(kind, [(2, 3), (2, 2)])[: len(texts) - 1]
+def places(
+    kind: str, texts: tuple[int, ...], seed: int
+) -> tuple[np.ndarray, list[tuple[int, ...]], DocumentMedia]:
+    """(tokens, pictures, media with an empty table) of texts of these lengths with a picture or a
+    sound between each two."""
+    rng, shapes = (
+        np.random.default_rng(seed),
+        PICTURES.get(kind, [(2, 3), (2, 2)])[: len(texts) - 1],
+    )
     tokens, index, turns, until, count, row = [], [], [], [], 0, 0
     for number, length in enumerate(texts):
         tokens += rng.integers(0, 149, length).tolist()
@@ -305,12 +337,15 @@ def places(kind: str, texts: tuple[int, ...], seed: int) -> tuple[np.ndarray, li
 def document(
     kind: str, model, texts: tuple[int, ...] = (4, 3, 5), seed: int = 1, pictures: int | None = None
 ) -> Document:
-    """A document of texts of these lengths with pictures of noise between them, or a sound, with the rows of the
-    oracle's towers. `pictures`: the seed of the pictures, by default that of the texts."""
+    """A document of texts of these lengths with pictures of noise between them, or a sound, with
+    the rows of the oracle's towers. `pictures`: the seed of the pictures, by default that of the
+    texts."""
     import torch
 
     tokens, shapes, media = places(kind, texts, seed)
-    inputs = _pictures(kind, shapes, torch.Generator().manual_seed(seed if pictures is None else pictures))
+    inputs = _pictures(
+        kind, shapes, torch.Generator().manual_seed(seed if pictures is None else pictures)
+    )
     is_picture = torch.tensor(media.index[None] >= 0).long()
     if kind == "Gemma3":
         inputs["token_type_ids"] = is_picture
@@ -354,8 +389,15 @@ def _one_table(tables: list[MediaTable]) -> MediaTable:
 def plain(kind: str, length: int, seed: int = 3) -> Document:
     """A document of text in the form of those with pictures."""
     tokens, _, media = places(kind, (length,), seed)
-    deep = np.zeros((2, 0, 32), np.float32) if "deepstack_visual_indexes" in MODELS[kind][1] else None
-    return Document(tokens, dataclasses.replace(media, table=MediaTable(media.table.rows, deep)), {}, np.zeros((0, 0)))
+    deep = (
+        np.zeros((2, 0, 32), np.float32) if "deepstack_visual_indexes" in MODELS[kind][1] else None
+    )
+    return Document(
+        tokens,
+        dataclasses.replace(media, table=MediaTable(media.table.rows, deep)),
+        {},
+        np.zeros((0, 0)),
+    )
 
 
 def _pictures(kind: str, shapes, generator) -> dict:
@@ -368,7 +410,10 @@ def _pictures(kind: str, shapes, generator) -> dict:
     if kind == "Gemma4":
         h, w = (2 * n for n in shapes[0])
         at = torch.tensor([[(x, y) for y in range(h) for x in range(w)]]).repeat(len(shapes), 1, 1)
-        return {"pixel_values": torch.rand(len(shapes), h * w, 48, generator=generator), "image_position_ids": at}
+        return {
+            "pixel_values": torch.rand(len(shapes), h * w, 48, generator=generator),
+            "image_position_ids": at,
+        }
     if kind in ("Gemma3", "Llama4"):
         return {"pixel_values": noise(len(shapes), 3, 24, 24)}
     grid = torch.tensor([(1, 2 * shape[0], 2 * shape[1]) for shape in shapes if len(shape) == 2])
@@ -380,14 +425,22 @@ def _pictures(kind: str, shapes, generator) -> dict:
 
 
 def batch(rows: list[list[Document]], width: int) -> tuple[np.ndarray, np.ndarray, dict]:
-    """(tokens [B, width], segments, media, turns and until as keywords) of rows of documents, packed one after the
-    other; the tables are joined into one."""
+    """(tokens [B, width], segments, media, turns and until as keywords) of rows of documents,
+    packed one after the other; the tables are joined into one."""
     documents = [document for row in rows for document in row]
     joined = np.concatenate([each.media.table.rows for each in documents])
     deep = documents[0].media.table.deep
-    deep = None if deep is None else np.concatenate([each.media.table.deep for each in documents], axis=1)
+    deep = (
+        None
+        if deep is None
+        else np.concatenate([each.media.table.deep for each in documents], axis=1)
+    )
     shape, first = (len(rows), width), documents[0].media
-    tokens, segments, index = np.zeros(shape, int), np.zeros(shape, int), np.full(shape, -1, np.int32)
+    tokens, segments, index = (
+        np.zeros(shape, int),
+        np.zeros(shape, int),
+        np.full(shape, -1, np.int32),
+    )
     turns, until, offset = np.zeros((*shape, 3), np.int32), np.zeros(shape, np.int32), 0
     for b, row in enumerate(rows):
         at = 0

@@ -1,4 +1,5 @@
-"""Rows of data with pictures for tests, and the directory of a tiny multimodal model without weights."""
+"""Rows of data with pictures for tests, and the directory of a tiny multimodal model without
+weights."""
 
 from __future__ import annotations
 
@@ -42,9 +43,15 @@ def png(shade: int, size: tuple[int, int] = (16, 24)) -> bytes:
 
 
 def model_directory(folder: Path, processor: bool = True) -> str:
-    """Writes configuration, tokenizer and, by default, processor of a tiny Qwen3-VL. Returns the path."""
+    """Writes configuration, tokenizer and, by default, processor of a tiny Qwen3-VL. Returns the
+    path."""
     folder.mkdir()
-    text = TEXT | {"num_hidden_layers": 3, "head_dim": 16, "rope_parameters": SECTIONS, "vocab_size": 300}
+    text = TEXT | {
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "rope_parameters": SECTIONS,
+        "vocab_size": 300,
+    }
     config = IDS | {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "model_type": "qwen3_vl",
@@ -66,6 +73,8 @@ def run_config(model: str | dict, data: dict, stages: list[dict] | None = None, 
     """The configuration of a run of a model on these data: by default one stage of GRPO."""
     from rl.config.run import RunConfig
 
-    stages = stages or [{"algorithm": {"name": "grpo"}, "steps": 1, "sampling": {"max_new_tokens": 8}}]
+    stages = stages or [
+        {"algorithm": {"name": "grpo"}, "steps": 1, "sampling": {"max_new_tokens": 8}}
+    ]
     values = {"model": model, "data": data, "stages": stages, "max_length": 256} | more
     return RunConfig.model_validate(values)

@@ -4,11 +4,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 TOKENS = {
-    "qwen3_vl": {"image": "<|image_pad|>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"},
+    "qwen3_vl": {
+        "image": "<|image_pad|>",
+        "vision_start": "<|vision_start|>",
+        "vision_end": "<|vision_end|>",
+    },
     "omni": {"image": "<|image_pad|>", "video": "<|video_pad|>", "audio": "<|audio_pad|>"}
     | {"vision_bos": "<|vision_start|>", "vision_eos": "<|vision_end|>"}
     | {"audio_bos": "<|audio_start|>", "audio_eos": "<|audio_end|>"},
-    "qwen2_5_vl": {"image": "<|image_pad|>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
+    "qwen2_5_vl": {
+        "image": "<|image_pad|>",
+        "vision_start": "<|vision_start|>",
+        "vision_end": "<|vision_end|>",
+    }
     | {"video": "<|video_pad|>"},
     "gemma3": {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"},
     "gemma4": {"boi": "<|image>", "eoi": "<image|>", "image": "<|image|>"}
@@ -19,7 +27,10 @@ TOKENS = {
 # What the template writes for a picture and for a sound.
 WRITES = {
     "qwen3_vl": ("<|vision_start|><|image_pad|><|vision_end|>", ""),
-    "omni": ("<|vision_start|><|image_pad|><|vision_end|>", "<|audio_start|><|audio_pad|><|audio_end|>"),
+    "omni": (
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        "<|audio_start|><|audio_pad|><|audio_end|>",
+    ),
     "qwen2_5_vl": ("<|vision_start|><|image_pad|><|vision_end|>", ""),
     "gemma3": ("<start_of_image>", ""),
     "gemma4": ("<|image|>", "<|audio|>"),
@@ -35,7 +46,8 @@ TEMPLATE = """\
 
 
 def tokenizer(family):
-    """Builds a tokenizer of bytes that merges line breaks, and knows the special tokens of a family."""
+    """Builds a tokenizer of bytes that merges line breaks, and knows the special tokens of a
+    family."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merged = ["ĊĊ", "ĊĊĊĊ"]
     vocabulary = {token: number for number, token in enumerate([*letters, *merged])}

@@ -1,4 +1,5 @@
-"""A run whose prompts have pictures and a sound, written as stages write it: drawn pictures, no files, no model."""
+"""A run whose prompts have pictures and a sound, written as stages write it: drawn pictures, no
+files, no model."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,12 @@ from rollout.media.expand import Expanded
 from rollout.media.item import Extent
 from rollout.media.reference import Reference, refer
 
-COLOURS = {"red": (214, 48, 49), "green": (46, 160, 67), "blue": (38, 92, 196), "yellow": (240, 200, 30)}
+COLOURS = {
+    "red": (214, 48, 49),
+    "green": (46, 160, 67),
+    "blue": (38, 92, 196),
+    "yellow": (240, 200, 30),
+}
 MARKER = 5  # the token that stands for a row of a picture
 
 
@@ -46,7 +52,8 @@ def sound(seconds=2.5, rate=16_000) -> Reference:
 
 
 def expanded(*contents: tuple[Reference, tuple[int, ...]]) -> Expanded:
-    """What `expand` makes of a prompt: each content with the rows of its items; of several, they are tiles."""
+    """What `expand` makes of a prompt: each content with the rows of its items; of several, they
+    are tiles."""
     items = []
     for reference, rows in contents:
         for number, count in enumerate(rows):
@@ -54,18 +61,25 @@ def expanded(*contents: tuple[Reference, tuple[int, ...]]) -> Expanded:
             items.append(Extent(reference.kind, digest, (count, 1), count))
     tokens = np.asarray([1, *(MARKER for item in items for _ in range(item.rows)), 2], np.int32)
     references = tuple(reference for reference, _ in contents)
-    return Expanded(tokens, np.full(len(tokens), -1), None, None, 0, tuple(items), tokens, references)
+    return Expanded(
+        tokens, np.full(len(tokens), -1), None, None, 0, tuple(items), tokens, references
+    )
 
 
 def problem(prompt, media: Expanded | None, **columns) -> SimpleNamespace:
     ids = [1, 7, 2] if media is None else media.tokens.tolist()
-    return SimpleNamespace(example=SimpleNamespace(prompt=prompt, columns=columns), ids=ids, media=media)
+    return SimpleNamespace(
+        example=SimpleNamespace(prompt=prompt, columns=columns), ids=ids, media=media
+    )
 
 
 def question(colour: str) -> SimpleNamespace:
     """A message of the system, and a question of the user about one disc."""
     user = [{"type": "image"}, {"type": "text", "text": "Which colour has the disc?"}]
-    prompt = [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": user}]
+    prompt = [
+        {"role": "system", "content": "Answer in one word."},
+        {"role": "user", "content": user},
+    ]
     return problem(prompt, expanded((picture(disc(COLOURS[colour])), (16,))), answer=colour)
 
 
@@ -79,37 +93,59 @@ def several() -> SimpleNamespace:
         {"type": "text", "text": "What connects them, and what is on this strip?"},
         {"type": "image"},
     ]
-    media = expanded((picture(landscape()), (64, 64, 64)), (sound(), (63,)), (picture(landscape(4, 5000)), (20,)))
+    media = expanded(
+        (picture(landscape()), (64, 64, 64)), (sound(), (63,)), (picture(landscape(4, 5000)), (20,))
+    )
     return problem([{"role": "user", "content": user}], media, answer="hills")
 
 
 def step(problems, first_id: int, count: int = 2) -> tuple[Rollouts, Scores]:
     """Completions of problems, every second one right, and their scores."""
     answers = [each.example.columns["answer"] for each in problems]
-    texts = [[answer if n % 2 == 0 else "I cannot see it." for n in range(count)] for answer in answers]
-    completions = [[Completion([9, 3], [-0.5, -0.25], "stop", text) for text in group] for group in texts]
+    texts = [
+        [answer if n % 2 == 0 else "I cannot see it." for n in range(count)] for answer in answers
+    ]
+    completions = [
+        [Completion([9, 3], [-0.5, -0.25], "stop", text) for text in group] for group in texts
+    ]
     right = np.asarray([[float(n % 2 == 0) for n in range(count)] for _ in answers])
     scores = Scores(right.reshape(-1, 1), right.reshape(-1), ("exact_answer",), [], {})
     ids = list(range(first_id, first_id + len(problems)))
-    return Rollouts(problems, ids, completions, ReadyScores(scores), {}, 0.5, [first_id] * len(problems)), scores
+    return Rollouts(
+        problems, ids, completions, ReadyScores(scores), {}, 0.5, [first_id] * len(problems)
+    ), scores
 
 
 def config(directory: Path, **run) -> RunConfig:
     stages = [{"algorithm": "grpo", "steps": 20}]
-    return RunConfig.model_validate({"model": "tiny", "stages": stages, "run": {"dir": str(directory)} | run})
+    return RunConfig.model_validate(
+        {"model": "tiny", "stages": stages, "run": {"dir": str(directory)} | run}
+    )
 
 
 def write(directory: Path, steps: int = 3) -> Path:
-    """Writes events, samples and thumbnails. A step has the four colours, and the prompt of `several`."""
+    """Writes events, samples and thumbnails. A step has the four colours, and the prompt of
+    `several`."""
     events = Events(config(directory), directory)
-    (directory / "config.yml").write_text("model: {source: tiny}\nstages: [{algorithm: {name: grpo}, steps: 20}]\n")
+    (directory / "config.yml").write_text(
+        "model: {source: tiny}\nstages: [{algorithm: {name: grpo}, steps: 20}]\n"
+    )
     events.start_stage("grpo", steps)
     for number in range(1, steps + 1):
         problems = [*map(question, COLOURS), several()]
         sampled, scores = step(problems, 5 * number)
         lines = rollouts.records(sampled, scores, "grpo", number, scores.total - 0.5)
         events.samples(lines, rollouts.token_records(sampled), rollouts.references(sampled))
-        metrics = {"reward/mean": 0.5, "media/pictures": 6.0, "media/encoded": 6.0 / number, "media/rows": 339.0}
-        events.step("grpo", number, metrics | {"media/encode_seconds": 0.1 / number, "media/wait_seconds": 0.01})
+        metrics = {
+            "reward/mean": 0.5,
+            "media/pictures": 6.0,
+            "media/encoded": 6.0 / number,
+            "media/rows": 339.0,
+        }
+        events.step(
+            "grpo",
+            number,
+            metrics | {"media/encode_seconds": 0.1 / number, "media/wait_seconds": 0.01},
+        )
     events.close()
     return directory

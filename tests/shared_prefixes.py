@@ -1,4 +1,5 @@
-"""Batches of groups with equal beginnings, and trainers with and without trees, for the tests of shared prefixes."""
+"""Batches of groups with equal beginnings, and trainers with and without trees, for the tests of
+shared prefixes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ T = 20
 
 
 def groups(
-    vocab: int, lengths=((5, (6, 9, 4, 7)), (3, (12, 1, 8)), (9, (2, 10, 5, 5)), (1, (4,))), seed=0, T=T
+    vocab: int,
+    lengths=((5, (6, 9, 4, 7)), (3, (12, 1, 8)), (9, (2, 10, 5, 5)), (1, (4,))),
+    seed=0,
+    T=T,
 ) -> Batch:
     """Groups of completions of uneven lengths: (tokens of the prompt, of each completion)."""
     rng, rows = np.random.default_rng(seed), []
@@ -21,7 +25,11 @@ def groups(
         shared = rng.integers(0, vocab, prompt).tolist()
         rows += [(number, shared, rng.integers(0, vocab, n).tolist()) for n in completions]
     N = len(rows)
-    tokens, segments, mask = np.zeros((N, T), np.int32), np.zeros((N, T), np.int32), np.zeros((N, T), np.float32)
+    tokens, segments, mask = (
+        np.zeros((N, T), np.int32),
+        np.zeros((N, T), np.int32),
+        np.zeros((N, T), np.float32),
+    )
     for i, (_, prompt, completion) in enumerate(rows):
         n = len(prompt) + len(completion)
         tokens[i, :n], segments[i, :n], mask[i, len(prompt) : n] = prompt + completion, 1, 1
@@ -50,8 +58,8 @@ def pair(model, options, sharing=Sharing(length_factor=2)):
 
 
 def differences(one: dict, other: dict) -> dict[str, float]:
-    """The norm of the difference of each array, over the norm of the first. Biases of keys have a gradient of 0 up to
-    rounding, so norms count as at least a hundredth of the largest."""
+    """The norm of the difference of each array, over the norm of the first. Biases of keys have a
+    gradient of 0 up to rounding, so norms count as at least a hundredth of the largest."""
     one, other = jax.tree.map(np.asarray, (one, other))
     norms = {k: float(np.linalg.norm(array)) for k, array in one.items()}
     least = max(norms.values()) / 100
@@ -61,7 +69,11 @@ def differences(one: dict, other: dict) -> dict[str, float]:
 def rows(lists, vocab: int, seed=0) -> Batch:
     """A batch of (prompt, [(token, is trained on), ...]) for each row."""
     rng, N = np.random.default_rng(seed), len(lists)
-    tokens, segments, mask = np.zeros((N, T), np.int32), np.zeros((N, T), np.int32), np.zeros((N, T), np.float32)
+    tokens, segments, mask = (
+        np.zeros((N, T), np.int32),
+        np.zeros((N, T), np.int32),
+        np.zeros((N, T), np.float32),
+    )
     for i, (_, row) in enumerate(lists):
         n = len(row)
         tokens[i, :n], mask[i, :n] = np.array(row).T
@@ -81,9 +93,14 @@ def rows(lists, vocab: int, seed=0) -> Batch:
 
 
 def pairs(vocab: int, seed=0) -> Batch:
-    """Rows of two answers to one prompt each. Some answers begin with equal tokens, and one pair has equal answers."""
+    """Rows of two answers to one prompt each. Some answers begin with equal tokens, and one pair
+    has equal answers."""
     rng, width = np.random.default_rng(seed), 2 * T
-    tokens, segments, mask = np.zeros((6, width), np.int32), np.zeros((6, width), np.int32), np.zeros((6, width))
+    tokens, segments, mask = (
+        np.zeros((6, width), np.int32),
+        np.zeros((6, width), np.int32),
+        np.zeros((6, width)),
+    )
     for i, (P, chosen, rejected, equal) in enumerate(
         [(5, 6, 3, 0), (9, 4, 8, 2), (12, 5, 5, 5), (3, 1, 7, 0), (14, 2, 5, 1), (1, 9, 2, 0)]
     ):
@@ -105,10 +122,12 @@ def pairs(vocab: int, seed=0) -> Batch:
 def moved(
     model, options, data: Batch, sharing=Sharing(length_factor=2), updates=1, alone=None
 ) -> list[tuple[dict, dict]]:
-    """(metrics of the last update, what the weights moved by) of updates of sequences alone, and of trees. alone: the
-    batch of the former, if it is another."""
+    """(metrics of the last update, what the weights moved by) of updates of sequences alone, and of
+    trees. alone: the batch of the former, if it is another."""
     result = []
-    for (trainer, state), batch in zip(pair(model, options, sharing), (alone or data, data), strict=True):
+    for (trainer, state), batch in zip(
+        pair(model, options, sharing), (alone or data, data), strict=True
+    ):
         before = learners.host(state)  # an update gives its arrays away
         for _ in range(updates):
             state, metrics = trainer.update(state, batch)

@@ -1,5 +1,5 @@
-"""One decoder used in its two ways on the same tokens: the full row at once, and through a cache, prompt first and then
-token by token. B rows, T tokens, E hidden."""
+"""One decoder used in its two ways on the same tokens: the full row at once, and through a cache,
+prompt first and then token by token. B rows, T tokens, E hidden."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from policy.cache.step import Step
 
 
 def forward(model, tokens_BT, segments_BT=None, **runtime):
-    """(hidden float32[B, T, E], Aux) without a cache, under the model's runtime with these changes."""
+    """(hidden float32[B, T, E], Aux) without a cache, under the model's runtime with these
+    changes."""
     graph = model.graph.at(**runtime)
 
     def run(params, tokens, step):
@@ -26,11 +27,17 @@ def forward(model, tokens_BT, segments_BT=None, **runtime):
     return np.asarray(hidden), aux
 
 
-def through_cache(model, tokens_BT, lengths_B, prompt, *, chunk=None, capacity=None, scan=False, **runtime):
-    """(hidden [B, T, E], selections path -> int[R, B, T, k] where they are recorded): `prompt` tokens of each row, or
-    all that it has, in calls of `chunk`, then one by one. Rows end at their lengths: they are padding in the prompt and
-    inactive after."""
-    graph, tokens, lengths = model.graph.at(**runtime), np.asarray(tokens_BT), np.asarray(lengths_B)[:, None]
+def through_cache(
+    model, tokens_BT, lengths_B, prompt, *, chunk=None, capacity=None, scan=False, **runtime
+):
+    """(hidden [B, T, E], selections path -> int[R, B, T, k] where they are recorded): `prompt`
+    tokens of each row, or all that it has, in calls of `chunk`, then one by one. Rows end at their
+    lengths: they are padding in the prompt and inactive after."""
+    graph, tokens, lengths = (
+        model.graph.at(**runtime),
+        np.asarray(tokens_BT),
+        np.asarray(lengths_B)[:, None],
+    )
     B, T = tokens.shape
     cache = caches.create(graph.config, B, capacity or T, graph.runtime.dtype, scan=scan)
 
@@ -49,5 +56,6 @@ def through_cache(model, tokens_BT, lengths_B, prompt, *, chunk=None, capacity=N
         hidden.append(np.asarray(result))
         selections.append(selected)
     return np.concatenate(hidden, axis=1), {
-        path: np.concatenate([np.asarray(each[path]) for each in selections], axis=2) for path in selections[0]
+        path: np.concatenate([np.asarray(each[path]) for each in selections], axis=2)
+        for path in selections[0]
     }

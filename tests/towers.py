@@ -1,5 +1,5 @@
-"""Tiny towers of transformers, as oracles of ours: their modules with every number perturbed, and ours with the same
-numbers."""
+"""Tiny towers of transformers, as oracles of ours: their modules with every number perturbed, and
+ours with the same numbers."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ E = 32  # hidden size of the decoder
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kind:
-    """A tower: how it is read, its name table, how transformers makes it, calls it (items -> rows of each, deepstack
-    features of each or None), and which items it is tried on: their shapes."""
+    """A tower: how it is read, its name table, how transformers makes it, calls it (items -> rows
+    of each, deepstack features of each or None), and which items it is tried on: their shapes."""
 
     config: dict
     read: Callable
@@ -58,8 +58,8 @@ class Kind:
 
 
 def perturb(module, seed: int = 0):
-    """Moves every parameter and buffer of a module: norms, position tables and bounds start constant, zero or
-    infinite."""
+    """Moves every parameter and buffer of a module: norms, position tables and bounds start
+    constant, zero or infinite."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -70,7 +70,9 @@ def perturb(module, seed: int = 0):
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name.endswith(("_min", "_max")):  # some values are clipped, most are not
-                tensor.copy_((-1 if name.endswith("_min") else 1) * (1.0 + noise(tensor, 0.2).abs()))
+                tensor.copy_(
+                    (-1 if name.endswith("_min") else 1) * (1.0 + noise(tensor, 0.2).abs())
+                )
             elif "std_" in name:  # created empty
                 tensor.copy_(1.0 + noise(tensor, 0.3))
             elif tensor.is_floating_point() and not any(
@@ -133,7 +135,9 @@ def build_siglip(config):
     from transformers.models.siglip import modeling_siglip as siglip
 
     vision = _eager(siglip.SiglipVisionConfig(**config, vision_use_head=False))
-    text = gemma.Gemma3TextConfig(hidden_size=E, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+    text = gemma.Gemma3TextConfig(
+        hidden_size=E, num_hidden_layers=1, num_attention_heads=2, head_dim=8
+    )
     wrapper = gemma.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=9)
     return torch.nn.ModuleDict(
         {
@@ -148,7 +152,9 @@ def _squares(items, side, patch):
     import torch
 
     grid = np.stack(items).reshape(len(items), side, side, 3, patch, patch)
-    return torch.tensor(grid.transpose(0, 3, 1, 4, 2, 5).reshape(len(items), 3, side * patch, side * patch))
+    return torch.tensor(
+        grid.transpose(0, 3, 1, 4, 2, 5).reshape(len(items), 3, side * patch, side * patch)
+    )
 
 
 def call_siglip(module, items, shapes):
@@ -188,7 +194,10 @@ def build_pooled(config):
     vision = _eager(gemma.Gemma4VisionConfig(**config))
     text = gemma.Gemma4TextConfig(hidden_size=E)
     return torch.nn.ModuleDict(
-        {"vision_tower": gemma.Gemma4VisionModel(vision), "embed_vision": gemma.Gemma4MultimodalEmbedder(vision, text)}
+        {
+            "vision_tower": gemma.Gemma4VisionModel(vision),
+            "embed_vision": gemma.Gemma4MultimodalEmbedder(vision, text),
+        }
     )
 
 
@@ -198,7 +207,9 @@ def call_pooled(module, items, shapes):
     rows = []
     for item, (h, w) in zip(items, shapes, strict=True):
         at = torch.tensor([[(x, y) for y in range(h) for x in range(w)]])
-        out = module["vision_tower"](torch.tensor(item[None]), pixel_position_ids=at).last_hidden_state
+        out = module["vision_tower"](
+            torch.tensor(item[None]), pixel_position_ids=at
+        ).last_hidden_state
         rows.append((module["embed_vision"](inputs_embeds=out), None))
     return rows
 
@@ -213,11 +224,14 @@ def build_chunked(config):
 
 
 def call_chunked(module, items, shapes):
-    """All clips in one call, since the class pads chunks to the longest of a call; every clip has a full one."""
+    """All clips in one call, since the class pads chunks to the longest of a call; every clip has a
+    full one."""
     import torch
 
     lengths = torch.tensor([frames for frames, _ in shapes])
-    out = module(torch.tensor(np.concatenate(items).T.copy()), feature_lens=lengths).last_hidden_state
+    out = module(
+        torch.tensor(np.concatenate(items).T.copy()), feature_lens=lengths
+    ).last_hidden_state
     sizes = [int(n) for n in _omni_rows(lengths)]
     return [(rows, None) for rows in out.split(sizes)]
 
@@ -235,7 +249,10 @@ def build_conformer(config):
     audio = _eager(gemma.Gemma4AudioConfig(**config))
     text = gemma.Gemma4TextConfig(hidden_size=E)
     return torch.nn.ModuleDict(
-        {"audio_tower": gemma.Gemma4AudioModel(audio), "embed_audio": gemma.Gemma4MultimodalEmbedder(audio, text)}
+        {
+            "audio_tower": gemma.Gemma4AudioModel(audio),
+            "embed_audio": gemma.Gemma4MultimodalEmbedder(audio, text),
+        }
     )
 
 
@@ -290,10 +307,17 @@ _SHAPES = ((4, 6), (2, 2), (6, 4), (2, 10))
 KINDS = {
     "grid": Kind(GRID, fields.grid_vision, names.GRID_VISION, build_grid, call_grid, _SHAPES, 32),
     "grid_of_omni": Kind(
-        GRID, fields.grid_vision, names.GRID_VISION_OF_OMNI, build_grid_of_omni, call_grid, _SHAPES, 32
+        GRID,
+        fields.grid_vision,
+        names.GRID_VISION_OF_OMNI,
+        build_grid_of_omni,
+        call_grid,
+        _SHAPES,
+        32,
     ),
     "grid_of_qwen3_5": Kind(
-        {key: value for key, value in GRID.items() if key != "deepstack_visual_indexes"} | {"depth": 2},
+        {key: value for key, value in GRID.items() if key != "deepstack_visual_indexes"}
+        | {"depth": 2},
         fields.grid_vision,
         names.GRID_VISION,
         build_grid_of_qwen3_5,
@@ -329,8 +353,12 @@ KINDS = {
         ((6, 6),) * 3,
         40,
     ),
-    "tiles": Kind(TILES, fields.tile_vision, names.TILE_VISION, build_tiles, call_tiles, ((6, 6),) * 3, 40),
-    "pooled": Kind(POOLED, fields.pooled_vision, names.POOLED_VISION, build_pooled, call_pooled, _SHAPES, 32),
+    "tiles": Kind(
+        TILES, fields.tile_vision, names.TILE_VISION, build_tiles, call_tiles, ((6, 6),) * 3, 40
+    ),
+    "pooled": Kind(
+        POOLED, fields.pooled_vision, names.POOLED_VISION, build_pooled, call_pooled, _SHAPES, 32
+    ),
     "pooled_clipped": Kind(
         POOLED | {"standardize": False, "use_clipped_linears": True},
         fields.pooled_vision,
@@ -363,7 +391,8 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pair:
-    """A tower of transformers, ours with its weights, the items float32[N, K], and what theirs returns for each."""
+    """A tower of transformers, ours with its weights, the items float32[N, K], and what theirs
+    returns for each."""
 
     kind: Kind
     theirs: object
@@ -384,10 +413,13 @@ class Pair:
         graph, state = nnx.split(self.module)
         arrays = [weights[path] for path in paths(state)]
         with jax.default_matmul_precision("highest"):
-            return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), arrays))(values, shapes, runtime)
+            return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), arrays))(
+                values, shapes, runtime
+            )
 
     def gradients(self, factors, deep_factors, **options):
-        """Of sum(rows * factors) + sum(features * deep_factors) over all items, by path of our weights."""
+        """Of sum(rows * factors) + sum(features * deep_factors) over all items, by path of our
+        weights."""
         import jax
 
         from policy.runtime import Runtime
@@ -400,7 +432,9 @@ class Pair:
             for at in range(len(self.items)):
                 count = rows_of(self.spec, self.kind.shapes[at])
                 total += (rows[at, :count] * factors[at]).sum()
-                total += 0.0 if features is None else (features[:, at, :count] * deep_factors[at]).sum()
+                total += (
+                    0.0 if features is None else (features[:, at, :count] * deep_factors[at]).sum()
+                )
             return total
 
         return jax.jit(jax.grad(loss))(self.weights)
@@ -412,14 +446,21 @@ class Pair:
         self.theirs.zero_grad()
         total = 0.0
         for (rows, deep), factor, deep_factor in zip(
-            self.kind.call(self.theirs, self.items, self.kind.shapes), factors, deep_factors, strict=True
+            self.kind.call(self.theirs, self.items, self.kind.shapes),
+            factors,
+            deep_factors,
+            strict=True,
         ):
             total = total + (rows * torch.tensor(factor)).sum()
             total = total if deep is None else total + (deep * torch.tensor(deep_factor)).sum()
         total.backward()
-        buffers = {name: np.zeros(tuple(t.shape), np.float32) for name, t in self.theirs.named_buffers()}
+        buffers = {
+            name: np.zeros(tuple(t.shape), np.float32) for name, t in self.theirs.named_buffers()
+        }
         grads = {name: p.grad.numpy() for name, p in self.theirs.named_parameters()}
-        return read_weights(self.kind, self.module, {n: (buffers | grads)[n] for n in self.theirs.state_dict()})
+        return read_weights(
+            self.kind, self.module, {n: (buffers | grads)[n] for n in self.theirs.state_dict()}
+        )
 
     def inputs(self, chosen=None, length=None, seed=9):
         """(values [R, N, K], shapes [R, 2]) of the items with these numbers, padded with noise."""
@@ -435,7 +476,9 @@ class Pair:
         """The rows and features of item `number`, which is at place `at` of a batch."""
         count = rows_of(self.spec, self.kind.shapes[number])
         assert len(self.expected[number][0]) == count
-        return np.asarray(rows[at, :count]), None if features is None else np.asarray(features[:, at, :count])
+        return np.asarray(rows[at, :count]), None if features is None else np.asarray(
+            features[:, at, :count]
+        )
 
 
 def paths(state) -> list[str]:

@@ -30,24 +30,30 @@ def trees(rows, T) -> Tree:
 
 
 def seen(before, position, window=None, chunk=None):
-    """bool[B, T, T] from the definition: a token sees those that are before it, by one step at a time, and itself."""
+    """bool[B, T, T] from the definition: a token sees those that are before it, by one step at a
+    time, and itself."""
     allowed = np.zeros((*before.shape, before.shape[1]), bool)
     for r, t in np.ndindex(before.shape):
         at = t
         while at >= 0:
             near = window is None or position[r, t] - position[r, at] < window
-            allowed[r, t, at] = near and (chunk is None or position[r, t] // chunk == position[r, at] // chunk)
+            allowed[r, t, at] = near and (
+                chunk is None or position[r, t] // chunk == position[r, at] // chunk
+            )
             at = before[r, at]
     return allowed
 
 
 def reference(allowed, softcap, q, k, v, sinks=None):
-    """The softmax over what each query sees, [B, H, T, V]. sinks: one more score of each head, without a value."""
+    """The softmax over what each query sees, [B, H, T, V]. sinks: one more score of each head,
+    without a value."""
     k, v = (jnp.repeat(a, q.shape[1] // a.shape[1], axis=1) for a in (k, v))
     scores = jnp.einsum("bhtd,bhcd->bhtc", q, k)
     scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     e = jnp.exp(jnp.where(allowed[:, None], scores, -jnp.inf))
-    total = e.sum(axis=-1, keepdims=True) + (0.0 if sinks is None else jnp.exp(sinks[:, None, None]))
+    total = e.sum(axis=-1, keepdims=True) + (
+        0.0 if sinks is None else jnp.exp(sinks[:, None, None])
+    )
     return jnp.einsum("bhtc,bhcd->bhtd", e / jnp.where(total > 0, total, 1.0), v)
 
 

@@ -1,4 +1,5 @@
-"""TRL's own trainers on given completions, for tests: nothing is sampled, what they compute from there on is theirs.
+"""TRL's own trainers on given completions, for tests: nothing is sampled, what they compute from
+there on is theirs.
 
 P prompts, G completions of each, T tokens of the longest completion.
 """
@@ -12,8 +13,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Given:
-    """The completions of a step, groups together, as both sides take them. `sampler_logp` is of each token; `rewards`
-    float[P * G, F], NaN: no score."""
+    """The completions of a step, groups together, as both sides take them. `sampler_logp` is of
+    each token; `rewards` float[P * G, F], NaN: no score."""
 
     prompts: list[list[int]]
     completions: list[list[int]]
@@ -23,7 +24,8 @@ class Given:
 
     @property
     def rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens, segments, mask) int[P * G, T'], prompts and completions one after the other, padded on the right."""
+        """(tokens, segments, mask) int[P * G, T'], prompts and completions one after the other,
+        padded on the right."""
         pairs = list(zip(self.prompts, self.completions, strict=True))
         width = max(len(p) + len(c) for p, c in pairs)
         tokens, segments, mask = (np.zeros((len(pairs), width), np.int32) for _ in range(3))
@@ -42,8 +44,9 @@ class Given:
 
 
 def trainer(kind: str, directory, given: Given, *, reference=None, weights=None, **settings):
-    """TRL's trainer `kind` ("GRPO", "RLOO", "GMPO") for the model in `directory`, that takes `given` in the place of
-    sampling. `reference`: directory of the reference model, where the settings ask for one."""
+    """TRL's trainer `kind` ("GRPO", "RLOO", "GMPO") for the model in `directory`, that takes
+    `given` in the place of sampling. `reference`: directory of the reference model, where the
+    settings ask for one."""
     import importlib
 
     import torch
@@ -71,7 +74,9 @@ def trainer(kind: str, directory, given: Given, *, reference=None, weights=None,
     names = [f"reward_{f}" for f in range(len(functions))]
     for function, name in zip(functions, names, strict=True):
         function.__name__ = name
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
     theirs = getattr(module, f"{kind}Trainer")(
         model=model,
         reward_funcs=functions,
@@ -101,7 +106,9 @@ def gradients(theirs, inputs: dict) -> tuple[float, dict[str, np.ndarray]]:
     """(loss, gradient of each weight)."""
     loss = theirs._compute_loss(theirs.model, inputs)
     loss.backward()
-    return loss.item(), {name: p.grad.numpy() for name, p in theirs.model.named_parameters() if p.grad is not None}
+    return loss.item(), {
+        name: p.grad.numpy() for name, p in theirs.model.named_parameters() if p.grad is not None
+    }
 
 
 def _scores(column: np.ndarray):
@@ -112,8 +119,8 @@ def _scores(column: np.ndarray):
 
 
 def pair_trainer(kind: str, model, **settings):
-    """TRL's trainer "DPO" or "Reward" for a model of transformers; its losses are then called on inputs that the test
-    makes. For DPO `ref_model` is one of the settings' neighbours."""
+    """TRL's trainer "DPO" or "Reward" for a model of transformers; its losses are then called on
+    inputs that the test makes. For DPO `ref_model` is one of the settings' neighbours."""
     import trl
     from datasets import Dataset
 

@@ -1,6 +1,7 @@
 """Draws Mermaid flowcharts as SVG, so that the built pages load no script.
 
-Repository pages draw the same fences themselves. Only lines `a --> b` are known; any other line is an error.
+Repository pages draw the same fences themselves. Only lines `a --> b` are known; any other line is
+an error.
 """
 
 from __future__ import annotations
@@ -31,21 +32,24 @@ def edges(text: str) -> list[Arrow]:
 
 
 def depths(arrows: list[Arrow]) -> dict[Node, int]:
-    """Returns the layer of each node, 0 on top: an arrow always leads to a later layer. Raises ValueError on a
-    circle.
+    """Returns the layer of each node, 0 on top: an arrow always leads to a later layer. Raises
+    ValueError on a circle.
     """
     names = list(dict.fromkeys(name for arrow in arrows for name in arrow))
     depth: dict[Node, int] = dict.fromkeys(names, 0)
     for _ in names:
         for start, end in arrows:
             depth[end] = max(depth[end], depth[start] + 1)
-    if any(depth[end] <= depth[start] for start, end in arrows) or max(depth.values()) >= len(names):
+    if any(depth[end] <= depth[start] for start, end in arrows) or max(depth.values()) >= len(
+        names
+    ):
         raise ValueError("the arrows of a diagram make a circle")
     return depth
 
 
 def paths(arrows: list[Arrow], depth: dict[Node, int]) -> dict[Arrow, list[Node]]:
-    """Returns the nodes on the way of each arrow. Adds a bend, (start, end, layer), to every layer that it crosses."""
+    """Returns the nodes on the way of each arrow. Adds a bend, (start, end, layer), to every layer
+    that it crosses."""
     result = {}
     for start, end in arrows:
         bends: list[Node] = [(start, end, level) for level in range(depth[start] + 1, depth[end])]
@@ -55,16 +59,25 @@ def paths(arrows: list[Arrow], depth: dict[Node, int]) -> dict[Arrow, list[Node]
 
 
 def layers(ways: list[list[Node]], depth: dict[Node, int]) -> list[list[Node]]:
-    """Sorts the nodes of each layer by the mean position of their neighbours, four times down and up."""
-    rows = [[node for node, level in depth.items() if level == row] for row in range(max(depth.values()) + 1)]
+    """Sorts the nodes of each layer by the mean position of their neighbours, four times down and
+    up."""
+    rows = [
+        [node for node, level in depth.items() if level == row]
+        for row in range(max(depth.values()) + 1)
+    ]
     links = [link for way in ways for link in itertools.pairwise(way)]
     for sweep in range(8):
         down = sweep % 2 == 0
-        near = {node: [s if down else e for s, e in links if (e if down else s) == node] for node in depth}
+        near = {
+            node: [s if down else e for s, e in links if (e if down else s) == node]
+            for node in depth
+        }
         order = rows if down else rows[::-1]
         for fixed, row in itertools.pairwise(order):
             place = {node: (i + 0.5) / len(fixed) for i, node in enumerate(fixed)}
-            means = {n: sum(place[m] for m in near[n]) / len(near[n]) if near[n] else 0.5 for n in row}
+            means = {
+                n: sum(place[m] for m in near[n]) / len(near[n]) if near[n] else 0.5 for n in row
+            }
             row.sort(key=means.__getitem__)
     return rows
 
@@ -105,15 +118,22 @@ def svg(text: str) -> str:
         drawn.append(f'<polyline points="{line}" marker-end="url(#tip)"/>')
     for node, (x, y) in place.items():
         if isinstance(node, str):
-            drawn.append(f'<rect x="{x - size(node) / 2:.0f}" y="{y}" width="{size(node)}" height="{_BOX}" rx="5"/>')
+            drawn.append(
+                f'<rect x="{x - size(node) / 2:.0f}" y="{y}" width="{size(node)}" height="{_BOX}" '
+                'rx="5"/>'
+            )
             drawn.append(f'<text x="{x:.0f}" y="{y + 17}">{html.escape(node)}</text>')
     label = "; ".join(f"{start} to {end}" for start, end in arrows)
     tip = (
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+        'markerHeight="7" orient="auto">'
         '<path d="M0 0 L8 4 L0 8 z" fill="#6b7280"/></marker></defs>'
     )
     height = _LAYER * (len(rows) - 1) + _BOX + 8
-    head = f'<svg viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" role="img" aria-label="{html.escape(label)}">'
+    head = (
+        f'<svg viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" role="img" '
+        f'aria-label="{html.escape(label)}">'
+    )
     return f'<figure class="diagram">{head}{tip}{"".join(drawn)}</svg></figure>'
 
 

@@ -1,9 +1,10 @@
-"""Makes links to files of the repository work in the built pages, and builds the tables of contents.
+"""Makes links to files of the repository work in the built pages, and builds the tables of
+contents.
 
-On a repository page a link such as `../rl/run/loop.py` opens the file. In the built pages it opens a page with the
-highlighted source (a folder: the list of its files). README.md and the other Markdown files of the repository root
-become documents: copies in docs/_root/, which git ignores. Documents need no markup of Sphinx: each section of index.md
-becomes a part of the contents.
+On a repository page a link such as `../rl/run/loop.py` opens the file. In the built pages it opens
+a page with the highlighted source (a folder: the list of its files). README.md and the other
+Markdown files of the repository root become documents: copies in docs/_root/, which git ignores.
+Documents need no markup of Sphinx: each section of index.md becomes a part of the contents.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ DOCS = Path(__file__).resolve().parents[1]
 ROOT = DOCS.parent
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 COPIES = "_root"
-LANGUAGES = {".py": "python", ".yml": "yaml", ".json": "json", ".jsonl": "json", ".toml": "toml", ".md": "markdown"}
+LANGUAGES = {
+    ".py": "python",
+    ".yml": "yaml",
+    ".json": "json",
+    ".jsonl": "json",
+    ".toml": "toml",
+    ".md": "markdown",
+}
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 _FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 
@@ -36,7 +44,8 @@ def outside_fences(text: str, change: Any) -> str:
 
 
 def copy_root_pages(app: Sphinx, _: Any = None) -> None:
-    """Copies the Markdown files of the repository root into docs/_root/, where Sphinx finds them."""
+    """Copies the Markdown files of the repository root into docs/_root/, where Sphinx finds
+    them."""
     folder = DOCS / COPIES
     folder.mkdir(exist_ok=True)
     for name in ROOT_PAGES:
@@ -48,7 +57,8 @@ def copy_root_pages(app: Sphinx, _: Any = None) -> None:
 
 
 def rewrite(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Points every relative link of a document at its page in the build. Leaves dead links, which Sphinx reports."""
+    """Points every relative link of a document at its page in the build. Leaves dead links, which
+    Sphinx reports."""
     folder = Path(docname).parent
     base = ROOT if folder.name == COPIES else DOCS / folder
     linked = app.env.__dict__.setdefault("duet_linked", set())
@@ -72,15 +82,24 @@ def rewrite(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def contents(index: str) -> str:
-    """Returns one hidden table of contents for each section of index.md: the documents that it links first."""
+    """Returns one hidden table of contents for each section of index.md: the documents that it
+    links first."""
     listed: set[str] = set()
     result = []
     for section in re.split(r"^## ", index, flags=re.M)[1:]:
         title, _, body = section.partition("\n")
-        names = [name for name in dict.fromkeys(re.findall(r"\]\(([\w./]+\.md)\)", body)) if name not in listed]
+        names = [
+            name
+            for name in dict.fromkeys(re.findall(r"\]\(([\w./]+\.md)\)", body))
+            if name not in listed
+        ]
         listed |= set(names)
-        entries = "\n".join(f"{COPIES}/{Path(name).name}" if name.startswith("../") else name for name in names)
-        result.append(f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{entries}\n```\n" if names else "")
+        entries = "\n".join(
+            f"{COPIES}/{Path(name).name}" if name.startswith("../") else name for name in names
+        )
+        result.append(
+            f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{entries}\n```\n" if names else ""
+        )
     return "".join(result)
 
 
@@ -97,7 +116,10 @@ def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
             entries = [e for e in sorted(path.iterdir()) if e.is_dir() or e.suffix in LANGUAGES]
             entries = [e for e in entries if e.name != "__pycache__"]
             waiting += [f"{name}/{entry.name}" for entry in entries]
-            rows = (f'<li><a href="{path.name}/{e.name}.html">{e.name}{"/" * e.is_dir()}</a></li>' for e in entries)
+            rows = (
+                f'<li><a href="{path.name}/{e.name}.html">{e.name}{"/" * e.is_dir()}</a></li>'
+                for e in entries
+            )
             body = f"<ul>{''.join(rows)}</ul>"
         else:
             language = LANGUAGES.get(path.suffix, "bash")

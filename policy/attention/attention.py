@@ -33,13 +33,17 @@ from policy.ops.rope import rotate
 class GroupedQueryAttention(nnx.Module):
     """Computes grouped-query attention: query head h reads key-value head h // G.
 
-    Weights: q_proj [E, H, D] ([E, H, 2D] with a gate: per head query, then gate), k_proj and v_proj [E, K, D], o_proj
-    [H, D, E]. A layer that shares keys and values has no k_proj, v_proj and k_norm.
+    Weights: q_proj [E, H, D] ([E, H, 2D] with a gate: per head query, then gate), k_proj and v_proj
+    [E, K, D], o_proj [H, D, E]. A layer that shares keys and values has no k_proj, v_proj and
+    k_norm.
     """
 
     def __init__(self, spec: Attention, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
-        E, H, K, D = config.hidden_size, spec.heads, spec.kv_heads, spec.head_dim
+        E = config.hidden_size
+        H = spec.heads
+        K = spec.kv_heads
+        D = spec.head_dim
         init = normal(config.initializer_range)
         for name, heads, dim, axis in (
             ("q", H, D * (1 + spec.gate), "q_heads"),
@@ -48,7 +52,11 @@ class GroupedQueryAttention(nnx.Module):
         ):
             if (name == "v" and spec.values_are_keys) or (name != "q" and spec.shares):
                 continue
-            setattr(self, f"{name}_proj", weight(rngs, (E, heads, dim), ("embed", axis, "kv"), init, inputs=(0,)))
+            setattr(
+                self,
+                f"{name}_proj",
+                weight(rngs, (E, heads, dim), ("embed", axis, "kv"), init, inputs=(0,)),
+            )
             if spec.bias:
                 setattr(self, f"{name}_bias", weight(rngs, (heads, dim), (axis, "kv"), zeros))
         self.o_proj = weight(rngs, (H, D, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
@@ -71,9 +79,11 @@ class GroupedQueryAttention(nnx.Module):
         if self.spec.indexer is not None and in_explicit_mode():
             out, aux = with_auto_axes(self, x_BTE, step, runtime)
             return out, None, aux
-        spec, shares = self.spec, self.spec.shares
+        spec = self.spec
+        shares = self.spec.shares
         own = shares is None
-        q, k = self._project(x_BTE, "q", step, runtime), self._project(x_BTE, "k", step, runtime) if own else None
+        q = self._project(x_BTE, "q", step, runtime)
+        k = self._project(x_BTE, "k", step, runtime) if own else None
         v = k if spec.values_are_keys or not own else self._project(x_BTE, "v", step, runtime)
         q, gate = jnp.split(q, 2, axis=-1) if spec.gate else (q, None)
         q, k = self._place(q, k, step)
@@ -85,7 +95,8 @@ class GroupedQueryAttention(nnx.Module):
         parts = [None if a is None else checkpoint_name(a, name) for name, a in named.items()]
         layout = row_layout(cache, runtime.layout)
         q, k, v = cast(Any, [None if a is None else to_cache(a, layout) for a in parts])
-        index_queries, index_keys = None, {}
+        index_queries = None
+        index_keys = {}
         if spec.indexer is not None:
             index_queries, raw_keys = self.indexer(x_BTE, step)
             index_keys = {"index": to_cache(raw_keys, layout)}
@@ -110,12 +121,20 @@ class GroupedQueryAttention(nnx.Module):
         return checkpoint_name(out, "out_proj"), cache, aux
 
     def _over_all(
-        self, q_BHTD: jax.Array, own: tuple, seen: Visible, entries: LayerCache | None, step: Step, runtime: Runtime
+        self,
+        q_BHTD: jax.Array,
+        own: tuple,
+        seen: Visible,
+        entries: LayerCache | None,
+        step: Step,
+        runtime: Runtime,
     ) -> jax.Array:
         """Attends to all visible keys, [B, H, T, D]. `own`: the keys and values of this call."""
         spec, (k, v) = self.spec, own
         sinks = self.sinks[...] if spec.sinks else None
-        bounds = AttentionBounds(spec.window, spec.chunk, spec.softcap, spec.looks_ahead and step.until is not None)
+        bounds = AttentionBounds(
+            spec.window, spec.chunk, spec.softcap, spec.looks_ahead and step.until is not None
+        )
         out = paged_attention.decode(q_BHTD, entries, step, spec, runtime)
         if applies(entries, step, runtime):
             out = attend_cut(q_BHTD, Keys((k, v)), step, runtime, bounds, sinks)
@@ -125,7 +144,8 @@ class GroupedQueryAttention(nnx.Module):
             out = block_attention.attend(q_BHTD, k, v, step, runtime, bounds, sinks)
         if out is None:
             mask = Mask(step, seen, spec.window, spec.chunk, spec.looks_ahead)
-            keys, values = seen.arrays["k"], seen.arrays["v"]
+            keys = seen.arrays["k"]
+            values = seen.arrays["v"]
             out = attend(q_BHTD, keys, values, mask, runtime.attention_chunk, spec.softcap, sinks)
         return out
 
@@ -145,10 +165,14 @@ class GroupedQueryAttention(nnx.Module):
         runtime: Runtime,
     ) -> jax.Array:
         """Attends to the keys that the indexer chooses, [B, H, T, D]."""
-        spec, layout = self.spec, runtime.layout
+        spec = self.spec
+        layout = runtime.layout
         assert spec.indexer is not None
         if applies(entries, step, runtime):  # an indexer chooses among all keys of a row
-            complete = {name: constrain(a, ("batch", None, None, None), layout) for name, a in seen.arrays.items()}
+            complete = {
+                name: constrain(a, ("batch", None, None, None), layout)
+                for name, a in seen.arrays.items()
+            }
             seen = seen._replace(arrays=complete)
         blocks = self.indexer.blocks(step, seen, in_cache=entries is not None)
         index_queries = to_cache(index_queries, row_layout(entries, layout))
@@ -162,16 +186,22 @@ class GroupedQueryAttention(nnx.Module):
             out = out + getattr(self, f"{name}_bias")[...].astype(x_BTE.dtype)[None, :, None]
         return out
 
-    def _place(self, q_BHTD: jax.Array, k_BKTD: jax.Array | None, step: Step) -> tuple[jax.Array, jax.Array | None]:
-        """Norms and rotates queries and keys, in the order that `qk_norm_over` says. The keys may be None."""
+    def _place(
+        self, q_BHTD: jax.Array, k_BKTD: jax.Array | None, step: Step
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Norms and rotates queries and keys, in the order that `qk_norm_over` says. The keys may
+        be None."""
         spec = self.spec
 
         def norm(q, k):
             if spec.qk_norm_over == "all_heads":
-                return _over_all_heads(self.q_norm, q), None if k is None else _over_all_heads(self.k_norm, k)
+                return _over_all_heads(self.q_norm, q), None if k is None else _over_all_heads(
+                    self.k_norm, k
+                )
             return self.q_norm(q), None if k is None else self.k_norm(k)
 
-        q, k = q_BHTD, k_BKTD
+        q = q_BHTD
+        k = k_BKTD
         if spec.qk_norm and spec.qk_norm_over != "rotated_head":
             q, k = norm(q, k)
         if spec.rope:

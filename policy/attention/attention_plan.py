@@ -1,8 +1,8 @@
-"""The types of attention over cut sequences: keys and their parts, bounds, positions, and the plan that is known at
-compile time.
+"""The types of attention over cut sequences: keys and their parts, bounds, positions, and the plan
+that is known at compile time.
 
-B rows, T tokens, H query heads, K key-value heads, D and V dimensions of keys and values. Small letters are sizes on
-one device.
+B rows, T tokens, H query heads, K key-value heads, D and V dimensions of keys and values. Small
+letters are sizes on one device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from policy.config import Runtime
 
 
 class TokenPositions(NamedTuple):
-    """The position in its document and the segment of each token, int32[b, t]; `Step.until`, which is None where no
-    layer looks ahead; and `Tree.last`, None without trees."""
+    """The position in its document and the segment of each token, int32[b, t]; `Step.until`, which
+    is None where no layer looks ahead; and `Tree.last`, None without trees."""
 
     positions: jax.Array
     segments: jax.Array
@@ -41,8 +41,8 @@ def _unchanged(parts, weights):
 class Keys:
     """The arrays from which `make(parts, weights) -> (k, v)` computes keys and values.
 
-    parts: [B, K or 1, T, ?], one entry per token. weights: [?, H, ?], by head. Without weights the parts are keys and
-    values.
+    parts: [B, K or 1, T, ?], one entry per token. weights: [?, H, ?], by head. Without weights the
+    parts are keys and values.
     """
 
     parts: tuple[jax.Array, ...]
@@ -55,8 +55,8 @@ class AttentionPlan:
     """Everything about a call that is known when it is compiled.
 
     devices: devices along the axis `context`. chunk: queries whose scores exist at a time.
-    contiguous: tokens lie in order. balanced: each device has two runs of neighbours. trees: positions count along
-    paths, so that a window cannot leave out keys by their place in the row.
+    contiguous: tokens lie in order. balanced: each device has two runs of neighbours. trees:
+    positions count along paths, so that a window cannot leave out keys by their place in the row.
     kernel: the kernel for TPUs; None: the dense form.
     """
 
@@ -75,19 +75,32 @@ class AttentionPlan:
     ) -> AttentionPlan:
         """Plans a call over the tokens of `step` with queries of `dtype`."""
         assert runtime.layout is not None
-        p, kernel = runtime.layout.mesh.shape[AXIS], None
+        p = runtime.layout.mesh.shape[AXIS]
+        kernel = None
         if bounds.chunk is None:
             places = balanced_places(step.segments.shape[1], p) if step.balanced else None
             kernel = CutQueries.of(step, dtype, runtime, AXIS, bounds, places)
         return cls(
-            p, bounds, runtime.attention_chunk, keys.make, step.contiguous, step.balanced, step.tree is not None, kernel
+            p,
+            bounds,
+            runtime.attention_chunk,
+            keys.make,
+            step.contiguous,
+            step.balanced,
+            step.tree is not None,
+            kernel,
         )
 
     def mask(self, queries: TokenPositions, keys: TokenPositions) -> Mask:
         """Returns the mask between tokens at these positions."""
-        bounds, step = self.bounds, Step(queries.positions, queries.segments, until=queries.until)
+        bounds = self.bounds
+        step = Step(queries.positions, queries.segments, until=queries.until)
         return Mask(
-            step, Visible({}, keys.positions, keys.segments, keys.last), bounds.window, bounds.chunk, bounds.looks_ahead
+            step,
+            Visible({}, keys.positions, keys.segments, keys.last),
+            bounds.window,
+            bounds.chunk,
+            bounds.looks_ahead,
         )
 
     def attend(

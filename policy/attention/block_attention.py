@@ -1,18 +1,20 @@
 """Attention, on every platform, that skips blocks of tokens which do not see each other.
 
-The places of a row are cut into blocks of one size. A list of pairs of blocks, made on the device, says which queries
-may see which keys. A loop as long as the list updates the running softmax of the queries of each pair with its keys, as
-policy/attention/ring_attention.py does with the keys of other devices. So the work of a packed row follows what its
-sequences see, while all batches of one shape share a program.
+The places of a row are cut into blocks of one size. A list of pairs of blocks, made on the device,
+says which queries may see which keys. A loop as long as the list updates the running softmax of the
+queries of each pair with its keys, as policy/attention/ring_attention.py does with the keys of
+other devices. So the work of a packed row follows what its sequences see, while all batches of one
+shape share a program.
 
-It serves calls whose queries see tokens of the call only, in the order of sequences or, for trees, in preorder
-(`Step.contiguous`). It computes trees (policy/cache/paths.py) in rows of at least two blocks and, on CPU where the
-runtime allows it (`Runtime.skip_blocks`), segments in rows of at least SHORTEST_FLAT tokens. It has no sinks, no layers
-that look ahead and no indexers. Where it does not serve a call, `attend` returns None, and the caller uses the dense form
+It serves calls whose queries see tokens of the call only, in the order of sequences or, for trees,
+in preorder (`Step.contiguous`). It computes trees (policy/cache/paths.py) in rows of at least two
+blocks and, on CPU where the runtime allows it (`Runtime.skip_blocks`), segments in rows of at least
+SHORTEST_FLAT tokens. It has no sinks, no layers that look ahead and no indexers. Where it does not
+serve a call, `attend` returns None, and the caller uses the dense form
 (policy/attention/dot_product_attention.py), which is its oracle.
 
-B rows, T tokens, H query heads, K key-value heads, G = H / K, D and V dimensions of keys and values, S places of a
-block, n = T / S blocks of a row, M pairs of blocks.
+B rows, T tokens, H query heads, K key-value heads, G = H / K, D and V dimensions of keys and
+values, S places of a block, n = T / S blocks of a row, M pairs of blocks.
 """
 
 from __future__ import annotations
@@ -32,16 +34,18 @@ from policy.cache.step import Step
 from policy.config import Runtime
 from policy.mesh.explicit import over_devices
 
-# Places of a block by platform. On a CPU a block and its scores stay in the caches; elsewhere larger products use the
-# device better.
-SIZES, OTHERWISE = {"cpu": 64}, 256
+# Places of a block by platform. On a CPU a block and its scores stay in the caches; elsewhere
+# larger products use the device better.
+SIZES = {"cpu": 64}
+OTHERWISE = 256
 # Shorter rows of segments are computed by the dense form.
 SHORTEST_FLAT = 512
 NEVER = np.iinfo(np.int32).max
 
 
 class BlockSpec(NamedTuple):
-    """Everything about a call that is known when it is compiled: the places of a block and the bounds of attention."""
+    """Everything about a call that is known when it is compiled: the places of a block and the
+    bounds of attention."""
 
     size: int
     bounds: AttentionBounds
@@ -50,8 +54,8 @@ class BlockSpec(NamedTuple):
 class BlockPairs(NamedTuple):
     """The pairs of blocks whose tokens may see each other.
 
-    rows, queries, keys: int32[M], the row, the block of the queries and the block of the keys. number: how many of the
-    M are pairs; the others mean nothing.
+    rows, queries, keys: int32[M], the row, the block of the queries and the block of the keys.
+    number: how many of the M are pairs; the others mean nothing.
     """
 
     rows: jax.Array
@@ -62,7 +66,8 @@ class BlockPairs(NamedTuple):
 
 def served(step: Step, runtime: Runtime) -> bool:
     """Tells whether blocks serve a call over its own tokens."""
-    T, layout = step.segments.shape[1], runtime.layout
+    T = step.segments.shape[1]
+    layout = runtime.layout
     if not step.contiguous or 2 * _size(runtime) > T or (layout is not None and layout.rows_move):
         return False
     flat = runtime.skip_blocks and T >= SHORTEST_FLAT and _platform(runtime) == "cpu"
@@ -86,37 +91,50 @@ def attend(
     bounds: AttentionBounds = AttentionBounds(),
     sinks_H: jax.Array | None = None,
 ) -> jax.Array | None:
-    """Computes softmax(q k^T) v, [B, H, T, V], with the scale already in q. Returns None if `served` is false, if there
-    are sinks, or if queries look ahead.
+    """Computes softmax(q k^T) v, [B, H, T, V], with the scale already in q. Returns None if
+    `served` is false, if there are sinks, or if queries look ahead.
 
-    `bounds` and `sinks` are those of the dense form. The output and the logarithm of the sum of each softmax have the
-    name "context" for rematerialisation. On a mesh every device computes its own rows and heads.
+    `bounds` and `sinks` are those of the dense form. The output and the logarithm of the sum of
+    each softmax have the name "context" for rematerialisation. On a mesh every device computes its
+    own rows and heads.
     """
     if sinks_H is not None or bounds.looks_ahead or not served(step, runtime):
         return None
-    layout, spec = runtime.layout, BlockSpec(_size(runtime), bounds)
+    layout = runtime.layout
+    spec = BlockSpec(_size(runtime), bounds)
     mask = Mask(step, own_tokens(step, {}))
     if layout is None or layout.mesh.size == 1:
         return block_attention(spec, q_BHTD, k_BKTD, v_BKTV, mask.queries[:2], mask.keys)
     q_spec = layout.spec(("batch", "heads", None, None), q_BHTD.shape)
-    H, K = q_BHTD.shape[1], k_BKTD.shape[1]
+    H = q_BHTD.shape[1]
+    K = k_BKTD.shape[1]
     if 1 < K < H and layout.spec(("batch", "kv_heads", None, None), k_BKTD.shape)[1] != q_spec[1]:
         # The mesh cuts query heads only: every device needs the keys of its own.
         k_BKTD, v_BKTV = (jnp.repeat(a, H // K, axis=1) for a in (k_BKTD, v_BKTV))
     rows = PartitionSpec(q_spec[0])
     keys = PartitionSpec(q_spec[0], q_spec[1] if k_BKTD.shape[1] > 1 else None)
     run = over_devices(
-        partial(block_attention, spec), layout.mesh, (q_spec, keys, keys, rows, rows), q_spec, check_vma=False
+        partial(block_attention, spec),
+        layout.mesh,
+        (q_spec, keys, keys, rows, rows),
+        q_spec,
+        check_vma=False,
     )
     return run(q_BHTD, k_BKTD, v_BKTV, mask.queries[:2], mask.keys)
 
 
 def block_attention(
-    spec: BlockSpec, q_BHTD: jax.Array, k_BKTD: jax.Array, v_BKTV: jax.Array, queries: tuple, keys: tuple
+    spec: BlockSpec,
+    q_BHTD: jax.Array,
+    k_BKTD: jax.Array,
+    v_BKTV: jax.Array,
+    queries: tuple,
+    keys: tuple,
 ) -> jax.Array:
     """Runs the attention of one device: [B, H, T, V]. T is padded to full blocks, of segment 0.
 
-    queries, keys: positions and `Step.segments` (in trees the nodes) and, for keys in trees, `Tree.last`, int32[B, T].
+    queries, keys: positions and `Step.segments` (in trees the nodes) and, for keys in trees,
+    `Tree.last`, int32[B, T].
     """
     (B, H, T, D), K = q_BHTD.shape, k_BKTD.shape[1]
 
@@ -130,16 +148,21 @@ def block_attention(
 
 
 def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> BlockPairs:
-    """Lists the pairs of blocks of which a query may see a key, in the order of rows, queries and keys.
+    """Lists the pairs of blocks of which a query may see a key, in the order of rows, queries and
+    keys.
 
-    Blocks are a pair if all of this holds, each for some key and some query, so a few pairs have nothing to see:
+    Blocks are a pair if all of this holds, each for some key and some query, so a few pairs have
+    nothing to see:
     - the block of keys is that of the queries, or comes before it;
     - the node of a key is no later than that of a query (in rows of segments, the segment);
     - the last node below that of a key is no earlier than the node of a query;
-    - by the smallest and largest positions of both, a key may be no later than a query, and inside of its window and
-      chunk.
+    - by the smallest and largest positions of both, a key may be no later than a query, and inside
+      of its window and chunk.
     """
-    positions, nodes, last = *queries, *(keys[2:] or keys[1:])  # in rows of segments each is its own last
+    positions, nodes, last = (
+        *queries,
+        *(keys[2:] or keys[1:]),
+    )  # in rows of segments each is its own last
     (B, T), bounds = nodes.shape, spec.bounds
     n = T // spec.size
 
@@ -150,50 +173,65 @@ def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> BlockPairs:
         return smallest, jnp.where(real, a, -1).reshape(B, n, spec.size).max(axis=2)
 
     def at_most(of_keys: jax.Array, of_queries: jax.Array) -> jax.Array:
-        """Returns bool[B, n, n]: whether the entry of a block of keys is at most that of a block of queries."""
+        """Returns bool[B, n, n]: whether the entry of a block of keys is at most that of a block of
+        queries."""
         return of_keys[:, None, :] <= of_queries[:, :, None]
 
     def at_least(of_keys: jax.Array, of_queries: jax.Array) -> jax.Array:
         return of_keys[:, None, :] >= of_queries[:, :, None]
 
-    (first_node, last_node), (low, high), end = extremes(nodes), extremes(positions), extremes(last)[1]
+    (first_node, last_node), (low, high), end = (
+        extremes(nodes),
+        extremes(positions),
+        extremes(last)[1],
+    )
     meet = jnp.tril(jnp.ones((n, n), bool)) & at_most(low, high)
     meet &= at_most(first_node, last_node) & at_least(end, first_node)
     if bounds.window:
         meet &= low[:, :, None] - high[:, None, :] < bounds.window
     if bounds.chunk:
-        low, high = low // bounds.chunk, high // bounds.chunk
+        low = low // bounds.chunk
+        high = high // bounds.chunk
         meet &= at_most(low, high) & at_least(high, low)
     rows, of_queries, of_keys = jnp.nonzero(meet, size=B * n * (n + 1) // 2, fill_value=0)
     return BlockPairs(rows, of_queries, of_keys, meet.sum())
 
 
 def _take(a: jax.Array, row: jax.Array, block: jax.Array, size: int, axis: int) -> jax.Array:
-    """Returns block `block` of row `row`, with a leading axis of 1; the places of a row are at `axis`."""
+    """Returns block `block` of row `row`, with a leading axis of 1; the places of a row are at
+    `axis`."""
     starts = [row if i == 0 else block * size if i == axis else 0 for i in range(a.ndim)]
-    return jax.lax.dynamic_slice(a, starts, [1 if i == 0 else size if i == axis else d for i, d in enumerate(a.shape)])
+    return jax.lax.dynamic_slice(
+        a, starts, [1 if i == 0 else size if i == axis else d for i, d in enumerate(a.shape)]
+    )
 
 
 def _put(a: jax.Array, part: jax.Array, row: jax.Array, block: jax.Array, axis: int) -> jax.Array:
     """Writes what `_take` reads."""
-    starts = [row if i == 0 else block * part.shape[axis] if i == axis else 0 for i in range(a.ndim)]
+    starts = [
+        row if i == 0 else block * part.shape[axis] if i == axis else 0 for i in range(a.ndim)
+    ]
     return jax.lax.dynamic_update_slice(a, part, starts)
 
 
 def _scores(spec: BlockSpec, q_1KGSD: jax.Array, k_1KSD: jax.Array, queries: tuple, keys: tuple):
-    """Returns (the scores of a pair of blocks, float32[1, K, G, S, S], with -inf at keys that are not seen, and the
-    slope of the soft cap, 1 without one)."""
-    scores, slope = jnp.einsum("bkgtd,bkcd->bkgtc", q_1KGSD, k_1KSD, preferred_element_type=jnp.float32), 1.0
+    """Returns (the scores of a pair of blocks, float32[1, K, G, S, S], with -inf at keys that are
+    not seen, and the slope of the soft cap, 1 without one)."""
+    scores = jnp.einsum("bkgtd,bkcd->bkgtc", q_1KGSD, k_1KSD, preferred_element_type=jnp.float32)
+    slope = 1.0
     bounds = spec.bounds
     if bounds.softcap is not None:
         capped = jnp.tanh(scores / bounds.softcap)
-        scores, slope = bounds.softcap * capped, 1.0 - jnp.square(capped)
+        scores = bounds.softcap * capped
+        slope = 1.0 - jnp.square(capped)
     mask = Mask(Step(*queries), Visible({}, *keys), bounds.window, bounds.chunk)
     return jnp.where(mask.of(*queries)[:, None, None], scores, -jnp.inf), slope
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_blocks(spec: BlockSpec, q_BKGTD, k_BKTD, v_BKTV, queries: tuple, keys: tuple) -> jax.Array:
+def _attend_blocks(
+    spec: BlockSpec, q_BKGTD, k_BKTD, v_BKTV, queries: tuple, keys: tuple
+) -> jax.Array:
     return _sums(spec, q_BKGTD, k_BKTD, v_BKTV, queries, keys)[0]
 
 
@@ -217,14 +255,25 @@ def _sums(spec: BlockSpec, q, k, v, queries: tuple, keys: tuple):
     listed = pairs(spec, queries, keys)
 
     def add(m, state):
-        row, i, j = listed.rows[m], listed.queries[m], listed.keys[m]
-        own, seen = (tuple(_take(a, row, at, spec.size, 1) for a in tokens) for tokens, at in ((queries, i), (keys, j)))
-        q_block, (k_block, v_block) = _take(q, row, i, spec.size, 3), (_take(a, row, j, spec.size, 2) for a in (k, v))
+        row = listed.rows[m]
+        i = listed.queries[m]
+        j = listed.keys[m]
+        own, seen = (
+            tuple(_take(a, row, at, spec.size, 1) for a in tokens)
+            for tokens, at in ((queries, i), (keys, j))
+        )
+        q_block, (k_block, v_block) = (
+            _take(q, row, i, spec.size, 3),
+            (_take(a, row, j, spec.size, 2) for a in (k, v)),
+        )
         top, total, out = (_take(a, row, i, spec.size, 3) for a in state)
         scores, _ = _scores(spec, q_block, k_block, own, seen)
         new = jnp.maximum(top, scores.max(axis=-1))
-        e, shrunk = jnp.exp(scores - new[..., None]), jnp.exp(top - new)
-        values = jnp.einsum("bkgtc,bkcd->bkgtd", e.astype(v.dtype), v_block, preferred_element_type=jnp.float32)
+        e = jnp.exp(scores - new[..., None])
+        shrunk = jnp.exp(top - new)
+        values = jnp.einsum(
+            "bkgtc,bkcd->bkgtd", e.astype(v.dtype), v_block, preferred_element_type=jnp.float32
+        )
         added = new, total * shrunk + e.sum(axis=-1), out * shrunk[..., None] + values
         return tuple(_put(a, part, row, i, 3) for a, part in zip(state, added, strict=True))
 
@@ -232,26 +281,37 @@ def _sums(spec: BlockSpec, q, k, v, queries: tuple, keys: tuple):
     start = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1]))
     top, total, out = jax.lax.fori_loop(0, listed.number, add, start)
     # Padding has no keys.
-    some, safe = total > 0, jnp.where(total > 0, total, 1.0)
+    some = total > 0
+    safe = jnp.where(total > 0, total, 1.0)
     out = checkpoint_name((out / safe[..., None]).astype(v.dtype), "context")
     lse = checkpoint_name(jnp.where(some, top + jnp.log(safe), 0.0), "context")
     return out, (q, k, v, queries, keys, listed, out, lse)
 
 
-def _slopes(spec: BlockSpec, saved: tuple, g_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _slopes(
+    spec: BlockSpec, saved: tuple, g_out: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the gradients of queries, keys and values, pair by pair.
 
-    With the softmax sums known, p = exp(score - lse) is the weight of a key and ds = p (g v - delta), delta = g out,
-    the gradient of its score.
+    With the softmax sums known, p = exp(score - lse) is the weight of a key and ds = p (g v -
+    delta), delta = g out, the gradient of its score.
     """
     q, k, v, queries, keys, listed, out, lse = saved
-    # As a product of matrices: XLA on CPU needs a hundred times as long for the same sum of a product.
+    # As a product of matrices: XLA on CPU needs a hundred times as long for the same sum of a
+    # product.
     delta = jnp.einsum("bkgtd,bkgtd->bkgt", g_out, out, preferred_element_type=jnp.float32)
 
     def add(m, state):
-        row, i, j = listed.rows[m], listed.queries[m], listed.keys[m]
-        own, seen = (tuple(_take(a, row, at, spec.size, 1) for a in tokens) for tokens, at in ((queries, i), (keys, j)))
-        q_block, g, delta_block, lse_block = (_take(a, row, i, spec.size, 3) for a in (q, g_out, delta, lse))
+        row = listed.rows[m]
+        i = listed.queries[m]
+        j = listed.keys[m]
+        own, seen = (
+            tuple(_take(a, row, at, spec.size, 1) for a in tokens)
+            for tokens, at in ((queries, i), (keys, j))
+        )
+        q_block, g, delta_block, lse_block = (
+            _take(a, row, i, spec.size, 3) for a in (q, g_out, delta, lse)
+        )
         k_block, v_block = (_take(a, row, j, spec.size, 2) for a in (k, v))
         product = partial(jnp.einsum, preferred_element_type=jnp.float32)
         scores, slope = _scores(spec, q_block, k_block, own, seen)

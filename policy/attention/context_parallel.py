@@ -1,21 +1,25 @@
-"""Attention over sequences that are cut over the mesh axis `context`: each of its p devices has t = T / p tokens of a
-row.
+"""Attention over sequences that are cut over the mesh axis `context`: each of its p devices has t =
+T / p tokens of a row.
 
 Three schemes bring queries and keys together:
 
 all_gather: each device receives the keys of all devices and attends from its own queries.
 ring: keys travel from device to device in p steps (policy/attention/ring_attention.py).
-ulysses: heads are cut in place of tokens during attention (arXiv 2309.14509), with all-to-alls before and after.
+ulysses: heads are cut in place of tokens during attention (arXiv 2309.14509), with all-to-alls
+before and after.
 
-Keys and values travel, or the parts they are computed from: latents are expanded where they arrive. Numbers that a
-device receives per token of its own in a forward pass, with K key-value heads of D + V numbers: all_gather and ring (p
-- 1) K (D + V), with latents (p - 1) (c + R) however many heads they make; ulysses (H + K) (D + V) (p - 1) / p.
+Keys and values travel, or the parts they are computed from: latents are expanded where they arrive.
+Numbers that a device receives per token of its own in a forward pass, with K key-value heads of D +
+V numbers: all_gather and ring (p
+- 1) K (D + V), with latents (p - 1) (c + R) however many heads they make; ulysses (H + K) (D + V)
+  (p - 1) / p.
 
-Positions and segments travel along, and the mask between tokens is the mask of all other attention. So rows may be
-packed, and the tokens of a device need not be neighbours (policy/attention/sequence_shards.py).
+Positions and segments travel along, and the mask between tokens is the mask of all other attention.
+So rows may be packed, and the tokens of a device need not be neighbours
+(policy/attention/sequence_shards.py).
 
-B rows, T tokens, H query heads, K key-value heads, D and V dimensions of keys and values, c and R of latents. Small
-letters are sizes on one device.
+B rows, T tokens, H query heads, K key-value heads, D and V dimensions of keys and values, c and R
+of latents. Small letters are sizes on one device.
 """
 
 from __future__ import annotations
@@ -38,12 +42,14 @@ from policy.config import Attention, DecoderConfig, LatentAttention, Runtime
 from policy.mesh.explicit import over_devices
 from policy.mesh.sharding import Layout
 
-QUERIES, KEYS = ("batch", "heads", "length", None), ("batch", "kv_heads", "length", None)
+QUERIES = ("batch", "heads", "length", None)
+KEYS = ("batch", "kv_heads", "length", None)
 
 
 def check(config: DecoderConfig, runtime: Runtime, layout: Layout) -> None:
     """Raises ValueError if ulysses cannot cut the heads of this decoder over this mesh."""
-    parts, tensor = layout.mesh.shape[AXIS], layout.mesh.shape["tensor"]
+    parts = layout.mesh.shape[AXIS]
+    tensor = layout.mesh.shape["tensor"]
     if parts == 1 or runtime.context_parallel != "ulysses":
         return
     for mixer in (mixer for spec in config.layers for mixer in spec.mixers):
@@ -58,14 +64,17 @@ def check(config: DecoderConfig, runtime: Runtime, layout: Layout) -> None:
             of_device = heads // tensor if heads % tensor == 0 else heads
             if of_device % parts and (of_device > 1 or what == "query"):
                 raise ValueError(
-                    f"context_parallel ulysses cuts the {of_device} {what} heads of a device over the {parts} devices "
-                    "along the mesh axis context, which do not divide them; choose another number of devices, or "
+                    f"context_parallel ulysses cuts the {of_device} {what} heads of a device over "
+                    f"the {parts} devices "
+                    "along the mesh axis context, which do not divide them; choose another number "
+                    "of devices, or "
                     "all_gather or ring"
                 )
 
 
 def applies(cache: LayerCache | None, step: Step, runtime: Runtime) -> bool:
-    """Tells whether the tokens of this call are cut: in training and scoring, on a mesh with an axis `context`."""
+    """Tells whether the tokens of this call are cut: in training and scoring, on a mesh with an
+    axis `context`."""
     return cache is None and cuts(runtime.layout, step.segments.shape[1])
 
 
@@ -81,7 +90,8 @@ def attend_cut(
 
     Queries and result are cut along T.
     """
-    layout, H = runtime.layout, q_BHTD.shape[1]
+    layout = runtime.layout
+    H = q_BHTD.shape[1]
     assert layout is not None, "sequences are cut over a mesh"
     q_spec = layout.spec(QUERIES, q_BHTD.shape)
     if 1 < keys.parts[0].shape[1] < H and layout.spec(KEYS, keys.parts[0].shape)[1] != q_spec[1]:
@@ -89,12 +99,14 @@ def attend_cut(
         keys = Keys(tuple(jnp.repeat(a, H // a.shape[1], axis=1) for a in keys.parts))
     local = {"all_gather": _all_gather, "ring": ring, "ulysses": _ulysses}[runtime.context_parallel]
     plan = AttentionPlan.make_plan(keys, step, q_BHTD.dtype, bounds, runtime)
-    kernel, kernel_spec = None, PartitionSpec()
+    kernel = None
+    kernel_spec = PartitionSpec()
     if plan.kernel and local is _all_gather:
         heads = layout.sharding(QUERIES, q_BHTD.shape).shard_shape(q_BHTD.shape)[1]
         kernel, kernel_spec = plan.kernel.build(heads, layout)
     token = cast(Any, layout.spec(("batch", "length"), step.segments.shape))
-    until, last = step.until if bounds.looks_ahead else None, None if step.tree is None else step.tree.last
+    until = step.until if bounds.looks_ahead else None
+    last = None if step.tree is None else step.tree.last
     where = TokenPositions(step.positions, step.segments, until, last)
     specs = (
         q_spec,
@@ -115,7 +127,9 @@ def _all_gather_tree(tree, axis: int):
 def _all_gather(plan: AttentionPlan, q_bhtD, where: TokenPositions, parts, weights, sinks, kernel):
     (k, v), everywhere = plan.make(_all_gather_tree(parts, 2), weights), _all_gather_tree(where, 1)
     if plan.kernel:
-        return plan.kernel.attend(kernel, q_bhtD, (k, v), (where.segments, everywhere.segments), sinks)
+        return plan.kernel.attend(
+            kernel, q_bhtD, (k, v), (where.segments, everywhere.segments), sinks
+        )
     return plan.attend(q_bhtD, where, k, v, everywhere, sinks)
 
 
@@ -124,7 +138,8 @@ def _ulysses(plan: AttentionPlan, q_bhtD, where: TokenPositions, parts, weights,
 
     Every head needs a part with one head, so each device receives all of it.
     """
-    p, everywhere = plan.devices, _all_gather_tree(where, 1)
+    p = plan.devices
+    everywhere = _all_gather_tree(where, 1)
 
     def own(array, axis):
         """Returns the heads of this device."""
@@ -136,7 +151,8 @@ def _ulysses(plan: AttentionPlan, q_bhtD, where: TokenPositions, parts, weights,
 
     parts = tuple(_all_gather_tree(a, 2) if a.shape[1] == 1 else exchange(a) for a in parts)
     k, v = plan.make(parts, tuple(own(w, 1) for w in weights))
-    q, sinks = exchange(q_bhtD), None if sinks is None else own(sinks, 0)
+    q = exchange(q_bhtD)
+    sinks = None if sinks is None else own(sinks, 0)
     if plan.kernel and plan.contiguous:
         out = splash_attention(q, k, v, everywhere.segments, sinks, plan.bounds)
     else:

@@ -20,8 +20,8 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 class AttentionBounds(NamedTuple):
-    """Bounds of attention besides segments and order; `Mask` explains `window`, `chunk` and `looks_ahead`, `attend`
-    explains `softcap`."""
+    """Bounds of attention besides segments and order; `Mask` explains `window`, `chunk` and
+    `looks_ahead`, `attend` explains `softcap`."""
 
     window: int | None = None
     chunk: int | None = None
@@ -30,10 +30,12 @@ class AttentionBounds(NamedTuple):
 
 
 class Mask:
-    """Allows keys of the same document, or in trees of the path, that are not padding and not in the future.
+    """Allows keys of the same document, or in trees of the path, that are not padding and not in
+    the future.
 
-    window: a query looks back at most so many tokens, itself included. chunk: key and query lie in the same chunk of
-    positions. looks_ahead: where the step has blocks (`Step.until`), a query sees keys up to the end of its block.
+    window: a query looks back at most so many tokens, itself included. chunk: key and query lie in
+    the same chunk of positions. looks_ahead: where the step has blocks (`Step.until`), a query sees
+    keys up to the end of its block.
     """
 
     def __init__(
@@ -46,22 +48,34 @@ class Mask:
     ):
         ahead = (step.until,) if looks_ahead and step.until is not None else ()
         self.queries = (step.positions, step.segments, *ahead)
-        self.keys = (visible.positions, visible.segments, *(() if visible.last is None else (visible.last,)))
-        self.window, self.chunk = window, chunk
+        self.keys = (
+            visible.positions,
+            visible.segments,
+            *(() if visible.last is None else (visible.last,)),
+        )
+        self.window = window
+        self.chunk = chunk
 
     def between(self, queries: tuple, keys: tuple) -> Mask:
         """Returns the same rule for other queries and keys."""
         other = copy.copy(self)
-        other.queries, other.keys = queries, keys
+        other.queries = queries
+        other.keys = keys
         return other
 
-    def of(self, positions_BT: jax.Array, segments_BT: jax.Array, until_BT: jax.Array | None = None) -> jax.Array:
-        """Returns the mask bool[B, T, C] of some queries. The arguments are the arrays of `queries`, cut along T."""
+    def of(
+        self, positions_BT: jax.Array, segments_BT: jax.Array, until_BT: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns the mask bool[B, T, C] of some queries. The arguments are the arrays of
+        `queries`, cut along T."""
         k_positions, k_segments, *k_last = (a[:, None, :] for a in self.keys)
-        positions, segments = positions_BT[..., None], segments_BT[..., None]
+        positions = positions_BT[..., None]
+        segments = segments_BT[..., None]
         back = positions - k_positions
         seen = back >= 0 if until_BT is None else k_positions <= until_BT[..., None]
-        same = (k_segments <= segments) & (segments <= k_last[0]) if k_last else segments == k_segments
+        same = (
+            (k_segments <= segments) & (segments <= k_last[0]) if k_last else segments == k_segments
+        )
         allowed = seen & same & (segments != 0)
         if self.window:
             allowed &= back < self.window
@@ -79,9 +93,11 @@ def attend(
     softcap: float | None = None,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes softmax(q k^T) v with the scale already in q and the softmax in float32: [B, H, T, Dv].
+    """Computes softmax(q k^T) v with the scale already in q and the softmax in float32: [B, H, T,
+    Dv].
 
-    chunk: more queries than this are taken in chunks whose scores are recomputed in the backward pass, so that memory
+    chunk: more queries than this are taken in chunks whose scores are recomputed in the backward
+    pass, so that memory
         grows with T, not with T^2.
     softcap: c bounds the scores by c tanh(s / c), before the mask.
     sinks: one more score of each head, without a value.
@@ -95,11 +111,16 @@ def attend(
 
     def some(q_BKGtD, *queries):
         if T == 1:
-            # Keys on the left are read where they are; on the right XLA transposes them for every token on CPU.
-            scores = jnp.einsum("bkcd,bkgtd->bkcgt", k_BKCD, q_BKGtD, preferred_element_type=jnp.float32)
+            # Keys on the left are read where they are; on the right XLA transposes them for every
+            # token on CPU.
+            scores = jnp.einsum(
+                "bkcd,bkgtd->bkcgt", k_BKCD, q_BKGtD, preferred_element_type=jnp.float32
+            )
             scores = jnp.moveaxis(scores, 2, -1)
         else:
-            scores = jnp.einsum("bkgtd,bkcd->bkgtc", q_BKGtD, k_BKCD, preferred_element_type=jnp.float32)
+            scores = jnp.einsum(
+                "bkgtd,bkcd->bkgtc", q_BKGtD, k_BKCD, preferred_element_type=jnp.float32
+            )
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(mask.of(*queries)[:, None, None], scores, MASKED)
@@ -117,7 +138,9 @@ def attend(
 
 def _by_device(q_BHTD, k_BKCD, v_BKCD, mask: Mask, chunk: int, softcap, sinks_H) -> jax.Array:
     """Runs `attend` on every device with its own rows and heads."""
-    H, K, heads = q_BHTD.shape[1], k_BKCD.shape[1], spec_of(q_BHTD)[1]
+    H = q_BHTD.shape[1]
+    K = k_BKCD.shape[1]
+    heads = spec_of(q_BHTD)[1]
     if 1 < K < H and spec_of(k_BKCD)[1] != heads:
         # The mesh cuts query heads only: every device needs the keys of its own.
         k_BKCD, v_BKCD = (jnp.repeat(a, H // K, axis=1) for a in (k_BKCD, v_BKCD))

@@ -1,9 +1,9 @@
-"""Attention kernels for NVIDIA GPUs: jax's own, written in Pallas and compiled by Triton, loaded where they are used.
-policy/attention/flash_attention.py and policy/attention/paged_attention.py choose them. The dense form is their
-oracle.
+"""Attention kernels for NVIDIA GPUs: jax's own, written in Pallas and compiled by Triton, loaded
+where they are used. policy/attention/flash_attention.py and policy/attention/paged_attention.py
+choose them. The dense form is their oracle.
 
-B rows, T tokens, H query heads, K key-value heads, G = H / K, D head dimension, N pages, P tokens of a page, M pages of
-a row.
+B rows, T tokens, H query heads, K key-value heads, G = H / K, D head dimension, N pages, P tokens
+of a page, M pages of a row.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import jax
 import jax.numpy as jnp
 
 # Queries and keys of a block, in the forward and in the backward pass.
-FORWARD, BACKWARD = 128, 32
-# Triton multiplies blocks of 16 x 16 at least. With a head of more numbers a block of 128 queries and its keys do not
-# fit a multiprocessor of 100 KiB.
-SMALLEST, LARGEST_HEAD = 16, 128
-# Keys that a decoding kernel works on at a time, and the largest number of programs that share the pages of a row.
-BLOCK_KEYS, SPLITS = 128, 16
+FORWARD = 128
+BACKWARD = 32
+# Triton multiplies blocks of 16 x 16 at least. With a head of more numbers a block of 128 queries
+# and its keys do not fit a multiprocessor of 100 KiB.
+SMALLEST = 16
+LARGEST_HEAD = 128
+# Keys that a decoding kernel works on at a time, and the largest number of programs that share the
+# pages of a row.
+BLOCK_KEYS = 128
+SPLITS = 16
 
 
 def supports_heads(keys: int, values: int) -> bool:
@@ -36,14 +40,15 @@ def flash_attention(
 ) -> jax.Array:
     """Computes causal attention within segments, the scale already in q: [B, H, T, D].
 
-    T is padded to full blocks, of segment 0. Query heads that share keys read the same keys. There is no kernel with
-    sinks: `sinks` must be None.
+    T is padded to full blocks, of segment 0. Query heads that share keys read the same keys. There
+    is no kernel with sinks: `sinks` must be None.
     """
     from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 
     assert sinks_H is None
     B, H, T, D = q_BHTD.shape
-    K, filling = k_BKTD.shape[1], -T % FORWARD
+    K = k_BKTD.shape[1]
+    filling = -T % FORWARD
 
     def by_token(a):
         return jnp.swapaxes(jnp.pad(a, ((0, 0), (0, 0), (0, filling), (0, 0))), 1, 2)
@@ -75,10 +80,12 @@ def attend_pages(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attends to the first lengths[b] >= 1 entries of the pages table[b], the scale already in q: [B, H, D]."""
+    """Attends to the first lengths[b] >= 1 entries of the pages table[b], the scale already in q:
+    [B, H, D]."""
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
-    M, block = table_BM.shape[1], max(1, BLOCK_KEYS // k_KNPD.shape[2])
+    M = table_BM.shape[1]
+    block = max(1, BLOCK_KEYS // k_KNPD.shape[2])
     splits = min(SPLITS, -(-M // block))
     table = jnp.pad(table_BM, ((0, 0), (0, -M % (splits * block))))
     return paged_attention(

@@ -1,6 +1,8 @@
-"""The indexer of sparse latent attention (arXiv 2512.02556), which selects the keys that a query may see.
+"""The indexer of sparse latent attention (arXiv 2512.02556), which selects the keys that a query
+may see.
 
-B rows, T queries, C visible keys, H index heads, D index dimension, r rank of the query latent, k selected keys.
+B rows, T queries, C visible keys, H index heads, D index dimension, r rank of the query latent, k
+selected keys.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class KeyIndexer(nnx.Module):
 
     def __init__(self, spec: Indexer, q_lora_rank: int, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
-        E, H, D = config.hidden_size, spec.heads, spec.head_dim
+        E = config.hidden_size
+        H = spec.heads
+        D = spec.head_dim
         init = normal(config.initializer_range)
         self.wq_b = weight(rngs, (q_lora_rank, H, D), ("q_lora", "q_heads", "kv"), init)
         self.wk = weight(rngs, (E, D), ("embed", "kv"), init)
@@ -44,34 +48,45 @@ class KeyIndexer(nnx.Module):
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         """Returns ((queries [B, T, H, D], their weights float32[B, T, H]), keys [B, 1, T, D]).
 
-        The weights are computed in float32 whatever the dtype: lower precision decides near ties differently.
+        The weights are computed in float32 whatever the dtype: lower precision decides near ties
+        differently.
         """
-        spec, dtype = self.spec, x_BTE.dtype
+        spec = self.spec
+        dtype = x_BTE.dtype
         x, q_latent = jax.lax.stop_gradient((x_BTE, q_latent_BTr))
         table = step.rotation(spec.rope)
-        q = rotate(jnp.einsum("btr,rhd->bhtd", q_latent, self.wq_b[...].astype(dtype)), spec.rope, table)
+        q = rotate(
+            jnp.einsum("btr,rhd->bhtd", q_latent, self.wq_b[...].astype(dtype)), spec.rope, table
+        )
         k = rotate(self.k_norm(x @ self.wk[...].astype(dtype))[:, None], spec.rope, table)
-        w = jnp.dot(x.astype(jnp.float32), self.weights_proj[...].astype(jnp.float32), precision="highest")
+        w = jnp.dot(
+            x.astype(jnp.float32), self.weights_proj[...].astype(jnp.float32), precision="highest"
+        )
         return (jnp.swapaxes(q, 1, 2), w * spec.heads**-0.5), k
 
 
-def by_rows(select, layout: Layout | None, *arrays_BTC: jax.Array, shared: tuple[jax.Array, ...] = ()):
-    """Runs `select` on each device's own queries: the partitioner would gather all rows on every device for top_k.
-    `shared`: further arguments [B, ...], which all queries of a row read."""
+def by_rows(
+    select, layout: Layout | None, *arrays_BTC: jax.Array, shared: tuple[jax.Array, ...] = ()
+):
+    """Runs `select` on each device's own queries: the partitioner would gather all rows on every
+    device for top_k. `shared`: further arguments [B, ...], which all queries of a row read."""
     if layout is None or layout.mesh.size == 1:
         return select(*arrays_BTC, *shared)
-    queries = layout.spec(("cache_batch" if layout.rows_move else "batch", "length", None), arrays_BTC[0].shape)
-    specs = (*[queries] * len(arrays_BTC), *[PartitionSpec(queries[0])] * len(shared))
-    return jax.shard_map(select, mesh=layout.mesh, in_specs=specs, out_specs=queries, check_vma=False)(
-        *arrays_BTC, *shared
+    queries = layout.spec(
+        ("cache_batch" if layout.rows_move else "batch", "length", None), arrays_BTC[0].shape
     )
+    specs = (*[queries] * len(arrays_BTC), *[PartitionSpec(queries[0])] * len(shared))
+    return jax.shard_map(
+        select, mesh=layout.mesh, in_specs=specs, out_specs=queries, check_vma=False
+    )(*arrays_BTC, *shared)
 
 
 class IndexedMask(Mask):
-    """Allows the `topk` visible keys with the largest index scores; at equal scores the earlier key wins.
+    """Allows the `topk` visible keys with the largest index scores; at equal scores the earlier key
+    wins.
 
-    With no more than `topk` keys it allows all of them and scores none. counts: (`Tree.count` of the queries,) in
-    trees, else ().
+    With no more than `topk` keys it allows all of them and scores none. counts: (`Tree.count` of
+    the queries,) in trees, else ().
     """
 
     def __init__(
@@ -83,12 +98,16 @@ class IndexedMask(Mask):
         layout: Layout | None = None,
     ):
         super().__init__(step, visible)
-        self.layout, self.step, self.own = layout, step, visible
+        self.layout = layout
+        self.step = step
+        self.own = visible
         if layout is not None and layout.rows_move:
             q, w = (constrain(a, ("cache_batch", *[None] * (a.ndim - 1)), layout) for a in queries)
             queries = q, w
         self.queries: tuple[jax.Array, ...] = (*self.queries, *queries)
-        self.index_keys, self.topk, self.spec = visible.arrays["index"][:, 0], spec.topk, spec
+        self.index_keys = visible.arrays["index"][:, 0]
+        self.topk = spec.topk
+        self.spec = spec
         self.counts: tuple[jax.Array, ...] = () if step.tree is None else (step.tree.count,)
 
     @property
@@ -102,8 +121,15 @@ class IndexedMask(Mask):
 
     def scores(self, q_BTHD: jax.Array, w_BTH: jax.Array) -> jax.Array:
         """Returns the index scores of all keys, visible or not, float32[B, T, C]."""
-        dots = jnp.einsum("bthd,bcd->bthc", q_BTHD, self.index_keys, preferred_element_type=jnp.float32)
-        return jnp.einsum("bthc,bth->btc", jax.nn.relu(dots * q_BTHD.shape[-1] ** -0.5), w_BTH, precision="highest")
+        dots = jnp.einsum(
+            "bthd,bcd->bthc", q_BTHD, self.index_keys, preferred_element_type=jnp.float32
+        )
+        return jnp.einsum(
+            "bthc,bth->btc",
+            jax.nn.relu(dots * q_BTHD.shape[-1] ** -0.5),
+            w_BTH,
+            precision="highest",
+        )
 
     def best(self, visible_BTC: jax.Array, scores_BTC: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns (indices of the selected keys int32[B, T, k], whether each counts bool[B, T, k]).
@@ -113,7 +139,9 @@ class IndexedMask(Mask):
         return self._choose(self._best, visible_BTC, scores_BTC)
 
     def _best(self, visible_BTC, scores_BTC):
-        _, chosen = jax.lax.top_k(jnp.where(visible_BTC, scores_BTC, -jnp.inf), min(self.topk, scores_BTC.shape[-1]))
+        _, chosen = jax.lax.top_k(
+            jnp.where(visible_BTC, scores_BTC, -jnp.inf), min(self.topk, scores_BTC.shape[-1])
+        )
         return chosen, jnp.take_along_axis(visible_BTC, chosen, axis=-1)
 
     def kept(self, visible_BTC: jax.Array, scores_BTC: jax.Array) -> jax.Array:
@@ -124,7 +152,9 @@ class IndexedMask(Mask):
         chosen, counts = self._best(visible_BTC, scores_BTC)
         B, T, _ = chosen.shape
         none = jnp.zeros(visible_BTC.shape, jnp.bool_)
-        return none.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], chosen].set(counts, unique_indices=True)
+        return none.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], chosen].set(
+            counts, unique_indices=True
+        )
 
     def _choose(self, select, visible_BTC, scores_BTC):
         return by_rows(select, self.layout, visible_BTC, jax.lax.stop_gradient(scores_BTC))
@@ -141,43 +171,62 @@ class IndexedMask(Mask):
     def choose(
         self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array, w_BTH: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns `best` of some queries. The arguments are the arrays of `queries`, cut along T."""
+        """Returns `best` of some queries. The arguments are the arrays of `queries`, cut along
+        T."""
         return self.best(self.visible(positions_BT, segments_BT), self.scores(q_BTHD, w_BTH))
 
-    def of(self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array, w_BTH: jax.Array) -> jax.Array:
-        """Returns the mask bool[B, T, C] of some queries. The arguments are the arrays of `queries`, cut along T."""
+    def of(
+        self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array, w_BTH: jax.Array
+    ) -> jax.Array:
+        """Returns the mask bool[B, T, C] of some queries. The arguments are the arrays of
+        `queries`, cut along T."""
         visible = self.visible(positions_BT, segments_BT)
         return self.kept(visible, self.scores(q_BTHD, w_BTH)) if self.selects else visible
 
 
 class SelectedMask(Mask):
-    """Allows the keys that an indexer selected: columns int32[B, T, k], -1 where a query has fewer."""
+    """Allows the keys that an indexer selected: columns int32[B, T, k], -1 where a query has
+    fewer."""
 
-    def __init__(self, step: Step, visible: Visible, selection: jax.Array, layout: Layout | None = None):
+    def __init__(
+        self, step: Step, visible: Visible, selection: jax.Array, layout: Layout | None = None
+    ):
         super().__init__(step, visible)
-        self.layout, self.columns, self.topk = layout, visible.positions.shape[1], selection.shape[-1]
+        self.layout = layout
+        self.columns = visible.positions.shape[1]
+        self.topk = selection.shape[-1]
         self.queries: tuple[jax.Array, ...] = (*self.queries, selection)
 
     def choose(
         self, positions_BT: jax.Array, segments_BT: jax.Array, selection_BTk: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (indices of the selected keys int32[B, T, k], whether each counts bool[B, T, k])."""
+        """Returns (indices of the selected keys int32[B, T, k], whether each counts bool[B, T,
+        k])."""
         return jnp.maximum(selection_BTk, 0), selection_BTk >= 0
 
-    def of(self, positions_BT: jax.Array, segments_BT: jax.Array, selection_BTk: jax.Array) -> jax.Array:
-        """Returns the mask bool[B, T, C] of some queries. The arguments are the arrays of `queries`, cut along T."""
+    def of(
+        self, positions_BT: jax.Array, segments_BT: jax.Array, selection_BTk: jax.Array
+    ) -> jax.Array:
+        """Returns the mask bool[B, T, C] of some queries. The arguments are the arrays of
+        `queries`, cut along T."""
         return by_rows(self._allowed, self.layout, selection_BTk)
 
     def _allowed(self, selection_BTk: jax.Array) -> jax.Array:
         B, T, _ = selection_BTk.shape
-        columns = jnp.where(selection_BTk >= 0, selection_BTk, self.columns)  # past the last column: dropped
+        columns = jnp.where(
+            selection_BTk >= 0, selection_BTk, self.columns
+        )  # past the last column: dropped
         none = jnp.zeros((B, T, self.columns), jnp.bool_)
-        return none.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], columns].set(True, mode="drop")
+        return none.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], columns].set(
+            True, mode="drop"
+        )
 
 
-def with_auto_axes(layer: nnx.Module, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, LayerAux]:
-    """Runs an attention layer without a cache in explicit mode and leaves shardings to the partitioner: a choice of
-    keys has none of its own. Returns (x_BTE, LayerAux)."""
+def with_auto_axes(
+    layer: nnx.Module, x_BTE: jax.Array, step: Step, runtime: Runtime
+) -> tuple[jax.Array, LayerAux]:
+    """Runs an attention layer without a cache in explicit mode and leaves shardings to the
+    partitioner: a choice of keys has none of its own. Returns (x_BTE, LayerAux)."""
     weights, module = split_module(layer)
 
     def run(weights, x_BTE, step):

@@ -1,7 +1,7 @@
 """Multi-head latent attention (arXiv 2405.04434, section 2.1).
 
-E hidden, H heads, r and c ranks of the query and key-value latents, N / R / V dimensions of the part without rotation,
-the rotated part and the values.
+E hidden, H heads, r and c ranks of the query and key-value latents, N / R / V dimensions of the
+part without rotation, the rotated part and the values.
 """
 
 from __future__ import annotations
@@ -44,38 +44,52 @@ class Expansion:
     nope_dim: int
     runtime: Runtime
 
-    def __call__(self, parts: tuple[jax.Array, jax.Array], weights: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, parts: tuple[jax.Array, jax.Array], weights: tuple[jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         latent_B1Tc, k_rope_B1TR = parts
         expanded = linear("btc,chd->bhtd", latent_B1Tc[:, 0], weights[0], self.runtime)
         k_nope, values = jnp.split(expanded, [self.nope_dim], axis=-1)
-        k_rope = reshard_like(jnp.broadcast_to(k_rope_B1TR, (*k_nope.shape[:3], k_rope_B1TR.shape[-1])), k_nope)
+        k_rope = reshard_like(
+            jnp.broadcast_to(k_rope_B1TR, (*k_nope.shape[:3], k_rope_B1TR.shape[-1])), k_nope
+        )
         keys = jnp.concatenate([k_nope, k_rope], axis=-1)
         return checkpoint_name(keys, "key_proj"), checkpoint_name(values, "value_proj")
 
 
 class MultiHeadLatentAttention(nnx.Module):
-    """Computes keys and values from a normalised latent of c numbers; all heads share one rotated key of R numbers.
+    """Computes keys and values from a normalised latent of c numbers; all heads share one rotated
+    key of R numbers.
 
-    Without a cache keys and values are expanded. With a cache only (latent, rotated key) is stored, c + R numbers per
-    token, and the expansion is absorbed into the query and the output: the same function, with one key-value head of c
-    + R. A call that sees its own tokens only and is served by a kernel expands them as well: N + R + V products per
-    pair of tokens, not 2 c + R.
+    Without a cache keys and values are expanded. With a cache only (latent, rotated key) is stored,
+    c + R numbers per token, and the expansion is absorbed into the query and the output: the same
+    function, with one key-value head of c + R. A call that sees its own tokens only and is served
+    by a kernel expands them as well: N + R + V products per pair of tokens, not 2 c + R.
     """
 
     def __init__(self, spec: LatentAttention, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
-        E, H, c, r = config.hidden_size, spec.heads, spec.kv_lora_rank, spec.q_lora_rank
-        N, R, V = spec.nope_dim, spec.rope.dim, spec.v_dim
+        E = config.hidden_size
+        H = spec.heads
+        c = spec.kv_lora_rank
+        r = spec.q_lora_rank
+        N = spec.nope_dim
+        R = spec.rope.dim
+        V = spec.v_dim
         init = normal(config.initializer_range)
         if r is None:
             self.q_proj = weight(rngs, (E, H, N + R), ("embed", "q_heads", "kv"), init, inputs=(0,))
         else:
             self.q_a_proj = weight(rngs, (E, r), ("embed", "q_lora_up_proj"), init, inputs=(0,))
             self.q_a_layernorm = RMSNorm(r, spec.norm, rngs)
-            self.q_b_proj = weight(rngs, (r, H, N + R), ("q_lora", "q_heads", "kv"), init, inputs=(0,))
+            self.q_b_proj = weight(
+                rngs, (r, H, N + R), ("q_lora", "q_heads", "kv"), init, inputs=(0,)
+            )
         self.kv_a_proj = weight(rngs, (E, c + R), ("embed", "kv_lora_up_proj"), init, inputs=(0,))
         self.kv_a_layernorm = RMSNorm(c, spec.norm, rngs)
-        self.kv_b_proj = weight(rngs, (c, H, N + V), ("kv_lora", "kv_heads", "kv_head_dim"), init, inputs=(0,))
+        self.kv_b_proj = weight(
+            rngs, (c, H, N + V), ("kv_lora", "kv_heads", "kv_head_dim"), init, inputs=(0,)
+        )
         self.o_proj = weight(rngs, (H, V, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
         if spec.bias:
             if r is not None:
@@ -95,10 +109,14 @@ class MultiHeadLatentAttention(nnx.Module):
         q_latent = self._query_latent(x_BTE, step, runtime)
         queries = decoded(self._queries(x_BTE, q_latent, runtime), step, runtime.layout, "q_heads")
         if spec.temperature is not None:  # of the rotated part as well: a rotation keeps factors
-            queries = (queries * temperature(spec.temperature, step.positions)).astype(queries.dtype)
+            queries = (queries * temperature(spec.temperature, step.positions)).astype(
+                queries.dtype
+            )
         q_nope, q_rope = jnp.split(queries, [spec.nope_dim], axis=-1)
         q_rope = self._rotated(q_rope, step)
-        kv_a = decoded(linear("bte,er->btr", x_BTE, self.kv_a_proj[...], runtime), step, runtime.layout)
+        kv_a = decoded(
+            linear("bte,er->btr", x_BTE, self.kv_a_proj[...], runtime), step, runtime.layout
+        )
         kv_a = checkpoint_name(self._biased(kv_a, "kv_a"), "kv_wa_proj")
         latent, k_rope = jnp.split(kv_a, [spec.kv_lora_rank], axis=-1)
         latent = checkpoint_name(self.kv_a_layernorm(latent), "mla_kv")
@@ -108,22 +126,32 @@ class MultiHeadLatentAttention(nnx.Module):
         index_keys = None if index_keys is None else to_cache(index_keys, layout)
         new = {} if index_keys is None else {"index": index_keys}
         unselected = spec.indexer is None and flash_attention.served(step, x_BTE.dtype, runtime)
-        visible, expanded = None, cache is None or unselected
+        visible = None
+        expanded = cache is None or unselected
         if cache is not None:
-            kept = jnp.concatenate([rounded(latent, (-1,), latent.dtype, runtime)[:, None], k_rope], axis=-1)
-            visible, cache = extend(cache, step, lookback=None, latent=to_cache(kept, layout), **new)
+            kept = jnp.concatenate(
+                [rounded(latent, (-1,), latent.dtype, runtime)[:, None], k_rope], axis=-1
+            )
+            visible, cache = extend(
+                cache, step, lookback=None, latent=to_cache(kept, layout), **new
+            )
         if expanded:
             q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
-            out, aux = self._expanded(q, (latent, k_rope), (index_queries, index_keys), step, cache, runtime)
+            out, aux = self._expanded(
+                q, (latent, k_rope), (index_queries, index_keys), step, cache, runtime
+            )
             out = checkpoint_name(checkpoint_name(out, "context"), "attention_out")
         else:
             assert cache is not None and visible is not None
-            w_k, w_v = jnp.split(rounded(self.kv_b_proj[...], (0,), x_BTE.dtype, runtime), [spec.nope_dim], axis=-1)
+            w_k, w_v = jnp.split(
+                rounded(self.kv_b_proj[...], (0,), x_BTE.dtype, runtime), [spec.nope_dim], axis=-1
+            )
             keys = visible.arrays["latent"]
             q = jnp.concatenate([jnp.einsum("bhtd,chd->bhtc", q_nope, w_k), q_rope], axis=-1)
             q = to_cache(q, layout)
             values = keys[..., : spec.kv_lora_rank]
-            out, aux = decode_latent(q * spec.scale, cache, step, spec, runtime), LayerAux()
+            out = decode_latent(q * spec.scale, cache, step, spec, runtime)
+            aux = LayerAux()
             if out is None:
                 mask = self._mask(step, visible, index_queries, cache, runtime)
                 out, aux = self._attend(q, keys, values, mask, cache, runtime)
@@ -142,25 +170,50 @@ class MultiHeadLatentAttention(nnx.Module):
             return None, None
         return self.indexer(x_BTE, q_latent_BTr, step)
 
-    def _expanded(self, q_BHTD, kept: tuple, index: tuple, step: Step, cache: LayerCache | None, runtime: Runtime):
+    def _expanded(
+        self,
+        q_BHTD,
+        kept: tuple,
+        index: tuple,
+        step: Step,
+        cache: LayerCache | None,
+        runtime: Runtime,
+    ):
         """Returns (attention over this call's own tokens [B, H, T, V], LayerAux).
 
-        kept: the latents [B, T, c] and rotated keys of the tokens. index: their index queries and keys.
+        kept: the latents [B, T, c] and rotated keys of the tokens. index: their index queries and
+        keys.
         """
-        expand, weights = Expansion(self.spec.nope_dim, runtime), (self.kv_b_proj[...],)
-        cut, indexed, (queries, keys) = applies(cache, step, runtime), self.spec.indexer is not None, index
-        parts, new = (kept[0][:, None], kept[1]), {} if keys is None else {"index": keys}
+        expand = Expansion(self.spec.nope_dim, runtime)
+        weights = (self.kv_b_proj[...],)
+        cut, indexed, (queries, keys) = (
+            applies(cache, step, runtime),
+            self.spec.indexer is not None,
+            index,
+        )
+        parts = (kept[0][:, None], kept[1])
+        new = {} if keys is None else {"index": keys}
         if cut and not indexed:
-            return attend_cut(q_BHTD * self.spec.scale, Keys(parts, weights, expand), step, runtime), LayerAux()
+            return attend_cut(
+                q_BHTD * self.spec.scale, Keys(parts, weights, expand), step, runtime
+            ), LayerAux()
         if cut:  # an indexer chooses among all keys of a row
-            parts, new = jax.tree.map(lambda a: replicate_length(a[:, 0], runtime)[:, None], (parts, new))
+            parts, new = jax.tree.map(
+                lambda a: replicate_length(a[:, 0], runtime)[:, None], (parts, new)
+            )
         k, v = expand(parts, weights)
-        kernels = () if indexed else (flash_attention.attend, *(() if cache else (block_attention.attend,)))
+        kernels = (
+            ()
+            if indexed
+            else (flash_attention.attend, *(() if cache else (block_attention.attend,)))
+        )
         for kernel in kernels:
             if (out := kernel(q_BHTD * self.spec.scale, k, v, step, runtime)) is not None:
                 return out, LayerAux()
         visible, _ = extend(None, step, k=k, v=v, **new)
-        return self._attend(q_BHTD, k, v, self._mask(step, visible, queries, None, runtime), None, runtime)
+        return self._attend(
+            q_BHTD, k, v, self._mask(step, visible, queries, None, runtime), None, runtime
+        )
 
     def _attend(
         self, q_BHTD, keys, values, mask: Mask, cache: LayerCache | None, runtime: Runtime
@@ -171,14 +224,23 @@ class MultiHeadLatentAttention(nnx.Module):
         return attend(q, keys, values, mask, runtime.attention_chunk), LayerAux()
 
     def _mask(
-        self, step: Step, visible: Visible, index_queries: tuple | None, cache: LayerCache | None, runtime: Runtime
+        self,
+        step: Step,
+        visible: Visible,
+        index_queries: tuple | None,
+        cache: LayerCache | None,
+        runtime: Runtime,
     ) -> Mask:
         indexer = self.spec.indexer
         if isinstance(indexer, Indexer):
             assert index_queries is not None
             return IndexedMask(step, visible, index_queries, indexer, runtime.layout)
         warms_up = cache is None and runtime.indexer == "dense_warmup"
-        if not isinstance(indexer, SharedIndexer) or warms_up or visible.positions.shape[1] <= indexer.topk:
+        if (
+            not isinstance(indexer, SharedIndexer)
+            or warms_up
+            or visible.positions.shape[1] <= indexer.topk
+        ):
             return Mask(step, visible)
         assert step.selection is not None, "the decoder hands on what an indexer chooses"
         return SelectedMask(step, visible, step.selection, runtime.layout)
@@ -186,14 +248,22 @@ class MultiHeadLatentAttention(nnx.Module):
     def _query_latent(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:
         if self.spec.q_lora_rank is None:
             return None
-        latent = decoded(linear("bte,er->btr", x_BTE, self.q_a_proj[...], runtime), step, runtime.layout)
+        latent = decoded(
+            linear("bte,er->btr", x_BTE, self.q_a_proj[...], runtime), step, runtime.layout
+        )
         latent = checkpoint_name(self._biased(latent, "q_a"), "query_wa_proj")
         return checkpoint_name(self.q_a_layernorm(latent), "mla_q")
 
-    def _queries(self, x_BTE: jax.Array, latent_BTr: jax.Array | None, runtime: Runtime) -> jax.Array:
+    def _queries(
+        self, x_BTE: jax.Array, latent_BTr: jax.Array | None, runtime: Runtime
+    ) -> jax.Array:
         if latent_BTr is None:
             return linear("bte,ehd->bhtd", x_BTE, self.q_proj[...], runtime)
         return linear("btr,rhd->bhtd", latent_BTr, self.q_b_proj[...], runtime)
 
     def _biased(self, x_BTE: jax.Array, name: str) -> jax.Array:
-        return x_BTE + getattr(self, f"{name}_bias")[...].astype(x_BTE.dtype) if self.spec.bias else x_BTE
+        return (
+            x_BTE + getattr(self, f"{name}_bias")[...].astype(x_BTE.dtype)
+            if self.spec.bias
+            else x_BTE
+        )

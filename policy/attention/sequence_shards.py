@@ -1,8 +1,10 @@
-"""Sequences that are cut over the mesh axis `context`: padded so that they divide, and ordered for even loads.
+"""Sequences that are cut over the mesh axis `context`: padded so that they divide, and ordered for
+even loads.
 
-In the plain order each of p devices has T / p neighbouring tokens. Under a causal mask the last device then has the
-most work. In the balanced order a row is 2p runs of neighbours, and device i has runs i and 2p - 1 - i, an early and a
-late one: every device then sees the same number of keys. Positions and segments tell masks what the order does not.
+In the plain order each of p devices has T / p neighbouring tokens. Under a causal mask the last
+device then has the most work. In the balanced order a row is 2p runs of neighbours, and device i
+has runs i and 2p - 1 - i, an early and a late one: every device then sees the same number of keys.
+Positions and segments tell masks what the order does not.
 
 B rows, T tokens, p devices, E hidden.
 """
@@ -39,7 +41,8 @@ def along_length(x: jax.Array, runtime: Runtime) -> jax.Array:
 
 
 def replicate_length(x: jax.Array, runtime: Runtime) -> jax.Array:
-    """Shards x [B, T, ...] so that each device has all tokens of its rows, as recurrent layers need them."""
+    """Shards x [B, T, ...] so that each device has all tokens of its rows, as recurrent layers need
+    them."""
     if not cuts(runtime.layout, x.shape[1]):
         return x
     return constrain(x, ("batch", *[None] * (x.ndim - 1)), runtime.layout)
@@ -54,8 +57,8 @@ def balanced_places(T: int, p: int) -> np.ndarray:
 def multiple(runtime: Runtime) -> int:
     """Returns the number whose multiples are the row lengths that divide evenly over the mesh.
 
-    1: rows are not padded, and are cut only if their length happens to divide. That holds also where an expert's
-    capacity is a share of the row.
+    1: rows are not padded, and are cut only if their length happens to divide. That holds also
+    where an expert's capacity is a share of the row.
     """
     layout = runtime.layout
     if layout is None or runtime.capacity_factor is not None:
@@ -77,10 +80,13 @@ class Order:
     @classmethod
     def of(cls, step: Step, cache: LayerCache | None, runtime: Runtime) -> Order | None:
         """Returns None where the tokens keep their order. Only contiguous rows are balanced."""
-        layout, T, parts = runtime.layout, step.segments.shape[1], multiple(runtime)
+        layout = runtime.layout
+        T = step.segments.shape[1]
+        parts = multiple(runtime)
         if cache is not None or parts == 1 or layout is None:
             return None
-        balanced, filled = runtime.context_load_balance and step.contiguous, -(-T // parts) * parts
+        balanced = runtime.context_load_balance and step.contiguous
+        filled = -(-T // parts) * parts
         return cls(layout, T, filled, balanced) if balanced or filled > T else None
 
     @property
@@ -92,16 +98,25 @@ class Order:
         """Returns tokens and step in the order that the layers compute in."""
 
         def reorder(a, fill=0):
-            a = jnp.pad(a, [(0, 0), (0, self.filled - self.length), *[(0, 0)] * (a.ndim - 2)], constant_values=fill)
+            a = jnp.pad(
+                a,
+                [(0, 0), (0, self.filled - self.length), *[(0, 0)] * (a.ndim - 2)],
+                constant_values=fill,
+            )
             return a[:, self.places] if self.balanced else a
 
-        changes: dict[str, Any] = {"positions": reorder(step.positions), "segments": reorder(step.segments)}
+        changes: dict[str, Any] = {
+            "positions": reorder(step.positions),
+            "segments": reorder(step.segments),
+        }
         if step.routes is not None:
             changes["routes"] = {path: reorder(each, UNKNOWN) for path, each in step.routes.items()}
         if step.media is not None:
             changes["media"] = replace(step.media, index=reorder(step.media.index, -1))
         if step.tree is not None:
-            changes["tree"] = Tree(**{name: reorder(getattr(step.tree, name), Tree.FILLS[name]) for name in Tree.FILLS})
+            changes["tree"] = Tree(
+                **{name: reorder(getattr(step.tree, name), Tree.FILLS[name]) for name in Tree.FILLS}
+            )
         for name in ("turns", "until"):
             if (array := getattr(step, name)) is not None:
                 changes[name] = reorder(array)
@@ -119,7 +134,11 @@ class Order:
         """Returns `aux` with its arrays per token in the original order, without padding."""
 
         def of_tokens(a):
-            a = a if a is None or not self.balanced else jnp.take(a, np.argsort(self.places), axis=2)
+            a = (
+                a
+                if a is None or not self.balanced
+                else jnp.take(a, np.argsort(self.places), axis=2)
+            )
             return None if a is None else a[:, :, : self.length]
 
         def of_layer(layer: LayerAux) -> LayerAux:
@@ -127,11 +146,15 @@ class Order:
             return replace(layer, **{name: of_tokens(getattr(layer, name)) for name in names})
 
         read = None if aux.mtp_input is None else self.leave(aux.mtp_input)
-        return replace(aux, layers={path: of_layer(layer) for path, layer in aux.layers.items()}, mtp_input=read)
+        return replace(
+            aux,
+            layers={path: of_layer(layer) for path, layer in aux.layers.items()},
+            mtp_input=read,
+        )
 
     def _exchanged(self, x_BTE: jax.Array) -> jax.Array:
-        """Brings tokens from the balanced to the original order. A device sends each of its two runs, one even and one
-        odd, to the device that has the run in the original order."""
+        """Brings tokens from the balanced to the original order. A device sends each of its two
+        runs, one even and one odd, to the device that has the run in the original order."""
         p = self.layout.mesh.shape[AXIS]
         runs = [(i, 2 * p - 1 - i) for i in range(p)]
 
@@ -141,12 +164,17 @@ class Order:
             received = []
             for parity in (0, 1):
                 run = jnp.where(first_is_even == (parity == 0), early, late)
-                to = [(i, next(r for r in both if r % 2 == parity) // 2) for i, both in enumerate(runs)]
+                to = [
+                    (i, next(r for r in both if r % 2 == parity) // 2)
+                    for i, both in enumerate(runs)
+                ]
                 received.append(jax.lax.ppermute(run, AXIS, to))
             return jnp.concatenate(received, axis=1)
 
         spec = self.layout.spec(("batch", "length", *[None] * (x_BTE.ndim - 2)), x_BTE.shape)
-        return jax.shard_map(local, mesh=self.layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x_BTE)
+        return jax.shard_map(
+            local, mesh=self.layout.mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )(x_BTE)
 
 
 @dataclass(frozen=True)
@@ -187,7 +215,8 @@ class FlatRows:
 
     @property
     def _blocks(self) -> tuple[int, int, int, int]:
-        """Returns (parts of the rows of the batch, rows per part, parts of the tokens, tokens per part)."""
+        """Returns (parts of the rows of the batch, rows per part, parts of the tokens, tokens per
+        part)."""
         assert self.base is not None
         b = self.base.sharding(("batch",), (self.B,)).shard_shape((self.B,))[0]
         p = self.base.mesh.shape[AXIS]

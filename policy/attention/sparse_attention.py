@@ -1,6 +1,7 @@
 """Attention over the keys that an indexer selects (arXiv 2512.02556, section 2.1).
 
-Decoding reads the selected latents alone. Training also computes the divergence that the indexer learns from.
+Decoding reads the selected latents alone. Training also computes the divergence that the indexer
+learns from.
 
 B rows, T queries, C visible keys, H heads, D dimension, k selected keys.
 """
@@ -25,12 +26,15 @@ def attend_selected(
     cache: LayerCache | None,
     runtime: Runtime,
 ) -> tuple[jax.Array, LayerAux]:
-    """Returns (softmax(q k^T) v over the selected keys [B, H, T, Dv], LayerAux), with the scale already in q.
+    """Returns (softmax(q k^T) v over the selected keys [B, H, T, Dv], LayerAux), with the scale
+    already in q.
 
-    With a cache, k and v are its entries "latent". Without one, `Runtime.indexer` says whether the indexer learns;
-    during its dense warm-up attention is over all visible keys. A mask that keeps its selection reports it.
+    With a cache, k and v are its entries "latent". Without one, `Runtime.indexer` says whether the
+    indexer learns; during its dense warm-up attention is over all visible keys. A mask that keeps
+    its selection reports it.
     """
-    chunk, aux = runtime.attention_chunk, LayerAux()
+    chunk = runtime.attention_chunk
+    aux = LayerAux()
     if isinstance(mask, IndexedMask):
         if mask.keeps or "selection" in runtime.record:
             aux = LayerAux(selection=_selection(mask, chunk))
@@ -46,8 +50,8 @@ def attend_selected(
 
 
 def _selection(mask: IndexedMask, chunk: int) -> jax.Array:
-    """Returns the columns that the mask selects, int32[B, T, k], -1 where there are fewer. Queries are taken in chunks
-    as in `attend`."""
+    """Returns the columns that the mask selects, int32[B, T, k], -1 where there are fewer. Queries
+    are taken in chunks as in `attend`."""
 
     def some(*queries):
         chosen, counts = mask.choose(*queries)
@@ -61,36 +65,49 @@ def _selection(mask: IndexedMask, chunk: int) -> jax.Array:
 
 
 def _gathers(T: int, C: int, topk: int) -> bool:
-    """Tells whether copying the selected latents out of the cache costs less than reading all of it.
+    """Tells whether copying the selected latents out of the cache costs less than reading all of
+    it.
 
-    The copies are T topk rows, written and read once, each for one query; the mask form reads the C rows once for all
-    queries.
+    The copies are T topk rows, written and read once, each for one query; the mask form reads the C
+    rows once for all queries.
     """
     return T * topk < C
 
 
-def _attend_copies(q_BHTD: jax.Array, v_dim: int, mask: IndexedMask | SelectedMask, cache: LayerCache) -> jax.Array:
-    """Attends to copies of the selected latents: [B, H, T, v_dim]. Values are the first `v_dim` numbers of a latent."""
+def _attend_copies(
+    q_BHTD: jax.Array, v_dim: int, mask: IndexedMask | SelectedMask, cache: LayerCache
+) -> jax.Array:
+    """Attends to copies of the selected latents: [B, H, T, v_dim]. Values are the first `v_dim`
+    numbers of a latent."""
     chosen, counts = mask.choose(*mask.queries)
     latents = gather_entries(cache, "latent", chosen, q_BHTD.dtype)[:, 0]
     scores = jnp.einsum("bhtd,btkd->bhtk", q_BHTD, latents, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(jnp.where(counts[:, None], scores, MASKED), axis=-1).astype(latents.dtype)
+    weights = jax.nn.softmax(jnp.where(counts[:, None], scores, MASKED), axis=-1).astype(
+        latents.dtype
+    )
     return jnp.einsum("bhtk,btkd->bhtd", weights, latents[..., :v_dim])
 
 
-def _attend_and_teach(q_BHTD: jax.Array, k_BHCD: jax.Array, v_BHCD: jax.Array, mask: IndexedMask, runtime: Runtime):
+def _attend_and_teach(
+    q_BHTD: jax.Array, k_BHCD: jax.Array, v_BHCD: jax.Array, mask: IndexedMask, runtime: Runtime
+):
     """Returns (attention [B, H, T, Dv], Indexing).
 
-    The indexer learns from the attention weights of the output itself, so the divergence costs no product except the
-    index scores, which the selection needs anyway. Queries are taken in chunks as in `attend`: at most [B, H, chunk, C]
-    weights exist at a time, and the backward pass recomputes them once for output and divergence.
+    The indexer learns from the attention weights of the output itself, so the divergence costs no
+    product except the index scores, which the selection needs anyway. Queries are taken in chunks
+    as in `attend`: at most [B, H, chunk, C] weights exist at a time, and the backward pass
+    recomputes them once for output and divergence.
     """
-    T, chunk, dense = q_BHTD.shape[2], runtime.attention_chunk, runtime.indexer == "dense_warmup"
+    T = q_BHTD.shape[2]
+    chunk = runtime.attention_chunk
+    dense = runtime.indexer == "dense_warmup"
     of_queries = (*mask.queries, *mask.counts)
 
     def some(q_BHtD, *of_queries):
-        queries, counts = of_queries[: len(mask.queries)], of_queries[len(mask.queries) :]
-        visible, index = mask.visible(*queries), mask.scores(*queries[2:])
+        queries = of_queries[: len(mask.queries)]
+        counts = of_queries[len(mask.queries) :]
+        visible = mask.visible(*queries)
+        index = mask.scores(*queries[2:])
         kept = mask.kept(visible, index)
         allowed = visible if dense else kept
         scores = jnp.einsum("bhtd,bhcd->bhtc", q_BHtD, k_BHCD, preferred_element_type=jnp.float32)
@@ -107,14 +124,16 @@ def _attend_and_teach(q_BHTD: jax.Array, k_BHCD: jax.Array, v_BHCD: jax.Array, m
 
 
 def _compared(p_BTC, scores_BTC, allowed_BTC, kept_BTC, counts_BT=None) -> Indexing:
-    """Returns the divergence of softmax(scores) from p over the allowed keys, and the share of p on the kept keys.
+    """Returns the divergence of softmax(scores) from p over the allowed keys, and the share of p on
+    the kept keys.
 
-    p: the attention weights, summed over heads. Padding adds 0 to both: none of its keys is allowed. counts: how many
-    sequences a query of a tree stands for.
+    p: the attention weights, summed over heads. Padding adds 0 to both: none of its keys is
+    allowed. counts: how many sequences a query of a tree stands for.
     """
     p = p_BTC / jnp.maximum(p_BTC.sum(axis=-1, keepdims=True), 1e-30)
     log_q = jax.nn.log_softmax(jnp.where(allowed_BTC, scores_BTC, MASKED), axis=-1)
     terms = jnp.where(allowed_BTC & (p > 0), p * (jnp.log(jnp.where(p > 0, p, 1.0)) - log_q), 0.0)
     if counts_BT is not None:
-        terms, p = terms * counts_BT[..., None], p * counts_BT[..., None]
+        terms = terms * counts_BT[..., None]
+        p = p * counts_BT[..., None]
     return Indexing(terms.sum(), None if kept_BTC is None else jnp.sum(p, where=kept_BTC))

@@ -1,9 +1,12 @@
-"""A TPU kernel for attention of one new token per row over the window that it sees of a paged cache.
+"""A TPU kernel for attention of one new token per row over the window that it sees of a paged
+cache.
 
-policy/attention/paged_attention.py chooses it, for layers whose queries look back a limited number of tokens. The
-dense form, which copies the pages of the window first, is its oracle (policy/attention/dot_product_attention.py).
+policy/attention/paged_attention.py chooses it, for layers whose queries look back a limited number
+of tokens. The dense form, which copies the pages of the window first, is its oracle
+(policy/attention/dot_product_attention.py).
 
-B rows, H query heads, K key-value heads, G = H / K, D head dimension, N pages, P tokens of a page, M pages of a row.
+B rows, H query heads, K key-value heads, G = H / K, D head dimension, N pages, P tokens of a page,
+M pages of a row.
 """
 
 from __future__ import annotations
@@ -37,11 +40,12 @@ def attend(
 ) -> jax.Array:
     """Computes softmax(q k^T) v over some entries of each row, the scale already in q: [B, H, D].
 
-    table: the pages that hold them. bounds: int32, the first entry that row b sees and the one after its last, counted
-    from the start of table[b]; it sees one at least. block: pages that are worked on at a time.
+    table: the pages that hold them. bounds: int32, the first entry that row b sees and the one
+    after its last, counted from the start of table[b]; it sees one at least. block: pages that are
+    worked on at a time.
 
-    One program per row and key-value head reads its pages in blocks and holds the softmax so far as (maximum, sum,
-    output). Pages without a visible entry are not read.
+    One program per row and key-value head reads its pages in blocks and holds the softmax so far as
+    (maximum, sum, output). Pages without a visible entry are not read.
     """
     B, H, D = q_BHD.shape
     K = len(k_KNPD)
@@ -77,21 +81,35 @@ def _kernel(bounds, table, q, *refs, softcap):
 
     blocks = PageBlocks(table, (k_pool, v_pool), scratch, is_seen)
     row, _ = blocks.row_and_head(pl.program_id(0))
-    first, end = bounds[2 * row], bounds[2 * row + 1]
+    first = bounds[2 * row]
+    end = bounds[2 * row + 1]
 
     def work(start, carry, keys, values):
         top, total, sum_GD = carry
         queries = q[...].astype(keys.dtype)
-        scores = jax.lax.dot_general(queries, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        scores = jax.lax.dot_general(
+            queries, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
         scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
         entry = start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         visible = (entry >= first) & (entry < end)
-        higher = jnp.maximum(top, jnp.max(jnp.where(visible, scores, MASKED), axis=1, keepdims=True))
-        shrink, weights = jnp.exp(top - higher), jnp.where(visible, jnp.exp(scores - higher), 0.0)
+        higher = jnp.maximum(
+            top, jnp.max(jnp.where(visible, scores, MASKED), axis=1, keepdims=True)
+        )
+        shrink = jnp.exp(top - higher)
+        weights = jnp.where(visible, jnp.exp(scores - higher), 0.0)
         seen = jnp.dot(weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        return higher, shrink * total + jnp.sum(weights, axis=1, keepdims=True), shrink * sum_GD + seen
+        return (
+            higher,
+            shrink * total + jnp.sum(weights, axis=1, keepdims=True),
+            shrink * sum_GD + seen,
+        )
 
     G, D = q.shape
-    nothing = jnp.full((G, 1), MASKED, jnp.float32), jnp.zeros((G, 1), jnp.float32), jnp.zeros((G, D), jnp.float32)
+    nothing = (
+        jnp.full((G, 1), MASKED, jnp.float32),
+        jnp.zeros((G, 1), jnp.float32),
+        jnp.zeros((G, D), jnp.float32),
+    )
     _, total, sum_GD = blocks.fold(end, work, nothing)
     out[...] = (sum_GD / total).astype(out.dtype)

@@ -1,19 +1,21 @@
 """The cache of a decoder. It creates, copies and measures the entries of all layers as one tree.
 
-An entry by position belongs to one token. These entries are contiguous, C for each slot, or lie in pools of pages
-(policy/cache/pages.py); then each call gets a page table of its rows. Both forms store states of fixed size (recurrent
-layers) and sliding windows (policy/cache/sliding_window.py) by slot. policy/cache/layer_cache.py reads and writes the
-entries of one layer.
+An entry by position belongs to one token. These entries are contiguous, C for each slot, or lie in
+pools of pages (policy/cache/pages.py); then each call gets a page table of its rows. Both forms
+store states of fixed size (recurrent layers) and sliding windows (policy/cache/sliding_window.py)
+by slot. policy/cache/layer_cache.py reads and writes the entries of one layer.
 
-The cache of a stack is a tuple of parts. A scanned stack has one part with the entries of all its repeats; an unrolled
-stack has one part per repeat.
+The cache of a stack is a tuple of parts. A scanned stack has one part with the entries of all its
+repeats; an unrolled stack has one part per repeat.
 
-A call may write tokens that are rejected later: drafted tokens of speculative decoding. An entry by position needs no
-undo: its position is larger than that of any query, so it is masked, and the next token overwrites it. A state of fixed
-size has no position. With `Runtime.tentative` a layer leaves its state in the cache unchanged and returns the states
-after each token in `LayerAux.states`. `commit` then writes the state after the last accepted token.
+A call may write tokens that are rejected later: drafted tokens of speculative decoding. An entry by
+position needs no undo: its position is larger than that of any query, so it is masked, and the next
+token overwrites it. A state of fixed size has no position. With `Runtime.tentative` a layer leaves
+its state in the cache unchanged and returns the states after each token in `LayerAux.states`.
+`commit` then writes the state after the last accepted token.
 
-Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension, B rows, T tokens, M pages of a row.
+Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension, B rows, T tokens,
+M pages of a row.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ def _map_arrays(by_slot: Callable, by_page: Callable, *caches: Any) -> Any:
 def constrained(cache: Any, layout: Layout) -> Any:
     """Constrains each array to its sharding.
 
-    Otherwise the compiler may give the result another sharding than the donated cache has. This costs a copy now and a
-    recompilation at the next call.
+    Otherwise the compiler may give the result another sharding than the donated cache has. This
+    costs a copy now and a recompilation at the next call.
     """
 
     def constrain(axes, array):
@@ -66,19 +68,27 @@ def constrained(cache: Any, layout: Layout) -> Any:
 
 def by_axes(function: Callable, cache: Any) -> Any:
     """Replaces each array by `function(logical axes, array)`."""
-    return _map_arrays(partial(function, AXES), lambda pool: jax.tree.map(partial(function, pages.AXES), pool), cache)
+    return _map_arrays(
+        partial(function, AXES),
+        lambda pool: jax.tree.map(partial(function, pages.AXES), pool),
+        cache,
+    )
 
 
 def rows_of(cache: Any, slots_B: jax.Array) -> Any:
-    """Returns the cache of a call whose row b is slot slots[b]: arrays by slot [R, B, K, C, D], pools unchanged.
+    """Returns the cache of a call whose row b is slot slots[b]: arrays by slot [R, B, K, C, D],
+    pools unchanged.
 
     A slot past the end gives the entries of some other slot.
     """
-    return _map_arrays(lambda array: array.at[:, slots_B].get(mode="clip"), lambda pool: pool, cache)
+    return _map_arrays(
+        lambda array: array.at[:, slots_B].get(mode="clip"), lambda pool: pool, cache
+    )
 
 
 def with_rows(cache: Any, rows: Any, slots_B: jax.Array) -> Any:
-    """Returns `cache` after a call over `rows`, which `rows_of` made: row b goes back to slot slots[b].
+    """Returns `cache` after a call over `rows`, which `rows_of` made: row b goes back to slot
+    slots[b].
 
     Slots past the end, all different, are skipped. Pools are taken from `rows` if it has them.
     """
@@ -95,16 +105,20 @@ def without_pools(cache: Any) -> Any:
 
 
 def with_arrays(cache: Any, arrays: Any) -> Any:
-    """Returns `cache` with its arrays by slot replaced by `arrays`, a result of `without_pools`. Writes nothing."""
+    """Returns `cache` with its arrays by slot replaced by `arrays`, a result of `without_pools`.
+    Writes nothing."""
     return _map_arrays(lambda before, after: after, lambda pool, _: pool, cache, arrays)
 
 
 def copy_pages(cache: Any, source_n: jax.Array, target_n: jax.Array) -> Any:
-    """Copies page source[i] over page target[i], as a row needs before it writes into a page that it shares.
+    """Copies page source[i] over page target[i], as a row needs before it writes into a page that
+    it shares.
 
     Numbers past the end, all different, are skipped.
     """
-    return _map_arrays(lambda array: array, lambda pool: pages.copy(pool, source_n, target_n), cache)
+    return _map_arrays(
+        lambda array: array, lambda pool: pages.copy(pool, source_n, target_n), cache
+    )
 
 
 def create(
@@ -117,13 +131,17 @@ def create(
     quantization: StoredType | None = None,
     routes: bool = False,
 ) -> tuple:
-    """Makes an empty cache: for each stack a tuple of parts, each a tuple over the pattern of named arrays.
+    """Makes an empty cache: for each stack a tuple of parts, each a tuple over the pattern of named
+    arrays.
 
-    slots: number of rows with contiguous entries, or with states of fixed size where entries lie in pages.
-    scan: a scanned stack has one part with all its repeats. An unrolled stack has one part per repeat, because reading
+    slots: number of rows with contiguous entries, or with states of fixed size where entries lie in
+    pages.
+    scan: a scanned stack has one part with all its repeats. An unrolled stack has one part per
+    repeat, because reading
         a layer out of one stacked array copies it at every step on CPU.
     quantization: the type in which keys, values and latents are stored.
-    routes: whether layers with experts store which experts computed each token; the runtime then has to record them.
+    routes: whether layers with experts store which experts computed each token; the runtime then
+    has to record them.
     """
 
     storage = length, dtype, quantization, routes
@@ -132,13 +150,18 @@ def create(
         return tuple(_empty(spec, config, (repeats, slots), storage) for spec in stack.pattern)
 
     return tuple(
-        (part(stack, stack.repeats),) if scan else tuple(part(stack, 1) for _ in range(stack.repeats))
+        (part(stack, stack.repeats),)
+        if scan
+        else tuple(part(stack, 1) for _ in range(stack.repeats))
         for stack in config.stacks
     )
 
 
-def _empty(spec: LayerSpec, config: DecoderConfig, leading: tuple[int, int], storage: tuple) -> dict[str, CacheArray]:
-    """Makes the arrays of a layer, [*leading, K, C, D]. `storage`: (length or pages, dtype, quantization[, routes])."""
+def _empty(
+    spec: LayerSpec, config: DecoderConfig, leading: tuple[int, int], storage: tuple
+) -> dict[str, CacheArray]:
+    """Makes the arrays of a layer, [*leading, K, C, D]. `storage`: (length or pages, dtype,
+    quantization[, routes])."""
     length, *options = storage
     length, call_tokens = length if isinstance(length, WithSlidingWindows) else (length, None)
 
@@ -146,7 +169,9 @@ def _empty(spec: LayerSpec, config: DecoderConfig, leading: tuple[int, int], sto
         if call_tokens is not None and entry.window is not None:
             window = entry.window + call_tokens
             if isinstance(length, Pages) or length > window:
-                return WindowEntries(jnp.zeros((*leading, entry.heads, window, entry.dim), entry.dtype))
+                return WindowEntries(
+                    jnp.zeros((*leading, entry.heads, window, entry.dim), entry.dtype)
+                )
         if entry.length is None and isinstance(length, Pages):
             return pages.empty(entry.heads, leading[0], length, entry.dim, entry.dtype, entry.rate)
         C = entry.length if isinstance(length, Pages) else entry.places(length)
@@ -157,16 +182,24 @@ def _empty(spec: LayerSpec, config: DecoderConfig, leading: tuple[int, int], sto
 
 def has_pools(cache: Any) -> bool:
     """Returns whether entries of the cache lie in pages."""
-    return any(isinstance(leaf, Pool) for leaf in jax.tree.leaves(cache, is_leaf=lambda leaf: isinstance(leaf, Pool)))
+    return any(
+        isinstance(leaf, Pool)
+        for leaf in jax.tree.leaves(cache, is_leaf=lambda leaf: isinstance(leaf, Pool))
+    )
 
 
 def unrolled(cache: tuple, config: DecoderConfig) -> tuple:
-    """Returns a scanned cache without pools as an unrolled one, with one part per repeat. A stack may store nothing."""
+    """Returns a scanned cache without pools as an unrolled one, with one part per repeat. A stack
+    may store nothing."""
 
     def parts(part: tuple, repeats: int) -> tuple:
-        return tuple(jax.tree.map(lambda array, r=r: array[r : r + 1], part) for r in range(repeats))
+        return tuple(
+            jax.tree.map(lambda array, r=r: array[r : r + 1], part) for r in range(repeats)
+        )
 
-    return tuple(parts(part, stack.repeats) for (part,), stack in zip(cache, config.stacks, strict=True))
+    return tuple(
+        parts(part, stack.repeats) for (part,), stack in zip(cache, config.stacks, strict=True)
+    )
 
 
 def scanned(cache: tuple) -> tuple:
@@ -190,7 +223,9 @@ def supports_truncation(spec: LayerSpec, config: DecoderConfig) -> bool:
     return all(entry.length is None for entry in entries(spec, config).values())
 
 
-def create_drafts(config: DecoderConfig, slots: int, storage: tuple, *, modules: int, window: int) -> Drafts:
+def create_drafts(
+    config: DecoderConfig, slots: int, storage: tuple, *, modules: int, window: int
+) -> Drafts:
     """Makes empty `Drafts` for the first `modules` prediction modules, with W = `window`.
 
     storage: (length of the cache, its dtype, its quantization).
@@ -202,7 +237,8 @@ def create_drafts(config: DecoderConfig, slots: int, storage: tuple, *, modules:
 
 
 def commit(cache: tuple, aux: Aux, counts_S: jax.Array) -> tuple:
-    """Returns the cache after a tentative call in which the first counts[s] tokens of slot s are accepted (0: none)."""
+    """Returns the cache after a tentative call in which the first counts[s] tokens of slot s are
+    accepted (0: none)."""
 
     def last_accepted(before_RSKCD, after_RSTKCD):
         index = jnp.maximum(counts_S - 1, 0)[None, :, None, None, None, None]
@@ -211,12 +247,18 @@ def commit(cache: tuple, aux: Aux, counts_S: jax.Array) -> tuple:
 
     def layer(arrays, states, r):
         """r: number of the part, which holds one repeat if there are several."""
-        after = {name: a[r * len(arrays[name]) : (r + 1) * len(arrays[name])] for name, a in (states or {}).items()}
+        after = {
+            name: a[r * len(arrays[name]) : (r + 1) * len(arrays[name])]
+            for name, a in (states or {}).items()
+        }
         return arrays | {name: last_accepted(arrays[name], a) for name, a in after.items()}
 
     return tuple(
         tuple(
-            tuple(layer(arrays, aux.layers[f"stacks.{s}.layers.{i}"].states, r) for i, arrays in enumerate(part))
+            tuple(
+                layer(arrays, aux.layers[f"stacks.{s}.layers.{i}"].states, r)
+                for i, arrays in enumerate(part)
+            )
             for r, part in enumerate(parts)
         )
         for s, parts in enumerate(cache)
@@ -224,26 +266,33 @@ def commit(cache: tuple, aux: Aux, counts_S: jax.Array) -> tuple:
 
 
 def insert(cache: tuple, prefix: tuple, slots: jax.Array, step: Step | None = None) -> tuple:
-    """Copies row b of `prefix` to slot slots[b] of `cache`. Slots past the end, all different, are skipped.
+    """Copies row b of `prefix` to slot slots[b] of `cache`. Slots past the end, all different, are
+    skipped.
 
-    prefix: a contiguous cache of the T tokens of `step`, from position 0 on. States of fixed size have the same shape
-    in both caches and are copied completely. Sliding windows must have entries for T tokens. Pools take the entries
-    that are not padding to the step's pages.
+    prefix: a contiguous cache of the T tokens of `step`, from position 0 on. States of fixed size
+    have the same shape in both caches and are copied completely. Sliding windows must have entries
+    for T tokens. Pools take the entries that are not padding to the step's pages.
     """
 
     def copy(target, source):
-        return target.at[:, slots, :, : source.shape[3]].set(source, mode="drop", unique_indices=True)
+        return target.at[:, slots, :, : source.shape[3]].set(
+            source, mode="drop", unique_indices=True
+        )
 
     def copy_leaf(target, source):
         match target:
             case Pool():
-                assert step is not None and step.pages is not None, "a paged cache needs the pages of its rows"
+                assert step is not None and step.pages is not None, (
+                    "a paged cache needs the pages of its rows"
+                )
                 return pages.insert(target, step.pages, step, source)
             case WindowEntries():
                 return WindowEntries(copy(target.array, source))
         return copy(target, source)
 
-    return jax.tree.map(copy_leaf, cache, prefix, is_leaf=lambda leaf: isinstance(leaf, Pool | WindowEntries))
+    return jax.tree.map(
+        copy_leaf, cache, prefix, is_leaf=lambda leaf: isinstance(leaf, Pool | WindowEntries)
+    )
 
 
 def routes(cache: tuple, row: jax.Array, pages_M: jax.Array | None = None) -> dict[str, jax.Array]:
@@ -259,14 +308,18 @@ def routes(cache: tuple, row: jax.Array, pages_M: jax.Array | None = None) -> di
         return jnp.swapaxes(routes_MRPk, 1, 2).reshape(-1, routes_MRPk.shape[1], array.dim)
 
     return {
-        f"stacks.{s}.layers.{i}": jnp.concatenate([routes_of(part[i][ROUTES]) for part in parts], axis=1)
+        f"stacks.{s}.layers.{i}": jnp.concatenate(
+            [routes_of(part[i][ROUTES]) for part in parts], axis=1
+        )
         for s, parts in enumerate(cache)
         for i, arrays in enumerate(parts[0])
         if ROUTES in arrays
     }
 
 
-def bytes_per_token(config: DecoderConfig, dtype: DTypeLike, quantization: StoredType | None = None) -> int:
+def bytes_per_token(
+    config: DecoderConfig, dtype: DTypeLike, quantization: StoredType | None = None
+) -> int:
     """Counts the bytes of one token in the cache, over all layers, scales included.
 
     States of fixed size count nothing.
@@ -275,7 +328,9 @@ def bytes_per_token(config: DecoderConfig, dtype: DTypeLike, quantization: Store
     return math.ceil(sum(Fraction(e.heads * e.dim * e.bits, 8 * (e.rate or 1)) for e in stored))
 
 
-def bytes_per_page(config: DecoderConfig, size: int, dtype: DTypeLike, quantization: StoredType | None = None) -> int:
+def bytes_per_page(
+    config: DecoderConfig, size: int, dtype: DTypeLike, quantization: StoredType | None = None
+) -> int:
     """Counts the bytes of a page of `size` tokens, over all layers, padding of entries included."""
     stored = (e for e in _all_stored(config, dtype, quantization) if e.length is None)
     return sum(e.places(size) * e.heads * pages.padded_dim(e.dim) * e.bits for e in stored) // 8
@@ -287,5 +342,11 @@ def bytes_per_slot(config: DecoderConfig, dtype: DTypeLike) -> int:
     return sum(e.heads * e.length * e.dim * e.bits for e in stored if e.length is not None) // 8
 
 
-def _all_stored(config: DecoderConfig, dtype: DTypeLike, quantization: StoredType | None) -> list[Entry]:
-    return [entry for spec in config.layers for entry in stored_entries(spec, config, dtype, quantization).values()]
+def _all_stored(
+    config: DecoderConfig, dtype: DTypeLike, quantization: StoredType | None
+) -> list[Entry]:
+    return [
+        entry
+        for spec in config.layers
+        for entry in stored_entries(spec, config, dtype, quantization).values()
+    ]

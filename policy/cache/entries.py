@@ -34,11 +34,14 @@ ROUTES = "routes"
 class Entry:
     """One array of a layer, [heads, length, dim] per slot.
 
-    length: None for one entry per token (the length of the cache); a number for a state of fixed size.
+    length: None for one entry per token (the length of the cache); a number for a state of fixed
+    size.
     dtype: None for the dtype of the cache.
-    tile: how many numbers of a token share one scale when the cache is quantised; None: never quantised.
+    tile: how many numbers of a token share one scale when the cache is quantised; None: never
+    quantised.
     window: how many tokens a query looks back at most, itself included; None: no limit.
-    rate: how many tokens one entry stands for, if `length` is None (policy/cache/blocks.py); None: one.
+    rate: how many tokens one entry stands for, if `length` is None (policy/cache/blocks.py); None:
+    one.
     """
 
     heads: int
@@ -71,9 +74,14 @@ def entries(spec: LayerSpec, config: DecoderConfig) -> dict[str, Entry]:
 
 
 def stored_entries(
-    spec: LayerSpec, config: DecoderConfig, dtype: DTypeLike, quantization: StoredType | None, routes: bool = False
+    spec: LayerSpec,
+    config: DecoderConfig,
+    dtype: DTypeLike,
+    quantization: StoredType | None,
+    routes: bool = False,
 ) -> dict[str, Entry]:
-    """Lists the entries of a layer with known dtypes. A quantised entry "k" has its scales under "k.scale".
+    """Lists the entries of a layer with known dtypes. A quantised entry "k" has its scales under
+    "k.scale".
 
     routes: whether the experts of each token are stored too.
     """
@@ -83,7 +91,9 @@ def stored_entries(
             stored[name] = replace(entry, dtype=entry.dtype or jnp.dtype(dtype).name)
         else:
             stored[name] = replace(entry, dtype=jnp.dtype(TYPES[quantization]).name)
-            stored[f"{name}.scale"] = Entry(entry.heads, entry.dim // entry.tile, dtype="float32", window=entry.window)
+            stored[f"{name}.scale"] = Entry(
+                entry.heads, entry.dim // entry.tile, dtype="float32", window=entry.window
+            )
     return stored
 
 
@@ -106,7 +116,8 @@ def _mixer_entries(
             return {name: Entry(heads, dim, tile=dim, window=back) for name in "kv"} | keys
         case LatentAttention(kv_lora_rank=rank, rope=rope, indexer=indexer):
             keys = {"index": Entry(1, indexer.head_dim)} if isinstance(indexer, Indexer) else {}
-            # No tile holds numbers of both the normed latent and the rotated key, which differ in size.
+            # No tile holds numbers of both the normed latent and the rotated key, which differ in
+            # size.
             return {"latent": Entry(1, rank + rope.dim, tile=math.gcd(rank, rope.dim))} | keys
         case CompressedAttention(head_dim=dim, window=window, compression=compression):
             tokens = {"kv": Entry(1, dim, window=window)}
@@ -114,17 +125,26 @@ def _mixer_entries(
         case KimiDeltaAttention(heads=H, head_dim=D, conv_width=width):
             return {"conv": Entry(1, 3 * H * D, width - 1), "state": Entry(H, D, D, "float32")}
         case Mamba2(heads=H, head_dim=P, groups=G, state=N, conv_width=width):
-            return {"conv": Entry(1, H * P + 2 * G * N, width - 1), "state": Entry(H, P, N, "float32")}
+            return {
+                "conv": Entry(1, H * P + 2 * G * N, width - 1),
+                "state": Entry(H, P, N, "float32"),
+            }
         case GatedDeltaNet(key_heads=K, value_heads=H, key_dim=D, value_dim=V, conv_width=width):
-            return {"conv": Entry(1, 2 * K * D + H * V, width - 1), "state": Entry(H, V, D, "float32")}
+            return {
+                "conv": Entry(1, 2 * K * D + H * V, width - 1),
+                "state": Entry(H, V, D, "float32"),
+            }
         case ShortConv(conv_width=width):
             return {"conv": Entry(1, config.hidden_size, width - 1)}
     return {}
 
 
 def _compressed_entries(dim: int, compression: Compression) -> dict[str, Entry]:
-    """Lists the entries of blocks, and what each token adds to them: two vectors, twice with an overlap."""
-    dims = {"": dim} | ({} if compression.indexer is None else {"index_": compression.indexer.head_dim})
+    """Lists the entries of blocks, and what each token adds to them: two vectors, twice with an
+    overlap."""
+    dims = {"": dim} | (
+        {} if compression.indexer is None else {"index_": compression.indexer.head_dim}
+    )
     spans = 1 + compression.overlap
     stored: dict[str, Entry] = {}
     for prefix, dim in dims.items():
@@ -137,4 +157,8 @@ def _routes_entry(spec: LayerSpec) -> dict[str, Entry]:
     if spec.moe is None:
         return {}
     router = spec.moe.router
-    return {ROUTES: Entry(1, router.experts_per_token, dtype="int8" if router.experts <= 128 else "int16")}
+    return {
+        ROUTES: Entry(
+            1, router.experts_per_token, dtype="int8" if router.experts <= 128 else "int16"
+        )
+    }

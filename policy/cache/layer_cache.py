@@ -1,14 +1,15 @@
 """The entries that one layer reads and writes in a call.
 
-A layer hands its new keys and values (or latents) to `extend` and gets back everything visible; it never asks for a
-mode. Without a cache the tokens of the call itself are visible. With a cache, the entries of earlier calls are visible
-as well.
+A layer hands its new keys and values (or latents) to `extend` and gets back everything visible; it
+never asks for a mode. Without a cache the tokens of the call itself are visible. With a cache, the
+entries of earlier calls are visible as well.
 
-Keys, values and latents may be stored quantised, as values of 8 or 4 bits and their scales ("k" and "k.scale"):
-`extend` quantises what it writes and returns floats. Keys of an index selector and states of fixed size are never
-quantised.
+Keys, values and latents may be stored quantised, as values of 8 or 4 bits and their scales ("k" and
+"k.scale"): `extend` quantises what it writes and returns floats. Keys of an index selector and
+states of fixed size are never quantised.
 
-Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension, B rows, T tokens, M pages of a row.
+Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension, B rows, T tokens,
+M pages of a row.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ CacheArray = jax.Array | Pool | WindowEntries
 
 
 class Visible(NamedTuple):
-    """Everything the queries of a call may look at: named arrays [B, K, C, D]; positions, segments and, in trees,
-    `Tree.last`, int32[B, C]."""
+    """Everything the queries of a call may look at: named arrays [B, K, C, D]; positions, segments
+    and, in trees, `Tree.last`, int32[B, C]."""
 
     arrays: dict[str, jax.Array]
     positions: jax.Array
@@ -50,7 +51,8 @@ class Visible(NamedTuple):
 class LayerCache:
     """The entries of one layer in a call.
 
-    arrays: arrays [R, S, K, C, D] by name; this layer owns [index]. In a paged cache entries by position are in pools,
+    arrays: arrays [R, S, K, C, D] by name; this layer owns [index]. In a paged cache entries by
+    position are in pools,
         and this layer owns pages [:, index].
     table: int32[B, M], the pages of the rows of the call, for a paged cache.
     layout: how a mesh shards rows and pages.
@@ -64,16 +66,28 @@ class LayerCache:
     anywhere: bool = field(default=False, metadata={"static": True})
 
     @classmethod
-    def of(cls, arrays: dict[str, CacheArray], index: jax.Array | int, step: Step, layout: Layout | None) -> LayerCache:
-        """Makes the cache of layer `index` for a call over the tokens of `step`, which may not be those of trees."""
+    def of(
+        cls,
+        arrays: dict[str, CacheArray],
+        index: jax.Array | int,
+        step: Step,
+        layout: Layout | None,
+    ) -> LayerCache:
+        """Makes the cache of layer `index` for a call over the tokens of `step`, which may not be
+        those of trees."""
         if step.tree is not None:
-            raise ValueError("a cache holds no trees: sequences share beginnings in training and scoring only")
+            raise ValueError(
+                "a cache holds no trees: sequences share beginnings in training and scoring only"
+            )
         return cls(arrays, index, step.pages, layout, step.anywhere)
 
 
 def own_tokens(step: Step, arrays: dict[str, jax.Array]) -> Visible:
-    """Returns what the queries of a call without a cache may look at: `arrays` of its own tokens."""
-    return Visible(arrays, step.positions, step.segments, None if step.tree is None else step.tree.last)
+    """Returns what the queries of a call without a cache may look at: `arrays` of its own
+    tokens."""
+    return Visible(
+        arrays, step.positions, step.segments, None if step.tree is None else step.tree.last
+    )
 
 
 def row_layout(cache: LayerCache | None, layout: Layout | None) -> Layout | None:
@@ -87,15 +101,15 @@ def row_layout(cache: LayerCache | None, layout: Layout | None) -> Layout | None
 def extend(
     cache: LayerCache | None, step: Step, *, lookback: int | None = None, **new: jax.Array
 ) -> tuple[Visible, LayerCache | None]:
-    """Adds `new` ([B, K, T, D] each, row b for slot b) at the step's positions. Returns everything visible and the
-    cache.
+    """Adds `new` ([B, K, T, D] each, row b for slot b) at the step's positions. Returns everything
+    visible and the cache.
 
-    lookback: how many tokens a query looks back at most, itself included. Only the pages that such queries see are then
-    read.
+    lookback: how many tokens a query looks back at most, itself included. Only the pages that such
+    queries see are then read.
 
-    Padding is not written: its position is moved past the end and the scatter drops it. Entries past a query's own
-    position may be left over from an earlier request in the slot; attention masks them, because their position is
-    larger.
+    Padding is not written: its position is moved past the end and the scatter drops it. Entries
+    past a query's own position may be left over from an earlier request in the slot; attention
+    masks them, because their position is larger.
     """
     if cache is None:
         return own_tokens(step, new), None
@@ -103,8 +117,8 @@ def extend(
     entries: dict[str, jax.Array] = {}
     B, T = step.positions.shape
     rows = jnp.arange(B)[:, None]
-    # XLA makes a slice update of a scatter of one entry, which on CPU costs three copies of the array in every step of
-    # a loop. A second entry, past the end, keeps it a scatter in place.
+    # XLA makes a slice update of a scatter of one entry, which on CPU costs three copies of the
+    # array in every step of a loop. A second entry, past the end, keeps it a scatter in place.
     pad_index = B * T == 1 and isinstance(cache.index, int)
     read_cache, first_position = _narrowed(cache, step, lookback, next(iter(new)))
     for name, value in new.items():
@@ -113,7 +127,9 @@ def extend(
             if isinstance(array, Pool | WindowEntries):
                 arrays[stored_name] = _write(cache, array, step, written)
                 continue
-            positions = jnp.where(step.segments != 0, step.positions, array.shape[3] + jnp.arange(T))
+            positions = jnp.where(
+                step.segments != 0, step.positions, array.shape[3] + jnp.arange(T)
+            )
             written = jnp.swapaxes(written, 1, 2).astype(array.dtype)
             if pad_index:
                 positions = jnp.pad(positions, ((0, 0), (0, 1)), constant_values=array.shape[3] + 1)
@@ -122,22 +138,31 @@ def extend(
                 written, mode="drop", unique_indices=True
             )
         entries[name] = read(arrays, name, partial(_all_entries, read_cache), value.dtype)
-    return _with_positions(entries, arrays, step, first_position), replace(cache, arrays=cache.arrays | arrays)
+    return _with_positions(entries, arrays, step, first_position), replace(
+        cache, arrays=cache.arrays | arrays
+    )
 
 
-def visible(cache: LayerCache | None, step: Step, *, lookback: int | None = None, **new: jax.Array) -> Visible:
-    """Returns everything visible to a layer that reads the cache of another layer, which holds `new` already; without a
-    cache `new` itself. `lookback` as in `extend`."""
+def visible(
+    cache: LayerCache | None, step: Step, *, lookback: int | None = None, **new: jax.Array
+) -> Visible:
+    """Returns everything visible to a layer that reads the cache of another layer, which holds
+    `new` already; without a cache `new` itself. `lookback` as in `extend`."""
     if cache is None:
         return own_tokens(step, new)
     read_cache, first_position = _narrowed(cache, step, lookback, next(iter(new)))
     pick = partial(_all_entries, read_cache)
     entries = {name: read(cache.arrays, name, pick, value.dtype) for name, value in new.items()}
-    return _with_positions(entries, {name: cache.arrays[name] for name in new}, step, first_position)
+    return _with_positions(
+        entries, {name: cache.arrays[name] for name in new}, step, first_position
+    )
 
 
-def _narrowed(cache: LayerCache, step: Step, lookback: int | None, name: str) -> tuple[LayerCache, jax.Array | int]:
-    """Returns (the cache with the pages alone that queries see, the position of their first entry)."""
+def _narrowed(
+    cache: LayerCache, step: Step, lookback: int | None, name: str
+) -> tuple[LayerCache, jax.Array | int]:
+    """Returns (the cache with the pages alone that queries see, the position of their first
+    entry)."""
     if cache.table is None or lookback is None or not isinstance(pool := cache.arrays[name], Pool):
         return cache, 0
     table, first_position = pages.visible_table(cache.table, step, lookback, pool.array.shape[3])
@@ -145,10 +170,14 @@ def _narrowed(cache: LayerCache, step: Step, lookback: int | None, name: str) ->
 
 
 def _with_positions(
-    entries: dict[str, jax.Array], arrays: dict[str, CacheArray], step: Step, first_position: jax.Array | int
+    entries: dict[str, jax.Array],
+    arrays: dict[str, CacheArray],
+    step: Step,
+    first_position: jax.Array | int,
 ) -> Visible:
     """Adds positions and segments to the entries that were read from `arrays`."""
-    B, length = step.positions.shape[0], next(iter(entries.values())).shape[2]
+    B = step.positions.shape[0]
+    length = next(iter(entries.values())).shape[2]
     if isinstance(next(iter(arrays.values())), WindowEntries):
         positions = sliding_window.positions(step, length)
         return Visible(entries, positions, (positions >= 0).astype(jnp.int32))
@@ -156,7 +185,9 @@ def _with_positions(
     return Visible(entries, positions, jnp.ones_like(positions))
 
 
-def write_routes(cache: LayerCache | None, step: Step, routes_BTK: jax.Array | None) -> LayerCache | None:
+def write_routes(
+    cache: LayerCache | None, step: Step, routes_BTK: jax.Array | None
+) -> LayerCache | None:
     """Writes the experts of the step's tokens, if the cache stores them. Returns the cache."""
     if cache is None or ROUTES not in cache.arrays:
         return cache
@@ -165,11 +196,12 @@ def write_routes(cache: LayerCache | None, step: Step, routes_BTK: jax.Array | N
 
 
 def gather_entries(cache: LayerCache, name: str, at_BTk: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Reads the entries of all heads at positions `at`, row b of slot b: [B, K, T, k, D]. In a sliding window they are
-    those of the last tokens.
+    """Reads the entries of all heads at positions `at`, row b of slot b: [B, K, T, k, D]. In a
+    sliding window they are those of the last tokens.
 
-    The entries are read in place: slicing the layer out of a stacked array first would copy all of it. Slots are a
-    batch dimension of the gather: with an index for them, a mesh that shards the cache by slots would exchange it.
+    The entries are read in place: slicing the layer out of a stacked array first would copy all of
+    it. Slots are a batch dimension of the gather: with an index for them, a mesh that shards the
+    cache by slots would exchange it.
     """
     dims = jax.lax.GatherDimensionNumbers(
         offset_dims=(1, 4),
@@ -194,18 +226,26 @@ def gather_entries(cache: LayerCache, name: str, at_BTk: jax.Array, dtype: DType
 
 
 def read(
-    arrays: dict[str, CacheArray], name: str, pick: Callable[[CacheArray], jax.Array], dtype: DTypeLike
+    arrays: dict[str, CacheArray],
+    name: str,
+    pick: Callable[[CacheArray], jax.Array],
+    dtype: DTypeLike,
 ) -> jax.Array:
-    """Returns `pick(array)` for the entries `name`, dequantised to `dtype` if they are stored quantised.
+    """Returns `pick(array)` for the entries `name`, dequantised to `dtype` if they are stored
+    quantised.
 
     `pick` returns a part of the array that holds full vectors [..., D].
     """
     if f"{name}.scale" not in arrays:
         return pick(arrays[name])
-    return qwix.dequantize(qwix.QArray(pick(arrays[name]), pick(arrays[f"{name}.scale"]))).astype(dtype)
+    return qwix.dequantize(qwix.QArray(pick(arrays[name]), pick(arrays[f"{name}.scale"]))).astype(
+        dtype
+    )
 
 
-def _write(cache: LayerCache, array: Pool | WindowEntries, step: Step, value_BKTD: jax.Array) -> Pool | WindowEntries:
+def _write(
+    cache: LayerCache, array: Pool | WindowEntries, step: Step, value_BKTD: jax.Array
+) -> Pool | WindowEntries:
     if isinstance(array, WindowEntries):
         return sliding_window.write(array, cache.index, step, value_BKTD)
     if cache.table is None:
@@ -224,8 +264,11 @@ def _all_entries(cache: LayerCache, array: CacheArray) -> jax.Array:
     return cast(jax.Array, array)[cache.index]
 
 
-def _stored_form(arrays: dict[str, CacheArray], name: str, value: jax.Array) -> dict[str, jax.Array]:
-    """Returns the arrays that the cache stores for `value`, by name: itself, or quantised values and scales."""
+def _stored_form(
+    arrays: dict[str, CacheArray], name: str, value: jax.Array
+) -> dict[str, jax.Array]:
+    """Returns the arrays that the cache stores for `value`, by name: itself, or quantised values
+    and scales."""
     if f"{name}.scale" not in arrays:
         return {name: value}
     values, scales = jax.tree.leaves((arrays[name], arrays[f"{name}.scale"]))

@@ -1,4 +1,5 @@
-"""The metadata of a forward pass. B rows, T tokens, M pages of a row, R repeats of a stack, k experts per token."""
+"""The metadata of a forward pass. B rows, T tokens, M pages of a row, R repeats of a stack, k
+experts per token."""
 
 from __future__ import annotations
 
@@ -21,33 +22,42 @@ UNKNOWN = -1
 class Step:
     """Where the tokens of a call sit and what they may attend to: the metadata of a forward pass.
 
-    positions, segments: int32[B, T], the position of each token in its sequence, and the number of its sequence within
+    positions, segments: int32[B, T], the position of each token in its sequence, and the number of
+    its sequence within
         the row (0: padding). Without `tree`, tokens attend to tokens of their own segment only.
-    tree: where sequences share beginnings (policy/cache/paths.py); then `segments` are its nodes, and tokens attend to
+    tree: where sequences share beginnings (policy/cache/paths.py); then `segments` are its nodes,
+    and tokens attend to
         their paths. None: they share none.
-    tokens, rotations: int32[B, T] and the (cos, sin) tables of all rotary embeddings; the decoder fills both in.
-    dropout: for training only.
+    tokens, rotations: int32[B, T] and the (cos, sin) tables of all rotary embeddings; the decoder
+    fills both in. dropout: for training only.
     pages: int32[B, M], the pages of each row in a paged cache.
-    routes: the experts that tokens are sent to, -1 where unknown, int[B, T, R, k] by path of the layer; inside a layer
+    routes: the experts that tokens are sent to, -1 where unknown, int[B, T, R, k] by path of the
+    layer; inside a layer
         its own int[B, T, k]. None: routers choose.
-    layer_embeddings: the embeddings for each layer, [L, B, T, n] for L layers; inside a layer its own [B, T, n].
-    shared: the keys and values that layers before this one keep (policy/layers/shared_keys.py), by name.
-    selection: int32[B, T, k], the keys that the nearest indexer with `keeps` chose (policy/layers/shared_index.py).
+    layer_embeddings: the embeddings for each layer, [L, B, T, n] for L layers; inside a layer its
+    own [B, T, n]. shared: the keys and values that layers before this one keep
+    (policy/layers/shared_keys.py), by name. selection: int32[B, T, k], the keys that the nearest
+    indexer with `keeps` chose (policy/layers/shared_index.py).
 
     Three fields are None in calls without pictures and sounds (policy/cache/media.py):
     media: the rows that stand in the place of token embeddings.
-    turns: int32[B, T, 3], the positions by time, height and width that rotary embeddings with sections turn by. Order
+    turns: int32[B, T, 3], the positions by time, height and width that rotary embeddings with
+    sections turn by. Order
         and masks go by `positions`.
-    until: int32[B, T], the position of the last token of each token's block, its own outside of blocks. Layers that
+    until: int32[B, T], the position of the last token of each token's block, its own outside of
+    blocks. Layers that
         look ahead see keys up to there. No call ends inside a block.
 
     Three flags are static, known when a program is compiled:
-    contiguous: queries look at nothing before this call, and each segment is one run of tokens whose positions count by
-        one; or, with `tree`, tokens lie in preorder. Order and segments, or nodes, then say what a query
+    contiguous: queries look at nothing before this call, and each segment is one run of tokens
+    whose positions count by
+        one; or, with `tree`, tokens lie in preorder. Order and segments, or nodes, then say what a
+        query
         sees; windows and chunks of trees go by positions.
     balanced: `contiguous` was true before the tokens were put into the balanced order of
         policy/attention/sequence_shards.py.
-    anywhere: row b is not slot b. On a mesh its pages may then lie in any shard of the pool, not only in the shard of
+    anywhere: row b is not slot b. On a mesh its pages may then lie in any shard of the pool, not
+    only in the shard of
         the devices that compute the row.
     """
 

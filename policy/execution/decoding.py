@@ -1,9 +1,10 @@
 """Weights in the form that decoding on CPU reads fastest (policy/ops/projection.py).
 
-They are copies: the policy's own arrays do not change. Only decoders with unrolled layers read this form; where stacks
-are scanned (DecoderPrograms.scan), as on TPU and GPU, a product reads its weight in place. `DecodingWeights` keeps the
-copies between the calls of a generator on one device, and `prepare_for_decoding` brings them, or weights that are still
-stacked, into the form of the layers, inside a program.
+They are copies: the policy's own arrays do not change. Only decoders with unrolled layers read this
+form; where stacks are scanned (DecoderPrograms.scan), as on TPU and GPU, a product reads its weight
+in place. `DecodingWeights` keeps the copies between the calls of a generator on one device, and
+`prepare_for_decoding` brings them, or weights that are still stacked, into the form of the layers,
+inside a program.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ from policy.execution.array_identity import ArrayIdentity
 from policy.model import Graph
 from policy.ops.projection import DecodingMatrices, Projection
 
-# Weights of one module that read the same input. If they are small together, they become one matrix.
-READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj"))
+# Weights of one module that read the same input. If they are small together, they become one
+# matrix.
+READ_TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj"),
+)
 # A weight whose parts are read by separate products (policy/attention/mla.py).
 NOT_PRODUCTS = ("kv_b_proj",)
 
@@ -41,11 +47,12 @@ class Repeats:
 
 
 class DecodingWeights:
-    """The copies that the decode programs of a generator read. They are kept until `prepare` gets other arrays, or until
-    `release`.
+    """The copies that the decode programs of a generator read. They are kept until `prepare` gets
+    other arrays, or until `release`.
 
-    One small program for each stack copies the weights of a repeat. Decode programs get the copies as arguments. Programs
-    that made the copies themselves would take twice as long to compile, and would copy at every call.
+    One small program for each stack copies the weights of a repeat. Decode programs get the copies
+    as arguments. Programs that made the copies themselves would take twice as long to compile, and
+    would copy at every call.
     """
 
     def __init__(self, graph: Graph):
@@ -54,8 +61,9 @@ class DecodingWeights:
         self.release()
 
     def prepare(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Returns the weights; a weight of a stack becomes a tuple with one copy for each repeat. A copy is an array, or
-        DecodingMatrices under the first of their paths. `prepare_for_decoding` reads the result."""
+        """Returns the weights; a weight of a stack becomes a tuple with one copy for each repeat. A
+        copy is an array, or DecodingMatrices under the first of their paths. `prepare_for_decoding`
+        reads the result."""
         stacks, others = _stacks(params, leave=self._graph.hosted)
         arrays = jax.tree.leaves(stacks)
         if self._identity.update(arrays):
@@ -67,7 +75,8 @@ class DecodingWeights:
         return others | self._copies
 
     def abstract(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Returns the result of `prepare` with shapes in the place of the copies. `params` may be abstract."""
+        """Returns the result of `prepare` with shapes in the place of the copies. `params` may be
+        abstract."""
         stacks, others = _stacks(params, leave=self._graph.hosted)
         for stack in stacks:
             repeat = jax.eval_shape(self._copy, stack, np.int32(0))
@@ -83,13 +92,16 @@ class DecodingWeights:
 def prepare_for_decoding(graph: Graph, params: dict[str, Any]) -> dict[str, Any]:
     """Returns the weights in the form that unrolled layers read: each weight of a stack as Repeats.
 
-    `params` may be the result of DecodingWeights. Weights that are still stacked are copied here, so call it outside
-    the loop of the steps.
+    `params` may be the result of DecodingWeights. Weights that are still stacked are copied here,
+    so call it outside the loop of the steps.
     """
     stacks, prepared = _stacks(params)
     for stack in stacks:
         # Without the barrier XLA moves the copies into the loop.
-        repeats = [jax.lax.optimization_barrier(_copy_repeat(graph, stack, r)) for r in range(_repeats(stack))]
+        repeats = [
+            jax.lax.optimization_barrier(_copy_repeat(graph, stack, r))
+            for r in range(_repeats(stack))
+        ]
         prepared |= {path: tuple(each[path] for each in repeats) for path in repeats[0]}
     for path, repeats in list(prepared.items()):
         if not isinstance(repeats, tuple):
@@ -107,12 +119,20 @@ def prepare_for_decoding(graph: Graph, params: dict[str, Any]) -> dict[str, Any]
 
 
 def _makes_matrices(graph: Graph) -> bool:
-    """Whether weights become DecodingMatrices: float32 on one device. Others are only split into repeats."""
-    return graph.runtime.dtype == "float32" and graph.runtime.quantization is None and graph.layout.mesh.size == 1
+    """Whether weights become DecodingMatrices: float32 on one device. Others are only split into
+    repeats."""
+    return (
+        graph.runtime.dtype == "float32"
+        and graph.runtime.quantization is None
+        and graph.layout.mesh.size == 1
+    )
 
 
-def _stacks(params: dict[str, Any], leave: Collection[str] = ()) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns (the stacked weights of each stack, all others). `leave`: paths that count as others."""
+def _stacks(
+    params: dict[str, Any], leave: Collection[str] = ()
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Returns (the stacked weights of each stack, all others). `leave`: paths that count as
+    others."""
     stacks: dict[str, dict[str, Any]] = {}
     others: dict[str, Any] = {}
     for path, weight in params.items():
@@ -128,7 +148,8 @@ def _repeats(stack: dict[str, Any]) -> int:
 
 
 def _copy_repeat(graph: Graph, stack: dict[str, Any], r: Any) -> dict[str, Any]:
-    """Copies the weights of repeat r of a stack: DecodingMatrices under the first of their paths."""
+    """Copies the weights of repeat r of a stack: DecodingMatrices under the first of their
+    paths."""
     copies: dict[str, Any] = {}
     remaining = dict(stack)
     while remaining:
@@ -143,16 +164,22 @@ def _copy_repeat(graph: Graph, stack: dict[str, Any], r: Any) -> dict[str, Any]:
 
 
 def _read_together(graph: Graph, stack: dict[str, Any], path: str) -> list[str]:
-    """Returns the paths of the weights that read the input of this one, itself included; none if it is no matrix."""
+    """Returns the paths of the weights that read the input of this one, itself included; none if it
+    is no matrix."""
     if not _is_matrix(graph, stack, path):
         return []
     module, _, name = path.rpartition(".")
     names = next((names for names in READ_TOGETHER if name in names), (name,))
-    return [p for p in (f"{module}.{name}" for name in names) if p in stack and _is_matrix(graph, stack, p)]
+    return [
+        p
+        for p in (f"{module}.{name}" for name in names)
+        if p in stack and _is_matrix(graph, stack, p)
+    ]
 
 
 def _is_matrix(graph: Graph, stack: dict[str, Any], path: str) -> bool:
-    """Whether this is a weight of floats whose products sum over the first dimensions of each repeat."""
+    """Whether this is a weight of floats whose products sum over the first dimensions of each
+    repeat."""
     if (
         not _makes_matrices(graph)
         or path not in graph.inputs
@@ -161,10 +188,14 @@ def _is_matrix(graph: Graph, stack: dict[str, Any], path: str) -> bool:
     ):
         return False
     inputs = graph.inputs[path]
-    return inputs == tuple(range(1, len(inputs) + 1)) and path.rpartition(".")[2] not in NOT_PRODUCTS
+    return (
+        inputs == tuple(range(1, len(inputs) + 1)) and path.rpartition(".")[2] not in NOT_PRODUCTS
+    )
 
 
 def _head(weight_VE: jax.Array) -> Projection:
     """Wraps the head, a table [V, E], which is stored transposed already."""
     V, E = weight_VE.shape
-    return Projection(weight_VE.astype(jnp.float32), transposed=True, start=0, inputs=(E,), outputs=(V,))
+    return Projection(
+        weight_VE.astype(jnp.float32), transposed=True, start=0, inputs=(E,), outputs=(V,)
+    )

@@ -1,12 +1,12 @@
 """Tables of pictures and sounds: towers in programs of fixed sizes.
 
-An item (a picture, a tile or a clip) is computed with others of its size: its inputs are padded to one of few numbers
-(`padded_inputs`: 64, 128, 256, ... unless its tower has one size), and a program takes a fixed number of items. The
-same item always meets the same program, so the bits of its rows depend on no other item. Programs write into a table of
-a fixed number of rows.
+An item (a picture, a tile or a clip) is computed with others of its size: its inputs are padded to
+one of few numbers (`padded_inputs`: 64, 128, 256, ... unless its tower has one size), and a program
+takes a fixed number of items. The same item always meets the same program, so the bits of its rows
+depend on no other item. Programs write into a table of a fixed number of rows.
 
-R items of a program, G calls of it, N inputs of an item after padding, K numbers of an input, m rows of an item after
-padding, M rows of the table, E hidden, D layers with deepstack features.
+R items of a program, G calls of it, N inputs of an item after padding, K numbers of an input, m
+rows of an item after padding, M rows of the table, E hidden, D layers with deepstack features.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from policy.programs.compiled_cache import CompiledCache
 Params = Mapping[str, jax.Array]
 
 INPUTS = 4096
-"""Inputs of all items of a program, unless one item has more or the mesh has more shards of rows."""
+"""Inputs of all items of a program, unless one item has more or the mesh has more shards of
+rows."""
 
 
 class TowerInput(Protocol):
@@ -62,8 +63,8 @@ class TowerInput(Protocol):
 class PaddedInputs:
     """Items of one kind and size, padded, for G calls of one program.
 
-    values: float32[G, R, N, K]. shapes: int32[G, R, 2]. targets: int32[G, R, m], the row of the table that each row of
-    an item goes to; M: none.
+    values: float32[G, R, N, K]. shapes: int32[G, R, 2]. targets: int32[G, R, m], the row of the
+    table that each row of an item goes to; M: none.
     """
 
     kind: Kind = field(metadata={"static": True})
@@ -79,7 +80,8 @@ class MediaEncoder:
     """
 
     def __init__(self, graph: Graph):
-        self.graph, self.encoded = graph, 0
+        self.graph = graph
+        self.encoded = 0
         self._rows: dict[tuple[Kind, int], int] = {}
         config = graph.config
         self._features = sum(spec.deepstack for spec in config.layers)
@@ -99,34 +101,46 @@ class MediaEncoder:
 
     def abstract(self, M: int) -> MediaTable:
         """Returns the shapes of a table."""
-        dtype, E = jnp.dtype(self.graph.runtime.dtype), self.graph.config.hidden_size
+        dtype = jnp.dtype(self.graph.runtime.dtype)
+        E = self.graph.config.hidden_size
         replicated = self._layout.replicated
         rows = jax.ShapeDtypeStruct((M, E), dtype, sharding=replicated)
         deep = jax.ShapeDtypeStruct((self._features, M, E), dtype, sharding=replicated)
         return MediaTable(rows, deep if self._features else None)
 
-    def pieces(self, items: Sequence[tuple[TowerInput, int]], M: int, *, round_up: bool = False) -> list[PaddedInputs]:
+    def pieces(
+        self, items: Sequence[tuple[TowerInput, int]], M: int, *, round_up: bool = False
+    ) -> list[PaddedInputs]:
         """Returns the items, each with its first row in a table of M rows, as arguments of `write`.
 
         round_up: the calls of a piece are 1, 2, 4, 8, ..., so that few numbers of them occur.
         """
         groups: dict[tuple[Kind, int], list[tuple[TowerInput, int]]] = defaultdict(list)
         for item, first in items:
-            groups[item.kind, padded_inputs(self.spec(item.kind), len(item.values))].append((item, first))
-        return [self._piece(kind, N, group, M, round_up) for (kind, N), group in sorted(groups.items())]
+            groups[item.kind, padded_inputs(self.spec(item.kind), len(item.values))].append(
+                (item, first)
+            )
+        return [
+            self._piece(kind, N, group, M, round_up) for (kind, N), group in sorted(groups.items())
+        ]
 
     def _piece(
         self, kind: Kind, N: int, items: Sequence[tuple[TowerInput, int]], M: int, round_up: bool
     ) -> PaddedInputs:
-        spec, R = self.spec(kind), self.items_per_call(N)
-        G, m = -(-len(items) // R), self._padded_rows(kind, N)
+        spec = self.spec(kind)
+        R = self.items_per_call(N)
+        G = -(-len(items) // R)
+        m = self._padded_rows(kind, N)
         G = 1 << (G - 1).bit_length() if round_up else G
         values = np.zeros((G * R, N, input_width(spec)), np.float32)
-        shapes, targets = np.ones((G * R, 2), np.int32), np.full((G * R, m), M, np.int32)
+        shapes = np.ones((G * R, 2), np.int32)
+        targets = np.full((G * R, m), M, np.int32)
         for i, (item, first) in enumerate(items):
             values[i, : len(item.values)] = item.values
             shapes[i], targets[i, : item.rows] = item.shape, np.arange(first, first + item.rows)
-        return PaddedInputs(kind, *(a.reshape(G, R, *a.shape[1:]) for a in (values, shapes, targets)))
+        return PaddedInputs(
+            kind, *(a.reshape(G, R, *a.shape[1:]) for a in (values, shapes, targets))
+        )
 
     def _padded_rows(self, kind: Kind, N: int) -> int:
         """Returns m, the rows that the tower makes of N inputs."""
@@ -143,12 +157,16 @@ class MediaEncoder:
         """Returns a table of zeros."""
         return block_on_cpu_mesh(self._empty(M), self._layout)
 
-    def write(self, params: Params, table: MediaTable, pieces: Iterable[PaddedInputs]) -> MediaTable:
+    def write(
+        self, params: Params, table: MediaTable, pieces: Iterable[PaddedInputs]
+    ) -> MediaTable:
         """Encodes items into the table, whose arrays are donated."""
         towers = tower_params(params)
         for piece in pieces:
             for i in range(len(piece.values)):
-                call = PaddedInputs(piece.kind, *(a[i : i + 1] for a in (piece.values, piece.shapes, piece.targets)))
+                call = PaddedInputs(
+                    piece.kind, *(a[i : i + 1] for a in (piece.values, piece.shapes, piece.targets))
+                )
                 table = block_on_cpu_mesh(self.executable(towers, table, call), self._layout)
                 self.encoded += int(np.count_nonzero(call.targets[0, :, 0] < len(table.rows)))
         return table
@@ -158,8 +176,10 @@ class MediaEncoder:
         return block_on_cpu_mesh(self._copied(table, np.asarray(sources_M, np.int32)), self._layout)
 
     def compile_ahead(self, params: Params, sizes: Iterable[tuple[Kind, int]], M: int) -> int:
-        """Compiles the programs of these kinds and numbers of inputs after padding. Returns their number."""
-        towers, distinct = tower_params(params), sorted(set(sizes))
+        """Compiles the programs of these kinds and numbers of inputs after padding. Returns their
+        number."""
+        towers = tower_params(params)
+        distinct = sorted(set(sizes))
         for kind, N in distinct:
             self.executable.compile(towers, self.abstract(M), self._abstract_piece(kind, N))
         return len(distinct)
@@ -169,12 +189,16 @@ class MediaEncoder:
         return self.executable.lower(tower_params(params), table, self._abstract_piece(kind, N))
 
     def _abstract_piece(self, kind: Kind, N: int) -> PaddedInputs:
-        R, m = self.items_per_call(N), self._padded_rows(kind, N)
+        R = self.items_per_call(N)
+        m = self._padded_rows(kind, N)
         values = jax.ShapeDtypeStruct((1, R, N, input_width(self.spec(kind))), jnp.float32)
-        return PaddedInputs(kind, values, *(jax.ShapeDtypeStruct((1, R, n), jnp.int32) for n in (2, m)))
+        return PaddedInputs(
+            kind, values, *(jax.ShapeDtypeStruct((1, R, n), jnp.int32) for n in (2, m))
+        )
 
     def encoded_into(self, params: Params, table: MediaTable, piece: PaddedInputs) -> MediaTable:
-        """Encodes a piece, one call after the other. Rows are rounded to the table's dtype. Traced by a caller's program."""
+        """Encodes a piece, one call after the other. Rows are rounded to the table's dtype. Traced
+        by a caller's program."""
 
         def call(table, xs):
             values, shapes, targets = xs
@@ -186,14 +210,19 @@ class MediaEncoder:
     def gradients(
         self, trained: Params, others: Params, grads: MediaTable, piece: PaddedInputs
     ) -> dict[str, jax.Array]:
-        """Returns the float32 gradients of the weights `trained` of towers, given those of the table.
+        """Returns the float32 gradients of the weights `trained` of towers, given those of the
+        table.
         Only the activations of one call are in memory at a time. Traced by a caller's program."""
         zeros = {path: jnp.zeros(array.shape, jnp.float32) for path, array in trained.items()}
 
         def call(total, xs):
             values, shapes, targets = xs
-            outputs, pull = jax.vjp(lambda own: self._encode(own | dict(others), piece.kind, values, shapes), trained)
-            back = jax.tree.map(lambda out, grad: grad.astype(out.dtype), outputs, _taken(grads, targets, outputs))
+            outputs, pull = jax.vjp(
+                lambda own: self._encode(own | dict(others), piece.kind, values, shapes), trained
+            )
+            back = jax.tree.map(
+                lambda out, grad: grad.astype(out.dtype), outputs, _taken(grads, targets, outputs)
+            )
             return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, pull(back)[0]), None
 
         return jax.lax.scan(call, zeros, (piece.values, piece.shapes, piece.targets))[0]
@@ -203,8 +232,8 @@ class MediaEncoder:
         return self.graph.encode(self._complete(params), kind, values, shapes_R2)
 
     def _complete(self, params: Params) -> dict[str, jax.Array]:
-        """Returns the weights of towers with zeros for all others, which no tower reads: in a compiled program they take
-        no memory."""
+        """Returns the weights of towers with zeros for all others, which no tower reads: in a
+        compiled program they take no memory."""
         return {
             path: params[path] if path in params else jnp.zeros(shape.shape, shape.dtype)
             for path, shape in self.graph.shapes.items()
@@ -214,14 +243,19 @@ class MediaEncoder:
     def executable(self) -> CompiledCache:
         """Returns the compiled programs of `write`."""
         jitted = jax.jit(self.encoded_into, donate_argnums=1, out_shardings=self._layout.replicated)
-        return CompiledCache(jitted, self._layout.platform, shape_of=lambda _, table, piece: piece.values.shape[1:3])
+        return CompiledCache(
+            jitted, self._layout.platform, shape_of=lambda _, table, piece: piece.values.shape[1:3]
+        )
 
     @cached_property
     def _copied(self):
         def copied(table, sources_M):
             known = sources_M >= 0
             return MediaTable(
-                *(None if a is None else jnp.where(known[:, None], a[..., sources_M, :], 0) for a in table)
+                *(
+                    None if a is None else jnp.where(known[:, None], a[..., sources_M, :], 0)
+                    for a in table
+                )
             )
 
         return jax.jit(copied, out_shardings=self._layout.replicated)
@@ -243,7 +277,9 @@ def _written(table: MediaTable, rows_RmE, deep_DRmE, targets_Rm) -> MediaTable:
     rows = table.rows.at[targets_Rm].set(rows_RmE.astype(table.rows.dtype), mode="drop")
     if table.deep is None or deep_DRmE is None:  # sounds have no features: their rows stay 0
         return MediaTable(rows, table.deep)
-    return MediaTable(rows, table.deep.at[:, targets_Rm].set(deep_DRmE.astype(table.deep.dtype), mode="drop"))
+    return MediaTable(
+        rows, table.deep.at[:, targets_Rm].set(deep_DRmE.astype(table.deep.dtype), mode="drop")
+    )
 
 
 def _taken(grads: MediaTable, targets_Rm, outputs) -> tuple[jax.Array, jax.Array | None]:

@@ -1,4 +1,5 @@
-"""Experts with a limited capacity: each takes a bounded number of tokens of a row (arXiv 2006.16668, section 2.2).
+"""Experts with a limited capacity: each takes a bounded number of tokens of a row (arXiv
+2006.16668, section 2.2).
 
 B rows, T tokens, k choices per token, X experts.
 """
@@ -16,8 +17,8 @@ from policy.config import Router, Runtime
 def limited(
     experts_BTK: jax.Array, segments_BT: jax.Array, router: Router, runtime: Runtime
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (choices, number dropped float32): padding gets no expert, and an expert no more than its capacity, if
-    any."""
+    """Returns (choices, number dropped float32): padding gets no expert, and an expert no more than
+    its capacity, if any."""
     chosen = jnp.where(segments_BT[..., None] != 0, experts_BTK, router.experts)
     if runtime.capacity_factor is None:
         return chosen, jnp.float32(0.0)
@@ -26,8 +27,8 @@ def limited(
 
 
 def capacity(tokens: int, experts_per_token: int, experts: int, factor: float) -> int:
-    """Counts the choices that one expert takes from a row of `tokens` tokens: `factor` times its share under even
-    use."""
+    """Counts the choices that one expert takes from a row of `tokens` tokens: `factor` times its
+    share under even use."""
     return int(max(math.ceil(tokens * experts_per_token / experts) * factor, factor))
 
 
@@ -43,6 +44,10 @@ def within_capacity(experts_BTK: jax.Array, experts: int, factor: float) -> jax.
     index = jnp.broadcast_to(jnp.arange(T * k), (B, T * k))
     starts = jnp.pad(grouped[:, 1:] != grouped[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     place_in_order = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
-    place_BM = jnp.zeros_like(index).at[jnp.arange(B)[:, None], order].set(place_in_order, unique_indices=True)
+    place_BM = (
+        jnp.zeros_like(index)
+        .at[jnp.arange(B)[:, None], order]
+        .set(place_in_order, unique_indices=True)
+    )
     kept = place_BM < capacity(T, k, experts, factor)
     return jnp.where(kept, chosen_BM, experts).reshape(B, T, k)

@@ -24,8 +24,12 @@ class DensePlusExperts(nnx.Module):
         self.dense = FeedForward(spec.dense, config, rngs)
         self.experts = MixtureOfExperts(spec.experts, config, rngs)
 
-    def __call__(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, LayerAux]:
+    def __call__(
+        self, x_BTE: jax.Array, step: Step, runtime: Runtime
+    ) -> tuple[jax.Array, LayerAux]:
         """Returns (x_BTE, LayerAux of the router)."""
         dense, _ = self.dense(self.dense_input_norm(x_BTE), step, runtime)
-        experts, aux = self.experts(self.experts_input_norm(x_BTE), step, runtime, router_input=x_BTE)
+        experts, aux = self.experts(
+            self.experts_input_norm(x_BTE), step, runtime, router_input=x_BTE
+        )
         return self.dense_output_norm(dense) + self.experts_output_norm(experts), aux

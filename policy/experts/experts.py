@@ -1,7 +1,8 @@
-"""The routed experts of one device: rows sorted by expert, three grouped products, and sums per token.
+"""The routed experts of one device: rows sorted by expert, three grouped products, and sums per
+token.
 
-Small batches go through every expert instead. The steps are separate functions, so that a schedule can put the
-collectives of one part of a batch between the products of another.
+Small batches go through every expert instead. The steps are separate functions, so that a schedule
+can put the collectives of one part of a batch between the products of another.
 
 N tokens, k experts per token, G experts on the device, M rows, E hidden, F expert width.
 """
@@ -21,8 +22,8 @@ from policy.experts.grouped import Block, GroupedRows, by_row, combine, dispatch
 from policy.experts.mlp import ACTIVATIONS, gated
 from policy.ops.linear import Weight, linear
 
-# Logical axes of the weights of experts, by name. Biases [G, F] and [G, E] are small: `down_bias` is stored with a full
-# last axis.
+# Logical axes of the weights of experts, by name. Biases [G, F] and [G, E] are small: `down_bias`
+# is stored with a full last axis.
 AXES = {
     "gate": ("exp", "embed_moe", "mlp_moe"),
     "up": ("exp", "embed_moe", "mlp_moe"),
@@ -34,8 +35,9 @@ AXES = {
 
 Weights = dict[str, Weight]
 
-# At most so many tokens go through every expert on TPU: reading the weights bounds the time of these products, and a
-# grouped product with one layer of stacked weights starts with a copy of them.
+# At most so many tokens go through every expert on TPU: reading the weights bounds the time of
+# these products, and a grouped product with one layer of stacked weights starts with a copy of
+# them.
 EVERY_TOKENS = 256
 
 
@@ -63,8 +65,8 @@ def route(
 ) -> Routed:
     """Makes a row for every choice of one of the experts 0 .. groups - 1.
 
-    tokens: (x [N, E], choices int[N, k], their weights float32[N, k]). `grouped.plan` explains `block`, `partial` and
-    `room`.
+    tokens: (x [N, E], choices int[N, k], their weights float32[N, k]). `grouped.plan` explains
+    `block`, `partial` and `room`.
     """
     x_NE, experts_NK, weights_NK = tokens
     routes = plan(experts_NK, groups, block=block, partial=partial, room=room)
@@ -76,15 +78,16 @@ def route(
 
 
 def compute(weights: Weights, routed: Routed, spec: Moe, runtime: Runtime) -> Routed:
-    """Computes down(act(gate(x)) * up(x)) of the expert of each row, with ClampedSwiglu for act and product if it is
-    set."""
+    """Computes down(act(gate(x)) * up(x)) of the expert of each row, with ClampedSwiglu for act and
+    product if it is set."""
     return down(weights, gate_and_up(weights, routed, spec, runtime), runtime)
 
 
 def gate_and_up(weights: Weights, routed: Routed, spec: Moe, runtime: Runtime) -> Routed:
     """Computes the first two products and the activation: rows [M, F]."""
     products = [
-        checkpoint_name(_linear(weights, name, routed, runtime), f"mlpwi_{i}") for i, name in enumerate(inputs(spec))
+        checkpoint_name(_linear(weights, name, routed, runtime), f"mlpwi_{i}")
+        for i, name in enumerate(inputs(spec))
     ]
     return replace(routed, rows=_inner(products, spec))
 
@@ -95,7 +98,8 @@ def inputs(spec: Moe) -> tuple[str, ...]:
 
 
 def _inner(products: list[jax.Array], spec: Moe) -> jax.Array:
-    """Returns act(gate) * up, in the form that the spec says, or act(up) of experts without a gate."""
+    """Returns act(gate) * up, in the form that the spec says, or act(up) of experts without a
+    gate."""
     if not spec.gated:
         return ACTIVATIONS[spec.activation](products[0])
     gate, up = products
@@ -123,13 +127,18 @@ def small_batch(tokens: int, platform: str) -> bool:
 
 
 def through_every(
-    tokens: tuple[jax.Array, jax.Array, jax.Array], weights: Weights, groups: int, spec: Moe, runtime: Runtime
+    tokens: tuple[jax.Array, jax.Array, jax.Array],
+    weights: Weights,
+    groups: int,
+    spec: Moe,
+    runtime: Runtime,
 ) -> jax.Array:
-    """Sends all tokens through all experts: [N, E], the result of the steps above without rows of choices.
+    """Sends all tokens through all experts: [N, E], the result of the steps above without rows of
+    choices.
 
-    tokens: (x [N, E], choices int[N, k], their weights float32[N, k]). An expert that a token has not chosen has weight
-    0 in its sum. Each weight is read once, and nothing of size [G, N, E] is stored: G is large where devices hold
-    slices of the width.
+    tokens: (x [N, E], choices int[N, k], their weights float32[N, k]). An expert that a token has
+    not chosen has weight 0 in its sum. Each weight is read once, and nothing of size [G, N, E] is
+    stored: G is large where devices hold slices of the width.
     """
     x_NE, experts_NK, weights_NK = tokens
     weight_GN1 = _by_expert(weights_NK, experts_NK, groups)
@@ -141,14 +150,18 @@ def through_every(
     if "up_bias" in weights:
         biases = [_bias(weights, name).astype(products[0].dtype)[:, None] for name in names]
         products = [each + bias for each, bias in zip(products, biases, strict=True)]
-    inner_GNF = _inner([checkpoint_name(each, f"mlpwi_{i}") for i, each in enumerate(products)], spec)
+    inner_GNF = _inner(
+        [checkpoint_name(each, f"mlpwi_{i}") for i, each in enumerate(products)], spec
+    )
     inner_GNF = jnp.where(weight_GN1 != 0, inner_GNF * weight_GN1, 0.0).astype(inner_GNF.dtype)
     if runtime.quantization is None and not isinstance(weights["down"], qwix.QArray):
         out_NE = linear("gnf,gfe->ne", inner_GNF, weights["down"], runtime)
     else:  # scales of numbers differ between experts
         out_NE = linear("gnf,gfe->gne", inner_GNF, weights["down"], runtime).sum(axis=0)
     if "down_bias" in weights:
-        bias_NE = jnp.einsum("gn,ge->ne", weight_GN1[..., 0], _bias(weights, "down").astype(jnp.float32))
+        bias_NE = jnp.einsum(
+            "gn,ge->ne", weight_GN1[..., 0], _bias(weights, "down").astype(jnp.float32)
+        )
         out_NE = out_NE + bias_NE.astype(out_NE.dtype)
     return checkpoint_name(out_NE, "mlpwo")
 

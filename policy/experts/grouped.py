@@ -1,11 +1,13 @@
-"""Products of rows with the weights of the group that each row belongs to: the arithmetic of a mixture of experts.
+"""Products of rows with the weights of the group that each row belongs to: the arithmetic of a
+mixture of experts.
 
-The rows of a group are neighbours. On TPU and GPU the product is `jax.lax.ragged_dot`, or a kernel of
-policy/ops/grouped_kernel.py where XLA has none. XLA on CPU would compute every group on every row, so there the
-groups are padded to full blocks of rows and each block is multiplied with its group's weights.
+The rows of a group are neighbours. On TPU and GPU the product is `jax.lax.ragged_dot`, or a kernel
+of policy/ops/grouped_kernel.py where XLA has none. XLA on CPU would compute every group on every
+row, so there the groups are padded to full blocks of rows and each block is multiplied with its
+group's weights.
 
-A choice of G or more names a group of another device, or none. It has no row and adds nothing. The content of unused
-rows reaches neither a result nor a gradient.
+A choice of G or more names a group of another device, or none. It has no row and adds nothing. The
+content of unused rows reaches neither a result nor a gradient.
 
 N tokens, k choices each, G groups (experts), M rows of the sorted layout, E hidden, F width.
 """
@@ -21,7 +23,8 @@ import jax.numpy as jnp
 from policy.config import Runtime
 from policy.ops.linear import Weight, linear, ragged_linear
 
-# Each group of rows starts at a multiple of this number; None: groups follow one another without gaps.
+# Each group of rows starts at a multiple of this number; None: groups follow one another without
+# gaps.
 Block = int | None
 
 
@@ -30,9 +33,9 @@ Block = int | None
 class GroupedRows:
     """The row of every choice of every token.
 
-    token: int[M], the token of a row (N for padding rows). row: int[N, k], the row of a choice (past the end if it has
-    none). sizes: int[G], choices of each group. block_group: int[blocks], group of each block; None without blocks.
-    partial: whether some choices may have no row.
+    token: int[M], the token of a row (N for padding rows). row: int[N, k], the row of a choice
+    (past the end if it has none). sizes: int[G], choices of each group. block_group: int[blocks],
+    group of each block; None without blocks. partial: whether some choices may have no row.
     """
 
     token: jax.Array
@@ -48,13 +51,18 @@ class GroupedRows:
 
 
 def plan(
-    choices_NK: jax.Array, groups: int, *, block: Block, partial: bool = False, room: int | None = None
+    choices_NK: jax.Array,
+    groups: int,
+    *,
+    block: Block,
+    partial: bool = False,
+    room: int | None = None,
 ) -> GroupedRows:
     """Sorts the choices by group, stably.
 
-    block: each group starts at a multiple of so many rows. partial: must be set where choices may name other groups
-    than 0 .. groups - 1. room: an upper bound, known to the caller, of the choices that name one of the groups; None:
-    all of them may.
+    block: each group starts at a multiple of so many rows. partial: must be set where choices may
+    name other groups than 0 .. groups - 1. room: an upper bound, known to the caller, of the
+    choices that name one of the groups; None: all of them may.
     """
     N, k = choices_NK.shape
     M = N * k if room is None else min(room, N * k)
@@ -76,9 +84,15 @@ def plan(
     blocks = (M + groups * (block - 1)) // block
     if partial:
         place = jnp.where(sorted_group < groups, place, blocks * block + jnp.arange(N * k))
-    token = jnp.full(blocks * block, N, order.dtype).at[place].set(order // k, unique_indices=True, mode="drop")
+    token = (
+        jnp.full(blocks * block, N, order.dtype)
+        .at[place]
+        .set(order // k, unique_indices=True, mode="drop")
+    )
     row = jnp.zeros_like(order).at[order].set(place, unique_indices=True)
-    block_group = jnp.minimum(jnp.searchsorted(block_end, jnp.arange(blocks), side="right"), groups - 1)
+    block_group = jnp.minimum(
+        jnp.searchsorted(block_end, jnp.arange(blocks), side="right"), groups - 1
+    )
     return GroupedRows(token, row.reshape(N, k), sizes, block_group, partial)
 
 
@@ -93,8 +107,8 @@ def groups_of(plan: GroupedRows) -> jax.Array:
 def block_rows(tokens: int, choices: int, groups: int, platform: str) -> Block:
     """Returns the rows per block on a platform.
 
-    None where ragged_dot is a kernel. On CPU a power of two near the mean group size, at most 64: larger blocks are no
-    faster.
+    None where ragged_dot is a kernel. On CPU a power of two near the mean group size, at most 64:
+    larger blocks are no faster.
     """
     if platform != "cpu":
         return None
@@ -103,7 +117,11 @@ def block_rows(tokens: int, choices: int, groups: int, platform: str) -> Block:
 
 def _of_choices(rows_ME: jax.Array, plan: GroupedRows) -> jax.Array:
     """Returns the row of every choice, [N, k, E]; 0 for choices without a row."""
-    return jnp.take(rows_ME, plan.row, axis=0, mode="fill", fill_value=0) if plan.partial else rows_ME[plan.row]
+    return (
+        jnp.take(rows_ME, plan.row, axis=0, mode="fill", fill_value=0)
+        if plan.partial
+        else rows_ME[plan.row]
+    )
 
 
 @jax.custom_vjp
@@ -124,7 +142,11 @@ dispatch.defvjp(lambda x, plan: (dispatch(x, plan), plan), _dispatch_backward)
 
 def by_row(values_NK: jax.Array, plan: GroupedRows) -> jax.Array:
     """Returns the value of the choice that each row belongs to, [M]; 0 for other rows."""
-    return jnp.zeros(plan.token.shape[0], values_NK.dtype).at[plan.row].set(values_NK, unique_indices=True, mode="drop")
+    return (
+        jnp.zeros(plan.token.shape[0], values_NK.dtype)
+        .at[plan.row]
+        .set(values_NK, unique_indices=True, mode="drop")
+    )
 
 
 @jax.custom_vjp
@@ -137,7 +159,9 @@ def combine(rows_ME: jax.Array, weights_NK: jax.Array, plan: GroupedRows) -> jax
 def _combine_backward(saved, g_NE: jax.Array):
     rows, weights, plan = saved
     g32 = g_NE.astype(jnp.float32)
-    g_weights = jnp.einsum("nke,ne->nk", _of_choices(rows, plan).astype(jnp.float32), g32).astype(weights.dtype)
+    g_weights = jnp.einsum("nke,ne->nk", _of_choices(rows, plan).astype(jnp.float32), g32).astype(
+        weights.dtype
+    )
     g_rows = (
         jnp.take(g32, plan.token, axis=0, mode="fill", fill_value=0)
         * by_row(weights.astype(jnp.float32), plan)[:, None]
@@ -145,11 +169,18 @@ def _combine_backward(saved, g_NE: jax.Array):
     return g_rows.astype(rows.dtype), g_weights, None
 
 
-combine.defvjp(lambda rows, weights, plan: (combine(rows, weights, plan), (rows, weights, plan)), _combine_backward)
+combine.defvjp(
+    lambda rows, weights, plan: (combine(rows, weights, plan), (rows, weights, plan)),
+    _combine_backward,
+)
 
 
 def product(
-    rows_ME: jax.Array, weights_GEF: Weight, plan: GroupedRows, runtime: Runtime, bias_GF: jax.Array | None = None
+    rows_ME: jax.Array,
+    weights_GEF: Weight,
+    plan: GroupedRows,
+    runtime: Runtime,
+    bias_GF: jax.Array | None = None,
 ) -> jax.Array:
     """Computes rows[m] @ weights[group of m] + bias[group of m] in the rows' dtype: [M, F]."""
     if plan.block_group is not None:
@@ -161,5 +192,6 @@ def product(
         out = ragged_linear(rows_ME, weights_GEF, plan.sizes.astype(jnp.int32), runtime)
     if bias_GF is not None:
         out = out + bias_GF.astype(out.dtype)[groups_of(plan)]
-    # Kernels leave rows past the last group undefined. `where` makes these 0 here and in the gradient.
+    # Kernels leave rows past the last group undefined. `where` makes these 0 here and in the
+    # gradient.
     return jnp.where(plan.used, out, 0) if plan.partial and plan.block_group is None else out

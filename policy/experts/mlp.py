@@ -1,4 +1,5 @@
-"""Dense feed-forwards. Like every feed-forward they map (x, step, runtime) to (x, LayerAux); the LayerAux is empty."""
+"""Dense feed-forwards. Like every feed-forward they map (x, step, runtime) to (x, LayerAux); the
+LayerAux is empty."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def gated(gate: jax.Array, up: jax.Array, spec: Mlp | Moe) -> jax.Array:
     clamp = spec.clamp
     if clamp is None:
         return ACTIVATIONS[spec.activation](gate) * up
-    gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
+    gate = jnp.minimum(gate, clamp.limit)
+    up = jnp.clip(up, -clamp.limit, clamp.limit)
     return (up + clamp.up_offset) * gate * jax.nn.sigmoid(clamp.alpha * gate)
 
 
@@ -39,7 +41,8 @@ class FeedForward(nnx.Module):
 
     def __init__(self, spec: Mlp, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
-        E, I = config.hidden_size, spec.width
+        E = config.hidden_size
+        I = spec.width
         init = normal(config.initializer_range)
         for name in self._inputs:
             setattr(self, f"{name}_proj", weight(rngs, (E, I), ("embed", "mlp"), init, inputs=(0,)))
@@ -54,7 +57,10 @@ class FeedForward(nnx.Module):
         return ("gate", "up") if self.spec.gated else ("up",)
 
     def __call__(self, x: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, LayerAux]:
-        hidden = [checkpoint_name(self._linear(x, name, runtime), f"mlpwi_{i}") for i, name in enumerate(self._inputs)]
+        hidden = [
+            checkpoint_name(self._linear(x, name, runtime), f"mlpwi_{i}")
+            for i, name in enumerate(self._inputs)
+        ]
         if self.spec.gated:
             inner = gated(scaled(hidden[0], self.spec.gate_scale), hidden[1], self.spec)
         else:
@@ -72,7 +78,11 @@ class SquareMatrix(nnx.Module):
 
     def __init__(self, spec: Matrix, config: DecoderConfig, rngs: nnx.Rngs):
         E = config.hidden_size
-        self.proj = weight(rngs, (E, E), ("embed", "mlp"), normal(config.initializer_range), inputs=(0,))
+        self.proj = weight(
+            rngs, (E, E), ("embed", "mlp"), normal(config.initializer_range), inputs=(0,)
+        )
 
     def __call__(self, x: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, LayerAux]:
-        return checkpoint_name(linear("...e,ef->...f", x, self.proj[...], runtime), "mlpwo"), LayerAux()
+        return checkpoint_name(
+            linear("...e,ef->...f", x, self.proj[...], runtime), "mlpwo"
+        ), LayerAux()

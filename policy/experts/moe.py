@@ -25,11 +25,14 @@ from policy.ops.stacked import StackedWeight
 
 
 class MixtureOfExperts(nnx.Module):
-    """Sums weight * down(act(gate(x)) * up(x)) over the chosen experts, and adds the shared experts."""
+    """Sums weight * down(act(gate(x)) * up(x)) over the chosen experts, and adds the shared
+    experts."""
 
     def __init__(self, spec: Moe, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
-        X, E, F = spec.router.experts, config.hidden_size, spec.width
+        X = spec.router.experts
+        E = config.hidden_size
+        F = spec.width
         L = E if spec.latent is None else spec.latent
         init = normal(config.initializer_range)
         self.router = TopKRouter(spec.router, config, rngs)
@@ -37,7 +40,9 @@ class MixtureOfExperts(nnx.Module):
             shape = (X, F, L) if name == "down" else (X, L, F)
             setattr(self, f"expert_{name}_proj", weight(rngs, shape, AXES[name], init, inputs=(1,)))
             if spec.bias:
-                setattr(self, f"expert_{name}_bias", weight(rngs, (X, shape[-1]), ("exp", None), zeros))
+                setattr(
+                    self, f"expert_{name}_bias", weight(rngs, (X, shape[-1]), ("exp", None), zeros)
+                )
         if spec.latent is not None:
             self.latent_in_proj = weight(rngs, (E, L), ("embed", None), init, inputs=(0,))
             self.latent_out_proj = weight(rngs, (L, E), (None, "embed"), init, inputs=(0,))
@@ -49,12 +54,17 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self, x_BTE: jax.Array, step: Step, runtime: Runtime, router_input: jax.Array | None = None
     ) -> tuple[jax.Array, LayerAux]:
-        """Returns (x_BTE, LayerAux of the router). The router scores `router_input`, by default x."""
-        experts, weights, routing = self.choose(x_BTE if router_input is None else router_input, step, runtime)
+        """Returns (x_BTE, LayerAux of the router). The router scores `router_input`, by default
+        x."""
+        experts, weights, routing = self.choose(
+            x_BTE if router_input is None else router_input, step, runtime
+        )
         read = x_BTE
         if self.spec.latent is not None:
             read = linear("bte,el->btl", x_BTE, self.latent_in_proj[...], runtime)
-        out, lost = mixture(read, experts, weights, self.weights(x_BTE.dtype, runtime), self.spec, runtime)
+        out, lost = mixture(
+            read, experts, weights, self.weights(x_BTE.dtype, runtime), self.spec, runtime
+        )
         if self.spec.latent is not None:
             out = linear("btl,le->bte", out, self.latent_out_proj[...], runtime)
         if lost is not None:
@@ -64,8 +74,11 @@ class MixtureOfExperts(nnx.Module):
         aux = LayerAux(routing=routing, routes=experts if "routes" in runtime.record else None)
         return out if shared is None else out + shared, aux
 
-    def choose(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, Routing]:
-        """Returns (experts int[B, T, k], their weights float32[B, T, k], the statistics of `routing_statistics`)."""
+    def choose(
+        self, x_BTE: jax.Array, step: Step, runtime: Runtime
+    ) -> tuple[jax.Array, jax.Array, Routing]:
+        """Returns (experts int[B, T, k], their weights float32[B, T, k], the statistics of
+        `routing_statistics`)."""
         if not in_explicit_mode():
             return chosen(self.router, x_BTE, step, runtime)
         weights, router = split_module(self.router)
@@ -74,13 +87,16 @@ class MixtureOfExperts(nnx.Module):
             return chosen(cast(TopKRouter, router(weights)), x_BTE, step, runtime)
 
         specs = spec_of(x_BTE), spec_of(x_BTE), PartitionSpec()
-        return cast(tuple[jax.Array, jax.Array, Routing], auto_axes(run, specs, weights, x_BTE, step))
+        return cast(
+            tuple[jax.Array, jax.Array, Routing], auto_axes(run, specs, weights, x_BTE, step)
+        )
 
     def shared_experts(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:
         """Returns the sum of the shared experts [B, T, E]; None without shared experts."""
         if not self.spec.shared:
             return None
-        # Where rows are cut along their length, rows and tokens cannot be flattened to one dimension.
+        # Where rows are cut along their length, rows and tokens cannot be flattened to one
+        # dimension.
         x = x_BTE if in_explicit_mode() else x_BTE.reshape(-1, x_BTE.shape[-1])
         shared, _ = self.shared(x, step, runtime)
         if self.spec.shared_gate:
@@ -95,7 +111,9 @@ class MixtureOfExperts(nnx.Module):
         names = {name: f"expert_{name}_proj" for name in parts}
         if self.spec.bias:
             names |= {f"{name}_bias": f"expert_{name}_bias" for name in parts}
-        return {name: _ready(getattr(self, path)[...], dtype, runtime) for name, path in names.items()}
+        return {
+            name: _ready(getattr(self, path)[...], dtype, runtime) for name, path in names.items()
+        }
 
 
 def _ready(weight: Weight, dtype: DTypeLike, runtime: Runtime) -> Weight:

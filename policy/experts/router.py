@@ -1,4 +1,5 @@
-"""Routers choose the experts of each token and their weights. The choice can be balanced and replayed.
+"""Routers choose the experts of each token and their weights. The choice can be balanced and
+replayed.
 
 B rows, T tokens, N tokens of all rows, X experts, k experts per token.
 """
@@ -30,8 +31,8 @@ SCORES = {
 class TopKRouter(nnx.Module):
     """Chooses experts by float32 scores, or by the ids of tokens.
 
-    Weights: `weight` [E, X]; `correction_bias` [X] shifts the choice only and is updated by `bias_update`;
-    `token_experts` int32[V, k], the experts of each token id.
+    Weights: `weight` [E, X]; `correction_bias` [X] shifts the choice only and is updated by
+    `bias_update`; `token_experts` int32[V, k], the experts of each token id.
     """
 
     def __init__(self, spec: Router, config: DecoderConfig, rngs: nnx.Rngs):
@@ -41,17 +42,23 @@ class TopKRouter(nnx.Module):
         if spec.bias:
             self.bias = weight(rngs, (spec.experts,), (None,), zeros)
         if spec.correction_bias:
-            self.correction_bias = RouterBias(jnp.zeros(spec.experts, jnp.float32), out_sharding=(None,))
+            self.correction_bias = RouterBias(
+                jnp.zeros(spec.experts, jnp.float32), out_sharding=(None,)
+            )
         if spec.by_token:
-            self.token_experts = IntegerConstant(_even_table(config.vocab_size, spec), out_sharding=(None, None))
+            self.token_experts = IntegerConstant(
+                _even_table(config.vocab_size, spec), out_sharding=(None, None)
+            )
         if spec.input_norm:
             self.input_norm = norm(config.hidden_size, spec.input_norm, rngs)
         if spec.expert_scale:
             self.expert_scale = weight(rngs, (spec.experts,), (None,), ones)
 
-    def __call__(self, x_NE: jax.Array, tokens_N: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns (experts int[N, k], weights float32[N, k], scores float32[N, X]) of tokens, given their states and,
-        for a router `by_token`, their ids."""
+    def __call__(
+        self, x_NE: jax.Array, tokens_N: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns (experts int[N, k], weights float32[N, k], scores float32[N, X]) of tokens, given
+        their states and, for a router `by_token`, their ids."""
         spec = self.spec
         scores, choice = self._scores(x_NE)
         if spec.by_token:
@@ -64,12 +71,15 @@ class TopKRouter(nnx.Module):
         return experts, self.weigh(scores, experts), scores
 
     def weigh(self, scores: jax.Array, experts: jax.Array) -> jax.Array:
-        """Computes the weights float32[..., k] of experts int[..., k] from the scores of all experts, float32[...,
-        X]."""
+        """Computes the weights float32[..., k] of experts int[..., k] from the scores of all
+        experts, float32[..., X]."""
         spec = self.spec
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if spec.renormalize:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + (0.0 if spec.score == "softmax" else 1e-20))
+            weights = weights / (
+                jnp.sum(weights, axis=-1, keepdims=True)
+                + (0.0 if spec.score == "softmax" else 1e-20)
+            )
         weights = weights * spec.scale
         return weights * self.expert_scale[...][experts] if spec.expert_scale else weights
 
@@ -83,7 +93,8 @@ class TopKRouter(nnx.Module):
         if spec.bias:
             logits = logits + self.bias[...].astype(jnp.float32)
         scores = SCORES[spec.score](logits)
-        # The choice compares logits: a saturated sigmoid or softmax has equal scores in float32 where logits differ.
+        # The choice compares logits: a saturated sigmoid or softmax has equal scores in float32
+        # where logits differ.
         choice = scores if spec.correction_bias or spec.groups > 1 else logits
         if spec.correction_bias:
             choice = choice + self.correction_bias[...]
@@ -93,29 +104,37 @@ class TopKRouter(nnx.Module):
         """Tells which experts are in one of the best `topk_groups` groups, bool[N, X]."""
         spec = self.spec
         grouped = choice_NX.reshape(-1, spec.groups, spec.experts // spec.groups)
-        best = jax.lax.top_k(grouped, 2)[0].sum(-1) if spec.group_score == "top2" else grouped.max(-1)
+        best = (
+            jax.lax.top_k(grouped, 2)[0].sum(-1) if spec.group_score == "top2" else grouped.max(-1)
+        )
         _, kept = jax.lax.top_k(best, spec.topk_groups)
         mask = jax.nn.one_hot(kept, spec.groups, dtype=jnp.bool_).any(axis=1)
         return jnp.repeat(mask, spec.experts // spec.groups, axis=-1)
 
 
 def _even_table(tokens: int, spec: Router) -> jax.Array:
-    """Returns the experts of each token id in a fresh decoder, int32[tokens, k]: k in a row, from where those of the
-    id before end."""
+    """Returns the experts of each token id in a fresh decoder, int32[tokens, k]: k in a row, from
+    where those of the id before end."""
     k = spec.experts_per_token
     return jnp.arange(tokens * k, dtype=jnp.int32).reshape(tokens, k) % spec.experts
 
 
-def chosen(router: TopKRouter, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, Routing]:
+def chosen(
+    router: TopKRouter, x_BTE: jax.Array, step: Step, runtime: Runtime
+) -> tuple[jax.Array, jax.Array, Routing]:
     """Chooses the experts of tokens; `MixtureOfExperts.choose` describes the result."""
     B, T, E = x_BTE.shape
     tokens_N = None if step.tokens is None else step.tokens.reshape(-1)
     results = router(x_BTE.reshape(-1, E), tokens_N)
     experts, weights, scores = (a.reshape(B, T, -1) for a in results)
     experts, weights, replayed = replay(router, (experts, weights, scores), step)
-    routing = replace(routing_statistics(experts, scores, step.segments, step.tree), replayed=replayed)
+    routing = replace(
+        routing_statistics(experts, scores, step.segments, step.tree), replayed=replayed
+    )
     if router.spec.by_token:  # the scores do not choose, so nothing balances them
-        routing = replace(routing, balance=jnp.zeros_like(routing.balance), share=jnp.zeros_like(routing.share))
+        routing = replace(
+            routing, balance=jnp.zeros_like(routing.balance), share=jnp.zeros_like(routing.share)
+        )
     if runtime.drops:
         experts, dropped = limited(experts, step.segments, router.spec, runtime)
         routing = replace(routing, dropped=dropped)
@@ -125,21 +144,27 @@ def chosen(router: TopKRouter, x_BTE: jax.Array, step: Step, runtime: Runtime) -
 def routing_statistics(
     experts_BTK: jax.Array, scores_BTX: jax.Array, segments_BT: jax.Array, tree: Tree | None = None
 ) -> Routing:
-    """Computes the statistics of a batch of choices. A token of a tree counts for each of its sequences.
+    """Computes the statistics of a batch of choices. A token of a tree counts for each of its
+    sequences.
 
     counts: float32[X], choices of each expert, without padding.
-    balance: the sequence-wise balance term of arXiv 2412.19437 (eq. 17-20), summed over sequences: sum_e f_e P_e with
-        f_e = X / (k T) * choices of e, and P_e the mean share of e in the scores. It is 1 for a sequence of T tokens
-        that uses its experts evenly; padding adds 0.
-    share: float32[X], each expert's share in the scores summed over tokens, for the balance term of a mini-batch.
+    balance: the sequence-wise balance term of arXiv 2412.19437 (eq. 17-20), summed over sequences:
+    sum_e f_e P_e with
+        f_e = X / (k T) * choices of e, and P_e the mean share of e in the scores. It is 1 for a
+        sequence of T tokens that uses its experts evenly; padding adds 0.
+    share: float32[X], each expert's share in the scores summed over tokens, for the balance term of
+    a mini-batch.
     """
     B, T, k = experts_BTK.shape
     X = scores_BTX.shape[-1]
     valid = (segments_BT != 0).astype(jnp.float32)
     chosen = jax.nn.one_hot(experts_BTK, X, dtype=jnp.float32).sum(axis=2) * valid[..., None]
     share = scores_BTX / (scores_BTX.sum(axis=-1, keepdims=True) + 1e-20) * valid[..., None]
-    # Sequences are numbered within their row, from 1; 0 is padding, so S = T + 1 numbers are enough.
-    tokens, chosen_BSX, share_BSX = (_by_sequence(a, segments_BT, tree) for a in (valid[..., None], chosen, share))
+    # Sequences are numbered within their row, from 1; 0 is padding, so S = T + 1 numbers are
+    # enough.
+    tokens, chosen_BSX, share_BSX = (
+        _by_sequence(a, segments_BT, tree) for a in (valid[..., None], chosen, share)
+    )
     if tree is not None:
         chosen, share = (a * tree.count[..., None] for a in (chosen, share))
     tokens = jnp.maximum(tokens, 1.0)
@@ -152,8 +177,8 @@ def routing_statistics(
 
 
 def _by_sequence(values_BTX: jax.Array, segments_BT: jax.Array, tree: Tree | None) -> jax.Array:
-    """Sums over the tokens of each sequence of a row: [B, T + 1, X], at the number of its segment, in a tree at that of
-    the last node of its path; 0 at all other numbers."""
+    """Sums over the tokens of each sequence of a row: [B, T + 1, X], at the number of its segment,
+    in a tree at that of the last node of its path; 0 at all other numbers."""
     places = segments_BT.shape[1] + 1
     sum_rows = jax.vmap(partial(jax.ops.segment_sum, num_segments=places))
     sums = sum_rows(values_BTX, segments_BT)
@@ -167,7 +192,8 @@ def _by_sequence(values_BTX: jax.Array, segments_BT: jax.Array, tree: Tree | Non
 
 
 def bias_update(bias_X: jax.Array, counts_X: jax.Array, rate: float) -> jax.Array:
-    """Returns the selection bias after a step (arXiv 2408.15664): + `rate` for experts chosen less than the mean, else
+    """Returns the selection bias after a step (arXiv 2408.15664): + `rate` for experts chosen less
+    than the mean, else
     - `rate`.
 
     counts: choices in the mini-batch; the last axis is the experts.
@@ -180,13 +206,14 @@ def replay(
 ) -> tuple[jax.Array, jax.Array, Replayed | None]:
     """Replaces the router's choice by `step.routes` where these are known.
 
-    chosen: the router's result (experts, weights, scores), [B, T, ...] each; returned unchanged without routes.
-    Returns (experts int[B, T, k], their weights float32[B, T, k], counts of replayed choices, and of those among them
-    that the router would not have chosen, in any order).
+    chosen: the router's result (experts, weights, scores), [B, T, ...] each; returned unchanged
+    without routes. Returns (experts int[B, T, k], their weights float32[B, T, k], counts of
+    replayed choices, and of those among them that the router would not have chosen, in any order).
 
-    Router replay (arXiv 2510.11370): a generator and a trainer that round differently choose different experts where
-    two scores are close. With the generator's choice the trainer computes the function that was sampled from. The
-    weights still come from the router's own scores, so that the gradient reaches the router.
+    Router replay (arXiv 2510.11370): a generator and a trainer that round differently choose
+    different experts where two scores are close. With the generator's choice the trainer computes
+    the function that was sampled from. The weights still come from the router's own scores, so that
+    the gradient reaches the router.
     """
     own, weights, scores = chosen
     if step.routes is None:
@@ -197,4 +224,8 @@ def replay(
     counted = counted if step.tree is None else counted * step.tree.count[..., None]
     agrees = jnp.any(given[..., :, None] == own[..., None, :], axis=-1)
     experts = jnp.where(known, given, own)
-    return experts, router.weigh(scores, experts), Replayed(counted.sum(), jnp.sum(counted * ~agrees))
+    return (
+        experts,
+        router.weigh(scores, experts),
+        Replayed(counted.sum(), jnp.sum(counted * ~agrees)),
+    )

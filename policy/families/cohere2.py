@@ -1,6 +1,6 @@
-"""Command R7B, Command A and Aya (Cohere2ForCausalLM): attention and feed-forward side by side, layer
-norms without biases, sliding layers that rotate adjacent pairs, and full layers without a rotary
-embedding."""
+"""Command R7B, Command A and Aya (Cohere2ForCausalLM): attention and feed-forward side by side,
+layer norms without biases, sliding layers that rotate adjacent pairs, and full layers without a
+rotary embedding."""
 
 from __future__ import annotations
 
@@ -43,14 +43,18 @@ def read(stored: dict) -> DecoderConfig:
     dim = hf["hidden_size"] // hf["num_attention_heads"]
     if hf.get("head_dim") not in (None, dim):
         raise UnsupportedModel(
-            f"head_dim {hf['head_dim']}: transformers takes hidden_size / num_attention_heads, {dim}"
+            f"head_dim {hf['head_dim']}: transformers takes hidden_size / num_attention_heads, "
+            f"{dim}"
         )
     if hf["sliding_window"] is None:
         raise UnsupportedModel("sliding_window: null is not supported by this family")
     rotary = rope(hf, dim, interleaved=True)
     mlp = Mlp(hf["intermediate_size"], activation(hf))
     every = hf["sliding_window_pattern"]
-    derived = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(hf["num_hidden_layers"])]
+    derived = [
+        "sliding_attention" if (i + 1) % every else "full_attention"
+        for i in range(hf["num_hidden_layers"])
+    ]
     layers = []
     for kind in layer_types(hf, KINDS, derived):
         sliding = kind == "sliding_attention"

@@ -1,6 +1,7 @@
-"""DeepSeek V2, V2-Lite, V3, V3.1 and V3.2 (DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, DeepseekV32ForCausalLM):
-latent attention, in V3.2 over keys that an indexer selects, and a dense prefix followed by mixtures of experts. Kimi K2
-has the layers of V3 and is also the text model inside Kimi K2.5."""
+"""DeepSeek V2, V2-Lite, V3, V3.1 and V3.2 (DeepseekV2ForCausalLM, DeepseekV3ForCausalLM,
+DeepseekV32ForCausalLM): latent attention, in V3.2 over keys that an indexer selects, and a dense
+prefix followed by mixtures of experts. Kimi K2 has the layers of V3 and is also the text model
+inside Kimi K2.5."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ PREFIXES = (("language_model.model.blocks.", "model.layers."),)
 EXPERT_NAMES = (
     names.MOE
     | {"feed_forward.router.correction_bias": names.Stored("mlp.gate.e_score_correction_bias")}
-    | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_experts."))
+    | names.moved(
+        names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_experts.")
+    )
 )
 NAMES = (
     names.ATTENTION
@@ -44,10 +47,13 @@ NAMES = (
         "mixer.indexer.wk": names.Stored("self_attn.indexer.wk.weight", "d e -> e d"),
         "mixer.indexer.k_norm.weight": names.Stored("self_attn.indexer.k_norm.weight"),
         "mixer.indexer.k_norm.bias": names.Stored("self_attn.indexer.k_norm.bias"),
-        "mixer.indexer.weights_proj": names.Stored("self_attn.indexer.weights_proj.weight", "h e -> e h"),
+        "mixer.indexer.weights_proj": names.Stored(
+            "self_attn.indexer.weights_proj.weight", "h e -> e h"
+        ),
     }
 )
-# Layers past num_hidden_layers predict further tokens; they are read only with multi_token_prediction.
+# Layers past num_hidden_layers predict further tokens; they are read only with
+# multi_token_prediction.
 SKIP_EXTRA_LAYERS = True
 PASSED_OVER = r"model\.layers\.61\."
 # The values of absent keys, by the classes of transformers.
@@ -94,7 +100,8 @@ DEFAULTS_V32 = DEFAULTS_V3 | {
     "index_head_dim": 128,
     "index_n_heads": 64,
 }
-EXPERTS_V2, EXPERTS_V3 = 64, 256
+EXPERTS_V2 = 64
+EXPERTS_V3 = 256
 _VERSIONS = {
     "DeepseekV2ForCausalLM": DEFAULTS_V2,
     "deepseek_v2": DEFAULTS_V2,
@@ -106,8 +113,8 @@ _VERSIONS = {
 
 
 def defaults(hf: dict) -> dict:
-    """Returns the values of absent keys in the version of a configuration, by `architectures` first, `model_type`
-    second."""
+    """Returns the values of absent keys in the version of a configuration, by `architectures`
+    first, `model_type` second."""
     for name in hf.get("architectures") or ():
         if name in ARCHITECTURES:
             return _VERSIONS[name]
@@ -115,11 +122,13 @@ def defaults(hf: dict) -> dict:
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     if stored.get("model_type") in MODEL_TYPE_ALIASES:
         stored = stored | {"model_type": MODEL_TYPE_ALIASES[stored["model_type"]]}
     version = defaults(stored)
-    hf, v3 = version | stored, version is not DEFAULTS_V2
+    hf = version | stored
+    v3 = version is not DEFAULTS_V2
     if version is not DEFAULTS_V32:
         hf |= {"index_topk": None, "mlp_layer_types": None}
     return decoder("deepseek", stored, hf, layers(hf, v3))
@@ -138,7 +147,8 @@ def mixture(hf: dict, v3: bool) -> Moe:
     bias = not v3 and bool(hf["mlp_bias"])
     default = EXPERTS_V3 if v3 else EXPERTS_V2
     experts = first(hf, "n_routed_experts", "num_local_experts", "num_experts", default=default)
-    width, shared = hf["moe_intermediate_size"], hf["n_shared_experts"]
+    width = hf["moe_intermediate_size"]
+    shared = hf["n_shared_experts"]
     return Moe(
         _router(hf, v3, experts),
         width,
@@ -154,14 +164,18 @@ def dense_layers(hf: dict) -> list[bool]:
     if not (kinds := hf.get("mlp_layer_types")):  # version 3.2 only
         return [i < hf["first_k_dense_replace"] for i in range(layers)]
     if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
-        raise UnsupportedModel(f"mlp_layer_types: {kinds}; expected dense or sparse for each of the {layers} layers")
+        raise UnsupportedModel(
+            f"mlp_layer_types: {kinds}; expected dense or sparse for each of the {layers} layers"
+        )
     return [kind == "dense" for kind in kinds]
 
 
 def _mixer(hf: dict, v3: bool) -> LatentAttention:
-    """Creates latent attention. The softmax scale grows by the square of yarn's mscale_all_dim; the latent norms use
-    eps 1e-6 whatever rms_norm_eps is."""
-    settings, nope, rotated = rope_parameters(hf), hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
+    """Creates latent attention. The softmax scale grows by the square of yarn's mscale_all_dim; the
+    latent norms use eps 1e-6 whatever rms_norm_eps is."""
+    settings = rope_parameters(hf)
+    nope = hf["qk_nope_head_dim"]
+    rotated = hf["qk_rope_head_dim"]
     scale = (nope + rotated) ** -0.5
     if settings["rope_type"] != "default" and settings.get("mscale_all_dim"):
         scale *= yarn_mscale(float(settings["factor"]), settings["mscale_all_dim"]) ** 2
@@ -181,14 +195,17 @@ def _mixer(hf: dict, v3: bool) -> LatentAttention:
 def _indexer(hf: dict, rotated: int) -> Indexer:
     """Creates the indexer. It rotates by halves, with the frequencies of the main path."""
     if hf["q_lora_rank"] is None:
-        raise UnsupportedModel("q_lora_rank: the indexer of version 3.2 reads the query latent, so it needs a rank")
+        raise UnsupportedModel(
+            "q_lora_rank: the indexer of version 3.2 reads the query latent, so it needs a rank"
+        )
     return Indexer(hf["index_n_heads"], hf["index_head_dim"], hf["index_topk"], rope(hf, rotated))
 
 
 def _router(hf: dict, v3: bool, experts: int) -> Router:
     if not v3 and hf["topk_method"] not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModel(
-            f"topk_method {hf['topk_method']!r} is not supported; known: greedy, group_limited_greedy"
+            f"topk_method {hf['topk_method']!r} is not supported; known: greedy, "
+            "group_limited_greedy"
         )
     limited = v3 or hf["topk_method"] == "group_limited_greedy"
     return Router(
@@ -210,12 +227,13 @@ def empty_tensors(hf: dict) -> dict[str, tuple[int, ...]]:
 
 
 def empty_shared_experts(hf: dict) -> dict[str, tuple[int, ...]]:
-    """Returns the shared experts of width 0 that transformers has with `n_shared_experts` 0. `hf` has every key of its
-    version."""
+    """Returns the shared experts of width 0 that transformers has with `n_shared_experts` 0. `hf`
+    has every key of its version."""
     shapes: dict[str, tuple[int, ...]] = {}
     if hf["n_shared_experts"] == 0:
         for n in (n for n, is_dense in enumerate(dense_layers(hf)) if not is_dense):
-            prefix, E = names.LAYER_PREFIX.format(n=n) + "mlp.shared_experts.", hf["hidden_size"]
+            prefix = names.LAYER_PREFIX.format(n=n) + "mlp.shared_experts."
+            E = hf["hidden_size"]
             shapes |= {prefix + "gate_proj.weight": (0, E), prefix + "up_proj.weight": (0, E)}
             shapes[prefix + "down_proj.weight"] = (E, 0)
     return shapes

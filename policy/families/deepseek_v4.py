@@ -1,5 +1,6 @@
-"""DeepSeek-V4 Flash and Pro (DeepseekV4ForCausalLM, arXiv 2606.19348): hyper-connections, attention to a window of
-tokens and to compressed blocks of tokens, and experts in every layer, in the first ones chosen by the id of the token."""
+"""DeepSeek-V4 Flash and Pro (DeepseekV4ForCausalLM, arXiv 2606.19348): hyper-connections, attention
+to a window of tokens and to compressed blocks of tokens, and experts in every layer, in the first
+ones chosen by the id of the token."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from policy.fields.names import Stored
 
 ARCHITECTURES = ("DeepseekV4ForCausalLM",)
 MODEL_TYPES = ("deepseek_v4",)
-# The names of the released files. transformers writes the same below "model." and renames what is outside the layers.
+# The names of the released files. transformers writes the same below "model." and renames what is
+# outside the layers.
 LAYER_PREFIX = "layers.{n}."
 PREFIXES = (
     ("model.layers.", "layers."),
@@ -144,12 +146,15 @@ _FIXED = {
     "norm_topk_prob": True,
     "num_key_value_heads": 1,
 }
-SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+SLIDING = "sliding_attention"
+SPARSE = "compressed_sparse_attention"
+HEAVY = "heavily_compressed_attention"
 # Default rates, by the keys of released files that replace them.
 _RATES = {SPARSE: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
 # The kinds of layers by the numbers of `compress_ratios` in released files.
 _KIND_OF_RATIO = {0: SLIDING, 4: SPARSE, 128: HEAVY}
-HASH, CHOSEN = "hash_moe", "moe"
+HASH = "hash_moe"
+CHOSEN = "moe"
 _HASH_LAYERS = 3
 _ROTATED = 64 / 512
 _SCORES: dict[str, Literal["softmax", "sigmoid", "sqrt_softplus"]] = {
@@ -164,7 +169,9 @@ def read(stored: dict) -> DecoderConfig:
     does not compute."""
     for key, value in _FIXED.items():
         if stored.get(key, value) != value:
-            raise UnsupportedModel(f"{key} {stored[key]!r} is not supported by this family, only {value!r}")
+            raise UnsupportedModel(
+                f"{key} {stored[key]!r} is not supported by this family, only {value!r}"
+            )
     hf = DEFAULTS | stored
     mixers = {kind: _mixer(hf, kind) for kind in (SLIDING, SPARSE, HEAVY)}
     experts = {kind: _experts(hf, by_token=kind == HASH) for kind in (HASH, CHOSEN)}
@@ -186,14 +193,17 @@ def _norm(hf: dict) -> Norm:
 
 def _layer_types(hf: dict) -> list[str]:
     """Returns the kind of attention of each layer: `layer_types`, else by `compress_ratios` of
-    released files, else two heavily compressed layers and then heavily compressed and sparse ones in turn.
-    Entries past the last layer are those of layers that predict further tokens."""
-    count, listed = hf["num_hidden_layers"], hf["layer_types"]
+    released files, else two heavily compressed layers and then heavily compressed and sparse ones
+    in turn. Entries past the last layer are those of layers that predict further tokens."""
+    count = hf["num_hidden_layers"]
+    listed = hf["layer_types"]
     if listed is None and hf.get("compress_ratios") is not None:
         ratios = hf["compress_ratios"]
         if unknown := set(ratios) - set(_KIND_OF_RATIO):
             known = ", ".join(map(str, _KIND_OF_RATIO))
-            raise UnsupportedModel(f"compress_ratios: {', '.join(map(str, sorted(unknown)))}; known: {known}")
+            raise UnsupportedModel(
+                f"compress_ratios: {', '.join(map(str, sorted(unknown)))}; known: {known}"
+            )
         listed = [_KIND_OF_RATIO[ratio] for ratio in ratios]
     if listed is None:
         listed = [SPARSE if i > 1 and i % 2 else HEAVY for i in range(count)]
@@ -203,21 +213,27 @@ def _layer_types(hf: dict) -> list[str]:
 def _mlp_layer_types(hf: dict) -> list[str]:
     """Returns whether the table or the scores choose the experts of each layer: `mlp_layer_types`,
     else the table in the first `num_hash_layers`."""
-    count, listed = hf["num_hidden_layers"], hf["mlp_layer_types"]
+    count = hf["num_hidden_layers"]
+    listed = hf["mlp_layer_types"]
     if listed is None:
         hashed = first(hf, "num_hash_layers", default=_HASH_LAYERS)
         listed = [HASH if i < hashed else CHOSEN for i in range(count)]
     listed = listed[:count]
     if len(listed) != count or (unknown := set(listed) - {HASH, CHOSEN}):
         wrong = f"{len(listed)} entries" if len(listed) != count else ", ".join(map(str, unknown))
-        raise UnsupportedModel(f"mlp_layer_types: {wrong}; expected {HASH} or {CHOSEN} for each of the {count} layers")
+        raise UnsupportedModel(
+            f"mlp_layer_types: {wrong}; expected {HASH} or {CHOSEN} for each of the {count} layers"
+        )
     return listed
 
 
 def _mixer(hf: dict, kind: str) -> CompressedAttention:
-    width, groups = hf["num_attention_heads"] * hf["head_dim"], hf["o_groups"]
+    width = hf["num_attention_heads"] * hf["head_dim"]
+    groups = hf["o_groups"]
     if width % groups:
-        raise UnsupportedModel(f"o_groups: {groups} does not divide num_attention_heads times head_dim, {width}")
+        raise UnsupportedModel(
+            f"o_groups: {groups} does not divide num_attention_heads times head_dim, {width}"
+        )
     return CompressedAttention(
         heads=hf["num_attention_heads"],
         head_dim=hf["head_dim"],
@@ -245,8 +261,8 @@ def _indexer(hf: dict) -> EntryIndexer:
 
 def _rope(hf: dict, kind: str) -> Rope:
     """Creates the rotary embedding of sliding layers ("main") or of the others ("compress").
-    `rope_parameters` has settings of both, or only those by which the latter are rescaled; they then
-    have the base `compress_rope_theta`, and yarn has no factor on cos and sin."""
+    `rope_parameters` has settings of both, or only those by which the latter are rescaled; they
+    then have the base `compress_rope_theta`, and yarn has no factor on cos and sin."""
     settings = first(hf, "rope_scaling", "rope_parameters", default={})
     if not all(isinstance(settings.get(each), dict) for each in ("main", "compress")):
         partial = hf["partial_rotary_factor"]
@@ -254,7 +270,12 @@ def _rope(hf: dict, kind: str) -> Rope:
             rotated = hf.get("qk_rope_head_dim")
             partial = _ROTATED if rotated is None else rotated / hf["head_dim"]
         common = {"partial_rotary_factor": partial}
-        compress = {"attention_factor": 1.0} | settings | {"rope_theta": hf["compress_rope_theta"]} | common
+        compress = (
+            {"attention_factor": 1.0}
+            | settings
+            | {"rope_theta": hf["compress_rope_theta"]}
+            | common
+        )
         settings = {"main": {"rope_theta": hf["rope_theta"]} | common, "compress": compress}
     nested = {"rope_parameters": settings, "max_position_embeddings": hf["max_position_embeddings"]}
     return rope_from_settings(rope_parameters(nested, kind), hf["head_dim"], interleaved=True)
@@ -263,7 +284,9 @@ def _rope(hf: dict, kind: str) -> Rope:
 def _experts(hf: dict, *, by_token: bool) -> Moe:
     """Creates the experts of a layer, chosen by the id of the token or by scores."""
     if hf["scoring_func"] not in _SCORES:
-        raise UnsupportedModel(f"scoring_func {hf['scoring_func']!r} is not supported; known: {', '.join(_SCORES)}")
+        raise UnsupportedModel(
+            f"scoring_func {hf['scoring_func']!r} is not supported; known: {', '.join(_SCORES)}"
+        )
     if not hf["swiglu_limit"] > 0:
         raise UnsupportedModel(f"swiglu_limit {hf['swiglu_limit']!r}: expected a positive number")
     router = Router(

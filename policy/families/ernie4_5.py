@@ -28,7 +28,9 @@ def read(stored: dict) -> DecoderConfig:
     """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
     does not compute."""
     hf = DEFAULTS | stored
-    return decoder("ernie4_5", stored, hf, [LayerSpec(mixer(hf), dense(hf))] * hf["num_hidden_layers"])
+    return decoder(
+        "ernie4_5", stored, hf, [LayerSpec(mixer(hf), dense(hf))] * hf["num_hidden_layers"]
+    )
 
 
 def mixer(hf: dict) -> Attention:

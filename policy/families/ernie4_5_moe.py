@@ -1,5 +1,5 @@
-"""ERNIE 4.5 with experts (Ernie4_5_MoeForCausalLM): softmax routing with a correction of the choice,
-and shared experts."""
+"""ERNIE 4.5 with experts (Ernie4_5_MoeForCausalLM): softmax routing with a correction of the
+choice, and shared experts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ NAMES = (
     names.ATTENTION
     | names.MLP
     | names.MOE
-    | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_experts."))
-    | {"feed_forward.router.correction_bias": Stored("mlp.moe_statics.e_score_correction_bias", "1 x -> x")}
+    | names.moved(
+        names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_experts.")
+    )
+    | {
+        "feed_forward.router.correction_bias": Stored(
+            "mlp.moe_statics.e_score_correction_bias", "1 x -> x"
+        )
+    }
 )
 # Modules that predict further tokens.
 SKIP = (r"(model\.)?mtp.*",)
@@ -46,8 +52,12 @@ def read(stored: dict) -> DecoderConfig:
     does not compute."""
     hf = DEFAULTS | stored
     if hf["use_bias"]:
-        raise UnsupportedModel("use_bias true is not supported by this family: its head would have a bias")
-    mixer, dense, experts = ernie4_5.mixer(hf), ernie4_5.dense(hf), _experts(hf)
+        raise UnsupportedModel(
+            "use_bias true is not supported by this family: its head would have a bias"
+        )
+    mixer = ernie4_5.mixer(hf)
+    dense = ernie4_5.dense(hf)
+    experts = _experts(hf)
     layers = [LayerSpec(mixer, experts if sparse else dense) for sparse in _sparse_layers(hf)]
     return decoder("ernie4_5_moe", stored, hf, layers)
 
@@ -55,14 +65,17 @@ def read(stored: dict) -> DecoderConfig:
 def _sparse_layers(hf: dict) -> list[bool]:
     """Returns whether each layer has experts: every `moe_layer_interval`-th from
     `moe_layer_start_index` to `moe_layer_end_index` (-1: the last layer)."""
-    layers, interval = hf["num_hidden_layers"], hf["moe_layer_interval"]
-    start, end = hf["moe_layer_start_index"], hf["moe_layer_end_index"]
+    layers = hf["num_hidden_layers"]
+    interval = hf["moe_layer_interval"]
+    start = hf["moe_layer_start_index"]
+    end = hf["moe_layer_end_index"]
     last = layers - 1 if end == -1 else end
     return [start <= i <= last and (i + 1) % interval == 0 for i in range(layers)]
 
 
 def _experts(hf: dict) -> Moe:
-    width, shared = hf["moe_intermediate_size"], hf["moe_num_shared_experts"]
+    width = hf["moe_intermediate_size"]
+    shared = hf["moe_num_shared_experts"]
     return Moe(
         Router(hf["moe_num_experts"], hf["moe_k"], correction_bias=True),
         width,

@@ -30,7 +30,8 @@ def read(stored: dict) -> DecoderConfig:
     """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
     does not compute."""
     hf = DEFAULTS | stored
-    norm, rotary = Norm(eps=hf["rms_norm_eps"]), rope(hf, head_dim(hf))
+    norm = Norm(eps=hf["rms_norm_eps"])
+    rotary = rope(hf, head_dim(hf))
     mlp = Mlp(hf["intermediate_size"], activation(hf))
     layers = []
     for kind in layer_types(hf, KINDS, _derived(hf)):
@@ -49,9 +50,13 @@ def _derived(hf: dict) -> list[str]:
     """Returns the kinds of the layers where the configuration does not list them: all full without
     a window, else by `sliding_window_pattern`, which is a number (every how many layers one is
     full) or letters to repeat, L for a local layer and G for a global one."""
-    layers, pattern = range(hf["num_hidden_layers"]), hf["sliding_window_pattern"]
+    layers = range(hf["num_hidden_layers"])
+    pattern = hf["sliding_window_pattern"]
     if hf["sliding_window"] is None:
         return ["full_attention" for _ in layers]
     if isinstance(pattern, str):
-        return ["sliding_attention" if pattern[i % len(pattern)] == "L" else "full_attention" for i in layers]
+        return [
+            "sliding_attention" if pattern[i % len(pattern)] == "L" else "full_attention"
+            for i in layers
+        ]
     return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in layers]

@@ -1,9 +1,19 @@
-"""Falcon-H1 (FalconH1ForCausalLM, arXiv 2507.22448): the sum of attention and Mamba-2 in every layer, with factors on
-embeddings, on inputs and outputs of the parts, on projections and on logits."""
+"""Falcon-H1 (FalconH1ForCausalLM, arXiv 2507.22448): the sum of attention and Mamba-2 in every
+layer, with factors on embeddings, on inputs and outputs of the parts, on projections and on logits.
+"""
 
 from __future__ import annotations
 
-from policy.config import AttentionAndMamba2, DecoderConfig, LayerSpec, Mamba2, Mamba2Scales, Mlp, Norm, Scales
+from policy.config import (
+    AttentionAndMamba2,
+    DecoderConfig,
+    LayerSpec,
+    Mamba2,
+    Mamba2Scales,
+    Mlp,
+    Norm,
+    Scales,
+)
 from policy.fields import names
 from policy.fields.config_fields import (
     UnsupportedModel,
@@ -74,7 +84,8 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | stored
     dim = head_dim(hf)
     mixer = AttentionAndMamba2(
@@ -85,7 +96,13 @@ def read(stored: dict) -> DecoderConfig:
         Scales(float(hf["ssm_in_multiplier"]), float(hf["ssm_out_multiplier"])),
     )
     gate, out = _factors(hf, "mlp_multipliers")
-    mlp = Mlp(hf["intermediate_size"], activation(hf), bias=bool(hf["mlp_bias"]), gate_scale=gate, out_scale=out)
+    mlp = Mlp(
+        hf["intermediate_size"],
+        activation(hf),
+        bias=bool(hf["mlp_bias"]),
+        gate_scale=gate,
+        out_scale=out,
+    )
     return decoder(
         "falcon_h1",
         stored,
@@ -108,7 +125,8 @@ def _mamba(hf: dict) -> Mamba2:
 
 
 def _factors(hf: dict, key: str) -> list[float]:
-    """Returns the factors of a list, by default 1. Raises UnsupportedModel for a list of another length."""
+    """Returns the factors of a list, by default 1. Raises UnsupportedModel for a list of another
+    length."""
     default = DEFAULTS[key]
     values = first(hf, key, default=default)
     if len(values) != len(default):

@@ -1,10 +1,18 @@
-"""Gemma (GemmaForCausalLM): zero-centred norms, an embedding multiplied by the root of the hidden size, a tied head."""
+"""Gemma (GemmaForCausalLM): zero-centred norms, an embedding multiplied by the root of the hidden
+size, a tied head."""
 
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Norm
 from policy.fields import names
-from policy.fields.config_fields import UnsupportedModel, activation, attention, decoder, head_dim, rope
+from policy.fields.config_fields import (
+    UnsupportedModel,
+    activation,
+    attention,
+    decoder,
+    head_dim,
+    rope,
+)
 
 ARCHITECTURES = ("GemmaForCausalLM",)
 MODEL_TYPES = ("gemma",)
@@ -25,10 +33,13 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | stored
     if hf["use_bidirectional_attention"]:
-        raise UnsupportedModel("gemma: use_bidirectional_attention is not supported: the decoder is causal")
+        raise UnsupportedModel(
+            "gemma: use_bidirectional_attention is not supported: the decoder is causal"
+        )
     # The first releases say "gelu" and were trained with its tanh form.
     act = "gelu_tanh" if hf["hidden_act"] == "gelu" else activation(hf)
     mixer = attention(hf, rope=rope(hf, head_dim(hf)))

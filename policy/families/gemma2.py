@@ -1,4 +1,5 @@
-"""Gemma 2 (arXiv 2408.00118): norms before and after each part, every other layer with a sliding window, soft caps."""
+"""Gemma 2 (arXiv 2408.00118): norms before and after each part, every other layer with a sliding
+window, soft caps."""
 
 from __future__ import annotations
 
@@ -37,11 +38,16 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | stored
     if hf["use_bidirectional_attention"]:
-        raise UnsupportedModel("gemma2: use_bidirectional_attention is not supported: the decoder is causal")
-    alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(hf["num_hidden_layers"])]
+        raise UnsupportedModel(
+            "gemma2: use_bidirectional_attention is not supported: the decoder is causal"
+        )
+    alternating = [
+        "full_attention" if i % 2 else "sliding_attention" for i in range(hf["num_hidden_layers"])
+    ]
     kinds = layer_types(hf, ("full_attention", "sliding_attention"), alternating)
     mlp = Mlp(hf["intermediate_size"], activation(hf, "hidden_activation"))
     return decoder(
@@ -56,8 +62,8 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def _mixer(hf: dict, kind: str) -> Attention:
-    """Creates the attention of one layer. The softmax scale comes from `query_pre_attn_scalar`, which is not the head
-    dimension in the 27B model."""
+    """Creates the attention of one layer. The softmax scale comes from `query_pre_attn_scalar`,
+    which is not the head dimension in the 27B model."""
     return attention(
         hf,
         scale=hf["query_pre_attn_scalar"] ** -0.5,

@@ -1,5 +1,5 @@
-"""Gemma 3 (arXiv 2503.19786), text model: five layers with a sliding window for each full one, normed queries and
-keys."""
+"""Gemma 3 (arXiv 2503.19786), text model: five layers with a sliding window for each full one,
+normed queries and keys."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ MODEL_TYPES = ("gemma3_text", "gemma3")
 KINDS = ("full_attention", "sliding_attention")
 MULTIMODAL = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
 # The spelling of released files, also as transformers 4 has it in memory.
-PREFIXES = tuple((f"{outer}vision_tower.vision_model.", "vision_tower.") for outer in ("", "model."))
+PREFIXES = tuple(
+    (f"{outer}vision_tower.vision_model.", "vision_tower.") for outer in ("", "model.")
+)
 TOWERS = {"image": tower_names.SIGLIP}
 NAMES = names.ATTENTION | names.MLP | names.NORMS_BY_ROLE
 
-# The values of absent keys, by the class of transformers. Files of multimodal models leave many out.
+# The values of absent keys, by the class of transformers. Files of multimodal models leave many
+# out.
 DEFAULTS = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -48,12 +51,18 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | stored
     if hf["use_bidirectional_attention"]:
-        raise UnsupportedModel("gemma3: use_bidirectional_attention is not supported: the decoder is causal")
+        raise UnsupportedModel(
+            "gemma3: use_bidirectional_attention is not supported: the decoder is causal"
+        )
     every = hf["sliding_window_pattern"]
-    derived = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(hf["num_hidden_layers"])]
+    derived = [
+        "sliding_attention" if (i + 1) % every else "full_attention"
+        for i in range(hf["num_hidden_layers"])
+    ]
     kinds = layer_types(hf, KINDS, derived)
     mlp = Mlp(hf["intermediate_size"], activation(hf, "hidden_activation"))
     return decoder(
@@ -68,7 +77,8 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def _mixer(hf: dict, kind: str) -> Attention:
-    """Creates the attention of one layer. transformers computes no `attn_logit_softcapping`, so the key is not read."""
+    """Creates the attention of one layer. transformers computes no `attn_logit_softcapping`, so the
+    key is not read."""
     return attention(
         hf,
         scale=hf["query_pre_attn_scalar"] ** -0.5,
@@ -80,17 +90,22 @@ def _mixer(hf: dict, kind: str) -> Attention:
 
 
 def _rope_parameters(hf: dict) -> dict:
-    """Returns the rotary settings in the new spelling. In the old one `rope_scaling` and `rope_theta` belong to the
-    full layers, and `rope_local_base_freq` is the base of the others, which are not scaled. Yarn's `truncate` is at the
-    level of the layer kinds."""
+    """Returns the rotary settings in the new spelling. In the old one `rope_scaling` and
+    `rope_theta` belong to the full layers, and `rope_local_base_freq` is the base of the others,
+    which are not scaled. Yarn's `truncate` is at the level of the layer kinds."""
     new = first(hf, "rope_parameters", default={})
     if new and not any(kind in new for kind in KINDS):
         raise UnsupportedModel(
-            f"gemma3: rope_parameters: expected settings for {' and '.join(KINDS)}, got {', '.join(new)}"
+            f"gemma3: rope_parameters: expected settings for {' and '.join(KINDS)}, got "
+            f"{', '.join(new)}"
         )
-    full, sliding = ((new.get(kind) or {}) | {"truncate": new.get("truncate", True)} for kind in KINDS)
+    full, sliding = (
+        (new.get(kind) or {}) | {"truncate": new.get("truncate", True)} for kind in KINDS
+    )
     scaling = hf.get("rope_scaling") or {}
-    if scaling and "rope_type" not in scaling:  # transformers then scales nothing, whatever `type` is
+    if (
+        scaling and "rope_type" not in scaling
+    ):  # transformers then scales nothing, whatever `type` is
         raise UnsupportedModel(f"gemma3: rope_scaling lacks rope_type, got {', '.join(scaling)}")
     full |= scaling
     full.setdefault("rope_theta", first(hf, "rope_theta", default=1_000_000.0))
@@ -100,4 +115,8 @@ def _rope_parameters(hf: dict) -> dict:
 
 def towers(stored: dict) -> dict[str, Any]:
     """Reads the vision tower of a complete configuration."""
-    return {"image": tower_fields.siglip(stored["vision_config"], first(stored, "mm_tokens_per_image", default=256))}
+    return {
+        "image": tower_fields.siglip(
+            stored["vision_config"], first(stored, "mm_tokens_per_image", default=256)
+        )
+    }

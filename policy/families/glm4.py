@@ -21,7 +21,9 @@ MODEL_TYPES = ("glm4",)
 NAMES = (
     names.ATTENTION
     | names.MLP
-    | names.joined("feed_forward.", ("gate_proj", "up_proj"), "mlp.gate_up_proj.weight", "f+ e -> e f")
+    | names.joined(
+        "feed_forward.", ("gate_proj", "up_proj"), "mlp.gate_up_proj.weight", "f+ e -> e f"
+    )
     | {
         "post_attention_layernorm.weight": Stored("post_self_attn_layernorm.weight"),
         "post_feedforward_layernorm.weight": Stored("post_mlp_layernorm.weight"),

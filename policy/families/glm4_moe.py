@@ -59,7 +59,8 @@ def read(stored: dict) -> DecoderConfig:
     dense = Mlp(hf["intermediate_size"], activation(hf))
     experts = deepseek.mixture(hf, v3=True)
     layers = [
-        LayerSpec(mixer, dense if i < hf["first_k_dense_replace"] else experts) for i in range(hf["num_hidden_layers"])
+        LayerSpec(mixer, dense if i < hf["first_k_dense_replace"] else experts)
+        for i in range(hf["num_hidden_layers"])
     ]
     return decoder("glm4_moe", stored, hf, layers)
 

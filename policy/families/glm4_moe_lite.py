@@ -45,7 +45,8 @@ def read(stored: dict) -> DecoderConfig:
     does not compute."""
     if stored.get("first_k_dense_replace", 1) != 1 and not stored.get("mlp_layer_types"):
         raise UnsupportedModel(
-            f"first_k_dense_replace {stored['first_k_dense_replace']}: transformers does not read this key in a "
+            f"first_k_dense_replace {stored['first_k_dense_replace']}: transformers does not read "
+            "this key in a "
             "glm4_moe_lite configuration; write mlp_layer_types, dense or sparse for each layer"
         )
     hf = _complete(stored)

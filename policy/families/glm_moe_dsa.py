@@ -1,5 +1,5 @@
-"""GLM-5, 5.1 and 5.2 (GlmMoeDsaForCausalLM): the layers of DeepSeek V3.2 with indexers that rotate in adjacent
-pairs."""
+"""GLM-5, 5.1 and 5.2 (GlmMoeDsaForCausalLM): the layers of DeepSeek V3.2 with indexers that rotate
+in adjacent pairs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def read(stored: dict) -> DecoderConfig:
     hf = _complete(stored)
     layers = deepseek.layers(hf | {"index_topk": None}, v3=True)
     indexers = _indexers(hf)
-    layers = [_with_indexer(layer, indexer) for layer, indexer in zip(layers, indexers, strict=True)]
+    layers = [
+        _with_indexer(layer, indexer) for layer, indexer in zip(layers, indexers, strict=True)
+    ]
     return decoder("glm_moe_dsa", stored, hf, layers)
 
 
@@ -69,19 +71,27 @@ def _indexer_types(hf: dict) -> list[str]:
     """Returns full (the layer has an indexer) or shared (it uses the keys of the nearest one before
     it) for each layer: `indexer_types`, else the letters F and S of `index_topk_pattern`, else full
     every `index_topk_freq` layers from `index_skip_topk_offset` - 1 on and in all layers before."""
-    layers, pattern = hf["num_hidden_layers"], hf["index_topk_pattern"]
+    layers = hf["num_hidden_layers"]
+    pattern = hf["index_topk_pattern"]
     if kinds := hf["indexer_types"]:
         key = "indexer_types"
     elif pattern is not None:
         key = "index_topk_pattern"
         letters = {"F": "full", "S": "shared"}
-        kinds = [str(letters.get(kind, kind)) for kind in pattern]  # a list has the words themselves
+        kinds = [
+            str(letters.get(kind, kind)) for kind in pattern
+        ]  # a list has the words themselves
     else:
         key = "index_topk_freq"
-        period, offset = max(hf["index_topk_freq"], 1), hf["index_skip_topk_offset"]
-        kinds = ["full" if max(i - offset + 1, 0) % period == 0 else "shared" for i in range(layers)]
+        period = max(hf["index_topk_freq"], 1)
+        offset = hf["index_skip_topk_offset"]
+        kinds = [
+            "full" if max(i - offset + 1, 0) % period == 0 else "shared" for i in range(layers)
+        ]
     if len(kinds) != layers or set(kinds) - {"full", "shared"} or kinds[0] != "full":
-        raise UnsupportedModel(f"{key}: expected full or shared for each of the {layers} layers, the first full")
+        raise UnsupportedModel(
+            f"{key}: expected full or shared for each of the {layers} layers, the first full"
+        )
     return kinds
 
 
@@ -100,7 +110,9 @@ def _indexers(hf: dict) -> list[Indexer | SharedIndexer]:
 
 def _indexer(hf: dict) -> Indexer:
     if hf["q_lora_rank"] is None:
-        raise UnsupportedModel("q_lora_rank: the indexer reads the query latent, so it needs a rank")
+        raise UnsupportedModel(
+            "q_lora_rank: the indexer reads the query latent, so it needs a rank"
+        )
     rotary = rope(hf, hf["qk_rope_head_dim"], interleaved=True)
     return Indexer(hf["index_n_heads"], hf["index_head_dim"], hf["index_topk"], rotary)
 

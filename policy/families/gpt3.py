@@ -28,7 +28,9 @@ NAMES = {
     for part in ("weight", "bias")
 }
 # Conv1D stores [inputs, outputs].
-NAMES |= names.joined("mixer.", ("q_proj", "k_proj", "v_proj"), "attn.c_attn.weight", "e (h d)+ -> e h d")
+NAMES |= names.joined(
+    "mixer.", ("q_proj", "k_proj", "v_proj"), "attn.c_attn.weight", "e (h d)+ -> e h d"
+)
 NAMES |= names.joined("mixer.", ("q_bias", "k_bias", "v_bias"), "attn.c_attn.bias", "(h d)+ -> h d")
 NAMES |= {
     "mixer.o_proj": names.Stored("attn.c_proj.weight", "(h d) e -> h d e"),
@@ -39,8 +41,8 @@ NAMES |= {
     "feed_forward.down_bias": names.Stored("mlp.c_proj.bias"),
 }
 
-# The values of absent keys, by the class of transformers. `reductions_in_fp32` is MaxText's name; transformers
-# computes the mean and the variance of a norm in float32.
+# The values of absent keys, by the class of transformers. `reductions_in_fp32` is MaxText's name;
+# transformers computes the mean and the variance of a norm in float32.
 DEFAULTS = {
     "n_inner": None,
     "activation_function": "gelu_new",
@@ -67,19 +69,35 @@ def unread(config: DecoderConfig) -> tuple[str, ...]:
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
-    hf = DEFAULTS | stored | {name: stored[name] if name in stored else stored[old] for name, old in ALIASES.items()}
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
+    hf = (
+        DEFAULTS
+        | stored
+        | {name: stored[name] if name in stored else stored[old] for name, old in ALIASES.items()}
+    )
     if hf["add_cross_attention"]:
         raise UnsupportedModel("add_cross_attention: there is no encoder to attend to")
-    width, heads, layers = hf["hidden_size"], hf["num_attention_heads"], hf["num_hidden_layers"]
+    width = hf["hidden_size"]
+    heads = hf["num_attention_heads"]
+    layers = hf["num_hidden_layers"]
     head_dim = width // heads
-    mlp = Mlp(first(hf, "n_inner", default=4 * width), activation(hf, "activation_function"), gated=False, bias=True)
+    mlp = Mlp(
+        first(hf, "n_inner", default=4 * width),
+        activation(hf, "activation_function"),
+        gated=False,
+        bias=True,
+    )
 
     def layer(i: int) -> LayerSpec:
         scale = head_dim**-0.5 if hf["scale_attn_weights"] else 1.0
         scale /= i + 1 if hf["scale_attn_by_inverse_layer_idx"] else 1
         return LayerSpec(Attention(heads, heads, head_dim, scale, bias=True, out_bias=True), mlp)
 
-    norm = LayerNorm(hf["layer_norm_epsilon"], "float32" if hf["reductions_in_fp32"] else "activation")
+    norm = LayerNorm(
+        hf["layer_norm_epsilon"], "float32" if hf["reductions_in_fp32"] else "activation"
+    )
     positions = (LearnedPositions(hf["max_position_embeddings"]),)
-    return decoder("gpt3", stored, hf, [layer(i) for i in range(layers)], norm=norm, positions=positions)
+    return decoder(
+        "gpt3", stored, hf, [layer(i) for i in range(layers)], norm=norm, positions=positions
+    )

@@ -1,5 +1,6 @@
-"""gpt-oss (GptOssForCausalLM, arXiv 2508.10925): attention with sinks, sliding in every other layer, and experts with
-biases and a clamped activation. The released files are quantised in MXFP4 and are dequantised as they are read."""
+"""gpt-oss (GptOssForCausalLM, arXiv 2508.10925): attention with sinks, sliding in every other
+layer, and experts with biases and a clamped activation. The released files are quantised in MXFP4
+and are dequantised as they are read."""
 
 from __future__ import annotations
 
@@ -20,10 +21,16 @@ NAMES = (
         "feed_forward.expert_down_bias": Stored("mlp.experts.down_proj_bias"),
     }
     | names.joined(
-        "feed_forward.", ("expert_gate_proj", "expert_up_proj"), "mlp.experts.gate_up_proj", "x e f* -> x e f"
+        "feed_forward.",
+        ("expert_gate_proj", "expert_up_proj"),
+        "mlp.experts.gate_up_proj",
+        "x e f* -> x e f",
     )
     | names.joined(
-        "feed_forward.", ("expert_gate_bias", "expert_up_bias"), "mlp.experts.gate_up_proj_bias", "x f* -> x f"
+        "feed_forward.",
+        ("expert_gate_bias", "expert_up_bias"),
+        "mlp.experts.gate_up_proj_bias",
+        "x f* -> x f",
     )
 )
 
@@ -43,16 +50,23 @@ DEFAULTS = {
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
 }
-ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 EXPERTS = 128
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | stored
     if hf.get("rope_parameters") is None:
         hf["rope_parameters"] = ROPE
-    rotary, moe = rope(hf, head_dim(hf)), _experts(hf)
+    rotary = rope(hf, head_dim(hf))
+    moe = _experts(hf)
 
     def layer(kind: str) -> LayerSpec:
         window = hf["sliding_window"] if kind == "sliding_attention" else None
@@ -65,8 +79,8 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def _experts(hf: dict) -> Moe:
-    """Creates the experts. The class of transformers has one activation, whatever `hidden_act` is. Its softmax over the
-    chosen logits equals the softmax over all, renormalised."""
+    """Creates the experts. The class of transformers has one activation, whatever `hidden_act` is.
+    Its softmax over the chosen logits equals the softmax over all, renormalised."""
     router = Router(
         experts=first(hf, "num_local_experts", "num_experts", default=EXPERTS),
         experts_per_token=hf["num_experts_per_tok"],

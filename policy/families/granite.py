@@ -37,10 +37,14 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def build(
-    family: str, stored: dict, hf: dict, feed_forward: Mlp | Moe, mixers: list[Attention | Mamba2] | None = None
+    family: str,
+    stored: dict,
+    hf: dict,
+    feed_forward: Mlp | Moe,
+    mixers: list[Attention | Mamba2] | None = None,
 ) -> DecoderConfig:
-    """Creates a decoder whose layers have these mixers, by default rotary attention, and this feed-forward; `hf` is
-    `stored` with the defaults of its class."""
+    """Creates a decoder whose layers have these mixers, by default rotary attention, and this
+    feed-forward; `hf` is `stored` with the defaults of its class."""
     mixers = mixers or [mixer(hf)] * hf["num_hidden_layers"]
     scale = float(hf["residual_multiplier"])
     return decoder(

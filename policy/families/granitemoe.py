@@ -19,7 +19,9 @@ NAMES = (
         "x f+ e -> x e f",
     )
     | {
-        "feed_forward.expert_down_proj": Stored("block_sparse_moe.output_linear.weight", "x e f -> x f e"),
+        "feed_forward.expert_down_proj": Stored(
+            "block_sparse_moe.output_linear.weight", "x e f -> x f e"
+        ),
         "feed_forward.router.weight": Stored("block_sparse_moe.router.layer.weight", "x e -> e x"),
     }
 )

@@ -1,5 +1,5 @@
-"""Granite 4 (GraniteMoeHybridForCausalLM): Mamba-2 and attention, usually without rotary positions; a feed-forward alone,
-or as the shared expert next to routed ones."""
+"""Granite 4 (GraniteMoeHybridForCausalLM): Mamba-2 and attention, usually without rotary positions;
+a feed-forward alone, or as the shared expert next to routed ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from policy.fields.config_fields import activation, first, layer_types, mamba2
 ARCHITECTURES = ("GraniteMoeHybridForCausalLM",)
 MODEL_TYPES = ("granitemoehybrid",)
 # Without experts the feed-forward itself is stored as shared_mlp.
-NAMES = granitemoeshared.NAMES | granitemoeshared.shared_names("feed_forward.") | names.mamba2("mamba.")
+NAMES = (
+    granitemoeshared.NAMES | granitemoeshared.shared_names("feed_forward.") | names.mamba2("mamba.")
+)
 
 # The values of absent keys, by the class of transformers.
 DEFAULTS = granitemoeshared.DEFAULTS | {
@@ -28,7 +30,8 @@ DEFAULTS = granitemoeshared.DEFAULTS | {
     "mamba_proj_bias": False,
     "time_step_limit": (0.0, "Infinity"),
 }
-MAMBA, ATTENTION = "linear_attention", "full_attention"
+MAMBA = "linear_attention"
+ATTENTION = "full_attention"
 
 
 def read(stored: dict) -> DecoderConfig:
@@ -44,12 +47,14 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def _kinds(hf: dict) -> list[str]:
-    """Returns the kind of each layer: `layer_types`, in older files `layers_block_type`; by default all are Mamba-2."""
+    """Returns the kind of each layer: `layer_types`, in older files `layers_block_type`; by default
+    all are Mamba-2."""
     kinds = first(hf, "layer_types", "layers_block_type", default=[MAMBA] * hf["num_hidden_layers"])
     named = [OLD_KINDS.get(str(kind), kind) for kind in kinds]
     return layer_types(hf | {"layer_types": named}, (MAMBA, ATTENTION), [])
 
 
 def _mamba(hf: dict) -> Mamba2:
-    norm, out_bias = Norm(hf["rms_norm_eps"]), bool(hf["mamba_proj_bias"])
+    norm = Norm(hf["rms_norm_eps"])
+    out_bias = bool(hf["mamba_proj_bias"])
     return mamba2(hf, hf["mamba_expand"] * hf["hidden_size"], norm=norm, out_bias=out_bias)

@@ -1,5 +1,5 @@
-"""Hunyuan dense, 0.5B to 7B (HunYuanDenseV1ForCausalLM): Llama with queries and keys that are normed
-after their rotation."""
+"""Hunyuan dense, 0.5B to 7B (HunYuanDenseV1ForCausalLM): Llama with queries and keys that are
+normed after their rotation."""
 
 from __future__ import annotations
 
@@ -42,18 +42,25 @@ def read(stored: dict) -> DecoderConfig:
     does not compute."""
     hf = DEFAULTS | stored
     mlp = Mlp(hf["intermediate_size"], activation(hf))
-    return decoder("hunyuan_v1_dense", stored, hf, [LayerSpec(mixer(hf), mlp)] * hf["num_hidden_layers"])
+    return decoder(
+        "hunyuan_v1_dense", stored, hf, [LayerSpec(mixer(hf), mlp)] * hf["num_hidden_layers"]
+    )
 
 
 def mixer(hf: dict) -> Attention:
     """Creates the attention of a layer. The rotary type `dynamic` with `alpha` means a longer base
     at all lengths, theta alpha^(d / (d - 2)) for heads of d dimensions."""
     if hf.get("use_cla"):
-        raise UnsupportedModel("use_cla: keys and values that layers share are not supported by this family")
-    settings, dim = rope_parameters(hf), head_dim(hf)
+        raise UnsupportedModel(
+            "use_cla: keys and values that layers share are not supported by this family"
+        )
+    settings = rope_parameters(hf)
+    dim = head_dim(hf)
     if settings["rope_type"] == "dynamic":
         if not settings.get("alpha"):
-            raise UnsupportedModel("rope_type 'dynamic' is supported with alpha only: another base at all lengths")
+            raise UnsupportedModel(
+                "rope_type 'dynamic' is supported with alpha only: another base at all lengths"
+            )
         base = settings["rope_theta"] * settings["alpha"] ** (dim / (dim - 2))
         settings |= {"rope_type": "default", "rope_theta": base}
     norm = Norm(eps=hf["rms_norm_eps"])

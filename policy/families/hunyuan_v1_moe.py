@@ -1,5 +1,5 @@
-"""Hunyuan-A13B (HunYuanMoEV1ForCausalLM): Hunyuan's attention with experts in every layer, next to one
-feed-forward that every token passes."""
+"""Hunyuan-A13B (HunYuanMoEV1ForCausalLM): Hunyuan's attention with experts in every layer, next to
+one feed-forward that every token passes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ def read(stored: dict) -> DecoderConfig:
     """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
     does not compute."""
     hf = DEFAULTS | stored
-    mixer, width, act = hunyuan_v1_dense.mixer(hf), hf["intermediate_size"], activation(hf)
+    mixer = hunyuan_v1_dense.mixer(hf)
+    width = hf["intermediate_size"]
+    act = activation(hf)
     numbers = zip(_by_layer(hf, "num_experts"), _by_layer(hf, "moe_topk"), strict=True)
     layers = [
-        LayerSpec(mixer, Moe(Router(experts, chosen), width, shared=Mlp(width, act), activation=act))
+        LayerSpec(
+            mixer, Moe(Router(experts, chosen), width, shared=Mlp(width, act), activation=act)
+        )
         for experts, chosen in numbers
     ]
     return decoder("hunyuan_v1_moe", stored, hf, layers)
@@ -37,10 +41,13 @@ def read(stored: dict) -> DecoderConfig:
 
 def _by_layer(hf: dict, key: str) -> list[int]:
     """Returns a number for each layer, from one number for all or a list."""
-    layers, value = hf["num_hidden_layers"], hf[key]
+    layers = hf["num_hidden_layers"]
+    value = hf[key]
     values = list(value) if isinstance(value, list) else [value] * layers
     if len(values) < layers:
         raise UnsupportedModel(f"{key}: {len(values)} entries for {layers} layers")
     if key == "num_experts" and len(set(values[:layers])) > 1:
-        raise UnsupportedModel("num_experts: other numbers in other layers are not supported by this family")
+        raise UnsupportedModel(
+            "num_experts: other numbers in other layers are not supported by this family"
+        )
     return values[:layers]

@@ -1,11 +1,19 @@
-"""Kimi Linear (KimiLinearForCausalLM, arXiv 2510.26692): Kimi Delta Attention, between it latent attention without a
-rotation, and DeepSeek V3's experts."""
+"""Kimi Linear (KimiLinearForCausalLM, arXiv 2510.26692): Kimi Delta Attention, between it latent
+attention without a rotation, and DeepSeek V3's experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from policy.config import DecoderConfig, KimiDeltaAttention, LatentAttention, LayerSpec, Mlp, Norm, Unrotated
+from policy.config import (
+    DecoderConfig,
+    KimiDeltaAttention,
+    LatentAttention,
+    LayerSpec,
+    Mlp,
+    Norm,
+    Unrotated,
+)
 from policy.families import deepseek, mixtral
 from policy.fields import names
 from policy.fields.config_fields import UnsupportedModel, activation, decoder, first, layer_types
@@ -15,28 +23,42 @@ ARCHITECTURES = ("KimiLinearForCausalLM",)
 MODEL_TYPES = ("kimi_linear",)
 _DENSE = {
     f"Mlp.{part}_proj": Stored(
-        f"mlp.{part}_proj.weight", layout, also=(Stored(f"block_sparse_moe.{part}_proj.weight", layout),)
+        f"mlp.{part}_proj.weight",
+        layout,
+        also=(Stored(f"block_sparse_moe.{part}_proj.weight", layout),),
     )
     for part, layout in (("gate", "f e -> e f"), ("up", "f e -> e f"), ("down", "e f -> f e"))
 }
 _DELTA = {
-    **{f"{part}_conv": Stored(f"self_attn.{part}_conv1d.weight", "(h d) 1 w -> h d w") for part in "qkv"},
+    **{
+        f"{part}_conv": Stored(f"self_attn.{part}_conv1d.weight", "(h d) 1 w -> h d w")
+        for part in "qkv"
+    },
     **{f"{part}_a_proj": Stored(f"self_attn.{part}_a_proj.weight", "d e -> e d") for part in "fg"},
-    **{f"{part}_b_proj": Stored(f"self_attn.{part}_b_proj.weight", "(h d) r -> r h d") for part in "fg"},
+    **{
+        f"{part}_b_proj": Stored(f"self_attn.{part}_b_proj.weight", "(h d) r -> r h d")
+        for part in "fg"
+    },
     "b_proj": Stored("self_attn.b_proj.weight", "h e -> e h"),
     "A_log": Stored("self_attn.A_log", "1 1 h 1 -> h"),
     "dt_bias": Stored("self_attn.dt_bias", "(h d) -> h d"),
     "norm.weight": Stored("self_attn.o_norm.weight"),
 }
 _SHARED = names.moved(
-    names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "block_sparse_moe.shared_experts.")
+    names.MLP,
+    ("feed_forward.", "feed_forward.shared."),
+    ("mlp.", "block_sparse_moe.shared_experts."),
 )
 NAMES = (
     deepseek.NAMES
     | mixtral.NAMES
     | _SHARED
     | _DENSE
-    | {"feed_forward.router.correction_bias": Stored("block_sparse_moe.gate.e_score_correction_bias")}
+    | {
+        "feed_forward.router.correction_bias": Stored(
+            "block_sparse_moe.gate.e_score_correction_bias"
+        )
+    }
     | {f"KimiDeltaAttention.{path}": stored for path, stored in _DELTA.items()}
 )
 
@@ -63,7 +85,8 @@ DEFAULTS = {
     "routed_scaling_factor": 2.446,
     "topk_group": 1,
 }
-# Keys of DeepSeek V3 -> the names of released files, which transformers reads as well, and the default.
+# Keys of DeepSeek V3 -> the names of released files, which transformers reads as well, and the
+# default.
 _RENAMED = {
     "n_routed_experts": ("num_experts", 256),
     "num_experts_per_tok": ("num_experts_per_token", 8),
@@ -71,9 +94,16 @@ _RENAMED = {
     "n_group": ("num_expert_group", 1),
     "norm_topk_prob": ("moe_renormalize", True),
 }
-# Keys of released files that transformers does not read, and the only value whose model the decoder computes.
-_FIXED = {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1, "hidden_act": "silu"}
-LINEAR, FULL = "linear_attention", "full_attention"
+# Keys of released files that transformers does not read, and the only value whose model the decoder
+# computes.
+_FIXED = {
+    "mla_use_nope": True,
+    "moe_router_activation_func": "sigmoid",
+    "moe_layer_freq": 1,
+    "hidden_act": "silu",
+}
+LINEAR = "linear_attention"
+FULL = "full_attention"
 
 
 def read(stored: dict) -> DecoderConfig:
@@ -81,7 +111,9 @@ def read(stored: dict) -> DecoderConfig:
     does not compute."""
     for key, value in _FIXED.items():
         if stored.get(key, value) != value:
-            raise UnsupportedModel(f"{key} {stored[key]!r} is not supported by this family, only {value!r}")
+            raise UnsupportedModel(
+                f"{key} {stored[key]!r} is not supported by this family, only {value!r}"
+            )
     hf = _complete(stored)
     mixers = {LINEAR: _delta(hf), FULL: _latent(hf)}
     dense = Mlp(hf["intermediate_size"], activation(hf))
@@ -97,20 +129,29 @@ def _complete(stored: dict) -> dict:
     """Returns the configuration under the keys of DeepSeek V3."""
     hf: dict[str, Any] = DEFAULTS | stored
     for key, (released, default) in _RENAMED.items():
-        hf[key] = first(stored, released, key, *(("num_local_experts",) if "routed" in key else ()), default=default)
+        hf[key] = first(
+            stored,
+            released,
+            key,
+            *(("num_local_experts",) if "routed" in key else ()),
+            default=default,
+        )
     return hf
 
 
 def _kinds(hf: dict) -> list[str]:
-    """Returns the kind of each layer: `layer_types`, else the numbers from 1 that `linear_attn_config` lists, else
-    latent attention in every fourth layer."""
-    layers, section = hf["num_hidden_layers"], hf["linear_attn_config"] or {}
+    """Returns the kind of each layer: `layer_types`, else the numbers from 1 that
+    `linear_attn_config` lists, else latent attention in every fourth layer."""
+    layers = hf["num_hidden_layers"]
+    section = hf["linear_attn_config"] or {}
     derived = [FULL if i and i % 4 == 0 else LINEAR for i in range(layers)]
     if "full_attn_layers" in section and "kda_layers" in section:
-        full, linear = section["full_attn_layers"], section["kda_layers"]
+        full = section["full_attn_layers"]
+        linear = section["kda_layers"]
         if sorted([*full, *linear]) != list(range(1, layers + 1)):
             raise UnsupportedModel(
-                "linear_attn_config: full_attn_layers and kda_layers together must have each of the numbers "
+                "linear_attn_config: full_attn_layers and kda_layers together must have each of "
+                "the numbers "
                 f"1 to {layers} once"
             )
         derived = [FULL if i + 1 in full else LINEAR for i in range(layers)]
@@ -128,7 +169,8 @@ def _delta(hf: dict) -> KimiDeltaAttention:
 
 
 def _latent(hf: dict) -> LatentAttention:
-    nope, shared = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
+    nope = hf["qk_nope_head_dim"]
+    shared = hf["qk_rope_head_dim"]
     return LatentAttention(
         heads=hf["num_attention_heads"],
         q_lora_rank=hf["q_lora_rank"],

@@ -1,4 +1,5 @@
-"""LFM2 (Lfm2ForCausalLM, arXiv 2511.23404): short convolutions, between them attention with a norm on each head."""
+"""LFM2 (Lfm2ForCausalLM, arXiv 2511.23404): short convolutions, between them attention with a norm
+on each head."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ ARCHITECTURES = ("Lfm2ForCausalLM",)
 MODEL_TYPES = ("lfm2",)
 _INPUTS = ("b", "c", "x")
 _CONVOLUTION = {
-    **names.joined("", tuple(f"{part}_proj" for part in _INPUTS), "conv.in_proj.weight", "f+ e -> e f"),
+    **names.joined(
+        "", tuple(f"{part}_proj" for part in _INPUTS), "conv.in_proj.weight", "f+ e -> e f"
+    ),
     **names.joined("", tuple(f"{part}_bias" for part in _INPUTS), "conv.in_proj.bias", "f+"),
     "conv": Stored("conv.conv.weight", "e 1 w -> e w"),
     "conv_bias": Stored("conv.conv.bias"),
@@ -51,11 +54,13 @@ DEFAULTS = {
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": True,
 }
-CONV, FULL = "conv", "full_attention"
+CONV = "conv"
+FULL = "full_attention"
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = complete(DEFAULTS, stored)
     full = first(hf, "full_attn_idxs", default=range(hf["num_hidden_layers"]))
     derived = [FULL if i in full else CONV for i in range(hf["num_hidden_layers"])]
@@ -65,7 +70,8 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def complete(defaults: dict, stored: dict) -> dict:
-    """Returns a configuration with its defaults. Released files call the tied head `tie_embedding`."""
+    """Returns a configuration with its defaults. Released files call the tied head
+    `tie_embedding`."""
     tied = {"tie_word_embeddings": stored["tie_embedding"]} if "tie_embedding" in stored else {}
     return defaults | stored | tied
 
@@ -74,16 +80,24 @@ def mixers(hf: dict, derived: list[str]) -> list[Attention | ShortConv]:
     """Returns the mixer of each layer: by `layer_types`, else by the kinds `derived`."""
     kinds = {
         CONV: ShortConv(hf["conv_L_cache"], bias=bool(hf["conv_bias"])),
-        FULL: attention(hf, rope=rope(hf, head_dim(hf)), qk_norm=Norm(hf["norm_eps"]), bias=False, out_bias=False),
+        FULL: attention(
+            hf,
+            rope=rope(hf, head_dim(hf)),
+            qk_norm=Norm(hf["norm_eps"]),
+            bias=False,
+            out_bias=False,
+        ),
     }
     return [kinds[kind] for kind in layer_types(hf, (CONV, FULL), derived)]
 
 
 def _width(hf: dict) -> int:
-    """Returns the width of the feed-forwards: the stored one, or two thirds of it times a factor, rounded up to a
-    multiple."""
+    """Returns the width of the feed-forwards: the stored one, or two thirds of it times a factor,
+    rounded up to a multiple."""
     width = first(hf, "block_ff_dim", default=hf["intermediate_size"])
     if not hf["block_auto_adjust_ff_dim"]:
         return width
-    width, factor, multiple = int(2 * width / 3), hf["block_ffn_dim_multiplier"], hf["block_multiple_of"]
+    width = int(2 * width / 3)
+    factor = hf["block_ffn_dim_multiplier"]
+    multiple = hf["block_multiple_of"]
     return width if factor is None else -(-int(factor * width) // multiple) * multiple

@@ -1,5 +1,5 @@
-"""LFM2 with experts (Lfm2MoeForCausalLM): the mixers of lfm2; after some dense layers, experts whose choice a bias
-corrects."""
+"""LFM2 with experts (Lfm2MoeForCausalLM): the mixers of lfm2; after some dense layers, experts
+whose choice a bias corrects."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from policy.fields.names import Stored
 ARCHITECTURES = ("Lfm2MoeForCausalLM",)
 MODEL_TYPES = ("lfm2_moe",)
 # As the class of transformers holds them: gates and up projections of all experts in one tensor.
-_FUSED = Stored("feed_forward.experts.gate_up_proj", "x f+ e -> x e f", parts=("expert_gate_proj", "expert_up_proj"))
+_FUSED = Stored(
+    "feed_forward.experts.gate_up_proj",
+    "x f+ e -> x e f",
+    parts=("expert_gate_proj", "expert_up_proj"),
+)
 NAMES = lfm2.NAMES | {
     "feed_forward.router.weight": Stored("feed_forward.gate.weight", "x e -> e x"),
     "feed_forward.router.correction_bias": Stored("feed_forward.expert_bias"),
-    "feed_forward.expert_gate_proj": Stored("feed_forward.experts.{e}.w1.weight", "f e -> e f", also=(_FUSED,)),
-    "feed_forward.expert_up_proj": Stored("feed_forward.experts.{e}.w3.weight", "f e -> e f", also=(_FUSED,)),
+    "feed_forward.expert_gate_proj": Stored(
+        "feed_forward.experts.{e}.w1.weight", "f e -> e f", also=(_FUSED,)
+    ),
+    "feed_forward.expert_up_proj": Stored(
+        "feed_forward.experts.{e}.w3.weight", "f e -> e f", also=(_FUSED,)
+    ),
     "feed_forward.expert_down_proj": Stored(
         "feed_forward.experts.{e}.w2.weight",
         "e f -> f e",
@@ -47,7 +55,8 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = lfm2.complete(DEFAULTS, stored)
     router = Router(
         experts=hf["num_experts"],
@@ -57,7 +66,8 @@ def read(stored: dict) -> DecoderConfig:
         renormalize=bool(hf["norm_topk_prob"]),
         scale=hf["routed_scaling_factor"],
     )
-    dense, experts = Mlp(hf["intermediate_size"]), Moe(router, hf["moe_intermediate_size"])
+    dense = Mlp(hf["intermediate_size"])
+    experts = Moe(router, hf["moe_intermediate_size"])
     layers = [
         LayerSpec(mixer, dense if number < hf["num_dense_layers"] else experts)
         for number, mixer in enumerate(lfm2.mixers(hf, []))

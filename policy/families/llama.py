@@ -25,7 +25,8 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | stored
     mixer = attention(hf, rope=rope(hf, head_dim(hf)))
     mlp = Mlp(hf["intermediate_size"], activation(hf), bias=bool(hf["mlp_bias"]))

@@ -71,6 +71,10 @@ def read(stored: dict) -> DecoderConfig:
 def _refuse(hf: dict) -> None:
     for key, value in FIXED.items():
         if hf.get(key, value) != value:
-            raise UnsupportedModel(f"{key} {hf[key]!r} is not supported by this family; known: {value!r}")
+            raise UnsupportedModel(
+                f"{key} {hf[key]!r} is not supported by this family; known: {value!r}"
+            )
     if set(hf.get("attn_type_list") or [1]) != {1}:
-        raise UnsupportedModel("attn_type_list: layers with linear attention (0) are not supported by this family")
+        raise UnsupportedModel(
+            "attn_type_list: layers with linear attention (0) are not supported by this family"
+        )

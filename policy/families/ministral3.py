@@ -1,4 +1,5 @@
-"""Ministral 3 (Ministral3ForCausalLM), also as the text model inside Mistral3ForConditionalGeneration:
+"""Ministral 3 (Ministral3ForCausalLM), also as the text model inside
+Mistral3ForConditionalGeneration:
 Mistral with yarn and queries that grow with their position."""
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ def temperature(hf: dict) -> QueryTemperature | None:
     settings = rope_parameters(hf)
     beta = settings.get("llama_4_scaling_beta")
     if beta is None:
-        raise UnsupportedModel("rope_parameters.llama_4_scaling_beta: the key is missing; 0 leaves queries as they are")
+        raise UnsupportedModel(
+            "rope_parameters.llama_4_scaling_beta: the key is missing; 0 leaves queries as they are"
+        )
     original = settings["original_max_position_embeddings"]
     return QueryTemperature(float(beta), float(original), offset=0) if beta else None

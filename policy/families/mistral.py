@@ -1,4 +1,5 @@
-"""Mistral 7B and models of its class (MistralForCausalLM): Llama where every layer may have a sliding window."""
+"""Mistral 7B and models of its class (MistralForCausalLM): Llama where every layer may have a
+sliding window."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | stored
-    # All layers are of one kind: the class of transformers ignores `layer_types`, so another kind there is refused.
+    # All layers are of one kind: the class of transformers ignores `layer_types`, so another kind
+    # there is refused.
     kind = "full_attention" if hf["sliding_window"] is None else "sliding_attention"
     layers = layer_types(hf, (kind,), [kind] * hf["num_hidden_layers"])
     mixer = attention(hf, rope=rope(hf, head_dim(hf)), window=hf["sliding_window"])

@@ -1,5 +1,6 @@
-"""Mistral Small 4 (Mistral4ForCausalLM), also as the text model inside Mistral3ForConditionalGeneration: the layers of
-DeepSeek V3 with softmax routing and queries that grow with their position."""
+"""Mistral Small 4 (Mistral4ForCausalLM), also as the text model inside
+Mistral3ForConditionalGeneration: the layers of DeepSeek V3 with softmax routing and queries that
+grow with their position."""
 
 from __future__ import annotations
 
@@ -69,9 +70,12 @@ def _complete(stored: dict) -> dict:
     settings: dict[str, Any] = dict(hf.get(key) or ROPE)
     # It says how large the rotated part of a query is, which has a key of its own.
     partial = settings.pop("partial_rotary_factor", None)
-    rotated, total = hf["qk_rope_head_dim"], hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
+    rotated = hf["qk_rope_head_dim"]
+    total = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
     if partial is not None and int(total * partial) != rotated:
-        raise UnsupportedModel(f"{key}.partial_rotary_factor {partial}: qk_rope_head_dim is {rotated} of {total}")
+        raise UnsupportedModel(
+            f"{key}.partial_rotary_factor {partial}: qk_rope_head_dim is {rotated} of {total}"
+        )
     return hf | {key: settings}
 
 

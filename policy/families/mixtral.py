@@ -1,4 +1,5 @@
-"""Mixtral 8x7B and 8x22B (MixtralForCausalLM, arXiv 2401.04088): Mistral with a mixture of experts in every layer."""
+"""Mixtral 8x7B and 8x22B (MixtralForCausalLM, arXiv 2401.04088): Mistral with a mixture of experts
+in every layer."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ from policy.fields.names import Stored
 
 ARCHITECTURES = ("MixtralForCausalLM",)
 MODEL_TYPES = ("mixtral",)
-# w1 is the gate, w3 the up projection. The class of transformers holds them under the names that other families store.
+# w1 is the gate, w3 the up projection. The class of transformers holds them under the names that
+# other families store.
 NAMES = names.ATTENTION | {
-    path: Stored(f"block_sparse_moe.{name}.weight", layout, also=(names.MOE[path], *names.MOE[path].also))
+    path: Stored(
+        f"block_sparse_moe.{name}.weight", layout, also=(names.MOE[path], *names.MOE[path].also)
+    )
     for path, name, layout in (
         ("feed_forward.router.weight", "gate", "x e -> e x"),
         ("feed_forward.expert_gate_proj", "experts.{e}.w1", "f e -> e f"),
@@ -37,7 +41,8 @@ EXPERTS = 8
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | stored
     mixer = attention(hf, rope=rope(hf, head_dim(hf)), window=hf["sliding_window"])
     router = Router(

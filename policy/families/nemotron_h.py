@@ -1,5 +1,5 @@
-"""Nemotron-H, Nemotron Nano 2 and 3 (NemotronHForCausalLM, arXiv 2504.03624): layers of one part, Mamba-2, attention
-without a rotation, or a feed-forward without a gate."""
+"""Nemotron-H, Nemotron Nano 2 and 3 (NemotronHForCausalLM, arXiv 2504.03624): layers of one part,
+Mamba-2, attention without a rotation, or a feed-forward without a gate."""
 
 from __future__ import annotations
 
@@ -25,12 +25,19 @@ TOP = {
     "lm_head": Stored("lm_head.weight"),
 }
 NAMES = (
-    {f"{norm}.weight": Stored("norm.weight") for norm in ("input_layernorm", "pre_feedforward_layernorm")}
+    {
+        f"{norm}.weight": Stored("norm.weight")
+        for norm in ("input_layernorm", "pre_feedforward_layernorm")
+    }
     | names.moved(
-        {k: v for k, v in names.ATTENTION.items() if k.startswith("mixer.")}, ("", ""), ("self_attn.", "mixer.")
+        {k: v for k, v in names.ATTENTION.items() if k.startswith("mixer.")},
+        ("", ""),
+        ("self_attn.", "mixer."),
     )
     | names.moved(names.MLP, ("", ""), ("mlp.", "mixer."))
-    | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mixer.shared_experts."))
+    | names.moved(
+        names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mixer.shared_experts.")
+    )
     | names.mamba2("mixer.")
     | {
         "feed_forward.router.weight": Stored("mixer.gate.weight", "x e -> e x"),
@@ -94,7 +101,10 @@ _RENAMED = {
     "mamba_conv_bias": "use_conv_bias",
     "num_local_experts": "n_routed_experts",
 }
-MAMBA, ATTENTION, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"
+MAMBA = "linear_attention"
+ATTENTION = "full_attention"
+MLP = "mlp"
+MOE = "moe"
 _LETTERS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": MOE}
 # Kinds of layers in files of transformers 4 -> the name above.
 OLD_KINDS = {"mamba": MAMBA, "attention": ATTENTION}
@@ -105,27 +115,36 @@ def read(stored: dict) -> DecoderConfig:
     does not compute."""
     for key, value in _FIXED.items():
         if stored.get(key, value) not in (value, None):
-            raise UnsupportedModel(f"{key} {stored[key]!r} is not supported by this family, only {value!r}")
+            raise UnsupportedModel(
+                f"{key} {stored[key]!r} is not supported by this family, only {value!r}"
+            )
     hf = DEFAULTS | {_RENAMED.get(key, key): value for key, value in stored.items()}
     inner = activation(hf, "mlp_hidden_act")
     norm = Norm(hf["layer_norm_epsilon"], "before_cast")
     parts = {
         MAMBA: LayerSpec(_mamba(hf), None, ("input_layernorm",)),
         ATTENTION: LayerSpec(attention(hf), None, ("input_layernorm",)),
-        MLP: LayerSpec(None, Mlp(hf["intermediate_size"], inner, gated=False), ("pre_feedforward_layernorm",)),
+        MLP: LayerSpec(
+            None, Mlp(hf["intermediate_size"], inner, gated=False), ("pre_feedforward_layernorm",)
+        ),
         MOE: LayerSpec(None, _experts(hf), ("pre_feedforward_layernorm",)),
     }
     return decoder("nemotron_h", stored, hf, [parts[kind] for kind in _kinds(hf)], norm=norm)
 
 
 def _kinds(hf: dict) -> list[str]:
-    """Returns the kind of each layer: `layers_block_type`, or `hybrid_override_pattern` with a letter for each layer.
-    Their length is the number of layers, whatever num_hidden_layers says."""
+    """Returns the kind of each layer: `layers_block_type`, or `hybrid_override_pattern` with a
+    letter for each layer. Their length is the number of layers, whatever num_hidden_layers says."""
     pattern = first(hf, "layers_block_type", "layer_types")
     if pattern is None:
-        pattern = [_LETTERS.get(letter, letter) for letter in first(hf, "hybrid_override_pattern", default="ME*-")]
+        pattern = [
+            _LETTERS.get(letter, letter)
+            for letter in first(hf, "hybrid_override_pattern", default="ME*-")
+        ]
     kinds = [OLD_KINDS.get(str(kind), kind) for kind in pattern]
-    return layer_types({"layer_types": kinds, "num_hidden_layers": len(kinds)}, (MAMBA, ATTENTION, MLP, MOE), [])
+    return layer_types(
+        {"layer_types": kinds, "num_hidden_layers": len(kinds)}, (MAMBA, ATTENTION, MLP, MOE), []
+    )
 
 
 def _mamba(hf: dict) -> Mamba2:
@@ -156,5 +175,10 @@ def _experts(hf: dict) -> Moe:
     inner = activation(hf, "mlp_hidden_act")
     shared = Mlp(hf["moe_shared_expert_intermediate_size"], inner, gated=False)
     return Moe(
-        router, hf["moe_intermediate_size"], shared=shared, activation=inner, gated=False, latent=hf["moe_latent_size"]
+        router,
+        hf["moe_intermediate_size"],
+        shared=shared,
+        activation=inner,
+        gated=False,
+        latent=hf["moe_latent_size"],
     )

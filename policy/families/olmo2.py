@@ -1,5 +1,5 @@
-"""OLMo 2 (Olmo2ForCausalLM): norms on the outputs of a layer's parts only, and one norm over all heads of queries and
-keys."""
+"""OLMo 2 (Olmo2ForCausalLM): norms on the outputs of a layer's parts only, and one norm over all
+heads of queries and keys."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""OLMo 3 (Olmo3ForCausalLM): norms on the outputs of a layer's parts only, and one norm over all heads of queries and
-keys."""
+"""OLMo 3 (Olmo3ForCausalLM): norms on the outputs of a layer's parts only, and one norm over all
+heads of queries and keys."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | stored
     norm = Norm(eps=hf["rms_norm_eps"], scale="before_cast")
-    ropes, mlp = _ropes(hf), Mlp(hf["intermediate_size"], activation(hf))
+    ropes = _ropes(hf)
+    mlp = Mlp(hf["intermediate_size"], activation(hf))
 
     def layer(kind: str) -> LayerSpec:
         mixer = attention(
@@ -52,22 +54,29 @@ def read(stored: dict) -> DecoderConfig:
         return LayerSpec(mixer, mlp, norms=POST_NORM)
 
     derived = [KINDS[(i + 1) % 4 == 0] for i in range(hf["num_hidden_layers"])]
-    return decoder("olmo3", stored, hf, [layer(kind) for kind in layer_types(hf, KINDS, derived)], norm=norm)
+    return decoder(
+        "olmo3", stored, hf, [layer(kind) for kind in layer_types(hf, KINDS, derived)], norm=norm
+    )
 
 
 def _ropes(hf: dict) -> dict[str, Rope]:
-    """Returns the rotary embedding of each kind of layer. Settings in the old form, `rope_theta` and `rope_scaling`,
-    belong to full attention: transformers then uses the default base for sliding layers and never scales them. It reads
-    yarn's `truncate` at the level of the kinds."""
+    """Returns the rotary embedding of each kind of layer. Settings in the old form, `rope_theta`
+    and `rope_scaling`, belong to full attention: transformers then uses the default base for
+    sliding layers and never scales them. It reads yarn's `truncate` at the level of the kinds."""
     new = hf.get("rope_parameters") or {}
     if new and not any(kind in new for kind in KINDS):
         raise UnsupportedModel(
-            f"rope_parameters: expected settings for each of {', '.join(KINDS)}, got {', '.join(new)}"
+            f"rope_parameters: expected settings for each of {', '.join(KINDS)}, got "
+            f"{', '.join(new)}"
         )
-    settings = {kind: (new.get(kind) or {}) | {"truncate": new.get("truncate", True)} for kind in KINDS}
+    settings = {
+        kind: (new.get(kind) or {}) | {"truncate": new.get("truncate", True)} for kind in KINDS
+    }
     settings["full_attention"] |= hf.get("rope_scaling") or {}
     settings["sliding_attention"].setdefault("rope_theta", THETA)
     return {
-        kind: rope(hf | {"rope_scaling": None, "rope_parameters": settings}, head_dim(hf), layer_type=kind)
+        kind: rope(
+            hf | {"rope_scaling": None, "rope_parameters": settings}, head_dim(hf), layer_type=kind
+        )
         for kind in KINDS
     }

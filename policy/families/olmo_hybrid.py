@@ -1,11 +1,28 @@
-"""OLMo Hybrid (OlmoHybridForCausalLM): gated delta nets with norms on the inputs of a layer's parts; between them the
-attention of OLMo 2, with norms on the outputs."""
+"""OLMo Hybrid (OlmoHybridForCausalLM): gated delta nets with norms on the inputs of a layer's
+parts; between them the attention of OLMo 2, with norms on the outputs."""
 
 from __future__ import annotations
 
-from policy.config import POST_NORM, PRE_NORM, Attention, DecoderConfig, GatedDeltaNet, LayerSpec, Mlp, Norm
+from policy.config import (
+    POST_NORM,
+    PRE_NORM,
+    Attention,
+    DecoderConfig,
+    GatedDeltaNet,
+    LayerSpec,
+    Mlp,
+    Norm,
+)
 from policy.fields import names
-from policy.fields.config_fields import activation, attention, decoder, first, head_dim, layer_types, rope
+from policy.fields.config_fields import (
+    activation,
+    attention,
+    decoder,
+    first,
+    head_dim,
+    layer_types,
+    rope,
+)
 from policy.fields.names import Stored
 
 ARCHITECTURES = ("OlmoHybridForCausalLM",)
@@ -23,7 +40,8 @@ _DELTA_NET = {
     "norm.weight": Stored("linear_attn.o_norm.weight"),
     "o_proj": Stored("linear_attn.o_proj.weight", "e (k v) -> k v e"),
 }
-# transformers 5.24 writes the first norm of an attention layer's outputs under the name of another one.
+# transformers 5.24 writes the first norm of an attention layer's outputs under the name of another
+# one.
 _MISNAMED = Stored("feedforward_layer_norm.weight")
 NAMES = (
     names.ATTENTION
@@ -33,7 +51,9 @@ NAMES = (
     | {
         "input_layernorm.weight": Stored("attention_layer_norm.weight"),
         "pre_feedforward_layernorm.weight": Stored("feedforward_layer_norm.weight"),
-        "post_attention_layernorm.weight": Stored("post_attention_layernorm.weight", also=(_MISNAMED,)),
+        "post_attention_layernorm.weight": Stored(
+            "post_attention_layernorm.weight", also=(_MISNAMED,)
+        ),
         "post_feedforward_layernorm.weight": Stored("post_feedforward_layernorm.weight"),
     }
 )
@@ -51,16 +71,20 @@ DEFAULTS = {
     "linear_conv_kernel_dim": 4,
     "linear_allow_neg_eigval": True,
 }
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR = "linear_attention"
+FULL = "full_attention"
 GATED_NORM_EPS = 1e-5  # of the class, whatever rms_norm_eps says
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | stored
     norm = Norm(hf["rms_norm_eps"], "before_cast")
     settings = hf.get("rope_parameters") or {}
-    rotates = settings.get("rope_theta", hf["rope_theta"]) is not None  # null, as in the release: no positions
+    rotates = (
+        settings.get("rope_theta", hf["rope_theta"]) is not None
+    )  # null, as in the release: no positions
     rotary = rope(hf, head_dim(hf)) if rotates else None
     full = attention(hf, rope=rotary, qk_norm=norm, qk_norm_over="all_heads")
     mixers: dict[str, Attention | GatedDeltaNet] = {LINEAR: _delta_net(hf), FULL: full}

@@ -19,9 +19,13 @@ ARCHITECTURES = ("Phi3ForCausalLM",)
 MODEL_TYPES = ("phi3",)
 NAMES = (
     names.ATTENTION
-    | names.joined("mixer.", ("q_proj", "k_proj", "v_proj"), "self_attn.qkv_proj.weight", "(h d)+ e -> e h d")
+    | names.joined(
+        "mixer.", ("q_proj", "k_proj", "v_proj"), "self_attn.qkv_proj.weight", "(h d)+ e -> e h d"
+    )
     | names.MLP
-    | names.joined("feed_forward.", ("gate_proj", "up_proj"), "mlp.gate_up_proj.weight", "f+ e -> e f")
+    | names.joined(
+        "feed_forward.", ("gate_proj", "up_proj"), "mlp.gate_up_proj.weight", "f+ e -> e f"
+    )
 )
 
 # The values of absent keys, by the class of transformers. `head_dim` is not declared there.
@@ -45,7 +49,9 @@ def read(stored: dict) -> DecoderConfig:
     if settings["rope_type"] in ("su", "yarn"):  # what older files call it
         settings = rope_parameters(hf | {"rope_scaling": settings | {"rope_type": "longrope"}})
     if settings["rope_type"] not in ("default", "longrope"):
-        raise UnsupportedModel(f"rope_type {settings['rope_type']!r} is not supported by this family")
+        raise UnsupportedModel(
+            f"rope_type {settings['rope_type']!r} is not supported by this family"
+        )
     mixer = attention(hf, rope=rope_from_settings(settings, head_dim(hf)), window=_window(hf))
     mlp = Mlp(hf["intermediate_size"], activation(hf))
     return decoder("phi3", stored, hf, [LayerSpec(mixer, mlp)] * hf["num_hidden_layers"])

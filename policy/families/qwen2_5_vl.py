@@ -1,6 +1,6 @@
-"""Qwen2.5-VL (Qwen2_5_VLForConditionalGeneration): Qwen2 with rotary sections in blocks, and a vision tower.
-Released configurations are flat: they hold the keys of the text model next to `vision_config`. Both forms are written as
-they were read."""
+"""Qwen2.5-VL (Qwen2_5_VLForConditionalGeneration): Qwen2 with rotary sections in blocks, and a
+vision tower. Released configurations are flat: they hold the keys of the text model next to
+`vision_config`. Both forms are written as they were read."""
 
 from __future__ import annotations
 
@@ -70,18 +70,28 @@ def towers(stored: dict) -> dict[str, Any]:
 
 
 def _tied(stored: dict) -> dict:
-    """Returns that the head is tied if either the wrapper or the text model inside says so, as the class does."""
+    """Returns that the head is tied if either the wrapper or the text model inside says so, as the
+    class does."""
     inner = stored.get("text_config")
-    return {"tie_word_embeddings": True} if isinstance(inner, dict) and inner.get("tie_word_embeddings") else {}
+    return (
+        {"tie_word_embeddings": True}
+        if isinstance(inner, dict) and inner.get("tie_word_embeddings")
+        else {}
+    )
 
 
 def _check_heads(hf: dict) -> None:
-    """Raises UnsupportedModel for heads that the class cannot compute: its projections have hidden_size outputs."""
-    width, heads = hf["hidden_size"], hf["num_attention_heads"]
+    """Raises UnsupportedModel for heads that the class cannot compute: its projections have
+    hidden_size outputs."""
+    width = hf["hidden_size"]
+    heads = hf["num_attention_heads"]
     if width % heads:
-        raise UnsupportedModel(f"hidden_size {width} is not a multiple of num_attention_heads {heads}")
+        raise UnsupportedModel(
+            f"hidden_size {width} is not a multiple of num_attention_heads {heads}"
+        )
     if head_dim(hf) * heads != width:
         raise UnsupportedModel(
-            f"head_dim {hf['head_dim']} must be hidden_size / num_attention_heads, {width // heads}: the class of "
+            f"head_dim {hf['head_dim']} must be hidden_size / num_attention_heads, "
+            f"{width // heads}: the class of "
             "transformers computes no other"
         )

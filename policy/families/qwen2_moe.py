@@ -22,7 +22,9 @@ NAMES = (
     names.ATTENTION
     | names.MLP
     | names.MOE
-    | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_expert."))
+    | names.moved(
+        names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_expert.")
+    )
     | {"feed_forward.shared_gate": names.Stored("mlp.shared_expert_gate.weight", "o e -> e o")}
 )
 

@@ -28,10 +28,14 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | stored
     return decoder(
-        "qwen3", stored, hf, [LayerSpec(mixer, Mlp(hf["intermediate_size"], activation(hf))) for mixer in mixers(hf)]
+        "qwen3",
+        stored,
+        hf,
+        [LayerSpec(mixer, Mlp(hf["intermediate_size"], activation(hf))) for mixer in mixers(hf)],
     )
 
 
@@ -39,4 +43,6 @@ def mixers(hf: dict) -> list[Attention]:
     """Returns the attention of each layer; sliding_attention layers see `sliding_window` tokens."""
     norm = Norm(eps=hf["rms_norm_eps"])
     rotary = rope(hf, hf["head_dim"])
-    return [attention(hf, rope=rotary, qk_norm=norm, window=window) for window in windows_from_layer(hf)]
+    return [
+        attention(hf, rope=rotary, qk_norm=norm, window=window) for window in windows_from_layer(hf)
+    ]

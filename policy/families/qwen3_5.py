@@ -1,5 +1,5 @@
-"""Qwen3.5, dense and mixture of experts (Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM), and the text model of the
-multimodal ones: three gated delta nets to one gated attention."""
+"""Qwen3.5, dense and mixture of experts (Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM), and the text
+model of the multimodal ones: three gated delta nets to one gated attention."""
 
 from __future__ import annotations
 
@@ -24,13 +24,20 @@ NAMES = (
     | names.fused(names.MOE)
     | names.DELTA_NET
     | names.joined(
-        "GatedDeltaNet.", ("q_proj", "k_proj", "v_proj"), "linear_attn.in_proj_qkv.weight", "(k d)+ e -> e k d"
+        "GatedDeltaNet.",
+        ("q_proj", "k_proj", "v_proj"),
+        "linear_attn.in_proj_qkv.weight",
+        "(k d)+ e -> e k d",
     )
     | {
-        f"GatedDeltaNet.{part}_proj": names.Stored(f"linear_attn.in_proj_{part}.weight", "(k d) e -> e k d")
+        f"GatedDeltaNet.{part}_proj": names.Stored(
+            f"linear_attn.in_proj_{part}.weight", "(k d) e -> e k d"
+        )
         for part in ("z", "b", "a")
     }
-    | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_expert."))
+    | names.moved(
+        names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_expert.")
+    )
     | {"feed_forward.shared_gate": names.Stored("mlp.shared_expert_gate.weight", "o e -> e o")}
 )
 
@@ -65,13 +72,15 @@ TOWERS = {"image": names.moved(tower_names.GRID_VISION, ("", ""), ("", "visual."
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     named = [name for name in stored.get("architectures") or () if name in ARCHITECTURES]
     is_moe = "Moe" in named[0] if named else "moe" in stored["model_type"]
     hf = (MOE if is_moe else DENSE) | stored
     if hf.get("output_gate_type") not in (None, "swish", "silu"):
         raise UnsupportedModel(
-            f"output_gate_type {hf['output_gate_type']!r} is not supported: the gated delta nets of this family have "
+            f"output_gate_type {hf['output_gate_type']!r} is not supported: the gated delta nets "
+            "of this family have "
             "the gate 'swish'"
         )
     feed_forward = _experts(hf) if is_moe else Mlp(hf["intermediate_size"], activation(hf))

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
 from policy.fields import names
-from policy.fields.config_fields import activation, attention, decoder, first, head_dim, rope, sparse_layers
+from policy.fields.config_fields import (
+    activation,
+    attention,
+    decoder,
+    first,
+    head_dim,
+    rope,
+    sparse_layers,
+)
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 MODEL_TYPES = ("qwen3_moe",)
@@ -31,10 +39,13 @@ EXPERTS = 128
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | stored
     window = hf["sliding_window"] if hf["use_sliding_window"] else None
-    mixer = attention(hf, rope=rope(hf, head_dim(hf)), qk_norm=Norm(eps=hf["rms_norm_eps"]), window=window)
+    mixer = attention(
+        hf, rope=rope(hf, head_dim(hf)), qk_norm=Norm(eps=hf["rms_norm_eps"]), window=window
+    )
     router = Router(
         experts=first(hf, "num_experts", "num_local_experts", "n_routed_experts", default=EXPERTS),
         experts_per_token=hf["num_experts_per_tok"],
@@ -42,5 +53,7 @@ def read(stored: dict) -> DecoderConfig:
     )
     moe = Moe(router, hf["moe_intermediate_size"], activation=activation(hf))
     dense = Mlp(hf["intermediate_size"], activation(hf))
-    layers = [LayerSpec(mixer, moe if sparse else dense) for sparse in sparse_layers(hf, router.experts)]
+    layers = [
+        LayerSpec(mixer, moe if sparse else dense) for sparse in sparse_layers(hf, router.experts)
+    ]
     return decoder("qwen3_moe", stored, hf, layers)

@@ -1,5 +1,5 @@
-"""Qwen3-Next (Qwen3NextForCausalLM): three gated delta nets to one gated attention, mixtures of experts with a gated
-shared one."""
+"""Qwen3-Next (Qwen3NextForCausalLM): three gated delta nets to one gated attention, mixtures of
+experts with a gated shared one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ NAMES = (
         "linear_attn.in_proj_qkvz.weight",
         "(k d+) e -> e k d",
     )
-    | names.joined("GatedDeltaNet.", ("b_proj", "a_proj"), "linear_attn.in_proj_ba.weight", "(k g+) e -> e k g")
-    | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_expert."))
+    | names.joined(
+        "GatedDeltaNet.", ("b_proj", "a_proj"), "linear_attn.in_proj_ba.weight", "(k g+) e -> e k g"
+    )
+    | names.moved(
+        names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_expert.")
+    )
     | {"feed_forward.shared_gate": names.Stored("mlp.shared_expert_gate.weight", "o e -> e o")}
 )
 
@@ -53,7 +57,8 @@ EXPERTS = 512
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | stored
     router = Router(
         experts=first(hf, "num_experts", "num_local_experts", "n_routed_experts", default=EXPERTS),
@@ -66,6 +71,7 @@ def read(stored: dict) -> DecoderConfig:
     dense = Mlp(hf["intermediate_size"], act)
     sparse = sparse_layers(hf, router.experts)
     layers = [
-        LayerSpec(mixer, moe if experts else dense) for mixer, experts in zip(hybrid_mixers(hf), sparse, strict=True)
+        LayerSpec(mixer, moe if experts else dense)
+        for mixer, experts in zip(hybrid_mixers(hf), sparse, strict=True)
     ]
     return decoder("qwen3_next", stored, hf, layers, norm=Norm(hf["rms_norm_eps"], "zero_centred"))

@@ -1,6 +1,6 @@
-"""The thinker of Qwen3-Omni (Qwen3OmniMoeThinkerForConditionalGeneration): Qwen3 with experts and rotary sections,
-whose first layers receive deepstack features of the vision tower, and with an audio tower. Its talker and its vocoder,
-which speak, are not read."""
+"""The thinker of Qwen3-Omni (Qwen3OmniMoeThinkerForConditionalGeneration): Qwen3 with experts and
+rotary sections, whose first layers receive deepstack features of the vision tower, and with an
+audio tower. Its talker and its vocoder, which speak, are not read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from policy.fields.config_fields import (
     unwrapped,
 )
 
-ARCHITECTURES = ("Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration")
+ARCHITECTURES = (
+    "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "Qwen3OmniMoeForConditionalGeneration",
+)
 MODEL_TYPES = ("qwen3_omni_moe_thinker", "qwen3_omni_moe", "qwen3_omni_moe_text")
 PART = "thinker_config"
 PREFIXES = (("thinker.", ""),)
@@ -53,14 +56,17 @@ DEFAULTS = {
 }
 EXPERTS = 128
 SECTIONS = (24, 20, 20)
-# After which layers of the vision tower a feature is taken; as many layers of the decoder receive one.
+# After which layers of the vision tower a feature is taken; as many layers of the decoder receive
+# one.
 DEEPSTACK = (8, 16, 24)
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | unwrapped(stored)
-    rotary, features = rope_by_sections(rope(hf, head_dim(hf)), hf, SECTIONS), deepstack_layers(stored, DEEPSTACK)
+    rotary = rope_by_sections(rope(hf, head_dim(hf)), hf, SECTIONS)
+    features = deepstack_layers(stored, DEEPSTACK)
     mixer = attention(hf, rope=rotary, qk_norm=Norm(eps=hf["rms_norm_eps"]))
     router = Router(
         experts=first(hf, "num_experts", "num_local_experts", default=EXPERTS),

@@ -1,5 +1,5 @@
-"""Qwen3-VL (Qwen3VLForConditionalGeneration), text side: Qwen3 with rotary sections, whose first layers receive
-deepstack features of the vision tower."""
+"""Qwen3-VL (Qwen3VLForConditionalGeneration), text side: Qwen3 with rotary sections, whose first
+layers receive deepstack features of the vision tower."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ DEEPSTACK = (8, 16, 24)
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | unwrapped(stored)
     rotary = rope_by_sections(rope(hf, head_dim(hf)), hf, SECTIONS)
     mixer = attention(hf, rope=rotary, qk_norm=Norm(eps=hf["rms_norm_eps"]))
-    mlp, features = Mlp(hf["intermediate_size"], activation(hf)), deepstack_layers(stored, DEEPSTACK)
+    mlp = Mlp(hf["intermediate_size"], activation(hf))
+    features = deepstack_layers(stored, DEEPSTACK)
     layers = [LayerSpec(mixer, mlp, deepstack=n < features) for n in range(hf["num_hidden_layers"])]
     return decoder("qwen3_vl", stored, hf, layers)
 

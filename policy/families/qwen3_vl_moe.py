@@ -1,5 +1,5 @@
-"""Qwen3-VL mixture of experts (Qwen3VLMoeForConditionalGeneration), text side: the attention of Qwen3-VL with experts,
-whose chosen weights always sum to 1."""
+"""Qwen3-VL mixture of experts (Qwen3VLMoeForConditionalGeneration), text side: the attention of
+Qwen3-VL with experts, whose chosen weights always sum to 1."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ TOWERS = {"image": names.moved(tower_names.GRID_VISION, ("", ""), ("", "visual."
 
 
 def _either(written: Table, released: Table) -> Table:
-    """Returns the entries of `written`, with those of `released` as other spellings of the same tensors."""
+    """Returns the entries of `written`, with those of `released` as other spellings of the same
+    tensors."""
     return {end: replace(place, also=(released[end],)) for end, place in written.items()}
 
 
@@ -43,7 +44,8 @@ def _down(layout: str) -> Table:
     return {"feed_forward.expert_down_proj": Stored("mlp.experts.down_proj", layout)}
 
 
-# transformers 5 writes [experts, outputs, inputs]; the released files hold [experts, inputs, outputs].
+# transformers 5 writes [experts, outputs, inputs]; the released files hold [experts, inputs,
+# outputs].
 NAMES = (
     names.ATTENTION
     | names.MLP
@@ -74,9 +76,11 @@ DEEPSTACK = (8, 16, 24)
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | unwrapped(stored)
-    rotary, features = rope_by_sections(rope(hf, head_dim(hf)), hf, SECTIONS), deepstack_layers(stored, DEEPSTACK)
+    rotary = rope_by_sections(rope(hf, head_dim(hf)), hf, SECTIONS)
+    features = deepstack_layers(stored, DEEPSTACK)
     mixer = attention(hf, rope=rotary, qk_norm=Norm(eps=hf["rms_norm_eps"]))
     experts = first(hf, "num_experts", "num_local_experts", "n_routed_experts", default=EXPERTS)
     router = Router(experts=experts, experts_per_token=hf["num_experts_per_tok"])

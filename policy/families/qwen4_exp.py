@@ -1,6 +1,6 @@
-"""Qwen4-Exp (Qwen4ExpForCausalLM), and the text model of the multimodal one: gated residual streams, three gated delta
-nets to one gated attention over blocks of keys that an indexer chooses, mixtures of experts with a gated shared one, and
-tables of n-grams in some layers."""
+"""Qwen4-Exp (Qwen4ExpForCausalLM), and the text model of the multimodal one: gated residual
+streams, three gated delta nets to one gated attention over blocks of keys that an indexer chooses,
+mixtures of experts with a gated shared one, and tables of n-grams in some layers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def _reader(ours: str, stored: str) -> names.Table:
 
 def _connection(ours: str, stored: str) -> names.Table:
     """Returns the names of the connection of a part of a layer to the residual streams."""
-    return _reader(ours, stored) | {f"{ours}inject": Stored(f"{stored}block_inject_weight.weight", "h (g e) -> g e h")}
+    return _reader(ours, stored) | {
+        f"{ours}inject": Stored(f"{stored}block_inject_weight.weight", "h (g e) -> g e h")
+    }
 
 
 NAMES = (
@@ -50,9 +52,15 @@ NAMES = (
     | _connection("mixer_residual.", "attn_hyper_connection.")
     | _connection("feed_forward_residual.", "mlp_hyper_connection.")
     | names.joined(
-        "mixer.indexer.", ("q_proj", "k_proj"), "self_attn.indexer.index_qk_proj.weight", "(h d)+ e -> e h d"
+        "mixer.indexer.",
+        ("q_proj", "k_proj"),
+        "self_attn.indexer.index_qk_proj.weight",
+        "(h d)+ e -> e h d",
     )
-    | {f"mixer.indexer.{part}_norm.weight": Stored(f"self_attn.indexer.{part}_layernorm.weight") for part in "qk"}
+    | {
+        f"mixer.indexer.{part}_norm.weight": Stored(f"self_attn.indexer.{part}_layernorm.weight")
+        for part in "qk"
+    }
 )
 TOP = {name: place for name, place in names.TOP.items() if name != "norm.weight"} | _reader(
     "streams.", "model.hyper_connection_mixer."
@@ -85,22 +93,35 @@ DEFAULTS = {
     **ngrams.PER_LAYER_DEFAULTS,
 }
 # Keys of the indexer, which have no defaults.
-INDEXER = ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
+INDEXER = (
+    "indexer_n_heads",
+    "indexer_kv_heads",
+    "indexer_head_dim",
+    "indexer_budget",
+    "indexer_compress_ratio",
+)
 # Released files call the layers with an indexer by the first name, transformers by the second.
-RELEASED, RENAMED = "full_attention", "indexed_attention"
+RELEASED = "full_attention"
+RENAMED = "indexed_attention"
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | stored
     if hf["hidden_act"] != "silu":
-        raise UnsupportedModel(f"hidden_act {hf['hidden_act']!r} is not supported by this family, only 'silu'")
+        raise UnsupportedModel(
+            f"hidden_act {hf['hidden_act']!r} is not supported by this family, only 'silu'"
+        )
     if hf["hc_count"] < 2:
-        raise UnsupportedModel(f"hc_count: {hf['hc_count']}, and this family has at least 2 residual streams")
+        raise UnsupportedModel(
+            f"hc_count: {hf['hc_count']}, and this family has at least 2 residual streams"
+        )
     if kinds := hf.get("layer_types"):
         hf["layer_types"] = [RELEASED if kind == RENAMED else kind for kind in kinds]
     experts = _experts(hf)
-    tables, mixers = ngrams.per_layer_embeddings(hf), hybrid_mixers(hf, qwen3_5.SECTIONS)
+    tables = ngrams.per_layer_embeddings(hf)
+    mixers = hybrid_mixers(hf, qwen3_5.SECTIONS)
     layers = [
         LayerSpec(_mixer(mixer, hf), experts, norms=(), engram=tables.get(number))
         for number, mixer in enumerate(mixers)
@@ -122,27 +143,35 @@ def _mixer(mixer: Attention | GatedDeltaNet, hf: dict) -> Attention | GatedDelta
 
 def _indexer(attention: Attention, hf: dict) -> BlockIndexer:
     if missing := [key for key in INDEXER if hf.get(key) is None]:
-        raise UnsupportedModel(f"{', '.join(missing)}: absent, and every layer with attention has an indexer")
+        raise UnsupportedModel(
+            f"{', '.join(missing)}: absent, and every layer with attention has an indexer"
+        )
     heads, kv_heads, dim, budget, size = (hf[key] for key in INDEXER)
     if wrong := next((key for key in INDEXER if hf[key] < 1), None):
         raise UnsupportedModel(f"{wrong}: {hf[wrong]} must be at least 1")
     if kv_heads != 1:
-        raise UnsupportedModel(f"indexer_kv_heads: {kv_heads}, and the indexer has one key for each token")
+        raise UnsupportedModel(
+            f"indexer_kv_heads: {kv_heads}, and the indexer has one key for each token"
+        )
     if budget % size:
         raise UnsupportedModel(
-            f"indexer_budget: {budget} tokens are not a number of blocks of indexer_compress_ratio, {size} tokens"
+            f"indexer_budget: {budget} tokens are not a number of blocks of "
+            f"indexer_compress_ratio, {size} tokens"
         )
     assert attention.rope is not None
     if attention.rope.dim > dim:
         raise UnsupportedModel(
-            f"indexer_head_dim: {dim} numbers, of which the {attention.rope.dim} that rotate in attention rotate"
+            f"indexer_head_dim: {dim} numbers, of which the {attention.rope.dim} that rotate in "
+            "attention rotate"
         )
     norm = Norm(hf["rms_norm_eps"], "zero_centred")
     return BlockIndexer(heads, dim, budget // size, size, attention.rope, norm)
 
 
 def _experts(hf: dict) -> Moe:
-    router = Router(hf["num_experts"], hf["num_experts_per_tok"], renormalize=bool(hf["norm_topk_prob"]))
+    router = Router(
+        hf["num_experts"], hf["num_experts_per_tok"], renormalize=bool(hf["norm_topk_prob"])
+    )
     shared = Mlp(hf["shared_expert_intermediate_size"])
     return Moe(router, hf["moe_intermediate_size"], shared=shared, shared_gate=True)
 

@@ -1,4 +1,5 @@
-"""SimpleLM, the smallest decoder: each layer multiplies x by one matrix, without residual, norm or attention."""
+"""SimpleLM, the smallest decoder: each layer multiplies x by one matrix, without residual, norm or
+attention."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ DEFAULTS = {"initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embedding
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | stored
     layer = LayerSpec(None, Matrix(), norms=(), residual=False)
     return decoder("simple", stored, hf, [layer] * hf["num_hidden_layers"])

@@ -1,4 +1,5 @@
-"""SimpleMlpLM: each layer multiplies x by two matrices, without residual, norm, attention or activation."""
+"""SimpleMlpLM: each layer multiplies x by two matrices, without residual, norm, attention or
+activation."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ DEFAULTS = {"initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embedding
 
 
 def read(stored: dict) -> DecoderConfig:
-    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder
+    does not compute."""
     hf = DEFAULTS | stored
-    layer = LayerSpec(None, Mlp(hf["intermediate_size"], "linear", gated=False), norms=(), residual=False)
+    layer = LayerSpec(
+        None, Mlp(hf["intermediate_size"], "linear", gated=False), norms=(), residual=False
+    )
     return decoder("simple_mlp", stored, hf, [layer] * hf["num_hidden_layers"])

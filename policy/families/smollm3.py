@@ -57,7 +57,8 @@ def read(stored: dict) -> DecoderConfig:
 def _rotating_layers(hf: dict) -> list[bool]:
     """Returns whether each layer has a rotary embedding. `no_rope_layers` holds 1 where it has
     one, in spite of its name."""
-    layers, interval = hf["num_hidden_layers"], hf["no_rope_layer_interval"]
+    layers = hf["num_hidden_layers"]
+    interval = hf["no_rope_layer_interval"]
     derived = [(i + 1) % interval != 0 for i in range(layers)]
     flags = first(hf, "no_rope_layers", default=derived)
     if len(flags) != layers:

@@ -1,8 +1,8 @@
-"""Reads the parts of a decoder that no Hugging Face configuration describes. Each has a section in config.json under
-the key `duet`, which transformers ignores, and can be added to any family.
+"""Reads the parts of a decoder that no Hugging Face configuration describes. Each has a section in
+config.json under the key `duet`, which transformers ignores, and can be added to any family.
 
-A section's keys are the fields of a dataclass: HyperConnections or MultiTokenPrediction (policy/config.py), or
-EngramSection (policy/fields/ngrams.py). Free of jax.
+A section's keys are the fields of a dataclass: HyperConnections or MultiTokenPrediction
+(policy/config.py), or EngramSection (policy/fields/ngrams.py). Free of jax.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from policy.config import Attention, DecoderConfig, HyperConnections, Indexer, LatentAttention, MultiTokenPrediction
+from policy.config import (
+    Attention,
+    DecoderConfig,
+    HyperConnections,
+    Indexer,
+    LatentAttention,
+    MultiTokenPrediction,
+)
 from policy.fields import ngrams
 from policy.fields.config_fields import UnsupportedModel
 from policy.fields.names import Stored, Table
@@ -20,7 +27,8 @@ KEY = "duet"
 
 
 def _mapping(module: str, stored: str) -> Table:
-    """Returns the names of a mapping of hyper-connections: one matrix, as transformers stores DeepSeek-V4."""
+    """Returns the names of a mapping of hyper-connections: one matrix, as transformers stores
+    DeepSeek-V4."""
     return {
         f"{module}.weight": Stored(f"{stored}fn", "k (g e) -> g e k"),
         f"{module}.bias": Stored(f"{stored}base"),
@@ -29,7 +37,8 @@ def _mapping(module: str, stored: str) -> Table:
     }
 
 
-# How the weights of these parts are stored: inside layers by the end of their path, outside by the full path.
+# How the weights of these parts are stored: inside layers by the end of their path, outside by the
+# full path.
 NAMES: Table = {
     **_mapping("mixer_residual.mapping", "attn_hc."),
     **_mapping("feed_forward_residual.mapping", "ffn_hc."),
@@ -46,31 +55,39 @@ NAMES: Table = {
     "lookup.conv": Stored("engram.short_conv.conv.weight", "(g e) 1 w -> w g e"),
     "lookup.outer_norm.weight": Stored("engram.outer_norm.weight"),
     "lookup.classes": Stored("engram.classes"),
-    # Prediction module d is stored as layer number num_hidden_layers + d - 1, under the names of DeepSeek-V3's files.
+    # Prediction module d is stored as layer number num_hidden_layers + d - 1, under the names of
+    # DeepSeek-V3's files.
     "eh_proj": Stored("eh_proj.weight", "o i -> i o"),
-    **{f"{norm}.{part}": Stored(f"{norm}.{part}") for norm in ("enorm", "hnorm") for part in ("weight", "bias")},
+    **{
+        f"{norm}.{part}": Stored(f"{norm}.{part}")
+        for norm in ("enorm", "hnorm")
+        for part in ("weight", "bias")
+    },
     **{f"post_norm.{part}": Stored(f"shared_head.norm.{part}") for part in ("weight", "bias")},
 }
 
 
-# Keys of Hugging Face configurations that say how many prediction modules the files hold: DeepSeek's files,
-# transformers' own name for it, Qwen3.5's files.
+# Keys of Hugging Face configurations that say how many prediction modules the files hold:
+# DeepSeek's files, transformers' own name for it, Qwen3.5's files.
 _COUNTS_OF_MODULES = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 def announced_modules(hf: dict) -> str | None:
-    """Returns the key and value by which the configuration `hf` of a text model announces prediction modules, None if
-    it announces none."""
+    """Returns the key and value by which the configuration `hf` of a text model announces
+    prediction modules, None if it announces none."""
     if "multi_token_prediction" in hf.get(KEY, {}):
         return f"{KEY}.multi_token_prediction: {hf[KEY]['multi_token_prediction']}"
     return next((f"{key}: {hf[key]}" for key in _COUNTS_OF_MODULES if hf.get(key)), None)
 
 
 def extend(config: DecoderConfig, hf: dict) -> DecoderConfig:
-    """Adds the parts that `hf` has under KEY to `config`. Raises UnsupportedModel for an unknown section or key."""
+    """Adds the parts that `hf` has under KEY to `config`. Raises UnsupportedModel for an unknown
+    section or key."""
     sections = hf.get(KEY, {})
     if unknown := set(sections) - set(PARTS):
-        raise UnsupportedModel(f"{KEY}: unknown sections {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
+        raise UnsupportedModel(
+            f"{KEY}: unknown sections {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}"
+        )
     for name, part in PARTS.items():
         if name in sections:
             config = part(config, sections[name])
@@ -79,7 +96,9 @@ def extend(config: DecoderConfig, hf: dict) -> DecoderConfig:
 
 def _hyper_connections(config: DecoderConfig, section: dict) -> DecoderConfig:
     if config.hyper_connections is not None:
-        raise UnsupportedModel(f"{KEY}.hyper_connections: this model has residual streams of its own")
+        raise UnsupportedModel(
+            f"{KEY}.hyper_connections: this model has residual streams of its own"
+        )
     return replace(config, hyper_connections=_read("hyper_connections", section, HyperConnections))
 
 
@@ -93,8 +112,8 @@ def _engram(config: DecoderConfig, section: dict) -> DecoderConfig:
 
 
 def _multi_token_prediction(config: DecoderConfig, section: dict) -> DecoderConfig:
-    """Adds prediction modules whose layer is the decoder's last one, without an n-gram table and without embeddings of
-    its own, and with keys of its own."""
+    """Adds prediction modules whose layer is the decoder's last one, without an n-gram table and
+    without embeddings of its own, and with keys of its own."""
     last = config.layers[-1]
     mixer = last.mixer
     if isinstance(mixer, Attention):
@@ -103,7 +122,10 @@ def _multi_token_prediction(config: DecoderConfig, section: dict) -> DecoderConf
         mixer = replace(mixer, indexer=_last_indexer(config))
     layer = replace(last, mixer=mixer, engram=None, layer_embedding=None)
     return replace(
-        config, multi_token_prediction=_read("multi_token_prediction", section, MultiTokenPrediction, layer=layer)
+        config,
+        multi_token_prediction=_read(
+            "multi_token_prediction", section, MultiTokenPrediction, layer=layer
+        ),
     )
 
 
@@ -116,15 +138,21 @@ def _last_indexer(config: DecoderConfig) -> Indexer | None:
 
 
 def _read(name: str, section: dict, kind: type, **rest):
-    """Reads the section `name` as the dataclass `kind`; the fields `rest` cannot be set by a section."""
+    """Reads the section `name` as the dataclass `kind`; the fields `rest` cannot be set by a
+    section."""
     known = {field.name for field in fields(kind)} - set(rest)
     if unknown := set(section) - known:
         raise UnsupportedModel(
-            f"{KEY}.{name}: unknown keys {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}"
+            f"{KEY}.{name}: unknown keys {', '.join(sorted(unknown))}; known: "
+            f"{', '.join(sorted(known))}"
         )
     for key, hint in get_type_hints(kind).items():
-        if get_origin(hint) is Literal and section.get(key, get_args(hint)[0]) not in get_args(hint):
-            raise UnsupportedModel(f"{KEY}.{name}.{key}: {section[key]!r} is none of {', '.join(get_args(hint))}")
+        if get_origin(hint) is Literal and section.get(key, get_args(hint)[0]) not in get_args(
+            hint
+        ):
+            raise UnsupportedModel(
+                f"{KEY}.{name}.{key}: {section[key]!r} is none of {', '.join(get_args(hint))}"
+            )
     try:
         return kind(**section, **rest)
     except (TypeError, ValueError) as error:

@@ -9,9 +9,11 @@ from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-# Integer fields that may be negative or 0: offsets, ids and numbers of layers. All others count something.
+# Integer fields that may be negative or 0: offsets, ids and numbers of layers. All others count
+# something.
 _ANY_INTEGER = ("offset", "pad_id", "multipliers", "sections", "deepstack")
-# Numbers that are divided by, or of which a power or a logarithm is taken; and numbers of which a root is taken.
+# Numbers that are divided by, or of which a power or a logarithm is taken; and numbers of which a
+# root is taken.
 _POSITIVE = ("theta", "softcap", "logit_softcap", "factor")
 _NOT_NEGATIVE = ("eps", "norm_eps", "initializer_range")
 # Fields that may be infinite: a bound that bounds nothing.
@@ -19,8 +21,9 @@ _ANY_SIZE = ("dt_limit",)
 
 
 def wrong_fields(part: Any) -> Iterator[str]:
-    """Yields what is wrong with the fields of a dataclass and of the dataclasses in it: a value of another type than
-    declared, an integer below 1, a number that is not finite, or one outside the domain of what is computed with it."""
+    """Yields what is wrong with the fields of a dataclass and of the dataclasses in it: a value of
+    another type than declared, an integer below 1, a number that is not finite, or one outside the
+    domain of what is computed with it."""
     for name, hint in _hints(type(part)).items():
         yield from _wrong(name, getattr(part, name), hint)
 
@@ -49,15 +52,20 @@ def _wrong(name: str, value: Any, hint: Any) -> Iterator[str]:
 def _wrong_number(name: str, value: Any) -> Iterator[str]:
     if type(value) is int and value < 1 and name not in _ANY_INTEGER:
         yield f"{name} is {value}"
-    if isinstance(value, float) and (math.isnan(value) or math.isinf(value) and name not in _ANY_SIZE):
+    if isinstance(value, float) and (
+        math.isnan(value) or math.isinf(value) and name not in _ANY_SIZE
+    ):
         yield f"{name} is {value}"
-    if isinstance(value, (int, float)) and (name in _POSITIVE and value <= 0 or name in _NOT_NEGATIVE and value < 0):
+    if isinstance(value, (int, float)) and (
+        name in _POSITIVE and value <= 0 or name in _NOT_NEGATIVE and value < 0
+    ):
         yield f"{name} is {value}"
 
 
 def _fits(value: Any, hint: Any) -> bool:
     """Returns whether a value has a declared type. Integers fit floats, booleans are no numbers."""
-    origin, inner = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    inner = get_args(hint)
     if origin in (Union, UnionType):
         return any(_fits(value, each) for each in inner)
     if origin is Literal:
@@ -70,7 +78,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint in (Any, None, NoneType):
         return hint is Any or value is None
     if hint in (int, float):
-        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+        return isinstance(value, (int, float) if hint is float else int) and not isinstance(
+            value, bool
+        )
     return isinstance(value, hint)
 
 

@@ -1,9 +1,10 @@
-"""Name tables: how our weights are stored in Hugging Face files. A family's table maps the end of our path to a
-`Stored`.
+"""Name tables: how our weights are stored in Hugging Face files. A family's table maps the end of
+our path to a `Stored`.
 
-Our shapes are [inputs..., outputs...], without the axis of the stacked layers; a torch Linear stores [outputs, inputs]
-with the heads flattened. A table is a dict, so tables are joined by `|`. The key "mixer.q_proj" is for every mixer;
-"GatedDeltaNet.q_proj" (a class of policy/specs.py, of feed-forwards too) takes precedence in layers of that kind.
+Our shapes are [inputs..., outputs...], without the axis of the stacked layers; a torch Linear
+stores [outputs, inputs] with the heads flattened. A table is a dict, so tables are joined by `|`.
+The key "mixer.q_proj" is for every mixer; "GatedDeltaNet.q_proj" (a class of policy/specs.py, of
+feed-forwards too) takes precedence in layers of that kind.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ Table = dict[str, "Stored"]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor `name` of a file and the `layout` that maps it to our weight, "stored axes -> our axes": letters are
-    axes, "(h d)" is one stored axis of h times d, and "1" is an axis of size 1. Without an arrow the order stays,
-    without a layout the shape.
+    """A tensor `name` of a file and the `layout` that maps it to our weight, "stored axes -> our
+    axes": letters are axes, "(h d)" is one stored axis of h times d, and "1" is an axis of size 1.
+    Without an arrow the order stays, without a layout the shape.
 
-    Several weights in one tensor: `parts` are the last words of their paths, in order, and one stored axis is marked.
-    "+" concatenates the parts along the axis or group before it, in sizes of their own: "e (h d)+ -> e h d" is [q heads
+    Several weights in one tensor: `parts` are the last words of their paths, in order, and one
+    stored axis is marked. "+" concatenates the parts along the axis or group before it, in sizes of
+    their own: "e (h d)+ -> e h d" is [q heads
     | k heads | v heads], "(h d+) e -> e h d" is [q | k | v] for each h. "*" interleaves them: in "x e f* -> x e f"
     element 2i of f belongs to part 0 and 2i+1 to part 1.
 
-    "{e}" in `name` counts tensors that are stacked along our axis 0; the layout then describes one of them. "{s}" counts
-    shards, tensors without a layout that follow each other along our axis 0, of any number of rows each. `also` are
-    other spellings that are read if `name` is absent; only `name` is written. Raises ValueError for an invalid layout.
+    "{e}" in `name` counts tensors that are stacked along our axis 0; the layout then describes one
+    of them. "{s}" counts shards, tensors without a layout that follow each other along our axis 0,
+    of any number of rows each. `also` are other spellings that are read if `name` is absent; only
+    `name` is written. Raises ValueError for an invalid layout.
     """
 
     name: str
@@ -45,7 +48,8 @@ class Stored:
         marks = [mark for axis in self._axes for mark in axis.marks] if self.layout else []
         if len(marks) != (len(self.parts) > 1):
             raise ValueError(
-                f"{self.name}: layout {self.layout!r} must mark one axis by + or *, as {self.parts} share the tensor"
+                f"{self.name}: layout {self.layout!r} must mark one axis by + or *, as "
+                f"{self.parts} share the tensor"
             )
 
     @property
@@ -71,12 +75,15 @@ class Stored:
 
     @property
     def same_rows(self) -> bool:
-        """Whether our axis 0 is the stored axis 0, so that a piece of our weight is a piece of the file."""
-        return not self.layout or (self._axes[0].letters == _parse(self.layout)[1][:1] and not self._axes[0].marks)
+        """Whether our axis 0 is the stored axis 0, so that a piece of our weight is a piece of the
+        file."""
+        return not self.layout or (
+            self._axes[0].letters == _parse(self.layout)[1][:1] and not self._axes[0].marks
+        )
 
     def block(self, shapes: Sequence[Shape], part: int, index: tuple[slice, ...]) -> TensorSlice:
-        """Returns the block that holds `index` (slices without a step) of part number `part`. `shapes` are our shapes
-        of all parts in order."""
+        """Returns the block that holds `index` (slices without a step) of part number `part`.
+        `shapes` are our shapes of all parts in order."""
         if not self.layout:
             return TensorSlice(shapes[0], index, None, (), ())
         sizes = [self._sizes(shape) for shape in shapes]
@@ -99,9 +106,14 @@ class Stored:
     def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Builds the stored tensor from all its parts in order."""
         if not self.layout:
-            return np.ascontiguousarray(arrays[0]).reshape(arrays[0].shape)  # which numpy gives an axis if it has none
+            return np.ascontiguousarray(arrays[0]).reshape(
+                arrays[0].shape
+            )  # which numpy gives an axis if it has none
         shapes = [array.shape for array in arrays]
-        blocks = [self.block(shapes, part, (slice(None),) * array.ndim) for part, array in enumerate(arrays)]
+        blocks = [
+            self.block(shapes, part, (slice(None),) * array.ndim)
+            for part, array in enumerate(arrays)
+        ]
         stored = np.empty(blocks[0].shape, arrays[0].dtype)
         for block, array in zip(blocks, arrays, strict=True):
             block.finish(stored[block.index])[...] = array
@@ -110,16 +122,19 @@ class Stored:
     def _sizes(self, shape: Shape) -> dict[str, int]:
         letters = _parse(self.layout)[1]
         if len(letters) != len(shape):
-            raise ValueError(f"{self.name}: layout {self.layout!r} does not fit our shape {list(shape)}")
+            raise ValueError(
+                f"{self.name}: layout {self.layout!r} does not fit our shape {list(shape)}"
+            )
         return dict(zip(letters, shape, strict=True))
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A piece of a stored tensor of `shape`: `index` (a slice of each axis) reads it, `finish` turns it into our
-    layout.
+    """A piece of a stored tensor of `shape`: `index` (a slice of each axis) reads it, `finish`
+    turns it into our layout.
 
-    On an array in memory or a mapped file both are views, so writing to the result writes to the stored tensor.
+    On an array in memory or a mapped file both are views, so writing to the result writes to the
+    stored tensor.
     """
 
     shape: Shape
@@ -130,12 +145,17 @@ class TensorSlice:
 
     def finish(self, array: np.ndarray) -> np.ndarray:
         """Splits, selects and transposes what `index` read."""
-        return array if self.split is None else array.reshape(self.split)[(*self.picks, ...)].transpose(self.order)
+        return (
+            array
+            if self.split is None
+            else array.reshape(self.split)[(*self.picks, ...)].transpose(self.order)
+        )
 
 
 @dataclass(frozen=True)
 class _Span:
-    """A slice `index` of a stored axis of `size`, split into axes of sizes `split` from which `picks` are taken."""
+    """A slice `index` of a stored axis of `size`, split into axes of sizes `split` from which
+    `picks` are taken."""
 
     size: int
     index: slice
@@ -155,14 +175,21 @@ class _Axis:
     def marks(self) -> tuple[str, ...]:
         return tuple(filter(None, (*self.letter_marks, self.group_mark)))
 
-    def span(self, sizes: list[dict[str, int]], part: int, ours: dict[str, tuple[int, int]]) -> _Span:
-        """Returns the span for one part. `sizes` are the sizes of the letters for every part, `ours` the requested
-        range of each letter."""
-        split, requested = [], []
+    def span(
+        self, sizes: list[dict[str, int]], part: int, ours: dict[str, tuple[int, int]]
+    ) -> _Span:
+        """Returns the span for one part. `sizes` are the sizes of the letters for every part,
+        `ours` the requested range of each letter."""
+        split = []
+        requested = []
         for letter, mark in zip(self.letters, self.letter_marks, strict=True):
             low, high = ours[letter]
             before = sum(each[letter] for each in sizes[:part]) if mark == "+" else 0
-            split.append(sum(each[letter] for each in sizes) if mark == "+" else self._common_size(sizes, letter, part))
+            split.append(
+                sum(each[letter] for each in sizes)
+                if mark == "+"
+                else self._common_size(sizes, letter, part)
+            )
             requested.append((low + before, high + before))
             if mark == "*":
                 split.append(len(sizes))
@@ -170,21 +197,25 @@ class _Axis:
         if self.group_mark == "*":
             split.append(len(sizes))
             requested.append(part)
-        start, size = 0, math.prod(split)
+        start = 0
+        size = math.prod(split)
         if self.group_mark == "+":
             widths = [math.prod(each[letter] for letter in self.letters) for each in sizes]
-            start, size = sum(widths[:part]), sum(widths)
+            start = sum(widths[:part])
+            size = sum(widths)
         return _contiguous(size, start, split, requested)
 
     def _common_size(self, sizes: list[dict[str, int]], letter: str, part: int) -> int:
         if self.group_mark != "+" and len({each[letter] for each in sizes}) > 1:
-            raise ValueError(f"parts of one tensor differ along {letter}: {[each[letter] for each in sizes]}")
+            raise ValueError(
+                f"parts of one tensor differ along {letter}: {[each[letter] for each in sizes]}"
+            )
         return sizes[part][letter]
 
 
 def _contiguous(size: int, start: int, split: list[int], requested: list) -> _Span:
-    """Returns the smallest contiguous run of an axis that holds `requested` (a range, or a number, of each axis
-    `split`)."""
+    """Returns the smallest contiguous run of an axis that holds `requested` (a range, or a number,
+    of each axis `split`)."""
     if not split:
         return _Span(1, slice(0, 1), (1,), (0,))
     ranges = [(w, w + 1) if isinstance(w, int) else w for w in requested]
@@ -200,11 +231,15 @@ def _contiguous(size: int, start: int, split: list[int], requested: list) -> _Sp
         size,
         index,
         kept,
-        tuple(p[0] if isinstance(w, int) else slice(*p) for p, w in zip(picks, requested, strict=True)),
+        tuple(
+            p[0] if isinstance(w, int) else slice(*p) for p, w in zip(picks, requested, strict=True)
+        ),
     )
 
 
-_AXIS = re.compile(r"\((?P<group>[a-z][+*]?(?: [a-z][+*]?)*)\)(?P<mark>[+*]?)|(?P<one>1)|(?P<letter>[a-z][+*]?)")
+_AXIS = re.compile(
+    r"\((?P<group>[a-z][+*]?(?: [a-z][+*]?)*)\)(?P<mark>[+*]?)|(?P<one>1)|(?P<letter>[a-z][+*]?)"
+)
 
 
 @cache
@@ -214,36 +249,48 @@ def _parse(layout: str) -> tuple[tuple[_Axis, ...], tuple[str, ...]]:
     axes = []
     for match in _AXIS.finditer(stored):
         words = (match["group"] or match["letter"] or "").split()
-        axes.append(_Axis(tuple(w[0] for w in words), tuple(w[1:] for w in words), match["mark"] or ""))
+        axes.append(
+            _Axis(tuple(w[0] for w in words), tuple(w[1:] for w in words), match["mark"] or "")
+        )
     letters = tuple(letter for axis in axes for letter in axis.letters)
     order = tuple(ours.split()) if arrow else letters
     left = _AXIS.sub("", stored).strip()
     if left or not axes or len(set(letters)) < len(letters) or sorted(order) != sorted(letters):
-        raise ValueError(f"layout {layout!r}: expected stored axes -> our axes, such as '(h d) e -> e h d'")
+        raise ValueError(
+            f"layout {layout!r}: expected stored axes -> our axes, such as '(h d) e -> e h d'"
+        )
     return tuple(axes), order
 
 
 def joined(module: str, parts: tuple[str, ...], name: str, layout: str) -> Table:
-    """Creates the entries of `parts` ("q_proj", ...) of `module` ("mixer.") that share the stored tensor `name`."""
+    """Creates the entries of `parts` ("q_proj", ...) of `module` ("mixer.") that share the stored
+    tensor `name`."""
     return {module + part: Stored(name, layout, parts) for part in parts}
 
 
 def moved(table: Table, ours: tuple[str, str], stored: tuple[str, str] = ("", "")) -> Table:
-    """Replaces the prefix of our paths, `ours` (old, new), and the prefix of the stored names in a table."""
+    """Replaces the prefix of our paths, `ours` (old, new), and the prefix of the stored names in a
+    table."""
 
     def move(text: str, old: str, new: str) -> str:
         return new + text.removeprefix(old) if text.startswith(old) else text
 
     def rename(place: Stored) -> Stored:
-        return replace(place, name=move(place.name, *stored), also=tuple(rename(other) for other in place.also))
+        return replace(
+            place, name=move(place.name, *stored), also=tuple(rename(other) for other in place.also)
+        )
 
     return {move(end, *ours): rename(place) for end, place in table.items()}
 
 
 def fused(table: Table) -> Table:
-    """Returns the entries of `table` that have another spelling, with that spelling first: it is written, both are
-    read."""
-    return {end: replace(place.also[0], also=(replace(place, also=()),)) for end, place in table.items() if place.also}
+    """Returns the entries of `table` that have another spelling, with that spelling first: it is
+    written, both are read."""
+    return {
+        end: replace(place.also[0], also=(replace(place, also=()),))
+        for end, place in table.items()
+        if place.also
+    }
 
 
 # The most common block: the norm before the feed-forward is stored as `post_attention_layernorm`.
@@ -274,18 +321,29 @@ NORMS_BY_ROLE: Table = {
 }
 
 MLP: Table = {
-    f"feed_forward.{kind}_proj": Stored(f"mlp.{kind}_proj.weight", "o i -> i o") for kind in ("gate", "up", "down")
+    f"feed_forward.{kind}_proj": Stored(f"mlp.{kind}_proj.weight", "o i -> i o")
+    for kind in ("gate", "up", "down")
 }
-MLP |= {f"feed_forward.{kind}_bias": Stored(f"mlp.{kind}_proj.bias") for kind in ("gate", "up", "down")}
+MLP |= {
+    f"feed_forward.{kind}_bias": Stored(f"mlp.{kind}_proj.bias") for kind in ("gate", "up", "down")
+}
 
 # The Hub holds one tensor for each expert; transformers holds fused tensors in memory.
-_FUSED = Stored("mlp.experts.gate_up_proj", "x f+ e -> x e f", ("expert_gate_proj", "expert_up_proj"))
+_FUSED = Stored(
+    "mlp.experts.gate_up_proj", "x f+ e -> x e f", ("expert_gate_proj", "expert_up_proj")
+)
 MOE: Table = {
     "feed_forward.router.weight": Stored("mlp.gate.weight", "x e -> e x"),
-    "feed_forward.expert_gate_proj": Stored("mlp.experts.{e}.gate_proj.weight", "f e -> e f", also=(_FUSED,)),
-    "feed_forward.expert_up_proj": Stored("mlp.experts.{e}.up_proj.weight", "f e -> e f", also=(_FUSED,)),
+    "feed_forward.expert_gate_proj": Stored(
+        "mlp.experts.{e}.gate_proj.weight", "f e -> e f", also=(_FUSED,)
+    ),
+    "feed_forward.expert_up_proj": Stored(
+        "mlp.experts.{e}.up_proj.weight", "f e -> e f", also=(_FUSED,)
+    ),
     "feed_forward.expert_down_proj": Stored(
-        "mlp.experts.{e}.down_proj.weight", "e f -> f e", also=(Stored("mlp.experts.down_proj", "x e f -> x f e"),)
+        "mlp.experts.{e}.down_proj.weight",
+        "e f -> f e",
+        also=(Stored("mlp.experts.down_proj", "x e f -> x f e"),),
     ),
 }
 
@@ -297,7 +355,10 @@ DELTA_NET: Table = {
     "GatedDeltaNet.o_proj": Stored("linear_attn.out_proj.weight", "e (k v) -> k v e"),
 }
 DELTA_NET |= joined(
-    "GatedDeltaNet.", ("q_conv", "k_conv", "v_conv"), "linear_attn.conv1d.weight", "(k d)+ 1 w -> k d w"
+    "GatedDeltaNet.",
+    ("q_conv", "k_conv", "v_conv"),
+    "linear_attn.conv1d.weight",
+    "(k d)+ 1 w -> k d w",
 )
 
 
@@ -327,7 +388,10 @@ def mamba2(prefix: str) -> Table:
         | joined("Mamba2.", in_biases, f"{prefix}in_proj.bias", "(k d)+ -> k d")
         | joined("Mamba2.", convolutions, f"{prefix}conv1d.weight", "(k d)+ 1 w -> k d w")
         | joined("Mamba2.", conv_biases, f"{prefix}conv1d.bias", "(k d)+ -> k d")
-        | {f"Mamba2.{name}": Stored(f"{prefix}{name}", "(k g) -> k g") for name in ("A_log", "D", "dt_bias")}
+        | {
+            f"Mamba2.{name}": Stored(f"{prefix}{name}", "(k g) -> k g")
+            for name in ("A_log", "D", "dt_bias")
+        }
         | {
             "Mamba2.norm": Stored(f"{prefix}norm.weight", "(k d) -> k d"),
             "Mamba2.o_proj": Stored(f"{prefix}out_proj.weight", "e (k d) -> k d e"),
@@ -336,7 +400,8 @@ def mamba2(prefix: str) -> Table:
     )
 
 
-# Weights outside the layers, and the prefix of the names of layer n; a family may have TOP and LAYER_PREFIX of its own.
+# Weights outside the layers, and the prefix of the names of layer n; a family may have TOP and
+# LAYER_PREFIX of its own.
 TOP: Table = {
     "embed_tokens": Stored("model.embed_tokens.weight"),
     "norm.weight": Stored("model.norm.weight"),

@@ -1,5 +1,6 @@
-"""Computes the hash constants of n-gram tables (Engram of policy/specs.py), the multipliers and primes of their layers,
-from the section `engram` of a configuration, or from the keys of Qwen4Exp. Free of jax."""
+"""Computes the hash constants of n-gram tables (Engram of policy/specs.py), the multipliers and
+primes of their layers, from the section `engram` of a configuration, or from the keys of Qwen4Exp.
+Free of jax."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from policy.config import DecoderConfig, Engram, Norm
 from policy.fields.config_fields import UnsupportedModel, first, stacks
 from policy.options import option
 
-# Layers draw their multipliers from generators whose seeds differ by this prime (deepseek-ai/Engram,
-# engram_demo_v1.py).
+# Layers draw their multipliers from generators whose seeds differ by this prime
+# (deepseek-ai/Engram, engram_demo_v1.py).
 SEED_STEP = 10007
 
 
@@ -22,24 +23,28 @@ SEED_STEP = 10007
 class EngramSection:
     """The section `engram`: the layers (from 0) that have an n-gram table, and its size.
 
-    The number of rows of each head is one of the next primes above `vocab_bases[n - 2]`, for each order n =
-    2..max_ngram. A row has `head_dim` numbers for each of the `heads` heads of an order. `ids`: number of classes of
-    tokens (None: one per token), `pad_id`: the class of padding; both come from the tokenizer. The other fields have
-    the names of Engram.
+    The number of rows of each head is one of the next primes above `vocab_bases[n - 2]`, for each
+    order n = 2..max_ngram. A row has `head_dim` numbers for each of the `heads` heads of an order.
+    `ids`: number of classes of tokens (None: one per token), `pad_id`: the class of padding; both
+    come from the tokenizer. The other fields have the names of Engram.
     """
 
     layers: tuple[int, ...] = option(
-        min_length=1, description="layers with an n-gram table, from 0; each is computed outside of the scan"
+        min_length=1,
+        description="layers with an n-gram table, from 0; each is computed outside of the scan",
     )
     vocab_bases: tuple[int, ...] = option(
         min_length=1,
-        description="rows of a head, one number for each length of n-grams from 2 on; the next unused prime is used",
+        description="rows of a head, one number for each length of n-grams from 2 on; the next "
+        "unused prime is used",
     )
     max_ngram: int = option(3, ge=2, description="tokens of the longest n-gram")
     heads: int = option(8, ge=1, description="hashes of each n-gram")
     head_dim: int = option(64, ge=1, description="numbers in a row of the table")
     kernel_size: int = option(
-        4, ge=1, description="taps of the convolution over the looked-up values, `max_ngram` tokens apart"
+        4,
+        ge=1,
+        description="taps of the convolution over the looked-up values, `max_ngram` tokens apart",
     )
     seed: int = option(0, ge=0, description="seed of the hashes")
     ids: int | None = None
@@ -48,14 +53,23 @@ class EngramSection:
         "int32", description="type of the hashes; the released demo uses int64"
     )
     norm_eps: float = option(1e-6, gt=0.0, description="epsilon of the norms of keys and streams")
-    conv_norm_eps: float = option(1e-5, gt=0.0, description="epsilon of the norm before the convolution")
-    outer_norm: bool = option(False, description="whether the streams pass a norm before the lookup's gate")
+    conv_norm_eps: float = option(
+        1e-5, gt=0.0, description="epsilon of the norm before the convolution"
+    )
+    outer_norm: bool = option(
+        False, description="whether the streams pass a norm before the lookup's gate"
+    )
 
     def __post_init__(self):
         if self.max_ngram < 2 or min(self.heads, self.head_dim, self.kernel_size) < 1:
-            raise ValueError("max_ngram must be at least 2, and heads, head_dim and kernel_size at least 1")
+            raise ValueError(
+                "max_ngram must be at least 2, and heads, head_dim and kernel_size at least 1"
+            )
         if len(self.vocab_bases) != self.max_ngram - 1 or min(self.vocab_bases) < 2:
-            raise ValueError(f"vocab_bases needs a number of at least 2 for each order from 2 to {self.max_ngram}")
+            raise ValueError(
+                "vocab_bases needs a number of at least 2 for each order from 2 to "
+                f"{self.max_ngram}"
+            )
         if not self.layers or len(set(self.layers)) < len(self.layers) or min(self.layers) < 0:
             raise ValueError("layers must name at least one layer, each once, counted from 0")
         if sum(self.vocab_bases) * self.heads >= 2**31:
@@ -63,17 +77,21 @@ class EngramSection:
 
 
 def add_engram(config: DecoderConfig, section: EngramSection) -> DecoderConfig:
-    """Adds n-gram tables to the layers of the section; each of these layers is a stack of its own. Raises ValueError
-    for a layer or class that the decoder does not have."""
+    """Adds n-gram tables to the layers of the section; each of these layers is a stack of its own.
+    Raises ValueError for a layer or class that the decoder does not have."""
     layers = list(config.layers)
     if any(layer.engram is not None for layer in layers):
         raise ValueError("this decoder has n-gram tables of its own (ple_layer_ids)")
     if max(section.layers) >= len(layers):
-        raise ValueError(f"layers: {max(section.layers)} does not exist, the decoder has layers 0 to {len(layers) - 1}")
+        raise ValueError(
+            f"layers: {max(section.layers)} does not exist, the decoder has layers 0 to "
+            f"{len(layers) - 1}"
+        )
     ids = section.ids or config.vocab_size
     if not (0 < ids <= config.vocab_size and 0 <= section.pad_id < ids):
         raise ValueError(
-            f"ids {ids} must be at most the vocabulary, {config.vocab_size}, and pad_id {section.pad_id} below ids"
+            f"ids {ids} must be at most the vocabulary, {config.vocab_size}, and pad_id "
+            f"{section.pad_id} below ids"
         )
     unused = _unused_primes()
     for number in section.layers:
@@ -94,8 +112,8 @@ def add_engram(config: DecoderConfig, section: EngramSection) -> DecoderConfig:
 
 
 def multipliers(section: EngramSection, ids: int, layer: int) -> tuple[int, ...]:
-    """Draws an odd number for each token of the longest n-gram, so small that its product with any id fits the
-    integers."""
+    """Draws an odd number for each token of the longest n-gram, so small that its product with any
+    id fits the integers."""
     bound = np.iinfo(section.integers).max // ids
     drawn = np.random.default_rng(section.seed + SEED_STEP * layer).integers(
         0, max(1, bound // 2), section.max_ngram, np.int64
@@ -119,30 +137,39 @@ PER_LAYER_DEFAULTS: dict[str, Any] = {
 
 
 def per_layer_embeddings(hf: dict) -> dict[int, Engram]:
-    """Reads the per-layer embeddings (PLE) of Qwen4Exp, by the number of their layer from 0: `ple_layer_ids` count from
+    """Reads the per-layer embeddings (PLE) of Qwen4Exp, by the number of their layer from 0:
+    `ple_layer_ids` count from
     1. Raises UnsupportedModel for values that make no table."""
     layers = sorted(set(hf["ple_layer_ids"] or ()))
     if outside := [number for number in layers if not 1 <= number <= hf["num_hidden_layers"]]:
-        raise UnsupportedModel(f"ple_layer_ids: {outside[0]} is none of the layers 1 to {hf['num_hidden_layers']}")
+        raise UnsupportedModel(
+            f"ple_layer_ids: {outside[0]} is none of the layers 1 to {hf['num_hidden_layers']}"
+        )
     return {number - 1: _per_layer_embedding(hf, index) for index, number in enumerate(layers)}
 
 
 def _per_layer_embedding(hf: dict, index: int) -> Engram:
-    """Reads table number `index`, as Qwen4ExpTextNGramEmbedding of transformers: the heads of all tables take one prime
-    after the other from `ngram_vocab_size_base` on."""
-    longest, heads = hf["ngram_size"], hf["heads_per_ngram"]
+    """Reads table number `index`, as Qwen4ExpTextNGramEmbedding of transformers: the heads of all
+    tables take one prime after the other from `ngram_vocab_size_base` on."""
+    longest = hf["ngram_size"]
+    heads = hf["heads_per_ngram"]
     width = first(hf, "ple_embed_dim", default=hf["hidden_size"])
     if min(longest - 1, heads, width) < 1 or width % ((longest - 1) * heads):
         raise UnsupportedModel(
-            f"ple_embed_dim: {width} numbers cannot be cut among heads_per_ngram {heads} for each length from 2 to "
+            f"ple_embed_dim: {width} numbers cannot be cut among heads_per_ngram {heads} for each "
+            "length from 2 to "
             f"ngram_size {longest}"
         )
     ends = hf["eos_token_id"]
     end = next(iter(ends), None) if isinstance(ends, list) else ends
     if end is None:
-        raise UnsupportedModel("eos_token_id: per-layer embeddings (ple_layer_ids) need the token that ends a text")
+        raise UnsupportedModel(
+            "eos_token_id: per-layer embeddings (ple_layer_ids) need the token that ends a text"
+        )
     if hf["split_ngram_parts"] < 1:
-        raise UnsupportedModel(f"split_ngram_parts: {hf['split_ngram_parts']} parts of a table, of at least 1")
+        raise UnsupportedModel(
+            f"split_ngram_parts: {hf['split_ngram_parts']} parts of a table, of at least 1"
+        )
     count = (longest - 1) * heads
     primes = list(_unused_primes()(hf["ngram_vocab_size_base"], (index + 1) * count))[-count:]
     spec = Engram(
@@ -162,7 +189,8 @@ def _per_layer_embedding(hf: dict, index: int) -> Engram:
     )
     if spec.table_rows >= 2**31:
         raise UnsupportedModel(
-            f"ngram_vocab_size_base: {hf['ngram_vocab_size_base']} makes a table of {spec.table_rows} rows, of at most "
+            f"ngram_vocab_size_base: {hf['ngram_vocab_size_base']} makes a table of "
+            f"{spec.table_rows} rows, of at most "
             f"{2**31 - 1}"
         )
     return spec
@@ -173,7 +201,8 @@ def hash_tensors(config: DecoderConfig) -> dict[str, np.ndarray]:
     tensors = {}
     for number, layer in enumerate(config.layers):
         if layer.engram is not None:
-            prefix, rows = f"model.layers.{number}.ple.ple_embedding.", layer.engram.rows
+            prefix = f"model.layers.{number}.ple.ple_embedding."
+            rows = layer.engram.rows
             tensors[f"{prefix}layer_multipliers"] = np.array(layer.engram.multipliers, np.int64)
             tensors[f"{prefix}ngram_heads_vocab_sizes"] = np.array(rows, np.int64)
             tensors[f"{prefix}ngram_heads_offsets"] = np.cumsum([0, *rows[:-1]], dtype=np.int64)
@@ -181,10 +210,13 @@ def hash_tensors(config: DecoderConfig) -> dict[str, np.ndarray]:
 
 
 def splitmix_multipliers(seed: int, ids: int, count: int) -> tuple[int, ...]:
-    """Returns `count` odd numbers, so small that their product with any of `ids` ids fits 64 bits; drawn by SplitMix64
-    (doi 10.1145/2660193.2660195) from `seed`, as _build_layer_multipliers of transformers' Qwen4Exp."""
+    """Returns `count` odd numbers, so small that their product with any of `ids` ids fits 64 bits;
+    drawn by SplitMix64 (doi 10.1145/2660193.2660195) from `seed`, as _build_layer_multipliers of
+    transformers' Qwen4Exp."""
     bound = max(1, (2**63 - 1) // ids // 2)
-    return tuple(2 * (_splitmix64(seed + _GAMMA * (1 + number)) % bound) + 1 for number in range(count))
+    return tuple(
+        2 * (_splitmix64(seed + _GAMMA * (1 + number)) % bound) + 1 for number in range(count)
+    )
 
 
 _GAMMA = 0x9E3779B97F4A7C15
@@ -199,7 +231,8 @@ def _splitmix64(state: int) -> int:
 
 
 def _unused_primes() -> Callable[[int, int], Iterator[int]]:
-    """Returns a function (base, count) -> the next `count` primes from `base` on that it has not returned before."""
+    """Returns a function (base, count) -> the next `count` primes from `base` on that it has not
+    returned before."""
     used: set[int] = set()
 
     def take(base: int, count: int) -> Iterator[int]:

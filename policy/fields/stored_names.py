@@ -7,8 +7,8 @@ from types import ModuleType
 
 from policy.fields import names, tower_names
 
-# Prefixes of stored names -> prefixes in the tables, for text models inside multimodal ones and for towers, as all
-# versions of transformers spell them. A family's PREFIXES are tried first.
+# Prefixes of stored names -> prefixes in the tables, for text models inside multimodal ones and for
+# towers, as all versions of transformers spell them. A family's PREFIXES are tried first.
 PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
@@ -19,8 +19,8 @@ PREFIXES = (
 
 
 def renamed(family: ModuleType) -> Callable[[str], str]:
-    """Returns a function from stored names to the names of the tables, without the prefixes of multimodal wrappers and
-    of the family."""
+    """Returns a function from stored names to the names of the tables, without the prefixes of
+    multimodal wrappers and of the family."""
     multimodal = ((stored, ours) for ours, stored in getattr(family, "MULTIMODAL", ()))
     prefixes = (*getattr(family, "PREFIXES", ()), *multimodal, *PREFIXES, *_without_base(family))
 
@@ -32,8 +32,8 @@ def renamed(family: ModuleType) -> Callable[[str], str]:
 
 
 def _without_base(family: ModuleType) -> list[tuple[str, str]]:
-    """Returns prefixes of a model that was saved by AutoModel, without a head: its names lack the first word, "model."
-    in most families."""
+    """Returns prefixes of a model that was saved by AutoModel, without a head: its names lack the
+    first word, "model." in most families."""
     layers = getattr(family, "LAYER_PREFIX", names.LAYER_PREFIX).split("{n}")[0]
     base, _, inner = layers.partition(".")
     if not inner:
@@ -44,8 +44,10 @@ def _without_base(family: ModuleType) -> list[tuple[str, str]]:
 
 
 def different_prefixes(one: str, other: str) -> tuple[str, str]:
-    """Returns the words by which two names of one tensor differ at the front, each with a dot at its end."""
-    first, second = one.split("."), other.split(".")
+    """Returns the words by which two names of one tensor differ at the front, each with a dot at
+    its end."""
+    first = one.split(".")
+    second = other.split(".")
     while first and second and first[-1] == second[-1]:
         first.pop()
         second.pop()

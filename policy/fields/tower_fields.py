@@ -1,4 +1,5 @@
-"""Reads the configurations of towers in Hugging Face files: `vision_config` and `audio_config`. Free of jax."""
+"""Reads the configurations of towers in Hugging Face files: `vision_config` and `audio_config`.
+Free of jax."""
 
 from __future__ import annotations
 
@@ -6,11 +7,21 @@ import math
 from typing import Any
 
 from policy.fields.config_fields import UnsupportedModel, activation, first
-from policy.media import ChunkedAudio, Conformer, Encoder, GridVision, PooledVision, Siglip, TileVision, WindowVision
+from policy.media import (
+    ChunkedAudio,
+    Conformer,
+    Encoder,
+    GridVision,
+    PooledVision,
+    Siglip,
+    TileVision,
+    WindowVision,
+)
 
 
 def grid_vision(config: dict, deepstack: tuple[int, ...] = ()) -> GridVision:
-    """Reads the `vision_config` of a Qwen model. `deepstack`: the default of `deepstack_visual_indexes`."""
+    """Reads the `vision_config` of a Qwen model. `deepstack`: the default of
+    `deepstack_visual_indexes`."""
     hf: dict[str, Any] = {
         "depth": 27,
         "hidden_size": 1152,
@@ -27,12 +38,15 @@ def grid_vision(config: dict, deepstack: tuple[int, ...] = ()) -> GridVision:
     features = tuple(hf["deepstack_visual_indexes"] or ())
     if list(features) != sorted(set(features)) or any(not 0 <= n < hf["depth"] for n in features):
         raise UnsupportedModel(
-            f"vision_config: deepstack_visual_indexes {list(features)} must be ascending numbers of the "
+            f"vision_config: deepstack_visual_indexes {list(features)} must be ascending numbers "
+            "of the "
             f"{hf['depth']} blocks"
         )
     encoder = _encoder(hf, "depth", "num_heads", eps=1e-6)
     if encoder.head_dim % 4:
-        raise UnsupportedModel(f"vision_config: heads of {encoder.head_dim} cannot turn by rows and columns")
+        raise UnsupportedModel(
+            f"vision_config: heads of {encoder.head_dim} cannot turn by rows and columns"
+        )
     return GridVision(
         encoder,
         patch=_side(hf, "patch_size"),
@@ -63,19 +77,26 @@ def window_vision(config: dict) -> WindowVision:
     # The norms have 1e-6 whatever the configuration says.
     encoder = _encoder(hf, "depth", "num_heads", eps=1e-6)
     if encoder.head_dim % 4:
-        raise UnsupportedModel(f"vision_config: heads of {encoder.head_dim} cannot turn by rows and columns")
+        raise UnsupportedModel(
+            f"vision_config: heads of {encoder.head_dim} cannot turn by rows and columns"
+        )
     if first(hf, "head_dim", default=encoder.head_dim) != encoder.head_dim:
         raise UnsupportedModel(
-            f"vision_config: head_dim {hf['head_dim']} must be hidden_size / num_heads, {encoder.head_dim}"
+            f"vision_config: head_dim {hf['head_dim']} must be hidden_size / num_heads, "
+            f"{encoder.head_dim}"
         )
     turned = first(first(hf, "rope_parameters", default={}), "rope_type", default="axial")
     if turned != "axial":
-        raise UnsupportedModel(f"vision_config: rope_parameters.rope_type {turned!r} is not supported; known: axial")
-    patch, merge = _side(hf, "patch_size"), hf["spatial_merge_size"]
+        raise UnsupportedModel(
+            f"vision_config: rope_parameters.rope_type {turned!r} is not supported; known: axial"
+        )
+    patch = _side(hf, "patch_size")
+    merge = hf["spatial_merge_size"]
     window = hf["window_size"] // merge // patch
     if window < 1:
         raise UnsupportedModel(
-            f"vision_config: window_size {hf['window_size']} must be at least spatial_merge_size times patch_size, "
+            f"vision_config: window_size {hf['window_size']} must be at least spatial_merge_size "
+            "times patch_size, "
             f"{merge * patch}"
         )
     return WindowVision(
@@ -110,10 +131,12 @@ def siglip(config: dict, rows: int = 256) -> Siglip:
         "layer_norm_eps": 1e-6,
     } | config
     encoder = _encoder(hf, "num_hidden_layers", "num_attention_heads", hf["layer_norm_eps"])
-    side, cells = _side(hf, "image_size") // _side(hf, "patch_size"), math.isqrt(rows)
+    side = _side(hf, "image_size") // _side(hf, "patch_size")
+    cells = math.isqrt(rows)
     if cells**2 != rows or side % cells:
         raise UnsupportedModel(
-            f"mm_tokens_per_image {rows}: must be the square of a number that divides the {side} patches of a side"
+            f"mm_tokens_per_image {rows}: must be the square of a number that divides the {side} "
+            "patches of a side"
         )
     return Siglip(encoder, _side(hf, "patch_size"), side, side // cells, hf["num_channels"])
 
@@ -135,22 +158,30 @@ def tile_vision(config: dict) -> TileVision:
         # The class computes exact GELU and 1e-5 whatever `hidden_act` and `norm_eps` say.
         "hidden_act": "gelu",
     } | config
-    encoder = _encoder(hf | {"hidden_act": "gelu"}, "num_hidden_layers", "num_attention_heads", 1e-5)
+    encoder = _encoder(
+        hf | {"hidden_act": "gelu"}, "num_hidden_layers", "num_attention_heads", 1e-5
+    )
     merge = round(1 / hf["pixel_shuffle_ratio"])
     side = _side(hf, "image_size") // _side(hf, "patch_size")
-    joined, out = merge**2 * encoder.width, hf["projector_output_dim"]
+    joined = merge**2 * encoder.width
+    out = hf["projector_output_dim"]
     if (
         side % merge
         or hf["intermediate_size"] != joined
         or not hf["projector_input_dim"] == out == hf["vision_output_dim"]
     ):
         raise UnsupportedModel(
-            f"vision_config: of a side of {side} patches {merge} are joined, so intermediate_size must be {joined}, "
+            f"vision_config: of a side of {side} patches {merge} are joined, so intermediate_size "
+            f"must be {joined}, "
             "and projector_input_dim, projector_output_dim and vision_output_dim must be equal"
         )
     if encoder.head_dim % 4:
-        raise UnsupportedModel(f"vision_config: heads of {encoder.head_dim} cannot turn by rows and columns")
-    return TileVision(encoder, _side(hf, "patch_size"), side, merge, out, out, hf["num_channels"], _theta(hf, 1e4))
+        raise UnsupportedModel(
+            f"vision_config: heads of {encoder.head_dim} cannot turn by rows and columns"
+        )
+    return TileVision(
+        encoder, _side(hf, "patch_size"), side, merge, out, out, hf["num_channels"], _theta(hf, 1e4)
+    )
 
 
 def pooled_vision(config: dict) -> PooledVision:
@@ -172,7 +203,9 @@ def pooled_vision(config: dict) -> PooledVision:
         "standardize": False,
     } | config
     if hf["head_dim"] % 4:
-        raise UnsupportedModel(f"vision_config: heads of {hf['head_dim']} cannot turn by rows and columns")
+        raise UnsupportedModel(
+            f"vision_config: heads of {hf['head_dim']} cannot turn by rows and columns"
+        )
     return PooledVision(
         depth=hf["num_hidden_layers"],
         width=hf["hidden_size"],
@@ -207,14 +240,24 @@ def chunked_audio(config: dict) -> ChunkedAudio:
     } | config
     if hf["n_window"] != 50 or hf["n_window_infer"] % 100:
         raise UnsupportedModel(
-            f"audio_config: n_window {hf['n_window']} must be 50, of which the number of rows is a function, and "
+            f"audio_config: n_window {hf['n_window']} must be 50, of which the number of rows is "
+            "a function, and "
             f"n_window_infer {hf['n_window_infer']} a multiple of 100"
         )
-    shared = {"hidden_size": "d_model", "intermediate_size": "encoder_ffn_dim", "hidden_act": "activation_function"}
+    shared = {
+        "hidden_size": "d_model",
+        "intermediate_size": "encoder_ffn_dim",
+        "hidden_act": "activation_function",
+    }
     encoder = _encoder(
-        hf | {ours: hf[key] for ours, key in shared.items()}, "encoder_layers", "encoder_attention_heads", 1e-5
+        hf | {ours: hf[key] for ours, key in shared.items()},
+        "encoder_layers",
+        "encoder_attention_heads",
+        1e-5,
     )
-    return ChunkedAudio(encoder, hf["num_mel_bins"], hf["downsample_hidden_size"], hf["n_window_infer"] // 100)
+    return ChunkedAudio(
+        encoder, hf["num_mel_bins"], hf["downsample_hidden_size"], hf["n_window_infer"] // 100
+    )
 
 
 def conformer(config: dict) -> Conformer:
@@ -235,16 +278,21 @@ def conformer(config: dict) -> Conformer:
         "rms_norm_eps": 1e-6,
         "output_proj_dims": 1536,
     } | config
-    chunk, left, right = (hf[f"attention_{key}"] for key in ("chunk_size", "context_left", "context_right"))
-    # Elsewhere the table of distances that the class shifts belongs to other distances than those of its keys.
+    chunk, left, right = (
+        hf[f"attention_{key}"] for key in ("chunk_size", "context_left", "context_right")
+    )
+    # Elsewhere the table of distances that the class shifts belongs to other distances than those
+    # of its keys.
     if right or chunk != left - 1:
         raise UnsupportedModel(
-            f"audio_config: attention_chunk_size {chunk} must be attention_context_left {left} less 1, and "
+            f"audio_config: attention_chunk_size {chunk} must be attention_context_left {left} "
+            "less 1, and "
             f"attention_context_right {right} must be 0"
         )
     if hf["hidden_size"] % hf["num_attention_heads"]:
         raise UnsupportedModel(
-            f"audio_config: hidden_size {hf['hidden_size']} is not a multiple of its {hf['num_attention_heads']} heads"
+            f"audio_config: hidden_size {hf['hidden_size']} is not a multiple of its "
+            f"{hf['num_attention_heads']} heads"
         )
     first_channels, second_channels = hf["subsampling_conv_channels"]
     return Conformer(
@@ -266,10 +314,14 @@ def conformer(config: dict) -> Conformer:
 
 
 def _encoder(hf: dict, depth: str, heads: str, eps: float) -> Encoder:
-    """Reads the blocks of a tower. Raises UnsupportedModel if the width is not a multiple of the heads."""
-    width, number = hf["hidden_size"], hf[heads]
+    """Reads the blocks of a tower. Raises UnsupportedModel if the width is not a multiple of the
+    heads."""
+    width = hf["hidden_size"]
+    number = hf[heads]
     if width % number:
-        raise UnsupportedModel(f"hidden_size {width} of a tower is not a multiple of its {number} heads")
+        raise UnsupportedModel(
+            f"hidden_size {width} of a tower is not a multiple of its {number} heads"
+        )
     std = first(hf, "initializer_range", default=0.02)
     return Encoder(hf[depth], width, number, hf["intermediate_size"], activation(hf), eps, std)
 

@@ -1,7 +1,8 @@
 """Says how the weights of towers are stored in Hugging Face files. Free of jax.
 
-The names of a table are those of the files without the prefix of the tower, such as "model.visual."; "{n}" counts the
-tensors that are stacked along our axis 0. Keys are the paths of our weights in the tower.
+The names of a table are those of the files without the prefix of the tower, such as
+"model.visual."; "{n}" counts the tensors that are stacked along our axis 0. Keys are the paths of
+our weights in the tower.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ ROOTS = (
 
 def _linear(ours: str, stored: str, layout: str = "o i -> i o", bias: str = "") -> Table:
     """Returns the entries of a linear layer and its bias."""
-    return {f"{ours}_proj": Stored(f"{stored}.weight", layout), f"{ours}_bias": Stored(f"{stored}.bias", bias)}
+    return {
+        f"{ours}_proj": Stored(f"{stored}.weight", layout),
+        f"{ours}_bias": Stored(f"{stored}.bias", bias),
+    }
 
 
 def _norm(ours: str, stored: str) -> Table:
@@ -48,8 +52,14 @@ def _by_kind(ours: str, stored: str) -> Table:
 
 _QKV = ("q_proj", "k_proj", "v_proj"), ("q_bias", "k_bias", "v_bias")
 _ATTENTION: Table = (
-    {f"blocks.{part}": Stored("blocks.{n}.attn.qkv.weight", "(h d)+ e -> e h d", _QKV[0]) for part in _QKV[0]}
-    | {f"blocks.{part}": Stored("blocks.{n}.attn.qkv.bias", "(h d)+ -> h d", _QKV[1]) for part in _QKV[1]}
+    {
+        f"blocks.{part}": Stored("blocks.{n}.attn.qkv.weight", "(h d)+ e -> e h d", _QKV[0])
+        for part in _QKV[0]
+    }
+    | {
+        f"blocks.{part}": Stored("blocks.{n}.attn.qkv.bias", "(h d)+ -> h d", _QKV[1])
+        for part in _QKV[1]
+    }
     | _linear("blocks.o", "blocks.{n}.attn.proj", "e (h d) -> h d e")
 )
 GRID_VISION: Table = (
@@ -92,10 +102,13 @@ WINDOW_VISION: Table = (
 
 
 def _separate(stored: str, out: str) -> Table:
-    """Returns the entries of attention whose queries, keys and values are separate layers with biases."""
+    """Returns the entries of attention whose queries, keys and values are separate layers with
+    biases."""
     table = {}
     for name in "qkv":
-        table |= _linear(f"blocks.{name}", f"{stored}.{name}_proj", "(h d) e -> e h d", "(h d) -> h d")
+        table |= _linear(
+            f"blocks.{name}", f"{stored}.{name}_proj", "(h d) e -> e h d", "(h d) -> h d"
+        )
     return table | _linear("blocks.o", f"{stored}.{out}", "e (h d) -> h d e")
 
 
@@ -157,7 +170,9 @@ POOLED_VISION: Table = {
     "blocks.k_norm.weight": Stored(_GEMMA4_BLOCK + "self_attn.k_norm.weight"),
 } | _clipped("blocks.o", _GEMMA4_BLOCK + "self_attn.o_proj", "e (h d) -> h d e")
 for _name in "qkv":
-    POOLED_VISION |= _clipped(f"blocks.{_name}", f"{_GEMMA4_BLOCK}self_attn.{_name}_proj", "(h d) e -> e h d")
+    POOLED_VISION |= _clipped(
+        f"blocks.{_name}", f"{_GEMMA4_BLOCK}self_attn.{_name}_proj", "(h d) e -> e h d"
+    )
 for _name in ("gate", "up", "down"):
     POOLED_VISION |= _clipped(f"blocks.{_name}", f"{_GEMMA4_BLOCK}mlp.{_name}_proj")
 
@@ -182,7 +197,9 @@ CHUNKED_AUDIO |= (
 )
 
 CONFORMER: Table = {
-    "frame_proj": Stored("audio_tower.subsample_conv_projection.input_proj_linear.weight", "d (f c) -> f c d"),
+    "frame_proj": Stored(
+        "audio_tower.subsample_conv_projection.input_proj_linear.weight", "d (f c) -> f c d"
+    ),
     "out_proj": Stored("embed_audio.embedding_projection.weight", "o i -> i o"),
 } | _linear("inner", "audio_tower.output_proj")
 for _name, _stored in (("first", "layer0"), ("second", "layer1")):
@@ -192,7 +209,8 @@ for _name, _stored in (("first", "layer0"), ("second", "layer1")):
         f"{_name}_norm.weight": Stored(f"{_stored}.norm.weight"),
     }
 for _name, _stored in (("first", "feed_forward1"), ("second", "feed_forward2")):
-    _ours, _stored = f"blocks.{_name}", f"audio_tower.layers.{{n}}.{_stored}"
+    _ours = f"blocks.{_name}"
+    _stored = f"audio_tower.layers.{{n}}.{_stored}"
     CONFORMER |= (
         _clipped(f"{_ours}.up", f"{_stored}.ffw_layer_1")
         | _clipped(f"{_ours}.down", f"{_stored}.ffw_layer_2")
@@ -201,7 +219,9 @@ for _name, _stored in (("first", "feed_forward1"), ("second", "feed_forward2")):
     )
 _CONFORMER_BLOCK = "audio_tower.layers.{n}."
 for _name in "qkv":
-    CONFORMER |= _clipped(f"blocks.attention.{_name}", f"{_CONFORMER_BLOCK}self_attn.{_name}_proj", "(h d) e -> e h d")
+    CONFORMER |= _clipped(
+        f"blocks.attention.{_name}", f"{_CONFORMER_BLOCK}self_attn.{_name}_proj", "(h d) e -> e h d"
+    )
 CONFORMER |= (
     _clipped("blocks.attention.o", _CONFORMER_BLOCK + "self_attn.post")
     | _clipped("blocks.convolution.up", _CONFORMER_BLOCK + "lconv1d.linear_start")
@@ -211,8 +231,12 @@ CONFORMER |= (
             _CONFORMER_BLOCK + "self_attn.relative_k_proj.weight", "(h d) e -> e h d"
         ),
         "blocks.attention.scale": Stored(_CONFORMER_BLOCK + "self_attn.per_dim_scale"),
-        "blocks.convolution.conv": Stored(_CONFORMER_BLOCK + "lconv1d.depthwise_conv1d.weight", "d 1 w -> w d"),
-        "blocks.convolution.input_norm.weight": Stored(_CONFORMER_BLOCK + "lconv1d.pre_layer_norm.weight"),
+        "blocks.convolution.conv": Stored(
+            _CONFORMER_BLOCK + "lconv1d.depthwise_conv1d.weight", "d 1 w -> w d"
+        ),
+        "blocks.convolution.input_norm.weight": Stored(
+            _CONFORMER_BLOCK + "lconv1d.pre_layer_norm.weight"
+        ),
         "blocks.convolution.norm.weight": Stored(_CONFORMER_BLOCK + "lconv1d.conv_norm.weight"),
         "blocks.input_norm.weight": Stored(_CONFORMER_BLOCK + "norm_pre_attn.weight"),
         "blocks.attention_norm.weight": Stored(_CONFORMER_BLOCK + "norm_post_attn.weight"),

@@ -1,10 +1,12 @@
-"""Divergence of a student from a teacher per token, from the final states of both, without the logits of all tokens.
+"""Divergence of a student from a teacher per token, from the final states of both, without the
+logits of all tokens.
 
-Both heads are multiplied with a chunk of tokens at a time, and the backward pass recomputes the logits of a chunk. So
-the memory is a few chunks and, where the student's head is trained, one float32 gradient of it; never [M, V].
+Both heads are multiplied with a chunk of tokens at a time, and the backward pass recomputes the
+logits of a chunk. So the memory is a few chunks and, where the student's head is trained, one
+float32 gradient of it; never [M, V].
 
-M tokens (rows and positions flattened), E hidden of the student, D of the teacher, V and U their vocabularies, K
-likeliest tokens of the teacher.
+M tokens (rows and positions flattened), E hidden of the student, D of the teacher, V and U their
+vocabularies, K likeliest tokens of the teacher.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ __all__ = ["Divergence", "DivergenceOutputs", "Scalings", "divergence", "top_div
 # How the logits of student and teacher are scaled.
 Scalings = tuple[LogitScaling, LogitScaling]
 
-# Least probability of all tokens outside of the k likeliest: 1 minus a sum of float32 probabilities is no more exact.
+# Least probability of all tokens outside of the k likeliest: 1 minus a sum of float32 probabilities
+# is no more exact.
 _LEAST_REST = 2.0**-23
 
 
@@ -41,10 +44,10 @@ _LEAST_REST = 2.0**-23
 class DivergenceOutputs:
     """Numbers per token, float32[M]; None: not computed. Only `divergence` has a gradient.
 
-    Entropies are in nats, of the distributions that are compared. agreement: 1 where both have the same likeliest
-    token. outside: the student's probability of tokens that the teacher's vocabulary does not have. With top_k,
-    student_mass and teacher_mass are the probabilities of the k tokens, and the student's entropy is that of its full
-    vocabulary.
+    Entropies are in nats, of the distributions that are compared. agreement: 1 where both have the
+    same likeliest token. outside: the student's probability of tokens that the teacher's vocabulary
+    does not have. With top_k, student_mass and teacher_mass are the probabilities of the k tokens,
+    and the student's entropy is that of its full vocabulary.
     """
 
     divergence: jax.Array
@@ -66,24 +69,31 @@ def divergence(
     scalings: Scalings = (LogitScaling(), LogitScaling()),
     tiling: Tiling = Tiling(),
 ) -> DivergenceOutputs:
-    """Returns the divergence of softmax(student logits / temperature) from softmax(teacher logits / temperature).
+    """Returns the divergence of softmax(student logits / temperature) from softmax(teacher logits /
+    temperature).
 
-    Where the vocabularies are padded to different widths, both softmaxes are over the first min(V, U) tokens. With
-    `spec.top_k` the tokens are the teacher's likeliest, and without renormalisation the student's probabilities are
-    normalised over its full vocabulary.
+    Where the vocabularies are padded to different widths, both softmaxes are over the first min(V,
+    U) tokens. With `spec.top_k` the tokens are the teacher's likeliest, and without renormalisation
+    the student's probabilities are normalised over its full vocabulary.
 
-    The divergence is differentiable in the student's states and head. Teacher and temperature have no gradient.
+    The divergence is differentiable in the student's states and head. Teacher and temperature have
+    no gradient.
     """
-    # Here and not only in the backward pass: devices would sum a zero gradient of the teacher's head.
+    # Here and not only in the backward pass: devices would sum a zero gradient of the teacher's
+    # head.
     teacher_MD, teacher_head_UD = jax.lax.stop_gradient((teacher_MD, teacher_head_UD))
     temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
     arrays = student_ME, student_head_VE, teacher_MD, teacher_head_UD, temperature
     if spec.top_k is not None:
         return _over_likeliest(*arrays, spec, scalings, tiling)
-    layout, M = tiling.layout, student_ME.shape[0]
+    layout = tiling.layout
+    M = student_ME.shape[0]
     if layout is not None and layout.explicit and not in_explicit_mode():
         rows = layout.spec(("batch",), (M,))
-        heads = [layout.spec(("vocab", "embed_vocab"), weight.shape) for weight in (student_head_VE, teacher_head_UD)]
+        heads = [
+            layout.spec(("vocab", "embed_vocab"), weight.shape)
+            for weight in (student_head_VE, teacher_head_UD)
+        ]
         specs = rows, heads[0], rows, heads[1], PartitionSpec()
         run = with_explicit_axes(partial(_joint, spec, scalings, tiling), layout.mesh, specs)
     else:
@@ -92,30 +102,43 @@ def divergence(
     return DivergenceOutputs(total, *jax.lax.stop_gradient(metrics))
 
 
-def _joint(spec: Divergence, scalings: Scalings, tiling: Tiling, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _joint(
+    spec: Divergence, scalings: Scalings, tiling: Tiling, *arrays: jax.Array
+) -> tuple[jax.Array, ...]:
     """Returns (divergence, entropies of student and teacher, agreement, outside), float32[M]."""
     student, student_head, _, teacher_head, _ = arrays
-    M, vocabularies = student.shape[0], (student_head.shape[0], teacher_head.shape[0])
-    tiles = [tiling.of_vocabulary(M, weight, LogitScaling()) for weight in (student_head, teacher_head)]
+    M = student.shape[0]
+    vocabularies = (student_head.shape[0], teacher_head.shape[0])
+    tiles = [
+        tiling.of_vocabulary(M, weight, LogitScaling()) for weight in (student_head, teacher_head)
+    ]
     if any(tiles):
-        return divergence_tiles.divergence(*arrays, spec, JointTiles.of(tiles, vocabularies, scalings))
+        return divergence_tiles.divergence(
+            *arrays, spec, JointTiles.of(tiles, vocabularies, scalings)
+        )
 
     def local(student, student_head, teacher, teacher_head, temperature):
         M = student.shape[0]
         chunks = head.in_chunks(tiling.rows(M, max(vocabularies)), student, teacher)
-        results = _chunked(chunks[0], student_head, chunks[1], teacher_head, temperature, spec, scalings)
+        results = _chunked(
+            chunks[0], student_head, chunks[1], teacher_head, temperature, spec, scalings
+        )
         return tuple(a.reshape(-1)[:M] for a in cast(tuple[jax.Array, ...], results))
 
     return tiling.spread(local, M, True, False, True, False, False)(*arrays)
 
 
-def _over_likeliest(student, student_head, teacher, teacher_head, temperature, spec, scalings, tiling):
+def _over_likeliest(
+    student, student_head, teacher, teacher_head, temperature, spec, scalings, tiling
+):
     """Compares the k likeliest tokens of the teacher."""
     V = min(student_head.shape[0], teacher_head.shape[0])
     teacher_MK, ids_MK, rest_M = head.top_and_rest(
         teacher, teacher_head, min(spec.top_k, V), temperature, scalings[1], tiling, vocab=V
     )
-    student_MK, entropy_M = head.logprobs(student, student_head, ids_MK, temperature, scalings[0], tiling)
+    student_MK, entropy_M = head.logprobs(
+        student, student_head, ids_MK, temperature, scalings[0], tiling
+    )
     outputs = top_divergence(student_MK, teacher_MK, rest_M, spec)
     return DivergenceOutputs(
         outputs.divergence,
@@ -128,18 +151,25 @@ def _over_likeliest(student, student_head, teacher, teacher_head, temperature, s
 def top_divergence(
     student_MK: jax.Array, teacher_MK: jax.Array, rest_M: jax.Array | None, spec: Divergence
 ) -> DivergenceOutputs:
-    """Returns the divergence over K tokens for each of M tokens, differentiable in the student's log-probabilities.
+    """Returns the divergence over K tokens for each of M tokens, differentiable in the student's
+    log-probabilities.
 
-    student_MK, teacher_MK: log-probabilities of the same K tokens, normalised over the vocabulary. With `renormalise`
-    they may be off by a constant per token: the teacher at temperature t is its stored ones divided by t. rest_M:
-    logarithm of the teacher's probability of all other tokens; None: 1 minus the sum of the K.
+    student_MK, teacher_MK: log-probabilities of the same K tokens, normalised over the vocabulary.
+    With `renormalise` they may be off by a constant per token: the teacher at temperature t is its
+    stored ones divided by t. rest_M: logarithm of the teacher's probability of all other tokens;
+    None: 1 minus the sum of the K.
     """
-    student, teacher = student_MK.astype(jnp.float32), jax.lax.stop_gradient(teacher_MK.astype(jnp.float32))
+    student = student_MK.astype(jnp.float32)
+    teacher = jax.lax.stop_gradient(teacher_MK.astype(jnp.float32))
     masses = [jax.lax.stop_gradient(jnp.exp(logp).sum(axis=-1)) for logp in (student, teacher)]
     if spec.tail == "renormalise":
         student, teacher = (jax.nn.log_softmax(logp, axis=-1) for logp in (student, teacher))
     elif spec.tail == "tail":
-        rest = _log_rest(teacher) if rest_M is None else jnp.maximum(rest_M.astype(jnp.float32), jnp.log(_LEAST_REST))
+        rest = (
+            _log_rest(teacher)
+            if rest_M is None
+            else jnp.maximum(rest_M.astype(jnp.float32), jnp.log(_LEAST_REST))
+        )
         student = jnp.concatenate([student, _log_rest(student)[:, None]], axis=-1)
         teacher = jnp.concatenate([teacher, jax.lax.stop_gradient(rest)[:, None]], axis=-1)
     total = spec.terms(student, teacher).sum(axis=-1)
@@ -158,19 +188,25 @@ def _log_softmax(z: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _compared(student, student_head, teacher, teacher_head, temperature, scalings: Scalings):
-    """Returns (the student's logits of its full vocabulary, log p, log q, normaliser of p) of a chunk."""
-    z, t = head.logits(student, student_head, scalings[0]), head.logits(teacher, teacher_head, scalings[1])
+    """Returns (the student's logits of its full vocabulary, log p, log q, normaliser of p) of a
+    chunk."""
+    z = head.logits(student, student_head, scalings[0])
+    t = head.logits(teacher, teacher_head, scalings[1])
     V = min(z.shape[-1], t.shape[-1])
     log_p, normal = _log_softmax(z[:, :V] / temperature)
     return z, log_p, _log_softmax(t[:, :V] / temperature)[0], normal
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _chunked(student, student_head, teacher, teacher_head, temperature, spec: Divergence, scalings: Scalings):
+def _chunked(
+    student, student_head, teacher, teacher_head, temperature, spec: Divergence, scalings: Scalings
+):
     """Returns the results of `_joint`, [n, c] for n chunks of c tokens."""
 
     def one(xs):
-        z, log_p, log_q, normal = _compared(xs[0], student_head, xs[1], teacher_head, temperature, scalings)
+        z, log_p, log_q, normal = _compared(
+            xs[0], student_head, xs[1], teacher_head, temperature, scalings
+        )
         total = spec.terms(log_p, log_q).sum(axis=-1)
         entropies = (-jnp.sum(jnp.exp(logp) * logp, axis=-1) for logp in (log_p, log_q))
         agreement = (jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)).astype(jnp.float32)
@@ -190,8 +226,8 @@ def _forward(student, student_head, teacher, teacher_head, temperature, spec, sc
 def _backward(spec: Divergence, scalings: Scalings, saved, cotangents):
     """Computes the gradients of the student's states and head.
 
-    With u = z / temperature and g the slopes of the divergence, du = g - p sum(g); the scaling of logits adds the
-    factor `slope`. The other results are metrics and have no gradient.
+    With u = z / temperature and g the slopes of the divergence, du = g - p sum(g); the scaling of
+    logits adds the factor `slope`. The other results are metrics and have no gradient.
     """
     student, student_head, teacher, teacher_head, temperature = saved
     weight = student_head.astype(student.dtype)
@@ -200,10 +236,14 @@ def _backward(spec: Divergence, scalings: Scalings, saved, cotangents):
         h, t, g_total = xs
         z, log_p, log_q, _ = _compared(h, student_head, t, teacher_head, temperature, scalings)
         slopes = spec.slopes(log_p, log_q)
-        g_z = (g_total[:, None] / temperature) * (slopes - jnp.exp(log_p) * slopes.sum(axis=-1, keepdims=True))
+        g_z = (g_total[:, None] / temperature) * (
+            slopes - jnp.exp(log_p) * slopes.sum(axis=-1, keepdims=True)
+        )
         g_z = jnp.pad(g_z, ((0, 0), (0, z.shape[-1] - log_p.shape[-1])))
         g_z = (g_z * slope(z, scalings[0])).astype(h.dtype)
-        return g_head + jnp.einsum("mv,me->ve", g_z, h, preferred_element_type=jnp.float32), g_z @ weight
+        return g_head + jnp.einsum(
+            "mv,me->ve", g_z, h, preferred_element_type=jnp.float32
+        ), g_z @ weight
 
     start = jnp.zeros(student_head.shape, jnp.float32)
     g_head, g_student = jax.lax.scan(one, start, (student, teacher, cotangents[0]))

@@ -1,8 +1,10 @@
-"""Divergences of a student's next-token distribution p from a teacher's q, as formulas on log-probabilities.
+"""Divergences of a student's next-token distribution p from a teacher's q, as formulas on
+log-probabilities.
 
-forward   KL(q || p) = sum q (log q - log p)                                             covers what the teacher does
-reverse   KL(p || q) = sum p (log p - log q)                                             avoids what it does not do
-jsd       beta KL(q || m) + (1 - beta) KL(p || m), with m = (1 - beta) p + beta q        arXiv 2306.13649
+forward   KL(q || p) = sum q (log q - log p)                                             covers what
+the teacher does reverse   KL(p || q) = sum p (log p - log q)
+avoids what it does not do jsd       beta KL(q || m) + (1 - beta) KL(p || m), with m = (1 - beta) p
++ beta q        arXiv 2306.13649
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ Tail = Literal["none", "renormalise", "tail"]
 class Divergence:
     """A divergence per token, in nats. Raises ValueError for a value out of range.
 
-    beta: weight of the teacher in the mixture m of `jsd`, between 0 and 1; the other kinds ignore it. top_k: how many
-    of the teacher's likeliest tokens are compared; None: all. tail: what becomes of the other tokens under `top_k`.
-    `renormalise` compares softmaxes over the k tokens. `tail` adds one symbol with the probability of all other tokens.
-    `none` sums over the k tokens as they are, which is no divergence: it may be negative.
+    beta: weight of the teacher in the mixture m of `jsd`, between 0 and 1; the other kinds ignore
+    it. top_k: how many of the teacher's likeliest tokens are compared; None: all. tail: what
+    becomes of the other tokens under `top_k`. `renormalise` compares softmaxes over the k tokens.
+    `tail` adds one symbol with the probability of all other tokens. `none` sums over the k tokens
+    as they are, which is no divergence: it may be negative.
     """
 
     kind: Kind = "reverse"
@@ -38,13 +41,19 @@ class Divergence:
             if value not in get_args(known):
                 raise ValueError(f"{name}: {value!r} must be one of {', '.join(get_args(known))}")
         if self.kind == "jsd" and not 0.0 < self.beta < 1.0:
-            raise ValueError(f"beta: {self.beta} must lie between 0 and 1; for the limits use kind forward or reverse")
+            raise ValueError(
+                f"beta: {self.beta} must lie between 0 and 1; for the limits use kind forward or "
+                "reverse"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k: {self.top_k} must be at least 1")
 
     @classmethod
-    def generalised(cls, beta: float, top_k: int | None = None, tail: Tail = "renormalise") -> Divergence:
-        """Returns the generalised Jensen-Shannon divergence of GKD and TRL: 0 is the forward, 1 the reverse KL."""
+    def generalised(
+        cls, beta: float, top_k: int | None = None, tail: Tail = "renormalise"
+    ) -> Divergence:
+        """Returns the generalised Jensen-Shannon divergence of GKD and TRL: 0 is the forward, 1 the
+        reverse KL."""
         kind: Kind = "forward" if beta == 0.0 else "reverse" if beta == 1.0 else "jsd"
         return cls(kind, 0.5 if kind != "jsd" else beta, top_k, tail)
 
@@ -61,7 +70,8 @@ class Divergence:
     def slopes(self, log_p: jax.Array, log_q: jax.Array) -> jax.Array:
         """Returns g, the derivative of the divergence by log p up to a multiple of p.
 
-        The derivative by the logits divided by the temperature is then g - p sum(g), in which the multiple cancels.
+        The derivative by the logits divided by the temperature is then g - p sum(g), in which the
+        multiple cancels.
         """
         if self.kind == "forward":  # with p added, so that equal distributions give exactly 0
             return jnp.exp(log_p) - jnp.exp(log_q)

@@ -1,9 +1,9 @@
-"""Divergence of a student from a teacher where the output projection of either is cut over the devices that share the
-rows.
+"""Divergence of a student from a teacher where the output projection of either is cut over the
+devices that share the rows.
 
-All rows are compared with one tile of the vocabulary after another (policy/heads/vocab_tiles.py). A tile has the same
-tokens on both sides. The forward pass runs twice over the tiles: first it sums both softmaxes, then the divergence. The
-backward pass runs over them a third time.
+All rows are compared with one tile of the vocabulary after another (policy/heads/vocab_tiles.py). A
+tile has the same tokens on both sides. The forward pass runs twice over the tiles: first it sums
+both softmaxes, then the divergence. The backward pass runs over them a third time.
 
 M rows, E hidden of the student, D of the teacher, V and U their vocabularies.
 """
@@ -25,8 +25,8 @@ from policy.heads.vocab_tiles import Tiles, add_exp
 
 @dataclass(frozen=True)
 class JointTiles:
-    """Tiles of the vocabularies of student and teacher with the same numbers of tokens in each. Tokens from `shared` on
-    are not compared."""
+    """Tiles of the vocabularies of student and teacher with the same numbers of tokens in each.
+    Tokens from `shared` on are not compared."""
 
     student: Tiles
     teacher: Tiles
@@ -38,11 +38,15 @@ class JointTiles:
         vocabularies: tuple[int, int],
         scalings: tuple[LogitScaling, LogitScaling],
     ) -> JointTiles:
-        """Makes tiles for both sides from the tiles of each alone; of these, one may be None. The side that the mesh
-        cuts into more parts keeps its tiles, unless the other vocabulary is longer."""
+        """Makes tiles for both sides from the tiles of each alone; of these, one may be None. The
+        side that the mesh cuts into more parts keeps its tiles, unless the other vocabulary is
+        longer."""
         base = max((each for each in tiles if each is not None), key=lambda each: each.parts)
         base = replace(base, width=-(-max(vocabularies) // (base.parts * base.count)))
-        sides = (replace(base, vocab=V, scaling=scaling) for V, scaling in zip(vocabularies, scalings, strict=True))
+        sides = (
+            replace(base, vocab=V, scaling=scaling)
+            for V, scaling in zip(vocabularies, scalings, strict=True)
+        )
         return cls(*sides)
 
     @property
@@ -50,9 +54,11 @@ class JointTiles:
         """Returns how many tokens are compared."""
         return min(self.student.vocab, self.teacher.vocab)
 
-    def logits(self, cuts: tuple[jax.Array, jax.Array], j: jax.Array, states: tuple, temperature: jax.Array):
-        """Returns (logits / temperature of student and teacher [M, N], slope of the student's, tile of the student's
-        weights [N, E], tokens int32[N]) of tile j."""
+    def logits(
+        self, cuts: tuple[jax.Array, jax.Array], j: jax.Array, states: tuple, temperature: jax.Array
+    ):
+        """Returns (logits / temperature of student and teacher [M, N], slope of the student's, tile
+        of the student's weights [N, E], tokens int32[N]) of tile j."""
         tile, ids = self.student.tile(cuts[0], j, states[0].dtype)
         other, _ = self.teacher.tile(cuts[1], j, states[1].dtype)
         z, slope = self.student.logits(states[0], tile, ids, temperature)
@@ -71,14 +77,18 @@ def divergence(
     tiles: JointTiles,
 ) -> tuple[jax.Array, ...]:
     """Returns (divergence, entropies of student and teacher, agreement, outside), float32[M], as
-    policy/heads/divergence.py defines them. The first is differentiable in the student's states and head."""
-    return _compared(student_ME, student_head_VE, teacher_MD, teacher_head_UD, temperature, spec, tiles)[0]
+    policy/heads/divergence.py defines them. The first is differentiable in the student's states and
+    head."""
+    return _compared(
+        student_ME, student_head_VE, teacher_MD, teacher_head_UD, temperature, spec, tiles
+    )[0]
 
 
 def _normalisers(cuts, states, temperature, tiles: JointTiles):
-    """Returns the logarithms of the softmax sums [M] of the student over its vocabulary and of both over the shared
-    tokens, and whether both have the same likeliest token [M]."""
-    student, M = tiles.student, states[0].shape[0]
+    """Returns the logarithms of the softmax sums [M] of the student over its vocabulary and of both
+    over the shared tokens, and whether both have the same likeliest token [M]."""
+    student = tiles.student
+    M = states[0].shape[0]
     none = jnp.iinfo(jnp.int32).max
 
     def likelier(best, z, ids):
@@ -94,9 +104,15 @@ def _normalisers(cuts, states, temperature, tiles: JointTiles):
         both = [jnp.where(ids < tiles.shared, each, -jnp.inf) for each in (z, t)]
         full = add_exp(full, z) if student.vocab > tiles.shared else full
         shared = [add_exp(sums, each) for sums, each in zip(shared, both, strict=True)]
-        return full, shared, [likelier(each, logits, ids) for each, logits in zip(best, both, strict=True)]
+        return (
+            full,
+            shared,
+            [likelier(each, logits, ids) for each, logits in zip(best, both, strict=True)],
+        )
 
-    low, zero, token = (student.rows(a) for a in (jnp.full(M, -jnp.inf), jnp.zeros(M), jnp.full(M, none, jnp.int32)))
+    low, zero, token = (
+        student.rows(a) for a in (jnp.full(M, -jnp.inf), jnp.zeros(M), jnp.full(M, none, jnp.int32))
+    )
     start = (low, zero), [(low, zero)] * 2, [(low, token)] * 2
     full, shared, best = jax.lax.fori_loop(0, student.count, one, start)
     p, q = (top + jnp.log(total) for top, total in shared)
@@ -105,17 +121,23 @@ def _normalisers(cuts, states, temperature, tiles: JointTiles):
 
 
 def _tokens_compared(z, t, ids, normals, tiles: JointTiles):
-    """Returns (log p, log q) of a tile and where its numbers are shared tokens; elsewhere the logarithms are finite."""
+    """Returns (log p, log q) of a tile and where its numbers are shared tokens; elsewhere the
+    logarithms are finite."""
     shared = ids < tiles.shared
     log_p, log_q = (
-        jnp.where(shared, each, 0.0) - normal[:, None] for each, normal in zip((z, t), normals, strict=True)
+        jnp.where(shared, each, 0.0) - normal[:, None]
+        for each, normal in zip((z, t), normals, strict=True)
     )
     return log_p, log_q, shared
 
 
-def _compared(student, student_head, teacher, teacher_head, temperature, spec: Divergence, tiles: JointTiles):
-    """Returns (the results of `divergence`, what the backward pass reads: normalisers of p and q, sums of slopes)."""
-    cuts, states = (tiles.student.cut(student_head), tiles.teacher.cut(teacher_head)), (student, teacher)
+def _compared(
+    student, student_head, teacher, teacher_head, temperature, spec: Divergence, tiles: JointTiles
+):
+    """Returns (the results of `divergence`, what the backward pass reads: normalisers of p and q,
+    sums of slopes)."""
+    cuts = (tiles.student.cut(student_head), tiles.teacher.cut(teacher_head))
+    states = (student, teacher)
     everything, *normals, agreement = _normalisers(cuts, states, temperature, tiles)
 
     def one(j, sums):
@@ -130,7 +152,9 @@ def _compared(student, student_head, teacher, teacher_head, temperature, spec: D
         return [a + jnp.where(shared, b, 0.0).sum(axis=1) for a, b in zip(sums, each, strict=True)]
 
     start = [tiles.student.rows(jnp.zeros(student.shape[0]))] * 4
-    total, slopes, student_entropy, teacher_entropy = jax.lax.fori_loop(0, tiles.student.count, one, start)
+    total, slopes, student_entropy, teacher_entropy = jax.lax.fori_loop(
+        0, tiles.student.count, one, start
+    )
     outside = -jnp.expm1(normals[0] - everything)
     return (total, student_entropy, teacher_entropy, agreement, outside), (*normals, slopes)
 
@@ -144,7 +168,8 @@ def _forward(student, student_head, teacher, teacher_head, temperature, spec, ti
 def _backward(spec: Divergence, tiles: JointTiles, saved, cotangents):
     """Computes the gradients of policy/heads/divergence.py tile by tile."""
     (student, student_head, teacher, teacher_head, temperature), (*normals, slopes) = saved
-    own, states = tiles.student, (student, teacher)
+    own = tiles.student
+    states = (student, teacher)
     cuts = own.cut(student_head), tiles.teacher.cut(teacher_head)
 
     def one(j, carry):
@@ -158,7 +183,10 @@ def _backward(spec: Divergence, tiles: JointTiles, saved, cotangents):
         g_tile = own.constrain_tiles(g_tile.reshape(own.parts, 1, own.width, -1))
         return g_student, jax.lax.dynamic_update_slice_in_dim(g_cut, g_tile, j, axis=1)
 
-    start = own.rows(jnp.zeros(student.shape, jnp.float32)), own.constrain_tiles(jnp.zeros(cuts[0].shape))
+    start = (
+        own.rows(jnp.zeros(student.shape, jnp.float32)),
+        own.constrain_tiles(jnp.zeros(cuts[0].shape)),
+    )
     g_student, g_cut = jax.lax.fori_loop(0, own.count, one, start)
     g_head = own.join(g_cut).astype(student_head.dtype)
     return cast(Any, (g_student.astype(student.dtype), g_head, None, None, None))

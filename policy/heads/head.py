@@ -1,6 +1,8 @@
-"""Logits of hidden states, and log-probabilities and entropies computed without the logits of all tokens at once.
+"""Logits of hidden states, and log-probabilities and entropies computed without the logits of all
+tokens at once.
 
-M tokens (rows and positions flattened), E hidden, V vocabulary, K targets per token. All logits are float32.
+M tokens (rows and positions flattened), E hidden, V vocabulary, K targets per token. All logits are
+float32.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ def logits(
         z = weight_VE.product(hidden_ME.reshape(-1, E)).reshape(*hidden_ME.shape[:-1], -1)
     else:
         z = jnp.einsum(
-            "...e,ve->...v", hidden_ME, weight_VE.astype(hidden_ME.dtype), preferred_element_type=jnp.float32
+            "...e,ve->...v",
+            hidden_ME,
+            weight_VE.astype(hidden_ME.dtype),
+            preferred_element_type=jnp.float32,
         )
     return scaled(z, scaling)
 
@@ -46,9 +51,9 @@ def logits(
 class Tiling:
     """The chunks in which the rows are computed.
 
-    tiles: number of chunks, the last one padded if they do not divide; None: as few as have at most CHUNK_LOGITS logits
-    each. layout: the devices that share the rows. Each computes its own rows with the full weight, or with its part of
-    the vocabulary.
+    tiles: number of chunks, the last one padded if they do not divide; None: as few as have at most
+    CHUNK_LOGITS logits each. layout: the devices that share the rows. Each computes its own rows
+    with the full weight, or with its part of the vocabulary.
     """
 
     tiles: int | None = None
@@ -58,11 +63,13 @@ class Tiling:
         """Returns the rows of a chunk."""
         return max(1, min(M, CHUNK_LOGITS // V) if self.tiles is None else -(-M // self.tiles))
 
-    def of_vocabulary(self, M: int, weight_VE: jax.Array, scaling: LogitScaling, any_cut: bool = False) -> Tiles | None:
+    def of_vocabulary(
+        self, M: int, weight_VE: jax.Array, scaling: LogitScaling, any_cut: bool = False
+    ) -> Tiles | None:
         """Returns tiles of the vocabulary, where these replace chunks of rows; else None.
 
-        They do where the devices that share the rows also share E. In explicit mode, or with `any_cut`, they do where
-        devices share any part of the weight.
+        They do where the devices that share the rows also share E. In explicit mode, or with
+        `any_cut`, they do where devices share any part of the weight.
         """
         if self.layout is None:
             return None
@@ -78,13 +85,15 @@ class Tiling:
 
         row_inputs: which arguments have rows; all results have rows.
 
-        The partitioner would cut the chunks over the devices, not the rows: the devices would then sum the logits of
-        every chunk, M V numbers twice per step, where one weight of V E numbers is enough.
+        The partitioner would cut the chunks over the devices, not the rows: the devices would then
+        sum the logits of every chunk, M V numbers twice per step, where one weight of V E numbers
+        is enough.
         """
         axes = None if self.layout is None else self.layout.spec(("batch",), (M,))[0]
         if self.layout is None or (not axes and not in_explicit_mode()):
             return function
-        rows, replicated = PartitionSpec(axes), PartitionSpec()
+        rows = PartitionSpec(axes)
+        replicated = PartitionSpec()
         specs = tuple(rows if has else replicated for has in row_inputs)
         if in_explicit_mode():
             return over_devices(function, self.layout.mesh, specs, rows, check_vma=False)
@@ -109,21 +118,25 @@ def logprobs(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp, entropy), float32, of the distribution softmax(logits / temperature).
 
-    targets: int[M], or int[M, K] for several tokens per place; logp has their shape. entropy: [M]. left_out_MK: int32,
-    ids whose logits are -inf, padded with -1: the distribution is over the others; None: over all.
+    targets: int[M], or int[M, K] for several tokens per place; logp has their shape. entropy: [M].
+    left_out_MK: int32, ids whose logits are -inf, padded with -1: the distribution is over the
+    others; None: over all.
 
-    The tokens are computed in chunks, and the backward pass recomputes the logits, so nothing of size [M, V] is stored.
-    Both results are differentiable in hidden and weight.
+    The tokens are computed in chunks, and the backward pass recomputes the logits, so nothing of
+    size [M, V] is stored. Both results are differentiable in hidden and weight.
     """
 
     def local(hidden, weight, targets, temperature, *left_out):
         M = hidden.shape[0]
         cut = in_chunks(tiling.rows(M, weight.shape[0]), hidden, targets, *left_out)
         left_out = cut[2] if left_out else None
-        logp, entropy = cast(_Pair, _chunked(cut[0], weight, cut[1], temperature, left_out, scaling))
+        logp, entropy = cast(
+            _Pair, _chunked(cut[0], weight, cut[1], temperature, left_out, scaling)
+        )
         return logp.reshape(-1, targets.shape[1])[:M], entropy.reshape(-1)[:M]
 
-    M, temperature = hidden_ME.shape[0], jnp.asarray(temperature, jnp.float32)
+    M = hidden_ME.shape[0]
+    temperature = jnp.asarray(temperature, jnp.float32)
     left_out = () if left_out_MK is None else (left_out_MK,)
     if tiling.layout is not None and tiling.layout.explicit and not in_explicit_mode():
         rows = tiling.layout.spec(("batch",), (M,))
@@ -136,7 +149,9 @@ def logprobs(
         explicit = with_explicit_axes(in_types, tiling.layout.mesh, specs)
         return cast(_Pair, explicit(hidden_ME, weight_VE, targets, temperature, *left_out))
     if (tiles := tiling.of_vocabulary(M, weight_VE, scaling)) is not None:
-        run = vocab_tiles.logprobs(hidden_ME, weight_VE, targets.reshape(M, -1), temperature, left_out_MK, tiles)
+        run = vocab_tiles.logprobs(
+            hidden_ME, weight_VE, targets.reshape(M, -1), temperature, left_out_MK, tiles
+        )
         logp, entropy = cast(_Pair, run)
     else:
         run = tiling.spread(local, M, True, False, True, False, *[True for _ in left_out])
@@ -152,11 +167,11 @@ def top_logprobs(
     scaling: LogitScaling = LogitScaling(),
     tiling: Tiling = Tiling(),
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (logp float32[M, k], ids int32[M, k]) of the k likeliest tokens, likeliest first, lowest id first among
-    equals.
+    """Returns (logp float32[M, k], ids int32[M, k]) of the k likeliest tokens, likeliest first,
+    lowest id first among equals.
 
-    The tokens are computed in the chunks of `logprobs`. The result is not differentiable: for gradients pass `ids` to
-    `logprobs`.
+    The tokens are computed in the chunks of `logprobs`. The result is not differentiable: for
+    gradients pass `ids` to `logprobs`.
     """
     return top_and_rest(hidden_ME, weight_VE, k, temperature, scaling, tiling)[:2]
 
@@ -170,10 +185,12 @@ def top_and_rest(
     tiling: Tiling = Tiling(),
     vocab: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (logp, ids) of `top_logprobs`, and the logarithm of the probability of all other tokens, float32[M].
+    """Returns (logp, ids) of `top_logprobs`, and the logarithm of the probability of all other
+    tokens, float32[M].
 
-    vocab: the distribution is over the first so many tokens; None: over all. The logarithm is summed over the other
-    tokens, so it is exact where the likeliest have a probability near 1; -inf if there are no others.
+    vocab: the distribution is over the first so many tokens; None: over all. The logarithm is
+    summed over the other tokens, so it is exact where the likeliest have a probability near 1; -inf
+    if there are no others.
     """
 
     def local(hidden, weight, temperature):
@@ -187,21 +204,30 @@ def top_and_rest(
         top, ids, rest = jax.lax.map(one, *in_chunks(tiling.rows(M, weight.shape[0]), hidden))
         return top.reshape(-1, k)[:M], ids.reshape(-1, k)[:M], rest.reshape(-1)[:M]
 
-    M, given = hidden_ME.shape[0], jax.lax.stop_gradient((hidden_ME, weight_VE, jnp.asarray(temperature, jnp.float32)))
+    M = hidden_ME.shape[0]
+    given = jax.lax.stop_gradient((hidden_ME, weight_VE, jnp.asarray(temperature, jnp.float32)))
     if (tiles := tiling.of_vocabulary(M, weight_VE, scaling, any_cut=True)) is not None:
-        return vocab_tiles.top_and_rest(*given[:2], k, given[2], tiles, min(vocab or tiles.vocab, tiles.vocab))
+        return vocab_tiles.top_and_rest(
+            *given[:2], k, given[2], tiles, min(vocab or tiles.vocab, tiles.vocab)
+        )
     return tiling.spread(local, M, True, False, False)(*given)
 
 
 def in_chunks(rows: int, *arrays: jax.Array) -> list[jax.Array]:
     """Cuts each array [M, X] into chunks [n, rows, X], padded with zeros."""
-    return [jnp.pad(a, ((0, -a.shape[0] % rows), (0, 0))).reshape(-1, rows, a.shape[1]) for a in arrays]
+    return [
+        jnp.pad(a, ((0, -a.shape[0] % rows), (0, 0))).reshape(-1, rows, a.shape[1]) for a in arrays
+    ]
 
 
 def likeliest(
-    hidden_ME: jax.Array, weight_VE: jax.Array, scaling: LogitScaling = LogitScaling(), tiling: Tiling = Tiling()
+    hidden_ME: jax.Array,
+    weight_VE: jax.Array,
+    scaling: LogitScaling = LogitScaling(),
+    tiling: Tiling = Tiling(),
 ) -> jax.Array:
-    """Returns the token of the largest logit, int32[M], computed in the same chunks. It has no gradient."""
+    """Returns the token of the largest logit, int32[M], computed in the same chunks. It has no
+    gradient."""
 
     def local(hidden, weight):
         M = hidden.shape[0]
@@ -248,8 +274,8 @@ def _forward(hidden, weight, targets, temperature, left_out, scaling):
 def _backward(scaling, saved, cotangents):
     """Computes the gradients of hidden and weight.
 
-    d logp / dz = onehot - p and d H / dz = -p (log p + H), both divided by the temperature; the scaling of
-    logits adds the factor `slope`. Ids that are left out have p = 0.
+    d logp / dz = onehot - p and d H / dz = -p (log p + H), both divided by the temperature; the
+    scaling of logits adds the factor `slope`. Ids that are left out have p = 0.
     """
     hidden, weight, targets, temperature, left_out, entropy = saved
     w = weight.astype(hidden.dtype)
@@ -259,7 +285,10 @@ def _backward(scaling, saved, cotangents):
         z = logits(h, weight, scaling)
         log_p = _log_softmax(z, temperature, out)
         p = jnp.exp(log_p)
-        g_z = -p * (g_logp.sum(axis=-1, keepdims=True) + g_ent[:, None] * (_factor(log_p, out) + ent[:, None]))
+        g_z = -p * (
+            g_logp.sum(axis=-1, keepdims=True)
+            + g_ent[:, None] * (_factor(log_p, out) + ent[:, None])
+        )
         g_z = g_z.at[jnp.arange(t.shape[0])[:, None], t].add(g_logp, unique_indices=t.shape[1] == 1)
         g_z = (g_z * slope(z, scaling) / temperature).astype(h.dtype)
         g_weight = g_weight + jnp.einsum("mv,me->ve", g_z, h, preferred_element_type=jnp.float32)

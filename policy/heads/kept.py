@@ -1,12 +1,14 @@
-"""Log-probabilities and entropies of distributions that filters have cut: of the tokens that they left alone.
+"""Log-probabilities and entropies of distributions that filters have cut: of the tokens that they
+left alone.
 
-A filter of the sampler (top_k, top_p, min_p) draws a token from the ids that it keeps. The distribution that it draws
-from has the logarithm log p(token) - log sum p(kept), whatever the weights are. A loss over samples takes it for all
-weights: those that sampled, those that learn and those of a reference (DeepSeek-V3.2, arXiv:2512.02556, section 3.1,
-keep sampling mask).
+A filter of the sampler (top_k, top_p, min_p) draws a token from the ids that it keeps. The
+distribution that it draws from has the logarithm log p(token) - log sum p(kept), whatever the
+weights are. A loss over samples takes it for all weights: those that sampled, those that learn and
+those of a reference (DeepSeek-V3.2, arXiv:2512.02556, section 3.1, keep sampling mask).
 
-Where few ids are left out, as by words that may not occur, they are named in place of those that are kept. Their logits
-are -inf, so the sum over the others is exact even where nearly all probability is left out.
+Where few ids are left out, as by words that may not occur, they are named in place of those that
+are kept. Their logits are -inf, so the sum over the others is exact even where nearly all
+probability is left out.
 
 M tokens, E hidden, V vocabulary, K ids.
 """
@@ -29,15 +31,18 @@ def logprobs(
     scaling: LogitScaling = LogitScaling(),
     tiling: head.Tiling = head.Tiling(),
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (logp, entropy), float32[M], of softmax(logits / temperature) over the ids of each token.
+    """Returns (logp, entropy), float32[M], of softmax(logits / temperature) over the ids of each
+    token.
 
-    kept_MK: int32, the ids, each once and the target among them; -1: none. Or the ids that are left out, id i as
-    -2 - i, each once and the target not among them. A token without an id has the distribution over all ids. Both
-    results are differentiable in hidden and weight.
+    kept_MK: int32, the ids, each once and the target among them; -1: none. Or the ids that are left
+    out, id i as -2 - i, each once and the target not among them. A token without an id has the
+    distribution over all ids. Both results are differentiable in hidden and weight.
     """
     named = jnp.concatenate([targets_M[:, None], jnp.maximum(kept_MK, 0)], axis=1)
     left_out_MK = jnp.where(kept_MK < -1, -2 - kept_MK, -1)
-    logp, entropy = head.logprobs(hidden_ME, weight_VE, named, temperature, scaling, tiling, left_out_MK)
+    logp, entropy = head.logprobs(
+        hidden_ME, weight_VE, named, temperature, scaling, tiling, left_out_MK
+    )
     is_kept = kept_MK >= 0
     cut = jnp.any(is_kept, axis=1)
     own = logp[:, 0]

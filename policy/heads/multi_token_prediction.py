@@ -1,11 +1,15 @@
-"""Multi-token prediction (arXiv 2412.19437, section 2.2): extra modules predict the tokens after the next one.
+"""Multi-token prediction (arXiv 2412.19437, section 2.2): extra modules predict the tokens after
+the next one.
 
-Module d = 1..D turns the state of position i and the token at i + d into a state that predicts the token at i + d + 1:
+Module d = 1..D turns the state of position i and the token at i + d into a state that predicts the
+token at i + d + 1:
 
-    h^d_i = layer_d(P_d [enorm_d(embedding of token i + d) | hnorm_d(h^(d-1)_i)]),  h^0 the decoder's own state
+    h^d_i = layer_d(P_d [enorm_d(embedding of token i + d) | hnorm_d(h^(d-1)_i)]),  h^0 the
+    decoder's own state
 
-The modules share the decoder's embedding and head. Entry i of a module has position i: every module counts from 0,
-which under rotary embeddings is the same as the offset of d in other implementations.
+The modules share the decoder's embedding and head. Entry i of a module has position i: every module
+counts from 0, which under rotary embeddings is the same as the offset of d in other
+implementations.
 
 B rows, T tokens, E hidden, D depth.
 """
@@ -33,9 +37,15 @@ if TYPE_CHECKING:
 
 
 def predict(
-    decoder: Decoder, d: int, hidden_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
+    decoder: Decoder,
+    d: int,
+    hidden_BTE: jax.Array,
+    step: Step,
+    cache: LayerCache | None,
+    runtime: Runtime,
 ) -> tuple[jax.Array, jax.Array, LayerCache | None, LayerAux]:
-    """Runs module d on the states of module d - 1 and the step's tokens, which are the tokens d places on.
+    """Runs module d on the states of module d - 1 and the step's tokens, which are the tokens d
+    places on.
 
     Returns (input of module d + 1, input of the head, cache, LayerAux).
     """
@@ -66,12 +76,14 @@ def predictions(
     temperature: jax.typing.ArrayLike,
     runtime: Runtime,
 ) -> Aux:
-    """Adds to `aux` the Predictions of all modules, at logits / temperature, and the LayerAux of their layers.
+    """Adds to `aux` the Predictions of all modules, at logits / temperature, and the LayerAux of
+    their layers.
 
-    hidden: the decoder's states after its norm. `Predictions.agrees` costs one more product with the head for the decoder and
-    for each module, without a gradient. An entry is padding where the token d places on does not continue the sequence.
-    In a tree the tokens up to `depth` places on have to be the same on all paths, so beginnings that sequences share end
-    `depth` tokens before they differ. Routers of the modules choose their experts themselves: `step.routes` is for the
+    hidden: the decoder's states after its norm. `Predictions.agrees` costs one more product with
+    the head for the decoder and for each module, without a gradient. An entry is padding where the
+    token d places on does not continue the sequence. In a tree the tokens up to `depth` places on
+    have to be the same on all paths, so beginnings that sequences share end `depth` tokens before
+    they differ. Routers of the modules choose their experts themselves: `step.routes` is for the
     decoder's layers.
     """
     states = aux.mtp_input
@@ -85,32 +97,49 @@ def predictions(
 
     def module(d, states):
         goes_on = _goes_on(step, d)
-        shifted = replace(step, tokens=_ahead(tokens_BT, d), segments=jnp.where(goes_on, step.segments, 0), routes=None)
+        shifted = replace(
+            step,
+            tokens=_ahead(tokens_BT, d),
+            segments=jnp.where(goes_on, step.segments, 0),
+            routes=None,
+        )
         if step.tree is not None:  # a node of which `last` is 0 is seen by no query
-            shifted = replace(shifted, tree=replace(step.tree, last=jnp.where(goes_on, step.tree.last, 0)))
+            shifted = replace(
+                shifted, tree=replace(step.tree, last=jnp.where(goes_on, step.tree.last, 0))
+            )
         states, normed, _, layer = predict(decoder, d, states, shifted, None, runtime)
         return states, normed, layer
 
-    logps, agrees, layers = [], [], []
+    logps = []
+    agrees = []
+    layers = []
     for d in range(1, _spec(decoder).depth + 1):
         run = partial(module, d)
         states, normed, layer = (run if runtime.remat == "none" else jax.checkpoint(run))(states)
-        rows, targets = _rows(normed, step.tree, d + 1), tokens_BT.reshape(-1)
-        logp, _ = head.logprobs(rows, decoder.head_weight, targets, temperature, config.logit_scaling, tiling)
+        rows = _rows(normed, step.tree, d + 1)
+        targets = tokens_BT.reshape(-1)
+        logp, _ = head.logprobs(
+            rows, decoder.head_weight, targets, temperature, config.logit_scaling, tiling
+        )
         valid = scored(step.segments, step.tree, d + 1)
         logps.append(jnp.where(valid, logp.reshape(valid.shape), 0.0))
         agrees.append(
-            jnp.where(valid, _likeliest(decoder, normed, step.tree, d + 1, tiling) == best, False).astype(jnp.float32)
+            jnp.where(
+                valid, _likeliest(decoder, normed, step.tree, d + 1, tiling) == best, False
+            ).astype(jnp.float32)
         )
         layers.append(layer)
     stacked = jax.tree.map(lambda *each: jnp.stack(each), *layers)
     return replace(
-        aux, layers=aux.layers | {LAYER: stacked}, predictions=Predictions(jnp.stack(logps), jnp.stack(agrees))
+        aux,
+        layers=aux.layers | {LAYER: stacked},
+        predictions=Predictions(jnp.stack(logps), jnp.stack(agrees)),
     )
 
 
 def _ahead(x_BT: jax.Array, d: int) -> jax.Array:
-    """Returns [B, T]: at t the entry of the token d places on; 0 where the row has no such token."""
+    """Returns [B, T]: at t the entry of the token d places on; 0 where the row has no such
+    token."""
     return jnp.pad(x_BT[:, d:], ((0, 0), (0, min(d, x_BT.shape[1]))))
 
 
@@ -127,7 +156,12 @@ def _rows(hidden_BTE: jax.Array, tree: Tree | None, back: int) -> jax.Array:
     return before(hidden_BTE, tree, back).reshape(-1, hidden_BTE.shape[-1])
 
 
-def _likeliest(decoder: Decoder, hidden_BTE: jax.Array, tree: Tree | None, back: int, tiling: head.Tiling) -> jax.Array:
-    """Returns the likeliest token at each place by the state `back` tokens before it, int32[B, T]."""
-    best = head.likeliest(_rows(hidden_BTE, tree, back), decoder.head_weight, decoder.config.logit_scaling, tiling)
+def _likeliest(
+    decoder: Decoder, hidden_BTE: jax.Array, tree: Tree | None, back: int, tiling: head.Tiling
+) -> jax.Array:
+    """Returns the likeliest token at each place by the state `back` tokens before it, int32[B,
+    T]."""
+    best = head.likeliest(
+        _rows(hidden_BTE, tree, back), decoder.head_weight, decoder.config.logit_scaling, tiling
+    )
     return best.reshape(hidden_BTE.shape[:2])

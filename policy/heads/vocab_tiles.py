@@ -1,11 +1,13 @@
-"""Log-probabilities and entropies where the output projection is cut along E over the devices that share the rows.
+"""Log-probabilities and entropies where the output projection is cut along E over the devices that
+share the rows.
 
-All rows are computed with one tile of the vocabulary after another: devices exchange a tile of the projection, use it
-and drop it, and the gradient of a tile is summed over the devices and stored where the tile is stored. Chunks of rows
-(policy/heads/head.py) would need the full projection on every device, and a float32 gradient of its size: 1 and 2 GiB
-for llama3.1-8b.
+All rows are computed with one tile of the vocabulary after another: devices exchange a tile of the
+projection, use it and drop it, and the gradient of a tile is summed over the devices and stored
+where the tile is stored. Chunks of rows (policy/heads/head.py) would need the full projection on
+every device, and a float32 gradient of its size: 1 and 2 GiB for llama3.1-8b.
 
-M rows, E hidden, V vocabulary, K targets per row; P parts into which the mesh cuts V, n tiles of P x W tokens.
+M rows, E hidden, V vocabulary, K targets per row; P parts into which the mesh cuts V, n tiles of P
+x W tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Tiles:
 
     def cut(self, weight_VE: jax.Array) -> jax.Array:
         """Cuts the projection into tiles [P, n, W, E]."""
-        E, room = weight_VE.shape[1], self.parts * self.count * self.width
+        E = weight_VE.shape[1]
+        room = self.parts * self.count * self.width
         if room > self.vocab:
             weight_VE = jnp.pad(weight_VE, ((0, room - self.vocab), (0, 0)))
         return self.constrain_tiles(weight_VE.reshape(self.parts, self.count, self.width, E))
@@ -54,7 +57,9 @@ class Tiles:
         """Inverts `cut`."""
         return cut_PnWE.reshape(-1, cut_PnWE.shape[-1])[: self.vocab]
 
-    def tile(self, cut_PnWE: jax.Array, j: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    def tile(
+        self, cut_PnWE: jax.Array, j: jax.Array, dtype: DTypeLike
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns (weights [P W, E] on every device, their tokens int32[P W]) of tile j."""
         P, n, W, E = cut_PnWE.shape
         one = jax.lax.dynamic_index_in_dim(cut_PnWE, j, axis=1, keepdims=False).astype(dtype)
@@ -71,12 +76,15 @@ class Tiles:
         return annotate(rows_MX, ("batch", *[None] * (rows_MX.ndim - 1)), self.layout)
 
     def summed(self, equation: str, g_MN: jax.Array, other: jax.Array, axes: tuple) -> jax.Array:
-        """Computes einsum(equation, g, other) in float32, over a dimension that devices share. axes: of the result."""
+        """Computes einsum(equation, g, other) in float32, over a dimension that devices share.
+        axes: of the result."""
         options: dict[str, Any] = {}
         if in_explicit_mode():
             sizes = dict(zip(equation[:2], g_MN.shape, strict=True))
             sizes |= dict(zip(equation[3:5], other.shape, strict=True))
-            options["out_sharding"] = self.layout.spec(axes, tuple(sizes[letter] for letter in equation[-2:]))
+            options["out_sharding"] = self.layout.spec(
+                axes, tuple(sizes[letter] for letter in equation[-2:])
+            )
         return jnp.einsum(equation, g_MN, other, preferred_element_type=jnp.float32, **options)
 
     def logits(
@@ -101,21 +109,32 @@ class Tiles:
 
 
 def add_exp(sums: tuple[jax.Array, jax.Array], z_MN: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Adds logits to (largest logit [M], sum of exp(logit - largest) [M]); the largest of all is not -inf."""
+    """Adds logits to (largest logit [M], sum of exp(logit - largest) [M]); the largest of all is
+    not -inf."""
     top, total = sums
     new = jnp.maximum(top, z_MN.max(axis=1))
     return new, total * jnp.exp(top - new) + jnp.exp(z_MN - new[:, None]).sum(axis=1)
 
 
 def top_and_rest(
-    hidden_ME: jax.Array, weight_VE: jax.Array, k: int, temperature: jax.Array, tiles: Tiles, vocab: int
+    hidden_ME: jax.Array,
+    weight_VE: jax.Array,
+    k: int,
+    temperature: jax.Array,
+    tiles: Tiles,
+    vocab: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the results of policy/heads/head.py:top_and_rest over the first `vocab` tokens, without a gradient.
+    """Returns the results of policy/heads/head.py:top_and_rest over the first `vocab` tokens,
+    without a gradient.
 
     Each part of a tile names its k likeliest tokens, so devices exchange these and no logits.
     """
-    M, cut, layout = hidden_ME.shape[0], tiles.cut(weight_VE), tiles.layout
-    low = jnp.finfo(jnp.float32).min  # of places that no token has yet: exp is 0 and differences are numbers
+    M = hidden_ME.shape[0]
+    cut = tiles.cut(weight_VE)
+    layout = tiles.layout
+    low = jnp.finfo(
+        jnp.float32
+    ).min  # of places that no token has yet: exp is 0 and differences are numbers
     spec = layout.spec(("batch", "vocab", None), (M, tiles.parts, tiles.width))
     # The partitioner may send all logits to every device for a top_k of rows.
     largest_of_parts = jax.shard_map(
@@ -137,16 +156,32 @@ def top_and_rest(
         z, _ = tiles.logits(hidden_ME, tile, ids, temperature)
         z = jnp.where(ids < vocab, z, low)
         best, at = largest_of_parts(z.reshape(M, tiles.parts, tiles.width))
-        named = jnp.broadcast_to(ids.reshape(1, tiles.parts, tiles.width), (M, tiles.parts, tiles.width))
+        named = jnp.broadcast_to(
+            ids.reshape(1, tiles.parts, tiles.width), (M, tiles.parts, tiles.width)
+        )
         best_ids = jnp.take_along_axis(named, at, axis=2)
-        candidates = (constrain(a.reshape(M, -1), ("batch", None), layout) for a in (best, best_ids))
-        new, new_ids = likeliest(*(jnp.concatenate(two, 1) for two in zip((top, ids_MK), candidates, strict=True)))
-        last, last_id = new[:, -1:], new_ids[:, -1:]
+        candidates = (
+            constrain(a.reshape(M, -1), ("batch", None), layout) for a in (best, best_ids)
+        )
+        new, new_ids = likeliest(
+            *(jnp.concatenate(two, 1) for two in zip((top, ids_MK), candidates, strict=True))
+        )
+        last = new[:, -1:]
+        last_id = new_ids[:, -1:]
         for others, their_ids in ((top, ids_MK), (z, ids)):
-            rest = add_exp(rest, jnp.where((others < last) | ((others == last) & (their_ids > last_id)), others, low))
+            rest = add_exp(
+                rest,
+                jnp.where(
+                    (others < last) | ((others == last) & (their_ids > last_id)), others, low
+                ),
+            )
         return new, new_ids, rest
 
-    start = jnp.full((M, k), low), jnp.full((M, k), jnp.iinfo(jnp.int32).max), (jnp.full(M, low), jnp.zeros(M))
+    start = (
+        jnp.full((M, k), low),
+        jnp.full((M, k), jnp.iinfo(jnp.int32).max),
+        (jnp.full(M, low), jnp.zeros(M)),
+    )
     top, ids, (largest, total) = jax.lax.fori_loop(0, tiles.count, one, start)
     rest = largest + jnp.log(jnp.where(largest > low, total, 0.0))
     normal = jnp.logaddexp(jax.nn.logsumexp(top, axis=1), rest)
@@ -162,7 +197,8 @@ def logprobs(
     left_out_MK: jax.Array | None,
     tiles: Tiles,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (logp [M, K] of the targets, entropy [M]), float32. Both are differentiable in hidden and weight.
+    """Returns (logp [M, K] of the targets, entropy [M]), float32. Both are differentiable in hidden
+    and weight.
 
     left_out_MK: as in policy/heads/head.py:logprobs.
     """
@@ -171,14 +207,16 @@ def logprobs(
 
 def _scored(hidden, weight, targets, temperature, left_out, tiles: Tiles):
     """Returns ((logp, entropy), the logarithm of the softmax sum [M])."""
-    M, cut = hidden.shape[0], tiles.cut(weight)
+    M = hidden.shape[0]
+    cut = tiles.cut(weight)
 
     def one(j, carry):
         top, total, weighed, at_targets = carry
         tile, ids = tiles.tile(cut, j, hidden.dtype)
         z, _ = tiles.logits(hidden, tile, ids, temperature, left_out)
         new = jnp.maximum(top, z.max(axis=1))
-        e, shrunk = jnp.exp(z - new[:, None]), jnp.exp(top - new)
+        e = jnp.exp(z - new[:, None])
+        shrunk = jnp.exp(top - new)
         total = total * shrunk + e.sum(axis=1)
         weighed = weighed * shrunk + jnp.where(e > 0, z * e, 0.0).sum(axis=1)
         here = targets[:, :, None] == ids
@@ -186,7 +224,9 @@ def _scored(hidden, weight, targets, temperature, left_out, tiles: Tiles):
 
     low = jnp.finfo(jnp.float32).min  # not -inf: all ids of the first tiles may be left out
     start = jnp.full(M, low), jnp.zeros(M), jnp.zeros(M), jnp.zeros(targets.shape)
-    top, total, weighed, at_targets = jax.lax.fori_loop(0, tiles.count, one, tuple(map(tiles.rows, start)))
+    top, total, weighed, at_targets = jax.lax.fori_loop(
+        0, tiles.count, one, tuple(map(tiles.rows, start))
+    )
     normal = top + jnp.log(total)
     return (at_targets - normal[:, None], normal - weighed / total), normal
 
@@ -219,7 +259,10 @@ def _backward(tiles: Tiles, saved, cotangents):
         g_tile = tiles.constrain_tiles(g_tile.reshape(tiles.parts, 1, tiles.width, -1))
         return g_hidden, jax.lax.dynamic_update_slice_in_dim(g_cut, g_tile, j, axis=1)
 
-    start = tiles.rows(jnp.zeros(hidden.shape, jnp.float32)), tiles.constrain_tiles(jnp.zeros(cut.shape))
+    start = (
+        tiles.rows(jnp.zeros(hidden.shape, jnp.float32)),
+        tiles.constrain_tiles(jnp.zeros(cut.shape)),
+    )
     g_hidden, g_cut = jax.lax.fori_loop(0, tiles.count, one, start)
     return g_hidden.astype(hidden.dtype), tiles.join(g_cut).astype(weight.dtype), None, None, None
 

@@ -1,4 +1,5 @@
-"""Reads and writes a decoder with a score instead of a head: transformers' sequence classification model of one label.
+"""Reads and writes a decoder with a score instead of a head: transformers' sequence classification
+model of one label.
 
 The score is the product of the final hidden state of the last token with SCORE, without a bias.
 """
@@ -21,12 +22,17 @@ from policy.model import Graph
 SCORE = "score.weight"
 
 
-def read(directory: str | os.PathLike, runtime: Runtime, mesh: Layout) -> tuple[Graph, dict, np.ndarray]:
-    """Reads (graph of the trunk, its weights, SCORE as float32[E]). Raises ModelFileError and UnsupportedModel."""
+def read(
+    directory: str | os.PathLike, runtime: Runtime, mesh: Layout
+) -> tuple[Graph, dict, np.ndarray]:
+    """Reads (graph of the trunk, its weights, SCORE as float32[E]). Raises ModelFileError and
+    UnsupportedModel."""
     graph = Graph(sources.classifier(directory), runtime, mesh)
     params, _ = model_directory.read_weights(directory, graph, ignore=(SCORE,))
     shape = (1, graph.config.hidden_size)
-    score = TensorFiles(directory, scheme=sources.scheme(directory)).read(SCORE, shape, (slice(None), slice(None)))
+    score = TensorFiles(directory, scheme=sources.scheme(directory)).read(
+        SCORE, shape, (slice(None), slice(None))
+    )
     return graph, params, np.asarray(score[0], np.float32)
 
 
@@ -38,10 +44,15 @@ def check(directory: str | os.PathLike) -> None:
 
 
 def write(
-    directory: str | os.PathLike, graph: Graph, params: dict, score_E: jax.Array | np.ndarray, pad_id: int | None
+    directory: str | os.PathLike,
+    graph: Graph,
+    params: dict,
+    score_E: jax.Array | np.ndarray,
+    pad_id: int | None,
 ) -> None:
-    """Writes a directory that transformers loads as a sequence classification model with no missing or unexpected keys.
-    `graph` is the graph of a `sources.trunk`; `pad_id` tells transformers where padding begins."""
+    """Writes a directory that transformers loads as a sequence classification model with no missing
+    or unexpected keys. `graph` is the graph of a `sources.trunk`; `pad_id` tells transformers where
+    padding begins."""
     keys: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     keys |= {} if pad_id is None else {"pad_token_id": pad_id}
     score = processes.on_host(score_E).astype(graph.runtime.param_dtype)[None]

@@ -1,5 +1,5 @@
-"""Reads and writes generation_config.json, which tells transformers and servers how a model generates and where it
-stops. Free of jax."""
+"""Reads and writes generation_config.json, which tells transformers and servers how a model
+generates and where it stops. Free of jax."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ def read(directory: str | os.PathLike) -> dict[str, Any]:
 
 
 def stop_ids(directory: str | os.PathLike) -> tuple[int, ...]:
-    """Returns the token ids that end a completion of the model of a directory: those of generation_config.json; where it
-    names none, those of config.json.
+    """Returns the token ids that end a completion of the model of a directory: those of
+    generation_config.json; where it names none, those of config.json.
 
-    So it is in transformers, except that version 5.24 does not stop at all where generation_config.json is there and
-    names none. Raises as `declared_stops`.
+    So it is in transformers, except that version 5.24 does not stop at all where
+    generation_config.json is there and names none. Raises as `declared_stops`.
     """
     declared = declared_stops(directory)
     return declared.get(FILE) or declared.get(CONFIG) or ()
 
 
 def declared_stops(directory: str | os.PathLike) -> dict[str, tuple[int, ...]]:
-    """Returns the ends of sequence that the files of a directory name, by file; a file without any is left out.
+    """Returns the ends of sequence that the files of a directory name, by file; a file without any
+    is left out.
 
-    A multimodal config.json without ends of its own has those of its text model. Raises ModelFileError for a file that
-    holds no JSON object and for `eos_token_id` that is no token id and no list of them.
+    A multimodal config.json without ends of its own has those of its text model. Raises
+    ModelFileError for a file that holds no JSON object and for `eos_token_id` that is no token id
+    and no list of them.
     """
     declared: dict[str, tuple[int, ...]] = {}
     file = Path(directory) / CONFIG
@@ -58,12 +60,15 @@ def declared_stops(directory: str | os.PathLike) -> dict[str, tuple[int, ...]]:
 
 
 def _ids(file: Path, keys: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the ids under `eos_token_id`, which is null, an id or a list of ids. Negative ones stand for no token."""
+    """Returns the ids under `eos_token_id`, which is null, an id or a list of ids. Negative ones
+    stand for no token."""
     value = keys.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for each in ids:
         if type(each) is not int or each >= 2**31:
-            raise ModelFileError(f"{file}: eos_token_id: {json.dumps(value)} is no token id and no list of token ids")
+            raise ModelFileError(
+                f"{file}: eos_token_id: {json.dumps(value)} is no token id and no list of token ids"
+            )
     return tuple(each for each in ids if each >= 0)
 
 
@@ -74,7 +79,10 @@ def write(directory: str | os.PathLike, keys: Mapping[str, Any]) -> None:
 
 
 def merged(
-    source: Mapping[str, Any], stops: tuple[int, ...], ids: Mapping[str, int | None], sampling: Mapping[str, Any]
+    source: Mapping[str, Any],
+    stops: tuple[int, ...],
+    ids: Mapping[str, int | None],
+    sampling: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns the keys of a trained model: those of its source, with these in their place.
 
@@ -82,9 +90,11 @@ def merged(
         source: keys of the generation_config.json that training started from.
         stops: all token ids that end a completion.
         ids: `bos_token_id` and `pad_token_id`; None: unknown, the source's is kept.
-        sampling: `temperature`, `top_k`, `top_p` and `min_p`, which replace all keys of SAMPLING; empty: they stay.
+        sampling: `temperature`, `top_k`, `top_p` and `min_p`, which replace all keys of SAMPLING;
+        empty: they stay.
     """
-    # transformers replaces a file with `_from_model_config` by what config.json says, which knows one stop only.
+    # transformers replaces a file with `_from_model_config` by what config.json says, which knows
+    # one stop only.
     dropped = {"_from_model_config", *(SAMPLING if sampling else ())}
     keys = {key: value for key, value in source.items() if key not in dropped}
     keys |= {key: value for key, value in ids.items() if value is not None}
@@ -94,7 +104,8 @@ def merged(
 
 
 def _drawn(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns sampling parameters as transformers names them. It warns about filters of greedy decoding."""
+    """Returns sampling parameters as transformers names them. It warns about filters of greedy
+    decoding."""
     if not sampling:
         return {}
     if not sampling["temperature"]:

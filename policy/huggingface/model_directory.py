@@ -1,5 +1,5 @@
-"""Reads and writes Hugging Face directories: config.json and safetensors, one slice of one layer at a time, by the
-family's name table."""
+"""Reads and writes Hugging Face directories: config.json and safetensors, one slice of one layer at
+a time, by the family's name table."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ from policy.ops.host_memory import HOST
 
 SHARD_BYTES = 5 * 10**9
 PIECE = 2**24  # how many numbers are dequantised at once: 64 MB
-# The path of prediction modules in the tree of weights, and a file of their own: transformers warns about layers past
-# num_hidden_layers in the files that it reads, unless the family's PASSED_OVER matches them.
-MTP, MTP_FILE = "mtp", "multi_token_prediction.safetensors"
+# The path of prediction modules in the tree of weights, and a file of their own: transformers warns
+# about layers past num_hidden_layers in the files that it reads, unless the family's PASSED_OVER
+# matches them.
+MTP = "mtp"
+MTP_FILE = "multi_token_prediction.safetensors"
 # What to do if the files lack prediction modules that they should hold.
 Missing = Literal["refuse", "fresh"]
-# Tensors that a text model does not need: the towers of other modalities (unless they are read), heads that predict
-# further tokens, copies of embedding and head in prediction modules, and tables of old files that follow from the
-# configuration.
+# Tensors that a text model does not need: the towers of other modalities (unless they are read),
+# heads that predict further tokens, copies of embedding and head in prediction modules, and tables
+# of old files that follow from the configuration.
 TOWERS = rf"(model\.)?({'|'.join(tower_names.ROOTS)})\..*"
 HEADS = r"mtp\..*"
 COPIES = r".*\.\d+\.(embed_tokens|shared_head\.head)\.weight"
@@ -47,8 +49,8 @@ TABLES = r".*rotary_emb\.inv_freq"
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """The place of the weight `path` in the files: the form in which it is stored, the prefix of its names, and the
-    numbers of the layers that it stacks (None outside the layers)."""
+    """The place of the weight `path` in the files: the form in which it is stored, the prefix of
+    its names, and the numbers of the layers that it stacks (None outside the layers)."""
 
     graph: Graph
     path: str
@@ -57,7 +59,8 @@ class StoredWeight:
     prefix: str = ""
 
     def name(self, stored: names.Stored, layer: int | None, number: int = 0) -> str:
-        """Returns the name of the stored tensor that holds a layer, and of it an expert or a shard."""
+        """Returns the name of the stored tensor that holds a layer, and of it an expert or a
+        shard."""
         return (self.prefix + stored.name).format(n=layer, e=number, s=number)
 
     def names(self, files: TensorFiles, layer: int | None) -> list[str]:
@@ -65,23 +68,28 @@ class StoredWeight:
         stored = self._spelling(files, layer)
         if stored.sharded:
             every = (self.name(stored, layer, shard) for shard in itertools.count())
-            return list(itertools.takewhile(files.__contains__, every)) or [self.name(stored, layer)]
-        experts = self.graph.shapes[self.path].shape[self.layers is not None] if stored.numbered else 1
+            return list(itertools.takewhile(files.__contains__, every)) or [
+                self.name(stored, layer)
+            ]
+        experts = (
+            self.graph.shapes[self.path].shape[self.layers is not None] if stored.numbered else 1
+        )
         return [self.name(stored, layer, expert) for expert in range(experts)]
 
     def parts(self, stored: names.Stored) -> tuple[str, ...]:
-        """Returns the paths of our weights that share the stored tensor, in order, this one included."""
+        """Returns the paths of our weights that share the stored tensor, in order, this one
+        included."""
         module = self.path.rpartition(".")[0]
         return tuple(f"{module}.{part}" for part in stored.parts) or (self.path,)
 
     def shape(self, path: str, stored: names.Stored) -> names.Shape:
-        """Returns the shape of our weight that one stored tensor holds, without the axis of layers or of numbered
-        tensors."""
+        """Returns the shape of our weight that one stored tensor holds, without the axis of layers
+        or of numbered tensors."""
         return self.graph.shapes[path].shape[(self.layers is not None) + stored.numbered :]
 
     def check(self, files: TensorFiles, layer: int | None) -> None:
-        """Checks the tensors of a layer of the weight, without reading their numbers. Raises ModelFileError for one
-        that is missing or of another shape or kind of numbers."""
+        """Checks the tensors of a layer of the weight, without reading their numbers. Raises
+        ModelFileError for one that is missing or of another shape or kind of numbers."""
         stored = self._spelling(files, layer)
         shape = self._stored_shape(stored)
         integers = np.issubdtype(self.graph.shapes[self.path].dtype, np.integer)
@@ -92,7 +100,9 @@ class StoredWeight:
         for name in tensors:
             files.checked(name, shape, integers)
 
-    def _check_shards(self, files: TensorFiles, tensors: list[str], shape: names.Shape, integers: bool) -> None:
+    def _check_shards(
+        self, files: TensorFiles, tensors: list[str], shape: names.Shape, integers: bool
+    ) -> None:
         """Checks the tensors that hold the rows of a weight of `shape`, as `check`."""
         count = 0
         for name in tensors:
@@ -100,44 +110,58 @@ class StoredWeight:
             files.checked(name, (*rows, *shape[1:]), integers)
             count += sum(rows)
         if count != shape[0]:
-            first, last = files.own_name(tensors[0]), files.own_name(tensors[-1])
+            first = files.own_name(tensors[0])
+            last = files.own_name(tensors[-1])
             raise ModelFileError(
-                f"{files.directory}: tensors {first} to {last} have {count} rows together, expected {shape[0]} by "
+                f"{files.directory}: tensors {first} to {last} have {count} rows together, "
+                f"expected {shape[0]} by "
                 "config.json"
             )
 
     def _stored_shape(self, stored: names.Stored) -> names.Shape:
         """Returns the shape of a stored tensor."""
         parts = self.parts(stored)
-        shapes, part = [self.shape(path, stored) for path in parts], parts.index(self.path)
+        shapes = [self.shape(path, stored) for path in parts]
+        part = parts.index(self.path)
         return stored.block(shapes, part, tuple(slice(0, n) for n in shapes[part])).shape
 
-    def read(self, files: TensorFiles, layer: int | None, index: tuple[slice, ...], out: np.ndarray) -> None:
+    def read(
+        self, files: TensorFiles, layer: int | None, index: tuple[slice, ...], out: np.ndarray
+    ) -> None:
         """Reads `index` of one layer of our weight into `out`."""
         stored = self._spelling(files, layer)
         if stored.sharded:
             self._read_shards(files, layer, index, out)
             return
         parts = self.parts(stored)
-        shapes, part = [self.shape(path, stored) for path in parts], parts.index(self.path)
+        shapes = [self.shape(path, stored) for path in parts]
+        part = parts.index(self.path)
         if stored.numbered:
-            first, inner = index[0], index[1:]
+            first = index[0]
+            inner = index[1:]
             blocks = ((e, inner, out[i, ...]) for i, e in enumerate(range(first.start, first.stop)))
         else:
             blocks = ((0, piece, target) for piece, target in _pieces(index, out, stored.same_rows))
         for expert, piece, target in blocks:
             block = stored.block(shapes, part, piece)
             integers = np.issubdtype(out.dtype, np.integer)
-            target[...] = block.finish(files.read(self.name(stored, layer, expert), block.shape, block.index, integers))
+            target[...] = block.finish(
+                files.read(self.name(stored, layer, expert), block.shape, block.index, integers)
+            )
 
-    def _read_shards(self, files: TensorFiles, layer: int | None, index: tuple[slice, ...], out: np.ndarray) -> None:
+    def _read_shards(
+        self, files: TensorFiles, layer: int | None, index: tuple[slice, ...], out: np.ndarray
+    ) -> None:
         """Reads `index` of a weight whose rows are in several tensors into `out`."""
-        low, high, start = index[0].start, index[0].stop, 0
+        low = index[0].start
+        high = index[0].stop
+        start = 0
         integers = np.issubdtype(out.dtype, np.integer)
         for name in self.names(files, layer):
             shape = files.tensor(name).shape
             stop = start + shape[0]
-            first, last = max(low, start), min(high, stop)
+            first = max(low, start)
+            last = min(high, stop)
             if first < last:
                 inside = (slice(first - start, last - start), *index[1:])
                 for piece, target in _pieces(inside, out[first - low : last - low], True):
@@ -145,8 +169,8 @@ class StoredWeight:
             start = stop
 
     def _spelling(self, files: TensorFiles, layer: int | None) -> names.Stored:
-        """Returns the spelling of which the files have the tensor. Of several with one name, the first whose shape is
-        that of the tensor."""
+        """Returns the spelling of which the files have the tensor. Of several with one name, the
+        first whose shape is that of the tensor."""
         present = [s for s in (self.stored, *self.stored.also) if self.name(s, layer) in files]
         same_name = [s for s in present if s.name == present[0].name]
         if len(same_name) < 2:
@@ -158,9 +182,11 @@ class StoredWeight:
         return next(filter(fits, same_name), same_name[0])
 
 
-def _pieces(index: tuple[slice, ...], out: np.ndarray, split: bool) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Splits `index` and `out` along axis 0 into pieces of at most PIECE numbers, so that a dequantised piece is
-    small."""
+def _pieces(
+    index: tuple[slice, ...], out: np.ndarray, split: bool
+) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    """Splits `index` and `out` along axis 0 into pieces of at most PIECE numbers, so that a
+    dequantised piece is small."""
     step = max(1, PIECE * len(out) // max(1, out.size)) if split and out.ndim else 0
     if not step or step >= len(out):
         yield index, out
@@ -175,17 +201,24 @@ def places(graph: Graph) -> Iterator[StoredWeight]:
     """Yields the place of each weight of `graph` in the files."""
     config = graph.config
     family = families.get(config.family)
-    top, prefix = getattr(family, "TOP", names.TOP), getattr(family, "LAYER_PREFIX", names.LAYER_PREFIX)
+    top = getattr(family, "TOP", names.TOP)
+    prefix = getattr(family, "LAYER_PREFIX", names.LAYER_PREFIX)
     start = np.cumsum([0, *(len(stack.pattern) * stack.repeats for stack in config.stacks)])
     for path in graph.paths:
         if match := re.fullmatch(r"(image|audio)\.(.+)", path):
-            stacked = range(graph.shapes[path].shape[0]) if graph.axes[path][:1] == ("layers",) else None
+            stacked = (
+                range(graph.shapes[path].shape[0]) if graph.axes[path][:1] == ("layers",) else None
+            )
             yield StoredWeight(
-                graph, path, family.TOWERS[match[1]][match[2]], None if stacked is None else tuple(stacked)
+                graph,
+                path,
+                family.TOWERS[match[1]][match[2]],
+                None if stacked is None else tuple(stacked),
             )
             continue
         if match := re.fullmatch(rf"{MTP}\.(.+)", path):
-            part, count = config.multi_token_prediction, len(config.layers)
+            part = config.multi_token_prediction
+            count = len(config.layers)
             assert part is not None  # a graph has such weights only with prediction modules
             stored = _entry(config, family.NAMES, match[1].removeprefix("layer."), part.layer)
             yield StoredWeight(graph, path, stored, tuple(range(count, count + part.depth)), prefix)
@@ -193,18 +226,25 @@ def places(graph: Graph) -> Iterator[StoredWeight]:
         if not (match := re.fullmatch(r"stacks\.(\d+)\.layers\.(\d+)\.(.+)", path)):
             yield StoredWeight(graph, path, _entry(config, top, path), None)
             continue
-        s, i, end = int(match[1]), int(match[2]), match[3]
+        s = int(match[1])
+        i = int(match[2])
+        end = match[3]
         stack = config.stacks[s]
         numbers = tuple(int(start[s]) + r * len(stack.pattern) + i for r in range(stack.repeats))
-        yield StoredWeight(graph, path, _entry(config, family.NAMES, end, stack.pattern[i]), numbers, prefix)
+        yield StoredWeight(
+            graph, path, _entry(config, family.NAMES, end, stack.pattern[i]), numbers, prefix
+        )
 
 
-def _entry(config: DecoderConfig, table: names.Table, end: str, layer: LayerSpec | None = None) -> names.Stored:
+def _entry(
+    config: DecoderConfig, table: names.Table, end: str, layer: LayerSpec | None = None
+) -> names.Stored:
     module, _, rest = end.partition(".")
     kind = type(getattr(layer, module, None)).__name__
     if (stored := table.get(f"{kind}.{rest}", table.get(end, extensions.NAMES.get(end)))) is None:
         raise LookupError(
-            f"policy/families/{config.family}.py: no entry for {end} in {'TOP' if layer is None else 'NAMES'}"
+            f"policy/families/{config.family}.py: no entry for {end} in "
+            f"{'TOP' if layer is None else 'NAMES'}"
         )
     return stored
 
@@ -217,37 +257,50 @@ def read_weights(
     seed: int = 0,
     convert: Callable[[str, jax.Array], Any] = lambda path, array: array,
 ) -> tuple[dict[str, jax.Array], frozenset[str]]:
-    """Reads the weights of `graph` from the safetensors of `directory`, each shard straight to its place on the mesh.
+    """Reads the weights of `graph` from the safetensors of `directory`, each shard straight to its
+    place on the mesh.
 
-    Returns them with the paths of the weights that start, at least in part, as the random numbers of `seed`: prediction
-    modules that the files lack and that `missing` lets start fresh. `ignore` names tensors that the caller reads.
-    `convert` gets the path and the array of each weight as soon as it is read, and returns the array that is kept. The
-    host holds the shards of one weight at a time, and the weights that live in host memory. Raises ModelFileError for
-    tensors that are missing, unexpected or of the wrong shape.
+    Returns them with the paths of the weights that start, at least in part, as the random numbers
+    of `seed`: prediction modules that the files lack and that `missing` lets start fresh. `ignore`
+    names tensors that the caller reads. `convert` gets the path and the array of each weight as
+    soon as it is read, and returns the array that is kept. The host holds the shards of one weight
+    at a time, and the weights that live in host memory. Raises ModelFileError for tensors that are
+    missing, unexpected or of the wrong shape.
     """
     files, fresh, absent = _checked_files(directory, graph, ignore, missing)
     start = graph.init(seed, fresh) if fresh else {}
     params = {}
     for place in places(graph):
         gaps = absent if place.path in fresh else set()
-        params[place.path] = convert(place.path, _on_mesh(graph, place, files, start.get(place.path), gaps))
+        params[place.path] = convert(
+            place.path, _on_mesh(graph, place, files, start.get(place.path), gaps)
+        )
     return params, fresh
 
 
 def check(
-    directory: str | os.PathLike, sections: dict | None = None, missing: Missing = "refuse", media: bool = False
+    directory: str | os.PathLike,
+    sections: dict | None = None,
+    missing: Missing = "refuse",
+    media: bool = False,
 ) -> None:
-    """Compares names, shapes and dtypes of the tensors of a model directory with its config.json. Reads headers only.
+    """Compares names, shapes and dtypes of the tensors of a model directory with its config.json.
+    Reads headers only.
 
-    The arguments are as for policy.load, which refuses the same directories. Raises ModelFileError and UnsupportedModel.
+    The arguments are as for policy.load, which refuses the same directories. Raises ModelFileError
+    and UnsupportedModel.
     """
     check_files(directory, sources.read_config(directory, sections, media=media), missing=missing)
 
 
 def check_files(
-    directory: str | os.PathLike, config: DecoderConfig, ignore: tuple[str, ...] = (), missing: Missing = "refuse"
+    directory: str | os.PathLike,
+    config: DecoderConfig,
+    ignore: tuple[str, ...] = (),
+    missing: Missing = "refuse",
 ) -> None:
-    """Compares the tensors of `directory` with those of a decoder, as `read_weights` does before it reads a number."""
+    """Compares the tensors of `directory` with those of a decoder, as `read_weights` does before it
+    reads a number."""
     graph = Graph(config, Runtime(), layout({"fsdp": 1}, devices=jax.local_devices()[:1]))
     _checked_files(directory, graph, ignore, missing)
 
@@ -255,10 +308,15 @@ def check_files(
 def _checked_files(
     directory: str | os.PathLike, graph: Graph, ignore: tuple[str, ...], missing: Missing
 ) -> tuple[TensorFiles, frozenset[str], set[int]]:
-    """Returns (files with all tensors of `graph`, the paths that start fresh at least in part, the numbers of the layers
-    that do). Raises ModelFileError for tensors that are missing, unexpected or of the wrong shape."""
+    """Returns (files with all tensors of `graph`, the paths that start fresh at least in part, the
+    numbers of the layers that do). Raises ModelFileError for tensors that are missing, unexpected
+    or of the wrong shape."""
     scheme = sources.scheme(directory)
-    extra_files = [MTP_FILE] if graph.config.multi_token_prediction and (Path(directory) / MTP_FILE).exists() else []
+    extra_files = (
+        [MTP_FILE]
+        if graph.config.multi_token_prediction and (Path(directory) / MTP_FILE).exists()
+        else []
+    )
     files = TensorFiles(directory, renamed(families.get(graph.config.family)), scheme, extra_files)
     absent = _absent_modules(graph.config, files, missing)
     fresh = frozenset(path for path in graph.paths if absent and path.startswith(f"{MTP}."))
@@ -267,16 +325,22 @@ def _checked_files(
             if layer not in absent or place.path not in fresh:
                 place.check(files, layer)
     for name, numbers in _derived(graph.config).items():
-        if name in files and not np.array_equal(np.asarray(files.checked(name, numbers.shape, True)), numbers):
-            raise ModelFileError(f"{directory}: tensor {files.own_name(name)} has other numbers than config.json gives")
+        if name in files and not np.array_equal(
+            np.asarray(files.checked(name, numbers.shape, True)), numbers
+        ):
+            raise ModelFileError(
+                f"{directory}: tensor {files.own_name(name)} has other numbers than config.json "
+                "gives"
+            )
     files.unread.difference_update(ignore)
     _refuse_unread(files, graph.config, scheme)
     return files, fresh, absent
 
 
 def _absent_modules(config: DecoderConfig, files: TensorFiles, missing: Missing) -> set[int]:
-    """Returns the layer numbers of the prediction modules that the files lack and that start fresh: all of them if
-    neither config.json nor a file mentions modules, otherwise only with `missing` "fresh". Raises ModelFileError."""
+    """Returns the layer numbers of the prediction modules that the files lack and that start fresh:
+    all of them if neither config.json nor a file mentions modules, otherwise only with `missing`
+    "fresh". Raises ModelFileError."""
     if (part := config.multi_token_prediction) is None:
         return set()
     layers = range(len(config.layers), len(config.layers) + part.depth)
@@ -290,8 +354,10 @@ def _absent_modules(config: DecoderConfig, files: TensorFiles, missing: Missing)
     where = ", ".join(prefix.format(n=number) + "*" for number in held)
     says = f"config.json says {announced}" if announced else "config.json announces none"
     raise ModelFileError(
-        f"{files.directory}: missing tensor {prefix.format(n=min(absent))}eh_proj.weight: multi_token_prediction has "
-        f"depth {part.depth}, and of its {part.depth} modules the files hold {len(held)}{where and f' ({where})'}; "
+        f"{files.directory}: missing tensor {prefix.format(n=min(absent))}eh_proj.weight: "
+        "multi_token_prediction has "
+        f"depth {part.depth}, and of its {part.depth} modules the files hold "
+        f"{len(held)}{where and f' ({where})'}; "
         f"{says}. To start the missing ones from random weights, set "
         f"`model.multi_token_prediction: {{depth: {part.depth}, missing: fresh}}`"
     )
@@ -300,16 +366,22 @@ def _absent_modules(config: DecoderConfig, files: TensorFiles, missing: Missing)
 def _on_mesh(
     graph: Graph, place: StoredWeight, files: TensorFiles, start: jax.Array | None, absent: set[int]
 ) -> jax.Array:
-    """Reads a weight shard by shard; devices that hold the same shard share one read. Layers with numbers in `absent`
-    are taken from `start`."""
+    """Reads a weight shard by shard; devices that hold the same shard share one read. Layers with
+    numbers in `absent` are taken from `start`."""
     if start is not None and place.layers is not None and absent.issuperset(place.layers):
         return start
-    initial = {} if start is None else {shard.device: shard.data for shard in start.addressable_shards}
-    shape, dtype, sharding = graph.shapes[place.path].shape, graph.shapes[place.path].dtype, graph.sharding(place.path)
+    initial = (
+        {} if start is None else {shard.device: shard.data for shard in start.addressable_shards}
+    )
+    shape = graph.shapes[place.path].shape
+    dtype = graph.shapes[place.path].dtype
+    sharding = graph.sharding(place.path)
     devices: dict[tuple, list] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
-        devices.setdefault(tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)), []).append(device)
+        devices.setdefault(
+            tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)), []
+        ).append(device)
     arrays = []
     for bounds, holders in devices.items():
         index = tuple(slice(*each) for each in bounds)
@@ -322,13 +394,16 @@ def _on_mesh(
             for i, layer in enumerate(place.layers[index[0]]):
                 if layer not in absent:
                     place.read(files, layer, index[1:], shard[i, ...])
-        shardings = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in holders]
+        shardings = [
+            SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in holders
+        ]
         arrays += jax.block_until_ready([jax.device_put(shard, each) for each in shardings])
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def _aligned(shape: list[int], dtype) -> np.ndarray:
-    """Returns an empty array that starts at a multiple of 64 bytes, which jax uses on CPU without a copy."""
+    """Returns an empty array that starts at a multiple of 64 bytes, which jax uses on CPU without a
+    copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -341,14 +416,19 @@ def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | N
     skip += [] if has_towers(config) else [TOWERS]
 
     def skipped(name: str) -> bool:
-        past = getattr(family, "SKIP_EXTRA_LAYERS", False) and _extra_layer(config, name) is not None
+        past = (
+            getattr(family, "SKIP_EXTRA_LAYERS", False) and _extra_layer(config, name) is not None
+        )
         return past or any(re.fullmatch(pattern, name) for pattern in skip)
 
-    extra = sorted(files.own_name(name) for name in files.unread if not skipped(name) and not files.empty(name))
+    extra = sorted(
+        files.own_name(name) for name in files.unread if not skipped(name) and not files.empty(name)
+    )
     if extra:
         more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
         raise ModelFileError(
-            f"{files.directory}: unexpected tensors {', '.join(extra[:5])}{more}: the configuration has no such weights"
+            f"{files.directory}: unexpected tensors {', '.join(extra[:5])}{more}: the "
+            "configuration has no such weights"
         )
 
 
@@ -378,15 +458,22 @@ def _on_host(array, number: int | None) -> np.ndarray:
     if number is None:
         return processes.on_host(array)
     on_device = isinstance(array, jax.Array) and array.sharding.memory_kind != HOST
-    return processes.on_host(_layer(array, number)) if on_device else processes.on_host(array)[number]
+    return (
+        processes.on_host(_layer(array, number)) if on_device else processes.on_host(array)[number]
+    )
 
 
 def _stored(graph: Graph, params) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields every tensor as it is stored, by stored name, layer by layer; tensors without elements last."""
+    """Yields every tensor as it is stored, by stored name, layer by layer; tensors without elements
+    last."""
     work = []
     for place in places(graph):
         if place.path == place.parts(place.stored)[0]:
-            work += [(-1, None, place)] if place.layers is None else [(n, r, place) for r, n in enumerate(place.layers)]
+            work += (
+                [(-1, None, place)]
+                if place.layers is None
+                else [(n, r, place) for r, n in enumerate(place.layers)]
+            )
     for layer, number, place in sorted(work, key=lambda each: each[0]):
         arrays = [_on_host(params[path], number) for path in place.parts(place.stored)]
         if place.stored.sharded:
@@ -405,8 +492,8 @@ def _stored(graph: Graph, params) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _shards(config: DecoderConfig, array: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields the rows of the shards of a weight. All but the last have equally many, as of torch.chunk, which makes
-    fewer shards where rows are few."""
+    """Yields the rows of the shards of a weight. All but the last have equally many, as of
+    torch.chunk, which makes fewer shards where rows are few."""
     count = families.get(config.family).table_shards(families.text_model(json.loads(config.hf)))
     rows = -(-len(array) // count)
     for start in range(0, len(array), rows):
@@ -427,18 +514,21 @@ def write(
     keys: dict | None = None,
     source: str | os.PathLike | None = None,
 ) -> None:
-    """Writes config.json and safetensors shards of at most 5 GB (with an index if there are several) to `directory`.
+    """Writes config.json and safetensors shards of at most 5 GB (with an index if there are
+    several) to `directory`.
 
-    `tensors` are further tensors by stored name, `keys` further keys of the configuration. `source`: the directory of
-    a model of which `graph` is all or a part; the keys and tensors that `graph` does not have are copied. `source` and
-    `directory` may be the same. All processes take part, since each holds parts of the weights; the first one writes.
-    Raises ValueError for a config that was changed, or that is not the one of `source`.
+    `tensors` are further tensors by stored name, `keys` further keys of the configuration.
+    `source`: the directory of a model of which `graph` is all or a part; the keys and tensors that
+    `graph` does not have are copied. `source` and `directory` may be the same. All processes take
+    part, since each holds parts of the weights; the first one writes. Raises ValueError for a
+    config that was changed, or that is not the one of `source`.
     """
     config = graph.config
     hf = json.loads(config.hf) if source is None else sources.complete(source, config)
     if families.read(hf, media=has_towers(config)) != config:
         raise ValueError(
-            "this DecoderConfig no longer matches its Hugging Face configuration; change keys there instead"
+            "this DecoderConfig no longer matches its Hugging Face configuration; change keys "
+            "there instead"
             if source is None
             else f"{source}: its config.json describes another model than the one to write"
         )
@@ -466,8 +556,8 @@ def has_towers(config: DecoderConfig) -> bool:
 
 
 def _portable(hf: dict, dtype: str) -> dict:
-    """Returns a configuration with `dtype` as that of each section that has one, and without `auto_map`: the Python
-    files that it names are not written."""
+    """Returns a configuration with `dtype` as that of each section that has one, and without
+    `auto_map`: the Python files that it names are not written."""
     result = {}
     for key, value in hf.items():
         if key in ("dtype", "torch_dtype"):
@@ -480,9 +570,16 @@ def _portable(hf: dict, dtype: str) -> dict:
 def _wrapped(
     config: DecoderConfig, hf: dict, tensors: Iterable[tuple[str, np.ndarray]]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors under the names that they have in the files of the model that `hf` describes."""
+    """Yields the tensors under the names that they have in the files of the model that `hf`
+    describes."""
     family = families.get(config.family)
-    pairs = family.MULTIMODAL if has_towers(config) else [family.WRAPPED] if hasattr(family, "WRAPPED") else []
+    pairs = (
+        family.MULTIMODAL
+        if has_towers(config)
+        else [family.WRAPPED]
+        if hasattr(family, "WRAPPED")
+        else []
+    )
     for name, array in tensors:
         fits = (pair for pair in pairs if "text_config" in hf and name.startswith(pair[0]))
         inner, outer = next(fits, ("", ""))
@@ -490,13 +587,15 @@ def _wrapped(
 
 
 class _OtherTensors:
-    """The tensors of `directory` that `graph` does not have: those of towers, prediction modules and other models.
+    """The tensors of `directory` that `graph` does not have: those of towers, prediction modules
+    and other models.
 
     `is_part`: the directory holds a multimodal model, whose own names are kept.
     """
 
     def __init__(self, directory: str | os.PathLike, graph: Graph, is_part: bool):
-        self._graph, self._is_part = graph, is_part
+        self._graph = graph
+        self._is_part = is_part
         self._family, self._scheme = families.get(graph.config.family), sources.scheme(directory)
         extra_files = [MTP_FILE] if (Path(directory) / MTP_FILE).exists() else []
         self._files = TensorFiles(directory, renamed(self._family), self._scheme, extra_files)
@@ -510,9 +609,11 @@ class _OtherTensors:
     def _name(self, name: str) -> str:
         return self._files.own_name(name) if self._is_part else name
 
-    def spelled(self, tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields tensors of `graph` under the names that they have in the directory. A tensor that the directory lacks
-        gets the prefix of its embedding."""
+    def spelled(
+        self, tensors: Iterable[tuple[str, np.ndarray]]
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields tensors of `graph` under the names that they have in the directory. A tensor that
+        the directory lacks gets the prefix of its embedding."""
         embedding = getattr(self._family, "TOP", names.TOP)["embed_tokens"].name
         ours, theirs = different_prefixes(embedding, self._name(embedding))
         for name, array in tensors:
@@ -520,12 +621,16 @@ class _OtherTensors:
             yield theirs + name.removeprefix(ours) if lacking else self._name(name), array
 
     def read(self, params: dict[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields the tensors by name, quantised ones as floats. Copies of embedding and head in prediction modules are
-        made of `params`."""
+        """Yields the tensors by name, quantised ones as floats. Copies of embedding and head in
+        prediction modules are made of `params`."""
         skip = _unneeded(self._graph.config, self._scheme)
         # Weights come first, since scales are read with them.
-        for stored in sorted(self._files.unread, key=lambda name: (not name.endswith(".weight"), name)):
-            if stored not in self._files.unread or any(re.fullmatch(pattern, stored) for pattern in skip):
+        for stored in sorted(
+            self._files.unread, key=lambda name: (not name.endswith(".weight"), name)
+        ):
+            if stored not in self._files.unread or any(
+                re.fullmatch(pattern, stored) for pattern in skip
+            ):
                 continue
             name = stored.removesuffix(self._scheme.values) if self._scheme else stored
             tensor = self._files.tensor(name)
@@ -545,15 +650,21 @@ class _OtherTensors:
         return place.stored.join([_on_host(params[path], None)])
 
 
-def _save_tensors(directory: Path, config: DecoderConfig, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Replaces the weights in `directory` by `tensors`, in shards of at most SHARD_BYTES, with an index if there are
-    several, and layers past the last one in MTP_FILE. Old files are removed after the new ones are complete."""
+def _save_tensors(
+    directory: Path, config: DecoderConfig, tensors: Iterable[tuple[str, np.ndarray]]
+) -> None:
+    """Replaces the weights in `directory` by `tensors`, in shards of at most SHARD_BYTES, with an
+    index if there are several, and layers past the last one in MTP_FILE. Old files are removed
+    after the new ones are complete."""
     from safetensors.numpy import save_file
 
     family = families.get(config.family)
-    passed_over, table_name = getattr(family, "PASSED_OVER", "$."), renamed(family)
+    passed_over = getattr(family, "PASSED_OVER", "$.")
+    table_name = renamed(family)
     shards: list[dict[str, np.ndarray]] = [{}]
-    sizes, shard_of, extra_layers = [0], {}, {}
+    sizes = [0]
+    shard_of = {}
+    extra_layers = {}
     for unfinished in directory.glob("part-*"):
         unfinished.unlink()
     for name, array in tensors:
@@ -574,11 +685,17 @@ def _save_tensors(directory: Path, config: DecoderConfig, tensors: Iterable[tupl
     for old in (*directory.glob("*.safetensors"), *directory.glob("*.safetensors.index.json")):
         old.unlink()
     count = len(shards)
-    files = {i: SINGLE if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
+    files = {
+        i: SINGLE if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
+        for i in range(1, count + 1)
+    }
     for i, name in files.items():
         (directory / f"part-{i:05d}").rename(directory / name)
     if count > 1:
-        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": {name: files[i] for name, i in shard_of.items()}}
+        index = {
+            "metadata": {"total_size": sum(sizes)},
+            "weight_map": {name: files[i] for name, i in shard_of.items()},
+        }
         (directory / INDEX).write_text(json.dumps(index, indent=2))
     if extra_layers:
         (directory / "part-extra").rename(directory / MTP_FILE)

@@ -1,4 +1,5 @@
-"""Reads the configuration of a model from the config.json of a directory or from a preset. Free of jax."""
+"""Reads the configuration of a model from the config.json of a directory or from a preset. Free of
+jax."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from policy.huggingface.tensorfiles import ModelFileError, TensorFiles, refuse_l
 
 _LOG = logging.getLogger("duet.model")
 _ROWS = 4096  # of head and embedding that are compared at once
-# Next to this package, in a checkout as in an installed copy (importlib.resources fails on editable installs of Python
-# 3.11).
+# Next to this package, in a checkout as in an installed copy (importlib.resources fails on editable
+# installs of Python 3.11).
 PRESETS = Path(__file__).resolve().parents[2] / "configs" / "models"
 QUANTIZATION = "quantization_config"
 # The key of a preset with towers that holds the content of processor_config.json.
@@ -42,20 +43,25 @@ _Loader.add_implicit_resolver(
 
 def presets() -> list[str]:
     """Returns the names of the architectures in configs/models/."""
-    return sorted(entry.name.removesuffix(".yml") for entry in PRESETS.iterdir() if entry.name.endswith(".yml"))
+    return sorted(
+        entry.name.removesuffix(".yml")
+        for entry in PRESETS.iterdir()
+        if entry.name.endswith(".yml")
+    )
 
 
 def preset(name: str, overrides: dict | None = None, *, media: bool = False) -> DecoderConfig:
-    """Reads the architecture in configs/models/NAME.yml (the keys of a Hugging Face configuration), with some keys
-    replaced. `media`: with its towers. Raises UnsupportedModel for an unknown name."""
+    """Reads the architecture in configs/models/NAME.yml (the keys of a Hugging Face configuration),
+    with some keys replaced. `media`: with its towers. Raises UnsupportedModel for an unknown name.
+    """
     hf = _preset_file(name)
     hf.pop(PROCESSOR, None)
     return families.read(_changed(hf, overrides or {}), media=media)
 
 
 def preset_processor(name: str, overrides: dict | None = None) -> tuple[dict, dict] | None:
-    """Returns (configuration, content of processor_config.json) of a preset with towers for pictures or sounds; None
-    for a text model. Raises UnsupportedModel as `preset`."""
+    """Returns (configuration, content of processor_config.json) of a preset with towers for
+    pictures or sounds; None for a text model. Raises UnsupportedModel as `preset`."""
     hf = _preset_file(name)
     processor = hf.pop(PROCESSOR, None)
     return None if processor is None else (_changed(hf, overrides or {}), processor)
@@ -68,11 +74,12 @@ def _preset_file(name: str) -> dict:
 
 
 def _changed(hf: dict, overrides: dict) -> dict:
-    """Returns a configuration with some keys replaced. In a multimodal one, keys that the wrapper has replace those,
-    its sections key by key, and all others are keys of the text model."""
+    """Returns a configuration with some keys replaced. In a multimodal one, keys that the wrapper
+    has replace those, its sections key by key, and all others are keys of the text model."""
     if not isinstance(hf.get("text_config"), dict):
         return hf | overrides
-    outer, inner = dict(hf), dict(hf["text_config"])
+    outer = dict(hf)
+    inner = dict(hf["text_config"])
     for key, value in overrides.items():
         if key.endswith("_config") and isinstance(value, dict) and isinstance(hf.get(key), dict):
             section = inner if key == "text_config" else dict(hf[key])
@@ -99,7 +106,10 @@ def read_object(path: Path) -> dict:
     except OSError as error:
         raise ModelFileError(f"{path}: {error.strerror}") from None
     if not isinstance(read, dict):
-        raise ModelFileError(f"{path}: expected an object with the keys of a configuration, got {type(read).__name__}")
+        raise ModelFileError(
+            f"{path}: expected an object with the keys of a configuration, got "
+            f"{type(read).__name__}"
+        )
     return read
 
 
@@ -108,15 +118,16 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_mo
 
 
 def _refuse_adapter(directory: Path) -> None:
-    """Raises UnsupportedModel for a directory with an adapter, next to a model or alone: the model without it is
-    another one."""
+    """Raises UnsupportedModel for a directory with an adapter, next to a model or alone: the model
+    without it is another one."""
     held = [name for name in ADAPTER_FILES if (directory / name).exists()]
     if not held:
         return
     where = "next to a model" if (directory / "config.json").exists() else "and no model"
     merge = "PeftModel.from_pretrained(model, 'ADAPTER').merge_and_unload().save_pretrained('OUT')"
     raise UnsupportedModel(
-        f"{directory}: {held[0]}: an adapter {where}, which Duet does not apply. Merge it into its model with peft, "
+        f"{directory}: {held[0]}: an adapter {where}, which Duet does not apply. Merge it into "
+        "its model with peft, "
         f"{merge}, and name OUT; or move {held[0]} away to take the model without it"
     )
 
@@ -125,13 +136,15 @@ def _read_json(directory: str | os.PathLike) -> dict:
     path = Path(directory) / "config.json"
     _refuse_adapter(path.parent)
     if not path.exists():
-        raise ModelFileError(f"{path}: no such file; a model directory holds config.json and *.safetensors")
+        raise ModelFileError(
+            f"{path}: no such file; a model directory holds config.json and *.safetensors"
+        )
     return read_object(path)
 
 
 def scheme(directory: str | os.PathLike) -> Scheme | None:
-    """Returns the quantisation of the weights by the `quantization_config` of config.json; None: they are not
-    quantised."""
+    """Returns the quantisation of the weights by the `quantization_config` of config.json; None:
+    they are not quantised."""
     return _scheme(directory, _read_json(directory))
 
 
@@ -141,12 +154,14 @@ def _scheme(directory: str | os.PathLike, hf: dict) -> Scheme | None:
     try:
         return quantized.scheme(section)
     except quantized.QuantizationError as error:
-        raise UnsupportedModel(f"{Path(directory) / 'config.json'}: {QUANTIZATION}: {error}") from None
+        raise UnsupportedModel(
+            f"{Path(directory) / 'config.json'}: {QUANTIZATION}: {error}"
+        ) from None
 
 
 def read_hf(directory: str | os.PathLike) -> dict:
-    """Reads config.json without its `quantization_config`, since weights are dequantised as they are read. Raises
-    ModelFileError for a file that is missing or not a JSON object."""
+    """Reads config.json without its `quantization_config`, since weights are dequantised as they
+    are read. Raises ModelFileError for a file that is missing or not a JSON object."""
     hf = _read_json(directory)
     _scheme(directory, hf)
     hf.pop(QUANTIZATION, None)
@@ -155,9 +170,11 @@ def read_hf(directory: str | os.PathLike) -> dict:
     return hf
 
 
-def read_config(directory: str | os.PathLike, sections: dict | None = None, *, media: bool = False) -> DecoderConfig:
-    """Reads the decoder of a model directory; `sections` (policy/fields/extensions.py) replace sections of its
-    config.json. `media`: with its towers."""
+def read_config(
+    directory: str | os.PathLike, sections: dict | None = None, *, media: bool = False
+) -> DecoderConfig:
+    """Reads the decoder of a model directory; `sections` (policy/fields/extensions.py) replace
+    sections of its config.json. `media`: with its towers."""
     hf = read_hf(directory)
     if sections:
         hf[extensions.KEY] = hf.get(extensions.KEY, {}) | sections
@@ -173,8 +190,9 @@ def read_config(directory: str | os.PathLike, sections: dict | None = None, *, m
 
 
 def complete(directory: str | os.PathLike, config: DecoderConfig) -> dict:
-    """Returns the keys of a directory's config.json, of which `config` describes all or a part, with what a reader of
-    that part may have changed: a head of its own, and the sections of policy/fields/extensions.py."""
+    """Returns the keys of a directory's config.json, of which `config` describes all or a part,
+    with what a reader of that part may have changed: a head of its own, and the sections of
+    policy/fields/extensions.py."""
     hf = read_hf(directory)
     hf |= {key: value for key, value in json.loads(config.hf).items() if key == extensions.KEY}
     tied = families.read(hf).tied_head
@@ -182,9 +200,12 @@ def complete(directory: str | os.PathLike, config: DecoderConfig) -> dict:
 
 
 def _untied(hf: dict) -> dict:
-    """Returns a configuration whose head is not the embedding, in all sections that hold a text model."""
+    """Returns a configuration whose head is not the embedding, in all sections that hold a text
+    model."""
     parts = [getattr(families.get(name), "PART", "text_config") for name in families.known()]
-    inner = {key: _untied(hf[key]) for key in {"text_config", *parts} if isinstance(hf.get(key), dict)}
+    inner = {
+        key: _untied(hf[key]) for key in {"text_config", *parts} if isinstance(hf.get(key), dict)
+    }
     return hf | {"tie_word_embeddings": False} | inner
 
 
@@ -196,8 +217,9 @@ def _stamp(directory: str | os.PathLike) -> tuple[tuple[str, int, int], ...]:
 
 @functools.lru_cache(maxsize=64)
 def _has_own_head(directory: str, family_name: str, stamp: tuple) -> bool:
-    """Returns whether the files hold a head that differs from the embedding, in size or in a number, and warns then,
-    once for the files of this `stamp`: a run reads its configuration several times."""
+    """Returns whether the files hold a head that differs from the embedding, in size or in a
+    number, and warns then, once for the files of this `stamp`: a run reads its configuration
+    several times."""
     family = families.get(family_name)
     top = getattr(family, "TOP", names.TOP)
     if "lm_head" not in top:
@@ -206,22 +228,28 @@ def _has_own_head(directory: str, family_name: str, stamp: tuple) -> bool:
         files = TensorFiles(directory, renamed(family), scheme(directory))
     except ModelFileError:  # whoever reads the weights says so
         return False
-    head, embedding = top["lm_head"].name, top["embed_tokens"].name
+    head = top["lm_head"].name
+    embedding = top["embed_tokens"].name
     shape = files.shape(embedding)
     if head not in files or shape is None:
         return False
     starts = range(0, shape[0], _ROWS)
-    if files.shape(head) == shape and all(_equal_rows(files, head, embedding, shape, start) for start in starts):
+    if files.shape(head) == shape and all(
+        _equal_rows(files, head, embedding, shape, start) for start in starts
+    ):
         return False
     _LOG.warning(
-        "%s: tie_word_embeddings is true, but the files hold a head that is not the embedding. The head is read, as "
+        "%s: tie_word_embeddings is true, but the files hold a head that is not the embedding. "
+        "The head is read, as "
         "transformers does; what is saved has tie_word_embeddings: false",
         directory,
     )
     return True
 
 
-def _equal_rows(files: TensorFiles, head: str, embedding: str, shape: tuple[int, ...], start: int) -> bool:
+def _equal_rows(
+    files: TensorFiles, head: str, embedding: str, shape: tuple[int, ...], start: int
+) -> bool:
     rows = (slice(start, start + _ROWS), slice(None))
     return np.array_equal(files.read(head, shape, rows), files.read(embedding, shape, rows))
 
@@ -235,24 +263,32 @@ def _names(directory: str | os.PathLike) -> list[str]:
 
 
 def classifier(directory: str | os.PathLike) -> DecoderConfig:
-    """Reads the decoder of a sequence classification model. Raises UnsupportedModel if it has several labels."""
+    """Reads the decoder of a sequence classification model. Raises UnsupportedModel if it has
+    several labels."""
     hf = read_hf(directory)
     labels = len(hf.get("id2label") or range(hf.get("num_labels") or 2))
     if labels != 1:
         raise UnsupportedModel(
-            f"{Path(directory) / 'config.json'}: a model of {labels} labels; a reward model has one (num_labels: 1)"
+            f"{Path(directory) / 'config.json'}: a model of {labels} labels; a reward model has "
+            "one (num_labels: 1)"
         )
     return trunk(families.read(hf))
 
 
 def trunk(config: DecoderConfig) -> DecoderConfig:
-    """Removes output projection and prediction modules, and names the class of transformers' sequence classification
-    model, unless only the old name identifies the family."""
+    """Removes output projection and prediction modules, and names the class of transformers'
+    sequence classification model, unless only the old name identifies the family."""
     hf = json.loads(config.hf) | {"tie_word_embeddings": True}
-    sections = {name: part for name, part in hf.pop(extensions.KEY, {}).items() if name != "multi_token_prediction"}
+    sections = {
+        name: part
+        for name, part in hf.pop(extensions.KEY, {}).items()
+        if name != "multi_token_prediction"
+    }
     hf |= {extensions.KEY: sections} if sections else {}
     ending = "(ForCausalLM|ForConditionalGeneration|LMHeadModel)$"
-    names = [re.sub(ending, "ForSequenceClassification", name) for name in hf.get("architectures") or ()]
+    names = [
+        re.sub(ending, "ForSequenceClassification", name) for name in hf.get("architectures") or ()
+    ]
     renamed = hf | {"architectures": names}
     try:
         same = families.find(renamed) is families.find(hf)

@@ -15,8 +15,8 @@ from policy.recurrent.mamba2 import Mamba2Mixer
 
 
 class AttentionAndMamba2Mixer(nnx.Module):
-    """Computes the sum of grouped-query attention and of Mamba-2 (Falcon-H1, arXiv 2507.22448). The cache of the layer
-    holds keys and values, and the state of Mamba-2."""
+    """Computes the sum of grouped-query attention and of Mamba-2 (Falcon-H1, arXiv 2507.22448). The
+    cache of the layer holds keys and values, and the state of Mamba-2."""
 
     def __init__(self, spec: AttentionAndMamba2, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
@@ -27,7 +27,12 @@ class AttentionAndMamba2Mixer(nnx.Module):
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
     ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
         """Computes (x_BTE, cache, LayerAux)."""
-        attention, mamba = self.spec.attention_scales, self.spec.mamba_scales
+        attention = self.spec.attention_scales
+        mamba = self.spec.mamba_scales
         attended, cache, aux = self.attention(scaled(x_BTE, attention.input), step, cache, runtime)
         mixed, cache, states = self.mamba(scaled(x_BTE, mamba.input), step, cache, runtime)
-        return scaled(attended, attention.output) + scaled(mixed, mamba.output), cache, aux.merge(states)
+        return (
+            scaled(attended, attention.output) + scaled(mixed, mamba.output),
+            cache,
+            aux.merge(states),
+        )

@@ -1,20 +1,22 @@
-"""The batch-split schedule: two micro-batches in one layer, so that the collectives of one run under the products of
-the other.
+"""The batch-split schedule: two micro-batches in one layer, so that the collectives of one run
+under the products of the other.
 
-Row b of a device belongs to micro-batch b mod 2. A layer with a mixture of experts runs in the order
+Row b of a device belongs to micro-batch b mod 2. A layer with a mixture of experts runs in the
+order
 
     mix 0 | mix 1 | gate and up 0 | down 0 | gate and up 1 | down 1
             |       |                        |
             |       gather 1 (ends by down 0)
             gather 0 (ends by gate and up 0) scatter 0 (ends by down 1)
 
-where gather brings the tokens of other devices (all-gather over the mesh axis `expert`) and scatter returns the results
-(reduce-scatter). Barriers keep that order and nothing else. The gradient of a barrier is a barrier, so the backward
-pass runs down 1, gate and up 1, down 0, gate and up 0: the gather that is the gradient of scatter 0 overlaps gate and
-up 1, and the scatter that is the gradient of gather 1 overlaps gate and up 0. The weights pass through the barriers
-too, so that their gradients, which are products as well, are computed in this layer and not in another. Each half thus
-has a gather and a scatter that overlap products of the other half: gather 1 and scatter 0 in the forward pass, gather 0
-and scatter 1 in the backward pass.
+where gather brings the tokens of other devices (all-gather over the mesh axis `expert`) and scatter
+returns the results (reduce-scatter). Barriers keep that order and nothing else. The gradient of a
+barrier is a barrier, so the backward pass runs down 1, gate and up 1, down 0, gate and up 0: the
+gather that is the gradient of scatter 0 overlaps gate and up 1, and the scatter that is the
+gradient of gather 1 overlaps gate and up 0. The weights pass through the barriers too, so that
+their gradients, which are products as well, are computed in this layer and not in another. Each
+half thus has a gather and a scatter that overlap products of the other half: gather 1 and scatter 0
+in the forward pass, gather 0 and scatter 1 in the backward pass.
 
 The results equal the plain layer's, up to the order in which gradients of weights are summed.
 B rows, T tokens, E hidden, N tokens of a device, p devices along the axis `expert`.
@@ -49,17 +51,19 @@ def check(config: DecoderConfig, runtime: Runtime) -> None:
         return
     if not any(_fits(spec) for spec in config.layers):
         raise ValueError(
-            "batch_split is a schedule of layers with a mixture of experts; this decoder has none that it can split"
+            "batch_split is a schedule of layers with a mixture of experts; this decoder has none "
+            "that it can split"
         )
 
 
 def compiler_options(runtime: Runtime) -> dict[str, str] | None:
-    """Returns the options with which XLA overlaps the schedule's collectives with products on a TPU.
+    """Returns the options with which XLA overlaps the schedule's collectives with products on a
+    TPU.
 
-    By default XLA runs these collectives synchronously. On the sparse cores they have a start and an end, with products
-    in between. The cores run one collective at a time, so collectives below a MiB (choices, small weights) are left
-    out. The options raise the latency that the scheduler expects of the others; with the default latency it moves few
-    products under them.
+    By default XLA runs these collectives synchronously. On the sparse cores they have a start and
+    an end, with products in between. The cores run one collective at a time, so collectives below a
+    MiB (choices, small weights) are left out. The options raise the latency that the scheduler
+    expects of the others; with the default latency it moves few products under them.
     """
     if not runtime.batch_split or runtime.layout is None or runtime.layout.platform != "tpu":
         return None
@@ -74,10 +78,11 @@ def compiler_options(runtime: Runtime) -> dict[str, str] | None:
 
 
 def applies(layers: Sequence[Any], shape_BTE: tuple[int, int, int], runtime: Runtime) -> bool:
-    """Tells whether a stack runs in this schedule. Other stacks run without it, with the same result.
+    """Tells whether a stack runs in this schedule. Other stacks run without it, with the same
+    result.
 
-    Every layer of the pattern must be a mixer and a mixture of experts, and every device must have an even number of
-    rows.
+    Every layer of the pattern must be a mixer and a mixture of experts, and every device must have
+    an even number of rows.
     """
     if not runtime.batch_split or not all(_fits(layer.spec) and _plain(layer) for layer in layers):
         return False
@@ -92,7 +97,12 @@ def applies(layers: Sequence[Any], shape_BTE: tuple[int, int, int], runtime: Run
 def _fits(spec: LayerSpec) -> bool:
     indexed = getattr(spec.mixer, "indexer", None) is not None
     further = spec.scalar or spec.layer_embedding is not None or spec.shares is not None
-    return isinstance(spec.feed_forward, Moe) and spec.mixer is not None and not indexed and not further
+    return (
+        isinstance(spec.feed_forward, Moe)
+        and spec.mixer is not None
+        and not indexed
+        and not further
+    )
 
 
 def _plain(layer) -> bool:
@@ -101,7 +111,9 @@ def _plain(layer) -> bool:
 
 def split(x_BTE: jax.Array, runtime: Runtime) -> tuple[jax.Array, ...]:
     """Returns the rows of each micro-batch; no row leaves its device."""
-    return tuple(constrain(_part(x_BTE, i), ("batch", "length", None), runtime.layout) for i in range(PARTS))
+    return tuple(
+        constrain(_part(x_BTE, i), ("batch", "length", None), runtime.layout) for i in range(PARTS)
+    )
 
 
 def merge(parts: tuple[jax.Array, ...]) -> jax.Array:
@@ -115,7 +127,8 @@ def _part(array_B: jax.Array, i: int) -> jax.Array:
 
 
 def _step(step: Step, i: int) -> Step:
-    """Returns the step of micro-batch `i`. Every array but the number of the layer has one entry per row."""
+    """Returns the step of micro-batch `i`. Every array but the number of the layer has one entry
+    per row."""
     rows = step.segments.shape[0]
     return jax.tree.map(lambda a: _part(a, i) if jnp.ndim(a) and a.shape[0] == rows else a, step)
 
@@ -126,7 +139,8 @@ def run(
     """Runs one layer on both micro-batches: ((x, x), None, LayerAux summed over both)."""
     (x0, x1), steps = parts, [_step(step, i) for i in range(PARTS)]
     # The scopes tell the micro-batches apart in a profile.
-    first, second = partial(jax.named_scope, "micro_0"), partial(jax.named_scope, "micro_1")
+    first = partial(jax.named_scope, "micro_0")
+    second = partial(jax.named_scope, "micro_1")
     stages = Stages(ExpertShards(layer.feed_forward.spec, runtime, x0.shape))
     weights = stages.gather_weights(layer.feed_forward.weights(x0.dtype, runtime))
 
@@ -167,14 +181,16 @@ def run(
 
 
 def _mix(layer, x: jax.Array, step: Step, runtime: Runtime):
-    """Returns ((x after the mixer, the other input of `leave`), the input of the experts, the sum of the shared
-    experts, the recorded output of the mixer or None)."""
+    """Returns ((x after the mixer, the other input of `leave`), the input of the experts, the sum
+    of the shared experts, the recorded output of the mixer or None)."""
     x, normed, mix, _, aux = layer.mix(x, step, None, runtime)
     read, mix = layer.enter(x, normed, mix)
     return (x, mix), read, layer.feed_forward.shared_experts(read, step, runtime), aux.mixed
 
 
-def _choose(layer, read: jax.Array, step: Step, runtime: Runtime) -> tuple[tuple[jax.Array, ...], Routing]:
+def _choose(
+    layer, read: jax.Array, step: Step, runtime: Runtime
+) -> tuple[tuple[jax.Array, ...], Routing]:
     experts, weights, routing = layer.feed_forward.choose(read, step, runtime)
     return (read, experts, weights), routing
 
@@ -193,8 +209,8 @@ def _together(*values):
 class Stages:
     """The schemes gather and hidden in stages.
 
-    The result of a stage stays on its device for the next stage: outside of a stage it is the concatenation of the
-    pieces of all devices along axis 0.
+    The result of a stage stays on its device for the next stage: outside of a stage it is the
+    concatenation of the pieces of all devices along axis 0.
     """
 
     shards: ExpertShards
@@ -206,10 +222,13 @@ class Stages:
         return self._on_devices(gather, (specs,), self._here)(weights)
 
     def collect(self, tokens: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Gathers hidden states, choices and their weights, [B, T, ...] each, from all devices: [p N, ...] each."""
+        """Gathers hidden states, choices and their weights, [B, T, ...] each, from all devices: [p
+        N, ...] each."""
 
         def collect(*tokens):
-            return expert_parallel.collect(tuple(expert_parallel.flat(a, self.shards) for a in tokens), self.shards)
+            return expert_parallel.collect(
+                tuple(expert_parallel.flat(a, self.shards) for a in tokens), self.shards
+            )
 
         return self._on_devices(collect, (self.shards.tokens,) * len(tokens), self._here)(*tokens)
 
@@ -236,7 +255,9 @@ class Stages:
         """Sums over devices at the owners of the tokens: [B, T, E]."""
 
         def hand_back(sums):
-            return expert_parallel.hand_back(sums, self.shards).reshape(*self.shards.local_shape[:2], -1)
+            return expert_parallel.hand_back(sums, self.shards).reshape(
+                *self.shards.local_shape[:2], -1
+            )
 
         return self._on_devices(hand_back, (self._here,), self.shards.tokens)(sums)
 
@@ -247,4 +268,6 @@ class Stages:
     def _on_devices(self, stage: Callable, in_specs, out_specs) -> Callable:
         if self.shards.layout.mesh.size == 1:
             return stage
-        return jax.shard_map(stage, mesh=self.shards.layout.mesh, in_specs=in_specs, out_specs=out_specs)
+        return jax.shard_map(
+            stage, mesh=self.shards.layout.mesh, in_specs=in_specs, out_specs=out_specs
+        )

@@ -1,8 +1,8 @@
-"""Tables of n-gram vectors, looked up by a hash of the last tokens: Engram (arXiv 2601.07372) and the per-layer
-embedding of Qwen4Exp (Qwen4ExpTextPLELayer of transformers).
+"""Tables of n-gram vectors, looked up by a hash of the last tokens: Engram (arXiv 2601.07372) and
+the per-layer embedding of Qwen4Exp (Qwen4ExpTextPLELayer of transformers).
 
-B rows, T tokens, E hidden, G streams, N tokens of the longest n-gram, H heads of all orders, D numbers that all heads
-look up for a token.
+B rows, T tokens, E hidden, G streams, N tokens of the longest n-gram, H heads of all orders, D
+numbers that all heads look up for a token.
 """
 
 from __future__ import annotations
@@ -36,31 +36,44 @@ from policy.recurrent.convolution import convolve, convolve_paths
 
 
 class History:
-    """The inputs that precede the tokens of a call, and the cache with the inputs of the call added.
+    """The inputs that precede the tokens of a call, and the cache with the inputs of the call
+    added.
 
     `real` bool[B, T]: the tokens that are not padding, which comes after them. A `tentative` call
-    (policy/cache/cache.py) leaves the cache as it is, and `states` holds the cache entries after each token.
+    (policy/cache/cache.py) leaves the cache as it is, and `states` holds the cache entries after
+    each token.
     """
 
     def __init__(self, cache: LayerCache | None, real_BT: jax.Array, tentative: bool):
-        self.cache, self.real, self._tentative, self.states = cache, real_BT, tentative, {}
+        self.cache = cache
+        self.real = real_BT
+        self._tentative = tentative
+        self.states = {}
 
     def before(self, name: str, new_BTX: jax.Array, count: int) -> jax.Array:
         """Returns the `count` rows that precede `new`, followed by `new`: [B, count + T, X].
 
-        The preceding rows are the cache entry `name`, or 0 without a cache. The state after t tokens of the call is
-        rows[:, t : t + count]; the cache stores the state after the last real token.
+        The preceding rows are the cache entry `name`, or 0 without a cache. The state after t
+        tokens of the call is rows[:, t : t + count]; the cache stores the state after the last real
+        token.
         """
         if self.cache is None:
             return jnp.pad(new_BTX, ((0, 0), (count, 0), (0, 0)))
-        array, T = cast(jax.Array, self.cache.arrays[name]), new_BTX.shape[1]
-        rows = jnp.concatenate([array[self.cache.index][:, 0].astype(new_BTX.dtype), new_BTX], axis=1)
+        array = cast(jax.Array, self.cache.arrays[name])
+        T = new_BTX.shape[1]
+        rows = jnp.concatenate(
+            [array[self.cache.index][:, 0].astype(new_BTX.dtype), new_BTX], axis=1
+        )
         if self._tentative:
-            self.states[name] = jnp.stack([rows[:, None, t + 1 : t + 1 + count] for t in range(T)], axis=1)
+            self.states[name] = jnp.stack(
+                [rows[:, None, t + 1 : t + 1 + count] for t in range(T)], axis=1
+            )
             return rows
         end = jnp.max(jnp.where(self.real, 1 + jnp.arange(T), 0), axis=1)
         last = jnp.take_along_axis(rows, (end[:, None] + jnp.arange(count))[..., None], axis=1)
-        arrays = self.cache.arrays | {name: array.at[self.cache.index].set(last[:, None].astype(array.dtype))}
+        arrays = self.cache.arrays | {
+            name: array.at[self.cache.index].set(last[:, None].astype(array.dtype))
+        }
         self.cache = replace(self.cache, arrays=arrays)
         return rows
 
@@ -68,17 +81,22 @@ class History:
 class NgramLookup(nnx.Module):
     """An n-gram table with the gate and convolution of its values.
 
-    Weights: table [rows, head_dim]; key_proj [G, D, E]; value_proj [D, E]; key_norm, query_norm, conv_norm [G, E]; conv
-    [kernel, G, E]; and if configured key_bias [G, E], value_bias [E], outer_norm [E], and classes int32[V], the class
-    of each token. `table` may hold the rows that the tokens of a call without a cache look up, [B, T, H, head_dim],
-    instead of the table. Without several residual streams G = 1. Norms and gates are float32.
+    Weights: table [rows, head_dim]; key_proj [G, D, E]; value_proj [D, E]; key_norm, query_norm,
+    conv_norm [G, E]; conv [kernel, G, E]; and if configured key_bias [G, E], value_bias [E],
+    outer_norm [E], and classes int32[V], the class of each token. `table` may hold the rows that
+    the tokens of a call without a cache look up, [B, T, H, head_dim], instead of the table. Without
+    several residual streams G = 1. Norms and gates are float32.
     """
 
     def __init__(self, spec: Engram, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
         G = 1 if config.hyper_connections is None else config.hyper_connections.streams
-        E, D, init = config.hidden_size, len(spec.rows) * spec.head_dim, normal(config.initializer_range)
-        self.table = weight(rngs, (spec.table_rows, spec.head_dim), (None, "engram_row"), init, RowTable)
+        E = config.hidden_size
+        D = len(spec.rows) * spec.head_dim
+        init = normal(config.initializer_range)
+        self.table = weight(
+            rngs, (spec.table_rows, spec.head_dim), (None, "engram_row"), init, RowTable
+        )
         self.key_proj = weight(rngs, (G, D, E), (None, "engram_dim", "embed"), init)
         self.value_proj = weight(rngs, (D, E), ("engram_dim", "embed"), init)
         if spec.bias:
@@ -98,16 +116,19 @@ class NgramLookup(nnx.Module):
     def __call__(
         self, x: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
     ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
-        """Computes (the update that is added to x, cache, LayerAux). x is [B, T, E] or [B, T, G, E]. Documents of a row
-        do not see each other, tokens of trees see what their paths hold; with a cache the first document continues the
-        cached one. Padding leaves the cache as it is."""
+        """Computes (the update that is added to x, cache, LayerAux). x is [B, T, E] or [B, T, G,
+        E]. Documents of a row do not see each other, tokens of trees see what their paths hold;
+        with a cache the first document continues the cached one. Padding leaves the cache as it is.
+        """
         spec = self.spec
         assert step.tokens is not None
         x_BTGE = x[:, :, None] if x.ndim == 3 else x
         documents = number_documents(step.segments)
         history = History(cache, step.segments != 0, runtime.tentative)
         vectors = self.table[...]
-        if vectors.ndim == 2:  # otherwise the rows were read before the call (policy/execution/row_tables.py)
+        if (
+            vectors.ndim == 2
+        ):  # otherwise the rows were read before the call (policy/execution/row_tables.py)
             classes = None if spec.ids is None else self.classes[...]
             vectors = look_up(vectors, ngram_rows(spec, classes, step, history), x.dtype, runtime)
         vectors_BTD = vectors.reshape(*step.tokens.shape, -1)
@@ -117,7 +138,9 @@ class NgramLookup(nnx.Module):
             key = key + self.key_bias[...].astype(x.dtype)
             value = value + self.value_bias[...].astype(x.dtype)
         query = x_BTGE if spec.outer_norm is None else self.outer_norm(x_BTGE)
-        normed = stream_norm(key, self.key_norm[...], spec.norm) * stream_norm(query, self.query_norm[...], spec.norm)
+        normed = stream_norm(key, self.key_norm[...], spec.norm) * stream_norm(
+            query, self.query_norm[...], spec.norm
+        )
         score = jnp.sum(normed, axis=-1) / math.sqrt(x.shape[-1])
         gate = jax.nn.sigmoid(jnp.sign(score) * jnp.sqrt(jnp.maximum(jnp.abs(score), 1e-6)))
         value_BTGE = gate[..., None].astype(x.dtype) * value[:, :, None]
@@ -125,13 +148,18 @@ class NgramLookup(nnx.Module):
         out = checkpoint_name(value_BTGE + jax.nn.silu(convolved).astype(x.dtype), "engram")
         return out.reshape(x.shape), history.cache, LayerAux(states=history.states or None)
 
-    def _convolved(self, value_BTGE: jax.Array, documents_BT: jax.Array, step: Step, history: History) -> jax.Array:
-        """Computes sum_w conv[w] r(t - (W - 1 - w) N) for the normed values r, float32[B, T, G, E]; t counts along the
-        path in trees."""
-        spec, shape = self.spec, value_BTGE.shape
+    def _convolved(
+        self, value_BTGE: jax.Array, documents_BT: jax.Array, step: Step, history: History
+    ) -> jax.Array:
+        """Computes sum_w conv[w] r(t - (W - 1 - w) N) for the normed values r, float32[B, T, G, E];
+        t counts along the path in trees."""
+        spec = self.spec
+        shape = value_BTGE.shape
         N = len(spec.multipliers)
         normed = jnp.where(
-            history.real[..., None, None], stream_norm(value_BTGE, self.conv_norm[...], spec.conv_norm), 0
+            history.real[..., None, None],
+            stream_norm(value_BTGE, self.conv_norm[...], spec.conv_norm),
+            0,
         )
         inputs = normed.astype(value_BTGE.dtype).reshape(*shape[:2], -1)
         kernel = self.conv[...].astype(jnp.float32).reshape(spec.kernel_size, -1).T[None]
@@ -146,9 +174,14 @@ def set_classes(params: dict[str, jax.Array], classes: np.ndarray) -> dict[str, 
     (rollout/text/classes.py)."""
 
     def put(array):
-        return processes.device_put_global(np.broadcast_to(classes.astype(np.int32), array.shape), array.sharding)
+        return processes.device_put_global(
+            np.broadcast_to(classes.astype(np.int32), array.shape), array.sharding
+        )
 
-    return {path: put(array) if path.endswith(".lookup.classes") else array for path, array in params.items()}
+    return {
+        path: put(array) if path.endswith(".lookup.classes") else array
+        for path, array in params.items()
+    }
 
 
 def _norm_weight(rngs: nnx.Rngs, norm: Norm, shape: tuple[int, int]) -> nnx.Param:
@@ -156,20 +189,24 @@ def _norm_weight(rngs: nnx.Rngs, norm: Norm, shape: tuple[int, int]) -> nnx.Para
     return weight(rngs, shape, (None, "norm"), zeros if norm.scale == "zero_centred" else ones)
 
 
-def ngram_rows(spec: Engram, classes_V: jax.Array | None, step: Step, history: History | None = None) -> jax.Array:
-    """Returns int32[B, T, H]: the table rows that the tokens of a step look up. `classes` are those of each token, None
-    if a token is its own class. Without a `history` no token precedes them."""
+def ngram_rows(
+    spec: Engram, classes_V: jax.Array | None, step: Step, history: History | None = None
+) -> jax.Array:
+    """Returns int32[B, T, H]: the table rows that the tokens of a step look up. `classes` are those
+    of each token, None if a token is its own class. Without a `history` no token precedes them."""
     history = History(None, step.segments != 0, False) if history is None else history
     assert step.tokens is not None
     documents_BT = number_documents(step.segments)
-    N, T = len(spec.multipliers), step.tokens.shape[1]
+    N = len(spec.multipliers)
+    T = step.tokens.shape[1]
     classes_BT = step.tokens if classes_V is None else classes_V[step.tokens]
     ids = jnp.where(history.real, classes_BT + 1, 0)  # from 1, as 0 in an empty cache is no token
     if step.tree is not None:
         shifted = [ids, *(entries_before(ids, step.tree, times) for times in range(1, N))]
         return table_rows(spec, [jnp.where(each > 0, each - 1, spec.pad_id) for each in shifted])
     ids = history.before("ngram_ids", ids[..., None], N - 1)
-    sources, shifted = jnp.pad(documents_BT, ((0, 0), (N - 1, 0))), []
+    sources = jnp.pad(documents_BT, ((0, 0), (N - 1, 0)))
+    shifted = []
     for j in range(N):
         back = slice(N - 1 - j, N - 1 - j + T)
         seen = (sources[:, back] == documents_BT) & (ids[:, back, 0] > 0)
@@ -178,13 +215,16 @@ def ngram_rows(spec: Engram, classes_V: jax.Array | None, step: Step, history: H
 
 
 def look_up(table: jax.Array, rows_BTH: jax.Array, dtype: DTypeLike, runtime: Runtime) -> jax.Array:
-    """Returns table[rows], [B, T, H, head_dim] of `dtype`. The table is sharded along its row dimension, so every
-    device reads its part of the rows of the full batch, and only these parts are exchanged, never the table."""
+    """Returns table[rows], [B, T, H, head_dim] of `dtype`. The table is sharded along its row
+    dimension, so every device reads its part of the rows of the full batch, and only these parts
+    are exchanged, never the table."""
     layout = runtime.layout
     batch = None if _is_sharded(table, layout) else "batch"
     rows_BTH = constrain(rows_BTH, (batch, None, None), layout)
     if in_explicit_mode() and layout is not None:
-        places = PartitionSpec(*spec_of(rows_BTH), layout.spec((None, "engram_row"), table.shape)[1])
+        places = PartitionSpec(
+            *spec_of(rows_BTH), layout.spec((None, "engram_row"), table.shape)[1]
+        )
         vectors = table.at[rows_BTH].get(out_sharding=places).astype(dtype)
     else:
         read = _read_on_host if runtime.table_memory == "host" else _read
@@ -201,31 +241,42 @@ def _read(table: jax.Array, rows: jax.Array, dtype) -> jax.Array:
 
 
 def _read_on_host(table: jax.Array, rows: jax.Array, dtype) -> jax.Array:
-    """Reads rows of a table in host memory on the host: on a TPU the program then holds the rows and no copy of the
-    table."""
+    """Reads rows of a table in host memory on the host: on a TPU the program then holds the rows
+    and no copy of the table."""
     return to_device(on_host(partial(_read, dtype=dtype), table, rows))
 
 
 def table_rows(spec: Engram, shifted: list[jax.Array]) -> jax.Array:
-    """Returns int32[B, T, H]: the table row of each head for the n-grams that end at each token. shifted[j] int32[B, T]
-    is the class of the token j places back. Exact for both types of integers."""
+    """Returns int32[B, T, H]: the table row of each head for the n-grams that end at each token.
+    shifted[j] int32[B, T] is the class of the token j places back. Exact for both types of
+    integers."""
     shifted = _within_text(shifted, spec.pad_id) if spec.resets else shifted
     hashed: Any = None
     rows = []
     wide = spec.integers == "int64"
     for j, ids in enumerate(shifted):
-        product = _wide_product(ids, spec.multipliers[j]) if wide else ids * jnp.int32(spec.multipliers[j])
+        product = (
+            _wide_product(ids, spec.multipliers[j])
+            if wide
+            else ids * jnp.int32(spec.multipliers[j])
+        )
         hashed = product if hashed is None else jax.tree.map(jnp.bitwise_xor, hashed, product)
         if j > 0:
             primes = spec.primes[j - 1]
-            rows.append(_wide_remainder(hashed, primes) if wide else hashed[..., None] % np.array(primes, np.int32))
+            rows.append(
+                _wide_remainder(hashed, primes)
+                if wide
+                else hashed[..., None] % np.array(primes, np.int32)
+            )
     offsets = np.cumsum([0, *spec.rows[:-1]]).astype(np.int32)
     return jnp.concatenate(rows, axis=-1) + offsets
 
 
 def _within_text(shifted: list[jax.Array], end: int) -> list[jax.Array]:
-    """Returns the classes of the tokens j places back, with `end` for those before an `end` that precedes the token."""
-    within, result = True, shifted[:1]
+    """Returns the classes of the tokens j places back, with `end` for those before an `end` that
+    precedes the token."""
+    within = True
+    result = shifted[:1]
     for ids in shifted[1:]:
         within = within & (ids != end)
         result.append(jnp.where(within, ids, end))
@@ -233,10 +284,14 @@ def _within_text(shifted: list[jax.Array], end: int) -> list[jax.Array]:
 
 
 def _wide_product(ids: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-    """Computes ids * factor < 2^64 as (high, low) uint32: jax has 64-bit integers only if they are enabled for
-    everything."""
-    x, low = ids.astype(jnp.uint32), factor % 2**32
-    x0, x1, f0, f1 = x & 0xFFFF, x >> 16, np.uint32(low & 0xFFFF), np.uint32(low >> 16)
+    """Computes ids * factor < 2^64 as (high, low) uint32: jax has 64-bit integers only if they are
+    enabled for everything."""
+    x = ids.astype(jnp.uint32)
+    low = factor % 2**32
+    x0 = x & 0xFFFF
+    x1 = x >> 16
+    f0 = np.uint32(low & 0xFFFF)
+    f1 = np.uint32(low >> 16)
     middle = x1 * f0 + ((x0 * f0) >> 16)  # below 2^32, as (2^16 - 1)^2 + 2^16 - 1 is
     carry = (x0 * f1 + (middle & 0xFFFF)) >> 16
     high = x1 * f1 + (middle >> 16) + carry
@@ -244,8 +299,8 @@ def _wide_product(ids: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _wide_remainder(number: tuple[jax.Array, jax.Array], primes: tuple[int, ...]) -> jax.Array:
-    """Returns int32[..., len(primes)]: the remainders of (high, low), by long division in as many bits at a time as fit
-    in uint32."""
+    """Returns int32[..., len(primes)]: the remainders of (high, low), by long division in as many
+    bits at a time as fit in uint32."""
     p = np.array(primes, np.uint32)
     room = 32 - max(primes).bit_length()
     remainder = jnp.zeros((*number[0].shape, len(primes)), jnp.uint32)

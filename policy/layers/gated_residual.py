@@ -1,5 +1,6 @@
-"""Gated residual streams (Qwen4ExpTextGatedResidual of transformers): G residual vectors of a token, which every part of
-a layer reads through a norm and a gate for each number, and to which it adds its output with a gate for each stream.
+"""Gated residual streams (Qwen4ExpTextGatedResidual of transformers): G residual vectors of a
+token, which every part of a layer reads through a norm and a gate for each number, and to which it
+adds its output with a gate for each stream.
 
 B rows, T tokens, G streams, E hidden, R rank of the gates of reading.
 """
@@ -17,15 +18,18 @@ from policy.ops.parameter import normal, weight, zeros
 
 
 class StreamReader(nnx.Module):
-    """Reads the streams x [B, T, G, E] as one vector: mean_g(s_g * n_g) with n_g the zero-centred norm of x_g and s =
-    sigmoid(U silu(D n / G)).
+    """Reads the streams x [B, T, G, E] as one vector: mean_g(s_g * n_g) with n_g the zero-centred
+    norm of x_g and s = sigmoid(U silu(D n / G)).
 
-    Weights: norm [G, E]; down [G, E, R]; up [R, G, E]. The norm is float32, the gates are in the dtype of x.
+    Weights: norm [G, E]; down [G, E, R]; up [R, G, E]. The norm is float32, the gates are in the
+    dtype of x.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = _settings(config)
-        G, E, R = self.config.streams, config.hidden_size, self.config.rank
+        G = self.config.streams
+        E = config.hidden_size
+        R = self.config.rank
         init = normal(config.initializer_range)
         self._norm = Norm(self.config.norm_eps, "zero_centred")
         self.norm = weight(rngs, (G, E), (None, "norm"), zeros)
@@ -34,27 +38,38 @@ class StreamReader(nnx.Module):
 
     def __call__(self, x_BTGE: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns (what is read [B, T, E], the normed streams [B, T, G, E])."""
-        dtype, G = x_BTGE.dtype, self.config.streams
+        dtype = x_BTGE.dtype
+        G = self.config.streams
         normed = stream_norm(x_BTGE, self.norm[...], self._norm).astype(dtype)
         inner = einsum("btge,ger->btr", normed, self.down[...].astype(dtype)) / G
-        gates = jax.nn.sigmoid(einsum("btr,rge->btge", jax.nn.silu(inner), self.up[...].astype(dtype)))
+        gates = jax.nn.sigmoid(
+            einsum("btr,rge->btge", jax.nn.silu(inner), self.up[...].astype(dtype))
+        )
         return jnp.mean(gates * normed, axis=2), normed
 
 
 class GatedConnection(nnx.Module):
-    """Connects one part F of a layer to the streams, with the interface of policy/layers/residual.py: x_g += 2
-    sigmoid(W n / G)_g F(read(x)). Weights: those of StreamReader as `reader`, and inject [G, E, G]."""
+    """Connects one part F of a layer to the streams, with the interface of
+    policy/layers/residual.py: x_g += 2 sigmoid(W n / G)_g F(read(x)). Weights: those of
+    StreamReader as `reader`, and inject [G, E, G]."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = _settings(config)
-        G, E = self.config.streams, config.hidden_size
+        G = self.config.streams
+        E = config.hidden_size
         self.reader = StreamReader(config, rngs)
-        self.inject = weight(rngs, (G, E, G), (None, "embed", None), normal(config.initializer_range))
+        self.inject = weight(
+            rngs, (G, E, G), (None, "embed", None), normal(config.initializer_range)
+        )
 
     def read(self, x_BTGE: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns (input of the part [B, T, E], the factors of its output for each stream [B, T, G])."""
+        """Returns (input of the part [B, T, E], the factors of its output for each stream [B, T,
+        G])."""
         read, normed = self.reader(x_BTGE)
-        logits = einsum("btge,geh->bth", normed, self.inject[...].astype(normed.dtype)) / self.config.streams
+        logits = (
+            einsum("btge,geh->bth", normed, self.inject[...].astype(normed.dtype))
+            / self.config.streams
+        )
         return read, 2 * jax.nn.sigmoid(logits)
 
     def write(self, x_BTGE: jax.Array, out_BTE: jax.Array, mix: jax.Array) -> jax.Array:
@@ -67,8 +82,8 @@ class GatedConnection(nnx.Module):
 
 
 class GatedStreams(nnx.Module):
-    """The ends of the streams: copies of the embedding at the start, and what the head reads, by a StreamReader of its
-    own, `reader`."""
+    """The ends of the streams: copies of the embedding at the start, and what the head reads, by a
+    StreamReader of its own, `reader`."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = _settings(config)
@@ -84,5 +99,7 @@ class GatedStreams(nnx.Module):
 
 
 def _settings(config: DecoderConfig) -> GatedResidual:
-    assert isinstance(config.hyper_connections, GatedResidual)  # other decoders do not create these modules
+    assert isinstance(
+        config.hyper_connections, GatedResidual
+    )  # other decoders do not create these modules
     return config.hyper_connections

@@ -57,12 +57,17 @@ MIXERS = {
     Mamba2: Mamba2Mixer,
     AttentionAndMamba2: AttentionAndMamba2Mixer,
 }
-FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, DenseAndExperts: DensePlusExperts}
+FEED_FORWARDS = {
+    Mlp: FeedForward,
+    Matrix: SquareMatrix,
+    Moe: MixtureOfExperts,
+    DenseAndExperts: DensePlusExperts,
+}
 
 
 class Layer(nnx.Module):
-    """x += lookup(x); x += mixer(x); x += feed_forward(x); x += layer_embedding(x), with the norms and in the form that
-    LayerSpec describes; an absent part adds nothing."""
+    """x += lookup(x); x += mixer(x); x += feed_forward(x); x += layer_embedding(x), with the norms
+    and in the form that LayerSpec describes; an absent part adds nothing."""
 
     def __init__(self, spec: LayerSpec, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
@@ -74,7 +79,9 @@ class Layer(nnx.Module):
         if spec.feed_forward is not None:
             if not spec.parallel:
                 self.feed_forward_residual = residual(spec, config, rngs)
-            self.feed_forward = FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, config, rngs)
+            self.feed_forward = FEED_FORWARDS[type(spec.feed_forward)](
+                spec.feed_forward, config, rngs
+            )
         if spec.scalar:
             self.scalar = Constant(ones(rngs.params(), (1,)), out_sharding=(None,))
         if spec.engram is not None:
@@ -86,25 +93,31 @@ class Layer(nnx.Module):
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
     ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
         """Computes (x_BTE, cache, LayerAux)."""
-        spec, aux = self.spec, LayerAux()
+        spec = self.spec
+        aux = LayerAux()
         if spec.engram is not None:
             update, cache, aux = self.lookup(x_BTE, step, cache, runtime)
             x_BTE = x_BTE + update
         x_BTE, normed, mix, cache, mixer_aux = self.mix(x_BTE, step, cache, runtime)
-        x_BTE, aux = decoded(x_BTE, step, runtime.layout), aux.merge(mixer_aux)
+        x_BTE = decoded(x_BTE, step, runtime.layout)
+        aux = aux.merge(mixer_aux)
         if spec.feed_forward is not None:
             normed, mix = self.enter(x_BTE, normed, mix)
             fed, fed_aux = self.feed_forward(decoded(normed, step, runtime.layout), step, runtime)
-            x_BTE, aux = decoded(self.leave(x_BTE, fed, step, mix), step, runtime.layout), aux.merge(fed_aux)
+            x_BTE = decoded(self.leave(x_BTE, fed, step, mix), step, runtime.layout)
+            aux = aux.merge(fed_aux)
             cache = write_routes(cache, step, fed_aux.routes)
         if spec.layer_embedding is not None:
-            x_BTE = decoded(x_BTE + self.layer_embedding(x_BTE, step, runtime), step, runtime.layout)
+            x_BTE = decoded(
+                x_BTE + self.layer_embedding(x_BTE, step, runtime), step, runtime.layout
+            )
         if spec.scalar:
             x_BTE = x_BTE * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTE.dtype)
         return x_BTE, cache, aux.merge(observe(x_BTE, step.segments, runtime.record))
 
     def mix(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
-        """Computes (x after the mixer, input of the mixer, mix of its residual connection, cache, LayerAux)."""
+        """Computes (x after the mixer, input of the mixer, mix of its residual connection, cache,
+        LayerAux)."""
         if self.spec.mixer is None:
             return x_BTE, None, None, cache, LayerAux()
         read, mix = cast(Any, self.mixer_residual).read(x_BTE)
@@ -116,7 +129,8 @@ class Layer(nnx.Module):
         return self.mixer_residual.write(x_BTE, mixed, mix), normed, mix, cache, aux
 
     def enter(self, x_BTE: jax.Array, normed_BTE: jax.Array | None, mix) -> tuple[jax.Array, Any]:
-        """Computes (input of the feed-forward, the mix that `leave` needs). `normed` and `mix` come from the mixer."""
+        """Computes (input of the feed-forward, the mix that `leave` needs). `normed` and `mix` come
+        from the mixer."""
         if self.spec.parallel:
             assert normed_BTE is not None  # a parallel layer has a mixer
             return normed_BTE, mix
@@ -125,7 +139,9 @@ class Layer(nnx.Module):
 
     def leave(self, x_BTE: jax.Array, fed_BTE: jax.Array, step: Step, mix) -> jax.Array:
         """Adds the output of the feed-forward to x."""
-        fed_BTE = drop(self._scaled(self._norm("post_feedforward_layernorm", fed_BTE)), step.dropout, 1)
+        fed_BTE = drop(
+            self._scaled(self._norm("post_feedforward_layernorm", fed_BTE)), step.dropout, 1
+        )
         if self.spec.parallel:
             return self.mixer_residual.write_second(x_BTE, fed_BTE, mix)
         return self.feed_forward_residual.write(x_BTE, fed_BTE, mix)

@@ -1,5 +1,5 @@
-"""A module of multi-token prediction (arXiv 2412.19437, section 2.2): a layer that reads a hidden state and the next
-token."""
+"""A module of multi-token prediction (arXiv 2412.19437, section 2.2): a layer that reads a hidden
+state and the next token."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LAYER = f"{NAME}.layer"
 
 
 class PredictionModule(nnx.Module):
-    """The module of one depth. Weights: enorm, hnorm, post_norm [E]; eh_proj [2E, E], the half of the embedding first;
-    the weights of the layer. With hyper-connections the streams begin and end in the module, which reads one state for
-    each token."""
+    """The module of one depth. Weights: enorm, hnorm, post_norm [E]; eh_proj [2E, E], the half of
+    the embedding first; the weights of the layer. With hyper-connections the streams begin and end
+    in the module, which reads one state for each token."""
 
     def __init__(self, spec: MultiTokenPrediction, config: DecoderConfig, rngs: nnx.Rngs):
         E = config.hidden_size

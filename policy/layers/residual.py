@@ -1,4 +1,5 @@
-"""Residual connections: the input that a part of a layer reads, and how its output is written back."""
+"""Residual connections: the input that a part of a layer reads, and how its output is written
+back."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from policy.mesh.explicit import reshard_like
 
 
 class Residual(nnx.Module):
-    """The part reads x; its output is added to x if `adds`, otherwise it replaces x. It has no weights."""
+    """The part reads x; its output is added to x if `adds`, otherwise it replaces x. It has no
+    weights."""
 
     def __init__(self, adds: bool):
         self.adds = adds
@@ -27,13 +29,16 @@ class Residual(nnx.Module):
         return x_BTE + out_BTE if self.adds else out_BTE
 
     def write_second(self, x_BTE: jax.Array, out_BTE: jax.Array, mix: None) -> jax.Array:
-        """Writes the output of a second part that read the same input; `x_BTE` is the result of `write` with the
-        first."""
+        """Writes the output of a second part that read the same input; `x_BTE` is the result of
+        `write` with the first."""
         return self.write(x_BTE, out_BTE, mix)
 
 
-def residual(spec: LayerSpec, config: DecoderConfig, rngs: nnx.Rngs) -> Residual | HyperConnection | GatedConnection:
-    """Creates the residual connection of one part of a layer. Several residual streams replace the plain connection."""
+def residual(
+    spec: LayerSpec, config: DecoderConfig, rngs: nnx.Rngs
+) -> Residual | HyperConnection | GatedConnection:
+    """Creates the residual connection of one part of a layer. Several residual streams replace the
+    plain connection."""
     match config.hyper_connections:
         case None:
             return Residual(spec.residual)
@@ -43,7 +48,8 @@ def residual(spec: LayerSpec, config: DecoderConfig, rngs: nnx.Rngs) -> Residual
 
 
 def streams(config: DecoderConfig, rngs: nnx.Rngs) -> Streams | GatedStreams | None:
-    """Creates the ends of the residual streams of a decoder; None if tokens have one residual vector."""
+    """Creates the ends of the residual streams of a decoder; None if tokens have one residual
+    vector."""
     match config.hyper_connections:
         case None:
             return None

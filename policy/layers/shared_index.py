@@ -1,8 +1,8 @@
 """The keys that an indexer chooses for later layers as well (Indexer.keeps, SharedIndexer).
 
 A layer that keeps its choice reports it as `LayerAux.selection`, and the layers after it find it in
-`Step.selection`: columns of the row, of its cache if there is one, -1 where there are fewer. All layers
-see the same columns. The choice never passes from one repeat of a stack to the next.
+`Step.selection`: columns of the row, of its cache if there is one, -1 where there are fewer. All
+layers see the same columns. The choice never passes from one repeat of a stack to the next.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ def after_layer(spec: LayerSpec, step: Step, aux: LayerAux) -> Step:
 def hand_on(
     specs: Sequence[LayerSpec], step: Step, outputs: tuple[LayerAux, ...], recorded: bool
 ) -> tuple[Step, tuple[LayerAux, ...]]:
-    """Returns the step for later stacks, with the last choice of a stack, and the outputs of the stack, without
-    choices unless they are `recorded`.
+    """Returns the step for later stacks, with the last choice of a stack, and the outputs of the
+    stack, without choices unless they are `recorded`.
 
-    outputs: one LayerAux with arrays [R, ...] for each of the R repeats and each layer of the pattern.
+    outputs: one LayerAux with arrays [R, ...] for each of the R repeats and each layer of the
+    pattern.
     """
     for spec, output in zip(specs, outputs, strict=True):
         if spec.keeps_index:

@@ -1,4 +1,5 @@
-"""The names of mesh axes and of logical axes, and the rules that map logical axes to mesh axes. Does not import jax."""
+"""The names of mesh axes and of logical axes, and the rules that map logical axes to mesh axes.
+Does not import jax."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ UNUSED: dict[str, str] = {
     "diloco": "a run has no copies that drift apart; use data",
     "stage": "layers are not cut into pipeline stages; use fsdp",
     "fsdp_transpose": "weights are cut along one dimension; use fsdp",
-    "context_usp_ulysses": "one way of attention at a time; use context, with model.context_parallel",
+    "context_usp_ulysses": "one way of attention at a time; use context, with "
+    "model.context_parallel",
     "context_autoregressive": "caches are cut by slots and heads; use data or tensor",
     "tensor_sequence": "use tensor, and context for sequences",
     "autoregressive": "rollouts use the axes of training; use data or tensor",
 }
 
-# Logical axis of a weight or activation -> mesh axes in order of preference. An axis that is already used or that does
-# not divide the dimension is dropped.
+# Logical axis of a weight or activation -> mesh axes in order of preference. An axis that is
+# already used or that does not divide the dimension is dropped.
 DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
     "length": ("context",),
@@ -46,23 +48,37 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     "cache_heads": ("tensor",),
 }
 
-# The rules that replace defaults where every device holds a slice of the width of all experts (`expert_parallel:
-# hidden`).
-HIDDEN_SPLIT_RULES: dict[str, tuple[str, ...]] = {"exp": ("fsdp", "context"), "mlp_moe": ("expert", "tensor")}
+# The rules that replace defaults where every device holds a slice of the width of all experts
+# (`expert_parallel: hidden`).
+HIDDEN_SPLIT_RULES: dict[str, tuple[str, ...]] = {
+    "exp": ("fsdp", "context"),
+    "mlp_moe": ("expert", "tensor"),
+}
 
-# The rules that override others while rollouts decode, under `generator.rules: stationary`. Every device multiplies
-# with its own part of a weight, so that rows of activations travel between devices and weights do not. The outputs of a
-# product are cut, or the inputs for the second of two products. `tensor` comes first, as in training, so that
-# resharding stays among the devices that share it. Rows are replicated along the axes that cut products. Rows of a
-# cache are not, and queries are sent to them: among devices that have the rows anyway, because the axes of a batch come
-# first.
+# The rules that override others while rollouts decode, under `generator.rules: stationary`. Every
+# device multiplies with its own part of a weight, so that rows of activations travel between
+# devices and weights do not. The outputs of a product are cut, or the inputs for the second of two
+# products. `tensor` comes first, as in training, so that resharding stays among the devices that
+# share it. Rows are replicated along the axes that cut products. Rows of a cache are not, and
+# queries are sent to them: among devices that have the rows anyway, because the axes of a batch
+# come first.
 _WIDTH = ("tensor", "fsdp", "context")
 STATIONARY_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "expert"),
     "cache_batch": ("data", "expert", "fsdp"),
     **dict.fromkeys(("embed", "embed_vocab", "embed_moe", "q_lora", "kv_lora"), ()),
     **dict.fromkeys(
-        ("mlp", "mlp_moe", "heads", "q_heads", "kv_heads", "q_lora_up_proj", "kv_lora_up_proj", "vocab"), _WIDTH
+        (
+            "mlp",
+            "mlp_moe",
+            "heads",
+            "q_heads",
+            "kv_heads",
+            "q_lora_up_proj",
+            "kv_lora_up_proj",
+            "vocab",
+        ),
+        _WIDTH,
     ),
 }
 

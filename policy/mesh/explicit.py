@@ -1,13 +1,16 @@
-"""Shardings as parts of types: helpers for code that is traced while the axes of the mesh are `Explicit`.
+"""Shardings as parts of types: helpers for code that is traced while the axes of the mesh are
+`Explicit`.
 
-Arrays of a run live on a mesh whose axes are `Auto`, whatever `mesh.shard_mode` is. Under `explicit` a decoder that is
-called without a cache is traced in another view of that mesh, with the same devices in the same order, whose axes are
-`Explicit` (`with_explicit_axes`). There the type of every array has a sharding, an operation whose result could be
-sharded in two ways is an error, and data moves between devices only at a `reshard`, an `out_sharding` or a `shard_map`.
-Entering and leaving the view moves no data.
+Arrays of a run live on a mesh whose axes are `Auto`, whatever `mesh.shard_mode` is. Under
+`explicit` a decoder that is called without a cache is traced in another view of that mesh, with the
+same devices in the same order, whose axes are `Explicit` (`with_explicit_axes`). There the type of
+every array has a sharding, an operation whose result could be sharded in two ways is an error, and
+data moves between devices only at a `reshard`, an `out_sharding` or a `shard_map`. Entering and
+leaving the view moves no data.
 
-Computations of a device on its own rows and heads run in `over_devices`. The few operations that no sharding rule of
-jax covers (sorts, random bits) are left to the partitioner, between inputs and outputs of known sharding (`auto_axes`).
+Computations of a device on its own rows and heads run in `over_devices`. The few operations that no
+sharding rule of jax covers (sorts, random bits) are left to the partitioner, between inputs and
+outputs of known sharding (`auto_axes`).
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ def spec_of(x: jax.Array) -> PartitionSpec:
 
 
 def with_explicit_axes(function: Callable, mesh: Mesh, specs: Any) -> Callable:
-    """Returns `function` traced with the axes of `mesh` Explicit. Its results are arrays of the caller's view.
+    """Returns `function` traced with the axes of `mesh` Explicit. Its results are arrays of the
+    caller's view.
 
     specs: the PartitionSpecs of the arguments, or a prefix of their tree.
     """
@@ -42,8 +46,11 @@ def with_explicit_axes(function: Callable, mesh: Mesh, specs: Any) -> Callable:
     return run
 
 
-def over_devices(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any, **options: Any) -> Callable:
-    """Returns `jax.shard_map` of `function` over the mesh (in explicit mode: the mesh of the types).
+def over_devices(
+    function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any, **options: Any
+) -> Callable:
+    """Returns `jax.shard_map` of `function` over the mesh (in explicit mode: the mesh of the
+    types).
 
     In explicit mode, arguments with another sharding than `in_specs` are resharded first.
     """
@@ -54,7 +61,8 @@ def over_devices(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs
 
 
 def auto_axes(function: Callable, out_specs: Any, *arguments: Any) -> Any:
-    """Returns function(*arguments), computed with shardings of the partitioner; the results are sharded by `out_specs`.
+    """Returns function(*arguments), computed with shardings of the partitioner; the results are
+    sharded by `out_specs`.
 
     `function` must not close over arrays. Outside of explicit mode this is a plain call.
     """
@@ -64,5 +72,6 @@ def auto_axes(function: Callable, out_specs: Any, *arguments: Any) -> Any:
 
 
 def reshard_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Reshards x like `other`, an array with as many dimensions. Outside of explicit mode x is returned unchanged."""
+    """Reshards x like `other`, an array with as many dimensions. Outside of explicit mode x is
+    returned unchanged."""
     return jax.reshard(x, spec_of(other)) if in_explicit_mode() else x

@@ -1,9 +1,10 @@
 """Communication between the processes that compute one run together.
 
-All processes run the same program and take the same decisions, because they decide from the same values on the host.
-Each process holds the shards of its own devices. The functions below bring the value of an array, or a value that one
-process alone knows, to all processes. Every process must call them at the same places, in the same order, from its main
-thread. In a run of one process they return their argument.
+All processes run the same program and take the same decisions, because they decide from the same
+values on the host. Each process holds the shards of its own devices. The functions below bring the
+value of an array, or a value that one process alone knows, to all processes. Every process must
+call them at the same places, in the same order, from its main thread. In a run of one process they
+return their argument.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def on_host(array: Any) -> np.ndarray:
 
 
 def _everywhere(array: jax.Array) -> np.ndarray:
-    """Replicates the array. Waits for all devices of this process: on CPUs programs that overlap may deadlock."""
+    """Replicates the array. Waits for all devices of this process: on CPUs programs that overlap
+    may deadlock."""
     sharding = cast(NamedSharding, array.sharding)
     place = NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
     return np.asarray(jax.block_until_ready(jax.jit(_same, out_shardings=place)(array)))
@@ -54,7 +56,8 @@ def _same(array):
 
 
 def device_put_global(tree: Any, sharding: Sharding) -> Any:
-    """Puts arrays that every host has on the devices of `sharding`. Each process writes the shards of its own devices.
+    """Puts arrays that every host has on the devices of `sharding`. Each process writes the shards
+    of its own devices.
 
     `jax.device_put` would compare the arrays of all processes at every call.
     """
@@ -63,7 +66,9 @@ def device_put_global(tree: Any, sharding: Sharding) -> Any:
 
     def place(array):
         array = np.asarray(array)
-        return jax.make_array_from_callback(array.shape, sharding, lambda shard: np.asarray(array[shard]))
+        return jax.make_array_from_callback(
+            array.shape, sharding, lambda shard: np.asarray(array[shard])
+        )
 
     return jax.tree.map(place, tree)
 
@@ -77,9 +82,14 @@ def all_gather_object(value: Any) -> list:
         return [value]
     own = np.frombuffer(serialization.write(value), np.uint8)
     [sizes] = _stacked(np.asarray([len(own)], np.int32)).T
-    padded = np.zeros(1 << (int(sizes.max()) - 1).bit_length(), np.uint8)  # few lengths, few programs
+    padded = np.zeros(
+        1 << (int(sizes.max()) - 1).bit_length(), np.uint8
+    )  # few lengths, few programs
     padded[: len(own)] = own
-    return [serialization.read(row[:size].tobytes()) for row, size in zip(_stacked(padded), sizes, strict=True)]
+    return [
+        serialization.read(row[:size].tobytes())
+        for row, size in zip(_stacked(padded), sizes, strict=True)
+    ]
 
 
 def _stacked(own: np.ndarray) -> np.ndarray:
@@ -87,7 +97,9 @@ def _stacked(own: np.ndarray) -> np.ndarray:
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.asarray(devices).reshape(count(), -1), ("process", "device"))
     place = NamedSharding(mesh, PartitionSpec("process"))
-    return _everywhere(jax.make_array_from_callback((count(), *own.shape), place, lambda _: own[None]))
+    return _everywhere(
+        jax.make_array_from_callback((count(), *own.shape), place, lambda _: own[None])
+    )
 
 
 def broadcast(value: Any) -> Any:

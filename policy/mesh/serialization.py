@@ -1,7 +1,9 @@
-"""Serialization of values between the processes of a run, as JSON: reading a message never executes code.
+"""Serialization of values between the processes of a run, as JSON: reading a message never executes
+code.
 
-A value that JSON lacks becomes an object with one key, the name of its type: tuples, dicts with keys of any type, numpy
-arrays, bytes, paths, and objects of the classes that `register_type` has registered.
+A value that JSON lacks becomes an object with one key, the name of its type: tuples, dicts with
+keys of any type, numpy arrays, bytes, paths, and objects of the classes that `register_type` has
+registered.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _REGISTERED: dict[str, type] = {}
 
 
 def register_type(*kinds: type[T]) -> type[T]:
-    """Registers classes whose objects can be serialized. Returns the first, so that it can decorate a class.
+    """Registers classes whose objects can be serialized. Returns the first, so that it can decorate
+    a class.
 
     Dataclasses and named tuples are serialized by their fields, exceptions by their text.
     """
@@ -38,13 +41,14 @@ def write(value: Any) -> bytes:
 
 
 def read(text: bytes) -> Any:
-    """Reads a value back. Numpy numbers become Python numbers; an exception gets its nearest registered class."""
+    """Reads a value back. Numpy numbers become Python numbers; an exception gets its nearest
+    registered class."""
     return _value(json.loads(text), [])
 
 
 def _plain(value: Any, seen: dict[int, int]) -> Any:
-    """Returns a value as JSON. seen: number of each bytes object so far by its id; a file that several objects refer to
-    is written once."""
+    """Returns a value as JSON. seen: number of each bytes object so far by its id; a file that
+    several objects refer to is written once."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list):
@@ -62,7 +66,9 @@ def _plain(value: Any, seen: dict[int, int]) -> Any:
         return value.item()
     if isinstance(value, np.ndarray):
         return {"array": [value.dtype.str, value.shape, base64.b64encode(value.tobytes()).decode()]}
-    if kind := next((each for each in type(value).__mro__ if _REGISTERED.get(each.__name__) is each), None):
+    if kind := next(
+        (each for each in type(value).__mro__ if _REGISTERED.get(each.__name__) is each), None
+    ):
         if isinstance(value, BaseException):
             return {kind.__name__: str(value)}
         fields = [getattr(value, name) for name in _fields(kind)]
@@ -94,7 +100,11 @@ def _value(plain: Any, seen: list[bytes]) -> Any:
     if kind == "tuple":
         return tuple(_value(each, seen) for each in content)
     cls = _REGISTERED[kind]
-    return cls(content) if issubclass(cls, BaseException) else cls(*(_value(each, seen) for each in content))
+    return (
+        cls(content)
+        if issubclass(cls, BaseException)
+        else cls(*(_value(each, seen) for each in content))
+    )
 
 
 def _fields(kind: type) -> tuple[str, ...]:

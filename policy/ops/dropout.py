@@ -1,5 +1,5 @@
-"""Dropout whose bits depend only on the row, the layer and the place in the layer: not on micro-batches, on the
-sharding of rows, or on whether layers are scanned."""
+"""Dropout whose bits depend only on the row, the layer and the place in the layer: not on
+micro-batches, on the sharding of rows, or on whether layers are scanned."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from policy.mesh.explicit import auto_axes, in_explicit_mode, spec_of
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dropout:
-    """The dropout of one layer: elements become 0 with probability `rate`, the others are divided by 1 - rate.
+    """The dropout of one layer: elements become 0 with probability `rate`, the others are divided
+    by 1 - rate.
 
-    `seeds` uint32[B], one for each row; `layer` is the number of the layer (the embedding is -1). `places` int32[1, T]:
-    the position of each token in its row; None: tokens are in order.
+    `seeds` uint32[B], one for each row; `layer` is the number of the layer (the embedding is -1).
+    `places` int32[1, T]: the position of each token in its row; None: tokens are in order.
     """
 
     seeds: jax.Array
@@ -35,7 +36,9 @@ class Dropout:
 def row_seeds(seed: int, update: jax.Array, rows: int) -> jax.Array:
     """Returns uint32[rows]: the seeds of the rows of one update."""
     key = jax.random.fold_in(jax.random.key(seed), update)
-    return jax.vmap(lambda row: jax.random.bits(jax.random.fold_in(key, row), dtype=jnp.uint32))(jnp.arange(rows))
+    return jax.vmap(lambda row: jax.random.bits(jax.random.fold_in(key, row), dtype=jnp.uint32))(
+        jnp.arange(rows)
+    )
 
 
 def drop(x_BTE: jax.Array, dropout: Dropout | None, place: int = 0) -> jax.Array:
@@ -43,7 +46,9 @@ def drop(x_BTE: jax.Array, dropout: Dropout | None, place: int = 0) -> jax.Array
     if dropout is None or dropout.rate == 0.0:
         return x_BTE
     if in_explicit_mode():
-        return cast(jax.Array, auto_axes(partial(drop, place=place), spec_of(x_BTE), x_BTE, dropout))
+        return cast(
+            jax.Array, auto_axes(partial(drop, place=place), spec_of(x_BTE), x_BTE, dropout)
+        )
 
     def keep(seed):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), dropout.layer + 1), place)

@@ -1,4 +1,5 @@
-"""Arrays in host memory: they are copied to the device a layer at a time, or the host computes with them."""
+"""Arrays in host memory: they are copied to the device a layer at a time, or the host computes with
+them."""
 
 from __future__ import annotations
 
@@ -27,10 +28,11 @@ class NoHostMemory(ValueError):
 
 
 def belongs_there(axes: tuple[str | None, ...]) -> bool:
-    """Tells whether an array with these logical axes should be offloaded to host memory: matrices should.
+    """Tells whether an array with these logical axes should be offloaded to host memory: matrices
+    should.
 
-    Norms and biases are small, and TPUs cannot slice one row out of a stack of them there, because rows are stored
-    eight at a time.
+    Norms and biases are small, and TPUs cannot slice one row out of a stack of them there, because
+    rows are stored eight at a time.
     """
     return len([axis for axis in axes if axis != "layers"]) > 1
 
@@ -46,20 +48,24 @@ def in_host_memory(sharding: NamedSharding) -> NamedSharding:
     if not any(memory.kind == HOST for memory in device.addressable_memories()):
         raise NoHostMemory(
             f"{device.platform} devices have no {HOST} memory, so nothing can be kept there: set "
-            "model.host_parameters and optimizer.host_memory to false, and model.remat to a policy that offloads "
+            "model.host_parameters and optimizer.host_memory to false, and model.remat to a "
+            "policy that offloads "
             "nothing"
         )
     return sharding.with_memory_kind(HOST)
 
 
 def fetch(tree: Any) -> Any:
-    """Copies arrays in host memory to device memory, inside a jitted function. Gradients return to the memory of the
-    arrays.
+    """Copies arrays in host memory to device memory, inside a jitted function. Gradients return to
+    the memory of the arrays.
 
     Under jax.checkpoint the copy is not stored: the backward pass makes it again.
     """
     return jax.tree.map(
-        lambda a: jax.device_put(a, Space.Device) if jax.typeof(a).memory_space == Space.Host else a, tree
+        lambda a: (
+            jax.device_put(a, Space.Device) if jax.typeof(a).memory_space == Space.Host else a
+        ),
+        tree,
     )
 
 
@@ -83,7 +89,11 @@ def fetch_layer(weights: Any, runtime: Runtime) -> Any:
 def put_back(tree: Any, like: Any) -> Any:
     """Moves each array to the memory of its counterpart in `like`."""
     return jax.tree.map(
-        lambda a, b: jax.device_put(a, Space.Host) if jax.typeof(b).memory_space == Space.Host else a, tree, like
+        lambda a, b: (
+            jax.device_put(a, Space.Host) if jax.typeof(b).memory_space == Space.Host else a
+        ),
+        tree,
+        like,
     )
 
 
@@ -108,14 +118,19 @@ def on_a_device(tree: Any) -> int:
         if place is not None and getattr(place, "memory_kind", None) == HOST:
             return 0
         shape = array.shape if place is None else place.shard_shape(array.shape)
-        return math.ceil(math.prod(shape) * (0.5 if array.dtype == jnp.int4 else array.dtype.itemsize))
+        return math.ceil(
+            math.prod(shape) * (0.5 if array.dtype == jnp.int4 else array.dtype.itemsize)
+        )
 
     return sum(map(size, jax.tree.leaves(tree)))
 
 
 def on_host(function: Callable, *trees: Any) -> Any:
-    """Returns function(*trees), computed by the host inside a program on a TPU: only arguments and results move.
+    """Returns function(*trees), computed by the host inside a program on a TPU: only arguments and
+    results move.
 
     Arguments are copied to host memory if needed, and the result stays there.
     """
-    return _compute_on(function, compute_type="device_host", out_memory_spaces=Space.Host)(*to_host(trees))
+    return _compute_on(function, compute_type="device_host", out_memory_spaces=Space.Host)(
+        *to_host(trees)
+    )

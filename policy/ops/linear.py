@@ -1,13 +1,15 @@
 """Products of activations with weights that may be quantised.
 
-Every such product goes through `linear`, or through `policy.experts.grouped.product` if groups of rows have weights of
-their own. Products that are never quantised do not: routers and gates, norms, the indexer, embedding and head.
+Every such product goes through `linear`, or through `policy.experts.grouped.product` if groups of
+rows have weights of their own. Products that are never quantised do not: routers and gates, norms,
+the indexer, embedding and head.
 
-In training a weight is an array of floats, and `Runtime.quantization` names the rule by which its product is computed
-(policy/ops/quantization.py). For rollouts it may be a `qwix.QArray` (rollout/engine/weights.py), which is multiplied as
-floats in the dtype of the activations, or, with a rule, by quantised activations. In decoding on CPU it is a
-`Projection`, stored for fast products (policy/ops/projection.py). In decoding on TPU the weights of experts are
-`StackedWeight`s, which a kernel reads in place (policy/ops/stacked.py).
+In training a weight is an array of floats, and `Runtime.quantization` names the rule by which its
+product is computed (policy/ops/quantization.py). For rollouts it may be a `qwix.QArray`
+(rollout/engine/weights.py), which is multiplied as floats in the dtype of the activations, or, with
+a rule, by quantised activations. In decoding on CPU it is a `Projection`, stored for fast products
+(policy/ops/projection.py). In decoding on TPU the weights of experts are `StackedWeight`s, which a
+kernel reads in place (policy/ops/stacked.py).
 """
 
 from __future__ import annotations
@@ -33,12 +35,16 @@ Weight = jax.Array | qwix.QArray | Projection | StackedWeight
 
 
 def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax.Array:
-    """Computes einsum(equation, x, weight) in x's dtype. In the equation "..." may stand for leading dimensions of
-    x."""
+    """Computes einsum(equation, x, weight) in x's dtype. In the equation "..." may stand for
+    leading dimensions of x."""
     rule = runtime.quantization
     weight = weight.one if isinstance(weight, StackedWeight) else weight
     if rule is None and isinstance(weight, jax.Array):
-        if runtime.layout is not None and runtime.layout.mesh.size == 1 and runtime.layout.platform == "cpu":
+        if (
+            runtime.layout is not None
+            and runtime.layout.mesh.size == 1
+            and runtime.layout.platform == "cpu"
+        ):
             return _by_rows(_spelled(equation, x), x, weight.astype(x.dtype))
         return einsum(equation, x, weight.astype(x.dtype), runtime.layout)
     equation = _spelled(equation, x)
@@ -48,7 +54,8 @@ def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax
         return quantization.einsum(equation, x, weight, rule)
     if rule is None:
         return qwix.einsum(equation, x, weight.astype(x.dtype))
-    letters, outs = equation.split(",")[0], equation.split("->")[1]
+    letters = equation.split(",")[0]
+    outs = equation.split("->")[1]
     inputs = tuple(dim for dim, letter in enumerate(letters) if letter not in outs)
     x_quantized = quantization.quantize(x, quantization.RULES[rule].act_qtype, inputs)
     return qwix.einsum(equation, x_quantized, weight).astype(x.dtype)
@@ -60,12 +67,17 @@ def scaled(x: jax.Array, factor: float) -> jax.Array:
 
 
 def einsum(
-    equation: str, x: jax.Array, weight: jax.Array, layout: Layout | None = None, precision: str | None = None
+    equation: str,
+    x: jax.Array,
+    weight: jax.Array,
+    layout: Layout | None = None,
+    precision: str | None = None,
 ) -> jax.Array:
     """Computes einsum(equation, x, weight) for activations and a weight that is not quantised.
 
-    In explicit mode an all-gather joins the weight over the axes that shard it for storage only (without a layout: over
-    all axes that do not shard x), and dimensions of the result are sharded as in x or in the weight.
+    In explicit mode an all-gather joins the weight over the axes that shard it for storage only
+    (without a layout: over all axes that do not shard x), and dimensions of the result are sharded
+    as in x or in the weight.
     """
     if not in_explicit_mode():
         return jnp.einsum(equation, x, weight, precision=precision)
@@ -80,30 +92,36 @@ def einsum(
 
 def _spelled(equation: str, x: jax.Array) -> str:
     """Replaces the dots of an equation by letters."""
-    return equation.replace("...", ascii_uppercase[: x.ndim - len(equation.split(",")[0].replace("...", ""))])
+    return equation.replace(
+        "...", ascii_uppercase[: x.ndim - len(equation.split(",")[0].replace("...", ""))]
+    )
 
 
 def _by_rows(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Computes the einsum as one product of matrices if it is one. For rows of several dimensions XLA's CPU backend
-    transposes them, and all that is fused into them, before it computes the gradient of the weight: a third of the time
-    of a small update (docs/decisions.md)."""
+    """Computes the einsum as one product of matrices if it is one. For rows of several dimensions
+    XLA's CPU backend transposes them, and all that is fused into them, before it computes the
+    gradient of the weight: a third of the time of a small update (docs/decisions.md)."""
     rows, inputs, outputs = _letters(equation)
-    K, outs = math.prod(weight.shape[: len(inputs)]), weight.shape[len(inputs) :]
+    K = math.prod(weight.shape[: len(inputs)])
+    outs = weight.shape[len(inputs) :]
     if equation.split(",")[1].split("->")[0] != inputs + outputs:
         return jnp.einsum(equation, x, weight)
     return _through(equation, x, outs, lambda x_MK: x_MK @ weight.reshape(K, -1))
 
 
 def _project(equation: str, x: jax.Array, weight: Projection) -> jax.Array:
-    """Computes the einsum with a weight whose first dimensions, in the order of the equation, are summed over."""
+    """Computes the einsum with a weight whose first dimensions, in the order of the equation, are
+    summed over."""
     return _through(equation, x, weight.outputs, weight.product)
 
 
 def _through(
     equation: str, x: jax.Array, outs: tuple[int, ...], product: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Computes `equation` by `product`, which maps [M, K] to [M, N]; `outs` are the dimensions of N."""
-    letters, out = equation.split(",")[0], equation.split("->")[1]
+    """Computes `equation` by `product`, which maps [M, K] to [M, N]; `outs` are the dimensions of
+    N."""
+    letters = equation.split(",")[0]
+    out = equation.split("->")[1]
     rows, inputs, outputs = _letters(equation)
     x = jnp.einsum(f"{letters}->{rows}{inputs}", x)
     dims = x.shape[: len(rows)]
@@ -112,17 +130,23 @@ def _through(
 
 
 def _letters(equation: str) -> tuple[str, str, str]:
-    """Returns (rows, inputs, outputs): the dimensions of x alone, the summed ones, the dimensions of the weight
-    alone."""
+    """Returns (rows, inputs, outputs): the dimensions of x alone, the summed ones, the dimensions
+    of the weight alone."""
     (letters, named), out = equation.split("->")[0].split(","), equation.split("->")[1]
     inputs = "".join(letter for letter in named if letter not in out)
     rows = "".join(letter for letter in letters if letter not in named)
-    return rows, inputs, "".join(letter for letter in named if letter in out and letter not in letters)
+    return (
+        rows,
+        inputs,
+        "".join(letter for letter in named if letter in out and letter not in letters),
+    )
 
 
-def ragged_linear(rows_ME: jax.Array, weights_GEF: Weight, sizes_G: jax.Array, runtime: Runtime) -> jax.Array:
-    """Computes rows[m] @ weights[group of m] in rows' dtype: [M, F]. The rows of a group are contiguous; `sizes` are
-    their numbers."""
+def ragged_linear(
+    rows_ME: jax.Array, weights_GEF: Weight, sizes_G: jax.Array, runtime: Runtime
+) -> jax.Array:
+    """Computes rows[m] @ weights[group of m] in rows' dtype: [M, F]. The rows of a group are
+    contiguous; `sizes` are their numbers."""
     rule = runtime.quantization
     assert not isinstance(weights_GEF, Projection)  # expert weights are not projected
     if isinstance(weights_GEF, StackedWeight):
@@ -141,9 +165,12 @@ def ragged_linear(rows_ME: jax.Array, weights_GEF: Weight, sizes_G: jax.Array, r
     return qwix.ragged_dot(rows, weights_GEF, sizes_G).astype(rows_ME.dtype)
 
 
-def rounded(array: Weight, inputs: tuple[int, ...], dtype: DTypeLike, runtime: Runtime) -> jax.Array:
-    """Returns the numbers by which `linear` multiplies, as floats of `dtype`, for products that are computed in another
-    way. `array` is a weight or an activation, `inputs` are the dimensions that `linear` would sum over."""
+def rounded(
+    array: Weight, inputs: tuple[int, ...], dtype: DTypeLike, runtime: Runtime
+) -> jax.Array:
+    """Returns the numbers by which `linear` multiplies, as floats of `dtype`, for products that are
+    computed in another way. `array` is a weight or an activation, `inputs` are the dimensions that
+    `linear` would sum over."""
     assert not isinstance(array, Projection | StackedWeight)  # they exist in decoding only
     if isinstance(array, qwix.QArray):
         return qwix.dequantize(array.astype(dtype))

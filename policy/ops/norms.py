@@ -11,34 +11,43 @@ from policy.ops.parameter import ones, weight, zeros
 
 
 class RMSNorm(nnx.Module):
-    """Computes x * rsqrt(mean(x^2) + eps), scaled by a weight of the last dimension as `Norm.scale` says; statistics in
-    float32."""
+    """Computes x * rsqrt(mean(x^2) + eps), scaled by a weight of the last dimension as `Norm.scale`
+    says; statistics in float32."""
 
     def __init__(self, dim: int, config: Norm, rngs: nnx.Rngs):
         self.config = config
         if config.scale != "none":
-            self.weight = weight(rngs, (dim,), ("norm",), zeros if config.scale == "zero_centred" else ones)
+            self.weight = weight(
+                rngs, (dim,), ("norm",), zeros if config.scale == "zero_centred" else ones
+            )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.config.eps)
+        normed = x32 * jax.lax.rsqrt(
+            jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.config.eps
+        )
         if self.config.scale == "none":
             return normed.astype(x.dtype)
         w = self.weight[...]
         if self.config.scale == "after_cast":
             return _scaled(normed.astype(x.dtype), w.astype(x.dtype))
         w32 = w.astype(jnp.float32)
-        return _scaled(normed, 1.0 + w32 if self.config.scale == "zero_centred" else w32).astype(x.dtype)
+        return _scaled(normed, 1.0 + w32 if self.config.scale == "zero_centred" else w32).astype(
+            x.dtype
+        )
 
 
 @jax.custom_vjp
 def _scaled(y: jax.Array, weight_D: jax.Array) -> jax.Array:
-    """Returns y * weight. The gradient of the weight is one sum over all other dimensions. Automatic differentiation
-    leaves those of size 1 out of the sum, which XLA on CPU then computes several times slower (docs/decisions.md)."""
+    """Returns y * weight. The gradient of the weight is one sum over all other dimensions.
+    Automatic differentiation leaves those of size 1 out of the sum, which XLA on CPU then computes
+    several times slower (docs/decisions.md)."""
     return y * weight_D
 
 
-def _scaled_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _scaled_backward(
+    saved: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     y, weight_D = saved
     return g * weight_D, jnp.sum(g * y, axis=tuple(range(y.ndim - 1)))
 
@@ -47,8 +56,8 @@ _scaled.defvjp(lambda y, weight_D: (y * weight_D, (y, weight_D)), _scaled_backwa
 
 
 def stream_norm(x: jax.Array, scale: jax.Array, config: Norm) -> jax.Array:
-    """Computes the root-mean-square norm of each of several streams x [..., G, E] with a weight [G, E] of its own;
-    float32."""
+    """Computes the root-mean-square norm of each of several streams x [..., G, E] with a weight [G,
+    E] of its own; float32."""
     x = x.astype(jnp.float32)
     w = scale.astype(jnp.float32)
     w = 1.0 + w if config.scale == "zero_centred" else w
@@ -56,7 +65,8 @@ def stream_norm(x: jax.Array, scale: jax.Array, config: Norm) -> jax.Array:
 
 
 class MeanNorm(nnx.Module):
-    """Computes (x - mean) * rsqrt(variance + eps) * weight + bias (layer norm), as LayerNorm says."""
+    """Computes (x - mean) * rsqrt(variance + eps) * weight + bias (layer norm), as LayerNorm
+    says."""
 
     def __init__(self, dim: int, config: LayerNorm, rngs: nnx.Rngs):
         self.config = config
@@ -68,7 +78,9 @@ class MeanNorm(nnx.Module):
         dtype = jnp.float32 if self.config.reductions == "float32" else x.dtype
         y = x.astype(dtype)
         y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + jnp.asarray(self.config.eps, dtype))
+        y = y * jax.lax.rsqrt(
+            jnp.mean(jnp.square(y), axis=-1, keepdims=True) + jnp.asarray(self.config.eps, dtype)
+        )
         y = y * self.weight[...].astype(dtype)
         return (y + self.bias[...].astype(dtype) if self.config.bias else y).astype(x.dtype)
 

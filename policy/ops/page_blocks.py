@@ -18,9 +18,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 def scratch_shapes(block: int, *pools_KNPD: jax.Array) -> list[Any]:
-    """Returns the scratch memory of a kernel that reads blocks of `block` pages of each of these pools.
+    """Returns the scratch memory of a kernel that reads blocks of `block` pages of each of these
+    pools.
 
-    Two halves of a buffer for each pool, the half that holds the next block, and a semaphore for each half.
+    Two halves of a buffer for each pool, the half that holds the next block, and a semaphore for
+    each half.
     """
     buffers = (pltpu.VMEM((2, block, *pool.shape[2:]), pool.dtype) for pool in pools_KNPD)
     return [*buffers, pltpu.SMEM((1,), jnp.int32), pltpu.SemaphoreType.DMA((2,))]
@@ -30,8 +32,9 @@ def scratch_shapes(block: int, *pools_KNPD: jax.Array) -> list[Any]:
 class PageBlocks:
     """The pages of the rows of a kernel, as references of Pallas.
 
-    table: int32[B M], where the pages of each row lie. pools: [K, N, P, D] each, in HBM. scratch: of `scratch_shapes`.
-    is_seen(row, page): whether a row sees an entry of its page number `page`; other pages are not read.
+    table: int32[B M], where the pages of each row lie. pools: [K, N, P, D] each, in HBM. scratch:
+    of `scratch_shapes`. is_seen(row, page): whether a row sees an entry of its page number `page`;
+    other pages are not read.
     """
 
     table: Any
@@ -45,14 +48,16 @@ class PageBlocks:
         return (program // heads, program % heads) if heads > 1 else (program, 0)
 
     def fold(self, end: Any, work: Callable[..., Any], carry: Any) -> Any:
-        """Returns the carry after carry = work(first, carry, *entries) for each block of this program.
+        """Returns the carry after carry = work(first, carry, *entries) for each block of this
+        program.
 
-        end: how many entries the pages of its row hold, 1 or more. first: the number of the first entry of a block.
-        entries: [block * P, D] of each pool. The next block, which may be the first of the next program, is fetched
-        meanwhile.
+        end: how many entries the pages of its row hold, 1 or more. first: the number of the first
+        entry of a block. entries: [block * P, D] of each pool. The next block, which may be the
+        first of the next program, is fetched meanwhile.
         """
         *buffers, turn, _ = self.scratch
-        program, tokens = pl.program_id(0), buffers[0].shape[1] * buffers[0].shape[2]
+        program = pl.program_id(0)
+        tokens = buffers[0].shape[1] * buffers[0].shape[2]
         blocks = pl.cdiv(end, tokens)
 
         @pl.when(program == 0)
@@ -65,14 +70,19 @@ class PageBlocks:
         before = turn[0]
 
         def step(number, carry):
-            half, last = (before + number) % 2, number + 1 == blocks
+            half = (before + number) % 2
+            last = number + 1 == blocks
 
             @pl.when(jnp.logical_not(last) | (program + 1 < pl.num_programs(0)))
             def _():
-                self._start(jnp.where(last, program + 1, program), jnp.where(last, 0, number + 1), 1 - half)
+                self._start(
+                    jnp.where(last, program + 1, program), jnp.where(last, 0, number + 1), 1 - half
+                )
 
             self._each_page(program, number, half, lambda copy: copy.wait())
-            return work(number * tokens, carry, *(buffer[half].reshape(tokens, -1) for buffer in buffers))
+            return work(
+                number * tokens, carry, *(buffer[half].reshape(tokens, -1) for buffer in buffers)
+            )
 
         carry = jax.lax.fori_loop(0, blocks, step, carry)
         turn[0] = (before + blocks) % 2

@@ -12,7 +12,8 @@ from jax.nn.initializers import Initializer
 
 
 class Constant(nnx.Variable):
-    """A stored array that is not trained; always of dtype `kind`, whatever the dtype of the weights."""
+    """A stored array that is not trained; always of dtype `kind`, whatever the dtype of the
+    weights."""
 
     kind = "float32"
 
@@ -42,8 +43,8 @@ zeros = jax.nn.initializers.zeros
 
 
 def stacked(create: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs, repeats: int) -> Any:
-    """Creates one module from `repeats` calls of `create(rngs)`, each with a random key of its own; weights are stacked
-    along a new axis named "layers"."""
+    """Creates one module from `repeats` calls of `create(rngs)`, each with a random key of its own;
+    weights are stacked along a new axis named "layers"."""
 
     @nnx.split_rngs(splits=repeats)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
@@ -53,13 +54,17 @@ def stacked(create: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs, repeats: int) -> 
     module = each(rngs)
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Variable) and node.get_metadata("out_sharding", None) == ():
-            node.set_metadata(out_sharding=("layers",))  # of a number without axes, which flax passes over
+            node.set_metadata(
+                out_sharding=("layers",)
+            )  # of a number without axes, which flax passes over
     return module
 
 
-def split_module(module: nnx.Module) -> tuple[list[jax.Array], Callable[[list[jax.Array]], nnx.Module]]:
-    """Returns (the arrays of a module, a function that rebuilds the module from such arrays), to pass the arrays to a
-    function as arguments."""
+def split_module(
+    module: nnx.Module,
+) -> tuple[list[jax.Array], Callable[[list[jax.Array]], nnx.Module]]:
+    """Returns (the arrays of a module, a function that rebuilds the module from such arrays), to
+    pass the arrays to a function as arguments."""
     graph, state = nnx.split(module)
     arrays, tree = jax.tree.flatten(state)
     return arrays, lambda arrays: nnx.merge(graph, tree.unflatten(arrays))
@@ -73,10 +78,11 @@ def weight(
     kind: type[nnx.Param] = nnx.Param,
     inputs: tuple[int, ...] | None = None,
 ) -> nnx.Param:
-    """Creates a trained float32 array of `shape` whose dimension i has the logical axis name `axes[i]`.
+    """Creates a trained float32 array of `shape` whose dimension i has the logical axis name
+    `axes[i]`.
 
-    `inputs` are the dimensions that its products sum over, if they go through policy/ops/linear.py: such a weight may
-    be quantised. Raises ValueError if `shape` and `axes` differ in length.
+    `inputs` are the dimensions that its products sum over, if they go through policy/ops/linear.py:
+    such a weight may be quantised. Raises ValueError if `shape` and `axes` differ in length.
     """
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and axes {axes} differ in length")

@@ -1,5 +1,5 @@
-"""Copies of weights for fast decoding on CPU: small ones are joined if they read the same input, large ones are
-transposed (policy/execution/decoding.py makes them).
+"""Copies of weights for fast decoding on CPU: small ones are joined if they read the same input,
+large ones are transposed (policy/execution/decoding.py makes them).
 
 K inputs of a product, N outputs, M rows.
 """
@@ -13,18 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Weights that read the same input and have so many numbers together (1 MiB: the second-level cache of a core) are stored
-# as [N, K], one each; fewer numbers are joined to one [K, N]. For two rows or more, XLA on CPU packs a [K, N] matrix again
-# at every call; it reads [N, K] in place if that is the left factor, which is 20 to 30% faster (docs/decisions.md). Small
-# weights, and one row, gain nothing.
+# Weights that read the same input and have so many numbers together (1 MiB: the second-level cache
+# of a core) are stored as [N, K], one each; fewer numbers are joined to one [K, N]. For two rows or
+# more, XLA on CPU packs a [K, N] matrix again at every call; it reads [N, K] in place if that is
+# the left factor, which is 20 to 30% faster (docs/decisions.md). Small weights, and one row, gain
+# nothing.
 LARGE = 1 << 18
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Projection:
-    """A weight [*inputs, *outputs] as n columns of `matrix` [K, N], from `start` on. If `transposed`, `matrix` is the weight
-    alone, [N, K], and `start` is 0. K is the product of `inputs`, n the product of `outputs`."""
+    """A weight [*inputs, *outputs] as n columns of `matrix` [K, N], from `start` on. If
+    `transposed`, `matrix` is the weight alone, [N, K], and `start` is 0. K is the product of
+    `inputs`, n the product of `outputs`."""
 
     matrix: jax.Array
     transposed: bool = field(metadata={"static": True})
@@ -33,16 +35,17 @@ class Projection:
     outputs: tuple[int, ...] = field(metadata={"static": True})
 
     def __getitem__(self, at: Any) -> Any:
-        """`[...]` returns the projection itself, as a parameter of nnx returns its array. Other indices look up rows of a
-        table [N, K]: an embedding that is the head as well."""
+        """`[...]` returns the projection itself, as a parameter of nnx returns its array. Other
+        indices look up rows of a table [N, K]: an embedding that is the head as well."""
         return self if at is ... else self.matrix[at]
 
     def product(self, x_MK: jax.Array) -> jax.Array:
-        """Computes x @ weight, [M, n] in x's dtype: the product with all of `matrix`, and its columns. XLA computes equal
-        products of joined weights once."""
+        """Computes x @ weight, [M, n] in x's dtype: the product with all of `matrix`, and its
+        columns. XLA computes equal products of joined weights once."""
         matrix = self.matrix.astype(x_MK.dtype)
         if self.transposed and x_MK.shape[0] > 1:
-            # Without the barriers XLA folds the transpositions into the product, which is then as slow as [K, N].
+            # Without the barriers XLA folds the transpositions into the product, which is then as
+            # slow as [K, N].
             y_MN = _barrier(matrix @ _barrier(x_MK.T)).T
         else:
             y_MN = jnp.einsum("mk,nk->mn" if self.transposed else "mk,kn->mn", x_MK, matrix)
@@ -58,8 +61,8 @@ def _barrier(x: jax.Array) -> jax.Array:
 class DecodingMatrices:
     """Weights [*inputs, *outputs] that read the same input, as float32 matrices.
 
-    matrices: one [N, K] for each weight if they are `transposed`, else one [K, N] of all weights, so that one operation
-    is started instead of several.
+    matrices: one [N, K] for each weight if they are `transposed`, else one [K, N] of all weights,
+    so that one operation is started instead of several.
     paths: the paths of the weights. outputs: the output dimensions of each.
     """
 
@@ -71,9 +74,12 @@ class DecodingMatrices:
 
     @classmethod
     def of(cls, weights: dict[str, jax.Array], inputs: int) -> DecodingMatrices:
-        """Copies weights, given by path, whose products sum over their first `inputs` dimensions."""
+        """Copies weights, given by path, whose products sum over their first `inputs`
+        dimensions."""
         shapes = [weight.shape for weight in weights.values()]
-        flat = [w.reshape(math.prod(w.shape[:inputs]), -1).astype(jnp.float32) for w in weights.values()]
+        flat = [
+            w.reshape(math.prod(w.shape[:inputs]), -1).astype(jnp.float32) for w in weights.values()
+        ]
         transposed = sum(w.size for w in flat) >= LARGE
         matrices = tuple(w.T for w in flat) if transposed else (jnp.concatenate(flat, axis=1),)
         outputs = tuple(shape[inputs:] for shape in shapes)
@@ -81,7 +87,8 @@ class DecodingMatrices:
 
     def projections(self) -> dict[str, Projection]:
         """Returns the projection of each weight, by path."""
-        projections, start = {}, 0
+        projections = {}
+        start = 0
         for i, (path, outputs) in enumerate(zip(self.paths, self.outputs, strict=True)):
             matrix = self.matrices[i if self.transposed else 0]
             projections[path] = Projection(matrix, self.transposed, start, self.inputs, outputs)

@@ -1,17 +1,21 @@
-"""Products of quantised numbers (qwix), for training with `Runtime.quantization` and for quantised weights.
+"""Products of quantised numbers (qwix), for training with `Runtime.quantization` and for quantised
+weights.
 
-A quantised array is a `qwix.QArray`: values of 8 or 4 bits, and one scale for all numbers that a product sums over: the
-largest absolute value divided by the largest number of the type. For int8 the divisor is 127, not the 127.5 of qwix,
-with which the largest number lies between two integers and programs that differ in a last bit round it differently
-(8e-4 in log-probability between generator and trainer). All scales are float32, whatever the dtype of the activations.
+A quantised array is a `qwix.QArray`: values of 8 or 4 bits, and one scale for all numbers that a
+product sums over: the largest absolute value divided by the largest number of the type. For int8
+the divisor is 127, not the 127.5 of qwix, with which the largest number lies between two integers
+and programs that differ in a last bit round it differently (8e-4 in log-probability between
+generator and trainer). All scales are float32, whatever the dtype of the activations.
 
-Training follows qwix's rule for quantised training, through its public functions: its provider identifies weights by
-shape, which fails in a layer with three weights of one shape. With s_x, s_w the scales of
+Training follows qwix's rule for quantised training, through its public functions: its provider
+identifies weights by shape, which fails in a layer with three weights of one shape. With s_x, s_w
+the scales of
 
     y = sum_i x_i w_i = s_x s_w sum_i q(x_i) q(w_i)
 
-the gradients in x and w ignore the rounding and use the same q(x) and q(w), and a quantised gradient g of y: dx = q(g
-s_w) q(w), dw = q(g s_x) q(x). q(x) and q(w) have the name "quantization" for remat policies.
+the gradients in x and w ignore the rounding and use the same q(x) and q(w), and a quantised
+gradient g of y: dx = q(g s_w) q(w), dw = q(g s_x) q(x). q(x) and q(w) have the name "quantization"
+for remat policies.
 """
 
 from __future__ import annotations
@@ -36,32 +40,41 @@ RULES = {
         act_calibration_method=_INT8,
         bwd_calibration_method=_INT8,
     ),
-    "fp8": qwix.QtRule(weight_qtype=jnp.float8_e4m3fn, act_qtype=jnp.float8_e4m3fn, bwd_qtype=jnp.float8_e4m3fn),
-    "fp8_full": qwix.QtRule(weight_qtype=jnp.float8_e4m3fn, act_qtype=jnp.float8_e4m3fn, bwd_qtype=jnp.float8_e5m2),
+    "fp8": qwix.QtRule(
+        weight_qtype=jnp.float8_e4m3fn, act_qtype=jnp.float8_e4m3fn, bwd_qtype=jnp.float8_e4m3fn
+    ),
+    "fp8_full": qwix.QtRule(
+        weight_qtype=jnp.float8_e4m3fn, act_qtype=jnp.float8_e4m3fn, bwd_qtype=jnp.float8_e5m2
+    ),
 }
 
 
 def quantize(array: jax.Array, qtype: Any, inputs: tuple[int, ...]) -> qwix.QArray:
-    """Quantises `array` to `qtype` with a float32 scale for each position of the dimensions that are not in `inputs`.
-    Where all numbers are 0 the scale is 1."""
+    """Quantises `array` to `qtype` with a float32 scale for each position of the dimensions that
+    are not in `inputs`. Where all numbers are 0 the scale is 1."""
     summed = {dim % array.ndim for dim in inputs}
     kept = tuple(dim for dim in range(array.ndim) if dim not in summed)
     method = _INT8 if qtype == jnp.int8 else "absmax"
-    return qwix.quantize(array.astype(jnp.float32), qtype, channelwise_axes=kept, calibration_method=method)
+    return qwix.quantize(
+        array.astype(jnp.float32), qtype, channelwise_axes=kept, calibration_method=method
+    )
 
 
 def quantize_tiles(array: jax.Array, qtype: Any, tiles: int) -> qwix.QArray:
-    """Quantises `array` to `qtype` with float32 scales [..., tiles], one for each of `tiles` equal pieces of the last
-    dimension."""
-    kept, last = tuple(range(array.ndim - 1)), array.ndim - 1
+    """Quantises `array` to `qtype` with float32 scales [..., tiles], one for each of `tiles` equal
+    pieces of the last dimension."""
+    kept = tuple(range(array.ndim - 1))
+    last = array.ndim - 1
     size = array.shape[-1] // tiles
-    return qwix.quantize(array.astype(jnp.float32), qtype, channelwise_axes=kept, tiled_axes={last: size})
+    return qwix.quantize(
+        array.astype(jnp.float32), qtype, channelwise_axes=kept, tiled_axes={last: size}
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def einsum(equation: str, x: jax.Array, weight: jax.Array, rule: str) -> jax.Array:
-    """Computes einsum(equation, x, weight) by the training rule `rule`. The equation has no dots, and every letter once
-    per operand."""
+    """Computes einsum(equation, x, weight) by the training rule `rule`. The equation has no dots,
+    and every letter once per operand."""
     return _einsum_forward(equation, x, weight, rule)[0]
 
 
@@ -69,7 +82,12 @@ def _einsum_forward(equation: str, x: jax.Array, weight: jax.Array, rule: str):
     xs, ws, _ = _operands(equation)
     qx = _named(quantize(x, RULES[rule].act_qtype, _missing(xs, equation)))
     qw = _named(quantize(weight, RULES[rule].weight_qtype, _missing(ws, equation)))
-    return qwix.einsum(equation, qx, qw).astype(x.dtype), (qx, qw, jnp.empty(0, x.dtype), jnp.empty(0, weight.dtype))
+    return qwix.einsum(equation, qx, qw).astype(x.dtype), (
+        qx,
+        qw,
+        jnp.empty(0, x.dtype),
+        jnp.empty(0, weight.dtype),
+    )
 
 
 def _einsum_backward(equation: str, rule: str, saved, g: jax.Array):
@@ -82,12 +100,16 @@ def _einsum_backward(equation: str, rule: str, saved, g: jax.Array):
 einsum.defvjp(_einsum_forward, _einsum_backward)
 
 
-def _gradient(g: jax.Array, outs: str, other: qwix.QArray, others: str, letters: str, *, qtype) -> jax.Array:
-    """Computes the gradient with the dimensions `letters` from the gradient g of the output and the other operand. The
-    other operand's scales belong to letters that are summed over here, so g is multiplied by them before it is
-    quantised."""
+def _gradient(
+    g: jax.Array, outs: str, other: qwix.QArray, others: str, letters: str, *, qtype
+) -> jax.Array:
+    """Computes the gradient with the dimensions `letters` from the gradient g of the output and the
+    other operand. The other operand's scales belong to letters that are summed over here, so g is
+    multiplied by them before it is quantised."""
     kept = [letter for letter in outs if letter in others]
-    scale = jnp.einsum(f"{others}->{''.join(kept)}", other.scale)  # the dropped letters have length 1
+    scale = jnp.einsum(
+        f"{others}->{''.join(kept)}", other.scale
+    )  # the dropped letters have length 1
     sizes = dict(zip(outs, g.shape, strict=True))
     g = g * scale.reshape([sizes[letter] if letter in kept else 1 for letter in outs])
     equation = f"{outs},{others}->{letters}"
@@ -111,8 +133,11 @@ def _named(array: qwix.QArray) -> qwix.QArray:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def ragged_dot(rows_ME: jax.Array, weights_GEF: jax.Array, sizes_G: jax.Array, rule: str) -> jax.Array:
-    """Computes jax.lax.ragged_dot by the training rule `rule`; a weight has one scale for each group and channel."""
+def ragged_dot(
+    rows_ME: jax.Array, weights_GEF: jax.Array, sizes_G: jax.Array, rule: str
+) -> jax.Array:
+    """Computes jax.lax.ragged_dot by the training rule `rule`; a weight has one scale for each
+    group and channel."""
     return _ragged_forward(rows_ME, weights_GEF, sizes_G, rule)[0]
 
 
@@ -124,18 +149,23 @@ def _ragged_forward(rows_ME, weights_GEF, sizes_G, rule: str):
 
 
 _SUM_OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
 )
 
 
 def _ragged_backward(rule: str, saved, g_MF: jax.Array):
     rows, weights, sizes, like = saved
-    g, qtype = g_MF.astype(jnp.float32), RULES[rule].bwd_qtype
+    g = g_MF.astype(jnp.float32)
+    qtype = RULES[rule].bwd_qtype
     group = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=g.shape[0])
     for_rows = quantize(g * weights.scale[group, 0], qtype, (1,))
     d_rows = qwix.ragged_dot(for_rows, weights.qvalue.swapaxes(1, 2), sizes)
     for_weights = quantize(g * rows.scale, qtype, (0,))
-    d_weights = qwix.ragged_dot_general(rows.qvalue, for_weights, sizes, dimension_numbers=_SUM_OVER_ROWS)
+    d_weights = qwix.ragged_dot_general(
+        rows.qvalue, for_weights, sizes, dimension_numbers=_SUM_OVER_ROWS
+    )
     return d_rows.astype(g_MF.dtype), d_weights.astype(like.dtype), None
 
 

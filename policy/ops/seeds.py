@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 SEEDS = 2**32
-"""Number of seeds, from 0. jax takes a larger one modulo this number, so that two seeds would draw the same."""
+"""Number of seeds, from 0. jax takes a larger one modulo this number, so that two seeds would draw
+the same."""
 
 
 def checked_seed(seed: int) -> int:

@@ -1,7 +1,8 @@
-"""A weight inside a scan over layers that is still stacked: all layers of it, and the number of one.
+"""A weight inside a scan over layers that is still stacked: all layers of it, and the number of
+one.
 
-A kernel on TPU reads the layer where it lies. A slice in front of a kernel is a copy: it reads the layer, writes it,
-and the kernel reads it again. Every other product takes `one`, the slice.
+A kernel on TPU reads the layer where it lies. A slice in front of a kernel is a copy: it reads the
+layer, writes it, and the kernel reads it again. Every other product takes `one`, the slice.
 
 R repeats of a stack.
 """
@@ -19,10 +20,11 @@ from flax import nnx
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StackedWeight:
-    """The weight of layer number `layer` of a stack. array: [R, ...], of all layers. layer: int32[].
+    """The weight of layer number `layer` of a stack. array: [R, ...], of all layers. layer:
+    int32[].
 
-    own: the slice of the layer, which the scan makes; None: it is made where it is asked for. What is not read is not
-    computed.
+    own: the slice of the layer, which the scan makes; None: it is made where it is asked for. What
+    is not read is not computed.
     """
 
     array: Any
@@ -58,20 +60,29 @@ def unstacked(weights: Any) -> Any:
     def is_stacked(node) -> bool:
         return isinstance(node, StackedWeight)
 
-    return jax.tree.map(lambda node: node.one if is_stacked(node) else node, weights, is_leaf=is_stacked)
+    return jax.tree.map(
+        lambda node: node.one if is_stacked(node) else node, weights, is_leaf=is_stacked
+    )
 
 
 def in_place(weight: Any) -> Any:
-    """Returns a weight without the slice that the scan makes of a stacked one, where a choice follows: a branch that
-    does not read the slice must not wait for it."""
+    """Returns a weight without the slice that the scan makes of a stacked one, where a choice
+    follows: a branch that does not read the slice must not wait for it."""
     return replace(weight, own=None) if isinstance(weight, StackedWeight) else weight
 
 
-def keep_stacked(of_layer: Any, stack: Any, layer: jax.Array, chosen: Callable[[nnx.Variable], bool]) -> Any:
-    """Returns the variables of one layer, those that are `chosen` stacked. stack: the variables of all layers."""
+def keep_stacked(
+    of_layer: Any, stack: Any, layer: jax.Array, chosen: Callable[[nnx.Variable], bool]
+) -> Any:
+    """Returns the variables of one layer, those that are `chosen` stacked. stack: the variables of
+    all layers."""
 
     def replaced(own, full):
-        return full.replace(StackedWeight(full.get_value(), layer, own.get_value())) if chosen(full) else own
+        return (
+            full.replace(StackedWeight(full.get_value(), layer, own.get_value()))
+            if chosen(full)
+            else own
+        )
 
     def is_variable(node) -> bool:
         return isinstance(node, nnx.Variable)

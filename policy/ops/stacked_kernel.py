@@ -1,7 +1,8 @@
-"""The product of sorted rows with the weights of their groups in one layer of a stack, by a TPU kernel.
+"""The product of sorted rows with the weights of their groups in one layer of a stack, by a TPU
+kernel.
 
-It serves decoding, where few rows meet many weights: each weight of the layer is read once, in place, and all rows stay
-in VMEM. `jax.lax.ragged_dot` over a slice of the stack is its oracle.
+It serves decoding, where few rows meet many weights: each weight of the layer is read once, in
+place, and all rows stay in VMEM. `jax.lax.ragged_dot` over a slice of the stack is its oracle.
 
 M rows, E inputs, F outputs, G groups, R repeats of a stack.
 """
@@ -26,14 +27,17 @@ NAME = "gmm_stacked"
 TILE = 64
 # Numbers of a block of weights, 2 MiB in bfloat16; a kernel holds two.
 BLOCK = 1 << 20
-# Bytes of VMEM that rows, results and buffers may take, of at least 64 MiB of a chip, and that a kernel has by default.
-VMEM, DEFAULT = 40 << 20, 16 << 20
+# Bytes of VMEM that rows, results and buffers may take, of at least 64 MiB of a chip, and that a
+# kernel has by default.
+VMEM = 40 << 20
+DEFAULT = 16 << 20
 # jax's names of chips with less VMEM.
 SMALLER = ("TPU v2", "TPU v3", "TPU v4")
 
 
 def served(rows_ME: jax.Array, weights_GEF: StackedWeight, layout: Layout | None) -> bool:
-    """Tells whether this kernel computes this product. Float32 means the highest precision, which it does not have."""
+    """Tells whether this kernel computes this product. Float32 means the highest precision, which
+    it does not have."""
     (M, E), (_, _, F) = rows_ME.shape, weights_GEF.shape
     floats = rows_ME.dtype == weights_GEF.dtype == jnp.bfloat16
     if not (has_vmem(layout) and floats and E % LANES == F % LANES == 0):
@@ -59,8 +63,11 @@ def _buffers(M: int, inputs: int, outputs: int, E: int) -> int:
     return 2 * 2 * (M * (E + outputs) + inputs * outputs) + 4 * M * outputs
 
 
-def product(rows_ME: jax.Array, weights_GEF: StackedWeight, sizes_G: jax.Array, interpret: bool = False) -> jax.Array:
-    """Computes rows[m] @ weights[group of m] in the rows' dtype: [M, F]. Rows past the last group are 0.
+def product(
+    rows_ME: jax.Array, weights_GEF: StackedWeight, sizes_G: jax.Array, interpret: bool = False
+) -> jax.Array:
+    """Computes rows[m] @ weights[group of m] in the rows' dtype: [M, F]. Rows past the last group
+    are 0.
 
     sizes: int32, rows of each group.
     """
@@ -72,8 +79,12 @@ def product(rows_ME: jax.Array, weights_GEF: StackedWeight, sizes_G: jax.Array, 
 
 
 def _part(size: int, most: int) -> int:
-    """Returns the largest divisor of `size` that is a multiple of LANES and at most `most`, or LANES."""
-    return max((part for part in range(LANES, min(size, most) + 1, LANES) if size % part == 0), default=LANES)
+    """Returns the largest divisor of `size` that is a multiple of LANES and at most `most`, or
+    LANES."""
+    return max(
+        (part for part in range(LANES, min(size, most) + 1, LANES) if size % part == 0),
+        default=LANES,
+    )
 
 
 def _lowered(rows_ME, weights_RGEF, layer_1, bounds, *, interpret: bool) -> jax.Array:
@@ -90,7 +101,9 @@ def _lowered(rows_ME, weights_RGEF, layer_1, bounds, *, interpret: bool) -> jax.
             grid=(F // outputs, G, E // inputs),
             in_specs=[
                 pl.BlockSpec((padded, E), lambda f, g, e, *_: (0, 0)),
-                pl.BlockSpec((None, None, inputs, outputs), lambda f, g, e, layer, _: (layer[0], g, e, f)),
+                pl.BlockSpec(
+                    (None, None, inputs, outputs), lambda f, g, e, layer, _: (layer[0], g, e, f)
+                ),
             ],
             out_specs=pl.BlockSpec((padded, outputs), lambda f, g, e, *_: (0, f)),
             scratch_shapes=[pltpu.VMEM((padded, outputs), jnp.float32)],
@@ -108,7 +121,8 @@ def _lowered(rows_ME, weights_RGEF, layer_1, bounds, *, interpret: bool) -> jax.
 
 
 def halves(rows_ME: jax.Array) -> jax.Array:
-    """Returns rows [M, E] as [M, 2, E / 2], the form in which a TPU stores the numbers of a row together.
+    """Returns rows [M, E] as [M, 2, E / 2], the form in which a TPU stores the numbers of a row
+    together.
 
     Rows travel in it.
     """
@@ -121,7 +135,12 @@ def joined(rows_M2H: jax.Array, layout: Layout | None, interpret: bool = False) 
     XLA would write the same to HBM and read it again.
     """
     M, _, H = rows_M2H.shape
-    fits = rows_M2H.dtype == jnp.bfloat16 and H % LANES == 0 and M % TILE == 0 and 4 * M * H <= VMEM // 4
+    fits = (
+        rows_M2H.dtype == jnp.bfloat16
+        and H % LANES == 0
+        and M % TILE == 0
+        and 4 * M * H <= VMEM // 4
+    )
     if not interpret and not (has_vmem(layout) and fits):
         return rows_M2H.reshape(M, 2 * H)
     return cast(jax.Array, _JOINED.bind(rows_M2H, interpret=interpret))
@@ -150,17 +169,24 @@ def _in_vmem(shape: tuple[int, ...], dtype: jnp.dtype, interpret: bool):
     return jax.ShapeDtypeStruct(shape, dtype) if interpret else pltpu.VMEM(shape, dtype)
 
 
-_JOINED = primitive("join_halves", lambda x, **_: x.update(shape=(x.shape[0], 2 * x.shape[2])), _join)
+_JOINED = primitive(
+    "join_halves", lambda x, **_: x.update(shape=(x.shape[0], 2 * x.shape[2])), _join
+)
 _PRODUCT = primitive(
-    "stacked_grouped_product", lambda x, w, *_, **__: x.update(shape=(x.shape[0], w.shape[3])), _lowered
+    "stacked_grouped_product",
+    lambda x, w, *_, **__: x.update(shape=(x.shape[0], w.shape[3])),
+    _lowered,
 )
 
 
 def _kernel(layer, bounds, rows, weights, out, sums, *, groups: int):
     """Adds the product of one block of the weights of one group to the sums of its rows."""
     del layer  # it chose the block
-    g, e, inputs = pl.program_id(1), pl.program_id(2), weights.shape[0]
-    first, end = bounds[g], bounds[groups + g]
+    g = pl.program_id(1)
+    e = pl.program_id(2)
+    inputs = weights.shape[0]
+    first = bounds[g]
+    end = bounds[groups + g]
 
     @pl.when((g == 0) & (e == 0))
     def _():

@@ -20,8 +20,8 @@ Shape = tuple[int, ...]
 class Memory:
     """Memory of a program, in bytes per device.
 
-    aliased: the arguments that it writes in place. outputs: the results that are not aliased. peak: the most at one
-    time.
+    aliased: the arguments that it writes in place. outputs: the results that are not aliased. peak:
+    the most at one time.
     """
 
     arguments: int
@@ -36,11 +36,9 @@ class Memory:
         analysis = compiled.memory_analysis()
         if analysis is None:
             return None
-        arguments, temporaries, aliased = (
-            analysis.argument_size_in_bytes,
-            analysis.temp_size_in_bytes,
-            analysis.alias_size_in_bytes,
-        )
+        arguments = analysis.argument_size_in_bytes
+        temporaries = analysis.temp_size_in_bytes
+        aliased = analysis.alias_size_in_bytes
         outputs = analysis.output_size_in_bytes - aliased
         # The CPU compiler's peak leaves temporaries out.
         reported_peak = 0 if platform == "cpu" else getattr(analysis, "peak_memory_in_bytes", 0)
@@ -55,21 +53,24 @@ _TRACING = threading.Lock()
 
 
 class CompiledCache:
-    """The compiled programs of one jitted function, and the memory that they take. With jit alone, the memory analysis
-    would compile each program a second time.
+    """The compiled programs of one jitted function, and the memory that they take. With jit alone,
+    the memory analysis would compile each program a second time.
 
-    A call compiles when jit would: once for each kind of arguments (shapes, dtypes and shardings of all arrays). `run`
-    takes the shape of the program from the caller and looks at no argument.
+    A call compiles when jit would: once for each kind of arguments (shapes, dtypes and shardings of
+    all arrays). `run` takes the shape of the program from the caller and looks at no argument.
 
-    A program may be compiled in the background. A call that needs it waits, or compiles it if no thread has begun.
+    A program may be compiled in the background. A call that needs it waits, or compiles it if no
+    thread has begun.
 
-    memory: the memory of the last program that was compiled for each shape. For calls, the shape of a program is the
-    result of `shape_of`; by default the shape of the first array of the second argument (the first is the weights).
+    memory: the memory of the last program that was compiled for each shape. For calls, the shape of
+    a program is the result of `shape_of`; by default the shape of the first array of the second
+    argument (the first is the weights).
     """
 
     def __init__(self, jitted, platform: str, *, shape_of: Callable[..., Shape] | None = None):
         """jitted: the result of `jax.jit`, whatever its signature."""
-        self.jitted, self._platform = jitted, platform
+        self.jitted = jitted
+        self._platform = platform
         self._shape_of = shape_of or _shape_of_second
         self._compiled: dict[tuple, Callable] = {}
         self._in_background: dict[Shape, Future] = {}
@@ -108,17 +109,24 @@ class CompiledCache:
         self._compile(_key(arguments, static), self._shape_of(*arguments), arguments, static)
 
     def run(self, shape: Shape, *arguments: Any) -> Any:
-        """Computes the function with the program of this shape. The first call with a shape compiles the program for
-        its arguments."""
+        """Computes the function with the program of this shape. The first call with a shape
+        compiles the program for its arguments."""
         compiled = self._compiled.get(shape)
-        if compiled is None and (future := self._in_background.pop(shape, None)) and not future.cancel():
+        if (
+            compiled is None
+            and (future := self._in_background.pop(shape, None))
+            and not future.cancel()
+        ):
             compiled = future.result()
         if compiled is None:
             compiled = self._compile(shape, shape, arguments, {})
         return compiled(*arguments)
 
-    def compile_in_background(self, pool: Executor, shape: Shape, arguments: tuple, *, trace_here: bool) -> None:
-        """Starts to compile the program of this shape for abstract arguments, unless that has begun.
+    def compile_in_background(
+        self, pool: Executor, shape: Shape, arguments: tuple, *, trace_here: bool
+    ) -> None:
+        """Starts to compile the program of this shape for abstract arguments, unless that has
+        begun.
 
         trace_here: traces the program in this thread, which may have settings of jax of its own.
         """
@@ -127,14 +135,20 @@ class CompiledCache:
         lowered = self.lower(*arguments) if trace_here else None
         self._in_background[shape] = pool.submit(self._compile_behind, shape, arguments, lowered)
 
-    def _compile_behind(self, shape: Shape, arguments: tuple, lowered: jax.stages.Lowered | None) -> Callable:
+    def _compile_behind(
+        self, shape: Shape, arguments: tuple, lowered: jax.stages.Lowered | None
+    ) -> Callable:
         try:
             if lowered is None:
                 with _TRACING:
                     lowered = self.lower(*arguments)
             return self._compile(shape, shape, arguments, {}, lowered)
         except Exception as error:
-            _LOG.warning("a program for %s cannot be compiled; the call that needs it fails: %s", shape, error)
+            _LOG.warning(
+                "a program for %s cannot be compiled; the call that needs it fails: %s",
+                shape,
+                error,
+            )
             raise
 
     def cancel(self) -> None:
@@ -144,10 +158,13 @@ class CompiledCache:
                 del self._in_background[shape]
 
     def compile_shape(self, shape: Shape, arguments: tuple, lowered: jax.stages.Lowered) -> None:
-        """Compiles the program of this shape for abstract arguments. Threads may do so at the same time."""
+        """Compiles the program of this shape for abstract arguments. Threads may do so at the same
+        time."""
         self._compile(shape, shape, arguments, {}, lowered)
 
-    def _compile(self, key: tuple, shape: Shape, arguments: tuple, static: dict, lowered=None) -> Callable:
+    def _compile(
+        self, key: tuple, shape: Shape, arguments: tuple, static: dict, lowered=None
+    ) -> Callable:
         compiled = (lowered or self.lower(*arguments, **static)).compile()
         function = callable_form(compiled, partial(self.jitted, **static), arguments)
         with self._lock:
@@ -156,18 +173,23 @@ class CompiledCache:
 
 
 def callable_form(compiled: jax.stages.Compiled, jitted: Callable, arguments: Any) -> Callable:
-    """Returns the function to call on `arguments` (arrays or shapes): `compiled`, or `jitted` if an argument has
-    numbers of fewer than 8 bits.
+    """Returns the function to call on `arguments` (arrays or shapes): `compiled`, or `jitted` if an
+    argument has numbers of fewer than 8 bits.
 
-    A compiled program of jax 0.10 refuses a committed array of such numbers: the array's layout does not state the
-    bits of a number, and the program's layout does. jit does not compare the two.
+    A compiled program of jax 0.10 refuses a committed array of such numbers: the array's layout
+    does not state the bits of a number, and the program's layout does. jit does not compare the
+    two.
     """
     return jitted if any(map(_below_a_byte, jax.tree.leaves(arguments))) else compiled
 
 
 def _below_a_byte(leaf) -> bool:
     dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended) and jax.dtypes.itemsize_bits(dtype) < 8
+    return (
+        dtype is not None
+        and not jnp.issubdtype(dtype, jax.dtypes.extended)
+        and jax.dtypes.itemsize_bits(dtype) < 8
+    )
 
 
 def _shape_of_second(*arguments: Any) -> Shape:
@@ -182,7 +204,13 @@ def _key(arguments: tuple, static: dict[str, Any]) -> tuple:
 def _signature(leaf) -> tuple:
     """Returns the properties of an argument that a program depends on.
 
-    It runs for every leaf at every call: reading attributes takes half the time of `isinstance` and `jnp.shape`.
+    It runs for every leaf at every call: reading attributes takes half the time of `isinstance` and
+    `jnp.shape`.
     """
     sharding = leaf.sharding if getattr(leaf, "committed", False) else None
-    return getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf)), getattr(leaf, "weak_type", False), sharding
+    return (
+        getattr(leaf, "shape", ()),
+        getattr(leaf, "dtype", type(leaf)),
+        getattr(leaf, "weak_type", False),
+        sharding,
+    )

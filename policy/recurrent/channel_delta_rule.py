@@ -1,14 +1,17 @@
-"""The delta rule with a decay for each key channel (Kimi Delta Attention, arXiv 2510.26692): token by token, in chunks,
-and in chunks over trees.
+"""The delta rule with a decay for each key channel (Kimi Delta Attention, arXiv 2510.26692): token
+by token, in chunks, and in chunks over trees.
 
-S_t = diag(e^g_t) S_(t-1) + k_t u_t^T, u_t = beta_t (v_t - (diag(e^g_t) S_(t-1))^T k_t); the output is S_t^T q_t. The
-functions are those of policy/recurrent/delta_rule.py for G = 1, but g is [B, K, T, D].
+S_t = diag(e^g_t) S_(t-1) + k_t u_t^T, u_t = beta_t (v_t - (diag(e^g_t) S_(t-1))^T k_t); the output
+is S_t^T q_t. The functions are those of policy/recurrent/delta_rule.py for G = 1, but g is [B, K,
+T, D].
 
-Within a chunk, token i reads what token j wrote through sum_d k_id k_jd e^(g_(j+1)d + ... + g_id). One factor
-e^-(g_1 + ... + g_j) for all of a chunk would overflow, so a chunk consists of blocks. Across blocks the exponent is cut
-where the later block begins: both factors are at most 1. Inside a block, the decays of all pairs are computed.
+Within a chunk, token i reads what token j wrote through sum_d k_id k_jd e^(g_(j+1)d + ... + g_id).
+One factor e^-(g_1 + ... + g_j) for all of a chunk would overflow, so a chunk consists of blocks.
+Across blocks the exponent is cut where the later block begins: both factors are at most 1. Inside a
+block, the decays of all pairs are computed.
 
-B rows, T tokens, K heads, D and V dimensions of keys and values, N chunks of C tokens, I tokens of a block.
+B rows, T tokens, K heads, D and V dimensions of keys and values, N chunks of C tokens, I tokens of
+a block.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import jax.numpy as jnp
 from policy.cache.paths import Tree
 from policy.recurrent.delta_rule import Paths, in_chunks, unit_lower_inverse
 
-CHUNK, BLOCK = 64, 16
+CHUNK = 64
+BLOCK = 16
 
 
 def single(
@@ -36,7 +40,8 @@ def single(
 def stepwise(
     q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: jax.Array, state_BKGDV: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the recurrence token by token: (out [B, K, 1, T, V], states after each token [B, T, K, 1, D, V])."""
+    """Computes the recurrence token by token: (out [B, K, 1, T, V], states after each token [B, T,
+    K, 1, D, V])."""
     axes = (2, 2, 3, 3, 2)
 
     def one(state, xs):
@@ -58,10 +63,12 @@ def chunked(
     documents_BT: jax.Array,
     state_BKGDV: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the recurrence over T tokens, C at a time: (out [B, K, 1, T, V], state after the last token).
+    """Computes the recurrence over T tokens, C at a time: (out [B, K, 1, T, V], state after the
+    last token).
 
-    The written values of a chunk solve a unit lower triangular system, as in policy/recurrent/delta_rule.py. The backward
-    pass computes a chunk again, so that the decays of one chunk exist at a time.
+    The written values of a chunk solve a unit lower triangular system, as in
+    policy/recurrent/delta_rule.py. The backward pass computes a chunk again, so that the decays of
+    one chunk exist at a time.
     """
     T = v.shape[3]
     C = min(CHUNK, T + -T % BLOCK)
@@ -81,19 +88,28 @@ def chunked(
         solution = unit_lower_inverse(beta[..., None] * keys) * beta[..., None, :]
         u = solution @ (v - (k * entering) @ state)
         out = (q * entering) @ state + queries @ u
-        after = entering[:, :, -1, :, None] * state + jnp.einsum("bkcd,bkcv->bkdv", k * remaining, u)
+        after = entering[:, :, -1, :, None] * state + jnp.einsum(
+            "bkcd,bkcv->bkdv", k * remaining, u
+        )
         return after, out
 
-    state, out = jax.lax.scan(jax.checkpoint(chunk), state_BKGDV[:, :, 0], (*chunks, documents_NBC, carried))
+    state, out = jax.lax.scan(
+        jax.checkpoint(chunk), state_BKGDV[:, :, 0], (*chunks, documents_NBC, carried)
+    )
     return _tokens(out, T), state[:, :, None]
 
 
-def chunked_trees(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: jax.Array, tree: Tree) -> jax.Array:
-    """Computes the recurrence along the paths of trees of a root and leaves, a block at a time: out [B, K, 1, T, V].
+def chunked_trees(
+    q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: jax.Array, tree: Tree
+) -> jax.Array:
+    """Computes the recurrence along the paths of trees of a root and leaves, a block at a time: out
+    [B, K, 1, T, V].
 
-    As in policy/recurrent/delta_rule.py, the path of a token enters a block with the running or with the kept state.
+    As in policy/recurrent/delta_rule.py, the path of a token enters a block with the running or
+    with the kept state.
     """
-    T, I = v.shape[3], BLOCK
+    T = v.shape[3]
+    I = BLOCK
     chunks = [in_chunks(a, 2, I) for a in (q, k, v[:, :, 0], beta[:, :, 0], g)]
     later = jnp.tril(jnp.ones((I, I), bool), -1)[..., None]
 
@@ -103,18 +119,25 @@ def chunked_trees(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: 
         logs = jnp.einsum("bil,bkljd->bkijd", along, jnp.where(later, g[:, :, :, None], 0.0))
         decay = jnp.exp(jnp.where(paths.along[:, None, ..., None], logs, -jnp.inf))
         total = jnp.exp(jnp.einsum("bil,bkld->bkid", along, g))
-        entering = [jnp.where(here[:, None, :, None], total, 0.0) for here in (paths.running, paths.kept)]
+        entering = [
+            jnp.where(here[:, None, :, None], total, 0.0) for here in (paths.running, paths.kept)
+        ]
         keys, queries = jnp.einsum("xbkid,bkjd,bkijd->xbkij", jnp.stack([k, q]), k, decay)
         solution = unit_lower_inverse(beta[..., None] * keys) * beta[..., None, :]
         u = solution @ (v - (k * entering[0]) @ running - (k * entering[1]) @ kept)
         out = (q * entering[0]) @ running + (q * entering[1]) @ kept + queries @ u
-        # Up to the last token, for the next running state, and to the end of the last root, for the next kept one.
+        # Up to the last token, for the next running state, and to the end of the last root, for the
+        # next kept one.
         ends = paths.ends
         remaining = decay[:, :, -1], jnp.einsum("bi,bkijd->bkjd", ends, decay)
         written = [jnp.einsum("bkcd,bkcv->bkdv", k * each, u) for each in remaining]
         passed = jnp.einsum("bi,bkid->bkd", ends, entering[0])[..., None] * running
         no_end = 1.0 - jnp.sum(ends, axis=-1)[:, None, None, None]
-        after = entering[0][:, :, -1, :, None] * running + entering[1][:, :, -1, :, None] * kept + written[0]
+        after = (
+            entering[0][:, :, -1, :, None] * running
+            + entering[1][:, :, -1, :, None] * kept
+            + written[0]
+        )
         return (after, passed + no_end * kept + written[1]), out
 
     B, K, _, D = q.shape
@@ -126,7 +149,8 @@ def chunked_trees(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: 
 def _pairs(x_XBKCD: jax.Array, k_BKCD: jax.Array, g_BKCD: jax.Array) -> jax.Array:
     """Returns sum_d x_id k_jd e^(g_(j+1)d + ... + g_id) for j <= i, else 0: [X, B, K, C, C].
 
-    Exponents are sums, not differences of one cumulative sum, which would lose digits after a strong decay.
+    Exponents are sums, not differences of one cumulative sum, which would lose digits after a
+    strong decay.
     """
     C = k_BKCD.shape[2]
     causal = jnp.tril(jnp.ones((BLOCK, BLOCK), bool))[..., None]
@@ -134,9 +158,13 @@ def _pairs(x_XBKCD: jax.Array, k_BKCD: jax.Array, g_BKCD: jax.Array) -> jax.Arra
     rows = []
     for start in range(0, C, BLOCK):
         own = slice(start, start + BLOCK)
-        x, k, g = x_XBKCD[..., own, :], k_BKCD[:, :, own], g_BKCD[:, :, own]
+        x = x_XBKCD[..., own, :]
+        k = k_BKCD[:, :, own]
+        g = g_BKCD[:, :, own]
         logs = jnp.cumsum(jnp.where(later, g[:, :, :, None], 0.0), axis=2)
-        inside = jnp.einsum("xbkid,bkjd,bkijd->xbkij", x, k, jnp.exp(jnp.where(causal, logs, -jnp.inf)))
+        inside = jnp.einsum(
+            "xbkid,bkjd,bkijd->xbkij", x, k, jnp.exp(jnp.where(causal, logs, -jnp.inf))
+        )
         since = x * jnp.exp(jnp.cumsum(g, axis=2))
         until = k_BKCD[:, :, :start] * jnp.exp(_sum_after(g_BKCD[:, :, :start]))
         across = jnp.einsum("xbkid,bkjd->xbkij", since, until)
@@ -148,7 +176,9 @@ def _pairs(x_XBKCD: jax.Array, k_BKCD: jax.Array, g_BKCD: jax.Array) -> jax.Arra
 def _sum_after(g_BKTD: jax.Array) -> jax.Array:
     """Returns the sum of g over the tokens after each token."""
     after = jnp.cumsum(g_BKTD[:, :, :0:-1], axis=2)[:, :, ::-1]
-    return jnp.concatenate([after, jnp.zeros_like(g_BKTD[:, :, :1])], axis=2)[:, :, : g_BKTD.shape[2]]
+    return jnp.concatenate([after, jnp.zeros_like(g_BKTD[:, :, :1])], axis=2)[
+        :, :, : g_BKTD.shape[2]
+    ]
 
 
 def _tokens(out_NBKCV: jax.Array, T: int) -> jax.Array:

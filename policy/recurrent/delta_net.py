@@ -1,7 +1,8 @@
-"""Gated delta net (arXiv 2412.06464): linear attention whose state is updated by the delta rule and decays by a gate.
+"""Gated delta net (arXiv 2412.06464): linear attention whose state is updated by the delta rule and
+decays by a gate.
 
-B rows, T tokens, E hidden, K key heads, G value heads of a key head, D and V dimensions of keys and values, J = 2D + GV
-channels of a key head in the convolution, W its width.
+B rows, T tokens, E hidden, K key heads, G value heads of a key head, D and V dimensions of keys and
+values, J = 2D + GV channels of a key head in the convolution, W its width.
 """
 
 from __future__ import annotations
@@ -40,24 +41,32 @@ def log_uniform(key, shape, dtype):
 
 
 class DeltaNet(nnx.Module):
-    """A gated delta net mixer. Weights: q_proj, k_proj [E, K, D]; v_proj, z_proj [E, K, GV]; b_proj, a_proj [E, K, G];
-    q_conv, k_conv [K, D, W]; v_conv [K, GV, W]; A_log, dt_bias [K, G]; norm [V]; o_proj [K, GV, E]. The value heads of
-    a key head are consecutive.
+    """A gated delta net mixer. Weights: q_proj, k_proj [E, K, D]; v_proj, z_proj [E, K, GV];
+    b_proj, a_proj [E, K, G]; q_conv, k_conv [K, D, W]; v_conv [K, GV, W]; A_log, dt_bias [K, G];
+    norm [V]; o_proj [K, GV, E]. The value heads of a key head are consecutive.
 
-    Everything between the projections is float32, on every platform: errors of the state add up over the tokens.
-    `rule` is the module of the recurrence.
+    Everything between the projections is float32, on every platform: errors of the state add up
+    over the tokens. `rule` is the module of the recurrence.
     """
 
     rule: ClassVar[ModuleType] = delta_rule
 
     def __init__(self, spec: GatedDeltaNet, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
-        E, K, D, V, W = config.hidden_size, spec.key_heads, spec.key_dim, spec.value_dim, spec.conv_width
+        E = config.hidden_size
+        K = spec.key_heads
+        D = spec.key_dim
+        V = spec.value_dim
+        W = spec.conv_width
         G = spec.value_heads // K
         init = normal(config.initializer_range)
         for name, dim in {"q": D, "k": D, "v": G * V, "z": G * V, "b": G, "a": G}.items():
             inputs = (0,) if name in "qkvz" else None
-            setattr(self, f"{name}_proj", weight(rngs, (E, K, dim), ("embed", "kv_heads", "kv"), init, inputs=inputs))
+            setattr(
+                self,
+                f"{name}_proj",
+                weight(rngs, (E, K, dim), ("embed", "kv_heads", "kv"), init, inputs=inputs),
+            )
         for name, dim in {"q": D, "k": D, "v": G * V}.items():
             setattr(self, f"{name}_conv", weight(rngs, (K, dim, W), ("kv_heads", "kv", None), init))
         self.A_log = weight(rngs, (K, G), ("kv_heads", None), log_uniform)
@@ -68,9 +77,10 @@ class DeltaNet(nnx.Module):
     def __call__(
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
     ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
-        """Computes (x_BTE, cache, LayerAux). Padding leaves the cache as it is. Without a cache every document of a row
-        starts from an empty state; with one, the first document of a row continues from the cached state. In trees a
-        token continues from the state after the token before it on its path."""
+        """Computes (x_BTE, cache, LayerAux). Padding leaves the cache as it is. Without a cache
+        every document of a row starts from an empty state; with one, the first document of a row
+        continues from the cached state. In trees a token continues from the state after the token
+        before it on its path."""
         if in_explicit_mode():
             return self._over_devices(x_BTE, step, runtime), cache, LayerAux()
         return self._own_heads(x_BTE, step, cache, runtime)
@@ -79,7 +89,8 @@ class DeltaNet(nnx.Module):
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
     ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
         """Computes (x_BTE, cache, LayerAux) of this module's heads."""
-        real, documents = step.segments != 0, number_documents(step.segments)
+        real = step.segments != 0
+        documents = number_documents(step.segments)
         x = jnp.where(real[..., None], replicate_length(x_BTE, runtime), 0)
         q, k, v, inputs = self._convolved(x, real, documents, step.tree, cache, runtime)
         beta, g = (to_cache(a, runtime.layout) for a in self._gates(x, real, runtime))
@@ -88,11 +99,17 @@ class DeltaNet(nnx.Module):
             state = jnp.zeros((B, K, G, q.shape[-1], V), jnp.float32)
         else:
             state = cast(jax.Array, cache.arrays["state"])[cache.index].reshape(B, K, G, -1, V)
-        tentative, aux = cache is not None and runtime.tentative, LayerAux()
+        tentative = cache is not None and runtime.tentative
+        aux = LayerAux()
         with jax.default_matmul_precision("highest"):
             if tentative:
                 out, states = self.rule.stepwise(q, k, v, beta, g, state)
-                aux = LayerAux(states={"conv": self._windows(inputs, T), "state": states.reshape(B, T, K * G, -1, V)})
+                aux = LayerAux(
+                    states={
+                        "conv": self._windows(inputs, T),
+                        "state": states.reshape(B, T, K * G, -1, V),
+                    }
+                )
             elif step.tree is not None:
                 out = self.rule.chunked_trees(q, k, v, beta, g, step.tree)
             elif T == 1:
@@ -100,16 +117,21 @@ class DeltaNet(nnx.Module):
             else:
                 out, state = self.rule.chunked(q, k, v, beta, g, documents, state)
         if cache is not None and not tentative:
-            cache = with_state(cache, "conv", self._stored(last_inputs(inputs, real, self.spec.conv_width - 1)))
+            cache = with_state(
+                cache, "conv", self._stored(last_inputs(inputs, real, self.spec.conv_width - 1))
+            )
             cache = with_state(cache, "state", state.reshape(B, K * G, -1, V))
         out = checkpoint_name(out, "context")
-        out = checkpoint_name(self._gated(from_cache(out, runtime.layout), v, x, runtime), "attention_out")
+        out = checkpoint_name(
+            self._gated(from_cache(out, runtime.layout), v, x, runtime), "attention_out"
+        )
         out = linear("bktv,kve->bte", out, self.o_proj[...], runtime)
         return checkpoint_name(out, "out_proj"), cache, aux
 
     def _over_devices(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array:
-        """Computes the output without a cache in explicit mode: each device takes full sequences of its rows and its
-        own heads, and the outputs are summed over the devices that share the heads."""
+        """Computes the output without a cache in explicit mode: each device takes full sequences of
+        its rows and its own heads, and the outputs are summed over the devices that share the
+        heads."""
         layout, (weights, module) = runtime.layout, split_module(self)
         assert layout is not None  # explicit mode has a mesh
         rows = layout.spec(("batch", None, None), x_BTE.shape)
@@ -129,12 +151,16 @@ class DeltaNet(nnx.Module):
     def _project(self, x_BTE: jax.Array, name: str, runtime: Runtime) -> jax.Array:
         return linear("bte,ekd->bktd", x_BTE, getattr(self, f"{name}_proj")[...], runtime)
 
-    def _conv_input(self, x_BTE: jax.Array, real_BT: jax.Array, name: str, runtime: Runtime) -> jax.Array:
+    def _conv_input(
+        self, x_BTE: jax.Array, real_BT: jax.Array, name: str, runtime: Runtime
+    ) -> jax.Array:
         """Returns an input of the convolution, [B, K, T, channels]; 0 on padding, where x is 0."""
         return self._project(x_BTE, name, runtime)
 
     def _gate(self, x_BTE: jax.Array, name: str) -> jax.Array:
-        return jnp.einsum("bte,ekg->bktg", x_BTE, getattr(self, f"{name}_proj")[...].astype(x_BTE.dtype))
+        return jnp.einsum(
+            "bte,ekg->bktg", x_BTE, getattr(self, f"{name}_proj")[...].astype(x_BTE.dtype)
+        )
 
     def _heads(self, a_BKTX: jax.Array) -> jax.Array:
         """Splits value heads: [B, K, T, GV] -> [B, K, G, T, V]."""
@@ -146,26 +172,38 @@ class DeltaNet(nnx.Module):
         return inputs_BKTJ.swapaxes(1, 2).reshape(B, 1, T, K * J)
 
     def _windows(self, inputs_BKTJ: jax.Array, T: int) -> jax.Array:
-        """Returns the inputs of the convolution that the cache would store after each of the T tokens: [B, T, 1, W - 1,
-        KJ]."""
+        """Returns the inputs of the convolution that the cache would store after each of the T
+        tokens: [B, T, 1, W - 1, KJ]."""
         before = self.spec.conv_width - 1
-        return jnp.stack([self._stored(inputs_BKTJ[:, :, t + 1 : t + 1 + before]) for t in range(T)], axis=1)
+        return jnp.stack(
+            [self._stored(inputs_BKTJ[:, :, t + 1 : t + 1 + before]) for t in range(T)], axis=1
+        )
 
     def _convolved(self, x_BTE, real_BT, documents_BT, tree: Tree | None, cache, runtime):
-        """Returns (q, k [B, K, T, D], v [B, K, G, T, V], inputs): float32 after convolution and silu, q and k of unit
-        length, and the inputs of the convolution, preceded by the W - 1 inputs of earlier calls."""
+        """Returns (q, k [B, K, T, D], v [B, K, G, T, V], inputs): float32 after convolution and
+        silu, q and k of unit length, and the inputs of the convolution, preceded by the W - 1
+        inputs of earlier calls."""
         spec = self.spec
         inputs = [self._conv_input(x_BTE, real_BT, name, runtime) for name in CONVOLVED]
-        inputs = [checkpoint_name(each, label) for each, label in zip(inputs, CONVOLVED.values(), strict=True)]
+        inputs = [
+            checkpoint_name(each, label)
+            for each, label in zip(inputs, CONVOLVED.values(), strict=True)
+        ]
         inputs = to_cache(jnp.concatenate(inputs, axis=-1), runtime.layout)
         B, K, _, J = inputs.shape
         before = spec.conv_width - 1
         if cache is None:
             inputs = jnp.pad(inputs, ((0, 0), (0, 0), (before, 0), (0, 0)))
         else:
-            window = cast(jax.Array, cache.arrays["conv"])[cache.index].reshape(B, before, K, J).swapaxes(1, 2)
+            window = (
+                cast(jax.Array, cache.arrays["conv"])[cache.index]
+                .reshape(B, before, K, J)
+                .swapaxes(1, 2)
+            )
             inputs = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=2)
-        kernel = jnp.concatenate([getattr(self, f"{name}_conv")[...].astype(jnp.float32) for name in CONVOLVED], axis=1)
+        kernel = jnp.concatenate(
+            [getattr(self, f"{name}_conv")[...].astype(jnp.float32) for name in CONVOLVED], axis=1
+        )
         if tree is None:
             convolved = convolve(inputs, kernel, documents_BT)
         else:
@@ -178,8 +216,11 @@ class DeltaNet(nnx.Module):
         q, k, v = jnp.split(jax.nn.silu(convolved_BKTJ), [dim, 2 * dim], axis=-1)
         return _unit(q) * dim**-0.5, _unit(k), self._heads(v)
 
-    def _gated(self, out_BKGTV: jax.Array, v_BKGTV: jax.Array, x_BTE: jax.Array, runtime: Runtime) -> jax.Array:
-        """Returns the input of the last projection, [B, K, T, GV]: the normed output of the recurrence times a gate."""
+    def _gated(
+        self, out_BKGTV: jax.Array, v_BKGTV: jax.Array, x_BTE: jax.Array, runtime: Runtime
+    ) -> jax.Array:
+        """Returns the input of the last projection, [B, K, T, GV]: the normed output of the
+        recurrence times a gate."""
         B, K, G, T, V = out_BKGTV.shape
         out = self.norm(out_BKGTV) * self._output_gate(x_BTE, runtime)
         return jnp.swapaxes(out, 2, 3).reshape(B, K, T, G * V).astype(x_BTE.dtype)
@@ -190,8 +231,8 @@ class DeltaNet(nnx.Module):
         return jax.nn.sigmoid(z) if self.spec.gate == "sigmoid" else jax.nn.silu(z)
 
     def _gates(self, x_BTE, real_BT, runtime: Runtime):
-        """Returns (beta, g), float32[B, K, G, T]: the share of a value that is written, and the logarithm of the decay;
-        0 on padding."""
+        """Returns (beta, g), float32[B, K, G, T]: the share of a value that is written, and the
+        logarithm of the decay; 0 on padding."""
         b, a = (self._gate(x_BTE, name).astype(jnp.float32).swapaxes(2, 3) for name in "ba")
         A_log, dt_bias = (w[...].astype(jnp.float32)[..., None] for w in (self.A_log, self.dt_bias))
         g = -jnp.exp(A_log) * jax.nn.softplus(a + dt_bias)

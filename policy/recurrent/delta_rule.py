@@ -1,9 +1,11 @@
-"""The recurrence of the gated delta net (arXiv 2412.06464): token by token, in chunks, and in chunks over trees.
+"""The recurrence of the gated delta net (arXiv 2412.06464): token by token, in chunks, and in
+chunks over trees.
 
 A state S [D, V] decays by e^g, loses what it holds under the key k, and gets beta v in its place:
 S_t = e^g S_(t-1) + k_t u_t^T, u_t = beta_t (v_t - e^g S_(t-1)^T k_t); the output is S_t^T q_t.
 
-B rows, T tokens, K key heads, G value heads of a key head, D and V dimensions of keys and values, N chunks of C tokens.
+B rows, T tokens, K key heads, G value heads of a key head, D and V dimensions of keys and values, N
+chunks of C tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ CHUNK = 64
 def single(
     q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: jax.Array, state_BKGDV: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the recurrence for one token: (out [B, K, G, 1, V], state). Arguments as in `chunked`, with T = 1.
+    """Computes the recurrence for one token: (out [B, K, G, 1, V], state). Arguments as in
+    `chunked`, with T = 1.
 
     The state is read once for k and q: S^T q = e^g S_before^T q + (k . q) u.
     """
@@ -36,10 +39,13 @@ def single(
 def stepwise(
     q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: jax.Array, state_BKGDV: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the recurrence token by token: (out [B, K, G, T, V], states after each token [B, T, K, G, D, V])."""
+    """Computes the recurrence token by token: (out [B, K, G, T, V], states after each token [B, T,
+    K, G, D, V])."""
 
     def one(state, xs):
-        q, k, v, beta, g = (jnp.expand_dims(x, axis) for x, axis in zip(xs, (2, 2, 3, 3, 3), strict=True))
+        q, k, v, beta, g = (
+            jnp.expand_dims(x, axis) for x, axis in zip(xs, (2, 2, 3, 3, 3), strict=True)
+        )
         out, state = single(q, k, v, beta, g, state)
         return state, (out[:, :, :, 0], state)
 
@@ -57,18 +63,23 @@ def chunked(
     documents_BT: jax.Array,
     state_BKGDV: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the recurrence over T tokens, C at a time: (out [B, K, G, T, V], state after the last token).
+    """Computes the recurrence over T tokens, C at a time: (out [B, K, G, T, V], state after the
+    last token).
 
-    q, k [B, K, T, D]; v [B, K, G, T, V]; beta, g [B, K, G, T]. Within a chunk the written values u_i = beta_i (v_i -
-    S_i^T k_i) solve a unit lower triangular system (section 3.3): u = U - W S with S the state before the chunk. U, W
-    and all else that does not depend on S are computed for all chunks at once; three products remain in the scan.
+    q, k [B, K, T, D]; v [B, K, G, T, V]; beta, g [B, K, G, T]. Within a chunk the written values
+    u_i = beta_i (v_i - S_i^T k_i) solve a unit lower triangular system (section 3.3): u = U - W S
+    with S the state before the chunk. U, W and all else that does not depend on S are computed for
+    all chunks at once; three products remain in the scan.
     """
     T = v.shape[3]
     C = min(CHUNK, T)
-    q, k, v, beta, g = (in_chunks(a, axis, C) for a, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
+    q, k, v, beta, g = (
+        in_chunks(a, axis, C) for a, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3))
+    )
     decay, entering = decays(g, in_chunks(documents_BT, 1, C, mode="edge"))
     solution = unit_lower_inverse(beta[..., None] * decay * products(k, k)) * beta[..., None, :]
-    U, W = solution @ v, (solution * entering[..., None, :]) @ k[:, :, :, None]
+    U = solution @ v
+    W = (solution * entering[..., None, :]) @ k[:, :, :, None]
     remaining = decay[..., -1, :, None]
 
     def chunk(state, xs):
@@ -78,39 +89,56 @@ def chunked(
         return after, (state, u)
 
     state, (states, u) = jax.lax.scan(chunk, state_BKGDV, (U, W, k, remaining, entering[..., -1:]))
-    out = entering[..., None] * jnp.einsum("nbkcd,nbkgdv->nbkgcv", q, states) + (decay * products(q, k)) @ u
+    out = (
+        entering[..., None] * jnp.einsum("nbkcd,nbkgdv->nbkgcv", q, states)
+        + (decay * products(q, k)) @ u
+    )
     out = jnp.moveaxis(out, 0, 3)
     return out.reshape(*out.shape[:3], -1, out.shape[-1])[:, :, :, :T], state
 
 
-def chunked_trees(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: jax.Array, tree: Tree) -> jax.Array:
-    """Computes the recurrence along the paths of trees of a root and leaves, C tokens at a time: out [B, K, G, T, V].
+def chunked_trees(
+    q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: jax.Array, tree: Tree
+) -> jax.Array:
+    """Computes the recurrence along the paths of trees of a root and leaves, C tokens at a time:
+    out [B, K, G, T, V].
 
-    Arguments as in `chunked`. The path of a token enters a chunk with one of two states: the running one, after the
-    token before the chunk, or the kept one, after the last root with leaves that ended before the chunk. What a chunk
-    writes depends on both: u = U - W_running S_running - W_kept S_kept.
+    Arguments as in `chunked`. The path of a token enters a chunk with one of two states: the
+    running one, after the token before the chunk, or the kept one, after the last root with leaves
+    that ended before the chunk. What a chunk writes depends on both: u = U - W_running S_running -
+    W_kept S_kept.
     """
     B, K, G, T, V = v.shape
     C = min(CHUNK, T)
-    q, k, v, beta, g = (in_chunks(a, axis, C) for a, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
+    q, k, v, beta, g = (
+        in_chunks(a, axis, C) for a, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3))
+    )
     paths = Paths.of(tree, C)
     decay, entering = decays_along(g, paths)
     solution = unit_lower_inverse(beta[..., None] * decay * products(k, k)) * beta[..., None, :]
-    U, W = solution @ v, tuple((solution * a[..., None, :]) @ k[:, :, :, None] for a in entering)
+    U = solution @ v
+    W = tuple((solution * a[..., None, :]) @ k[:, :, :, None] for a in entering)
     ends = paths.ends[:, :, None, None]
-    # `remaining`: the decay of each value that the chunk writes; `passed`: that of the states that enter it. Each up to
-    # the last token, for the next running state, and up to the end of the last root, for the next kept state. A root
-    # begins anew, so nothing of the old kept state enters the next. The states are two arrays: XLA for CPUs (jax
-    # 0.10.2) crashes in a transposition if they are one with an axis more.
+    # `remaining`: the decay of each value that the chunk writes; `passed`: that of the states that
+    # enter it. Each up to the last token, for the next running state, and up to the end of the last
+    # root, for the next kept state. A root begins anew, so nothing of the old kept state enters the
+    # next. The states are two arrays: XLA for CPUs (jax 0.10.2) crashes in a transposition if they
+    # are one with an axis more.
     remaining = decay[..., -1, :, None], jnp.sum(ends[..., None] * decay, axis=-2)[..., None]
-    passed = *(a[..., -1:, None] for a in entering), jnp.sum(ends * entering[0], axis=-1)[..., None, None]
+    passed = (
+        *(a[..., -1:, None] for a in entering),
+        jnp.sum(ends * entering[0], axis=-1)[..., None, None],
+    )
     no_end = 1.0 - jnp.sum(ends, axis=-1)[..., None, None]
 
     def chunk(states, xs):
         (running, kept), (U, W, k, remaining, passed, no_end) = states, xs
         u = U - W[0] @ running - W[1] @ kept
         written = [jnp.einsum("bkcd,bkgcv->bkgdv", k, each * u) for each in remaining]
-        after = passed[0] * running + passed[1] * kept + written[0], passed[2] * running + no_end * kept + written[1]
+        after = (
+            passed[0] * running + passed[1] * kept + written[0],
+            passed[2] * running + no_end * kept + written[1],
+        )
         return after, (states, u)
 
     empty = jnp.zeros((B, K, G, q.shape[-1], V), jnp.float32)
@@ -124,11 +152,11 @@ def chunked_trees(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, g: 
 
 @jax.custom_vjp
 def unit_lower_inverse(a: jax.Array) -> jax.Array:
-    """Computes the inverse of I + tril(a, -1), [..., C, C], from blocks of size 1 to C, two neighbours at a time:
-    [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]].
+    """Computes the inverse of I + tril(a, -1), [..., C, C], from blocks of size 1 to C, two
+    neighbours at a time: [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]].
 
-    It uses products only. On CPU a batched triangular solve calls a threaded BLAS, which is slow and can hang in a
-    backward pass. The series I - a + a^2 - ... loses all digits for equal keys.
+    It uses products only. On CPU a batched triangular solve calls a threaded BLAS, which is slow
+    and can hang in a backward pass. The series I - a + a^2 - ... loses all digits for equal keys.
     """
     C = a.shape[-1]
 
@@ -137,7 +165,8 @@ def unit_lower_inverse(a: jax.Array) -> jax.Array:
         block = jnp.arange(C) // size
         return jnp.where((block[:, None] // 2 == block // 2) & (block[:, None] > block), a, 0)
 
-    inverse, size = jnp.eye(C, dtype=a.dtype) - quarters(1), 2
+    inverse = jnp.eye(C, dtype=a.dtype) - quarters(1)
+    size = 2
     while size < C:
         inverse = inverse - inverse @ quarters(size) @ inverse
         size *= 2
@@ -159,7 +188,8 @@ unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def in_chunks(a: jax.Array, axis: int, C: int, mode: str = "constant") -> jax.Array:
-    """Pads the tokens of `a`, along `axis`, to a multiple of C and splits them into chunks: [N, ..., C, ...]."""
+    """Pads the tokens of `a`, along `axis`, to a multiple of C and splits them into chunks: [N,
+    ..., C, ...]."""
     pad = [(0, 0)] * a.ndim
     pad[axis] = (0, -a.shape[axis] % C)
     a = jnp.pad(a, pad, mode=mode)
@@ -172,12 +202,12 @@ def products(a_NBKCD: jax.Array, b_NBKCD: jax.Array) -> jax.Array:
 
 
 def decays(g_NBKGC: jax.Array, documents_NBC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the decay at token i of the value that token j wrote, [N, B, K, G, C, C], and of the state before the
-    chunk, [N, B, K, G, C]; 0 for the future and for other documents.
+    """Returns the decay at token i of the value that token j wrote, [N, B, K, G, C, C], and of the
+    state before the chunk, [N, B, K, G, C]; 0 for the future and for other documents.
 
-    The logarithms of the pairs are sums over j < l <= i. Differences of one cumulative sum would lose digits after a
-    strong decay: float32 has a spacing of 6e-5 at 1000. The upper half is masked before the exponential, where it would
-    overflow.
+    The logarithms of the pairs are sums over j < l <= i. Differences of one cumulative sum would
+    lose digits after a strong decay: float32 has a spacing of 6e-5 at 1000. The upper half is
+    masked before the exponential, where it would overflow.
     """
     C = g_NBKGC.shape[-1]
     later = jnp.tril(jnp.ones((C, C), bool), -1)
@@ -193,9 +223,9 @@ def decays(g_NBKGC: jax.Array, documents_NBC: jax.Array) -> tuple[jax.Array, jax
 class Paths(NamedTuple):
     """What chunks of C tokens need to know of the paths of trees.
 
-    along: bool[N, B, C, C], whether token j is on the path of token i. running, kept: bool[N, B, C], whether the path
-    of token i enters the chunk with that state. ends: float32[N, B, C], 1 at the end of the chunk's last root that has
-    leaves, 0 elsewhere.
+    along: bool[N, B, C, C], whether token j is on the path of token i. running, kept: bool[N, B,
+    C], whether the path of token i enters the chunk with that state. ends: float32[N, B, C], 1 at
+    the end of the chunk's last root that has leaves, 0 elsewhere.
     """
 
     along: jax.Array
@@ -209,27 +239,36 @@ class Paths(NamedTuple):
         node, last = (in_chunks(a, 1, C) for a in (tree.node, tree.last))
         before = in_chunks(jnp.pad(tree.before, padding, constant_values=-1), 1, C)
         index = jnp.arange(C)
-        own, others = node[..., :, None], (node[..., None, :], last[..., None, :])
+        own = node[..., :, None]
+        others = (node[..., None, :], last[..., None, :])
         along = (others[0] <= own) & (own <= others[1]) & (index <= index[:, None])
-        entry = jnp.take_along_axis(before, jnp.argmax(along, axis=-1), axis=-1)  # of the first token on the path
+        entry = jnp.take_along_axis(
+            before, jnp.argmax(along, axis=-1), axis=-1
+        )  # of the first token on the path
         before_chunk = C * jnp.arange(len(node))[:, None, None] - 1
         following = jnp.pad(tree.node[:, 1:], ((0, 0), (0, 1)))
         ends = in_chunks((tree.last > tree.node) & (following != tree.node), 1, C)
         latest = jnp.max(jnp.where(ends, index, -1), axis=-1, keepdims=True)
         real = entry >= 0
         return cls(
-            along, real & (entry == before_chunk), real & (entry != before_chunk), (index == latest).astype(jnp.float32)
+            along,
+            real & (entry == before_chunk),
+            real & (entry != before_chunk),
+            (index == latest).astype(jnp.float32),
         )
 
 
 def decays_along(g_NBKGC: jax.Array, paths: Paths) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Returns the decays of `decays` along paths: of values [N, B, K, G, C, C], and of the running and the kept state
-    before the chunk, [N, B, K, G, C] each; 0 for what is not on the path."""
-    C, along = g_NBKGC.shape[-1], paths.along[:, :, None, None]
-    later, weights = jnp.tril(jnp.ones((C, C), bool), -1), along.astype(jnp.float32)
+    """Returns the decays of `decays` along paths: of values [N, B, K, G, C, C], and of the running
+    and the kept state before the chunk, [N, B, K, G, C] each; 0 for what is not on the path."""
+    C = g_NBKGC.shape[-1]
+    along = paths.along[:, :, None, None]
+    later = jnp.tril(jnp.ones((C, C), bool), -1)
+    weights = along.astype(jnp.float32)
     pairs = weights @ jnp.where(later, g_NBKGC[..., :, None], 0.0)
     total = jnp.einsum("nbkgil,nbkgl->nbkgi", weights, g_NBKGC)
     running, kept = (
-        jnp.exp(jnp.where(here[:, :, None, None], total, -jnp.inf)) for here in (paths.running, paths.kept)
+        jnp.exp(jnp.where(here[:, :, None, None], total, -jnp.inf))
+        for here in (paths.running, paths.kept)
     )
     return jnp.exp(jnp.where(along, pairs, -jnp.inf)), (running, kept)

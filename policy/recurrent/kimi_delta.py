@@ -1,4 +1,5 @@
-"""Kimi Delta Attention (arXiv 2510.26692): a gated delta net whose state decays by a number for each key channel.
+"""Kimi Delta Attention (arXiv 2510.26692): a gated delta net whose state decays by a number for
+each key channel.
 
 B rows, T tokens, E hidden, H heads of D dimensions, W width of the convolution.
 """
@@ -21,23 +22,37 @@ from policy.recurrent.delta_net import DeltaNet, log_uniform
 
 
 class KimiDelta(DeltaNet):
-    """A Kimi Delta Attention mixer, in the form of DeltaNet with one value head for each key head. Weights: q_proj,
-    k_proj, v_proj [E, H, D]; q_conv, k_conv, v_conv [H, D, W]; b_proj [E, H]; f_a_proj, g_a_proj [E, D]; f_b_proj,
-    g_b_proj [D, H, D]; A_log [H]; dt_bias [H, D]; norm [D]; o_proj [H, D, E].
+    """A Kimi Delta Attention mixer, in the form of DeltaNet with one value head for each key head.
+    Weights: q_proj, k_proj, v_proj [E, H, D]; q_conv, k_conv, v_conv [H, D, W]; b_proj [E, H];
+    f_a_proj, g_a_proj [E, D]; f_b_proj, g_b_proj [D, H, D]; A_log [H]; dt_bias [H, D]; norm [D];
+    o_proj [H, D, E].
     """
 
     rule: ClassVar[ModuleType] = channel_delta_rule
 
     def __init__(self, spec: KimiDeltaAttention, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
-        E, H, D, W = config.hidden_size, spec.heads, spec.head_dim, spec.conv_width
+        E = config.hidden_size
+        H = spec.heads
+        D = spec.head_dim
+        W = spec.conv_width
         init = normal(config.initializer_range)
         for name in "qkv":
-            setattr(self, f"{name}_proj", weight(rngs, (E, H, D), ("embed", "kv_heads", "kv"), init, inputs=(0,)))
+            setattr(
+                self,
+                f"{name}_proj",
+                weight(rngs, (E, H, D), ("embed", "kv_heads", "kv"), init, inputs=(0,)),
+            )
             setattr(self, f"{name}_conv", weight(rngs, (H, D, W), ("kv_heads", "kv", None), init))
         for name in "fg":
-            setattr(self, f"{name}_a_proj", weight(rngs, (E, D), ("embed", None), init, inputs=(0,)))
-            setattr(self, f"{name}_b_proj", weight(rngs, (D, H, D), (None, "kv_heads", "kv"), init, inputs=(0,)))
+            setattr(
+                self, f"{name}_a_proj", weight(rngs, (E, D), ("embed", None), init, inputs=(0,))
+            )
+            setattr(
+                self,
+                f"{name}_b_proj",
+                weight(rngs, (D, H, D), (None, "kv_heads", "kv"), init, inputs=(0,)),
+            )
         self.b_proj = weight(rngs, (E, H), ("embed", "kv_heads"), init)
         self.A_log = weight(rngs, (H,), ("kv_heads",), log_uniform)
         self.dt_bias = weight(rngs, (H, D), ("kv_heads", None), ones)
@@ -45,15 +60,19 @@ class KimiDelta(DeltaNet):
         self.o_proj = weight(rngs, (H, D, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
 
     def _gates(self, x_BTE, real_BT, runtime: Runtime):
-        """Returns (beta float32[B, H, 1, T], g float32[B, H, T, D]): the share of a value that is written, and the
-        logarithm of the decay; 0 on padding."""
+        """Returns (beta float32[B, H, 1, T], g float32[B, H, T, D]): the share of a value that is
+        written, and the logarithm of the decay; 0 on padding."""
         beta = jax.nn.sigmoid(
-            jnp.einsum("bte,eh->bht", x_BTE, self.b_proj[...].astype(x_BTE.dtype)).astype(jnp.float32)
+            jnp.einsum("bte,eh->bht", x_BTE, self.b_proj[...].astype(x_BTE.dtype)).astype(
+                jnp.float32
+            )
         )
         A_log, dt_bias = (w[...].astype(jnp.float32)[..., None] for w in (self.A_log, self.dt_bias))
         f = self._low_rank(x_BTE, "f", runtime) + dt_bias.swapaxes(1, 2)
         g = -jnp.exp(A_log)[..., None] * jax.nn.softplus(f)
-        return jnp.where(real_BT[:, None], beta, 0.0)[:, :, None], jnp.where(real_BT[:, None, :, None], g, 0.0)
+        return jnp.where(real_BT[:, None], beta, 0.0)[:, :, None], jnp.where(
+            real_BT[:, None, :, None], g, 0.0
+        )
 
     def _output_gate(self, x_BTE: jax.Array, runtime: Runtime) -> jax.Array:
         return jax.nn.sigmoid(self._low_rank(x_BTE, "g", runtime))[:, :, None]
@@ -61,4 +80,6 @@ class KimiDelta(DeltaNet):
     def _low_rank(self, x_BTE: jax.Array, name: str, runtime: Runtime) -> jax.Array:
         """Returns the product of two matrices with x, float32[B, H, T, D]."""
         latent = linear("bte,ed->btd", x_BTE, getattr(self, f"{name}_a_proj")[...], runtime)
-        return linear("btr,rhd->bhtd", latent, getattr(self, f"{name}_b_proj")[...], runtime).astype(jnp.float32)
+        return linear(
+            "btr,rhd->bhtd", latent, getattr(self, f"{name}_b_proj")[...], runtime
+        ).astype(jnp.float32)

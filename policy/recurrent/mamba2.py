@@ -1,7 +1,8 @@
-"""Mamba-2 (arXiv 2405.21060): a state that decays by a factor computed from each token, with a gate and a norm on its output.
+"""Mamba-2 (arXiv 2405.21060): a state that decays by a factor computed from each token, with a gate
+and a norm on its output.
 
-B rows, T tokens, E hidden, K groups, G heads of a group, D dimensions of B and C, V dimensions of a head, W width of the
-convolution.
+B rows, T tokens, E hidden, K groups, G heads of a group, D dimensions of B and C, V dimensions of a
+head, W width of the convolution.
 """
 
 from __future__ import annotations
@@ -28,28 +29,39 @@ _TERMS = {"z": "z", "v": "x", "k": "B", "q": "C", "a": "dt"}
 
 
 class Mamba2Mixer(DeltaNet):
-    """A Mamba-2 mixer, in the form of DeltaNet: q is C, k is B, v is x and a is dt. Weights: q_proj, k_proj [E, K, D];
-    v_proj, z_proj [E, K, GV]; a_proj [E, K, G]; q_conv, k_conv [K, D, W]; v_conv [K, GV, W]; A_log, D, dt_bias [K, G];
-    norm [K, GV]; o_proj [K, GV, E]; with conv_bias a bias for each channel of the convolution; with bias q_bias, k_bias
-    [K, D], v_bias, z_bias [K, GV] and a_bias [K, G]; with out_bias o_bias [E].
+    """A Mamba-2 mixer, in the form of DeltaNet: q is C, k is B, v is x and a is dt. Weights:
+    q_proj, k_proj [E, K, D]; v_proj, z_proj [E, K, GV]; a_proj [E, K, G]; q_conv, k_conv [K, D, W];
+    v_conv [K, GV, W]; A_log, D, dt_bias [K, G]; norm [K, GV]; o_proj [K, GV, E]; with conv_bias a
+    bias for each channel of the convolution; with bias q_bias, k_bias [K, D], v_bias, z_bias [K,
+    GV] and a_bias [K, G]; with out_bias o_bias [E].
     """
 
     rule: ClassVar[ModuleType] = linear_rule
 
     def __init__(self, spec: Mamba2, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
-        E, K, D, V, W = config.hidden_size, spec.groups, spec.state, spec.head_dim, spec.conv_width
+        E = config.hidden_size
+        K = spec.groups
+        D = spec.state
+        V = spec.head_dim
+        W = spec.conv_width
         G = spec.heads // K
         init = normal(config.initializer_range)
         for name, dim in {"q": D, "k": D, "v": G * V, "z": G * V, "a": G}.items():
             inputs = None if name == "a" else (0,)
-            setattr(self, f"{name}_proj", weight(rngs, (E, K, dim), ("embed", "kv_heads", "kv"), init, inputs=inputs))
+            setattr(
+                self,
+                f"{name}_proj",
+                weight(rngs, (E, K, dim), ("embed", "kv_heads", "kv"), init, inputs=inputs),
+            )
             if spec.bias:
                 setattr(self, f"{name}_bias", weight(rngs, (K, dim), ("kv_heads", "kv"), zeros))
         for name, dim in {"q": D, "k": D, "v": G * V}.items():
             setattr(self, f"{name}_conv", weight(rngs, (K, dim, W), ("kv_heads", "kv", None), init))
             if spec.conv_bias:
-                setattr(self, f"{name}_conv_bias", weight(rngs, (K, dim), ("kv_heads", "kv"), zeros))
+                setattr(
+                    self, f"{name}_conv_bias", weight(rngs, (K, dim), ("kv_heads", "kv"), zeros)
+                )
         self.A_log = weight(rngs, (K, G), ("kv_heads", None), log_uniform)
         self.D = weight(rngs, (K, G), ("kv_heads", None), ones)
         self.dt_bias = weight(rngs, (K, G), ("kv_heads", None), ones)
@@ -62,14 +74,17 @@ class Mamba2Mixer(DeltaNet):
     def __call__(
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
     ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
-        """Computes (x_BTE, cache, LayerAux) as DeltaNet; the bias of the output is added to the sum of all heads."""
+        """Computes (x_BTE, cache, LayerAux) as DeltaNet; the bias of the output is added to the sum
+        of all heads."""
         out, cache, aux = super().__call__(x_BTE, step, cache, runtime)
         return out + self.o_bias[...].astype(out.dtype) if self.spec.out_bias else out, cache, aux
 
     def _project(self, x_BTE: jax.Array, name: str, runtime: Runtime) -> jax.Array:
         return self._finished(super()._project(x_BTE, name, runtime), name)
 
-    def _conv_input(self, x_BTE: jax.Array, real_BT: jax.Array, name: str, runtime: Runtime) -> jax.Array:
+    def _conv_input(
+        self, x_BTE: jax.Array, real_BT: jax.Array, name: str, runtime: Runtime
+    ) -> jax.Array:
         out = super()._conv_input(x_BTE, real_BT, name, runtime)
         return jnp.where(real_BT[:, None, :, None], out, 0) if self.spec.bias else out
 
@@ -79,7 +94,10 @@ class Mamba2Mixer(DeltaNet):
     def _finished(self, projected_BKTX: jax.Array, name: str) -> jax.Array:
         """Adds the bias of a projection of the input and multiplies by its factor."""
         if self.spec.bias:
-            projected_BKTX = projected_BKTX + getattr(self, f"{name}_bias")[...].astype(projected_BKTX.dtype)[:, None]
+            projected_BKTX = (
+                projected_BKTX
+                + getattr(self, f"{name}_bias")[...].astype(projected_BKTX.dtype)[:, None]
+            )
         if self.spec.scales is None:
             return projected_BKTX
         return scaled(projected_BKTX, getattr(self.spec.scales, _TERMS[name]))
@@ -93,16 +111,19 @@ class Mamba2Mixer(DeltaNet):
         return q, k, self._heads(v)
 
     def _gates(self, x_BTE, real_BT, runtime: Runtime):
-        """Returns (dt, dt A), float32[B, K, G, T]: the factor of what is written, and the logarithm of the decay; 0 on
-        padding."""
+        """Returns (dt, dt A), float32[B, K, G, T]: the factor of what is written, and the logarithm
+        of the decay; 0 on padding."""
         a = self._gate(x_BTE, "a").astype(jnp.float32).swapaxes(2, 3)
         A_log, dt_bias = (w[...].astype(jnp.float32)[..., None] for w in (self.A_log, self.dt_bias))
         dt = jnp.clip(jax.nn.softplus(a + dt_bias), *self.spec.dt_limit)
         dt = jnp.where(real_BT[:, None, None], dt, 0.0)
         return dt, -jnp.exp(A_log) * dt
 
-    def _gated(self, out_BKGTV: jax.Array, v_BKGTV: jax.Array, x_BTE: jax.Array, runtime: Runtime) -> jax.Array:
-        """Returns [B, K, T, GV]: (out + D x) silu(z), normed over the channels of a group before or after silu(z)."""
+    def _gated(
+        self, out_BKGTV: jax.Array, v_BKGTV: jax.Array, x_BTE: jax.Array, runtime: Runtime
+    ) -> jax.Array:
+        """Returns [B, K, T, GV]: (out + D x) silu(z), normed over the channels of a group before or
+        after silu(z)."""
         B, K, G, T, V = out_BKGTV.shape
         out = out_BKGTV + self.D[...].astype(jnp.float32)[..., None, None] * v_BKGTV
         out = jnp.swapaxes(out, 2, 3).reshape(B, K, T, G * V)
@@ -115,6 +136,8 @@ class Mamba2Mixer(DeltaNet):
 
     def _normed(self, x_BKTX: jax.Array, norm: Norm, dtype: DTypeLike) -> jax.Array:
         """Returns the norm over the channels of a group."""
-        normed = x_BKTX * jax.lax.rsqrt(jnp.mean(jnp.square(x_BKTX), axis=-1, keepdims=True) + norm.eps)
+        normed = x_BKTX * jax.lax.rsqrt(
+            jnp.mean(jnp.square(x_BKTX), axis=-1, keepdims=True) + norm.eps
+        )
         normed = normed.astype(dtype) if norm.scale == "after_cast" else normed
         return normed * self.norm[...].astype(normed.dtype)[:, None]

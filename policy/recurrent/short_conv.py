@@ -1,6 +1,8 @@
-"""Short convolutions (LFM2, arXiv 2511.23404): a causal depthwise convolution over few tokens between two gates.
+"""Short convolutions (LFM2, arXiv 2511.23404): a causal depthwise convolution over few tokens
+between two gates.
 
-B rows, T tokens, E hidden, W width of the convolution. Each of the E channels is computed by itself.
+B rows, T tokens, E hidden, W width of the convolution. Each of the E channels is computed by
+itself.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ PROJECTED = {"c": "query_proj", "b": "key_proj", "x": "value_proj"}
 
 
 class ShortConvolution(nnx.Module):
-    """A short convolution mixer. Weights: b_proj, c_proj, x_proj, o_proj [E, E]; conv [E, W]; with a bias b_bias,
-    c_bias, x_bias, conv_bias, o_bias [E]."""
+    """A short convolution mixer. Weights: b_proj, c_proj, x_proj, o_proj [E, E]; conv [E, W]; with
+    a bias b_bias, c_bias, x_bias, conv_bias, o_bias [E]."""
 
     def __init__(self, spec: ShortConv, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
-        E, init = config.hidden_size, normal(config.initializer_range)
+        E = config.hidden_size
+        init = normal(config.initializer_range)
         for name in PROJECTED:
             setattr(self, f"{name}_proj", weight(rngs, (E, E), ("embed", "mlp"), init, inputs=(0,)))
         self.conv = weight(rngs, (E, spec.conv_width), ("mlp", None), init)
@@ -50,11 +53,13 @@ class ShortConvolution(nnx.Module):
     def __call__(
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
     ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
-        """Computes (x_BTE, cache, LayerAux). Padding leaves the cache as it is. Without a cache every document of a row
-        starts without inputs before it; with one, the first document of a row continues from the cached inputs. In
-        trees the inputs before a token are those on its path."""
+        """Computes (x_BTE, cache, LayerAux). Padding leaves the cache as it is. Without a cache
+        every document of a row starts without inputs before it; with one, the first document of a
+        row continues from the cached inputs. In trees the inputs before a token are those on its
+        path."""
         if in_explicit_mode():
-            out, aux = self._over_devices(x_BTE, step, runtime), LayerAux()
+            out = self._over_devices(x_BTE, step, runtime)
+            aux = LayerAux()
         else:
             out, cache, aux = self._channels(x_BTE, step, cache, runtime)
         if self.spec.bias:
@@ -62,10 +67,15 @@ class ShortConvolution(nnx.Module):
         return checkpoint_name(out, "out_proj"), cache, aux
 
     def _channels(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
-        """Computes (out, cache, LayerAux) of this module's channels, without the bias of the output."""
-        real, before = step.segments != 0, self.spec.conv_width - 1
+        """Computes (out, cache, LayerAux) of this module's channels, without the bias of the
+        output."""
+        real = step.segments != 0
+        before = self.spec.conv_width - 1
         x_BTE = replicate_length(x_BTE, runtime)
-        c, b, x = (checkpoint_name(self._project(x_BTE, n, runtime), label) for n, label in PROJECTED.items())
+        c, b, x = (
+            checkpoint_name(self._project(x_BTE, n, runtime), label)
+            for n, label in PROJECTED.items()
+        )
         inputs = to_cache(jnp.where(real[..., None], b * x, 0)[:, None], runtime.layout)
         if cache is None:
             inputs = jnp.pad(inputs, ((0, 0), (0, 0), (before, 0), (0, 0)))
@@ -94,8 +104,9 @@ class ShortConvolution(nnx.Module):
         return out + getattr(self, f"{name}_bias")[...].astype(out.dtype) if self.spec.bias else out
 
     def _over_devices(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array:
-        """Computes `_channels` without a cache in explicit mode: each device takes full sequences of its rows and its
-        own channels, and the outputs are summed over the devices that share the channels."""
+        """Computes `_channels` without a cache in explicit mode: each device takes full sequences
+        of its rows and its own channels, and the outputs are summed over the devices that share the
+        channels."""
         layout, (weights, module) = runtime.layout, split_module(self)
         assert layout is not None  # explicit mode has a mesh
         rows = layout.spec(("batch", None, None), x_BTE.shape)

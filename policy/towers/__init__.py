@@ -1,10 +1,11 @@
-"""Towers: pictures and sounds to rows that stand in the place of token embeddings. One file a kind, and
-policy/media.py describes each as data.
+"""Towers: pictures and sounds to rows that stand in the place of token embeddings. One file a kind,
+and policy/media.py describes each as data.
 
-A module is created by `(spec, out_width, rngs)`. A call takes values float32[R, N, K], the inputs of R items padded to
-N, and shapes int32[R, 2], (height, width) in patches or (frames, 1). It returns rows [R, M, E] and deepstack features
-[S, R, M, E] or None. The first `policy.media.rows_of(spec, shape)` rows of an item are its own; the others stand for
-padding. Padding changes no row of an item, nor does another item.
+A module is created by `(spec, out_width, rngs)`. A call takes values float32[R, N, K], the inputs
+of R items padded to N, and shapes int32[R, 2], (height, width) in patches or (frames, 1). It
+returns rows [R, M, E] and deepstack features [S, R, M, E] or None. The first
+`policy.media.rows_of(spec, shape)` rows of an item are its own; the others stand for padding.
+Padding changes no row of an item, nor does another item.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from collections.abc import Callable
 
 from flax import nnx
 
-from policy.media import ChunkedAudio, Conformer, GridVision, PooledVision, Siglip, TileVision, Tower, WindowVision
+from policy.media import (
+    ChunkedAudio,
+    Conformer,
+    GridVision,
+    PooledVision,
+    Siglip,
+    TileVision,
+    Tower,
+    WindowVision,
+)
 from policy.towers.chunked_audio import ChunkedAudioTower
 from policy.towers.conformer import ConformerTower
 from policy.towers.grid_vision import GridVisionTower

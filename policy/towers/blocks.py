@@ -33,8 +33,8 @@ Table = tuple[jax.Array, jax.Array]
 
 
 class Projections(nnx.Module):
-    """A module with linear layers by name: NAME_proj [inputs, outputs], and NAME_bias where there is one. `spec`, set
-    before the layers, says how their weights start.
+    """A module with linear layers by name: NAME_proj [inputs, outputs], and NAME_bias where there
+    is one. `spec`, set before the layers, says how their weights start.
 
     The weights of a tower are never quantised: its rows enter every layer of the decoder.
     """
@@ -51,11 +51,14 @@ class Projections(nnx.Module):
         bias: bool = False,
         clipped: bool = False,
     ) -> None:
-        """Declares the layer `name` that maps dimensions shape[0] to shape[1], with their logical axes. `clipped`: four
-        stored numbers, NAME_input_min and so on, bound its inputs and outputs."""
+        """Declares the layer `name` that maps dimensions shape[0] to shape[1], with their logical
+        axes. `clipped`: four stored numbers, NAME_input_min and so on, bound its inputs and
+        outputs."""
         (inputs, outputs), (rows, columns) = shape, axes
         setattr(
-            self, f"{name}_proj", weight(rngs, inputs + outputs, rows + columns, normal(initializer_range(self.spec)))
+            self,
+            f"{name}_proj",
+            weight(rngs, inputs + outputs, rows + columns, normal(initializer_range(self.spec))),
         )
         if bias:
             named = tuple("norm" if axis == "embed" else axis for axis in columns)
@@ -67,24 +70,32 @@ class Projections(nnx.Module):
     def project(self, x: jax.Array, name: str, runtime: Runtime, over: int = 1) -> jax.Array:
         """Maps the last `over` dimensions of x by the layer `name`, in x's dtype."""
         array = getattr(self, f"{name}_proj")[...]
-        bias, clipped = getattr(self, f"{name}_bias", None), hasattr(self, f"{name}_input_min")
-        i, o = "abcd"[:over], "uvw"[: array.ndim - over]
+        bias = getattr(self, f"{name}_bias", None)
+        clipped = hasattr(self, f"{name}_input_min")
+        i = "abcd"[:over]
+        o = "uvw"[: array.ndim - over]
         x = self._bounded(x, name, "input") if clipped else x
         y = linear(f"...{i},{i}{o}->...{o}", x, array, runtime)
         y = y if bias is None else y + bias[...].astype(x.dtype)
         return self._bounded(y, name, "output") if clipped else y
 
     def _bounded(self, x: jax.Array, name: str, side: str) -> jax.Array:
-        low, high = (getattr(self, f"{name}_{side}_{end}")[...].astype(x.dtype) for end in ("min", "max"))
+        low, high = (
+            getattr(self, f"{name}_{side}_{end}")[...].astype(x.dtype) for end in ("min", "max")
+        )
         return jnp.clip(x, low, high)
 
 
 class TowerBlock(Projections):
-    """A pre-norm transformer block with biases, as SigLIP, Whisper and the towers of Qwen and Llama have."""
+    """A pre-norm transformer block with biases, as SigLIP, Whisper and the towers of Qwen and Llama
+    have."""
 
     def __init__(self, spec: Encoder, rngs: nnx.Rngs):
         self.spec = spec
-        D, H, d, I = spec.width, spec.heads, spec.head_dim, spec.mlp_width
+        D = spec.width
+        H = spec.heads
+        d = spec.head_dim
+        I = spec.mlp_width
         self.input_norm = MeanNorm(D, LayerNorm(spec.eps), rngs)
         for name in "qkv":
             self.add(rngs, name, ((D,), (H, d)), (("embed",), ("heads", "kv")), bias=True)
@@ -93,7 +104,9 @@ class TowerBlock(Projections):
         self.add(rngs, "up", ((D,), (I,)), (("embed",), ("mlp",)), bias=True)
         self.add(rngs, "down", ((I,), (D,)), (("mlp",), ("embed",)), bias=True)
 
-    def __call__(self, x_RND: jax.Array, mask: Mask, turn: Callable | None, runtime: Runtime) -> jax.Array:
+    def __call__(
+        self, x_RND: jax.Array, mask: Mask, turn: Callable | None, runtime: Runtime
+    ) -> jax.Array:
         """Returns x_RND after the block. `turn` rotates queries and keys [R, H, N, d]."""
         h = self.input_norm(x_RND)
         q, k, v = (jnp.swapaxes(self.project(h, name, runtime), 1, 2) for name in "qkv")
@@ -105,19 +118,23 @@ class TowerBlock(Projections):
         return x_RND + checkpoint_name(h, "mlpwo")
 
 
-def attention(q_RHNd: jax.Array, k_RKNd: jax.Array, v_RKNd: jax.Array, mask: Mask, runtime: Runtime) -> jax.Array:
-    """Computes softmax attention [R, N, H, d] with the scale already in q. Queries are taken in chunks of
-    `runtime.attention_chunk`, so that memory grows with N, not with N^2."""
+def attention(
+    q_RHNd: jax.Array, k_RKNd: jax.Array, v_RKNd: jax.Array, mask: Mask, runtime: Runtime
+) -> jax.Array:
+    """Computes softmax attention [R, N, H, d] with the scale already in q. Queries are taken in
+    chunks of `runtime.attention_chunk`, so that memory grows with N, not with N^2."""
     q, k, v = (
-        checkpoint_name(a, name) for a, name in ((q_RHNd, "query_proj"), (k_RKNd, "key_proj"), (v_RKNd, "value_proj"))
+        checkpoint_name(a, name)
+        for a, name in ((q_RHNd, "query_proj"), (k_RKNd, "key_proj"), (v_RKNd, "value_proj"))
     )
     out = checkpoint_name(attend(q, k, v, mask, runtime.attention_chunk), "context")
     return jnp.swapaxes(out, 1, 2)
 
 
 def within(groups_RN: jax.Array) -> Mask:
-    """Returns the mask that lets the inputs of an item see all inputs of their group; group 0 is padding. It is the
-    decoder's mask with groups as segments and all positions 0, so that causality excludes nothing."""
+    """Returns the mask that lets the inputs of an item see all inputs of their group; group 0 is
+    padding. It is the decoder's mask with groups as segments and all positions 0, so that causality
+    excludes nothing."""
     nowhere = jnp.zeros_like(groups_RN)
     return Mask(Step(nowhere, groups_RN), Visible({}, nowhere, groups_RN))
 
@@ -128,33 +145,41 @@ def real_inputs(shape_R2: jax.Array, length: int) -> jax.Array:
 
 
 def prepared(values_RNK: jax.Array, real_RN: jax.Array | None, runtime: Runtime) -> jax.Array:
-    """Returns the inputs, sharded by items, in the dtype of the activations, with zeros for padding."""
+    """Returns the inputs, sharded by items, in the dtype of the activations, with zeros for
+    padding."""
     x = values_RNK if real_RN is None else jnp.where(real_RN[..., None], values_RNK, 0)
     return constrain(x.astype(runtime.dtype), ("batch", None, None), runtime.layout)
 
 
 def grid_positions(shape_R2: jax.Array, length: int, merge: int = 1) -> tuple[jax.Array, jax.Array]:
-    """Returns (row, column) of each patch, int32[R, N]. Patches are in the order of the blocks of `merge` x `merge`
-    patches; 1: row by row."""
-    number, across = jnp.arange(length), jnp.maximum(shape_R2[:, 1:] // merge, 1)
-    block, inside = number // merge**2, number % merge**2
+    """Returns (row, column) of each patch, int32[R, N]. Patches are in the order of the blocks of
+    `merge` x `merge` patches; 1: row by row."""
+    number = jnp.arange(length)
+    across = jnp.maximum(shape_R2[:, 1:] // merge, 1)
+    block = number // merge**2
+    inside = number % merge**2
     return block // across * merge + inside // merge, block % across * merge + inside % merge
 
 
 def axis_angles(positions_RN: jax.Array, dim: int, theta: float) -> jax.Array:
-    """Computes position * theta^(-2i/dim), float32[R, N, dim / 2]: the angles of one axis of a grid."""
+    """Computes position * theta^(-2i/dim), float32[R, N, dim / 2]: the angles of one axis of a
+    grid."""
     return positions_RN[..., None].astype(jnp.float32) * (1 / wavelengths(theta, dim))
 
 
-def turn_by(angles_RNd: jax.Array, *, interleaved: bool = False) -> Callable[[jax.Array], jax.Array]:
-    """Returns the rotation of [R, H, N, d] by angles [R, N, d / 2], of the pairs (2i, 2i+1) or (i, i + d/2)."""
+def turn_by(
+    angles_RNd: jax.Array, *, interleaved: bool = False
+) -> Callable[[jax.Array], jax.Array]:
+    """Returns the rotation of [R, H, N, d] by angles [R, N, d / 2], of the pairs (2i, 2i+1) or (i,
+    i + d/2)."""
     rope = Rope(2 * angles_RNd.shape[-1], 1.0, interleaved=interleaved)
     table: Table = (jnp.cos(angles_RNd), jnp.sin(angles_RNd))
     return lambda x: rotate(x, rope, table)
 
 
 def convolved(x_RTFC: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Computes a convolution of stride 2 over time and frequency with a kernel [3, 3, C, channels] and zeros around."""
+    """Computes a convolution of stride 2 over time and frequency with a kernel [3, 3, C, channels]
+    and zeros around."""
     dims = ("NHWC", "HWIO", "NHWC")
     return jax.lax.conv_general_dilated(
         x_RTFC, kernel.astype(x_RTFC.dtype), (2, 2), ((1, 1), (1, 1)), dimension_numbers=dims
@@ -174,20 +199,26 @@ def run(
     after: Sequence[int] = (),
     each: tuple[np.ndarray, ...] = (),
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Runs stacked blocks: x <- apply(block, x, *own) for each, as a scan or unrolled, with remat as `runtime` says.
-    `own` are the entries of the arrays `each`, which have one entry for each block. Returns (x, [x after each block
-    number in `after`, ascending])."""
+    """Runs stacked blocks: x <- apply(block, x, *own) for each, as a scan or unrolled, with remat
+    as `runtime` says. `own` are the entries of the arrays `each`, which have one entry for each
+    block. Returns (x, [x after each block number in `after`, ascending])."""
     graph, weights = nnx.split(blocks)
     stack = (weights, each)
 
     def body(x, one):
         block_weights, own = one
-        x = constrain(x, ("batch", None, None), runtime.layout)  # gathers weights rather than sums activations
-        return apply(nnx.merge(graph, block_weights), checkpoint_name(x, "decoder_layer_input"), *own)
+        x = constrain(
+            x, ("batch", None, None), runtime.layout
+        )  # gathers weights rather than sums activations
+        return apply(
+            nnx.merge(graph, block_weights), checkpoint_name(x, "decoder_layer_input"), *own
+        )
 
     if runtime.remat != "none":
         body = checkpointed(body, saved(runtime.remat, runtime.remat_tensors), scanned=runtime.scan)
-    depth, start, kept = len(jax.tree.leaves(weights)[0]), 0, []
+    depth = len(jax.tree.leaves(weights)[0])
+    start = 0
+    kept = []
     for end in (*(number + 1 for number in after), depth):
         if runtime.scan and end > start:
             part = jax.tree.map(lambda a, start=start, end=end: a[start:end], stack)

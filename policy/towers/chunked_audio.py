@@ -17,7 +17,16 @@ from policy.media import ChunkedAudio, halved, initializer_range
 from policy.ops.norms import MeanNorm
 from policy.ops.parameter import normal, stacked, weight, zeros
 from policy.ops.rope import sinusoids
-from policy.towers.blocks import Projections, TowerBlock, convolved, for_towers, prepared, real_inputs, run, within
+from policy.towers.blocks import (
+    Projections,
+    TowerBlock,
+    convolved,
+    for_towers,
+    prepared,
+    real_inputs,
+    run,
+    within,
+)
 
 CONVOLUTIONS = ("first", "second", "third")
 
@@ -26,12 +35,19 @@ class ChunkedAudioTower(Projections):
     """Log-mel frames to rows of the decoder's width."""
 
     def __init__(self, spec: ChunkedAudio, out_width: int, rngs: nnx.Rngs):
-        self.spec, D, C = spec, spec.encoder.width, spec.channels
+        self.spec = spec
+        D = spec.encoder.width
+        C = spec.channels
         for name, inputs in zip(CONVOLUTIONS, (1, C, C), strict=True):
             setattr(
                 self,
                 f"{name}_conv",
-                weight(rngs, (3, 3, inputs, C), (None, None, None, "mlp"), normal(initializer_range(spec))),
+                weight(
+                    rngs,
+                    (3, 3, inputs, C),
+                    (None, None, None, "mlp"),
+                    normal(initializer_range(spec)),
+                ),
             )
             setattr(self, f"{name}_bias", weight(rngs, (C,), ("mlp",), zeros))
         self.add(rngs, "frame", ((halved(spec.mels, 3), C), (D,)), ((None, "mlp"), ("embed",)))
@@ -40,9 +56,13 @@ class ChunkedAudioTower(Projections):
         self.add(rngs, "up", ((D,), (D,)), (("embed",), ("mlp",)), bias=True)
         self.add(rngs, "down", ((D,), (out_width,)), (("mlp",), ("embed",)), bias=True)
 
-    def __call__(self, values_RNK: jax.Array, shape_R2: jax.Array, runtime: Runtime) -> tuple[jax.Array, None]:
-        """Returns (rows [R, M, E], None) of clips of `shape` (frames, 1); frames past it are padding."""
-        spec, runtime = self.spec, for_towers(runtime)
+    def __call__(
+        self, values_RNK: jax.Array, shape_R2: jax.Array, runtime: Runtime
+    ) -> tuple[jax.Array, None]:
+        """Returns (rows [R, M, E], None) of clips of `shape` (frames, 1); frames past it are
+        padding."""
+        spec = self.spec
+        runtime = for_towers(runtime)
         x = prepared(values_RNK, real_inputs(shape_R2, values_RNK.shape[1]), runtime)
         x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % spec.chunk), (0, 0)))
         x = self._chunks(x.reshape(-1, spec.chunk, spec.mels), runtime)
@@ -54,10 +74,12 @@ class ChunkedAudioTower(Projections):
         return self.project(ACTIVATIONS[spec.encoder.activation](x), "down", runtime), None
 
     def _chunks(self, x_CFK: jax.Array, runtime: Runtime) -> jax.Array:
-        """Returns the rows of each chunk of frames, with sinusoids that start anew in each: [C, rows, D]."""
+        """Returns the rows of each chunk of frames, with sinusoids that start anew in each: [C,
+        rows, D]."""
         x = x_CFK[..., None]
         for name in CONVOLUTIONS:
-            kernel, bias = getattr(self, f"{name}_conv")[...], getattr(self, f"{name}_bias")[...]
+            kernel = getattr(self, f"{name}_conv")[...]
+            bias = getattr(self, f"{name}_bias")[...]
             x = ACTIVATIONS["gelu"](convolved(x, kernel) + bias.astype(x.dtype))
         x = self.project(x, "frame", runtime, over=2)
         return x + sinusoids(jnp.arange(x.shape[1])[None], x.shape[-1]).astype(x.dtype)
@@ -67,7 +89,9 @@ class ChunkedAudioTower(Projections):
         return jnp.arange(rows) // (self.spec.chunk_rows * self.spec.window) + 1
 
     def _real_rows(self, shape_R2: jax.Array, rows: int) -> jax.Array:
-        """Returns bool[R, M]. Only the last chunk of a clip has fewer rows than there is room for."""
-        spec, frames = self.spec, shape_R2[:, 0]
+        """Returns bool[R, M]. Only the last chunk of a clip has fewer rows than there is room
+        for."""
+        spec = self.spec
+        frames = shape_R2[:, 0]
         rest = halved(frames % spec.chunk, 3)
         return jnp.arange(rows) < (spec.chunk_rows * (frames // spec.chunk) + rest)[:, None]

@@ -1,7 +1,8 @@
-"""The audio tower of the small Gemma 4: a conformer (arXiv 2005.08100) with attention to the last rows only.
+"""The audio tower of the small Gemma 4: a conformer (arXiv 2005.08100) with attention to the last
+rows only.
 
-R clips, N frames, T rows, D width of the tower, H heads, d their dimension, W places that a row sees, M rows, E hidden
-size of the decoder.
+R clips, N frames, T rows, D width of the tower, H heads, d their dimension, W places that a row
+sees, M rows, E hidden size of the decoder.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from policy.ops.parameter import normal, ones, stacked, weight, zeros
 from policy.ops.rope import sinusoids
 from policy.towers.blocks import Projections, convolved, for_towers, prepared, real_inputs, run
 
-# A fresh per-dimension scale of queries, softplus(0) = ln 2, cancels QUERY_SCALE: scores are then q k / sqrt(d) times
-# KEY_SCALE, as in transformers.
-QUERY_SCALE, KEY_SCALE = 1 / math.log(2), math.log(1 + math.e) / math.log(2)
+# A fresh per-dimension scale of queries, softplus(0) = ln 2, cancels QUERY_SCALE: scores are then q
+# k / sqrt(d) times KEY_SCALE, as in transformers.
+QUERY_SCALE = 1 / math.log(2)
+KEY_SCALE = math.log(1 + math.e) / math.log(2)
 
 
 class HalfStep(Projections):
-    """A feed-forward between two norms, of four times the width, added in part: x + residual * f(x)."""
+    """A feed-forward between two norms, of four times the width, added in part: x + residual *
+    f(x)."""
 
     def __init__(self, spec: Conformer, rngs: nnx.Rngs):
         self.spec, D, norm = spec, spec.width, Norm(1e-6, "before_cast")
@@ -45,12 +48,13 @@ class HalfStep(Projections):
 
 
 class RelativeAttention(Projections):
-    """Attention of each row to itself and the rows before it, W in all. Scores q (k + r), with r a projection of the
-    distance's sinusoids, are bounded by cap tanh(s / cap). float32 inside."""
+    """Attention of each row to itself and the rows before it, W in all. Scores q (k + r), with r a
+    projection of the distance's sinusoids, are bounded by cap tanh(s / cap). float32 inside."""
 
     def __init__(self, spec: Conformer, rngs: nnx.Rngs):
         self.spec = spec
-        D, heads = spec.width, (spec.heads, spec.head_dim)
+        D = spec.width
+        heads = (spec.heads, spec.head_dim)
         for name in "qkv":
             self.add(rngs, name, ((D,), heads), (("embed",), ("heads", "kv")), clipped=spec.clipped)
         self.add(rngs, "distance", ((D,), heads), (("embed",), ("heads", "kv")))
@@ -59,16 +63,23 @@ class RelativeAttention(Projections):
 
     def __call__(self, x_RTD: jax.Array, runtime: Runtime) -> jax.Array:
         """Returns [R, T, D]."""
-        spec, W = self.spec, self.spec.context
+        spec = self.spec
+        W = self.spec.context
         q, k, v = (
             checkpoint_name(self.project(x_RTD, name, runtime).astype(jnp.float32), f"{word}_proj")
             for name, word in (("q", "query"), ("k", "key"), ("v", "value"))
         )
-        q = q * (QUERY_SCALE * spec.head_dim**-0.5) * jax.nn.softplus(self.scale[...].astype(jnp.float32))
+        q = (
+            q
+            * (QUERY_SCALE * spec.head_dim**-0.5)
+            * jax.nn.softplus(self.scale[...].astype(jnp.float32))
+        )
         back = sinusoids(jnp.arange(W)[None], spec.width)[0].astype(x_RTD.dtype)
         distance_WHd = self.project(back, "distance", runtime).astype(jnp.float32)
         keys, values = (_last(a, W) for a in (k * KEY_SCALE, v))
-        scores = jnp.einsum("rthd,rtwhd->rthw", q, keys) + jnp.einsum("rthd,whd->rthw", q, distance_WHd)
+        scores = jnp.einsum("rthd,rtwhd->rthw", q, keys) + jnp.einsum(
+            "rthd,whd->rthw", q, distance_WHd
+        )
         scores = spec.cap * jnp.tanh(scores / spec.cap)
         exists = jnp.arange(x_RTD.shape[1])[:, None] >= jnp.arange(W)
         shares = jax.nn.softmax(jnp.where(exists[:, None], scores, MASKED), axis=-1)
@@ -77,8 +88,8 @@ class RelativeAttention(Projections):
 
 
 class LightConvolution(Projections):
-    """x + f(x) with f a gated linear unit, a causal depthwise convolution, a norm, an activation and a linear
-    layer."""
+    """x + f(x) with f a gated linear unit, a causal depthwise convolution, a norm, an activation
+    and a linear layer."""
 
     def __init__(self, spec: Conformer, rngs: nnx.Rngs):
         self.spec, D, norm = spec, spec.width, Norm(spec.eps, "before_cast")
@@ -100,9 +111,13 @@ class ConformerBlock(nnx.Module):
     """A half step, attention between norms, a light convolution, a half step and a norm."""
 
     def __init__(self, spec: Conformer, rngs: nnx.Rngs):
-        D, norm = spec.width, Norm(1e-6, "before_cast")
+        D = spec.width
+        norm = Norm(1e-6, "before_cast")
         self.first, self.second = HalfStep(spec, rngs), HalfStep(spec, rngs)
-        self.attention, self.convolution = RelativeAttention(spec, rngs), LightConvolution(spec, rngs)
+        self.attention, self.convolution = (
+            RelativeAttention(spec, rngs),
+            LightConvolution(spec, rngs),
+        )
         self.input_norm, self.attention_norm = RMSNorm(D, norm, rngs), RMSNorm(D, norm, rngs)
         self.output_norm = RMSNorm(D, norm, rngs)
 
@@ -133,7 +148,9 @@ class ConformerTower(Projections):
 
     def __init__(self, spec: Conformer, out_width: int, rngs: nnx.Rngs):
         self.spec, D, (first, second) = spec, spec.width, spec.channels
-        self.first_conv = weight(rngs, (3, 3, 1, first), (None, None, None, "mlp"), normal(initializer_range(spec)))
+        self.first_conv = weight(
+            rngs, (3, 3, 1, first), (None, None, None, "mlp"), normal(initializer_range(spec))
+        )
         self.second_conv = weight(
             rngs, (3, 3, first, second), (None, None, None, "mlp"), normal(initializer_range(spec))
         )
@@ -145,12 +162,18 @@ class ConformerTower(Projections):
         self.row_norm = RMSNorm(spec.out, Norm(spec.eps, "none"), rngs)
         self.add(rngs, "out", ((spec.out,), (out_width,)), (("embed",), ("mlp",)))
 
-    def __call__(self, values_RNK: jax.Array, shape_R2: jax.Array, runtime: Runtime) -> tuple[jax.Array, None]:
-        """Returns (rows [R, M, E], None) of clips of `shape` (frames, 1); frames past it are padding, which only rows
-        after those of the clip see."""
-        runtime, frames = for_towers(runtime), shape_R2
+    def __call__(
+        self, values_RNK: jax.Array, shape_R2: jax.Array, runtime: Runtime
+    ) -> tuple[jax.Array, None]:
+        """Returns (rows [R, M, E], None) of clips of `shape` (frames, 1); frames past it are
+        padding, which only rows after those of the clip see."""
+        runtime = for_towers(runtime)
+        frames = shape_R2
         x = values_RNK[..., None].astype(runtime.dtype)
-        for kernel, norm in ((self.first_conv, self.first_norm), (self.second_conv, self.second_norm)):
+        for kernel, norm in (
+            (self.first_conv, self.first_norm),
+            (self.second_conv, self.second_norm),
+        ):
             real = real_inputs(frames, x.shape[1])
             x = jnp.where(real[..., None, None], x, 0)
             x = jax.nn.relu(norm(convolved(x, kernel[...])))
@@ -162,7 +185,10 @@ class ConformerTower(Projections):
 
 
 def _last(x: jax.Array, places: int) -> jax.Array:
-    """Returns [R, T, places, ...]: each row and the rows before it, the nearest first; zeros before the first."""
+    """Returns [R, T, places, ...]: each row and the rows before it, the nearest first; zeros before
+    the first."""
     T = x.shape[1]
     x = jnp.pad(x, ((0, 0), (places - 1, 0), *((0, 0),) * (x.ndim - 2)))
-    return jnp.stack([x[:, places - 1 - back : places - 1 - back + T] for back in range(places)], axis=2)
+    return jnp.stack(
+        [x[:, places - 1 - back : places - 1 - back + T] for back in range(places)], axis=2
+    )

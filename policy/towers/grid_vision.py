@@ -1,6 +1,7 @@
 """The vision tower of Qwen3-VL, Qwen3.5 and Qwen3-Omni.
 
-R pictures, N patches, D width of the tower, M rows, E hidden size of the decoder, S deepstack features.
+R pictures, N patches, D width of the tower, M rows, E hidden size of the decoder, S deepstack
+features.
 """
 
 from __future__ import annotations
@@ -31,13 +32,17 @@ from policy.towers.blocks import (
 
 
 class Merger(Projections):
-    """Joins the patches of a block to one row: a norm of each patch, or of the joined ones (`joined_norm`), then two
-    linear layers with an exact GELU."""
+    """Joins the patches of a block to one row: a norm of each patch, or of the joined ones
+    (`joined_norm`), then two linear layers with an exact GELU."""
 
     def __init__(self, spec: GridVision, out_width: int, joined_norm: bool, rngs: nnx.Rngs):
         joined = spec.merge**2 * spec.encoder.width
-        self.spec, self.joined, self.joined_norm = spec, joined, joined_norm
-        self.norm = MeanNorm(joined if joined_norm else spec.encoder.width, LayerNorm(spec.encoder.eps), rngs)
+        self.spec = spec
+        self.joined = joined
+        self.joined_norm = joined_norm
+        self.norm = MeanNorm(
+            joined if joined_norm else spec.encoder.width, LayerNorm(spec.encoder.eps), rngs
+        )
         self.add(rngs, "up", ((joined,), (joined,)), (("embed",), ("mlp",)), bias=True)
         self.add(rngs, "down", ((joined,), (out_width,)), (("mlp",), ("embed",)), bias=True)
 
@@ -52,21 +57,27 @@ class GridVisionTower(Projections):
     """Patches to rows of the decoder's width, with deepstack features."""
 
     def __init__(self, spec: GridVision, out_width: int, rngs: nnx.Rngs):
-        self.spec, D = spec, spec.encoder.width
+        self.spec = spec
+        D = spec.encoder.width
         self.patch_shape = (spec.channels, spec.frames, spec.patch, spec.patch)
         self.add(rngs, "patch", (self.patch_shape, (D,)), ((None,) * 4, ("embed",)), bias=True)
-        self.positions = weight(rngs, (spec.side**2, D), (None, "embed"), normal(initializer_range(spec)))
+        self.positions = weight(
+            rngs, (spec.side**2, D), (None, "embed"), normal(initializer_range(spec))
+        )
         self.blocks = stacked(partial(TowerBlock, spec.encoder), rngs, spec.encoder.depth)
         self.merger = Merger(spec, out_width, False, rngs)
         if spec.deepstack:
-            self.deepstack = stacked(partial(Merger, spec, out_width, True), rngs, len(spec.deepstack))
+            self.deepstack = stacked(
+                partial(Merger, spec, out_width, True), rngs, len(spec.deepstack)
+            )
 
     def __call__(
         self, values_RNK: jax.Array, shape_R2: jax.Array, runtime: Runtime
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns (rows [R, M, E], features [S, R, M, E] or None) of pictures of `shape` (height, width) in patches;
-        patches past it are padding. N is a multiple of the patches of a row."""
-        spec, runtime = self.spec, for_towers(runtime)
+        """Returns (rows [R, M, E], features [S, R, M, E] or None) of pictures of `shape` (height,
+        width) in patches; patches past it are padding. N is a multiple of the patches of a row."""
+        spec = self.spec
+        runtime = for_towers(runtime)
         N = values_RNK.shape[1]
         real = real_inputs(shape_R2, N)
         row, column = grid_positions(shape_R2, N, spec.merge)
@@ -74,15 +85,20 @@ class GridVisionTower(Projections):
         x = self.project(x, "patch", runtime, over=4)
         x = x + self._positions(row, column, shape_R2).astype(x.dtype)
         axis = spec.encoder.head_dim // 2
-        turn = turn_by(jnp.concatenate([axis_angles(at, axis, spec.theta) for at in (row, column)], axis=-1))
+        turn = turn_by(
+            jnp.concatenate([axis_angles(at, axis, spec.theta) for at in (row, column)], axis=-1)
+        )
         mask = within(real.astype(jnp.int32))
-        x, kept = run(self.blocks, x, lambda block, x: block(x, mask, turn, runtime), runtime, spec.deepstack)
+        x, kept = run(
+            self.blocks, x, lambda block, x: block(x, mask, turn, runtime), runtime, spec.deepstack
+        )
         return self.merger(x, runtime), self._features(kept, runtime)
 
     def _positions(self, row: jax.Array, column: jax.Array, shape_R2: jax.Array) -> jax.Array:
-        """Interpolates the table of positions, float32[R, N, D]: linear in both directions, with the corners of the
-        picture at those of the table."""
-        side, table = self.spec.side, self.positions[...].astype(jnp.float32)
+        """Interpolates the table of positions, float32[R, N, D]: linear in both directions, with
+        the corners of the picture at those of the table."""
+        side = self.spec.side
+        table = self.positions[...].astype(jnp.float32)
         total = jnp.float32(0.0)
         (top, down), (left, right) = (
             _between(at, shape_R2[:, axis, None], side) for axis, at in enumerate((row, column))
@@ -96,12 +112,15 @@ class GridVisionTower(Projections):
         if not kept:
             return None
         graph, weights = nnx.split(self.deepstack)
-        mergers = (nnx.merge(graph, jax.tree.map(lambda a, j=j: a[j], weights)) for j in range(len(kept)))
+        mergers = (
+            nnx.merge(graph, jax.tree.map(lambda a, j=j: a[j], weights)) for j in range(len(kept))
+        )
         return jnp.stack([merger(x, runtime) for merger, x in zip(mergers, kept, strict=True)])
 
 
 def _between(at_RN: jax.Array, length_R1: jax.Array, side: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (entry of the table below a row or column, the share of the next entry). Padding stays in the table."""
+    """Returns (entry of the table below a row or column, the share of the next entry). Padding
+    stays in the table."""
     place = at_RN.astype(jnp.float32) * (side - 1) / jnp.maximum(length_R1 - 1, 1)
     low = jnp.clip(jnp.floor(place), 0, side - 1)
     return low.astype(jnp.int32), place - low

@@ -22,20 +22,29 @@ class SiglipTower(Projections):
     """The patches of a square picture to rows of the decoder's width."""
 
     def __init__(self, spec: Siglip, out_width: int, rngs: nnx.Rngs):
-        self.spec, D, eps = spec, spec.encoder.width, spec.encoder.eps
+        self.spec = spec
+        D = spec.encoder.width
+        eps = spec.encoder.eps
         self.patch_shape = (spec.channels, spec.patch, spec.patch)
         self.add(rngs, "patch", (self.patch_shape, (D,)), ((None,) * 3, ("embed",)), bias=True)
-        self.positions = weight(rngs, (spec.side**2, D), (None, "embed"), normal(initializer_range(spec)))
+        self.positions = weight(
+            rngs, (spec.side**2, D), (None, "embed"), normal(initializer_range(spec))
+        )
         self.blocks = stacked(partial(TowerBlock, spec.encoder), rngs, spec.encoder.depth)
         self.norm = MeanNorm(D, LayerNorm(eps), rngs)
         self.row_norm = RMSNorm(D, Norm(eps, "zero_centred"), rngs)
         self.add(rngs, "out", ((D,), (out_width,)), (("embed",), ("mlp",)))
 
-    def __call__(self, values_RNK: jax.Array, shape_R2: jax.Array, runtime: Runtime) -> tuple[jax.Array, None]:
-        """Returns (rows [R, M, E], None). Every picture has all `side` x `side` patches; inputs past them are
-        padding."""
-        spec, runtime = self.spec, for_towers(runtime)
-        R, side, cells = len(values_RNK), spec.side, spec.side // spec.pool
+    def __call__(
+        self, values_RNK: jax.Array, shape_R2: jax.Array, runtime: Runtime
+    ) -> tuple[jax.Array, None]:
+        """Returns (rows [R, M, E], None). Every picture has all `side` x `side` patches; inputs
+        past them are padding."""
+        spec = self.spec
+        runtime = for_towers(runtime)
+        R = len(values_RNK)
+        side = spec.side
+        cells = spec.side // spec.pool
         x = prepared(values_RNK[:, : side**2], None, runtime).reshape(R, side**2, *self.patch_shape)
         x = self.project(x, "patch", runtime, over=3)
         x = x + self.positions[...].astype(x.dtype)

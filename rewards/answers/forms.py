@@ -1,4 +1,5 @@
-"""Compares two answers by their form: numbers, lists, sets, pairs and intervals, plus-minus, named values, and texts."""
+"""Compares two answers by their form: numbers, lists, sets, pairs and intervals, plus-minus, named
+values, and texts."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from rewards.answers.numbers import Number
 from rewards.answers.spelling import THIN, uniform
 
 AnswersEqual = Callable[["Answer", "Answer"], bool]
-"""(given, expected) -> whether two answers are equal, of which one at least is no more than a text."""
+"""(given, expected) -> whether two answers are equal, of which one at least is no more than a
+text."""
 
 _LONGEST = 2000  # characters of an answer that is more than a text
 _PIECE = re.compile(
@@ -35,9 +37,10 @@ _BRACKETS = {"(": ")]", "[": ")]"}
 class Answer:
     """The normal form of an answer.
 
-    kind: number; text; list (values in any order, each as often as it stands there); set; union; or the two brackets of
-    a pair, tuple or interval.
-    source: the answer as it is written. text: the same without spaces. name: what stands before its equals sign, or "".
+    kind: number; text; list (values in any order, each as often as it stands there); set; union; or
+    the two brackets of a pair, tuple or interval.
+    source: the answer as it is written. text: the same without spaces. name: what stands before its
+    equals sign, or "".
     """
 
     kind: str
@@ -69,7 +72,8 @@ def read(text: str) -> Answer:
 
 
 def equal(given: Answer, expected: Answer, compare: AnswersEqual) -> bool:
-    """Tells whether two answers are the same. compare: compares where one of them is no more than a text."""
+    """Tells whether two answers are the same. compare: compares where one of them is no more than a
+    text."""
     if given.name and expected.name and given.name != expected.name:
         return False
     if given.number and expected.number:
@@ -78,15 +82,23 @@ def equal(given: Answer, expected: Answer, compare: AnswersEqual) -> bool:
         return given.text == expected.text or compare(given, expected)
     if given.kind == expected.kind == "set" or {given.kind, expected.kind} == {"set", "list"}:
         pairs = ((given.items, expected.items), (expected.items, given.items))
-        return all(any(equal(one, other, compare) for other in those) for these, those in pairs for one in these)
+        return all(
+            any(equal(one, other, compare) for other in those)
+            for these, those in pairs
+            for one in these
+        )
     if given.kind != expected.kind or len(given.items) != len(expected.items):
         return False
     if given.kind in ("list", "union"):
         return _same_in_any_order(given.items, expected.items, compare)
-    return all(equal(one, other, compare) for one, other in zip(given.items, expected.items, strict=True))
+    return all(
+        equal(one, other, compare) for one, other in zip(given.items, expected.items, strict=True)
+    )
 
 
-def _same_in_any_order(given: Sequence[Answer], expected: Sequence[Answer], compare: AnswersEqual) -> bool:
+def _same_in_any_order(
+    given: Sequence[Answer], expected: Sequence[Answer], compare: AnswersEqual
+) -> bool:
     left = list(expected)
     for one in given:
         match = next((other for other in left if equal(one, other, compare)), None)
@@ -126,7 +138,12 @@ def _read(text: str) -> Answer:
 def _named(text: str, parts: list[str]) -> Answer:
     """Returns the answer after `x =` or `x \\in`; an equation of other terms is a text."""
     *names, value = parts
-    if len(names) == 1 and numbers.full(names[0]) and not _OPERATOR.search(value) and numbers.full(value) is None:
+    if (
+        len(names) == 1
+        and numbers.full(names[0])
+        and not _OPERATOR.search(value)
+        and numbers.full(value) is None
+    ):
         names, value = [value], names[0]  # 7 = x
     answer = _read(value)
     computed = answer.number and all(_is_same_number(name, answer.number) for name in names[1:])
@@ -158,8 +175,11 @@ def _bracketed(text: str) -> Answer:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Returns the parts between separators outside of brackets: all of the text if brackets do not match."""
-    parts, start, depth = [], 0, 0
+    """Returns the parts between separators outside of brackets: all of the text if brackets do not
+    match."""
+    parts = []
+    start = 0
+    depth = 0
     for match in _PIECE.finditer(text):
         kind = match.lastgroup
         depth += (kind == "open") - (kind == "close")

@@ -1,7 +1,8 @@
-"""Reads numbers as people and models write them: decimals, fractions, powers, roots, percent, currencies and units.
+"""Reads numbers as people and models write them: decimals, fractions, powers, roots, percent,
+currencies and units.
 
-A number is a constant expression of +, -, *, /, ^, \\frac, \\sqrt, \\pi and parentheses, with what may stand around it.
-`full` takes texts of `spelling.uniform`, `last` any.
+A number is a constant expression of +, -, *, /, ^, \\frac, \\sqrt, \\pi and parentheses, with what
+may stand around it. `full` takes texts of `spelling.uniform`, `last` any.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from rewards.answers.units import CURRENCIES, SCALES, unit
 Value = Fraction | float
 """A rational number, or the nearest float of an irrational one."""
 
-_LONGEST = 400  # digits of a number; longer ones are refused, because reading them takes quadratic time
+_LONGEST = (
+    400  # digits of a number; longer ones are refused, because reading them takes quadratic time
+)
 _TAIL = 2000  # characters at the end of a text in which its last number is looked for first
 _DIGIT = re.compile(r"\d")
 _MOST_BITS = 20_000  # of a power
@@ -51,8 +54,8 @@ _ERRORS = (NoNumber, OverflowError, ZeroDivisionError, RecursionError)
 class Number:
     """A real number.
 
-    percent: a percent sign follows; `value` is what stands before it. unit: its canonical name, "" without one.
-    decimal: it is written with a decimal point.
+    percent: a percent sign follows; `value` is what stands before it. unit: its canonical name, ""
+    without one. decimal: it is written with a decimal point.
     """
 
     value: Value
@@ -62,7 +65,8 @@ class Number:
 
 
 def full(text: str) -> Number | None:
-    """Returns the number that all of a text is, with sign, currency, percent sign and unit, or None."""
+    """Returns the number that all of a text is, with sign, currency, percent sign and unit, or
+    None."""
     try:
         return _Reader(_joined_thousands(text)).all()
     except _ERRORS:
@@ -72,10 +76,11 @@ def full(text: str) -> Number | None:
 def last(text: str) -> Number | None:
     """Returns the last number in a text, or None.
 
-    A minus counts as a sign if it is attached to the number and follows neither a number nor a word, or if it follows
-    an equals sign, a comma, a colon or an opening bracket. It is none in a range (3-5, 3 - 5) and as the bullet of a
-    list. Exponents, indices and digits within a word (H2O) are not numbers. If the last is a list without spaces (0,5)
-    or cannot be read (5/0), the result is None.
+    A minus counts as a sign if it is attached to the number and follows neither a number nor a
+    word, or if it follows an equals sign, a comma, a colon or an opening bracket. It is none in a
+    range (3-5, 3 - 5) and as the bullet of a list. Exponents, indices and digits within a word
+    (H2O) are not numbers. If the last is a list without spaces (0,5) or cannot be read (5/0), the
+    result is None.
     """
     end = text[-_TAIL:]
     if not _DIGIT.search(end, _TAIL // 2):  # reading all of a long text takes long
@@ -106,10 +111,11 @@ def _joined_thousands(text: str) -> str:
 
 
 def equal(given: Number, expected: Number, close: Callable[[Value, Value], bool]) -> bool:
-    """Tells whether two numbers are the same by `close(given, expected)`; two units that differ are a difference.
+    """Tells whether two numbers are the same by `close(given, expected)`; two units that differ are
+    a difference.
 
-    If one of the two has a percent sign, its number and a hundredth of it both match, because datasets do not agree.
-    A unit that only one of them has does not count.
+    If one of the two has a percent sign, its number and a hundredth of it both match, because
+    datasets do not agree. A unit that only one of them has does not count.
     """
     if given.unit and expected.unit and given.unit != expected.unit:
         return False
@@ -124,8 +130,8 @@ def equal(given: Number, expected: Number, close: Callable[[Value, Value], bool]
 def same(given: Number, expected: Number) -> bool:
     """Tells whether two numbers are equal.
 
-    Rational numbers are compared exactly, irrational ones to twelve digits. A decimal of a number that has no finite
-    decimals is equal to six digits: 0.3333333 is 1/3.
+    Rational numbers are compared exactly, irrational ones to twelve digits. A decimal of a number
+    that has no finite decimals is equal to six digits: 0.3333333 is 1/3.
     """
     has_decimals = _is_decimal(given.value), _is_decimal(expected.value)
     rounded = given.decimal != expected.decimal and not all(has_decimals)
@@ -158,7 +164,8 @@ class _Reader:
     """
 
     def __init__(self, text: str, within: bool = False):
-        self.text, self.within = text, within
+        self.text = text
+        self.within = within
         matches = list(_TOKEN.finditer(text))
         self.tokens = [match[0] for match in matches]
         self.kinds = [match.lastgroup for match in matches]
@@ -194,10 +201,13 @@ class _Reader:
                 return
 
     def starts_number(self) -> bool:
-        """Whether a number can start at the next token: a digit that is not attached to a letter, or a command."""
+        """Whether a number can start at the next token: a digit that is not attached to a letter,
+        or a command."""
         before = self.text[self.starts[self.at] - 1] if self.starts[self.at] else " "
         if self.kinds[self.at] == "number":
-            return not (before.isascii() and before.isalpha()) or self.kinds[self.at - 1] == "command"
+            return (
+                not (before.isascii() and before.isalpha()) or self.kinds[self.at - 1] == "command"
+            )
         return self.token() in (r"\frac", r"\sqrt", r"\pi")
 
     def all(self) -> Number:
@@ -211,7 +221,8 @@ class _Reader:
         return Number(_finite(value * scale), percent, currency or unit, self.decimal)
 
     def next(self) -> Number:
-        """Reads a number that begins at the next token, with its sign, scale and percent sign. Raises NoNumber."""
+        """Reads a number that begins at the next token, with its sign, scale and percent sign.
+        Raises NoNumber."""
         self.decimal = False
         sign = -1 if self._is_negative() else 1
         value = self._product()
@@ -227,9 +238,11 @@ class _Reader:
 
     def _is_negative(self) -> bool:
         """Whether a minus stands before the next token that is its sign."""
-        number, back = self.at, self.at - 1
+        number = self.at
+        back = self.at - 1
         while back >= 0 and self.tokens[back] in CURRENCIES:
-            number, back = back, back - 1
+            number = back
+            back = back - 1
         if back < 0 or self.tokens[back] != "-":
             return False
         before = back - 1
@@ -242,8 +255,12 @@ class _Reader:
         return before >= 0 and "\n" not in between and self.tokens[before] in _OPENS_NUMBER
 
     def _unit(self, text: str) -> tuple[int, bool, str]:
-        """Returns (factor, whether it is a percentage, canonical unit) of the text after a number."""
-        scale, percent, units, quoted = 1, False, [], False
+        """Returns (factor, whether it is a percentage, canonical unit) of the text after a
+        number."""
+        scale = 1
+        percent = False
+        units = []
+        quoted = False
         attached = text[:1].isalpha()
         for part in _UNIT_PART.findall(_DEGREE.sub(" degree ", text)):
             if part == '"':
@@ -281,8 +298,12 @@ class _Reader:
         value = self._power()
         while True:
             start = self.at
-            times_ten = self.token() in ("x", "X") and self.token(1) == "10" and self.token(2) == "^"
-            implicit = self.token() in (r"\sqrt", r"\pi") or (self.token() == "(" and not self.within)
+            times_ten = (
+                self.token() in ("x", "X") and self.token(1) == "10" and self.token(2) == "^"
+            )
+            implicit = self.token() in (r"\sqrt", r"\pi") or (
+                self.token() == "(" and not self.within
+            )
             operation = "*" if times_ten else self.take("*", "/")
             self.at += times_ten
             if not operation and not implicit:
@@ -353,7 +374,8 @@ class _Reader:
             if isinstance(part, float) or not 0 < part < 1:
                 raise NoNumber("no mixed number")
             return value + part
-        above, below = self.token(), self.token(2)
+        above = self.token()
+        below = self.token(2)
         if above.isdigit() and self.token(1) == "/" and below.isdigit() and int(above) < int(below):
             self.at += 3
             return value + Fraction(int(above), int(below))

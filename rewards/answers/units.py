@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALES = {
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
 
 _NAMES = """
@@ -48,9 +54,12 @@ _NO_UNITS = frozenset(_OTHERS.split())
 def unit(word: str, certain: bool, attached: bool) -> str | None:
     """Returns the canonical name of the unit that a word after a number is, or None.
 
-    certain: the word is typeset as a text, so that it is no product of variables. attached: it follows a digit at once.
+    certain: the word is typeset as a text, so that it is no product of variables. attached: it
+    follows a digit at once.
     """
-    if word.lower() in _NO_UNITS or not (certain or word in _SHORT_UNITS or (len(word) > 3 and not attached)):
+    if word.lower() in _NO_UNITS or not (
+        certain or word in _SHORT_UNITS or (len(word) > 3 and not attached)
+    ):
         return None
     singular = word[:-1] if len(word) > 3 and word.endswith("s") else word
     return _UNIT_OF.get(word) or _UNIT_OF.get(singular.lower(), singular)

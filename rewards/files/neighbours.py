@@ -1,8 +1,10 @@
-"""Lets the files of several folders import their neighbours by the same name: each gets the modules of its own folder.
+"""Lets the files of several folders import their neighbours by the same name: each gets the modules
+of its own folder.
 
-One folder is active at a time. Its modules and packages come after the standard library and installed packages, and
-before all else on `sys.path`. Those of the other folders cannot be imported then and are not in `sys.modules`, but they
-stay what they are for the files that have imported them.
+One folder is active at a time. Its modules and packages come after the standard library and
+installed packages, and before all else on `sys.path`. Those of the other folders cannot be imported
+then and are not in `sys.modules`, but they stay what they are for the files that have imported
+them.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ _active: _Neighbours | None = None
 
 
 class _Neighbours:
-    """Finds the modules of a folder. `names`: those of its files, and of its folders with files, that nothing installed
-    has."""
+    """Finds the modules of a folder. `names`: those of its files, and of its folders with files,
+    that nothing installed has."""
 
     def __init__(self, folder: str):
         self.folder = folder
         self.appended = folder not in sys.path
-        installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+        installed = [
+            sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+        ]
         own = {file.stem for file in Path(folder).glob("*.py")}
         own |= {file.parent.name for file in Path(folder).glob("*/*.py")}
         own -= {*sys.stdlib_module_names, *_OURS}

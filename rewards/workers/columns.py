@@ -23,10 +23,14 @@ def split_groups(count: int, groups: list[int] | None) -> list[list[int]]:
 
 
 def plain(value: Any, where: str) -> Any:
-    """Turns numpy arrays, numpy scalars and tuples into types that JSON has; pictures and sounds stay as they are.
+    """Turns numpy arrays, numpy scalars and tuples into types that JSON has; pictures and sounds
+    stay as they are.
 
-    Raises RewardError for other types."""
-    if value is None or (isinstance(value, (str, int, float)) and not isinstance(value, np.generic)):
+    Raises RewardError for other types.
+    """
+    if value is None or (
+        isinstance(value, (str, int, float)) and not isinstance(value, np.generic)
+    ):
         return value
     if isinstance(value, Content):
         return value
@@ -37,5 +41,6 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufUO":
         return plain(value.tolist(), where)
     raise RewardError(
-        f"{where} is a {type(value).__name__}; rewards receive text, numbers, booleans, None, lists and dicts of them"
+        f"{where} is a {type(value).__name__}; rewards receive text, numbers, booleans, None, "
+        "lists and dicts of them"
     )

@@ -1,8 +1,9 @@
-"""Pictures and sounds of rows of data as rewards get them: objects that open on use, and their way to a worker process.
+"""Pictures and sounds of rows of data as rewards get them: objects that open on use, and their way
+to a worker process.
 
-A worker gets the path of a file, or its bytes, never pixels that a run has decoded. A message holds each content once,
-whatever the number of completions that show it. Imports the standard library only, because every worker process
-imports this file when it starts.
+A worker gets the path of a file, or its bytes, never pixels that a run has decoded. A message holds
+each content once, whatever the number of completions that show it. Imports the standard library
+only, because every worker process imports this file when it starts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _NUMBER = "\0content"
 """Key of the objects of a message that stand for a content, with its number."""
 _KEPT = 8
 """Decoded contents that a process keeps, because the completions of a group show the same ones."""
-_MESSAGE, _CONTENTS = "\0message", "\0contents"
+_MESSAGE = "\0message"
+_CONTENTS = "\0contents"
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class Content:
     decoder: str = field(compare=False, repr=False)
 
     def array(self) -> Any:
-        """Returns what the model sees before its processor resizes it: a picture as uint8[H, W, 3], a sound as
-        float32[samples] of one channel; read-only, because completions share it.
+        """Returns what the model sees before its processor resizes it: a picture as uint8[H, W, 3],
+        a sound as float32[samples] of one channel; read-only, because completions share it.
 
         Raises ValueError for a file that cannot be decoded or has changed.
         """
@@ -55,7 +57,8 @@ class Picture(Content):
     kind = "image"
 
     def open(self) -> Any:
-        """Returns the picture as a Pillow image: RGB, turned as displayed, opacity over white. Raises as `array`."""
+        """Returns the picture as a Pillow image: RGB, turned as displayed, opacity over white.
+        Raises as `array`."""
         from PIL import Image
 
         return Image.fromarray(self.array())
@@ -84,8 +87,8 @@ _KINDS: dict[str, type[Content]] = {kind.kind: kind for kind in (Picture, Sound)
 
 
 def dump(message: dict) -> str:
-    """Returns a message as JSON, with the contents in it. Raises TypeError for values that neither JSON nor this file
-    knows."""
+    """Returns a message as JSON, with the contents in it. Raises TypeError for values that neither
+    JSON nor this file knows."""
     numbers: dict[Content, int] = {}
 
     def number(value: Any) -> dict[str, int]:
@@ -119,7 +122,9 @@ def _written(content: Content) -> dict[str, Any]:
     elif isinstance(source, bytes):
         form = {"bytes": base64.b64encode(source).decode()}
     else:
-        form = {"array": [source.dtype.str, source.shape, base64.b64encode(source.tobytes()).decode()]}
+        form = {
+            "array": [source.dtype.str, source.shape, base64.b64encode(source.tobytes()).decode()]
+        }
     return form | {
         "kind": content.kind,
         "digest": content.digest,

@@ -1,4 +1,5 @@
-"""Controls a worker process: starts it, sends it calls with a deadline, and kills it with all its children."""
+"""Controls a worker process: starts it, sends it calls with a deadline, and kills it with all its
+children."""
 
 from __future__ import annotations
 
@@ -39,9 +40,9 @@ class WorkerLost(Exception):
 class WorkerProcess:
     """One worker process in a session of its own.
 
-    Ctrl-C in the terminal does not reach it, and killing its group also kills the children of the reward. Its output is
-    read while a call runs, and the last 4,000 bytes are kept. A reward that uses jax runs on the CPU, because the run
-    uses the accelerators.
+    Ctrl-C in the terminal does not reach it, and killing its group also kills the children of the
+    reward. Its output is read while a call runs, and the last 4,000 bytes are kept. A reward that
+    uses jax runs on the CPU, because the run uses the accelerators.
 
     One thread uses the object; only `kill` may be called from others.
     """
@@ -55,7 +56,13 @@ class WorkerProcess:
         theirs = (request_read, response_write, lifeline_read)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, _search_path(), json.dumps([*theirs, os.getpid(), memory_limit_mb])],
+                [
+                    sys.executable,
+                    "-c",
+                    _BOOT,
+                    _search_path(),
+                    json.dumps([*theirs, os.getpid(), memory_limit_mb]),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -88,8 +95,8 @@ class WorkerProcess:
     def ask(self, message: dict, timeout_s: float) -> dict:
         """Sends one message and returns its answer.
 
-        Raises WorkerLost after `timeout_s` seconds without an answer, or if the process ends or breaks the protocol.
-        The caller then closes this object.
+        Raises WorkerLost after `timeout_s` seconds without an answer, or if the process ends or
+        breaks the protocol. The caller then closes this object.
         """
         deadline = time.monotonic() + timeout_s
         outgoing = memoryview(pack(message))
@@ -98,7 +105,9 @@ class WorkerProcess:
             while True:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
-                    raise WorkerLost("timeout", f"no answer within {timeout_s:.3g} s{self._printed()}")
+                    raise WorkerLost(
+                        "timeout", f"no answer within {timeout_s:.3g} s{self._printed()}"
+                    )
                 ready = {key.fd for key, _ in self._selector.select(remaining)}
                 if self._request in ready:
                     outgoing = self._send(outgoing)
@@ -117,14 +126,18 @@ class WorkerProcess:
                 self._selector.unregister(self._request)
 
     def kill(self) -> None:
-        """Kills the process, its group and all other processes with its mark. Safe from any thread, at any time."""
+        """Kills the process, its group and all other processes with its mark. Safe from any thread,
+        at any time."""
         with self._lock:
-            if self._process.returncode is None:  # after a wait the id may belong to another process
+            if (
+                self._process.returncode is None
+            ):  # after a wait the id may belong to another process
                 kill_group(self._process.pid)
         kill_marked(self._mark)
 
     def close(self, grace: bool = False) -> None:
-        """Ends the process and closes its pipes. With `grace` an idle worker has half a second to end by itself."""
+        """Ends the process and closes its pipes. With `grace` an idle worker has half a second to
+        end by itself."""
         os.close(self._request)
         if grace:
             self._exit_status()
@@ -153,7 +166,10 @@ class WorkerProcess:
                 continue
             size = frame_length(bytes(self._incoming[:HEAD_BYTES]))
             if size > _ANSWER_LIMIT:
-                raise WorkerLost("died", "the worker's answer is damaged: the reward wrote to the worker's own pipe")
+                raise WorkerLost(
+                    "died",
+                    "the worker's answer is damaged: the reward wrote to the worker's own pipe",
+                )
             if len(self._incoming) >= HEAD_BYTES + size:
                 body = bytes(self._incoming[HEAD_BYTES : HEAD_BYTES + size])
                 del self._incoming[: HEAD_BYTES + size]
@@ -171,7 +187,9 @@ class WorkerProcess:
         return bool(piece)
 
     def _printed(self) -> str:
-        for _ in range(64):  # reads the rest of the pipe; bounded, because the process may go on printing
+        for _ in range(
+            64
+        ):  # reads the rest of the pipe; bounded, because the process may go on printing
             if self._output not in self._selector.get_map() or not self._drain_output():
                 break
         text = self._tail.decode(errors="replace").strip()
@@ -182,7 +200,9 @@ class WorkerProcess:
         if status is None:
             return WorkerLost("died", f"the worker ended or closed its pipe{self._printed()}")
         how = "exit code" if status.si_code == os.CLD_EXITED else "killed by signal"
-        return WorkerLost("died", f"the worker process ended ({how} {status.si_status}){self._printed()}")
+        return WorkerLost(
+            "died", f"the worker process ended ({how} {status.si_status}){self._printed()}"
+        )
 
     def _exit_status(self) -> os.waitid_result | None:
         """Returns how the process ended, or None if it does not end within half a second.
@@ -201,7 +221,8 @@ class WorkerProcess:
 
 
 def _search_path() -> str:
-    """Returns the worker's sys.path as JSON: the sys.path of this process, and the folder of this package."""
+    """Returns the worker's sys.path as JSON: the sys.path of this process, and the folder of this
+    package."""
     package = str(Path(__file__).resolve().parents[2])
     path = [entry or os.getcwd() for entry in sys.path]
     return json.dumps(path if package in path else [*path, package])
@@ -221,5 +242,7 @@ def _parse(body: bytes) -> dict:
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
-        raise WorkerLost("died", "the worker's answer is damaged: the reward wrote to the worker's own pipe")
+        raise WorkerLost(
+            "died", "the worker's answer is damaged: the reward wrote to the worker's own pipe"
+        )
     return answer

@@ -1,4 +1,5 @@
-"""Says which rewards are equal: those that differ by no more than the rounding of the sums that they are."""
+"""Says which rewards are equal: those that differ by no more than the rounding of the sums that
+they are."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ _MOST_UNITS = 256
 
 
 def without_rounding(values: ArrayLike, summed: ArrayLike | None = None) -> np.ndarray:
-    """Returns float64 values, in which those of a group (the last axis) that differ only by rounding are the same.
+    """Returns float64 values, in which those of a group (the last axis) that differ only by
+    rounding are the same.
 
-    Two values that follow each other in size are equal if their distance is at most 256 units in the last place (2^-44;
-    4 units, 2^-21, for float32 arrays) of the largest absolute number among the group's values and `summed`, and all
-    values that are equal in this way become the smallest of them. Values that floats hold exactly stay as they are.
-    Values that are not finite stay, and equal no others.
+    Two values that follow each other in size are equal if their distance is at most 256 units in
+    the last place (2^-44; 4 units, 2^-21, for float32 arrays) of the largest absolute number among
+    the group's values and `summed`, and all values that are equal in this way become the smallest
+    of them. Values that floats hold exactly stay as they are. Values that are not finite stay, and
+    equal no others.
 
-    summed: float[...], the sums of the absolute numbers that were added up to each value, if these are larger.
+    summed: float[...], the sums of the absolute numbers that were added up to each value, if these
+    are larger.
     """
     given = np.asarray(values)
     result = given.astype(np.float64)
@@ -27,7 +31,9 @@ def without_rounding(values: ArrayLike, summed: ArrayLike | None = None) -> np.n
     largest = np.abs(np.where(finite, result, 0.0)).max(-1, keepdims=True)
     if summed is not None:
         added = np.asarray(summed, np.float64)
-        largest = np.maximum(largest, np.where(np.isfinite(added), added, 0.0).max(-1, keepdims=True))
+        largest = np.maximum(
+            largest, np.where(np.isfinite(added), added, 0.0).max(-1, keepdims=True)
+        )
     precision = np.float32 if given.dtype == np.float32 else np.float64
     bound = largest * np.finfo(precision).eps * _UNITS.get(given.dtype, _MOST_UNITS)
     order = np.argsort(np.where(finite, result, np.inf), axis=-1, kind="stable")
@@ -50,7 +56,8 @@ def all_equal(values: ArrayLike) -> bool:
 
 
 def at_least(values: ArrayLike, threshold: float) -> np.ndarray:
-    """Returns where values are at least `threshold`, but for rounding. A value that is not finite is not."""
+    """Returns where values are at least `threshold`, but for rounding. A value that is not finite
+    is not."""
     array = np.asarray(values, np.float64)
     pairs = without_rounding(np.stack([array, np.full_like(array, threshold)], axis=-1))
     return np.isfinite(array) & (pairs[..., 0] >= pairs[..., 1])

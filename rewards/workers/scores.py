@@ -16,7 +16,8 @@ _SHOWN_CHARACTERS = 500
 class Fault:
     """A sample to which a function gave no score.
 
-    kind: raised, timeout, died (the process ended), wrong_type, wrong_length, not_finite, or load (the worker could not
+    kind: raised, timeout, died (the process ended), wrong_type, wrong_length, not_finite, or load
+    (the worker could not
         import the function).
     """
 
@@ -37,11 +38,13 @@ class Scores:
     """The scores of N completions.
 
     rewards: float64[N, F]; NaN: no score.
-    total: float64[N], weighted sum of the scores of a sample; NaN if it has none or any function faulted.
+    total: float64[N], weighted sum of the scores of a sample; NaN if it has none or any function
+    faulted.
     names: short names of the F functions.
     faults: by function, then sample.
     logs: sample -> function -> what the function printed, or returned with the score.
-    causes: function -> why its first failed call with several completions failed; each was then scored alone.
+    causes: function -> why its first failed call with several completions failed; each was then
+    scored alone.
     """
 
     rewards: np.ndarray
@@ -55,4 +58,8 @@ class Scores:
 
 def _shortened(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
+    return (
+        text
+        if len(text) <= _SHOWN_CHARACTERS
+        else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
+    )

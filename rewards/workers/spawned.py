@@ -1,7 +1,8 @@
-"""The main module of processes that a reward starts with the method `spawn` or `forkserver` of multiprocessing.
+"""The main module of processes that a reward starts with the method `spawn` or `forkserver` of
+multiprocessing.
 
-They import the functions that they are to call by the name of their module. Reward files have names that only the worker
-knows, and their neighbours lie in the active folder: the environment has both.
+They import the functions that they are to call by the name of their module. Reward files have names
+that only the worker knows, and their neighbours lie in the active folder: the environment has both.
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ class _RewardFiles:
         self._files = files
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return importlib.util.spec_from_file_location(name, self._files[name]) if name in self._files else None
+        return (
+            importlib.util.spec_from_file_location(name, self._files[name])
+            if name in self._files
+            else None
+        )
 
 
 def announce(files: dict[str, str]) -> None:
-    """Tells processes that this one will start which reward files it has loaded, by the name of their module."""
+    """Tells processes that this one will start which reward files it has loaded, by the name of
+    their module."""
     os.environ[VARIABLE] = json.dumps({"files": files, "folder": neighbours.active()})
 
 

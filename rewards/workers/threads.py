@@ -20,7 +20,8 @@ _MOST_CHILDREN = 256
 
 @dataclass(frozen=True)
 class Function:
-    """One reward of a run: its short name, address for the worker, weight in the total, options and arguments."""
+    """One reward of a run: its short name, address for the worker, weight in the total, options and
+    arguments."""
 
     name: str
     address: str
@@ -31,7 +32,8 @@ class Function:
 
 @dataclass(frozen=True)
 class Failure:
-    """The result of a sample without a score. `kind`: as in `scores.Fault`, or "closed" if the runner was closed."""
+    """The result of a sample without a score. `kind`: as in `scores.Fault`, or "closed" if the
+    runner was closed."""
 
     kind: str
     text: str
@@ -62,10 +64,12 @@ class ScoringBatch:
     """Completions that are being scored.
 
     inputs: argument name -> column of one value per completion.
-    results: for each completion, one result per function: a score, None (not applicable), or a Failure.
-    retried: number of calls that were made again, one by one. causes: number of the function -> the first failure of such
-    a call with several completions.
-    logs: (completion, number of the function) -> what the function printed, or returned with the score.
+    results: for each completion, one result per function: a score, None (not applicable), or a
+    Failure.
+    retried: number of calls that were made again, one by one. causes: number of the function -> the
+    first failure of such a call with several completions.
+    logs: (completion, number of the function) -> what the function printed, or returned with the
+    score.
     """
 
     inputs: dict
@@ -89,8 +93,9 @@ class ScoringBatch:
 class WorkerThread:
     """One thread and its worker process.
 
-    The thread takes calls from the queue and stores results in their batches. It waits for the worker, at most until
-    the deadline. The answer, the deadline, the end of the worker or `stop` unblocks it. It ends at None in the queue.
+    The thread takes calls from the queue and stores results in their batches. It waits for the
+    worker, at most until the deadline. The answer, the deadline, the end of the worker or `stop`
+    unblocks it. It ends at None in the queue.
     """
 
     def __init__(
@@ -102,8 +107,8 @@ class WorkerThread:
         memory_limit_mb: int | None,
         deadline: str,
     ):
-        """Starts the thread. `number` identifies the worker in `Call.worker`. deadline: the key of `timeout_s` and its
-        value, for messages."""
+        """Starts the thread. `number` identifies the worker in `Call.worker`. deadline: the key of
+        `timeout_s` and its value, for messages."""
         self._number = number
         self._calls = calls
         self._functions = functions
@@ -130,9 +135,13 @@ class WorkerThread:
             batch, slot, samples = call
             try:
                 results = self._score(batch, slot, samples)
-            except Exception as error:  # the run waits for these results, so that any error must reach it
+            except (
+                Exception
+            ) as error:  # the run waits for these results, so that any error must reach it
                 _LOG.exception("scoring failed outside the reward")
-                results = [Failure("died", f"scoring failed outside the reward: {error!r}")] * len(samples)
+                results = [Failure("died", f"scoring failed outside the reward: {error!r}")] * len(
+                    samples
+                )
                 self._drop()
             for sample, result in zip(samples, results, strict=True):
                 batch.results[sample][slot] = result
@@ -140,7 +149,8 @@ class WorkerThread:
         self._drop(grace=True)
 
     def _score(self, batch: ScoringBatch, slot: int, samples: list[int]) -> list[Result]:
-        """Scores samples. The top of `runner` says which calls are tried again, and for how long."""
+        """Scores samples. The top of `runner` says which calls are tried again, and for how
+        long."""
         results, failure, _ = self._attempt(batch, slot, samples, self._timeout_s)
         if failure is None:
             return results
@@ -165,26 +175,34 @@ class WorkerThread:
     def _attempt(
         self, batch: ScoringBatch, slot: int, samples: list[int], timeout_s: float
     ) -> tuple[list[Result], Failure | None, float]:
-        """Makes one call in the worker. Returns (results of its samples, failure of the call or None, seconds)."""
+        """Makes one call in the worker. Returns (results of its samples, failure of the call or
+        None, seconds)."""
         process = self._ready(slot)
         if isinstance(process, Failure):
             return [], process, 0.0
         arguments = _arguments(self._functions[slot], batch.inputs, samples)
         message = {"call": slot, "count": len(samples), "arguments": arguments}
-        at, began = time.time(), time.monotonic()
+        at = time.time()
+        began = time.monotonic()
         try:
             answer = process.ask(message, timeout_s)
             results, failure = _checked(answer, len(samples))
             logs = _logs(answer, len(samples))
             seconds = time.monotonic() - began
-            if answer.get("children", 0) > _MOST_CHILDREN:  # the reward starts processes and does not end them
+            if (
+                answer.get("children", 0) > _MOST_CHILDREN
+            ):  # the reward starts processes and does not end them
                 self._drop()
         except WorkerLost as lost:
             seconds = time.monotonic() - began
-            results, failure, logs = [], self._lost(lost, lost.kind), {}
+            results = []
+            failure = self._lost(lost, lost.kind)
+            logs = {}
         with batch.lock:
             batch.logs |= {(samples[index], slot): text for index, text in logs.items()}
-            batch.calls.append(Call(self._functions[slot].name, len(samples), self._number, at, seconds))
+            batch.calls.append(
+                Call(self._functions[slot].name, len(samples), self._number, at, seconds)
+            )
         self._busy = False
         return results, failure, seconds
 
@@ -223,7 +241,8 @@ class WorkerThread:
 
     def _drop(self, grace: bool = False) -> None:
         with self._lock:
-            process, self._process = self._process, None
+            process = self._process
+            self._process = None
         self._loaded = set()
         if process is not None:
             process.close(grace)
@@ -234,17 +253,28 @@ def _arguments(function: Function, inputs: dict, samples: list[int]) -> dict:
     arguments = {}
     for name, column in inputs.items():
         if function.takes.takes(name) and name not in function.options:
-            arguments[name] = column if name == "max_new_tokens" else [column[sample] for sample in samples]
+            arguments[name] = (
+                column if name == "max_new_tokens" else [column[sample] for sample in samples]
+            )
     return arguments
 
 
 def _checked(answer: dict, count: int) -> tuple[list[Result], Failure | None]:
-    """Returns (results, failure) of an answer. Validates it, because the worker ran the code of the user."""
+    """Returns (results, failure) of an answer. Validates it, because the worker ran the code of the
+    user."""
     if "error" in answer:
         return [], Failure(str(answer["error"]), str(answer.get("text")))
-    values, bad = answer.get("values"), answer.get("bad")
-    if not isinstance(values, list) or not isinstance(bad, list) or len(values) != count or not _finite(values):
-        raise WorkerLost("died", "the worker's answer is damaged: the reward wrote to the worker's own pipe")
+    values = answer.get("values")
+    bad = answer.get("bad")
+    if (
+        not isinstance(values, list)
+        or not isinstance(bad, list)
+        or len(values) != count
+        or not _finite(values)
+    ):
+        raise WorkerLost(
+            "died", "the worker's answer is damaged: the reward wrote to the worker's own pipe"
+        )
     results: list[Result] = list(values)
     for index, kind, text in bad:
         results[index] = Failure(kind, text)
@@ -252,13 +282,20 @@ def _checked(answer: dict, count: int) -> tuple[list[Result], Failure | None]:
 
 
 def _logs(answer: dict, count: int) -> dict[int, str]:
-    """Returns the texts of an answer by index, without what has another form: the worker ran the code of the user."""
+    """Returns the texts of an answer by index, without what has another form: the worker ran the
+    code of the user."""
     logs = answer.get("logs")
     if not isinstance(logs, dict):
         return {}
     known = {str(index): index for index in range(count)}
-    return {known[key]: text[:LOG_LIMIT] for key, text in logs.items() if key in known and isinstance(text, str)}
+    return {
+        known[key]: text[:LOG_LIMIT]
+        for key, text in logs.items()
+        if key in known and isinstance(text, str)
+    }
 
 
 def _finite(values: list) -> bool:
-    return all(value is None or (isinstance(value, float) and math.isfinite(value)) for value in values)
+    return all(
+        value is None or (isinstance(value, float) and math.isfinite(value)) for value in values
+    )

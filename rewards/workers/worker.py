@@ -1,18 +1,23 @@
 """Runs rewards in a worker process: reads calls from one pipe and writes answers to another.
 
-Frames are JSON (rewards/workers/media.py) after a length of 4 bytes, on separate pipes, so that the output of a reward
-cannot be mistaken for an answer, and no answer can execute code in the run (no pickle). There are two kinds of call:
+Frames are JSON (rewards/workers/media.py) after a length of 4 bytes, on separate pipes, so that the
+output of a reward cannot be mistaken for an answer, and no answer can execute code in the run (no
+pickle). There are two kinds of call:
 
-    {"load": slot, "spec": ..., "options": {...}}  -> {"ok": true} or {"error": kind, "text": traceback}
-    {"call": slot, "count": n, "arguments": {...}} -> {"values": [...], "bad": [[index, kind, text], ...]} or error
+    {"load": slot, "spec": ..., "options": {...}}  -> {"ok": true} or {"error": kind, "text":
+    traceback}
+    {"call": slot, "count": n, "arguments": {...}} -> {"values": [...], "bad": [[index, kind, text],
+    ...]} or error
 
-The answer of a call has `logs`, texts by index: what the function returned with a score, and what it printed, under
-index 0.
+The answer of a call has `logs`, texts by index: what the function returned with a score, and what
+it printed, under index 0.
 
-Every answer also says how many child processes the worker has, so that the run can replace a worker with too many.
+Every answer also says how many child processes the worker has, so that the run can replace a worker
+with too many.
 
-Each worker has a guard, a fork that waits for the end of the run or of the worker, and then kills what the worker
-started. No thread of the worker could do this: a reward that hangs inside C code holds the interpreter lock.
+Each worker has a guard, a fork that waits for the end of the run or of the worker, and then kills
+what the worker started. No thread of the worker could do this: a reward that hangs inside C code
+holds the interpreter lock.
 
 Imports the standard library, `registry` and `media`, no numpy: a worker starts in about 50 ms.
 """
@@ -58,7 +63,9 @@ def frame_length(head: bytes) -> int:
     return _LENGTH.unpack(head)[0]
 
 
-def main(request: int, response: int, lifeline: int, parent: int, memory_limit_mb: int | None) -> None:
+def main(
+    request: int, response: int, lifeline: int, parent: int, memory_limit_mb: int | None
+) -> None:
     """Serves calls until the request pipe ends.
 
     request, response, lifeline: file descriptors.
@@ -78,7 +85,9 @@ def main(request: int, response: int, lifeline: int, parent: int, memory_limit_m
     while (message := _read(request)) is not None:
         answer = _load(message, loaded) if "load" in message else _call(message, loaded)
         answer["children"] = _children()
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the reward set would end the next call
+        signal.setitimer(
+            signal.ITIMER_REAL, 0
+        )  # an alarm that the reward set would end the next call
         if os.getpid() != own:  # a fork of the reward that returned here
             os._exit(0)
         _write(response, pack(answer))
@@ -89,7 +98,9 @@ def _load(message: dict, loaded: dict) -> dict:
         function = registry.load(message["spec"])
         spawned.announce(registry.loaded_files())
         registry.prepare(function)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code are faults too
+    except (
+        BaseException
+    ) as error:  # SystemExit and KeyboardInterrupt of the user's code are faults too
         return {"error": "load", "text": _text_of_error(error)}
     loaded[message["load"]] = (function, message["options"])
     return {"ok": True}
@@ -107,14 +118,19 @@ def _call(message: dict, loaded: dict) -> dict:
                 result = _event_loop().run_until_complete(_await(result))
             answer = _values(result, message["count"])
         if printed.text:
-            answer["logs"]["0"] = "\n".join(filter(None, (printed.text.strip(), answer["logs"].get("0"))))
+            answer["logs"]["0"] = "\n".join(
+                filter(None, (printed.text.strip(), answer["logs"].get("0")))
+            )
         return answer
-    except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code are faults too
+    except (
+        BaseException
+    ) as error:  # SystemExit and KeyboardInterrupt of the user's code are faults too
         return {"error": "raised", "text": _text_of_error(error)}
 
 
 class _Printed(io.TextIOBase):
-    """Keeps the first characters that a function prints, and passes all on to the output of the worker."""
+    """Keeps the first characters that a function prints, and passes all on to the output of the
+    worker."""
 
     text = ""
 
@@ -134,7 +150,8 @@ async def _await(result: Awaitable[object]) -> object:
 
 
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Returns the event loop of the worker. It lives as long as the worker, so that a reward can keep clients open."""
+    """Returns the event loop of the worker. It lives as long as the worker, so that a reward can
+    keep clients open."""
     import asyncio
 
     global _loop
@@ -149,17 +166,25 @@ _loop: asyncio.AbstractEventLoop | None = None
 def _values(result: Any, count: int) -> dict:
     """Turns the return value of a reward into floats, and texts that explain them.
 
-    An element is a score, None, or a pair of one of these and its explanation. Lists wrong elements; a wrong type or
-    length is one error.
+    An element is a score, None, or a pair of one of these and its explanation. Lists wrong
+    elements; a wrong type or length is one error.
     """
     if not isinstance(result, (list, tuple)):
         if type(getattr(result, "ndim", None)) is not int or result.ndim != 1:
-            text = f"returned a {type(result).__name__}; expected a list of {count} numbers, one for each completion"
+            text = (
+                f"returned a {type(result).__name__}; expected a list of {count} numbers, one "
+                "for each completion"
+            )
             return {"error": "wrong_type", "text": text}
         result = result.tolist()
     if len(result) != count:
-        return {"error": "wrong_length", "text": f"returned {len(result)} values for {count} completions"}
-    values, bad, logs = [], [], {}
+        return {
+            "error": "wrong_length",
+            "text": f"returned {len(result)} values for {count} completions",
+        }
+    values = []
+    bad = []
+    logs = {}
     for index, element in enumerate(result):
         if isinstance(element, (list, tuple)) and len(element) == 2 and isinstance(element[1], str):
             element, logs[str(index)] = element[0], element[1][:LOG_LIMIT]
@@ -173,14 +198,20 @@ def _values(result: Any, count: int) -> dict:
 
 
 def _number(element: Any) -> float:
-    """Returns a finite float. Raises TypeError for other types, ArithmeticError for NaN, infinity and overflow."""
+    """Returns a finite float. Raises TypeError for other types, ArithmeticError for NaN, infinity
+    and overflow."""
     if not isinstance(element, numbers.Real) and callable(getattr(element, "item", None)):
         element = element.item()  # scalars and arrays of one element of numpy, torch and jax
     if not isinstance(element, numbers.Real):
-        raise TypeError(f"returned {_short(element)} ({type(element).__name__}) as a score; expected a number or None")
+        raise TypeError(
+            f"returned {_short(element)} ({type(element).__name__}) as a score; expected a number "
+            "or None"
+        )
     value = float(element)
     if not math.isfinite(value):
-        raise ArithmeticError(f"returned {value} as a score; return None for a completion that has none")
+        raise ArithmeticError(
+            f"returned {value} as a score; return None for a completion that has none"
+        )
     return value
 
 
@@ -190,7 +221,8 @@ def _short(element: object) -> str:
 
 
 def _text_of_error(error: BaseException) -> str:
-    """Returns the traceback from the first frame of the user's code on, cut to its last characters."""
+    """Returns the traceback from the first frame of the user's code on, cut to its last
+    characters."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -199,7 +231,8 @@ def _text_of_error(error: BaseException) -> str:
 
 
 def _children() -> int:
-    """Counts child processes, including the guard and zombies. Returns 0 if the system does not tell."""
+    """Counts child processes, including the guard and zombies. Returns 0 if the system does not
+    tell."""
     count = 0
     with suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
@@ -232,8 +265,9 @@ def _write(descriptor: int, data: bytes) -> None:
 def _start_guard(request: int, response: int, lifeline: int, parent: int) -> None:
     """Forks the guard.
 
-    The guard notices the end of the run by the lifeline, a pipe whose other end only the run holds. On Linux it also
-    watches the process of the run, because a fork of the run may still hold the pipe.
+    The guard notices the end of the run by the lifeline, a pipe whose other end only the run holds.
+    On Linux it also watches the process of the run, because a fork of the run may still hold the
+    pipe.
     """
     worker = os.getpid()
     if os.fork():
@@ -263,15 +297,20 @@ def kill_group(group: int) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Kills all other processes that inherited this mark in their environment, also outside the worker's group.
+    """Kills all other processes that inherited this mark in their environment, also outside the
+    worker's group.
 
-    Does nothing on systems other than Linux. Scans until two scans in a row see no such process: a process may fork
-    meanwhile, and shows no environment during an exec.
+    Does nothing on systems other than Linux. Scans until two scans in a row see no such process: a
+    process may fork meanwhile, and shows no environment during an exec.
     """
     entry = f"{MARKER}={mark}".encode()
     scans_left = 2
     for _ in range(20):
-        marked = [process for process in _processes() if process != os.getpid() and _has_variable(process, entry)]
+        marked = [
+            process
+            for process in _processes()
+            if process != os.getpid() and _has_variable(process, entry)
+        ]
         for process in marked:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)

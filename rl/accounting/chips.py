@@ -1,8 +1,8 @@
 """Peak rates of devices: the denominators of utilisation, and the rates of a plan.
 
-The makers publish the rates: Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "Ironwood (TPU7x)";
-NVIDIA's data sheets of A100, H100, H200, B200, L4 and L40S. GPU rates are dense, without sparsity. No page has the rate
-between slices of v4; it is taken from v5p.
+The makers publish the rates: Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and
+"Ironwood (TPU7x)"; NVIDIA's data sheets of A100, H100, H200, B200, L4 and L40S. GPU rates are
+dense, without sparsity. No page has the rate between slices of v4; it is taken from v5p.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ class Chip:
     """Peak rates of one device.
 
     tflops: 10^12 bfloat16 operations per second.
-    memory: GiB. For TPUs, the limit of a program in libtpu 0.0.52 (for v4, per chip, from its error messages); for
+    memory: GiB. For TPUs, the limit of a program in libtpu 0.0.52 (for v4, per chip, from its error
+    messages); for
         GPUs, all memory.
     bandwidth: 10^9 bytes per second of its memory.
     links: 10^9 bytes per second to other chips of its slice or host; 0: it has no such links.
@@ -30,12 +31,15 @@ class Chip:
     between: float = 0.0
 
 
-# About two cores, to compare plans on the CPU with each other: makers of CPUs publish no such numbers.
+# About two cores, to compare plans on the CPU with each other: makers of CPUs publish no such
+# numbers.
 CPU = Chip("cpu", tflops=0.1, memory=0.0, bandwidth=20.0, links=5.0)
 
 # Part of jax's device_kind -> chip. The first match counts.
 _KINDS = {
-    "TPU7x": Chip("tpu7x", 1153.5, 94.74, 3690.0, 600.0, 6.25),  # half a chip: each of its two cores is a jax device
+    "TPU7x": Chip(
+        "tpu7x", 1153.5, 94.74, 3690.0, 600.0, 6.25
+    ),  # half a chip: each of its two cores is a jax device
     "TPU v6": Chip("v6e", 918.0, 31.24, 1640.0, 448.0, 12.5),
     "TPU v5 lite": Chip("v5e", 197.0, 15.75, 819.0, 200.0, 3.125),
     "TPU v5e": Chip("v5e", 197.0, 15.75, 819.0, 200.0, 3.125),
@@ -51,5 +55,8 @@ _KINDS = {
 
 
 def of(device_kind: str) -> Chip | None:
-    """Returns the chip with this jax `device_kind`, or None for one that is not listed, for instance a CPU."""
-    return next((chip for name, chip in _KINDS.items() if name.lower() in device_kind.lower()), None)
+    """Returns the chip with this jax `device_kind`, or None for one that is not listed, for
+    instance a CPU."""
+    return next(
+        (chip for name, chip in _KINDS.items() if name.lower() in device_kind.lower()), None
+    )

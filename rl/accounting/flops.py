@@ -1,9 +1,11 @@
-"""Counts the floating-point operations of a decoder from its configuration: the numerator of utilisation.
+"""Counts the floating-point operations of a decoder from its configuration: the numerator of
+utilisation.
 
-A product with a weight counts 2 per weight element and token. Attention counts 2 per element of a query and of a value
-and per key that the query sees; a causal sequence of n tokens has n (n + 1) / 2 pairs, fewer with a window. A gradient
-counts twice its forward pass. Recomputation (remat), padding, norms, activations and sampling do not count. Frameworks
-that count every pair of tokens report up to twice as much at long context.
+A product with a weight counts 2 per weight element and token. Attention counts 2 per element of a
+query and of a value and per key that the query sees; a causal sequence of n tokens has n (n + 1) /
+2 pairs, fewer with a window. A gradient counts twice its forward pass. Recomputation (remat),
+padding, norms, activations and sampling do not count. Frameworks that count every pair of tokens
+report up to twice as much at long context.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 
 # Logical axes that matrices outside of policy/ops/linear.py sum over: routers, gates and indexers.
 _INPUTS = {"embed", "q_lora"}
-# The taps of the convolution over the values of an n-gram table, which have such an axis and are no matrix.
+# The taps of the convolution over the values of an n-gram table, which have such an axis and are no
+# matrix.
 _TAPS = ".lookup.conv"
 
 
@@ -52,12 +55,19 @@ class Operations:
 
         Lookup tables, norms, biases and convolutions do not count.
         """
-        result, config = 0.0, self.graph.config
+        result = 0.0
+        config = self.graph.config
         head = ({"embed_tokens"} if config.tied_head else {"lm_head"}) if self.head else set()
         for path, shape in self.graph.shapes.items():
-            if is_tower(path) or path.endswith(_TAPS):  # towers read pictures and sounds, not tokens
+            if is_tower(path) or path.endswith(
+                _TAPS
+            ):  # towers read pictures and sounds, not tokens
                 continue
-            if path not in head and path not in self.graph.inputs and not _INPUTS & set(self.graph.axes[path]):
+            if (
+                path not in head
+                and path not in self.graph.inputs
+                and not _INPUTS & set(self.graph.axes[path])
+            ):
                 continue
             share = 1.0
             if "exp" in self.graph.axes[path]:
@@ -79,23 +89,30 @@ class Operations:
         if (mtp := self.graph.config.multi_token_prediction) is not None:
             mixers += list(mtp.layer.mixers) * mtp.depth
         different = {mixer: mixers.count(mixer) for mixer in mixers}
-        return 2.0 * self.active_weights * tokens + sum(n * _mixing(mixer, lengths) for mixer, n in different.items())
+        return 2.0 * self.active_weights * tokens + sum(
+            n * _mixing(mixer, lengths) for mixer, n in different.items()
+        )
 
     def of_runs(self, ends: np.ndarray, starts: np.ndarray) -> float:
-        """Returns the operations of one forward pass over runs of tokens: of a sequence up to `ends`, without its
-        tokens up to `starts`, which another run has computed."""
+        """Returns the operations of one forward pass over runs of tokens: of a sequence up to
+        `ends`, without its tokens up to `starts`, which another run has computed."""
         return self.forward(ends) - self.forward(starts)
 
     def _layer(self, path: str) -> LayerSpec:
         """Returns the layer that the weight at `path` belongs to."""
-        config, parts = self.graph.config, path.split(".")
+        config = self.graph.config
+        parts = path.split(".")
         if parts[0] == "stacks":
             return config.stacks[int(parts[1])].pattern[int(parts[3])]
-        assert config.multi_token_prediction is not None  # every other routed layer is a prediction module
+        assert (
+            config.multi_token_prediction is not None
+        )  # every other routed layer is a prediction module
         return config.multi_token_prediction.layer
 
 
-def _mixing(mixer: Attention | LatentAttention | CompressedAttention | Recurrent, lengths: np.ndarray) -> float:
+def _mixing(
+    mixer: Attention | LatentAttention | CompressedAttention | Recurrent, lengths: np.ndarray
+) -> float:
     """Returns the operations between tokens of one layer."""
     if isinstance(mixer, ShortConv):
         return 0.0  # convolutions do not count
@@ -111,10 +128,14 @@ def _mixing(mixer: Attention | LatentAttention | CompressedAttention | Recurrent
         full, rest = np.divmod(lengths, size)
         in_open_blocks = float((full * size * (size - 1) / 2 + rest * (rest + 1) / 2).sum())
         seen = size * _block_pairs(lengths, size, blocks.blocks) + in_open_blocks
-        return operations * seen + 2.0 * blocks.heads * blocks.head_dim * _block_pairs(lengths, size)
+        return operations * seen + 2.0 * blocks.heads * blocks.head_dim * _block_pairs(
+            lengths, size
+        )
     if isinstance(mixer, CompressedAttention):
         seen = _pairs(lengths, mixer.window)
-        chosen, scored = (0.0, 0.0) if mixer.compression is None else _with_entries(mixer.compression, lengths)
+        chosen, scored = (
+            (0.0, 0.0) if mixer.compression is None else _with_entries(mixer.compression, lengths)
+        )
         return 4.0 * mixer.heads * mixer.head_dim * (seen + chosen) + scored
     numbers = mixer.nope_dim + mixer.rope.dim + mixer.v_dim
     if mixer.indexer is None:
@@ -134,13 +155,15 @@ def _with_entries(compression: Compression, lengths: np.ndarray) -> tuple[float,
 
 
 def _block_pairs(lengths: np.ndarray, rate: int, topk: int | None = None) -> float:
-    """Counts pairs of a query and a block of `rate` tokens that is complete at it: of at most `topk` blocks each."""
+    """Counts pairs of a query and a block of `rate` tokens that is complete at it: of at most
+    `topk` blocks each."""
     most = np.minimum(lengths // rate, topk or np.inf)
     return float((rate * most * (most - 1) / 2 + most * (lengths - most * rate + 1)).sum())
 
 
 def _pairs(lengths: np.ndarray, window: int | None = None, chunk: int | None = None) -> float:
-    """Counts pairs of a query and a key it sees in causal sequences: at most `window` keys, none before its `chunk`."""
+    """Counts pairs of a query and a key it sees in causal sequences: at most `window` keys, none
+    before its `chunk`."""
     if chunk:
         full, rest = np.divmod(lengths, chunk)
         return float((full * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2).sum())
@@ -148,17 +171,21 @@ def _pairs(lengths: np.ndarray, window: int | None = None, chunk: int | None = N
     return float((seen * (seen + 1) / 2 + (lengths - seen) * seen).sum())
 
 
-def rates(phase: str, operations: float, tokens: float, seconds: float, layout: Layout) -> dict[str, float]:
-    """Returns the metrics of a phase of a step, per device: tokens per second, TFLOP/s and utilisation.
+def rates(
+    phase: str, operations: float, tokens: float, seconds: float, layout: Layout
+) -> dict[str, float]:
+    """Returns the metrics of a phase of a step, per device: tokens per second, TFLOP/s and
+    utilisation.
 
-    Utilisation is the share of the bfloat16 peak, for chips in rl/accounting/chips.py. A phase of 0 seconds has no
-    metrics.
+    Utilisation is the share of the bfloat16 peak, for chips in rl/accounting/chips.py. A phase of 0
+    seconds has no metrics.
     """
     if not seconds:
         return {}
     devices = layout.mesh.devices
     each = seconds * devices.size
-    rate, chip = operations / each / 1e12, chips.of(devices.flat[0].device_kind)
+    rate = operations / each / 1e12
+    chip = chips.of(devices.flat[0].device_kind)
     result = {f"perf/{phase}_tokens_per_s": tokens / each, f"perf/{phase}_tflops_per_s": rate}
     return result | ({f"perf/mfu_{phase}": rate / chip.tflops} if chip else {})
 
@@ -169,12 +196,20 @@ def memory_share(bytes_: float, seconds: float, layout: Layout) -> dict[str, flo
     bytes_: read from the memory of each device.
     """
     chip = chips.of(layout.mesh.devices.flat[0].device_kind)
-    return {"perf/sample_hbm_utilisation": bytes_ / (seconds * chip.bandwidth * 1e9)} if chip and seconds else {}
+    return (
+        {"perf/sample_hbm_utilisation": bytes_ / (seconds * chip.bandwidth * 1e9)}
+        if chip and seconds
+        else {}
+    )
 
 
 def lengths(segments_NT: np.ndarray) -> np.ndarray:
-    """Returns the tokens of each sequence of these rows; the sequences of a row are segments 1, 2, ..."""
+    """Returns the tokens of each sequence of these rows; the sequences of a row are segments 1, 2,
+    ..."""
     segments = np.asarray(segments_NT)
-    counts = [np.count_nonzero(segments == number, axis=1) for number in range(1, int(segments.max(initial=0)) + 1)]
+    counts = [
+        np.count_nonzero(segments == number, axis=1)
+        for number in range(1, int(segments.max(initial=0)) + 1)
+    ]
     result = np.concatenate(counts) if counts else np.zeros(0, int)
     return result[result > 0]

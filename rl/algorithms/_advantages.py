@@ -11,18 +11,25 @@ from numpy.typing import ArrayLike
 from rewards.workers.rounding import all_equal, without_rounding
 
 
-def combined_advantages(rewards: ArrayLike, weights: ArrayLike | None, std_eps: float) -> np.ndarray:
-    """Computes float[P,G] advantages of several reward functions: the z-score of a weighted sum of group z-scores.
+def combined_advantages(
+    rewards: ArrayLike, weights: ArrayLike | None, std_eps: float
+) -> np.ndarray:
+    """Computes float[P,G] advantages of several reward functions: the z-score of a weighted sum of
+    group z-scores.
 
-    rewards: float[P,G,F], or float[P,G] for one function. weights: float[F]; None: 1 each. The z-score of each function
-    is taken within its group, the z-score of the weighted sum over all completions. A missing score (not finite) does
-    not count. Completions without a score, and groups without a difference in any function, get exactly 0.
+    rewards: float[P,G,F], or float[P,G] for one function. weights: float[F]; None: 1 each. The
+    z-score of each function is taken within its group, the z-score of the weighted sum over all
+    completions. A missing score (not finite) does not count. Completions without a score, and
+    groups without a difference in any function, get exactly 0.
     """
     rewards = np.asarray(rewards)
     rewards_PGF = rewards[..., None] if rewards.ndim == 2 else rewards
     dtype = precision(rewards)
     each_FPG = np.stack(
-        [group_advantages(one, "group", std_eps) for one in np.moveaxis(rewards_PGF.astype(np.float64), -1, 0)]
+        [
+            group_advantages(one, "group", std_eps)
+            for one in np.moveaxis(rewards_PGF.astype(np.float64), -1, 0)
+        ]
     )
     weights_F = np.ones(len(each_FPG)) if weights is None else np.asarray(weights, np.float64)
     sums = np.tensordot(weights_F, each_FPG, 1)
@@ -31,22 +38,28 @@ def combined_advantages(rewards: ArrayLike, weights: ArrayLike | None, std_eps: 
     scored_PG = np.isfinite(rewards_PGF.astype(np.float64)).any(-1)
     mean, std = moments(sums_PG.reshape(1, -1), scored_PG.reshape(1, -1))
     told_apart_PG = scored_PG & np.asarray(each_FPG.any(axis=(0, 2)))[:, None]
-    return np.where(told_apart_PG & (std > 0), (sums_PG - mean) / (std + std_eps), 0.0).astype(dtype)
+    return np.where(told_apart_PG & (std > 0), (sums_PG - mean) / (std + std_eps), 0.0).astype(
+        dtype
+    )
 
 
 def group_advantages(rewards: ArrayLike, scale: str, std_eps: float) -> np.ndarray:
-    """Returns rewards minus the mean of their group, over a standard deviation (with n - 1) plus `std_eps`.
+    """Returns rewards minus the mean of their group, over a standard deviation (with n - 1) plus
+    `std_eps`.
 
-    scale: the standard deviation. group: of the group; batch: of all rewards; none: no division; others: mean and
-    standard deviation are of the other completions of the group, without division if the deviation is 0 (NeMo-RL). A
-    completion without a score (not finite) does not count and gets 0. Rewards that are equal but for rounding
-    (`without_rounding`), and a single one, give exactly 0.
-    float[P,G] -> float[P,G], computed in float64; float32 stays float32. Raises
-    ValueError for another shape.
+    scale: the standard deviation. group: of the group; batch: of all rewards; none: no division;
+    others: mean and standard deviation are of the other completions of the group, without division
+    if the deviation is 0 (NeMo-RL). A completion without a score (not finite) does not count and
+    gets 0. Rewards that are equal but for rounding (`without_rounding`), and a single one, give
+    exactly 0.
+    float[P,G] -> float[P,G], computed in float64; float32 stays float32. Raises ValueError for
+    another shape.
     """
     rewards = np.asarray(rewards)
     if rewards.ndim != 2:
-        raise ValueError(f"rewards must have shape [prompts, completions], got {list(rewards.shape)}")
+        raise ValueError(
+            f"rewards must have shape [prompts, completions], got {list(rewards.shape)}"
+        )
     dtype = precision(rewards)
     scored_PG = np.isfinite(rewards.astype(np.float64))
     rewards_PG = np.where(scored_PG, without_rounding(rewards), 0)
@@ -55,20 +68,30 @@ def group_advantages(rewards: ArrayLike, scale: str, std_eps: float) -> np.ndarr
     if scale == "others":
         group = rewards_PG.shape[1]
         others_PGG = scored_PG[:, None, :] & ~np.eye(group, dtype=bool)
-        mean_PG1, std_PG1 = moments(np.broadcast_to(rewards_PG[:, None, :], others_PGG.shape), others_PGG)
-        centred_PG, std = rewards_PG - mean_PG1[..., 0], std_PG1[..., 0]
+        mean_PG1, std_PG1 = moments(
+            np.broadcast_to(rewards_PG[:, None, :], others_PGG.shape), others_PGG
+        )
+        centred_PG = rewards_PG - mean_PG1[..., 0]
+        std = std_PG1[..., 0]
         divisor = np.where(std > 0, std + std_eps, 1.0)
     else:
         centred_PG = rewards_PG - mean_P1
         batch_std = moments(rewards_PG.reshape(1, -1), scored_PG.reshape(1, -1))[1]
-        divisor = {"group": std_P1 + std_eps, "batch": batch_std + std_eps, "none": np.ones(1)}[scale]
-    return np.where(scored_PG & varied_P1, centred_PG / np.where(varied_P1, divisor, 1.0), 0.0).astype(dtype)
+        divisor = {"group": std_P1 + std_eps, "batch": batch_std + std_eps, "none": np.ones(1)}[
+            scale
+        ]
+    return np.where(
+        scored_PG & varied_P1, centred_PG / np.where(varied_P1, divisor, 1.0), 0.0
+    ).astype(dtype)
 
 
-def counted(lengths: ArrayLike | None, token_kl: ArrayLike | None, mask: ArrayLike | None) -> np.ndarray:
+def counted(
+    lengths: ArrayLike | None, token_kl: ArrayLike | None, mask: ArrayLike | None
+) -> np.ndarray:
     """Returns bool[P,G,T]: `mask`, or if it is None the first `lengths` tokens of each completion.
 
-    T is the width of `token_kl`, or the longest length without it. Raises ValueError without mask and lengths.
+    T is the width of `token_kl`, or the longest length without it. Raises ValueError without mask
+    and lengths.
     """
     if mask is not None:
         return np.asarray(mask) != 0
@@ -82,9 +105,13 @@ def counted(lengths: ArrayLike | None, token_kl: ArrayLike | None, mask: ArrayLi
 def scored_mean(rewards: ArrayLike, weights: ArrayLike | None = None) -> np.ndarray:
     """Returns float64[P,1], the weighted mean of the scores of each group; 0 without a score."""
     rewards_PG = without_rounding(rewards)
-    weights_PG = np.where(np.isfinite(rewards_PG), 1.0 if weights is None else np.asarray(weights, np.float64), 0.0)
+    weights_PG = np.where(
+        np.isfinite(rewards_PG), 1.0 if weights is None else np.asarray(weights, np.float64), 0.0
+    )
     total_P1 = weights_PG.sum(axis=1, keepdims=True)
-    return (weights_PG * np.nan_to_num(rewards_PG)).sum(axis=1, keepdims=True) / np.where(total_P1 > 0, total_P1, 1.0)
+    return (weights_PG * np.nan_to_num(rewards_PG)).sum(axis=1, keepdims=True) / np.where(
+        total_P1 > 0, total_P1, 1.0
+    )
 
 
 def centred(rewards: ArrayLike, weights: ArrayLike | None = None) -> np.ndarray:
@@ -97,7 +124,9 @@ def centred(rewards: ArrayLike, weights: ArrayLike | None = None) -> np.ndarray:
     scored_PG = np.isfinite(rewards.astype(np.float64))
     rewards_PG = without_rounding(rewards)
     varied_P1 = moments(np.where(scored_PG, rewards_PG, 0), scored_PG)[1] > 0
-    return np.where(scored_PG & varied_P1, rewards_PG - scored_mean(rewards_PG, weights), 0.0).astype(dtype)
+    return np.where(
+        scored_PG & varied_P1, rewards_PG - scored_mean(rewards_PG, weights), 0.0
+    ).astype(dtype)
 
 
 def whiten(values: ArrayLike, mask: ArrayLike) -> np.ndarray:
@@ -105,7 +134,8 @@ def whiten(values: ArrayLike, mask: ArrayLike) -> np.ndarray:
 
     Other tokens, a single token and equal values give 0.
     """
-    values, chosen_tokens = np.asarray(values), np.asarray(mask) != 0
+    values = np.asarray(values)
+    chosen_tokens = np.asarray(mask) != 0
     chosen = values[chosen_tokens].astype(np.float64)
     whitened = np.zeros(values.shape, values.dtype)
     if chosen.size > 1 and not all_equal(values[chosen_tokens]):

@@ -14,19 +14,27 @@ _NAMES = {"forward": "distill/forward_kl", "reverse": "distill/reverse_kl", "jsd
 
 
 def distillation_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (scalar, metrics): alpha d + (1 - alpha) nll + features_coef f, means over the tokens of the batch.
+    """Returns (scalar, metrics): alpha d + (1 - alpha) nll + features_coef f, means over the tokens
+    of the batch.
 
-    An alpha that stays 0 or 1 leaves the other targets out, so that they cost no backward pass. Raises ValueError for
-    an input that is missing.
+    An alpha that stays 0 or 1 leaves the other targets out, so that they cost no backward pass.
+    Raises ValueError for an input that is missing.
     """
     missing = [name for name in ("logp", "divergence") if getattr(inputs, name) is None]
     if missing:
-        raise ValueError(f"PolicyInputs.{', '.join(missing)} missing: `distill` compares the policy with a teacher")
+        raise ValueError(
+            f"PolicyInputs.{', '.join(missing)} missing: `distill` compares the policy with a "
+            "teacher"
+        )
     inputs, (alpha, temperature, features_coef) = with_totals(inputs), options.coefs_of(inputs)
     tokens = tokens_of(inputs)
-    nll, soft = tokens.mean(-tokens.logp), tokens.mean(_float32(inputs.divergence))
+    nll = tokens.mean(-tokens.logp)
+    soft = tokens.mean(_float32(inputs.divergence))
     metrics = {"nll": nll, _NAMES[options.divergence]: soft}
-    metrics |= {f"distill/{name}": tokens.mean(_float32(array)) for name, array in (inputs.teacher or {}).items()}
+    metrics |= {
+        f"distill/{name}": tokens.mean(_float32(array))
+        for name, array in (inputs.teacher or {}).items()
+    }
     if tokens.entropy is not None:
         metrics["entropy"] = tokens.mean(tokens.entropy)
     if options.temperature_squared:

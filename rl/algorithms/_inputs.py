@@ -1,6 +1,7 @@
 """Defines the inputs of a loss and sums over their sequences.
 
-Shapes: N rows of T tokens; S sequence numbers in a row: 1, or T + 1 (0 is padding) where rows are packed.
+Shapes: N rows of T tokens; S sequence numbers in a row: 1, or T + 1 (0 is padding) where rows are
+packed.
 """
 
 from __future__ import annotations
@@ -16,38 +17,71 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PolicyInputs:
-    """The arrays of a mini-batch, or of one of its micro-batches, for `algorithm.loss`. An absent array is None.
+    """The arrays of a mini-batch, or of one of its micro-batches, for `algorithm.loss`. An absent
+    array is None.
 
-    Where `mask` is 0, arrays with a value per token may hold any value, including NaN. `segments` and `prompt` are
-    valid everywhere. The class is a jax pytree; `max_length` is static.
+    Where `mask` is 0, arrays with a value per token may hold any value, including NaN. `segments`
+    and `prompt` are valid everywhere. The class is a jax pytree; `max_length` is static.
     """
 
     mask: jax.Array  # [N,T] 1 on trained tokens: not on prompts, padding and tool output
-    logp: jax.Array | None = None  # float32[N,T] log-probability of token t under the policy, with gradient
+    logp: jax.Array | None = (
+        None  # float32[N,T] log-probability of token t under the policy, with gradient
+    )
     old_logp: jax.Array | None = None  # before the first update of this batch; None: equal to logp
     sampler_logp: jax.Array | None = None  # from the generator
     ref_logp: jax.Array | None = None  # from the reference model
     entropy: jax.Array | None = None  # entropy of the distribution of token t, with gradient
     advantages: jax.Array | None = None  # [N] or [N,T]
-    scores: jax.Array | None = None  # [N,T] output of a trained reward model for the text up to token t, with gradient
-    divergence: jax.Array | None = None  # from the teacher's distribution of token t, with gradient, at one temperature
-    features: jax.Array | None = None  # distance from the teacher's layers at the state that predicts t, with gradient
-    teacher: dict[str, jax.Array] | None = None  # [N,T] further numbers of that comparison, for metrics, by name
-    margin: jax.Array | None = None  # score difference that a pair should have, read at the last token of an answer
+    scores: jax.Array | None = (
+        None  # [N,T] output of a trained reward model for the text up to token t, with gradient
+    )
+    divergence: jax.Array | None = (
+        None  # from the teacher's distribution of token t, with gradient, at one temperature
+    )
+    features: jax.Array | None = (
+        None  # distance from the teacher's layers at the state that predicts t, with gradient
+    )
+    teacher: dict[str, jax.Array] | None = (
+        None  # [N,T] further numbers of that comparison, for metrics, by name
+    )
+    margin: jax.Array | None = (
+        None  # score difference that a pair should have, read at the last token of an answer
+    )
     extra: dict[str, jax.Array] | None = None  # [N,T] further numbers of the data, by name
-    segments: jax.Array | None = None  # int[N,T] in 0..T: sequence within the row, 0 is padding; None: one a row
-    prompt: jax.Array | None = None  # int[N], or [N,T] for packed rows: index of the group; -1: padding
-    num_tokens: jax.Array | None = None  # scalar: sum of mask over the mini-batch; None: counted here
+    segments: jax.Array | None = (
+        None  # int[N,T] in 0..T: sequence within the row, 0 is padding; None: one a row
+    )
+    prompt: jax.Array | None = (
+        None  # int[N], or [N,T] for packed rows: index of the group; -1: padding
+    )
+    num_tokens: jax.Array | None = (
+        None  # scalar: sum of mask over the mini-batch; None: counted here
+    )
     num_sequences: jax.Array | None = None  # scalar
     num_prompts: jax.Array | None = None  # scalar
     chosen_tokens: jax.Array | None = None  # scalar: sum of mask over the chosen answers of pairs
-    prompt_tokens: jax.Array | None = None  # [N] or [N,T]: sum of mask over all completions of the prompt
-    correct: jax.Array | None = None  # [N] or [N,T]: 1 on completions that are correct, for a loss that imitates them
-    num_correct: jax.Array | None = None  # scalar: sum of mask over the correct completions of the mini-batch
-    mean_weight: jax.Array | None = None  # scalar: mean sampler-correction weight over the tokens of the mini-batch
-    entropy_threshold: jax.Array | None = None  # scalar: entropy quantile of the batch, for `top_entropy`
-    adaptive_coefs: dict[str, jax.Array] | None = None  # scalars that the algorithm adapts during training
-    max_length: int | None = dataclasses.field(default=None, metadata={"static": True})  # largest completion, tokens
+    prompt_tokens: jax.Array | None = (
+        None  # [N] or [N,T]: sum of mask over all completions of the prompt
+    )
+    correct: jax.Array | None = (
+        None  # [N] or [N,T]: 1 on completions that are correct, for a loss that imitates them
+    )
+    num_correct: jax.Array | None = (
+        None  # scalar: sum of mask over the correct completions of the mini-batch
+    )
+    mean_weight: jax.Array | None = (
+        None  # scalar: mean sampler-correction weight over the tokens of the mini-batch
+    )
+    entropy_threshold: jax.Array | None = (
+        None  # scalar: entropy quantile of the batch, for `top_entropy`
+    )
+    adaptive_coefs: dict[str, jax.Array] | None = (
+        None  # scalars that the algorithm adapts during training
+    )
+    max_length: int | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )  # largest completion, tokens
 
 
 class Sequences:
@@ -80,11 +114,13 @@ class Sequences:
         return self.packed_sum(values_NT)
 
     def mean(self, values_NT: jax.Array) -> jax.Array:
-        """Returns the mean over the masked tokens of each sequence, [N,S]; 0 without such a token."""
+        """Returns the mean over the masked tokens of each sequence, [N,S]; 0 without such a
+        token."""
         return self.sum(values_NT) / jnp.maximum(self.length_NS, 1.0)
 
     def max(self, values_NT: jax.Array) -> jax.Array:
-        """Returns the largest value, at least 0, of the masked tokens of each sequence, [N,S]; 0 without any."""
+        """Returns the largest value, at least 0, of the masked tokens of each sequence, [N,S]; 0
+        without any."""
         values_NT = jnp.where(self.mask_NT, values_NT, 0.0)
         if self.segments_NT is None:
             return values_NT.max(1, keepdims=True)
@@ -100,9 +136,13 @@ class Sequences:
 
 
 def with_totals(
-    inputs: PolicyInputs, by_prompt: bool = False, count_empty: bool = True, top_entropy: float | None = None
+    inputs: PolicyInputs,
+    by_prompt: bool = False,
+    count_empty: bool = True,
+    top_entropy: float | None = None,
 ) -> PolicyInputs:
-    """Returns `inputs` with the absent totals counted from its own rows, as if they were the mini-batch.
+    """Returns `inputs` with the absent totals counted from its own rows, as if they were the
+    mini-batch.
 
     count_empty: sequences and prompts without a token in the mask count too.
     """
@@ -114,7 +154,9 @@ def with_totals(
         counted_NS = sequences.exists_NS if count_empty else sequences.length_NS > 0
         totals["num_sequences"] = counted_NS.sum().astype(jnp.float32)
     if inputs.correct is not None and inputs.num_correct is None:
-        totals["num_correct"] = (sequences.mask_NT & correct_tokens(inputs)).sum().astype(jnp.float32)
+        totals["num_correct"] = (
+            (sequences.mask_NT & correct_tokens(inputs)).sum().astype(jnp.float32)
+        )
     if by_prompt and (inputs.prompt_tokens is None or inputs.num_prompts is None):
         totals |= _prompt_totals(inputs, sequences, count_empty)
     if top_entropy is not None and inputs.entropy_threshold is None and inputs.entropy is not None:
@@ -131,11 +173,15 @@ def correct_tokens(inputs: PolicyInputs) -> jax.Array:
 
 def _prompt_totals(inputs: PolicyInputs, sequences: Sequences, count_empty: bool) -> dict:
     if inputs.prompt is None:
-        raise ValueError("aggregation 'prompt' needs PolicyInputs.prompt, or prompt_tokens and num_prompts")
+        raise ValueError(
+            "aggregation 'prompt' needs PolicyInputs.prompt, or prompt_tokens and num_prompts"
+        )
     prompt_N = jnp.asarray(inputs.prompt)
     if prompt_N.ndim == 2:
         return _packed_prompt_totals(prompt_N, sequences, count_empty)
-    same_NN = ((prompt_N[:, None] == prompt_N[None, :]) & (prompt_N >= 0)[:, None]).astype(jnp.float32)
+    same_NN = ((prompt_N[:, None] == prompt_N[None, :]) & (prompt_N >= 0)[:, None]).astype(
+        jnp.float32
+    )
     tokens_N = same_NN @ sequences.length_NS.sum(1)
     counted_N = (prompt_N >= 0) if count_empty else tokens_N > 0
     prompts = jnp.where(counted_N, 1.0 / jnp.maximum(same_NN.sum(1), 1.0), 0.0).sum()
@@ -143,8 +189,10 @@ def _prompt_totals(inputs: PolicyInputs, sequences: Sequences, count_empty: bool
 
 
 def _packed_prompt_totals(prompt_NT: jax.Array, sequences: Sequences, count_empty: bool) -> dict:
-    """Returns the same for packed rows. Every prompt number is smaller than the number of tokens."""
-    real_NT, num_segments = prompt_NT >= 0, prompt_NT.size + 1
+    """Returns the same for packed rows. Every prompt number is smaller than the number of
+    tokens."""
+    real_NT = prompt_NT >= 0
+    num_segments = prompt_NT.size + 1
     numbers = jnp.where(real_NT, prompt_NT, prompt_NT.size).reshape(-1)
 
     def by_prompt(counted_NT):

@@ -1,9 +1,10 @@
 """Computes losses and metrics from log-probabilities and advantages, on the device.
 
-Shapes: N rows of T tokens; S sequence numbers in a row (0 is padding). lp, lo, ls, lr are current, old, sampler's and
-reference's log-probabilities. Every array is replaced where the mask is 0 *before* any exp or difference: 0 * inf is
-NaN in a gradient. All sums are float32. Metrics that are means are divided by counts of the mini-batch, so
-the metrics of its micro-batches add up (`rl.algorithms.reduce_metrics`).
+Shapes: N rows of T tokens; S sequence numbers in a row (0 is padding). lp, lo, ls, lr are current,
+old, sampler's and reference's log-probabilities. Every array is replaced where the mask is 0
+*before* any exp or difference: 0 * inf is NaN in a gradient. All sums are float32. Metrics that are
+means are divided by counts of the mini-batch, so the metrics of its micro-batches add up
+(`rl.algorithms.reduce_metrics`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import jax.numpy as jnp
 
 from rl.algorithms._inputs import PolicyInputs, Sequences, correct_tokens, with_totals
 
-MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: finite, and far beyond any clip range; the gradient is 0 outside
+MAX_LOG_RATIO = (
+    20.0  # exp(20) = 4.9e8: finite, and far beyond any clip range; the gradient is 0 outside
+)
 MAX_SEQUENCE_LOG_RATIO = 10.0  # for `sequence_token`, as in verl
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The inputs of `PolicyGradient.per_token`: the arrays of a `PolicyInputs` in float32, 0 where the mask is 0.
+    """The inputs of `PolicyGradient.per_token`: the arrays of a `PolicyInputs` in float32, 0 where
+    the mask is 0.
 
     All arrays are [N,T]; an absent array is None.
     """
@@ -55,14 +59,18 @@ class Tokens:
 def policy_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (scalar, metrics): the loss of a `PolicyGradient` with these options."""
     _check_inputs(options, inputs)
-    inputs = options.with_totals(dataclasses.replace(inputs, old_logp=options.select_old_logp(inputs)))
+    inputs = options.with_totals(
+        dataclasses.replace(inputs, old_logp=options.select_old_logp(inputs))
+    )
     tokens = tokens_of(inputs)
     per_token, metrics = options.per_token(tokens)
     metrics |= _common_metrics(tokens)
     if options.off_policy_delta is not None:
         per_token = jnp.where(_off_policy(options, tokens), 0.0, per_token)
     if options.top_entropy is not None:
-        assert tokens.entropy is not None and inputs.entropy_threshold is not None  # counted by `with_totals`
+        assert (
+            tokens.entropy is not None and inputs.entropy_threshold is not None
+        )  # counted by `with_totals`
         per_token = jnp.where(tokens.entropy >= inputs.entropy_threshold, per_token, 0.0)
     if tokens.sampler is not None:
         weight, sampler_metrics = correction(options, tokens)
@@ -76,7 +84,9 @@ def policy_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str
         metrics["kl/ref"] = tokens.mean(kl)
         metrics["kl/ref_clamped"] = tokens.count(jnp.abs(tokens.logp - tokens.ref) > MAX_LOG_RATIO)
         if options.kl_coef:
-            loss = loss + options.kl_coef * aggregate(kl, inputs, tokens.sequences, options.aggregation)
+            loss = loss + options.kl_coef * aggregate(
+                kl, inputs, tokens.sequences, options.aggregation
+            )
     if tokens.entropy is not None:
         entropy = tokens.mean(tokens.entropy)
         metrics["entropy"] = entropy
@@ -86,7 +96,8 @@ def policy_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str
 
 
 def supervised_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (scalar, metrics): -logp, or -p logp with a constant p, averaged over the tokens of the batch."""
+    """Returns (scalar, metrics): -logp, or -p logp with a constant p, averaged over the tokens of
+    the batch."""
     if inputs.logp is None:
         raise ValueError("PolicyInputs.logp is missing")
     inputs = with_totals(inputs)
@@ -108,12 +119,17 @@ def correct_nll(inputs: PolicyInputs) -> jax.Array:
 
 
 def value_loss(
-    values: jax.Array, old_values: jax.Array, returns: jax.Array, inputs: PolicyInputs, clip: float | None
+    values: jax.Array,
+    old_values: jax.Array,
+    returns: jax.Array,
+    inputs: PolicyInputs,
+    clip: float | None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (scalar, metrics): half the token mean of the clipped squared error of the critic. Arrays [N,T].
+    """Returns (scalar, metrics): half the token mean of the clipped squared error of the critic.
+    Arrays [N,T].
 
-    The larger error counts, with `values` or with `values` clipped to within `clip` of `old_values` (Schulman et al.,
-    PPO2).
+    The larger error counts, with `values` or with `values` clipped to within `clip` of `old_values`
+    (Schulman et al., PPO2).
     """
     inputs = with_totals(inputs)
     sequences = Sequences(inputs)
@@ -131,12 +147,14 @@ def value_loss(
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
-def aggregate(per_token: jax.Array, inputs: PolicyInputs, sequences: Sequences, how: str) -> jax.Array:
+def aggregate(
+    per_token: jax.Array, inputs: PolicyInputs, sequences: Sequences, how: str
+) -> jax.Array:
     """Returns a scalar: the share of this batch, float[N,T], in a mean over the mini-batch.
 
-    `inputs` holds the totals of the mini-batch. token: mean over tokens; sequence: mean over sequences of their
-    token mean; sequence_sum: mean over sequences of their token sum; constant: sequence_sum divided by the maximum
-    length; prompt: mean over prompts of their token mean.
+    `inputs` holds the totals of the mini-batch. token: mean over tokens; sequence: mean over
+    sequences of their token mean; sequence_sum: mean over sequences of their token sum; constant:
+    sequence_sum divided by the maximum length; prompt: mean over prompts of their token mean.
     """
     if how == "sequence":
         return sequences.mean(per_token).sum() / _at_least_one(inputs.num_sequences)
@@ -166,8 +184,14 @@ def _check_inputs(options: Any, inputs: PolicyInputs) -> None:
     missing = [name for name, need in needed.items() if need and getattr(inputs, name) is None]
     if missing:
         raise ValueError(f"PolicyInputs.{', '.join(missing)} missing: needed with these options")
-    if options.off_policy_delta is not None and inputs.sampler_logp is None and inputs.old_logp is None:
-        raise ValueError("off_policy_delta compares with PolicyInputs.sampler_logp or old_logp: both are missing")
+    if (
+        options.off_policy_delta is not None
+        and inputs.sampler_logp is None
+        and inputs.old_logp is None
+    ):
+        raise ValueError(
+            "off_policy_delta compares with PolicyInputs.sampler_logp or old_logp: both are missing"
+        )
 
 
 def _masked(values: Any, mask: jax.Array) -> jax.Array:
@@ -214,16 +238,20 @@ def clamp(log_ratio: jax.Array) -> jax.Array:
 def importance_ratio(kind: str, tokens: Tokens) -> jax.Array:
     """Returns exp(lp - lo), [N,T].
 
-    token: the ratio of the token. sequence: the mean log-ratio of the sequence. sequence_token: the value of `sequence`
-    with the gradient of the token. sequence_sum: the sum of the log-ratios of the sequence.
+    token: the ratio of the token. sequence: the mean log-ratio of the sequence. sequence_token: the
+    value of `sequence` with the gradient of the token. sequence_sum: the sum of the log-ratios of
+    the sequence.
     """
-    log_ratio, highest = tokens.log_ratio, MAX_LOG_RATIO
+    log_ratio = tokens.log_ratio
+    highest = MAX_LOG_RATIO
     if kind == "sequence_sum":
         log_ratio = tokens.sequences.to_tokens(tokens.sequences.sum(log_ratio))
     elif kind != "token":
         log_ratio = tokens.sequences.to_tokens(tokens.sequences.mean(log_ratio))
     if kind == "sequence_token":
-        log_ratio = jax.lax.stop_gradient(log_ratio) + tokens.logp - jax.lax.stop_gradient(tokens.logp)
+        log_ratio = (
+            jax.lax.stop_gradient(log_ratio) + tokens.logp - jax.lax.stop_gradient(tokens.logp)
+        )
         highest = MAX_SEQUENCE_LOG_RATIO
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, highest))
 
@@ -245,7 +273,8 @@ def clipped(options: Any, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Arra
 
 
 def clip_metrics(ratio: jax.Array, bounds: tuple[float, float], tokens: Tokens) -> dict:
-    """Returns the shares of tokens whose ratio is out of bounds on the side that the advantage pushes to, as in TRL."""
+    """Returns the shares of tokens whose ratio is out of bounds on the side that the advantage
+    pushes to, as in TRL."""
     below = ((ratio < bounds[0]) & (tokens.advantages < 0)).astype(jnp.float32)
     above = ((ratio > bounds[1]) & (tokens.advantages > 0)).astype(jnp.float32)
     sequences = tokens.sequences
@@ -263,20 +292,27 @@ def _common_metrics(tokens: Tokens) -> dict:
     return {
         "clip_ratio/log_ratio_clamped": tokens.count(jnp.abs(tokens.log_ratio) > MAX_LOG_RATIO),
         "kl/approx_update": tokens.mean(-tokens.log_ratio),
-        "sequences/empty": (sequences.exists_NS & (sequences.length_NS == 0)).sum().astype(jnp.float32),
+        "sequences/empty": (sequences.exists_NS & (sequences.length_NS == 0))
+        .sum()
+        .astype(jnp.float32),
     }
 
 
 def _off_policy(options: Any, tokens: Tokens) -> jax.Array:
-    """Returns bool[N,T]: tokens with A < 0 in sequences that the policy moved away from since sampling."""
+    """Returns bool[N,T]: tokens with A < 0 in sequences that the policy moved away from since
+    sampling."""
     before = tokens.old if tokens.sampler is None else tokens.sampler
     drift = tokens.sequences.mean(before - jax.lax.stop_gradient(tokens.logp))
     return (tokens.advantages < 0) & (tokens.sequences.to_tokens(drift) > options.off_policy_delta)
 
 
-def _bounded_weight(options: Any, tokens: Tokens, difference: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _bounded_weight(
+    options: Any, tokens: Tokens, difference: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns (weight of each token by `correction`, whether it was out of bounds), [N,T]."""
-    sequences, low_high, kind = tokens.sequences, options.correction_bounds, options.correction
+    sequences = tokens.sequences
+    low_high = options.correction_bounds
+    kind = options.correction
     ratio = jnp.exp(clamp(difference))
     if kind in ("sequence_truncate", "sequence_mask"):
         bounded = sequences.to_tokens(jnp.exp(clamp(sequences.sum(difference))))
@@ -295,7 +331,8 @@ def _bounded_weight(options: Any, tokens: Tokens, difference: jax.Array) -> tupl
 
 
 def correction(options: Any, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (detached weight [N,T] of the loss of each token, metrics) for the difference of sampler and trainer."""
+    """Returns (detached weight [N,T] of the loss of each token, metrics) for the difference of
+    sampler and trainer."""
     assert tokens.sampler is not None  # callers check it
     trainer = jax.lax.stop_gradient(tokens.logp) if options.old_logp == "sampler" else tokens.old
     difference = trainer - tokens.sampler
@@ -304,7 +341,8 @@ def correction(options: Any, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.A
     if options.correction_normalize:
         assert tokens.inputs.mean_weight is not None  # counted by `with_totals`
         weight = weight / jnp.maximum(tokens.inputs.mean_weight, jnp.finfo(jnp.float32).tiny)
-    mean, square = tokens.mean(ratio), tokens.mean(ratio**2)
+    mean = tokens.mean(ratio)
+    square = tokens.mean(ratio**2)
     metrics = {
         "sampler/logp_diff_mean": tokens.mean(jnp.abs(difference)),
         "sampler/logp_diff_max": jnp.where(tokens.mask, jnp.abs(difference), 0.0).max(),
@@ -341,7 +379,8 @@ def without_rejected(options: Any, inputs: PolicyInputs) -> PolicyInputs:
 
 
 def with_mean_weight(options: Any, inputs: PolicyInputs) -> PolicyInputs:
-    """Returns the batch, which holds its totals, with the mean weight of `correction` over its tokens.
+    """Returns the batch, which holds its totals, with the mean weight of `correction` over its
+    tokens.
 
     Raises ValueError without old_logp and sampler_logp.
     """
@@ -361,7 +400,8 @@ def _before_the_update(inputs: PolicyInputs, option: str) -> Tokens:
 
 
 def _rejected(options: Any, tokens: Tokens, difference: jax.Array) -> jax.Array:
-    """Returns bool[N,T]: tokens, or tokens of sequences, whose sampler-trainer divergence is above the limit."""
+    """Returns bool[N,T]: tokens, or tokens of sequences, whose sampler-trainer divergence is above
+    the limit."""
     sequences, (where, estimator) = tokens.sequences, options.rejection.rsplit("_", 1)
     if estimator == "ratio":
         divergence = jnp.abs(difference)
@@ -372,14 +412,20 @@ def _rejected(options: Any, tokens: Tokens, difference: jax.Array) -> jax.Array:
         limit = options.rejection_max
     if where == "token":
         return divergence > limit
-    reduce = {"sequence_sum": sequences.sum, "sequence_mean": sequences.mean, "sequence_max": sequences.max}[where]
+    reduce = {
+        "sequence_sum": sequences.sum,
+        "sequence_mean": sequences.mean,
+        "sequence_max": sequences.max,
+    }[where]
     return sequences.to_tokens(reduce(divergence)) > limit
 
 
 def _kl(estimator: str, tokens: Tokens) -> jax.Array:
-    """Estimates KL(policy || reference) at each token, [N,T] (Schulman 2020, joschu.net/blog/kl-approx.html).
+    """Estimates KL(policy || reference) at each token, [N,T] (Schulman 2020,
+    joschu.net/blog/kl-approx.html).
 
-    unbiased: k3 times the ratio of the token, with its gradient; unbiased off-policy too (DeepSeek-V3.2).
+    unbiased: k3 times the ratio of the token, with its gradient; unbiased off-policy too
+    (DeepSeek-V3.2).
     """
     assert tokens.ref is not None  # the caller checks it
     difference = tokens.logp - tokens.ref

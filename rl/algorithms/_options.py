@@ -1,4 +1,5 @@
-"""Declares the options of an algorithm: `@algorithm_options` on a class whose annotated fields are its YAML keys."""
+"""Declares the options of an algorithm: `@algorithm_options` on a class whose annotated fields are
+its YAML keys."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 # Strict: `true` is not a number and "3" is not a count. A float option still accepts an int.
-_options = dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
+_options = dataclass(
+    frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+)
 
 
 T = TypeVar("T")
@@ -17,7 +20,8 @@ T = TypeVar("T")
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
 def algorithm_options(*, defaults: dict[str, Any] | None = None) -> Callable[[type[T]], type[T]]:
-    """Returns a decorator that makes the fields of a class options. `defaults`: of inherited options."""
+    """Returns a decorator that makes the fields of a class options. `defaults`: of inherited
+    options."""
 
     def declare(cls: type[T]) -> type[T]:
         inherited = {

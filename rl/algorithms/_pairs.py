@@ -1,8 +1,8 @@
 """Computes losses of preferred pairs, on the device.
 
-Shapes: N rows of T tokens with at most K = T // 2 pairs in each. The chosen answer of a pair is an odd segment of the
-row, the rejected answer is the next segment. w and l are the sums of logp - ref_logp over the tokens of the chosen and
-of the rejected answer.
+Shapes: N rows of T tokens with at most K = T // 2 pairs in each. The chosen answer of a pair is an
+odd segment of the row, the rejected answer is the next segment. w and l are the sums of logp -
+ref_logp over the tokens of the chosen and of the rejected answer.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ class Pairs:
     def __init__(self, inputs: PolicyInputs):
         if inputs.segments is None:
             raise ValueError(
-                "PolicyInputs.segments is missing: both answers of a pair are in one row, as segments 1 and 2"
+                "PolicyInputs.segments is missing: both answers of a pair are in one row, as "
+                "segments 1 and 2"
             )
         self.sequences = Sequences(inputs)
         self.exist_NK = self.split(self.sequences.exists_NS)[0]
 
     @staticmethod
     def split(values_NS: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns (values of chosen answers, values of rejected answers), [N,K] each. Segment 0 is padding."""
+        """Returns (values of chosen answers, values of rejected answers), [N,K] each. Segment 0 is
+        padding."""
         answers = (values_NS.shape[1] - 1) // 2 * 2
         return values_NS[:, 1 : answers + 1 : 2], values_NS[:, 2 : answers + 2 : 2]
 
@@ -44,23 +46,28 @@ class Pairs:
         return self.split(self.sequences.packed_sum(jnp.where(ends_NT, values_NT, 0.0)))
 
     def mean(self, values_NK: jax.Array, inputs: PolicyInputs) -> jax.Array:
-        """Returns the sum over the pairs of these rows, divided by the number of pairs of the mini-batch."""
+        """Returns the sum over the pairs of these rows, divided by the number of pairs of the
+        mini-batch."""
         total = jnp.where(self.exist_NK, values_NK.astype(jnp.float32), 0.0).sum()
         return total / jnp.maximum(jnp.asarray(inputs.num_sequences, jnp.float32) / 2, 1.0)
 
 
 def with_totals(inputs: PolicyInputs) -> PolicyInputs:
-    """Returns `inputs` with counts of the mini-batch: tokens, sequences (two per pair), tokens of chosen answers."""
+    """Returns `inputs` with counts of the mini-batch: tokens, sequences (two per pair), tokens of
+    chosen answers."""
     inputs = _inputs.with_totals(inputs)
     if inputs.chosen_tokens is None:
         pairs = Pairs(inputs)
-        inputs = dataclasses.replace(inputs, chosen_tokens=pairs.split(pairs.sequences.length_NS)[0].sum())
+        inputs = dataclasses.replace(
+            inputs, chosen_tokens=pairs.split(pairs.sequences.length_NS)[0].sum()
+        )
     return inputs
 
 
 @dataclass(frozen=True)
 class Ratios:
-    """w (chosen) and l (rejected) of each pair, and the number of tokens of both answers, at least 1. All [N,K]."""
+    """w (chosen) and l (rejected) of each pair, and the number of tokens of both answers, at least
+    1. All [N,K]."""
 
     chosen: jax.Array
     rejected: jax.Array
@@ -90,7 +97,8 @@ def _sigmoid(options: Any, r: Ratios) -> jax.Array:
 
 def _robust(options: Any, r: Ratios) -> jax.Array:
     """arXiv:2403.00409: unbiased where a share label_smoothing of the preferences is wrong."""
-    z, s = options.beta * r.difference, options.label_smoothing
+    z = options.beta * r.difference
+    s = options.label_smoothing
     return (-(1 - s) * log_sigmoid(z) + s * log_sigmoid(-z)) / (1 - 2 * s)
 
 
@@ -110,14 +118,19 @@ def _sigmoid_norm(options: Any, r: Ratios) -> jax.Array:
 
 
 def _exo_pair(options: Any, r: Ratios) -> jax.Array:
-    """arXiv:2402.00856, eq. 16: the divergence of the model's preference from the smoothed label."""
-    z, s = options.beta * r.difference, options.label_smoothing
-    return sigmoid(z) * (log_sigmoid(z) - jnp.log1p(-s)) + sigmoid(-z) * (log_sigmoid(-z) - jnp.log(s))
+    """arXiv:2402.00856, eq. 16: the divergence of the model's preference from the smoothed
+    label."""
+    z = options.beta * r.difference
+    s = options.label_smoothing
+    return sigmoid(z) * (log_sigmoid(z) - jnp.log1p(-s)) + sigmoid(-z) * (
+        log_sigmoid(-z) - jnp.log(s)
+    )
 
 
 def _nca_pair(options: Any, r: Ratios) -> jax.Array:
     """arXiv:2402.05369."""
-    chosen, rejected = options.beta * r.chosen, options.beta * r.rejected
+    chosen = options.beta * r.chosen
+    rejected = options.beta * r.rejected
     return -log_sigmoid(chosen) - 0.5 * log_sigmoid(-chosen) - 0.5 * log_sigmoid(-rejected)
 
 
@@ -165,11 +178,17 @@ LOSSES = {
 
 
 def preference_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (scalar, metrics): the loss of `dpo` with these options. Raises ValueError for absent inputs."""
+    """Returns (scalar, metrics): the loss of `dpo` with these options. Raises ValueError for absent
+    inputs."""
     if missing := [name for name in ("logp", "ref_logp") if getattr(inputs, name) is None]:
-        raise ValueError(f"PolicyInputs.{', '.join(missing)} missing: dpo compares the policy with a reference model")
+        raise ValueError(
+            f"PolicyInputs.{', '.join(missing)} missing: dpo compares the policy with a reference "
+            "model"
+        )
     inputs = with_totals(inputs)
-    assert inputs.logp is not None and inputs.ref_logp is not None and inputs.chosen_tokens is not None
+    assert (
+        inputs.logp is not None and inputs.ref_logp is not None and inputs.chosen_tokens is not None
+    )
     pairs = Pairs(inputs)
     sequences = pairs.sequences
     logp = jnp.where(sequences.mask_NT, inputs.logp, 0.0)
@@ -178,7 +197,9 @@ def preference_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict
     ratios = Ratios(*pairs.split(sequences.sum(ratio)), *lengths)
     chosen_logp, rejected_logp = pairs.split(sequences.sum(logp))
     loss = pairs.mean(LOSSES[options.loss_type](options, ratios), inputs)
-    nll = -jnp.where(pairs.exist_NK, chosen_logp, 0.0).sum() / jnp.maximum(inputs.chosen_tokens, 1.0)
+    nll = -jnp.where(pairs.exist_NK, chosen_logp, 0.0).sum() / jnp.maximum(
+        inputs.chosen_tokens, 1.0
+    )
     metrics = {
         "rewards/chosen": pairs.mean(options.beta * ratios.chosen, inputs),
         "rewards/rejected": pairs.mean(options.beta * ratios.rejected, inputs),
@@ -190,12 +211,15 @@ def preference_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict
     }
     if inputs.entropy is not None:
         assert inputs.num_tokens is not None  # counted by `with_totals`
-        metrics["entropy"] = sequences.sum(inputs.entropy).sum() / jnp.maximum(inputs.num_tokens, 1.0)
+        metrics["entropy"] = sequences.sum(inputs.entropy).sum() / jnp.maximum(
+            inputs.num_tokens, 1.0
+        )
     return loss + options.nll_coef * nll, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
 def ranking_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (scalar, metrics): the loss of `reward_model` with these options. Raises ValueError without scores."""
+    """Returns (scalar, metrics): the loss of `reward_model` with these options. Raises ValueError
+    without scores."""
     if inputs.scores is None:
         raise ValueError("PolicyInputs.scores is missing: a score after each token")
     inputs = with_totals(inputs)
@@ -210,7 +234,11 @@ def ranking_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[st
         "reward_model/accuracy": pairs.mean(chosen > rejected, inputs),
         "reward_model/margin": pairs.mean(chosen - rejected, inputs),
         "reward_model/score_mean": pairs.mean((chosen + rejected) / 2, inputs),
-        "reward_model/score_min": jnp.where(pairs.exist_NK, jnp.minimum(chosen, rejected), jnp.inf).min(),
-        "reward_model/score_max": jnp.where(pairs.exist_NK, jnp.maximum(chosen, rejected), -jnp.inf).max(),
+        "reward_model/score_min": jnp.where(
+            pairs.exist_NK, jnp.minimum(chosen, rejected), jnp.inf
+        ).min(),
+        "reward_model/score_max": jnp.where(
+            pairs.exist_NK, jnp.maximum(chosen, rejected), -jnp.inf
+        ).max(),
     }
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)

@@ -9,7 +9,8 @@ Shape = Literal["constant", "linear", "cosine"]
 
 
 def scheduled(shape: Shape, start: float, end: float | None, progress: float) -> float:
-    """Returns a coefficient at `progress`, the share of the stage's steps that are done, bounded to 0 .. 1.
+    """Returns a coefficient at `progress`, the share of the stage's steps that are done, bounded to
+    0 .. 1.
 
         constant   start
         linear     start + (end - start) t

@@ -16,15 +16,19 @@ class Supervised:
     metric_names: ClassVar[frozenset[str]] = frozenset()
 
     def scheduled_coefs(self, done: float) -> dict[str, float]:
-        """Returns the `adaptive_coefs` that follow from the share of the stage's steps that are done: none."""
+        """Returns the `adaptive_coefs` that follow from the share of the stage's steps that are
+        done: none."""
         return {}
 
-    def adapt_after_update(self, coefs: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
+    def adapt_after_update(
+        self, coefs: dict[str, float], metrics: dict[str, float]
+    ) -> dict[str, float]:
         """Returns the values of `adaptive_coefs` for the next update: the same."""
         return coefs
 
     def with_totals(self, inputs: Any) -> Any:
-        """Returns the `PolicyInputs` of a mini-batch with its counts; see `PolicyGradient.with_totals`."""
+        """Returns the `PolicyInputs` of a mini-batch with its counts; see
+        `PolicyGradient.with_totals`."""
         from rl.algorithms._inputs import with_totals
 
         return with_totals(inputs)

@@ -11,17 +11,23 @@ import jax.numpy as jnp
 from rl.algorithms._inputs import PolicyInputs
 from rl.algorithms._losses import correction, importance_ratio, tokens_of
 
-CLIPPED_LOW, CLIPPED_HIGH, DROPPED = 4, 8, 16
-"""Bits of a token: its ratio is below the lower or above the upper bound, on the side that the advantage pushes to, so
-that it has no gradient; the correction for the sampler's log-probability gives it the weight 0."""
+CLIPPED_LOW = 4
+CLIPPED_HIGH = 8
+DROPPED = 16
+"""Bits of a token: its ratio is below the lower or above the upper bound, on the side that the
+advantage pushes to, so that it has no gradient; the correction for the sampler's log-probability
+gives it the weight 0."""
 
 
 def token_flags(options: Any, inputs: PolicyInputs) -> jax.Array:
-    """Returns uint8[N,T], the bits of each token under the policy-gradient loss `options`; 0 outside the mask.
+    """Returns uint8[N,T], the bits of each token under the policy-gradient loss `options`; 0
+    outside the mask.
 
     Losses without `clip_bounds` clip no ratio.
     """
-    inputs = options.with_totals(dataclasses.replace(inputs, old_logp=options.select_old_logp(inputs)))
+    inputs = options.with_totals(
+        dataclasses.replace(inputs, old_logp=options.select_old_logp(inputs))
+    )
     tokens = tokens_of(inputs)
     flags = jnp.zeros(tokens.mask.shape, jnp.uint8)
     if bounds := getattr(options, "clip_bounds", None):

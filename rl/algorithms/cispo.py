@@ -1,7 +1,8 @@
 """Clipped importance-sampling policy optimisation (MiniMax-M1, arXiv:2506.13585).
 
-The clipped ratio is a constant weight of the log-probability, so tokens outside the clipping range keep a gradient. By
-default the weight is at most 5 and has no lower bound, as in TRL and ScaleRL (arXiv:2510.13786).
+The clipped ratio is a constant weight of the log-probability, so tokens outside the clipping range
+keep a gradient. By default the weight is at most 5 and has no lower bound, as in TRL and ScaleRL
+(arXiv:2510.13786).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from rl.algorithms._policy_gradient import GroupRelative, PolicyGradient
 
 @algorithm_options()
 class Algorithm(GroupRelative, PolicyGradient):
-    """For each token -clip(R, 1 - epsilon, 1 + epsilon_high) A logp, the clipped ratio a constant."""
+    """For each token -clip(R, 1 - epsilon, 1 + epsilon_high) A logp, the clipped ratio a
+    constant."""
 
     name: ClassVar[str] = "cispo"
 
@@ -30,6 +32,9 @@ class Algorithm(GroupRelative, PolicyGradient):
 
         from rl.algorithms import _losses
 
-        ratio, bounds = _losses.importance_ratio("token", tokens), (1 - self.epsilon, 1 + self.epsilon_high)
+        ratio = _losses.importance_ratio("token", tokens)
+        bounds = (1 - self.epsilon, 1 + self.epsilon_high)
         weight = jax.lax.stop_gradient(jnp.clip(ratio, *bounds))
-        return -weight * tokens.advantages * tokens.logp, _losses.clip_metrics(ratio, bounds, tokens)
+        return -weight * tokens.advantages * tokens.logp, _losses.clip_metrics(
+            ratio, bounds, tokens
+        )

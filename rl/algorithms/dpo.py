@@ -37,22 +37,30 @@ PairLoss = Literal[
 
 @algorithm_options()
 class Algorithm(Supervised):
-    """The loss of preferred pairs against a reference model, and a term that keeps the chosen answers probable."""
+    """The loss of preferred pairs against a reference model, and a term that keeps the chosen
+    answers probable."""
 
     name: ClassVar[str] = "dpo"
     stage: ClassVar[str] = "preference"
     inputs: ClassVar[frozenset[str]] = frozenset({"ref_logp"})
 
-    loss_type: PairLoss = Field("sigmoid", description="function of the two log-ratios of a pair, see algorithms.md")
-    beta: float = Field(0.1, gt=0, description="how much a move away from the reference model costs; ipo: its tau")
+    loss_type: PairLoss = Field(
+        "sigmoid", description="function of the two log-ratios of a pair, see algorithms.md"
+    )
+    beta: float = Field(
+        0.1, gt=0, description="how much a move away from the reference model costs; ipo: its tau"
+    )
     label_smoothing: float = Field(
         0.0,
         ge=0,
         lt=0.5,
-        description="share of pairs taken to be labelled the wrong way round: sigmoid, robust, exo_pair",
+        description="share of pairs taken to be labelled the wrong way round: sigmoid, robust, "
+        "exo_pair",
     )
     nll_coef: float = Field(
-        0.0, ge=0, description="weight of the mean negative log-probability of the chosen answers' tokens"
+        0.0,
+        ge=0,
+        description="weight of the mean negative log-probability of the chosen answers' tokens",
     )
     discopop_tau: float = Field(0.05, gt=0, description="temperature of the mixture in discopop")
 
@@ -60,14 +68,19 @@ class Algorithm(Supervised):
     def _consistent(self):
         if self.label_smoothing and self.loss_type not in SMOOTHED:
             raise ValueError(
-                f"label_smoothing does nothing with loss_type {self.loss_type}; it is for {', '.join(SMOOTHED)}"
+                f"label_smoothing does nothing with loss_type {self.loss_type}; it is for "
+                f"{', '.join(SMOOTHED)}"
             )
         if self.loss_type == "exo_pair" and not self.label_smoothing:
-            raise ValueError("loss_type exo_pair takes the logarithm of label_smoothing: set it above 0, e.g. to 1e-3")
+            raise ValueError(
+                "loss_type exo_pair takes the logarithm of label_smoothing: set it above 0, e.g. "
+                "to 1e-3"
+            )
         return self
 
     def with_totals(self, inputs: Any) -> Any:
-        """Returns the `PolicyInputs` of a mini-batch with its counts; see `PolicyGradient.with_totals`."""
+        """Returns the `PolicyInputs` of a mini-batch with its counts; see
+        `PolicyGradient.with_totals`."""
         from rl.algorithms._pairs import with_totals
 
         return with_totals(inputs)
@@ -75,8 +88,8 @@ class Algorithm(Supervised):
     def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
         """Returns the mean over the pairs of the mini-batch, and metrics.
 
-        In each row the odd segments are chosen answers, and the rejected answer of the pair follows. Raises ValueError
-        if logp, ref_logp or segments are absent.
+        In each row the odd segments are chosen answers, and the rejected answer of the pair
+        follows. Raises ValueError if logp, ref_logp or segments are absent.
         """
         from rl.algorithms._pairs import preference_loss
 

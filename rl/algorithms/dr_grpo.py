@@ -1,7 +1,7 @@
 """Dr.GRPO (Liu et al. 2025, arXiv:2503.20783): GRPO without two divisions.
 
-Division by the length of a completion makes long wrong completions cheap. Division by the standard deviation of the
-group gives the most weight to questions that are too easy or too hard.
+Division by the length of a completion makes long wrong completions cheap. Division by the standard
+deviation of the group gives the most weight to questions that are too easy or too hard.
 """
 
 from __future__ import annotations

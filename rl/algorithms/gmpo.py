@@ -1,7 +1,7 @@
 """Geometric-mean policy optimisation (Zhao et al. 2025, arXiv:2507.20673).
 
-The ratio of a sequence is the geometric mean of its token ratios. Each token ratio is first clipped on the side that
-the advantage pushes to, so single tokens have little effect.
+The ratio of a sequence is the geometric mean of its token ratios. Each token ratio is first clipped
+on the side that the advantage pushes to, so single tokens have little effect.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ class Algorithm(GroupRelative, PolicyGradient):
 
     name: ClassVar[str] = "gmpo"
 
-    epsilon: float = Field(0.4, ge=0, description="log-ratios are clipped below -epsilon where A <= 0")
-    epsilon_high: float | None = Field(None, ge=0, description="and above epsilon_high where A > 0; null: epsilon")
+    epsilon: float = Field(
+        0.4, ge=0, description="log-ratios are clipped below -epsilon where A <= 0"
+    )
+    epsilon_high: float | None = Field(
+        None, ge=0, description="and above epsilon_high where A > 0; null: epsilon"
+    )
 
     def per_token(self, tokens: Any) -> tuple[Any, dict[str, Any]]:
         """Returns (loss of each token, metrics)."""
@@ -29,8 +33,13 @@ class Algorithm(GroupRelative, PolicyGradient):
 
         from rl.algorithms import _losses
 
-        low, high = -self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
+        low = -self.epsilon
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         log_ratio = _losses.clamp(tokens.log_ratio)
-        clipped = jnp.where(tokens.advantages > 0, jnp.minimum(log_ratio, high), jnp.maximum(log_ratio, low))
+        clipped = jnp.where(
+            tokens.advantages > 0, jnp.minimum(log_ratio, high), jnp.maximum(log_ratio, low)
+        )
         ratio = jnp.exp(tokens.sequences.to_tokens(tokens.sequences.mean(clipped)))
-        return -ratio * tokens.advantages, _losses.clip_metrics(tokens.log_ratio, (low, high), tokens)
+        return -ratio * tokens.advantages, _losses.clip_metrics(
+            tokens.log_ratio, (low, high), tokens
+        )

@@ -1,13 +1,14 @@
-"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306): single good and bad answers.
+"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306): single good and bad
+answers.
 
 The loss of an answer is
 
     loss = desirable_weight   (1 - sigmoid(beta (r - z)))   for a good answer
            undesirable_weight (1 - sigmoid(beta (z - r)))   for a bad one
 
-averaged over answers. r is the sum of logp - ref_logp over the tokens of an answer. z is the batch mean of the same sum
-for answers to other prompts, at least 0 and without a gradient: an estimate of the KL between policy and reference,
-taken before the updates of the step.
+averaged over answers. r is the sum of logp - ref_logp over the tokens of an answer. z is the batch
+mean of the same sum for answers to other prompts, at least 0 and without a gradient: an estimate of
+the KL between policy and reference, taken before the updates of the step.
 """
 
 from __future__ import annotations
@@ -29,15 +30,20 @@ class Algorithm(Supervised):
     stage: ClassVar[str] = "unpaired"
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = Field(
-        "kto", description="kto; apo_zero_unpaired: z is 0, which costs no further passes (arXiv:2408.06266)"
+        "kto",
+        description="kto; apo_zero_unpaired: z is 0, which costs no further passes "
+        "(arXiv:2408.06266)",
     )
-    beta: float = Field(0.1, gt=0, description="how much a move away from the reference model costs")
+    beta: float = Field(
+        0.1, gt=0, description="how much a move away from the reference model costs"
+    )
     desirable_weight: float = Field(1.0, ge=0, description="weight of the loss of good answers")
     undesirable_weight: float = Field(1.0, ge=0, description="weight of the loss of bad answers")
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Returns the inputs: reference log-probabilities, and old ones for the estimate of the KL."""
+        """Returns the inputs: reference log-probabilities, and old ones for the estimate of the
+        KL."""
         return frozenset({"ref_logp"} | ({"old_logp"} if self.loss_type == "kto" else set()))
 
     def with_totals(self, inputs: Any) -> Any:
@@ -51,15 +57,18 @@ class Algorithm(Supervised):
         if "z" in extra or "kl" not in extra:
             return inputs
         sequences = _inputs.Sequences(inputs)
-        kl = jnp.where(sequences.exists_NS, sequences.mean(jnp.asarray(extra["kl"], jnp.float32)), 0.0).sum()
+        kl = jnp.where(
+            sequences.exists_NS, sequences.mean(jnp.asarray(extra["kl"], jnp.float32)), 0.0
+        ).sum()
         z = jnp.maximum(kl / jnp.maximum(inputs.num_sequences, 1.0), 0.0)
         return dataclasses.replace(inputs, extra=extra | {"z": z})
 
     def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
         """Returns the mean over the answers of the mini-batch, and metrics.
 
-        `extra["label"]` is 1 on the tokens of good answers and 0 on others; `extra["kl"]` is the log-ratio of an answer
-        to another prompt at each token of the row. Raises ValueError where an input is absent.
+        `extra["label"]` is 1 on the tokens of good answers and 0 on others; `extra["kl"]` is the
+        log-ratio of an answer to another prompt at each token of the row. Raises ValueError where
+        an input is absent.
         """
         import jax
         import jax.numpy as jnp
@@ -69,16 +78,28 @@ class Algorithm(Supervised):
         absent = [name for name in ("logp", "ref_logp", "extra") if getattr(inputs, name) is None]
         if absent:
             raise ValueError(
-                f"PolicyInputs.{', '.join(absent)} missing: kto compares labelled answers with a reference model"
+                f"PolicyInputs.{', '.join(absent)} missing: kto compares labelled answers with a "
+                "reference model"
             )
         inputs = self.with_totals(inputs)
-        if missing := ({"label", "z"} if self.loss_type == "kto" else {"label"}) - inputs.extra.keys():
+        if (
+            missing := ({"label", "z"} if self.loss_type == "kto" else {"label"})
+            - inputs.extra.keys()
+        ):
             raise ValueError(f"PolicyInputs.extra holds no {', '.join(sorted(missing))}")
         sequences = _inputs.Sequences(inputs)
-        z = jnp.float32(0.0) if self.loss_type != "kto" else jax.lax.stop_gradient(inputs.extra["z"])
+        z = (
+            jnp.float32(0.0)
+            if self.loss_type != "kto"
+            else jax.lax.stop_gradient(inputs.extra["z"])
+        )
         logp = jnp.where(sequences.mask_NT, inputs.logp, 0.0)
-        ratio = sequences.sum(logp - jax.lax.stop_gradient(jnp.where(sequences.mask_NT, inputs.ref_logp, 0.0)))
-        good = sequences.exists_NS & (sequences.mean(jnp.asarray(inputs.extra["label"], jnp.float32)) > 0.5)
+        ratio = sequences.sum(
+            logp - jax.lax.stop_gradient(jnp.where(sequences.mask_NT, inputs.ref_logp, 0.0))
+        )
+        good = sequences.exists_NS & (
+            sequences.mean(jnp.asarray(inputs.extra["label"], jnp.float32)) > 0.5
+        )
         bad = sequences.exists_NS & ~good
 
         def mean(values: Any, where: Any) -> Any:
@@ -91,9 +112,13 @@ class Algorithm(Supervised):
             "kto/desirable_share": mean(jnp.ones_like(ratio), good),
             "kto/reward_desirable": mean(self.beta * ratio, good),
             "kto/reward_undesirable": mean(self.beta * ratio, bad),
-            "kto/correct_side": mean(jnp.where(good, ratio > z, ratio < z).astype(jnp.float32), sequences.exists_NS),
+            "kto/correct_side": mean(
+                jnp.where(good, ratio > z, ratio < z).astype(jnp.float32), sequences.exists_NS
+            ),
             "kto/kl": mean(jnp.broadcast_to(z, ratio.shape), sequences.exists_NS),
         }
         if inputs.entropy is not None:
-            metrics["entropy"] = sequences.sum(inputs.entropy).sum() / jnp.maximum(inputs.num_tokens, 1.0)
+            metrics["entropy"] = sequences.sum(inputs.entropy).sum() / jnp.maximum(
+                inputs.num_tokens, 1.0
+            )
         return loss, jax.tree.map(jax.lax.stop_gradient, metrics)

@@ -1,4 +1,5 @@
-"""Length-unbiased sequence policy optimisation (arXiv:2602.05261): the GSPO loss of a sequence times its length.
+"""Length-unbiased sequence policy optimisation (arXiv:2602.05261): the GSPO loss of a sequence
+times its length.
 
 A token of a long completion therefore has the same effect as a token of a short completion.
 """
@@ -11,7 +12,14 @@ from rl.algorithms._options import algorithm_options
 from rl.algorithms._policy_gradient import Clipped, GroupRelative
 
 
-@algorithm_options(defaults={"ratio": "sequence", "aggregation": "sequence_sum", "epsilon": 3e-4, "epsilon_high": 4e-4})
+@algorithm_options(
+    defaults={
+        "ratio": "sequence",
+        "aggregation": "sequence_sum",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+    }
+)
 class Algorithm(GroupRelative, Clipped):
     """Advantages relative to the group, and the clipped loss of sequences times their lengths."""
 

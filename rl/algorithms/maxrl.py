@@ -1,7 +1,8 @@
-"""Maximum-likelihood reinforcement learning (arXiv:2602.02710): centred rewards over the mean reward of the group.
+"""Maximum-likelihood reinforcement learning (arXiv:2602.02710): centred rewards over the mean
+reward of the group.
 
-Rarely solved questions weigh the most: the gradient approaches the gradient of the log success rate. Rewards are at
-least 0.
+Rarely solved questions weigh the most: the gradient approaches the gradient of the log success
+rate. Rewards are at least 0.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Algorithm(Clipped):
     eps: float = Field(1e-6, gt=0, description="added to the mean")
 
     def advantages(self, rewards: ArrayLike, lengths: ArrayLike | None = None) -> np.ndarray:
-        """Returns float[P,G] from float[P,G] rewards, NaN: no score. Equal rewards give 0; `lengths` has no effect."""
+        """Returns float[P,G] from float[P,G] rewards, NaN: no score. Equal rewards give 0;
+        `lengths` has no effect."""
         advantages = centred(rewards)
         return (advantages / (scored_mean(rewards) + self.eps)).astype(advantages.dtype)

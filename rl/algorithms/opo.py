@@ -1,7 +1,8 @@
-"""On-policy optimal baseline (Hao et al. 2025, arXiv:2505.23585): the baseline is the length-weighted mean of the
-rewards.
+"""On-policy optimal baseline (Hao et al. 2025, arXiv:2505.23585): the baseline is the
+length-weighted mean of the rewards.
 
-This baseline minimises the variance of the gradient if the gradients of all tokens have equal norms.
+This baseline minimises the variance of the gradient if the gradients of all tokens have equal
+norms.
 """
 
 from __future__ import annotations
@@ -28,5 +29,7 @@ class Algorithm(Clipped):
         rewards: float[P,G], NaN: no score. lengths: int[P,G], tokens.
         """
         if lengths is None:
-            raise ValueError("opo weighs rewards by the lengths of their completions: give `lengths`")
+            raise ValueError(
+                "opo weighs rewards by the lengths of their completions: give `lengths`"
+            )
         return centred(rewards, weights=lengths)

@@ -1,9 +1,11 @@
-"""Proximal policy optimisation with a critic (Schulman et al. 2017, arXiv:1707.06347; as in RLHF, arXiv:2203.02155).
+"""Proximal policy optimisation with a critic (Schulman et al. 2017, arXiv:1707.06347; as in RLHF,
+arXiv:2203.02155).
 
-The reward of a token is -kl_reward_coef * (old_logp - ref_logp), plus the score of the completion on its last token;
-advantages are generalised advantage estimates (arXiv:1506.02438), whitened over all tokens of the batch: a long
-completion counts more in their mean and standard deviation. With `lam_critic`, `lam_alpha` and `positive_nll_coef` it
-is VAPO (arXiv:2504.05118). Shapes: N completions of T tokens.
+The reward of a token is -kl_reward_coef * (old_logp - ref_logp), plus the score of the completion
+on its last token; advantages are generalised advantage estimates (arXiv:1506.02438), whitened over
+all tokens of the batch: a long completion counts more in their mean and standard deviation. With
+`lam_critic`, `lam_alpha` and `positive_nll_coef` it is VAPO (arXiv:2504.05118). Shapes: N
+completions of T tokens.
 """
 
 from __future__ import annotations
@@ -33,31 +35,44 @@ class Algorithm(KLReward, Clipped):
     lam_alpha: float | None = Field(
         None,
         gt=0,
-        description="advantages of a completion of L tokens with lambda 1 - 1 / (lam_alpha L), at least 0; null: lam",
+        description="advantages of a completion of L tokens with lambda 1 - 1 / (lam_alpha L), at "
+        "least 0; null: lam",
     )
     bootstrap_truncated: bool = Field(
         False,
-        description="the return of a completion that was cut off goes on with the value at the cut; false: with 0",
+        description="the return of a completion that was cut off goes on with the value at the "
+        "cut; false: with 0",
     )
     whiten_rewards: bool = Field(
-        False, description="scale the rewards of tokens to variance 1 over the tokens of the batch, and keep their mean"
+        False,
+        description="scale the rewards of tokens to variance 1 over the tokens of the batch, and "
+        "keep their mean",
     )
     whiten: bool = Field(
-        True, description="shift and scale advantages to mean 0 and variance 1 over the tokens of the batch"
+        True,
+        description="shift and scale advantages to mean 0 and variance 1 over the tokens of the "
+        "batch",
     )
-    value_clip: float | None = Field(0.2, gt=0, description="clipping range of a value around the old one; null: none")
-    value_init_std: float = Field(0.0, ge=0, description="standard deviation of the value head's first weights")
+    value_clip: float | None = Field(
+        0.2, gt=0, description="clipping range of a value around the old one; null: none"
+    )
+    value_init_std: float = Field(
+        0.0, ge=0, description="standard deviation of the value head's first weights"
+    )
     critic_trunk: Literal["own", "policy"] = Field(
         "own",
-        description="the input of the value head. own: the final hidden states of a second decoder, which starts as a "
-        "copy of the policy and is trained. policy: those of the policy, detached; no second model in memory",
+        description="the input of the value head. own: the final hidden states of a second "
+        "decoder, which starts as a "
+        "copy of the policy and is trained. policy: those of the policy, detached; no second "
+        "model in memory",
     )
     critic_warmup: int = Field(0, ge=0, description="first steps in which only the critic learns")
 
     positive_nll_coef: float = Field(
         0.0,
         ge=0,
-        description="weight of the mean negative log-probability of the tokens of correct completions; 0: none",
+        description="weight of the mean negative log-probability of the tokens of correct "
+        "completions; 0: none",
     )
     positive_above: float = Field(
         0.0, description="for positive_nll_coef, a completion is correct whose reward is above this"
@@ -66,19 +81,23 @@ class Algorithm(KLReward, Clipped):
     @model_validator(mode="after")
     def _consistent_truncation(self):
         if self.bootstrap_truncated and self.mask_truncated:
-            raise ValueError("bootstrap_truncated does nothing for completions that mask_truncated leaves out")
+            raise ValueError(
+                "bootstrap_truncated does nothing for completions that mask_truncated leaves out"
+            )
         return self
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Returns the inputs of the loss and the KL penalty, `values`, and with `positive_nll_coef` also `correct`."""
+        """Returns the inputs of the loss and the KL penalty, `values`, and with `positive_nll_coef`
+        also `correct`."""
         extra = {"values", "correct"} if self.positive_nll_coef else {"values"}
         return (super().inputs - {"token_kl"}) | extra
 
     def estimate(
         self, rewards: Any, lengths: Any, batch: Any, **inputs: Any
     ) -> tuple[np.ndarray, np.ndarray | None, dict[str, float]]:
-        """Returns (advantages, returns, metrics) as `advantages_per_token` does, from the arrays of the batch."""
+        """Returns (advantages, returns, metrics) as `advantages_per_token` does, from the arrays of
+        the batch."""
         arrays = batch.old_logp, batch.ref_logp, batch.old_values, batch.mask, batch.last_values
         return self.advantages_per_token(np.reshape(rewards, -1), *arrays)
 
@@ -93,10 +112,10 @@ class Algorithm(KLReward, Clipped):
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """Returns (advantages, returns, metrics), float[N,T], on the host.
 
-        scores: float[N]; a row without a finite score gets zeros, and the mask of the losses must exclude it. old_logp,
-        ref_logp: [N,T], unused without `kl_reward_coef`. mask: [N,T]. values: [N,T], value of the state *before* token
-        t. last_values: float[N], value of the state after the last token, 0 if the completion ended; unused without
-        `bootstrap_truncated`.
+        scores: float[N]; a row without a finite score gets zeros, and the mask of the losses must
+        exclude it. old_logp, ref_logp: [N,T], unused without `kl_reward_coef`. mask: [N,T]. values:
+        [N,T], value of the state *before* token t. last_values: float[N], value of the state after
+        the last token, 0 if the completion ended; unused without `bootstrap_truncated`.
         """
         scores_N = np.asarray(scores, np.float64)
         scored_N = np.isfinite(scores_N)
@@ -125,7 +144,8 @@ class Algorithm(KLReward, Clipped):
         self, scores_N: np.ndarray, old_logp: Any, ref_logp: Any, mask_NT: np.ndarray
     ) -> tuple[np.ndarray, dict[str, float]]:
         """Returns (reward of each token float64[N,T], metrics)."""
-        rewards_NT, metrics = np.zeros(mask_NT.shape), {}
+        rewards_NT = np.zeros(mask_NT.shape)
+        metrics = {}
         if self.kl_reward_coef:
             if old_logp is None or ref_logp is None:
                 raise ValueError("kl_reward_coef needs old_logp and ref_logp")
@@ -136,7 +156,9 @@ class Algorithm(KLReward, Clipped):
         last = mask_NT.shape[1] - 1 - np.argmax(mask_NT[rows, ::-1], axis=1)
         rewards_NT[rows, last] += scores_N[rows]
         if self.whiten_rewards and mask_NT.any():
-            rewards_NT = np.where(mask_NT, whiten(rewards_NT, mask_NT) + rewards_NT[mask_NT].mean(), 0.0)
+            rewards_NT = np.where(
+                mask_NT, whiten(rewards_NT, mask_NT) + rewards_NT[mask_NT].mean(), 0.0
+            )
         return rewards_NT, metrics
 
     def correct(self, scores: ArrayLike, mask: ArrayLike) -> np.ndarray | None:
@@ -150,7 +172,8 @@ class Algorithm(KLReward, Clipped):
         return ((np.asarray(mask) != 0) & above_N[:, None]).astype(np.float32)
 
     def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns the clipped loss plus `positive_nll_coef` times the mean of -logp over `inputs.correct`."""
+        """Returns the clipped loss plus `positive_nll_coef` times the mean of -logp over
+        `inputs.correct`."""
         if not self.positive_nll_coef:
             return super().loss(inputs)
         if inputs.correct is None:
@@ -162,9 +185,13 @@ class Algorithm(KLReward, Clipped):
         inputs = self.with_totals(inputs)
         loss, metrics = super().loss(inputs)
         nll = _losses.correct_nll(inputs)
-        return loss + self.positive_nll_coef * nll, metrics | {"positive_nll": jax.lax.stop_gradient(nll)}
+        return loss + self.positive_nll_coef * nll, metrics | {
+            "positive_nll": jax.lax.stop_gradient(nll)
+        }
 
-    def value_loss(self, values: Any, old_values: Any, returns: Any, inputs: Any) -> tuple[Any, dict[str, Any]]:
+    def value_loss(
+        self, values: Any, old_values: Any, returns: Any, inputs: Any
+    ) -> tuple[Any, dict[str, Any]]:
         """Returns the loss of the critic on a micro-batch, (scalar, metrics).
 
         Both add up over micro-batches. `inputs`: a PolicyInputs; only mask and num_tokens are used.
@@ -182,13 +209,15 @@ def gae(
     lam: Any,
     last_values: ArrayLike | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (generalised advantage estimates, returns = advantage + value), float[N,T]; 0 where `mask` is 0.
+    """Returns (generalised advantage estimates, returns = advantage + value), float[N,T]; 0 where
+    `mask` is 0.
 
-    values[:, t] is the value of the state before token t. last_values: float[N], after the last token; None: 0. lam: a
-    scalar or float[N]. The recursion skips tokens with mask 0, such as tool output. Computed in float64; float32 stays
-    float32.
+    values[:, t] is the value of the state before token t. last_values: float[N], after the last
+    token; None: 0. lam: a scalar or float[N]. The recursion skips tokens with mask 0, such as tool
+    output. Computed in float64; float32 stays float32.
     """
-    rewards, values = np.asarray(rewards), np.asarray(values)
+    rewards = np.asarray(rewards)
+    values = np.asarray(values)
     dtype = np.result_type(rewards.dtype, values.dtype, np.float32)
     mask_NT = np.asarray(mask) != 0
     rewards_NT = np.where(mask_NT, rewards, 0).astype(np.float64)
@@ -206,24 +235,29 @@ def gae(
 
 
 def value_metrics(values: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> dict[str, float]:
-    """Returns the explained variance, 1 - var(returns - values) / (var(returns) + 1e-5), and the mean return."""
+    """Returns the explained variance, 1 - var(returns - values) / (var(returns) + 1e-5), and the
+    mean return."""
     mask_NT = np.asarray(mask) != 0
     if not mask_NT.any():
         return {"value/explained_variance": 0.0, "value/return_mean": 0.0}
-    predicted, target = np.asarray(values, np.float64)[mask_NT], np.asarray(returns, np.float64)[mask_NT]
+    predicted = np.asarray(values, np.float64)[mask_NT]
+    target = np.asarray(returns, np.float64)[mask_NT]
     explained = 1.0 - (target - predicted).var() / (target.var() + 1e-5)
     return {"value/explained_variance": float(explained), "value/return_mean": float(target.mean())}
 
 
 def value_loss(values: Any, old_values: Any, returns: Any, mask: Any, clip: float | None) -> Any:
-    """Returns half the token mean of max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), a scalar. Arrays
-    [N,T].
+    """Returns half the token mean of max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), a
+    scalar. Arrays [N,T].
     """
     return _value_loss(values, old_values, returns, mask, clip)[0]
 
 
-def value_clip_fraction(values: Any, old_values: Any, returns: Any, mask: Any, clip: float | None) -> Any:
-    """Returns the share of tokens with the clipped error as the larger one in `value_loss`, a scalar."""
+def value_clip_fraction(
+    values: Any, old_values: Any, returns: Any, mask: Any, clip: float | None
+) -> Any:
+    """Returns the share of tokens with the clipped error as the larger one in `value_loss`, a
+    scalar."""
     return _value_loss(values, old_values, returns, mask, clip)[1]["value/clip_frac"]
 
 

@@ -1,8 +1,9 @@
-"""Rejection-sampling fine-tuning (RAFT, Dong et al. 2023, arXiv:2304.06767): the best completions of each prompt are
-demonstrations.
+"""Rejection-sampling fine-tuning (RAFT, Dong et al. 2023, arXiv:2304.06767): the best completions
+of each prompt are demonstrations.
 
-The `keep` completions with the highest rewards among the G completions of a prompt are kept, if their reward is above
-`threshold`. The loss is the mean of -logp over the tokens of all kept completions.
+The `keep` completions with the highest rewards among the G completions of a prompt are kept, if
+their reward is above `threshold`. The loss is the mean of -logp over the tokens of all kept
+completions.
 """
 
 from __future__ import annotations
@@ -28,25 +29,38 @@ class Algorithm(Sampled):
     per_token_applies_correction: ClassVar[bool] = False
 
     keep: int = Field(
-        1, ge=1, description="largest number of completions of a prompt to train on: those of highest reward"
+        1,
+        ge=1,
+        description="largest number of completions of a prompt to train on: those of highest "
+        "reward",
     )
-    threshold: float | None = Field(None, description="train only on completions with a reward above this; null: any")
+    threshold: float | None = Field(
+        None, description="train only on completions with a reward above this; null: any"
+    )
 
     def advantages(self, rewards: Any, lengths: Any = None) -> np.ndarray:
-        """Returns float[P,G]: 1 where a completion is kept, else 0. Of equal rewards the first is kept.
+        """Returns float[P,G]: 1 where a completion is kept, else 0. Of equal rewards the first is
+        kept.
 
         rewards: float[P,G], NaN: no score, which is never kept. lengths: without effect.
         """
         rewards = np.asarray(rewards)
         threshold = -np.inf if self.threshold is None else self.threshold
-        together = np.concatenate([rewards, np.full_like(rewards[:, :1], threshold, precision(rewards))], axis=1)
+        together = np.concatenate(
+            [rewards, np.full_like(rewards[:, :1], threshold, precision(rewards))], axis=1
+        )
         *scores, threshold_P = np.moveaxis(without_rounding(together), 1, 0)
-        scores_PG = np.where(np.isfinite(rewards.astype(np.float64)), np.stack(scores, axis=1), -np.inf)
+        scores_PG = np.where(
+            np.isfinite(rewards.astype(np.float64)), np.stack(scores, axis=1), -np.inf
+        )
         rank_PG = np.argsort(np.argsort(-scores_PG, axis=1, kind="stable"), axis=1, kind="stable")
-        return ((rank_PG < self.keep) & (scores_PG > threshold_P[:, None])).astype(precision(rewards))
+        return ((rank_PG < self.keep) & (scores_PG > threshold_P[:, None])).astype(
+            precision(rewards)
+        )
 
     def with_totals(self, inputs: Any) -> Any:
-        """Returns the `PolicyInputs` of a mini-batch with a mask of kept completions and its counts."""
+        """Returns the `PolicyInputs` of a mini-batch with a mask of kept completions and its
+        counts."""
         from rl.algorithms import _inputs
 
         return _inputs.with_totals(self._with_kept_mask(inputs))
@@ -67,4 +81,6 @@ class Algorithm(Sampled):
             raise ValueError("PolicyInputs.advantages missing: they say which completions are kept")
         kept = jnp.asarray(inputs.advantages) > 0
         mask = jnp.asarray(inputs.mask)
-        return dataclasses.replace(inputs, mask=jnp.where(kept[:, None] if kept.ndim == 1 else kept, mask, 0.0))
+        return dataclasses.replace(
+            inputs, mask=jnp.where(kept[:, None] if kept.ndim == 1 else kept, mask, 0.0)
+        )

@@ -1,4 +1,5 @@
-"""ReMax (Li et al. 2024, arXiv:2310.10505): the baseline is the reward of the greedy completion of the prompt."""
+"""ReMax (Li et al. 2024, arXiv:2310.10505): the baseline is the reward of the greedy completion of
+the prompt."""
 
 from __future__ import annotations
 
@@ -27,13 +28,16 @@ class Algorithm(Clipped):
     def advantages(
         self, rewards: ArrayLike, lengths: ArrayLike | None = None, greedy: ArrayLike | None = None
     ) -> np.ndarray:
-        """Returns float[P,G]: reward minus greedy reward, 0 if one of them has no score; `lengths` has no effect.
+        """Returns float[P,G]: reward minus greedy reward, 0 if one of them has no score; `lengths`
+        has no effect.
 
-        rewards: float[P,G], NaN: no score. greedy: float[P], rewards of the greedy completions. Raises ValueError
-        without `greedy`.
+        rewards: float[P,G], NaN: no score. greedy: float[P], rewards of the greedy completions.
+        Raises ValueError without `greedy`.
         """
         if greedy is None:
-            raise ValueError("remax compares with greedy completions: give their rewards as `greedy`")
+            raise ValueError(
+                "remax compares with greedy completions: give their rewards as `greedy`"
+            )
         rewards = np.asarray(rewards)
         dtype = precision(rewards)
         together_PG = without_rounding(np.column_stack([rewards, np.asarray(greedy, dtype)]))

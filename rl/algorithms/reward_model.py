@@ -1,9 +1,10 @@
-"""A reward model: scores whose differences say which of two answers is preferred (Bradley-Terry; Ouyang et al. 2022,
-arXiv:2203.02155, eq. 1).
+"""A reward model: scores whose differences say which of two answers is preferred (Bradley-Terry;
+Ouyang et al. 2022, arXiv:2203.02155, eq. 1).
 
-The loss of a pair is -log sigmoid(c - r - margin), averaged over pairs, where c and r are the scores of the chosen and
-the rejected answer. A score is a linear function, without a bias, of the final hidden state of the last token. A copy
-of the policy with such a head is trained; the policy does not change.
+The loss of a pair is -log sigmoid(c - r - margin), averaged over pairs, where c and r are the
+scores of the chosen and the rejected answer. A score is a linear function, without a bias, of the
+final hidden state of the last token. A copy of the policy with such a head is trained; the policy
+does not change.
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ class Algorithm(Supervised):
     stage: ClassVar[str] = "reward_model"
 
     center_coef: float = Field(
-        0.0, ge=0, description="weight of the mean of (c + r)^2, which keeps scores around 0 (arXiv:2312.09244)"
+        0.0,
+        ge=0,
+        description="weight of the mean of (c + r)^2, which keeps scores around 0 "
+        "(arXiv:2312.09244)",
     )
-    score_init_std: float = Field(0.02, ge=0, description="standard deviation of the score head's first weights")
+    score_init_std: float = Field(
+        0.02, ge=0, description="standard deviation of the score head's first weights"
+    )
 
     def with_totals(self, inputs: Any) -> Any:
-        """Returns the `PolicyInputs` of a mini-batch with its counts; see `PolicyGradient.with_totals`."""
+        """Returns the `PolicyInputs` of a mini-batch with its counts; see
+        `PolicyGradient.with_totals`."""
         from rl.algorithms._pairs import with_totals
 
         return with_totals(inputs)
@@ -37,7 +44,8 @@ class Algorithm(Supervised):
     def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
         """Returns the mean over the pairs of the mini-batch, and metrics.
 
-        Rows are as in `dpo`. `margin` is optional. Raises ValueError if scores or segments are absent.
+        Rows are as in `dpo`. `margin` is optional. Raises ValueError if scores or segments are
+        absent.
         """
         from rl.algorithms._pairs import ranking_loss
 

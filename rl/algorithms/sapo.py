@@ -1,6 +1,7 @@
 """Soft adaptive policy optimisation (Gao et al. 2025, arXiv:2511.20347).
 
-A smooth gate of the ratio replaces clipping. The gate is narrower for tokens with a negative advantage.
+A smooth gate of the ratio replaces clipping. The gate is narrower for tokens with a negative
+advantage.
 """
 
 from __future__ import annotations

@@ -12,19 +12,24 @@ from rl.algorithms._supervised import Supervised
 
 @algorithm_options()
 class Algorithm(Supervised):
-    """nll: -logp; dft: -p logp with a constant weight p, so improbable tokens count less (arXiv:2508.05629)."""
+    """nll: -logp; dft: -p logp with a constant weight p, so improbable tokens count less
+    (arXiv:2508.05629)."""
 
     name: ClassVar[str] = "sft"
 
-    loss_type: Literal["nll", "dft"] = Field("nll", description="nll, or dft: weighted by the token's own probability")
+    loss_type: Literal["nll", "dft"] = Field(
+        "nll", description="nll, or dft: weighted by the token's own probability"
+    )
     train_on: Literal["assistant", "last_turn", "all"] = Field(
         "assistant",
-        description="which tokens: what the assistant writes, and of a plain row the completion; of a conversation its "
+        description="which tokens: what the assistant writes, and of a plain row the completion; "
+        "of a conversation its "
         "last turn only; prompts too",
     )
 
     def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns the mean over the tokens of the mini-batch, and metrics. Only logp and mask are needed."""
+        """Returns the mean over the tokens of the mini-batch, and metrics. Only logp and mask are
+        needed."""
         from rl.algorithms._losses import supervised_loss
 
         return supervised_loss(self, inputs)

@@ -1,7 +1,7 @@
 """Variational sequence-level soft policy optimisation (arXiv:2602.10693).
 
-A smooth function of the sequence ratio weighs the log-probability. It is largest at ratio 1 and falls off on both
-sides.
+A smooth function of the sequence ratio weighs the log-probability. It is largest at ratio 1 and
+falls off on both sides.
 """
 
 from __future__ import annotations
@@ -43,9 +43,14 @@ class Algorithm(GroupRelative, PolicyGradient):
         if tokens.sampler is not None and "sampler_logp" in self.inputs:
             log_weight = jnp.log(jnp.maximum(_losses.correction(self, tokens)[0], math.exp(_LEAST)))
             per_sequence = (self.correction or "").startswith("sequence") and self.rejection is None
-            log_w_NS += tokens.sequences.mean(log_weight) if per_sequence else tokens.sequences.sum(log_weight)
+            log_w_NS += (
+                tokens.sequences.mean(log_weight)
+                if per_sequence
+                else tokens.sequences.sum(log_weight)
+            )
         log_w = tokens.sequences.to_tokens(jnp.clip(log_w_NS, _LEAST, _losses.MAX_LOG_RATIO))
         positive = tokens.advantages >= 0
-        k, scale = jnp.where(positive, self.k_pos, self.k_neg), jnp.where(positive, self.lambda_pos, self.lambda_neg)
+        k = jnp.where(positive, self.k_pos, self.k_neg)
+        scale = jnp.where(positive, self.lambda_pos, self.lambda_neg)
         phi = jax.lax.stop_gradient(jnp.exp(scale + k * log_w - scale * jnp.exp(log_w)))
         return -phi * tokens.advantages * tokens.logp, {"vespo/phi_mean": tokens.mean(phi)}

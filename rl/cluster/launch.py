@@ -1,7 +1,8 @@
 """Connects the processes of a run.
 
-A cluster announces the number of processes and the address of the first (SLURM, Open MPI, Cloud TPU, GKE: all that
-`jax.distributed` can detect). Elsewhere the command line does. Process 0 is also the coordinator of jax.
+A cluster announces the number of processes and the address of the first (SLURM, Open MPI, Cloud
+TPU, GKE: all that `jax.distributed` can detect). Elsewhere the command line does. Process 0 is also
+the coordinator of jax.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 # Seconds for all processes to connect, and without a heartbeat until jax declares a process lost.
 # rl/cluster/watchdog.py notices a lost process earlier.
-START, HEARTBEAT = 300, 25
+START = 300
+HEARTBEAT = 25
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -43,7 +45,8 @@ class Launch:
 
 
 def launch(count: int | None, index: int | None, coordinator: str | None) -> Launch | None:
-    """Returns how this process connects, from the command line or else the cluster; None: the run has one process.
+    """Returns how this process connects, from the command line or else the cluster; None: the run
+    has one process.
 
     Raises ConfigError for options that contradict each other.
     """
@@ -51,24 +54,33 @@ def launch(count: int | None, index: int | None, coordinator: str | None) -> Lau
     if count == 1 and not index:
         return None
     if all(value is None for value in options.values()):
-        return None if "jax" in sys.modules else _detected()  # jax detects clusters only before it starts
+        return (
+            None if "jax" in sys.modules else _detected()
+        )  # jax detects clusters only before it starts
     missing = [name for name, value in options.items() if value is None]
     if count is None or index is None or coordinator is None:
-        raise ConfigError(f"{', '.join(missing)}: --processes, --process and --coordinator go together")
+        raise ConfigError(
+            f"{', '.join(missing)}: --processes, --process and --coordinator go together"
+        )
     if not 0 <= index < count:
         raise ConfigError(f"--process {index}: {count} processes have the numbers 0 to {count - 1}")
     if not coordinator.rpartition(":")[2].isdigit() or not coordinator.rpartition(":")[0]:
         raise ConfigError(
-            f"--coordinator {coordinator}: use HOST:PORT, the machine of process 0 and a port that is free there"
+            f"--coordinator {coordinator}: use HOST:PORT, the machine of process 0 and a port "
+            "that is free there"
         )
     return Launch(coordinator, count, index)
 
 
 def _detected() -> Launch | None:
-    """Returns what the cluster announces, or None if there is no cluster or it started one process."""
+    """Returns what the cluster announces, or None if there is no cluster or it started one
+    process."""
     environment = os.environ
     loopback = _on_one_machine(environment)
-    several = int(environment.get("SLURM_NTASKS", 1)) > 1 or int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
+    several = (
+        int(environment.get("SLURM_NTASKS", 1)) > 1
+        or int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
+    )
     # For any other pod jax would ask Kubernetes, and fail.
     pods = "JOB_COMPLETION_INDEX" in environment
     tpu = any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
@@ -89,9 +101,12 @@ def _detected() -> Launch | None:
 
 
 def _on_one_machine(environment: Mapping[str, str]) -> str | None:
-    """Returns a loopback address for process 0 if the launcher started all processes on this machine, else None."""
+    """Returns a loopback address for process 0 if the launcher started all processes on this
+    machine, else None."""
     slurm = environment.get("SLURM_STEP_NUM_NODES") == "1"
-    mpi = environment.get("OMPI_COMM_WORLD_SIZE", "") == environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    mpi = environment.get("OMPI_COMM_WORLD_SIZE", "") == environment.get(
+        "OMPI_COMM_WORLD_LOCAL_SIZE"
+    )
     if not (slurm or mpi):
         return None
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri")
@@ -100,7 +115,8 @@ def _on_one_machine(environment: Mapping[str, str]) -> str | None:
 
 
 def start(where: Launch) -> Watch:
-    """Connects to the other processes. Call it before any jax computation. Raises ResourceError on failure."""
+    """Connects to the other processes. Call it before any jax computation. Raises ResourceError on
+    failure."""
     import jax
 
     from rl.cluster.watchdog import Watch
@@ -117,11 +133,16 @@ def start(where: Launch) -> Watch:
             initialization_timeout=START,
             heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=60,
-            coordinator_bind_address=f"{host.replace('localhost', '127.0.0.1')}:{port}" if host in _LOOPBACK else None,
+            coordinator_bind_address=f"{host.replace('localhost', '127.0.0.1')}:{port}"
+            if host in _LOOPBACK
+            else None,
         )
         return Watch(host.strip("[]"), host in _LOOPBACK)
     except (RuntimeError, OSError) as error:
-        text = f"process {where.index} of {where.count} cannot connect to the others at {where.coordinator}: {error}"
+        text = (
+            f"process {where.index} of {where.count} cannot connect to the others at "
+            f"{where.coordinator}: {error}"
+        )
         raise ResourceError(text) from None
 
 
@@ -137,7 +158,8 @@ def _tried(act: Callable[[], Any]) -> tuple[Any, DuetError | None]:
 
 
 def raise_on_all(act: Callable[[], Any]) -> Any:
-    """Returns the result of `act()` on each process. If it raises a DuetError on one process, all raise it."""
+    """Returns the result of `act()` on each process. If it raises a DuetError on one process, all
+    raise it."""
     from policy.mesh import processes
 
     result, error = _tried(act)
@@ -148,7 +170,8 @@ def raise_on_all(act: Callable[[], Any]) -> Any:
 
 
 def on_first(act: Callable[[], Any]) -> Any:
-    """Calls `act()` on process 0 and returns its result on all. If it raises a DuetError, all raise it."""
+    """Calls `act()` on process 0 and returns its result on all. If it raises a DuetError, all raise
+    it."""
     from policy.mesh import processes
 
     result, error = processes.broadcast(_tried(act if processes.first() else lambda: None))

@@ -1,11 +1,13 @@
 """Ends all processes of a run when one of them is lost.
 
-Without this module, jax ends the others in one of three ways: a collective fails with a message about a socket, it
-waits forever, or missed heartbeats abort the process. None of them names the lost process. Therefore process 0 keeps a
-connection to each other process. The connection of a process that dies closes immediately; the connection of a machine
-that is gone falls silent. Process 0 tells the rest, and all end with the message and exit code of `ProcessLost`.
+Without this module, jax ends the others in one of three ways: a collective fails with a message
+about a socket, it waits forever, or missed heartbeats abort the process. None of them names the
+lost process. Therefore process 0 keeps a connection to each other process. The connection of a
+process that dies closes immediately; the connection of a machine that is gone falls silent. Process
+0 tells the rest, and all end with the message and exit code of `ProcessLost`.
 
-A process that ends with its own error announces it and gives the others a few seconds: most errors occur on all.
+A process that ends with its own error announces it and gives the others a few seconds: most errors
+occur on all.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from policy.mesh import processes
 from rl.errors import DuetError, ProcessLost
 
 # Seconds between two heartbeats, and without a message until a process counts as lost.
-BEAT, SILENCE = 1.0, 12.0
+BEAT = 1.0
+SILENCE = 12.0
 # Seconds in which a process can end with its own error after another has announced its end.
 GRACE = 4.0
 # Seconds in which a process must connect.
@@ -72,9 +75,13 @@ class Watch:
         local: whether process 0 accepts connections from its own machine only.
         """
         self.index, self.count = processes.index(), processes.count()
-        self.name = f"process {self.index} of {self.count} ({socket.gethostname()}, pid {os.getpid()})"
+        self.name = (
+            f"process {self.index} of {self.count} ({socket.gethostname()}, pid {os.getpid()})"
+        )
         self._exiting, self._sending, self._silent = threading.Lock(), threading.Lock(), False
-        self._end: tuple[float, str] | None = None  # time at which this process ends, and the reason
+        self._end: tuple[float, str] | None = (
+            None  # time at which this process ends, and the reason
+        )
         self._end_set, self._all_done = threading.Event(), threading.Event()
         if self.index == 0:
             with socket.create_server((host if local else "", 0), backlog=self.count) as server:
@@ -86,9 +93,11 @@ class Watch:
                     self._peers += self._handshake(server.accept()[0], token)
         else:
             port, token = processes.broadcast(None)
-            self._peers = self._handshake(socket.create_connection((host, port), timeout=START), token)
-        # When process 0 is gone, jax aborts before a Python thread can print the reason. With this handler the thread
-        # of jax first sleeps for as many seconds as the number of the signal, 6.
+            self._peers = self._handshake(
+                socket.create_connection((host, port), timeout=START), token
+            )
+        # When process 0 is gone, jax aborts before a Python thread can print the reason. With this
+        # handler the thread of jax first sleeps for as many seconds as the number of the signal, 6.
         libc = ctypes.CDLL(None)
         libc.signal(signal.SIGABRT, libc.sleep)
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
@@ -111,19 +120,27 @@ class Watch:
     def __enter__(self) -> Watch:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         if error is None:
             return
         from jax.errors import JaxRuntimeError
 
-        # After a failed collective or barrier, wait until the reader knows the lost process and ends this one.
+        # After a failed collective or barrier, wait until the reader knows the lost process and
+        # ends this one.
         if isinstance(error, (JaxRuntimeError, TimeoutError)) and self._end_set.wait(2 * BEAT):
             time.sleep(60)
-        text = f"{error.heading}: {error}" if isinstance(error, DuetError) else f"{type(error).__name__}: {error}"
+        text = (
+            f"{error.heading}: {error}"
+            if isinstance(error, DuetError)
+            else f"{type(error).__name__}: {error}"
+        )
         self._send_all(lost=f"{self.name} ended: {text}", grace=GRACE)
 
     def leave(self, code: int) -> None:
-        """Tells the others and ends the process with this exit code. Returns only for code 0, once all are done."""
+        """Tells the others and ends the process with this exit code. Returns only for code 0, once
+        all are done."""
         if code == 0:
             import jax
 
@@ -137,14 +154,16 @@ class Watch:
         self._exit(code)
 
     def _send_all(self, **message: object) -> None:
-        """Sends a message to all peers, none after `done`: a socket that is closed with unread data loses output."""
+        """Sends a message to all peers, none after `done`: a socket that is closed with unread data
+        loses output."""
         with self._sending:
             for peer in () if self._silent else self._peers:
                 peer.send(**message)
 
     def _listen(self) -> None:
         """Reads messages and checks heartbeats, in a thread of its own."""
-        selector, beat = selectors.DefaultSelector(), 0.0
+        selector = selectors.DefaultSelector()
+        beat = 0.0
         for peer in self._peers:
             selector.register(peer.socket, selectors.EVENT_READ, peer)
         watched = list(self._peers)
@@ -178,7 +197,8 @@ class Watch:
         return gone
 
     def _lose(self, text: str, grace: float = 0.0) -> None:
-        """Schedules the end of this process in `grace` seconds; process 0 tells the others. The first reason counts."""
+        """Schedules the end of this process in `grace` seconds; process 0 tells the others. The
+        first reason counts."""
         if self._end is None:
             if self.index == 0:
                 self._send_all(lost=text, grace=grace)
@@ -188,11 +208,14 @@ class Watch:
     def _exit(self, code: int) -> None:
         """Ends the process without jax's shutdown, which waits for all.
 
-        Process 0 ends last: without a coordinator jax aborts the others before they print their reason.
+        Process 0 ends last: without a coordinator jax aborts the others before they print their
+        reason.
         """
         with self._exiting:  # held by the first thread, which does not return
             until = time.monotonic() + GRACE + 1
-            while any(list(map(_alive, self._peers))) and self.index == 0 and time.monotonic() < until:
+            while (
+                any(list(map(_alive, self._peers))) and self.index == 0 and time.monotonic() < until
+            ):
                 time.sleep(0.02)
             sys.stdout.flush()
             sys.stderr.flush()

@@ -11,7 +11,10 @@ from rl.commands import environment, sampled_model
 from rl.errors import ConfigError, ModelError
 
 SUMMARY = "talk with a model"
-HELP = "Each line is your next turn. /reset begins a new conversation; the end of the input (Ctrl-D) ends the program."
+HELP = (
+    "Each line is your next turn. /reset begins a new conversation; the end of the input "
+    "(Ctrl-D) ends the program."
+)
 
 MOST_TOKENS = 4096
 
@@ -24,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-length",
         type=int,
         metavar="N",
-        help=f"most tokens of a conversation ({MOST_TOKENS}, or as many as the model has positions)",
+        help=f"most tokens of a conversation ({MOST_TOKENS}, or as many as the model has "
+        "positions)",
     )
 
 
@@ -39,16 +43,21 @@ def run(arguments: argparse.Namespace) -> None:
 
     devices.check(arguments.platform)
     source = sampled_model.find(arguments)
-    tokenizer, params = source.tokenizer, source.params
+    tokenizer = source.tokenizer
+    params = source.params
     if tokenizer.chat_template is None:
-        raise ModelError(f"{arguments.model}: the tokenizer has no chat template; use `rl generate`")
+        raise ModelError(
+            f"{arguments.model}: the tokenizer has no chat template; use `rl generate`"
+        )
     max_length = arguments.max_length
     if max_length is None:
         max_length = min(MOST_TOKENS, source.positions.number) if source.positions else MOST_TOKENS
     source.check_length(max_length, "--max-length", "Lower --max-length")
     model = source.load()
     try:
-        generator = Generator(model, max_length=max_length, slots=1, seed=arguments.seed, tokenizer=tokenizer)
+        generator = Generator(
+            model, max_length=max_length, slots=1, seed=arguments.seed, tokenizer=tokenizer
+        )
     except ValueError as error:
         raise ConfigError(f"--max-length: {error}") from None
     try:
@@ -64,7 +73,9 @@ def run(arguments: argparse.Namespace) -> None:
             continue
         messages.append({"role": "user", "content": text})
         try:
-            [[completion]] = generator.generate([render_prompt(tokenizer, messages)], params, ids=[turn])
+            [[completion]] = generator.generate(
+                [render_prompt(tokenizer, messages)], params, ids=[turn]
+            )
         except ValueError as error:
             messages.pop()
             print(f"{error}; /reset begins a new conversation", file=sys.stderr)

@@ -1,9 +1,10 @@
-"""Runs the commands `rl-train` and `rl`. A verb is a file of this folder or of one in it, named in VERBS.
+"""Runs the commands `rl-train` and `rl`. A verb is a file of this folder or of one in it, named in
+VERBS.
 
 runs/ has the verbs that read the folder of a run, setup/ those that come before one.
 
-A verb imports jax and other slow packages only when it needs them: `--help` answers in a fraction of a second, and a
-configuration is checked without jax.
+A verb imports jax and other slow packages only when it needs them: `--help` answers in a fraction
+of a second, and a configuration is checked without jax.
 """
 
 from __future__ import annotations
@@ -20,13 +21,31 @@ from rl.commands.exits import run_guarded
 from rl.commands.overrides import overrides_of
 
 COMPLETE = "_complete"  # what the scripts of `rl completion` call; no verb of the help
-# A verb is a module with SUMMARY, add_arguments(parser) and run(arguments); DESCRIPTION and HELP (the epilog) are
-# optional.
+# A verb is a module with SUMMARY, add_arguments(parser) and run(arguments); DESCRIPTION and HELP
+# (the epilog) are optional.
 VERBS = {
     path.rpartition(".")[2]: f"rl.commands.{path}"
     for path in (
-        *("train", "runs.stop", "plan", "setup.inspect", "runs.explain", "runs.report", "runs.compare", "runs.view"),
-        *("runs.samples", "generate", "chat", "teach", "reward", "setup.doctor", "setup.schema", "setup.completion"),
+        *(
+            "train",
+            "runs.stop",
+            "plan",
+            "setup.inspect",
+            "runs.explain",
+            "runs.report",
+            "runs.compare",
+            "runs.view",
+        ),
+        *(
+            "runs.samples",
+            "generate",
+            "chat",
+            "teach",
+            "reward",
+            "setup.doctor",
+            "setup.schema",
+            "setup.completion",
+        ),
     )
 }
 """Verb -> its module, in the order of the help."""
@@ -56,7 +75,8 @@ def train_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command `rl-train`."""
     parser = argparse.ArgumentParser(
         prog="rl-train",
-        description="Train a language model in the stages of a configuration: SFT, DPO, reward models, GRPO, PPO, ...",
+        description="Train a language model in the stages of a configuration: SFT, DPO, reward "
+        "models, GRPO, PPO, ...",
         epilog=train.HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -87,11 +107,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_version(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version of duet-rl and exit")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="print the version of duet-rl and exit"
+    )
 
 
 class _Version(argparse.Action):
-    """Prints the version of the installed package. Reads it only when asked, to keep `--help` quick."""
+    """Prints the version of the installed package. Reads it only when asked, to keep `--help`
+    quick."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         from importlib.metadata import PackageNotFoundError, version
@@ -104,14 +127,22 @@ class _Version(argparse.Action):
 
 
 def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses a command line. Exits with 2 if an argument is unknown, with the override if it is a configuration key."""
+    """Parses a command line. Exits with 2 if an argument is unknown, with the override if it is a
+    configuration key."""
     argv = sys.argv[1:] if argv is None else list(argv)
     arguments, unknown = parser.parse_known_args(argv)
     if hasattr(arguments, "filter") and not any(re.match("--.", word) for word in unknown):
-        # argparse fills FILTER before the first option only, and takes a term `-eval` for an option.
-        arguments.filter, unknown = [*arguments.filter, *(word for word in unknown if word != "--")], []
-    if isinstance(getattr(arguments, "config", None), list) and not any(word.startswith("-") for word in unknown):
-        arguments.config, unknown = [*arguments.config, *unknown], []  # `rl-train FILE --check key=value`
+        # argparse fills FILTER before the first option only, and takes a term `-eval` for an
+        # option.
+        arguments.filter = [*arguments.filter, *(word for word in unknown if word != "--")]
+        unknown = []
+    if isinstance(getattr(arguments, "config", None), list) and not any(
+        word.startswith("-") for word in unknown
+    ):
+        arguments.config, unknown = (
+            [*arguments.config, *unknown],
+            [],
+        )  # `rl-train FILE --check key=value`
     if unknown:
         overrides = overrides_of(argv, unknown) if hasattr(arguments, "config") else []
         hint = f"; write {' '.join(map(quoted, overrides))}" if overrides else ""

@@ -15,11 +15,15 @@ _PLATFORMS = {"cpu": "cpu", "tpu": "tpu,cpu", "gpu": "cuda,cpu"}
 
 def choose_platform(platform: str) -> None:
     """Sets JAX_PLATFORMS. `auto` leaves the choice to jax or to the environment."""
-    # This project uses only the tokenizers of transformers, so its advice to install PyTorch would mislead.
+    # This project uses only the tokenizers of transformers, so its advice to install PyTorch would
+    # mislead.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # Forced CPU devices wait for each other on threads, by default one per device. A program with two concurrent
-    # collectives hangs when some devices wait in the first and the rest in the second.
-    if forced := re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")):
+    # Forced CPU devices wait for each other on threads, by default one per device. A program with
+    # two concurrent collectives hangs when some devices wait in the first and the rest in the
+    # second.
+    if forced := re.search(
+        r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    ):
         os.environ.setdefault("PJRT_NPROC", str(8 * int(forced[1])))
     if platform not in _PLATFORMS:
         return
@@ -29,12 +33,15 @@ def choose_platform(platform: str) -> None:
 
 
 def leave_torch_out() -> None:
-    """Imports transformers as on a machine without torch: its tokenizers do not need torch, whose import takes longer
-    than all others of a text model. For processes that run no code of the user, who may have models of torch."""
+    """Imports transformers as on a machine without torch: its tokenizers do not need torch, whose
+    import takes longer than all others of a text model. For processes that run no code of the user,
+    who may have models of torch."""
     if "transformers" in sys.modules:
         return
     real = importlib.util.find_spec
-    importlib.util.find_spec = lambda name, package=None: None if name == "torch" else real(name, package)
+    importlib.util.find_spec = lambda name, package=None: (
+        None if name == "torch" else real(name, package)
+    )
     try:
         import transformers  # noqa: F401  # it looks for torch once
     finally:
@@ -42,9 +49,11 @@ def leave_torch_out() -> None:
 
 
 def use_program_cache(directory: str | None) -> None:
-    """Sets the variables of jax's persistent compilation cache, which jax reads when it is imported.
+    """Sets the variables of jax's persistent compilation cache, which jax reads when it is
+    imported.
 
-    A folder that the environment names may be shared with programs that set no size limit, so it gets none here either.
+    A folder that the environment names may be shared with programs that set no size limit, so it
+    gets none here either.
     """
     if directory is None or "jax" in sys.modules:
         return
@@ -59,8 +68,8 @@ def use_program_cache(directory: str | None) -> None:
 def _add_missing_times(folder: Path) -> None:
     """Writes the time of last use of every cached program that has none.
 
-    With a size limit jax writes the time after the program. After a kill between the two, jax would never write to the
-    cache again.
+    With a size limit jax writes the time after the program. After a kill between the two, jax would
+    never write to the cache again.
     """
     for program in folder.glob("*-cache"):
         used = program.with_name(program.name.removesuffix("-cache") + "-atime")

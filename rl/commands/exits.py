@@ -1,6 +1,7 @@
 """Turns errors into messages and exit codes.
 
-0 done, 1 a bug, 130 after Ctrl-C, 141 if the reader of the output is gone, others as in `rl.errors`.
+0 done, 1 a bug, 130 after Ctrl-C, 141 if the reader of the output is gone, others as in
+`rl.errors`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ from collections.abc import Callable
 from rl.errors import ConfigError, DuetError
 
 
-def run_guarded(act: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace) -> int:
-    """Runs a verb and returns its exit code. Prints errors of rl.errors; any other error is a bug and propagates."""
+def run_guarded(
+    act: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace
+) -> int:
+    """Runs a verb and returns its exit code. Prints errors of rl.errors; any other error is a bug
+    and propagates."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # half of a surrogate pair, which models write, has no UTF-8
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # half of a surrogate pair, which models write, has no UTF-8
             stream.reconfigure(errors="backslashreplace")
     atexit.register(gc.freeze)  # skips the slow last garbage collection over all objects of jax
     try:
@@ -32,7 +38,8 @@ def run_guarded(act: Callable[[argparse.Namespace], int | None], arguments: argp
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of the pipe is gone (`rl-train ... | head`). Without this, Python reports it again at exit.
+        # The reader of the pipe is gone (`rl-train ... | head`). Without this, Python reports it
+        # again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

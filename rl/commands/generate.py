@@ -32,8 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=os.path.expanduser,
         required=True,
         metavar="FILE",
-        help="*.jsonl: on each line an object with `prompt`, a text or a list of messages; *.json, *.csv, *.tsv and "
-        "*.parquet: rows with `prompt`; any other file, or - for standard input: a prompt on each line",
+        help="*.jsonl: on each line an object with `prompt`, a text or a list of messages; "
+        "*.json, *.csv, *.tsv and "
+        "*.parquet: rows with `prompt`; any other file, or - for standard input: a prompt on each "
+        "line",
     )
     parser.add_argument(
         "--output",
@@ -41,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file for the JSON lines, one per completion (standard output)",
     )
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="completions per prompt (1)")
+    parser.add_argument(
+        "--samples", type=int, default=1, metavar="N", help="completions per prompt (1)"
+    )
     parser.add_argument(
         "--slots",
         type=int,
@@ -53,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Writes `samples` completions of each prompt as JSON lines.
 
-    A line holds `prompt`, `sample`, `completion`, `tokens`, `logprobs` and `finish`. The lines of a prompt are written
-    as soon as it and all prompts before it are complete.
+    A line holds `prompt`, `sample`, `completion`, `tokens`, `logprobs` and `finish`. The lines of a
+    prompt are written as soon as it and all prompts before it are complete.
     """
     environment.choose_platform(arguments.platform)
     environment.use_program_cache(environment.default_program_cache())
@@ -65,27 +69,38 @@ def run(arguments: argparse.Namespace) -> None:
     from rollout import Generator, GeneratorOptions
 
     devices.check(arguments.platform)
-    read, source = prompts.read_prompts(arguments.prompts), sampled_model.find(arguments, n=arguments.samples)
+    read = prompts.read_prompts(arguments.prompts)
+    source = sampled_model.find(arguments, n=arguments.samples)
     processors = source.processors
-    problems = prompts.problems(read, ExampleEncoder(source.tokenizer, processors), Path(arguments.prompts).parent)
+    problems = prompts.problems(
+        read, ExampleEncoder(source.tokenizer, processors), Path(arguments.prompts).parent
+    )
     longest = max(len(problem.ids) for problem in problems) + source.params.max_new_tokens
     source.check_length(
-        longest, "the longest prompt and --max-new-tokens", "Lower --max-new-tokens or shorten the prompt"
+        longest,
+        "the longest prompt and --max-new-tokens",
+        "Lower --max-new-tokens or shorten the prompt",
     )
     model = source.load(media=any(problem.media for problem in problems))
-    slots = min(SLOTS, len(problems) * source.params.n) if arguments.slots is None else arguments.slots
+    slots = (
+        min(SLOTS, len(problems) * source.params.n) if arguments.slots is None else arguments.slots
+    )
     # Two sizes of a decode: another would take longer to compile than it saves.
     options = GeneratorOptions(batch_sizes=(max(1, slots // 4),))
     sizes = {"max_length": longest, "slots": slots}
     try:
-        generator = Generator(model, **sizes, seed=arguments.seed, tokenizer=source.tokenizer, options=options)
+        generator = Generator(
+            model, **sizes, seed=arguments.seed, tokenizer=source.tokenizer, options=options
+        )
         generator.engine.check_params(source.params)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     done: list[list[Completion | None]] = [[None] * arguments.samples for _ in problems]
     written = 0
     with _output(arguments.output) as out:
-        for prompt, sample, completion in _completions(generator, problems, source.params, processors):
+        for prompt, sample, completion in _completions(
+            generator, problems, source.params, processors
+        ):
             done[prompt][sample] = completion
             while written < len(done) and None not in done[written]:
                 for line in _lines(problems[written].example.prompt, done[written]):
@@ -95,12 +110,17 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _completions(
-    generator: Generator, problems: Sequence[Problem], params: SamplingParams, processors: Processors | None
+    generator: Generator,
+    problems: Sequence[Problem],
+    params: SamplingParams,
+    processors: Processors | None,
 ) -> Iterator[tuple[int, int, Completion]]:
-    """Yields (prompt, sample, completion). Prompts with pictures or sounds are completed in blocks, so that the table of
-    one block is on the devices at a time. Raises DataError for a prompt or a picture that cannot be read."""
+    """Yields (prompt, sample, completion). Prompts with pictures or sounds are completed in blocks,
+    so that the table of one block is on the devices at a time. Raises DataError for a prompt or a
+    picture that cannot be read."""
     if not any(problem.media for problem in problems):
-        blocks, tables = [problems], None
+        blocks = [problems]
+        tables = None
     else:
         from rl.training.media.tables import MediaTables
 
@@ -115,7 +135,9 @@ def _completions(
             if tables is not None:
                 table = tables.of(generator.model.params, [problem.media for problem in block])
                 prompts = [table.prompt(problem.ids, problem.media) for problem in block]
-            for prompt, sample, completion in generator.stream(prompts, params, range(start, start + len(block))):
+            for prompt, sample, completion in generator.stream(
+                prompts, params, range(start, start + len(block))
+            ):
                 yield start + prompt, sample, completion
             start += len(block)
     except ValueError as error:

@@ -1,4 +1,5 @@
-"""Turns options that are keys of the configuration (`--steps 3`) into the overrides to write (`stages.0.steps=3`)."""
+"""Turns options that are keys of the configuration (`--steps 3`) into the overrides to write
+(`stages.0.steps=3`)."""
 
 from __future__ import annotations
 

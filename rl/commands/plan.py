@@ -27,5 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(finding.message())
         print(f"warning: {finding.message()}", file=sys.stderr)
     weights.check(config, media=config.model.media_rows is not None)
-    options = command.PlanFlags(arguments.topology, arguments.memory, arguments.candidates, arguments.json)
+    options = command.PlanFlags(
+        arguments.topology, arguments.memory, arguments.candidates, arguments.json
+    )
     return (command.plan_search if arguments.search else command.plan)(config, options)

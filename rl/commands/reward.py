@@ -13,10 +13,18 @@ SUMMARY = "work on reward functions"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the action `test` and its argument."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    test = actions.add_parser("test", help="run a reward function on its examples and show the scores")
-    test.add_argument("reward", help="registered name, package.module:function, or file.py:function")
+    test = actions.add_parser(
+        "test", help="run a reward function on its examples and show the scores"
+    )
     test.add_argument(
-        "--timeout", type=_seconds, default=1.0, metavar="SECONDS", help="deadline of one call (default: 1)"
+        "reward", help="registered name, package.module:function, or file.py:function"
+    )
+    test.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=1.0,
+        metavar="SECONDS",
+        help="deadline of one call (default: 1)",
     )
 
 
@@ -35,7 +43,8 @@ def _seconds(text: str) -> float:
 
 
 def _with_lists(example: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns an example with its pictures and sounds as rewards get them; one of text needs no import."""
+    """Returns an example with its pictures and sounds as rewards get them; one of text needs no
+    import."""
     if not any(name in example for name in ("image", "images", "audio", "audios")):
         return example
     from rl.data.media import with_example_lists

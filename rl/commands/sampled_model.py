@@ -23,7 +23,8 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class ModelFiles:
-    """A Hugging Face directory with a tokenizer. Raises ModelError for files that cannot be read."""
+    """A Hugging Face directory with a tokenizer. Raises ModelError for files that cannot be
+    read."""
 
     def __init__(self, directory: Path):
         from policy.huggingface import sources
@@ -60,8 +61,8 @@ class ModelFiles:
 class SampledModel:
     """The model that the arguments name, before its weights are read.
 
-    tokenizer: with the variables of its chat template. params: the sampling parameters, with the stop tokens that the
-    model names.
+    tokenizer: with the variables of its chat template. params: the sampling parameters, with the
+    stop tokens that the model names.
     """
 
     source: ModelFiles | CheckpointWeights
@@ -80,8 +81,8 @@ class SampledModel:
         return self.source.processors(self.tokenizer)
 
     def check_length(self, tokens: int, what: str, change: str) -> None:
-        """Warns about more tokens than the model has rotary positions for. `what` they are; `change`: what to type.
-        Raises ConfigError where positions are learned."""
+        """Warns about more tokens than the model has rotary positions for. `what` they are;
+        `change`: what to type. Raises ConfigError where positions are learned."""
         if self.positions is None or (text := self.positions.exceeded_by(tokens)) is None:
             return
         text = f"{what}: {text}. {change}"
@@ -100,7 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         type=os.path.expanduser,
         metavar="MODEL",
-        help="Hugging Face directory with a tokenizer, folder of a run (its export, or its newest checkpoint if it has "
+        help="Hugging Face directory with a tokenizer, folder of a run (its export, or its newest "
+        "checkpoint if it has "
         "not ended), or a model on the Hugging Face hub: org/name, hf://org/name@revision",
     )
     parser.add_argument(
@@ -109,16 +111,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a run: the checkpoint after step N, of the last stage that has one or of STAGE",
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="most tokens of a completion (256)"
+        "--max-new-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="most tokens of a completion (256)",
     )
     parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="X", help="0: always the most likely token (1.0)"
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="0: always the most likely token (1.0)",
     )
     parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens; 0: from all"
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="draw from the K most likely tokens; 0: from all",
     )
     parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest tokens with this total probability"
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the fewest tokens with this total probability",
     )
     parser.add_argument(
         "--min-p",
@@ -128,7 +146,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw from tokens at least P times as likely as the likeliest",
     )
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends a completion; may be given several times"
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="ends a completion; may be given several times",
     )
     parser.add_argument(
         "--min-tokens",
@@ -155,7 +177,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="X",
-        help="divides positive logits of tokens in prompt or completion, and multiplies others (1.0: none)",
+        help="divides positive logits of tokens in prompt or completion, and multiplies others "
+        "(1.0: none)",
     )
     parser.add_argument(
         "--presence-penalty",
@@ -169,10 +192,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="X",
-        help="subtracted from the logits of tokens as many times as they are in the completion, from -2 to 2 (0.0)",
+        help="subtracted from the logits of tokens as many times as they are in the completion, "
+        "from -2 to 2 (0.0)",
     )
     parser.add_argument(
-        "--seed", type=_seed, default=0, metavar="N", help="seed of sampling; equal seeds give equal completions (0)"
+        "--seed",
+        type=_seed,
+        default=0,
+        metavar="N",
+        help="seed of sampling; equal seeds give equal completions (0)",
     )
     parser.add_argument(
         "--dtype",
@@ -183,10 +211,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--template-variables",
         metavar="YAML",
-        help="variables of the chat template, e.g. '{enable_thinking: false}' (of a run: those that it was trained with)",
+        help="variables of the chat template, e.g. '{enable_thinking: false}' (of a run: those "
+        "that it was trained with)",
     )
     parser.add_argument(
-        "--platform", choices=("auto", "cpu", "tpu", "gpu"), default="auto", help="platform of jax (auto)"
+        "--platform",
+        choices=("auto", "cpu", "tpu", "gpu"),
+        default="auto",
+        help="platform of jax (auto)",
     )
 
 
@@ -200,7 +232,8 @@ def _seed(text: str) -> int:
 def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
     """Returns the model that the arguments name. `changes` override sampling parameters.
 
-    Raises ModelError for a name or directory without a readable tokenizer, ConfigError for invalid sampling parameters.
+    Raises ModelError for a name or directory without a readable tokenizer, ConfigError for invalid
+    sampling parameters.
     """
     from rollout import SamplingParams
     from rollout.text.chat import with_variables
@@ -221,12 +254,14 @@ def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
         bad_word_tokens(tokenizer, params.bad_words)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return SampledModel(source, arguments.dtype, tokenizer, replace(params, stop_token_ids=source.stop_ids))
+    return SampledModel(
+        source, arguments.dtype, tokenizer, replace(params, stop_token_ids=source.stop_ids)
+    )
 
 
 def _template_variables(run: Path, text: str | None) -> dict[str, Any]:
-    """Returns the variables of the chat template: those of the text, a YAML mapping, else those of a run. Raises
-    ConfigError for a text that is no mapping."""
+    """Returns the variables of the chat template: those of the text, a YAML mapping, else those of
+    a run. Raises ConfigError for a text that is no mapping."""
     from rl.config import yaml_tree
     from rl.config.files import RESOLVED
 
@@ -234,13 +269,16 @@ def _template_variables(run: Path, text: str | None) -> dict[str, Any]:
         values = yaml_tree.plain(yaml_tree.parse(text, lambda line: "--template-variables"))
         if not isinstance(values, dict):
             raise ConfigError(
-                f"--template-variables: must be a mapping such as {{enable_thinking: false}}, got {text!r}"
+                f"--template-variables: must be a mapping such as {{enable_thinking: false}}, got "
+                f"{text!r}"
             )
         return values
     file = run / RESOLVED
     if not file.is_file():
         return {}
-    saved = yaml_tree.plain(yaml_tree.parse(file.read_text(encoding="utf-8"), lambda line: f"{file}:{line}"))
+    saved = yaml_tree.plain(
+        yaml_tree.parse(file.read_text(encoding="utf-8"), lambda line: f"{file}:{line}")
+    )
     options = (saved.get("tokenizer") or {}).get("chat_template")
     return options.get("variables", {}) if isinstance(options, dict) else {}
 
@@ -254,20 +292,23 @@ def _logit_bias(text: str) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in values.items()}
     except (AttributeError, ConfigError, TypeError, ValueError):
         raise argparse.ArgumentTypeError(
-            "must be a mapping of token ids to numbers such as {198: -100, 40: 2.5}, with a blank after each colon, got "
+            "must be a mapping of token ids to numbers such as {198: -100, 40: 2.5}, with a blank "
+            "after each colon, got "
             f"{text!r}"
         ) from None
 
 
 def _source(name: str, step: str | None) -> ModelFiles | CheckpointWeights:
-    """Returns the files of MODEL: of a run its export, or a checkpoint if it has none or a step is given.
+    """Returns the files of MODEL: of a run its export, or a checkpoint if it has none or a step is
+    given.
 
     Raises ModelError if there are none, ConfigError for a step of what is no run.
     """
     from rl.config.files import RESOLVED
 
     run = Path(name)
-    exported, is_run = run / "export", (run / RESOLVED).is_file()
+    exported = run / "export"
+    is_run = (run / RESOLVED).is_file()
     if step is not None and not is_run:
         raise ConfigError(f"--step {step}: {name} is no folder of a run, which has a {RESOLVED}")
     if step is None and (exported / "config.json").is_file():
@@ -279,7 +320,8 @@ def _source(name: str, step: str | None) -> ModelFiles | CheckpointWeights:
     directory = models.directory(name, weights=True)
     if directory is None or not (directory / "config.json").is_file():
         raise ModelError(
-            f"{name}: no config.json there{nearest_path(name)}; name a Hugging Face directory, the folder of a run, or a "
+            f"{name}: no config.json there{nearest_path(name)}; name a Hugging Face directory, "
+            "the folder of a run, or a "
             "model on the Hugging Face hub as org/name"
         )
     return ModelFiles(directory)

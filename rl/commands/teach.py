@@ -10,8 +10,10 @@ from rl.commands.train import split_arguments
 
 SUMMARY = "write a teacher's likeliest tokens for the rows of a distill stage"
 DESCRIPTION = (
-    "Runs the teacher of a stage once over the rows of its data and writes the K likeliest tokens in each place that "
-    "is trained on, with their log-probabilities. Runs with `teacher: {files: DIR}` then load no teacher "
+    "Runs the teacher of a stage once over the rows of its data and writes the K likeliest tokens "
+    "in each place that "
+    "is trained on, with their log-probabilities. Runs with `teacher: {files: DIR}` then load no "
+    "teacher "
     "(docs/distillation.md). A command that was stopped goes on after the last file that is full."
 )
 
@@ -19,20 +21,33 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     parser.add_argument(
-        "config", nargs="+", type=os.path.expanduser, metavar="CONFIG | key=value", help="files first, then overrides"
+        "config",
+        nargs="+",
+        type=os.path.expanduser,
+        metavar="CONFIG | key=value",
+        help="files first, then overrides",
     )
     parser.add_argument(
-        "--output", required=True, type=lambda text: Path(text).expanduser(), metavar="DIR", help="folder for the files"
+        "--output",
+        required=True,
+        type=lambda text: Path(text).expanduser(),
+        metavar="DIR",
+        help="folder for the files",
     )
     parser.add_argument("--top", required=True, type=int, metavar="K", help="tokens in each place")
-    parser.add_argument("--stage", metavar="NAME", help="stage with the teacher; needed if there are several")
+    parser.add_argument(
+        "--stage", metavar="NAME", help="stage with the teacher; needed if there are several"
+    )
     parser.add_argument(
         "--dtype",
         choices=("float16", "float32"),
         default="float16",
-        help="type of the log-probabilities; float16 rounds those above -1 by at most 0.0005 (float16)",
+        help="type of the log-probabilities; float16 rounds those above -1 by at most 0.0005 "
+        "(float16)",
     )
-    parser.add_argument("--rows-per-file", type=int, default=256, metavar="N", help="rows of one file (256)")
+    parser.add_argument(
+        "--rows-per-file", type=int, default=256, metavar="N", help="rows of one file (256)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -52,5 +67,11 @@ def run(arguments: argparse.Namespace) -> None:
     devices.check(config.platform)
     teach(
         config,
-        TeachOptions(arguments.output, arguments.top, arguments.stage, arguments.dtype, arguments.rows_per_file),
+        TeachOptions(
+            arguments.output,
+            arguments.top,
+            arguments.stage,
+            arguments.dtype,
+            arguments.rows_per_file,
+        ),
     )

@@ -34,22 +34,41 @@ Several are merged from left to right; key=value overrides come last:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     parser.add_argument(
-        "config", nargs="+", type=os.path.expanduser, metavar="CONFIG | key=value", help="files first, then overrides"
+        "config",
+        nargs="+",
+        type=os.path.expanduser,
+        metavar="CONFIG | key=value",
+        help="files first, then overrides",
     )
-    parser.add_argument("--check", action="store_true", help="check configuration, tokenizer and first rows, and stop")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="check configuration, tokenizer and first rows, and stop",
+    )
     group = parser.add_argument_group(
-        "several processes (docs/processes.md)", "by default, the cluster announces them, if there is one"
+        "several processes (docs/processes.md)",
+        "by default, the cluster announces them, if there is one",
     )
     group.add_argument(
-        "--processes", type=int, metavar="N", help="number of processes of the run (1: skip cluster detection)"
+        "--processes",
+        type=int,
+        metavar="N",
+        help="number of processes of the run (1: skip cluster detection)",
     )
     group.add_argument("--process", type=int, metavar="I", help="number of this process, from 0")
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="machine of process 0, and a port that is free there")
+    group.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="machine of process 0, and a port that is free there",
+    )
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits arguments into configuration files and overrides: `key.path=value` that names no file is an override."""
-    overrides = [text for text in arguments if re.match(r"[\w.\s-]*=", text) and not os.path.exists(text)]
+    """Splits arguments into configuration files and overrides: `key.path=value` that names no file
+    is an override."""
+    overrides = [
+        text for text in arguments if re.match(r"[\w.\s-]*=", text) and not os.path.exists(text)
+    ]
     return [text for text in arguments if text not in overrides], overrides
 
 
@@ -61,13 +80,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     given, overrides = split_arguments(arguments.config)
     config = load(given, overrides)
-    together = None if arguments.check else launch.launch(arguments.processes, arguments.process, arguments.coordinator)
+    together = (
+        None
+        if arguments.check
+        else launch.launch(arguments.processes, arguments.process, arguments.coordinator)
+    )
     if config.run.dir is None and together is not None:
-        raise ConfigError("run.dir: several processes need one folder that all of them see; set run.dir=FOLDER")
+        raise ConfigError(
+            "run.dir: several processes need one folder that all of them see; set run.dir=FOLDER"
+        )
     if config.run.dir is None:
         config = with_directory(config, new_directory(given))
     # An error comes before the configuration.
-    notes, older = [], _notes_on_filters(config)
+    notes = []
+    older = _notes_on_filters(config)
     if arguments.check:
         config, remarks = _checked(config)
         notes = [*files.cut_texts(given), *remarks]
@@ -86,12 +112,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _notes_on_filters(config: RunConfig) -> list[str]:
-    """Returns a line for each stage that goes on without filters in its loss, as an older version began it."""
+    """Returns a line for each stage that goes on without filters in its loss, as an older version
+    began it."""
     from rl.config import files
 
     older = [] if config.run.dir is None else files.older_filters(config.directory)
     return [
-        f"{config.directory / files.RESOLVED}: stages.{index}.sampling has no `filters`, as before 0.2.0: the run goes on "
+        f"{config.directory / files.RESOLVED}: stages.{index}.sampling has no `filters`, as "
+        "before 0.2.0: the run goes on "
         "with `ignore`, the loss that it had (docs/sampling.md)"
         for index in older
         if index < len(config.stages) and config.stages[index].sampling.filters == "ignore"
@@ -99,7 +127,8 @@ def _notes_on_filters(config: RunConfig) -> list[str]:
 
 
 def _checked(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Checks the first rows, all rows of stages with `epochs`, and the run that the configuration continues.
+    """Checks the first rows, all rows of stages with `epochs`, and the run that the configuration
+    continues.
 
     Returns (the configuration with the changes of that run, remarks on changes, settings and rows).
     """
@@ -109,7 +138,8 @@ def _checked(config: RunConfig) -> tuple[RunConfig, list[str]]:
     from rl.run.resume.continued import continued, is_counted
 
     notes = check_first_rows(config)
-    counted, steps = config, []
+    counted = config
+    steps = []
     if not is_counted(config) or any(stage.held_out for stage in config.stages):
         from rl.run.prepare import read_held_out, with_steps  # imports jax
 
@@ -118,15 +148,23 @@ def _checked(config: RunConfig) -> tuple[RunConfig, list[str]]:
     complete = continued(counted)
     changed = [line for each in complete.changes for line in changes.notes(complete, *each.place)]
     remarks = [remark for stage in rl.stages.create(complete) for remark in stage.remarks()]
-    return config.model_copy(update={"changes": complete.changes}), [*changed, *remarks, *notes, *steps]
+    return config.model_copy(update={"changes": complete.changes}), [
+        *changed,
+        *remarks,
+        *notes,
+        *steps,
+    ]
 
 
 def new_directory(given: Sequence[str]) -> str:
-    """Returns runs/FILE-NUMBER: the last configuration file but `tiny`, and the first number after those that exist."""
+    """Returns runs/FILE-NUMBER: the last configuration file but `tiny`, and the first number after
+    those that exist."""
     names = [Path(path).stem for path in given]
     name = next((name for name in reversed(names) if name != "tiny"), names[-1])
     used = [path.name.removeprefix(f"{name}-") for path in Path("runs").glob(f"{name}-*")]
-    return f"runs/{name}-{1 + max((int(number) for number in used if number.isdecimal()), default=0)}"
+    return (
+        f"runs/{name}-{1 + max((int(number) for number in used if number.isdecimal()), default=0)}"
+    )
 
 
 def with_directory(config: RunConfig, directory: str) -> RunConfig:

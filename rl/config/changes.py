@@ -1,6 +1,7 @@
 """Settings that a run changed while it went on: which keys may change, and what held at a step.
 
-The stages of a configuration hold the newest values. An entry of `changes` holds the values before it.
+The stages of a configuration hold the newest values. An entry of `changes` holds the values before
+it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from rl.config.run import Change, RunConfig
 RATES = ("learning_rate", "schedule", "warmup_steps", "final_fraction")
 """Keys of an optimizer that a continued run may change."""
 
-INTERVALS = ("evaluation.every", "run.samples.every", "run.samples.share", "run.checkpoint_every", "run.log_every")
+INTERVALS = (
+    "evaluation.every",
+    "run.samples.every",
+    "run.samples.share",
+    "run.checkpoint_every",
+    "run.log_every",
+)
 
 
 def changeable(config: RunConfig) -> dict[str, Any]:
@@ -24,7 +31,11 @@ def changeable(config: RunConfig) -> dict[str, Any]:
     for index in range(len(config.stages)):
         keys += [f"stages.{index}.steps"]
         keys += [f"stages.{index}.held_out.every"] * (config.stages[index].held_out is not None)
-        keys += [f"stages.{index}.{optimizer}.{rate}" for optimizer in ("optimizer", "critic") for rate in RATES]
+        keys += [
+            f"stages.{index}.{optimizer}.{rate}"
+            for optimizer in ("optimizer", "critic")
+            for rate in RATES
+        ]
     return {key: value_of(config, key) for key in keys}
 
 
@@ -45,7 +56,8 @@ def stage_of(key: str) -> int | None:
 def in_force(config: RunConfig, stage: int, step: int) -> RunConfig:
     """Returns the configuration with the values that hold in a step, counted from 1, of a stage.
 
-    A change after step n holds from step n + 1 on. Raises ValueError for a value that its key does not take.
+    A change after step n holds from step n + 1 on. Raises ValueError for a value that its key does
+    not take.
     """
     for change in reversed([each for each in config.changes if each.place >= (stage, step)]):
         config = _with_values(config, change.was)
@@ -59,13 +71,15 @@ def boundaries(config: RunConfig, stage: int) -> set[int]:
 
 def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Returns key -> (value before, value after) of the keys of `changeable` that differ."""
-    old, new = changeable(before), changeable(after)
+    old = changeable(before)
+    new = changeable(after)
     return {key: (old[key], new[key]) for key in old if key in new and old[key] != new[key]}
 
 
 def notes(config: RunConfig, stage: int, step: int) -> list[str]:
     """Returns a line for each key that changes after this step of the stage."""
-    before, after = in_force(config, stage, step), in_force(config, stage, step + 1)
+    before = in_force(config, stage, step)
+    after = in_force(config, stage, step + 1)
     name = config.stage_names[stage]
     return [
         f"from step {step + 1} of {name} on: {key}: {old} -> {new}"
@@ -78,7 +92,9 @@ def problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     changes: Sequence[Change] = config.changes
     wrong = list(_order_problems(config, changes))
     for number, change in enumerate(changes):
-        wrong += [(("changes", number, "was", key), text) for key, text in _key_problems(config, change)]
+        wrong += [
+            (("changes", number, "was", key), text) for key, text in _key_problems(config, change)
+        ]
     yield from wrong
     if wrong:
         return
@@ -103,10 +119,14 @@ def _order_problems(config: RunConfig, changes: Sequence[Change]) -> Iterator[tu
         elif (steps := config.stages[change.stage].steps) is None:
             yield (
                 (*path, "stage"),
-                f"stages.{change.stage} has `epochs`, and changes go with `steps`; leave the change out",
+                f"stages.{change.stage} has `epochs`, and changes go with `steps`; leave the "
+                "change out",
             )
         elif change.step > steps:
-            yield (*path, "step"), f"{change.step}, but stages.{change.stage}.steps is {steps}; leave the change out"
+            yield (
+                (*path, "step"),
+                f"{change.step}, but stages.{change.stage}.steps is {steps}; leave the change out",
+            )
         if change.place <= before:
             yield path, "changes stand in the order of their stages and steps, one for a step"
         before = change.place
@@ -116,7 +136,11 @@ def _key_problems(config: RunConfig, change: Change) -> Iterator[tuple[str, str]
     allowed = changeable(config)
     for key in change.was:
         if key not in allowed:
-            yield key, "a run that goes on does not change this key (docs/resume.md says which may change)"
+            yield (
+                key,
+                "a run that goes on does not change this key (docs/resume.md says which may "
+                "change)",
+            )
         elif stage_of(key) not in (None, change.stage):
             yield key, f"a change in stage {change.stage} has keys of this stage only"
 
@@ -133,4 +157,6 @@ def _with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
         return type(config).model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}") from None
+        raise ValueError(
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
+        ) from None

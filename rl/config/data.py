@@ -21,7 +21,9 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 # Keys of well-known services by their prefixes, and user:password in an address.
-_SECRET_VALUE = re.compile(r"^(sk-|hf_|ghp_|github_pat_|xox[bap]-|AKIA)[\w-]{16,}$|^\w+://[^/\s:@]+:[^/\s@]+@")
+_SECRET_VALUE = re.compile(
+    r"^(sk-|hf_|ghp_|github_pat_|xox[bap]-|AKIA)[\w-]{16,}$|^\w+://[^/\s:@]+:[^/\s@]+@"
+)
 
 
 def refuse_secrets(options: dict[str, Any]) -> dict[str, Any]:
@@ -30,9 +32,14 @@ def refuse_secrets(options: dict[str, Any]) -> dict[str, Any]:
     Configurations are printed, saved and shown in reports.
     """
     for name, value in options.items():
-        if isinstance(value, str) and value and (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value)):
+        if (
+            isinstance(value, str)
+            and value
+            and (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
+        ):
             raise ValueError(
-                f"`{name}` holds a secret, and configurations are printed, saved and shown in reports; let the "
+                f"`{name}` holds a secret, and configurations are printed, saved and shown in "
+                "reports; let the "
                 "function "
                 f'read it from the environment, for example os.environ["{name.upper()}"]'
             )
@@ -47,19 +54,28 @@ class ColumnNames(Strict):
     """Names of the columns of a file or hub dataset."""
 
     prompt: str = Field(default="prompt", description="text or list of messages")
-    completion: str = Field(default="completion", description="demonstration: text or list of messages")
-    messages: str = Field(default="messages", description="full conversation, in place of prompt and completion")
-    chosen: str = Field(
-        default="chosen", description="preferred answer of a pair (dpo, reward_model): text or list of messages"
+    completion: str = Field(
+        default="completion", description="demonstration: text or list of messages"
     )
-    rejected: str = Field(default="rejected", description="other answer of a pair, in the same form")
+    messages: str = Field(
+        default="messages", description="full conversation, in place of prompt and completion"
+    )
+    chosen: str = Field(
+        default="chosen",
+        description="preferred answer of a pair (dpo, reward_model): text or list of messages",
+    )
+    rejected: str = Field(
+        default="rejected", description="other answer of a pair, in the same form"
+    )
     margin: str = Field(
-        default="margin", description="by how much the scores of a pair are to differ (reward_model); absent: 0"
+        default="margin",
+        description="by how much the scores of a pair are to differ (reward_model); absent: 0",
     )
 
 
 class DataOptions(Strict):
-    """Either `task` (problems generated in code) or `path` (a JSONL, CSV or Parquet file, a folder, or a hub name)."""
+    """Either `task` (problems generated in code) or `path` (a JSONL, CSV or Parquet file, a folder,
+    or a hub name)."""
 
     shorthand: ClassVar[str | None] = "path"
     exactly_one: ClassVar[tuple[str, ...]] = ("task", "path")
@@ -68,25 +84,38 @@ class DataOptions(Strict):
         "path": ("subset", "split", "columns", "prompt_template"),
     }
 
-    task: str | None = Field(default=None, description="arithmetic, pictures, tones, or any reasoning-gym task by name")
+    task: str | None = Field(
+        default=None, description="arithmetic, pictures, tones, or any reasoning-gym task by name"
+    )
     options: PluginOptions = Field(default={}, description="options of the task")
     path: Annotated[str | None, HOME] = Field(
         default=None,
-        description="file, folder, or a dataset of the Hugging Face hub: org/name, or hf://org/name@revision; relative "
+        description="file, folder, or a dataset of the Hugging Face hub: org/name, or "
+        "hf://org/name@revision; relative "
         "paths start at the working directory",
     )
-    subset: str | None = Field(default=None, description="configuration of a hub dataset that has several")
-    split: str | None = Field(default=None, description="default: train; for evaluation eval (tasks) or test (hub)")
+    subset: str | None = Field(
+        default=None, description="configuration of a hub dataset that has several"
+    )
+    split: str | None = Field(
+        default=None, description="default: train; for evaluation eval (tasks) or test (hub)"
+    )
     columns: ColumnNames = Field(default=ColumnNames(), description="names of the columns")
     prompt_template: str | None = Field(
         default=None, description="text with {column} fields that makes the prompt from a row"
     )
-    system: str | None = Field(default=None, description="system message put before the prompt; implies chat")
-    chat: bool = Field(default=False, description="render plain prompts as a user message through the chat template")
+    system: str | None = Field(
+        default=None, description="system message put before the prompt; implies chat"
+    )
+    chat: bool = Field(
+        default=False,
+        description="render plain prompts as a user message through the chat template",
+    )
     limit: int | None = Field(default=None, ge=1, description="use only the first rows")
     too_long: Literal["refuse", "drop", "truncate"] = Field(
         default="refuse",
-        description="rows that are longer than max_length: end the run, leave them out, or cut the end of demonstrations "
+        description="rows that are longer than max_length: end the run, leave them out, or cut "
+        "the end of demonstrations "
         "and answers (a prompt is never cut; one that is too long is left out)",
     )
 
@@ -94,13 +123,15 @@ class DataOptions(Strict):
 def _refuses_long_rows(options: DataOptions) -> DataOptions:
     if options.too_long != "refuse":
         raise ValueError(
-            "`too_long` cannot change held-out rows: the numbers of an evaluation are those of all its rows"
+            "`too_long` cannot change held-out rows: the numbers of an evaluation are those of "
+            "all its rows"
         )
     return options
 
 
 def _by_token_id(biases: Any) -> Any:
-    """Returns a mapping with integers for its keys, which are texts in YAML. Raises ValueError for other keys."""
+    """Returns a mapping with integers for its keys, which are texts in YAML. Raises ValueError for
+    other keys."""
     if not isinstance(biases, dict):
         return biases
     if wrong := [key for key in biases if not str(key).isdecimal()]:
@@ -112,18 +143,27 @@ def _by_token_id(biases: Any) -> Any:
 class EvaluationOptions(Section):
     """Before the first and after the last step of every stage, and every `every` steps."""
 
-    data: Annotated[DataOptions, AfterValidator(_refuses_long_rows)] = Field(description="the held-out problems")
+    data: Annotated[DataOptions, AfterValidator(_refuses_long_rows)] = Field(
+        description="the held-out problems"
+    )
     every: int = Field(default=0, ge=0, description="steps; 0: only first and last")
     problems: int = Field(default=256, ge=1, description="the first ones of the data, at most")
     samples: int = Field(
-        default=0, ge=0, description="sampled completions for each problem, for pass@k; 0: greedy only"
+        default=0,
+        ge=0,
+        description="sampled completions for each problem, for pass@k; 0: greedy only",
     )
-    k: list[int] = Field(default=[1], description="values of k for eval/pass@k; each at most `samples`")
+    k: list[int] = Field(
+        default=[1], description="values of k for eval/pass@k; each at most `samples`"
+    )
     temperature: float = Field(default=1.0, gt=0.0, description="of the sampled completions")
-    correct_at: float = Field(default=1.0, description="a completion counts as correct from this reward on")
+    correct_at: float = Field(
+        default=1.0, description="a completion counts as correct from this reward on"
+    )
     metrics: Annotated[list[str], HOME] = Field(
         default=[],
-        description="further metrics of the greedy completions, each file.py:function or package.module:function",
+        description="further metrics of the greedy completions, each file.py:function or "
+        "package.module:function",
     )
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_by_token_id)] = Field(
         default=None,
@@ -143,28 +183,37 @@ class RewardOptions(Strict):
         description="registered name, package.module:function, file.py:function, or entry point"
     )
     weight: float = Field(default=1.0, description="factor of its scores in the sum")
-    options: PluginOptions = Field(default={}, description="keyword arguments handed to the function")
+    options: PluginOptions = Field(
+        default={}, description="keyword arguments handed to the function"
+    )
 
     @field_validator("options")
     @classmethod
     def _source(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        """Expands the home directory in the source of a reward model; other options belong to anyone's code."""
+        """Expands the home directory in the source of a reward model; other options belong to
+        anyone's code."""
         if info.data.get("name") == REWARD_MODEL and "source" in options:
             return options | {"source": with_home(options["source"])}
         return options
 
 
 class RewardSettings(Strict):
-    functions: list[RewardOptions] = Field(min_length=1, description="the reward is their weighted sum")
+    functions: list[RewardOptions] = Field(
+        min_length=1, description="the reward is their weighted sum"
+    )
     workers: int = Field(default=2, ge=1, description="processes that call the functions")
-    timeout_s: float = Field(default=10.0, gt=0.0, description="deadline of one call on one group of completions")
+    timeout_s: float = Field(
+        default=10.0, gt=0.0, description="deadline of one call on one group of completions"
+    )
     on_error: Literal["continue", "stop"] = Field(
         default="continue",
-        description="continue: a sample on which a function fails has no score; stop: the run ends, exit code 6",
+        description="continue: a sample on which a function fails has no score; stop: the run "
+        "ends, exit code 6",
     )
     unscored_steps: int = Field(
         default=2,
         ge=0,
-        description="steps in a row in which no completion has a score, after which the run ends with exit code 6; a "
+        description="steps in a row in which no completion has a score, after which the run ends "
+        "with exit code 6; a "
         "stage with fewer steps ends so after its last; 0: never",
     )

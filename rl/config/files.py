@@ -1,10 +1,10 @@
 """Merges configuration files and overrides, and validates the result. Reports all problems at once.
 
-Layers merge from left to right: the files in their order, then the overrides `a.b=value`, whose values are YAML without
-comments: a text is the full text.
-Mappings merge, any other value replaces; an index changes an entry of a list (`stages.1.steps=3`). `every_stage` of a
-layer merges into each stage that exists at that point, and `if_present` into the sections that exist. Relative paths
-inside a file start at the working directory.
+Layers merge from left to right: the files in their order, then the overrides `a.b=value`, whose
+values are YAML without comments: a text is the full text.
+Mappings merge, any other value replaces; an index changes an entry of a list (`stages.1.steps=3`).
+`every_stage` of a layer merges into each stage that exists at that point, and `if_present` into the
+sections that exist. Relative paths inside a file start at the working directory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def changed_keys(config: RunConfig) -> list[str]:
         if isinstance(value, Mapping) and value:
             for key, child in value.items():
                 walk(child, f"{path}.{key}" if path else key)
-        elif isinstance(value, (list, tuple)) and any(isinstance(child, Mapping) for child in value):
+        elif isinstance(value, (list, tuple)) and any(
+            isinstance(child, Mapping) for child in value
+        ):
             for number, child in enumerate(value):
                 walk(child, f"{path}.{number}")
         else:
@@ -80,7 +82,9 @@ def _changed(config: RunConfig) -> dict[str, Any]:
 
 def _merged(paths: list[str | Path], overrides: list[str]) -> Located:
     """Merges files and overrides. Raises ConfigError with all problems."""
-    layers, run_dir, problems = [], None, []
+    layers = []
+    run_dir = None
+    problems = []
     paths = [os.path.expanduser(path) for path in paths]
     resumes = [
         os.path.expanduser(text.partition("=")[2].strip())
@@ -98,7 +102,8 @@ def _merged(paths: list[str | Path], overrides: list[str]) -> Located:
             problems.append(str(error))
     if not layers and not problems:
         problems.append(
-            "no configuration: name a YAML file (rl-train configs/quickstart.yml) or the directory of a run"
+            "no configuration: name a YAML file (rl-train configs/quickstart.yml) or the "
+            "directory of a run"
         )
     for number, text in enumerate(overrides, start=1):
         try:
@@ -107,7 +112,12 @@ def _merged(paths: list[str | Path], overrides: list[str]) -> Located:
         except ConfigError as error:
             problems.append(str(error))
     if run_dir is not None:
-        layers.append(Located({"run": Located({"dir": Located(run_dir, run_dir, run_dir)}, run_dir, run_dir)}, run_dir))
+        layers.append(
+            Located(
+                {"run": Located({"dir": Located(run_dir, run_dir, run_dir)}, run_dir, run_dir)},
+                run_dir,
+            )
+        )
     tree: Located | None = None
     for layer in layers:
         try:
@@ -125,10 +135,14 @@ def _read(path: str | Path, is_run: bool = False) -> Located:
     file = Path(path)
     if file.is_dir() or is_run:
         if not file.is_dir():
-            raise ConfigError(f"{path}: no such directory, so no run to continue{nearest_path(path)}")
+            raise ConfigError(
+                f"{path}: no such directory, so no run to continue{nearest_path(path)}"
+            )
         file = file / RESOLVED
         if not file.is_file():
-            raise ConfigError(f"{path}: a directory without {RESOLVED}, so no run to continue; name a YAML file")
+            raise ConfigError(
+                f"{path}: a directory without {RESOLVED}, so no run to continue; name a YAML file"
+            )
     if not file.exists():
         file = packaged(file) or file
     try:
@@ -136,12 +150,16 @@ def _read(path: str | Path, is_run: bool = False) -> Located:
             text = opened.read(yaml_tree.MAX_CHARACTERS + 1)
     except FileNotFoundError:
         if str(path).partition(".")[0] in RunConfig.model_fields:
-            raise ConfigError(f"{path}: no such file; an override has a value: {path}=VALUE") from None
+            raise ConfigError(
+                f"{path}: no such file; an override has a value: {path}=VALUE"
+            ) from None
         what = "no such file" if Path(path).suffix else "no such file, and no directory of a run"
         hint = nearest_path(path) or nearest(Path(path).name, run_names())
         raise ConfigError(f"{path}: {what}{hint}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 (byte {error.start}); save the file as UTF-8") from None
+        raise ConfigError(
+            f"{path}: not UTF-8 (byte {error.start}); save the file as UTF-8"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     tree = yaml_tree.parse(text, lambda line: f"{file}:{line}")
@@ -149,7 +167,9 @@ def _read(path: str | Path, is_run: bool = False) -> Located:
         raise ConfigError(f"{path}: the file is empty")
     if not isinstance(tree.value, dict):
         kind = "a list" if isinstance(tree.value, list) else "a single value"
-        raise ConfigError(f"{tree.where}: the file holds {kind}; a configuration is a mapping of keys to values")
+        raise ConfigError(
+            f"{tree.where}: the file holds {kind}; a configuration is a mapping of keys to values"
+        )
     return _with_older_filters(tree) if _is_of_run(file) else tree
 
 
@@ -158,13 +178,16 @@ def _is_of_run(file: Path) -> bool:
 
 
 def older_filters(directory: Path) -> list[int]:
-    """Returns the numbers of the stages of a run whose saved configuration an older version wrote, without
-    `sampling.filters`: their loss was over all ids, and stays so (`ignore`). Empty for anything else."""
+    """Returns the numbers of the stages of a run whose saved configuration an older version wrote,
+    without `sampling.filters`: their loss was over all ids, and stays so (`ignore`). Empty for
+    anything else."""
     file = directory / RESOLVED
     try:
         if not _is_of_run(file):
             return []
-        return _without_filters(yaml_tree.parse(file.read_text(encoding="utf-8-sig"), lambda line: f"{file}:{line}"))
+        return _without_filters(
+            yaml_tree.parse(file.read_text(encoding="utf-8-sig"), lambda line: f"{file}:{line}")
+        )
     except (OSError, UnicodeDecodeError, ConfigError):
         return []  # `_read` reports it
 
@@ -189,21 +212,30 @@ def _with_older_filters(tree: Located) -> Located:
     every = tree.value["stages"]
     stages = list(every.value)
     for index in older:
-        stage, sampling = stages[index], stages[index].value["sampling"]
+        stage = stages[index]
+        sampling = stages[index].value["sampling"]
         ignore = Located("ignore", sampling.where, sampling.key_where)
         sampling = Located(sampling.value | {"filters": ignore}, sampling.where, sampling.key_where)
         stages[index] = Located(stage.value | {"sampling": sampling}, stage.where, stage.key_where)
-    return Located(tree.value | {"stages": Located(stages, every.where, every.key_where)}, tree.where, tree.key_where)
+    return Located(
+        tree.value | {"stages": Located(stages, every.where, every.key_where)},
+        tree.where,
+        tree.key_where,
+    )
 
 
 def _override(text: str, place: str) -> Located:
     key, equals, value = text.partition("=")
-    key, place = key.strip(), f"{place}: {text.strip()}"
+    key = key.strip()
+    place = f"{place}: {text.strip()}"
     parts = key.split(".")
     if not equals or not all(part.strip() == part and part for part in parts):
         raise ConfigError(f"{place}: an override is key.path=value, e.g. stages.1.steps=3")
     if not value.strip():
-        raise ConfigError(f"{place}: no value after `=`; write {key}=null for none or {key}=\"''\" for an empty text")
+        raise ConfigError(
+            f"{place}: no value after `=`; write {key}=null for none or {key}=\"''\" for an empty "
+            "text"
+        )
     where = place.split(": ")[0]
     value = value.lstrip() if text.partition("=")[0].endswith(" ") else value  # `key = value`
     item = yaml_tree.typed_value(value, where)
@@ -226,19 +258,25 @@ def _takes_texts_only(parts: list[str]) -> bool:
 
 
 def cut_texts(paths: Sequence[str | Path]) -> list[str]:
-    """Returns a note for each unquoted text of the files that ends at ` #`, where YAML begins a comment.
+    """Returns a note for each unquoted text of the files that ends at ` #`, where YAML begins a
+    comment.
 
     Values of keys with a list of choices are left out: what follows them is a comment.
     """
     notes = []
     for file in (Path(path).expanduser() for path in paths):
-        file = file / RESOLVED if file.is_dir() else file if file.exists() else packaged(file) or file
+        file = (
+            file / RESOLVED if file.is_dir() else file if file.exists() else packaged(file) or file
+        )
         text = file.read_text(encoding="utf-8-sig")
-        for path, where, value in yaml_tree.cut_texts(text, lambda line, file=file: f"{file}:{line}"):
+        for path, where, value in yaml_tree.cut_texts(
+            text, lambda line, file=file: f"{file}:{line}"
+        ):
             if not _is_choice(path):
                 dotted = ".".join(map(str, path))
                 notes.append(
-                    f"{where}: {dotted}: the text ends before ` #`, where a comment begins: {value!r}; if it goes on, "
+                    f"{where}: {dotted}: the text ends before ` #`, where a comment begins: "
+                    f"{value!r}; if it goes on, "
                     "quote the full text"
                 )
     return notes
@@ -263,7 +301,8 @@ def _with_every_stage(tree: Located) -> Located:
         raise ConfigError(f"{over.place}: every_stage: must be a mapping of the keys of a stage")
     if stages is None or not isinstance(stages.value, list):
         raise ConfigError(
-            f"{over.place}: every_stage: there are no stages; name this file after the file that has them"
+            f"{over.place}: every_stage: there are no stages; name this file after the file that "
+            "has them"
         )
     merged = [yaml_tree.merge(s, over, rules_at, ("stages", i)) for i, s in enumerate(stages.value)]
     rest = {key: item for key, item in tree.value.items() if key != "every_stage"}
@@ -276,14 +315,21 @@ def _with_presets(tree: Located) -> Located:
     if stages is None or not isinstance(stages.value, list):
         return tree
     merged = [_over_preset(stage, ("stages", i)) for i, stage in enumerate(stages.value)]
-    return Located(tree.value | {"stages": Located(merged, stages.where, stages.key_where)}, tree.where)
+    return Located(
+        tree.value | {"stages": Located(merged, stages.where, stages.key_where)}, tree.where
+    )
 
 
 def _over_preset(stage: Located, path: tuple) -> Located:
     algorithm = stage.value.get("algorithm") if isinstance(stage.value, dict) else None
-    if algorithm is None or not isinstance(algorithm.value, dict) or "preset" not in algorithm.value:
+    if (
+        algorithm is None
+        or not isinstance(algorithm.value, dict)
+        or "preset" not in algorithm.value
+    ):
         return stage
-    preset, known = algorithm.value["preset"], presets()
+    preset = algorithm.value["preset"]
+    known = presets()
     if not isinstance(preset.value, str) or preset.value not in known:
         dotted = ".".join(map(str, path))
         raise ConfigError(
@@ -291,13 +337,19 @@ def _over_preset(stage: Located, path: tuple) -> Located:
             f"{nearest(yaml_tree.plain(preset), known)}"
         )
     base = yaml_tree.parse(
-        known[preset.value].read_text(encoding="utf-8"), lambda line: f"configs/presets/{preset.value}.yml:{line}"
+        known[preset.value].read_text(encoding="utf-8"),
+        lambda line: f"configs/presets/{preset.value}.yml:{line}",
     )
     own = Located(
-        {key: item for key, item in algorithm.value.items() if key != "preset"}, algorithm.where, algorithm.key_where
+        {key: item for key, item in algorithm.value.items() if key != "preset"},
+        algorithm.where,
+        algorithm.key_where,
     )
     return yaml_tree.merge(
-        base, Located(stage.value | {"algorithm": own}, stage.where, stage.key_where), rules_at, path
+        base,
+        Located(stage.value | {"algorithm": own}, stage.where, stage.key_where),
+        rules_at,
+        path,
     )
 
 
@@ -308,7 +360,9 @@ def _with_if_present(tree: Located) -> Located:
     if not isinstance(over.value, dict):
         raise ConfigError(f"{over.place}: if_present: must be a mapping of sections of a run")
     # A misspelt section is never present, so nothing else would report it.
-    sections = [name for name in RunConfig.model_fields if name not in ("every_stage", "if_present")]
+    sections = [
+        name for name in RunConfig.model_fields if name not in ("every_stage", "if_present")
+    ]
     unknown = [key for key in over.value if key not in sections]
     if unknown:
         raise ConfigError(
@@ -318,8 +372,14 @@ def _with_if_present(tree: Located) -> Located:
                 for key in unknown
             )
         )
-    present = {key: item for key, item in over.value.items() if key in tree.value and tree.value[key].value is not None}
-    rest = Located({key: item for key, item in tree.value.items() if key != "if_present"}, tree.where)
+    present = {
+        key: item
+        for key, item in over.value.items()
+        if key in tree.value and tree.value[key].value is not None
+    }
+    rest = Located(
+        {key: item for key, item in tree.value.items() if key != "if_present"}, tree.where
+    )
     return yaml_tree.merge(rest, Located(present, over.where), rules_at) if present else rest
 
 
@@ -329,7 +389,10 @@ def rules_at(path: tuple) -> Rules:
     if model is None or not issubclass(model, Strict):
         return Rules()
     one = model.exactly_one
-    others = {key: {other: model.belongs_to.get(other, ()) for other in one if other != key} for key in one}
+    others = {
+        key: {other: model.belongs_to.get(other, ()) for other in one if other != key}
+        for key in one
+    }
     return Rules(model.shorthand, others)
 
 
@@ -357,8 +420,8 @@ def _is_model(kind: Any) -> bool:
 def validate(tree: Located) -> tuple[RunConfig | None, list[Problem]]:
     """Validates a tree. Returns (configuration, problems).
 
-    Validates again without the refused keys, so that names and paths can be checked too. The configuration is None if
-    that fails, for instance because a required key is wrong.
+    Validates again without the refused keys, so that names and paths can be checked too. The
+    configuration is None if that fails, for instance because a required key is wrong.
     """
     values = yaml_tree.plain(tree)
     try:
@@ -387,12 +450,15 @@ def _left_out(values: Any, path: tuple) -> bool:
 
 def _problems(error: Mapping[str, Any]) -> list[Problem]:
     """Returns the problems of one error of pydantic."""
-    path, kind = tuple(error["loc"]), error["type"]
+    path = tuple(error["loc"])
+    kind = error["type"]
     if kind == "extra_forbidden":
         model = _model_at(path[:-1])
         if path[-1] in RENAMED:
             return [(path, f"this key is called `{RENAMED[path[-1]]}` now")]
-        return [(path, unknown_key(path, error["input"], list(model.model_fields) if model else []))]
+        return [
+            (path, unknown_key(path, error["input"], list(model.model_fields) if model else []))
+        ]
     if kind == "missing":
         return [(path, "this key is required")]
     if kind == "too_short":
@@ -403,7 +469,9 @@ def _problems(error: Mapping[str, Any]) -> list[Problem]:
     if kind == "value_error":
         cause = error["ctx"]["error"]
         if isinstance(cause, ValidationError):
-            return [(path + inner, text) for one in cause.errors() for inner, text in _problems(one)]
+            return [
+                (path + inner, text) for one in cause.errors() for inner, text in _problems(one)
+            ]
         return [((*path, "name") if _model_at(path) is AlgorithmOptions else path, str(cause))]
     if kind == "unknown_option":
         if path[-1] in RENAMED:
@@ -413,9 +481,24 @@ def _problems(error: Mapping[str, Any]) -> list[Problem]:
     if kind == "model_type" and _model_at(path) is OptimizerOptions:
         return [(path, f"must be a mapping of keys to values, got {value!r}; {foreign.OPTIMIZER}")]
     if kind == "list_type" and path == ("stages",):
-        return [(path, f"must be a list with an entry for each stage, {_A_STAGE}, got a {type(value).__name__}")]
-    shown = repr(value) if value is None or isinstance(value, (str, int, float, bool)) else f"a {type(value).__name__}"
-    return [(path, f"{_MESSAGES.get(kind) or error['msg'].replace('Input should', 'must')}, got {shown}")]
+        return [
+            (
+                path,
+                f"must be a list with an entry for each stage, {_A_STAGE}, got a "
+                f"{type(value).__name__}",
+            )
+        ]
+    shown = (
+        repr(value)
+        if value is None or isinstance(value, (str, int, float, bool))
+        else f"a {type(value).__name__}"
+    )
+    return [
+        (
+            path,
+            f"{_MESSAGES.get(kind) or error['msg'].replace('Input should', 'must')}, got {shown}",
+        )
+    ]
 
 
 _A_STAGE = "such as `- {algorithm: sft, steps: 100}`"
@@ -425,7 +508,8 @@ def _empty(path: tuple, error: Mapping[str, Any]) -> str:
     """Returns the message about a list with too few entries."""
     if path == ("stages",):
         return f"there is no stage to run; add one, {_A_STAGE}"
-    least, count = error["ctx"]["min_length"], error["ctx"]["actual_length"]
+    least = error["ctx"]["min_length"]
+    count = error["ctx"]["actual_length"]
     return f"has {count} entries, and needs {least} or more"
 
 

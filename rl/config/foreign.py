@@ -1,6 +1,7 @@
 """Lists keys of TRL, verl, Tunix and OpenRLHF, so that a message can say the key of Duet.
 
-Sources: trl/trainer/grpo_config.py, verl/trainer/config, tunix/cli/base_config.yaml, openrlhf/cli/train_ppo_ray.py.
+Sources: trl/trainer/grpo_config.py, verl/trainer/config, tunix/cli/base_config.yaml,
+openrlhf/cli/train_ppo_ray.py.
 """
 
 _LEARNING_RATE = "stages.N.optimizer.learning_rate"
@@ -145,18 +146,22 @@ FOREIGN: dict[str, str] = {
     "gradient_checkpointing": "model.remat",
     "max_num_seqs": "generator.slots",
 }
-"""Last part of the other framework's key -> key of Duet. N: number of a stage, or of an entry of another list."""
+"""Last part of the other framework's key -> key of Duet. N: number of a stage, or of an entry of
+another list."""
 
 _NOTES: dict[str, str] = {
-    "lr_scheduler_type lr_scheduler": "`constant` by default; `linear` or `cosine`, down to `final_fraction`",
+    "lr_scheduler_type lr_scheduler": "`constant` by default; `linear` or `cosine`, down to "
+    "`final_fraction`",
     "warmup warmup_steps lr_warmup_steps": "updates",
-    "warmup_ratio lr_warmup_steps_ratio": "updates, not a ratio: write ratio x `steps` x `updates_per_step`",
+    "warmup_ratio lr_warmup_steps_ratio": "updates, not a ratio: write ratio x `steps` x "
+    "`updates_per_step`",
     "batch_size train_batch_size rollout_batch_size generation_batch_size": (
         "prompts, not completions: TRL counts completions, so divide its batch by `num_generations`"
     ),
     "num_generations n_samples_per_prompt group_size n": "the group",
     "repetition_penalty presence_penalty frequency_penalty logit_bias": (
-        "not in stages: it changes ratios of probabilities, and the loss takes those of the policy itself"
+        "not in stages: it changes ratios of probabilities, and the loss takes those of the "
+        "policy itself"
     ),
     "sequence_bias": "of single tokens, and not in stages: it changes ratios of probabilities",
     "min_tokens min_new_tokens": "evaluations have their own",
@@ -165,27 +170,34 @@ _NOTES: dict[str, str] = {
         "prompt and completion together: add `max_new_tokens` to the longest prompt"
     ),
     "beta kl_loss_coef init_kl_coef init_coef": (
-        "weight of the KL term in the loss. For DPO write `stages.N.algorithm.beta`; for a KL term in the "
+        "weight of the KL term in the loss. For DPO write `stages.N.algorithm.beta`; for a KL "
+        "term in the "
         "rewards `kl_reward_coef`"
     ),
     "kl_loss_type estimator": "`k3` is `low_var_kl` of verl; `k2` is `mse`; `k1` is only logged",
     "clip_ratio_high": "null: equal to `epsilon`",
     "loss_type loss_agg_mode": (
-        "TRL: `grpo` is `sequence`, `dapo` is `token`, `dr_grpo` is `constant`. verl: `token-mean` is "
-        "`token`, `seq-mean-token-sum` is `sequence_sum`, `seq-mean-token-mean` is `sequence`. For DPO and "
+        "TRL: `grpo` is `sequence`, `dapo` is `token`, `dr_grpo` is `constant`. verl: "
+        "`token-mean` is "
+        "`token`, `seq-mean-token-sum` is `sequence_sum`, `seq-mean-token-mean` is `sequence`. "
+        "For DPO and "
         "KTO write `stages.N.algorithm.loss_type`"
     ),
     "scale_rewards": "`group`, `batch` or `none`; verl: `norm_adv_by_std_in_grpo: false` is `none`",
     "vllm_importance_sampling_correction rollout_is": (
         "not needed for rollouts of the same weights: generator and trainer are one decoder"
     ),
-    "adv_estimator advantage_estimator trainer": "`gae` is `ppo`, `reinforce_plus_plus` is `reinforce_pp`",
+    "adv_estimator advantage_estimator trainer": "`gae` is `ppo`, `reinforce_plus_plus` is "
+    "`reinforce_pp`",
     "epochs num_epochs num_train_epochs total_epochs num_episodes": "in place of `stages.N.steps`",
-    "eval_steps eval_every_n_steps": "for the loss; `evaluation.every` for the accuracy of completions",
-    "eval_strategy evaluation_strategy": "a number of steps; 0: before the first and after the last one",
+    "eval_steps eval_every_n_steps": "for the loss; `evaluation.every` for the accuracy of "
+    "completions",
+    "eval_strategy evaluation_strategy": "a number of steps; 0: before the first and after the "
+    "last one",
     "metric_for_best_model": "`held_out/loss` is `eval_loss`",
     "greater_is_better": "`max` is true, `min` is false",
-    "load_best_model_at_end": "`best` (default) is true, `last` is false; it needs `metric` and `mode`",
+    "load_best_model_at_end": "`best` (default) is true, `last` is false; it needs `metric` and "
+    "`mode`",
     "eval_dataset": "for the loss; `evaluation.data` for the accuracy of completions",
     "steps_per_generation": "TRL: `steps_per_generation / gradient_accumulation_steps`",
     "reward_funcs reward_functions custom_reward_function": "`file.py:function`",
@@ -194,38 +206,57 @@ _NOTES: dict[str, str] = {
     "gradient_checkpointing": "`none`, `full`, and policies between them",
 }
 NOTES = {word: note for words, note in _NOTES.items() for word in words.split()}
-"""Last part of the other framework's key -> how its value becomes that of the key of Duet: the last column of the table
-in docs/from_other_frameworks.md."""
+"""Last part of the other framework's key -> how its value becomes that of the key of Duet: the last
+column of the table in docs/from_other_frameworks.md."""
 
-OPTIMIZER = "Duet trains with AdamW: leave this out, or write its keys, such as `optimizer: {learning_rate: 1.0e-5}`"
+OPTIMIZER = (
+    "Duet trains with AdamW: leave this out, or write its keys, such as `optimizer: "
+    "{learning_rate: 1.0e-5}`"
+)
 
 ABSENT: dict[str, str] = {
     **dict.fromkeys(
         (
-            *("use_vllm", "vllm_config", "vllm_mode", "vllm_gpu_memory_utilization", "gpu_memory_utilization"),
+            *(
+                "use_vllm",
+                "vllm_config",
+                "vllm_mode",
+                "vllm_gpu_memory_utilization",
+                "gpu_memory_utilization",
+            ),
             *("rollout_engine", "enforce_eager", "vllm_num_engines", "vllm_tensor_parallel_size"),
         ),
-        "Duet trains and generates with one decoder, without vLLM: leave this out; `generator` has its options",
+        "Duet trains and generates with one decoder, without vLLM: leave this out; `generator` "
+        "has its options",
     ),
-    "tensor_model_parallel_size": "training and rollouts share one mesh: leave this out, and see `mesh.tensor`",
+    "tensor_model_parallel_size": "training and rollouts share one mesh: leave this out, and see "
+    "`mesh.tensor`",
     **dict.fromkeys(
         (*("num_iterations", "ppo_epochs", "max_epochs"),),
-        "each completion is used once: leave this out; `stages.N.updates_per_step` splits the completions of a step",
+        "each completion is used once: leave this out; `stages.N.updates_per_step` splits the "
+        "completions of a step",
     ),
     **dict.fromkeys(
         (
-            *("per_device_train_batch_size", "ppo_micro_batch_size_per_gpu", "micro_train_batch_size"),
+            *(
+                "per_device_train_batch_size",
+                "ppo_micro_batch_size_per_gpu",
+                "micro_train_batch_size",
+            ),
             *("micro_batch_size", "train_micro_batch_size", "gradient_accumulation_steps"),
         ),
-        "leave this out: `stages.N.prompts_per_step` sets the batch, and `stages.N.micro_batch` changes speed and "
+        "leave this out: `stages.N.prompts_per_step` sets the batch, and `stages.N.micro_batch` "
+        "changes speed and "
         "memory only",
     ),
     **dict.fromkeys(("optim", "optim_type"), OPTIMIZER),
     **dict.fromkeys(
-        ("peft_config", "lora_r", "lora_rank"), "Duet has no adapters and trains all weights: leave this out"
+        ("peft_config", "lora_r", "lora_rank"),
+        "Duet has no adapters and trains all weights: leave this out",
     ),
     "resume_from_checkpoint": "leave this out: `rl-train RUN` continues a run",
     "report_to": "write `run.tensorboard` or `run.wandb`",
-    "ppo_mini_batch_size": "write `stages.N.updates_per_step`: prompts_per_step divided by this number",
+    "ppo_mini_batch_size": "write `stages.N.updates_per_step`: prompts_per_step divided by this "
+    "number",
 }
 """Last part of the other framework's key -> why Duet has no such key, and what to do."""

@@ -21,13 +21,16 @@ from rl.config.run import RunConfig
 _SHOWN = 3  # most places or keys in one hint
 _OPTIONS = "stages.N.algorithm."
 
-RENAMED: dict[str, str] = json.loads(Path(__file__).with_name("renamed.json").read_text(encoding="utf-8"))
+RENAMED: dict[str, str] = json.loads(
+    Path(__file__).with_name("renamed.json").read_text(encoding="utf-8")
+)
 """Key of an earlier version -> its name now."""
 
 
 @functools.cache
 def schema_keys() -> tuple[str, ...]:
-    """Returns the dotted path of every key, options of all algorithms included; N is the index in a list."""
+    """Returns the dotted path of every key, options of all algorithms included; N is the index in a
+    list."""
     options = {option: None for name in rl.algorithms.known() for option in _options(name)}
     return (*_keys(RunConfig, ""), *(_OPTIONS + option for option in options))
 
@@ -44,7 +47,9 @@ def models_in(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, False
     for argument in typing.get_args(annotation):
-        yield from ((model, typing.get_origin(annotation) is list) for model, _ in models_in(argument))
+        yield from (
+            (model, typing.get_origin(annotation) is list) for model, _ in models_in(argument)
+        )
 
 
 def _options(algorithm: str) -> list[str]:
@@ -52,22 +57,28 @@ def _options(algorithm: str) -> list[str]:
 
 
 def key_for(word: str) -> str | None:
-    """Returns the first key that a name, a dotted path or a word of another framework stands for, or None.
+    """Returns the first key that a name, a dotted path or a word of another framework stands for,
+    or None.
 
     The key has the index 0 in place of N, or the indices of the path.
     """
     if re.sub(r"\.\d+(?=\.)", ".N", word) in schema_keys():
         return word
-    key = FOREIGN.get(word) or next((key for key in schema_keys() if key.rpartition(".")[2] == word), None)
+    key = FOREIGN.get(word) or next(
+        (key for key in schema_keys() if key.rpartition(".")[2] == word), None
+    )
     return key.replace(".N", ".0") if key else None
 
 
 def unknown_key(path: tuple, value: Any, siblings: list[str]) -> str:
     """Returns the message about a key that its section does not have.
 
-    path: of the unknown key. value: its value, whose keys are explained too. siblings: valid keys of the section.
+    path: of the unknown key. value: its value, whose keys are explained too. siblings: valid keys
+    of the section.
     """
-    hint = (_inside(value) if isinstance(value, dict) and path[-1] in ABSENT else None) or _elsewhere(path)
+    hint = (
+        _inside(value) if isinstance(value, dict) and path[-1] in ABSENT else None
+    ) or _elsewhere(path)
     hint = hint or _inside(value)
     return f"unknown key; {hint}" if hint else f"unknown key{nearest(path[-1], siblings)}"
 
@@ -81,19 +92,31 @@ def unknown_option(path: tuple, algorithm: str) -> str:
 
 
 def _elsewhere(path: tuple, options: list[str] | None = None) -> str | None:
-    """Says where the key at `path` belongs, or None. options: of the algorithm whose section holds the key."""
-    word, parent = str(path[-1]), ".".join("N" if isinstance(part, int) else str(part) for part in path[:-1])
+    """Says where the key at `path` belongs, or None. options: of the algorithm whose section holds
+    the key."""
+    word = str(path[-1])
+    parent = ".".join("N" if isinstance(part, int) else str(part) for part in path[:-1])
     if word in ABSENT:
         return ABSENT[word]
     name = FOREIGN.get(word, "")
     # An option of other algorithms is no answer for this one.
-    if name and not (options is not None and name.startswith(_OPTIONS) and name.removeprefix(_OPTIONS) not in options):
+    if name and not (
+        options is not None
+        and name.startswith(_OPTIONS)
+        and name.removeprefix(_OPTIONS) not in options
+    ):
         note = f": {NOTES[word]}" if word in NOTES else ""
         return (
-            f"Duet calls it `{name}`" if name.rpartition(".")[2] != word else f"it belongs to {_section(name)}"
+            f"Duet calls it `{name}`"
+            if name.rpartition(".")[2] != word
+            else f"it belongs to {_section(name)}"
         ) + note
     close = difflib.get_close_matches(word, options or (), n=1, cutoff=0.8)
-    places = [key for key in schema_keys() if key.rpartition(".")[2] == word and key.rpartition(".")[0] != parent]
+    places = [
+        key
+        for key in schema_keys()
+        if key.rpartition(".")[2] == word and key.rpartition(".")[0] != parent
+    ]
     if not places or close:
         return None
     return "it belongs to " + " or ".join(_section(key) for key in places[:_SHOWN])

@@ -16,7 +16,8 @@ def _with_axes(**sizes: int) -> Callable[[type[AnySection]], type[AnySection]]:
 
     def complete(section: type[AnySection]) -> type[AnySection]:
         keys: dict[str, Any] = {
-            axis: (int, Field(default=sizes.get(axis, 1), description=text)) for axis, text in DESCRIPTIONS.items()
+            axis: (int, Field(default=sizes.get(axis, 1), description=text))
+            for axis, text in DESCRIPTIONS.items()
         }
         return with_keys(section, keys)
 
@@ -25,38 +26,44 @@ def _with_axes(**sizes: int) -> Callable[[type[AnySection]], type[AnySection]]:
 
 @_with_axes()
 class SliceOptions(Section):
-    """How many times as large each axis is over several slices, which a slow network joins; -1 takes all slices. Choose
-    axes that communicate little: `data`, or `fsdp` where weights do not fit otherwise."""
+    """How many times as large each axis is over several slices, which a slow network joins; -1
+    takes all slices. Choose axes that communicate little: `data`, or `fsdp` where weights do not
+    fit otherwise."""
 
 
 @_with_axes(fsdp=-1)
 class MeshOptions(Section):
-    """Number of devices along each axis; -1 takes all that remain. See docs/meshes.md. The axes diloco, stage,
-    fsdp_transpose, context_usp_ulysses, context_autoregressive, tensor_sequence and autoregressive of other frameworks
-    may be set here to 1 device."""
+    """Number of devices along each axis; -1 takes all that remain. See docs/meshes.md. The axes
+    diloco, stage, fsdp_transpose, context_usp_ulysses, context_autoregressive, tensor_sequence and
+    autoregressive of other frameworks may be set here to 1 device."""
 
     dcn: SliceOptions | None = Field(
         default=None,
-        description="the same over slices, times those above; null: one slice, and TPUs in several are refused",
+        description="the same over slices, times those above; null: one slice, and TPUs in "
+        "several are refused",
     )
     rules: dict[str, list[str]] = Field(
         default={}, description="logical axis: mesh axes, merged over the default rules"
     )
     shard_optimizer_over_data: bool = Field(
         default=False,
-        description="moments and sums of gradients are sharded over `data` as well, where weights are replicated "
+        description="moments and sums of gradients are sharded over `data` as well, where weights "
+        "are replicated "
         "(ZeRO stage 1)",
     )
     shard_mode: Literal["auto", "explicit"] = Field(
         default="auto",
-        description="auto: shardings are hints, and the partitioner decides; explicit: the decoder's shardings are "
-        "types in training and scoring, where an operation that leaves its sharding open is an error (docs/meshes.md)",
+        description="auto: shardings are hints, and the partitioner decides; explicit: the "
+        "decoder's shardings are "
+        "types in training and scoring, where an operation that leaves its sharding open is an "
+        "error (docs/meshes.md)",
     )
     sharding_tolerance: float = Field(
         default=0.02,
         ge=0.0,
         le=1.0,
-        description="share of the weights that a mesh which shards weights may leave replicated; more is an error",
+        description="share of the weights that a mesh which shards weights may leave replicated; "
+        "more is an error",
     )
 
     @model_validator(mode="before")
@@ -67,7 +74,9 @@ class MeshOptions(Section):
             return values
         for name in values.keys() & UNUSED.keys():
             if values[name] != 1:
-                raise ValueError(f"{name}: only 1 device is possible, got {values[name]}: {UNUSED[name]}")
+                raise ValueError(
+                    f"{name}: only 1 device is possible, got {values[name]}: {UNUSED[name]}"
+                )
         return {name: value for name, value in values.items() if name not in UNUSED}
 
     @property
@@ -83,7 +92,11 @@ def problems(mesh: MeshOptions) -> Iterator[tuple[tuple, str]]:
             if size < 1 and size != -1:
                 yield (*where, axis), f"must be at least 1, or -1 for what is left, got {size}"
         if sum(size == -1 for size in sizes.values()) > 1:
-            yield where, "only one axis can be -1" + (" (fsdp is, unless it is set)" if section is mesh else "")
+            yield (
+                where,
+                "only one axis can be -1"
+                + (" (fsdp is, unless it is set)" if section is mesh else ""),
+            )
     yield from rule_problems(mesh.rules, ("mesh", "rules"))
 
 

@@ -16,7 +16,8 @@ from rl.config.schema import FINITE, HOME, Section, Strict, fields_of
 
 @fields_of(HyperConnections)
 class HyperConnectionOptions(Section):
-    """Manifold-constrained hyper-connections (arXiv 2512.24880) in place of the residual connections of all layers."""
+    """Manifold-constrained hyper-connections (arXiv 2512.24880) in place of the residual
+    connections of all layers."""
 
     @model_validator(mode="after")
     def _possible(self):
@@ -26,8 +27,9 @@ class HyperConnectionOptions(Section):
 
 @fields_of(EngramSection)
 class EngramOptions(Section):
-    """Engram (arXiv 2601.07372): in some layers, a table of vectors that the last tokens look up by their hash. Tokens
-    whose texts differ in spelling only (capitals, accents, white space) count as one."""
+    """Engram (arXiv 2601.07372): in some layers, a table of vectors that the last tokens look up by
+    their hash. Tokens whose texts differ in spelling only (capitals, accents, white space) count as
+    one."""
 
     @model_validator(mode="after")
     def _possible(self):
@@ -41,15 +43,18 @@ _EXTENSIONS: tuple[str, ...] = ("hyper_connections", "engram", "multi_token_pred
 
 @fields_of(MultiTokenPrediction, depth=1)
 class MultiTokenPredictionOptions(Section):
-    """Modules next to the decoder that predict further tokens, each with a layer like the decoder's last. A directory
-    holds their weights in the format of DeepSeek-V3's layer 61 or of an earlier run. They start from random weights
-    where its config.json announces none (`num_nextn_predict_layers` absent or 0) and no file has a part of one.
-    `missing` is for directories that announce modules without weights, and for a depth beyond the modules in the files.
+    """Modules next to the decoder that predict further tokens, each with a layer like the decoder's
+    last. A directory holds their weights in the format of DeepSeek-V3's layer 61 or of an earlier
+    run. They start from random weights where its config.json announces none
+    (`num_nextn_predict_layers` absent or 0) and no file has a part of one. `missing` is for
+    directories that announce modules without weights, and for a depth beyond the modules in the
+    files.
     """
 
     missing: Literal["refuse", "fresh"] = Field(
         default="refuse",
-        description="modules that the files should hold and lack: refuse the directory, or start them from random "
+        description="modules that the files should hold and lack: refuse the directory, or start "
+        "them from random "
         "weights",
     )
 
@@ -63,41 +68,49 @@ class ModelOptions(Section):
     shorthand: ClassVar[str | None] = "source"
 
     source: Annotated[str, HOME] = Field(
-        description="Hugging Face directory, the name of a file in configs/models/ (random weights), or a model on the "
+        description="Hugging Face directory, the name of a file in configs/models/ (random "
+        "weights), or a model on the "
         "Hugging Face hub: org/name, or hf://org/name@revision"
     )
     overrides: Annotated[dict[str, Any], FINITE] = Field(
-        default={}, description="keys of the Hugging Face configuration to change; random weights only"
+        default={},
+        description="keys of the Hugging Face configuration to change; random weights only",
     )
     remat: Literal[REMAT_POLICIES] = Field(  # pyright: ignore[reportInvalidTypeForm]
         default="full",
-        description="which activations are recomputed: full keeps only the input of each layer, none keeps all; "
+        description="which activations are recomputed: full keeps only the input of each layer, "
+        "none keeps all; "
         "memory.md describes the others",
     )
     remat_tensors: dict[str, Literal["device", "offload", "remat"]] = Field(
         default={},
-        description="remat: custom only: where each tensor named in memory.md is kept (offload: host memory), or remat",
+        description="remat: custom only: where each tensor named in memory.md is kept (offload: "
+        "host memory), or remat",
     )
     hyper_connections: HyperConnectionOptions | None = Field(
-        default=None, description="several residual streams; `{}` for the defaults; random weights only"
+        default=None,
+        description="several residual streams; `{}` for the defaults; random weights only",
     )
     engram: EngramOptions | None = Field(
         default=None, description="tables that the last tokens look up; random weights only"
     )
     multi_token_prediction: MultiTokenPredictionOptions | None = Field(
         default=None,
-        description="modules that predict further tokens; null: none, or what the directory's config.json says",
+        description="modules that predict further tokens; null: none, or what the directory's "
+        "config.json says",
     )
 
     media: Literal["auto", "never"] = Field(
         default="auto",
-        description="pictures and sounds: auto reads those of the data with the towers of the model; never reads no "
+        description="pictures and sounds: auto reads those of the data with the towers of the "
+        "model; never reads no "
         "tower, and refuses rows with them",
     )
     media_rows: int | None = Field(
         default=None,
         ge=1,
-        description="most embeddings that the pictures and sounds of one row of data may fill; longer rows are "
+        description="most embeddings that the pictures and sounds of one row of data may fill; "
+        "longer rows are "
         "refused. null: as many as max_length has room for",
     )
 
@@ -128,12 +141,16 @@ class ChatTemplateOptions(Strict):
         default=None, description="file of a jinja chat template; default: the tokenizer's own"
     )
     variables: dict[str, Any] = Field(
-        default={}, description="variables of the template, such as {enable_thinking: false}, wherever it is rendered"
+        default={},
+        description="variables of the template, such as {enable_thinking: false}, wherever it is "
+        "rendered",
     )
     history: Literal["template", "last"] = Field(
         default="template",
-        description="turns of a demonstration that the template rewrites when the next message is added: template: "
-        "each is learned in a row of its own, as it was when it was the last; last: only turns that the "
+        description="turns of a demonstration that the template rewrites when the next message is "
+        "added: template: "
+        "each is learned in a row of its own, as it was when it was the last; last: only turns "
+        "that the "
         "full conversation leaves as they were are learned",
     )
 
@@ -153,45 +170,56 @@ class TokenizerOptions(Strict):
     source: Annotated[str | None, HOME] = Field(
         default=None,
         description="directory of a tokenizer, a repository of the Hugging Face hub (org/name, "
-        "hf://org/name@revision), or a built-in one: bytes, characters; default: the model's directory",
+        "hf://org/name@revision), or a built-in one: bytes, characters; default: the model's "
+        "directory",
     )
     alphabet: str | None = Field(default=None, description="characters: the characters that exist")
     chat_template: ChatTemplateOptions | None = Field(
-        default=None, description="file of a jinja chat template that replaces the tokenizer's own, and its variables"
+        default=None,
+        description="file of a jinja chat template that replaces the tokenizer's own, and its "
+        "variables",
     )
     date: Annotated[str | None, AfterValidator(_as_date)] = Field(
         default=None,
-        description="the day that chat templates read as today, as 2026-01-31; null: the day on which the run first "
+        description="the day that chat templates read as today, as 2026-01-31; null: the day on "
+        "which the run first "
         "starts",
     )
 
 
 class TeacherOptions(Strict):
-    """A frozen model whose next-token distributions a stage learns from (`distill`), on the mesh of the run: `source`.
-    Or its likeliest tokens, which `rl teach` wrote: `files`."""
+    """A frozen model whose next-token distributions a stage learns from (`distill`), on the mesh of
+    the run: `source`. Or its likeliest tokens, which `rl teach` wrote: `files`."""
 
     shorthand: ClassVar[str | None] = "source"
     exactly_one: ClassVar[tuple[str, ...]] = ("source", "files")
 
     source: Annotated[str | None, HOME] = Field(
         default=None,
-        description="Hugging Face directory with the tokenizer of the run, the directory of a finished run, or a model "
-        "on the hub; or the name of a file in configs/models/ (random weights, to try a configuration)",
+        description="Hugging Face directory with the tokenizer of the run, the directory of a "
+        "finished run, or a model "
+        "on the hub; or the name of a file in configs/models/ (random weights, to try a "
+        "configuration)",
     )
     files: Annotated[str | None, HOME] = Field(
-        default=None, description="directory that `rl teach` wrote; the run then loads no teacher; see distillation.md"
+        default=None,
+        description="directory that `rl teach` wrote; the run then loads no teacher; see "
+        "distillation.md",
     )
     overrides: Annotated[dict[str, Any], FINITE] = Field(
-        default={}, description="keys of the Hugging Face configuration to change; random weights only"
+        default={},
+        description="keys of the Hugging Face configuration to change; random weights only",
     )
     dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None, description="type of its products and weights; null: model.dtype"
     )
     weights: StoredType | None = Field(
         default=None,
-        description="type in which the weights of its products are stored, with a scale per output channel; null: "
+        description="type in which the weights of its products are stored, with a scale per "
+        "output channel; null: "
         "dtype",
     )
     host_memory: bool = Field(
-        default=False, description="its weights live in host memory; one layer at a time is on the device"
+        default=False,
+        description="its weights live in host memory; one layer at a time is on the device",
     )

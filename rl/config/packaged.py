@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# configs/ is next to the package `rl`, in a checkout and in an installation. importlib.resources cannot open it after
-# `pip install -e` on Python 3.11: a folder without Python files is a namespace package, and `files` raises
-# NotADirectoryError.
+# configs/ is next to the package `rl`, in a checkout and in an installation. importlib.resources
+# cannot open it after `pip install -e` on Python 3.11: a folder without Python files is a namespace
+# package, and `files` raises NotADirectoryError.
 PACKAGED = Path(__file__).resolve().parents[2] / "configs"
 
 
 def packaged(name: str | Path) -> Path | None:
-    """Returns the packaged configuration that `tiny`, `tiny.yml` or `configs/tiny.yml` names, or None."""
+    """Returns the packaged configuration that `tiny`, `tiny.yml` or `configs/tiny.yml` names, or
+    None."""
     path = Path(name)
     if path.is_absolute() or ".." in path.parts:
         return None
@@ -33,5 +34,6 @@ def model_presets() -> dict[str, Path]:
 
 
 def presets() -> dict[str, Path]:
-    """Returns name -> file of configs/presets/: an algorithm with the options of a paper, and keys of its stage."""
+    """Returns name -> file of configs/presets/: an algorithm with the options of a paper, and keys
+    of its stage."""
     return {path.stem: path for path in sorted((PACKAGED / "presets").glob("*.yml"))}

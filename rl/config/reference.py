@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md from the schema: `python -m rl.config.reference > docs/configuration.md`."""
+"""Writes docs/configuration.md from the schema: `python -m rl.config.reference >
+docs/configuration.md`."""
 
 from __future__ import annotations
 
@@ -79,7 +80,11 @@ def _sections() -> dict[type[BaseModel], list[str]]:
 def _section(model: type[BaseModel], paths: list[str]) -> str:
     title = ", ".join(f"`{path}`" for path in paths if path) or "Top level"
     lines = [f"## {title}", ""]
-    if model.__doc__ and model not in (RunConfig, AlgorithmOptions) and model.__doc__ != Strict.__doc__:
+    if (
+        model.__doc__
+        and model not in (RunConfig, AlgorithmOptions)
+        and model.__doc__ != Strict.__doc__
+    ):
         lines += [inspect.cleandoc(model.__doc__), ""]
     if model is AlgorithmOptions:
         lines += ["The name of an algorithm, and the options of that algorithm, which follow.", ""]
@@ -89,14 +94,20 @@ def _section(model: type[BaseModel], paths: list[str]) -> str:
 
 
 def _algorithm(name: str) -> str:
-    """Returns the table of an algorithm: all options of SHARED, and for others the options that differ from SHARED."""
+    """Returns the table of an algorithm: all options of SHARED, and for others the options that
+    differ from SHARED."""
     fields, shared = (type(rl.algorithms.get(each)).__pydantic_fields__ for each in (name, SHARED))
     lines = [f"### Options of `{name}`", ""]
-    common = [option for option in fields if option in shared and _same(fields[option], shared[option])]
+    common = [
+        option for option in fields if option in shared and _same(fields[option], shared[option])
+    ]
     if name == SHARED or not common:
         return "\n".join([*lines, *_table(fields), ""])
     absent = [f"`{option}`" for option in shared if option not in fields]
-    lines += [f"The options of `{SHARED}`{' except ' + ', '.join(absent) if absent else ''}, and:", ""]
+    lines += [
+        f"The options of `{SHARED}`{' except ' + ', '.join(absent) if absent else ''}, and:",
+        "",
+    ]
     different = {option: field for option, field in fields.items() if option not in common}
     return "\n".join([*lines, *_table(different), ""])
 
@@ -107,7 +118,10 @@ def _same(one: FieldInfo, other: FieldInfo) -> bool:
 
 def _table(fields: dict[str, FieldInfo]) -> list[str]:
     rows = [("key", "value", "default", "")]
-    rows += [(f"`{name}`", _value(field), _default(field), field.description or "") for name, field in fields.items()]
+    rows += [
+        (f"`{name}`", _value(field), _default(field), field.description or "")
+        for name, field in fields.items()
+    ]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return [lines[0], "|---|---|---|---|", *lines[1:]]
 
@@ -116,20 +130,29 @@ def _value(field: FieldInfo) -> str:
     """Describes the accepted values in words, with their bounds."""
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     bounds = [
-        f"{sign} {getattr(one, key):g}" for one in field.metadata for key, sign in signs.items() if hasattr(one, key)
+        f"{sign} {getattr(one, key):g}"
+        for one in field.metadata
+        for key, sign in signs.items()
+        if hasattr(one, key)
     ]
     return ", ".join([_kind(field.annotation), *bounds])
 
 
 def _kind(annotation: Any) -> str:
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(sorted((_kind(one) for one in arguments), key=lambda kind: kind == "null"))
+        return " or ".join(
+            sorted((_kind(one) for one in arguments), key=lambda kind: kind == "null")
+        )
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in arguments)
     if origin is list:
         return f"list of {_kind(arguments[0])}"
-    if any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in accepted_types(annotation)):
+    if any(
+        isinstance(kind, type) and issubclass(kind, BaseModel)
+        for kind in accepted_types(annotation)
+    ):
         return "section"
     names = {
         int: "integer",

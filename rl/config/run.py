@@ -1,7 +1,8 @@
-"""The schema of a run's YAML file. Every key that exists is declared here or in a section; any other key is refused.
+"""The schema of a run's YAML file. Every key that exists is declared here or in a section; any
+other key is refused.
 
-Imports neither jax nor transformers: a file is checked before anything slow starts. `rl/config/files.py` reads the
-files and turns what pydantic says into file:line messages.
+Imports neither jax nor transformers: a file is checked before anything slow starts.
+`rl/config/files.py` reads the files and turns what pydantic says into file:line messages.
 """
 
 from __future__ import annotations
@@ -39,10 +40,16 @@ class WandbOptions(Strict):
 class SampleRecords(Strict):
     """Which completions are kept in samples.jsonl and tokens.bin."""
 
-    every: int = Field(default=1, ge=0, description="steps between steps whose completions are kept; 0: none")
-    share: float = Field(default=1.0, gt=0, le=1, description="share of the prompts whose completions are kept")
+    every: int = Field(
+        default=1, ge=0, description="steps between steps whose completions are kept; 0: none"
+    )
+    share: float = Field(
+        default=1.0, gt=0, le=1, description="share of the prompts whose completions are kept"
+    )
     keep_gib: float = Field(
-        default=20.0, gt=0, description="GiB of full files in samples/ that stay on the disk; the oldest go first"
+        default=20.0,
+        gt=0,
+        description="GiB of full files in samples/ that stay on the disk; the oldest go first",
     )
 
     def keeps_step(self, step: int) -> bool:
@@ -50,7 +57,8 @@ class SampleRecords(Strict):
         return bool(self.every) and step % self.every == 0
 
     def keeps_prompt(self, prompt_id: int) -> bool:
-        """Whether completions of this prompt are kept: for a share of all numbers, the same in every run."""
+        """Whether completions of this prompt are kept: for a share of all numbers, the same in
+        every run."""
         digest = hashlib.blake2b(prompt_id.to_bytes(8, "little"), digest_size=8).digest()
         return int.from_bytes(digest, "little") < self.share * 2**64
 
@@ -58,33 +66,46 @@ class SampleRecords(Strict):
 class RunOptions(Strict):
     dir: Annotated[str | None, HOME] = Field(
         default=None,
-        description="local folder of the run; an existing run there is continued; null: runs/FILE-NUMBER, by the name "
+        description="local folder of the run; an existing run there is continued; null: "
+        "runs/FILE-NUMBER, by the name "
         "of the configuration file and the first number that is free",
     )
     checkpoint_every: int = Field(
         default=50, ge=0, description="steps between checkpoints; 0: only at the end of a stage"
     )
-    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints that stay on the disk")
+    keep_checkpoints: int = Field(
+        default=2, ge=1, description="newest checkpoints that stay on the disk"
+    )
     probe: int | None = Field(
         default=None,
         ge=0,
-        description="prompts sampled before the first step of the first stage that samples; a number: the run ends "
+        description="prompts sampled before the first step of the first stage that samples; a "
+        "number: the run ends "
         "with exit "
-        "code 3 if it cannot learn from them (docs/diagnose.md); 0: none; null: 32 with a warning only, none for "
+        "code 3 if it cannot learn from them (docs/diagnose.md); 0: none; null: 32 with a warning "
+        "only, none for "
         "random weights",
     )
     changed_data: Literal["refuse", "allow"] = Field(
         default="refuse",
-        description="rows, or held-out rows, that have changed since the run was last started: refuse them with exit "
+        description="rows, or held-out rows, that have changed since the run was last started: "
+        "refuse them with exit "
         "code 3, or allow the run to go on with them",
     )
-    samples: SampleRecords = Field(default=SampleRecords(), description="which completions are kept")
+    samples: SampleRecords = Field(
+        default=SampleRecords(), description="which completions are kept"
+    )
     log_every: int = Field(default=1, ge=1, description="steps between lines on the console")
-    wandb: WandbOptions | None = Field(default=None, description="mirror to Weights & Biases; `{}` for its defaults")
-    tensorboard: bool = Field(default=False, description="mirror to the folder tensorboard/ of the run")
+    wandb: WandbOptions | None = Field(
+        default=None, description="mirror to Weights & Biases; `{}` for its defaults"
+    )
+    tensorboard: bool = Field(
+        default=False, description="mirror to the folder tensorboard/ of the run"
+    )
     program_cache: str | None = Field(
         default="~/.cache/duet-rl/programs",
-        description="folder of compiled programs, kept for later runs; JAX_COMPILATION_CACHE_DIR goes first; "
+        description="folder of compiled programs, kept for later runs; JAX_COMPILATION_CACHE_DIR "
+        "goes first; "
         "null: none is kept",
     )
 
@@ -103,23 +124,29 @@ class ProfileOptions(Strict):
         return self
 
 
-@fields_of(rollout.types.GeneratorOptions, leave_out=("record_routes", "record_values", "record_kept"))
+@fields_of(
+    rollout.types.GeneratorOptions, leave_out=("record_routes", "record_values", "record_kept")
+)
 class GeneratorSection(Section):
     slots: int = Field(
         default=64,
         ge=1,
-        description="most completions decoded at the same time (max_num_seqs); fewer if a step and an evaluation need "
+        description="most completions decoded at the same time (max_num_seqs); fewer if a step "
+        "and an evaluation need "
         "fewer",
     )
     strict_shapes: bool = Field(
         default=False,
-        description="all programs are compiled before the first step, and a late one is an error; false: in the "
+        description="all programs are compiled before the first step, and a late one is an error; "
+        "false: in the "
         "background, and a step waits for its own",
     )
     rules: dict[str, list[str]] | None = Field(
         default=None,
-        description="logical axis: mesh axes, merged over `mesh.rules` while rollouts decode; or `stationary`, rules "
-        "under which no weight is sent. Weights are copied to these shardings once per step (docs/meshes.md); "
+        description="logical axis: mesh axes, merged over `mesh.rules` while rollouts decode; or "
+        "`stationary`, rules "
+        "under which no weight is sent. Weights are copied to these shardings once per step "
+        "(docs/meshes.md); "
         "null: the trained shardings",
     )
 
@@ -131,19 +158,23 @@ class GeneratorSection(Section):
             return rules
         if rules != "stationary":
             raise ValueError(
-                f"no rules are called {rules!r} (nearest: stationary); or give a mapping, as mesh.rules is one"
+                f"no rules are called {rules!r} (nearest: stationary); or give a mapping, as "
+                "mesh.rules is one"
             )
         return {name: list(axes) for name, axes in STATIONARY_RULES.items()}
 
 
 class Change(Strict):
-    """Keys that got other values when the run was continued after this step. The run writes it: `stages` and the other
-    sections hold the new values, which hold from the next step on ([resume.md](resume.md#change-a-run-that-goes-on))."""
+    """Keys that got other values when the run was continued after this step. The run writes it:
+    `stages` and the other sections hold the new values, which hold from the next step on
+    ([resume.md](resume.md#change-a-run-that-goes-on))."""
 
     stage: int = Field(ge=0, description="number of the stage, from 0")
     step: int = Field(ge=1, description="last step of the stage with the values before")
     was: Annotated[dict[str, Any], FINITE] = Field(
-        min_length=1, description="the values before, by dotted key, such as `stages.0.optimizer.learning_rate: 1.0e-5`"
+        min_length=1,
+        description="the values before, by dotted key, such as `stages.0.optimizer.learning_rate: "
+        "1.0e-5`",
     )
 
     @property
@@ -153,34 +184,57 @@ class Change(Strict):
 
 
 class RunConfig(Strict):
-    run: RunOptions = Field(default=RunOptions(), description="what is kept and shown; changes no number")
+    run: RunOptions = Field(
+        default=RunOptions(), description="what is kept and shown; changes no number"
+    )
     profile: ProfileOptions | None = Field(
         default=None, description="steps that jax's profiler records; null: none. Changes no number"
     )
     seed: int = Field(
-        default=0, ge=0, lt=SEEDS, description="of random weights, order of the data and every draw; all seeds differ"
+        default=0,
+        ge=0,
+        lt=SEEDS,
+        description="of random weights, order of the data and every draw; all seeds differ",
     )
-    platform: Literal["auto", "cpu", "tpu", "gpu"] = Field(default="auto", description="auto: the best that jax finds")
+    platform: Literal["auto", "cpu", "tpu", "gpu"] = Field(
+        default="auto", description="auto: the best that jax finds"
+    )
     model: ModelOptions = Field(description="what is trained")
-    tokenizer: TokenizerOptions | None = Field(default=None, description="default: the model's directory")
-    mesh: MeshOptions = Field(default=MeshOptions(), description="how arrays are spread over devices")
-    generator: GeneratorSection = Field(default=GeneratorSection(), description="how completions are decoded")
+    tokenizer: TokenizerOptions | None = Field(
+        default=None, description="default: the model's directory"
+    )
+    mesh: MeshOptions = Field(
+        default=MeshOptions(), description="how arrays are spread over devices"
+    )
+    generator: GeneratorSection = Field(
+        default=GeneratorSection(), description="how completions are decoded"
+    )
     max_length: int = Field(
-        default=1024, ge=2, description="tokens of a prompt and its completion together; the cache's length"
+        default=1024,
+        ge=2,
+        description="tokens of a prompt and its completion together; the cache's length",
     )
     data: DataOptions | None = Field(default=None, description="what all stages learn from")
     rewards: RewardSettings | None = Field(default=None, description="how completions are scored")
-    teacher: TeacherOptions | None = Field(default=None, description="the model that stages of `distill` learn from")
-    evaluation: EvaluationOptions | None = Field(default=None, description="accuracy on held-out problems; null: none")
+    teacher: TeacherOptions | None = Field(
+        default=None, description="the model that stages of `distill` learn from"
+    )
+    evaluation: EvaluationOptions | None = Field(
+        default=None, description="accuracy on held-out problems; null: none"
+    )
     stages: list[StageOptions] = Field(
         min_length=1, description="one after the other, each from the weights of the one before"
     )
     changes: list[Change] = Field(
-        default=[], description="what the run changed when it was continued, in order; the run writes it"
+        default=[],
+        description="what the run changed when it was continued, in order; the run writes it",
     )
-    every_stage: dict[str, Any] = Field(default={}, description="merged over each stage, e.g. to make any run small")
+    every_stage: dict[str, Any] = Field(
+        default={}, description="merged over each stage, e.g. to make any run small"
+    )
     if_present: dict[str, Any] = Field(
-        default={}, description="merged over the sections that the files before have, e.g. evaluation"
+        default={},
+        description="merged over the sections that the files before have, e.g. evaluation",
     )
 
     @property
@@ -197,5 +251,6 @@ class RunConfig(Strict):
 
     @property
     def stage_names(self) -> list[str]:
-        """Names of the stages: the algorithm, and a number from the second use on (grpo, grpo-2)."""
+        """Names of the stages: the algorithm, and a number from the second use on (grpo,
+        grpo-2)."""
         return numbered([stage.algorithm.name for stage in self.stages])

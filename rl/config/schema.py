@@ -15,17 +15,23 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model,
 
 
 def with_home(value: Any) -> Any:
-    """Returns a path, or the paths of a list, with the home directory for `~`; any other value unchanged."""
+    """Returns a path, or the paths of a list, with the home directory for `~`; any other value
+    unchanged."""
     if isinstance(value, list):
         return [with_home(one) for one in value]
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def _finite(value: Any, name: str = "") -> Any:
-    """Returns the value. Raises ValueError if it, or a value inside it, is a number that is not finite."""
+    """Returns the value. Raises ValueError if it, or a value inside it, is a number that is not
+    finite."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name}: {value} is no finite number")
-    for key, one in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
+    for key, one in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value if isinstance(value, list) else ())
+    ):
         _finite(one, f"{name}.{key}".removeprefix("."))
     return value
 
@@ -34,22 +40,24 @@ FINITE = AfterValidator(lambda mapping: _finite(mapping))
 """Annotation of a mapping with keys of its own, whose numbers are finite."""
 
 HOME = AfterValidator(with_home)
-"""Annotation of every key that holds a path, or a name that may be one: `~` is the home directory."""
+"""Annotation of every key that holds a path, or a name that may be one: `~` is the home
+directory."""
 
 
 class Strict(BaseModel):
-    """A section that refuses unknown keys, values of another type and numbers that are not finite. It accepts `1e3` as
-    an integer."""
+    """A section that refuses unknown keys, values of another type and numbers that are not finite.
+    It accepts `1e3` as an integer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     shorthand: ClassVar[str | None] = None
     """Key that a plain text sets: `model: tiny` is `model: {source: tiny}`."""
     exactly_one: ClassVar[tuple[str, ...]] = ()
-    """Keys of which exactly one must be set; `null` does not set a key. One that a later layer sets replaces the
-    other.
+    """Keys of which exactly one must be set; `null` does not set a key. One that a later layer sets
+    replaces the other.
     """
     belongs_to: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Key of `exactly_one` -> keys that say more about it, and go with it when another one replaces it."""
+    """Key of `exactly_one` -> keys that say more about it, and go with it when another one replaces
+    it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -60,23 +68,36 @@ class Strict(BaseModel):
             return values
         values = dict(values)
         for name, field in cls.model_fields.items():
-            value, kinds = values.get(name), accepted_types(field.annotation)
+            value = values.get(name)
+            kinds = accepted_types(field.annotation)
             if name in values:
                 values[name] = as_integer(value, kinds)
-            # A section left empty (`optimizer:` with every line below commented out) is the section's defaults.
-            if name in values and value is None and type(None) not in kinds and not kinds <= {int, float, bool, str}:
+            # A section left empty (`optimizer:` with every line below commented out) is the
+            # section's defaults.
+            if (
+                name in values
+                and value is None
+                and type(None) not in kinds
+                and not kinds <= {int, float, bool, str}
+            ):
                 del values[name]
         return values
 
     @model_validator(mode="after")
     def _exactly_one(self):
-        if self.exactly_one and sum(getattr(self, name) is not None for name in self.exactly_one) != 1:
-            raise ValueError(f"give exactly one of {' and '.join(f'`{name}`' for name in self.exactly_one)}")
+        if (
+            self.exactly_one
+            and sum(getattr(self, name) is not None for name in self.exactly_one) != 1
+        ):
+            raise ValueError(
+                f"give exactly one of {' and '.join(f'`{name}`' for name in self.exactly_one)}"
+            )
         return self
 
 
 def as_integer(value: Any, kinds: set[Any]) -> Any:
-    """Returns `1e3` as an integer if the types of a key include int and not float; any other value unchanged."""
+    """Returns `1e3` as an integer if the types of a key include int and not float; any other value
+    unchanged."""
     if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
         return int(value)
     return value
@@ -105,17 +126,22 @@ AnySection = TypeVar("AnySection", bound=Section)
 def fields_of(
     component: type, *, leave_out: Iterable[str] = (), **defaults: Any
 ) -> Callable[[type[AnySection]], type[AnySection]]:
-    """Class decorator: gives a section the options of a component, each with its default, description and bounds.
+    """Class decorator: gives a section the options of a component, each with its default,
+    description and bounds.
 
     Args:
-        component: a dataclass whose options are declared with `policy.options.option`. Other fields are no keys.
-        leave_out: options of the component that are no keys of the section.
+        component: a dataclass whose options are declared with `policy.options.option`. Other fields
+        are no keys. leave_out: options of the component that are no keys of the section.
         defaults: other defaults for a run.
 
     Raises:
         TypeError: for a name in `leave_out` or `defaults` that is no option of the component.
     """
-    options = {field.name: field for field in dataclasses.fields(component) if "description" in field.metadata}
+    options = {
+        field.name: field
+        for field in dataclasses.fields(component)
+        if "description" in field.metadata
+    }
     if unknown := {*leave_out, *defaults} - options.keys():
         raise TypeError(f"{component.__name__} has no option {', '.join(sorted(unknown))}")
 
@@ -124,12 +150,16 @@ def fields_of(
         for name, field in options.items():
             if name in leave_out or name in section.model_fields:
                 continue
-            annotation, metadata = _as_written(_type_of(component, name)), dict(field.metadata)
+            annotation = _as_written(_type_of(component, name))
+            metadata = dict(field.metadata)
             default = defaults.get(name, field.default)
             if default is dataclasses.MISSING:
                 keys[name] = annotation, Field(**metadata)
             else:
-                keys[name] = annotation, Field(list(default) if isinstance(default, tuple) else default, **metadata)
+                keys[name] = (
+                    annotation,
+                    Field(list(default) if isinstance(default, tuple) else default, **metadata),
+                )
         return with_keys(section, keys)
 
     return complete
@@ -138,20 +168,32 @@ def fields_of(
 def with_keys(section: type[AnySection], keys: dict[str, Any]) -> type[AnySection]:
     """Returns the section with further keys: name -> (type, pydantic field)."""
     return create_model(
-        section.__name__, __base__=section, __module__=section.__module__, __doc__=section.__doc__, **keys
+        section.__name__,
+        __base__=section,
+        __module__=section.__module__,
+        __doc__=section.__doc__,
+        **keys,
     )
 
 
 def _type_of(component: type, name: str) -> Any:
     """Resolves the annotation of one field, of the class that declares it."""
-    home = next(base for base in component.__mro__ if name in base.__dict__.get("__annotations__", {}))
-    alone = type("Alone", (), {"__annotations__": {name: home.__annotations__[name]}, "__module__": home.__module__})
+    home = next(
+        base for base in component.__mro__ if name in base.__dict__.get("__annotations__", {})
+    )
+    alone = type(
+        "Alone",
+        (),
+        {"__annotations__": {name: home.__annotations__[name]}, "__module__": home.__module__},
+    )
     return typing.get_type_hints(alone)[name]
 
 
 def _as_written(annotation: Any) -> Any:
-    """Returns the type that YAML has for an annotation: a list for a tuple or sequence, a dict for a mapping."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    """Returns the type that YAML has for an annotation: a list for a tuple or sequence, a dict for
+    a mapping."""
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return typing.Union[tuple(_as_written(one) for one in arguments)]  # noqa: UP007
     if origin in (tuple, collections.abc.Sequence):

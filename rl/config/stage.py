@@ -14,33 +14,41 @@ from rl.config.model import TeacherOptions
 from rl.config.schema import Section, Strict, accepted_types, as_integer, fields_of
 
 
-@fields_of(rollout.types.SamplingParams, leave_out=("n", *rollout.types.CHANGES_OF_RATIOS), max_new_tokens=256)
+@fields_of(
+    rollout.types.SamplingParams,
+    leave_out=("n", *rollout.types.CHANGES_OF_RATIOS),
+    max_new_tokens=256,
+)
 class SamplingOptions(Section):
-    """How completions are drawn, and where they end besides the tokenizer's end-of-sequence token. `evaluation` has the
-    keys for penalties and biases."""
+    """How completions are drawn, and where they end besides the tokenizer's end-of-sequence token.
+    `evaluation` has the keys for penalties and biases."""
 
     filters: Literal["renormalise", "ignore"] = Field(
         default="renormalise",
-        description="log-probabilities, entropy and KL of the loss where top_k, top_p or min_p filter, or bad_words or "
-        "min_tokens forbid tokens. renormalise: over the ids that these left for each token, which the sampler records. "
+        description="log-probabilities, entropy and KL of the loss where top_k, top_p or min_p "
+        "filter, or bad_words or "
+        "min_tokens forbid tokens. renormalise: over the ids that these left for each token, "
+        "which the sampler records. "
         "ignore: over all ids; the gradient is then biased",
     )
     max_kept: int = Field(
         default=128,
         ge=1,
-        description="most ids of a token under renormalise; a token with more leaves the loss (sampler/kept_overflow)",
+        description="most ids of a token under renormalise; a token with more leaves the loss "
+        "(sampler/kept_overflow)",
     )
 
 
 class OptimizerOptions(Strict):
     """AdamW. Weight decay acts on matrices only.
 
-    The learning rate follows from the number of the step in its stage and of the update in the step, also where updates
-    before it changed nothing. Update u of a stage (from 0, with k = updates_per_step in step s = floor(u / k) of S,
-    from 0) has learning_rate * (u + 1) / (w + 1) in the warm-up, u < w = warmup_steps. After it, with
-    t = (s - floor(w / k)) / (S - 1 - floor(w / k)) and f = final_fraction: learning_rate (constant),
-    learning_rate * (f + (1 - f)(1 - t)) (linear), learning_rate * (f + (1 - f)(1 + cos(pi t)) / 2) (cosine). A policy
-    counts from its first step after critic_warmup. `rl plan` and the report draw it.
+    The learning rate follows from the number of the step in its stage and of the update in the
+    step, also where updates before it changed nothing. Update u of a stage (from 0, with k =
+    updates_per_step in step s = floor(u / k) of S, from 0) has learning_rate * (u + 1) / (w + 1) in
+    the warm-up, u < w = warmup_steps. After it, with t = (s - floor(w / k)) / (S - 1 - floor(w /
+    k)) and f = final_fraction: learning_rate (constant), learning_rate * (f + (1 - f)(1 - t))
+    (linear), learning_rate * (f + (1 - f)(1 + cos(pi t)) / 2) (cosine). A policy counts from its
+    first step after critic_warmup. `rl plan` and the report draw it.
     """
 
     learning_rate: float = Field(default=1e-5, gt=0.0, description="at its peak")
@@ -50,31 +58,41 @@ class OptimizerOptions(Strict):
     warmup_steps: int = Field(
         default=0,
         ge=0,
-        description="updates, not steps, over which the learning rate rises in a line; a step makes "
+        description="updates, not steps, over which the learning rate rises in a line; a step "
+        "makes "
         "updates_per_step updates",
     )
     final_fraction: float = Field(
         default=0.0,
         ge=0.0,
         le=1.0,
-        description="learning rate of the last step with linear and cosine, as a share of the peak; 0: the last step "
+        description="learning rate of the last step with linear and cosine, as a share of the "
+        "peak; 0: the last step "
         "changes nothing",
     )
     weight_decay: float = Field(
-        default=0.0, ge=0.0, description="times the learning rate, taken off the matrices at each update"
+        default=0.0,
+        ge=0.0,
+        description="times the learning rate, taken off the matrices at each update",
     )
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="decay of the mean of gradients")
-    beta2: float = Field(default=0.999, ge=0.0, lt=1.0, description="decay of the mean of squared gradients")
+    beta2: float = Field(
+        default=0.999, ge=0.0, lt=1.0, description="decay of the mean of squared gradients"
+    )
     eps: float = Field(default=1e-8, gt=0.0, description="added to the root of the mean of squares")
     clip_norm: float | None = Field(
-        default=1.0, gt=0.0, description="gradients of a larger norm are scaled down to it; null: never"
+        default=1.0,
+        gt=0.0,
+        description="gradients of a larger norm are scaled down to it; null: never",
     )
     state_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="of its moments; float32 keeps weights in bfloat16 in float32 as well, so that small steps add up",
+        description="of its moments; float32 keeps weights in bfloat16 in float32 as well, so "
+        "that small steps add up",
     )
     host_memory: bool = Field(
-        default=False, description="its moments live in host memory; an update takes them a layer at a time"
+        default=False,
+        description="its moments live in host memory; an update takes them a layer at a time",
     )
 
 
@@ -82,48 +100,60 @@ class RouterOptions(Strict):
     """How the routers of mixture-of-experts layers are kept balanced."""
 
     bias_rate: float = Field(
-        default=1e-3, ge=0.0, description="step of the selection bias after each update; 0: it stays"
+        default=1e-3,
+        ge=0.0,
+        description="step of the selection bias after each update; 0: it stays",
     )
-    balance_coef: float = Field(default=0.0, ge=0.0, description="weight of the balance loss (DeepSeek-V3: 1e-4)")
+    balance_coef: float = Field(
+        default=0.0, ge=0.0, description="weight of the balance loss (DeepSeek-V3: 1e-4)"
+    )
     balance: Literal["sequence", "batch"] = Field(
         default="sequence",
-        description="even use within each sequence, or over all tokens of an update (with micro-batches one more "
+        description="even use within each sequence, or over all tokens of an update (with "
+        "micro-batches one more "
         "forward pass)",
     )
     capacity_factor: float | None = Field(
         default=None,
         gt=0.0,
-        description="sft: an expert takes so many times its even share of a row, and drops the rest; null: all",
+        description="sft: an expert takes so many times its even share of a row, and drops the "
+        "rest; null: all",
     )
     ragged_buffer_factor: float | None = Field(
         default=None,
         gt=0.0,
-        description="sft with expert_parallel all_to_all: a device has room for so many times its even share of all "
+        description="sft with expert_parallel all_to_all: a device has room for so many times its "
+        "even share of all "
         "choices, and drops the rest; null: for the worst case",
     )
 
 
 class IndexerOptions(Strict):
-    """How indexers (DeepSeek-V3.2) learn which keys a query needs. They get gradients from their own loss only, and
-    this loss reaches no other weight."""
+    """How indexers (DeepSeek-V3.2) learn which keys a query needs. They get gradients from their
+    own loss only, and this loss reaches no other weight."""
 
     training: Literal["off", "dense_warmup", "sparse"] = Field(
         default="off",
-        description="off: they stay as they are; dense_warmup: attention is over all keys and only they learn; "
+        description="off: they stay as they are; dense_warmup: attention is over all keys and "
+        "only they learn; "
         "sparse: attention is over the selected keys, and they learn together with the rest",
     )
     coef: float = Field(default=1.0, gt=0.0, description="weight of their loss")
 
 
 class PredictionOptions(Strict):
-    """Training of the modules of `model.multi_token_prediction` on the tokens that the stage trains on."""
+    """Training of the modules of `model.multi_token_prediction` on the tokens that the stage trains
+    on."""
 
     coef: float = Field(
-        default=0.3, gt=0.0, description="weight of their cross-entropy in the loss (DeepSeek-V3: 0.3, later 0.1)"
+        default=0.3,
+        gt=0.0,
+        description="weight of their cross-entropy in the loss (DeepSeek-V3: 0.3, later 0.1)",
     )
     detach: bool = Field(
         default=False,
-        description="only the modules learn from it: the policy, its embedding and head get no gradient from it",
+        description="only the modules learn from it: the policy, its embedding and head get no "
+        "gradient from it",
     )
 
 
@@ -133,18 +163,24 @@ class UntilOptions(Strict):
     exactly_one: ClassVar[tuple[str, ...]] = ("at_least", "at_most")
 
     metric: str = Field(
-        description="a name of docs/metrics.md that the stage can have, e.g. loss; looked at after each step that has it"
+        description="a name of docs/metrics.md that the stage can have, e.g. loss; looked at "
+        "after each step that has it"
     )
-    at_least: float | None = Field(default=None, description="the stage ends when the metric is this or more")
-    at_most: float | None = Field(default=None, description="the stage ends when the metric is this or less")
+    at_least: float | None = Field(
+        default=None, description="the stage ends when the metric is this or more"
+    )
+    at_most: float | None = Field(
+        default=None, description="the stage ends when the metric is this or less"
+    )
 
 
 class HeldOutOptions(Strict):
-    """The loss on rows that the stage does not train on, without a gradient: before the first step of the stage, after
-    its last one, and every `every` steps (sft, dpo, kto, reward_model)."""
+    """The loss on rows that the stage does not train on, without a gradient: before the first step
+    of the stage, after its last one, and every `every` steps (sft, dpo, kto, reward_model)."""
 
     data: DataOptions = Field(
-        description="the rows, in the form of the rows of the stage; without a `split`, `eval` of a task and `test` of a "
+        description="the rows, in the form of the rows of the stage; without a `split`, `eval` of "
+        "a task and `test` of a "
         "dataset of the hub"
     )
     every: int = Field(default=0, ge=0, description="steps; 0: only first and last")
@@ -153,18 +189,20 @@ class HeldOutOptions(Strict):
 class BestOptions(Strict):
     """Keeps the checkpoint of the best step of the stage, in addition to the newest ones.
 
-    Steps with the metric count, from the first one on; of equal values the first is the best. A checkpoint is written
-    whenever the metric gets better, whatever `run.checkpoint_every` is.
+    Steps with the metric count, from the first one on; of equal values the first is the best. A
+    checkpoint is written whenever the metric gets better, whatever `run.checkpoint_every` is.
     """
 
     metric: str = Field(
-        description="a metric of an evaluation or of held-out rows (docs/metrics.md), e.g. held_out/loss or "
+        description="a metric of an evaluation or of held-out rows (docs/metrics.md), e.g. "
+        "held_out/loss or "
         "eval/greedy_accuracy"
     )
     mode: Literal["max", "min"] = Field(description="whether larger or smaller values are better")
     take: Literal["best", "last"] = Field(
         default="best",
-        description="which weights the next stage starts from and `export/` gets: those of the best step, or of the last",
+        description="which weights the next stage starts from and `export/` gets: those of the "
+        "best step, or of the last",
     )
 
 
@@ -174,19 +212,27 @@ class AlgorithmOptions(Strict):
     model_config = ConfigDict(extra="allow", frozen=True)
     shorthand: ClassVar[str | None] = "name"
 
-    name: str = Field(description="one of the algorithms below; or, in its place, `preset`: a file of configs/presets/")
+    name: str = Field(
+        description="one of the algorithms below; or, in its place, `preset`: a file of "
+        "configs/presets/"
+    )
 
     @model_validator(mode="after")
     def _known(self):
         fields = type(rl.algorithms.get(self.name)).__pydantic_fields__
         options = {
-            option: as_integer(value, accepted_types(fields[option].annotation)) if option in fields else value
+            option: as_integer(value, accepted_types(fields[option].annotation))
+            if option in fields
+            else value
             for option, value in (self.model_extra or {}).items()
         }
         algorithm = rl.algorithms.get(self.name, **options)
-        # A saved run says every number it used, so that it stays the same run when a default changes.
+        # A saved run says every number it used, so that it stays the same run when a default
+        # changes.
         assert self.__pydantic_extra__ is not None, "extra='allow' keeps the algorithm's fields"
-        self.__pydantic_extra__.update({f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)})
+        self.__pydantic_extra__.update(
+            {f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)}
+        )
         return self
 
 
@@ -194,79 +240,115 @@ class StageOptions(Strict):
     exactly_one: ClassVar[tuple[str, ...]] = ("steps", "epochs")
 
     algorithm: AlgorithmOptions = Field(description="its name, or its name and options")
-    steps: int | None = Field(default=None, ge=0, description="steps of the stage; each makes updates_per_step updates")
+    steps: int | None = Field(
+        default=None, ge=0, description="steps of the stage; each makes updates_per_step updates"
+    )
     epochs: float | None = Field(
         default=None,
         gt=0,
-        description="passes over the rows of the data, in place of `steps`: the stage makes epochs * rows / "
-        "prompts_per_step steps, rounded up; rows as the stage takes them (docs/data.md). The saved config.yml has the "
+        description="passes over the rows of the data, in place of `steps`: the stage makes "
+        "epochs * rows / "
+        "prompts_per_step steps, rounded up; rows as the stage takes them (docs/data.md). The "
+        "saved config.yml has the "
         "steps",
     )
-    until: UntilOptions | None = Field(default=None, description="end the stage earlier, when a metric reaches a bound")
+    until: UntilOptions | None = Field(
+        default=None, description="end the stage earlier, when a metric reaches a bound"
+    )
     held_out: HeldOutOptions | None = Field(
         default=None,
-        description="rows whose loss is measured during the stage (sft, dpo, kto, reward_model); null: none",
+        description="rows whose loss is measured during the stage (sft, dpo, kto, reward_model); "
+        "null: none",
     )
     best: BestOptions | None = Field(
-        default=None, description="keep the best checkpoint by a metric, and go on with it; null: the last one counts"
+        default=None,
+        description="keep the best checkpoint by a metric, and go on with it; null: the last one "
+        "counts",
     )
     prompts_per_step: int = Field(
-        default=32, ge=1, description="prompts (grpo, ppo), demonstrations (sft) or pairs (dpo) of one step"
+        default=32,
+        ge=1,
+        description="prompts (grpo, ppo), demonstrations (sft) or pairs (dpo) of one step",
     )
-    samples_per_prompt: int = Field(default=8, ge=1, description="completions of each prompt: the group")
+    samples_per_prompt: int = Field(
+        default=8, ge=1, description="completions of each prompt: the group"
+    )
     updates_per_step: int = Field(
         default=1, ge=1, description="optimiser updates made from the completions of one step"
     )
     max_logp_diff: float | None = Field(
         default=None,
         gt=0,
-        description="stop the run where generator and trainer differ by more in the mean log-probability of a token; "
+        description="stop the run where generator and trainer differ by more in the mean "
+        "log-probability of a token; "
         "null: never",
     )
     micro_batch: int | None = Field(
         default=None,
         ge=1,
-        description="sequences of full length, or pairs, in one gradient computation, whose tokens bound those of its "
+        description="sequences of full length, or pairs, in one gradient computation, whose "
+        "tokens bound those of its "
         "packed rows (null: all, on CPU about 768 tokens); changes speed and memory only",
     )
     shared_prefix: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="compute what completions of a prompt, or answers of a pair, begin with once in updates and passes;"
+        description="compute what completions of a prompt, or answers of a pair, begin with once "
+        "in updates and passes;"
         " auto: where nothing excludes it; changes speed, memory and last bits only",
     )
     freeze: list[str] | None = Field(
         default=None,
-        description="weights that updates of the policy leave as they are, by the parts at the beginning of their "
-        "paths, such as image.blocks or embed_tokens; null: the towers of pictures and sounds (image, audio); []: none",
+        description="weights that updates of the policy leave as they are, by the parts at the "
+        "beginning of their "
+        "paths, such as image.blocks or embed_tokens; null: the towers of pictures and sounds "
+        "(image, audio); []: none",
     )
     diagnostics: bool = Field(
-        default=False, description="log activations of each layer and gradient norms of each kind of part"
+        default=False,
+        description="log activations of each layer and gradient norms of each kind of part",
     )
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="share of activations dropped in updates of the policy")
-    optimizer: OptimizerOptions = Field(default=OptimizerOptions(), description="optimizer of the policy")
-    critic: OptimizerOptions = Field(default=OptimizerOptions(), description="optimizer of the critic (ppo)")
-    router: RouterOptions = Field(default=RouterOptions(), description="balance of mixture-of-experts layers")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="share of activations dropped in updates of the policy"
+    )
+    optimizer: OptimizerOptions = Field(
+        default=OptimizerOptions(), description="optimizer of the policy"
+    )
+    critic: OptimizerOptions = Field(
+        default=OptimizerOptions(), description="optimizer of the critic (ppo)"
+    )
+    router: RouterOptions = Field(
+        default=RouterOptions(), description="balance of mixture-of-experts layers"
+    )
     router_replay: bool = Field(
-        default=False, description="updates send tokens to the experts that the generator chose (grpo, ppo)"
+        default=False,
+        description="updates send tokens to the experts that the generator chose (grpo, ppo)",
     )
     indexer: IndexerOptions = Field(
         default=IndexerOptions(), description="training of the indexers of sparse attention"
     )
     mtp: PredictionOptions | None = Field(
-        default=None, description="trains the modules of model.multi_token_prediction; null: they stay"
+        default=None,
+        description="trains the modules of model.multi_token_prediction; null: they stay",
     )
     sampling: SamplingOptions = Field(
-        default=SamplingOptions(), description="of completions; sft: of its evaluations, which are greedy"
+        default=SamplingOptions(),
+        description="of completions; sft: of its evaluations, which are greedy",
     )
     data: DataOptions | None = Field(default=None, description="instead of the run's data")
     rewards: RewardSettings | None = Field(default=None, description="instead of the run's rewards")
-    teacher: TeacherOptions | None = Field(default=None, description="instead of the run's teacher (distill)")
+    teacher: TeacherOptions | None = Field(
+        default=None, description="instead of the run's teacher (distill)"
+    )
 
     @property
     def total_steps(self) -> int:
-        """Returns `steps`. Raises ValueError for a stage with `epochs` whose rows have not been counted yet."""
+        """Returns `steps`. Raises ValueError for a stage with `epochs` whose rows have not been
+        counted yet."""
         if self.steps is None:
-            raise ValueError(f"the steps of {self.epochs:g} epochs follow from the rows, which have not been read")
+            raise ValueError(
+                f"the steps of {self.epochs:g} epochs follow from the rows, which have not been "
+                "read"
+            )
         return self.steps
 
     @property

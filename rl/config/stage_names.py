@@ -7,11 +7,14 @@ from typing import Any
 
 
 def numbered(algorithms: Sequence[str]) -> list[str]:
-    """Returns the names of stages with these algorithms: the algorithm, and a number from its second use on
-    (grpo-2).
+    """Returns the names of stages with these algorithms: the algorithm, and a number from its
+    second use on (grpo-2).
     """
     counts = [algorithms[: place + 1].count(name) for place, name in enumerate(algorithms)]
-    return [name if count == 1 else f"{name}-{count}" for name, count in zip(algorithms, counts, strict=True)]
+    return [
+        name if count == 1 else f"{name}-{count}"
+        for name, count in zip(algorithms, counts, strict=True)
+    ]
 
 
 def stage_names(config: Mapping[str, Any]) -> list[str]:
@@ -20,5 +23,7 @@ def stage_names(config: Mapping[str, Any]) -> list[str]:
     algorithms = []
     for stage in stages if isinstance(stages, list) else ():
         algorithm = stage.get("algorithm") if isinstance(stage, Mapping) else None
-        algorithms.append(str(algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm))
+        algorithms.append(
+            str(algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm)
+        )
     return numbered(algorithms)

@@ -1,8 +1,9 @@
 """Parses YAML into trees that know the line of every key and value, and merges such trees.
 
-Numbers, booleans and null follow the core schema of YAML 1.2: `1e-5` is a number (YAML 1.1, and so PyYAML, reads a
-text), and `on`, `off`, `yes` and `no` are texts. Keys are always texts. The parser constructs plain values only. Size,
-depth and number of values are bounded, so that every text is refused quickly.
+Numbers, booleans and null follow the core schema of YAML 1.2: `1e-5` is a number (YAML 1.1, and so
+PyYAML, reads a text), and `on`, `off`, `yes` and `no` are texts. Keys are always texts. The parser
+constructs plain values only. Size, depth and number of values are bounded, so that every text is
+refused quickly.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from rl.errors import ConfigError
 MAX_CHARACTERS = 2**18
 MAX_DEPTH = 32
 MAX_VALUES = 20_000
-"""Bounds of one text. A value counts as often as aliases repeat it: nested aliases make 9^9 values from one line."""
+"""Bounds of one text. A value counts as often as aliases repeat it: nested aliases make 9^9 values
+from one line."""
 
 _RESOLVERS = (
     ("tag:yaml.org,2002:null", r"(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
@@ -45,7 +47,8 @@ class _TooDeep(yaml.MarkedYAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes up to MAX_DEPTH. The composer of PyYAML has no bound but Python's recursion limit."""
+    """Composes nodes up to MAX_DEPTH. The composer of PyYAML has no bound but Python's recursion
+    limit."""
 
     yaml_implicit_resolvers: dict = {}
     _depth = 0
@@ -74,7 +77,8 @@ for _first_character, _pairs in yaml.SafeDumper.yaml_implicit_resolvers.items():
 
 @dataclass(frozen=True)
 class Located:
-    """A value and the place where it was written ("file:line", "override 2"). A mapping or list holds Items."""
+    """A value and the place where it was written ("file:line", "override 2"). A mapping or list
+    holds Items."""
 
     value: Any
     where: str
@@ -90,8 +94,8 @@ class Located:
 def parse(text: str, place: Callable[[int], str]) -> Located:
     """Parses one YAML document. `place(line)` returns the name of a line (from 1) for messages.
 
-    Raises ConfigError for text that is not YAML, a key that is written twice, a tag that is not a plain value, and
-    beyond MAX_CHARACTERS, MAX_DEPTH or MAX_VALUES.
+    Raises ConfigError for text that is not YAML, a key that is written twice, a tag that is not a
+    plain value, and beyond MAX_CHARACTERS, MAX_DEPTH or MAX_VALUES.
     """
     node = _composed(text, place)
     reader = _Reader(place)
@@ -104,8 +108,9 @@ def parse(text: str, place: Callable[[int], str]) -> Located:
 def typed_value(text: str, place: str) -> Located:
     """Returns the value of an override: of a text, all of it.
 
-    YAML of numbers, booleans, null, lists, mappings and quoted texts has its value. Any other text keeps its ` #`, its
-    line breaks and its blanks, because no comment can follow a value on the command line.
+    YAML of numbers, booleans, null, lists, mappings and quoted texts has its value. Any other text
+    keeps its ` #`, its line breaks and its blanks, because no comment can follow a value on the
+    command line.
 
     Raises ConfigError for a list or mapping without its last bracket, and as `parse` does.
     """
@@ -144,17 +149,20 @@ def _replaced_text(item: Located, old: str, new: str) -> Located:
     elif isinstance(value, list):
         value = [_replaced_text(child, old, new) for child in value]
     elif isinstance(value, dict):
-        value = {key.replace(old, new): _replaced_text(child, old, new) for key, child in value.items()}
+        value = {
+            key.replace(old, new): _replaced_text(child, old, new) for key, child in value.items()
+        }
     return Located(value, item.where, item.key_where)
 
 
 _CUT = re.compile(r"(?: |\t)#|[ \t]+#+[^\s#]")
-"""What follows a text that may go on: one blank and `#`, or `#` before a character. Comments of people who align them
-have two blanks before and one after."""
+"""What follows a text that may go on: one blank and `#`, or `#` before a character. Comments of
+people who align them have two blanks before and one after."""
 
 
 def cut_texts(text: str, place: Callable[[int], str]) -> list[tuple[tuple, str, str]]:
-    """Returns (path, place, value) of each unquoted text that ends at ` #`, where YAML begins a comment.
+    """Returns (path, place, value) of each unquoted text that ends at ` #`, where YAML begins a
+    comment.
 
     Raises ConfigError as `parse` does.
     """
@@ -200,14 +208,18 @@ class _Reader:
         self._place = place
         self._count = 0
 
-    def item(self, node: yaml.Node, parents: tuple[yaml.Node, ...], key_where: str | None = None) -> Located:
+    def item(
+        self, node: yaml.Node, parents: tuple[yaml.Node, ...], key_where: str | None = None
+    ) -> Located:
         where = self._place(node.start_mark.line + 1)
         if node in parents:
             self.problems.append(f"{where}: an alias (*) stands inside what it stands for")
             return Located(None, where, key_where)
         self._count += 1
         if self._count > MAX_VALUES:
-            raise ConfigError(f"{where}: more than {MAX_VALUES:,} values, those that aliases (*) repeat included")
+            raise ConfigError(
+                f"{where}: more than {MAX_VALUES:,} values, those that aliases (*) repeat included"
+            )
         if len(parents) > MAX_DEPTH:
             raise _too_deep(where)
         parents = (*parents, node)
@@ -217,17 +229,21 @@ class _Reader:
             return Located([self.item(child, parents) for child in node.value], where, key_where)
         return Located(_scalar(node, where, self.problems), where, key_where)
 
-    def _mapping(self, node: yaml.MappingNode, parents: tuple[yaml.Node, ...]) -> dict[str, Located]:
+    def _mapping(
+        self, node: yaml.MappingNode, parents: tuple[yaml.Node, ...]
+    ) -> dict[str, Located]:
         mapping: dict[str, Located] = {}
         for key, child in node.value:
             where = self._place(key.start_mark.line + 1)
             if not isinstance(key, yaml.ScalarNode):
                 self.problems.append(
-                    f"{where}: a key must be plain text; put a text that begins with a brace into quotes"
+                    f"{where}: a key must be plain text; put a text that begins with a brace into "
+                    "quotes"
                 )
             elif key.value in mapping:
                 self.problems.append(
-                    f"{where}: key `{key.value}` is written twice, first at {mapping[key.value].place}"
+                    f"{where}: key `{key.value}` is written twice, first at "
+                    f"{mapping[key.value].place}"
                 )
             else:
                 mapping[key.value] = self.item(child, parents, where)
@@ -239,7 +255,8 @@ def _too_deep(where: str) -> ConfigError:
 
 
 def _scalar(node, where: str, problems: list[str]) -> Any:
-    kind, text = node.tag.removeprefix("tag:yaml.org,2002:"), node.value
+    kind = node.tag.removeprefix("tag:yaml.org,2002:")
+    text = node.value
     try:
         if kind == "str":
             return text
@@ -292,15 +309,17 @@ def locate(tree: Located, path: tuple) -> str:
 class Rules(NamedTuple):
     """How the mapping at one place merges.
 
-    shorthand: the key that a plain text sets, so that `model: tiny` and `model: {dtype: bfloat16}` merge.
-    replaces: key -> the key that it takes the place of -> keys that go with that one.
+    shorthand: the key that a plain text sets, so that `model: tiny` and `model: {dtype: bfloat16}`
+    merge. replaces: key -> the key that it takes the place of -> keys that go with that one.
     """
 
     shorthand: str | None = None
     replaces: Mapping[str, Mapping[str, tuple[str, ...]]] = {}
 
 
-def merge(base: Located, over: Located, rules_at: Callable[[tuple], Rules], path: tuple = ()) -> Located:
+def merge(
+    base: Located, over: Located, rules_at: Callable[[tuple], Rules], path: tuple = ()
+) -> Located:
     """Merges `over` into `base`: mappings merge key by key, any other value replaces.
 
     A mapping changes the entries of a list by index (`stages: {1: {steps: 3}}`).
@@ -309,7 +328,9 @@ def merge(base: Located, over: Located, rules_at: Callable[[tuple], Rules], path
     key = rules.shorthand
     if key and (isinstance(base.value, dict) or isinstance(over.value, dict)):
         base, over = (
-            Located({key: Located(side.value, side.where, side.key_where)}, side.where, side.key_where)
+            Located(
+                {key: Located(side.value, side.where, side.key_where)}, side.where, side.key_where
+            )
             if isinstance(side.value, str)
             else side
             for side in (base, over)
@@ -320,7 +341,9 @@ def merge(base: Located, over: Located, rules_at: Callable[[tuple], Rules], path
         gone = _replaced(base.value, over.value, rules)
         merged = {name: child for name, child in base.value.items() if name not in gone}
         for name, child in over.value.items():
-            merged[name] = merge(merged[name], child, rules_at, (*path, name)) if name in merged else child
+            merged[name] = (
+                merge(merged[name], child, rules_at, (*path, name)) if name in merged else child
+            )
         return Located(merged, base.where, base.key_where)
     if isinstance(base.value, list):
         entries = list(base.value)
@@ -349,35 +372,47 @@ def _replaced(base: Mapping[str, Located], over: Mapping[str, Located], rules: R
 
 
 def _entry_names(entries: list[Located]) -> list[str]:
-    """Returns what entries of a list are called: stages as in reports (grpo, grpo-2), rewards by their name."""
+    """Returns what entries of a list are called: stages as in reports (grpo, grpo-2), rewards by
+    their name."""
     names = []
     for entry in entries:
         value = plain(entry)
         value = value.get("algorithm", value) if isinstance(value, dict) else value
-        names.append(str(value.get("name", value.get("preset")) if isinstance(value, dict) else value))
+        names.append(
+            str(value.get("name", value.get("preset")) if isinstance(value, dict) else value)
+        )
     return numbered(names)
 
 
 def _no_entry(dotted: str, entries: list[Located], name: str, child: Located) -> ConfigError:
-    """Returns the error about a list that has no entry `name`, with the override to write instead."""
-    count, names = len(entries), _entry_names(entries)
+    """Returns the error about a list that has no entry `name`, with the override to write
+    instead."""
+    count = len(entries)
+    names = _entry_names(entries)
     is_number = name.lstrip("-").isdecimal()
     where = f"{child.place}: {dotted}.{name}: "
     if not count:
         return ConfigError(f"{where}`{dotted}` is an empty list")
-    keys, value = [] if is_number or name in names else [name], child
+    keys = [] if is_number or name in names else [name]
+    value = child
     while isinstance(value.value, dict) and len(value.value) == 1:
         key, value = next(iter(value.value.items()))
         keys.append(key)
     index = names.index(name) if name in names else count - 1 if is_number else 0
     text = (
-        yaml.dump(plain(value), Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=math.inf)
+        yaml.dump(
+            plain(value), Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=math.inf
+        )
         .removesuffix("\n...\n")
         .strip()
     )
     override = quoted(f"{'.'.join([dotted, str(index), *keys])}={text}")
     one = dotted.removesuffix("s") if "." not in dotted else "entry"
-    there = f"there is 1 {one}" if count == 1 else f"there are {count} {dotted if one != 'entry' else 'entries'}"
+    there = (
+        f"there is 1 {one}"
+        if count == 1
+        else f"there are {count} {dotted if one != 'entry' else 'entries'}"
+    )
     if name in names:
         there = f"entries of a list have numbers, from 0, and {name} is number {index}"
     return ConfigError(f"{where}{there}: write {override}")

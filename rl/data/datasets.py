@@ -1,8 +1,10 @@
-"""Loads datasets: rows of a file, a folder, the Hugging Face hub or a generated task, as prompts and demonstrations.
+"""Loads datasets: rows of a file, a folder, the Hugging Face hub or a generated task, as prompts
+and demonstrations.
 
-A row has one of four forms: a prompt alone; a prompt and a completion; a conversation (`messages`, each a mapping of
-`role` and `content`); a prompt with a chosen and a rejected answer. Prompt, completion and answers may be lists of
-messages. Every row is checked when the dataset is loaded. Malformed rows are listed with file and line.
+A row has one of four forms: a prompt alone; a prompt and a completion; a conversation (`messages`,
+each a mapping of `role` and `content`); a prompt with a chosen and a rejected answer. Prompt,
+completion and answers may be lists of messages. Every row is checked when the dataset is loaded.
+Malformed rows are listed with file and line.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class Dataset:
-    """Examples in the order of their source; `order` shuffles them. `total`: number of rows in all parts."""
+    """Examples in the order of their source; `order` shuffles them. `total`: number of rows in all
+    parts."""
 
     examples: list[Example]
     name: str
@@ -68,9 +71,10 @@ def load(
         demonstrations: every row must have an answer (SFT).
         pairs: every row must have a chosen and a rejected answer.
         read: makes the Example of a row, instead of the readers for the forms above.
-        held_out: read data of an evaluation: the split `eval` of a task, or `test` of a dataset with splits.
-        part: (i, n): check and keep every n-th row only, from row i on.
-        processors: of a model that reads pictures or sounds; None: rows with them are malformed. The examples have
+        held_out: read data of an evaluation: the split `eval` of a task, or `test` of a dataset
+        with splits. part: (i, n): check and keep every n-th row only, from row i on.
+        processors: of a model that reads pictures or sounds; None: rows with them are malformed.
+        The examples have
             references to them, and `media.with_lists` makes the columns of rewards.
 
     Raises:
@@ -80,10 +84,13 @@ def load(
     rows = read_rows(options, held_out)
     name = f"task {options.task}" if options.task is not None else str(options.path)
     base = folder_of(options)
-    examples, problems = [], _Problems()
+    examples = []
+    problems = _Problems()
     options = _task_columns(options)
     if read is None:
-        read = read_pair if pairs else functools.partial(read_example, demonstrations=demonstrations)
+        read = (
+            read_pair if pairs else functools.partial(read_example, demonstrations=demonstrations)
+        )
     total = 0
     for number, (where, row) in enumerate(itertools.islice(rows, options.limit)):
         total += 1
@@ -119,12 +126,15 @@ def order(seed: int, rows: int, index: int) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _permutation(seed: int, rows: int, epoch: int) -> np.ndarray:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(rows)
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(
+        rows
+    )
 
 
 def column_problems(settings: RewardSettings, examples: Sequence[Example]) -> Iterator[str]:
-    """Yields why rewards cannot take the columns of examples: a column that a reward needs and the examples lack (a line
-    for each set of columns), and a value of a type that rewards do not get, such as a date."""
+    """Yields why rewards cannot take the columns of examples: a column that a reward needs and the
+    examples lack (a line for each set of columns), and a value of a type that rewards do not get,
+    such as a date."""
     first: dict[frozenset[str], Example] = {}
     for example in examples:
         first.setdefault(frozenset(example.columns), example)

@@ -17,17 +17,21 @@ Messages = list[dict[str, Any]]
 class Example:
     """One row.
 
-    prompt: text, or messages for the chat template. Contents are texts, or lists of parts where a row has pictures or
+    prompt: text, or messages for the chat template. Contents are texts, or lists of parts where a
+    row has pictures or
         sounds (rollout/media/rows.py).
     completion: demonstration as text, or None.
-    messages: the full conversation of a demonstration in messages form, or None. `prompt` holds the messages before the
+    messages: the full conversation of a demonstration in messages form, or None. `prompt` holds the
+    messages before the
         last answer.
     pair: (chosen, rejected) answers to `prompt`, each a text or messages, or None.
     margin: margin of the pair.
-    columns: the row's columns, for rewards. Pictures and sounds are lists `images` and `audios` of objects of
+    columns: the row's columns, for rewards. Pictures and sounds are lists `images` and `audios` of
+    objects of
         rewards/workers/media.py.
     where: place of the row for messages, e.g. file:line.
-    references: pictures and sounds of the conversation, those of a kind in the order of their parts.
+    references: pictures and sounds of the conversation, those of a kind in the order of their
+    parts.
     tools: JSON schemas of the tools that the chat template describes, or None.
     first: the number of the message from which on turns of the assistant are trained on.
     """
@@ -45,7 +49,8 @@ class Example:
 
 
 class Row(NamedTuple):
-    """A sequence: its token ids, 1 where a token is trained on, and its pictures and sounds (None: it has none)."""
+    """A sequence: its token ids, 1 where a token is trained on, and its pictures and sounds (None:
+    it has none)."""
 
     ids: list[int]
     mask: list[int]
@@ -54,7 +59,8 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """An example with its prompt as token ids, and the pictures and sounds of the prompt (None: it has none)."""
+    """An example with its prompt as token ids, and the pictures and sounds of the prompt (None: it
+    has none)."""
 
     example: Example
     ids: list[int]
@@ -74,7 +80,8 @@ class Pair:
 
 
 def media_of(row: Problem | Row | Pair | Iterable[tuple[Row, Any]]) -> list[Expanded]:
-    """Returns the pictures and sounds of a row of data: of a prompt, a sequence, a pair, or labelled answers."""
+    """Returns the pictures and sounds of a row of data: of a prompt, a sequence, a pair, or
+    labelled answers."""
     if isinstance(row, Pair):
         parts = [row.chosen, row.rejected]
     elif isinstance(row, (Problem, Row)):

@@ -1,5 +1,5 @@
-"""What a row may be: how long, and of which tokens. Longer rows are refused, left out or cut, as `too_long` of the data
-says."""
+"""What a row may be: how long, and of which tokens. Longer rows are refused, left out or cut, as
+`too_long` of the data says."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FIT = 0.99
 class Limit:
     """How long a row may be, and what happens to a longer one.
 
-    max_length: of the run. new_tokens: those that a completion may add to a prompt; 0 for rows with an answer. key: the
-    key of `too_long`; None: such rows are refused without a choice.
+    max_length: of the run. new_tokens: those that a completion may add to a prompt; 0 for rows with
+    an answer. key: the key of `too_long`; None: such rows are refused without a choice.
     """
 
     max_length: int
@@ -37,14 +37,20 @@ class Limit:
         return self.max_length - self.new_tokens
 
     def refusal(self, lengths: Sequence[int], places: Sequence[str]) -> Refusal | None:
-        """Returns why rows of these lengths, at these places, are refused; None: all fit, or none is refused."""
+        """Returns why rows of these lengths, at these places, are refused; None: all fit, or none
+        is refused."""
         long = [number for number, length in enumerate(lengths) if length > self.tokens]
         if not long or self.too_long != "refuse":
             return None
         longest = max(long, key=lambda number: lengths[number])
-        room = f" ({self.max_length} - {self.new_tokens} for the completion)" if self.new_tokens else ""
+        room = (
+            f" ({self.max_length} - {self.new_tokens} for the completion)"
+            if self.new_tokens
+            else ""
+        )
         text = (
-            f"{len(long)} of {len(lengths)} rows are longer than the {self.tokens} tokens that fit{room}: first "
+            f"{len(long)} of {len(lengths)} rows are longer than the {self.tokens} tokens that "
+            f"fit{room}: first "
             f"{places[long[0]]} with {lengths[long[0]]} tokens"
         )
         if longest != long[0]:
@@ -52,7 +58,9 @@ class Limit:
         most = int(np.quantile(lengths, FIT, method="higher")) + self.new_tokens
         change = f"max_length={lengths[longest] + self.new_tokens} fits all rows"
         if most < lengths[longest] + self.new_tokens:
-            change = f"max_length={most} fits {FIT:.0%} of them, {change.replace('rows', 'of them')}"
+            change = (
+                f"max_length={most} fits {FIT:.0%} of them, {change.replace('rows', 'of them')}"
+            )
         if self.key is not None:
             change = f"{change}; {self.key}=drop leaves the long ones out"
             change = change if self.new_tokens else f"{change}, {self.key}=truncate cuts their ends"
@@ -72,7 +80,8 @@ class Limit:
 
 
 def too_long_key(config: RunConfig, source: DataOptions) -> str:
-    """Returns the dotted key of `too_long` for a section of data of the run: this object, not one that is equal."""
+    """Returns the dotted key of `too_long` for a section of data of the run: this object, not one
+    that is equal."""
     if source is config.data:
         return "data.too_long"
     for number, stage in enumerate(config.stages):
@@ -100,23 +109,28 @@ def outside_vocabulary(tokenizer: Any, token: int, where: str, size: int) -> Ref
     text = tokenizer.convert_ids_to_tokens(token)
     return Refusal(
         f"{where}: token {token} ({text!r}) is outside the model's vocabulary of {size}",
-        "Use the model's own tokenizer or leave the row out (random weights: set model.overrides.vocab_size)",
+        "Use the model's own tokenizer or leave the row out (random weights: set "
+        "model.overrides.vocab_size)",
     )
 
 
 @dataclass(frozen=True)
 class Fitting(Generic[T]):
-    """The rows that fit. numbers: of each among all rows. cut: how many of them have lost their end."""
+    """The rows that fit. numbers: of each among all rows. cut: how many of them have lost their
+    end."""
 
     rows: list[T]
     numbers: list[int]
     cut: int
 
 
-def fit(rows: Sequence[T], limit: Limit, length: Callable[[T], int], cut: Callable[[T, int], T | None]) -> Fitting[T]:
+def fit(
+    rows: Sequence[T], limit: Limit, length: Callable[[T], int], cut: Callable[[T, int], T | None]
+) -> Fitting[T]:
     """Leaves out or cuts the rows that are too long.
 
-    cut: returns the first tokens of a row, None if nothing is left to learn from; such a row is left out.
+    cut: returns the first tokens of a row, None if nothing is left to learn from; such a row is
+    left out.
     """
     kept: list[T] = []
     numbers: list[int] = []
@@ -138,8 +152,8 @@ def never_cut(row: T, end: int) -> T | None:
 
 
 def cut_row(row: Row, end: int) -> Row | None:
-    """Returns the first `end` tokens of a row, fewer where that would cut a picture or a sound; None if none of them is
-    trained on."""
+    """Returns the first `end` tokens of a row, fewer where that would cut a picture or a sound;
+    None if none of them is trained on."""
     if row.media is not None:
         end = row.media.end_before(end)
     if 1 not in row.mask[:end]:
@@ -148,7 +162,8 @@ def cut_row(row: Row, end: int) -> Row | None:
 
 
 def cut_pair(pair: Pair, end: int) -> Pair | None:
-    """Returns a pair with both answers cut at `end` tokens; None if one has no token left, or both are equal."""
+    """Returns a pair with both answers cut at `end` tokens; None if one has no token left, or both
+    are equal."""
     chosen, rejected = (cut_row(row, end) for row in (pair.chosen, pair.rejected))
     if chosen is None or rejected is None or chosen.ids == rejected.ids:
         return None

@@ -1,5 +1,5 @@
-"""Locates the directory of a model or a tokenizer: a local folder, or files of the Hugging Face hub in the local
-cache.
+"""Locates the directory of a model or a tokenizer: a local folder, or files of the Hugging Face hub
+in the local cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from rl.config.model import ModelOptions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 VOCABULARY_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
@@ -39,8 +43,8 @@ CONFIGURATION = (
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 _FAILURE_S = 60.0
-"""Seconds for which a repository that cannot be read is not asked for again: checks of a configuration ask several
-times.
+"""Seconds for which a repository that cannot be read is not asked for again: checks of a
+configuration ask several times.
 """
 _failures: dict[tuple[HubName, bool, str], tuple[float, Exception]] = {}
 
@@ -49,11 +53,13 @@ Part = Literal["model", "reward model", "tokenizer"]
 
 
 def directory(source: str, *, weights: bool = False, part: Part = "model") -> Path | None:
-    """Returns the directory of a model or tokenizer, or None for a name without files, such as a preset.
+    """Returns the directory of a model or tokenizer, or None for a name without files, such as a
+    preset.
 
-    For a repository on the hub, downloads configuration and tokenizer to the cache of huggingface_hub, with `weights`
-    also safetensors. Other formats of weights are never read, since they are pickles. Raises ModelError for a
-    repository that the hub or the cache does not have, ResourceError if the cache has no room.
+    For a repository on the hub, downloads configuration and tokenizer to the cache of
+    huggingface_hub, with `weights` also safetensors. Other formats of weights are never read, since
+    they are pickles. Raises ModelError for a repository that the hub or the cache does not have,
+    ResourceError if the cache has no room.
     """
     if Path(source).is_dir():
         return Path(source)
@@ -68,11 +74,14 @@ def directory(source: str, *, weights: bool = False, part: Part = "model") -> Pa
     except Exception as error:  # errors of huggingface_hub, its network library and the file system
         if no_room(error):
             raise ResourceError(
-                f"{part} {source}: {cache} has no room: {error}. Make room, or set HF_HUB_CACHE to another folder"
+                f"{part} {source}: {cache} has no room: {error}. Make room, or set HF_HUB_CACHE "
+                "to another folder"
             ) from None
         raise ModelError(f"{part} {source}: {_unreachable(repository, cache, error)}") from None
     if part != "tokenizer" and not (snapshot / "config.json").is_file():
-        raise ModelError(f"{part} {source}: {snapshot} holds no config.json; {_download(repository)}")
+        raise ModelError(
+            f"{part} {source}: {snapshot} holds no config.json; {_download(repository)}"
+        )
     if weights and not any(snapshot.glob("*.safetensors")):
         raise ModelError(
             f"{part} {source}: {snapshot} holds no safetensors, the only weights that are read; "
@@ -82,8 +91,8 @@ def directory(source: str, *, weights: bool = False, part: Part = "model") -> Pa
 
 
 def copy_files(source: Path, names: Iterable[str], directory: Path) -> None:
-    """Copies those of the named files that `source` has, byte for byte. Only `auto_map` is left out of configurations:
-    it names Python files, which are never copied."""
+    """Copies those of the named files that `source` has, byte for byte. Only `auto_map` is left out
+    of configurations: it names Python files, which are never copied."""
     for name in names:
         if not (source / name).is_file():
             continue
@@ -100,9 +109,9 @@ def write_keys(file: Path, keys: dict[str, Any]) -> None:
 
 
 def check_files(source: str, sections: dict | None = None) -> None:
-    """Checks that a model's directory on this machine has a configuration that can be read, and complete weight files:
-    reads config.json and the headers of the weights. A repository of the hub whose weights are not here passes. Raises
-    ModelError."""
+    """Checks that a model's directory on this machine has a configuration that can be read, and
+    complete weight files: reads config.json and the headers of the weights. A repository of the hub
+    whose weights are not here passes. Raises ModelError."""
     from policy.huggingface import sources
     from policy.huggingface.tensorfiles import TensorFiles
 
@@ -124,13 +133,15 @@ def vocabulary_size(model: ModelOptions) -> int | None:
 
 
 def compressed_window(model: ModelOptions) -> int | None:
-    """Returns the window, in tokens, of layers with compressed attention; None: the model has none, or its
-    configuration cannot be read."""
+    """Returns the window, in tokens, of layers with compressed attention; None: the model has none,
+    or its configuration cannot be read."""
     from policy.config import CompressedAttention
 
     config = _decoder(model)
     layers = () if config is None else config.layers
-    return next((spec.mixer.window for spec in layers if isinstance(spec.mixer, CompressedAttention)), None)
+    return next(
+        (spec.mixer.window for spec in layers if isinstance(spec.mixer, CompressedAttention)), None
+    )
 
 
 def _decoder(model: ModelOptions) -> DecoderConfig | None:
@@ -147,18 +158,24 @@ def _decoder(model: ModelOptions) -> DecoderConfig | None:
 
 @dataclass(frozen=True)
 class Positions:
-    """How many positions a model was made for. learned: each has a trained vector, and there are no others."""
+    """How many positions a model was made for. learned: each has a trained vector, and there are no
+    others."""
 
     number: int
     learned: bool
 
     def exceeded_by(self, tokens: int) -> str | None:
         """Returns what to say of so many tokens, or None if there is a position for each."""
-        return f"{tokens} is more than the {self.number} positions of this model" if tokens > self.number else None
+        return (
+            f"{tokens} is more than the {self.number} positions of this model"
+            if tokens > self.number
+            else None
+        )
 
 
 def positions(model: ModelOptions) -> Positions | None:
-    """Returns the positions of a model; None if its configuration cannot be read or does not say."""
+    """Returns the positions of a model; None if its configuration cannot be read or does not
+    say."""
     config = _decoder(model)
     return None if config is None else positions_of(config)
 
@@ -172,32 +189,37 @@ def positions_of(config: DecoderConfig) -> Positions | None:
     number = hf.get("max_position_embeddings")
     if type(number) is not int:
         return None
-    # The length of a context that was extended later: its rescaled rotary form says from which length, and how far.
+    # The length of a context that was extended later: its rescaled rotary form says from which
+    # length, and how far.
     ropes = [hf.get("rope_scaling"), hf.get("rope_parameters")]
     ropes += [inner for rope in ropes if isinstance(rope, dict) for inner in rope.values()]
     for rope in ropes:
         if isinstance(rope, dict) and isinstance(factor := rope.get("factor"), int | float):
-            number = max(number, int(factor * (rope.get("original_max_position_embeddings") or number)))
+            number = max(
+                number, int(factor * (rope.get("original_max_position_embeddings") or number))
+            )
     return Positions(number, learned=False)
 
 
 def ids_in_use(tokenizer: Any, model: ModelOptions) -> int:
-    """Returns how many token ids a run may have: those of its tokenizer for which the model has an embedding. A
-    tokenizer may be longer by tokens that no row uses."""
+    """Returns how many token ids a run may have: those of its tokenizer for which the model has an
+    embedding. A tokenizer may be longer by tokens that no row uses."""
     size = vocabulary_size(model)
     return len(tokenizer) if size is None else min(len(tokenizer), size)
 
 
 def pinned(source: str, part: Part = "model") -> str:
-    """Returns a name on the hub with the commit that it stands for now, `hf://org/name@COMMIT`; any other source as it
-    is.
+    """Returns a name on the hub with the commit that it stands for now, `hf://org/name@COMMIT`; any
+    other source as it is.
 
     Raises as `directory`.
     """
     repository = hub_name(source)
     if repository is None or (snapshot := directory(source, part=part)) is None:
         return source
-    return f"{PREFIX}{repository.name}@{snapshot.name}" if COMMIT.fullmatch(snapshot.name) else source
+    return (
+        f"{PREFIX}{repository.name}@{snapshot.name}" if COMMIT.fullmatch(snapshot.name) else source
+    )
 
 
 def _snapshot(repository: HubName, weights: bool, cache: str) -> Path:
@@ -216,7 +238,9 @@ def _snapshot(repository: HubName, weights: bool, cache: str) -> Path:
 def _fetched(repository: HubName, weights: bool, cache: str) -> Path:
     if weights:  # of the same commit as the configuration, which was read before
         commit = _snapshot(repository, False, cache).name
-        repository = repository._replace(revision=commit if COMMIT.fullmatch(commit) else repository.revision)
+        repository = repository._replace(
+            revision=commit if COMMIT.fullmatch(commit) else repository.revision
+        )
     return fetch(repository, [*CONFIGURATION, *(WEIGHTS if weights else ())], cache)
 
 
@@ -228,13 +252,16 @@ def _unreachable(repository: HubName, cache: str, error: Exception) -> str:
     here = f"no such directory or preset here, so looked for on the Hugging Face hub{near}"
     if constants.HF_HUB_OFFLINE:
         return (
-            f"{here}. This process is offline (HF_HUB_OFFLINE), and the cache {cache} does not hold all its files. "
+            f"{here}. This process is offline (HF_HUB_OFFLINE), and the cache {cache} does not "
+            "hold all its files. "
             f"Either {_download(repository)}, or unset HF_HUB_OFFLINE, or name a local directory"
         )
     return (
-        f"{here}, which did not give it: {type(error).__name__}: {str(error).strip()}. The cache {cache} does not "
+        f"{here}, which did not give it: {type(error).__name__}: {str(error).strip()}. The cache "
+        f"{cache} does not "
         "hold it "
-        "either. Check the name and the connection, log in with `hf auth login` if it is gated or private, "
+        "either. Check the name and the connection, log in with `hf auth login` if it is gated or "
+        "private, "
         f"{_download(repository)}, or name a local directory"
     )
 
@@ -242,4 +269,7 @@ def _unreachable(repository: HubName, cache: str, error: Exception) -> str:
 def _download(repository: HubName) -> str:
     """Returns the advice to download a repository."""
     chosen = f" --revision {repository.revision}" if repository.revision else ""
-    return f"run `hf download {repository.name}{chosen}` where there is a connection, with the same HF_HUB_CACHE"
+    return (
+        f"run `hf download {repository.name}{chosen}` where there is a connection, with the "
+        "same HF_HUB_CACHE"
+    )

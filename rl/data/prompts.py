@@ -1,4 +1,5 @@
-"""Reads the prompts of `rl generate`: lines of text, or rows of a JSONL file, also with pictures and sounds."""
+"""Reads the prompts of `rl generate`: lines of text, or rows of a JSONL file, also with pictures
+and sounds."""
 
 from __future__ import annotations
 
@@ -20,18 +21,20 @@ FORMS = tuple(kind for kind in READERS if kind != ".jsonl")
 
 
 class Prompt(NamedTuple):
-    """A line of a file of prompts: its place for messages, and its row; `prompt` is a text or a list of messages."""
+    """A line of a file of prompts: its place for messages, and its row; `prompt` is a text or a
+    list of messages."""
 
     where: str
     row: dict[str, Any]
 
 
 def read_prompts(file: str) -> list[Prompt]:
-    """Reads *.jsonl, on each line an object with `prompt` (or `messages`) and columns of pictures and sounds as in data,
-    and files of the other forms of data (FORMS); of any other file, and of `-` (standard input), each line is a prompt.
-    Empty lines are left out.
+    """Reads *.jsonl, on each line an object with `prompt` (or `messages`) and columns of pictures
+    and sounds as in data, and files of the other forms of data (FORMS); of any other file, and of
+    `-` (standard input), each line is a prompt. Empty lines are left out.
 
-    Raises DataError with file and line for a prompt that cannot be read, and for a file without prompts.
+    Raises DataError with file and line for a prompt that cannot be read, and for a file without
+    prompts.
     """
     prompts = list(_prompts(file))
     if not prompts:
@@ -49,7 +52,9 @@ def _prompts(file: str) -> Iterator[Prompt]:
     except OSError as error:
         raise DataError(f"--prompts {file}: {error.strerror}{nearest_path(file)}") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"--prompts {file}: not UTF-8 (byte {error.start}); save the file as UTF-8") from None
+        raise DataError(
+            f"--prompts {file}: not UTF-8 (byte {error.start}); save the file as UTF-8"
+        ) from None
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         if line.strip():
             where = f"{file}:{number}"
@@ -58,7 +63,8 @@ def _prompts(file: str) -> Iterator[Prompt]:
 
 
 def _checked(where: str, row: dict[str, Any] | Malformed) -> dict[str, Any]:
-    """Returns a row with `prompt`. Raises DataError for one that has none, or that cannot be read."""
+    """Returns a row with `prompt`. Raises DataError for one that has none, or that cannot be
+    read."""
     if isinstance(row, Malformed):
         raise DataError(f"{where}: {row.text}")
     if (problem := problem_of(row)) is not None:
@@ -67,15 +73,19 @@ def _checked(where: str, row: dict[str, Any] | Malformed) -> dict[str, Any]:
         row = row | {"prompt": row["messages"]}
     if not row.get("prompt"):
         columns = ", ".join(map(str, row)) or "none"
-        raise DataError(f"{where}: not an object with `prompt`, a text or a list of messages (columns: {columns})")
+        raise DataError(
+            f"{where}: not an object with `prompt`, a text or a list of messages (columns: "
+            f"{columns})"
+        )
     return row
 
 
 def problems(prompts: Sequence[Prompt], encoder: ExampleEncoder, base: Path) -> list[Problem]:
     """Returns the prompts as token ids, with their pictures and sounds.
 
-    encoder: its processors are those of the model, None of one that reads texts only. base: folder that relative paths
-    start from, that of the file. Raises DataError with file and line for a prompt that the model cannot read.
+    encoder: its processors are those of the model, None of one that reads texts only. base: folder
+    that relative paths start from, that of the file. Raises DataError with file and line for a
+    prompt that the model cannot read.
     """
     result = []
     for where, row in prompts:

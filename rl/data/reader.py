@@ -1,4 +1,5 @@
-"""Reads the tokenizer and the data of a run as token ids, and starts its reward workers, before a model is built."""
+"""Reads the tokenizer and the data of a run as token ids, and starts its reward workers, before a
+model is built."""
 
 from __future__ import annotations
 
@@ -22,7 +23,15 @@ from rl.data import datasets, models
 from rl.data import teacher as teachers
 from rl.data.encoded import Example, Pair, Problem, Row
 from rl.data.encoding import ExampleEncoder
-from rl.data.limits import Limit, cut_pair, cut_row, fit, never_cut, outside_vocabulary, too_long_key
+from rl.data.limits import (
+    Limit,
+    cut_pair,
+    cut_row,
+    fit,
+    never_cut,
+    outside_vocabulary,
+    too_long_key,
+)
 from rl.data.media import decode_first, kinds_of, read_processors, with_lists
 from rl.data.shard import Shard
 from rl.data.tokenizer import history_of, read_tokenizer
@@ -36,8 +45,8 @@ from rollout.text.tokenizer import bad_word_tokens, load_tokenizer
 
 T = TypeVar("T")
 
-# Types that the processes of a run send to each other: rows of data with their pictures and sounds, calls of rewards,
-# and scores that failed.
+# Types that the processes of a run send to each other: rows of data with their pictures and sounds,
+# calls of rewards, and scores that failed.
 serialization.register_type(Example, Problem, Row, Pair, Call, Failure)
 serialization.register_type(Reference, Extent, Expanded, Picture, Sound)
 
@@ -46,15 +55,20 @@ def _runner(settings: RewardSettings) -> Runner:
     functions = tuple((f.name, f.weight, f.options) for f in settings.functions)
     try:
         options = RunnerOptions(functions, settings.workers, settings.timeout_s, settings.on_error)
-        return Runner(options, Share(processes.index(), processes.count(), processes.all_gather_object))
+        return Runner(
+            options, Share(processes.index(), processes.count(), processes.all_gather_object)
+        )
     except RewardError as error:
         raise ConfigError(f"rewards: {error}") from None
 
 
-def _refuse_long(limit: Limit, numbers: Sequence[Any], lengths: Sequence[int], places: Sequence[str]) -> None:
+def _refuse_long(
+    limit: Limit, numbers: Sequence[Any], lengths: Sequence[int], places: Sequence[str]
+) -> None:
     """Raises DataError, the same on all processes, for rows that are longer than the limit.
 
-    numbers: of each row among the rows of all processes. Every process has all rows of an evaluation.
+    numbers: of each row among the rows of all processes. Every process has all rows of an
+    evaluation.
     """
     if not any(processes.all_gather_object(max(lengths, default=0) > limit.tokens)):
         return
@@ -67,12 +81,16 @@ def _refuse_long(limit: Limit, numbers: Sequence[Any], lengths: Sequence[int], p
 
 
 def _check_reward_models(names: Sequence[str], tokenizer: Any, used: int) -> None:
-    """Raises ConfigError for a reward model with another tokenizer: it scores the token ids of the policy,
-    of which `used` are in use."""
+    """Raises ConfigError for a reward model with another tokenizer: it scores the token ids of the
+    policy, of which `used` are in use."""
     for name in names:
-        directory, where = models.directory(name, part="reward model") or name, f"rewards: reward_model: {name}"
+        directory = models.directory(name, part="reward model") or name
+        where = f"rewards: reward_model: {name}"
         if used > (size := sources.classifier(directory).vocab_size):
-            raise ConfigError(f"{where} has a vocabulary of {size}, the run uses {used} tokens; they must be the same")
+            raise ConfigError(
+                f"{where} has a vocabulary of {size}, the run uses {used} tokens; they must be "
+                "the same"
+            )
         try:
             theirs = load_tokenizer(directory).get_vocab()
         except (ValueError, OSError):
@@ -92,17 +110,19 @@ class DataReader:
     """
 
     def __init__(self, config: RunConfig):
-        """Reads the tokenizer and the processors. Raises ConfigError, ModelError for a name on the hub that cannot be
-        read, and what `read_processors` raises.
+        """Reads the tokenizer and the processors. Raises ConfigError, ModelError for a name on the
+        hub that cannot be read, and what `read_processors` raises.
 
-        processors: None for a model that reads texts only. loader: decodes pictures and sounds; None without
-        processors.
+        processors: None for a model that reads texts only. loader: decodes pictures and sounds;
+        None without processors.
         """
         self._config = config
         self.tokenizer, self.stop_ids = read_tokenizer(config)
         self.processors = read_processors(config, self.tokenizer)
         self.loader = None if self.processors is None else Loader(self.processors)
-        self._encoder = ExampleEncoder(self.tokenizer, self.processors, config.model.media_rows, history_of(config))
+        self._encoder = ExampleEncoder(
+            self.tokenizer, self.processors, config.model.media_rows, history_of(config)
+        )
         self._used = models.ids_in_use(self.tokenizer, config.model)
         self._has_media = False
         self.held_out: list[Problem] = []
@@ -122,8 +142,8 @@ class DataReader:
         return self._has_media
 
     def read_held_out(self, options: EvaluationOptions, stages: Sequence[StageOptions]) -> None:
-        """Reads the problems of the evaluations that `stages` make, into `held_out`. Raises ConfigError for a bad word
-        of theirs that the tokenizer has no tokens for."""
+        """Reads the problems of the evaluations that `stages` make, into `held_out`. Raises
+        ConfigError for a bad word of theirs that the tokenizer has no tokens for."""
         self.check_words(options.bad_words, "evaluation")
         longest = max(stages, key=lambda stage: stage.sampling.max_new_tokens)
         self.held_out = list(self.problems(options.data, longest, held_out=options.problems).own)
@@ -136,46 +156,69 @@ class DataReader:
             raise ConfigError(f"{section}.{error}") from None
 
     def check_teacher(self, options: TeacherOptions | None, stop_token_ids: Iterable[int]) -> None:
-        """Raises ConfigError or ModelError for a teacher that reads other ids than the run or ends texts elsewhere.
+        """Raises ConfigError or ModelError for a teacher that reads other ids than the run or ends
+        texts elsewhere.
 
-        options: None, or files: nothing is checked. stop_token_ids: further ids that end a completion of the stage.
+        options: None, or files: nothing is checked. stop_token_ids: further ids that end a
+        completion of the stage.
         """
         if options is not None and options.files is None:
-            teachers.check_teacher(options, self.tokenizer, tuple({*self.stop_ids, *stop_token_ids}), self._used)
+            teachers.check_teacher(
+                options, self.tokenizer, tuple({*self.stop_ids, *stop_token_ids}), self._used
+            )
 
     def reward_runner(self, settings: RewardSettings, problems: Sequence[Problem]) -> Runner:
         """Returns the workers that score `problems` and the held-out problems with these functions.
 
-        Raises ConfigError for a reward or reward model that cannot be used, DataError for a column that is
-        missing or that rewards cannot take.
+        Raises ConfigError for a reward or reward model that cannot be used, DataError for a column
+        that is missing or that rewards cannot take.
         """
         for scored in (problems, self.held_out):
-            if text := next(datasets.column_problems(settings, [problem.example for problem in scored]), None):
+            if text := next(
+                datasets.column_problems(settings, [problem.example for problem in scored]), None
+            ):
                 raise DataError(text)
         key = settings.model_dump_json()
         if key not in self._runners:
             self._runners[key] = _runner(settings)
         runner = self._runners[key]
         trained = self._config.stage_names
-        _check_reward_models([source for source in runner.sources if source not in trained], self.tokenizer, self._used)
+        _check_reward_models(
+            [source for source in runner.sources if source not in trained],
+            self.tokenizer,
+            self._used,
+        )
         return runner
 
-    def problems(self, source: DataOptions, stage: StageOptions, *, held_out: int | None = None) -> Shard:
+    def problems(
+        self, source: DataOptions, stage: StageOptions, *, held_out: int | None = None
+    ) -> Shard:
         """Reads prompts that leave room for a completion of the stage.
 
-        held_out: number of problems of an evaluation, the first ones of the source; None: all, for training.
+        held_out: number of problems of an evaluation, the first ones of the source; None: all, for
+        training.
         """
         evaluated = held_out is not None
         dataset = self._load(source, everywhere=evaluated, held_out=evaluated)
         dataset = replace(dataset, examples=dataset.examples[:held_out])
         key = ("problems", source.model_dump_json(), held_out)
-        encoded = raise_on_all(partial(self._once, key, lambda: [self._problem(example) for example in dataset]))
+        encoded = raise_on_all(
+            partial(self._once, key, lambda: [self._problem(example) for example in dataset])
+        )
         limit = self._limit(source, stage.sampling.max_new_tokens, held_out is not None)
-        return self._fitting([[problem] for problem in encoded], dataset, limit, lambda each: len(each.ids), never_cut)
+        return self._fitting(
+            [[problem] for problem in encoded],
+            dataset,
+            limit,
+            lambda each: len(each.ids),
+            never_cut,
+        )
 
-    def demonstrations(self, source: DataOptions, train_on: str, *, held_out: bool = False) -> Shard:
-        """Reads the Rows of each demonstration; `train_on`: which tokens are trained on, as in rl/algorithms/sft.py.
-        held_out: as for `datasets.load`."""
+    def demonstrations(
+        self, source: DataOptions, train_on: str, *, held_out: bool = False
+    ) -> Shard:
+        """Reads the Rows of each demonstration; `train_on`: which tokens are trained on, as in
+        rl/algorithms/sft.py. held_out: as for `datasets.load`."""
 
         def encode(example: Example) -> list[Row]:
             rows = self.guarded(example, lambda: self._encoder.demonstration(example, train_on))
@@ -184,7 +227,15 @@ class DataReader:
             return rows
 
         key = ("demonstrations", train_on)
-        return self.rows(source, key, encode, lambda row: len(row.ids), cut_row, demonstrations=True, held_out=held_out)
+        return self.rows(
+            source,
+            key,
+            encode,
+            lambda row: len(row.ids),
+            cut_row,
+            demonstrations=True,
+            held_out=held_out,
+        )
 
     def pairs(self, source: DataOptions, *, held_out: bool = False) -> Shard:
         """Reads a Pair for each preference. held_out: as for `datasets.load`."""
@@ -195,7 +246,9 @@ class DataReader:
         def encode(example: Example) -> list[Pair]:
             return [self._pair(example)]
 
-        return self.rows(source, ("pairs",), encode, length, cut_pair, pairs=True, held_out=held_out)
+        return self.rows(
+            source, ("pairs",), encode, length, cut_pair, pairs=True, held_out=held_out
+        )
 
     def rows(
         self,
@@ -206,10 +259,11 @@ class DataReader:
         cut: Callable[[T, int], T | None],
         **form: Any,
     ) -> Shard:
-        """Reads a dataset in the `form` that `datasets.load` takes, encodes each example and checks its length.
+        """Reads a dataset in the `form` that `datasets.load` takes, encodes each example and checks
+        its length.
 
-        key: identifies the result of `encode`, so that stages with the same source and key share it. cut: as for
-        `limits.fit`.
+        key: identifies the result of `encode`, so that stages with the same source and key share
+        it. cut: as for `limits.fit`.
         """
         dataset = self._load(source, **form)
         read = partial(
@@ -224,7 +278,9 @@ class DataReader:
         """Returns how long the rows of a source may be."""
         if held_out:
             return Limit(self._config.max_length, new_tokens)
-        return Limit(self._config.max_length, new_tokens, source.too_long, too_long_key(self._config, source))
+        return Limit(
+            self._config.max_length, new_tokens, source.too_long, too_long_key(self._config, source)
+        )
 
     def _fitting(
         self,
@@ -238,11 +294,16 @@ class DataReader:
 
         Raises DataError if the data refuse longer rows, or if none fits.
         """
-        places = [(number, part) for number, rows in enumerate(encoded) for part in range(len(rows))]
+        places = [
+            (number, part) for number, rows in enumerate(encoded) for part in range(len(rows))
+        ]
         rows = [row for each in encoded for row in each]
         examples = [dataset[number] for number, _ in places]
-        index, count = processes.index(), processes.count()
-        numbers = [(index + number * count, part) for number, part in places]  # (number of the example, part)
+        index = processes.index()
+        count = processes.count()
+        numbers = [
+            (index + number * count, part) for number, part in places
+        ]  # (number of the example, part)
         if limit.too_long == "refuse":
             lengths = [length(row) for row in rows]
             _refuse_long(limit, numbers, lengths, [example.where for example in examples])
@@ -252,7 +313,10 @@ class DataReader:
         fitting = fit(rows, limit, length, cut)
         own = [numbers[i] for i in fitting.numbers]
         parts = processes.all_gather_object((own, len(rows), fitting.cut))
-        ranks = {place: rank for rank, place in enumerate(sorted(each for part in parts for each in part[0]))}
+        ranks = {
+            place: rank
+            for rank, place in enumerate(sorted(each for part in parts for each in part[0]))
+        }
         total = sum(part[1] for part in parts)
         effect = limit.effect(total - len(ranks), sum(part[2] for part in parts), total)
         if not ranks:
@@ -260,16 +324,18 @@ class DataReader:
         kept = [examples[i] for i in fitting.numbers]
         return Shard(fitting.rows, len(ranks), kept, [ranks[place] for place in own], effect)
 
-    def _load(self, source: DataOptions, *, everywhere: bool = False, **form: Any) -> datasets.Dataset:
-        """Loads a dataset. everywhere: every process loads all rows, as of an evaluation, because it samples completions
-        for all of them."""
+    def _load(
+        self, source: DataOptions, *, everywhere: bool = False, **form: Any
+    ) -> datasets.Dataset:
+        """Loads a dataset. everywhere: every process loads all rows, as of an evaluation, because
+        it samples completions for all of them."""
         part = (0, 1) if everywhere else (processes.index(), processes.count())
         key = ("data", everywhere, source.model_dump_json(), *form.items())
         return self._once(key, lambda: self._checked(source, part=part, **form))
 
     def _checked(self, source: DataOptions, **form: Any) -> datasets.Dataset:
-        """Loads a dataset and decodes its first pictures and sounds. Raises DataError for those that are broken, and for
-        malformed rows."""
+        """Loads a dataset and decodes its first pictures and sounds. Raises DataError for those
+        that are broken, and for malformed rows."""
         if self.processors is None:
             return datasets.load(source, **form)
 
@@ -279,7 +345,9 @@ class DataReader:
             return dataset
 
         dataset = raise_on_all(partial(loaded, self.processors))
-        everywhere = {each for part in processes.all_gather_object(kinds_of(dataset)) for each in part}
+        everywhere = {
+            each for part in processes.all_gather_object(kinds_of(dataset)) for each in part
+        }
         self._has_media |= bool(everywhere)
         return replace(dataset, examples=with_lists(dataset.examples, sorted(everywhere)))
 
@@ -291,23 +359,28 @@ class DataReader:
     def _problem(self, example: Example) -> Problem:
         ids, media = self.guarded(example, lambda: self._encoder.prompt(example))
         if not ids:
-            raise DataError(f"{example.where}: the prompt is empty: there is no token to go on from")
+            raise DataError(
+                f"{example.where}: the prompt is empty: there is no token to go on from"
+            )
         self.check_ids(example, ids, media)
         return Problem(example, ids, media)
 
     def check_ids(self, example: Example, ids: Sequence[int], media: Expanded | None) -> None:
-        """Raises DataError for a token for which the model has no embedding. Tokens that stand for pictures and sounds
-        need none."""
+        """Raises DataError for a token for which the model has no embedding. Tokens that stand for
+        pictures and sounds need none."""
         if max(ids, default=0) < self._used:
             return
         index = [-1] * len(ids) if media is None else media.index.tolist()
         for place, token in enumerate(ids):
             is_text = place >= len(index) or index[place] < 0
             if is_text and token >= self._used:
-                raise DataError(outside_vocabulary(self.tokenizer, token, example.where, self._used).message())
+                raise DataError(
+                    outside_vocabulary(self.tokenizer, token, example.where, self._used).message()
+                )
 
     def answer(self, example: Example, answer: Any) -> Row:
-        """Encodes the prompt of an example and an answer to it, up to the last token that the assistant writes.
+        """Encodes the prompt of an example and an answer to it, up to the last token that the
+        assistant writes.
 
         Raises DataError for an answer without a token.
         """
@@ -320,10 +393,13 @@ class DataReader:
         rows = [self.answer(example, answer) for answer in example.pair]
         if rows[0].ids == rows[1].ids and rows[0].mask == rows[1].mask:
             raise DataError(
-                f"{example.where}: both answers are the same tokens: there is nothing to learn from this pair"
+                f"{example.where}: both answers are the same tokens: there is nothing to learn "
+                "from this pair"
             )
         if not rows[0].mask[0] == rows[1].mask[0] == 0:
-            raise DataError(f"{example.where}: the prompt is empty: there is no token to go on from")
+            raise DataError(
+                f"{example.where}: the prompt is empty: there is no token to go on from"
+            )
         return Pair(rows[0], rows[1], example.margin)
 
     @staticmethod

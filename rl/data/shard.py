@@ -17,7 +17,8 @@ class Shard:
     own: the rows of this process.
     total: number of rows on all processes.
     examples: the example of each row in `own`, where the row does not hold it.
-    numbers: of each row in `own`, among the rows of all processes. None: every n-th from the index of the process on,
+    numbers: of each row in `own`, among the rows of all processes. None: every n-th from the index
+    of the process on,
         for n processes.
     effect: what happened to rows that were too long; None: there were none.
     """
@@ -44,8 +45,13 @@ class Shard:
         return [rows[number] for number in numbers if number in rows]
 
     def take(self, numbers: Sequence[int]) -> list[Any]:
-        """Returns the rows with these numbers on all processes. All processes must call this with the same numbers."""
+        """Returns the rows with these numbers on all processes. All processes must call this with
+        the same numbers."""
         own = self.numbered()
         mine = {number: own[number] for number in numbers if number in own}
-        rows = {number: row for part in processes.all_gather_object(mine) for number, row in part.items()}
+        rows = {
+            number: row
+            for part in processes.all_gather_object(mine)
+            for number, row in part.items()
+        }
         return [rows[number] for number in numbers]

@@ -18,14 +18,16 @@ from rl.errors import ConfigError, ModelError
 from rollout.text.tokenizer import load_tokenizer, stop_ids
 
 # What `identity` reads of a file, in bytes: its start, and pieces.
-_HEAD, _PIECE, _PIECES = 1 << 20, 1 << 12, 64
+_HEAD = 1 << 20
+_PIECE = 1 << 12
+_PIECES = 64
 
 
 def directory_of(options: TeacherOptions, *, weights: bool = False) -> Path | None:
     """Returns the directory of a teacher's model, or None for a preset, whose weights are random.
 
-    The directory of a finished run stands for its final weights. With `weights`, files of the hub are downloaded.
-    Raises ModelError if there is no such model.
+    The directory of a finished run stands for its final weights. With `weights`, files of the hub
+    are downloaded. Raises ModelError if there is no such model.
     """
     assert options.source is not None  # of a teacher without files
     if options.source in sources.presets():
@@ -36,23 +38,28 @@ def directory_of(options: TeacherOptions, *, weights: bool = False) -> Path | No
     result = models.directory(options.source, weights=weights)
     if result is None or not (result / "config.json").is_file():
         raise ModelError(
-            f"teacher {options.source}: no directory with a config.json, no finished run and no file of that name in "
-            f"configs/models/{nearest_path(options.source)}; train the teacher first, or set `teacher.source` to a model"
+            f"teacher {options.source}: no directory with a config.json, no finished run and no "
+            "file of that name in "
+            f"configs/models/{nearest_path(options.source)}; train the teacher first, or set "
+            "`teacher.source` to a model"
         )
     return result
 
 
 def identity(options: TeacherOptions) -> str:
-    """Returns a hash of the teacher, which a resumed run compares: of its configuration, and of names, sizes, headers
-    and samples of its weights or of the files of `rl teach`. The samples are the first MiB of a file and 64 pieces of
-    4 KiB at equal distances, so that a model of many shards takes a second.
+    """Returns a hash of the teacher, which a resumed run compares: of its configuration, and of
+    names, sizes, headers and samples of its weights or of the files of `rl teach`. The samples are
+    the first MiB of a file and 64 pieces of 4 KiB at equal distances, so that a model of many
+    shards takes a second.
 
     Raises ModelError if there is no such model, ConfigError if there are no such files.
     """
     if options.files is not None:
-        directory, pattern = Path(options.files), "*"
+        directory = Path(options.files)
+        pattern = "*"
     elif (model := directory_of(options, weights=True)) is not None:
-        directory, pattern = model, "*.safetensors*"
+        directory = model
+        pattern = "*.safetensors*"
     else:  # random weights, which the configuration determines
         return f"preset {options.source}"
     digest = hashlib.sha256()
@@ -86,55 +93,89 @@ def problems(
 ) -> Iterator[tuple[str, str]]:
     """Yields (key of the teacher, message) for each problem that the files of both models show.
 
-    student: the decoder of the policy, if it can be read. A teacher that is not there yet has no problem:
-    `check_teacher` and the start of the stage refuse it.
+    student: the decoder of the policy, if it can be read. A teacher that is not there yet has no
+    problem: `check_teacher` and the start of the stage refuse it.
     """
     if options.files is not None:
         for key in ("overrides", "dtype", "weights", "host_memory"):
             if getattr(options, key):
-                yield key, "files hold the numbers of a teacher, which is not loaded; leave this out"
+                yield (
+                    key,
+                    "files hold the numbers of a teacher, which is not loaded; leave this out",
+                )
         if algorithm.has_features:
             yield "files", "files hold no outputs of layers; set features_coef: 0, or give `source`"
-        if algorithm.tail != "renormalise" and {algorithm.temperature, algorithm.temperature_end} - {1.0, None}:
-            text = f"files hold probabilities at temperature 1, which tail: {algorithm.tail} takes as they are"
+        if algorithm.tail != "renormalise" and {
+            algorithm.temperature,
+            algorithm.temperature_end,
+        } - {1.0, None}:
+            text = (
+                f"files hold probabilities at temperature 1, which tail: {algorithm.tail} "
+                "takes as they are"
+            )
             yield "files", f"{text}; set temperature: 1.0, or tail: renormalise"
         return
     if options.overrides and options.source not in sources.presets():
-        yield "overrides", f"{options.source} is no file in configs/models/; only random weights take overrides"
+        yield (
+            "overrides",
+            f"{options.source} is no file in configs/models/; only random weights take overrides",
+        )
     try:
         teacher = decoder_of(options)
     except ModelError:
         return
     if teacher.max_positions is not None and max_length > teacher.max_positions:
-        yield "source", f"max_length {max_length} is more than the {teacher.max_positions} positions of this teacher"
+        yield (
+            "source",
+            f"max_length {max_length} is more than the {teacher.max_positions} positions of this "
+            "teacher",
+        )
     if algorithm.has_features and student is not None:
-        yield from (("source", text) for text in _feature_problems(algorithm.features_layers, student, teacher))
+        yield from (
+            ("source", text)
+            for text in _feature_problems(algorithm.features_layers, student, teacher)
+        )
 
 
-def _feature_problems(pairs: list[list[int]] | None, student: DecoderConfig, teacher: DecoderConfig) -> Iterator[str]:
-    mixing = [{n for n, layer in enumerate(config.layers) if layer.mixer is not None} for config in (student, teacher)]
+def _feature_problems(
+    pairs: list[list[int]] | None, student: DecoderConfig, teacher: DecoderConfig
+) -> Iterator[str]:
+    mixing = [
+        {n for n, layer in enumerate(config.layers) if layer.mixer is not None}
+        for config in (student, teacher)
+    ]
     if pairs is None and mixing[0] != mixing[1]:
         yield (
-            f"features_coef compares layer by layer, but the policy has {len(mixing[0])} and this teacher "
+            f"features_coef compares layer by layer, but the policy has {len(mixing[0])} and this "
+            "teacher "
             f"{len(mixing[1])} layers; name pairs of layers in features_layers"
         )
     if repeated := [pair for n, pair in enumerate(pairs or ()) if pair in (pairs or ())[:n]]:
         yield f"features_layers names the pair {repeated[0]} twice; leave one out"
     for who, have, at in (("policy", mixing[0], 0), ("teacher", mixing[1], 1)):
         if missing := sorted({pair[at] for pair in pairs or ()} - have):
-            yield f"features_layers: the {who} has no layer {missing[0]} with a mixer; its last is {max(have)}"
+            yield (
+                f"features_layers: the {who} has no layer {missing[0]} with a mixer; its last "
+                f"is {max(have)}"
+            )
 
 
-def check_teacher(options: TeacherOptions, tokenizer: Any, stops: tuple[int, ...], used: int) -> None:
-    """Raises ConfigError for a teacher that reads other ids than the run or ends texts elsewhere, ModelError for one
-    that is not there.
+def check_teacher(
+    options: TeacherOptions, tokenizer: Any, stops: tuple[int, ...], used: int
+) -> None:
+    """Raises ConfigError for a teacher that reads other ids than the run or ends texts elsewhere,
+    ModelError for one that is not there.
 
-    tokenizer: of the run. stops: ids that end a completion of the run. used: token ids that the run may have.
+    tokenizer: of the run. stops: ids that end a completion of the run. used: token ids that the run
+    may have.
     """
-    decoder, directory, where = decoder_of(options), directory_of(options), f"teacher {options.source}"
+    decoder = decoder_of(options)
+    directory = directory_of(options)
+    where = f"teacher {options.source}"
     if used > decoder.vocab_size:
         raise ConfigError(
-            f"{where} has a vocabulary of {decoder.vocab_size}, the run uses {used} tokens; they must be the same"
+            f"{where} has a vocabulary of {decoder.vocab_size}, the run uses {used} tokens; they "
+            "must be the same"
         )
     if directory is None:
         return  # random weights
@@ -142,7 +183,8 @@ def check_teacher(options: TeacherOptions, tokenizer: Any, stops: tuple[int, ...
         theirs = load_tokenizer(directory)
     except (ValueError, OSError) as error:
         raise ConfigError(
-            f"{where}: its tokenizer cannot be read, so nothing shows that it reads the ids of the run; save the "
+            f"{where}: its tokenizer cannot be read, so nothing shows that it reads the ids of "
+            "the run; save the "
             f"tokenizer in {directory}. {error}"
         ) from None
     try:
@@ -153,30 +195,42 @@ def check_teacher(options: TeacherOptions, tokenizer: Any, stops: tuple[int, ...
 
 
 def check_vocabulary(
-    where: str, vocabulary: dict[str, int], their_stops: tuple[int, ...], tokenizer: Any, stops: tuple[int, ...]
+    where: str,
+    vocabulary: dict[str, int],
+    their_stops: tuple[int, ...],
+    tokenizer: Any,
+    stops: tuple[int, ...],
 ) -> None:
-    """Raises ConfigError if a teacher has another vocabulary, or ends a completion with other ids."""
+    """Raises ConfigError if a teacher has another vocabulary, or ends a completion with other
+    ids."""
     own = tokenizer.get_vocab()
     if different := sorted(vocabulary.items() ^ own.items()):
         shared = len(vocabulary.items() & own.items())
         raise ConfigError(
-            f"{where} was trained with another tokenizer ({len(different)} entries differ, e.g. {different[0][0]!r}; "
-            f"{shared} of {len(own)} are the same); a student learns the distribution over its own ids, so both must "
+            f"{where} was trained with another tokenizer ({len(different)} entries differ, e.g. "
+            f"{different[0][0]!r}; "
+            f"{shared} of {len(own)} are the same); a student learns the distribution over its "
+            "own ids, so both must "
             "have the same"
         )
     check_stops(where, their_stops, tokenizer, stops)
 
 
-def check_stops(where: str, their_stops: tuple[int, ...], tokenizer: Any, stops: tuple[int, ...]) -> None:
+def check_stops(
+    where: str, their_stops: tuple[int, ...], tokenizer: Any, stops: tuple[int, ...]
+) -> None:
     """Raises ConfigError if a teacher ends a completion with other ids than the run."""
     if set(their_stops) != set(stops):
         raise ConfigError(
             f"{where} ends a completion with {_named(their_stops, tokenizer)}, the run with "
-            f"{_named(stops, tokenizer)}: the student would not learn to stop. Give the same chat template and "
+            f"{_named(stops, tokenizer)}: the student would not learn to stop. Give the same chat "
+            "template and "
             "eos_token_id to both (tokenizer, generation_config.json), or name the further ids in "
             "stages.N.sampling.stop_token_ids"
         )
 
 
 def _named(ids: tuple[int, ...], tokenizer: Any) -> str:
-    return ", ".join(f"{token} ({tokenizer.convert_ids_to_tokens(token)!r})" for token in sorted(ids))
+    return ", ".join(
+        f"{token} ({tokenizer.convert_ids_to_tokens(token)!r})" for token in sorted(ids)
+    )

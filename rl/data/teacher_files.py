@@ -1,18 +1,25 @@
-"""Files with a teacher's likeliest tokens, which `rl teach` writes and a stage of `distill` reads. Imports no jax.
+"""Files with a teacher's likeliest tokens, which `rl teach` writes and a stage of `distill` reads.
+Imports no jax.
 
-A directory holds teacher.json and part-00000.safetensors, part-00001.safetensors, ... Rows have the order of the
-dataset, so neither packing nor shuffling moves them. A part of r rows with n tokens, m of which are trained on, holds
+A directory holds teacher.json and part-00000.safetensors, part-00001.safetensors, ... Rows have the
+order of the dataset, so neither packing nor shuffling moves them. A part of r rows with n tokens, m
+of which are trained on, holds
 
-    tokens int32[n], mask uint8[n], starts int64[r + 1]     the rows; row i is starts[i] .. starts[i + 1]
-    scored int64[r + 1]                                     the same for the m tokens that are trained on
-    top_ids uint32[m, K], top_logp float[m, K]              the K likeliest tokens, likeliest first, and their
+    tokens int32[n], mask uint8[n], starts int64[r + 1]     the rows; row i is starts[i] .. starts[i
+    + 1]
+    scored int64[r + 1]                                     the same for the m tokens that are
+    trained on
+    top_ids uint32[m, K], top_logp float[m, K]              the K likeliest tokens, likeliest first,
+    and their
                                                             log-probabilities
-    rest float[m]                                           the logarithm of the probability of all other tokens
-    row_sha256, top_sha256 uint8[r, 32]                     hashes of each row: of its tokens and mask, and of its
+    rest float[m]                                           the logarithm of the probability of all
+    other tokens row_sha256, top_sha256 uint8[r, 32]                     hashes of each row: of its
+    tokens and mask, and of its
                                                             numbers
 
-Log-probabilities are at temperature 1 over `vocab` tokens. teacher.json appears when all parts are there; until then
-partial.json says what they are made from, and a second `rl teach` goes on after the last part.
+Log-probabilities are at temperature 1 over `vocab` tokens. teacher.json appears when all parts are
+there; until then partial.json says what they are made from, and a second `rl teach` goes on after
+the last part.
 """
 
 from __future__ import annotations
@@ -35,17 +42,20 @@ from rl.errors import ConfigError, DataError
 
 FORMAT = 1
 _FIELDS = ("teacher_ids", "teacher_top", "teacher_rest")
-DONE, PARTIAL = "teacher.json", "partial.json"
+DONE = "teacher.json"
+PARTIAL = "partial.json"
 LEAST_REST = float(np.log(2.0**-23))
-"""Least logarithm of the probability of the other tokens: float32 sums of probabilities are known to this step."""
+"""Least logarithm of the probability of the other tokens: float32 sums of probabilities are known
+to this step."""
 
 
 @dataclass(frozen=True)
 class TeacherFacts:
     """What the files are made from and how.
 
-    model_sha256: of config.json and weights. vocabulary_sha256: of the tokenizer's entries. stops: ids that end a
-    completion. k: tokens in each place. vocab: tokens of the distribution. dtype: of the log-probabilities.
+    model_sha256: of config.json and weights. vocabulary_sha256: of the tokenizer's entries. stops:
+    ids that end a completion. k: tokens in each place. vocab: tokens of the distribution. dtype: of
+    the log-probabilities.
     """
 
     source: str
@@ -89,18 +99,24 @@ def _hash(*arrays: np.ndarray) -> np.ndarray:
 
 
 class TeacherWriter:
-    """Writes a directory of teacher files part by part. A part appears in one step, so a kill leaves only full
-    parts."""
+    """Writes a directory of teacher files part by part. A part appears in one step, so a kill
+    leaves only full parts."""
 
     def __init__(self, directory: Path, facts: TeacherFacts):
         """Raises ConfigError if the directory holds other files of a teacher, or is finished."""
-        self._directory, self.facts = directory, facts
+        self._directory = directory
+        self.facts = facts
         if (directory / DONE).exists():
-            raise ConfigError(f"--output {directory} holds the finished files of a teacher; choose another directory")
-        partial, text = directory / PARTIAL, json.dumps(asdict(facts), indent=1)
+            raise ConfigError(
+                f"--output {directory} holds the finished files of a teacher; choose another "
+                "directory"
+            )
+        partial = directory / PARTIAL
+        text = json.dumps(asdict(facts), indent=1)
         if partial.exists() and partial.read_text(encoding="utf-8") != text:
             raise ConfigError(
-                f"--output {directory} was begun with another teacher, data or options ({partial}); choose another "
+                f"--output {directory} was begun with another teacher, data or options "
+                f"({partial}); choose another "
                 "directory, or remove it to start over"
             )
         try:
@@ -110,18 +126,23 @@ class TeacherWriter:
         _replace(partial, text.encode())
 
     def missing(self, rows: Sequence[Row]) -> Iterator[tuple[int, Sequence[Row]]]:
-        """Yields (number, rows) of each part that is not there. Raises ConfigError for a part of other rows."""
+        """Yields (number, rows) of each part that is not there. Raises ConfigError for a part of
+        other rows."""
         step = self.facts.rows_per_part
         for number in range(-(-len(rows) // step)):
-            own, file = rows[number * step : (number + 1) * step], self._file(number)
+            own = rows[number * step : (number + 1) * step]
+            file = self._file(number)
             if not file.exists():
                 yield number, own
                 continue
             with _opened(file) as part:
-                same = np.array_equal(part.get_tensor("row_sha256"), [row_sha256(row) for row in own])
+                same = np.array_equal(
+                    part.get_tensor("row_sha256"), [row_sha256(row) for row in own]
+                )
             if not same:
                 raise ConfigError(
-                    f"{file} holds other rows than the data of this run; remove it, or choose another --output"
+                    f"{file} holds other rows than the data of this run; remove it, or choose "
+                    "another --output"
                 )
 
     def write(
@@ -132,7 +153,8 @@ class TeacherWriter:
         ids: Iterable[np.ndarray],
         rest: Iterable[np.ndarray],
     ) -> None:
-        """Writes a part. logp, ids: [m, K] and rest: [m] of the tokens of each row that are trained on."""
+        """Writes a part. logp, ids: [m, K] and rest: [m] of the tokens of each row that are trained
+        on."""
         dtype = np.dtype(self.facts.dtype)
         stored = [
             (np.asarray(i, np.uint32), np.asarray(a, dtype), np.asarray(r, dtype))
@@ -160,7 +182,10 @@ class TeacherWriter:
         """Writes teacher.json, once all parts are there."""
         files = [self._file(n) for n in range(-(-self.facts.rows // self.facts.rows_per_part))]
         listed = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-        _replace(self._directory / DONE, json.dumps(asdict(self.facts) | {"parts": listed}, indent=1).encode())
+        _replace(
+            self._directory / DONE,
+            json.dumps(asdict(self.facts) | {"parts": listed}, indent=1).encode(),
+        )
         (self._directory / PARTIAL).unlink()
 
     def _file(self, number: int) -> Path:
@@ -171,65 +196,91 @@ class TeacherFiles:
     """Reads a directory of teacher files."""
 
     def __init__(self, directory: str | Path):
-        """Reads teacher.json. Raises ConfigError if the directory holds none, or one of another version."""
+        """Reads teacher.json. Raises ConfigError if the directory holds none, or one of another
+        version."""
         self.directory, file = Path(directory), Path(directory) / DONE
         if not file.is_file():
             begun = (self.directory / PARTIAL).is_file()
-            advice = "its `rl teach` did not end: run the same command again" if begun else "`rl teach` writes one"
+            advice = (
+                "its `rl teach` did not end: run the same command again"
+                if begun
+                else "`rl teach` writes one"
+            )
             raise ConfigError(f"teacher.files: {directory} holds no {DONE}; {advice}")
         try:
             stored = json.loads(file.read_text(encoding="utf-8"))
             names = {field: stored[field] for field in TeacherFacts.__dataclass_fields__}
             self._parts = list(stored["parts"])
         except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"{file}: damaged, or of another version of Duet; run `rl teach` again") from None
+            raise ConfigError(
+                f"{file}: damaged, or of another version of Duet; run `rl teach` again"
+            ) from None
         self.facts = TeacherFacts(**names)
         if self.facts.format != FORMAT:
-            raise ConfigError(f"{file}: format {self.facts.format}, this version reads {FORMAT}; run `rl teach` again")
+            raise ConfigError(
+                f"{file}: format {self.facts.format}, this version reads {FORMAT}; run `rl teach` "
+                "again"
+            )
 
     def check_rows(self, rows: Mapping[int, Row], total: int) -> None:
-        """Raises DataError for rows that the files do not hold under these numbers, with the same tokens and mask.
+        """Raises DataError for rows that the files do not hold under these numbers, with the same
+        tokens and mask.
 
         rows: number in the dataset -> row, of this process. total: rows of the dataset.
         """
         if total > self.facts.rows:
             raise DataError(
-                f"the data has {total} rows, {self.directory} holds {self.facts.rows}; run `rl teach` with this data"
+                f"the data has {total} rows, {self.directory} holds {self.facts.rows}; run `rl "
+                "teach` with this data"
             )
         hashes = [self._part(number).get_tensor("row_sha256") for number in range(len(self._parts))]
         for number, row in rows.items():
             part, place = divmod(number, self.facts.rows_per_part)
             if not np.array_equal(hashes[part][place], row_sha256(row)):
                 raise DataError(
-                    f"row {number} of the data has other tokens, or other tokens that are trained on, than row "
-                    f"{number} of {self.directory}: tokenizer, template, order of the data or train_on are not those "
+                    f"row {number} of the data has other tokens, or other tokens that are trained "
+                    "on, than row "
+                    f"{number} of {self.directory}: tokenizer, template, order of the data or "
+                    "train_on are not those "
                     "of `rl teach`; run it again with this configuration"
                 )
 
     def take(self, number: int, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns (ids int32[m, k], log-probabilities float32[m, k], logarithm of the rest float32[m]) of a row.
+        """Returns (ids int32[m, k], log-probabilities float32[m, k], logarithm of the rest
+        float32[m]) of a row.
 
-        Of more than k stored tokens, the least likely ones go to the rest. Raises DataError for a damaged row.
+        Of more than k stored tokens, the least likely ones go to the rest. Raises DataError for a
+        damaged row.
         """
         index, place = divmod(number, self.facts.rows_per_part)
         part = self._part(index)
         start, end = (int(n) for n in part.get_slice("scored")[place : place + 2])
         arrays = [part.get_slice(name)[start:end] for name in ("top_ids", "top_logp", "rest")]
         if not np.array_equal(_hash(*arrays), part.get_slice("top_sha256")[place]):
-            raise DataError(f"{self.directory / self._parts[index]}: row {number} is damaged; run `rl teach` again")
-        ids, logp, rest = arrays[0].astype(np.int32), arrays[1].astype(np.float32), arrays[2].astype(np.float32)
+            raise DataError(
+                f"{self.directory / self._parts[index]}: row {number} is damaged; run `rl teach` "
+                "again"
+            )
+        ids = arrays[0].astype(np.int32)
+        logp = arrays[1].astype(np.float32)
+        rest = arrays[2].astype(np.float32)
         others = np.logaddexp.reduce(np.concatenate([logp[:, k:], rest[:, None]], axis=1), axis=1)
         return ids[:, :k], logp[:, :k], np.maximum(others, LEAST_REST).astype(np.float32)
 
-    def arrays(self, numbers: Sequence[int], mask_NT: np.ndarray, top_k: int | None) -> dict[str, np.ndarray]:
-        """Returns the fields `teacher_*` of a batch, by name: at each token of the mask the numbers of its place, else
-        0.
+    def arrays(
+        self, numbers: Sequence[int], mask_NT: np.ndarray, top_k: int | None
+    ) -> dict[str, np.ndarray]:
+        """Returns the fields `teacher_*` of a batch, by name: at each token of the mask the numbers
+        of its place, else 0.
 
         numbers: of the rows of the batch. top_k: tokens in each place; None: all that are stored.
         """
         k = top_k or self.facts.k
         (N, T), kinds = mask_NT.shape, (np.int32, np.float32, np.float32)
-        out = [np.zeros(shape, kind) for shape, kind in zip(((N, T, k), (N, T, k), (N, T)), kinds, strict=True)]
+        out = [
+            np.zeros(shape, kind)
+            for shape, kind in zip(((N, T, k), (N, T, k), (N, T)), kinds, strict=True)
+        ]
         for row, number in enumerate(numbers):
             columns = np.flatnonzero(mask_NT[row])
             for array, values in zip(out, self.take(number, k), strict=True):
@@ -242,7 +293,9 @@ class TeacherFiles:
 
         full = (*shape, top_k or self.facts.k)
         kinds = (full, np.int32), (full, np.float32), (shape, np.float32)
-        return {name: jax.ShapeDtypeStruct(*kind) for name, kind in zip(_FIELDS, kinds, strict=True)}
+        return {
+            name: jax.ShapeDtypeStruct(*kind) for name, kind in zip(_FIELDS, kinds, strict=True)
+        }
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - the files live as long as the stage
     def _part(self, index: int) -> Any:

@@ -1,8 +1,9 @@
-"""Provides what a run needs of a model that reads pictures or sounds, besides its weights: special tokens for a
-tokenizer that is built in code, processors, ids in config.json, and the files of processors in a saved directory.
-Imports no jax.
+"""Provides what a run needs of a model that reads pictures or sounds, besides its weights: special
+tokens for a tokenizer that is built in code, processors, ids in config.json, and the files of
+processors in a saved directory. Imports no jax.
 
-A directory of a model holds files of its processors; a file of configs/models/ describes them under `processor_config`.
+A directory of a model holds files of its processors; a file of configs/models/ describes them under
+`processor_config`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from rollout.text.tokenizer import MediaTokens
 
 
 def stored_processors(model: ModelOptions) -> ProcessorConfigs | None:
-    """Returns the processors as the model's files describe them; None for a model that reads texts only.
+    """Returns the processors as the model's files describe them; None for a model that reads texts
+    only.
 
     Raises ModelError for a name on the hub that cannot be read, and for a file that is not JSON.
     """
@@ -38,7 +40,8 @@ def stored_processors(model: ModelOptions) -> ProcessorConfigs | None:
 
 
 def media_tokens(model: ModelOptions) -> MediaTokens | None:
-    """Returns the special tokens that a built-in tokenizer needs for the model; None for one that reads texts only.
+    """Returns the special tokens that a built-in tokenizer needs for the model; None for one that
+    reads texts only.
 
     Raises as `stored_processors`.
     """
@@ -47,25 +50,27 @@ def media_tokens(model: ModelOptions) -> MediaTokens | None:
 
 
 def read_processors(model: ModelOptions, tokenizer: Any) -> Processors | None:
-    """Returns the processors of the model, with the markers of the tokenizer; None for one that reads texts only.
+    """Returns the processors of the model, with the markers of the tokenizer; None for one that
+    reads texts only.
 
-    Raises MediaError for a class that is not supported and a tokenizer that lacks a token, ModelError as
-    `stored_processors`.
+    Raises MediaError for a class that is not supported and a tokenizer that lacks a token,
+    ModelError as `stored_processors`.
     """
     stored = stored_processors(model)
     return None if stored is None else stored.processors(tokenizer, f"model {model.source}")
 
 
 def preset_changes(model: ModelOptions, tokenizer: Any) -> dict[str, Any]:
-    """Returns the keys to change in the configuration of a preset: those of the run, and the ids that the tokenizer has
-    for placeholders, such as `image_token_id`."""
+    """Returns the keys to change in the configuration of a preset: those of the run, and the ids
+    that the tokenizer has for placeholders, such as `image_token_id`."""
     preset = _preset(model)
     return model.changes | ({} if preset is None else tokens.ids(preset[0], tokenizer))
 
 
 def write_files(model: ModelOptions, tokenizer: Any, directory: Path) -> None:
-    """Completes a saved directory of a model with towers, to which weights, tokenizer and the files of a source have
-    been written: with the processor of a preset, and with the tokenizer's ids of placeholders in config.json."""
+    """Completes a saved directory of a model with towers, to which weights, tokenizer and the files
+    of a source have been written: with the processor of a preset, and with the tokenizer's ids of
+    placeholders in config.json."""
     if (preset := _preset(model)) is not None:
         (directory / "processor_config.json").write_text(json.dumps(preset[1], indent=2))
     file = directory / "config.json"
@@ -75,7 +80,8 @@ def write_files(model: ModelOptions, tokenizer: Any, directory: Path) -> None:
 
 
 def _preset(model: ModelOptions) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Returns (config.json, processor_config.json) of a preset with towers; None for any other source."""
+    """Returns (config.json, processor_config.json) of a preset with towers; None for any other
+    source."""
     if model.source not in sources.presets():
         return None
     return sources.preset_processor(model.source, model.changes)

@@ -1,4 +1,5 @@
-"""`rl plan`: compiles the programs of a run for hardware that you do not have, and reports their needs."""
+"""`rl plan`: compiles the programs of a run for hardware that you do not have, and reports their
+needs."""
 
 from __future__ import annotations
 
@@ -22,14 +23,30 @@ which it does. With --search, chooses mesh, micro-batch and remat policy for the
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `rl plan` to a parser."""
     parser.add_argument(
-        "config", nargs="+", type=os.path.expanduser, metavar="CONFIG | key=value", help="files first, then overrides"
+        "config",
+        nargs="+",
+        type=os.path.expanduser,
+        metavar="CONFIG | key=value",
+        help="files first, then overrides",
     )
     parser.add_argument("--topology", required=True, help=HOW)
-    parser.add_argument("--search", action="store_true", help="choose mesh, micro-batch and remat policy")
-    parser.add_argument("--memory", type=_above_0, metavar="GIB", help="memory per device that programs may use (all)")
-    parser.add_argument("--candidates", type=_count, default=6, metavar="N", help="most changes to compile (6)")
     parser.add_argument(
-        "--json", type=lambda text: Path(text).expanduser(), metavar="FILE", help="also write the numbers to this file"
+        "--search", action="store_true", help="choose mesh, micro-batch and remat policy"
+    )
+    parser.add_argument(
+        "--memory",
+        type=_above_0,
+        metavar="GIB",
+        help="memory per device that programs may use (all)",
+    )
+    parser.add_argument(
+        "--candidates", type=_count, default=6, metavar="N", help="most changes to compile (6)"
+    )
+    parser.add_argument(
+        "--json",
+        type=lambda text: Path(text).expanduser(),
+        metavar="FILE",
+        help="also write the numbers to this file",
     )
 
 

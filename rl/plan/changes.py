@@ -16,13 +16,15 @@ import rl.stages
 from rl.config.run import RunConfig
 
 REMAT = ("none", "minimal", "save_qkv_proj", "full")
-"""Remat policies, from the one that keeps most for the backward pass to the one that keeps least."""
+"""Remat policies, from the one that keeps most for the backward pass to the one that keeps
+least."""
 _HEADS = ("heads", "kv_heads", "key_heads", "value_heads")
 
 
 @dataclass(frozen=True)
 class Change:
-    """Settings by dotted key. results: whether they change what the run computes beyond rounding."""
+    """Settings by dotted key. results: whether they change what the run computes beyond
+    rounding."""
 
     settings: dict[str, Any]
     results: bool = False
@@ -50,7 +52,8 @@ class Change:
 
 
 def possible(config: RunConfig) -> bool:
-    """Returns whether a configuration passes all checks. Reads the model's files, which takes milliseconds."""
+    """Returns whether a configuration passes all checks. Reads the model's files, which takes
+    milliseconds."""
     from rl.run import checks
 
     return not checks.problems(config)
@@ -58,28 +61,38 @@ def possible(config: RunConfig) -> bool:
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return shlex.quote("{" + ", ".join(f"{key}: {_text(each)}" for key, each in value.items()) + "}")
+        return shlex.quote(
+            "{" + ", ".join(f"{key}: {_text(each)}" for key, each in value.items()) + "}"
+        )
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def knobs(config: RunConfig, meshes: list[dict[str, int]]) -> list[list[Change]]:
-    """Lists settings that reduce memory, each with its values from the smallest change to the largest.
+    """Lists settings that reduce memory, each with its values from the smallest change to the
+    largest.
 
     Settings that change results come last. meshes: other meshes of the same number of devices.
     """
     micro = _micro(config)
     choices = [
-        [Change({f"stages.{i}.micro_batch": max(1, rows // 2**n) for i, rows in micro}) for n in _halvings(micro)]
+        [
+            Change({f"stages.{i}.micro_batch": max(1, rows // 2**n) for i, rows in micro})
+            for n in _halvings(micro)
+        ]
     ]
     choices.append(_remat(config))
     if any(stage.samples_completions for stage in rl.stages.create(config)):
         for key in ("slots", "prefill_chunk"):
             value = getattr(config.generator, key)
-            choices.append([Change({f"generator.{key}": value // 2**n}) for n in (1, 2, 3) if value // 2**n])
+            choices.append(
+                [Change({f"generator.{key}": value // 2**n}) for n in (1, 2, 3) if value // 2**n]
+            )
     choices.append(_moments(config))
     if not config.model.host_parameters and config.model.remat != "none":
         choices.append([Change({"model.host_parameters": True})])
-    choices.append([Change({f"mesh.{axis}": size for axis, size in mesh.items()}) for mesh in meshes])
+    choices.append(
+        [Change({f"mesh.{axis}": size for axis, size in mesh.items()}) for mesh in meshes]
+    )
     if config.model.param_dtype == "float32":
         choices.append([Change({"model.param_dtype": "bfloat16"}, results=True)])
     lengths = [config.max_length // 2**n for n in range(1, config.max_length.bit_length() - 1)]
@@ -94,10 +107,11 @@ def together(most_aggressive: list[Change]) -> list[Change]:
 def meshes(config: RunConfig, devices: int, divisors: dict[str, int]) -> Iterator[dict[str, int]]:
     """Yields the sizes of all mesh axes for the devices of one slice.
 
-    `data` and `context` keep their sizes, where -1 counts as 1. `tensor` and `expert` divide `divisors`, and `fsdp`
-    takes the remaining devices.
+    `data` and `context` keep their sizes, where -1 counts as 1. `tensor` and `expert` divide
+    `divisors`, and `fsdp` takes the remaining devices.
     """
-    data, context = max(1, config.mesh.data), max(1, config.mesh.context)
+    data = max(1, config.mesh.data)
+    context = max(1, config.mesh.context)
     left = devices // (data * context)
     for tensor in _divisors(math.gcd(left, divisors["tensor"])):
         for expert in _divisors(math.gcd(left // tensor, divisors["expert"])):
@@ -111,7 +125,8 @@ def meshes(config: RunConfig, devices: int, divisors: dict[str, int]) -> Iterato
 
 
 def divisors(config: RunConfig) -> dict[str, int]:
-    """Returns the numbers that the axes `tensor` (heads of every layer) and `expert` (experts) have to divide."""
+    """Returns the numbers that the axes `tensor` (heads of every layer) and `expert` (experts) have
+    to divide."""
     from rl.run import checks
 
     decoder = checks.decoder_of(config.model)
@@ -129,7 +144,9 @@ def _divisors(number: int) -> list[int]:
 def _micro(config: RunConfig) -> list[tuple[int, int]]:
     """Lists (number of the stage, rows of a micro-batch) for each stage."""
     rows = [stage.rows_per_update for stage in rl.stages.create(config)]
-    return [(i, min(stage.micro_batch or rows[i], rows[i])) for i, stage in enumerate(config.stages)]
+    return [
+        (i, min(stage.micro_batch or rows[i], rows[i])) for i, stage in enumerate(config.stages)
+    ]
 
 
 def _halvings(micro: list[tuple[int, int]]) -> range:
@@ -137,17 +154,28 @@ def _halvings(micro: list[tuple[int, int]]) -> range:
 
 
 def _remat(config: RunConfig) -> list[Change]:
-    now, choices = config.model.remat, []
+    now = config.model.remat
+    choices = []
     if now in REMAT:
         choices = [Change({"model.remat": name}) for name in REMAT[REMAT.index(now) + 1 :]]
     elif now != "custom":
         choices = [Change({"model.remat": "full"})]
     if now != "custom":
-        choices.append(Change({"model.remat": "custom", "model.remat_tensors": {"decoder_layer_input": "offload"}}))
+        choices.append(
+            Change(
+                {"model.remat": "custom", "model.remat_tensors": {"decoder_layer_input": "offload"}}
+            )
+        )
     return choices
 
 
 def _moments(config: RunConfig) -> list[Change]:
-    parts = [(i, name) for i, stage in enumerate(rl.stages.create(config)) for name in stage.optimizers]
-    here = [f"stages.{i}.{name}.host_memory" for i, name in parts if not getattr(config.stages[i], name).host_memory]
+    parts = [
+        (i, name) for i, stage in enumerate(rl.stages.create(config)) for name in stage.optimizers
+    ]
+    here = [
+        f"stages.{i}.{name}.host_memory"
+        for i, name in parts
+        if not getattr(config.stages[i], name).host_memory
+    ]
     return [Change(dict.fromkeys(here, True))] if here else []

@@ -1,4 +1,5 @@
-"""Starts child processes that compile or estimate; each may load a compiler for devices that are not present."""
+"""Starts child processes that compile or estimate; each may load a compiler for devices that are
+not present."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ AT_A_TIME = 2
 
 @dataclass(frozen=True)
 class Target:
-    """The devices of a plan. memory: bytes per device that programs may use; None: unknown. count: of devices."""
+    """The devices of a plan. memory: bytes per device that programs may use; None: unknown. count:
+    of devices."""
 
     topology: Topology
     memory: float | None
@@ -40,11 +42,13 @@ class Target:
 
     @classmethod
     def of(cls, told: dict, topology: Topology, gib: float | None) -> Target:
-        """Makes a target from the first line of a child. gib: memory of a device in place of the child's."""
+        """Makes a target from the first line of a child. gib: memory of a device in place of the
+        child's."""
         return cls(topology, gib * GIB if gib else told["memory"], told["device"], told["count"])
 
     def inside(self, config: RunConfig) -> int:
-        """Returns the number of devices per slice; the configuration says how many slices there are."""
+        """Returns the number of devices per slice; the configuration says how many slices there
+        are."""
         sizes = config.mesh.dcn.model_dump().values() if config.mesh.dcn else ()
         return self.count // (self.topology.slices if -1 in sizes else math.prod(sizes))
 
@@ -55,7 +59,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Costs:
-    """An estimate of rl/plan/estimate.py from another process: (resident, temporaries, seconds) by program."""
+    """An estimate of rl/plan/estimate.py from another process: (resident, temporaries, seconds) by
+    program."""
 
     programs: dict[str, tuple[float, float, float]]
 
@@ -70,20 +75,27 @@ class Costs:
         return sum(seconds for _, _, seconds in self.programs.values())
 
     def needs(self, corrections: dict[str, float], only: Sequence[str] | None = None) -> float:
-        """Returns the bytes of the largest program. `only` selects programs; a correction scales temporaries."""
+        """Returns the bytes of the largest program. `only` selects programs; a correction scales
+        temporaries."""
         each = {name: cost for name, cost in self.programs.items() if only is None or name in only}
-        sizes = (resident + corrections.get(name, 1.0) * more for name, (resident, more, _) in each.items())
+        sizes = (
+            resident + corrections.get(name, 1.0) * more
+            for name, (resident, more, _) in each.items()
+        )
         return max(sizes, default=0.0)
 
 
 def described(name: str, gib: float | None) -> Target:
-    """Describes a topology. Raises ConfigError for an unknown one, ResourceError if this machine cannot describe it."""
+    """Describes a topology. Raises ConfigError for an unknown one, ResourceError if this machine
+    cannot describe it."""
     topology = Topology.read(name)
     (told,) = _lines({"configs": []}, topology)
     return Target.of(told, topology, gib)
 
 
-def begun(config: RunConfig, name: str, gib: float | None) -> tuple[Target, Iterator[ProgramReport]]:
+def begun(
+    config: RunConfig, name: str, gib: float | None
+) -> tuple[Target, Iterator[ProgramReport]]:
     """Returns (target, reports of programs in the order in which they are compiled).
 
     Raises as `described`, and the errors of the child.
@@ -94,20 +106,28 @@ def begun(config: RunConfig, name: str, gib: float | None) -> tuple[Target, Iter
 
 
 def estimated(configs: Sequence[RunConfig], target: Target) -> list[Costs | str]:
-    """Returns, for each configuration, its estimated costs or a text that says why it cannot run."""
+    """Returns, for each configuration, its estimated costs or a text that says why it cannot
+    run."""
     if not configs:
         return []
-    request = {"configs": [_plain(config) for config in configs], "memory": target.memory, "estimate": True}
+    request = {
+        "configs": [_plain(config) for config in configs],
+        "memory": target.memory,
+        "estimate": True,
+    }
     _, *lines = _lines(request, target.topology)
     return [
-        each["wrong"] if "wrong" in each else Costs({name: tuple(c) for name, c in each["costs"].items()})
+        each["wrong"]
+        if "wrong" in each
+        else Costs({name: tuple(c) for name, c in each["costs"].items()})
         for each in lines
     ]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A configuration compiled up to the first program that does not fit. wrong: why it cannot run; None: it can."""
+    """A configuration compiled up to the first program that does not fit. wrong: why it cannot run;
+    None: it can."""
 
     reports: list[ProgramReport]
     fits: bool
@@ -119,14 +139,19 @@ class Trial:
         return max((each.needs for each in self.reports), default=0.0)
 
 
-def attempted(configs: Sequence[RunConfig], target: Target, only: Sequence[str] | None = None) -> list[Trial]:
+def attempted(
+    configs: Sequence[RunConfig], target: Target, only: Sequence[str] | None = None
+) -> list[Trial]:
     """Compiles these configurations in parallel. `only` selects programs by name."""
 
     def one(config: RunConfig) -> Trial:
         reports = []
         try:
             with closing(
-                _lines({"configs": [_plain(config)], "memory": target.memory, "only": only}, target.topology)
+                _lines(
+                    {"configs": [_plain(config)], "memory": target.memory, "only": only},
+                    target.topology,
+                )
             ) as lines:
                 next(lines)
                 for report in map(_report, lines):
@@ -151,11 +176,14 @@ def _plain(config: RunConfig) -> dict:
 
 
 def _lines(request: dict, topology: Topology) -> Generator[dict, None, None]:
-    """Yields the lines of a child, which is killed when the iterator is closed. Raises the error that a line holds."""
+    """Yields the lines of a child, which is killed when the iterator is closed. Raises the error
+    that a line holds."""
     request |= {"topology": topology.name, "cache": os.environ.get("DUET_PLAN_CACHE", CACHE)}
-    command, environment = [sys.executable, "-m", "rl.plan.compiled"], os.environ | topology.environment
+    command = [sys.executable, "-m", "rl.plan.compiled"]
+    environment = os.environ | topology.environment
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    # Errors go to a file: a compiler with much output would block on a pipe that is read only at the end.
+    # Errors go to a file: a compiler with much output would block on a pipe that is read only at
+    # the end.
     with (
         tempfile.TemporaryFile("w+") as messages,
         subprocess.Popen(command, stderr=messages, env=environment, **pipes) as child,
@@ -169,9 +197,11 @@ def _lines(request: dict, topology: Topology) -> Generator[dict, None, None]:
                 if told is None or told == {"done": True}:
                     continue
                 if "error" in told:
-                    raise next(kind for kind in DuetError.__subclasses__() if kind.exit_code == told["exit_code"])(
-                        told["error"]
-                    )
+                    raise next(
+                        kind
+                        for kind in DuetError.__subclasses__()
+                        if kind.exit_code == told["exit_code"]
+                    )(told["error"])
                 yield told
         except GeneratorExit:
             child.kill()
@@ -180,7 +210,9 @@ def _lines(request: dict, topology: Topology) -> Generator[dict, None, None]:
             messages.seek(0)
             said = messages.read()[-2000:].strip()
             last = said.rpartition("\n")[2]
-            raise ResourceError(f"the compiler for {topology.name} ended with {child.returncode}: {last}\n{said}")
+            raise ResourceError(
+                f"the compiler for {topology.name} ended with {child.returncode}: {last}\n{said}"
+            )
 
 
 def _read(line: str) -> dict | None:

@@ -1,13 +1,16 @@
-"""Compiles the programs of a plan in a separate process, which may load a compiler for devices that are not present.
+"""Compiles the programs of a plan in a separate process, which may load a compiler for devices that
+are not present.
 
-    python -m rl.plan.compiled < {"configs": [{...}], "topology": "v5p:2x2x1", "cache": "FOLDER" or null,
+    python -m rl.plan.compiled < {"configs": [{...}], "topology": "v5p:2x2x1", "cache": "FOLDER" or
+    null,
                                   "only": [...] or null}
 
-Prints JSON lines. The first is {"device": jax's name of it, "memory": its bytes or null, "count": number of devices}.
-Then comes one line per program when it is compiled; `only` selects programs by name. The last line is {"done": true} or
-{"error": text, "exit_code": n}. Results of earlier compilations for the same devices by the same compiler are read from
-`cache`. With "estimate": true nothing is compiled, and each configuration gives one line: {"costs": {program:
-[resident, temporaries, seconds]}} or {"wrong": text} (rl/plan/estimate.py).
+Prints JSON lines. The first is {"device": jax's name of it, "memory": its bytes or null, "count":
+number of devices}. Then comes one line per program when it is compiled; `only` selects programs by
+name. The last line is {"done": true} or {"error": text, "exit_code": n}. Results of earlier
+compilations for the same devices by the same compiler are read from `cache`. With "estimate": true
+nothing is compiled, and each configuration gives one line: {"costs": {program: [resident,
+temporaries, seconds]}} or {"wrong": text} (rl/plan/estimate.py).
 """
 
 from __future__ import annotations
@@ -42,11 +45,12 @@ GIB = 2**30
 class ProgramReport:
     """One program on one device.
 
-    shape: of the arrays that it computes on. arguments to peak: bytes, as in policy.programs.compiled_cache.Memory.
-    non_argument: bytes of everything else that the run keeps on the device. operations: of products. moved: bytes of
-    HBM traffic. exchanged: [bytes, number] by kind of collective. kernels: calls of each kernel. times: runs per step.
-    seconds: compile time. teacher: estimates of [operations, bytes of HBM traffic] of a teacher's passes in it. shared:
-    what its sequences share, as a line.
+    shape: of the arrays that it computes on. arguments to peak: bytes, as in
+    policy.programs.compiled_cache.Memory. non_argument: bytes of everything else that the run keeps
+    on the device. operations: of products. moved: bytes of HBM traffic. exchanged: [bytes, number]
+    by kind of collective. kernels: calls of each kernel. times: runs per step. seconds: compile
+    time. teacher: estimates of [operations, bytes of HBM traffic] of a teacher's passes in it.
+    shared: what its sequences share, as a line.
     """
 
     name: str
@@ -73,7 +77,8 @@ class ProgramReport:
 
     @property
     def refused(self) -> bool:
-        """Returns whether the compiler refused the program as too large, so that only its peak may be known."""
+        """Returns whether the compiler refused the program as too large, so that only its peak may
+        be known."""
         return not self.arguments
 
     @property
@@ -97,8 +102,11 @@ def main() -> int:
 
 def _lines(request: dict, topology: Topology) -> Iterator[dict]:
     with tempfile.TemporaryDirectory() as dump:
-        # `as_text` fails for some asynchronous programs, and XLA does not dump programs from jax's own cache.
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text"
+        # `as_text` fails for some asynchronous programs, and XLA does not dump programs from jax's
+        # own cache.
+        os.environ["XLA_FLAGS"] = (
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text"
+        )
         os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
         devices = topology.devices()
         own = topology.memory(devices[0])
@@ -131,7 +139,12 @@ def _estimated(configs: list[dict], devices: list, memory: float | None) -> Iter
     estimator = Estimator(devices, chips.of(devices[0].device_kind), memory)
     for config in configs:
         try:
-            yield {"costs": {name: astuple(cost) for name, cost in estimator(RunConfig.model_validate(config)).items()}}
+            yield {
+                "costs": {
+                    name: astuple(cost)
+                    for name, cost in estimator(RunConfig.model_validate(config)).items()
+                }
+            }
         except (DuetError, ValueError) as error:
             yield {"wrong": str(error).splitlines()[0]}
 
@@ -145,7 +158,9 @@ def _report(planned: Planned, topology: Topology, dump: Path, cache: Path | None
     if known is not None and known.exists():
         counted = json.loads(known.read_text())
     else:
-        counted = _compile(planned, lowered, topology, dump) | {"seconds": time.perf_counter() - start}
+        counted = _compile(planned, lowered, topology, dump) | {
+            "seconds": time.perf_counter() - start
+        }
         if known is not None:
             with contextlib.suppress(OSError):
                 known.parent.mkdir(parents=True, exist_ok=True)
@@ -164,8 +179,11 @@ def _report(planned: Planned, topology: Topology, dump: Path, cache: Path | None
 
 
 def _key(lowered: jax.stages.Lowered, topology: Topology, planned: Planned) -> str:
-    """Hashes all that the result depends on: the program, the devices, the compiler versions and the counting code."""
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("duet-rl", "jax", "jaxlib")]
+    """Hashes all that the result depends on: the program, the devices, the compiler versions and
+    the counting code."""
+    versions = [
+        f"{name} {importlib.metadata.version(name)}" for name in ("duet-rl", "jax", "jaxlib")
+    ]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions.append(importlib.metadata.version("libtpu"))
     counting = (hlo.__file__, hlo_products.__file__, hlo_text.__file__, __file__)
@@ -173,7 +191,9 @@ def _key(lowered: jax.stages.Lowered, topology: Topology, planned: Planned) -> s
     # Source lines in the text say nothing about the program.
     text = re.sub(r"loc\([^)]*\)", "", lowered.as_text())
     counted = f"{planned.trip_count} {planned.dispatch} {planned.occupancy} {planned.kernels}"
-    return hashlib.sha256("\n".join([*versions, topology.name, counted, text]).encode()).hexdigest()[:32]
+    return hashlib.sha256(
+        "\n".join([*versions, topology.name, counted, text]).encode()
+    ).hexdigest()[:32]
 
 
 def _compile(planned: Planned, lowered: jax.stages.Lowered, topology: Topology, dump: Path) -> dict:
@@ -187,7 +207,9 @@ def _compile(planned: Planned, lowered: jax.stages.Lowered, topology: Topology, 
         text = str(error)
         if "RESOURCE_EXHAUSTED" in text or "exceeded" in text.lower():
             return _too_large(text)
-        raise ResourceError(f"{planned.name} does not compile: {text.splitlines()[0] if text else error!r}") from error
+        raise ResourceError(
+            f"{planned.name} does not compile: {text.splitlines()[0] if text else error!r}"
+        ) from error
     texts = sorted(dump.glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size)
     memory = Memory.of(executable, topology.platform)
     assert memory is not None, "the compilers of all platforms analyse memory"
@@ -195,7 +217,8 @@ def _compile(planned: Planned, lowered: jax.stages.Lowered, topology: Topology, 
 
 
 def counts(text: str, planned: Planned) -> dict:
-    """Counts the work of a compiled program. For a multi-step decode: per step, and work done once is spread."""
+    """Counts the work of a compiled program. For a multi-step decode: per step, and work done once
+    is spread."""
     steps = planned.dispatch
     program = hlo.HloProgram(text, planned.kernels, planned.trip_count * steps, planned.occupancy)
     exchanged: dict[str, list[float]] = {}
@@ -212,7 +235,8 @@ def counts(text: str, planned: Planned) -> dict:
 
 
 def _too_large(text: str) -> dict:
-    """Returns the counts of a program that the compiler refused as too large, with the size that its message names."""
+    """Returns the counts of a program that the compiler refused as too large, with the size that
+    its message names."""
     used = re.search(r"Used ([\d.]+)([KMGT]?) of", text)
     size = float(used[1]) * 1024 ** " KMGT".index(used[2] or " ") if used else float("inf")
     blank = dict.fromkeys(("arguments", "temporaries", "outputs", "aliased"), 0)

@@ -1,16 +1,18 @@
-"""Estimates the needs of programs from a configuration, without compiling, to choose the configurations to compile.
+"""Estimates the needs of programs from a configuration, without compiling, to choose the
+configurations to compile.
 
-Resident bytes per device are exact: they follow from the shapes of arrays and their sharding. Temporaries and seconds
-are a model of a few terms, good for a comparison of configurations:
+Resident bytes per device are exact: they follow from the shapes of arrays and their sharding.
+Temporaries and seconds are a model of a few terms, good for a comparison of configurations:
 
-- Temporaries of an update: float32 gradients; for each token and layer, its input and the share of product outputs that
-  `remat` keeps; all outputs of the largest layer, its full weights, and a chunk of logits. Other passes: the last
-  three.
-- Operations (rl/accounting/flops.py): three times the forward pass for a gradient, and once more for recomputation.
+- Temporaries of an update: float32 gradients; for each token and layer, its input and the share of
+  product outputs that `remat` keeps; all outputs of the largest layer, its full weights, and a
+  chunk of logits. Other passes: the last three.
+- Operations (rl/accounting/flops.py): three times the forward pass for a gradient, and once more
+  for recomputation.
 - HBM traffic: all weights in each pass, and activations.
 - The pass of a teacher in an update is one more forward pass, of its own weights.
-- Communication: an all-gather of weights over the axes that shard them but not the products, a reduce-scatter of their
-  gradients, and two activations per layer where products are sharded.
+- Communication: an all-gather of weights over the axes that shard them but not the products, a
+  reduce-scatter of their gradients, and two activations per layer where products are sharded.
 
 A program takes the longest of operations, HBM traffic and communication.
 """
@@ -37,8 +39,16 @@ from rl.run import build
 from rl.training.trainable import trained_paths
 from rollout.engine.exact import CHECKS
 
-# Kept numbers by remat policy, over the product outputs of a layer. `none` keeps norms, activations and attention too.
-_KEPT = {"none": 3.0, "minimal": 1.0, "minimal_with_context": 1.1, "minimal_flash": 1.1, "full": 0.0, "custom": 0.0}
+# Kept numbers by remat policy, over the product outputs of a layer. `none` keeps norms, activations
+# and attention too.
+_KEPT = {
+    "none": 3.0,
+    "minimal": 1.0,
+    "minimal_with_context": 1.1,
+    "minimal_flash": 1.1,
+    "full": 0.0,
+    "custom": 0.0,
+}
 _QKV = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
 _LOGITS = 2**24
 
@@ -47,7 +57,8 @@ _LOGITS = 2**24
 class Cost:
     """Costs of a program on one device.
 
-    resident: bytes that the run keeps, exact. temporaries: bytes. seconds: of all its runs in a step.
+    resident: bytes that the run keeps, exact. temporaries: bytes. seconds: of all its runs in a
+    step.
     """
 
     resident: int
@@ -58,10 +69,11 @@ class Cost:
 class Weights:
     """Sizes of a graph per device, in numbers.
 
-    local: stored weights, and trained: those with a gradient; largest: the largest stored array. assembled: weights as
-    its products read them, after the all-gather; layer: the same of the largest layer. outputs: product outputs per
-    token in all layers; widest: in the largest layer; qkv: for attention. parts: shards of the tokens; the other mesh
-    axes shard products. Tables in host memory count nothing, and of a table on the device only rows are read.
+    local: stored weights, and trained: those with a gradient; largest: the largest stored array.
+    assembled: weights as its products read them, after the all-gather; layer: the same of the
+    largest layer. outputs: product outputs per token in all layers; widest: in the largest layer;
+    qkv: for attention. parts: shards of the tokens; the other mesh axes shard products. Tables in
+    host memory count nothing, and of a table on the device only rows are read.
     """
 
     def __init__(self, graph: Graph):
@@ -69,17 +81,24 @@ class Weights:
         rows = {*rules["batch"], *rules["length"]}
         self.parts, self.operations = math.prod(mesh[axis] for axis in rows), Operations(graph)
         self.local = self.trained = self.largest = self.assembled = self.outputs = self.qkv = 0.0
-        layers, outputs, trained = {}, {}, trained_paths(graph.shapes, graph.runtime)
+        layers = {}
+        outputs = {}
+        trained = trained_paths(graph.shapes, graph.runtime)
         for path, shape in graph.shapes.items():
             if path in graph.tables or is_tower(path):
                 continue
-            axes, sizes = graph.axes[path], shape.shape
+            axes = graph.axes[path]
+            sizes = shape.shape
             spec = [axes_of(dims) for dims in graph.layout.spec(axes, sizes)]
             parts = [math.prod(mesh[axis] for axis in dims) for dims in spec]
             cut = math.prod(
-                mesh[a] for axis, dims in zip(axes, spec, strict=True) for a in dims if a not in rows or axis == "exp"
+                mesh[a]
+                for axis, dims in zip(axes, spec, strict=True)
+                for a in dims
+                if a not in rows or axis == "exp"
             )
-            numbers, repeats = math.prod(sizes), sizes[0] if axes[0] == "layers" else 1
+            numbers = math.prod(sizes)
+            repeats = sizes[0] if axes[0] == "layers" else 1
             self.local += numbers / math.prod(parts)
             self.trained += numbers / math.prod(parts) * (path in trained)
             self.largest = max(self.largest, numbers / math.prod(parts))
@@ -89,16 +108,25 @@ class Weights:
                 layers[layer] = layers.get(layer, 0.0) + numbers / cut / repeats
             if path not in graph.inputs:
                 continue
-            kept = [i for i, axis in enumerate(axes) if i not in graph.inputs[path] and axis not in ("layers", "exp")]
+            kept = [
+                i
+                for i, axis in enumerate(axes)
+                if i not in graph.inputs[path] and axis not in ("layers", "exp")
+            ]
             made = math.prod(sizes[i] for i in kept) / math.prod(
                 mesh[a] for i in kept for a in spec[i] if a not in rows
             )
             if "exp" in axes:
-                made *= max(spec.moe.router.experts_per_token for spec in graph.config.layers if spec.moe)
+                made *= max(
+                    spec.moe.router.experts_per_token for spec in graph.config.layers if spec.moe
+                )
             self.outputs += repeats * made
             self.qkv += repeats * made * any(f".{name}" in path for name in _QKV)
             outputs[layer] = outputs.get(layer, 0.0) + made
-        self.layer, self.widest = max(layers.values(), default=0.0), max(outputs.values(), default=0.0)
+        self.layer, self.widest = (
+            max(layers.values(), default=0.0),
+            max(outputs.values(), default=0.0),
+        )
 
     @cached_property
     def bytes(self) -> int:
@@ -106,26 +134,35 @@ class Weights:
         return jnp.dtype(self.graph.runtime.dtype).itemsize
 
     def forward(self, sequences: int, length: int) -> tuple[float, float]:
-        """Returns (operations, bytes of HBM traffic) per device of a forward pass over so many sequences."""
-        size, numbers = self.graph.layout.mesh.size, sequences * length
+        """Returns (operations, bytes of HBM traffic) per device of a forward pass over so many
+        sequences."""
+        size = self.graph.layout.mesh.size
+        numbers = sequences * length
         tokens = numbers / min(self.parts, max(1, numbers))
         work = self.operations.forward([length] * sequences) / size
         return work, self.bytes * (self.assembled + 4 * tokens * self.outputs)
 
     def kept(self, remat: str) -> float:
-        """Returns the product outputs per token, in all layers, that a remat policy keeps for the backward pass."""
+        """Returns the product outputs per token, in all layers, that a remat policy keeps for the
+        backward pass."""
         if remat in _KEPT:
             return _KEPT[remat] * self.outputs
         return 0.0 if "offloaded" in remat else self.qkv if "qkv" in remat else 0.5 * self.outputs
 
 
 class Estimator:
-    """Estimates configurations on given devices. Those that differ only in remat and micro_batch share work."""
+    """Estimates configurations on given devices. Those that differ only in remat and micro_batch
+    share work."""
 
     def __init__(self, devices: list, chip: chips.Chip | None, memory: float | None):
-        self._devices, self._chip, self._memory = devices, chip or chips.CPU, memory
+        self._devices = devices
+        self._chip = chip or chips.CPU
+        self._memory = memory
         self._parts: dict[
-            str, tuple[Weights, list[tuple[PlannedStage, Sampling | None, list[tuple[Planned, Weights]]]]]
+            str,
+            tuple[
+                Weights, list[tuple[PlannedStage, Sampling | None, list[tuple[Planned, Weights]]]]
+            ],
         ] = {}
         self._programs: dict[str, list[tuple[Planned, Weights]]] = {}
         self._teachers: dict[int, Weights] = {}
@@ -138,7 +175,10 @@ class Estimator:
         key = plain.model_dump_json()
         if key not in self._programs:
             self._programs[key] = list(self._listed(plain))
-        return {each.name: self._cost(each, weights, config.model.remat) for each, weights in self._programs[key]}
+        return {
+            each.name: self._cost(each, weights, config.model.remat)
+            for each, weights in self._programs[key]
+        }
 
     def _listed(self, config: RunConfig) -> Iterator[tuple[Planned, Weights]]:
         weights, parts = self._on_mesh(config)
@@ -155,16 +195,20 @@ class Estimator:
         Ignores the micro-batches of the configuration.
         """
         plain = config.model_copy(
-            update={"stages": [each.model_copy(update={"micro_batch": None}) for each in config.stages]}
+            update={
+                "stages": [each.model_copy(update={"micro_batch": None}) for each in config.stages]
+            }
         )
         key = plain.model_dump_json()
         if key not in self._parts:
             pairs = list(stages(plain, build.on_mesh(plain, self._devices), self._memory))
-            weights, decoding = Weights(pairs[0][0].graph), {}
+            weights = Weights(pairs[0][0].graph)
+            decoding = {}
             for sampling in {each for _, each in pairs if each}:
                 decoding[sampling] = Weights(sampling.decoding)
             parts = [
-                (stage, each, list(_generating(stage, each, weights, decoding.get(each)))) for stage, each in pairs
+                (stage, each, list(_generating(stage, each, weights, decoding.get(each))))
+                for stage, each in pairs
             ]
             self._parts[key] = weights, parts
         return self._parts[key]
@@ -175,29 +219,48 @@ class Estimator:
         return self._teachers[id(graph)]
 
     def _cost(self, planned: Planned, weights: Weights, remat: str) -> Cost:
-        graph, kind, item = weights.graph, planned.kind, weights.bytes
-        mesh, config, chip = graph.layout.mesh, graph.config, self._chip
+        graph = weights.graph
+        kind = planned.kind
+        item = weights.bytes
+        mesh = graph.layout.mesh
+        config = graph.config
+        chip = self._chip
         length = (*planned.shape, 1)[1]
         update = kind.startswith("update")
         if kind == "decode a token":
-            length, numbers = 1, planned.shape[0]
+            length = 1
+            numbers = planned.shape[0]
         else:
             numbers = planned.rows_at_once * length
         tokens = numbers / min(weights.parts, max(1, numbers))
-        layers, E = len(config.layers), config.hidden_size
+        layers = len(config.layers)
+        E = config.hidden_size
         if kind == "quantised copy":
-            return Cost(planned.resident, 4 * weights.layer, planned.times * weights.local * 8 / (chip.bandwidth * 1e9))
+            return Cost(
+                planned.resident,
+                4 * weights.layer,
+                planned.times * weights.local * 8 / (chip.bandwidth * 1e9),
+            )
         if kind == RESHARD:  # sends full arrays and assembles them from parts
             slowest = min(chip.bandwidth, chip.links or chip.bandwidth)
             return Cost(
-                planned.resident, 2 * item * weights.largest, planned.times * item * weights.local / (slowest * 1e9)
+                planned.resident,
+                2 * item * weights.largest,
+                planned.times * item * weights.local / (slowest * 1e9),
             )
         if kind == ENCODING:
             return self._encoding(planned, weights)
         if kind in CHECKS[1:]:
             numbers = config.vocab_size * E / mesh.size
-            read = max(2.0 * tokens * numbers / (chip.tflops * 1e12), item * numbers / (chip.bandwidth * 1e9))
-            return Cost(planned.resident, 8.0 * min(_LOGITS, tokens * config.vocab_size), planned.times * read)
+            read = max(
+                2.0 * tokens * numbers / (chip.tflops * 1e12),
+                item * numbers / (chip.bandwidth * 1e9),
+            )
+            return Cost(
+                planned.resident,
+                8.0 * min(_LOGITS, tokens * config.vocab_size),
+                planned.times * read,
+            )
         kept = weights.kept(remat) if update else 0.0
         again = 1.0 - min(1.0, kept / max(1.0, weights.outputs)) if update else 0.0
         logits = 8.0 * min(_LOGITS, tokens * config.vocab_size / mesh.shape["tensor"])
@@ -212,22 +275,33 @@ class Estimator:
         if planned.teacher is not None:
             teacher = self._teacher(planned.teacher)
             further = teacher.forward(numbers // length, length)
-            work, moved = work + further[0], moved + further[1]
+            work = work + further[0]
+            moved = moved + further[1]
             exchanged += teacher.bytes * (teacher.assembled - teacher.local)
             temporaries += teacher.bytes * (3 * tokens * teacher.widest + 2 * teacher.layer)
-        t, x = mesh.size / weights.parts, mesh.shape["expert"]
+        t = mesh.size / weights.parts
+        x = mesh.shape["expert"]
         exchanged += (
-            passes * layers * tokens * E * item * (4 * (1 - 1 / t) + (x - 1) * any(spec.moe for spec in config.layers))
+            passes
+            * layers
+            * tokens
+            * E
+            * item
+            * (4 * (1 - 1 / t) + (x - 1) * any(spec.moe for spec in config.layers))
         )
         links = exchanged / (chip.links * 1e9) if chip.links else 0.0
         seconds = max(work / (chip.tflops * 1e12), moved / (chip.bandwidth * 1e9), links)
         return Cost(planned.resident, temporaries, planned.times * planned.trip_count * seconds)
 
     def _encoding(self, planned: Planned, weights: Weights) -> Cost:
-        """Returns the cost of encoding pictures: the products with the weights of towers, and the scores of one block,
-        cut to 512 queries."""
-        graph, chip = weights.graph, self._chip
-        (R, N), numbers = planned.shape, sum(math.prod(s.shape) for path, s in graph.shapes.items() if is_tower(path))
+        """Returns the cost of encoding pictures: the products with the weights of towers, and the
+        scores of one block, cut to 512 queries."""
+        graph = weights.graph
+        chip = self._chip
+        (R, N), numbers = (
+            planned.shape,
+            sum(math.prod(s.shape) for path, s in graph.shapes.items() if is_tower(path)),
+        )
         work = 2.0 * numbers * R * N / graph.layout.mesh.size
         seconds = max(work / (chip.tflops * 1e12), weights.bytes * numbers / (chip.bandwidth * 1e9))
         scores = 4.0 * 16 * min(N, 512) * N * max(1, R // weights.parts)
@@ -235,7 +309,8 @@ class Estimator:
 
 
 def teacher_work(planned: Planned) -> list[float] | None:
-    """Returns [operations, bytes of HBM traffic] per device of the passes of a teacher in one run of an update."""
+    """Returns [operations, bytes of HBM traffic] per device of the passes of a teacher in one run
+    of an update."""
     if planned.teacher is None:
         return None
     each = Weights(planned.teacher).forward(planned.rows_at_once, planned.shape[1])
@@ -247,7 +322,8 @@ def _generating(
 ) -> Iterator[tuple[Planned, Weights]]:
     """Yields the programs of the generator with their weights.
 
-    Checks compute with the trained weights, other rollouts with the weights in the layout of rollouts.
+    Checks compute with the trained weights, other rollouts with the weights in the layout of
+    rollouts.
     """
     if sampling and sampling.used_by(stage):
         assert decoding is not None  # the weights of this generator

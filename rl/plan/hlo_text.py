@@ -1,4 +1,5 @@
-"""Parses the text of a compiled HLO program: its computations, their instructions, and the sizes of the arrays."""
+"""Parses the text of a compiled HLO program: its computations, their instructions, and the sizes of
+the arrays."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ RESHAPES = {"bitcast", "reshape"}
 
 @dataclass
 class Instruction:
-    """One line of a computation. result: the text of its type. rest: everything after the opening parenthesis."""
+    """One line of a computation. result: the text of its type. rest: everything after the opening
+    parenthesis."""
 
     name: str
     result: str
@@ -40,8 +42,11 @@ class Instruction:
     root: bool
 
     def all_called(self) -> list[str]:
-        """Lists the computations that run inside this instruction, except bodies of loops and functions of scalars."""
-        pattern = r"\b(?:calls|to_apply)=%([\w.-]+)" if self.kind == "call" else r"\bcalls=%([\w.-]+)"
+        """Lists the computations that run inside this instruction, except bodies of loops and
+        functions of scalars."""
+        pattern = (
+            r"\b(?:calls|to_apply)=%([\w.-]+)" if self.kind == "call" else r"\bcalls=%([\w.-]+)"
+        )
         names: list[str] = re.findall(pattern, self.rest)
         if self.kind == "conditional":
             branches = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
@@ -53,7 +58,8 @@ class Instruction:
         return names
 
     def called(self, key: str) -> str:
-        """Returns the name of the computation that stands behind `key=%`. Raises ValueError if there is none."""
+        """Returns the name of the computation that stands behind `key=%`. Raises ValueError if
+        there is none."""
         match = re.search(rf"\b{key}=%([\w.-]+)", self.rest)
         if match is None:
             raise ValueError(f"{self.kind} {self.name} names no computation {key}")
@@ -73,18 +79,30 @@ class Computation:
 
     def parameter(self, number: int) -> Instruction:
         """Returns the instruction of a parameter, counted from 0."""
-        return next(i for i in self.instructions.values() if i.kind == "parameter" and i.rest.startswith(f"{number})"))
+        return next(
+            i
+            for i in self.instructions.values()
+            if i.kind == "parameter" and i.rest.startswith(f"{number})")
+        )
 
     def users(self, name: str) -> Iterator[tuple[Instruction, str]]:
-        """Yields (user, name of its operand) of a result. Looks through instructions that only change its shape."""
+        """Yields (user, name of its operand) of a result. Looks through instructions that only
+        change its shape."""
         for each in self.instructions.values():
             if name in each.operands:
-                yield from self.users(each.name) if each.kind in RESHAPES and not each.root else ((each, name),)
+                yield from (
+                    self.users(each.name)
+                    if each.kind in RESHAPES and not each.root
+                    else ((each, name),)
+                )
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Returns (computations by name, name of the entry). Raises ValueError for a text without an entry."""
-    computations, entry, current = {}, None, Computation()
+    """Returns (computations by name, name of the entry). Raises ValueError for a text without an
+    entry."""
+    computations = {}
+    entry = None
+    current = Computation()
     for line in text.splitlines():
         if head := re.match(r"(ENTRY )?%(\S+) \(.*\{$", line):
             current = computations[head[2]] = Computation()
@@ -120,7 +138,8 @@ def bytes_anywhere(text: str) -> int:
 
 
 def size_in_hbm(array: tuple[str, str, str]) -> int:
-    """Returns the bytes of an array; 0 if its layout puts it into another memory, S(1) and so on."""
+    """Returns the bytes of an array; 0 if its layout puts it into another memory, S(1) and so
+    on."""
     return 0 if re.search(r"S\([1-9]\)", array[2]) else size_anywhere(array)
 
 
@@ -139,13 +158,17 @@ def size_anywhere(array: tuple[str, str, str]) -> int:
 
 
 def group_size(rest: str) -> int | None:
-    """Returns the number of devices that exchange with each other in a collective; None if the text does not say.
+    """Returns the number of devices that exchange with each other in a collective; None if the text
+    does not say.
 
     A group is a list of devices, or axes of a mesh, and may take an axis in part: `'axis':(2)4`.
     """
     if named := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{([^}]*)\}", rest):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
-        return math.prod(int(part or sizes[axis]) for axis, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2]))
+        return math.prod(
+            int(part or sizes[axis])
+            for axis, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])
+        )
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
         return len(listed[1].split(","))
     counted = re.search(r"replica_groups=\[\d+,(\d+)\]", rest)

@@ -1,8 +1,9 @@
 """Lists the compiled programs of a run from its configuration alone.
 
-No weights and no data are read, and a tokenizer only if the model depends on it. The programs are those that the run
-compiles (rl/training/trainer.py, rl/training/reward_model.py, rollout/engine/runner.py, rollout/engine/exact.py), at
-their largest shape: rows of `max_length` tokens, all slots, the longest chunk of a prompt.
+No weights and no data are read, and a tokenizer only if the model depends on it. The programs are
+those that the run compiles (rl/training/trainer.py, rl/training/reward_model.py,
+rollout/engine/runner.py, rollout/engine/exact.py), at their largest shape: rows of `max_length`
+tokens, all slots, the longest chunk of a prompt.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -45,12 +47,13 @@ from rollout.engine.weights import RolloutWeights
 class Planned:
     """One program of a stage.
 
-    shape: shape of its input arrays. resident: bytes per device that the run always keeps. non_argument: resident bytes
-    that are not arguments of the program. times: runs per step. trip_count: iterations of the outermost loop, whose
-    length the device computes (micro-batches that hold tokens), each with `micro_rows` rows; None: all. dispatch: most
-    steps of one run of a multi-step decode; `times` and counts are per step. kernels and occupancy: as in
-    rl/plan/hlo.py. graph: the model that it computes. teacher: a further model, whose forward pass it contains. shared:
-    what its sequences share, as a line.
+    shape: shape of its input arrays. resident: bytes per device that the run always keeps.
+    non_argument: resident bytes that are not arguments of the program. times: runs per step.
+    trip_count: iterations of the outermost loop, whose length the device computes (micro-batches
+    that hold tokens), each with `micro_rows` rows; None: all. dispatch: most steps of one run of a
+    multi-step decode; `times` and counts are per step. kernels and occupancy: as in rl/plan/hlo.py.
+    graph: the model that it computes. teacher: a further model, whose forward pass it contains.
+    shared: what its sequences share, as a line.
     """
 
     stage: str
@@ -93,22 +96,31 @@ def programs(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[
                 yield replace(each, graph=graph, occupancy=_occupancy(graph, each))
 
 
-def stages(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[tuple[PlannedStage, Sampling | None]]:
-    """Yields each stage, and the generator, which exists from the first stage on that samples or evaluates."""
-    graph, sampling = build.graph(config, mesh), None
+def stages(
+    config: RunConfig, mesh: Layout, memory: float | None
+) -> Iterator[tuple[PlannedStage, Sampling | None]]:
+    """Yields each stage, and the generator, which exists from the first stage on that samples or
+    evaluates."""
+    graph = build.graph(config, mesh)
+    sampling = None
     for stage in rl.stages.create(config):
         stage.bind(graph)
         if M := planned_rows(config):
             stage.table_shapes = MediaEncoder(graph).abstract(M)
-        stage.scorers = scorers.abstract_scorers(config, stage.rewards, graph, stage.trainer.sharing)
+        stage.scorers = scorers.abstract_scorers(
+            config, stage.rewards, graph, stage.trainer.sharing
+        )
         planned_stage = PlannedStage(stage, graph)
-        if sampling is None and (stage.samples_completions or (config.evaluation and stage.trains_policy)):
+        if sampling is None and (
+            stage.samples_completions or (config.evaluation and stage.trains_policy)
+        ):
             sampling = Sampling(config, planned_stage, memory)
         yield planned_stage, sampling
 
 
 def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
-    """Yields the programs of a step other than the generator's, with the bytes that the run keeps meanwhile."""
+    """Yields the programs of a step other than the generator's, with the bytes that the run keeps
+    meanwhile."""
     stage = own.stage
     routes = sampling.routes if sampling and stage.options.router_replay else None
     for each in (
@@ -122,19 +134,32 @@ def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
         other = resident - on_a_device(each.resident)
         loop = {"trip_count": each.trip_count, "micro_rows": each.micro_rows}
         models = {"graph": each.graph, "teacher": each.teacher, "shared": each.shared}
-        made = Planned(own.name, each.kind, each.shape, each.lower, resident, other, each.times, **loop, **models)
+        made = Planned(
+            own.name,
+            each.kind,
+            each.shape,
+            each.lower,
+            resident,
+            other,
+            each.times,
+            **loop,
+            **models,
+        )
         yield replace(made, occupancy=_occupancy(each.graph, made))
 
 
 def _encoding(stage: StageKind) -> Iterator[Program]:
-    """Yields the program that encodes pictures, or sounds, each with as many rows as one row of data may have."""
+    """Yields the program that encodes pictures, or sounds, each with as many rows as one row of
+    data may have."""
     if (table := stage.table_shapes) is None:
         return
-    encoder, most = MediaEncoder(stage.trainer.graph), stage.config.model.media_rows
+    encoder = MediaEncoder(stage.trainer.graph)
+    most = stage.config.model.media_rows
     kind: Kind = "audio" if encoder.graph.config.image is None else "image"
     assert most is not None  # without it a plan has no table
     N = largest_inputs(encoder.spec(kind), most)
-    R, params = encoder.items_per_call(N), tower_params(stage.abstract().policy.params)
+    R = encoder.items_per_call(N)
+    params = tower_params(stage.abstract().policy.params)
 
     def lower() -> jax.stages.Lowered:
         return encoder.lower(params, table, kind, N)
@@ -145,12 +170,22 @@ def _encoding(stage: StageKind) -> Iterator[Program]:
 
 def _reward_models(stage: StageKind) -> Iterator[Program]:
     """Yields the programs of reward models, on full rows of all completions of a step."""
-    completions = stage.options.prompts_per_step * stage.options.samples_per_prompt * stage.samples_completions
+    completions = (
+        stage.options.prompts_per_step
+        * stage.options.samples_per_prompt
+        * stage.samples_completions
+    )
     for source, scorer in stage.scorers.items():
         shape, lower = scorer.lowered(stage.config.max_length)
         times = -(-full_rows(stage, scorer.sharing, completions) // shape[0])
         yield Program(
-            scorers.program_name(source), shape, lower, scorer.graph, scorer.abstract, times, rollout_memory=True
+            scorers.program_name(source),
+            shape,
+            lower,
+            scorer.graph,
+            scorer.abstract,
+            times,
+            rollout_memory=True,
         )
 
 
@@ -160,7 +195,9 @@ def _occupancy(graph: Graph, planned: Planned) -> float:
     if moe is None or len(planned.shape) < 2:
         return 1.0
     length = 1 if planned.kind == GENERATOR["decode"] else planned.shape[1]
-    return ExpertShards(moe, graph.runtime, (planned.rows_at_once, length, graph.config.hidden_size)).expected.filled
+    return ExpertShards(
+        moe, graph.runtime, (planned.rows_at_once, length, graph.config.hidden_size)
+    ).expected.filled
 
 
 @dataclass
@@ -198,32 +235,44 @@ class PlannedStage:
 
 
 class Sampling:
-    """The programs of the generator, with a cache of all slots and copies of weights, and of the exact check."""
+    """The programs of the generator, with a cache of all slots and copies of weights, and of the
+    exact check."""
 
     def __init__(self, config: RunConfig, first: PlannedStage, memory: float | None):
-        """Builds the runner. `first`: the stage from which on the generator exists. `memory`: bytes of a device."""
-        self.config, self.graph = config, first.graph
+        """Builds the runner. `first`: the stage from which on the generator exists. `memory`: bytes
+        of a device."""
+        self.config = config
+        self.graph = first.graph
         self._shown_with = (
-            None if any(rl.stages.kind_of(each).samples_completions for each in config.stages) else first.name
+            None
+            if any(rl.stages.kind_of(each).samples_completions for each in config.stages)
+            else first.name
         )
         asked = build.generator_options(config)
         self._weights = RolloutWeights.from_options(self.graph, asked)
         self._copy = self._weights.abstract if self._weights else {}
         left = None if memory is None else memory - first.bytes - on_a_device(self._copy)
-        self._runner = ModelRunner(self.graph, asked, build.slots(config, self.graph.layout), config.max_length, left)
+        self._runner = ModelRunner(
+            self.graph, asked, build.slots(config, self.graph.layout), config.max_length, left
+        )
         self.cache = self._runner.abstract_cache
         read = self._runner.decoding_weights
         copied = read.abstract(self.graph.shapes | self._copy) if read else {}
-        self._decoded = {path: weight for path, weight in copied.items() if isinstance(weight, tuple)}
+        self._decoded = {
+            path: weight for path, weight in copied.items() if isinstance(weight, tuple)
+        }
         self._prefills_completions = asked.prefills_completions
         self._verifier = None
         if asked.exact:
-            scorer, kept = Scorer(self.graph), asked.record_kept
+            scorer = Scorer(self.graph)
+            kept = asked.record_kept
             self._verifier = Verifier(scorer, config.seed, stop_string=None, max_kept=kept)
         self._dropped = bool(self._weights and self._weights.reshards)
         # Bytes per device while rollouts run, and bytes that stay.
         self.rolling = on_a_device((self.cache, self._copy, self._decoded))
-        self.bytes = self.rolling - on_a_device((self._copy if self._dropped else {}, self._decoded))
+        self.bytes = self.rolling - on_a_device(
+            (self._copy if self._dropped else {}, self._decoded)
+        )
 
     @property
     def decoding(self) -> Graph:
@@ -240,14 +289,18 @@ class Sampling:
         return {path: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for path, a in shapes.items()}
 
     def used_by(self, stage: PlannedStage) -> bool:
-        """Whether `stage` lists the programs: a stage that samples, or the first that evaluates if none samples."""
+        """Whether `stage` lists the programs: a stage that samples, or the first that evaluates if
+        none samples."""
         return stage.samples_completions or self._shown_with == stage.name
 
     def programs(self, stage: PlannedStage) -> Iterator[Planned]:
         """Yields the largest program of each kind."""
-        runner, options, held = self._runner, stage.options, stage.bytes + self.rolling
+        runner = self._runner
+        options = stage.options
+        held = stage.bytes + self.rolling
         slots = runner.geometry.slots
-        P, weights = options.prompts_per_step, stage.state.policy.params
+        P = options.prompts_per_step
+        weights = stage.state.policy.params
         prompts = max(2, self.config.max_length - options.sampling.max_new_tokens)
         if self._weights and self._copy:
             yield self._copying(self._weights, stage, held)
@@ -255,13 +308,17 @@ class Sampling:
         P *= stage.samples_completions  # a step excludes evaluations
         steps = options.sampling.max_new_tokens * -(-P * options.samples_per_prompt // slots)
         longest = self.config.max_length if self._prefills_completions else prompts
-        lengths = {"prefill": prefill_lengths(longest - 1, runner.chunk)[-1], "extend": runner.chunk}
+        lengths = {
+            "prefill": prefill_lengths(longest - 1, runner.chunk)[-1],
+            "extend": runner.chunk,
+        }
         media = () if stage.stage.table_shapes is None else (len(stage.stage.table_shapes.rows),)
         turned = bool(media) and self.graph.config.has_sections
         for (name, *shape), arguments in program_inputs(runner, params, longest, [Widths()], media):
             dispatch = 1
             if name == "decode" and shape[0] == slots and (len(shape) == 3) == turned:
-                times, dispatch = steps, min(runner.decode_steps, options.sampling.max_new_tokens)
+                times = steps
+                dispatch = min(runner.decode_steps, options.sampling.max_new_tokens)
             elif name in lengths and shape == [
                 runner.max_prefill_rows,
                 lengths[name] + runner.lookahead_tokens,
@@ -271,39 +328,61 @@ class Sampling:
                 times = P * (1 if name == "prefill" else chunks - 1) / shape[0]
             else:
                 continue
-            lower = lambda name=name, arguments=arguments: runner.executables[name].lower(*arguments)  # noqa: E731
+            lower = partial(runner.executables[name].lower, *arguments)
             kernels = self._read_by_kernels() if runner.geometry.paged else {}
-            kind, often = GENERATOR.get(name, name), {"times": times, "dispatch": dispatch}
+            kind = GENERATOR.get(name, name)
+            often = {"times": times, "dispatch": dispatch}
             stays = held - on_a_device(arguments[:2])  # weights and cache
-            yield Planned(stage.name, kind, tuple(shape), lower, held, stays, **often, kernels=kernels)
+            yield Planned(
+                stage.name, kind, tuple(shape), lower, held, stays, **often, kernels=kernels
+            )
         if self._verifier:
             yield from self._checks(self._verifier, stage, weights, P * options.samples_per_prompt)
 
-    def _checks(self, verifier: Verifier, stage: PlannedStage, weights: dict, completions: int) -> Iterator[Planned]:
-        """Yields the longest programs that check so many exact completions of full length, without a replaced token."""
+    def _checks(
+        self, verifier: Verifier, stage: PlannedStage, weights: dict, completions: int
+    ) -> Iterator[Planned]:
+        """Yields the longest programs that check so many exact completions of full length, without
+        a replaced token."""
         held = stage.bytes + self.rolling
         L = verifier.scorer.lengths(self.config.max_length)[-1]
         for kind, arguments in verifier.program_inputs(weights, L).items():
-            lower = lambda kind=kind, arguments=arguments: verifier.executables[kind].lower(*arguments)  # noqa: E731
+            lower = partial(verifier.executables[kind].lower, *arguments)
             times = -(-completions // verifier.scorer.rows(L))
-            yield Planned(stage.name, kind, arguments[1].shape, lower, held, held - on_a_device(weights), times)
+            yield Planned(
+                stage.name,
+                kind,
+                arguments[1].shape,
+                lower,
+                held,
+                held - on_a_device(weights),
+                times,
+            )
 
     def _read_by_kernels(self) -> dict[str, int]:
-        """Returns the bytes that each decode kernel reads of one layer with full pages: of all pages, or of those of
-        the largest window. Its operand is the pool."""
+        """Returns the bytes that each decode kernel reads of one layer with full pages: of all
+        pages, or of those of the largest window. Its operand is the pool."""
         sizes: dict[str, int] = {}
         for stack, parts in zip(self.graph.config.stacks, self.cache, strict=True):
-            for spec, arrays in (pair for part in parts for pair in zip(stack.pattern, part, strict=True)):
+            for spec, arrays in (
+                pair for part in parts for pair in zip(stack.pattern, part, strict=True)
+            ):
                 for kernel, names in KERNELS.items():
-                    pools = [arrays[name].array for name in names if isinstance(arrays.get(name), Pool)]
+                    pools = [
+                        arrays[name].array for name in names if isinstance(arrays.get(name), Pool)
+                    ]
                     layers = [on_a_device(pool) // pool.shape[1] for pool in pools]
                     if kernel == window_kernel.NAME:
-                        layers = [int(size * self._seen(spec, pool)) for size, pool in zip(layers, pools, strict=True)]
+                        layers = [
+                            int(size * self._seen(spec, pool))
+                            for size, pool in zip(layers, pools, strict=True)
+                        ]
                     sizes[kernel] = max(sizes.get(kernel, 0), sum(layers))
         return {kernel: size for kernel, size in sizes.items() if size}
 
     def _seen(self, layer: LayerSpec, pool_KRNPD: jax.ShapeDtypeStruct) -> float:
-        """Returns the share of a layer's pages that the tokens of all slots see; 0 for a layer without a window."""
+        """Returns the share of a layer's pages that the tokens of all slots see; 0 for a layer
+        without a window."""
         geometry, (_, _, N, P, _) = self._runner.geometry, pool_KRNPD.shape
         lookback = None if layer.attention is None else layer.attention.lookback
         if lookback is None or geometry.table_width is None:
@@ -311,7 +390,8 @@ class Sampling:
         return geometry.slots * min(pages.visible_columns(lookback, 1, P), geometry.table_width) / N
 
     def _copying(self, copies: RolloutWeights, stage: PlannedStage, held: int) -> Planned:
-        """Returns the program that makes the copies: in place, or new at each step if they were released."""
+        """Returns the program that makes the copies: in place, or new at each step if they were
+        released."""
         params = {path: stage.state.policy.params[path] for path in copies.paths}
         lower = lambda: copies.lower(params, again=not self._dropped)  # noqa: E731
         kind, times = (
@@ -319,4 +399,12 @@ class Sampling:
             if self._dropped
             else ("quantised copy", stage.options.updates_per_step)
         )
-        return Planned(stage.name, kind, (len(params),), lower, held, held - on_a_device((params, self._copy)), times)
+        return Planned(
+            stage.name,
+            kind,
+            (len(params),),
+            lower,
+            held,
+            held - on_a_device((params, self._copy)),
+            times,
+        )

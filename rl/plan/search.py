@@ -1,4 +1,5 @@
-"""`rl plan --search`: chooses mesh, micro-batch and remat policy by an estimate, then compiles to confirm."""
+"""`rl plan --search`: chooses mesh, micro-batch and remat policy by an estimate, then compiles to
+confirm."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from rl.plan.suggest import corrected
 class Choice:
     """A mesh with a micro-batch and a remat policy.
 
-    size: (rows of a micro-batch, rank of the remat policy); larger numbers need more memory on the same mesh.
+    size: (rows of a micro-batch, rank of the remat policy); larger numbers need more memory on the
+    same mesh.
     """
 
     change: Change
@@ -32,13 +34,15 @@ class Choice:
     @property
     def mesh(self) -> tuple:
         """Returns the sizes of the mesh axes."""
-        return tuple(value for key, value in self.change.settings.items() if key.startswith("mesh."))
+        return tuple(
+            value for key, value in self.change.settings.items() if key.startswith("mesh.")
+        )
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Compiled choices. looked_at: choices in all. pruned: choices whose resident bytes alone are too many. least: the
-    fewest resident bytes of a choice."""
+    """Compiled choices. looked_at: choices in all. pruned: choices whose resident bytes alone are
+    too many. least: the fewest resident bytes of a choice."""
 
     tried: list[tuple[Choice, Trial]]
     looked_at: int
@@ -49,27 +53,39 @@ class SearchResult:
 def search(
     config: RunConfig, target: Target, most: int, tell: Callable[[str], None] = lambda text: None
 ) -> SearchResult:
-    """Compiles at most `most` choices, two of different meshes at a time, the quickest by the estimate that should fit
-    first, and says so by `tell`.
+    """Compiles at most `most` choices, two of different meshes at a time, the quickest by the
+    estimate that should fit first, and says so by `tell`.
 
-    Each compilation corrects the estimates of the others. After a choice that does not fit, no larger choice on the
-    same mesh is tried. Raises ConfigError if the memory of a device is unknown or no mesh is possible.
+    Each compilation corrects the estimates of the others. After a choice that does not fit, no
+    larger choice on the same mesh is tried. Raises ConfigError if the memory of a device is unknown
+    or no mesh is possible.
     """
     memory = target.memory
     if memory is None:
-        raise ConfigError("--search: the memory of these devices is not known; give it in GiB with --memory")
-    everything = [(change, made, size) for change, size in _changes(config, target) if (made := change.of(config))]
+        raise ConfigError(
+            "--search: the memory of these devices is not known; give it in GiB with --memory"
+        )
+    everything = [
+        (change, made, size)
+        for change, size in _changes(config, target)
+        if (made := change.of(config))
+    ]
     costs = estimated([made for _, made, _ in everything], target)
     choices = {}
     for (change, made, size), cost in zip(everything, costs, strict=True):
         if isinstance(cost, Costs):  # settings with equal programs are one choice
-            choices.setdefault(tuple(sorted(cost.programs.items())), Choice(change, made, cost, size))
+            choices.setdefault(
+                tuple(sorted(cost.programs.items())), Choice(change, made, cost, size)
+            )
     if not choices:
         raise ConfigError(
-            f"--search: no mesh of {target.inside(config)} devices can be: {next(iter(costs), 'none divides them')}"
+            f"--search: no mesh of {target.inside(config)} devices can be: "
+            f"{next(iter(costs), 'none divides them')}"
         )
     left = [choice for choice in choices.values() if choice.costs.resident <= memory]
-    pruned, tried, corrections = len(choices) - len(left), [], {}
+    pruned = len(choices) - len(left)
+    tried = []
+    corrections = {}
 
     def rank(choice: Choice) -> tuple:
         needs = choice.costs.needs(corrections)
@@ -78,21 +94,33 @@ def search(
     while left and len(tried) < most:
         some: list[Choice] = []
         for each in sorted(left, key=rank):
-            if len(some) < min(AT_A_TIME, most - len(tried)) and each.mesh not in {other.mesh for other in some}:
+            if len(some) < min(AT_A_TIME, most - len(tried)) and each.mesh not in {
+                other.mesh for other in some
+            }:
                 some += [each] if changes.possible(each.config) else []
         if not some:
             break
         for each in some:
             tell(f"{len(tried) + 1} of at most {most}: compiling with {each.change}")
-        for choice, attempt in zip(some, attempted([choice.config for choice in some], target), strict=True):
+        for choice, attempt in zip(
+            some, attempted([choice.config for choice in some], target), strict=True
+        ):
             tried.append((choice, attempt))
             corrections |= corrected(choice.costs, attempt.reports)
-            left = [other for other in left if other is not choice and (attempt.fits or not _as_large(other, choice))]
-    return SearchResult(tried, len(choices), pruned, min(choice.costs.resident for choice in choices.values()))
+            left = [
+                other
+                for other in left
+                if other is not choice and (attempt.fits or not _as_large(other, choice))
+            ]
+    return SearchResult(
+        tried, len(choices), pruned, min(choice.costs.resident for choice in choices.values())
+    )
 
 
 def _as_large(other: Choice, choice: Choice) -> bool:
-    return other.mesh == choice.mesh and all(a >= b for a, b in zip(other.size, choice.size, strict=True))
+    return other.mesh == choice.mesh and all(
+        a >= b for a, b in zip(other.size, choice.size, strict=True)
+    )
 
 
 def _changes(config: RunConfig, target: Target) -> Iterator[tuple[Change, tuple[int, int]]]:
@@ -127,4 +155,6 @@ def best(
     tried: Sequence[tuple[Choice, Trial]], seconds: Callable[[Sequence[ProgramReport]], float]
 ) -> list[tuple[Choice, Trial]]:
     """Returns the choices that fit, the quickest first by `seconds(reports)`."""
-    return sorted((each for each in tried if each[1].fits), key=lambda each: seconds(each[1].reports))
+    return sorted(
+        (each for each in tried if each[1].fits), key=lambda each: seconds(each[1].reports)
+    )

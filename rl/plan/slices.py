@@ -1,4 +1,5 @@
-"""Describes the devices of a plan: TPU slices that need not be present, CPU devices, or the GPUs of this machine."""
+"""Describes the devices of a plan: TPU slices that need not be present, CPU devices, or the GPUs of
+this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from typing import Any
 
 from rl.errors import ConfigError, ResourceError
 
-TPUS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
+TPUS = {
+    "v4": "TPU v4",
+    "v5e": "TPU v5 lite",
+    "v5p": "TPU v5",
+    "v6e": "TPU v6 lite",
+    "tpu7x": "TPU7x",
+}
 HOW = (
     "give KIND:AxB or KIND:AxBxC (v5p:8x8x4, v6e:4x4, v5e:4x4, v4:2x2x2, tpu7x:2x2x1), "
     "2xKIND:AxB for two slices, cpu:N, or gpu"
@@ -19,7 +26,8 @@ HOW = (
 
 @dataclass(frozen=True)
 class Topology:
-    """platform: tpu, cpu or gpu. name: as the user gave it. count: chips per slice; None: all GPUs of this machine."""
+    """platform: tpu, cpu or gpu. name: as the user gave it. count: chips per slice; None: all GPUs
+    of this machine."""
 
     platform: str
     name: str
@@ -34,14 +42,17 @@ class Topology:
             return cls("gpu", name, None)
         if kind == "cpu" and re.fullmatch(r"[1-9]\d*", shape):
             return cls("cpu", name, int(shape))
-        match = re.fullmatch(rf"(?:([1-9]\d*)x)?({'|'.join(TPUS)}):([1-9]\d*(?:x[1-9]\d*){{1,2}})", name)
+        match = re.fullmatch(
+            rf"(?:([1-9]\d*)x)?({'|'.join(TPUS)}):([1-9]\d*(?:x[1-9]\d*){{1,2}})", name
+        )
         if match:
             return cls("tpu", name, math.prod(map(int, match[3].split("x"))), int(match[1] or 1))
         raise ConfigError(f"--topology {name}: no such topology; {HOW}")
 
     @property
     def environment(self) -> dict[str, str]:
-        """Returns the variables of a process that compiles for these devices. Set them before jax is imported."""
+        """Returns the variables of a process that compiles for these devices. Set them before jax
+        is imported."""
         if self.platform == "gpu":
             return {"JAX_PLATFORMS": "cuda,cpu"}
         flags = os.environ.get("XLA_FLAGS", "")
@@ -52,7 +63,9 @@ class Topology:
                 "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={self.count}".strip(),
             }
         # libtpu ends the process at a flag that it does not know.
-        flags = " ".join(flag for flag in flags.split() if not flag.startswith(("--xla_cpu_", "--xla_gpu_")))
+        flags = " ".join(
+            flag for flag in flags.split() if not flag.startswith(("--xla_cpu_", "--xla_gpu_"))
+        )
         return {
             "JAX_PLATFORMS": "cpu",
             "TPU_SKIP_MDS_QUERY": "1",
@@ -61,7 +74,8 @@ class Topology:
         }
 
     def memory(self, device: Any) -> float | None:
-        """Returns the bytes that a program may use on a device; None if there is no limit, as on a CPU."""
+        """Returns the bytes that a program may use on a device; None if there is no limit, as on a
+        CPU."""
         from rl.accounting import chips
 
         if self.platform == "gpu":
@@ -72,27 +86,40 @@ class Topology:
         return chip and chip.memory * 2**30
 
     def devices(self) -> list:
-        """Lists the devices; the process must have `environment`. Raises ResourceError if they cannot be described."""
+        """Lists the devices; the process must have `environment`. Raises ResourceError if they
+        cannot be described."""
         import jax
 
         if self.platform != "tpu":
             try:
                 return jax.devices(self.platform)[: self.count]
             except RuntimeError as error:
-                hint = "; install jax for GPUs: `pip install 'duet-rl[cuda]'`" if self.platform == "gpu" else ""
-                raise ResourceError(f"--topology {self.name}: no such device here{hint}. jax says: {error}") from None
+                hint = (
+                    "; install jax for GPUs: `pip install 'duet-rl[cuda]'`"
+                    if self.platform == "gpu"
+                    else ""
+                )
+                raise ResourceError(
+                    f"--topology {self.name}: no such device here{hint}. jax says: {error}"
+                ) from None
         from jax.experimental import topologies
 
         try:
             one = self.name.removeprefix(f"{self.slices}x")
             more: dict[str, Any] = {"num_slices": self.slices} if self.slices > 1 else {}
-            if one.startswith("v4:"):  # jax makes no mesh of single cores, which libtpu describes by default
+            if one.startswith(
+                "v4:"
+            ):  # jax makes no mesh of single cores, which libtpu describes by default
                 more["chip_config_name"] = "megacore"
             return list(topologies.get_topology_desc(one, platform="tpu", **more).devices)
         except Exception as error:  # libtpu and its plugin raise many kinds of errors
             text = str(error).splitlines()[0] if str(error) else repr(error)
             signs = ("no libtpu", "libtpu.so", "tpu support not installed")
-            missing = isinstance(error, ModuleNotFoundError) or any(sign in text.lower() for sign in signs)
+            missing = isinstance(error, ModuleNotFoundError) or any(
+                sign in text.lower() for sign in signs
+            )
             hint = "; `pip install 'duet-rl[tpu]'` brings the compiler" if missing else ""
             says = "" if missing else f". jax says: {text}"
-            raise ResourceError(f"--topology {self.name}: jax cannot describe this slice here{hint}{says}") from None
+            raise ResourceError(
+                f"--topology {self.name}: jax cannot describe this slice here{hint}{says}"
+            ) from None

@@ -1,4 +1,5 @@
-"""Suggests settings with which a plan fits, by compiling the programs that were too large with candidate settings."""
+"""Suggests settings with which a plan fits, by compiling the programs that were too large with
+candidate settings."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ SEVERAL, LATER = 100, 1000  # offsets in the order of knobs: several at once, ch
 class Candidate:
     """One value of a knob. A smaller knob or step changes less.
 
-    resident: bytes per device that the run keeps, exact. needs: these and the estimated temporaries.
+    resident: bytes per device that the run keeps, exact. needs: these and the estimated
+    temporaries.
     """
 
     knob: int
@@ -36,8 +38,9 @@ class Candidate:
 class Suggestions:
     """Settings for programs that do not fit.
 
-    fitting: up to three changes of different kinds with which they fit, with their compilations. strongest: the two
-    settings that save most by the estimate. needs: bytes of the largest program by the same estimate.
+    fitting: up to three changes of different kinds with which they fit, with their compilations.
+    strongest: the two settings that save most by the estimate. needs: bytes of the largest program
+    by the same estimate.
     """
 
     fitting: list[tuple[Change, Trial]]
@@ -54,22 +57,28 @@ def suggestions(
 ) -> Suggestions:
     """Looks for settings with which the failed programs fit.
 
-    Compiles at most `most` changes, two at a time, and says so by `tell`. Skips a change whose resident bytes alone are
-    too many. Starts with changes that fit by the estimate.
+    Compiles at most `most` changes, two at a time, and says so by `tell`. Skips a change whose
+    resident bytes alone are too many. Starts with changes that fit by the estimate.
     """
     memory = target.memory
     assert memory is not None  # with unknown memory every program fits
     failed = [each for each in reports if not target.fits(each)]
-    names, knobs = [each.name for each in failed], _knobs(config, target)
+    names = [each.name for each in failed]
+    knobs = _knobs(config, target)
     tell("estimating other settings")
     needs, left = _candidates(config, target, failed, knobs)
-    strongest, several = _strongest(left), False
+    strongest = _strongest(left)
+    several = False
     single = {
-        each.knob: each.change for each in left if not each.change.results and "mesh.fsdp" not in each.change.settings
+        each.knob: each.change
+        for each in left
+        if not each.change.results and "mesh.fsdp" not in each.change.settings
     }
     fitting: list[tuple[Change, Trial]] = []
     while most > 0 and len(fitting) < ENOUGH:
-        if not several and not any(each.needs <= memory and not each.change.results for each in left):
+        if not several and not any(
+            each.needs <= memory and not each.change.results for each in left
+        ):
             # No single change is enough: combinations come before changes of results.
             several = True
             _, both = _candidates(config, target, failed, [changes.together(list(single.values()))])
@@ -80,9 +89,15 @@ def suggestions(
         most -= len(some)
         for each in some:
             tell(f"compiling with {each.change}")
-        for each, attempt in zip(some, attempted([each.config for each in some], target, names), strict=True):
+        for each, attempt in zip(
+            some, attempted([each.config for each in some], target, names), strict=True
+        ):
             # After a step that fits, skip stronger steps of its knob; otherwise skip weaker ones.
-            left = [other for other in left if other.knob != each.knob or (not attempt.fits and other.step > each.step)]
+            left = [
+                other
+                for other in left
+                if other.knob != each.knob or (not attempt.fits and other.step > each.step)
+            ]
             if attempt.fits:
                 fitting.append((each.change, attempt))
     return Suggestions(fitting[:ENOUGH], strongest, needs)
@@ -97,7 +112,8 @@ def _strongest(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _next(left: Sequence[Candidate], memory: float, most: int) -> list[Candidate]:
-    """Returns the best candidate of each knob: first those that should fit, smallest change first, then by needs."""
+    """Returns the best candidate of each knob: first those that should fit, smallest change first,
+    then by needs."""
 
     def order(each: Candidate) -> tuple:
         knob = each.knob + LATER * each.change.results
@@ -112,17 +128,22 @@ def _next(left: Sequence[Candidate], memory: float, most: int) -> list[Candidate
 def _candidates(
     config: RunConfig, target: Target, failed: Sequence[ProgramReport], knobs: list[list[Change]]
 ) -> tuple[float, list[Candidate]]:
-    """Returns the estimated bytes of the failed programs, and candidates that reduce them, each step of a knob more
-    than the last."""
+    """Returns the estimated bytes of the failed programs, and candidates that reduce them, each
+    step of a knob more than the last."""
     names = [each.name for each in failed]
-    steps = [(knob, step, change) for knob, each in enumerate(knobs) for step, change in enumerate(each)]
+    steps = [
+        (knob, step, change) for knob, each in enumerate(knobs) for step, change in enumerate(each)
+    ]
     made = [
-        (*numbers, change, made) for *numbers, change in steps if (made := change.of(config)) and changes.possible(made)
+        (*numbers, change, made)
+        for *numbers, change in steps
+        if (made := change.of(config)) and changes.possible(made)
     ]
     base, *costs = estimated([config, *(each for *_, each in made)], target)
     if isinstance(base, str):
         return math.inf, []
-    corrections, candidates = corrected(base, failed), []
+    corrections = corrected(base, failed)
+    candidates = []
     least = dict.fromkeys(range(len(knobs)), base.needs({}, names))
     for (knob, step, change, changed), cost in zip(made, costs, strict=True):
         if isinstance(cost, str) or not cost.programs.keys() >= set(names):
@@ -130,7 +151,9 @@ def _candidates(
         if (needs := cost.needs({}, names)) < least[knob]:
             least[knob] = needs
             resident = max(cost.programs[name][0] for name in names)
-            candidates.append(Candidate(knob, step, change, changed, resident, cost.needs(corrections, names)))
+            candidates.append(
+                Candidate(knob, step, change, changed, resident, cost.needs(corrections, names))
+            )
     return base.needs(corrections, names), candidates
 
 
@@ -144,7 +167,9 @@ def _knobs(config: RunConfig, target: Target) -> list[list[Change]]:
 
 def _distance(config: RunConfig, mesh: dict[str, int]) -> float:
     return sum(
-        abs(math.log2(size / max(1, getattr(config.mesh, axis)))) for axis, size in mesh.items() if axis != "fsdp"
+        abs(math.log2(size / max(1, getattr(config.mesh, axis))))
+        for axis, size in mesh.items()
+        if axis != "fsdp"
     )
 
 

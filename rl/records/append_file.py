@@ -20,7 +20,8 @@ class AppendFile:
 
     def __init__(self, path: Path):
         """Opens the file, and creates it if it does not exist. Raises OSError."""
-        self.path, self._waiting = path, b""
+        self.path = path
+        self._waiting = b""
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     @property
@@ -34,7 +35,8 @@ class AppendFile:
         return len(self._waiting)
 
     def append(self, data: bytes) -> None:
-        """Writes data. On a full disk they wait for the next call; the first such call logs an error."""
+        """Writes data. On a full disk they wait for the next call; the first such call logs an
+        error."""
         waited = bool(self._waiting)
         self._waiting += data
         try:
@@ -43,7 +45,10 @@ class AppendFile:
             if not waited:
                 room = disk_room(self.path.parent, len(self._waiting))
                 _LOG.error(
-                    "%s cannot be written: %s. Its lines are kept in memory; make room (%s)", self.path, error, room
+                    "%s cannot be written: %s. Its lines are kept in memory; make room (%s)",
+                    self.path,
+                    error,
+                    room,
                 )
 
     def sync(self) -> None:
@@ -58,8 +63,10 @@ class AppendFile:
         os.fsync(self._file)
 
     def reopen(self) -> None:
-        """Opens the path again, after another file has taken its place or it was moved away. Raises OSError."""
-        old, self._file = self._file, os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        """Opens the path again, after another file has taken its place or it was moved away. Raises
+        OSError."""
+        old = self._file
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         _close(old)
 
     def close(self) -> None:
@@ -74,5 +81,7 @@ class AppendFile:
 
 
 def _close(file: int) -> None:
-    with contextlib.suppress(OSError):  # an error of a full disk has been reported by the write or sync
+    with contextlib.suppress(
+        OSError
+    ):  # an error of a full disk has been reported by the write or sync
         os.close(file)

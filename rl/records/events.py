@@ -1,9 +1,10 @@
 """Records a run as append-only JSON lines, and shows them in mirrors.
 
-events.jsonl has one object per step, `{"stage", "step", "time", "metrics": {...}}`, `time` in Unix seconds;
-samples.jsonl has one per completion (rl/records/samples.py). Lines are appended in one write per step, so that a
-killed process leaves at most one torn line, the last. `truncate_after` removes it when the run continues. On a full
-disk lines wait in memory. The folder media/ has a thumbnail of each picture of a sample (rl/records/thumbnails.py).
+events.jsonl has one object per step, `{"stage", "step", "time", "metrics": {...}}`, `time` in Unix
+seconds; samples.jsonl has one per completion (rl/records/samples.py). Lines are appended in one
+write per step, so that a killed process leaves at most one torn line, the last. `truncate_after`
+removes it when the run continues. On a full disk lines wait in memory. The folder media/ has a
+thumbnail of each picture of a sample (rl/records/thumbnails.py).
 """
 
 from __future__ import annotations
@@ -40,27 +41,42 @@ class EventLog:
     """Appends to the files of a run's directory, and creates the directory if it does not exist."""
 
     def __init__(self, directory: str | Path, options: SampleRecords = SampleRecords()):
-        self.directory, self.options = Path(directory), options
+        self.directory = Path(directory)
+        self.options = options
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._events = AppendFile(self.directory / EVENTS)
             self._samples = SampleLog(self.directory, max_bytes=options.keep_gib * 2**30)
         except OSError as error:
             raise ResourceError(
-                f"events and samples cannot be written to {self.directory}: {error.strerror} ({disk_room(directory)})"
+                f"events and samples cannot be written to {self.directory}: {error.strerror} "
+                f"({disk_room(directory)})"
             ) from None
 
     def step(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes one line of events.jsonl, with the time. Metrics are numbers, or arrays with one number."""
-        record = {"stage": stage, "step": step, "time": round(time.time(), 3), "metrics": dict(metrics)}
+        """Writes one line of events.jsonl, with the time. Metrics are numbers, or arrays with one
+        number."""
+        record = {
+            "stage": stage,
+            "step": step,
+            "time": round(time.time(), 3),
+            "metrics": dict(metrics),
+        }
         self._events.append(line(record).encode())
 
-    def samples(self, records: Sequence[Mapping[str, Any]], tokens: Sequence[np.ndarray]) -> list[Mapping[str, Any]]:
+    def samples(
+        self, records: Sequence[Mapping[str, Any]], tokens: Sequence[np.ndarray]
+    ) -> list[Mapping[str, Any]]:
         """Writes one line of samples.jsonl per completion, and their tokens, samples.TOKEN[n] each.
 
-        Leaves out the prompts that `run.samples.share` leaves out. Returns the records that it has written.
+        Leaves out the prompts that `run.samples.share` leaves out. Returns the records that it has
+        written.
         """
-        kept = [pair for pair in zip(records, tokens, strict=True) if self.options.keeps_prompt(pair[0]["prompt_id"])]
+        kept = [
+            pair
+            for pair in zip(records, tokens, strict=True)
+            if self.options.keeps_prompt(pair[0]["prompt_id"])
+        ]
         written = [record for record, _ in kept]
         self._samples.write(written, [own for _, own in kept])
         return written
@@ -68,8 +84,8 @@ class EventLog:
     def truncate_after(self, stages: Sequence[str], stage: str, step: int) -> None:
         """Removes all lines after `step` of `stage`, and torn last lines, to match a checkpoint.
 
-        `stages` lists the names of the run's stages in order. A kill leaves each file as it was or as it should be; the
-        next truncation mends the rest.
+        `stages` lists the names of the run's stages in order. A kill leaves each file as it was or
+        as it should be; the next truncation mends the rest.
         Raises ValueError for a damaged line before the last, ResourceError for a full disk.
         """
         last = (stages.index(stage), step)
@@ -83,14 +99,16 @@ class EventLog:
             self._samples.truncate_after(keep)
         except OSError as error:
             raise ResourceError(
-                f"{self.directory}: events and samples cannot be cut back to the checkpoint: {error.strerror}. Make "
+                f"{self.directory}: events and samples cannot be cut back to the checkpoint: "
+                f"{error.strerror}. Make "
                 f"room, then `rl-train {quoted(self.directory)}` ({disk_room(self.directory)})"
             ) from None
 
     def sync(self) -> bool:
         """Writes all lines to the disk and waits for it. Returns False if the disk is full.
 
-        Call this before a checkpoint is saved: the run can continue from it only if the lines before it exist.
+        Call this before a checkpoint is saved: the run can continue from it only if the lines
+        before it exist.
         """
         try:
             self._samples.sync()
@@ -98,7 +116,10 @@ class EventLog:
         except OSError as error:
             room = disk_room(self.directory, self._events.waiting + self._samples.waiting)
             _LOG.error(
-                "events and samples cannot be written to %s (%s); make room there (%s)", self.directory, error, room
+                "events and samples cannot be written to %s (%s); make room there (%s)",
+                self.directory,
+                error,
+                room,
             )
             return False
         return True
@@ -111,7 +132,8 @@ class EventLog:
             _LOG.error("%s: samples.jsonl cannot be moved to samples/ (%s)", self.directory, error)
 
     def close(self) -> None:
-        """Writes the waiting lines if there is room. No checkpoint depends on a line that is lost."""
+        """Writes the waiting lines if there is room. No checkpoint depends on a line that is
+        lost."""
         self._events.close()
         self._samples.close()
 
@@ -120,7 +142,8 @@ class Events:
     """The event log and its mirrors, for the loop. Only process 0 writes."""
 
     def __init__(self, config: RunConfig, directory: str | Path):
-        first, self._options = processes.first(), config.run
+        first = processes.first()
+        self._options = config.run
         self.log = EventLog(directory, config.run.samples) if first else None
         self._mirrors: list[Mirror] = []
         if first:
@@ -153,9 +176,11 @@ class Events:
         tokens: Sequence[np.ndarray],
         references: Sequence[Reference] = (),
     ) -> None:
-        """Records completions (rl/stages/sampling/rollouts.py:records), their tokens, and thumbnails of their pictures.
+        """Records completions (rl/stages/sampling/rollouts.py:records), their tokens, and
+        thumbnails of their pictures.
 
-        references: pictures and sounds of the prompts; those of prompts that are not recorded are left out.
+        references: pictures and sounds of the prompts; those of prompts that are not recorded are
+        left out.
         """
         if self.log is None:
             return
@@ -195,7 +220,8 @@ class Events:
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """Returns the complete lines of an event or sample file, without a torn last line. Raises ValueError for damage."""
+    """Returns the complete lines of an event or sample file, without a torn last line. Raises
+    ValueError for damage."""
     return [json.loads(each) for each in complete_lines(Path(path))]
 
 

@@ -1,4 +1,5 @@
-"""Writes and reads JSON lines. They are strict JSON: a number that is not finite is written as null."""
+"""Writes and reads JSON lines. They are strict JSON: a number that is not finite is written as
+null."""
 
 from __future__ import annotations
 
@@ -12,11 +13,15 @@ from typing import Any
 
 def line(record: Mapping[str, Any]) -> str:
     """Returns a record as one line of strict JSON."""
-    return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+    return (
+        json.dumps(_finite(record), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        + "\n"
+    )
 
 
 def parse(data: bytes, place: str) -> dict[str, Any]:
-    """Returns the record of a line. Raises ValueError, which names `place` (file:line), for a damaged one."""
+    """Returns the record of a line. Raises ValueError, which names `place` (file:line), for a
+    damaged one."""
     try:
         record = json.loads(data)
     except ValueError:
@@ -27,7 +32,8 @@ def parse(data: bytes, place: str) -> dict[str, Any]:
 
 
 def complete_lines(path: Path) -> list[bytes]:
-    """Returns the lines of a file without a torn last line. Raises ValueError for damage before the last line."""
+    """Returns the lines of a file without a torn last line. Raises ValueError for damage before the
+    last line."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for index, each in enumerate(lines):
         try:
@@ -42,7 +48,8 @@ def complete_lines(path: Path) -> list[bytes]:
 
 
 def complete_end(data: mmap.mmap) -> int:
-    """Returns the bytes of a file without a torn last line: one that has no end or is no JSON object."""
+    """Returns the bytes of a file without a torn last line: one that has no end or is no JSON
+    object."""
     end = data.rfind(b"\n") + 1
     start = data.rfind(b"\n", 0, end - 1) + 1 if end else 0
     try:
@@ -57,7 +64,8 @@ def number_of_line(data: mmap.mmap, start: int) -> int:
 
 
 def _finite(value: Any) -> Any:
-    """Converts a value for strict JSON: arrays become lists, numbers that are not finite become None."""
+    """Converts a value for strict JSON: arrays become lists, numbers that are not finite become
+    None."""
     if isinstance(value, Mapping):
         return {str(key): _finite(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):

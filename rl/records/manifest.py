@@ -1,4 +1,5 @@
-"""Records the attempts of a run in run.json: when, with which command, on what, and how each ended."""
+"""Records the attempts of a run in run.json: when, with which command, on what, and how each
+ended."""
 
 from __future__ import annotations
 
@@ -20,11 +21,22 @@ from rl.errors import DuetError, ResourceError, no_room
 from rl.records.run_files import ATTEMPTS, attempt_entries
 
 _LOG = logging.getLogger("duet.events")
-_PACKAGES = ("duet-rl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "tokamax", "numpy")
+_PACKAGES = (
+    "duet-rl",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "transformers",
+    "tokamax",
+    "numpy",
+)
 
 
 class Manifest:
-    """One attempt of a run, from `__enter__` to `__exit__`. A killed process leaves an attempt without an end.
+    """One attempt of a run, from `__enter__` to `__exit__`. A killed process leaves an attempt
+    without an end.
 
     Only the first process writes. On a full disk the record is left out, with a warning.
     """
@@ -38,8 +50,14 @@ class Manifest:
             self._attempts = attempt_entries(self._path.parent, [])
             if not self._attempts and self._path.exists():  # damaged: kept for people
                 self._path.replace(self._path.with_suffix(".json.damaged"))
-            attempt = {"start": round(time.time(), 3), "command": sys.argv, "directory": os.getcwd()}
-            self._attempts.append(attempt | {"host": socket.gethostname(), "versions": versions()} | git_state())
+            attempt = {
+                "start": round(time.time(), 3),
+                "command": sys.argv,
+                "directory": os.getcwd(),
+            }
+            self._attempts.append(
+                attempt | {"host": socket.gethostname(), "versions": versions()} | git_state()
+            )
             self._write()
         return self
 
@@ -50,7 +68,10 @@ class Manifest:
             self._write()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.note(end=round(time.time(), 3), exit_code=exit_code(error))
 
@@ -98,7 +119,8 @@ def devices() -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any]:
-    """Returns {"git": {"commit", "changed"}} of the working directory; {} outside a repository or without git."""
+    """Returns {"git": {"commit", "changed"}} of the working directory; {} outside a repository or
+    without git."""
     try:
         asked = {"capture_output": True, "text": True, "timeout": 5, "check": True}
         commit = subprocess.run(["git", "rev-parse", "HEAD"], **asked).stdout.strip()

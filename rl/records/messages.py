@@ -1,4 +1,5 @@
-"""Writes and reads pictures and sounds in a line of samples.jsonl: `media`, and parts of the messages of `prompt`.
+"""Writes and reads pictures and sounds in a line of samples.jsonl: `media`, and parts of the
+messages of `prompt`.
 
 A line holds no content of them. Imports neither Pillow nor jax.
 """
@@ -16,13 +17,15 @@ if TYPE_CHECKING:
     from rollout.media.expand import Expanded
 
 Piece = str | dict[str, Any]
-"""A text, or a picture or sound: its entry of `media` in the line, or only its `kind` where the line has no entry."""
+"""A text, or a picture or sound: its entry of `media` in the line, or only its `kind` where the
+line has no entry."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
 _DATA_URI = re.compile(r"\s*data:[^,\s]*,", re.IGNORECASE)
 
 
 def entries(media: Expanded | None) -> list[dict[str, Any]]:
-    """Returns `media` of a line: one entry for each picture or sound, the rows of its tiles added up."""
+    """Returns `media` of a line: one entry for each picture or sound, the rows of its tiles added
+    up."""
     if media is None:
         return []
     rows = [0] * len(media.references)
@@ -57,12 +60,13 @@ def is_data_uri(text: str) -> bool:
 
 
 def messages(record: Mapping[str, Any], name: str) -> Iterator[tuple[str, list[Piece]]]:
-    """Yields (role, pieces) of the messages of `prompt` or `completion`; a plain text has the role "". A completion is
-    shown with its special tokens (`raw`).
+    """Yields (role, pieces) of the messages of `prompt` or `completion`; a plain text has the role
+    "". A completion is shown with its special tokens (`raw`).
 
     The n-th part of a kind in the prompt is the n-th entry of this kind in `media`.
     """
-    value, waiting = record.get(name), _entries(record) if name == "prompt" else {}
+    value = record.get(name)
+    waiting = _entries(record) if name == "prompt" else {}
     if name == "completion" and isinstance(record.get("raw"), str):
         value = record["raw"]
     if isinstance(value, list) and all(isinstance(each, dict) for each in value):
@@ -90,7 +94,8 @@ def described(item: Mapping[str, Any]) -> str:
 
 
 def flat(pieces: Sequence[Piece]) -> str:
-    """Returns the pieces of a message as one text, each picture or sound in brackets on a line of its own."""
+    """Returns the pieces of a message as one text, each picture or sound in brackets on a line of
+    its own."""
     text = ""
     for number, piece in enumerate(pieces):
         separate = number and not (isinstance(piece, str) and isinstance(pieces[number - 1], str))
@@ -100,10 +105,14 @@ def flat(pieces: Sequence[Piece]) -> str:
 
 
 def start(record: Mapping[str, Any], name: str, count: int) -> str:
-    """Returns the beginning of the last message of `prompt` or `completion`, on one line of at most `count` characters, and
-    "..." where it is cut."""
+    """Returns the beginning of the last message of `prompt` or `completion`, on one line of at most
+    `count` characters, and "..." where it is cut."""
     last = [pieces for _, pieces in messages(record, name)][-1:]
-    texts = [each if isinstance(each, str) else f" [{NOUNS[each['kind']]}] " for pieces in last for each in pieces]
+    texts = [
+        each if isinstance(each, str) else f" [{NOUNS[each['kind']]}] "
+        for pieces in last
+        for each in pieces
+    ]
     line = " ".join("".join(texts)[: 4 * count].split())
     return line if len(line) <= count else line[:count] + "..."
 
@@ -115,15 +124,22 @@ def pictures(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def identity(record: Mapping[str, Any]) -> str:
-    """Returns a text that is equal for equal prompts: the same texts with the same pictures and sounds."""
+    """Returns a text that is equal for equal prompts: the same texts with the same pictures and
+    sounds."""
     prompt = json.dumps(record.get("prompt"), ensure_ascii=False)
     if media := record.get("media"):
-        prompt += json.dumps([each.get("digest") if isinstance(each, dict) else None for each in media])
+        prompt += json.dumps(
+            [each.get("digest") if isinstance(each, dict) else None for each in media]
+        )
     return prompt
 
 
 def _without_content(part: Any) -> Any:
-    return {"type": part.get("type")} if isinstance(part, Mapping) and part.get("type") != "text" else part
+    return (
+        {"type": part.get("type")}
+        if isinstance(part, Mapping) and part.get("type") != "text"
+        else part
+    )
 
 
 def _entries(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:

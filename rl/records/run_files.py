@@ -1,7 +1,9 @@
-"""Names the files of a run's folder and reads them: steps, attempts, configuration. Imports neither numpy nor jax.
+"""Names the files of a run's folder and reads them: steps, attempts, configuration. Imports neither
+numpy nor jax.
 
-Files and keys may be missing: folders of older versions and of runs that go on are read too. What cannot be read is
-appended to a list of `Damage`, and reading goes on. A torn last line is no damage: the run may be writing it.
+Files and keys may be missing: folders of older versions and of runs that go on are read too. What
+cannot be read is appended to a list of `Damage`, and reading goes on. A torn last line is no
+damage: the run may be writing it.
 """
 
 from __future__ import annotations
@@ -17,20 +19,30 @@ from rewards.suggest import nearest, nearest_path
 from rl.config import yaml_tree
 from rl.errors import ConfigError
 
-EVENTS, CONFIG, ATTEMPTS = "events.jsonl", "config.yml", "run.json"
-SAMPLES, TOKENS, SEGMENTS, MEDIA = "samples.jsonl", "tokens.bin", "samples", "media"
+EVENTS = "events.jsonl"
+CONFIG = "config.yml"
+ATTEMPTS = "run.json"
+SAMPLES = "samples.jsonl"
+TOKENS = "tokens.bin"
+SEGMENTS = "samples"
+MEDIA = "media"
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A place of a run folder that could not be read. `line` counts from 1; 0: the file as a unit."""
+    """A place of a run folder that could not be read. `line` counts from 1; 0: the file as a
+    unit."""
 
     file: Path
     line: int
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.reason}" if self.line else f"{self.file}: {self.reason}"
+        return (
+            f"{self.file}:{self.line}: {self.reason}"
+            if self.line
+            else f"{self.file}: {self.reason}"
+        )
 
 
 class RecordedStep(NamedTuple):
@@ -42,8 +54,8 @@ class RecordedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One process of the run. start, end: Unix seconds; code: exit code; None: not recorded. facts: the rest of its
-    entry.
+    """One process of the run. start, end: Unix seconds; code: exit code; None: not recorded. facts:
+    the rest of its entry.
     """
 
     start: float | None = None
@@ -52,7 +64,8 @@ class Attempt:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def best(self, stage: str) -> str | None:
-        """Returns the step whose weights the run went on with after a stage, with its metric; None: the last one."""
+        """Returns the step whose weights the run went on with after a stage, with its metric; None:
+        the last one."""
         places = self.facts.get("best")
         place = places.get(stage) if isinstance(places, dict) else None
         if not isinstance(place, dict):
@@ -61,7 +74,8 @@ class Attempt:
 
     @property
     def stopped(self) -> str | None:
-        """Returns where the attempt ended by `rl stop`, as "step 12 of grpo"; None for another end."""
+        """Returns where the attempt ended by `rl stop`, as "step 12 of grpo"; None for another
+        end."""
         place = self.facts.get("stopped")
         if self.code != 0 or not isinstance(place, Mapping):
             return None
@@ -83,7 +97,8 @@ def check_run(path: Path) -> None:
 
 
 def json_lines(path: Path, damage: list[Damage]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (line number, object) of the complete lines of a file. Appends the others to `damage`."""
+    """Yields (line number, object) of the complete lines of a file. Appends the others to
+    `damage`."""
     if not path.is_file():
         return
     try:
@@ -102,19 +117,26 @@ def json_lines(path: Path, damage: list[Damage]) -> Iterator[tuple[int, dict[str
             if isinstance(row, dict):
                 yield number, row
             elif line.strip() or row is not None:
-                damage.append(Damage(path, number, "damaged line; delete it, or restore it from a backup"))
+                damage.append(
+                    Damage(path, number, "damaged line; delete it, or restore it from a backup")
+                )
 
 
 def steps(directory: Path, damage: list[Damage]) -> dict[tuple[str, int], RecordedStep]:
-    """Returns the events of a run: (stage, step) -> Step, in the order of the file. Step 0 is an evaluation."""
+    """Returns the events of a run: (stage, step) -> Step, in the order of the file. Step 0 is an
+    evaluation."""
     result: dict[tuple[str, int], RecordedStep] = {}
     for number, row in json_lines(directory / EVENTS, damage):
-        stage, step, metrics = row.get("stage"), row.get("step"), row.get("metrics")
+        stage = row.get("stage")
+        step = row.get("step")
+        metrics = row.get("metrics")
         if not (isinstance(stage, str) and isinstance(step, int) and isinstance(metrics, dict)):
             damage.append(Damage(directory / EVENTS, number, "no `stage`, `step` and `metrics`"))
             continue
         before = result.get((stage, step))
-        result[stage, step] = RecordedStep(before.metrics | metrics if before else metrics, as_number(row.get("time")))
+        result[stage, step] = RecordedStep(
+            before.metrics | metrics if before else metrics, as_number(row.get("time"))
+        )
     return result
 
 
@@ -124,7 +146,9 @@ def read_config(directory: Path, damage: list[Damage]) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        tree = yaml_tree.plain(yaml_tree.parse(file.read_text(encoding="utf-8"), lambda line: f"{file}:{line}"))
+        tree = yaml_tree.plain(
+            yaml_tree.parse(file.read_text(encoding="utf-8"), lambda line: f"{file}:{line}")
+        )
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         damage.append(Damage(file, 0, f"cannot be read: {str(error).splitlines()[0]}"))
         return {}
@@ -144,7 +168,8 @@ def read_json(file: Path, damage: list[Damage]) -> dict[str, Any]:
 
 
 def attempt_entries(directory: Path, damage: list[Damage]) -> list[dict[str, Any]]:
-    """Returns the entries of run.json, the oldest first; none for a run of an older version, or a damaged file."""
+    """Returns the entries of run.json, the oldest first; none for a run of an older version, or a
+    damaged file."""
     entries = read_json(directory / ATTEMPTS, damage).get("attempts")
     return [each for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
 
@@ -155,14 +180,17 @@ def attempts(directory: Path, damage: list[Damage]) -> list[Attempt]:
     for entry in attempt_entries(directory, damage):
         code = entry.get("exit_code")
         known = isinstance(code, int) and not isinstance(code, bool)
-        facts = {key: value for key, value in entry.items() if key not in ("start", "end", "exit_code")}
+        facts = {
+            key: value for key, value in entry.items() if key not in ("start", "end", "exit_code")
+        }
         times = as_number(entry.get("start")), as_number(entry.get("end"))
         result.append(Attempt(*times, code if known else None, facts))
     return result
 
 
 def sample_files(directory: Path) -> list[Path]:
-    """Returns the files of samples of a run that exist, the oldest first. Runs of older versions have one."""
+    """Returns the files of samples of a run that exist, the oldest first. Runs of older versions
+    have one."""
     segments = sorted((directory / SEGMENTS).glob("*.jsonl"))
     return [*segments, *(path for path in (directory / SAMPLES,) if path.exists())]
 
@@ -173,7 +201,8 @@ def tokens_file(path: Path) -> Path:
 
 
 def as_number(value: Any) -> float | None:
-    """Converts a number of a file; None for anything else. A number beyond the range of floats is NaN."""
+    """Converts a number of a file; None for anything else. A number beyond the range of floats is
+    NaN."""
     if not isinstance(value, (int, float)):
         return None
     try:

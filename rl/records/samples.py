@@ -1,8 +1,10 @@
-"""Records completions: a JSON line each in samples.jsonl, and the numbers of their tokens in tokens.bin.
+"""Records completions: a JSON line each in samples.jsonl, and the numbers of their tokens in
+tokens.bin.
 
-Both files move to the folder samples/ once samples.jsonl has SEGMENT_BYTES: `000003-grpo-01200.jsonl` and `.bin`, by
-number, stage and first step. So a run that continues reads the newest file only. Columns of the data and texts of
-reward functions are kept in the line; `at` is the index of its first token in the .bin file of the same name.
+Both files move to the folder samples/ once samples.jsonl has SEGMENT_BYTES:
+`000003-grpo-01200.jsonl` and `.bin`, by number, stage and first step. So a run that continues reads
+the newest file only. Columns of the data and texts of reward functions are kept in the line; `at`
+is the index of its first token in the .bin file of the same name.
 """
 
 from __future__ import annotations
@@ -24,31 +26,45 @@ TOKEN = np.dtype(
     [
         ("id", "<u4"),
         ("logp", "<f4"),  # log-probability that the generator gave; NaN for a token of the prompt
-        # The trainer's log-probability minus the generator's (the difference of sampler/logp_diff_mean), under the same
-        # weights; NaN where no such number was computed.
+        # The trainer's log-probability minus the generator's (the difference of
+        # sampler/logp_diff_mean), under the same weights; NaN where no such number was computed.
         ("gap", "<f2"),
-        ("entropy", "<f2"),  # of the distribution at the token under the weights of the update; NaN without an update
+        (
+            "entropy",
+            "<f2",
+            # of the distribution at the token under the weights of the update; NaN without an
+            # update
+        ),
         ("advantage", "<f2"),  # NaN in an evaluation
         ("flags", "u1"),
         ("turn", "u1"),  # 0: the prompt, 1: the completion
     ]
 )
 """One token of tokens.bin, little-endian."""
-TRAINED, STOP, CLIPPED_LOW, CLIPPED_HIGH, DROPPED = 1, 2, 4, 8, 16
-"""Flags of a token: in the mask of the loss; the stop of its completion; its gradient is cut off because its ratio is
-too low or too high; the correction for the sampler's log-probability drops it."""
+TRAINED = 1
+STOP = 2
+CLIPPED_LOW = 4
+CLIPPED_HIGH = 8
+DROPPED = 16
+"""Flags of a token: in the mask of the loss; the stop of its completion; its gradient is cut off
+because its ratio is too low or too high; the correction for the sampler's log-probability drops it.
+"""
 
 
 class SampleLog:
     """Appends completions to the files of a run's directory.
 
-    limit: bytes of samples.jsonl from which `rotate` starts new files. max_bytes: largest total size of the segments;
-    beyond it the oldest are deleted.
+    limit: bytes of samples.jsonl from which `rotate` starts new files. max_bytes: largest total
+    size of the segments; beyond it the oldest are deleted.
     """
 
-    def __init__(self, directory: Path, limit: int = SEGMENT_BYTES, max_bytes: float = float("inf")):
+    def __init__(
+        self, directory: Path, limit: int = SEGMENT_BYTES, max_bytes: float = float("inf")
+    ):
         """Opens the files, and completes a rotation that was cut off. Raises OSError."""
-        self._directory, self._limit, self._max_bytes = directory, limit, max_bytes
+        self._directory = directory
+        self._limit = limit
+        self._max_bytes = max_bytes
         newest = max((directory / SEGMENTS).glob("*.bin"), default=None)
         cut_off = newest is not None and not newest.with_suffix(".jsonl").exists()
         if newest is not None and cut_off and not (directory / TOKENS).exists():
@@ -61,8 +77,10 @@ class SampleLog:
         return self._lines.waiting + self._tokens.waiting
 
     def write(self, records: Sequence[Mapping[str, Any]], tokens: Sequence[np.ndarray]) -> None:
-        """Writes one line per completion, with its place `at` in tokens.bin. tokens: TOKEN[n] of each."""
-        first, text = self._tokens.size // TOKEN.itemsize, ""
+        """Writes one line per completion, with its place `at` in tokens.bin. tokens: TOKEN[n] of
+        each."""
+        first = self._tokens.size // TOKEN.itemsize
+        text = ""
         for record, own in zip(records, tokens, strict=True):
             text += line({**record, "at": first})
             first += len(own)
@@ -70,10 +88,11 @@ class SampleLog:
         self._lines.append(text.encode())
 
     def truncate_after(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Removes all lines after the last one that `keep` accepts, their tokens, and a torn last line.
+        """Removes all lines after the last one that `keep` accepts, their tokens, and a torn last
+        line.
 
-        Reads the files from the end to the last line that `keep` accepts. Raises OSError, and ValueError for a damaged
-        line on the way.
+        Reads the files from the end to the last line that `keep` accepts. Raises OSError, and
+        ValueError for a damaged line on the way.
         """
         for path in reversed(sample_files(self._directory)):
             end, tokens = _kept_bytes(path, keep)
@@ -90,10 +109,11 @@ class SampleLog:
                 return
 
     def rotate(self) -> None:
-        """Moves full files to the folder of segments, and removes the oldest segments beyond `max_bytes`. Raises
-        OSError.
+        """Moves full files to the folder of segments, and removes the oldest segments beyond
+        `max_bytes`. Raises OSError.
 
-        Call this after a checkpoint, so that a run that continues finds the cut in its newest files.
+        Call this after a checkpoint, so that a run that continues finds the cut in its newest
+        files.
         """
         if self._lines.size < self._limit:
             return
@@ -122,20 +142,25 @@ class SampleLog:
 
     def _remove_oldest(self) -> None:
         segments = sample_files(self._directory)[:-1]
-        sizes = [sum(each.stat().st_size for each in (path, tokens_file(path)) if each.exists()) for path in segments]
+        sizes = [
+            sum(each.stat().st_size for each in (path, tokens_file(path)) if each.exists())
+            for path in segments
+        ]
         while segments and sum(sizes) > self._max_bytes:
             sizes.pop(0)
             _remove(segments.pop(0))
 
 
 def _remove(segment: Path) -> None:
-    """Removes a segment, its tokens first: tokens without lines would look like a rotation that was cut off."""
+    """Removes a segment, its tokens first: tokens without lines would look like a rotation that was
+    cut off."""
     tokens_file(segment).unlink(missing_ok=True)
     segment.unlink()
 
 
 def read(directory: str | Path) -> Iterator[dict[str, Any]]:
-    """Yields the samples of a run, the oldest first, without a torn last line. Raises ValueError for a damaged line."""
+    """Yields the samples of a run, the oldest first, without a torn last line. Raises ValueError
+    for a damaged line."""
     for path in sample_files(Path(directory)):
         with path.open("rb") as file:
             for number, each in enumerate(file, 1):
@@ -145,15 +170,18 @@ def read(directory: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def read_tokens(path: Path, sample: Mapping[str, Any]) -> np.ndarray:
-    """Returns TOKEN[n_prompt + n] of a sample in the file `path`; an empty array if none were recorded."""
+    """Returns TOKEN[n_prompt + n] of a sample in the file `path`; an empty array if none were
+    recorded."""
     if "at" not in sample or not tokens_file(path).exists():
         return np.zeros(0, TOKEN)
-    count, start = sample["n_prompt"] + sample["n"], sample["at"] * TOKEN.itemsize
+    count = sample["n_prompt"] + sample["n"]
+    start = sample["at"] * TOKEN.itemsize
     return np.fromfile(tokens_file(path), TOKEN, count, offset=start)
 
 
 def _kept_bytes(path: Path, keep: Callable[[dict[str, Any]], bool]) -> tuple[int, int]:
-    """Returns the bytes up to the last line that `keep` accepts, and the bytes of tokens up to the same completion."""
+    """Returns the bytes up to the last line that `keep` accepts, and the bytes of tokens up to the
+    same completion."""
     if not path.stat().st_size:
         return 0, 0
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

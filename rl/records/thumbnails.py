@@ -1,7 +1,9 @@
-"""Writes a small copy of each picture of recorded samples, and reads it: `media/DIGEST.jpg` in the folder of a run.
+"""Writes a small copy of each picture of recorded samples, and reads it: `media/DIGEST.jpg` in the
+folder of a run.
 
-Tiny pictures, and all pictures without Pillow, are PNG files (`.png`). A file is written once, in one step, and never
-removed: samples of other steps may show the same picture. H and W are the sides of a picture in pixels.
+Tiny pictures, and all pictures without Pillow, are PNG files (`.png`). A file is written once, in
+one step, and never removed: samples of other steps may show the same picture. H and W are the sides
+of a picture in pixels.
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ if TYPE_CHECKING:
 SIDE = 256
 """Longest side of a thumbnail in pixels. Smaller pictures keep their size."""
 TINY = 64
-"""Longest side of pictures that are kept exactly: JPEG blurs the few pixels that they have, and saves nothing."""
+"""Longest side of pictures that are kept exactly: JPEG blurs the few pixels that they have, and
+saves nothing."""
 MOST_BYTES = 1 << 20
-"""Size of the largest file that is read: SIDE x SIDE pixels are 196,608 bytes before compression."""
-_JPEG, _PNG = ".jpg", ".png"
+"""Size of the largest file that is read: SIDE x SIDE pixels are 196,608 bytes before
+compression."""
+_JPEG = ".jpg"
+_PNG = ".png"
 _FORMATS = {_JPEG: ("image/jpeg", b"\xff\xd8\xff"), _PNG: ("image/png", b"\x89PNG\r\n\x1a\n")}
 
 
@@ -43,13 +48,15 @@ class Thumbnail(NamedTuple):
 
 
 class Thumbnails:
-    """Writes thumbnails in a thread of its own, so that the devices do not wait for the decoding of pictures.
+    """Writes thumbnails in a thread of its own, so that the devices do not wait for the decoding of
+    pictures.
 
     note: shows a line to the user. The first failure is noted; a failure never ends the run.
     """
 
     def __init__(self, directory: Path, note: Callable[[str], None]):
-        self._folder, self._note = directory / MEDIA, note
+        self._folder = directory / MEDIA
+        self._note = note
         self._known: set[str] = set()
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
@@ -57,7 +64,8 @@ class Thumbnails:
         self._noted = False
 
     def write(self, references: Sequence[Reference]) -> None:
-        """Starts writing the pictures among `references` that have no file yet. Sounds have none."""
+        """Starts writing the pictures among `references` that have no file yet. Sounds have
+        none."""
         for reference in references:
             if reference.kind == "image" and reference.digest not in self._known:
                 self._known.add(reference.digest)
@@ -85,20 +93,23 @@ class Thumbnails:
         try:
             content, ending = encode(reference.decode())
             write(self._folder / f"{reference.digest}{ending}", content)
-        except Exception as error:  # a full disk, a picture that changed, any error of a decoder: only a view lacks it
+        # a full disk, a picture that changed, any error of a decoder: only a view lacks it
+        except Exception as error:
             self._failures.append(str(error))
 
     def _show_failure(self) -> None:
         if self._failures and not self._noted:
             self._noted = True
             self._note(
-                f"{self._folder}: a thumbnail cannot be written: {self._failures[0]}. The run goes on; samples show "
+                f"{self._folder}: a thumbnail cannot be written: {self._failures[0]}. The run "
+                "goes on; samples show "
                 "the size of such a picture only"
             )
 
 
 def encode(pixels_HWC: np.ndarray) -> tuple[bytes, str]:
-    """Returns (a file with a longest side of at most SIDE, its ending): JPEG by Pillow; PNG without it, or up to TINY.
+    """Returns (a file with a longest side of at most SIDE, its ending): JPEG by Pillow; PNG without
+    it, or up to TINY.
 
     pixels_HWC: uint8[H, W, 3].
     """
@@ -109,7 +120,8 @@ def encode(pixels_HWC: np.ndarray) -> tuple[bytes, str]:
         from PIL import Image
     except ImportError:
         return png(reduced(pixels_HWC, height, width)), _PNG
-    image, file = Image.fromarray(pixels_HWC), io.BytesIO()
+    image = Image.fromarray(pixels_HWC)
+    file = io.BytesIO()
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=2.0)
     image.save(file, "JPEG", quality=85)
@@ -123,9 +135,11 @@ def fit(height: int, width: int) -> tuple[int, int]:
 
 
 def reduced(pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Returns uint8[height, width, 3], the mean over blocks of nearly equal size; neither side may grow."""
+    """Returns uint8[height, width, 3], the mean over blocks of nearly equal size; neither side may
+    grow."""
     H, W = pixels_HWC.shape[:2]
-    rows, columns = np.arange(height) * H // height, np.arange(width) * W // width
+    rows = np.arange(height) * H // height
+    columns = np.arange(width) * W // width
     sums = np.add.reduceat(pixels_HWC.astype(np.uint32), rows, axis=0)
     sums = np.add.reduceat(sums, columns, axis=1)
     heights: np.ndarray = np.diff(np.append(rows, H))
@@ -135,14 +149,18 @@ def reduced(pixels_HWC: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def png(pixels_HWC: np.ndarray) -> bytes:
-    """Returns a PNG file of uint8[H, W, 3] (W3C PNG specification: colour type 2, no filter, one IDAT)."""
+    """Returns a PNG file of uint8[H, W, 3] (W3C PNG specification: colour type 2, no filter, one
+    IDAT)."""
     height, width = pixels_HWC.shape[:2]
-    lines = np.zeros((height, 1 + 3 * width), np.uint8)  # the first byte of a line is its filter: 0, none
+    lines = np.zeros(
+        (height, 1 + 3 * width), np.uint8
+    )  # the first byte of a line is its filter: 0, none
     lines[:, 1:] = pixels_HWC.reshape(height, -1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes())), (b"IEND", b""))
     return _FORMATS[_PNG][1] + b"".join(
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
     )
 
 
@@ -160,7 +178,8 @@ def write(path: Path, content: bytes) -> None:
 
 
 def find(directory: Path, digest: str) -> Path | None:
-    """Returns the thumbnail of a picture in the folder of a run; None: there is none, or `digest` is no digest."""
+    """Returns the thumbnail of a picture in the folder of a run; None: there is none, or `digest`
+    is no digest."""
     if not DIGEST.fullmatch(digest):
         return None
     paths = (directory / MEDIA / f"{digest}{ending}" for ending in _FORMATS)
@@ -168,7 +187,8 @@ def find(directory: Path, digest: str) -> Path | None:
 
 
 def read(directory: Path, digest: str) -> Thumbnail | None:
-    """Reads the thumbnail of a picture; None: there is none, or the file is no picture of the expected format."""
+    """Reads the thumbnail of a picture; None: there is none, or the file is no picture of the
+    expected format."""
     path = find(directory, digest)
     if path is None:
         return None

@@ -1,7 +1,7 @@
 """Records when a run does what: `timeline.json` in its folder, and profiles of jax's profiler.
 
-The file is a list of complete events in the Trace Event Format, for ui.perfetto.dev and chrome://tracing. Its closing
-bracket is optional, so that a continued run can append to it.
+The file is a list of complete events in the Trace Event Format, for ui.perfetto.dev and
+chrome://tracing. Its closing bracket is optional, so that a continued run can append to it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from rewards.workers.threads import Call
 from rl.config.run import ProfileOptions
 from rl.errors import no_room
 
-FILE, PROFILES = "timeline.json", "profile"
+FILE = "timeline.json"
+PROFILES = "profile"
 _LOG = logging.getLogger("duet.timeline")
 RUN, CHECKPOINTS, WORKERS = range(3)
-"""Rows of the file: the run, the writing of checkpoints in the background, and one row per reward worker."""
+"""Rows of the file: the run, the writing of checkpoints in the background, and one row per reward
+worker."""
 _ROWS = {RUN: "run", CHECKPOINTS: "checkpoints"}
 
 
@@ -40,20 +42,25 @@ class Span:
 class Timeline:
     """Writes the spans of a run; the spans of a row nest.
 
-    Process 0 writes the file. Each process records a profile of its own devices. Spans may end in several threads.
+    Process 0 writes the file. Each process records a profile of its own devices. Spans may end in
+    several threads.
     """
 
     def __init__(self, directory: Path, profile: ProfileOptions | None):
         self._steps = range(profile.steps[0], profile.steps[1] + 1) if profile else range(0)
-        self._profiles, self._recording = directory / PROFILES, False
+        self._profiles = directory / PROFILES
+        self._recording = False
         self._file, self._size = _open(directory / FILE) if processes.first() else (None, 0)
         self._named: set[int] = set()
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def span(self, name: str, row: int = RUN, **details: str | int) -> Iterator[Span]:
-        """Records a part of the run under this name, also in a profile. Viewers show `details` with it."""
-        span, at, began = Span(), time.time(), time.perf_counter()
+        """Records a part of the run under this name, also in a profile. Viewers show `details` with
+        it."""
+        span = Span()
+        at = time.time()
+        began = time.perf_counter()
         try:
             with jax.profiler.TraceAnnotation(name):
                 yield span
@@ -61,7 +68,9 @@ class Timeline:
             span.seconds = time.perf_counter() - began
             self.past(name, at, span.seconds, row, **details)
 
-    def past(self, name: str, began: float, seconds: float, row: int = RUN, **details: str | int) -> None:
+    def past(
+        self, name: str, began: float, seconds: float, row: int = RUN, **details: str | int
+    ) -> None:
         """Records a span that has ended. `began`: its start as time.time() returns it."""
         place = {"pid": 0, "tid": row}
         with self._lock:
@@ -69,12 +78,28 @@ class Timeline:
                 self._named.add(row)
                 title = _ROWS.get(row, f"rewards {row - WORKERS}")
                 self._write({"name": "thread_name", "ph": "M", **place, "args": {"name": title}})
-            self._write({"name": name, "ph": "X", "ts": began * 1e6, "dur": seconds * 1e6, **place, "args": details})
+            self._write(
+                {
+                    "name": name,
+                    "ph": "X",
+                    "ts": began * 1e6,
+                    "dur": seconds * 1e6,
+                    **place,
+                    "args": details,
+                }
+            )
 
     def calls(self, calls: Sequence[Call]) -> None:
-        """Records calls of rewards, each on the row of its worker, with the times of the clock of its machine."""
+        """Records calls of rewards, each on the row of its worker, with the times of the clock of
+        its machine."""
         for call in calls:
-            self.past(call.function, call.began, call.seconds, WORKERS + call.worker, completions=call.completions)
+            self.past(
+                call.function,
+                call.began,
+                call.seconds,
+                WORKERS + call.worker,
+                completions=call.completions,
+            )
 
     @contextlib.contextmanager
     def step(self, stage: str, number: int) -> Iterator[Span]:
@@ -131,7 +156,8 @@ def _ignore_full_disk(directory: Path) -> Iterator[None]:
 
 
 def _open(path: Path) -> tuple[int | None, int]:
-    """Returns (file opened for appending, its size) without a torn last line; (None, 0) on a full disk."""
+    """Returns (file opened for appending, its size) without a torn last line; (None, 0) on a full
+    disk."""
     try:
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         size = path.read_bytes().rfind(b"\n") + 1

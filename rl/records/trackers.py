@@ -37,7 +37,8 @@ _SHOWN = (
     "optim/grad_norm",
     "loss",
 )
-"""Metrics in a line of the console, in this order. The loss is last: under GRPO its value is near 0 by construction."""
+"""Metrics in a line of the console, in this order. The loss is last: under GRPO its value is near 0
+by construction."""
 
 
 class Mirror(Protocol):
@@ -68,7 +69,8 @@ class StageSteps:
 
 def stage_steps(config: RunConfig) -> dict[str, StageSteps]:
     """Returns stage name -> its steps; equal for a continued run."""
-    stages, before = {}, 0
+    stages = {}
+    before = 0
     for name, stage in zip(config.stage_names, config.stages, strict=True):
         stages[name] = StageSteps(stage.total_steps, before)
         before += stage.total_steps + 1
@@ -84,7 +86,9 @@ def mirrors(config: RunConfig, directory: Path, log_every: Callable[[], int]) ->
     console = LiveConsole if sys.stdout.isatty() else PlainConsole
     guarded: list[Mirror] = [_Guarded("the console", lambda: console(stages, log_every))]
     if config.run.tensorboard:
-        guarded.append(_Guarded("TensorBoard", lambda: TensorBoard(stages, directory / "tensorboard")))
+        guarded.append(
+            _Guarded("TensorBoard", lambda: TensorBoard(stages, directory / "tensorboard"))
+        )
     if (options := config.run.wandb) is not None:
         guarded.append(_Guarded("wandb", lambda: Wandb(stages, config, options, directory)))
     return guarded
@@ -135,9 +139,16 @@ def line(stage: str, step: int, steps: int, metrics: Metrics) -> str:
 
 
 def _shown(metrics: Metrics) -> list[str]:
-    """Returns name and value of the metrics in a line of the console, in its order, and the time of the step."""
-    parts = [f"{name} {_short(value)}" for name in _SHOWN if (value := metrics.get(name)) is not None]
-    passes = [(name, value) for name, value in metrics.items() if name.startswith("eval/pass@") and value is not None]
+    """Returns name and value of the metrics in a line of the console, in its order, and the time of
+    the step."""
+    parts = [
+        f"{name} {_short(value)}" for name in _SHOWN if (value := metrics.get(name)) is not None
+    ]
+    passes = [
+        (name, value)
+        for name, value in metrics.items()
+        if name.startswith("eval/pass@") and value is not None
+    ]
     parts += [f"{name} {_short(value)}" for name, value in passes]
     if metrics.get("time/step") is not None:
         parts.append(f"{metrics['time/step']:.1f}s")
@@ -156,14 +167,18 @@ def fitting(parts: Sequence[str], width: int) -> str:
 
 
 class PlainConsole:
-    """Prints a line every `log_every()` steps, for each step with an evaluation, and for the last step."""
+    """Prints a line every `log_every()` steps, for each step with an evaluation, and for the last
+    step."""
 
     def __init__(self, stages: Mapping[str, StageSteps], log_every: Callable[[], int]):
         self._stages = stages
         self._every = log_every
 
     def start_stage(self, name: str, steps: int, first_step: int) -> None:
-        self.note(f"stage {name}: {steps} steps" + (f", going on after {first_step}" if first_step else ""))
+        self.note(
+            f"stage {name}: {steps} steps"
+            + (f", going on after {first_step}" if first_step else "")
+        )
 
     def step(self, stage: str, step: int, metrics: Metrics) -> None:
         steps = self._stages[stage].steps
@@ -181,17 +196,25 @@ class PlainConsole:
 
 
 class LiveConsole:
-    """Shows two lines in a terminal: bar, steps and time left of the stage; and as many metrics as fit.
+    """Shows two lines in a terminal: bar, steps and time left of the stage; and as many metrics as
+    fit.
 
     Steps with an evaluation, and notes, scroll above them.
     """
 
     def __init__(self, stages: Mapping[str, StageSteps], log_every: Callable[[], int]):
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
         from rich.text import Text
 
-        live, console = self, Console()
+        live = self
+        console = Console()
 
         class TwoLines(Progress):
             def get_renderables(self):
@@ -215,7 +238,8 @@ class LiveConsole:
         self._task(name, first_step)
 
     def step(self, stage: str, step: int, metrics: Metrics) -> None:
-        task, steps = self._task(stage), self._stages[stage].steps
+        task = self._task(stage)
+        steps = self._stages[stage].steps
         if _evaluated(metrics):
             self.note(line(stage, step, steps, metrics))
         if step % self._every() == 0 or step == steps:
@@ -236,7 +260,9 @@ class LiveConsole:
             for task in self._tasks.values():
                 self._progress.stop_task(task)
             self._progress.start()
-            self._tasks[stage] = self._progress.add_task(stage, total=self._stages[stage].steps, completed=first_step)
+            self._tasks[stage] = self._progress.add_task(
+                stage, total=self._stages[stage].steps, completed=first_step
+            )
         return self._tasks[stage]
 
 
@@ -244,17 +270,20 @@ class TensorBoard:
     """Writes scalars for TensorBoard, with the steps of all stages numbered in sequence."""
 
     def __init__(self, stages: Mapping[str, StageSteps], directory: Path):
-        self._stages, self._directory = stages, directory
+        self._stages = stages
+        self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
 
     @cached_property
     def _writer(self) -> Any:
         from tensorboardX.event_file_writer import EventsWriter
 
-        # A SummaryWriter has a thread and an exit handler that show tracebacks on a full disk. The suffix is random
-        # because the name of the file holds the time in seconds: a run that continues within a second would overwrite
-        # its file.
-        return EventsWriter(str(self._directory / "events"), filename_suffix=f".{secrets.token_hex(4)}")
+        # A SummaryWriter has a thread and an exit handler that show tracebacks on a full disk. The
+        # suffix is random because the name of the file holds the time in seconds: a run that
+        # continues within a second would overwrite its file.
+        return EventsWriter(
+            str(self._directory / "events"), filename_suffix=f".{secrets.token_hex(4)}"
+        )
 
     def start_stage(self, name: str, steps: int, first_step: int) -> None:
         pass
@@ -264,7 +293,8 @@ class TensorBoard:
         from tensorboardX.summary import scalar
 
         Event = cast(Any, event_pb2).Event  # made by protobuf at import
-        at, now = self._stages[stage].before + step, time.time()
+        at = self._stages[stage].before + step
+        now = time.time()
         for name, value in _numbers(metrics).items():
             self._writer.write_event(Event(wall_time=now, step=at, summary=scalar(name, value)))
         self._writer.flush()
@@ -273,11 +303,14 @@ class TensorBoard:
         pass
 
     def truncate_after(self, stage: str, step: int) -> None:
-        """Removes the scalars after `step` of `stage` from the files of earlier starts of the run."""
+        """Removes the scalars after `step` of `stage` from the files of earlier starts of the
+        run."""
         last = self._stages[stage].before + step
         for file in sorted(self._directory.glob("events*")):
             records = file.read_bytes()
-            kept = b"".join(record for at, record in _scalar_records(records) if at is None or at <= last)
+            kept = b"".join(
+                record for at, record in _scalar_records(records) if at is None or at <= last
+            )
             if kept != records:
                 temporary = file.with_name(f"new.{file.name}")
                 temporary.write_bytes(kept)
@@ -289,9 +322,11 @@ class TensorBoard:
 
 
 def _scalar_records(data: bytes) -> Iterator[tuple[int | None, bytes]]:
-    """Yields (step of a scalar, or None; bytes of the record) of an event file, without a torn last record.
+    """Yields (step of a scalar, or None; bytes of the record) of an event file, without a torn last
+    record.
 
-    A record is its length in 8 bytes, a check sum in 4, the event, and a check sum in 4 (the format of TFRecord).
+    A record is its length in 8 bytes, a check sum in 4, the event, and a check sum in 4 (the format
+    of TFRecord).
     """
     from tensorboardX.proto import event_pb2
 
@@ -312,7 +347,13 @@ class Wandb:
     `mode: offline` writes to the run's directory and needs no account.
     """
 
-    def __init__(self, stages: Mapping[str, StageSteps], config: RunConfig, options: WandbOptions, directory: Path):
+    def __init__(
+        self,
+        stages: Mapping[str, StageSteps],
+        config: RunConfig,
+        options: WandbOptions,
+        directory: Path,
+    ):
         import wandb
 
         self._stages = stages
@@ -351,7 +392,9 @@ def _evaluated(metrics: Metrics) -> bool:
 
 
 def _numbers(metrics: Metrics) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+    return {
+        name: value for name, value in metrics.items() if value is not None and math.isfinite(value)
+    }
 
 
 def _short(value: float | int) -> str:

@@ -37,11 +37,15 @@ class ArrayStore:
         self._checkpointer().save(path, args=args)
 
     def wait(self) -> None:
-        """Returns when all processes have written their shards. Raises the errors of the background."""
+        """Returns when all processes have written their shards. Raises the errors of the
+        background."""
         self._checkpointer().wait_until_finished()
 
-    def read(self, path: Path, template: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
-        """Returns the arrays at `path` by name, with the shapes, dtypes and shardings of `template`.
+    def read(
+        self, path: Path, template: Mapping[str, Any], *, partial: bool = False
+    ) -> dict[str, Any]:
+        """Returns the arrays at `path` by name, with the shapes, dtypes and shardings of
+        `template`.
 
         partial: the files may hold further arrays, which are not read.
         """
@@ -64,8 +68,10 @@ class ArrayStore:
             self._orbax = None
 
     def discard(self) -> None:
-        """Closes Orbax after a failed save. Orbax would raise the same error again in its next call."""
-        failed, self._orbax = self._orbax, None
+        """Closes Orbax after a failed save. Orbax would raise the same error again in its next
+        call."""
+        failed = self._orbax
+        self._orbax = None
         if failed is not None:
             with contextlib.suppress(Exception):
                 failed.close()
@@ -80,9 +86,12 @@ class ArrayStore:
             warnings.filterwarnings(
                 "ignore", "coroutine 'async_serialize_from_host.* was never awaited", RuntimeWarning
             )
-            # If Orbax makes directories in the background, a failure there is a wait of ten minutes for a signal.
+            # If Orbax makes directories in the background, a failure there is a wait of ten minutes
+            # for a signal.
             options = ocp.AsyncOptions(create_directories_asynchronously=False)
-            self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
+            self._orbax = ocp.AsyncCheckpointer(
+                ocp.PyTreeCheckpointHandler(), async_options=options
+            )
         return self._orbax
 
 
@@ -93,17 +102,23 @@ def by_name(tree: Any) -> dict[str, Any]:
     leaves = jax.tree.leaves_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     if len(named) != len(leaves):
-        raise ValueError("two leaves of the tree have the same path when its keys are joined by '/'")
+        raise ValueError(
+            "two leaves of the tree have the same path when its keys are joined by '/'"
+        )
     return named
 
 
 def description(name: str, leaf: Any) -> dict[str, Any]:
-    """Returns shape and dtype of an array. Raises TypeError for a leaf that is not a jax array of numbers."""
+    """Returns shape and dtype of an array. Raises TypeError for a leaf that is not a jax array of
+    numbers."""
     import jax
     import jax.numpy as jnp
 
     if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        raise TypeError(f"{name} is {type(leaf).__name__}: a checkpoint holds jax arrays of numbers; put it in `host`")
+        raise TypeError(
+            f"{name} is {type(leaf).__name__}: a checkpoint holds jax arrays of numbers; put it "
+            "in `host`"
+        )
     return {"shape": list(leaf.shape), "dtype": leaf.dtype.name}
 
 
@@ -118,23 +133,32 @@ def is_storage_error(error: BaseException) -> bool:
 def _is_not_repeated(record: logging.LogRecord) -> bool:
     """Returns False for records of errors that Orbax also raises to the caller.
 
-    Orbax logs a background error four times with its traceback (200 lines). Its writers that fail after the first one
-    appear in asyncio's log when the garbage is collected.
+    Orbax logs a background error four times with its traceback (200 lines). Its writers that fail
+    after the first one appear in asyncio's log when the garbage is collected.
     """
     if not record.exc_info:
         return True
-    files = [record.pathname, *(frame.filename for frame in traceback.extract_tb(record.exc_info[2]))]
-    return not any(f"{os.sep}orbax{os.sep}" in file for file in files) and _OS_ERROR not in str(record.exc_info[1])
+    files = [
+        record.pathname,
+        *(frame.filename for frame in traceback.extract_tb(record.exc_info[2])),
+    ]
+    return not any(f"{os.sep}orbax{os.sep}" in file for file in files) and _OS_ERROR not in str(
+        record.exc_info[1]
+    )
 
 
 _unraisable = sys.unraisablehook
 
 
 def _without_late_writers(event: Any) -> None:
-    """Shows errors that Python cannot raise, except writes of a failed save that outlive their event loop, and reads
-    after the first one that failed, which Orbax has raised."""
+    """Shows errors that Python cannot raise, except writes of a failed save that outlive their
+    event loop, and reads after the first one that failed, which Orbax has raised."""
     frames = traceback.extract_tb(event.exc_traceback)
-    written = frames and frames[0].name == "call_soon_threadsafe" and "closed" in str(event.exc_value)
-    read = isinstance(event.object, CoroutineType) and event.object.__name__.startswith("_read_array")
+    written = (
+        frames and frames[0].name == "call_soon_threadsafe" and "closed" in str(event.exc_value)
+    )
+    read = isinstance(event.object, CoroutineType) and event.object.__name__.startswith(
+        "_read_array"
+    )
     if not (written or read):
         _unraisable(event)

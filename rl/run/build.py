@@ -1,5 +1,5 @@
-"""Everything that a run holds, built from its configuration: the model on its mesh, the generator, the tables of
-pictures, checkpoints and events."""
+"""Everything that a run holds, built from its configuration: the model on its mesh, the generator,
+the tables of pictures, checkpoints and events."""
 
 from __future__ import annotations
 
@@ -48,7 +48,13 @@ from rl.run.signals import StopSignal
 from rl.run.state import Run, stage_ended
 from rl.stages.context import Progress
 from rl.stages.sharing import sharing_of
-from rl.training.media.tables import MediaTables, evaluated_at_once, planned_rows, table_rows, trains_towers
+from rl.training.media.tables import (
+    MediaTables,
+    evaluated_at_once,
+    planned_rows,
+    table_rows,
+    trains_towers,
+)
 from rl.training.trainable import is_named, trained_paths
 from rl.training.updater import frozen_names
 from rollout import Generator, GeneratorOptions
@@ -65,14 +71,18 @@ def run(
     Closes checkpoints and events at the end.
     """
     writing = partial(timeline.span, "writing a checkpoint", CHECKPOINTS)
-    checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints, writing, best.named_by)
+    checkpoints = Checkpoints(
+        folder.path / "checkpoints", config.run.keep_checkpoints, writing, best.named_by
+    )
     with timeline.span("looking for a checkpoint"):
         saved = checkpoints.host()
     changed = None
     if saved is not None:
         stage = saved[1]["stage"]
         ended = stage_ended(saved[1], prepared.stages[stage])
-        compare = partial(changed_rows.check, config, prepared.fingerprints, folder.path, stage, ended)
+        compare = partial(
+            changed_rows.check, config, prepared.fingerprints, folder.path, stage, ended
+        )
         changed = on_first(compare)
     progress = Progress.from_json(saved[1].get("progress")) if saved else Progress()
     has_media = prepared.data.has_media
@@ -108,18 +118,31 @@ def run(
 
 
 def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTables:
-    """Returns what makes the tables of pictures and sounds, with rows for those of any step and any evaluation."""
-    shown = [([media_of(row) for row in stage.rows.own], stage.options.prompts_per_step) for stage in prepared.stages]
+    """Returns what makes the tables of pictures and sounds, with rows for those of any step and any
+    evaluation."""
+    shown = [
+        ([media_of(row) for row in stage.rows.own], stage.options.prompts_per_step)
+        for stage in prepared.stages
+    ]
     for stage in prepared.stages:
         if (held_out := stage.held_out_rows) is not None:
             shown.append(([media_of(row) for row in held_out.own], stage.rows_per_update))
     block = evaluated_at_once(config)
     shown.append(([media_of(problem) for problem in prepared.held_out], block))
-    # 1: rows with pictures may be read and never used, such as held-out ones beyond `evaluation.problems`.
+    # 1: rows with pictures may be read and never used, such as held-out ones beyond
+    # `evaluation.problems`.
     M = max(1, *(table_rows(rows, count) for rows, count in shown))
-    own = {(item.kind, *item.shape) for rows, _ in shown for row in rows for each in row for item in each.items}
+    own = {
+        (item.kind, *item.shape)
+        for rows, _ in shown
+        for row in rows
+        for each in row
+        for item in each.items
+    }
     sizes: set[tuple[Kind, tuple[int, int]]] = {
-        (kind, (height, width)) for part in processes.all_gather_object(sorted(own)) for kind, height, width in part
+        (kind, (height, width))
+        for part in processes.all_gather_object(sorted(own))
+        for kind, height, width in part
     }
     loader = prepared.data.loader
     assert loader is not None  # rows with pictures or sounds come with processors
@@ -127,8 +150,9 @@ def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTa
 
 
 def check_freeze(graph: Graph, stages: Sequence[StageOptions]) -> Graph:
-    """Returns the graph. Raises ConfigError for a name in `freeze` that no weight has, and if nothing is left to
-    train. Names of weights of towers go with a model that was built without towers, for rows of text."""
+    """Returns the graph. Raises ConfigError for a name in `freeze` that no weight has, and if
+    nothing is left to train. Names of weights of towers go with a model that was built without
+    towers, for rows of text."""
     has_towers = any(map(is_tower, graph.paths))
     for number, stage in enumerate(stages):
         where = f"stages.{number}.freeze"
@@ -136,19 +160,25 @@ def check_freeze(graph: Graph, stages: Sequence[StageOptions]) -> Graph:
             absent = is_tower(name) and not has_towers
             if not absent and not any(is_named(path, name) for path in graph.paths):
                 parts = sorted({path.partition(".")[0] for path in graph.paths})
-                raise ConfigError(f"{where}: the path of no weight begins with {name!r}{nearest(name, parts)}")
+                raise ConfigError(
+                    f"{where}: the path of no weight begins with {name!r}{nearest(name, parts)}"
+                )
         if not trained_paths(graph.paths, graph.runtime, frozen_names(graph, stage)):
             raise ConfigError(f"{where}: no weight is left to train; name fewer parts")
     return graph
 
 
-def model(config: RunConfig, prepared: Prepared, *, with_weights: bool, media: bool = False) -> Model:
-    """Returns the model on its mesh, without weights if a checkpoint will bring them. `media`: with its towers.
+def model(
+    config: RunConfig, prepared: Prepared, *, with_weights: bool, media: bool = False
+) -> Model:
+    """Returns the model on its mesh, without weights if a checkpoint will bring them. `media`: with
+    its towers.
 
-    Raises ResourceError for missing devices or memory, ConfigError for options that do not fit the model, ModelError
-    for a model that cannot be read.
+    Raises ResourceError for missing devices or memory, ConfigError for options that do not fit the
+    model, ModelError for a model that cannot be read.
     """
-    options, mesh = config.model, on_mesh(config)
+    options = config.model
+    mesh = on_mesh(config)
     try:
         decoder, classes = decoder_of(options, prepared.tokenizer, media)
         _check(config, decoder, prepared.tokenizer)
@@ -177,16 +207,22 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool, media: b
 
 
 def on_mesh(config: RunConfig, devices: Sequence[Any] | None = None) -> Layout:
-    """Returns the mesh of the configuration over `devices`, by default the devices of all processes.
+    """Returns the mesh of the configuration over `devices`, by default the devices of all
+    processes.
 
     Raises ResourceError if the mesh cannot be built.
     """
     try:
         options = config.mesh
         across = options.dcn.model_dump() if options.dcn else None
-        how = {"moments_over_data": options.shard_optimizer_over_data, "explicit": options.shard_mode == "explicit"}
+        how = {
+            "moments_over_data": options.shard_optimizer_over_data,
+            "explicit": options.shard_mode == "explicit",
+        }
         mesh = layout(options.degrees, options.rules, devices, dcn=across, **how)
-        if any(each.host_memory for stage in config.stages for each in (stage.optimizer, stage.critic)):
+        if any(
+            each.host_memory for stage in config.stages for each in (stage.optimizer, stage.critic)
+        ):
             in_host_memory(mesh.replicated)
         return mesh
     except ValueError as error:
@@ -209,20 +245,26 @@ def graph(config: RunConfig, mesh: Layout) -> Graph:
     except (ModelFileError, UnsupportedModel) as error:
         raise ModelError(f"model {options.source}: {error}") from None
     _check_runtime(options, decoder, mesh)
-    return check_freeze(check_cut(Graph(decoder, config.runtime, mesh), config.mesh.sharding_tolerance), config.stages)
+    return check_freeze(
+        check_cut(Graph(decoder, config.runtime, mesh), config.mesh.sharding_tolerance),
+        config.stages,
+    )
 
 
-def generator(config: RunConfig, model: Model, tokenizer: Any, options: GeneratorOptions) -> Generator:
+def generator(
+    config: RunConfig, model: Model, tokenizer: Any, options: GeneratorOptions
+) -> Generator:
     """Returns the generator of a run."""
     lengths = {"max_length": config.max_length, "slots": slots(config, model.graph.layout)}
     return Generator(model, **lengths, seed=config.seed, tokenizer=tokenizer, options=options)
 
 
 def slots(config: RunConfig, layout: Layout) -> int:
-    """Returns how many completions the generator decodes at the same time: `generator.slots`, or fewer if the run never
-    samples so many. Fewer slots have fewer programs. The number is rounded up to a power of two, and to a slot for each
-    device."""
-    options, evaluation = config.generator, config.evaluation
+    """Returns how many completions the generator decodes at the same time: `generator.slots`, or
+    fewer if the run never samples so many. Fewer slots have fewer programs. The number is rounded
+    up to a power of two, and to a slot for each device."""
+    options = config.generator
+    evaluation = config.evaluation
     sampled = [each for each in config.stages if rl.stages.kind_of(each).samples_completions]
     counts = [each.prompts_per_step * each.samples_per_prompt for each in sampled]
     if evaluation is not None:
@@ -234,8 +276,8 @@ def slots(config: RunConfig, layout: Layout) -> int:
 def generator_options(config: RunConfig) -> GeneratorOptions:
     """Returns how the generator decodes.
 
-    The generator records the values of a critic that reads the policy's states. It does so only if it decodes with the
-    policy's own weights and cache, one token per step.
+    The generator records the values of a critic that reads the policy's states. It does so only if
+    it decodes with the policy's own weights and cache, one token per step.
     """
     options = config.generator.model_dump(exclude={"slots", "strict_shapes"})
     stages = rl.stages.create(config)
@@ -250,27 +292,34 @@ def generator_options(config: RunConfig) -> GeneratorOptions:
 
 
 def check_cut(graph: Graph, tolerance: float) -> Graph:
-    """Returns the graph. Raises ConfigError if a mesh that shards weights leaves too many of them replicated."""
+    """Returns the graph. Raises ConfigError if a mesh that shards weights leaves too many of them
+    replicated."""
     replicated = graph.replicated
     share = sum(replicated.values()) / graph.parameters
     if share > tolerance:
         largest_first = sorted(replicated.items(), key=lambda each: -each[1])
         listed = ", ".join(f"{path} ({number})" for path, number in largest_first)
         raise ConfigError(
-            f"mesh: {share:.1%} of the weights would be replicated on every device, more than mesh.sharding_tolerance "
-            f"{tolerance:.0%}: {listed}. Choose degrees that divide their dimensions, give them a rule in mesh.rules, "
+            f"mesh: {share:.1%} of the weights would be replicated on every device, more than "
+            "mesh.sharding_tolerance "
+            f"{tolerance:.0%}: {listed}. Choose degrees that divide their dimensions, give them a "
+            "rule in mesh.rules, "
             "or raise the tolerance"
         )
     return graph
 
 
-def decoder_of(options: ModelOptions, tokenizer, media: bool = False) -> tuple[DecoderConfig, np.ndarray | None]:
-    """Returns the decoder of a run's model, and the token classes of n-gram tables with random weights if it has such
-    tables. `media`: with its towers."""
+def decoder_of(
+    options: ModelOptions, tokenizer, media: bool = False
+) -> tuple[DecoderConfig, np.ndarray | None]:
+    """Returns the decoder of a run's model, and the token classes of n-gram tables with random
+    weights if it has such tables. `media`: with its towers."""
     if (directory := models.directory(options.source)) is not None:
         return sources.read_config(directory, options.sections, media=media), None
     if media:
-        return sources.preset(options.source, towers.preset_changes(options, tokenizer), media=True), None
+        return sources.preset(
+            options.source, towers.preset_changes(options, tokenizer), media=True
+        ), None
     decoder = sources.preset(options.source, options.changes)
     if options.engram is None:
         return decoder, None
@@ -296,15 +345,20 @@ def _check_media(config: RunConfig, graph: Graph, prepared: Prepared) -> None:
         raise ConfigError(text)
     changed = -1  # the last stage that trains a tower
     for stage in prepared.stages:
-        changed = stage.index if stage.trains_policy and trains_towers(graph, stage.options) else changed
+        changed = (
+            stage.index if stage.trains_policy and trains_towers(graph, stage.options) else changed
+        )
         taught = stage.teacher is not None and any(media_of(row) for row in stage.rows.own)
         if any(processes.all_gather_object(taught)):
-            raise ConfigError(f"{stage.name}: a teacher reads no pictures or sounds; use rows of text, or sft")
+            raise ConfigError(
+                f"{stage.name}: a teacher reads no pictures or sounds; use rows of text, or sft"
+            )
         for source in () if stage.runner is None else stage.runner.sources:
             made = config.stage_names.index(source) if source in config.stage_names else -1
             if changed > made:
                 raise ConfigError(
-                    f"{stage.name}: reward model {source} reads the rows that the towers of the policy make, and stage "
+                    f"{stage.name}: reward model {source} reads the rows that the towers of the "
+                    "policy make, and stage "
                     f"{config.stage_names[changed]} changes them; leave `freeze` out there"
                     + (", or train the reward model after it" if made >= 0 else "")
                 )
@@ -316,12 +370,14 @@ def _check(config: RunConfig, decoder: DecoderConfig, tokenizer) -> None:
     end = tokenizer.eos_token_id
     if end is not None and end >= decoder.vocab_size:
         raise ConfigError(
-            f"the tokenizer ends texts with token {end}, the model's vocab_size is {decoder.vocab_size}; use the "
+            f"the tokenizer ends texts with token {end}, the model's vocab_size is "
+            f"{decoder.vocab_size}; use the "
             "model's own tokenizer, or set model.overrides.vocab_size for random weights"
         )
     if decoder.max_positions is not None and config.max_length > decoder.max_positions:
         raise ConfigError(
-            f"max_length: {config.max_length} is more than the {decoder.max_positions} positions of this model"
+            f"max_length: {config.max_length} is more than the {decoder.max_positions} positions "
+            "of this model"
         )
     if config.generator.speculative:
         try:

@@ -1,17 +1,21 @@
-"""Checkpoints of a run: written in the background, complete or absent, and checked byte for byte before they are used.
+"""Checkpoints of a run: written in the background, complete or absent, and checked byte for byte
+before they are used.
 
 `<directory>/<number>/` holds
 
-    arrays/         every array of the run, by its path in the tree, as Orbax (OCDBT, zarr) writes it
+    arrays/         every array of the run, by its path in the tree, as Orbax (OCDBT, zarr) writes
+    it
     host.json       values of the caller that are no arrays: stage, step, counters
-    manifest.json   format version; path, shape and dtype of every array; size and SHA-256 of every other file
+    manifest.json   format version; path, shape and dtype of every array; size and SHA-256 of every
+    other file
 
-The manifest is the last file written. Everything is written and synced under `<number>.tmp-<attempt>`, and the finished
-directory is renamed, so that a process killed at any moment leaves a complete checkpoint or one that is recognised as
-unfinished, and removed by the next save.
+The manifest is the last file written. Everything is written and synced under
+`<number>.tmp-<attempt>`, and the finished directory is renamed, so that a process killed at any
+moment leaves a complete checkpoint or one that is recognised as unfinished, and removed by the next
+save.
 
-Several processes, which all see the directory, write and read the shards of their own devices. The first process does
-everything else.
+Several processes, which all see the directory, write and read the shards of their own devices. The
+first process does everything else.
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ from rl.errors import ModelError, disk_room
 from rl.run.arrays import ArrayStore, by_name, description, is_storage_error
 from rl.run.manifest import complete, examine, seal, sync_directory
 
-ARRAYS, HOST = "arrays", "host.json"
+ARRAYS = "arrays"
+HOST = "host.json"
 _UNFINISHED = re.compile(r"\d+(\.replaced)?\.tmp-.+")
 _log = logging.getLogger("duet.checkpoint")
 
@@ -54,13 +59,15 @@ class _Good(NamedTuple):
 
 
 class Checkpoints:
-    """Saves and restores the checkpoints of one run. All its processes call the same methods in the same order.
+    """Saves and restores the checkpoints of one run. All its processes call the same methods in the
+    same order.
 
     Args:
       directory: folder of the checkpoints; the first save makes it.
       keep: how many of the newest undamaged checkpoints stay, at least 1.
       writing: a context around every write in the background.
-      needed: returns the numbers of further checkpoints that stay as long as a checkpoint with this host does.
+      needed: returns the numbers of further checkpoints that stay as long as a checkpoint with this
+      host does.
     """
 
     def __init__(
@@ -74,23 +81,27 @@ class Checkpoints:
             raise ValueError(f"keep is {keep}: at least the newest checkpoint has to stay")
         self.directory = Path(directory).absolute()
         self.keep = keep
-        self._writing, self._needed = writing, needed
+        self._writing = writing
+        self._needed = needed
         self._damaged: set[str] = set()
-        self._attempts: set[str] = set()  # names of the directories in which this object wrote, or tried to
+        self._attempts: set[str] = (
+            set()
+        )  # names of the directories in which this object wrote, or tried to
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._arrays = ArrayStore()
         self._bytes = 0  # of the arrays of the newest save
 
     def save(self, number: int, arrays: Any, host: dict, wait: bool = False) -> None:
-        """Copies the arrays to the host, then writes them in the background; `wait` returns when they are on the disk.
+        """Copies the arrays to the host, then writes them in the background; `wait` returns when
+        they are on the disk.
 
-        After the return the arrays may be donated. (On CPU the copy is a view of them: a step that would take an array
-        still being written copies it instead.) Saving the newest number again replaces it. Waits for an earlier save
-        that is still running.
+        After the return the arrays may be donated. (On CPU the copy is a view of them: a step that
+        would take an array still being written copies it instead.) Saving the newest number again
+        replaces it. Waits for an earlier save that is still running.
 
-        A full disk, a quota or a missing permission is not an error: it is logged, the unfinished files are removed,
-        older checkpoints stay, and the next save tries again.
+        A full disk, a quota or a missing permission is not an error: it is logged, the unfinished
+        files are removed, older checkpoints stay, and the next save tries again.
 
         Args:
           number: steps done since the start of the run, over all stages.
@@ -104,21 +115,28 @@ class Checkpoints:
         self.wait()
         named = by_name(arrays)
         self._bytes = sum(each.nbytes for each in named.values() if hasattr(each, "nbytes"))
-        content = {"number": number, "arrays": {name: description(name, x) for name, x in named.items()}}
+        content = {
+            "number": number,
+            "arrays": {name: description(name, x) for name, x in named.items()},
+        }
         host_text = json.dumps(host, indent=1)
         self._check_order(number)
         temporary = self.directory / f"{number:010d}.tmp-{len(self._attempts) + 1}"
         self._attempts.add(temporary.name)
         try:
             if (
-                error := processes.broadcast(self._make_directory(temporary) if processes.first() else None)
+                error := processes.broadcast(
+                    self._make_directory(temporary) if processes.first() else None
+                )
             ) is not None:
                 raise error
             self._arrays.begin(temporary / ARRAYS, named)
         except Exception as error:
             self._not_saved(number, error)
             return
-        self._thread = threading.Thread(target=self._write, args=(temporary, content, host_text), name="checkpoint")
+        self._thread = threading.Thread(
+            target=self._write, args=(temporary, content, host_text), name="checkpoint"
+        )
         self._thread.start()
         if wait:
             self.wait()
@@ -135,7 +153,8 @@ class Checkpoints:
           (number, arrays in the template's structure, host), or None if there is no checkpoint.
 
         Raises:
-          CheckpointError: there are checkpoints, all damaged; or the arrays' paths, shapes or dtypes differ from the
+          CheckpointError: there are checkpoints, all damaged; or the arrays' paths, shapes or
+          dtypes differ from the
             template's.
         """
         self.wait()
@@ -149,30 +168,37 @@ class Checkpoints:
         requested = by_name(template)
         _compare(checkpoint.path, checkpoint.manifest["arrays"], requested)
         restored = self._arrays.read(checkpoint.path / ARRAYS, requested)
-        return jax.tree.unflatten(jax.tree.structure(template), [restored[name] for name in requested])
+        return jax.tree.unflatten(
+            jax.tree.structure(template), [restored[name] for name in requested]
+        )
 
     def find(self, number: int) -> _Good | None:
-        """Returns the checkpoint with this number; None, with a warning, if it is absent or damaged."""
+        """Returns the checkpoint with this number; None, with a warning, if it is absent or
+        damaged."""
         self.wait()
         return on_first(partial(self._find, number))
 
     def numbers(self) -> set[int]:
-        """Returns the numbers of all finished checkpoints, damaged ones included. Waits for a save that is running."""
+        """Returns the numbers of all finished checkpoints, damaged ones included. Waits for a save
+        that is running."""
         self.wait()
         return set(on_first(lambda: [number for number, _ in self._complete()]))
 
     def host(self) -> tuple[int, dict] | None:
-        """Returns number and host of the checkpoint that `restore` would take. Loads no arrays, but hashes them."""
+        """Returns number and host of the checkpoint that `restore` would take. Loads no arrays, but
+        hashes them."""
         self.wait()
         good = on_first(self._newest_good)
         return None if good is None else (good.number, good.host)
 
     def wait(self) -> None:
-        """Returns when nothing is being written. Raises the error of a background save unless it is a storage error."""
+        """Returns when nothing is being written. Raises the error of a background save unless it is
+        a storage error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
         if failure is not None:
             raise failure
 
@@ -195,7 +221,8 @@ class Checkpoints:
         return None
 
     def _write(self, temporary: Path, content: dict, host_text: str) -> None:
-        """Completes a save in its background thread: writes the copied arrays, then host, hashes and name."""
+        """Completes a save in its background thread: writes the copied arrays, then host, hashes
+        and name."""
         try:
             with self._writing():
                 self._arrays.wait()
@@ -225,8 +252,8 @@ class Checkpoints:
             _remove(replaced)
 
     def _rotate(self) -> None:
-        """Removes damaged checkpoints, and all but the newest `keep` checkpoints whose files have the right sizes and
-        whose hosts can be read, with those that they need."""
+        """Removes damaged checkpoints, and all but the newest `keep` checkpoints whose files have
+        the right sizes and whose hosts can be read, with those that they need."""
         good = [
             (number, path, needs)
             for number, path in self._complete()
@@ -234,7 +261,11 @@ class Checkpoints:
             if (needs := self._needs(path)) is not None
         ]
         needed = set().union(*(needs for _, _, needs in good[: self.keep]))
-        kept = [path for place, (number, path, _) in enumerate(good) if place < self.keep or number in needed]
+        kept = [
+            path
+            for place, (number, path, _) in enumerate(good)
+            if place < self.keep or number in needed
+        ]
         for _, path in self._complete():
             if path not in kept:
                 _remove(path)
@@ -259,7 +290,8 @@ class Checkpoints:
             raise error
         safe = next((path for _, path in self._complete() if path.name not in self._damaged), None)
         _log.error(
-            "checkpoint %d was NOT saved: %s (%s). The run goes on and the next save tries again. %s",
+            "checkpoint %d was NOT saved: %s (%s). The run goes on and the next save tries again. "
+            "%s",
             number,
             error,
             disk_room(self.directory, self._bytes),
@@ -271,7 +303,10 @@ class Checkpoints:
     def _check_order(self, number: int) -> None:
         newest = next((n for n, path in self._complete() if path.name not in self._damaged), number)
         if number < newest:
-            raise ValueError(f"{self.directory} holds checkpoint {newest}: {number}, saved after it, is never restored")
+            raise ValueError(
+                f"{self.directory} holds checkpoint {newest}: {number}, saved after it, is never "
+                "restored"
+            )
 
     def _sweep(self) -> None:
         for path in self._entries(_UNFINISHED) if processes.first() else ():
@@ -281,10 +316,14 @@ class Checkpoints:
 
     def _newest_good(self) -> _Good | None:
         for path in self._entries(_UNFINISHED):
-            if path.name in self._attempts:  # a writer of a save that failed, and was reported, came after the sweep
+            if (
+                path.name in self._attempts
+            ):  # a writer of a save that failed, and was reported, came after the sweep
                 shutil.rmtree(path, ignore_errors=True)
             else:
-                _log.warning("%s: unfinished (the process was killed while it saved); left out", path)
+                _log.warning(
+                    "%s: unfinished (the process was killed while it saved); left out", path
+                )
         problems = []
         for number, path in self._complete():
             manifest, wrong = examine(path)
@@ -295,7 +334,8 @@ class Checkpoints:
             _log.warning("%s. An earlier checkpoint is looked for.", problems[-1])
         if problems:
             raise none_undamaged(
-                problems, f"Restore {self.directory} from a backup, or start a new run in another directory."
+                problems,
+                f"Restore {self.directory} from a backup, or start a new run in another directory.",
             )
         return None
 
@@ -325,7 +365,9 @@ def damaged(number: int, path: Path, wrong: Sequence[str]) -> str:
 
 def none_undamaged(problems: Sequence[str], advice: str) -> CheckpointError:
     """Returns the error for checkpoints that are all damaged. problems: a line on each."""
-    return CheckpointError("no undamaged checkpoint is left:\n" + "\n".join(f"  {p}" for p in problems) + f"\n{advice}")
+    return CheckpointError(
+        "no undamaged checkpoint is left:\n" + "\n".join(f"  {p}" for p in problems) + f"\n{advice}"
+    )
 
 
 def _matching(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
@@ -342,16 +384,21 @@ def _compare(path: Path, stored: Mapping[str, Any], requested: Mapping[str, Any]
             problems.append(f"{name}: in the checkpoint, not in the run")
         elif name not in stored:
             problems.append(f"{name}: in the run, not in the checkpoint")
-        elif stored[name] != (here := {"shape": list(requested[name].shape), "dtype": requested[name].dtype.name}):
-            problems.append(f"{name}: {_shown(stored[name])} in the checkpoint, {_shown(here)} in the run")
+        elif stored[name] != (
+            here := {"shape": list(requested[name].shape), "dtype": requested[name].dtype.name}
+        ):
+            problems.append(
+                f"{name}: {_shown(stored[name])} in the checkpoint, {_shown(here)} in the run"
+            )
         elif getattr(requested[name], "sharding", None) is None:
-            raise ValueError(f"{name}: the template says no sharding, so where to restore it is not known")
+            raise ValueError(
+                f"{name}: the template says no sharding, so where to restore it is not known"
+            )
     if problems:
         more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise CheckpointError(
-            f"{path} was written by a run with other arrays (another model, optimizer or algorithm):\n"
-            + "\n".join(f"  {p}" for p in problems[:10])
-            + more
+            f"{path} was written by a run with other arrays (another model, optimizer or "
+            "algorithm):\n" + "\n".join(f"  {p}" for p in problems[:10]) + more
         )
 
 
@@ -360,7 +407,8 @@ def _shown(array: Mapping[str, Any]) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint. Renames it first, so that a kill in the middle leaves nothing like a damaged checkpoint."""
+    """Removes a checkpoint. Renames it first, so that a kill in the middle leaves nothing like a
+    damaged checkpoint."""
     removed = path.with_name(f"{path.name}.tmp-removed")
     try:
         path.rename(removed)

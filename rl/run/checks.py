@@ -1,6 +1,8 @@
-"""Checks what the schema of a configuration cannot: names, paths, and values that depend on each other.
+"""Checks what the schema of a configuration cannot: names, paths, and values that depend on each
+other.
 
-The checks are fast and import no jax. They run before anything is built, and for `rl-train --check`.
+The checks are fast and import no jax. They run before anything is built, and for `rl-train
+--check`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from rollout.types import SamplingParams
 _BUILT_IN_TOKENIZERS = ("bytes", "characters")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _NO_LOCAL_PATH = (
-    "{} is no local path, and a run directory is one; use a folder that all machines of the run see, e.g. "
+    "{} is no local path, and a run directory is one; use a folder that all machines of the run "
+    "see, e.g. "
     "run.dir=runs/NAME, and copy it when the run has ended"
 )
 
@@ -75,7 +78,10 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         yield from _reward_models(config, stage, trained)
         yield from _teacher(config, stage)
     if config.teacher and not any(stage.teacher for stage in stages):
-        yield ("teacher",), "no stage learns from a teacher; leave it out, or add a stage of distill"
+        yield (
+            ("teacher",),
+            "no stage learns from a teacher; leave it out, or add a stage of distill",
+        )
 
 
 def decoder_of(model: ModelOptions) -> DecoderConfig | None:
@@ -92,53 +98,80 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     """Checks that model, stages and generator fit each other."""
     if (decoder := decoder_of(config.model)) is None:
         return
-    calls = {"explicit": config.mesh.shard_mode == "explicit", "media": config.model.media_rows is not None}
+    calls = {
+        "explicit": config.mesh.shard_mode == "explicit",
+        "media": config.model.media_rows is not None,
+    }
     reported = set(compatibility.conflicts(decoder, config.model.runtime, **calls))
     yield from ((("model",), text) for text in sorted(reported))
     if config.generator.speculative and decoder.multi_token_prediction is None:
         yield ("generator", "speculative"), _NO_MODULES
     if config.generator.sliding_window_cache and not any(
-        getattr(mixer, key, None) for spec in decoder.layers for mixer in spec.mixers for key in ("window", "chunk")
+        getattr(mixer, key, None)
+        for spec in decoder.layers
+        for mixer in spec.mixers
+        for key in ("window", "chunk")
     ):
-        yield ("generator", "sliding_window_cache"), "no layer of this model looks back a window only; leave it out"
-    indexers = [spec.mixer.indexer for spec in decoder.layers if isinstance(spec.mixer, LatentAttention)]
+        yield (
+            ("generator", "sliding_window_cache"),
+            "no layer of this model looks back a window only; leave it out",
+        )
+    indexers = [
+        spec.mixer.indexer for spec in decoder.layers if isinstance(spec.mixer, LatentAttention)
+    ]
     indexers = [indexer for indexer in indexers if indexer is not None]
     biased = config.evaluation.logit_bias if config.evaluation else None
     if outside := [token for token in biased or () if not 0 <= token < decoder.vocab_size]:
         yield (
             ("evaluation", "logit_bias"),
-            f"{outside[0]} is no token: the vocabulary of the model has the ids 0 to {decoder.vocab_size - 1}",
+            f"{outside[0]} is no token: the vocabulary of the model has the ids 0 to "
+            f"{decoder.vocab_size - 1}",
         )
     for number, stage in enumerate(config.stages):
-        path, training = ("stages", number), stage.indexer.training
-        for text in compatibility.conflicts(decoder, replace(config.model.runtime, **stage.runtime), **calls):
+        path = ("stages", number)
+        training = stage.indexer.training
+        for text in compatibility.conflicts(
+            decoder, replace(config.model.runtime, **stage.runtime), **calls
+        ):
             if text not in reported:
                 yield path, text
-        outside = [each for each in stage.sampling.stop_token_ids if not 0 <= each < decoder.vocab_size]
+        outside = [
+            each for each in stage.sampling.stop_token_ids if not 0 <= each < decoder.vocab_size
+        ]
         if outside:
             yield (
                 (*path, "sampling", "stop_token_ids"),
-                f"{outside[0]} is no token: the vocabulary of the model has the ids 0 to {decoder.vocab_size - 1}",
+                f"{outside[0]} is no token: the vocabulary of the model has the ids 0 to "
+                f"{decoder.vocab_size - 1}",
             )
         if stage.mtp and decoder.multi_token_prediction is None:
             yield (*path, "mtp"), _NO_MODULES
         if stage.router_replay and not any(spec.moe for spec in decoder.layers):
-            yield (*path, "router_replay"), "this model has no experts, so there are no routes to replay; leave it out"
+            yield (
+                (*path, "router_replay"),
+                "this model has no experts, so there are no routes to replay; leave it out",
+            )
         if training != "off" and not indexers:
             yield (
                 (*path, "indexer", "training"),
-                f"{training}, but this model has no indexer that can be trained (DeepSeek-V3.2 has); leave it off",
+                f"{training}, but this model has no indexer that can be trained (DeepSeek-V3.2 "
+                "has); leave it off",
             )
-        elif training == "sparse" and (topk := min(each.topk for each in indexers)) >= config.max_length:
+        elif (
+            training == "sparse"
+            and (topk := min(each.topk for each in indexers)) >= config.max_length
+        ):
             yield (
                 (*path, "indexer", "training"),
                 f"sparse, but with max_length {config.max_length} every query sees all keys: "
-                f"the indexers select {topk}; raise max_length, lower model.overrides.index_topk, or use dense_warmup",
+                f"the indexers select {topk}; raise max_length, lower model.overrides.index_topk, "
+                "or use dense_warmup",
             )
 
 
 _NO_MODULES = (
-    "the model has no modules that predict further tokens; add `multi_token_prediction: {depth: 1}` under `model`"
+    "the model has no modules that predict further tokens; add `multi_token_prediction: "
+    "{depth: 1}` under `model`"
 )
 
 
@@ -146,8 +179,10 @@ def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     from rl.config.packaged import model_presets
 
     yield from _memory(config.model, config.platform)
-    path, source = ("model", "source"), config.model.source
-    directory, on_hub = Path(source), hub_name(source) is not None
+    path = ("model", "source")
+    source = config.model.source
+    directory = Path(source)
+    on_hub = hub_name(source) is not None
     if source in model_presets():
         return
     if not directory.exists() and not on_hub:
@@ -158,13 +193,17 @@ def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     elif config.model.overrides and (on_hub or any(directory.glob("*.safetensors"))):
         yield (
             ("model", "overrides"),
-            f"{source} holds weights; overrides change the shape of a model that starts from random weights only",
+            f"{source} holds weights; overrides change the shape of a model that starts from "
+            "random weights only",
         )
     else:
-        for name in set(config.model.sections) - {"multi_token_prediction"}:  # its weights may lie there unread
+        for name in set(config.model.sections) - {
+            "multi_token_prediction"
+        }:  # its weights may lie there unread
             yield (
                 ("model", name),
-                f"{source} is a model directory, whose config.json says what parts it has; leave this out",
+                f"{source} is a model directory, whose config.json says what parts it has; leave "
+                "this out",
             )
 
 
@@ -172,18 +211,23 @@ def _memory(model: ModelOptions, platform: str) -> Iterator[tuple[tuple, str]]:
     if model.host_parameters and model.remat == "none":
         yield (
             ("model", "remat"),
-            "none keeps every layer's weights on the device until the backward pass, so host_parameters saves nothing; "
+            "none keeps every layer's weights on the device until the backward pass, so "
+            "host_parameters saves nothing; "
             "set full, or another policy",
         )
     if model.host_parameters and not model.scan and platform == "tpu":
         yield (
             ("model", "scan"),
-            "TPUs cannot add up gradients of unrolled layers in host memory; host_parameters needs scan: true",
+            "TPUs cannot add up gradients of unrolled layers in host memory; host_parameters "
+            "needs scan: true",
         )
     if model.remat == "custom":
         for name in model.remat_tensors:
             if name not in remat.TENSORS:
-                yield ("model", "remat_tensors", name), f"no tensor {name}{nearest(name, list(remat.TENSORS))}"
+                yield (
+                    ("model", "remat_tensors", name),
+                    f"no tensor {name}{nearest(name, list(remat.TENSORS))}",
+                )
     elif model.remat_tensors:
         yield (
             ("model", "remat_tensors"),
@@ -192,20 +236,23 @@ def _memory(model: ModelOptions, platform: str) -> Iterator[tuple[tuple, str]]:
 
 
 def _quantization(config: RunConfig) -> Iterator[tuple[tuple, str]]:
-    """Checks quantised rollouts: with a training rule the generator must store the types that the rule multiplies, and
-    exact completions need the trained weights."""
-    rule, weights = config.model.quantization, config.generator.weights
+    """Checks quantised rollouts: with a training rule the generator must store the types that the
+    rule multiplies, and exact completions need the trained weights."""
+    rule = config.model.quantization
+    weights = config.generator.weights
     if config.generator.exact:
         for name in ("weights", "kv_cache"):
             if kind := getattr(config.generator, name):
                 yield (
                     ("generator", name),
-                    f"{kind}, but exact: true gives the tokens of the trained weights; leave one of them out",
+                    f"{kind}, but exact: true gives the tokens of the trained weights; leave one "
+                    "of them out",
                 )
     if rule and weights and not rule.startswith(weights):
         yield (
             ("generator", "weights"),
-            f"{weights} weights cannot be multiplied by the {rule} activations of model.quantization; "
+            f"{weights} weights cannot be multiplied by the {rule} activations of "
+            "model.quantization; "
             "leave it out, or use the same numbers",
         )
 
@@ -215,7 +262,10 @@ def _pages(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     if options.cache == "contiguous":
         for key in ("page_size", "pages"):
             if getattr(options, key) != type(options).model_fields[key].default:
-                yield ("generator", key), "a contiguous cache has no pages; add `cache: paged`, or leave this out"
+                yield (
+                    ("generator", key),
+                    "a contiguous cache has no pages; add `cache: paged`, or leave this out",
+                )
         return
     least = 1 + -(-(config.max_length + options.speculative) // options.page_size)
     if options.pages is not None and options.pages < least:
@@ -233,21 +283,37 @@ def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         except DuetError:
             return  # `load` raises it
         if not any((directory / name).is_file() for name in models.TOKENIZER_FILES):
-            yield ("tokenizer",), f"{directory} holds no tokenizer; name a directory that does, or `bytes`"
+            yield (
+                ("tokenizer",),
+                f"{directory} holds no tokenizer; name a directory that does, or `bytes`",
+            )
     if config.tokenizer is None:
         return
     template = config.tokenizer.chat_template and config.tokenizer.chat_template.file
     if template is not None and not Path(template).is_file():
-        yield ("tokenizer", "chat_template", "file"), f"no such file: {template}{nearest_path(template)}"
-    source, alphabet = config.tokenizer.source, config.tokenizer.alphabet
+        yield (
+            ("tokenizer", "chat_template", "file"),
+            f"no such file: {template}{nearest_path(template)}",
+        )
+    source = config.tokenizer.source
+    alphabet = config.tokenizer.alphabet
     if source is None:
         if alphabet is not None:
-            yield ("tokenizer", "alphabet"), "only `characters` takes an alphabet; set tokenizer.source=characters"
+            yield (
+                ("tokenizer", "alphabet"),
+                "only `characters` takes an alphabet; set tokenizer.source=characters",
+            )
         return
     if source == "characters" and not alphabet:
-        yield ("tokenizer", "alphabet"), "`characters` needs an alphabet: the characters that exist, as one text"
+        yield (
+            ("tokenizer", "alphabet"),
+            "`characters` needs an alphabet: the characters that exist, as one text",
+        )
     if source != "characters" and alphabet is not None:
-        yield ("tokenizer", "alphabet"), f"only `characters` takes an alphabet, the tokenizer is {source}"
+        yield (
+            ("tokenizer", "alphabet"),
+            f"only `characters` takes an alphabet, the tokenizer is {source}",
+        )
     if alphabet is not None and len(set(alphabet)) < len(alphabet):
         yield ("tokenizer", "alphabet"), "a character occurs twice"
     if source not in _BUILT_IN_TOKENIZERS:
@@ -258,10 +324,14 @@ def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         if directory is None:
             yield (
                 ("tokenizer", "source"),
-                f"no directory {source}{nearest_path(source) or nearest(source, _BUILT_IN_TOKENIZERS)}",
+                "no directory "
+                f"{source}{nearest_path(source) or nearest(source, _BUILT_IN_TOKENIZERS)}",
             )
         elif not any((directory / name).is_file() for name in models.TOKENIZER_FILES):
-            yield ("tokenizer", "source"), f"{source} holds none of {', '.join(models.TOKENIZER_FILES)}"
+            yield (
+                ("tokenizer", "source"),
+                f"{source} holds none of {', '.join(models.TOKENIZER_FILES)}",
+            )
 
 
 def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:
@@ -284,11 +354,19 @@ def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:
             yield (*path, "options"), "only a task takes options"
         for key in ("split", "subset"):
             if getattr(data, key) is not None and Path(data.path).is_file():
-                yield (*path, key), f"the file {data.path} is read as it is and has no {key}s; write {key}: null"
-        if not Path(data.path).exists() and not packaged(data.path) and hub_name(data.path, alone=True) is None:
+                yield (
+                    (*path, key),
+                    f"the file {data.path} is read as it is and has no {key}s; write {key}: null",
+                )
+        if (
+            not Path(data.path).exists()
+            and not packaged(data.path)
+            and hub_name(data.path, alone=True) is None
+        ):
             yield (
                 (*path, "path"),
-                f"no such file or directory: {data.path} (from {Path.cwd()}){nearest_path(data.path)}{_address(data.path)}",
+                f"no such file or directory: {data.path} (from "
+                f"{Path.cwd()}){nearest_path(data.path)}{_address(data.path)}",
             )
 
 
@@ -302,7 +380,10 @@ def _address(path: str) -> str:
     name = rest.removeprefix("datasets/")
     if scheme == "hf" and hub_name(name) is not None:
         return f"; write {name}, which is looked for on the Hugging Face hub"
-    return "; only files of this machine and names on the Hugging Face hub (org/name) are read: download it"
+    return (
+        "; only files of this machine and names on the Hugging Face hub (org/name) are read: "
+        "download it"
+    )
 
 
 def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str]]:
@@ -316,7 +397,10 @@ def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str
             option = [("options", key) for key in reward.options if f"option {key!r}" in text]
             yield (*path, "functions", number, *(option[0] if option else ("name",))), text
     if not any(reward.weight for reward in settings.functions):
-        yield (*path, "functions"), "every reward has weight 0, so no completion is better than another"
+        yield (
+            (*path, "functions"),
+            "every reward has weight 0, so no completion is better than another",
+        )
     names = [
         (reward.name, reward.options.get("source") if reward.name == REWARD_MODEL else None)
         for reward in settings.functions
@@ -328,12 +412,16 @@ def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str
 
 def _metrics(stage: Any) -> Iterator[tuple[tuple, str]]:
     """Checks names of metrics and of the reward function of dynamic sampling."""
-    until, rewards = stage.options.until, metric_names.reward_names(stage)
+    until = stage.options.until
+    rewards = metric_names.reward_names(stage)
     if until and (text := metric_names.problem(stage, until.metric)):
         yield (*stage.path, "until", "metric"), text
     best = stage.options.best
     if best and not best.metric.startswith(("eval/", "held_out/")):
-        text = f"{best.metric!r} is no metric of an evaluation (eval/...) or of held-out rows (held_out/...)"
+        text = (
+            f"{best.metric!r} is no metric of an evaluation (eval/...) or of held-out rows "
+            "(held_out/...)"
+        )
         yield (*stage.path, "best", "metric"), text
     elif best and (text := metric_names.problem(stage, best.metric)):
         yield (*stage.path, "best", "metric"), text
@@ -343,14 +431,17 @@ def _metrics(stage: Any) -> Iterator[tuple[tuple, str]]:
         yield path, f"no reward function {dynamic!r}{nearest(dynamic, rewards)}"
 
 
-def _reward_models(config: RunConfig, stage: Any, trained: list[str]) -> Iterator[tuple[tuple, str]]:
+def _reward_models(
+    config: RunConfig, stage: Any, trained: list[str]
+) -> Iterator[tuple[tuple, str]]:
     """Checks the sources of the reward models that a stage's rewards use.
 
     trained: names of the stages that train a reward model. Any other source is a directory.
     """
     from rewards.registry import REWARD_MODEL
 
-    names, settings = config.stage_names, stage.rewards
+    names = config.stage_names
+    settings = stage.rewards
     path = (*stage.path, "rewards") if stage.options.rewards else ("rewards",)
     for place, reward in enumerate(settings.functions if settings else ()):
         source = reward.options.get("source")
@@ -359,10 +450,17 @@ def _reward_models(config: RunConfig, stage: Any, trained: list[str]) -> Iterato
             continue
         here = (*path, "functions", place, "options", "source")
         if source is None:
-            yield here[:-1], "reward_model needs `source`: a stage of the run that trains one, a directory, or org/name"
+            yield (
+                here[:-1],
+                "reward_model needs `source`: a stage of the run that trains one, a directory, or "
+                "org/name",
+            )
         elif source in trained:
             if names.index(source) >= stage.index:
-                text = f"{stage.name} comes before stage {source}; name it under `rewards` of the stages that follow it"
+                text = (
+                    f"{stage.name} comes before stage {source}; name it under `rewards` of the "
+                    "stages that follow it"
+                )
                 yield here, text
         else:
             yield from ((here, text) for text in _reward_model_directory(config, source, trained))
@@ -377,12 +475,16 @@ def _teacher(config: RunConfig, stage: Any) -> Iterator[tuple[tuple, str]]:
         return
     path = (*stage.path, "teacher") if stage.options.teacher else ("teacher",)
     if stage.teacher.weights and config.mesh.shard_mode == "explicit":
-        text = f"explicit sharding takes no weights of few bits, and these are {stage.teacher.weights}; leave one out"
+        text = (
+            "explicit sharding takes no weights of few bits, and these are "
+            f"{stage.teacher.weights}; leave one out"
+        )
         yield (*path, "weights"), text
     if stage.teacher.files and stage.samples_completions:
         yield (
             (*path, "files"),
-            f"files hold numbers for rows of data, and {stage.name} samples its tokens; give `source`",
+            f"files hold numbers for rows of data, and {stage.name} samples its tokens; give "
+            "`source`",
         )
         return
     student = decoder_of(config.model)
@@ -391,7 +493,9 @@ def _teacher(config: RunConfig, stage: Any) -> Iterator[tuple[tuple, str]]:
 
 
 def _reward_model_directory(config: RunConfig, source: str, trained: list[str]) -> Iterator[str]:
-    stages = f", and no stage of that name trains a reward model ({', '.join(trained) or 'none does'})"
+    stages = (
+        f", and no stage of that name trains a reward model ({', '.join(trained) or 'none does'})"
+    )
     try:
         directory = models.directory(source, part="reward model")
     except DuetError:
@@ -405,7 +509,10 @@ def _reward_model_directory(config: RunConfig, source: str, trained: list[str]) 
         yield str(error)
         return
     if decoder.max_positions is not None and config.max_length > decoder.max_positions:
-        yield f"max_length {config.max_length} is more than the {decoder.max_positions} positions of this reward model"
+        yield (
+            f"max_length {config.max_length} is more than the {decoder.max_positions} positions "
+            "of this reward model"
+        )
 
 
 def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[tuple[tuple, str]]:
@@ -414,7 +521,10 @@ def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[tu
     if config.rewards is None and not all(stage.rewards for stage in config.stages):
         yield ("evaluation",), "needs rewards to tell correct completions; add `rewards`"
     if evaluation.samples == 0 and "k" in evaluation.model_fields_set and evaluation.k != [1]:
-        yield ("evaluation", "samples"), "pass@k needs sampled completions, at least as many as the largest k"
+        yield (
+            ("evaluation", "samples"),
+            "pass@k needs sampled completions, at least as many as the largest k",
+        )
     for number, name in enumerate(evaluation.metrics):
         try:
             if not plugins.is_plugin(name):
@@ -424,20 +534,31 @@ def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[tu
             yield ("evaluation", "metrics", number), str(error)
     for k in evaluation.k:
         if k < 1 or (evaluation.samples and k > evaluation.samples):
-            yield ("evaluation", "k"), f"each k lies between 1 and samples ({evaluation.samples}), got {k}"
+            yield (
+                ("evaluation", "k"),
+                f"each k lies between 1 and samples ({evaluation.samples}), got {k}",
+            )
     shortest = min((stage.sampling.max_new_tokens for stage in config.stages), default=1)
     try:
         SamplingParams(max_new_tokens=shortest, **evaluation.processors)
     except ValueError as error:
         text = str(error).removeprefix("SamplingParams: ")
-        yield ("evaluation", text.split()[0]), f"{text}, {shortest}" if text.endswith("max_new_tokens") else text
+        yield (
+            ("evaluation", text.split()[0]),
+            f"{text}, {shortest}" if text.endswith("max_new_tokens") else text,
+        )
 
 
 def _held_out_share(config: RunConfig, held_out: DataOptions) -> Iterator[tuple[tuple, str]]:
-    """Checks that training and evaluation have the same `eval_share`, which decides the problems that are held out."""
+    """Checks that training and evaluation have the same `eval_share`, which decides the problems
+    that are held out."""
     for data in [config.data, *(stage.data for stage in config.stages)]:
         if data and data.task == held_out.task is not None:
             shares = [one.options.get("eval_share") for one in (data, held_out)]
             if shares[0] != shares[1]:
                 path = ("evaluation", "data", "options", "eval_share")
-                yield path, f"{shares[1]} here and {shares[0]} in training (None: the default); they must be the same"
+                yield (
+                    path,
+                    f"{shares[1]} here and {shares[0]} in training (None: the default); they must "
+                    "be the same",
+                )

@@ -1,4 +1,5 @@
-"""Compiles the generator's programs: before the first step of a run, or in the background during the first steps."""
+"""Compiles the generator's programs: before the first step of a run, or in the background during
+the first steps."""
 
 from __future__ import annotations
 
@@ -10,15 +11,18 @@ from rl.stages.sampling.rollouts import greedy_params, sampling_params
 
 
 def compile_generator(run: Run) -> None:
-    """Compiles the generator's programs for all prompts and sampling parameters of the run, once. They are compiled in
-    the background, and a step waits for the programs that it needs; under `generator.strict_shapes`, before the first
-    step. The programs of towers, of `generator.exact` and of the copy of weights for
-    `generator.rules` are compiled before it in either case.
+    """Compiles the generator's programs for all prompts and sampling parameters of the run, once.
+    They are compiled in the background, and a step waits for the programs that it needs; under
+    `generator.strict_shapes`, before the first step. The programs of towers, of `generator.exact`
+    and of the copy of weights for `generator.rules` are compiled before it in either case.
 
     Raises ConfigError for a cache that cannot be allocated.
     """
-    generator, problems = run.generator, [each for stage in run.stages for each in stage.prompts()] + run.held_out
-    longest = max(processes.all_gather_object(max((len(problem.ids) for problem in problems), default=0)))
+    generator = run.generator
+    problems = [each for stage in run.stages for each in stage.prompts()] + run.held_out
+    longest = max(
+        processes.all_gather_object(max((len(problem.ids) for problem in problems), default=0))
+    )
     if not longest or generator.compiled_ahead:
         return
     try:
@@ -39,14 +43,17 @@ def compile_generator(run: Run) -> None:
             run.media.compile_ahead(run.model.params)
         count = generator.compile_in_background(longest, every, media_rows)
         run.events.note(
-            f"compiling the {count} programs of the generator in the background, starting with those of the first dispatch"
+            f"compiling the {count} programs of the generator in the background, starting with "
+            "those of the first dispatch"
         )
         return
     run.events.note("compiling the programs of the generator, once for all steps ...")
     with run.timeline.span("compiling the generator") as span:
         count = run.media.compile_ahead(run.model.params) if run.media else 0
         count += generator.compile_ahead(longest, every, media_rows, strict=True)
-    run.events.note(f"the generator has {count} programs; they were compiled in {span.seconds:.1f} s")
+    run.events.note(
+        f"the generator has {count} programs; they were compiled in {span.seconds:.1f} s"
+    )
 
 
 class BackgroundNotes:
@@ -56,8 +63,10 @@ class BackgroundNotes:
         self._left = 0
 
     def after_step(self, left: int) -> str | None:
-        """Returns a note if some programs are left after the first step, and one when all are compiled."""
-        before, self._left = self._left, left
+        """Returns a note if some programs are left after the first step, and one when all are
+        compiled."""
+        before = self._left
+        self._left = left
         if left and not before:
             return f"{left} programs of the generator are still to be compiled, in the background"
         return "no program of the generator is left to compile" if before and not left else None

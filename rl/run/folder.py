@@ -24,17 +24,21 @@ from rl.run.unfinished import stop
 class RunFolder:
     """Holds the lock of a run's directory while it is entered, and writes config.yml.
 
-    Where there are events, it first checks that config.yml is of the same run, but for what may change
-    (rl/run/resume/continued.py), and writes nothing before `begin`: a start that is refused leaves the run as it was.
+    Where there are events, it first checks that config.yml is of the same run, but for what may
+    change (rl/run/resume/continued.py), and writes nothing before `begin`: a start that is refused
+    leaves the run as it was.
 
-    With several processes, which all see the directory, the first process does so for all. A run that stopped before
-    its first event (a model that cannot be read) leaves nothing to protect: another configuration takes its place.
+    With several processes, which all see the directory, the first process does so for all. A run
+    that stopped before its first event (a model that cannot be read) leaves nothing to protect:
+    another configuration takes its place.
     """
 
     def __init__(self, config: RunConfig, before: tuple | None = None):
-        """before: what `seen` returned when the changes of the configuration were made; None: it has not changed."""
+        """before: what `seen` returned when the changes of the configuration were made; None: it
+        has not changed."""
         self.path = config.directory
-        self._config, self._before = config, before
+        self._config = config
+        self._before = before
         self._lock: int | None = None
         self._aside: stop.StoppedAt | None = None  # the place of an export that `begin` moves aside
         self._begun = False
@@ -49,7 +53,9 @@ class RunFolder:
             self._lock = os.open(self.path / stop.LOCK, os.O_CREAT | os.O_RDWR, 0o644)
         except OSError as error:
             room = f" ({disk_room(self.path)})" if no_room(error) else ""
-            raise ResourceError(f"run.dir: cannot write to {self.path}: {error.strerror}{room}") from None
+            raise ResourceError(
+                f"run.dir: cannot write to {self.path}: {error.strerror}{room}"
+            ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -79,15 +85,18 @@ class RunFolder:
         return on_first(lambda: self._aside is None and self._exported.is_dir())
 
     def begin(self, over: bool = False) -> None:
-        """Moves the export of a stopped run, or of one that gets more steps, aside, and writes config.yml, once: steps
-        follow. over: whether none follow, since the last stage is over, so that config.yml stays as it is."""
+        """Moves the export of a stopped run, or of one that gets more steps, aside, and writes
+        config.yml, once: steps follow. over: whether none follow, since the last stage is over, so
+        that config.yml stays as it is."""
         if not self._begun:
             on_first(lambda: self._begin(over))
         self._begun = True
 
-    def export(self, write: Callable[[Path], None], size: int = 0, stopped: stop.StoppedAt | None = None) -> Path:
-        """Calls `write(directory)` to write the final weights. `export/` appears in one step: the run is finished, or it
-        was stopped at this place.
+    def export(
+        self, write: Callable[[Path], None], size: int = 0, stopped: stop.StoppedAt | None = None
+    ) -> Path:
+        """Calls `write(directory)` to write the final weights. `export/` appears in one step: the
+        run is finished, or it was stopped at this place.
 
         size: bytes of the weights, for the message of a full disk.
         """
@@ -100,7 +109,8 @@ class RunFolder:
         return self._in_one_step(self._exported, write_all, size)
 
     def write_once(self, directory: Path, write: Callable[[Path], None]) -> None:
-        """Calls `write(directory)` to fill a directory, unless it exists. The directory appears in one step."""
+        """Calls `write(directory)` to fill a directory, unless it exists. The directory appears in
+        one step."""
         if not on_first(directory.is_dir):
             self._in_one_step(directory, write)
 
@@ -114,7 +124,9 @@ class RunFolder:
         processes.broadcast(None)  # it is there
         return directory
 
-    def _write(self, directory: Path, unfinished: Path, write: Callable[[Path], None], size: int) -> None:
+    def _write(
+        self, directory: Path, unfinished: Path, write: Callable[[Path], None], size: int
+    ) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             directory.parent.mkdir(exist_ok=True)
@@ -126,7 +138,8 @@ class RunFolder:
                 raise
             room = disk_room(directory.parent, size)
             raise ResourceError(
-                f"{directory}: the final weights cannot be written: {error}. Make room, then `rl-train "
+                f"{directory}: the final weights cannot be written: {error}. Make room, then "
+                "`rl-train "
                 f"{quoted(self.path)}` ({room})"
             ) from None
 
@@ -143,11 +156,15 @@ class RunFolder:
         meanwhile = self._before is not None and seen(self.path) != self._before
         if meanwhile and continued(unchanged, locked=True).changes != self._config.changes:
             raise ResourceError(
-                f"{self.path}: another process has started or continued this run in the meantime; start again with "
+                f"{self.path}: another process has started or continued this run in the meantime; "
+                "start again with "
                 f"`rl-train {quoted(self.path)}`"
             )
         check_same(before, unchanged)
-        if self._aside is None and self._config.stages[-1].total_steps > before.stages[-1].total_steps:
+        if (
+            self._aside is None
+            and self._config.stages[-1].total_steps > before.stages[-1].total_steps
+        ):
             self._aside = stop.StoppedAt(before.stage_names[-1], before.stages[-1].total_steps)
 
     def _begin(self, over: bool = False) -> None:
@@ -173,7 +190,8 @@ class RunFolder:
             ) from None
 
     def _keep_export(self, place: stop.StoppedAt) -> None:
-        """Moves the weights of a shorter run, or of a stopped one, aside: the run is not finished any more."""
+        """Moves the weights of a shorter run, or of a stopped one, aside: the run is not finished
+        any more."""
         if self._exported.is_dir():
             kept = self.path / f"export-{place.stage}-{place.step}"
             shutil.rmtree(kept, ignore_errors=True)  # of an earlier stop at this step

@@ -1,11 +1,13 @@
-"""The run: its stages one after the other. The second line of the diagram is a step of a stage that samples.
+"""The run: its stages one after the other. The second line of the diagram is a step of a stage that
+samples.
 
     run -> _run_stage -> stage.step (rl/stages/):
         prompts -> generator -> rewards -> advantages -> updates, in place -> events
 
-The configuration determines every number but the timings, unless a reward is random or exceeds its deadline, or a stage
-ends by `until` on a metric of time. A prompt follows from (seed, stage, number of prompts drawn before). The random
-number of a token follows from (seed, prompt id, sample, position).
+The configuration determines every number but the timings, unless a reward is random or exceeds its
+deadline, or a stage ends by `until` on a metric of time. A prompt follows from (seed, stage, number
+of prompts drawn before). The random number of a token follows from (seed, prompt id, sample,
+position).
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ from rl.stages.stage import StageKind
 
 
 def run(config: RunConfig) -> int:
-    """Runs all stages, or the remaining ones of an existing run directory, and exports the final weights. Returns 0.
+    """Runs all stages, or the remaining ones of an existing run directory, and exports the final
+    weights. Returns 0.
 
-    After `rl stop` it exports the weights of the step, and the next call goes on. A finished run is left as it is. The
-    first line that is printed names the devices. Raises one of rl.errors; `Interrupted` after SIGTERM or Ctrl-C, once
-    the state is saved.
+    After `rl stop` it exports the weights of the step, and the next call goes on. A finished run is
+    left as it is. The first line that is printed names the devices. Raises one of rl.errors;
+    `Interrupted` after SIGTERM or Ctrl-C, once the state is saved.
     """
     devices.check(config.platform)
     if processes.first():
@@ -66,7 +69,11 @@ def run(config: RunConfig) -> int:
                     for note in prepared.notes:
                         open_run.events.note(note)
                     open_run.note_inspection(prepared.findings)
-                    facts = {"devices": device_facts(), "weights": open_run.weights, "data": prepared.fingerprints}
+                    facts = {
+                        "devices": device_facts(),
+                        "weights": open_run.weights,
+                        "data": prepared.fingerprints,
+                    }
                     manifest.note(**facts, changed=files.changed_keys(config))  # into run.json
                     for stage, checkpoint in open_run.remaining():
                         stopped = _run_stage(open_run, stage, checkpoint)
@@ -83,7 +90,8 @@ def run(config: RunConfig) -> int:
 
 
 def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt | None:
-    """Runs all steps of a stage, or the steps after `checkpoint`, the host part (JSON) of a checkpoint.
+    """Runs all steps of a stage, or the steps after `checkpoint`, the host part (JSON) of a
+    checkpoint.
 
     Returns where the run stopped, with its weights exported, if `rl stop` asked for it.
     """
@@ -93,7 +101,8 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
     compile_generator(run)
     if checkpoint is None:
         probe.before_first_step(run, stage)
-    steps, changed = run.config.stages[stage.index].total_steps, changes.boundaries(run.config, stage.index)
+    steps = run.config.stages[stage.index].total_steps
+    changed = changes.boundaries(run.config, stage.index)
     steps_done = checkpoint["step"] if checkpoint else 0
     run.use(stage, steps_done + 1)
     evaluation = stage.evaluation(run.held_out)
@@ -104,7 +113,9 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
             _measure(run, stage, each, state, 0, first)
         run.events.step(stage.name, 0, first)
     # Notes for the console.
-    outlook, equal, compilation = Outlook(), EqualRewards(stage, fresh=checkpoint is None), BackgroundNotes()
+    outlook = Outlook()
+    equal = EqualRewards(stage, fresh=checkpoint is None)
+    compilation = BackgroundNotes()
     last = steps_done if checkpoint and checkpoint["ended"] else steps
     for step in range(steps_done + 1, last + 1):
         with run.timeline.step(stage.name, step) as span:
@@ -114,12 +125,17 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
         ended = reached or step == steps
         if (estimate := outlook.after(metrics, steps - step)) and not ended:
             run.events.note(estimate)
-        for text in (equal.after(metrics), compilation.after_step(run.generator.engine.runner.programs_left)):
+        for text in (
+            equal.after(metrics),
+            compilation.after_step(run.generator.engine.runner.programs_left),
+        ):
             if text:
                 run.events.note(text)
         left = measures
         # A stage that got other steps after this one was measured where it was to end.
-        while due := [each for each in left if reached or step == stage.options.steps or each.due(step)]:
+        while due := [
+            each for each in left if reached or step == stage.options.steps or each.due(step)
+        ]:
             for each in due:
                 _measure(run, stage, each, state, step, metrics)
             left = [each for each in left if each not in due]
@@ -145,7 +161,12 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
 
 
 def _measure(
-    run: Run, stage: StageKind, measure: Evaluation | HeldOutLoss, state: Any, step: int, metrics: dict[str, float]
+    run: Run,
+    stage: StageKind,
+    measure: Evaluation | HeldOutLoss,
+    state: Any,
+    step: int,
+    metrics: dict[str, float],
 ) -> None:
     """Adds the metrics of an evaluation, or of the loss on held-out rows, after a step."""
     if isinstance(measure, HeldOutLoss):
@@ -161,7 +182,8 @@ def _measure(
 def _reached(until: UntilOptions | None, metrics: dict[str, float]) -> bool:
     """Returns whether the metrics of a step end the stage early.
 
-    A metric may be absent on a process or differ there (time, a server), so the first process decides for all.
+    A metric may be absent on a process or differ there (time, a server), so the first process
+    decides for all.
     """
     if until is None:
         return False

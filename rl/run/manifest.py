@@ -1,6 +1,7 @@
 """A directory whose last file, manifest.json, holds the size and SHA-256 of every other one.
 
-The manifest's own "sha256" covers its other keys, so that every change in the directory is detected.
+The manifest's own "sha256" covers its other keys, so that every change in the directory is
+detected.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ _THREADS = 8
 def seal(directory: Path, content: Mapping[str, Any]) -> None:
     """Hashes and syncs every file below, then writes the manifest: `content`, "format" and "files".
 
-    The manifest appears in one step. Returns when files and directories are on the disk. Raises OSError.
+    The manifest appears in one step. Returns when files and directories are on the disk. Raises
+    OSError.
     """
     names = _files(directory)
     with ThreadPoolExecutor(_THREADS) as pool:
         hashes = list(pool.map(lambda name: _hash(directory / name, sync=True), names))
     sizes = [(directory / name).stat().st_size for name in names]
-    files = {name: {"size": s, "sha256": h} for name, s, h in zip(names, sizes, hashes, strict=True)}
+    files = {
+        name: {"size": s, "sha256": h} for name, s, h in zip(names, sizes, hashes, strict=True)
+    }
     manifest = {**content, "format": FORMAT, "files": files}
     temporary = directory / f"{MANIFEST}.tmp"
     with temporary.open("w") as file:
@@ -45,24 +49,38 @@ def seal(directory: Path, content: Mapping[str, Any]) -> None:
 def examine(directory: Path, hashes: bool = True) -> tuple[dict[str, Any] | None, list[str]]:
     """Returns (manifest, problems): "FILE: problem" for each file that has changed since `seal`.
 
-    The manifest is None where it is itself missing or altered. Without `hashes` only the files' names and sizes are
-    compared. Nothing is raised: what cannot be read is in the list.
+    The manifest is None where it is itself missing or altered. Without `hashes` only the files'
+    names and sizes are compared. Nothing is raised: what cannot be read is in the list.
     """
     try:
         manifest, problem = _read_manifest(directory / MANIFEST)
         if manifest is None:
             return None, [f"{MANIFEST}: {problem}"]
-        recorded, present = manifest["files"], _files(directory)
+        recorded = manifest["files"]
+        present = _files(directory)
         problems = [f"{name}: missing" for name in recorded.keys() - set(present)]
-        problems += [f"{name}: not one of the files that were saved" for name in set(present) - recorded.keys()]
+        problems += [
+            f"{name}: not one of the files that were saved"
+            for name in set(present) - recorded.keys()
+        ]
         for name in recorded.keys() & set(present):
             size = (directory / name).stat().st_size
             if size != recorded[name]["size"]:
                 problems.append(f"{name}: {size} bytes long instead of {recorded[name]['size']}")
         if hashes and not problems:
             with ThreadPoolExecutor(_THREADS) as pool:
-                hashes_now = dict(zip(present, pool.map(lambda name: _hash(directory / name), present), strict=True))
-            problems = [f"{n}: its bytes changed (SHA-256)" for n in present if hashes_now[n] != recorded[n]["sha256"]]
+                hashes_now = dict(
+                    zip(
+                        present,
+                        pool.map(lambda name: _hash(directory / name), present),
+                        strict=True,
+                    )
+                )
+            problems = [
+                f"{n}: its bytes changed (SHA-256)"
+                for n in present
+                if hashes_now[n] != recorded[n]["sha256"]
+            ]
     except OSError as error:
         return None, [str(error)]
     return manifest, sorted(problems)
@@ -75,7 +93,9 @@ def complete(directory: Path) -> list[tuple[int, Path]]:
     """
     if not directory.is_dir():
         return []
-    names = ((_COMPLETE.fullmatch(path.name), path) for path in directory.iterdir() if path.is_dir())
+    names = (
+        (_COMPLETE.fullmatch(path.name), path) for path in directory.iterdir() if path.is_dir()
+    )
     matches = [(match, path) for match, path in names if match is not None]
     matches.sort(key=lambda item: (-int(item[0][1]), item[0][2] is not None))
     return [(int(match[1]), path) for match, path in matches]
@@ -115,9 +135,14 @@ def _digest(value: Any) -> str:
 
 def _files(directory: Path) -> list[str]:
     """Returns the relative paths of all files below, the manifest excepted."""
-    walked = ((Path(parent).relative_to(directory), names) for parent, _, names in os.walk(directory))
+    walked = (
+        (Path(parent).relative_to(directory), names) for parent, _, names in os.walk(directory)
+    )
     return sorted(
-        path for parent, names in walked for name in names if (path := (parent / name).as_posix()) != MANIFEST
+        path
+        for parent, names in walked
+        for name in names
+        if (path := (parent / name).as_posix()) != MANIFEST
     )
 
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from policy.mesh.sharding import Layout
 
 STEADY_STEPS = (3, 5)
-"""First and last step, from the start of the process, whose median time predicts the later ones. None compiles."""
+"""First and last step, from the start of the process, whose median time predicts the later ones.
+None compiles."""
 _PHASES = ("sync", "sample", "reward_models", "logprob", "reward", "update")
 """Phases of a step, named as in time/<phase>. The remainder is idle time."""
 
@@ -22,7 +23,11 @@ def step_metrics(metrics: Mapping[str, float], seconds: float, layout: Layout) -
     """Returns time, rates and memory of a step that took `seconds`, from its other metrics."""
     idle = max(0.0, seconds - sum(metrics.get(f"time/{phase}", 0.0) for phase in _PHASES))
     work = metrics["perf/step_tflop"] * 1e12, metrics["perf/step_tokens"]
-    return {"time/step": seconds, "time/idle": idle} | rates("step", *work, seconds, layout) | memory.metrics()
+    return (
+        {"time/step": seconds, "time/idle": idle}
+        | rates("step", *work, seconds, layout)
+        | memory.metrics()
+    )
 
 
 class Outlook:
@@ -32,7 +37,8 @@ class Outlook:
         self._steps: list[Mapping[str, float]] = []
 
     def after(self, metrics: Mapping[str, float], left: int) -> str | None:
-        """Takes the metrics of a step. Returns the estimate for `left` more steps after the last of STEADY_STEPS."""
+        """Takes the metrics of a step. Returns the estimate for `left` more steps after the last of
+        STEADY_STEPS."""
         first, last = STEADY_STEPS
         if len(self._steps) == last:  # estimated already
             return None
@@ -44,14 +50,22 @@ class Outlook:
 
 
 def outlook(metrics: Mapping[str, float], left: int) -> str:
-    """Returns a line with the phases of a step's time, its rates, and the remaining time for `left` steps."""
+    """Returns a line with the phases of a step's time, its rates, and the remaining time for `left`
+    steps."""
     seconds = metrics["time/step"]
     shares = {name: metrics.get(f"time/{name}", 0.0) / seconds for name in _PHASES}
     shown = ", ".join(
-        f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= 0.01
+        f"{name} {share:.0%}"
+        for name, share in sorted(shares.items(), key=lambda item: -item[1])
+        if share >= 0.01
     )
-    utilisation = f", {metrics['perf/mfu_step']:.0%} of the devices' rate" if "perf/mfu_step" in metrics else ""
-    tokens, operations = metrics["perf/step_tokens_per_s"], metrics["perf/step_tflops_per_s"] * 1000
+    utilisation = (
+        f", {metrics['perf/mfu_step']:.0%} of the devices' rate"
+        if "perf/mfu_step" in metrics
+        else ""
+    )
+    tokens = metrics["perf/step_tokens_per_s"]
+    operations = metrics["perf/step_tflops_per_s"] * 1000
     rate = f"{tokens:,.0f} tokens/s and {operations:,.1f} GFLOP/s per device{utilisation}"
     remaining = timedelta(seconds=round(left * seconds))
     return f"a step takes {seconds:.2g} s ({shown}; {rate}); {left} more: about {remaining}"

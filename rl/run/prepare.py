@@ -31,8 +31,9 @@ from rl.stages.stage import StageKind
 
 @dataclass(frozen=True)
 class Prepared:
-    """The configuration with the steps of every stage, the stages with their data, the problems of evaluations, and
-    the findings of the checks of the data. notes: how the steps follow from `epochs`."""
+    """The configuration with the steps of every stage, the stages with their data, the problems of
+    evaluations, and the findings of the checks of the data. notes: how the steps follow from
+    `epochs`."""
 
     config: RunConfig
     data: DataReader
@@ -52,7 +53,8 @@ class Prepared:
 
     @cached_property
     def fingerprints(self) -> Fingerprints:
-        """Returns the fingerprints of the rows, for run.json. All processes ask for them at the same time."""
+        """Returns the fingerprints of the rows, for run.json. All processes ask for them at the
+        same time."""
         return fingerprints(self.stages, self.held_out)
 
     @property
@@ -66,12 +68,13 @@ class Prepared:
 
 
 def with_date(config: RunConfig) -> RunConfig:
-    """Returns the configuration with `tokenizer.date` set, if the chat template may write the date of today: a run that
-    is continued on another day then reads the same prompts."""
+    """Returns the configuration with `tokenizer.date` set, if the chat template may write the date
+    of today: a run that is continued on another day then reads the same prompts."""
     options = config.tokenizer or TokenizerOptions()
     if options.date is not None or not reads_date(config):
         return config
-    file, events = config.directory / files.RESOLVED, config.directory / EVENTS
+    file = config.directory / files.RESOLVED
+    events = config.directory / EVENTS
     if file.exists() and events.exists():
         before = load([file]).tokenizer
         date = before and before.date
@@ -79,22 +82,26 @@ def with_date(config: RunConfig) -> RunConfig:
         date = datetime.date.today().isoformat()
     date = processes.broadcast(date)
     return (
-        config if date is None else config.model_copy(update={"tokenizer": options.model_copy(update={"date": date})})
+        config
+        if date is None
+        else config.model_copy(update={"tokenizer": options.model_copy(update={"date": date})})
     )
 
 
 def prepare(config: RunConfig) -> Prepared:
     """Reads tokenizer and data and checks every length.
 
-    Each process reads the rows that it holds; an error of one process is raised on all. Raises ConfigError for a
-    tokenizer or reward that cannot be used, DataError for data that is malformed, empty, too long, or refused by a
-    check, ModelError for files of a model, teacher or reward model that the run could not read.
+    Each process reads the rows that it holds; an error of one process is raised on all. Raises
+    ConfigError for a tokenizer or reward that cannot be used, DataError for data that is malformed,
+    empty, too long, or refused by a check, ModelError for files of a model, teacher or reward model
+    that the run could not read.
     """
     return raise_on_all(lambda: _prepared(config))
 
 
 def _prepared(config: RunConfig) -> Prepared:
-    data, stages = DataReader(config), rl.stages.create(config)
+    data = DataReader(config)
+    stages = rl.stages.create(config)
     evaluated = [stage.options for stage in stages if stage.trains_policy]
     if config.evaluation and evaluated:
         data.read_held_out(config.evaluation, evaluated)
@@ -116,8 +123,8 @@ def _prepared(config: RunConfig) -> Prepared:
 def with_steps(config: RunConfig, *, hub: bool = True) -> tuple[RunConfig, list[str]]:
     """Reads the data of stages with `epochs`.
 
-    hub: whether datasets of the hub are read, which may be downloaded. Returns (the configuration with the steps of
-    those stages, a note for each of them). Raises what `prepare` raises for data.
+    hub: whether datasets of the hub are read, which may be downloaded. Returns (the configuration
+    with the steps of those stages, a note for each of them). Raises what `prepare` raises for data.
     """
     stages = [stage for stage in rl.stages.create(config) if stage.options.epochs is not None]
     if not hub:
@@ -136,16 +143,21 @@ def with_steps(config: RunConfig, *, hub: bool = True) -> tuple[RunConfig, list[
 def read_held_out(config: RunConfig, *, first: int | None = None, hub: bool = True) -> list[str]:
     """Reads the rows of `held_out` of all stages, to check them.
 
-    first: the most rows of each; None: all. hub: as in `with_steps`. Returns notes about rows that do not fit, or that
-    were not read. Raises what `prepare` raises for data.
+    first: the most rows of each; None: all. hub: as in `with_steps`. Returns notes about rows that
+    do not fit, or that were not read. Raises what `prepare` raises for data.
     """
-    notes, stages, chosen = [], list(config.stages), []
+    notes = []
+    stages = list(config.stages)
+    chosen = []
     for index, options in enumerate(config.stages):
         if (held_out := options.held_out) is None:
             continue
         source = held_out.data
         if not hub and _on_hub(source):
-            notes.append(f"{source.path} is a dataset of the hub: its rows were not read (rl inspect reads them)")
+            notes.append(
+                f"{source.path} is a dataset of the hub: its rows were not read (rl inspect reads "
+                "them)"
+            )
             continue
         chosen.append(index)
         if first is not None:
@@ -155,7 +167,8 @@ def read_held_out(config: RunConfig, *, first: int | None = None, hub: bool = Tr
     if not chosen:
         return notes
     config = config.model_copy(update={"stages": stages})
-    made, data = [stage for stage in rl.stages.create(config) if stage.index in chosen], DataReader(config)
+    made = [stage for stage in rl.stages.create(config) if stage.index in chosen]
+    data = DataReader(config)
     try:
         for stage in made:
             stage.read_held_out(data)
@@ -171,19 +184,28 @@ def _on_hub(source: DataOptions) -> bool:
 def _effects(stages: Sequence[StageKind]) -> list[str]:
     """Returns what happened to held-out rows that are too long."""
     shards = {stage.name: stage.held_out_rows for stage in stages}
-    return [f"{name}: of the held-out rows {shard.effect}" for name, shard in shards.items() if shard and shard.effect]
+    return [
+        f"{name}: of the held-out rows {shard.effect}"
+        for name, shard in shards.items()
+        if shard and shard.effect
+    ]
 
 
 def _with_steps(config: RunConfig, stages: Sequence[StageKind]) -> tuple[RunConfig, list[str]]:
-    """Returns (the configuration with `steps` in place of the `epochs` of these stages, a note for each of them)."""
-    options, notes = list(config.stages), []
+    """Returns (the configuration with `steps` in place of the `epochs` of these stages, a note for
+    each of them)."""
+    options = list(config.stages)
+    notes = []
     for stage in stages:
         if (epochs := stage.options.epochs) is None:
             continue
-        steps, rows = stage.steps_of(epochs), stage.examples
+        steps = stage.steps_of(epochs)
+        rows = stage.examples
         options[stage.index] = stage.options.model_copy(update={"steps": steps, "epochs": None})
         made = f"{steps:,} step{'s' * (steps != 1)} of {stage.options.prompts_per_step:,}"
-        notes.append(f"{stage.name}: {made}, for {epochs:g} epoch{'s' * (epochs != 1)} of {rows:,} rows")
+        notes.append(
+            f"{stage.name}: {made}, for {epochs:g} epoch{'s' * (epochs != 1)} of {rows:,} rows"
+        )
     return config.model_copy(update={"stages": options}), notes
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 
 class StopSignal:
-    """While entered, SIGTERM and the first Ctrl-C only set `received`, so that the loop stops after its step.
+    """While entered, SIGTERM and the first Ctrl-C only set `received`, so that the loop stops after
+    its step.
 
     The second Ctrl-C stops at once.
     """
@@ -20,7 +21,10 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+            self._before = {
+                number: signal.signal(number, self._receive)
+                for number in (signal.SIGTERM, signal.SIGINT)
+            }
         return self
 
     def __exit__(self, *_: object) -> None:

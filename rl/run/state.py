@@ -34,8 +34,10 @@ to train those weights further, give them to a new run: model={1}/export"""
 
 _STOP = "rl stop"
 _RANDOM = (
-    "model {0} names an architecture without weights: the weights are random (seed {1}). To train from weights, set "
-    "model=org/name (a model on the Hugging Face hub) or model=DIRECTORY (a directory with config.json and safetensors)"
+    "model {0} names an architecture without weights: the weights are random (seed {1}). To train "
+    "from weights, set "
+    "model=org/name (a model on the Hugging Face hub) or model=DIRECTORY (a directory with "
+    "config.json and safetensors)"
 )
 
 
@@ -43,9 +45,10 @@ _RANDOM = (
 class Run(Context):
     """The context of the stages, and further objects of the loop.
 
-    held_out: problems of the evaluations. programs: the log of the memory of compiled programs. saved: (number, host
-    part) of the checkpoint that the run goes on from, or None. teacher: identity of the teacher of the current stage.
-    best: the best steps of the current stage. taken: the best steps that the run went on with, by stage, for run.json.
+    held_out: problems of the evaluations. programs: the log of the memory of compiled programs.
+    saved: (number, host part) of the checkpoint that the run goes on from, or None. teacher:
+    identity of the teacher of the current stage. best: the best steps of the current stage. taken:
+    the best steps that the run went on with, by stage, for run.json.
     """
 
     stages: Sequence[StageKind]
@@ -68,32 +71,43 @@ class Run(Context):
         return "random" if directory is None else f"read from {directory}"
 
     def remaining(self) -> list[tuple[StageKind, dict | None]]:
-        """Returns the remaining stages, the first with the host part of its checkpoint. Removes the events after it."""
-        names, events = self.config.stage_names, self.events
+        """Returns the remaining stages, the first with the host part of its checkpoint. Removes the
+        events after it."""
+        names = self.config.stage_names
+        events = self.events
         if self.saved is not None:
             host = self.saved[1]
             first = host["stage"]
             events.truncate_after(names, names[first], host["step"])
-            events.note(f"continuing {self.folder.path} after step {host['step']} of {names[first]}")
+            events.note(
+                f"continuing {self.folder.path} after step {host['step']} of {names[first]}"
+            )
             host["ended"] = stage_ended(host, self.stages[first])
-            return [(stage, host if stage.index == first else None) for stage in self.stages[first:]]
+            return [
+                (stage, host if stage.index == first else None) for stage in self.stages[first:]
+            ]
         events.truncate_after(names, names[0], -1)
-        source, seed = self.config.model.source, self.config.seed
+        source = self.config.model.source
+        seed = self.config.seed
         if models.directory(source) is None:
             events.note(_RANDOM.format(source, seed))
         if self.model.newly_initialized:
             events.note(
-                f"{source} lacks modules that predict further tokens: they start from random weights, seed {seed}"
+                f"{source} lacks modules that predict further tokens: they start from random "
+                f"weights, seed {seed}"
             )
         return [(stage, None) for stage in self.stages]
 
     def start(self, stage: StageKind, checkpoint: dict | None) -> Any:
-        """Returns the state of a stage: a new one, or the restored one of the checkpoint with this host part."""
+        """Returns the state of a stage: a new one, or the restored one of the checkpoint with this
+        host part."""
         self._identify_teacher(stage, checkpoint)
         self.best = BestSteps(stage.options.best, checkpoint)
         stage.bind(self.model.graph)
         stage.load_scorers(self)
-        self.events.start_stage(stage.name, stage.options.total_steps, checkpoint["step"] if checkpoint else 0)
+        self.events.start_stage(
+            stage.name, stage.options.total_steps, checkpoint["step"] if checkpoint else 0
+        )
         if shared := describe(stage, stage.trainer.graph, stage.trainer.sharing):
             self.events.note(f"{stage.name}: {shared}")
         with self.timeline.span(
@@ -108,7 +122,8 @@ class Run(Context):
         return state
 
     def use(self, stage: StageKind, step: int) -> None:
-        """Takes the settings that hold from this step of the stage on, and shows those that change."""
+        """Takes the settings that hold from this step of the stage on, and shows those that
+        change."""
         config = changes.in_force(self.config, stage.index, step)
         stage.use(config)
         self.events.use(config.run)
@@ -117,41 +132,65 @@ class Run(Context):
                 self.events.note(text)
 
     def _identify_teacher(self, stage: StageKind, checkpoint: dict | None) -> None:
-        """Raises ModelError if the teacher of the stage is another one than the steps before this checkpoint had."""
+        """Raises ModelError if the teacher of the stage is another one than the steps before this
+        checkpoint had."""
         options = stage.teacher
         self.teacher = None if options is None else on_first(partial(teachers.identity, options))
-        if options is not None and checkpoint is not None and checkpoint.get("teacher", self.teacher) != self.teacher:
+        if (
+            options is not None
+            and checkpoint is not None
+            and checkpoint.get("teacher", self.teacher) != self.teacher
+        ):
             raise ModelError(
-                f"teacher {options.source or options.files}: its files have changed since the first steps of "
-                f"{stage.name} (config.json, or the weights). Restore them, or start a new run in another run.dir"
+                f"teacher {options.source or options.files}: its files have changed since the "
+                "first steps of "
+                f"{stage.name} (config.json, or the weights). Restore them, or start a new run in "
+                "another run.dir"
             )
 
     def save(
-        self, stage: StageKind, state: Any, step: int, ended: bool, metrics: dict[str, float], until: bool = False
+        self,
+        stage: StageKind,
+        state: Any,
+        step: int,
+        ended: bool,
+        metrics: dict[str, float],
+        until: bool = False,
     ) -> bool:
-        """Writes a checkpoint where one is due. Returns whether the run stops here, since `rl stop` asked for it.
+        """Writes a checkpoint where one is due. Returns whether the run stops here, since `rl stop`
+        asked for it.
 
-        metrics: of the step, of which one may make it the best. until: whether `until` ended the stage. Raises
-        Interrupted, once the checkpoint is written, after a signal to stop.
+        metrics: of the step, of which one may make it the best. until: whether `until` ended the
+        stage. Raises Interrupted, once the checkpoint is written, after a signal to stop.
         """
         options = stage.config.run
         request = self._request_to_stop()
-        due = ended or request or (options.checkpoint_every and step % options.checkpoint_every == 0)
+        due = (
+            ended or request or (options.checkpoint_every and step % options.checkpoint_every == 0)
+        )
         stages = self.config.stages
         number = sum(each.total_steps + 1 for each in stages[: stage.index]) + step
         best = stage.options.best
         if best is not None:
-            # A metric may differ between processes (time, a server, random numbers): the first one decides for all.
+            # A metric may differ between processes (time, a server, random numbers): the first one
+            # decides for all.
             value = metrics.get(best.metric)
             value = processes.broadcast(None if value is None else float(value))
             if due or value is not None:
                 self.best.keep(self.checkpoints.numbers())
                 due = self.best.improved(number, step, value) or due
         if due and self.events.sync():
-            host = {"stage": stage.index, "step": step, "steps": stages[stage.index].total_steps, "ended": ended}
+            host = {
+                "stage": stage.index,
+                "step": step,
+                "steps": stages[stage.index].total_steps,
+                "ended": ended,
+            }
             if until:
                 host["until"] = True
-            host |= {"progress": self.progress.to_json()} | ({"teacher": self.teacher} if self.teacher else {})
+            host |= {"progress": self.progress.to_json()} | (
+                {"teacher": self.teacher} if self.teacher else {}
+            )
             host |= self.best.to_host()
             with self.timeline.span("checkpoint", stage=stage.name, step=step):
                 self.checkpoints.save(number, state, host, wait=bool(request))
@@ -162,15 +201,19 @@ class Run(Context):
         where = f"after step {step} of {stage.name}"
         if newest is None or newest[0] != number:
             raise ResourceError(
-                f"{request}: NOT saved (see above) {where}; make room, then continue with `rl-train {quoted(options.dir)}`"
+                f"{request}: NOT saved (see above) {where}; make room, then continue with "
+                f"`rl-train {quoted(options.dir)}`"
             )
         if request != _STOP:
-            raise Interrupted(f"{request}: saved {where}; continue with `rl-train {quoted(options.dir)}`")
+            raise Interrupted(
+                f"{request}: saved {where}; continue with `rl-train {quoted(options.dir)}`"
+            )
         return not (ended and stage.index == len(stages) - 1)
 
     def best_state(self, stage: StageKind, state: Any, step: int) -> Any:
-        """Returns the state that the run goes on with after the last step of a stage: that of its best step, if the
-        stage has `best` with `take: best`. The arrays of `state` are then gone."""
+        """Returns the state that the run goes on with after the last step of a stage: that of its
+        best step, if the stage has `best` with `take: best`. The arrays of `state` are then gone.
+        """
         import jax
 
         options = stage.options.best
@@ -179,13 +222,20 @@ class Run(Context):
         if self.best.newest is None or self.best.newest.step != step:
             self.best.keep(self.checkpoints.numbers())
         if (newest := self.best.newest) is None:
-            self.events.note(f"{stage.name}: no step has a finite {options.metric}: the weights of the last step go on")
+            self.events.note(
+                f"{stage.name}: no step has a finite {options.metric}: the weights of the last "
+                "step go on"
+            )
             return state
-        what = f"{stage.name}: {options.metric} is best after step {newest.step} ({newest.value:.6g})"
+        what = (
+            f"{stage.name}: {options.metric} is best after step {newest.step} ({newest.value:.6g})"
+        )
         if newest.step != step:
             saved = self.checkpoints.find(newest.number)
             if saved is None:
-                self.events.note(f"{what}, but its checkpoint is damaged: the weights of the last step go on")
+                self.events.note(
+                    f"{what}, but its checkpoint is damaged: the weights of the last step go on"
+                )
                 return state
             template = stage.abstract()
             jax.tree.map(lambda array: array.delete(), state)  # there is room for one state
@@ -194,20 +244,24 @@ class Run(Context):
             self.model.params = state.policy.params
             if self.media is not None:
                 self.media.forget()
-        self.taken[stage.name] = {"step": newest.step, "metric": options.metric, "value": newest.value}
+        self.taken[stage.name] = {
+            "step": newest.step,
+            "metric": options.metric,
+            "value": newest.value,
+        }
         self.events.note(f"{what}: its weights go on")
         return state
 
     def _request_to_stop(self) -> str | None:
-        """Returns the signal that a process got, else `rl stop` if the first process sees its request, else None: one
-        answer for all processes."""
+        """Returns the signal that a process got, else `rl stop` if the first process sees its
+        request, else None: one answer for all processes."""
         asked = processes.first() and stop.is_asked(self.folder.path)
         requests = processes.all_gather_object(self.stop.received or (_STOP if asked else None))
         return min(filter(None, requests), key=lambda request: request == _STOP, default=None)
 
     def note_inspection(self, findings: Sequence[Finding]) -> None:
-        """Writes inspection.json, and shows remarks on settings and the warnings of the checks of the data
-        (`events.note`)."""
+        """Writes inspection.json, and shows remarks on settings and the warnings of the checks of
+        the data (`events.note`)."""
         if not processes.first():
             return
         for stage in self.stages:
@@ -222,8 +276,8 @@ class Run(Context):
                 self.events.note(each.line())
 
     def note_programs(self, stage: StageKind) -> None:
-        """Records the memory of programs that were compiled since the last call, and shows the largest
-        (`events.note`)."""
+        """Records the memory of programs that were compiled since the last call, and shows the
+        largest (`events.note`)."""
         if not processes.first():
             return
         try:
@@ -234,7 +288,8 @@ class Run(Context):
         if largest:
             what = f"{largest['name']} ({' x '.join(map(str, largest['shape']))})"
             self.events.note(
-                f"the largest new program ({what}) needs {largest['peak'] / 2**20:,.1f} MiB per device; details: {FILE}"
+                f"the largest new program ({what}) needs {largest['peak'] / 2**20:,.1f} MiB per "
+                f"device; details: {FILE}"
             )
 
     def export(self) -> None:
@@ -242,27 +297,37 @@ class Run(Context):
         last = self.stages[-1]
         last.context = self
         exported = self._export(last, last.export)
-        path, word = self.folder.path, quoted(self.folder.path)
-        self.events.note(f"samples in {path}/samples.jsonl; see the run: rl report {word}, rl explain {word}")
-        self.events.note(f"final weights in {exported}; use them: rl chat {word}, rl generate {word} --prompts FILE")
+        path = self.folder.path
+        word = quoted(self.folder.path)
+        self.events.note(
+            f"samples in {path}/samples.jsonl; see the run: rl report {word}, rl explain {word}"
+        )
+        self.events.note(
+            f"final weights in {exported}; use them: rl chat {word}, rl generate {word} --prompts "
+            "FILE"
+        )
 
     def export_stopped(self, stage: StageKind, state: Any, step: int) -> stop.StoppedAt:
         """Writes the weights after this step, in a stage with `best` too, and returns the place."""
         place = stop.StoppedAt(stage.name, step)
         exported = self._export(stage, partial(stage.export_at, state), place)
         self.events.note(
-            f"stopped after step {step} of {stage.name}, as `rl stop` asked; weights in {exported}; continue with "
+            f"stopped after step {step} of {stage.name}, as `rl stop` asked; weights in "
+            f"{exported}; continue with "
             f"`rl-train {quoted(self.folder.path)}`"
         )
         return place
 
-    def _export(self, stage: StageKind, write: Callable[[Path], None], stopped: stop.StoppedAt | None = None) -> Path:
+    def _export(
+        self, stage: StageKind, write: Callable[[Path], None], stopped: stop.StoppedAt | None = None
+    ) -> Path:
         import jax
 
         if not self.events.sync():
             path = self.folder.path
             raise ResourceError(
-                f"{path}: the last events have no room; make some, and continue with `rl-train {quoted(path)}` "
+                f"{path}: the last events have no room; make some, and continue with `rl-train "
+                f"{quoted(path)}` "
                 f"({disk_room(path)})"
             )
         stage.check_finite(self.model.params)
@@ -272,7 +337,8 @@ class Run(Context):
 
 
 def stage_ended(host: dict, stage: StageKind) -> bool:
-    """Whether the stage of a checkpoint is over: it may have got more steps since, unless `until` ended it."""
+    """Whether the stage of a checkpoint is over: it may have got more steps since, unless `until`
+    ended it."""
     return Place.of(host).is_over(stage.options.total_steps)
 
 

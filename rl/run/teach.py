@@ -1,4 +1,5 @@
-"""Writes the likeliest tokens of a teacher for the rows of a stage, so that later runs load no teacher.
+"""Writes the likeliest tokens of a teacher for the rows of a stage, so that later runs load no
+teacher.
 
 N rows, T tokens, K likeliest tokens.
 """
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 class TeachOptions:
     """What `rl teach` writes.
 
-    stage: name of the stage whose rows and teacher are taken; None: the only one with a teacher. k: tokens in each
-    place. dtype: of the log-probabilities. rows_per_part: rows of a file.
+    stage: name of the stage whose rows and teacher are taken; None: the only one with a teacher. k:
+    tokens in each place. dtype: of the log-probabilities. rows_per_part: rows of a file.
     """
 
     output: Path
@@ -45,10 +46,11 @@ class TeachOptions:
 
 
 def teach(config: RunConfig, options: TeachOptions) -> None:
-    """Writes the files, or the parts that an earlier call did not write. Prints a line for each part.
+    """Writes the files, or the parts that an earlier call did not write. Prints a line for each
+    part.
 
-    Raises ConfigError, DataError or ModelError for a teacher, data or a directory that cannot be used, before the
-    teacher is loaded.
+    Raises ConfigError, DataError or ModelError for a teacher, data or a directory that cannot be
+    used, before the teacher is loaded.
     """
     stage = _stage(config, options.stage)
     teacher_options = stage.teacher
@@ -58,8 +60,11 @@ def teach(config: RunConfig, options: TeachOptions) -> None:
     teachers.check_teacher(teacher_options, reader.tokenizer, stops, used)
     rows = reader.demonstrations(stage.data, stage.algorithm.train_on).own
     if (seen := next((row for row in rows if row.media is not None), None)) is not None:
-        raise DataError(f"{seen.media.references[0].where}: `rl teach` reads texts only; set model.media: never")
-    decoder, policy = teachers.decoder_of(teacher_options), checks.decoder_of(config.model)
+        raise DataError(
+            f"{seen.media.references[0].where}: `rl teach` reads texts only; set model.media: never"
+        )
+    decoder = teachers.decoder_of(teacher_options)
+    policy = checks.decoder_of(config.model)
     vocab = min(decoder.vocab_size, decoder.vocab_size if policy is None else policy.vocab_size)
     if options.k > vocab:
         raise ConfigError(f"--top {options.k}: teacher and policy share {vocab} tokens")
@@ -67,7 +72,9 @@ def teach(config: RunConfig, options: TeachOptions) -> None:
     changes = teacher_options.model_dump_json()
     facts = TeacherFacts(
         source=str(teacher_options.source),
-        model_sha256=f"random: {changes}, seed {config.seed}" if directory is None else model_sha256(directory),
+        model_sha256=f"random: {changes}, seed {config.seed}"
+        if directory is None
+        else model_sha256(directory),
         vocabulary_sha256=vocabulary_sha256(reader.tokenizer),
         stops=list(stops),
         k=options.k,
@@ -81,21 +88,33 @@ def teach(config: RunConfig, options: TeachOptions) -> None:
     if missing:
         _write(config, stage, writer, missing)
     writer.finish()
-    print(f"{len(rows)} rows, {options.k} tokens in each place: {options.output}; set teacher.files to this directory")
+    print(
+        f"{len(rows)} rows, {options.k} tokens in each place: {options.output}; set teacher.files "
+        "to this directory"
+    )
 
 
 def _stage(config: RunConfig, name: str | None) -> Stage:
     """Returns the stage whose teacher is asked. Raises ConfigError."""
-    able = [each for each in rl.stages.create(config) if each.teacher is not None and each.teacher.source is not None]
+    able = [
+        each
+        for each in rl.stages.create(config)
+        if each.teacher is not None and each.teacher.source is not None
+    ]
     chosen = [each for each in able if name in (None, each.name)]
     if len(chosen) == 1 and isinstance(chosen[0], Stage):
         return chosen[0]
     names = ", ".join(each.name for each in able) or "none"
-    raise ConfigError(f"name one stage with `teacher.source` by --stage; the configuration has: {names}")
+    raise ConfigError(
+        f"name one stage with `teacher.source` by --stage; the configuration has: {names}"
+    )
 
 
 def _write(
-    config: RunConfig, stage: Stage, writer: TeacherWriter, missing: Sequence[tuple[int, Sequence[Row]]]
+    config: RunConfig,
+    stage: Stage,
+    writer: TeacherWriter,
+    missing: Sequence[tuple[int, Sequence[Row]]],
 ) -> None:
     """Loads the teacher and writes these parts."""
     from rl.run import build
@@ -109,13 +128,17 @@ def _write(
     for number, rows in missing:
         arrays = top(teacher, rows, facts.k, facts.vocab, config.max_length)
         columns = [np.flatnonzero(row.mask) for row in rows]
-        writer.write(number, rows, *([array[row, at] for row, at in enumerate(columns)] for array in arrays))
+        writer.write(
+            number, rows, *([array[row, at] for row, at in enumerate(columns)] for array in arrays)
+        )
         print(f"part {number + 1} of {parts}: {len(rows)} rows", flush=True)
 
 
-def top(teacher: ModelTeacher, rows: Sequence[Row], k: int, vocab: int, limit: int) -> tuple[np.ndarray, ...]:
-    """Returns (log-probabilities float32[N, T, K], ids int32[N, T, K], logarithm of the probability of all other tokens
-    float32[N, T]) of the likeliest tokens in place of each token.
+def top(
+    teacher: ModelTeacher, rows: Sequence[Row], k: int, vocab: int, limit: int
+) -> tuple[np.ndarray, ...]:
+    """Returns (log-probabilities float32[N, T, K], ids int32[N, T, K], logarithm of the probability
+    of all other tokens float32[N, T]) of the likeliest tokens in place of each token.
 
     vocab: the distribution is over the first so many tokens. limit: tokens of the longest row.
     """
@@ -124,7 +147,8 @@ def top(teacher: ModelTeacher, rows: Sequence[Row], k: int, vocab: int, limit: i
     from rl.training.packing.packing import plan_packing
     from rl.training.reward_model import rows_at_a_time
 
-    layout, batch = teacher.graph.layout, padded_batch(rows, limit)
+    layout = teacher.graph.layout
+    batch = padded_batch(rows, limit)
     N, T = batch.tokens.shape
     R = rows_at_a_time(layout, T)
     packing = plan_packing(batch.segments, [-(-N // R) * R])

@@ -1,7 +1,8 @@
-"""The kinds of stages: every file of this folder that defines a class `Stage` is one, and its name is the kind.
+"""The kinds of stages: every file of this folder that defines a class `Stage` is one, and its name
+is the kind.
 
-An algorithm names its kind in `stage`. Nothing here imports jax before a stage is bound to a model: `create` also
-serves the check of a configuration.
+An algorithm names its kind in `stage`. Nothing here imports jax before a stage is bound to a model:
+`create` also serves the check of a configuration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A stage as its configuration describes it: its options and what is wrong with them. Free of jax."""
+"""A stage as its configuration describes it: its options and what is wrong with them. Free of
+jax."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from rl.config.run import RunConfig
 
 ConfigProblems = Iterator[tuple[tuple, str]]
-"""(path of keys, message that says what is wrong and what to change) of each problem in a configuration."""
+"""(path of keys, message that says what is wrong and what to change) of each problem in a
+configuration."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class LargestGroup:
         return self.sequences * (self.shared + self.own)
 
     def packed_length(self, most: int) -> int:
-        """Returns the tokens of packed rows. A group of more than `most` tokens is cut into the fewest equal parts that
-        fit, each with the beginning; one sequence is never cut."""
+        """Returns the tokens of packed rows. A group of more than `most` tokens is cut into the
+        fewest equal parts that fit, each with the beginning; one sequence is never cut."""
         return self.shared + -(-self.sequences // self.parts(most)) * self.own
 
     def parts(self, length: int) -> int:
@@ -58,15 +60,19 @@ class ConfiguredStage:
 
     def __init__(self, config: RunConfig, index: int):
         """Reads only the configuration. `index`: index of the stage in the run."""
-        self.config, self.index = config, index
-        self.name, self.options = config.stage_names[index], config.stages[index]
+        self.config = config
+        self.index = index
+        self.name = config.stage_names[index]
+        self.options = config.stages[index]
         self.algorithm = algorithm_of(self.options)
         self.path = ("stages", index)
 
     @property
     def inputs(self) -> frozenset[str]:
         """Names of rl/stages/inputs.py that a step provides to the algorithm."""
-        repeated = self.algorithm.repeated_inputs if self.options.updates_per_step > 1 else frozenset()
+        repeated = (
+            self.algorithm.repeated_inputs if self.options.updates_per_step > 1 else frozenset()
+        )
         return self.algorithm.inputs | repeated
 
     @property
@@ -77,17 +83,21 @@ class ConfiguredStage:
     @property
     def rewards(self) -> Any:
         """Returns the RewardSettings of the stage, or of the run; None where nothing is scored."""
-        rewarded = self.samples_completions or (self.config.evaluation is not None and self.trains_policy)
+        rewarded = self.samples_completions or (
+            self.config.evaluation is not None and self.trains_policy
+        )
         return (self.options.rewards or self.config.rewards) if rewarded else None
 
     @property
     def teacher(self) -> Any:
-        """Returns the TeacherOptions of the stage, or of the run; None where the algorithm has no teacher."""
+        """Returns the TeacherOptions of the stage, or of the run; None where the algorithm has no
+        teacher."""
         return (self.options.teacher or self.config.teacher) if "teacher" in self.inputs else None
 
     @property
     def max_kept(self) -> int:
-        """Returns the most ids that filters leave which the batch has for each token; 0: it has none."""
+        """Returns the most ids that filters leave which the batch has for each token; 0: it has
+        none."""
         return filters.recorded(self.options.sampling) if self.samples_completions else 0
 
     @property
@@ -112,9 +122,10 @@ class ConfiguredStage:
 
     @property
     def group(self) -> LargestGroup | None:
-        """Returns the largest group of the stage, with completions of full length; None: its sequences have no
-        groups."""
-        options, limit = self.options, self.config.max_length
+        """Returns the largest group of the stage, with completions of full length; None: its
+        sequences have no groups."""
+        options = self.options
+        limit = self.config.max_length
         if self.answers_share_prompts:
             return LargestGroup(2, limit // 2, limit - limit // 2)
         if self.samples_completions and options.samples_per_prompt > 1:
@@ -124,12 +135,15 @@ class ConfiguredStage:
 
     @property
     def unshared(self) -> tuple[str, str] | None:
-        """Returns (name, reason) of what in the configuration keeps sequences from sharing beginnings; None: nothing
-        does."""
+        """Returns (name, reason) of what in the configuration keeps sequences from sharing
+        beginnings; None: nothing does."""
         options = self.options
         if self.group is None:
             if self.samples_completions:
-                return f"stages.{self.index}.samples_per_prompt: 1", "a prompt with one completion is not repeated"
+                return (
+                    f"stages.{self.index}.samples_per_prompt: 1",
+                    "a prompt with one completion is not repeated",
+                )
             return options.algorithm.name, "its sequences are in no groups"
         if options.dropout:
             return (
@@ -145,11 +159,18 @@ class ConfiguredStage:
     def _capacities(self) -> list[str]:
         """Returns the options in use that let updates drop tokens."""
         router = self.options.router
-        return [key for key in ("capacity_factor", "ragged_buffer_factor") if getattr(router, key) is not None]
+        return [
+            key
+            for key in ("capacity_factor", "ragged_buffer_factor")
+            if getattr(router, key) is not None
+        ]
 
     def check(self) -> ConfigProblems:
-        """Yields the problems of the stage in this configuration. It is quick and does not import jax."""
-        stage, config, name = self.options, self.config, self.options.algorithm.name
+        """Yields the problems of the stage in this configuration. It is quick and does not import
+        jax."""
+        stage = self.options
+        config = self.config
+        name = self.options.algorithm.name
         if not self.data:
             yield (*self.path, "data"), f"{name} needs data, here or for all stages (`data`)"
         if stage.indexer.training == "dense_warmup" and name != "sft":
@@ -160,12 +181,16 @@ class ConfiguredStage:
         if stage.router_replay and config.generator.exact:
             yield (
                 (*self.path, "router_replay"),
-                "`generator.exact: true` takes log-probabilities under the trainer's own routes, and replay takes them "
+                "`generator.exact: true` takes log-probabilities under the trainer's own routes, "
+                "and replay takes them "
                 "under the generator's routes; leave one out",
             )
         yield from self._check_kind()
         yield from self._check_forbidden()
-        if stage.router.ragged_buffer_factor is not None and config.model.expert_parallel != "all_to_all":
+        if (
+            stage.router.ragged_buffer_factor is not None
+            and config.model.expert_parallel != "all_to_all"
+        ):
             yield (
                 (*self.path, "router", "ragged_buffer_factor"),
                 "only `model.expert_parallel: all_to_all` has this buffer, the scheme is "
@@ -173,9 +198,15 @@ class ConfiguredStage:
             )
         if stage.shared_prefix == "always" and self.unshared is not None:
             excluded, reason = self.unshared
-            yield (*self.path, "shared_prefix"), f"always does not go with {excluded}: {reason}; use auto"
+            yield (
+                (*self.path, "shared_prefix"),
+                f"always does not go with {excluded}: {reason}; use auto",
+            )
         if stage.teacher and "teacher" not in self.inputs:
-            yield (*self.path, "teacher"), f"{name} learns from no teacher; leave it out, or use distill"
+            yield (
+                (*self.path, "teacher"),
+                f"{name} learns from no teacher; leave it out, or use distill",
+            )
         if stage.held_out and (reason := self._unheld()):
             yield (*self.path, "held_out"), f"{name} {reason}; leave it out, or use `evaluation`"
         if stage.micro_batch and stage.micro_batch > (rows := self.rows_per_update):
@@ -187,7 +218,10 @@ class ConfiguredStage:
         if self.samples_completions:
             return "has no loss of rows: it samples completions"
         if "teacher" in self.inputs:
-            return "learns from a teacher, and only sft, dpo, kto and reward_model measure their loss on held-out rows"
+            return (
+                "learns from a teacher, and only sft, dpo, kto and reward_model measure their "
+                "loss on held-out rows"
+            )
         if self.options.indexer.training == "dense_warmup":
             return "with `indexer.training: dense_warmup` has no loss of its own"
         return None
@@ -199,8 +233,10 @@ class ConfiguredStage:
         sampling = self.options.sampling
         if self.samples_completions and sampling.filters == "ignore" and filters.filters(sampling):
             yield (
-                f"stages.{self.index}.sampling.filters: ignore: completions come from the filtered distribution and the "
-                "log-probabilities of the loss from the full one, so the gradient is biased; renormalise takes both from "
+                f"stages.{self.index}.sampling.filters: ignore: completions come from the "
+                "filtered distribution and the "
+                "log-probabilities of the loss from the full one, so the gradient is biased; "
+                "renormalise takes both from "
                 "the filtered one"
             )
         yield from self._best_remarks()
@@ -211,13 +247,16 @@ class ConfiguredStage:
             warmup = getattr(self.options, key).warmup_steps
             if warmup and warmup >= updates > 0:
                 yield (
-                    f"stages.{self.index}.{key}.warmup_steps: {warmup:,} updates, and the stage makes {updates:,}: "
+                    f"stages.{self.index}.{key}.warmup_steps: {warmup:,} updates, and the stage "
+                    f"makes {updates:,}: "
                     "the learning rate never reaches its peak"
                 )
 
     def _best_remarks(self) -> Iterator[str]:
-        """Yields that `best` compares nothing, if its metric is measured after the last step alone."""
-        best, steps = self.options.best, self.options.steps
+        """Yields that `best` compares nothing, if its metric is measured after the last step
+        alone."""
+        best = self.options.best
+        steps = self.options.steps
         if best is None or steps in (0, 1):
             return
         of_rows = best.metric.startswith("held_out/")
@@ -226,10 +265,14 @@ class ConfiguredStage:
             if of_rows
             else (self.config.evaluation, "evaluation.every")
         )
-        if measured is not None and (measured.every == 0 or (steps is not None and measured.every >= steps)):
+        if measured is not None and (
+            measured.every == 0 or (steps is not None and measured.every >= steps)
+        ):
             yield (
-                f"stages.{self.index}.best: {best.metric} is measured after the last step alone ({key}: "
-                f"{measured.every}), so no two steps are compared; set {key} below the steps of the stage"
+                f"stages.{self.index}.best: {best.metric} is measured after the last step alone "
+                f"({key}: "
+                f"{measured.every}), so no two steps are compared; set {key} below the steps of "
+                "the stage"
             )
 
     def _check_kind(self) -> ConfigProblems:
@@ -244,7 +287,8 @@ class ConfiguredStage:
             if value and not self.samples_completions:
                 yield (
                     (*self.path, "sampling", name),
-                    f"{self.options.algorithm.name} samples no completions to learn from, and evaluations have "
+                    f"{self.options.algorithm.name} samples no completions to learn from, and "
+                    "evaluations have "
                     f"`evaluation.{name}`; leave it out",
                 )
         try:
@@ -258,25 +302,30 @@ class ConfiguredStage:
         if self.options.router_replay:
             yield (
                 (*self.path, "router_replay"),
-                f"{self.options.algorithm.name} learns from data that no generator routed; leave it out, or set it in "
+                f"{self.options.algorithm.name} learns from data that no generator routed; leave "
+                "it out, or set it in "
                 "stages that sample",
             )
         if self.config.evaluation and self.trains_policy:
             yield from self._check_room()
 
     def _check_room(self) -> ConfigProblems:
-        new, limit = self.options.sampling.max_new_tokens, self.config.max_length
+        new = self.options.sampling.max_new_tokens
+        limit = self.config.max_length
         if new >= limit:
             text = f"{new} leaves no room for a prompt in max_length ({limit})"
             yield (*self.path, "sampling", "max_new_tokens"), text
 
     def _check_no_capacity(self) -> ConfigProblems:
-        """Yields an error for each option that lets updates drop tokens which the compared model keeps."""
+        """Yields an error for each option that lets updates drop tokens which the compared model
+        keeps."""
         for key in self._capacities:
             yield (
                 (*self.path, "router", key),
-                f"{self.options.algorithm.name} compares the policy with a model that drops nothing (the "
-                f"generator's, or the reference), but with {key} it would give tokens other probabilities. Leave "
+                f"{self.options.algorithm.name} compares the policy with a model that drops "
+                "nothing (the "
+                f"generator's, or the reference), but with {key} it would give tokens other "
+                "probabilities. Leave "
                 f"{key} out, or use it in sft stages only",
             )
 
@@ -286,7 +335,9 @@ def _cache_remarks(config: RunConfig) -> Iterator[str]:
     window = None if generator.sliding_window_cache else models.compressed_window(config.model)
     if window is not None and config.max_length > window + generator.prefill_chunk:
         yield (
-            "generator.sliding_window_cache: false, so the cache of compressed attention keeps the parts of entries of "
-            f"all {config.max_length:,} tokens, not of the last {window} alone; set it to true unless prompts share long "
+            "generator.sliding_window_cache: false, so the cache of compressed attention keeps "
+            "the parts of entries of "
+            f"all {config.max_length:,} tokens, not of the last {window} alone; set it to true "
+            "unless prompts share long "
             "prefixes (docs/caches.md)"
         )

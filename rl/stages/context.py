@@ -1,4 +1,5 @@
-"""Objects that a run shares with its stages: the model, the generator, the events and the progress of the run."""
+"""Objects that a run shares with its stages: the model, the generator, the events and the progress
+of the run."""
 
 from __future__ import annotations
 
@@ -34,15 +35,17 @@ class Progress:
 
     Two fields belong to the run:
 
-    - next_prompt_id: the id of the next prompt that a step samples. Ids count from 0 through all stages, so that no two
-      prompts of a run have the same random draws.
-    - version: number of updates that the policy has seen. Groups and tokens carry the version that sampled them.
+    - next_prompt_id: the id of the next prompt that a step samples. Ids count from 0 through all
+      stages, so that no two prompts of a run have the same random draws.
+    - version: number of updates that the policy has seen. Groups and tokens carry the version that
+      sampled them.
 
     The other fields belong to the stage:
 
-    - examples_drawn: how many examples of its shuffled data it has taken. The order goes on from here.
-    - carried: groups of completions that dynamic sampling (DAPO) has sampled beyond the need of a step. The next step
-      uses them first.
+    - examples_drawn: how many examples of its shuffled data it has taken. The order goes on from
+      here.
+    - carried: groups of completions that dynamic sampling (DAPO) has sampled beyond the need of a
+      step. The next step uses them first.
     - adaptive_coefs: scalars that the algorithm adapts from update to update.
     - unscored_steps: how many steps in a row, up to the last one, had no completion with a score
       (`rewards.unscored_steps`).
@@ -57,7 +60,12 @@ class Progress:
 
     def start_stage(self, coefs: dict[str, float]) -> None:
         """Resets the fields of the stage. `coefs`: initial `adaptive_coefs`."""
-        self.examples_drawn, self.carried, self.adaptive_coefs, self.unscored_steps = 0, [], dict(coefs), 0
+        self.examples_drawn, self.carried, self.adaptive_coefs, self.unscored_steps = (
+            0,
+            [],
+            dict(coefs),
+            0,
+        )
 
     def to_json(self) -> dict:
         """Returns the progress as values that JSON can hold."""
@@ -67,13 +75,17 @@ class Progress:
 
     @classmethod
     def from_json(cls, values: dict | None) -> Progress:
-        """Reads the output of `to_json`. Raises ModelError for values that another version of Duet wrote."""
-        names, values = cls().to_json().keys(), None if values is None else _ADDED | values
+        """Reads the output of `to_json`. Raises ModelError for values that another version of Duet
+        wrote."""
+        names = cls().to_json().keys()
+        values = None if values is None else _ADDED | values
         if values is None or values.keys() != names:
             stored = "nothing" if values is None else ", ".join(values)
             raise ModelError(
-                "the newest checkpoint was written by another version of Duet: of the run's progress it holds "
-                f"{stored}, where this version reads {', '.join(sorted(names))}. Continue the run with that version, "
+                "the newest checkpoint was written by another version of Duet: of the run's "
+                "progress it holds "
+                f"{stored}, where this version reads {', '.join(sorted(names))}. Continue the run "
+                "with that version, "
                 "or start a new one in another run.dir"
             )
         fields: dict[str, Any] = dict(values)
@@ -102,11 +114,13 @@ class Context:
     ) -> StepTable:
         """Returns the table of the pictures and sounds of these documents, by the current weights.
 
-        counted: False, for probes and evaluations, drops the metrics since the last step, with those of this
-        call. again: the metrics of the step have the documents already, so only the encoding is counted. Raises
-        DataError for a content that cannot be decoded.
+        counted: False, for probes and evaluations, drops the metrics since the last step, with
+        those of this call. again: the metrics of the step have the documents already, so only the
+        encoding is counted. Raises DataError for a content that cannot be decoded.
         """
-        assert self.media is not None, "the stage asks for a table only if the run has pictures or sounds"
+        assert self.media is not None, (
+            "the stage asks for a table only if the run has pictures or sounds"
+        )
         with self.timeline.span("pictures and sounds"):
             table = self.media.of(self.model.params, documents, again=again)
         if not counted:
@@ -114,8 +128,8 @@ class Context:
         return table
 
     def with_media(self, batch: Batch, documents: Documents) -> tuple[Batch, StepTable | None]:
-        """Returns (the batch with the places of its pictures and sounds, their table). In a run of text the batch is as
-        it was and the table None.
+        """Returns (the batch with the places of its pictures and sounds, their table). In a run of
+        text the batch is as it was and the table None.
 
         Raises DataError for a content that cannot be decoded.
         """
@@ -126,8 +140,8 @@ class Context:
 
     @contextmanager
     def resharded(self) -> Iterator[dict[str, float]]:
-        """Keeps the weights in the layout of `generator.rules` while rollouts read them, and gives up all copies of
-        weights afterwards. Yields metrics of the copy."""
+        """Keeps the weights in the layout of `generator.rules` while rollouts read them, and gives
+        up all copies of weights afterwards. Yields metrics of the copy."""
         metrics = {}
         if self.config.generator.rules is not None:
             with self.timeline.span("laying out weights") as span:

@@ -1,4 +1,5 @@
-"""Computes the generation_config.json of an export: where the trained policy stops, and how it was sampled."""
+"""Computes the generation_config.json of an export: where the trained policy stops, and how it was
+sampled."""
 
 from __future__ import annotations
 
@@ -21,16 +22,18 @@ if TYPE_CHECKING:
 def keys(context: Context) -> dict[str, Any]:
     """Returns the keys of generation_config.json for the policy of a run.
 
-    Stops and sampling parameters come from the last stage that samples, or from the last stage if none does. Without a
-    sampling stage, sampling parameters of the model's own file win, because training did not use others. All other keys
-    of the model's file are kept.
+    Stops and sampling parameters come from the last stage that samples, or from the last stage if
+    none does. Without a sampling stage, sampling parameters of the model's own file win, because
+    training did not use others. All other keys of the model's file are kept.
     """
-    config, tokenizer = context.config, context.tokenizer
+    config = context.config
+    tokenizer = context.tokenizer
     source: dict[str, Any] = {}
     with contextlib.suppress(ModelError):  # the source is gone by now: it has no keys to keep
         directory = models.directory(config.model.source)
         source = generation_config.read(directory) if directory is not None else {}
-    sampled, params = _last_sampled(config), last_params(config, context.stop_ids)
+    sampled = _last_sampled(config)
+    params = last_params(config, context.stop_ids)
     sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     if not sampled and any(key in source for key in generation_config.SAMPLING):
         sampling = {}

@@ -1,14 +1,15 @@
 """Providers: one function of this file computes each input that an algorithm names in `inputs`.
 
-A provider reads and extends the StepData of a step. Its decorator says when it runs, which fields of the batch its
-input adds, which part of the RunState it reads and which compiled function it calls. The state of a stage, its
-compilation and plans follow from that.
+A provider reads and extends the StepData of a step. Its decorator says when it runs, which fields
+of the batch its input adds, which part of the RunState it reads and which compiled function it
+calls. The state of a stage, its compilation and plans follow from that.
 
-Scores and rewards are numbers for completions, from reward functions and reward models; a reward is the weighted sum of
-scores. Log-probabilities and values are numbers for tokens, from passes of a model over the batch.
+Scores and rewards are numbers for completions, from reward functions and reward models; a reward is
+the weighted sum of scores. Log-probabilities and values are numbers for tokens, from passes of a
+model over the batch.
 
-Shapes: P prompts, G completions of one prompt, N = P G completions, T tokens, F reward functions. Letters after an
-underscore are the axes: mask_NT is [N, T].
+Shapes: P prompts, G completions of one prompt, N = P G completions, T tokens, F reward functions.
+Letters after an underscore are the axes: mask_NT is [N, T].
 """
 
 from __future__ import annotations
@@ -30,14 +31,19 @@ if TYPE_CHECKING:
     from rl.training.media.tables import StepTable
     from rollout.collect import Rollouts
 
-EXAMPLES, SAMPLING, MODEL_PASSES, REWARDS = "examples", "sampling", "model passes", "rewards"
+EXAMPLES = "examples"
+SAMPLING = "sampling"
+MODEL_PASSES = "model passes"
+REWARDS = "rewards"
 """When a provider runs.
 
 EXAMPLES: with the batch of a stage that draws examples from its data.
-SAMPLING: after the groups of the step, while the generator still has its weights, so that it can sample more.
-MODEL_PASSES: when the batch is made, before the step waits for the rewards. REWARDS: when the rewards are there.
+SAMPLING: after the groups of the step, while the generator still has its weights, so that it can
+sample more. MODEL_PASSES: when the batch is made, before the step waits for the rewards. REWARDS:
+when the rewards are there.
 """
-LOGPROBS, VALUES = "log-probabilities", "values"
+LOGPROBS = "log-probabilities"
+VALUES = "values"
 """Keys of `Trainer.executables`: the compiled functions that a pass over the batch calls."""
 
 
@@ -45,14 +51,16 @@ LOGPROBS, VALUES = "log-probabilities", "values"
 class StepData:
     """The data of a step while the stage assembles it.
 
-    state: the RunState of the stage. batch: all rows of the step, before they are split into mini-batches and packed.
-    table: that of a batch with pictures or sounds.
-    rollouts: the completions. scores: the scores of each reward function, and their weighted sums. rewards: float[P,G],
-    the sums as `advantages` takes them (float[P,G,F], each function, under `each_reward`). arguments: keyword arguments
-    of `Algorithm.estimate`, which passes them to `advantages`. stale: whether older weights sampled a token that is
-    trained on. current: the batch with the log-probabilities under the current policy, if `current_logp` provides them.
-    trainer_logp: float32[N,T], log-probabilities under the weights before the updates, if a pass of the training graph
-    computed them. token_outputs: arrays [N,T] that the updates computed, by name, and `gap` of tokens.bin.
+    state: the RunState of the stage. batch: all rows of the step, before they are split into
+    mini-batches and packed. table: that of a batch with pictures or sounds.
+    rollouts: the completions. scores: the scores of each reward function, and their weighted sums.
+    rewards: float[P,G], the sums as `advantages` takes them (float[P,G,F], each function, under
+    `each_reward`). arguments: keyword arguments of `Algorithm.estimate`, which passes them to
+    `advantages`. stale: whether older weights sampled a token that is trained on. current: the
+    batch with the log-probabilities under the current policy, if `current_logp` provides them.
+    trainer_logp: float32[N,T], log-probabilities under the weights before the updates, if a pass of
+    the training graph computed them. token_outputs: arrays [N,T] that the updates computed, by
+    name, and `gap` of tokens.bin.
     """
 
     state: Any
@@ -78,11 +86,12 @@ class StepData:
 class Input:
     """A provider and its requirements.
 
-    when: EXAMPLES, SAMPLING, MODEL_PASSES or REWARDS. fields: float32[N,T] fields of the batch that the input adds.
-    The provider fills them, or the stage computes them later from what it provides (`returns`). state: the part of the
-    RunState that the provider reads besides the policy. executable: the key of `Trainer.executables` that it calls.
-    in_some_steps: whether only some steps call it. needed: returns whether a stage must run the provider; if not, the
-    update or the generator computes the input.
+    when: EXAMPLES, SAMPLING, MODEL_PASSES or REWARDS. fields: float32[N,T] fields of the batch that
+    the input adds. The provider fills them, or the stage computes them later from what it provides
+    (`returns`). state: the part of the RunState that the provider reads besides the policy.
+    executable: the key of `Trainer.executables` that it calls. in_some_steps: whether only some
+    steps call it. needed: returns whether a stage must run the provider; if not, the update or the
+    generator computes the input.
     """
 
     provide: Callable[[StageKind, StepData], None]
@@ -101,7 +110,9 @@ INPUTS: dict[str, Input] = {}
 def provides(*names: str, when: str, **declared: Any) -> Callable:
     """Registers a function as the provider of inputs; `declared`: fields of Input."""
 
-    def register(function: Callable[[StageKind, StepData], None]) -> Callable[[StageKind, StepData], None]:
+    def register(
+        function: Callable[[StageKind, StepData], None],
+    ) -> Callable[[StageKind, StepData], None]:
         INPUTS.update(dict.fromkeys(names, Input(function, when, **declared)))
         return function
 
@@ -109,7 +120,8 @@ def provides(*names: str, when: str, **declared: Any) -> Callable:
 
 
 def active_providers(stage: StageKind) -> list[Input]:
-    """Returns the providers that a step of the stage runs. Raises KeyError for an input without a provider."""
+    """Returns the providers that a step of the stage runs. Raises KeyError for an input without a
+    provider."""
     named = {id(INPUTS[name]) for name in stage.inputs}
     providers = {id(each): each for each in INPUTS.values() if id(each) in named}
     return [each for each in providers.values() if each.needed(stage)]
@@ -138,19 +150,24 @@ def provide(stage: StageKind, data: StepData, when: str) -> None:
 
 
 def run_model_passes(stage: StageKind, data: StepData) -> None:
-    """Runs the providers of MODEL_PASSES: passes of the policy, the reference and the critic over the batch."""
-    context, flops_before = stage.context, stage.trainer.total_flops
+    """Runs the providers of MODEL_PASSES: passes of the policy, the reference and the critic over
+    the batch."""
+    context = stage.context
+    flops_before = stage.trainer.total_flops
     with context.timeline.span(LOGPROBS) as span:
         provide(stage, data, MODEL_PASSES)
     data.metrics["time/logprob"] = span.seconds
     if (flops := stage.trainer.total_flops - flops_before) > 0:
-        data.metrics |= rates("logprob", flops, data.batch.real, span.seconds, context.model.graph.layout)
+        data.metrics |= rates(
+            "logprob", flops, data.batch.real, span.seconds, context.model.graph.layout
+        )
 
 
 def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Program]:
     """Yields the programs that the providers call, over all sequences of a step."""
     (_, T), R, passes = abstract_rows(stage, 1)
-    micro, trainer = with_structure(stage, abstract_batch((R, T), routes)), stage.trainer
+    micro = with_structure(stage, abstract_batch((R, T), routes))
+    trainer = stage.trainer
     called = [each.executable for each in active_providers(stage)]
     in_every_step = [each.executable for each in active_providers(stage) if not each.in_some_steps]
 
@@ -176,9 +193,12 @@ def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Prog
 
 @provides("teacher", when=EXAMPLES, needed=lambda stage: stage.teacher.files is not None)
 def teacher(stage: StageKind, data: StepData) -> None:
-    """The likeliest tokens of a teacher, from files. A teacher that is a model runs inside the update."""
+    """The likeliest tokens of a teacher, from files. A teacher that is a model runs inside the
+    update."""
     batch, rows = data.batch, cast(Any, stage).teacher_rows  # of a stage that draws examples
-    data.batch = batch.replace(**rows.arrays(stage.example_numbers, batch.mask, stage.algorithm.top_k))
+    data.batch = batch.replace(
+        **rows.arrays(stage.example_numbers, batch.mask, stage.algorithm.top_k)
+    )
 
 
 @provides("greedy_reward", when=SAMPLING)
@@ -189,21 +209,25 @@ def greedy_reward(stage: StageKind, data: StepData) -> None:
     greedy = stage.collect(data.rollouts.problems, params, data.rollouts.prompt_ids, again=True)
     scores = greedy.scores.result()
     data.arguments["greedy"] = total = scores.total
-    data.metrics["reward/greedy"] = float(np.nanmean(total)) if np.isfinite(total).any() else float("nan")
+    data.metrics["reward/greedy"] = (
+        float(np.nanmean(total)) if np.isfinite(total).any() else float("nan")
+    )
 
 
 @provides("sampler_logp", when=MODEL_PASSES)
 def sampler_logp(stage: StageKind, data: StepData) -> None:
-    """Log-probabilities as the generator computed them, after filters: they come with the completions."""
+    """Log-probabilities as the generator computed them, after filters: they come with the
+    completions."""
     assert data.batch.sampler_logp is not None
 
 
 def _old_pass_needed(stage: StageKind) -> bool:
     """Whether a step runs a pass for old log-probabilities and entropies.
 
-    What only the update uses needs none, since the update computes it. Log-probabilities alone need none under
-    `generator.exact`: the generator then verifies each completion with the programs of `Model.logprobs`, and its
-    log-probabilities are those of `Model.logprobs`, bit for bit (docs/exact.md).
+    What only the update uses needs none, since the update computes it. Log-probabilities alone need
+    none under `generator.exact`: the generator then verifies each completion with the programs of
+    `Model.logprobs`, and its log-probabilities are those of `Model.logprobs`, bit for bit
+    (docs/exact.md).
     """
     exact = stage.samples_completions and stage.config.generator.exact
     return "old_logp" in stage.inputs and not (exact and "entropy" not in stage.inputs)
@@ -220,28 +244,33 @@ def _old_pass_needed(stage: StageKind) -> bool:
 def old_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities and entropy under the policy before the updates of the step.
 
-    The input `old_logp` is this pass. The array `Batch.old_logp`, which the ratio of the loss divides by, can have
-    another source: the stage replaces it by the generator's log-probabilities under the algorithm's option `old_logp:
-    sampler`, and under `generator.exact`.
+    The input `old_logp` is this pass. The array `Batch.old_logp`, which the ratio of the loss
+    divides by, can have another source: the stage replaces it by the generator's log-probabilities
+    under the algorithm's option `old_logp: sampler`, and under `generator.exact`.
     """
     logp, entropy = stage.trainer.logprobs(data.state.policy.params, data.batch, data.media_rows)
-    data.batch, data.trainer_logp = data.batch.replace(old_logp=logp, entropy=entropy), logp
+    data.batch = data.batch.replace(old_logp=logp, entropy=entropy)
+    data.trainer_logp = logp
 
 
 @provides("current_logp", when=MODEL_PASSES, executable=LOGPROBS, in_some_steps=True)
 def current_logp(stage: StageKind, data: StepData) -> None:
-    """The pass of `old_logp`, in steps with tokens that an older policy sampled, unless `old_logp` has made it.
+    """The pass of `old_logp`, in steps with tokens that an older policy sampled, unless `old_logp`
+    has made it.
 
-    Under `generator.exact`, stale tokens use them as old log-probabilities. The other tokens show how far generator and
-    trainer differ.
+    Under `generator.exact`, stale tokens use them as old log-probabilities. The other tokens show
+    how far generator and trainer differ.
     """
     stale_NT = stale_tokens(data.batch, stage.context.progress.version)
     if not stale_NT.any():
         return
     data.current = data.batch
     if data.batch.old_logp is None:
-        logp, entropy = stage.trainer.logprobs(data.state.policy.params, data.batch, data.media_rows)
-        data.current, data.trainer_logp = data.batch.replace(old_logp=logp, entropy=entropy), logp
+        logp, entropy = stage.trainer.logprobs(
+            data.state.policy.params, data.batch, data.media_rows
+        )
+        data.current = data.batch.replace(old_logp=logp, entropy=entropy)
+        data.trainer_logp = logp
 
 
 def stale_tokens(batch: Any, version: int) -> np.ndarray:
@@ -249,27 +278,39 @@ def stale_tokens(batch: Any, version: int) -> np.ndarray:
     return (batch.mask != 0) & (batch.version != version)
 
 
-@provides("ref_logp", when=MODEL_PASSES, fields=("ref_logp",), state="reference", executable=LOGPROBS)
+@provides(
+    "ref_logp", when=MODEL_PASSES, fields=("ref_logp",), state="reference", executable=LOGPROBS
+)
 def ref_logp(stage: StageKind, data: StepData) -> None:
-    """Log-probabilities under the reference model. It is another model, so its routers choose experts themselves."""
+    """Log-probabilities under the reference model. It is another model, so its routers choose
+    experts themselves."""
     with stage.context.timeline.span("log-probabilities of the reference") as span:
-        table = stage.context.media and stage.context.media.with_weights(data.state.reference, data.table)
-        logp = stage.trainer.logprobs(data.state.reference, data.batch.replace(routes=None), table)[0]
+        table = stage.context.media and stage.context.media.with_weights(
+            data.state.reference, data.table
+        )
+        logp = stage.trainer.logprobs(data.state.reference, data.batch.replace(routes=None), table)[
+            0
+        ]
     data.batch = data.batch.replace(ref_logp=logp)
     data.metrics["time/ref"] = span.seconds
 
 
-@provides("values", when=MODEL_PASSES, fields=("old_values", "returns"), state="critic", executable=VALUES)
+@provides(
+    "values", when=MODEL_PASSES, fields=("old_values", "returns"), state="critic", executable=VALUES
+)
 def values(stage: StageKind, data: StepData) -> None:
-    """Values of a critic before each token (`old_values`), and after the last token of a truncated completion
-    (`last_values`). From them the algorithm estimates the advantages and `returns`.
+    """Values of a critic before each token (`old_values`), and after the last token of a truncated
+    completion (`last_values`). From them the algorithm estimates the advantages and `returns`.
 
-    If the generator computed `old_values`, the program runs only for `last_values`: if the algorithm bootstraps
-    truncated completions and the step has any. It then replaces `old_values` too.
+    If the generator computed `old_values`, the program runs only for `last_values`: if the
+    algorithm bootstraps truncated completions and the step has any. It then replaces `old_values`
+    too.
     """
     assert data.rollouts is not None
     truncated = [completion.finish == "length" for _, completion in data.rollouts.flat]
-    if data.batch.old_values is not None and not (stage.algorithm.bootstrap_truncated and any(truncated)):
+    if data.batch.old_values is not None and not (
+        stage.algorithm.bootstrap_truncated and any(truncated)
+    ):
         return
     before, after = stage.trainer.values(data.state, data.batch, data.media_rows)
     last = values_at_the_end(after, data.batch.mask, truncated)
@@ -277,7 +318,8 @@ def values(stage: StageKind, data: StepData) -> None:
 
 
 def values_at_the_end(after_NT: np.ndarray, mask_NT: np.ndarray, truncated_N: Any) -> np.ndarray:
-    """Returns float[N]: the value after the last token of the mask if the completion was truncated, else 0.
+    """Returns float[N]: the value after the last token of the mask if the completion was truncated,
+    else 0.
 
     A row without a token in the mask, as under `mask_truncated`, gets 0.
     """
@@ -289,8 +331,8 @@ def values_at_the_end(after_NT: np.ndarray, mask_NT: np.ndarray, truncated_N: An
 
 @provides("each_reward", when=REWARDS)
 def each_reward(stage: StageKind, data: StepData) -> None:
-    """Makes the rewards float[P,G,F], the scores of each function, NaN for a completion without a total. Adds the
-    argument `weights`, float[F]: the weight of each function in the total.
+    """Makes the rewards float[P,G,F], the scores of each function, NaN for a completion without a
+    total. Adds the argument `weights`, float[F]: the weight of each function in the total.
     """
     assert data.scores is not None and data.rewards is not None
     scored = np.isfinite(data.scores.total)[:, None]
@@ -307,8 +349,8 @@ def completion_mask(stage: StageKind, data: StepData) -> None:
 
 @provides("token_kl", when=REWARDS)
 def token_kl(stage: StageKind, data: StepData) -> None:
-    """Adds the arguments `mask`, float[P,G,T], and `token_kl`, float[P,G,T]: old_logp - ref_logp of each token of the
-    mask, else 0, which the algorithm penalises in the rewards.
+    """Adds the arguments `mask`, float[P,G,T], and `token_kl`, float[P,G,T]: old_logp - ref_logp of
+    each token of the mask, else 0, which the algorithm penalises in the rewards.
     """
     completion_mask(stage, data)
     batch = data.batch
@@ -319,6 +361,9 @@ def token_kl(stage: StageKind, data: StepData) -> None:
 
 @provides("correct", when=REWARDS, fields=("correct",))
 def correct(stage: StageKind, data: StepData) -> None:
-    """Adds `correct`, float[N,T]: 1 on the tokens of completions that the loss treats as demonstrations, else 0."""
+    """Adds `correct`, float[N,T]: 1 on the tokens of completions that the loss treats as
+    demonstrations, else 0."""
     assert data.scores is not None
-    data.batch = data.batch.replace(correct=stage.algorithm.correct(data.scores.total, data.batch.mask))
+    data.batch = data.batch.replace(
+        correct=stage.algorithm.correct(data.scores.total, data.batch.mask)
+    )

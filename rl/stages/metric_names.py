@@ -193,7 +193,8 @@ NAMES = (
     "perf/mfu_train",
     "perf/mfu_step",
 )
-"""The names of docs/metrics.md. In `rewards/<name>/mean`, `<name>` is a reward function; k, layer and part as there."""
+"""The names of docs/metrics.md. In `rewards/<name>/mean`, `<name>` is a reward function; k, layer
+and part as there."""
 
 _OF_LOSSES = {
     "supervised": r"loss|nll|entropy",
@@ -205,7 +206,8 @@ _OF_LOSSES = {
 
 
 class _Condition(NamedTuple):
-    """Metrics that not every stage has: the pattern of their names, whether a stage has them, and why it has not."""
+    """Metrics that not every stage has: the pattern of their names, whether a stage has them, and
+    why it has not."""
 
     pattern: str
     holds: Callable[[ConfiguredStage], Any]
@@ -213,21 +215,43 @@ class _Condition(NamedTuple):
 
 
 _CONDITIONS = (
-    _Condition("eval/|time/eval$", lambda stage: stage.config.evaluation, "no `evaluation` is configured"),
-    _Condition("eval/|time/eval$", lambda stage: stage.trains_policy, "this stage is not evaluated"),
-    _Condition("eval/(samples|pass@)", lambda stage: stage.config.evaluation.samples, "`evaluation.samples` is 0"),
+    _Condition(
+        "eval/|time/eval$", lambda stage: stage.config.evaluation, "no `evaluation` is configured"
+    ),
+    _Condition(
+        "eval/|time/eval$", lambda stage: stage.trains_policy, "this stage is not evaluated"
+    ),
+    _Condition(
+        "eval/(samples|pass@)",
+        lambda stage: stage.config.evaluation.samples,
+        "`evaluation.samples` is 0",
+    ),
     _Condition(
         "(reward|advantage|completion|dynamic|async|sampler|clip_ratio)/|rewards/.+/|time/sample$",
         lambda stage: stage.samples_completions,
         "this stage samples no completions",
     ),
-    _Condition("held_out/|time/held_out$", lambda stage: stage.options.held_out, "`held_out` is null"),
-    _Condition("dynamic/", lambda stage: stage.algorithm.dynamic_batches, "`algorithm.dynamic_batches` is 0"),
-    _Condition("sampler/kept_", lambda stage: stage.max_kept, "no ids that filters leave are recorded"),
+    _Condition(
+        "held_out/|time/held_out$", lambda stage: stage.options.held_out, "`held_out` is null"
+    ),
+    _Condition(
+        "dynamic/",
+        lambda stage: stage.algorithm.dynamic_batches,
+        "`algorithm.dynamic_batches` is 0",
+    ),
+    _Condition(
+        "sampler/kept_", lambda stage: stage.max_kept, "no ids that filters leave are recorded"
+    ),
     _Condition("value/", lambda stage: "values" in stage.inputs, "its algorithm has no critic"),
     _Condition("mtp/", lambda stage: stage.options.mtp, "`mtp` is null"),
-    _Condition("indexer/", lambda stage: stage.options.indexer.training != "off", "`indexer.training` is off"),
-    _Condition("activation/|grad_norm/", lambda stage: stage.options.diagnostics, "`diagnostics` is false"),
+    _Condition(
+        "indexer/",
+        lambda stage: stage.options.indexer.training != "off",
+        "`indexer.training` is off",
+    ),
+    _Condition(
+        "activation/|grad_norm/", lambda stage: stage.options.diagnostics, "`diagnostics` is false"
+    ),
     _Condition(
         "rewards/(chosen|rejected|margins|accuracies)$|logps/",
         lambda stage: stage.algorithm.stage == "preference",
@@ -242,7 +266,8 @@ _CONDITIONS = (
 
 
 def problem(stage: ConfiguredStage, metric: str) -> str | None:
-    """Returns what is wrong with the name of a metric that a stage is to have, with the nearest name, or None."""
+    """Returns what is wrong with the name of a metric that a stage is to have, with the nearest
+    name, or None."""
     if any(re.fullmatch(pattern, metric) for pattern in _patterns(stage)):
         return None
     if _general(metric) in NAMES and (reason := _excluded(stage, metric)):
@@ -251,7 +276,8 @@ def problem(stage: ConfiguredStage, metric: str) -> str | None:
 
 
 def reward_names(stage: ConfiguredStage) -> list[str]:
-    """Returns the names of the reward functions of a stage, as metrics have them; without those that do not load."""
+    """Returns the names of the reward functions of a stage, as metrics have them; without those
+    that do not load."""
     names = []
     for function in stage.rewards.functions if stage.rewards else ():
         try:
@@ -298,7 +324,11 @@ def _examples(stage: ConfiguredStage) -> Iterator[str]:
         if name == "eval/pass@<k>":
             yield from (f"eval/pass@{k}" for k in (evaluation.k if evaluation else ()))
         elif name == "held_out/<metric>":
-            yield from (f"held_out/{each}" for each in NAMES if re.fullmatch(_OF_LOSSES[stage.algorithm.stage], each))
+            yield from (
+                f"held_out/{each}"
+                for each in NAMES
+                if re.fullmatch(_OF_LOSSES[stage.algorithm.stage], each)
+            )
         elif "<name>" in name:
             yield from (name.replace("<name>", reward) for reward in reward_names(stage))
         else:

@@ -1,4 +1,5 @@
-"""A stage that learns from preferred pairs: a chosen and a rejected answer to a prompt. Nothing is sampled."""
+"""A stage that learns from preferred pairs: a chosen and a rejected answer to a prompt. Nothing is
+sampled."""
 
 from __future__ import annotations
 
@@ -42,11 +43,14 @@ class Stage(supervised.Stage):
 
 def pairs_with_documents(pairs: Sequence[Pair], max_length: int) -> tuple[Batch, Documents]:
     """Returns (a batch with one pair per row, the pictures and sounds of its sequences)."""
-    return batch_of(pairs, max_length), supervised.documents_of([(pair.chosen, pair.rejected) for pair in pairs])
+    return batch_of(pairs, max_length), supervised.documents_of(
+        [(pair.chosen, pair.rejected) for pair in pairs]
+    )
 
 
 def batch_of(pairs: Sequence[Pair], max_length: int) -> Batch:
-    """Returns a batch with one pair per row: segment 1 is the chosen answer, segment 2 the rejected one."""
+    """Returns a batch with one pair per row: segment 1 is the chosen answer, segment 2 the rejected
+    one."""
     from rl.training.batch import segmented_batch
 
     batch = segmented_batch([(pair.chosen, pair.rejected) for pair in pairs], 2 * max_length)

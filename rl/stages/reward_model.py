@@ -42,7 +42,10 @@ class Stage(StageKind):
             "indexer": stage.indexer.training != "off",
         }
         for key in filter(options.get, options):
-            text = f"{stage.algorithm.name} does not update the policy, so this option has no effect; leave it out"
+            text = (
+                f"{stage.algorithm.name} does not update the policy, so this option has no "
+                "effect; leave it out"
+            )
             yield (*self.path, key), text
         yield from self._check_offline()
         yield from self._check_no_capacity()
@@ -66,10 +69,13 @@ class Stage(StageKind):
         return state.reward_model
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
-        state, updates = self.abstract(), self.options.updates_per_step
+        state = self.abstract()
+        updates = self.options.updates_per_step
         batch = abstract_batch(abstract_rows(self, updates).shape, None, "margin")
         learner = state.reward_model
-        yield update_program(self, "update of the reward model", batch, learner, ({}, None), (learner, {}), updates)
+        yield update_program(
+            self, "update of the reward model", batch, learner, ({}, None), (learner, {}), updates
+        )
         yield from held_out_program(self, batch, learner.params, learner)
 
     def step(self, state: RewardModelState, n: int) -> tuple[RewardModelState, dict[str, float]]:
@@ -80,9 +86,13 @@ class Stage(StageKind):
             pairs = self.rows.take(self.draw_examples(self.examples))
             batch, table = context.with_media(*self.to_batch(pairs))
         state, metrics = self.update(state, batch, n, table)
-        return state, metrics | {"perf/step_tflop": (self.trainer.total_flops - flops_before) / 1e12}
+        return state, metrics | {
+            "perf/step_tflop": (self.trainer.total_flops - flops_before) / 1e12
+        }
 
-    def finish(self, state: RewardModelState, write: Callable[[Path, Callable[[Path], None]], Any]) -> None:
+    def finish(
+        self, state: RewardModelState, write: Callable[[Path, Callable[[Path], None]], Any]
+    ) -> None:
         with self.context.timeline.span("export", stage=self.name):
             write(reward_model_of(self.config, self.name), partial(self._write, state))
         super().finish(state, write)

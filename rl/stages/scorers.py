@@ -45,7 +45,8 @@ def program_name(source: str) -> str:
 def load_scorers(
     config: RunConfig, names: Iterable[str], mesh: Layout, sharing: Sharing | None = None
 ) -> dict[str, RewardModelScorer]:
-    """Loads reward models: stages of the run, directories, or names on the hub, for sequences that share beginnings.
+    """Loads reward models: stages of the run, directories, or names on the hub, for sequences that
+    share beginnings.
 
     Raises ModelError where one cannot be read.
     """
@@ -56,7 +57,9 @@ def load_scorers(
         trained = source in config.stage_names
         directory = reward_model_of(config, source) if trained else _directory(source, weights=True)
         try:
-            scorers[source] = RewardModelScorer.read(directory, _runtime(config), mesh, config.max_length, sharing)
+            scorers[source] = RewardModelScorer.read(
+                directory, _runtime(config), mesh, config.max_length, sharing
+            )
         except (ModelFileError, UnsupportedModel) as error:
             raise ModelError(f"reward model {source}: {error}") from None
     return scorers
@@ -70,11 +73,13 @@ def timed(
 ) -> dict[str, Callable[[list], list[float]]]:
     """Returns each reward model as a function of lists of token ids; the timeline shows each call.
 
-    The sequences of a prompt stand next to each other, equally many for each of the `prompts`. table: the pictures and
-    sounds of the prompts.
+    The sequences of a prompt stand next to each other, equally many for each of the `prompts`.
+    table: the pictures and sounds of the prompts.
     """
 
-    def rewards_of(source: str, scorer: RewardModelScorer, sequences: list[list[int]]) -> list[float]:
+    def rewards_of(
+        source: str, scorer: RewardModelScorer, sequences: list[list[int]]
+    ) -> list[float]:
         with timeline.span("reward model", source=source, completions=len(sequences)):
             samples = len(sequences) // len(prompts)
             if table is None:
@@ -90,17 +95,24 @@ def abstract_scorers(
 ) -> dict[str, RewardModelScorer]:
     """Returns the reward models without weights, for a plan.
 
-    A stage that has not run yet trains its reward model on a copy of the policy, whose graph is `graph`.
+    A stage that has not run yet trains its reward model on a copy of the policy, whose graph is
+    `graph`.
     """
     from policy.model import Graph
     from rl.training.reward_model import RewardModelScorer
 
-    names = {each.options["source"] for each in rewards.functions if each.name == REWARD_MODEL} if rewards else set()
+    names = (
+        {each.options["source"] for each in rewards.functions if each.name == REWARD_MODEL}
+        if rewards
+        else set()
+    )
     scorers = {}
     for source in sorted(names):
         try:
             trained = source in config.stage_names
-            decoder = sources.trunk(graph.config) if trained else sources.classifier(_directory(source))
+            decoder = (
+                sources.trunk(graph.config) if trained else sources.classifier(_directory(source))
+            )
         except (ModelFileError, UnsupportedModel) as error:
             raise ModelError(f"reward model {source}: {error}") from None
         trunk = Graph(decoder, _runtime(config), graph.layout)
@@ -108,7 +120,9 @@ def abstract_scorers(
     return scorers
 
 
-def bound_teacher(config: RunConfig, options: TeacherOptions | None, algorithm: Any, mesh: Layout) -> Teacher | None:
+def bound_teacher(
+    config: RunConfig, options: TeacherOptions | None, algorithm: Any, mesh: Layout
+) -> Teacher | None:
     """Returns the teacher on the mesh of the run, without weights; None: without options.
 
     Raises ConfigError or ModelError.
@@ -123,24 +137,35 @@ def bound_teacher(config: RunConfig, options: TeacherOptions | None, algorithm: 
         return StoredTeacher(algorithm)
     runtime = config.runtime
     dtype = options.dtype or runtime.dtype
-    runtime = replace(runtime, dtype=dtype, param_dtype=dtype, remat="full", remat_tensors=(), quantization=None)
     runtime = replace(
-        runtime, host_parameters=options.host_memory, table_memory="device", batch_split=False, skip_blocks=True
+        runtime, dtype=dtype, param_dtype=dtype, remat="full", remat_tensors=(), quantization=None
     )
-    decoder, directory = teachers.decoder_of(options), teachers.directory_of(options)
+    runtime = replace(
+        runtime,
+        host_parameters=options.host_memory,
+        table_memory="device",
+        batch_split=False,
+        skip_blocks=True,
+    )
+    decoder = teachers.decoder_of(options)
+    directory = teachers.directory_of(options)
     try:
         frozen = Graph(decoder, runtime, mesh)
     except NoHostMemory:
         raise ResourceError(
-            "teacher.host_memory: these devices have no host memory that programs can read; set it to false"
+            "teacher.host_memory: these devices have no host memory that programs can read; set "
+            "it to false"
         ) from None
     except ValueError as error:
         raise ConfigError(f"teacher {options.source}: {error}") from None
     return ModelTeacher(frozen, algorithm, directory, config.seed, options.weights)
 
 
-def load_teacher(options: TeacherOptions | None, trainer: Any, span: Callable[[str], AbstractContextManager]) -> None:
-    """Reads the weights of the teacher of a trainer, in a span of the timeline; without options it does nothing.
+def load_teacher(
+    options: TeacherOptions | None, trainer: Any, span: Callable[[str], AbstractContextManager]
+) -> None:
+    """Reads the weights of the teacher of a trainer, in a span of the timeline; without options it
+    does nothing.
 
     Raises ModelError.
     """
@@ -153,7 +178,8 @@ def load_teacher(options: TeacherOptions | None, trainer: Any, span: Callable[[s
 
 
 def _directory(source: str, weights: bool = False) -> Path:
-    """Returns the directory of a reward model that no stage of the run trains. Raises as `models.directory`."""
+    """Returns the directory of a reward model that no stage of the run trains. Raises as
+    `models.directory`."""
     return models.directory(source, weights=weights, part="reward model") or Path(source)
 
 

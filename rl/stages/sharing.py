@@ -1,6 +1,7 @@
-"""Whether the updates and passes of a stage compute equal beginnings of sequences once (`stages.N.shared_prefix`), and
-in rows of which length. The configuration, the model and the mesh alone decide, so batches of a stage with rows of one
-length meet the same programs. A batch that shares nothing runs the programs for rows without trees."""
+"""Whether the updates and passes of a stage compute equal beginnings of sequences once
+(`stages.N.shared_prefix`), and in rows of which length. The configuration, the model and the mesh
+alone decide, so batches of a stage with rows of one length meet the same programs. A batch that
+shares nothing runs the programs for rows without trees."""
 
 from __future__ import annotations
 
@@ -16,20 +17,24 @@ if TYPE_CHECKING:
 
 
 LONGEST_ON_CPU = 3072
-"""Tokens of the longest packed row on a CPU without `micro_batch`, unless a row of the batch has more. Activations of
-longer rows leave its caches, and their memory is allocated anew in each update."""
+"""Tokens of the longest packed row on a CPU without `micro_batch`, unless a row of the batch has
+more. Activations of longer rows leave its caches, and their memory is allocated anew in each
+update."""
 
 
 def sharing_of(stage: ConfiguredStage, graph: Graph) -> Sharing | None:
-    """Returns how the sequences of a stage share beginnings on this mesh; None: each is computed alone. Raises ConfigError
-    where `always` cannot be."""
+    """Returns how the sequences of a stage share beginnings on this mesh; None: each is computed
+    alone. Raises ConfigError where `always` cannot be."""
     from policy.attention.flash_attention import LONGEST_TREES
     from rl.training.batch_updates import row_multiple
     from rl.training.packing.trees import Sharing, has_state
 
     if (group := stage.group) is None or excluded(stage, graph) is not None:
         return None
-    options, length, config, platform = stage.options, stage.row_length, graph.config, graph.layout.platform
+    options = stage.options
+    length = stage.row_length
+    config = graph.config
+    platform = graph.layout.platform
     most = max(1, (options.micro_batch or stage.rows_per_update) // row_multiple(graph)) * length
     if _by_kernel(graph):
         most = min(most, LONGEST_TREES)
@@ -45,11 +50,13 @@ def sharing_of(stage: ConfiguredStage, graph: Graph) -> Sharing | None:
 
 
 def excluded(stage: ConfiguredStage, graph: Graph) -> str | None:
-    """Returns what keeps the sequences of a stage with groups from sharing beginnings: a key, or what the device cannot
-    do. None: nothing does. Raises ConfigError where `always` cannot be."""
+    """Returns what keeps the sequences of a stage with groups from sharing beginnings: a key, or
+    what the device cannot do. None: nothing does. Raises ConfigError where `always` cannot be."""
     from policy.attention.flash_attention import LONGEST_TREES
 
-    shared_prefix, platform, length = stage.options.shared_prefix, graph.layout.platform, stage.row_length
+    shared_prefix = stage.options.shared_prefix
+    platform = graph.layout.platform
+    length = stage.row_length
     if shared_prefix == "never":
         return f"stages.{stage.index}.shared_prefix: never"
     if stage.unshared is not None:
@@ -58,11 +65,17 @@ def excluded(stage: ConfiguredStage, graph: Graph) -> str | None:
         return "bfloat16 on a GPU, whose kernel for attention reads no trees"
     if _by_kernel(graph) and length > LONGEST_TREES:
         pair = " (two of max_length)" * (stage.sequences_per_row == 2)
-        limit = f"rows of {length} tokens{pair} in bfloat16 on a TPU, whose kernel takes {LONGEST_TREES}"
+        limit = (
+            f"rows of {length} tokens{pair} in bfloat16 on a TPU, whose kernel takes "
+            f"{LONGEST_TREES}"
+        )
         if shared_prefix == "always":
             key = f"stages.{stage.index}.shared_prefix"
             most = LONGEST_TREES // stage.sequences_per_row
-            raise ConfigError(f"{key}: always does not go with {limit}; use auto, or a max_length of at most {most}")
+            raise ConfigError(
+                f"{key}: always does not go with {limit}; use auto, or a max_length of at most "
+                f"{most}"
+            )
         return limit
     return None
 
@@ -73,7 +86,8 @@ def _by_kernel(graph: Graph) -> bool:
 
 
 def full_rows(stage: ConfiguredStage, sharing: Sharing | None, rows: int) -> int:
-    """Returns how many packed rows so many rows of a batch fill, if all sequences have their full length."""
+    """Returns how many packed rows so many rows of a batch fill, if all sequences have their full
+    length."""
     group = stage.group
     if sharing is None or group is None or stage.answers_share_prompts:
         return rows
@@ -81,20 +95,27 @@ def full_rows(stage: ConfiguredStage, sharing: Sharing | None, rows: int) -> int
 
 
 def describe(stage: ConfiguredStage, graph: Graph, sharing: Sharing | None) -> str | None:
-    """Returns a line that says what the sequences of a stage share, or what keeps them from it; None: they have no
-    groups."""
+    """Returns a line that says what the sequences of a stage share, or what keeps them from it;
+    None: they have no groups."""
     if (group := stage.group) is None:
         return None
     if sharing is None:
         return f"shared prefix: off: {excluded(stage, graph)}"
     from rl.training.packing.trees import LEAST_SAVED
 
-    length, assumed = sharing.packed_length(stage.row_length), " (half of max_length)" * stage.answers_share_prompts
-    parts, own = group.parts(length), group.sequences * group.own
+    length = sharing.packed_length(stage.row_length)
+    assumed = " (half of max_length)" * stage.answers_share_prompts
+    parts = group.parts(length)
+    own = group.sequences * group.own
     computed = parts * group.shared + own
     if parts == group.sequences or group.shared + own > (1 - LEAST_SAVED) * group.tokens:
-        return f"shared prefix: rows of {length} tokens, in which only sequences of less than full length share"
+        return (
+            f"shared prefix: rows of {length} tokens, in which only sequences of less than "
+            "full length share"
+        )
     return (
-        f"shared prefix: {group.sequences} sequences share {group.shared} tokens{assumed} and have {group.own} each of "
-        f"their own: {computed} of {group.tokens} tokens computed, {group.tokens / computed:.1f}x; rows of {length}"
+        f"shared prefix: {group.sequences} sequences share {group.shared} tokens{assumed} and "
+        f"have {group.own} each of "
+        f"their own: {computed} of {group.tokens} tokens computed, "
+        f"{group.tokens / computed:.1f}x; rows of {length}"
     )

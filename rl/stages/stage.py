@@ -4,12 +4,14 @@ A stage goes through five phases, and each method belongs to one:
 
     check                      configuration: what is wrong with it; without jax
     prepare                    data: reads rows, checks rewards
-    bind, abstract, programs   model: defines the functions to compile; lists them as programs of a plan
+    bind, abstract, programs   model: defines the functions to compile; lists them as programs of a
+    plan
     start, step, evaluation    run: a state, and one step after the other
     finish, export             files
 
-A step takes `prompts_per_step` rows of data: prompts, demonstrations or pairs. It makes `updates_per_step`
-updates, each on a mini-batch: an equal part of the rows, as in PPO. An update sums the gradients of micro-batches.
+A step takes `prompts_per_step` rows of data: prompts, demonstrations or pairs. It makes
+`updates_per_step` updates, each on a mini-batch: an equal part of the rows, as in PPO. An update
+sums the gradients of micro-batches.
 """
 
 from __future__ import annotations
@@ -58,13 +60,14 @@ if TYPE_CHECKING:
 class Program:
     """A compiled function of a step, described for a plan.
 
-    kind: its name in `executables`. shape: (rows, tokens of a row) of its token arrays. lower: traces and lowers it.
-    graph: the model that it runs. resident: its arguments, as shapes, that are on the devices during all of the run,
-    such as weights and moments; the plan counts them once for all programs. times: calls per step. trip_count:
-    iterations of its loop over micro-batches, of `micro_rows` rows (None: one iteration of all rows). The program
-    computes this number, so the compiler does not know it. rollout_memory: whether the generator's resharded weights
-    (`Context.resharded`) are on the devices while it runs. teacher: the model whose forward pass it contains. shared:
-    what its sequences share, as a line of a plan.
+    kind: its name in `executables`. shape: (rows, tokens of a row) of its token arrays. lower:
+    traces and lowers it. graph: the model that it runs. resident: its arguments, as shapes, that
+    are on the devices during all of the run, such as weights and moments; the plan counts them once
+    for all programs. times: calls per step. trip_count: iterations of its loop over micro-batches,
+    of `micro_rows` rows (None: one iteration of all rows). The program computes this number, so the
+    compiler does not know it. rollout_memory: whether the generator's resharded weights
+    (`Context.resharded`) are on the devices while it runs. teacher: the model whose forward pass it
+    contains. shared: what its sequences share, as a line of a plan.
     """
 
     kind: str
@@ -81,8 +84,8 @@ class Program:
 
 
 class StageKind(ConfiguredStage, ABC):
-    """The base class of the kinds of stages: one subclass a kind (rl/stages/*.py:Stage). An instance is one stage of a
-    run."""
+    """The base class of the kinds of stages: one subclass a kind (rl/stages/*.py:Stage). An
+    instance is one stage of a run."""
 
     context: Context
     rows: Shard
@@ -92,12 +95,16 @@ class StageKind(ConfiguredStage, ABC):
 
     def __init__(self, config: RunConfig, index: int):
         super().__init__(config, index)
-        self.runner: Any = None  # rewards.Runner, which calls the reward functions; None: nothing is rewarded
+        self.runner: Any = (
+            None  # rewards.Runner, which calls the reward functions; None: nothing is rewarded
+        )
         self.rows_of_data = 0  # rows of the data of a stage that draws examples
         self.example_numbers: list[int] = []  # in the data, of the examples of the current step
         self.scorers: dict[str, RewardModelScorer] = {}  # reward models, by the name in the rewards
         self.trainer: Any = None
-        self.table_shapes: MediaTable | None = None  # of pictures and sounds, in a plan of a run with them
+        self.table_shapes: MediaTable | None = (
+            None  # of pictures and sounds, in a plan of a run with them
+        )
 
     # Data.
 
@@ -106,7 +113,8 @@ class StageKind(ConfiguredStage, ABC):
         """Reads the rows of the stage. Raises ConfigError or DataError."""
 
     def read(self, reader: DataReader, source: DataOptions, held_out: bool = False) -> Shard:
-        """Reads the rows of a source in the form of this stage. held_out: they are not trained on."""
+        """Reads the rows of a source in the form of this stage. held_out: they are not trained
+        on."""
         raise NotImplementedError(f"{self.name} has no rows with answers")
 
     def read_rows(self, reader: DataReader) -> None:
@@ -129,7 +137,8 @@ class StageKind(ConfiguredStage, ABC):
         raise NotImplementedError(f"{self.name} makes its batches from completions")
 
     def with_inputs(self, state: Any, batch: Batch, table: StepTable | None) -> Batch:
-        """Returns a batch of `to_batch` with the inputs of the algorithm. table: that of a batch with places."""
+        """Returns a batch of `to_batch` with the inputs of the algorithm. table: that of a batch
+        with places."""
         return batch
 
     def counted(self, batch: Batch) -> Batch:
@@ -142,12 +151,14 @@ class StageKind(ConfiguredStage, ABC):
         return self.rows.total
 
     def steps_of(self, epochs: float) -> int:
-        """Returns the steps that take every example `epochs` times, rounded up: the last step may begin the next
-        epoch. The result is exact for the decimal number that `epochs` was written as."""
+        """Returns the steps that take every example `epochs` times, rounded up: the last step may
+        begin the next epoch. The result is exact for the decimal number that `epochs` was written
+        as."""
         return ceil(Fraction(str(epochs)) * self.examples / self.options.prompts_per_step)
 
     def prompts(self) -> list:
-        """Returns the prompts of this process, with their data columns, that the generator completes."""
+        """Returns the prompts of this process, with their data columns, that the generator
+        completes."""
         return []
 
     def prepare_rewards(self, reader: DataReader, prompts: list) -> None:
@@ -172,11 +183,14 @@ class StageKind(ConfiguredStage, ABC):
         return self.trainer.abstract()
 
     def executables(self) -> Mapping[str, CompiledCache]:
-        """Returns the compiled functions of a step and of reward models, by the names of their programs in a plan."""
+        """Returns the compiled functions of a step and of reward models, by the names of their
+        programs in a plan."""
         from rl.accounting.program_memory import ENCODING
         from rl.stages.scorers import program_name
 
-        reward_models = {program_name(source): scorer.executable for source, scorer in self.scorers.items()}
+        reward_models = {
+            program_name(source): scorer.executable for source, scorer in self.scorers.items()
+        }
         media = getattr(self, "context", None) and self.context.media
         towers = {ENCODING: media.encoder.executable} if media else {}
         return self.trainer.executables | towers | reward_models
@@ -185,12 +199,14 @@ class StageKind(ConfiguredStage, ABC):
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
         """Yields the programs of a step, each for the largest shape that it has.
 
-        routes: Batch.routes of one token (the experts that computed it), as shapes; None: the generator records none.
-        values: whether the generator computes values of a critic while it samples.
+        routes: Batch.routes of one token (the experts that computed it), as shapes; None: the
+        generator records none. values: whether the generator computes values of a critic while it
+        samples.
         """
 
     def frozen(self) -> list[Any]:
-        """Returns the shapes and shardings of other models' weights that the stage keeps on the devices."""
+        """Returns the shapes and shardings of other models' weights that the stage keeps on the
+        devices."""
         teachers = [] if self.teacher is None else [self.trainer.teacher]
         return [*(each.abstract for each in (*self.scorers.values(), *teachers)), self.media_params]
 
@@ -202,8 +218,10 @@ class StageKind(ConfiguredStage, ABC):
         return as_params(self.table_shapes)
 
     def with_options(self, options: StageOptions) -> StageKind:
-        """Returns a copy of the stage with another micro-batch size, for a plan. Both share their programs."""
-        other, other.trainer = copy.copy(self), copy.copy(self.trainer)
+        """Returns a copy of the stage with another micro-batch size, for a plan. Both share their
+        programs."""
+        other = copy.copy(self)
+        other.trainer = copy.copy(self.trainer)
         other.options = other.trainer.stage = options
         other.trainer.sharing = sharing_of(other, other.trainer.graph)
         return other
@@ -216,7 +234,8 @@ class StageKind(ConfiguredStage, ABC):
         options = config.stages[self.index]
         if options != self.options and self.trainer is not None:
             self.trainer.set_rates(options)
-        self.config, self.options = config, options
+        self.config = config
+        self.options = options
 
     def start(self, context: Context, restored: Any = None) -> Any:
         """Returns the state before the first step, or `restored`, the arrays of a checkpoint."""
@@ -238,25 +257,35 @@ class StageKind(ConfiguredStage, ABC):
         load_teacher(self.teacher, self.trainer, partial(context.timeline.span, stage=self.name))
         if self.runner and self.runner.sources:
             with context.timeline.span("loading reward models", stage=self.name):
-                graph, sources = context.model.graph, self.runner.sources
-                self.scorers = load_scorers(self.config, sources, graph.layout, self.trainer.sharing)
+                graph = context.model.graph
+                sources = self.runner.sources
+                self.scorers = load_scorers(
+                    self.config, sources, graph.layout, self.trainer.sharing
+                )
 
     @abstractmethod
     def step(self, state: Any, n: int) -> tuple[Any, dict[str, float]]:
-        """Makes step `n`, counted from 1. Returns the new state and the metrics of the step, numbers only."""
+        """Makes step `n`, counted from 1. Returns the new state and the metrics of the step,
+        numbers only."""
 
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """Returns how completions are drawn, with `changes`."""
         return rollouts.sampling_params(self.options.sampling, self.context.stop_ids, **changes)
 
-    def collect(self, problems, params: SamplingParams, ids, *, counted: bool = True, again: bool = False) -> Rollouts:
-        """Samples completions of `problems` (prompts with their data columns) and starts to compute their rewards.
+    def collect(
+        self, problems, params: SamplingParams, ids, *, counted: bool = True, again: bool = False
+    ) -> Rollouts:
+        """Samples completions of `problems` (prompts with their data columns) and starts to compute
+        their rewards.
 
-        ids: a prompt id for each, for the random draws. counted, again: as for `Context.media_table`.
+        ids: a prompt id for each, for the random draws. counted, again: as for
+        `Context.media_table`.
         """
         from rl.stages.scorers import timed
 
-        context, prompts, table = self.context, None, None
+        context = self.context
+        prompts = None
+        table = None
         documents = [problem.media for problem in problems]
         if context.media is not None:
             table = context.media_table(documents, counted=counted, again=again)
@@ -276,13 +305,16 @@ class StageKind(ConfiguredStage, ABC):
         )
 
     def evaluation(self, held_out: list) -> Evaluation | None:
-        """Returns the evaluation of the policy, or None if the run has none or the stage does not change the policy."""
+        """Returns the evaluation of the policy, or None if the run has none or the stage does not
+        change the policy."""
         options = self.config.evaluation
         if options is None or not self.trains_policy:
             return None
         block = None if self.context.media is None else self.context.media.block
         collect = partial(self.collect, counted=False)
-        return Evaluation(options, held_out, collect, self.sampling_params(), self._record_evaluation, block)
+        return Evaluation(
+            options, held_out, collect, self.sampling_params(), self._record_evaluation, block
+        )
 
     def _record_evaluation(self, *evaluated: Any) -> None:
         """Writes the samples of an evaluation, if samples are kept."""
@@ -290,16 +322,19 @@ class StageKind(ConfiguredStage, ABC):
             rollouts.record_evaluation(self.context.events, self.name, *evaluated)
 
     def order(self, total: int, numbers: range) -> list[int]:
-        """Returns the indices in the data of the examples that a stage takes as number 0, 1, 2, ... of its `total`."""
+        """Returns the indices in the data of the examples that a stage takes as number 0, 1, 2, ...
+        of its `total`."""
         seed = self.config.seed * 1000 + self.index
         return [datasets.order(seed, total, number) for number in numbers]
 
     def draw_examples(self, total: int) -> list[int]:
-        """Draws the next `prompts_per_step` of the `total` examples, in shuffled order, and counts them as drawn.
+        """Draws the next `prompts_per_step` of the `total` examples, in shuffled order, and counts
+        them as drawn.
 
         Returns their indices in the data.
         """
-        progress, count = self.context.progress, self.options.prompts_per_step
+        progress = self.context.progress
+        count = self.options.prompts_per_step
         start = progress.examples_drawn
         progress.examples_drawn += count
         self.rows_of_data = total
@@ -313,35 +348,47 @@ class StageKind(ConfiguredStage, ABC):
     def update(
         self, state: Any, batch: Batch, step: int, table: StepTable | None = None, **options: Any
     ) -> tuple[Any, dict[str, float]]:
-        """Makes the `updates_per_step` updates of a step, counted from 1, each on a mini-batch of equally many rows.
-        `options`: for `Trainer.update`. table: that of a batch with places.
+        """Makes the `updates_per_step` updates of a step, counted from 1, each on a mini-batch of
+        equally many rows. `options`: for `Trainer.update`. table: that of a batch with places.
 
-        Returns the state and the mean of each metric over the updates that have it (of `first_update_metrics`, the first
-        value): updates without a token in the loss have no metric of it. After each update the model holds the new weights.
+        Returns the state and the mean of each metric over the updates that have it (of
+        `first_update_metrics`, the first value): updates without a token in the loss have no metric
+        of it. After each update the model holds the new weights.
         """
         import jax
 
         from rl.training.batch_updates import without_empty
 
-        context, updates = self.context, self.options.updates_per_step
-        progress, rows, flops_before = context.progress, len(batch.prompt) // updates, self.trainer.total_flops
-        coefs, updates_policy = dict(progress.adaptive_coefs), self.trains_policy and not options.get("critic_only")
+        context = self.context
+        updates = self.options.updates_per_step
+        progress = context.progress
+        rows = len(batch.prompt) // updates
+        flops_before = self.trainer.total_flops
+        coefs = dict(progress.adaptive_coefs)
+        updates_policy = self.trains_policy and not options.get("critic_only")
         all_metrics = []
         with context.timeline.span("updates") as span:
             for u in range(updates):
                 mini_batch = batch.rows(slice(u * rows, (u + 1) * rows))
                 if table is not None:
                     options["media"] = table.update_media(mini_batch)
-                options |= {"adaptive_coefs": progress.adaptive_coefs, "number": (step - 1) * updates + u}
+                options |= {
+                    "adaptive_coefs": progress.adaptive_coefs,
+                    "number": (step - 1) * updates + u,
+                }
                 state, metrics = self.trainer.update(state, mini_batch, **options)
                 context.model.params = state.policy.params
                 progress.version += updates_policy
                 if context.media is not None:
                     context.media.forget()
-                if coefs and updates_policy:  # the coefficients of the next update follow from the metrics of this one
+                if (
+                    coefs and updates_policy
+                ):  # the coefficients of the next update follow from the metrics of this one
                     metrics = jax.device_get(metrics)
                     if mini_batch.mask.any():
-                        progress.adaptive_coefs = self.algorithm.adapt_after_update(progress.adaptive_coefs, metrics)
+                        progress.adaptive_coefs = self.algorithm.adapt_after_update(
+                            progress.adaptive_coefs, metrics
+                        )
                 all_metrics.append(metrics)
             all_metrics = [without_empty(metrics) for metrics in jax.device_get(all_metrics)]
         values = defaultdict(list)
@@ -349,34 +396,44 @@ class StageKind(ConfiguredStage, ABC):
             for key, value in metrics.items():
                 values[key].append(value)
         means = {key: float(np.mean(each)) for key, each in values.items()}
-        means |= {key: float(values[key][0]) for key in self.algorithm.first_update_metrics & means.keys()}
+        means |= {
+            key: float(values[key][0]) for key in self.algorithm.first_update_metrics & means.keys()
+        }
         means |= {"time/update": span.seconds, "perf/step_tokens": float(batch.real)}
         means["batch/trained_share"] = float(np.count_nonzero(batch.mask)) / max(1, batch.real)
         if self.rows_of_data:
             means["data/epoch"] = progress.examples_drawn / self.rows_of_data
         flops = self.trainer.total_flops - flops_before
         means |= {} if context.media is None else context.media.metrics()
-        return state, coefs | means | rates("train", flops, batch.real, span.seconds, context.model.graph.layout)
+        return state, coefs | means | rates(
+            "train", flops, batch.real, span.seconds, context.model.graph.layout
+        )
 
     def learner(self, state: Any) -> Any:
-        """Returns the ParamState of the trained model: the metrics `optim/` describe its updates."""
+        """Returns the ParamState of the trained model: the metrics `optim/` describe its
+        updates."""
         return state.policy
 
     def check_learned(self, state: Any, metrics: dict[str, float]) -> None:
-        """Raises ModelError if no update of the stage changed the weights and none of the last step was finite.
+        """Raises ModelError if no update of the stage changed the weights and none of the last step
+        was finite.
 
-        Updates with a gradient of 0, as from equal rewards, change nothing and alone are no error. `metrics`: metrics
-        of the last step. Raises ModelError, too, if a weight or a moment is not finite.
+        Updates with a gradient of 0, as from equal rewards, change nothing and alone are no error.
+        `metrics`: metrics of the last step. Raises ModelError, too, if a weight or a moment is not
+        finite.
         """
         self.trainer.check_updates(self.learner(state), metrics)
         self.check_finite(state)
 
     def check_update(self, metrics: Mapping[str, float]) -> None:
-        """Raises ModelError if the updates of a step, with these metrics, made weights that are not finite."""
+        """Raises ModelError if the updates of a step, with these metrics, made weights that are not
+        finite."""
         norms = (key for key in metrics if key.endswith("optim/update_norm"))
         for key in norms:
             if not isfinite(metrics[key]):
-                self._refuse_not_finite(f"the last update made weights that are not finite ({key}: {metrics[key]})")
+                self._refuse_not_finite(
+                    f"the last update made weights that are not finite ({key}: {metrics[key]})"
+                )
 
     def check_finite(self, tree: Any) -> None:
         """Raises ModelError for a state, or weights, with a number that is not finite."""
@@ -388,7 +445,8 @@ class StageKind(ConfiguredStage, ABC):
     def _refuse_not_finite(self, what: str) -> NoReturn:
         key = f"stages.{self.index}.optimizer.learning_rate"
         raise ModelError(
-            f"{self.name}: {what}. Nothing is exported. If the weights were finite at the start, set a smaller {key}, or "
+            f"{self.name}: {what}. Nothing is exported. If the weights were finite at the start, "
+            f"set a smaller {key}, or "
             "model.dtype=float32, and start a new run"
         )
 
@@ -397,23 +455,33 @@ class StageKind(ConfiguredStage, ABC):
     def finish(self, state: Any, write: Callable[[Path, Callable[[Path], None]], Any]) -> None:
         """Writes the results of the stage besides the policy. Releases programs and reward models.
 
-        `write(directory, function)` calls `function` to fill a directory, which appears in one step.
+        `write(directory, function)` calls `function` to fill a directory, which appears in one
+        step.
         """
-        self.trainer, self.scorers = None, {}
+        self.trainer = None
+        self.scorers = {}
 
     def export(self, directory: Path) -> None:
-        """Writes the trained weights after the last stage of the run: the policy in Hugging Face form, with all parts
-        of the model that training started from."""
+        """Writes the trained weights after the last stage of the run: the policy in Hugging Face
+        form, with all parts of the model that training started from."""
         import policy
         from policy.huggingface.tensorfiles import ModelFileError
         from policy.mesh import processes
 
-        context, written, source = self.context, generation.keys(self.context), self._source()
+        context = self.context
+        written = generation.keys(self.context)
+        source = self._source()
         try:
             policy.save(context.model, directory, generation=written, source=source)
         except ModelFileError as error:  # the files of the source have changed since they were read
-            context.events.note(f"export: {error}. Parts of the model that this run did not load are left out")
-            policy.save(policy.Model(context.model.graph, context.model.params), directory, generation=written)
+            context.events.note(
+                f"export: {error}. Parts of the model that this run did not load are left out"
+            )
+            policy.save(
+                policy.Model(context.model.graph, context.model.params),
+                directory,
+                generation=written,
+            )
         if not processes.first():
             return
         write_tokenizer(self.config, context.tokenizer, directory)
@@ -427,10 +495,12 @@ class StageKind(ConfiguredStage, ABC):
         self.export(directory)
 
     def _source(self) -> Path | None:
-        """Returns the directory of the model that training started from; None if it is gone by now, and for random
-        weights."""
+        """Returns the directory of the model that training started from; None if it is gone by now,
+        and for random weights."""
         try:
             return models.directory(self.config.model.source, weights=True)
         except ModelError as error:
-            self.context.events.note(f"export: {error}. Parts of the model that this run did not load are left out")
+            self.context.events.note(
+                f"export: {error}. Parts of the model that this run did not load are left out"
+            )
             return None

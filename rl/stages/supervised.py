@@ -1,4 +1,5 @@
-"""A stage that learns from demonstrations, and from a teacher if the algorithm has one. Nothing is sampled."""
+"""A stage that learns from demonstrations, and from a teacher if the algorithm has one. Nothing is
+sampled."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from rl.training.trainer import RunState
 
 MOST_OUTSIDE = 1e-3
-"""Largest probability that the policy may give to ids that a teacher's smaller vocabulary does not have."""
+"""Largest probability that the policy may give to ids that a teacher's smaller vocabulary does not
+have."""
 
 
 class Stage(StageKind):
@@ -52,16 +54,22 @@ class Stage(StageKind):
             self._check_teacher_files(reader)
 
     def _check_teacher_files(self, reader: DataReader) -> None:
-        """Raises ConfigError or DataError for files of a teacher that do not fit the run or its data."""
+        """Raises ConfigError or DataError for files of a teacher that do not fit the run or its
+        data."""
         stops = tuple({*reader.stop_ids, *self.options.sampling.stop_token_ids})
-        facts, where = self.teacher_rows.facts, f"teacher.files: {self.teacher.files}"
+        facts = self.teacher_rows.facts
+        where = f"teacher.files: {self.teacher.files}"
         if facts.vocabulary_sha256 != vocabulary_sha256(reader.tokenizer):
             raise ConfigError(
-                f"{where} was written with another tokenizer; run `rl teach` with the tokenizer of this run"
+                f"{where} was written with another tokenizer; run `rl teach` with the tokenizer "
+                "of this run"
             )
         teachers.check_stops(where, tuple(facts.stops), reader.tokenizer, stops)
         if (self.algorithm.top_k or 1) > facts.k:
-            raise ConfigError(f"{where} holds {facts.k} tokens in each place, top_k asks for {self.algorithm.top_k}")
+            raise ConfigError(
+                f"{where} holds {facts.k} tokens in each place, top_k asks for "
+                f"{self.algorithm.top_k}"
+            )
         self.teacher_rows.check_rows(self.rows.numbered(), self.rows.total)
 
     @cached_property
@@ -74,11 +82,14 @@ class Stage(StageKind):
 
         state = inputs.state_of(self.inputs)
         teacher = bound_teacher(self.config, self.teacher, self.algorithm, graph.layout)
-        self.trainer = Trainer(graph, self.options, self.algorithm, self.config.seed, state=state, teacher=teacher)
+        self.trainer = Trainer(
+            graph, self.options, self.algorithm, self.config.seed, state=state, teacher=teacher
+        )
         self.trainer.sharing = sharing_of(self, graph)
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
-        state, updates = self.abstract(), self.options.updates_per_step
+        state = self.abstract()
+        updates = self.options.updates_per_step
         batch = self.abstract_batch(abstract_rows(self, updates).shape)
         yield policy_update(self, batch, state, updates)
         yield from inputs.programs(self, state, None)
@@ -92,7 +103,8 @@ class Stage(StageKind):
         return batch.replace(**self.teacher_rows.shapes(shape, self.algorithm.top_k))
 
     def batch(self) -> tuple[Batch, Documents]:
-        """Returns (the batch of the next step, one example per row; the pictures and sounds of its sequences)."""
+        """Returns (the batch of the next step, one example per row; the pictures and sounds of its
+        sequences)."""
         return self.to_batch(self.rows.take(self.draw_examples(self.examples)))
 
     def to_batch(self, rows: Sequence[Row]) -> tuple[Batch, Documents]:
@@ -110,7 +122,8 @@ class Stage(StageKind):
         return state
 
     def _check_vocabulary(self, teacher: Teacher, state: RunState) -> None:
-        """Raises ModelError if the policy uses ids that are padding in the vocabulary of the teacher."""
+        """Raises ModelError if the policy uses ids that are padding in the vocabulary of the
+        teacher."""
         from rl.training.batch import padded_batch
 
         graph = self.trainer.graph
@@ -118,11 +131,15 @@ class Stage(StageKind):
         if graph.config.vocab_size <= vocabulary:
             return
         first = self.rows.take(range(min(self.rows.total, self.options.prompts_per_step)))
-        outside = teacher.outside(graph, state.policy.params, padded_batch(first, self.config.max_length))
+        outside = teacher.outside(
+            graph, state.policy.params, padded_batch(first, self.config.max_length)
+        )
         if outside > MOST_OUTSIDE:
             raise ModelError(
-                f"teacher {self.teacher.source} has {vocabulary} ids, the policy {graph.config.vocab_size}, and gives "
-                f"those beyond a probability of {outside:.2g} (most: {MOST_OUTSIDE:g}); the divergence does not see "
+                f"teacher {self.teacher.source} has {vocabulary} ids, the policy "
+                f"{graph.config.vocab_size}, and gives "
+                f"those beyond a probability of {outside:.2g} (most: {MOST_OUTSIDE:g}); the "
+                "divergence does not see "
                 "them. Train the policy on texts first (sft), or use models of the same width"
             )
 
@@ -135,8 +152,11 @@ class Stage(StageKind):
 
     def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
         """Makes `updates_per_step` updates on the next `prompts_per_step` examples."""
-        flops_before, progress = self.trainer.total_flops, self.context.progress
-        progress.adaptive_coefs |= self.algorithm.scheduled_coefs((n - 1) / self.options.total_steps)
+        flops_before = self.trainer.total_flops
+        progress = self.context.progress
+        progress.adaptive_coefs |= self.algorithm.scheduled_coefs(
+            (n - 1) / self.options.total_steps
+        )
         with self.context.timeline.span("data"):
             batch, table = self.context.with_media(*self.batch())
             data = inputs.StepData(state, batch, table=table)

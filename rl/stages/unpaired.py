@@ -1,7 +1,7 @@
 """A stage that learns from single answers that are labelled good or bad. Nothing is sampled.
 
-Rows hold `prompt`, `completion` and `label` (true, false, 1 or 0), or pairs as in preferences. Each answer of a pair
-is an example of its own.
+Rows hold `prompt`, `completion` and `label` (true, false, 1 or 0), or pairs as in preferences. Each
+answer of a pair is an example of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Answer = tuple[Row, float]
 class Stage(supervised.Stage):
     """Updates the policy on labelled answers.
 
-    While inputs are computed, a row also holds its prompt with the answer to another prompt, to estimate the KL.
+    While inputs are computed, a row also holds its prompt with the answer to another prompt, to
+    estimate the KL.
     """
 
     sequences_per_row = 2
@@ -45,7 +46,8 @@ class Stage(supervised.Stage):
         if "old_logp" in self.inputs and self.rows_per_update < 2:
             yield (
                 (*self.path, "prompts_per_step"),
-                "the KL is estimated from answers to other prompts, so an update needs at least 2 rows",
+                "the KL is estimated from answers to other prompts, so an update needs at least 2 "
+                "rows",
             )
 
     def read(self, reader: DataReader, source: DataOptions, held_out: bool = False) -> Shard:
@@ -66,14 +68,18 @@ class Stage(supervised.Stage):
             kept = [(row, label) for row, label in rows if row is not None]
             return kept if len(kept) == len(answers) else None
 
-        return reader.rows(source, ("answers",), encode, length, cut, read=read_labelled, held_out=held_out)
+        return reader.rows(
+            source, ("answers",), encode, length, cut, read=read_labelled, held_out=held_out
+        )
 
     def prepare(self, reader: DataReader) -> None:
         from policy.mesh import processes
 
         self.read_rows(reader)
         counts = {len(answers) for answers in self.rows.own}
-        self.answers_per_example = max(max(each, default=0) for each in processes.all_gather_object(counts))
+        self.answers_per_example = max(
+            max(each, default=0) for each in processes.all_gather_object(counts)
+        )
         self.prepare_rewards(reader, [])
 
     @property
@@ -88,7 +94,12 @@ class Stage(supervised.Stage):
         per_example = self.answers_per_example
         numbers = self.draw_examples(self.examples)
         examples = self.rows.take([number // per_example for number in numbers])
-        return self.to_batch([example[number % per_example] for example, number in zip(examples, numbers, strict=True)])
+        return self.to_batch(
+            [
+                example[number % per_example]
+                for example, number in zip(examples, numbers, strict=True)
+            ]
+        )
 
     def to_batch(self, rows: Sequence[Answer]) -> tuple[Batch, Documents]:
         size = self.rows_per_update if "old_logp" in self.inputs else None
@@ -110,9 +121,9 @@ class Stage(supervised.Stage):
 def sequences_of(answers: list[Row], max_length: int, rotate: int | None) -> list[list[Row]]:
     """Returns the sequences of each row of a batch.
 
-    rotate: number of rows in an update. The second sequence of a row then is the prompt of the row with the answer of
-    the previous row in the same update (for the first row, the last row), cut at `max_length`. None: there is none, as
-    for a row alone.
+    rotate: number of rows in an update. The second sequence of a row then is the prompt of the row
+    with the answer of the previous row in the same update (for the first row, the last row), cut at
+    `max_length`. None: there is none, as for a row alone.
     """
     sequences = [[row] for row in answers]
     if rotate is None:
@@ -121,12 +132,15 @@ def sequences_of(answers: list[Row], max_length: int, rotate: int | None) -> lis
         start = i - i % rotate  # first row of the update
         count = min(rotate, len(answers) - start)
         if count > 1:
-            sequences[i].append(_mismatched(row, answers[start + (i - start - 1) % count], max_length))
+            sequences[i].append(
+                _mismatched(row, answers[start + (i - start - 1) % count], max_length)
+            )
     return sequences
 
 
 def batch_of(sequences: list[list[Row]], labels: list[float], max_length: int) -> Batch:
-    """Returns a batch of labelled answers, one per row: the sequences of a row are segments 1 and 2."""
+    """Returns a batch of labelled answers, one per row: the sequences of a row are segments 1 and
+    2."""
     from rl.training.batch import segmented_batch
 
     batch = segmented_batch(sequences, 2 * max_length)
@@ -136,16 +150,21 @@ def batch_of(sequences: list[list[Row]], labels: list[float], max_length: int) -
 
 def _mismatched(row: Row, other: Row, max_length: int) -> Row:
     """Returns the prompt of one row with the answer of another."""
-    end, start = row.mask.index(1), other.mask.index(1)
-    ids, mask = [*row.ids[:end], *other.ids[start:]], [*row.mask[:end], *other.mask[start:]]
+    end = row.mask.index(1)
+    start = other.mask.index(1)
+    ids = [*row.ids[:end], *other.ids[start:]]
+    mask = [*row.mask[:end], *other.mask[start:]]
     return Row(ids[:max_length], mask[:max_length], row.media and row.media.first(end))
 
 
 def with_kl(batch: Batch) -> Batch:
-    """Returns the batch without the answers to other prompts, and their log-ratio to the reference as `extra["kl"]`."""
+    """Returns the batch without the answers to other prompts, and their log-ratio to the reference
+    as `extra["kl"]`."""
     assert batch.old_logp is not None and batch.ref_logp is not None and batch.extra is not None
     other = batch.segments == 2
-    ratio = np.where(other & (batch.mask != 0), batch.old_logp - batch.ref_logp, 0.0).sum(axis=1, keepdims=True)
+    ratio = np.where(other & (batch.mask != 0), batch.old_logp - batch.ref_logp, 0.0).sum(
+        axis=1, keepdims=True
+    )
     kl = np.broadcast_to(ratio.astype(np.float32), batch.tokens.shape)
     return without_others(batch).replace(extra=batch.extra | {"kl": kl})
 

@@ -1,14 +1,14 @@
-"""Generates problems. Every file in this folder without a leading underscore is a task of that name; any other name is
-a task of reasoning-gym (extra `tasks`). `file.py:function` and `package.module:function` name the user's own task: a
-function (split, **options) that returns or yields mappings with `prompt`, optionally `completion`, and columns for the
-rewards.
+"""Generates problems. Every file in this folder without a leading underscore is a task of that
+name; any other name is a task of reasoning-gym (extra `tasks`). `file.py:function` and
+`package.module:function` name the user's own task: a function (split, **options) that returns or
+yields mappings with `prompt`, optionally `completion`, and columns for the rewards.
 
 A task file defines the frozen dataclass `Options`, whose fields are the keys of `data.options`, and
 
     problems(options, split) -> list[Problem]     deterministic; no problem occurs in both splits
 
-A hash of its text decides the split of a problem (`is_held_out`), not a seed, so that no problem of the evaluation
-occurs in training.
+A hash of its text decides the split of a problem (`is_held_out`), not a seed, so that no problem of
+the evaluation occurs in training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Split = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, a demonstration of its answer (None if the task has none), and the columns for rewards."""
+    """A prompt, a demonstration of its answer (None if the task has none), and the columns for
+    rewards."""
 
     prompt: str
     completion: str | None
@@ -38,11 +39,14 @@ class Problem:
 
 def names() -> list[str]:
     """Returns the names of the tasks of this folder, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    return sorted(
+        module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
+    )
 
 
 def check(name: str, options: dict[str, Any]) -> None:
-    """Raises ValueError for an unknown task or a bad option (in backticks), without generating problems."""
+    """Raises ValueError for an unknown task or a bad option (in backticks), without generating
+    problems."""
     if plugins.is_plugin(name):
         plugins.check_options(plugins.load(name, "task"), f"task {name}", options)
     elif name in names():
@@ -52,11 +56,17 @@ def check(name: str, options: dict[str, Any]) -> None:
 
 
 def problems(name: str, options: dict[str, Any], split: Split) -> list[Problem]:
-    """Returns the problems of a split, always the same in the same order. Raises ValueError as `check` does."""
+    """Returns the problems of a split, always the same in the same order. Raises ValueError as
+    `check` does."""
     if split not in typing.get_args(Split):
-        raise ValueError(f"a task has the splits {' and '.join(typing.get_args(Split))}, not {split!r}")
+        raise ValueError(
+            f"a task has the splits {' and '.join(typing.get_args(Split))}, not {split!r}"
+        )
     if plugins.is_plugin(name):
-        return [_problem(name, number, row) for number, row in enumerate(plugins.load(name, "task")(split, **options))]
+        return [
+            _problem(name, number, row)
+            for number, row in enumerate(plugins.load(name, "task")(split, **options))
+        ]
     if name in names():
         return importlib.import_module(f"rl.tasks.{name}").problems(_options(name, options), split)
     return importlib.import_module("rl.tasks._reasoning_gym").problems(name, options, split)
@@ -66,7 +76,9 @@ def _problem(name: str, number: int, row: Any) -> Problem:
     if isinstance(row, Problem):
         return row
     if not isinstance(row, dict) or "prompt" not in row:
-        raise ValueError(f"task {name}: problem {number} must be a mapping with `prompt`, got {row!r}")
+        raise ValueError(
+            f"task {name}: problem {number} must be a mapping with `prompt`, got {row!r}"
+        )
     columns = {key: value for key, value in row.items() if key not in ("prompt", "completion")}
     return Problem(row["prompt"], row.get("completion"), columns)
 
@@ -86,5 +98,7 @@ def _options(name: str, options: dict[str, Any]) -> Any:
     valid = [one.name for one in dataclasses.fields(kind)]
     unknown = [key for key in options if key not in valid]
     if unknown:
-        raise ValueError("; ".join(f"task {name} has no option `{key}`{nearest(key, valid)}" for key in unknown))
+        raise ValueError(
+            "; ".join(f"task {name} has no option `{key}`{nearest(key, valid)}" for key in unknown)
+        )
     return kind(**options)

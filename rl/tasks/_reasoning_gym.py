@@ -5,8 +5,9 @@
     size: number of training problems (10000)
     eval_size: number of evaluation problems (1000)
 
-Each split has its own seed. A problem whose text hashes into the held-out tenth belongs to the evaluation, any other to
-training, so that the splits share no problem even if a task has few distinct ones.
+Each split has its own seed. A problem whose text hashes into the held-out tenth belongs to the
+evaluation, any other to training, so that the splits share no problem even if a task has few
+distinct ones.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ def check(name: str, options: dict[str, Any]) -> None:
 
 
 def problems(name: str, options: dict[str, Any], split: Split) -> list[Problem]:
-    """Returns `size` (train) or `eval_size` (eval) distinct problems, fewer if the task has fewer."""
+    """Returns `size` (train) or `eval_size` (eval) distinct problems, fewer if the task has
+    fewer."""
     size = (_OWN_OPTIONS | options)["eval_size" if split == "eval" else "size"]
-    # One problem in ten is held out and duplicates are dropped. The bound ends the loop for a task with few problems.
+    # One problem in ten is held out and duplicates are dropped. The bound ends the loop for a task
+    # with few problems.
     dataset = _configured(name, options, split, size * (30 if split == "eval" else 3))
     distinct: dict[str, Problem] = {}
     for index in range(len(dataset)):
@@ -61,11 +64,16 @@ def _configured(name: str, options: dict[str, Any], split: Split, size: int) -> 
             f"the tasks of reasoning-gym need pip install 'duet-rl[tasks]' ({error})"
         ) from None
     if name not in DATASETS:
-        raise ValueError(f"no task {name}, neither own nor of reasoning-gym{nearest(name, [*names(), *DATASETS])}")
+        raise ValueError(
+            f"no task {name}, neither own nor of "
+            f"reasoning-gym{nearest(name, [*names(), *DATASETS])}"
+        )
     valid = [one.name for one in dataclasses.fields(DATASETS[name][1]) if one.name != "seed"]
     for key in options:
         if key not in valid and key not in _OWN_OPTIONS:
-            raise ValueError(f"task {name} has no option `{key}`{nearest(key, [*valid, 'eval_size'])}")
+            raise ValueError(
+                f"task {name} has no option `{key}`{nearest(key, [*valid, 'eval_size'])}"
+            )
     for key in _OWN_OPTIONS:
         if type(options.get(key, 1)) is not int or options.get(key, 1) < 1:
             raise ValueError(f"`{key}` must be an integer of at least 1, got {options[key]!r}")

@@ -1,7 +1,9 @@
-"""Generates sums, differences and products of small integers, which a model with random weights can learn.
+"""Generates sums, differences and products of small integers, which a model with random weights can
+learn.
 
-The problems are all expressions `a op b [op c ...]` with operands from `min_operand` to `max_operand`, numbered in
-mixed radix. If there are more than `problems`, a fixed random sample of that size is drawn.
+The problems are all expressions `a op b [op c ...]` with operands from `min_operand` to
+`max_operand`, numbered in mixed radix. If there are more than `problems`, a fixed random sample of
+that size is drawn.
 """
 
 from __future__ import annotations
@@ -27,14 +29,17 @@ class Options:
     terms: int = 2
     """Number of operands of a problem."""
     min_terms: int | None = None
-    """Fewest operands, for problems of several lengths; null: every problem has `terms` operands."""
+    """Fewest operands, for problems of several lengths; null: every problem has `terms`
+    operands."""
     decay: float = 1.0
-    """With `min_terms`: number of problems with n + 1 operands per problem with n. Below 1, long problems are rare."""
+    """With `min_terms`: number of problems with n + 1 operands per problem with n. Below 1, long
+    problems are rare."""
     min_operand: int = 0
     max_operand: int = 99
     style: Literal["plain", "reversed", "scratchpad", "steps"] = "plain"
-    """Form of the demonstration. For 57+68: plain `125`; reversed `521`, units first; scratchpad `15+110=125`, sums of
-    the columns first. For 2+3*4+5: steps `2+12+5=14+5=19`, one operation per step."""
+    """Form of the demonstration. For 57+68: plain `125`; reversed `521`, units first; scratchpad
+    `15+110=125`, sums of the columns first. For 2+3*4+5: steps `2+12+5=14+5=19`, one operation per
+    step."""
     prompt: str = "{problem}="
     """Text of the prompt."""
     spaces: bool = False
@@ -42,8 +47,8 @@ class Options:
     end: str = ""
     """Text after the demonstration."""
     noise: float = 0.0
-    """Share of the digits of training demonstrations that are wrong, chosen by a hash of the problem. `answer` stays
-    right."""
+    """Share of the digits of training demonstrations that are wrong, chosen by a hash of the
+    problem. `answer` stays right."""
     eval_share: float = 0.1
     """Share of the problems for evaluation, chosen by a hash of the problem."""
     problems: int = 50_000
@@ -53,18 +58,31 @@ class Options:
         for name in ("terms", "min_operand", "max_operand", "problems"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"`{name}` must be an integer, got {getattr(self, name)!r}")
-        if self.min_terms is not None and (type(self.min_terms) is not int or not 2 <= self.min_terms <= self.terms):
-            raise ValueError(f"`min_terms` must be an integer from 2 to `terms`, got {self.min_terms!r}")
+        if self.min_terms is not None and (
+            type(self.min_terms) is not int or not 2 <= self.min_terms <= self.terms
+        ):
+            raise ValueError(
+                f"`min_terms` must be an integer from 2 to `terms`, got {self.min_terms!r}"
+            )
         if not isinstance(self.decay, (int, float)) or not 0 < self.decay <= 1:
             raise ValueError(f"`decay` must lie above 0 and at most at 1, got {self.decay!r}")
-        if not isinstance(self.operations, list) or not self.operations or set(self.operations) - set("+-*"):
+        if (
+            not isinstance(self.operations, list)
+            or not self.operations
+            or set(self.operations) - set("+-*")
+        ):
             raise ValueError(f"`operations` must be a list of + - *, got {self.operations!r}")
         if not 2 <= self.terms <= 8:
             raise ValueError(f"`terms` must lie between 2 and 8, got {self.terms}")
         if not 0 <= self.min_operand < self.max_operand <= 10**6:
-            raise ValueError(f"`max_operand` must lie above `min_operand` and below 10**6, got {self.max_operand}")
+            raise ValueError(
+                "`max_operand` must lie above `min_operand` and below 10**6, got "
+                f"{self.max_operand}"
+            )
         if self.style not in ("plain", "reversed", "scratchpad", "steps"):
-            raise ValueError(f"`style` must be plain, reversed, scratchpad or steps, got {self.style!r}")
+            raise ValueError(
+                f"`style` must be plain, reversed, scratchpad or steps, got {self.style!r}"
+            )
         if not isinstance(self.prompt, str) or self.prompt.count("{problem}") != 1:
             raise ValueError(f"`prompt` must hold {{problem}} once, got {self.prompt!r}")
         if not isinstance(self.spaces, bool):
@@ -86,9 +104,14 @@ def count(options: Options) -> int:
 
 
 def problems(options: Options, split: Split) -> list[Problem]:
-    """Returns the problems of a split. The hash orders the evaluation's, so that the first n are a random sample."""
-    expressions = [expression(number, one) for one in _by_length(options) for number in _numbers(one)]
-    chosen = [e for e in expressions if is_held_out(identity(e), options.eval_share) == (split == "eval")]
+    """Returns the problems of a split. The hash orders the evaluation's, so that the first n are a
+    random sample."""
+    expressions = [
+        expression(number, one) for one in _by_length(options) for number in _numbers(one)
+    ]
+    chosen = [
+        e for e in expressions if is_held_out(identity(e), options.eval_share) == (split == "eval")
+    ]
     if split == "eval":
         chosen.sort(key=lambda e: (hash_share(identity(e)), e))
     return [_problem(e, options, noise=options.noise if split == "train" else 0.0) for e in chosen]
@@ -109,7 +132,8 @@ def expression(number: int, options: Options) -> str:
 
 
 def identity(text: str) -> str:
-    """Returns a text that is equal for equal problems, such as `34+12` and `12+34`, or `3*4+5` and `5+4*3`."""
+    """Returns a text that is equal for equal problems, such as `34+12` and `12+34`, or `3*4+5` and
+    `5+4*3`."""
     return "".join(sorted(sign + "*".join(sorted(factors)) for sign, factors in _summands(text)))
 
 
@@ -135,7 +159,9 @@ def _problem(text: str, options: Options, noise: float) -> Problem:
     answer = demonstration(text, "reversed" if options.style == "reversed" else "plain")
     completion = _with_noise(demonstration(text, options.style), text, noise) + options.end
     shown = re.sub(r"([-+*])", r" \1 ", text) if options.spaces else text
-    return Problem(options.prompt.replace("{problem}", shown), completion, {"answer": answer, "problem": text})
+    return Problem(
+        options.prompt.replace("{problem}", shown), completion, {"answer": answer, "problem": text}
+    )
 
 
 def _with_noise(demonstration: str, text: str, noise: float) -> str:
@@ -144,7 +170,9 @@ def _with_noise(demonstration: str, text: str, noise: float) -> str:
         return demonstration
     result = ""
     for place, sign in enumerate(demonstration):
-        chance = hash_share(f"{text} {place}")  # below `noise` it is uniform, so it also draws the wrong digit
+        chance = hash_share(
+            f"{text} {place}"
+        )  # below `noise` it is uniform, so it also draws the wrong digit
         wrong = sign.isdigit() and chance < noise
         result += str((int(sign) + 1 + int(9 * chance / noise)) % 10) if wrong else sign
     return result
@@ -165,7 +193,8 @@ def _numbers(options: Options) -> list[int]:
     total = count(options)
     if total <= options.problems:
         return list(range(total))
-    generator, drawn = np.random.Generator(np.random.Philox(_DRAW)), {}
+    generator = np.random.Generator(np.random.Philox(_DRAW))
+    drawn = {}
     while len(drawn) < options.problems:
         # Python integers, because three operands up to 10**6 exceed 64 bits.
         words = generator.integers(0, 2**32, size=(options.problems, 6), dtype=np.uint64).tolist()
@@ -179,7 +208,9 @@ def _numbers(options: Options) -> list[int]:
 
 def _summands(text: str) -> list[tuple[str, list[str]]]:
     """Returns the signed products: `2*3-4` -> [("+", ["2", "3"]), ("-", ["4"])]."""
-    return [(sign or "+", product.split("*")) for sign, product in re.findall(r"([+-]?)([\d*]+)", text)]
+    return [
+        (sign or "+", product.split("*")) for sign, product in re.findall(r"([+-]?)([\d*]+)", text)
+    ]
 
 
 def _values(text: str) -> list[int]:
@@ -194,8 +225,10 @@ def _values(text: str) -> list[int]:
 
 
 def _columns(text: str) -> list[list[int]]:
-    """Returns lists of numbers whose sums equal the value of `text`: its products, then the sums of its columns."""
-    summands, values = _summands(text), _values(text)
+    """Returns lists of numbers whose sums equal the value of `text`: its products, then the sums of
+    its columns."""
+    summands = _summands(text)
+    values = _values(text)
     steps = []
     if len(values) == 1 and len(summands[0][1]) == 2:
         left, right = summands[0][1]
@@ -205,21 +238,30 @@ def _columns(text: str) -> list[list[int]]:
     columns = max(len(str(abs(number))) for number in values)
     if columns > 1:
         signed = [(1 if number >= 0 else -1, abs(number)) for number in values]
-        steps.append([sum(s * (n // 10**c % 10) for s, n in signed) * 10**c for c in range(columns)])
+        steps.append(
+            [sum(s * (n // 10**c % 10) for s, n in signed) * 10**c for c in range(columns)]
+        )
     return steps
 
 
 def _one_by_one(text: str) -> list[str]:
-    """Returns `text` after each of its operations: products from the left, then sums from the left."""
-    numbers, operations = [int(number) for number in re.findall(r"\d+", text)], re.findall(r"[+*-]", text)
+    """Returns `text` after each of its operations: products from the left, then sums from the
+    left."""
+    numbers = [int(number) for number in re.findall(r"\d+", text)]
+    operations = re.findall(r"[+*-]", text)
     steps = []
     while operations:
         at = operations.index("*") if "*" in operations else 0
-        left, right = numbers[at], numbers.pop(at + 1)
+        left = numbers[at]
+        right = numbers.pop(at + 1)
         operation = operations.pop(at)
-        numbers[at] = left * right if operation == "*" else left + right if operation == "+" else left - right
+        numbers[at] = (
+            left * right if operation == "*" else left + right if operation == "+" else left - right
+        )
         rest = zip(operations, numbers[1:], strict=True)
-        steps.append(str(numbers[0]) + "".join(f"{operation}{number}" for operation, number in rest))
+        steps.append(
+            str(numbers[0]) + "".join(f"{operation}{number}" for operation, number in rest)
+        )
     return steps
 
 

@@ -1,4 +1,5 @@
-"""Draws small pictures and asks one question about each, for models that read pictures. Needs numpy only.
+"""Draws small pictures and asks one question about each, for models that read pictures. Needs numpy
+only.
 
 | question | answers |
 |---|---|
@@ -8,8 +9,9 @@
 | shape | square, circle, triangle, cross |
 | digit | zero to nine, drawn with the seven segments of a calculator |
 
-Place, size, form, colour and background of what is drawn vary, and every pixel has noise. All numbers are bytes of a
-hash (SHAKE-128) of the question and the number of the picture, so pictures are equal on every machine.
+Place, size, form, colour and background of what is drawn vary, and every pixel has noise. All
+numbers are bytes of a hash (SHAKE-128) of the question and the number of the picture, so pictures
+are equal on every machine.
 
 Axes: H, W sides in pixels; the pictures are square.
 """
@@ -27,13 +29,19 @@ from rl.tasks import Problem, Split, hash_share, is_held_out
 
 Question = Literal["colour", "where", "count", "shape", "digit"]
 
-COLOURS = {"red": (215, 45, 45), "green": (45, 170, 60), "blue": (55, 80, 215), "yellow": (215, 200, 50)}
+COLOURS = {
+    "red": (215, 45, 45),
+    "green": (45, 170, 60),
+    "blue": (55, 80, 215),
+    "yellow": (215, 200, 50),
+}
 PLACES = ("upper left", "upper right", "lower left", "lower right")
 SHAPES = ("square", "circle", "triangle", "cross")
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _MOST_SHAPES = 5
 _TINT = 24  # grey levels by which a colour of the palette varies
-# Segments that are lit, from 0 to 9: top, upper left, upper right, middle, lower left, lower right, bottom.
+# Segments that are lit, from 0 to 9: top, upper left, upper right, middle, lower left, lower right,
+# bottom.
 _SEGMENTS = (
     "1110111",
     "0010010",
@@ -59,18 +67,22 @@ class Options:
     noise: int = 24
     """Most grey levels by which noise changes a pixel, 0 to 100."""
     problems: int = 2000
-    """Distinct pictures in both splits together, 10 to 100000; fewer if so many do not differ. A picture of 32x32
-    pixels takes 3 KB of memory."""
+    """Distinct pictures in both splits together, 10 to 100000; fewer if so many do not differ. A
+    picture of 32x32 pixels takes 3 KB of memory."""
     eval_share: float = 0.1
     """Share of the pictures for evaluation, chosen by a hash of the picture without its noise."""
 
     def __post_init__(self):
         if self.question not in get_args(Question):
-            raise ValueError(f"`question` must be {', '.join(get_args(Question))}, got {self.question!r}")
+            raise ValueError(
+                f"`question` must be {', '.join(get_args(Question))}, got {self.question!r}"
+            )
         for name, least, most in (("size", 16, 512), ("noise", 0, 100), ("problems", 10, 100_000)):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
-                raise ValueError(f"`{name}` must be an integer from {least} to {most}, got {value!r}")
+                raise ValueError(
+                    f"`{name}` must be an integer from {least} to {most}, got {value!r}"
+                )
         if not isinstance(self.eval_share, (int, float)) or not 0 < self.eval_share < 1:
             raise ValueError(f"`eval_share` must lie between 0 and 1, got {self.eval_share!r}")
 
@@ -98,36 +110,53 @@ class HashedIntegers:
 
 
 def problems(options: Options, split: Split) -> list[Problem]:
-    """Returns the problems of a split: the column `image` holds uint8[H, W, 3], `answer` the answer.
+    """Returns the problems of a split: the column `image` holds uint8[H, W, 3], `answer` the
+    answer.
 
     The hash orders the evaluation's, so that the first n are a random sample.
     """
-    chosen = [each for each in _pictures(options) if is_held_out(each[0], options.eval_share) == (split == "eval")]
+    chosen = [
+        each
+        for each in _pictures(options)
+        if is_held_out(each[0], options.eval_share) == (split == "eval")
+    ]
     if split == "eval":
         chosen.sort(key=lambda each: (hash_share(each[0]), each[2].tobytes()))
     prompt = f"{options.question}?"
-    return [Problem(prompt, answer, {"answer": answer, "image": pixels}) for _, answer, pixels in chosen]
+    return [
+        Problem(prompt, answer, {"answer": answer, "image": pixels}) for _, answer, pixels in chosen
+    ]
 
 
 def _pictures(options: Options) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yields (text that identifies the picture without noise, answer, pixels), each picture once."""
+    """Yields (text that identifies the picture without noise, answer, pixels), each picture
+    once."""
     seen = set()
     for number in range(options.problems):
-        draws = HashedIntegers(f"pictures {options.question} {options.size} {number}", options.size**2 * 3)
+        draws = HashedIntegers(
+            f"pictures {options.question} {options.size} {number}", options.size**2 * 3
+        )
         clean = _background(draws, options.size)
         answer = _DRAW[options.question](draws, clean)
         noise = draws.noise(options.noise).reshape(clean.shape)
         pixels = np.clip(clean + noise, 0, 255).astype(np.uint8)
         if (content := pixels.tobytes()) not in seen:
             seen.add(content)
-            yield f"{options.question} {hashlib.sha256(clean.tobytes()).hexdigest()}", answer, pixels
+            yield (
+                f"{options.question} {hashlib.sha256(clean.tobytes()).hexdigest()}",
+                answer,
+                pixels,
+            )
 
 
 def _background(draws: HashedIntegers, size: int) -> np.ndarray:
-    """Returns int32[H, W, 3]: a dark tint that changes from one side of the picture to the other."""
+    """Returns int32[H, W, 3]: a dark tint that changes from one side of the picture to the
+    other."""
     first, last = ([draws.between(20, 100) for _ in range(3)] for _ in range(2))
     ramp = np.arange(size, dtype=np.int32)[:, None, None]
-    line = np.asarray(first, np.int32) + (np.asarray(last, np.int32) - np.asarray(first, np.int32)) * ramp // (size - 1)
+    line = np.asarray(first, np.int32) + (
+        np.asarray(last, np.int32) - np.asarray(first, np.int32)
+    ) * ramp // (size - 1)
     full = np.broadcast_to(line, (size, size, 3))
     return np.array(full if draws.below(2) else full.transpose(1, 0, 2))
 
@@ -139,7 +168,8 @@ def _tinted(draws: HashedIntegers, colour: str) -> np.ndarray:
 def _mask(shape: str, side: int) -> np.ndarray:
     """Returns bool[side, side], true inside the shape."""
     y, x = np.mgrid[:side, :side]
-    middle, third = side - 1, side // 3
+    middle = side - 1
+    third = side // 3
     if shape == "circle":
         return (2 * y - middle) ** 2 + (2 * x - middle) ** 2 <= side**2
     if shape == "triangle":
@@ -157,31 +187,51 @@ def _paint(clean: np.ndarray, mask: np.ndarray, top: int, left: int, colour: np.
 def _one_shape(draws: HashedIntegers, clean: np.ndarray) -> tuple[str, str, str]:
     """Draws one shape within one quarter of the picture. Returns (colour, place, shape)."""
     half = len(clean) // 2
-    colour, shape = list(COLOURS)[draws.below(len(COLOURS))], SHAPES[draws.below(len(SHAPES))]
-    side, place = draws.between(half // 2, half - 2), draws.below(len(PLACES))
+    colour = list(COLOURS)[draws.below(len(COLOURS))]
+    shape = SHAPES[draws.below(len(SHAPES))]
+    side = draws.between(half // 2, half - 2)
+    place = draws.below(len(PLACES))
     top, left = (draws.between(0, half - side) for _ in range(2))
-    _paint(clean, _mask(shape, side), top + half * (place // 2), left + half * (place % 2), _tinted(draws, colour))
+    _paint(
+        clean,
+        _mask(shape, side),
+        top + half * (place // 2),
+        left + half * (place % 2),
+        _tinted(draws, colour),
+    )
     return colour, PLACES[place], shape
 
 
 def _count(draws: HashedIntegers, clean: np.ndarray) -> str:
     """Draws shapes in some of the 3x3 cells of the picture, so that none covers another."""
-    count, cell = draws.between(1, _MOST_SHAPES), len(clean) // 3
+    count = draws.between(1, _MOST_SHAPES)
+    cell = len(clean) // 3
     cells = list(range(9))
     for _ in range(count):
         row, column = divmod(cells.pop(draws.below(len(cells))), 3)
         side = draws.between(max(3, cell // 2), cell - 2)
         top, left = (draws.between(0, cell - side - 1) for _ in range(2))
         colour = _tinted(draws, list(COLOURS)[draws.below(len(COLOURS))])
-        _paint(clean, _mask(SHAPES[draws.below(len(SHAPES))], side), row * cell + top, column * cell + left, colour)
+        _paint(
+            clean,
+            _mask(SHAPES[draws.below(len(SHAPES))], side),
+            row * cell + top,
+            column * cell + left,
+            colour,
+        )
     return DIGITS[count]
 
 
 def _digit(draws: HashedIntegers, clean: np.ndarray) -> str:
-    size, digit = len(clean), draws.below(10)
-    high = draws.between(size // 2, size - 4) | 1  # odd, so that the middle segment is in the middle
-    wide, thick = high * 5 // 8, max(1, high // 8)
-    mask, middle = np.zeros((high, wide), bool), high // 2
+    size = len(clean)
+    digit = draws.below(10)
+    high = (
+        draws.between(size // 2, size - 4) | 1
+    )  # odd, so that the middle segment is in the middle
+    wide = high * 5 // 8
+    thick = max(1, high // 8)
+    mask = np.zeros((high, wide), bool)
+    middle = high // 2
     bars = (
         (slice(0, thick), slice(None)),
         (slice(0, middle + 1), slice(0, thick)),

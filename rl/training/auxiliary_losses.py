@@ -25,8 +25,9 @@ _BIAS = ".feed_forward.router.correction_bias"
 class Totals:
     """Totals of the mini-batch, which a micro-batch needs.
 
-    sequences: how many. tokens: of all sequences. segments, mask, tree: as in Batch. counts: choices of each expert,
-    float32[R, X] by path of the layer; None: the micro-batch is the mini-batch.
+    sequences: how many. tokens: of all sequences. segments, mask, tree: as in Batch. counts:
+    choices of each expert, float32[R, X] by path of the layer; None: the micro-batch is the
+    mini-batch.
     """
 
     sequences: jax.Array
@@ -44,17 +45,27 @@ class Totals:
 def totals(batch: Batch) -> Totals:
     """Counts the totals of a mini-batch."""
     tokens = batch.segments != 0 if batch.tree is None else batch.tree.count
-    return Totals(jnp.sum(first(batch.segments, batch.tree)), jnp.sum(tokens), batch.segments, batch.mask, batch.tree)
+    return Totals(
+        jnp.sum(first(batch.segments, batch.tree)),
+        jnp.sum(tokens),
+        batch.segments,
+        batch.mask,
+        batch.tree,
+    )
 
 
 def auxiliary_loss(
     stage: StageOptions, aux: Aux, micro: Batch, batch_totals: Totals
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (the share of a micro-batch in the auxiliary losses, times their coefficients; metrics)."""
-    loss, metrics = jnp.float32(0.0), {}
+    """Returns (the share of a micro-batch in the auxiliary losses, times their coefficients;
+    metrics)."""
+    loss = jnp.float32(0.0)
+    metrics = {}
     if routing := cast(dict[str, Routing], aux.by_layer("routing")):
         if stage.router.balance == "sequence":
-            balance = sum(each.balance.sum() for each in routing.values()) / jnp.maximum(batch_totals.sequences, 1)
+            balance = sum(each.balance.sum() for each in routing.values()) / jnp.maximum(
+                batch_totals.sequences, 1
+            )
         else:
             balance = batch_balance(routing, batch_totals)
         metrics["moe/balance"] = balance
@@ -72,10 +83,13 @@ def auxiliary_loss(
     return loss, metrics
 
 
-def _indexer_terms(indexing: list[Indexing], tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _indexer_terms(
+    indexing: list[Indexing], tokens: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (divergence of each layer, float32[layers], a mean over tokens; metrics).
 
-    The loss is the sum over layers. The gradient of an indexer therefore does not depend on the number of layers.
+    The loss is the sum over layers. The gradient of an indexer therefore does not depend on the
+    number of layers.
     """
 
     def per_layer(arrays):
@@ -88,33 +102,43 @@ def _indexer_terms(indexing: list[Indexing], tokens: jax.Array) -> tuple[jax.Arr
     return divergence, metrics
 
 
-def _prediction(predictions: Predictions, micro: Batch, batch_totals: Totals) -> dict[str, jax.Array]:
+def _prediction(
+    predictions: Predictions, micro: Batch, batch_totals: Totals
+) -> dict[str, jax.Array]:
     """Returns the cross-entropy and the acceptance of the prediction modules.
 
-    Each is a mean over the trained tokens that a module predicts, then over modules (arXiv 2412.19437, equations 24
-    and 25).
+    Each is a mean over the trained tokens that a module predicts, then over modules (arXiv
+    2412.19437, equations 24 and 25).
     """
     depth = len(predictions.logp)
     share = jnp.stack([micro.mask / batch_totals.predicted(d) for d in range(1, depth + 1)]) / depth
-    return {"mtp/loss": -jnp.sum(predictions.logp * share), "mtp/acceptance": jnp.sum(predictions.agrees * share)}
+    return {
+        "mtp/loss": -jnp.sum(predictions.logp * share),
+        "mtp/acceptance": jnp.sum(predictions.agrees * share),
+    }
 
 
 def batch_balance(routing: dict[str, Routing], batch_totals: Totals) -> jax.Array:
     """Returns the balance term over all tokens of the mini-batch, summed over layers.
 
-    A layer contributes sum_e f_e P_e, where f_e is X times the share of e in the choices and P_e is the mean share of e
-    in the scores (arXiv 2101.03961, equations 4-6, for k choices). It is 1 for even use. f has no gradient and P is a
-    sum over tokens, so micro-batches add up to the mini-batch.
+    A layer contributes sum_e f_e P_e, where f_e is X times the share of e in the choices and P_e is
+    the mean share of e in the scores (arXiv 2101.03961, equations 4-6, for k choices). It is 1 for
+    even use. f has no gradient and P is a sum over tokens, so micro-batches add up to the
+    mini-batch.
     """
     total = jnp.float32(0.0)
     for path, each in routing.items():
-        counts = jax.lax.stop_gradient(each.counts if batch_totals.counts is None else batch_totals.counts[path])
+        counts = jax.lax.stop_gradient(
+            each.counts if batch_totals.counts is None else batch_totals.counts[path]
+        )
         frequency = counts.shape[-1] * counts / jnp.maximum(counts.sum(axis=-1, keepdims=True), 1.0)
         total += jnp.sum(frequency * each.share) / jnp.maximum(batch_totals.tokens, 1)
     return total
 
 
-def updated_biases(biases: dict[str, jax.Array], routing: dict[str, Routing], rate: float) -> dict[str, jax.Array]:
+def updated_biases(
+    biases: dict[str, jax.Array], routing: dict[str, Routing], rate: float
+) -> dict[str, jax.Array]:
     """Returns the trained weights without a gradient after an update.
 
     They are router biases, which follow the token counts of the mini-batch."""
@@ -129,11 +153,15 @@ def updated_biases(biases: dict[str, jax.Array], routing: dict[str, Routing], ra
 def load_metrics(routing: dict[str, Routing]) -> dict[str, jax.Array]:
     """Returns the router metrics of the mini-batch.
 
-    moe/max_load: choices of the busiest expert over the mean, the largest of all layers. moe/dropped: share of choices
-    that no expert computed, if experts may drop tokens. moe/replayed: share of choices that were replayed.
-    moe/replay_disagreement: share of the replayed choices that differ from the choice of the router.
+    moe/max_load: choices of the busiest expert over the mean, the largest of all layers.
+    moe/dropped: share of choices that no expert computed, if experts may drop tokens. moe/replayed:
+    share of choices that were replayed. moe/replay_disagreement: share of the replayed choices that
+    differ from the choice of the router.
     """
-    loads = [each.counts.max(axis=-1) / jnp.maximum(each.counts.mean(axis=-1), 1.0) for each in routing.values()]
+    loads = [
+        each.counts.max(axis=-1) / jnp.maximum(each.counts.mean(axis=-1), 1.0)
+        for each in routing.values()
+    ]
     metrics = {"moe/max_load": jnp.max(jnp.concatenate(loads))} if loads else {}
     choices = sum(each.counts.sum() for each in routing.values())
     dropped = [each.dropped.sum() for each in routing.values() if each.dropped is not None]
@@ -141,7 +169,9 @@ def load_metrics(routing: dict[str, Routing]) -> dict[str, jax.Array]:
         metrics["moe/dropped"] = sum(dropped) / jnp.maximum(choices, 1.0)
     replayed = [each.replayed for each in routing.values() if each.replayed is not None]
     if replayed:
-        forced, disagreed = (sum(getattr(each, name).sum() for each in replayed) for name in ("given", "disagreed"))
+        forced, disagreed = (
+            sum(getattr(each, name).sum() for each in replayed) for name in ("given", "disagreed")
+        )
         metrics["moe/replayed"] = forced / jnp.maximum(choices, 1.0)
         metrics["moe/replay_disagreement"] = disagreed / jnp.maximum(forced, 1.0)
     return metrics

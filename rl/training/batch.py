@@ -1,7 +1,8 @@
-"""Builds the rows of a batch: tokens of prompts and completions, padded to one of few lengths. N rows, T tokens.
+"""Builds the rows of a batch: tokens of prompts and completions, padded to one of few lengths. N
+rows, T tokens.
 
-The batch of a step is split into mini-batches, one for each update, as in PPO. A mini-batch is split into
-micro-batches, whose losses and gradients the update sums.
+The batch of a step is split into mini-batches, one for each update, as in PPO. A mini-batch is
+split into micro-batches, whose losses and gradients the update sums.
 """
 
 from __future__ import annotations
@@ -36,48 +37,60 @@ class Places(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The arrays of the batch of a step, of a mini-batch or of a micro-batch; an absent array is None.
+    """The arrays of the batch of a step, of a mini-batch or of a micro-batch; an absent array is
+    None.
 
-    On the host a row is one sequence (segment 1) or the two answers of a pair (segments 1 and 2). On the device rows
-    are packed (rl/training/packing/packing.py), and `prompt` and `advantages` have one value per token. Padding has
-    segment 0 and prompt -1.
+    On the host a row is one sequence (segment 1) or the two answers of a pair (segments 1 and 2).
+    On the device rows are packed (rl/training/packing/packing.py), and `prompt` and `advantages`
+    have one value per token. Padding has segment 0 and prompt -1.
     """
 
     tokens: Array  # int32[N, T]
-    segments: Array  # int32[N, T], 0 on padding, and on shared tokens of a tree that nothing is trained on
+    # int32[N, T], 0 on padding, and on shared tokens of a tree that nothing is trained on
+    segments: Array
     mask: Array  # float32[N, T], 1 on the tokens that are trained on
-    prompt: Array  # int32[N] or [N, T], index of the group: 0, 1, ... by prompt within the batch; not the prompt id
+    # int32[N] or [N, T], index of the group: 0, 1, ... by prompt within the batch; not the prompt
+    # id
+    prompt: Array
     sampler_logp: Array | None = None  # float32[N, T], as the generator gave them
     old_logp: Array | None = None
     ref_logp: Array | None = None
     entropy: Array | None = None  # at the old weights; gives the threshold of `top_entropy`
     advantages: Array | None = None  # float32[N] or [N, T]
     margin: Array | None = None  # float32[N, T], margin of the pair at each of its tokens
-    # int32[N, T, K] and float32[N, T, K]: the teacher's likeliest tokens in place of each token, likeliest first, and
-    # their log-probabilities; float32[N, T]: the log-probability of all others
+    # int32[N, T, K] and float32[N, T, K]: the teacher's likeliest tokens in place of each token,
+    # likeliest first, and their log-probabilities; float32[N, T]: the log-probability of all others
     teacher_ids: Array | None = None
     teacher_top: Array | None = None
     teacher_rest: Array | None = None
-    extra: dict[str, Array] | None = None  # float32[N, T], further numbers of the data by name, at each token
+    extra: dict[str, Array] | None = (
+        None  # float32[N, T], further numbers of the data by name, at each token
+    )
     old_values: Array | None = None
     returns: Array | None = None
-    correct: Array | None = None  # float32[N, T], 1 on the tokens of completions that the loss imitates
+    correct: Array | None = (
+        None  # float32[N, T], 1 on the tokens of completions that the loss imitates
+    )
     # float32[N], values of the states after truncated completions, else 0; on the host only
     last_values: Array | None = None
     # int[N, T, R, k] by path of the layer: the experts that computed each token, -1: unknown
     routes: dict[str, Array] | None = None
-    # int32[N, T, K]: the ids that the sampler's filters left where it drew each token, in ascending order, or those that
-    # they left out, id i as -2 - i; padded with -1. A token without an id has the distribution over all
+    # int32[N, T, K]: the ids that the sampler's filters left where it drew each token, in ascending
+    # order, or those that they left out, id i as -2 - i; padded with -1. A token without an id has
+    # the distribution over all
     kept: Array | None = None
     # int32[N, T], policy version (number of updates) that sampled each token; on the host only
     version: Array | None = None
     dropout: Array | None = None  # uint32[N], the seeds of each row; only inside an update
-    # Of rows with pictures or sounds (policy/cache/media.py): int32[N, T], the row of the table at each token, -1 at
-    # text; int32[N, T, 3] and int32[N, T], `turns` and `until` of policy.cache.step.Step
+    # Of rows with pictures or sounds (policy/cache/media.py): int32[N, T], the row of the table at
+    # each token, -1 at text; int32[N, T, 3] and int32[N, T], `turns` and `until` of
+    # policy.cache.step.Step
     media: Array | None = None
     turns: Array | None = None
     until: Array | None = None
-    tree: Tree | None = None  # of packed rows whose sequences share beginnings (policy/cache/paths.py)
+    tree: Tree | None = (
+        None  # of packed rows whose sequences share beginnings (policy/cache/paths.py)
+    )
 
     @property
     def filled(self) -> Array:
@@ -103,7 +116,8 @@ class Batch:
         return dataclasses.replace(self, **changes)
 
     def without(self, rows_N: np.ndarray) -> Batch:
-        """Returns the batch with the rows `rows_N`, bool[N], as padding, which losses, routers and counts skip."""
+        """Returns the batch with the rows `rows_N`, bool[N], as padding, which losses, routers and
+        counts skip."""
         kept = ~rows_N[:, None]
         return self.replace(
             segments=np.where(kept, self.segments, 0).astype(np.int32),
@@ -117,14 +131,17 @@ class Batch:
         def padded(a: np.ndarray) -> np.ndarray:
             return np.concatenate([a, np.zeros((rows, *a.shape[1:]), a.dtype)])
 
-        return jax.tree.map(padded, self).without(np.arange(len(self.prompt) + rows) >= len(self.prompt))
+        return jax.tree.map(padded, self).without(
+            np.arange(len(self.prompt) + rows) >= len(self.prompt)
+        )
 
 
 def padded_length(longest: int, limit: int) -> int:
-    """Returns the row length for a longest row of `longest` tokens, so that at most 8 shapes compile.
+    """Returns the row length for a longest row of `longest` tokens, so that at most 8 shapes
+    compile.
 
-    It is a multiple of limit / n, where n is the largest number up to 8 for which limit / n is at least 64. A long
-    row is filled with several sequences, so its length costs little but attention.
+    It is a multiple of limit / n, where n is the largest number up to 8 for which limit / n is at
+    least 64. A long row is filled with several sequences, so its length costs little but attention.
     """
     unit = -(-limit // max(1, min(8, limit // 64)))
     return min(limit, -(-longest // unit) * unit)
@@ -136,10 +153,13 @@ def padded_batch(rows: Sequence[Sequence[Any]], limit: int) -> Batch:
 
 
 def segmented_batch(rows: Sequence[Sequence[Sequence[Any]]], limit: int) -> Batch:
-    """Returns a batch with one row per list of (ids, mask, ...), which become segments 1, 2, ...; padded on the
-    right."""
-    N, T = len(rows), padded_length(max(sum(len(ids) for ids, *_ in row) for row in rows), limit)
-    tokens, segments, mask = np.zeros((N, T), np.int32), np.zeros((N, T), np.int32), np.zeros((N, T), np.float32)
+    """Returns a batch with one row per list of (ids, mask, ...), which become segments 1, 2, ...;
+    padded on the right."""
+    N = len(rows)
+    T = padded_length(max(sum(len(ids) for ids, *_ in row) for row in rows), limit)
+    tokens = np.zeros((N, T), np.int32)
+    segments = np.zeros((N, T), np.int32)
+    mask = np.zeros((N, T), np.float32)
     for i, row in enumerate(rows):
         start = 0
         for number, (ids, trained, *_) in enumerate(row, start=1):
@@ -149,7 +169,8 @@ def segmented_batch(rows: Sequence[Sequence[Sequence[Any]]], limit: int) -> Batc
 
 
 def scatter_to_mask(values: Sequence[Sequence[float]], mask_NT: np.ndarray) -> np.ndarray:
-    """Scatters the values of the masked tokens of each row, in order, to float32[N, T]; 0 elsewhere."""
+    """Scatters the values of the masked tokens of each row, in order, to float32[N, T]; 0
+    elsewhere."""
     out = np.zeros(mask_NT.shape, np.float32)
     for row, numbers in enumerate(values):
         out[row, np.flatnonzero(mask_NT[row])] = numbers

@@ -1,4 +1,5 @@
-"""The base of trainers: how a batch is cut into micro-batches, what a loss reads, and which operations are counted.
+"""The base of trainers: how a batch is cut into micro-batches, what a loss reads, and which
+operations are counted.
 
 N rows, T tokens, R rows of a micro-batch.
 """
@@ -42,30 +43,40 @@ def row_multiple(graph: Graph) -> int:
 
 
 def shard_rows(tree: Any, layout: Layout) -> Any:
-    """Shards host arrays [N, ...] by rows over several processes. With one process it returns them unchanged."""
+    """Shards host arrays [N, ...] by rows over several processes. With one process it returns them
+    unchanged."""
     if processes.count() == 1:
         return tree
     return jax.tree.map(
-        lambda a: processes.device_put_global(a, layout.sharding(("batch", *[None] * (a.ndim - 1)), a.shape)), tree
+        lambda a: processes.device_put_global(
+            a, layout.sharding(("batch", *[None] * (a.ndim - 1)), a.shape)
+        ),
+        tree,
     )
 
 
 def step_of(params: dict[str, jax.Array], micro: Batch) -> Step:
-    """Returns the forward-pass inputs of a micro-batch: positions, routes, and the places of its pictures and
-    sounds, with their table, which is among `params`."""
+    """Returns the forward-pass inputs of a micro-batch: positions, routes, and the places of its
+    pictures and sounds, with their table, which is among `params`."""
     media = towers.inputs_of(params, micro.places)
     step = modes.make_step(micro.tokens, segments=micro.segments, inputs=media, tree=micro.tree)
     return replace(step, routes=micro.routes)
 
 
-def by_micro_batch(program: Callable, batch: Batch, packing: Packing, R: int, layout: Layout) -> tuple[np.ndarray, ...]:
-    """Runs `program(micro)` on R packed rows of the batch at a time, with what a forward pass reads. Returns arrays
-    [N, T] on the host."""
-    packed, outputs = packing.inputs(batch), []
+def by_micro_batch(
+    program: Callable, batch: Batch, packing: Packing, R: int, layout: Layout
+) -> tuple[np.ndarray, ...]:
+    """Runs `program(micro)` on R packed rows of the batch at a time, with what a forward pass
+    reads. Returns arrays [N, T] on the host."""
+    packed = packing.inputs(batch)
+    outputs = []
     for i in range(0, packing.filled_rows, R):
-        outputs.append(block_on_cpu_mesh(program(shard_rows(packed.rows(slice(i, i + R)), layout)), layout))
+        outputs.append(
+            block_on_cpu_mesh(program(shard_rows(packed.rows(slice(i, i + R)), layout)), layout)
+        )
     return tuple(
-        packing.unpack(np.concatenate([processes.on_host(p) for p in each])) for each in zip(*outputs, strict=True)
+        packing.unpack(np.concatenate([processes.on_host(p) for p in each]))
+        for each in zip(*outputs, strict=True)
     )
 
 
@@ -74,15 +85,26 @@ HELD_OUT = "held-out loss"
 _COUNTS = ("num_tokens", "num_sequences", "chosen_tokens")
 """The counts of a mini-batch that losses divide by, by their names in PolicyInputs."""
 LOSS_TOKENS = "loss_tokens"
-"""Among the metrics of an update: the number of tokens in its loss, on the device; no metric of a run."""
-_OF_THE_UPDATE = ("optim/", "moe/", "mtp/", "indexer/", "activation/", "grad_norm/", "perf/", "distill/projections/")
+"""Among the metrics of an update: the number of tokens in its loss, on the device; no metric of a
+run."""
+_OF_THE_UPDATE = (
+    "optim/",
+    "moe/",
+    "mtp/",
+    "indexer/",
+    "activation/",
+    "grad_norm/",
+    "perf/",
+    "distill/projections/",
+)
 _OF_THE_UPDATE += ("value/optim/", "value/moe/", "sequences/", "sampler/rejected_ratio")
 
 
 def without_empty(metrics: dict[str, Any]) -> dict[str, Any]:
     """Returns the metrics of an update on the host, without LOSS_TOKENS.
 
-    If no token is in the loss, its value and the means over its tokens are left out: they are those of nothing.
+    If no token is in the loss, its value and the means over its tokens are left out: they are those
+    of nothing.
     """
     tokens = metrics.get(LOSS_TOKENS)
     empty = tokens is not None and not tokens > 0
@@ -94,13 +116,18 @@ def without_empty(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 class BatchUpdates:
-    """The base of the trainers of policies and reward models: micro-batch rows, batch totals, counts of operations."""
+    """The base of the trainers of policies and reward models: micro-batch rows, batch totals,
+    counts of operations."""
 
     def __init__(self, graph: Graph, stage: StageOptions, algorithm: Any):
-        self.graph, self.stage, self.algorithm = graph, stage, algorithm
-        self.flops, self.total_flops = Operations(graph), 0.0
+        self.graph = graph
+        self.stage = stage
+        self.algorithm = algorithm
+        self.flops = Operations(graph)
+        self.total_flops = 0.0
         self.sharing: Sharing | None = None
-        # Only updates may drop tokens of full experts: the generator, and passes that are compared with it, never do.
+        # Only updates may drop tokens of full experts: the generator, and passes that are compared
+        # with it, never do.
         self._scoring_graph = graph.at(skip_blocks=True)
         self._update_graph = self._scoring_graph.at(**stage.runtime)
 
@@ -124,11 +151,14 @@ class BatchUpdates:
         """Returns the number of which the lengths of packed rows are a multiple."""
         return sequence_shards.multiple(self._update_graph.runtime)
 
-    def row_counts(self, N: int, T: int, sharing: Sharing | None = None) -> tuple[list[int], int | None]:
-        """Returns (possible numbers of packed rows of N rows of T tokens, rows of a micro-batch; None: all).
+    def row_counts(
+        self, N: int, T: int, sharing: Sharing | None = None
+    ) -> tuple[list[int], int | None]:
+        """Returns (possible numbers of packed rows of N rows of T tokens, rows of a micro-batch;
+        None: all).
 
-        With sharing, packed rows are longer, and a micro-batch takes fewer of them: its tokens do not grow, unless one
-        packed row has more.
+        With sharing, packed rows are longer, and a micro-batch takes fewer of them: its tokens do
+        not grow, unless one packed row has more.
         """
         multiple = row_multiple(self.graph)
         micro = self.stage.micro_batch or self._micro_batch(N, T)
@@ -144,15 +174,20 @@ class BatchUpdates:
     def _micro_batch(self, N: int, T: int) -> int | None:
         """Returns the default rows of a micro-batch; None: all.
 
-        On a CPU small micro-batches keep the activations in the caches. `router.balance: batch` keeps one micro-batch,
-        because several would need an extra forward pass.
+        On a CPU small micro-batches keep the activations in the caches. `router.balance: batch`
+        keeps one micro-batch, because several would need an extra forward pass.
         """
         on_cpu = self.graph.layout.platform == "cpu"
-        return -(-N // -(-N * T // CPU_TOKENS)) if on_cpu and self.stage.router.balance == "sequence" else None
+        return (
+            -(-N // -(-N * T // CPU_TOKENS))
+            if on_cpu and self.stage.router.balance == "sequence"
+            else None
+        )
 
     @cached_property
     def loss_inputs(self) -> Callable[..., PolicyInputs]:
-        """Returns the jitted function (mini-batch, coefs) -> PolicyInputs, with the totals of the mini-batch.
+        """Returns the jitted function (mini-batch, coefs) -> PolicyInputs, with the totals of the
+        mini-batch.
 
         Outputs of the model that is trained, such as `logp`, are absent: the update computes them.
         """
@@ -178,10 +213,13 @@ class BatchUpdates:
         return jax.jit(loss_inputs)
 
     def counts(self, batch: Batch) -> dict[str, float]:
-        """Returns the counts of a batch on the host that losses divide by, by their names in PolicyInputs."""
+        """Returns the counts of a batch on the host that losses divide by, by their names in
+        PolicyInputs."""
         packing, _ = self.packing_of(batch)
         inputs = self.loss_inputs(shard_rows(packing.batch(batch), self.graph.layout))
-        return {name: float(value) for name in _COUNTS if (value := getattr(inputs, name)) is not None}
+        return {
+            name: float(value) for name in _COUNTS if (value := getattr(inputs, name)) is not None
+        }
 
     def losses(
         self,
@@ -192,10 +230,12 @@ class BatchUpdates:
         table: MediaTable | None = None,
         adaptive_coefs: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
-        """Returns the metrics of the loss of a batch on the host, `loss` among them, without a gradient.
+        """Returns the metrics of the loss of a batch on the host, `loss` among them, without a
+        gradient.
 
-        step: the update whose loss it is. counts: what the loss divides by in place of the counts of this batch, so that
-        the sums over several batches are the metrics of all of them. table: that of a batch with places.
+        step: the update whose loss it is. counts: what the loss divides by in place of the counts
+        of this batch, so that the sums over several batches are the metrics of all of them. table:
+        that of a batch with places.
         """
         packing, R = self.packing_of(batch)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
@@ -206,23 +246,32 @@ class BatchUpdates:
         return {name: float(value) for name, value in jax.device_get(values).items()}
 
     def add_flops(self, operations: Operations, packing: Packing, passes: int) -> None:
-        """Adds `passes` over packed rows to `total_flops`: a forward pass counts 1, its gradient 2."""
+        """Adds `passes` over packed rows to `total_flops`: a forward pass counts 1, its gradient
+        2."""
         self.total_flops += passes * operations.of_runs(*packing.runs)
 
     def check_updates(self, learner: ParamState, metrics: dict[str, float]) -> None:
-        """Raises ModelError if no update changed `learner` and the last step's updates were not finite.
+        """Raises ModelError if no update changed `learner` and the last step's updates were not
+        finite.
 
         metrics: metrics of the last step.
         """
         if metrics.get("optim/skipped") == 1.0 and not int(updates_made(learner)):
             raise ModelError(
-                "no update of this stage changed the weights: in the last step none was finite, and each earlier one "
-                "was not finite or had a gradient of 0. Look for what grows in the events of the stage: "
-                "`loss`, `optim/grad_norm`, `reward/mean`. Weights that are not finite, huge rewards and a narrow "
+                "no update of this stage changed the weights: in the last step none was finite, "
+                "and each earlier one "
+                "was not finite or had a gradient of 0. Look for what grows in the events of the "
+                "stage: "
+                "`loss`, `optim/grad_norm`, `reward/mean`. Weights that are not finite, huge "
+                "rewards and a narrow "
                 "dtype are usual causes"
             )
 
     def step_of(self, params: dict[str, jax.Array], micro: Batch) -> Step:
         """Returns the forward-pass inputs of a micro-batch, with the seeds of dropout."""
         step = step_of(params, micro)
-        return step if micro.dropout is None else replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
+        return (
+            step
+            if micro.dropout is None
+            else replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
+        )

@@ -1,4 +1,5 @@
-"""The critic of PPO: a linear value head on the final hidden states of its own decoder or of the policy."""
+"""The critic of PPO: a linear value head on the final hidden states of its own decoder or of the
+policy."""
 
 from __future__ import annotations
 
@@ -19,29 +20,50 @@ from rl.training.host_memory import copied
 class Critic:
     """Computes values of states.
 
-    The critic owns VALUE_HEAD float32[E] and, unless `shared`, the weights of the trunk: a decoder with the
-    architecture of the policy, without an output projection. If `shared`, the trunk is the policy, which the critic
-    does not change. `metrics` starts the names of the metrics of its updates.
+    The critic owns VALUE_HEAD float32[E] and, unless `shared`, the weights of the trunk: a decoder
+    with the architecture of the policy, without an output projection. If `shared`, the trunk is the
+    policy, which the critic does not change. `metrics` starts the names of the metrics of its
+    updates.
     """
 
     metrics = "value"
 
     def __init__(self, policy: Graph, shared: bool = False):
-        self.shared, self.runtime = shared, policy.runtime
-        self.axes, self.shardings = {VALUE_HEAD: (None,)}, {VALUE_HEAD: policy.layout.replicated}
+        self.shared = shared
+        self.runtime = policy.runtime
+        self.axes = {VALUE_HEAD: (None,)}
+        self.shardings = {VALUE_HEAD: policy.layout.replicated}
         self.sizes = {VALUE_HEAD: (policy.config.hidden_size,)}
-        self.trunk, self.untrained, self.hosted, self.tables = policy, frozenset(), frozenset(), frozenset()
+        self.trunk, self.untrained, self.hosted, self.tables = (
+            policy,
+            frozenset(),
+            frozenset(),
+            frozenset(),
+        )
         if not shared:
-            alone = {"tied_head": True, "multi_token_prediction": None, "image": None, "audio": None}
+            alone = {
+                "tied_head": True,
+                "multi_token_prediction": None,
+                "image": None,
+                "audio": None,
+            }
             trunk = dataclasses.replace(policy.config, **alone)  # it reads the table of the policy
             self.trunk = Graph(trunk, policy.runtime, policy.layout)
-            self.untrained, self.hosted, self.tables = self.trunk.untrained, self.trunk.hosted, self.trunk.tables
-            self.axes, self.shardings = self.trunk.axes | self.axes, self.trunk.shardings | self.shardings
+            self.untrained, self.hosted, self.tables = (
+                self.trunk.untrained,
+                self.trunk.hosted,
+                self.trunk.tables,
+            )
+            self.axes, self.shardings = (
+                self.trunk.axes | self.axes,
+                self.trunk.shardings | self.shardings,
+            )
             self.sizes |= self.trunk.sizes
         self.flops = Operations(self.trunk, head=False)
 
     def init(self, params: dict[str, jax.Array], std: float, seed: int) -> dict[str, jax.Array]:
-        """Returns the weights of the critic: a new value head and, unless shared, a copy of the trunk of the policy.
+        """Returns the weights of the critic: a new value head and, unless shared, a copy of the
+        trunk of the policy.
 
         std: standard deviation of the head, normally distributed; 0: every value starts at 0.
         """
@@ -54,11 +76,15 @@ class Critic:
         return jax.jit(create, out_shardings=self.shardings)(params, jax.random.key(seed))
 
     def extra_params(self, policy: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns the weights of the policy that `values` takes in addition to the weights of the critic."""
+        """Returns the weights of the policy that `values` takes in addition to the weights of the
+        critic."""
         return policy if self.shared else {}
 
-    def scores(self, params: dict[str, jax.Array], tokens_BT: jax.Array, step: Step) -> tuple[jax.Array, Aux]:
-        """Returns (float32[B, T], Aux): at t the score of the sequence up to and including token t."""
+    def scores(
+        self, params: dict[str, jax.Array], tokens_BT: jax.Array, step: Step
+    ) -> tuple[jax.Array, Aux]:
+        """Returns (float32[B, T], Aux): at t the score of the sequence up to and including token
+        t."""
         with self.trunk.precision():
             hidden, _, aux = self.trunk.decoder(params)(tokens_BT, step, None, self.trunk.runtime)
             return _head_values(hidden, params[VALUE_HEAD]), aux
@@ -66,16 +92,18 @@ class Critic:
     def values(
         self, params: dict[str, jax.Array], tokens_BT: jax.Array, step: Step
     ) -> tuple[jax.Array, jax.Array, Aux]:
-        """Returns (before, after, Aux): float32[B, T] values of the states before and after token t.
+        """Returns (before, after, Aux): float32[B, T] values of the states before and after token
+        t.
 
-        `before` is 0 at the first token of a sequence. With a shared trunk Aux is empty: the update of the policy has
-        the losses of the trunk.
+        `before` is 0 at the first token of a sequence. With a shared trunk Aux is empty: the update
+        of the policy has the losses of the trunk.
         """
         values, aux = self.scores(params, tokens_BT, step)
         return _values_before(values, step), values, Aux({}) if self.shared else aux
 
     def values_of(self, states_BTE: jax.Array, head_E: jax.Array, step: Step) -> jax.Array:
-        """Returns float32[B, T], the values before each token, from detached final states of another pass."""
+        """Returns float32[B, T], the values before each token, from detached final states of
+        another pass."""
         with self.trunk.precision():
             return _values_before(_head_values(jax.lax.stop_gradient(states_BTE), head_E), step)
 
@@ -86,5 +114,6 @@ def _head_values(states_BTE: jax.Array, head_E: jax.Array) -> jax.Array:
 
 
 def _values_before(values_BT: jax.Array, step: Step) -> jax.Array:
-    """Returns the value before each token, given those after it; 0 at the first token of a sequence."""
+    """Returns the value before each token, given those after it; 0 at the first token of a
+    sequence."""
     return jnp.where(scored(step.segments, step.tree), before(values_BT, step.tree), 0.0)

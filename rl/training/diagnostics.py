@@ -1,5 +1,5 @@
-"""Computes the metrics of `diagnostics`, activations of each layer and gradient norms by kind of part, and looks for
-numbers that are not finite."""
+"""Computes the metrics of `diagnostics`, activations of each layer and gradient norms by kind of
+part, and looks for numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def part(path: str) -> str:
     for name, patterns in PARTS.items():
         if any(pattern in path for pattern in patterns):
             return name
-    raise ValueError(f"{path} belongs to no part of rl/training/diagnostics.py; add a pattern for it there")
+    raise ValueError(
+        f"{path} belongs to no part of rl/training/diagnostics.py; add a pattern for it there"
+    )
 
 
 def gradient_norms(squares: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -56,25 +58,34 @@ def activation_metrics(
 ) -> dict[str, jax.Array]:
     """Returns activation/mean/<layer>, activation/std/<layer> and activation/zeros/<layer>.
 
-    They are over all tokens of M micro-batches that are not padding. Layers count from 0, prediction modules from mtp1.
-    activations: by path of the layer, arrays [M, repeats]. A shared token counts once.
+    They are over all tokens of M micro-batches that are not padding. Layers count from 0,
+    prediction modules from mtp1. activations: by path of the layer, arrays [M, repeats]. A shared
+    token counts once.
     """
     tokens_M = jnp.sum(filled_MRT, axis=(1, 2))
     share = (tokens_M / jnp.maximum(jnp.sum(tokens_M), 1))[:, None]
     metrics = {}
     for path, each in activations.items():
         mean, zeros = (jnp.sum(share * a, axis=0) for a in (each.mean, each.fraction_zero))
-        std = jnp.sqrt(jnp.sum(share * (jnp.square(each.std) + jnp.square(each.mean - mean)), axis=0))
-        numbers = config.numbers(path) if path.startswith("stacks.") else [f"mtp{d + 1}" for d in range(mean.size)]
+        std = jnp.sqrt(
+            jnp.sum(share * (jnp.square(each.std) + jnp.square(each.mean - mean)), axis=0)
+        )
+        numbers = (
+            config.numbers(path)
+            if path.startswith("stacks.")
+            else [f"mtp{d + 1}" for d in range(mean.size)]
+        )
         for r, number in enumerate(numbers):
             metrics |= {
-                f"activation/{name}/{number}": a[r] for name, a in (("mean", mean), ("std", std), ("zeros", zeros))
+                f"activation/{name}/{number}": a[r]
+                for name, a in (("mean", mean), ("std", std), ("zeros", zeros))
             }
     return metrics
 
 
 def not_finite(tree: Any) -> str | None:
-    """Returns the path of an array of floats with a number that is not finite, or None. All processes return the same.
+    """Returns the path of an array of floats with a number that is not finite, or None. All
+    processes return the same.
 
     Each device looks at its shards; shards in host memory and those of CPUs are looked at in place.
     """
@@ -84,10 +95,20 @@ def not_finite(tree: Any) -> str | None:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
         for shard in leaf.addressable_shards
     ]
-    mine = next((jax.tree_util.keystr(path, simple=True, separator=".") for path, good in verdicts if not good), None)
+    mine = next(
+        (
+            jax.tree_util.keystr(path, simple=True, separator=".")
+            for path, good in verdicts
+            if not good
+        ),
+        None,
+    )
     return next(filter(None, processes.all_gather_object(mine)), None)
 
 
 def _all_finite(shard: jax.Array) -> Any:
-    on_device = shard.sharding.memory_kind in (None, "device") and next(iter(shard.devices())).platform != "cpu"
+    on_device = (
+        shard.sharding.memory_kind in (None, "device")
+        and next(iter(shard.devices())).platform != "cpu"
+    )
     return jnp.isfinite(shard).all() if on_device else np.isfinite(np.asarray(shard)).all()

@@ -19,7 +19,8 @@ def _is_dict(node: Any) -> bool:
 
 
 def _select(tree: Any, paths: frozenset[str], listed: bool) -> Any:
-    """Returns `tree` with the dict entries whose path is in `paths` if `listed`, else with the other entries."""
+    """Returns `tree` with the dict entries whose path is in `paths` if `listed`, else with the
+    other entries."""
 
     def chosen(node):
         return {k: v for k, v in node.items() if (k in paths) == listed} if _is_dict(node) else node
@@ -28,13 +29,16 @@ def _select(tree: Any, paths: frozenset[str], listed: bool) -> Any:
 
 
 def on_each_memory(function: Callable, paths: frozenset[str], *trees: Any) -> list:
-    """Calls `function` on the device for the arrays there, and on the host for the arrays at `paths`, in host memory.
+    """Calls `function` on the device for the arrays there, and on the host for the arrays at
+    `paths`, in host memory.
 
     Returns both results, or only the first one if there are no `paths`.
     """
     if not paths:
         return [function(*trees)]
-    device_part, host_part = ([_select(tree, paths, listed) for tree in trees] for listed in (False, True))
+    device_part, host_part = (
+        [_select(tree, paths, listed) for tree in trees] for listed in (False, True)
+    )
     return [function(*device_part), on_host(function, *host_part)]
 
 
@@ -52,19 +56,27 @@ def copied(params: dict[str, jax.Array], tables: frozenset[str]) -> dict[str, ja
     return joined(on_each_memory(copies, tables, fetched_except(tables, params)))
 
 
-def mixed(reference: dict, params: dict, mix: jax.Array, tables: frozenset[str]) -> dict[str, jax.Array]:
-    """Returns mix * params + (1 - mix) * reference. The host mixes the tables at these paths, in host memory."""
+def mixed(
+    reference: dict, params: dict, mix: jax.Array, tables: frozenset[str]
+) -> dict[str, jax.Array]:
+    """Returns mix * params + (1 - mix) * reference. The host mixes the tables at these paths, in
+    host memory."""
 
     def mixture(reference, params, mix):
-        return jax.tree.map(lambda r, p: (mix * p + (1 - mix) * r).astype(r.dtype), reference, params)
+        return jax.tree.map(
+            lambda r, p: (mix * p + (1 - mix) * r).astype(r.dtype), reference, params
+        )
 
     return joined(on_each_memory(mixture, tables, reference, fetched_except(tables, params), mix))
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Merges the results of `on_each_memory` into one tree. A leaf that is not a dict comes from the device part."""
+    """Merges the results of `on_each_memory` into one tree. A leaf that is not a dict comes from
+    the device part."""
     return jax.tree.map(
-        lambda *nodes: {k: v for node in nodes for k, v in node.items()} if _is_dict(nodes[0]) else nodes[0],
+        lambda *nodes: (
+            {k: v for node in nodes for k, v in node.items()} if _is_dict(nodes[0]) else nodes[0]
+        ),
         *parts,
         is_leaf=_is_dict,
     )

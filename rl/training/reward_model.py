@@ -50,7 +50,8 @@ SCORED_TOKENS = 16384
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RewardModelState:
-    """Every array of a stage that trains a reward model. `policy` has no optimizer and stays as it is."""
+    """Every array of a stage that trains a reward model. `policy` has no optimizer and stays as it
+    is."""
 
     policy: ParamState
     reward_model: ParamState
@@ -63,7 +64,9 @@ class RewardModelTrainer(BatchUpdates):
         """Defines the program of the update. `seed`: the seed of the run, for dropout."""
         super().__init__(graph, stage, algorithm)
         self.model = Critic(self._scoring_graph)
-        self.reward_model = OptimizerStep(self.model, self._score_loss, stage.optimizer, stage, seed)
+        self.reward_model = OptimizerStep(
+            self.model, self._score_loss, stage.optimizer, stage, seed
+        )
 
     def set_rates(self, stage: StageOptions) -> None:
         """Does what `Trainer.set_rates` does."""
@@ -74,18 +77,29 @@ class RewardModelTrainer(BatchUpdates):
     def executables(self) -> dict[str, CompiledCache]:
         """Returns the compiled functions of a step, by the names of their programs in a plan."""
         executables = {"update of the reward model": self.reward_model.executable}
-        return executables | ({HELD_OUT: self.reward_model.losses_executable} if self.stage.held_out else {})
+        return executables | (
+            {HELD_OUT: self.reward_model.losses_executable} if self.stage.held_out else {}
+        )
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RewardModelState:
-        """Returns the state at the beginning of the stage: `params`, and a copy of them with a new score head."""
-        learner = self.reward_model.start(self.model.init(params, self.algorithm.score_init_std, seed))
-        return block_on_cpu_mesh(RewardModelState(ParamState(params, None), learner), self.graph.layout)
+        """Returns the state at the beginning of the stage: `params`, and a copy of them with a new
+        score head."""
+        learner = self.reward_model.start(
+            self.model.init(params, self.algorithm.score_init_std, seed)
+        )
+        return block_on_cpu_mesh(
+            RewardModelState(ParamState(params, None), learner), self.graph.layout
+        )
 
     def abstract(self) -> RewardModelState:
         """Returns the shapes and shardings of the state, for a checkpoint to be read into."""
         shapes = jax.eval_shape(partial(self.start, seed=0), self.graph.shapes)
-        shardings = RewardModelState(ParamState(cast(Any, self.graph.shardings), None), self.reward_model.shardings)
-        return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, shardings)
+        shardings = RewardModelState(
+            ParamState(cast(Any, self.graph.shardings), None), self.reward_model.shardings
+        )
+        return jax.tree.map(
+            lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, shardings
+        )
 
     def update(
         self,
@@ -98,15 +112,18 @@ class RewardModelTrainer(BatchUpdates):
     ) -> tuple[RewardModelState, dict]:
         """Makes one optimiser update of the reward model from `batch`, one pair per row.
 
-        `adaptive_coefs` is ignored. media: the pictures and sounds of a batch with places, as the towers of the policy
-        encode them. number: of the update in its stage, from 0, as in `OptimizerStep`.
+        `adaptive_coefs` is ignored. media: the pictures and sounds of a batch with places, as the
+        towers of the policy encode them. number: of the update in its stage, from 0, as in
+        `OptimizerStep`.
         """
         packing, R = self.packing_of(batch)
         self.add_flops(self.model.flops, packing, passes=3)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
         table = towers.as_params(media and media.table)
         inputs = self.loss_inputs(batch)
-        learner, _, metrics, _ = self.reward_model(state.reward_model, batch, inputs, R, table, number=number)
+        learner, _, metrics, _ = self.reward_model(
+            state.reward_model, batch, inputs, R, table, number=number
+        )
         metrics |= {LOSS_TOKENS: inputs.num_tokens} | packing.metrics(R, self.sharing is not None)
         return RewardModelState(state.policy, learner), metrics
 
@@ -122,9 +139,11 @@ class RewardModelTrainer(BatchUpdates):
         return loss, metrics, aux, None, {}
 
     def export(self, state: RewardModelState, pad_id: int | None, directory: Path) -> None:
-        """Writes the reward model as transformers stores a sequence classification model, without a tokenizer."""
+        """Writes the reward model as transformers stores a sequence classification model, without a
+        tokenizer."""
         params = dict(state.reward_model.params)
-        score, trunk = params.pop(VALUE_HEAD), self.model.trunk
+        score = params.pop(VALUE_HEAD)
+        trunk = self.model.trunk
         graph = Graph(sources.trunk(self.graph.config), trunk.runtime, trunk.layout)
         classification.write(directory, graph, params, score, pad_id)
 
@@ -138,23 +157,38 @@ def rows_at_a_time(layout: Layout, T: int) -> int:
 class RewardModelScorer:
     """A reward model on the devices of the run, which scores sequences of token ids."""
 
-    def __init__(self, graph: Graph, params: dict[str, jax.Array] | None, limit: int, sharing: Sharing | None = None):
+    def __init__(
+        self,
+        graph: Graph,
+        params: dict[str, jax.Array] | None,
+        limit: int,
+        sharing: Sharing | None = None,
+    ):
         """Defines the scoring program.
 
-        graph: the model of the trunk. params: the weights of the trunk and VALUE_HEAD; None: the scorer cannot score.
-        limit: tokens of the longest sequence. sharing: how the sequences of the stage share beginnings; None: each is
-        scored alone.
+        graph: the model of the trunk. params: the weights of the trunk and VALUE_HEAD; None: the
+        scorer cannot score. limit: tokens of the longest sequence. sharing: how the sequences of
+        the stage share beginnings; None: each is scored alone.
         """
-        self.graph, self._params, self._limit = graph.at(skip_blocks=True), params, limit
+        self.graph = graph.at(skip_blocks=True)
+        self._params = params
+        self._limit = limit
         self.sharing = sharing and sharing.of_scores(graph.config)
-        self._critic, self._layout = Critic(self.graph), graph.layout
+        self._critic = Critic(self.graph)
+        self._layout = graph.layout
         self.executable = CompiledCache(jax.jit(self._scores), self._layout.platform)
 
     @classmethod
     def read(
-        cls, directory: Path, runtime: Runtime, mesh: Layout, limit: int, sharing: Sharing | None = None
+        cls,
+        directory: Path,
+        runtime: Runtime,
+        mesh: Layout,
+        limit: int,
+        sharing: Sharing | None = None,
     ) -> RewardModelScorer:
-        """Reads the scorer of a directory. Raises what `policy.huggingface.classification.read` raises."""
+        """Reads the scorer of a directory. Raises what `policy.huggingface.classification.read`
+        raises."""
         graph, params, score = classification.read(directory, runtime, mesh)
         params |= {VALUE_HEAD: processes.device_put_global(score, graph.layout.replicated)}
         return cls(graph, params, limit, sharing)
@@ -162,9 +196,14 @@ class RewardModelScorer:
     @property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes and shardings of the weights."""
-        shapes = self.graph.shapes | {VALUE_HEAD: jax.ShapeDtypeStruct(self._critic.sizes[VALUE_HEAD], jnp.float32)}
+        shapes = self.graph.shapes | {
+            VALUE_HEAD: jax.ShapeDtypeStruct(self._critic.sizes[VALUE_HEAD], jnp.float32)
+        }
         shardings = self._critic.shardings
-        return {path: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=shardings[path]) for path, s in shapes.items()}
+        return {
+            path: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=shardings[path])
+            for path, s in shapes.items()
+        }
 
     def rows(self, T: int) -> int:
         """Returns how many packed rows are scored at a time, for sequences of T tokens."""
@@ -183,8 +222,8 @@ class RewardModelScorer:
     ) -> list[float]:
         """Returns the score at the last token of each sequence. Sequences are packed.
 
-        add_media: returns the batch of the sequences, one per row, with its places in `table`. samples: the number of
-        consecutive sequences that complete one prompt.
+        add_media: returns the batch of the sequences, one per row, with its places in `table`.
+        samples: the number of consecutive sequences that complete one prompt.
         """
         batch = add_media(padded_batch([(ids, [0] * len(ids)) for ids in sequences], self._limit))
         N, T = batch.tokens.shape
@@ -193,13 +232,18 @@ class RewardModelScorer:
             packing = plan_packing(batch.segments, [-(-N // R) * R])
         else:
             counts = [-(-self.sharing.most_rows(N) // R) * R]
-            packing = plan_trees(batch.replace(prompt=np.arange(N) // samples), counts, self.sharing)
+            packing = plan_trees(
+                batch.replace(prompt=np.arange(N) // samples), counts, self.sharing
+            )
         params = cast(dict, self._params) | towers.as_params(table)
-        (scores,) = by_micro_batch(partial(self.executable, params), batch, packing, R, self._layout)
+        (scores,) = by_micro_batch(
+            partial(self.executable, params), batch, packing, R, self._layout
+        )
         return [float(scores[row, len(ids) - 1]) for row, ids in enumerate(sequences)]
 
     def lowered(self, T: int) -> tuple[tuple[int, int], Callable[[], Any]]:
-        """Returns (shape of a full batch in rows of T tokens, the function that traces its program)."""
+        """Returns (shape of a full batch in rows of T tokens, the function that traces its
+        program)."""
         shape = self.rows(T), self.packed_length(T)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
         tree = None if self.sharing is None else Tree.of_shapes(tokens)

@@ -1,7 +1,9 @@
-"""Teachers: the update of a policy compares its next-token distributions with those of a frozen model.
+"""Teachers: the update of a policy compares its next-token distributions with those of a frozen
+model.
 
-`ModelTeacher` runs that model in the same program, on one micro-batch at a time, so that no states of it are kept and
-its logits exist for a chunk of tokens only. `StoredTeacher` reads the teacher's likeliest tokens from the batch.
+`ModelTeacher` runs that model in the same program, on one micro-batch at a time, so that no states
+of it are kept and its logits exist for a chunk of tokens only. `StoredTeacher` reads the teacher's
+likeliest tokens from the batch.
 
 R rows, T tokens, E hidden of the policy, K likeliest tokens.
 """
@@ -47,7 +49,14 @@ PREFIX = "teacher."
 """Paths of a teacher's weights begin with it where they lie among the policy's."""
 PROJECTION = "projection."
 """Behind PREFIX, paths of the projections of features begin with it."""
-COMPARED = ("student_entropy", "teacher_entropy", "agreement", "outside", "student_mass", "teacher_mass")
+COMPARED = (
+    "student_entropy",
+    "teacher_entropy",
+    "agreement",
+    "outside",
+    "student_mass",
+    "teacher_mass",
+)
 """Fields of DivergenceOutputs that are metrics of an update, as distill/<name>."""
 
 
@@ -92,27 +101,32 @@ class Teacher(ABC):
         return None
 
     def operations(self, graph: Graph, lengths: Any) -> float:
-        """Returns the operations that an update of the policy of `graph` has in addition, over sequences of these
-        lengths."""
+        """Returns the operations that an update of the policy of `graph` has in addition, over
+        sequences of these lengths."""
         return 0.0
 
     def projections(self, graph: Graph) -> FeatureProjections | None:
-        """Returns the projections of the features of the policy of `graph`; None: they are compared as they are."""
+        """Returns the projections of the features of the policy of `graph`; None: they are compared
+        as they are."""
         return None
 
     @staticmethod
     def split(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns (weights of the policy, weights of the teacher by its own paths, with projections)."""
+        """Returns (weights of the policy, weights of the teacher by its own paths, with
+        projections)."""
         own = {path: array for path, array in params.items() if not path.startswith(PREFIX)}
-        return own, {path.removeprefix(PREFIX): array for path, array in params.items() if path not in own}
+        return own, {
+            path.removeprefix(PREFIX): array for path, array in params.items() if path not in own
+        }
 
     def vocabulary(self, graph: Graph) -> int:
-        """Returns the number of ids that are compared with those of the policy: by default the policy's own."""
+        """Returns the number of ids that are compared with those of the policy: by default the
+        policy's own."""
         return graph.config.vocab_size
 
     def outside(self, graph: Graph, params: dict[str, jax.Array], batch: Batch) -> float:
-        """Returns the probability that the policy gives to ids beyond `vocabulary`, the mean over the tokens that are
-        trained on."""
+        """Returns the probability that the policy gives to ids beyond `vocabulary`, the mean over
+        the tokens that are trained on."""
         vocabulary = self.vocabulary(graph)
 
         @jax.jit
@@ -122,7 +136,9 @@ class Teacher(ABC):
                 decoder = graph.decoder(params)
                 states = before(decoder(tokens, step, None, graph.runtime)[0])
                 logits = modes.logits(decoder, states, graph.runtime)
-                return 1.0 - jnp.exp(jax.nn.logsumexp(logits[..., :vocabulary], -1) - jax.nn.logsumexp(logits, -1))
+                return 1.0 - jnp.exp(
+                    jax.nn.logsumexp(logits[..., :vocabulary], -1) - jax.nn.logsumexp(logits, -1)
+                )
 
         total = 0.0
         for row in range(len(batch.tokens)):  # one at a time: its logits are all there
@@ -132,15 +148,25 @@ class Teacher(ABC):
         return total / max(1, np.count_nonzero(batch.mask))
 
     @abstractmethod
-    def compare(self, student: Student, micro: Batch, inputs: PolicyInputs, frozen: dict[str, Any]) -> PolicyInputs:
-        """Returns the inputs with `divergence`, `features` and `teacher`. frozen: the teacher's weights, and those of
-        projections, which alone have a gradient."""
+    def compare(
+        self, student: Student, micro: Batch, inputs: PolicyInputs, frozen: dict[str, Any]
+    ) -> PolicyInputs:
+        """Returns the inputs with `divergence`, `features` and `teacher`. frozen: the teacher's
+        weights, and those of projections, which alone have a gradient."""
 
-    def _with(self, inputs: PolicyInputs, outputs: DivergenceOutputs, micro: Batch, **more: Any) -> PolicyInputs:
-        """Adds numbers per token, 0 at the first token of a sequence and on padding, which nothing predicts."""
+    def _with(
+        self, inputs: PolicyInputs, outputs: DivergenceOutputs, micro: Batch, **more: Any
+    ) -> PolicyInputs:
+        """Adds numbers per token, 0 at the first token of a sequence and on padding, which nothing
+        predicts."""
         predicted = scored(micro.segments, micro.tree)
-        numbers = {name: array for name in COMPARED if (array := getattr(outputs, name)) is not None}
-        numbers = {name: jax.lax.stop_gradient(jnp.where(predicted, array, 0.0)) for name, array in numbers.items()}
+        numbers = {
+            name: array for name in COMPARED if (array := getattr(outputs, name)) is not None
+        }
+        numbers = {
+            name: jax.lax.stop_gradient(jnp.where(predicted, array, 0.0))
+            for name, array in numbers.items()
+        }
         divergence = jnp.where(predicted, outputs.divergence, 0.0)
         return replace(inputs, divergence=divergence, teacher=numbers, **more)
 
@@ -158,26 +184,32 @@ class ModelTeacher(Teacher):
     ):
         """Reads nothing yet.
 
-        directory: of the weights; None: they are drawn from `seed`. weights: the type in which weights of products are
-        stored; None: the type of the graph.
+        directory: of the weights; None: they are drawn from `seed`. weights: the type in which
+        weights of products are stored; None: the type of the graph.
         """
         super().__init__(algorithm)
         self.graph = graph.at(record=("mixed",)) if algorithm.has_features else graph
-        self._flops, self._directory, self._seed, self._stored_type = Operations(graph), directory, seed, weights
+        self._flops = Operations(graph)
+        self._directory = directory
+        self._seed = seed
+        self._stored_type = weights
 
     @functools.cached_property
     def abstract(self) -> Mapping[str, Any]:
         return {PREFIX + path: self._abstract(path) for path in self.graph.paths}
 
     def _abstract(self, path: str) -> Any:
-        shape, sharding, axes = self.graph.shapes[path], self.graph.sharding(path), self.graph.axes[path]
+        shape = self.graph.shapes[path]
+        sharding = self.graph.sharding(path)
+        axes = self.graph.axes[path]
         array = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
         if self._stored_type is None or path not in self.graph.inputs:
             return array
-        inputs, qtype = self.graph.inputs[path], TYPES[self._stored_type]
+        inputs = self.graph.inputs[path]
+        qtype = TYPES[self._stored_type]
         made = jax.eval_shape(lambda a: quantize(a, qtype, inputs), shape)
-        # A scale has length 1, and so no axis, in the dimensions that products sum over. It is small: it stays on the
-        # device where the values live in host memory.
+        # A scale has length 1, and so no axis, in the dimensions that products sum over. It is
+        # small: it stays on the device where the values live in host memory.
         scale_axes = tuple(None if dim in inputs else axis for dim, axis in enumerate(axes))
         values = self.graph.layout.sharding(axes, made.qvalue.shape)
         values = in_host_memory(values) if path in self.graph.hosted else values
@@ -194,22 +226,32 @@ class ModelTeacher(Teacher):
             params = {path: self._stored(path, drawn.pop(path)) for path in self.graph.paths}
         else:
             try:
-                params, _ = model_directory.read_weights(self._directory, self.graph, convert=self._stored)
+                params, _ = model_directory.read_weights(
+                    self._directory, self.graph, convert=self._stored
+                )
             except (ModelFileError, UnsupportedModel) as error:
                 raise ModelError(f"teacher {self._directory}: {error}") from None
-        return block_on_cpu_mesh({PREFIX + path: array for path, array in params.items()}, self.graph.layout)
+        return block_on_cpu_mesh(
+            {PREFIX + path: array for path, array in params.items()}, self.graph.layout
+        )
 
     def _stored(self, path: str, array: jax.Array) -> Any:
-        """Returns a weight in the form in which it is kept, so that only one is there as floats too."""
+        """Returns a weight in the form in which it is kept, so that only one is there as floats
+        too."""
         abstract = self.abstract[PREFIX + path]
         if not isinstance(abstract, qwix.QArray):
             return array
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        qtype, inputs = TYPES[cast(StoredType, self._stored_type)], self.graph.inputs[path]
+        qtype = TYPES[cast(StoredType, self._stored_type)]
+        inputs = self.graph.inputs[path]
         return jax.jit(lambda a: quantize(fetch(a), qtype, inputs), out_shardings=shardings)(array)
 
     def recorded(self, graph: Graph) -> Graph:
-        return graph.at(record=(*graph.runtime.record, "mixed")) if self.algorithm.has_features else graph
+        return (
+            graph.at(record=(*graph.runtime.record, "mixed"))
+            if self.algorithm.has_features
+            else graph
+        )
 
     @property
     def model(self) -> Graph:
@@ -221,20 +263,26 @@ class ModelTeacher(Teacher):
         return self._flops.forward(lengths) + learned
 
     def projections(self, graph: Graph) -> FeatureProjections | None:
-        mine, theirs = graph.config, self.graph.config
+        mine = graph.config
+        theirs = self.graph.config
         if not self.algorithm.has_features or mine.hidden_size == theirs.hidden_size:
             return None
         mixing = [
-            {n: n for n, layer in enumerate(config.layers) if layer.mixer is not None} for config in (mine, theirs)
+            {n: n for n, layer in enumerate(config.layers) if layer.mixer is not None}
+            for config in (mine, theirs)
         ]
-        return FeatureProjections(graph, theirs.hidden_size, pairs_of(mixing[0], mixing[1], self._pairs))
+        return FeatureProjections(
+            graph, theirs.hidden_size, pairs_of(mixing[0], mixing[1], self._pairs)
+        )
 
     @property
     def _pairs(self) -> list[tuple[int, int]] | None:
         pairs = self.algorithm.features_layers
         return None if pairs is None else [(n, m) for n, m in pairs]
 
-    def states(self, frozen: dict[str, Any], tokens: jax.Array, step: Step) -> tuple[Any, jax.Array, Aux]:
+    def states(
+        self, frozen: dict[str, Any], tokens: jax.Array, step: Step
+    ) -> tuple[Any, jax.Array, Aux]:
         """Returns (decoder, final states [R, T, D], Aux) of a pass without a head."""
         decoder = self.graph.decoder(frozen)
         hidden, _, aux = decoder(tokens, step, None, self.graph.runtime)
@@ -242,9 +290,9 @@ class ModelTeacher(Teacher):
 
     @functools.cache  # noqa: B019 - a teacher is made once for a stage
     def top(self, k: int, vocab: int) -> CompiledCache:
-        """Returns the program (params, micro-batch) -> (log-probabilities float32[R, T, k], ids int32[R, T,
-        k], logarithm of the probability of all others float32[R, T]) of the likeliest of the first `vocab` tokens in
-        place of each token, at temperature 1."""
+        """Returns the program (params, micro-batch) -> (log-probabilities float32[R, T, k], ids
+        int32[R, T, k], logarithm of the probability of all others float32[R, T]) of the likeliest
+        of the first `vocab` tokens in place of each token, at temperature 1."""
 
         def run(params, micro: Batch):
             tokens = constrain(micro.tokens, ("batch", None), self.graph.layout)
@@ -252,13 +300,19 @@ class ModelTeacher(Teacher):
             with self.graph.precision():
                 step = modes.make_step(tokens, segments=micro.segments)
                 decoder, hidden, _ = self.states(self.split(params)[1], tokens, step)
-                states, tiling = rows.flat(before(hidden)), head.Tiling(None, rows.layout)
-                weight, scaling = decoder.head_weight, decoder.config.logit_scaling
-                return jax.tree.map(rows.back, head.top_and_rest(states, weight, k, 1.0, scaling, tiling, vocab))
+                states = rows.flat(before(hidden))
+                tiling = head.Tiling(None, rows.layout)
+                weight = decoder.head_weight
+                scaling = decoder.config.logit_scaling
+                return jax.tree.map(
+                    rows.back, head.top_and_rest(states, weight, k, 1.0, scaling, tiling, vocab)
+                )
 
         return CompiledCache(jax.jit(run), self.graph.layout.platform)
 
-    def compare(self, student: Student, micro: Batch, inputs: PolicyInputs, frozen: dict[str, Any]) -> PolicyInputs:
+    def compare(
+        self, student: Student, micro: Batch, inputs: PolicyInputs, frozen: dict[str, Any]
+    ) -> PolicyInputs:
         # its own routes, and no dropout
         step = modes.make_step(micro.tokens, segments=micro.segments, tree=micro.tree)
         with self.graph.precision():
@@ -276,15 +330,23 @@ class ModelTeacher(Teacher):
             )
         if student.graph.config.vocab_size <= self.graph.config.vocab_size:
             outputs = replace(outputs, outside=None)
-        features = self._features(student, aux, micro, frozen) if self.algorithm.has_features else None
+        features = (
+            self._features(student, aux, micro, frozen) if self.algorithm.has_features else None
+        )
         return self._with(inputs, outputs, micro, features=features)
 
-    def _features(self, student: Student, aux: Aux, micro: Batch, frozen: dict[str, Any]) -> jax.Array:
-        """Returns the distance of the layers [R, T], at each token that of the state that predicts it."""
-        mine, theirs = by_number(student.aux, student.graph.config, "mixed"), by_number(aux, self.graph.config, "mixed")
+    def _features(
+        self, student: Student, aux: Aux, micro: Batch, frozen: dict[str, Any]
+    ) -> jax.Array:
+        """Returns the distance of the layers [R, T], at each token that of the state that predicts
+        it."""
+        mine = by_number(student.aux, student.graph.config, "mixed")
+        theirs = by_number(aux, self.graph.config, "mixed")
         projections = self.projections(student.graph)
         maps = None if projections is None else projections.maps(frozen)
-        distance = feature_loss(mine, theirs, micro.filled, self.algorithm.features_loss, self._pairs, maps)
+        distance = feature_loss(
+            mine, theirs, micro.filled, self.algorithm.features_loss, self._pairs, maps
+        )
         return jnp.where(scored(micro.segments, micro.tree), before(distance, micro.tree), 0.0)
 
     def vocabulary(self, graph: Graph) -> int:
@@ -292,27 +354,32 @@ class ModelTeacher(Teacher):
 
 
 class FeatureProjections:
-    """Matrices that map features of the policy to the width of a teacher, one for each pair of layers.
+    """Matrices that map features of the policy to the width of a teacher, one for each pair of
+    layers.
 
-    They learn with the policy by the same loss. They are a part of the state of a stage, and no part of the policy.
-    `metrics` starts the names of the metrics of their updates.
+    They learn with the policy by the same loss. They are a part of the state of a stage, and no
+    part of the policy. `metrics` starts the names of the metrics of their updates.
 
-    paths: of each matrix float32[E, D], in the order of the pairs. The other attributes are those of a Critic.
+    paths: of each matrix float32[E, D], in the order of the pairs. The other attributes are those
+    of a Critic.
     """
 
     metrics = "distill/projections"
 
     def __init__(self, policy: Graph, width: int, pairs: Sequence[tuple[int, int]]):
-        """Defines the matrices. width: of the teacher. pairs: (layer of the policy, layer of the teacher)."""
+        """Defines the matrices. width: of the teacher. pairs: (layer of the policy, layer of the
+        teacher)."""
         self.paths = [f"{PREFIX}{PROJECTION}{n}.{m}" for n, m in pairs]
-        shape, axes = (policy.config.hidden_size, width), ("embed", None)
+        shape = (policy.config.hidden_size, width)
+        axes = ("embed", None)
         self.trunk, self.runtime = policy, replace(policy.runtime, param_dtype="float32")
         self.untrained, self.hosted, self.tables = frozenset(), frozenset(), frozenset()
         self.axes, self.sizes = dict.fromkeys(self.paths, axes), dict.fromkeys(self.paths, shape)
         self.shardings = dict.fromkeys(self.paths, policy.layout.sharding(axes, shape))
 
     def init(self, seed: int) -> dict[str, jax.Array]:
-        """Draws the matrices, normally distributed with variance 1 / E: a projected feature keeps its size."""
+        """Draws the matrices, normally distributed with variance 1 / E: a projected feature keeps
+        its size."""
 
         def create(key):
             keys = jax.random.split(key, len(self.paths))
@@ -325,26 +392,40 @@ class FeatureProjections:
         return jax.jit(create, out_shardings=self.shardings)(jax.random.key(seed))
 
     def maps(self, params: dict[str, Any]) -> list[jax.Array]:
-        """Returns the matrices in the order of the pairs. params: the second part of `Teacher.split`."""
+        """Returns the matrices in the order of the pairs. params: the second part of
+        `Teacher.split`."""
         return [params[path.removeprefix(PREFIX)] for path in self.paths]
 
     def operations(self, lengths: Any) -> float:
-        """Returns the operations of the products and of their gradients over sequences of these lengths."""
+        """Returns the operations of the products and of their gradients over sequences of these
+        lengths."""
         return 6.0 * sum(E * D for E, D in self.sizes.values()) * float(np.sum(lengths))
 
 
 class StoredTeacher(Teacher):
     """The likeliest tokens of a teacher, which `rl teach` wrote and the batch holds."""
 
-    def compare(self, student: Student, micro: Batch, inputs: PolicyInputs, frozen: dict[str, Any]) -> PolicyInputs:
-        graph, temperature = student.graph, self.algorithm.temperature_of(inputs)
-        rows, ids, top = FlatRows(graph.runtime.layout, *micro.tokens.shape), micro.teacher_ids, micro.teacher_top
-        assert ids is not None and top is not None and micro.teacher_rest is not None  # the stage adds them
+    def compare(
+        self, student: Student, micro: Batch, inputs: PolicyInputs, frozen: dict[str, Any]
+    ) -> PolicyInputs:
+        graph = student.graph
+        temperature = self.algorithm.temperature_of(inputs)
+        rows = FlatRows(graph.runtime.layout, *micro.tokens.shape)
+        ids = micro.teacher_ids
+        top = micro.teacher_top
+        assert (
+            ids is not None and top is not None and micro.teacher_rest is not None
+        )  # the stage adds them
         with graph.precision():
             assert student.aux.states is not None  # log-probabilities were computed from them
-            decoder, states = graph.decoder(student.params), before(student.aux.states, micro.tree)
-            mine, entropy = modes.logprobs_of_states(decoder, states, ids, temperature, graph.runtime)
-        teacher = rows.flat(top) / temperature  # not normalised at this temperature, which only `renormalise` allows
+            decoder = graph.decoder(student.params)
+            states = before(student.aux.states, micro.tree)
+            mine, entropy = modes.logprobs_of_states(
+                decoder, states, ids, temperature, graph.runtime
+            )
+        teacher = (
+            rows.flat(top) / temperature
+        )  # not normalised at this temperature, which only `renormalise` allows
         outputs = top_divergence(
             rows.flat(mine), teacher, rows.flat(micro.teacher_rest), self.algorithm.divergence_spec
         )

@@ -13,7 +13,8 @@ from policy.layers.layer_embeddings import TABLE
 INDEXER = ".indexer."
 """Is part of the path of every weight of a key indexer (policy/attention/indexer.py)."""
 MODULES = "mtp."
-"""Starts the path of every weight of a prediction module (policy/heads/multi_token_prediction.py)."""
+"""Starts the path of every weight of a prediction module
+(policy/heads/multi_token_prediction.py)."""
 
 
 def is_named(path: str, name: str) -> bool:
@@ -21,12 +22,15 @@ def is_named(path: str, name: str) -> bool:
     return path == name or path.startswith(f"{name}.")
 
 
-def trained_paths(paths: Iterable[str], runtime: Runtime, frozen: Collection[str] = ()) -> frozenset[str]:
+def trained_paths(
+    paths: Iterable[str], runtime: Runtime, frozen: Collection[str] = ()
+) -> frozenset[str]:
     """Returns the paths of the weights that are trained.
 
-    Indexers and prediction modules are trained only by their own losses, so without these losses they stay as they are.
-    During dense warm-up only indexers are trained. The table of the embeddings for each layer is trained if the runtime
-    says so. frozen: names of weights and of parts that are not trained.
+    Indexers and prediction modules are trained only by their own losses, so without these losses
+    they stay as they are. During dense warm-up only indexers are trained. The table of the
+    embeddings for each layer is trained if the runtime says so. frozen: names of weights and of
+    parts that are not trained.
     """
 
     def is_trained(path: str) -> bool:

@@ -45,28 +45,32 @@ from rl.training.trainable import MODULES, trained_paths
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ParamState:
-    """Trained weights and the state of their optimizer. Every update donates these arrays and reuses their memory."""
+    """Trained weights and the state of their optimizer. Every update donates these arrays and
+    reuses their memory."""
 
     params: dict[str, jax.Array]
     optimizer: Any
 
 
 def frozen_names(model: Graph | Critic | FeatureProjections, stage: StageOptions) -> Sequence[str]:
-    """Returns the names of weights that a stage does not train; only a policy has names that can be frozen."""
+    """Returns the names of weights that a stage does not train; only a policy has names that can be
+    frozen."""
     if not isinstance(model, Graph):
         return ()
     return TOWERS if stage.freeze is None else stage.freeze
 
 
 def _first_step(model: Graph | Critic | FeatureProjections, stage: StageOptions) -> int:
-    """Returns the steps of a stage before the first update of the model: a policy waits while only its critic learns."""
+    """Returns the steps of a stage before the first update of the model: a policy waits while only
+    its critic learns."""
     return 0 if isinstance(model, Critic) else getattr(stage.algorithm, "critic_warmup", 0)
 
 
 class OptimizerStep:
     """Compiles one optimiser update of some weights: of the policy, a critic or a reward model.
 
-    It sums gradients over micro-batches, clips them, runs AdamW and updates the selection biases of routers.
+    It sums gradients over micro-batches, clips them, runs AdamW and updates the selection biases of
+    routers.
     An update that is not finite, or whose gradient is exactly 0, changes nothing.
     """
 
@@ -83,49 +87,69 @@ class OptimizerStep:
 
         Args:
           model: the model of the weights.
-          loss: (params, micro-batch, its PolicyInputs) -> (scalar, metrics, Aux, gradient of the value head or None,
+          loss: (params, micro-batch, its PolicyInputs) -> (scalar, metrics, Aux, gradient of the
+          value head or None,
             token outputs: arrays [R, T] by name). The update sums the scalar over micro-batches.
           options: settings of AdamW.
           stage: settings of the stage.
           seed: seed of the run, for dropout.
-          companion: update of other weights that learn in the same program, which `loss` reads from `params`. A value
-            head: `loss` returns its gradient and reports value/loss. Projections: the gradient of `loss` is theirs too.
+          companion: update of other weights that learn in the same program, which `loss` reads from
+          `params`. A value
+            head: `loss` returns its gradient and reports value/loss. Projections: the gradient of
+            `loss` is theirs too.
         """
-        self.model, self._loss, self._options, self._stage, self.companion = model, loss, options, stage, companion
+        self.model = model
+        self._loss = loss
+        self._options = options
+        self._stage = stage
+        self.companion = companion
         self._trained_paths = trained_paths(model.axes, model.runtime, frozen_names(model, stage))
         self._tables = model.tables & self._trained_paths
-        self._seed, self._diagnostics = seed if stage.dropout else None, stage.diagnostics and isinstance(model, Graph)
+        self._seed, self._diagnostics = (
+            seed if stage.dropout else None,
+            stage.diagnostics and isinstance(model, Graph),
+        )
         self._graph = model if isinstance(model, Graph) else model.trunk
         self.layout = self._graph.layout
         self._set_rates()
 
     def _set_rates(self) -> None:
         """Defines the learning rate and AdamW from the options."""
-        stage, model = self._stage, self.model
+        stage = self._stage
+        model = self.model
         first = _first_step(model, stage)  # a plan does not know the steps of `epochs`
         self._first_update = first * stage.updates_per_step
-        self.rate = schedule(self._options, max(0, (stage.steps or 0) - first), stage.updates_per_step)
+        self.rate = schedule(
+            self._options, max(0, (stage.steps or 0) - first), stage.updates_per_step
+        )
         self._transform = adamw(self._options, self.rate, model.axes, model.runtime.param_dtype)
 
     def with_rates(
         self, options: OptimizerOptions, stage: StageOptions, companion: OptimizerStep | None = None
     ) -> OptimizerStep:
-        """Returns a copy with the learning rates of other options and numbers of steps, whose program is a new one. All
-        other settings must be the same. companion: that of the copy."""
+        """Returns a copy with the learning rates of other options and numbers of steps, whose
+        program is a new one. All other settings must be the same. companion: that of the copy."""
         other = copy.copy(self)
         other.__dict__.pop("executable", None)
-        other._options, other._stage, other.companion = options, stage, companion
+        other._options = options
+        other._stage = stage
+        other.companion = companion
         other._set_rates()
         return other
 
     def _split(self, params: dict) -> tuple[dict, dict]:
-        """Returns (weights with a gradient, other weights). Biases of routers are trained, but without a gradient."""
+        """Returns (weights with a gradient, other weights). Biases of routers are trained, but
+        without a gradient."""
         paths = self._trained_paths - self.model.untrained
-        return {k: v for k, v in params.items() if k in paths}, {k: v for k, v in params.items() if k not in paths}
+        return {k: v for k, v in params.items() if k in paths}, {
+            k: v for k, v in params.items() if k not in paths
+        }
 
     def start(self, params: dict[str, jax.Array]) -> ParamState:
         """Returns the state before the first update, which owns `params`."""
-        return ParamState(params, block_on_cpu_mesh(self._start(self._split(params)[0]), self.layout))
+        return ParamState(
+            params, block_on_cpu_mesh(self._start(self._split(params)[0]), self.layout)
+        )
 
     @property
     def _in_host_memory(self) -> bool:
@@ -140,8 +164,8 @@ class OptimizerStep:
     def shardings(self) -> ParamState:
         """Returns the sharding of each array of a ParamState.
 
-        Moments are sharded as their weights are, or further (`Layout.moment_spec`). Counters are replicated. Moments of
-        a table in host memory are in host memory.
+        Moments are sharded as their weights are, or further (`Layout.moment_spec`). Counters are
+        replicated. Moments of a table in host memory are in host memory.
         """
         weights = self.model.shardings
 
@@ -150,14 +174,18 @@ class OptimizerStep:
             if not keys:
                 return self.layout.replicated
             weight = keys[-1]
-            moment = self._moment_shardings.get(weight, NamedSharding(self.layout.mesh, weights[weight].spec))
+            moment = self._moment_shardings.get(
+                weight, NamedSharding(self.layout.mesh, weights[weight].spec)
+            )
             hosted = self._options.host_memory and belongs_there(self.model.axes[weight])
             return in_host_memory(moment) if hosted or weight in self.model.tables else moment
 
         trained = {k: jax.ShapeDtypeStruct((1,), jnp.float32) for k in self._split(weights)[0]}
         return ParamState(
             cast(Any, weights),
-            jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(self._transform.init, trained)),
+            jax.tree_util.tree_map_with_path(
+                sharding, jax.eval_shape(self._transform.init, trained)
+            ),
         )
 
     @cached_property
@@ -166,16 +194,20 @@ class OptimizerStep:
         if not self.layout.moments_over_data:
             return {}
         specs = {
-            path: self.layout.moment_spec(self.model.axes[path], shape) for path, shape in self.model.sizes.items()
+            path: self.layout.moment_spec(self.model.axes[path], shape)
+            for path, shape in self.model.sizes.items()
         }
         return {
-            path: NamedSharding(self.layout.mesh, spec) for path, spec in specs.items() if path not in self.model.tables
+            path: NamedSharding(self.layout.mesh, spec)
+            for path, spec in specs.items()
+            if path not in self.model.tables
         }
 
     def _shard_as_moments(self, arrays: dict) -> dict:
         """Shards weights or gradients as their moments, if moments are sharded further.
 
-        XLA then reduce-scatters the gradients, each device updates its part of the weights, and XLA all-gathers them.
+        XLA then reduce-scatters the gradients, each device updates its part of the weights, and XLA
+        all-gathers them.
         """
         shardings = self._moment_shardings
         return {
@@ -206,13 +238,15 @@ class OptimizerStep:
         pieces: Sequence[PaddedInputs] | None = None,
         number: int | None = None,
     ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
-        """Returns (learner, companion, metrics on the device) after one update, and the token outputs of the loss.
+        """Returns (learner, companion, metrics on the device) after one update, and the token
+        outputs of the loss.
 
-        batch: a mini-batch, a multiple of `micro_rows` rows. inputs: its PolicyInputs. extra_params: frozen weights
-        that the loss reads, by path. companion: the weights of `self.companion` if this update trains them, else None.
-        pieces: the items of the table among `extra_params`, if this update trains a tower, else None. number: of the
-        update in its stage, from 0, which its learning rate follows from; None: the number of updates that changed the
-        weights.
+        batch: a mini-batch, a multiple of `micro_rows` rows. inputs: its PolicyInputs.
+        extra_params: frozen weights that the loss reads, by path. companion: the weights of
+        `self.companion` if this update trains them, else None. pieces: the items of the table among
+        `extra_params`, if this update trains a tower, else None. number: of the update in its
+        stage, from 0, which its learning rate follows from; None: the number of updates that
+        changed the weights.
         """
         arguments = (learner, batch, inputs, extra_params or {}, companion)
         if number is not None:
@@ -235,10 +269,14 @@ class OptimizerStep:
     ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
         trained, others = self._split(learner.params)
         if self._seed is not None:
-            batch = batch.replace(dropout=row_seeds(self._seed, updates_made(learner), batch.tokens.shape[0]))
-        constants, joint = others | (extra_params or {}), companion.params if companion else {}
+            batch = batch.replace(
+                dropout=row_seeds(self._seed, updates_made(learner), batch.tokens.shape[0])
+            )
+        constants = others | (extra_params or {})
+        joint = companion.params if companion else {}
         if VALUE_HEAD in joint:  # it has a loss of its own
-            constants, joint = constants | joint, {}
+            constants = constants | joint
+            joint = {}
         towers = TowerGradients(self._graph, trained | joint, constants, pieces)
         sums, tokens = self._gradients(*towers.arguments, batch, inputs, micro_rows)
         grads, head_gradient, loss, metrics, routing = sums
@@ -246,27 +284,43 @@ class OptimizerStep:
         if companion is not None:  # then there is an update for it
             step = cast(Any, self.companion)
             gradients = {path: grads.pop(path) for path in joint} or {VALUE_HEAD: head_gradient}
-            companion, more = step.apply(companion, gradients, metrics.get("value/loss", loss), {}, number)
-            metrics |= {f"{step.model.metrics}/{name}": value for name, value in more.items() if name != "loss"}
+            companion, more = step.apply(
+                companion, gradients, metrics.get("value/loss", loss), {}, number
+            )
+            metrics |= {
+                f"{step.model.metrics}/{name}": value
+                for name, value in more.items()
+                if name != "loss"
+            }
         learner, step_metrics = self.apply(learner, grads, loss, routing, number)
         return learner, companion, metrics | step_metrics, tokens
 
     def apply(
-        self, learner: ParamState, grads: dict, loss: jax.Array, routing: dict, number: jax.Array | None = None
+        self,
+        learner: ParamState,
+        grads: dict,
+        loss: jax.Array,
+        routing: dict,
+        number: jax.Array | None = None,
     ) -> tuple[ParamState, dict]:
-        """Returns (learner after an update by these gradients, metrics), in a jitted function. routing: router loads.
-        number: as in `__call__`."""
-        number = updates_made(learner) if number is None else jnp.maximum(number - self._first_update, 0)
+        """Returns (learner after an update by these gradients, metrics), in a jitted function.
+        routing: router loads. number: as in `__call__`."""
+        number = (
+            updates_made(learner) if number is None else jnp.maximum(number - self._first_update, 0)
+        )
         trained, others = self._split(learner.params)
         squares = to_device(joined(on_each_memory(_squares, self._tables, grads)))
         part_norms = gradient_norms(squares) if self._diagnostics else {}
         detach = self._stage.mtp is not None and self._stage.mtp.detach
         factors, norm, norms = _clipping(squares, self._options.clip_norm, detach=detach)
         finite = _is_finite(loss, norm, norms)
-        # A gradient of 0, as from equal rewards, changes nothing: otherwise the old moments would change the weights.
+        # A gradient of 0, as from equal rewards, changes nothing: otherwise the old moments would
+        # change the weights.
         good = finite & (sum(squares.values()) > 0)
         arguments = grads, factors, at_update(learner.optimizer, number), trained, good
-        weights, states, changes = zip(*on_each_memory(self._apply_optimizer, self._tables, *arguments), strict=True)
+        weights, states, changes = zip(
+            *on_each_memory(self._apply_optimizer, self._tables, *arguments), strict=True
+        )
         biases = {path: array for path, array in others.items() if path in self._trained_paths}
         new_biases = updated_biases(biases, routing, self._stage.router.bias_rate)
         others = others | jax.tree.map(lambda a, b: jnp.where(good, a, b), new_biases, biases)
@@ -281,7 +335,8 @@ class OptimizerStep:
         return ParamState(joined(weights) | others, joined(states)), metrics
 
     def _apply_optimizer(self, grads, factors, state, weights, good):
-        """Returns (weights, optimizer state, norm of the change) after an update. Tables in host memory stay there."""
+        """Returns (weights, optimizer state, norm of the change) after an update. Tables in host
+        memory stay there."""
         step = by_layer if self._in_host_memory and not weights.keys() <= self._tables else at_once
         grads = jax.tree.map(jnp.multiply, row_tables.summed(grads), factors)
         weights = self._shard_as_moments(weights) if step is at_once else weights
@@ -290,19 +345,30 @@ class OptimizerStep:
     @cached_property
     def losses_executable(self) -> CompiledCache:
         """Returns the program of `losses`, which compiles at the first call of each shape."""
-        return CompiledCache(jax.jit(self._losses, static_argnames="micro_rows"), self.layout.platform)
+        return CompiledCache(
+            jax.jit(self._losses, static_argnames="micro_rows"), self.layout.platform
+        )
 
     def losses(
-        self, params: dict[str, jax.Array], batch: Batch, inputs: Any, micro_rows: int, extra_params: dict
+        self,
+        params: dict[str, jax.Array],
+        batch: Batch,
+        inputs: Any,
+        micro_rows: int,
+        extra_params: dict,
     ) -> dict[str, jax.Array]:
-        """Returns the metrics of the loss of a batch, `loss` among them, without a gradient and without dropout.
+        """Returns the metrics of the loss of a batch, `loss` among them, without a gradient and
+        without dropout.
 
-        Arguments as in `__call__`. The losses of routers, indexers and prediction modules are not in it.
+        Arguments as in `__call__`. The losses of routers, indexers and prediction modules are not
+        in it.
         """
         values = self.losses_executable(params, batch, inputs, extra_params, micro_rows=micro_rows)
         return block_on_cpu_mesh(values, self.layout)
 
-    def _losses(self, params, batch: Batch, inputs, extra_params, *, micro_rows: int) -> dict[str, jax.Array]:
+    def _losses(
+        self, params, batch: Batch, inputs, extra_params, *, micro_rows: int
+    ) -> dict[str, jax.Array]:
         trained, others = self._split(params)
         constants = others | extra_params
         micros = self._micro_batches((batch, inputs), micro_rows)
@@ -314,52 +380,68 @@ class OptimizerStep:
             loss, metrics, *_ = self._loss(multiplied | looked_up | constants, *xs)
             return (), (loss, metrics)
 
-        scan = jax.lax.scan if self._tables else partial(_scan_first, count=_num_filled(micros[0].filled))
+        scan = (
+            jax.lax.scan
+            if self._tables
+            else partial(_scan_first, count=_num_filled(micros[0].filled))
+        )
         loss, metrics = scan(micro_step, (), micros)[1]
         return rl.algorithms.reduce_metrics(metrics) | {"loss": loss.sum()}
 
     def _micro_batches(self, tree: Any, R: int) -> Any:
-        """Reshapes [N, ...] to [M, R, ...], each micro-batch sharded by rows; scalars (totals) are repeated."""
+        """Reshapes [N, ...] to [M, R, ...], each micro-batch sharded by rows; scalars (totals) are
+        repeated."""
         N = tree[0].tokens.shape[0]
         M = N // R
 
         def split(a):
             if not jnp.ndim(a):
                 return jnp.broadcast_to(a, (M,))
-            return constrain(a.reshape(M, R, *a.shape[1:]), (None, "batch", *[None] * (a.ndim - 1)), self.layout)
+            return constrain(
+                a.reshape(M, R, *a.shape[1:]), (None, "batch", *[None] * (a.ndim - 1)), self.layout
+            )
 
         return jax.tree.map(split, tree)
 
     def _looked_up(self, params: dict, micro: Batch) -> tuple[dict, dict]:
-        """Returns what `row_tables.read_rows` reads for a micro-batch from tables in host memory; ({}, {}) without
-        such tables."""
+        """Returns what `row_tables.read_rows` reads for a micro-batch from tables in host memory;
+        ({}, {}) without such tables."""
         if not self._tables:
             return {}, {}
-        step = replace(modes.make_step(micro.tokens, segments=micro.segments, tree=micro.tree), tokens=micro.tokens)
+        step = replace(
+            modes.make_step(micro.tokens, segments=micro.segments, tree=micro.tree),
+            tokens=micro.tokens,
+        )
         return row_tables.read_rows(self._graph, params, step, self._tables)
 
     def _gradients(self, trained, constants, batch: Batch, inputs, R: int):
         """Returns (float32 sums over micro-batches, token outputs).
 
-        The sums are (gradients, gradient of the value head or None, loss, metrics, Routing by path of the layer).
+        The sums are (gradients, gradient of the value head or None, loss, metrics, Routing by path
+        of the layer).
         """
         M = batch.tokens.shape[0] // R
         N = M * R
-        micros, batch_totals = self._micro_batches((batch, inputs), R), totals(batch)
+        micros = self._micro_batches((batch, inputs), R)
+        batch_totals = totals(batch)
         if self._stage.router.balance == "batch" and M > 1:
-            # An extra forward pass, of which XLA drops the head: the balance loss of every micro-batch needs the token
-            # count of each expert in the mini-batch.
+            # An extra forward pass, of which XLA drops the head: the balance loss of every
+            # micro-batch needs the token count of each expert in the mini-batch.
             def count(_, xs):
                 return None, {
                     path: each.counts
-                    for path, each in self._loss(trained | constants, *xs)[2].by_layer("routing").items()
+                    for path, each in self._loss(trained | constants, *xs)[2]
+                    .by_layer("routing")
+                    .items()
                 }
 
             counts = jax.tree.map(lambda a: a.sum(axis=0), jax.lax.scan(count, None, micros)[1])
             batch_totals = replace(batch_totals, counts=counts)
 
         def objective(weights, micro, inputs):
-            loss, metrics, aux, head_gradient, tokens = self._loss(weights | constants, micro, inputs)
+            loss, metrics, aux, head_gradient, tokens = self._loss(
+                weights | constants, micro, inputs
+            )
             auxiliary, auxiliary_metrics = auxiliary_loss(self._stage, aux, micro, batch_totals)
             return loss + auxiliary, (
                 metrics | auxiliary_metrics,
@@ -374,63 +456,92 @@ class OptimizerStep:
 
         def micro_step(total, xs):
             rows, looked_up = self._looked_up(trained | constants, xs[0])
-            (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(multiplied | looked_up, *xs)
-            table_grads = row_tables.gradients(self._graph, rows, {path: grads.pop(path) for path in looked_up})
-            return _accumulated(total, self._shard_as_moments(fetch(grads))), (table_grads, (loss, *rest))
+            (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(
+                multiplied | looked_up, *xs
+            )
+            table_grads = row_tables.gradients(
+                self._graph, rows, {path: grads.pop(path) for path in looked_up}
+            )
+            return _accumulated(total, self._shard_as_moments(fetch(grads))), (
+                table_grads,
+                (loss, *rest),
+            )
 
-        # Gradients of tables in host memory stay in host memory. There, only a scan can stack arrays.
-        scan = jax.lax.scan if self._tables else partial(_scan_first, count=_num_filled(micros[0].filled))
-        grads, (table_grads, outputs) = scan(micro_step, self._shard_as_moments(_zeros(dense)), micros)
+        # Gradients of tables in host memory stay in host memory. There, only a scan can stack
+        # arrays.
+        scan = (
+            jax.lax.scan
+            if self._tables
+            else partial(_scan_first, count=_num_filled(micros[0].filled))
+        )
+        grads, (table_grads, outputs) = scan(
+            micro_step, self._shard_as_moments(_zeros(dense)), micros
+        )
         loss, metrics, routing, activations, head_gradients, tokens = outputs
         metrics = rl.algorithms.reduce_metrics(metrics)
         if self._diagnostics:
-            metrics |= activation_metrics(activations, batch.filled.reshape(M, R, -1), self._graph.config)
+            metrics |= activation_metrics(
+                activations, batch.filled.reshape(M, R, -1), self._graph.config
+            )
         head_gradient, routing = jax.tree.map(lambda a: a.sum(axis=0), (head_gradients, routing))
         tokens = {name: array.reshape(N, -1) for name, array in tokens.items()}
         return (grads | table_grads, head_gradient, loss.sum(), metrics, routing), tokens
 
 
-def _clipping(squares: dict[str, jax.Array], limit: float | None, *, detach: bool) -> tuple[dict, jax.Array, dict]:
-    """Returns (factor of each gradient, norm before clipping, metrics) from the sums of squares by path.
+def _clipping(
+    squares: dict[str, jax.Array], limit: float | None, *, detach: bool
+) -> tuple[dict, jax.Array, dict]:
+    """Returns (factor of each gradient, norm before clipping, metrics) from the sums of squares by
+    path.
 
-    With `detach`, prediction modules are clipped by their own norm, so that their gradients do not scale down the
-    update of the policy.
+    With `detach`, prediction modules are clipped by their own norm, so that their gradients do not
+    scale down the update of the policy.
     """
     metrics: dict[str, jax.Array] = {}
     modules = [path for path in squares if path.startswith(MODULES)]
     clipped_alone = modules if detach else []
-    norm = _norm_from_squares([square for path, square in squares.items() if path not in clipped_alone])
+    norm = _norm_from_squares(
+        [square for path, square in squares.items() if path not in clipped_alone]
+    )
     norms = dict.fromkeys(squares, norm)
     if modules:
         metrics["mtp/grad_norm"] = _norm_from_squares([squares[path] for path in modules])
         norms |= dict.fromkeys(clipped_alone, metrics["mtp/grad_norm"])
-    factors = {path: 1.0 if limit is None else jnp.minimum(1.0, limit / (each + 1e-6)) for path, each in norms.items()}
+    factors = {
+        path: 1.0 if limit is None else jnp.minimum(1.0, limit / (each + 1e-6))
+        for path, each in norms.items()
+    }
     return factors, norm, metrics
 
 
 def _is_finite(loss: jax.Array, norm: jax.Array, norms: dict[str, jax.Array]) -> jax.Array:
-    """Returns whether an update is finite. `norm` leaves out prediction modules that are clipped by their own norm."""
+    """Returns whether an update is finite. `norm` leaves out prediction modules that are clipped by
+    their own norm."""
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     return finite & jnp.isfinite(norms["mtp/grad_norm"]) if "mtp/grad_norm" in norms else finite
 
 
 def updates_made(learner: ParamState) -> jax.Array:
     """Returns the number of updates that changed the weights."""
-    moments = next(entry for entry in learner.optimizer if isinstance(entry, optax.ScaleByAdamState))
+    moments = next(
+        entry for entry in learner.optimizer if isinstance(entry, optax.ScaleByAdamState)
+    )
     return cast(jax.Array, moments.count)
 
 
 def _num_filled(filled_MRT: jax.Array) -> jax.Array | int:
-    """Returns how many micro-batches hold tokens, at least 1. Micro-batches of padding come last."""
+    """Returns how many micro-batches hold tokens, at least 1. Micro-batches of padding come
+    last."""
     M = len(filled_MRT)
     return 1 if M == 1 else jnp.maximum(jnp.sum(jnp.any(filled_MRT, axis=(1, 2))), 1)
 
 
 def _scan_first(function, carry, xs, count):
-    """Runs `jax.lax.scan` over the first `count` of the M entries of `xs`; the device computes `count`.
+    """Runs `jax.lax.scan` over the first `count` of the M entries of `xs`; the device computes
+    `count`.
 
-    One program therefore serves any number of packed rows. Outputs of the other entries are neutral for a sum, a
-    maximum or a minimum.
+    One program therefore serves any number of packed rows. Outputs of the other entries are neutral
+    for a sum, a maximum or a minimum.
     """
     M = len(jax.tree.leaves(xs)[0])
     function = jax.jit(function, inline=True)  # traced once, for its shapes and for the loop
@@ -444,7 +555,9 @@ def _scan_first(function, carry, xs, count):
 
     def body(i, state):
         carry, out = function(state[0], entry(i))
-        return carry, jax.tree.map(lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, i, 0), state[1], out)
+        return carry, jax.tree.map(
+            lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, i, 0), state[1], out
+        )
 
     out = jax.tree_util.tree_map_with_path(neutral, jax.eval_shape(function, carry, entry(0))[1])
     return jax.lax.fori_loop(0, count, body, (carry, out))

@@ -1,8 +1,8 @@
 """The active batch: which slots decode together, and the cache that they decode on.
 
-The batch stays as it is from one decode to the next as long as it has the right slots, so that its DecodeState
-(rollout/engine/programs.py) never leaves the device. This module handles caches and DecodeStates as opaque values; it
-needs no device itself.
+The batch stays as it is from one decode to the next as long as it has the right slots, so that its
+DecodeState (rollout/engine/programs.py) never leaves the device. This module handles caches and
+DecodeStates as opaque values; it needs no device itself.
 
 A slot is a place in the cache that a request runs in. A row is a row of the arrays of one call.
 
@@ -23,12 +23,14 @@ from rollout.request import Request
 if TYPE_CHECKING:
     from rollout.engine.runner import ModelRunner
 
-# While requests wait for a slot, a decode of s rows ends once 1 + s // EARLY_EXIT_DIVISOR of its requests have ended.
+# While requests wait for a slot, a decode of s rows ends once 1 + s // EARLY_EXIT_DIVISOR of its
+# requests have ended.
 EARLY_EXIT_DIVISOR = 16
 
 
 class ActiveBatch:
-    """Owns the cache of all slots. If fewer slots decode on a contiguous cache, it also owns a cache of these rows.
+    """Owns the cache of all slots. If fewer slots decode on a contiguous cache, it also owns a
+    cache of these rows.
 
     slots: the slot of each row of the batch; None: padding.
     requests: the request of each row.
@@ -36,7 +38,10 @@ class ActiveBatch:
 
     def __init__(self, runner: ModelRunner, cache_manager: CacheManager, seed: int):
         """seed: the seed of the random draws."""
-        self._runner, self._geometry, self._cache_manager, self._seed = runner, runner.geometry, cache_manager, seed
+        self._runner = runner
+        self._geometry = runner.geometry
+        self._cache_manager = cache_manager
+        self._seed = seed
         self.slots: tuple[int | None, ...] = ()
         self.requests: tuple[Request | None, ...] = ()
         self._cache: Any = None
@@ -53,52 +58,70 @@ class ActiveBatch:
         if self._cache is None:
             self._cache = self._runner.empty()
         if self._batch_cache is not None:
-            self._cache = self._runner.scatter(self._cache, self._batch_cache, self.row_numbers(self.slots))
-            self.slots, self._batch_cache, self._state = (), None, None
+            self._cache = self._runner.scatter(
+                self._cache, self._batch_cache, self.row_numbers(self.slots)
+            )
+            self.slots = ()
+            self._batch_cache = None
+            self._state = None
         return self._cache
 
     def replace_cache(self, cache: Any) -> None:
-        """Stores the cache that a program returned for `full_cache()`, which was donated to the program."""
+        """Stores the cache that a program returned for `full_cache()`, which was donated to the
+        program."""
         self._cache = cache
 
     def routes(self, slot: int) -> dict[str, Any]:
-        """Returns the experts that computed each token of a slot, read from the batch's cache if that has the slot."""
-        cache, rows, row = self._cache, self._geometry.slots, slot
+        """Returns the experts that computed each token of a slot, read from the batch's cache if
+        that has the slot."""
+        cache = self._cache
+        rows = self._geometry.slots
+        row = slot
         if self._batch_cache is not None and slot in self.slots:
-            cache, rows, row = self._batch_cache, len(self.slots), self.slots.index(slot)
+            cache = self._batch_cache
+            rows = len(self.slots)
+            row = self.slots.index(slot)
         tables = self.page_tables([slot])
         return self._runner.routes(cache, rows, row, None if tables is None else tables[0])
 
     # The rows of the batch.
 
     def size_for(self, slots: Sequence[int]) -> int:
-        """Returns the number of rows of a batch of these slots. Each shard of the cache has equally many."""
-        rows = self._cache_manager.num_shards * max(Counter(map(self._cache_manager.shard_of, slots)).values())
+        """Returns the number of rows of a batch of these slots. Each shard of the cache has equally
+        many."""
+        rows = self._cache_manager.num_shards * max(
+            Counter(map(self._cache_manager.shard_of, slots)).values()
+        )
         return next(size for size in self._geometry.batch_sizes if size >= rows)
 
     def expect(self, running: Mapping[int, Request], params: dict[str, Any]) -> None:
-        """Starts to compile the decode of the slots that run, which follows their prefill. Prompts with pictures may
-        need another program, by the positions of their tokens."""
+        """Starts to compile the decode of the slots that run, which follows their prefill. Prompts
+        with pictures may need another program, by the positions of their tokens."""
         if any(request.media is not None for request in running.values()):
             return
         self._runner.expect_decode(params, self.size_for(list(running)), running.values())
 
-    def prepare(self, running: Mapping[int, Request], decoding: Sequence[int], *, changed: bool) -> bool:
+    def prepare(
+        self, running: Mapping[int, Request], decoding: Sequence[int], *, changed: bool
+    ) -> bool:
         """Makes a batch of the slots `decoding`, some of the slots that run.
 
-        Returns False if the batch can go on from the last decode: it has the right number of rows, and there is no
-        change (`changed`) that the device does not know of.
+        Returns False if the batch can go on from the last decode: it has the right number of rows,
+        and there is no change (`changed`) that the device does not know of.
         """
         if self._state is not None and not changed and self.size_for(decoding) == len(self.slots):
             return False
         self._gather(decoding)
         chosen = set(decoding)
-        self.requests = tuple(None if slot is None or slot not in chosen else running[slot] for slot in self.slots)
+        self.requests = tuple(
+            None if slot is None or slot not in chosen else running[slot] for slot in self.slots
+        )
         self._state = self._runner.decode_state(self.requests, len(self.requests), seed=self._seed)
         return True
 
     def _gather(self, decoding: Sequence[int]) -> None:
-        """Makes a batch of these slots. A batch that has all of them and the right number of rows stays as it is."""
+        """Makes a batch of these slots. A batch that has all of them and the right number of rows
+        stays as it is."""
         size = self.size_for(decoding)
         if len(self.slots) == size and set(decoding) <= set(self.slots):
             return
@@ -117,8 +140,8 @@ class ActiveBatch:
     def early_exit_threshold(self, decoding: int, *, waiting: bool) -> int:
         """Returns the number of active rows at which a decode of so many slots ends early.
 
-        If requests wait for a slot, it ends as soon as some rows are free for them; else as soon as a smaller batch is
-        enough.
+        If requests wait for a slot, it ends as soon as some rows are free for them; else as soon as
+        a smaller batch is enough.
         """
         size = len(self.slots)
         if waiting:
@@ -129,8 +152,8 @@ class ActiveBatch:
         return smaller // self._cache_manager.num_shards  # the active rows may all be in one shard
 
     def decode(self, params: dict[str, Any], limits: tuple[int, int]) -> Any:
-        """Starts a decode and returns its DecodeOutput, whose arrays are on the device. limits: as in
-        ModelRunner.decode."""
+        """Starts a decode and returns its DecodeOutput, whose arrays are on the device. limits: as
+        in ModelRunner.decode."""
         tables = self.page_tables(self.slots)
         if tables is not None:
             self._state = self._runner.with_pages(self._state, self.row_numbers(self.slots), tables)
@@ -143,9 +166,12 @@ class ActiveBatch:
         return output
 
     def row_numbers(self, slots: Sequence[int | None]) -> np.ndarray:
-        """Returns int32[s]: the slots of these rows. Padding has numbers past the end, each its own."""
+        """Returns int32[s]: the slots of these rows. Padding has numbers past the end, each its
+        own."""
         total = self._geometry.slots
-        return np.asarray([total + n if slot is None else slot for n, slot in enumerate(slots)], np.int32)
+        return np.asarray(
+            [total + n if slot is None else slot for n, slot in enumerate(slots)], np.int32
+        )
 
     def page_tables(self, slots: Sequence[int | None]) -> np.ndarray | None:
         """Returns int32[s, M]: the pages of these rows; None over a contiguous cache."""

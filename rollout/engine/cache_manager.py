@@ -1,6 +1,8 @@
-"""The cache managers, which know what the slots of a cache hold and which slots are free; and the shape of a cache.
+"""The cache managers, which know what the slots of a cache hold and which slots are free; and the
+shape of a cache.
 
-A contiguous cache and a paged one have a manager each, with the same methods. Pure Python: no arrays, no device.
+A contiguous cache and a paged one have a manager each, with the same methods. Pure Python: no
+arrays, no device.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ class CacheGeometry:
     """The shape of a cache.
 
     num_shards: into how many equal shards a mesh splits the slots.
-    supports_truncation: whether the entries of a slot can be used up to any of its tokens. A state of fixed size
-    cannot: it is only valid after the last token that it has seen.
+    supports_truncation: whether the entries of a slot can be used up to any of its tokens. A state
+    of fixed size cannot: it is only valid after the last token that it has seen.
     table_width: pages of a slot at most; None: the cache is contiguous.
-    listed_sizes: numbers of rows, besides all slots, that a decode can run on; None: 1, 4, 8, 16, ... times the shards.
-    (A step of 2 rows takes as long as one of 4.)
+    listed_sizes: numbers of rows, besides all slots, that a decode can run on; None: 1, 4, 8, 16,
+    ... times the shards. (A step of 2 rows takes as long as one of 4.)
     """
 
     slots: int
@@ -46,30 +48,34 @@ class CacheGeometry:
 
     @property
     def pins_prefixes(self) -> bool:
-        """Whether a slot that decodes leaves nothing to the next sample of its prompt: its states have moved on, or
-        its last page is not indexed."""
+        """Whether a slot that decodes leaves nothing to the next sample of its prompt: its states
+        have moved on, or its last page is not indexed."""
         return self.paged or not self.supports_truncation
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Numbers of rows that a decode can run on: the listed ones that the mesh can split as it splits the slots, and
-        all slots."""
+        """Numbers of rows that a decode can run on: the listed ones that the mesh can split as it
+        splits the slots, and all slots."""
         listed = self.listed_sizes
         if listed is None:
             listed = tuple(self.num_shards << n for n in range(self.slots.bit_length()) if n != 1)
-        return (*(n for n in sorted(set(listed)) if n < self.slots and n % self.num_shards == 0), self.slots)
+        return (
+            *(n for n in sorted(set(listed)) if n < self.slots and n % self.num_shards == 0),
+            self.slots,
+        )
 
 
 class ContiguousCacheManager:
     """Tracks the tokens in the slots of a contiguous cache, and the free slots.
 
-    The scheduler calls, for a request from its admission to its end: `allocate` (or `reallocate`, when a request starts
-    again in its slot), `reserve` before each program that makes entries, `mark_cached` after its prefill, `advance`
-    when it decodes, and `free`. A prefix is always described by (source, num_shared): the first `num_shared` entries of
-    slot `source`.
+    The scheduler calls, for a request from its admission to its end: `allocate` (or `reallocate`,
+    when a request starts again in its slot), `reserve` before each program that makes entries,
+    `mark_cached` after its prefill, `advance` when it decodes, and `free`. A prefix is always
+    described by (source, num_shared): the first `num_shared` entries of slot `source`.
 
-    A slot keeps its entries when its request ends, until another request takes it. So a prompt can begin with the
-    entries of an earlier one: the samples of one prompt, the turns of a conversation, prompts with one system message.
+    A slot keeps its entries when its request ends, until another request takes it. So a prompt can
+    begin with the entries of an earlier one: the samples of one prompt, the turns of a
+    conversation, prompts with one system message.
 
     supports_truncation: as in CacheGeometry.
     """
@@ -82,21 +88,26 @@ class ContiguousCacheManager:
         self._outdated: set[int] = set()  # slots that were in use when the prefix cache was reset
         self._tokens: list[tuple[int, ...]] = [()] * slots
         self._index = PrefixIndex()  # of `_tokens`
-        self._last_started: dict[tuple[int, ...], int] = {}  # the slot that was last allocated for these tokens
+        self._last_started: dict[
+            tuple[int, ...], int
+        ] = {}  # the slot that was last allocated for these tokens
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def find(self, tokens: tuple[int, ...]) -> tuple[int, int]:
-        """Returns (slot, num_shared): the slot that holds the most of the first of these tokens, and how many.
+        """Returns (slot, num_shared): the slot that holds the most of the first of these tokens,
+        and how many.
 
         Of equal slots a free one goes first, then the lowest. (-1, 0) if no slot is worth copying.
         """
         slot = self._last_started.get(tokens) if tokens else None
         if slot is not None and self._num_shared(slot, tokens) == len(tokens):
             return slot, len(tokens)
-        search = self._index.longest_all if self.supports_truncation else self._index.longest_prefixes
+        search = (
+            self._index.longest_all if self.supports_truncation else self._index.longest_prefixes
+        )
         slots, num_shared = search(tokens)
         if not is_worth_sharing(num_shared, tokens):
             return -1, 0
@@ -113,11 +124,12 @@ class ContiguousCacheManager:
         self._index.add(slot, tokens)
 
     def allocate(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
-        """Takes a free slot for a request whose prompt is `tokens`. Returns (slot, source, num_shared).
+        """Takes a free slot for a request whose prompt is `tokens`. Returns (slot, source,
+        num_shared).
 
-        The slot begins with the first `num_shared` entries of slot `source`; without a shared prefix they are (slot,
-        -1, 0). If the source is free, it is the slot itself, and nothing is copied. Otherwise the slot is the one that
-        became free first, and the caller copies the row.
+        The slot begins with the first `num_shared` entries of slot `source`; without a shared
+        prefix they are (slot, -1, 0). If the source is free, it is the slot itself, and nothing is
+        copied. Otherwise the slot is the one that became free first, and the caller copies the row.
         """
         source, num_shared = self.find(tokens)
         slot = source if source in self._free else next(iter(self._free))
@@ -131,15 +143,16 @@ class ContiguousCacheManager:
         self._set_tokens(slot, ())
 
     def reallocate(self, slot: int, tokens: tuple[int, ...]) -> tuple[int, int]:
-        """Returns (source, num_shared), as `allocate` does, for an empty slot in use that will hold these tokens."""
+        """Returns (source, num_shared), as `allocate` does, for an empty slot in use that will hold
+        these tokens."""
         source, num_shared = self.find(tokens)
         self._set_tokens(slot, tokens)
         self._last_started[tokens] = slot
         return source, num_shared
 
     def advance(self, slot: int) -> None:
-        """Notes that the slot decodes: its state of fixed size, if it has one, has moved past the prompt, so no other
-        slot can begin with it."""
+        """Notes that the slot decodes: its state of fixed size, if it has one, has moved past the
+        prompt, so no other slot can begin with it."""
         if not self.supports_truncation:
             self._set_tokens(slot, ())
 
@@ -151,18 +164,21 @@ class ContiguousCacheManager:
         self._set_tokens(slot, () if slot in self._outdated else tokens)
         self._outdated.discard(slot)
         if len(self._last_started) > 4 * len(self._tokens):
-            self._last_started = {t: s for t, s in self._last_started.items() if self._num_shared(s, t) == len(t)}
+            self._last_started = {
+                t: s for t, s in self._last_started.items() if self._num_shared(s, t) == len(t)
+            }
 
     def reset_prefix_cache(self) -> None:
-        """Lets no later sequence share entries that the slots hold now. The lowest free slot is allocated next,
-        whatever ran before."""
+        """Lets no later sequence share entries that the slots hold now. The lowest free slot is
+        allocated next, whatever ran before."""
         self._free = dict.fromkeys(sorted(self._free))
         self._outdated = set(range(len(self._tokens))) - self._free.keys()
         self._tokens = [()] * len(self._tokens)
         self._index = PrefixIndex()
         self._last_started.clear()
 
-    # The methods that matter for pages only (PagedCacheManager). Here every slot has all entries that it may need.
+    # The methods that matter for pages only (PagedCacheManager). Here every slot has all entries
+    # that it may need.
 
     def shard_of(self, slot: int) -> int:
         return 0
@@ -189,12 +205,12 @@ class ContiguousCacheManager:
 
 
 class PagedCacheManager:
-    """Tracks the pages of the slots of a paged cache, and the free slots. It has the same methods as
-    ContiguousCacheManager.
+    """Tracks the pages of the slots of a paged cache, and the free slots. It has the same methods
+    as ContiguousCacheManager.
 
-    allocators: one for each shard into which a mesh splits the slots. A slot has its pages in its shard.
-    supports_truncation: whether a sequence has nothing but pages. If not, states of fixed size belong to it, and a
-    sequence can only begin with another that holds exactly its tokens.
+    allocators: one for each shard into which a mesh splits the slots. A slot has its pages in its
+    shard. supports_truncation: whether a sequence has nothing but pages. If not, states of fixed
+    size belong to it, and a sequence can only begin with another that holds exactly its tokens.
     full_capacity: whether there are pages for every slot at full length.
     """
 
@@ -208,15 +224,20 @@ class PagedCacheManager:
     ):
         self.supports_truncation, self.num_shards = supports_truncation, len(allocators)
         self._full_capacity = full_capacity
-        self._allocators, self._slots = allocators, slots
+        self._allocators = allocators
+        self._slots = slots
         self._allocator_of = [allocators[self.shard_of(slot)] for slot in range(slots)]
-        self._free: list[dict[int, None]] = [{} for _ in allocators]  # by shard, in the order in which they became free
+        self._free: list[dict[int, None]] = [
+            {} for _ in allocators
+        ]  # by shard, in the order in which they became free
         for slot in range(slots):
             self._free[self.shard_of(slot)][slot] = None
         self._tokens: list[tuple[int, ...]] = [()] * slots
         self._index = [PrefixIndex() for _ in allocators]  # the tokens of `_tokens`, by shard
         self._chains = [Chain() for _ in range(slots)]
-        self._last_started: dict[tuple[int, ...], int] = {}  # the slot that was last allocated for these tokens
+        self._last_started: dict[
+            tuple[int, ...], int
+        ] = {}  # the slot that was last allocated for these tokens
         self._pinned: tuple[PageAllocator, Chain] | None = None
 
     @property
@@ -227,19 +248,24 @@ class PagedCacheManager:
         return slot * self.num_shards // self._slots
 
     def allocate(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
-        """Takes a free slot for a request whose prompt is `tokens`. Returns (slot, source, num_shared).
+        """Takes a free slot for a request whose prompt is `tokens`. Returns (slot, source,
+        num_shared).
 
-        The slot begins with the first `num_shared` entries of slot `source`, whose pages it now shares. The source is
-        the slot itself if pages of the page index hold them, or if nothing is shared (num_shared 0).
+        The slot begins with the first `num_shared` entries of slot `source`, whose pages it now
+        shares. The source is the slot itself if pages of the page index hold them, or if nothing is
+        shared (num_shared 0).
         """
         shards = [shard for shard in range(self.num_shards) if self._free[shard]]
-        shard = max(shards, key=lambda shard: (self._find(shard, tokens)[1], len(self._free[shard]), -shard))
+        shard = max(
+            shards, key=lambda shard: (self._find(shard, tokens)[1], len(self._free[shard]), -shard)
+        )
         slot = next(iter(self._free[shard]))
         del self._free[shard][slot]
         return slot, *self.reallocate(slot, tokens)
 
     def reallocate(self, slot: int, tokens: tuple[int, ...]) -> tuple[int, int]:
-        """Returns (source, num_shared), as `allocate` says, for a slot that is in use and begins from nothing."""
+        """Returns (source, num_shared), as `allocate` says, for a slot that is in use and begins
+        from nothing."""
         self.clear(slot)
         source, num_shared, pages = self._find(self.shard_of(slot), tokens)
         self._set_tokens(slot, tokens)
@@ -263,13 +289,14 @@ class PagedCacheManager:
         self._replace(slot, allocator.share(self._chains[source], num_shared))
 
     def _replace(self, slot: int, chain: Chain) -> None:
-        """Replaces the pages of a slot. The new ones are open already, because some may be its own."""
+        """Replaces the pages of a slot. The new ones are open already, because some may be its
+        own."""
         before, self._chains[slot] = self._chains[slot], chain
         self._allocator_of[slot].close(before)
 
     def _find(self, shard: int, tokens: tuple[int, ...]) -> tuple[int, int, list[int]]:
-        """Returns (slot or -1, num_shared, indexed pages): which slot in use has the most of the first of these tokens;
-        -1 if the page index has as many.
+        """Returns (slot or -1, num_shared, indexed pages): which slot in use has the most of the
+        first of these tokens; -1 if the page index has as many.
         """
         last = self._last_started.get(tokens, -1) if tokens else -1
         if (
@@ -292,11 +319,16 @@ class PagedCacheManager:
         )
 
     def fits(self, spans: Iterable[tuple[int, int, int]]) -> bool:
-        """Whether each (slot, start, end) can have pages for its tokens start .. end - 1, all at the same time."""
+        """Whether each (slot, start, end) can have pages for its tokens start .. end - 1, all at
+        the same time."""
         missing = [0] * self.num_shards
         for slot, start, end in () if self._full_capacity else spans:
-            missing[self.shard_of(slot)] += self._allocator_of[slot].missing(self._chains[slot], start, end)
-        return all(m <= allocator.available for m, allocator in zip(missing, self._allocators, strict=True))
+            missing[self.shard_of(slot)] += self._allocator_of[slot].missing(
+                self._chains[slot], start, end
+            )
+        return all(
+            m <= allocator.available for m, allocator in zip(missing, self._allocators, strict=True)
+        )
 
     def reserve(self, slot: int, start: int, end: int) -> list[PageCopy] | None:
         """Allocates pages for a slot, as PageAllocator.reserve does."""
@@ -306,14 +338,14 @@ class PagedCacheManager:
         return self._chains[slot].pages
 
     def mark_cached(self, slot: int, tokens: tuple[int, ...]) -> None:
-        """Notes that the entries of these tokens of the slot are in the cache. Their full pages enter the page index,
-        by which later requests find them."""
+        """Notes that the entries of these tokens of the slot are in the cache. Their full pages
+        enter the page index, by which later requests find them."""
         if self.supports_truncation:
             self._allocator_of[slot].index_pages(self._chains[slot], tokens)
 
     def advance(self, slot: int) -> None:
-        """Notes that the slot decodes: its state of fixed size, if it has one, has moved past the prompt, so no other
-        slot can begin with it."""
+        """Notes that the slot decodes: its state of fixed size, if it has one, has moved past the
+        prompt, so no other slot can begin with it."""
         if not self.supports_truncation:
             self._set_tokens(slot, ())
 
@@ -331,13 +363,18 @@ class PagedCacheManager:
         self.clear(slot)
         free[slot] = None
         if len(self._last_started) > 4 * self._slots:
-            self._last_started = {tokens: slot for slot, tokens in enumerate(self._tokens) if tokens}
+            self._last_started = {
+                tokens: slot for slot, tokens in enumerate(self._tokens) if tokens
+            }
 
     def pin(self, slot: int, tokens: int) -> None:
-        """Keeps the pages of a slot's first `tokens` tokens in use, whatever becomes of the slot. Unpins earlier
-        ones."""
+        """Keeps the pages of a slot's first `tokens` tokens in use, whatever becomes of the slot.
+        Unpins earlier ones."""
         self.unpin()
-        self._pinned = self._allocator_of[slot], self._allocator_of[slot].share(self._chains[slot], tokens)
+        self._pinned = (
+            self._allocator_of[slot],
+            self._allocator_of[slot].share(self._chains[slot], tokens),
+        )
 
     def unpin(self) -> None:
         """Releases the pinned pages, if there are any."""
@@ -347,7 +384,8 @@ class PagedCacheManager:
         self._pinned = None
 
     def start_from_pinned(self, slot: int) -> bool:
-        """Replaces the pages of a slot by the pinned ones. False if they lie in another shard of the cache."""
+        """Replaces the pages of a slot by the pinned ones. False if they lie in another shard of
+        the cache."""
         if self._pinned is None or self._pinned[0] is not self._allocator_of[slot]:
             return False
         allocator, chain = self._pinned
@@ -355,8 +393,8 @@ class PagedCacheManager:
         return True
 
     def reset_prefix_cache(self) -> None:
-        """Lets no later sequence share entries that the slots hold now. The lowest free slot is allocated next,
-        whatever ran before."""
+        """Lets no later sequence share entries that the slots hold now. The lowest free slot is
+        allocated next, whatever ran before."""
         self.unpin()
         for allocator in self._allocators:
             allocator.reset_prefix_cache()

@@ -1,13 +1,15 @@
-"""Exact completions: the decoder generates them, and the programs that `Model.logprobs` runs verify them.
+"""Exact completions: the decoder generates them, and the programs that `Model.logprobs` runs verify
+them.
 
-The decoder's numbers change in their last bits with the shape of a call: how many rows decode together, where a
-prompt was cut into chunks, how the cache is stored. About one token in ten thousand then differs, because its random
-number falls between the two versions of a cumulative sum, or two tokens change places. So a completion of the decoder
-is unverified when it ends. The scoring programs (policy/programs/scoring.py), whose bits depend on the tokens alone,
-run over it once. At every position the token is drawn again, from their logits and by the same random number that the
-decoder used. The first that differs replaces the decoder's, the tokens after it are discarded, and the request goes
-back to the queue. The final completion is a function of the weights, the prompt, and (seed, prompt id, sample) only;
-its log-probabilities equal `Model.logprobs`, bit for bit.
+The decoder's numbers change in their last bits with the shape of a call: how many rows decode
+together, where a prompt was cut into chunks, how the cache is stored. About one token in ten
+thousand then differs, because its random number falls between the two versions of a cumulative sum,
+or two tokens change places. So a completion of the decoder is unverified when it ends. The scoring
+programs (policy/programs/scoring.py), whose bits depend on the tokens alone, run over it once. At
+every position the token is drawn again, from their logits and by the same random number that the
+decoder used. The first that differs replaces the decoder's, the tokens after it are discarded, and
+the request goes back to the queue. The final completion is a function of the weights, the prompt,
+and (seed, prompt id, sample) only; its log-probabilities equal `Model.logprobs`, bit for bit.
 
 R rows, T tokens of each, E hidden, V vocabulary.
 """
@@ -36,14 +38,15 @@ from rollout.types import SamplingParams
 CHECKS = ("check, hidden states", "check, log-probabilities", "check, draws")
 """Names of the programs of a check in a plan: one of all layers, and two of the head alone."""
 
-# While others decode, so many completions are collected before a check: fewer do not fill the rows of the scoring
-# program.
+# While others decode, so many completions are collected before a check: fewer do not fill the rows
+# of the scoring program.
 MIN_COMPLETIONS = 8
 
 
 @dataclass(eq=False)
 class _Unverified:
-    """A request that the engine has ended. matches: whether all tokens compared until now were the ones drawn."""
+    """A request that the engine has ended. matches: whether all tokens compared until now were the
+    ones drawn."""
 
     request: Request
     finish: str
@@ -63,11 +66,17 @@ class _Unverified:
 class Verifier:
     """Holds the requests that the engine has ended until their tokens are verified.
 
-    counts: checked tokens, replaced tokens, and tokens that the scoring programs computed ("scored")."""
+    counts: checked tokens, replaced tokens, and tokens that the scoring programs computed
+    ("scored").
+    """
 
-    def __init__(self, scorer: Scorer, seed: int, *, stop_string: Callable | None, max_kept: int = 0):
+    def __init__(
+        self, scorer: Scorer, seed: int, *, stop_string: Callable | None, max_kept: int = 0
+    ):
         """max_kept: the most ids that filters leave which are recorded of each token; 0: none."""
-        self.scorer, self._seed, self._stop_string = scorer, seed, stop_string
+        self.scorer = scorer
+        self._seed = seed
+        self._stop_string = stop_string
         self._max_kept = min(max_kept, scorer.graph.config.vocab_size)
         self._unverified: list[_Unverified] = []
         self.counts = {"checked": 0, "replaced": 0, "scored": 0}
@@ -80,10 +89,13 @@ class Verifier:
 
     def program_inputs(self, params: dict, L: int) -> dict[str, tuple]:
         """Returns the arguments of each program at length L, for abstract weights `params`."""
-        R, T = self.scorer.rows(L), L - self.scorer.first(L)
+        R = self.scorer.rows(L)
+        T = L - self.scorer.first(L)
         texts = params, np.zeros((R, L), np.int32), np.zeros(R, np.int32)
         states = jax.eval_shape(self.scorer.states.jitted, *texts)
-        hidden = jax.ShapeDtypeStruct(states.shape, states.dtype, sharding=self.scorer.graph.layout.replicated)
+        hidden = jax.ShapeDtypeStruct(
+            states.shape, states.dtype, sharding=self.scorer.graph.layout.replicated
+        )
         scored = params, hidden, np.zeros((R, T), np.int32), np.float32(1.0)
         drawn = params, hidden, *self._draw_inputs([None] * R, L)
         return dict(zip(CHECKS, (texts, scored, drawn), strict=True))
@@ -97,7 +109,9 @@ class Verifier:
 
     def remove(self, request: Request) -> None:
         """Removes a request if it is here."""
-        self._unverified = [completion for completion in self._unverified if completion.request is not request]
+        self._unverified = [
+            completion for completion in self._unverified if completion.request is not request
+        ]
 
     def clear(self) -> None:
         self._unverified.clear()
@@ -108,42 +122,59 @@ class Verifier:
 
     def check(self, params: dict) -> tuple[list[Request], list[Request]]:
         """Returns (requests that have ended, requests that must continue from their last token)."""
-        completions, self._unverified = self._unverified, []
-        for temperature in sorted({_temperature(completion.request.params) for completion in completions}):
-            group = [each for each in completions if _temperature(each.request.params) == temperature]
+        completions = self._unverified
+        self._unverified = []
+        for temperature in sorted(
+            {_temperature(completion.request.params) for completion in completions}
+        ):
+            group = [
+                each for each in completions if _temperature(each.request.params) == temperature
+            ]
             self._compare(params, group, temperature)
-        ended, resumed = [], []
+        ended = []
+        resumed = []
         for completion in completions:
             request = completion.request
             if completion.matches:
                 request.finish = completion.finish
                 ended.append(request)
             elif (finish := self._finish(request)) is not None:
-                self._unverified.append(_Unverified(request, finish))  # the new token has no log-probability yet
+                self._unverified.append(
+                    _Unverified(request, finish)
+                )  # the new token has no log-probability yet
             else:
                 resumed.append(request)
         return ended, resumed
 
     def compile_ahead(self, params: dict, longest: int) -> int:
-        """Runs every program that texts of up to `longest` tokens need, on empty rows; returns their number. On one
-        device the lengths are compiled in parallel threads; on several, programs must start in the same order
-        everywhere."""
-        lengths, scorer = self.scorer.lengths(longest), self.scorer
+        """Runs every program that texts of up to `longest` tokens need, on empty rows; returns
+        their number. On one device the lengths are compiled in parallel threads; on several,
+        programs must start in the same order everywhere."""
+        lengths = self.scorer.lengths(longest)
+        scorer = self.scorer
 
         def run(L: int) -> None:
-            R, T = scorer.rows(L), L - scorer.first(L)
+            R = scorer.rows(L)
+            T = L - scorer.first(L)
             hidden = scorer.hidden(params, np.zeros((R, L), np.int32), np.zeros(R, np.int32))
             scorer.score(params, hidden, np.zeros((R, T), np.int32), 1.0)
             self._draw_again(params, hidden, [None] * R, L)
 
-        with ThreadPoolExecutor(os.cpu_count() if scorer.graph.layout.mesh.size == 1 else 1) as pool:
+        with ThreadPoolExecutor(
+            os.cpu_count() if scorer.graph.layout.mesh.size == 1 else 1
+        ) as pool:
             list(pool.map(run, lengths))
         return 3 * len(lengths)
 
     def _compare(self, params, completions: list[_Unverified], temperature: float) -> None:
-        """Verifies the tokens of each completion up to the first that is not the one drawn, which is replaced."""
+        """Verifies the tokens of each completion up to the first that is not the one drawn, which
+        is replaced."""
         scorer = self.scorer
-        media = {i: each.request.media for i, each in enumerate(completions) if each.request.media is not None}
+        media = {
+            i: each.request.media
+            for i, each in enumerate(completions)
+            if each.request.media is not None
+        }
         for L in scorer.lengths(max(len(completion.tokens) for completion in completions)):
             first = scorer.first(L)
             rows = [
@@ -161,12 +192,17 @@ class Verifier:
                 for row, completion in enumerate(batch):
                     columns = slice(completion.first_unverified - first, lengths_R[row] - first)
                     own = jax.tree.map(lambda a, row=row, columns=columns: a[row, columns], drawn)
-                    self._verify(completion, tokens_RL[row, first:][columns], own, logp[row, columns])
+                    self._verify(
+                        completion, tokens_RL[row, first:][columns], own, logp[row, columns]
+                    )
 
-    def _verify(self, completion: _Unverified, decoded: np.ndarray, drawn: Drawn, logp: np.ndarray) -> None:
-        """Compares the decoder's tokens, from the first unverified one on, with the tokens drawn. Replaces the first
-        that differs and discards the tokens after it."""
-        request, mismatches = completion.request, np.flatnonzero(decoded != drawn.tokens)
+    def _verify(
+        self, completion: _Unverified, decoded: np.ndarray, drawn: Drawn, logp: np.ndarray
+    ) -> None:
+        """Compares the decoder's tokens, from the first unverified one on, with the tokens drawn.
+        Replaces the first that differs and discards the tokens after it."""
+        request = completion.request
+        mismatches = np.flatnonzero(decoded != drawn.tokens)
         num_equal = int(mismatches[0]) if len(mismatches) else len(decoded)
         first = request.verified_tokens
         request.logprobs[first : first + num_equal] = logp[:num_equal].tolist()
@@ -186,17 +222,25 @@ class Verifier:
 
     def _finish(self, request: Request) -> str | None:
         """Returns how a request ends with its last token; None if it goes on."""
-        tokens, params = request.tokens, request.params
+        tokens = request.tokens
+        params = request.params
         if tokens[-1] in params.stop_token_ids:
             return "stop"
-        if params.stop and self._stop_string and self._stop_string(tokens, len(tokens) - 1, params) is not None:
+        if (
+            params.stop
+            and self._stop_string
+            and self._stop_string(tokens, len(tokens) - 1, params) is not None
+        ):
             return "stop"
         return "length" if request.left == 0 else None
 
-    def _draw_again(self, params, hidden_RTE: jax.Array, requests: list[Request | None], L: int) -> Drawn:
-        """Returns arrays [R, T] on the host: what each row's request draws at every position. Log-probabilities before
-        filters are left out: `Scorer.score` gives them."""
-        sizes, inputs = Sizes.of(requests), self._draw_inputs(requests, L)
+    def _draw_again(
+        self, params, hidden_RTE: jax.Array, requests: list[Request | None], L: int
+    ) -> Drawn:
+        """Returns arrays [R, T] on the host: what each row's request draws at every position.
+        Log-probabilities before filters are left out: `Scorer.score` gives them."""
+        sizes = Sizes.of(requests)
+        inputs = self._draw_inputs(requests, L)
         if sizes is not None:
             inputs = *inputs, LogitsProcessors.of(requests, len(requests), L, sizes)
         drawn = self._draw(params, hidden_RTE, *inputs)
@@ -205,13 +249,20 @@ class Verifier:
     def _draw_inputs(self, requests: list[Request | None], L: int) -> tuple:
         """Returns the parameters of each row's draws, and the first position."""
         ids = np.asarray([(r.prompt_id, r.sample) if r else (0, 0) for r in requests], np.int32).T
-        return *ids, Draws.of([r.params if r else IDLE for r in requests], self._seed), np.int32(self.scorer.first(L))
+        return (
+            *ids,
+            Draws.of([r.params if r else IDLE for r in requests], self._seed),
+            np.int32(self.scorer.first(L)),
+        )
 
-    def _draw_program(self, params, hidden_RTE, prompt_ids_R, samples_R, draws: Draws, first, processors=None):
-        """Draws from a few rows of logits at a time, as the head computes them. processors: the LogitsProcessors of the
-        rows; None: no row has any."""
+    def _draw_program(
+        self, params, hidden_RTE, prompt_ids_R, samples_R, draws: Draws, first, processors=None
+    ):
+        """Draws from a few rows of logits at a time, as the head computes them. processors: the
+        LogitsProcessors of the rows; None: no row has any."""
         graph, (R, T, E) = self.scorer.graph, hidden_RTE.shape
-        V, M = graph.config.vocab_size, R * T
+        V = graph.config.vocab_size
+        M = R * T
         m = head.Tiling(graph.runtime.num_vocab_tiling).rows(M, V)
         positions = jnp.broadcast_to(first + jnp.arange(T, dtype=jnp.int32), (R, T)).reshape(M)
         repeated = draws.repeat(T)
@@ -234,18 +285,27 @@ class Verifier:
 
             def draw_chunk(xs):
                 hidden_mE, (*row_params, ids, samples, positions), *numbers = xs
-                logits, processed = head.logits(hidden_mE, weight, graph.config.logit_scaling), None
+                logits = head.logits(hidden_mE, weight, graph.config.logit_scaling)
+                processed = None
                 if processors is not None:
                     own = processors.take(*numbers)
                     processed = own.process(logits, positions, own.seen(positions, V))
-                draw_ids, row_draws = (ids, samples, positions), Draws(draws.seed, *row_params)
+                draw_ids = (ids, samples, positions)
+                row_draws = Draws(draws.seed, *row_params)
                 drawn = choose(logits, draw_ids, row_draws, graph.layout, processed, self._max_kept)
                 return drawn._replace(logprobs=None)
 
             drawn = jax.lax.map(
-                draw_chunk, (in_chunks(hidden_RTE.reshape(M, E)), tuple(map(in_chunks, rows)), *map(in_chunks, numbers))
+                draw_chunk,
+                (
+                    in_chunks(hidden_RTE.reshape(M, E)),
+                    tuple(map(in_chunks, rows)),
+                    *map(in_chunks, numbers),
+                ),
             )
-        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:M].reshape(R, T, *a.shape[2:]), drawn)
+        return jax.tree.map(
+            lambda a: a.reshape(-1, *a.shape[2:])[:M].reshape(R, T, *a.shape[2:]), drawn
+        )
 
 
 def _temperature(params: SamplingParams) -> float:

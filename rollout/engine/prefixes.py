@@ -1,7 +1,8 @@
-"""Prefix sharing: a request whose tokens begin like another request uses the cache entries that the other computed.
+"""Prefix sharing: a request whose tokens begin like another request uses the cache entries that the
+other computed.
 
-The scheduler decides on copies of rows, pages and states; `CacheUpdates` records them, and the engine runs them on
-the device later. Pure Python: no arrays, no device.
+The scheduler decides on copies of rows, pages and states; `CacheUpdates` records them, and the
+engine runs them on the device later. Pure Python: no arrays, no device.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ CacheUpdate = Copies | PinStates | RestoreStates | UnpinStates
 
 
 class CacheUpdates:
-    """A log of updates. They must run in this order before the next program that reads or writes entries."""
+    """A log of updates. They must run in this order before the next program that reads or writes
+    entries."""
 
     def __init__(self) -> None:
         self._log: list[CacheUpdate] = []
@@ -56,8 +58,8 @@ class CacheUpdates:
         self._open_copies.pages += copies
 
     def start_copy_group(self) -> None:
-        """Starts a new group of copies. Copies of different groups do not run in one program, because pages may go to
-        another sequence in between."""
+        """Starts a new group of copies. Copies of different groups do not run in one program,
+        because pages may go to another sequence in between."""
         if self._open_copies.rows or self._open_copies.pages:
             self._log.append(self._open_copies)
             self._open_copies = Copies()
@@ -69,12 +71,14 @@ class CacheUpdates:
     def drain(self) -> list[CacheUpdate]:
         """Empties the log and returns it."""
         self.start_copy_group()
-        log, self._log = self._log, []
+        log = self._log
+        self._log = []
         return log
 
 
 class PrefixWaiters:
-    """Slots that wait for another slot to have its prompt in the cache, because theirs begins with the same tokens."""
+    """Slots that wait for another slot to have its prompt in the cache, because theirs begins with
+    the same tokens."""
 
     def __init__(self) -> None:
         self._source: dict[int, tuple[int, int]] = {}
@@ -85,17 +89,23 @@ class PrefixWaiters:
 
     def waiting_for(self, source: int) -> list[tuple[int, int]]:
         """Returns (slot, num_shared) of the slots that wait for this slot."""
-        return [(slot, num_shared) for slot, (other, num_shared) in self._source.items() if other == source]
+        return [
+            (slot, num_shared)
+            for slot, (other, num_shared) in self._source.items()
+            if other == source
+        ]
 
     def start(self, slot: int, source: int, num_shared: int) -> bool:
-        """Removes a slot that waits for exactly this source. Returns False if it does not wait for it any more."""
+        """Removes a slot that waits for exactly this source. Returns False if it does not wait for
+        it any more."""
         if self._source.get(slot) != (source, num_shared):
             return False
         del self._source[slot]
         return True
 
     def remove(self, slot: int) -> list[int]:
-        """Removes a slot and all slots that wait for it, directly or through others. Returns the latter."""
+        """Removes a slot and all slots that wait for it, directly or through others. Returns the
+        latter."""
         removed = [slot]
         for each in removed:
             removed += [other for other, (source, _) in self._source.items() if source == each]
@@ -108,21 +118,27 @@ class PrefixWaiters:
 
 
 class PinnedPrefix:
-    """One prompt whose entries stay in the cache for the next sample of the same prompt, which waits for a slot.
+    """One prompt whose entries stay in the cache for the next sample of the same prompt, which
+    waits for a slot.
 
-    The samples of a prompt start from the entries of the first one. A slot that decodes may have nothing that
-    the next sample can use: its states have moved on, or its last page is not indexed. Then its prompt is pinned: the
-    pages stay in use, and a copy of the states of fixed size is stored. At most one prompt is pinned. It is unpinned
-    when another one is pinned, when pages run out, and with the prefix cache.
+    The samples of a prompt start from the entries of the first one. A slot that decodes may have
+    nothing that the next sample can use: its states have moved on, or its last page is not indexed.
+    Then its prompt is pinned: the pages stay in use, and a copy of the states of fixed size is
+    stored. At most one prompt is pinned. It is unpinned when another one is pinned, when pages run
+    out, and with the prefix cache.
     """
 
     def __init__(self, cache_manager: CacheManager, updates: CacheUpdates, *, copies_states: bool):
-        """copies_states: whether a slot has more than pages: its row of the cache is then saved with them."""
-        self._cache_manager, self._updates, self._copies_states = cache_manager, updates, copies_states
+        """copies_states: whether a slot has more than pages: its row of the cache is then saved
+        with them."""
+        self._cache_manager = cache_manager
+        self._updates = updates
+        self._copies_states = copies_states
         self._tokens: tuple[int, ...] | None = None
 
     def pin(self, slot: int, tokens: tuple[int, ...]) -> None:
-        """Pins the entries of these tokens, which are all that the slot holds. Unpins earlier ones."""
+        """Pins the entries of these tokens, which are all that the slot holds. Unpins earlier
+        ones."""
         self._updates.start_copy_group()
         self._cache_manager.pin(slot, len(tokens))
         self._tokens = tokens
@@ -130,9 +146,13 @@ class PinnedPrefix:
             self._updates.add(PinStates(slot))
 
     def start(self, slot: int, tokens: tuple[int, ...]) -> bool:
-        """Starts a slot from the pinned entries. False if they are not the entries of exactly these tokens, or lie in
-        another shard of the cache."""
-        if self._tokens is None or self._tokens != tokens or not self._cache_manager.start_from_pinned(slot):
+        """Starts a slot from the pinned entries. False if they are not the entries of exactly these
+        tokens, or lie in another shard of the cache."""
+        if (
+            self._tokens is None
+            or self._tokens != tokens
+            or not self._cache_manager.start_from_pinned(slot)
+        ):
             return False
         self._updates.start_copy_group()
         if self._copies_states:

@@ -1,10 +1,11 @@
-"""The functions that the generator compiles: an empty cache, prefill, copies between rows, and multi-step decoding.
+"""The functions that the generator compiles: an empty cache, prefill, copies between rows, and
+multi-step decoding.
 
 The words are those of engine.py: a decode is a loop of decoding steps.
 
-s rows of one call, P rows of one prefill call, C tokens that it computes of each row, K decoding steps of a decode, N
-tokens of a row that a decode can sample (K, or K (1 + drafts) with drafts), M pages of a row, W stop tokens.
-Letters after an underscore are the axes: tokens_PC is [P, C].
+s rows of one call, P rows of one prefill call, C tokens that it computes of each row, K decoding
+steps of a decode, N tokens of a row that a decode can sample (K, or K (1 + drafts) with drafts), M
+pages of a row, W stop tokens. Letters after an underscore are the axes: tokens_PC is [P, C].
 """
 
 from __future__ import annotations
@@ -30,19 +31,21 @@ from rollout.logits_processors import LogitsProcessors, Seen
 from rollout.request import Request
 from rollout.types import GeneratorOptions, SamplingParams
 
-# With more layers than this, decoding scans them on CPU too: unrolled layers run several times faster, but compile
-# longer.
+# With more layers than this, decoding scans them on CPU too: unrolled layers run several times
+# faster, but compile longer.
 UNROLLED_LAYERS = 32
 # The sampling parameters of a row without a request.
 IDLE = SamplingParams(temperature=0)
 
 
 class PrefillInputs(NamedTuple):
-    """What the engine gives to a prefill call of P rows and C tokens, and where the call ends for each request.
+    """What the engine gives to a prefill call of P rows and C tokens, and where the call ends for
+    each request.
 
-    tokens: int32[P, C + lookahead_tokens]. The prediction modules read `lookahead_tokens` tokens after the chunk
-    (rollout/engine/speculative.py); the call makes no entries for these. starts, lengths: int32[P], the entries before
-    the call, and the entries that the prompt has at most after it. media: None for text.
+    tokens: int32[P, C + lookahead_tokens]. The prediction modules read `lookahead_tokens` tokens
+    after the chunk (rollout/engine/speculative.py); the call makes no entries for these. starts,
+    lengths: int32[P], the entries before the call, and the entries that the prompt has at most
+    after it. media: None for text.
     """
 
     tokens: np.ndarray
@@ -52,28 +55,40 @@ class PrefillInputs(NamedTuple):
     media: MediaInputs | None
 
     @classmethod
-    def of(cls, requests: Sequence[Request], P: int, C: int, lookahead_tokens: int) -> PrefillInputs:
-        """Builds the inputs, row i for request i. All requests have the same table of pictures, or none."""
+    def of(
+        cls, requests: Sequence[Request], P: int, C: int, lookahead_tokens: int
+    ) -> PrefillInputs:
+        """Builds the inputs, row i for request i. All requests have the same table of pictures, or
+        none."""
         tokens = np.zeros((P, C + lookahead_tokens), np.int32)
-        starts, lengths, ends = np.zeros(P, np.int32), np.zeros(P, np.int32), []
+        starts = np.zeros(P, np.int32)
+        lengths = np.zeros(P, np.int32)
+        ends = []
         for row, request in enumerate(requests):
             span = request.span(request.cached, request.cached + C + lookahead_tokens)
             tokens[row, : len(span)] = span
             end = request.call_end(C)
             ends.append(end)
-            starts[row], lengths[row] = request.cached, request.needed if request.media is None else end
+            starts[row], lengths[row] = (
+                request.cached,
+                request.needed if request.media is None else end,
+            )
         documents = [request.media for request in requests if request.media is not None]
-        media = media_inputs(documents, starts.tolist()[: len(requests)], (P, C)) if documents else None
+        media = (
+            media_inputs(documents, starts.tolist()[: len(requests)], (P, C)) if documents else None
+        )
         return cls(tokens, starts, lengths, ends, media)
 
 
 class DecodeOutput(NamedTuple):
-    """The result of a decode, [N, s], or [N] for one row. A request has a list with the name of each field.
+    """The result of a decode, [N, s], or [N] for one row. A request has a list with the name of
+    each field.
 
-    tokens: the tokens of a row come first, then -1. starts_step: true for the first token of a decoding step; false for
-    the further tokens that the step gains from accepted drafts, and where there is no token. values: where they are
-    recorded, the critic's value of the hidden state that each token was drawn from. filtered_logprobs, kept,
-    kept_counts: where filters are recorded, as in rollout/engine/sampling.py:Drawn; kept is [N, s, K].
+    tokens: the tokens of a row come first, then -1. starts_step: true for the first token of a
+    decoding step; false for the further tokens that the step gains from accepted drafts, and where
+    there is no token. values: where they are recorded, the critic's value of the hidden state that
+    each token was drawn from. filtered_logprobs, kept, kept_counts: where filters are recorded, as
+    in rollout/engine/sampling.py:Drawn; kept is [N, s, K].
     """
 
     tokens: Any
@@ -93,15 +108,16 @@ class DecodeOutput(NamedTuple):
 class DecodeState:
     """The state of the rows between two decodes, numpy or jax arrays.
 
-    token, cached, left, prompt_id, sample, active: int32[s]: the token to feed next, the number of cached tokens, the
-    number of tokens still to sample, the ids of the random draw, and 1 where the row is in use.
+    token, cached, left, prompt_id, sample, active: int32[s]: the token to feed next, the number of
+    cached tokens, the number of tokens still to sample, the ids of the random draw, and 1 where the
+    row is in use.
     stops: int32[s, W], the tokens that end a completion, -1 for none.
     draws: how tokens are drawn.
-    deltas: int32[s], `DocumentMedia.delta` of each row where one is not 0; None: rotary positions are positions.
-    recent: int32[s, DecoderPrograms.recent], the last tokens of each row up to the one to feed, if the programs need
-    them.
-    rows, pages: over a paged cache int32[s], the slots (past the end: padding), and int32[s, M], their pages.
-    processors: the logits processors of the rows; None: no row has any.
+    deltas: int32[s], `DocumentMedia.delta` of each row where one is not 0; None: rotary positions
+    are positions. recent: int32[s, DecoderPrograms.recent], the last tokens of each row up to the
+    one to feed, if the programs need them.
+    rows, pages: over a paged cache int32[s], the slots (past the end: padding), and int32[s, M],
+    their pages. processors: the logits processors of the rows; None: no row has any.
     """
 
     token: Any
@@ -119,17 +135,29 @@ class DecodeState:
     processors: LogitsProcessors | None = None
 
     @classmethod
-    def of(cls, requests: Sequence[Request | None], size: int, width: int, seed: int, recent: int) -> DecodeState:
-        """Builds the state of `size` rows on the host, row i for request i, without logits processors. None and rows
-        past the requests are idle.
+    def of(
+        cls, requests: Sequence[Request | None], size: int, width: int, seed: int, recent: int
+    ) -> DecodeState:
+        """Builds the state of `size` rows on the host, row i for request i, without logits
+        processors. None and rows past the requests are idle.
 
-        width: columns of `stops`. recent: columns of `recent`."""
-        columns, sampling = np.zeros((6, size), np.int32), [IDLE] * size
-        stops, tails = np.full((size, width), -1, np.int32), np.zeros((size, recent), np.int32)
+        width: columns of `stops`. recent: columns of `recent`.
+        """
+        columns = np.zeros((6, size), np.int32)
+        sampling = [IDLE] * size
+        stops = np.full((size, width), -1, np.int32)
+        tails = np.zeros((size, recent), np.int32)
         for row, request in enumerate(requests):
             if request is None:
                 continue
-            columns[:, row] = request.last, request.cached, request.left, request.prompt_id, request.sample, 1
+            columns[:, row] = (
+                request.last,
+                request.cached,
+                request.left,
+                request.prompt_id,
+                request.sample,
+                1,
+            )
             sampling[row] = request.params
             stops[row, : len(request.params.stop_token_ids)] = request.params.stop_token_ids
             if recent:
@@ -152,8 +180,11 @@ class DecodeState:
         """Returns the tokens that each row has, for its logits processors; None: no row has any."""
         return None if self.processors is None else self.processors.seen(self.cached + 1, V)
 
-    def processed(self, logits_sV: jax.Array, at_s: jax.Array, seen: Seen | None) -> jax.Array | None:
-        """Returns the logits after the logits processors; None: no row has any. at: places of the tokens to draw."""
+    def processed(
+        self, logits_sV: jax.Array, at_s: jax.Array, seen: Seen | None
+    ) -> jax.Array | None:
+        """Returns the logits after the logits processors; None: no row has any. at: places of the
+        tokens to draw."""
         if self.processors is None or seen is None:
             return None
         return self.processors.process(logits_sV, at_s, seen)
@@ -168,8 +199,8 @@ class DecodeState:
 class DecoderPrograms:
     """The functions that are compiled for decoding with one token per decoding step.
 
-    lookahead_tokens: how many tokens a prefill call reads after the C that it computes. The call makes no entries for
-    them; tokens_PC is [P, C + lookahead_tokens]. 0 without drafts.
+    lookahead_tokens: how many tokens a prefill call reads after the C that it computes. The call
+    makes no entries for them; tokens_PC is [P, C + lookahead_tokens]. 0 without drafts.
     recent: how many trailing tokens of each row a decode needs.
     drafts: how many drafted tokens a decoding step may write after the token that it feeds.
     records_routes: whether the cache keeps the routes: the experts that computed each token.
@@ -177,31 +208,38 @@ class DecoderPrograms:
     reads_copies: whether decoding reads the weights as DecodingWeights returns them.
     chunk: the most tokens of a prompt in one prefill call.
     decode_steps: the most decoding steps of a decode.
-    max_kept: the most ids that filters leave which a decode records of each token; 0: none. `exact` records them when
-    it verifies a completion.
+    max_kept: the most ids that filters leave which a decode records of each token; 0: none. `exact`
+    records them when it verifies a completion.
     """
 
     lookahead_tokens = recent = drafts = 0
 
     def __init__(self, graph: Graph, options: GeneratorOptions, slots: int, max_length: int):
         graph = graph.for_inference(options.rules)
-        self.records_routes, self.paged = options.record_routes, options.cache == "paged"
+        self.records_routes = options.record_routes
+        self.paged = options.cache == "paged"
         if self.records_routes:
             graph = graph.at(record=(*graph.runtime.record, "routes"))
-        self.graph, self.options = graph, options
-        self.slots, self.max_length, self.decode_steps = slots, max_length, options.tokens_per_dispatch
+        self.graph = graph
+        self.options = options
+        self.slots = slots
+        self.max_length = max_length
+        self.decode_steps = options.tokens_per_dispatch
         self.max_kept = 0 if options.exact else min(options.record_kept, graph.config.vocab_size)
         self.chunk = min(options.prefill_chunk, max_length)
         self.scan = graph.layout.platform != "cpu" or len(graph.config.layers) > UNROLLED_LAYERS
         self.reads_copies = not self.scan and graph.layout.mesh.size == 1
 
     def media_refusal(self, media: DocumentMedia) -> str | None:
-        """Returns why a prompt cannot have these pictures and sounds, as the end of a sentence; None: it can."""
+        """Returns why a prompt cannot have these pictures and sounds, as the end of a sentence;
+        None: it can."""
         if self.drafts:
             return (
-                f"has {compatibility.MEDIA}; they do not go with generator.speculative: a module embeds the next token"
+                f"has {compatibility.MEDIA}; they do not go with generator.speculative: a "
+                "module embeds the next token"
             )
-        dtype, own = jnp.dtype(media.table.rows.dtype), jnp.dtype(self.graph.runtime.dtype)
+        dtype = jnp.dtype(media.table.rows.dtype)
+        own = jnp.dtype(self.graph.runtime.dtype)
         if dtype != own:
             return f"has a table of {dtype} rows; this model computes in {own}"
         config = self.graph.config
@@ -215,15 +253,16 @@ class DecoderPrograms:
                 return f"has media with {name}, which this model does not read; leave it out"
         if (block := media.longest_block) > self.chunk:
             return (
-                f"has a picture of {block} tokens that see each other, longer than a call of {self.chunk} tokens; "
+                f"has a picture of {block} tokens that see each other, longer than a call of "
+                f"{self.chunk} tokens; "
                 f"set prefill_chunk to at least {block}"
             )
         return next(compatibility.conflicts(config, self.graph.runtime, media=True), None)
 
     @property
     def supports_truncation(self) -> bool:
-        """Whether a row can be used up to any of its tokens: all its entries are by position, and none is
-        overwritten."""
+        """Whether a row can be used up to any of its tokens: all its entries are by position, and
+        none is overwritten."""
         return not self.options.sliding_window_cache and all(
             caches.supports_truncation(spec, self.graph.config) for spec in self.graph.config.layers
         )
@@ -235,17 +274,28 @@ class DecoderPrograms:
     def empty(self, length: int | Pages) -> Any:
         """Returns an empty cache of all slots.
 
-        Sliding-window caches have entries for the most tokens of a call, and for those that may be rejected.
+        Sliding-window caches have entries for the most tokens of a call, and for those that may be
+        rejected.
         """
         call_tokens = max(self.chunk, 1 + self.drafts) + self.drafts
         return self._empty_rows(
-            self.slots, WithSlidingWindows(length, call_tokens) if self.options.sliding_window_cache else length
+            self.slots,
+            WithSlidingWindows(length, call_tokens)
+            if self.options.sliding_window_cache
+            else length,
         )
 
     def _empty_rows(self, rows: int, length: int | Pages | WithSlidingWindows) -> Any:
-        dtype, kind = self.graph.runtime.dtype, self.options.kv_cache
+        dtype = self.graph.runtime.dtype
+        kind = self.options.kv_cache
         return caches.create(
-            self.graph.config, rows, length, dtype, scan=self.scan, quantization=kind, routes=self.records_routes
+            self.graph.config,
+            rows,
+            length,
+            dtype,
+            scan=self.scan,
+            quantization=kind,
+            routes=self.records_routes,
         )
 
     def prefill(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM, media=None):
@@ -253,48 +303,65 @@ class DecoderPrograms:
 
         Every start is 0, and earlier entries of the rows are ignored.
         """
-        P, C = tokens_PC.shape[0], tokens_PC.shape[1] - self.lookahead_tokens
+        P = tokens_PC.shape[0]
+        C = tokens_PC.shape[1] - self.lookahead_tokens
         step = self._step(starts, lengths, C, pages_PM).with_media(media)
         prompt_cache = self._fill(
-            params, self._empty_rows(P, C), tokens_PC, replace(step, pages=None, contiguous=True), lengths
+            params,
+            self._empty_rows(P, C),
+            tokens_PC,
+            replace(step, pages=None, contiguous=True),
+            lengths,
         )
         return self.constrained(caches.insert(cache, prompt_cache, rows, step))
 
     def extend(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM, media=None):
         """Returns the cache after a later chunk of P prompts."""
-        step = self._step(starts, lengths, tokens_PC.shape[1] - self.lookahead_tokens, pages_PM).with_media(media)
+        step = self._step(
+            starts, lengths, tokens_PC.shape[1] - self.lookahead_tokens, pages_PM
+        ).with_media(media)
         row_cache = self._fill(params, caches.rows_of(cache, rows), tokens_PC, step, lengths)
         return self.constrained(caches.with_rows(cache, row_cache, rows))
 
     def _step(self, starts, lengths, C: int, pages_PM) -> Step:
-        """Returns the positions of C tokens of each prompt. Tokens past the end of a prompt are padding."""
+        """Returns the positions of C tokens of each prompt. Tokens past the end of a prompt are
+        padding."""
         positions = starts[:, None] + jnp.arange(C)
         segments = (positions < lengths[:, None]).astype(jnp.int32)  # one segment per row
-        # The rows of a prefill call are prompts in any order, so their pages may lie in any shard of a mesh.
+        # The rows of a prefill call are prompts in any order, so their pages may lie in any shard
+        # of a mesh.
         return Step(positions=positions, segments=segments, pages=pages_PM, anywhere=True)
 
     def _fill(self, params, cache, tokens_PC, step: Step, lengths):
         """Returns the cache of P rows after the forward pass of their tokens."""
         with self.graph.precision():
             decoder = self.graph.decoder(params)
-            after = modes.prefill(decoder, tokens_PC, step, self.to_prefill(cache), self.graph.runtime)
+            after = modes.prefill(
+                decoder, tokens_PC, step, self.to_prefill(cache), self.graph.runtime
+            )
             return self.to_decode(after)
 
     def to_prefill(self, cache: tuple) -> tuple:
-        """Returns the decoder's cache of some rows in the form of prefill calls. They scan the layers on CPU too: the
-        program compiles in half the time and runs as fast, since products of many tokens take longer than copies of
-        weights. Pools of pages are not copied for it."""
+        """Returns the decoder's cache of some rows in the form of prefill calls. They scan the
+        layers on CPU too: the program compiles in half the time and runs as fast, since products of
+        many tokens take longer than copies of weights. Pools of pages are not copied for it."""
         return cache if self.scan or caches.has_pools(cache) else caches.scanned(cache)
 
     def to_decode(self, cache: tuple) -> tuple:
         """Returns the decoder's cache of some rows in the form of a decode; undoes `to_prefill`."""
-        return cache if self.scan or caches.has_pools(cache) else caches.unrolled(cache, self.graph.config)
+        return (
+            cache
+            if self.scan or caches.has_pools(cache)
+            else caches.unrolled(cache, self.graph.config)
+        )
 
     def copy_rows(self, cache, pairs, count):
-        """Returns the cache after copying row pairs[i, 0] to row pairs[i, 1] for the first `count` pairs in order."""
+        """Returns the cache after copying row pairs[i, 0] to row pairs[i, 1] for the first `count`
+        pairs in order."""
 
         def copy_row(i, arrays):
-            # An array of one index lets a mesh that shards the slots send one row. A number would gather all rows.
+            # An array of one index lets a mesh that shards the slots send one row. A number would
+            # gather all rows.
             return caches.with_rows(arrays, caches.rows_of(arrays, pairs[i, :1]), pairs[i, 1:])
 
         arrays = jax.lax.fori_loop(0, count, copy_row, caches.without_pools(cache))
@@ -310,7 +377,9 @@ class DecoderPrograms:
 
     def routes(self, cache, row, pages_M):
         """Returns the experts of all entries of a row, on every device."""
-        return jax.lax.with_sharding_constraint(caches.routes(cache, row, pages_M), self.graph.layout.replicated)
+        return jax.lax.with_sharding_constraint(
+            caches.routes(cache, row, pages_M), self.graph.layout.replicated
+        )
 
     def decode(self, params, cache, state: DecodeState, limits):
         """Returns (cache, DecodeState, DecodeOutput) after decoding.
@@ -321,17 +390,24 @@ class DecoderPrograms:
         row_cache, after, output = self._decode_rows(params, row_cache, state, limits)
         cache = caches.with_rows(cache, row_cache, state.rows) if self.paged else row_cache
         # Replicated: the host of every process reads all of the output.
-        return self.constrained(cache), *jax.lax.with_sharding_constraint((after, output), self.graph.layout.replicated)
+        return self.constrained(cache), *jax.lax.with_sharding_constraint(
+            (after, output), self.graph.layout.replicated
+        )
 
     def _decode_rows(self, params, cache, state: DecodeState, limits):
         """Returns (cache, DecodeState, DecodeOutput) after decoding on a cache of s rows."""
-        s, K, head = state.token.shape[0], self.decode_steps, params.get(modes.VALUE_HEAD)
+        s = state.token.shape[0]
+        K = self.decode_steps
+        head = params.get(modes.VALUE_HEAD)
         params = params if self.scan else prepare_for_decoding(self.graph, params)
         # The token, value and what was recorded in the output for a row that produced none.
-        no_value, no_token = None if head is None else np.float32(0), Drawn(np.int32(-1), np.float32(0))
+        no_value = None if head is None else np.float32(0)
+        no_token = Drawn(np.int32(-1), np.float32(0))
         if self.max_kept:
             no_kept = np.full(self.max_kept, -1, np.int32)
-            no_token = no_token._replace(filtered_logprobs=np.float32(0), kept=no_kept, kept_counts=np.int32(0))
+            no_token = no_token._replace(
+                filtered_logprobs=np.float32(0), kept=no_kept, kept_counts=np.int32(0)
+            )
         no_output = no_token, no_value
 
         def go_on(carry):
@@ -339,7 +415,8 @@ class DecoderPrograms:
 
         def decode_step(carry):
             i, cache, token, cached, left, active, outputs, seen = carry
-            decoder, runtime = self.graph.decoder(params), self.graph.runtime
+            decoder = self.graph.decoder(params)
+            runtime = self.graph.runtime
             step = modes.next_token_step(cached, active, state.pages, state.deltas)
             states, cache = modes.next_token_states(decoder, token, step, cache, runtime)
             logits = modes.logits(decoder, states, runtime)
@@ -349,19 +426,50 @@ class DecoderPrograms:
             results = drawn, None if head is None else states.astype(jnp.float32) @ head
 
             def written(each, row, none):
-                return each.at[i].set(jnp.where(active if row.ndim == 1 else active[:, None], row, none))
+                return each.at[i].set(
+                    jnp.where(active if row.ndim == 1 else active[:, None], row, none)
+                )
 
-            outputs, new = jax.tree.map(written, outputs, results, no_output), drawn.tokens
+            outputs = jax.tree.map(written, outputs, results, no_output)
+            new = drawn.tokens
             left = left - active
             still_active = active & (left > 0) & ~jnp.any(new[:, None] == state.stops, axis=1)
             seen = None if seen is None else seen.with_token(cached + 1, new, active)
-            return i + 1, cache, jnp.where(active, new, token), cached + active, left, still_active, outputs, seen
+            return (
+                i + 1,
+                cache,
+                jnp.where(active, new, token),
+                cached + active,
+                left,
+                still_active,
+                outputs,
+                seen,
+            )
 
         with self.graph.precision():
-            blank = jax.tree.map(lambda none: jnp.broadcast_to(jnp.asarray(none), (K, s, *none.shape)), no_output)
+            blank = jax.tree.map(
+                lambda none: jnp.broadcast_to(jnp.asarray(none), (K, s, *none.shape)), no_output
+            )
             seen = state.seen(self.graph.config.vocab_size)
-            start = (0, cache, state.token, state.cached, state.left, state.active != 0, blank, seen)
-            _, cache, token, cached, left, active, (drawn, values), seen = jax.lax.while_loop(go_on, decode_step, start)
-        after = replace(state, token=token, cached=cached, left=left, active=active.astype(jnp.int32))
+            start = (
+                0,
+                cache,
+                state.token,
+                state.cached,
+                state.left,
+                state.active != 0,
+                blank,
+                seen,
+            )
+            _, cache, token, cached, left, active, (drawn, values), seen = jax.lax.while_loop(
+                go_on, decode_step, start
+            )
+        after = replace(
+            state, token=token, cached=cached, left=left, active=active.astype(jnp.int32)
+        )
         after = after.with_history(seen)
-        return cache, after, DecodeOutput(drawn.tokens, drawn.logprobs, drawn.tokens >= 0, values, *drawn[2:])
+        return (
+            cache,
+            after,
+            DecodeOutput(drawn.tokens, drawn.logprobs, drawn.tokens >= 0, values, *drawn[2:]),
+        )

@@ -1,15 +1,17 @@
 """The model runner: calls the compiled functions of a generator.
 
-A cache of all slots has S rows, one per slot. In a contiguous cache a row holds all entries of its slot. In a paged
-cache it holds only the states of fixed size (scheduler.py), and the entries are in pages. A decode runs on s = 1, 4, 8,
-... S rows (GeneratorOptions.batch_sizes). To decode on fewer than S rows of a contiguous cache, ActiveBatch first
-gathers them into a batch cache. It scatters them back before it decodes other rows. On a paged cache, the decode
-program takes the page tables of its s rows and gathers their states itself.
+A cache of all slots has S rows, one per slot. In a contiguous cache a row holds all entries of its
+slot. In a paged cache it holds only the states of fixed size (scheduler.py), and the entries are in
+pages. A decode runs on s = 1, 4, 8, ... S rows (GeneratorOptions.batch_sizes). To decode on fewer
+than S rows of a contiguous cache, ActiveBatch first gathers them into a batch cache. It scatters
+them back before it decodes other rows. On a paged cache, the decode program takes the page tables
+of its s rows and gathers their states itself.
 
-Arrays `rows` are slots, one for each row of the call. A number >= S marks padding: nothing is written for it.
+Arrays `rows` are slots, one for each row of the call. A number >= S marks padding: nothing is
+written for it.
 
-S slots, s rows of one call, P rows of one prefill call, C tokens that it computes of each row, M pages of a row.
-Letters after an underscore are the axes: pages_PM is [P, M].
+S slots, s rows of one call, P rows of one prefill call, C tokens that it computes of each row, M
+pages of a row. Letters after an underscore are the axes: pages_PM is [P, M].
 """
 
 from __future__ import annotations
@@ -35,7 +37,12 @@ from policy.mesh.sharding import Layout, block_on_cpu_mesh
 from policy.model import Graph
 from policy.programs.compiled_cache import CompiledCache, Memory
 from rollout.engine import prefix_index
-from rollout.engine.cache_manager import CacheGeometry, CacheManager, ContiguousCacheManager, PagedCacheManager
+from rollout.engine.cache_manager import (
+    CacheGeometry,
+    CacheManager,
+    ContiguousCacheManager,
+    PagedCacheManager,
+)
 from rollout.engine.page_allocator import PageAllocator, PageCopy
 from rollout.engine.page_budget import PageBudget, choose_page_budget
 from rollout.engine.programs import DecodeOutput, DecoderPrograms, DecodeState, PrefillInputs
@@ -55,7 +62,8 @@ DELTAS = 1
 class Widths(NamedTuple):
     """The widths of the arrays of a decode, besides its number of rows.
 
-    stops: columns of DecodeState.stops. processors: sizes of the logits processors; None: no row has any.
+    stops: columns of DecodeState.stops. processors: sizes of the logits processors; None: no row
+    has any.
     """
 
     stops: int = 4
@@ -79,20 +87,22 @@ class LateCompilation(RuntimeError):
 
 
 class ModelRunner:
-    """Runs the generator's functions over a cache that the caller holds. Caches are donated. (Reward functions are run
-    by another class, rewards/runner.py:Runner.)
+    """Runs the generator's functions over a cache that the caller holds. Caches are donated.
+    (Reward functions are run by another class, rewards/runner.py:Runner.)
 
     functions: the Python functions that are compiled (rollout/engine/programs.py).
     executables: their compiled forms by name, one for each shape.
     chunk: the most tokens of a prompt in one prefill call.
-    lookahead_tokens: how many tokens a prefill call reads after the C that it computes, for the modules that draft.
-    records_routes: whether the cache keeps the routes: the experts that computed each token.
+    lookahead_tokens: how many tokens a prefill call reads after the C that it computes, for the
+    modules that draft. records_routes: whether the cache keeps the routes: the experts that
+    computed each token.
     decode_steps: the most decoding steps of a decode.
-    decoding_weights: the copies of the weights that decodes read; None: they read the weights themselves.
-    max_prefill_rows: the most rows of one prefill call.
+    decoding_weights: the copies of the weights that decodes read; None: they read the weights
+    themselves. max_prefill_rows: the most rows of one prefill call.
     value_head: float32[E], the head of the values that are recorded.
-    reserved_bytes: memory per device that other arrays will take after the number of pages is chosen.
-    compiled_ahead: whether the programs are known, compiled or not, so that another one is a warning or an error.
+    reserved_bytes: memory per device that other arrays will take after the number of pages is
+    chosen. compiled_ahead: whether the programs are known, compiled or not, so that another one is
+    a warning or an error.
     """
 
     def __init__(
@@ -103,23 +113,33 @@ class ModelRunner:
         max_length: int,
         available_memory: float | None = None,
     ):
-        """available_memory: bytes per device that a paged cache may share with an update; None: as the devices
-        report."""
+        """available_memory: bytes per device that a paged cache may share with an update; None: as
+        the devices report."""
         kind = SpeculativePrograms if options.speculative else DecoderPrograms
         self.functions = functions = kind(graph, options, slots, max_length)
-        self.graph, self.options, self._available_memory = functions.graph, options, available_memory
-        self.max_length, self.vocab_size = max_length, graph.config.vocab_size
-        self.chunk, self.lookahead_tokens = functions.chunk, functions.lookahead_tokens
+        self.graph = functions.graph
+        self.options = options
+        self._available_memory = available_memory
+        self.max_length = max_length
+        self.vocab_size = graph.config.vocab_size
+        self.chunk = functions.chunk
+        self.lookahead_tokens = functions.lookahead_tokens
         self.records_routes = functions.records_routes
         self.decode_steps, self.max_prefill_rows = functions.decode_steps, prefill_rows(slots)
-        table_width = -(-(max_length + functions.drafts) // options.page_size) if functions.paged else None
+        table_width = (
+            -(-(max_length + functions.drafts) // options.page_size) if functions.paged else None
+        )
         layout = self.graph.layout
         num_shards = slots // layout.sharding(("cache_batch",), (slots,)).shard_shape((slots,))[0]
         sizes = None if options.batch_sizes is None else tuple(options.batch_sizes)
-        self.geometry = CacheGeometry(slots, num_shards, functions.supports_truncation, table_width, sizes)
+        self.geometry = CacheGeometry(
+            slots, num_shards, functions.supports_truncation, table_width, sizes
+        )
         self.decoding_weights = DecodingWeights(self.graph) if functions.reads_copies else None
         self.value_head: jax.Array | None = None
-        self.reserved_bytes, self.compiled_ahead, self._strict = 0, False, False
+        self.reserved_bytes = 0
+        self.compiled_ahead = False
+        self._strict = False
         jitted = {
             "empty": jax.jit(self._empty_cache),
             "prefill": jax.jit(functions.prefill, donate_argnums=1),
@@ -131,73 +151,104 @@ class ModelRunner:
             "decode": jax.jit(functions.decode, donate_argnums=1),
             "routes": jax.jit(functions.routes),
         }
-        self.executables = {name: CompiledCache(function, layout.platform) for name, function in jitted.items()}
+        self.executables = {
+            name: CompiledCache(function, layout.platform) for name, function in jitted.items()
+        }
 
     @property
     def limits(self) -> SchedulerLimits:
         """Returns the properties of the programs that decide how far the scheduler may plan."""
         geometry = self.geometry
         return SchedulerLimits(
-            self.decode_steps, self.functions.drafts, geometry.copies_rows, pins_prefixes=geometry.pins_prefixes
+            self.decode_steps,
+            self.functions.drafts,
+            geometry.copies_rows,
+            pins_prefixes=geometry.pins_prefixes,
         )
 
     @cached_property
     def page_budget(self) -> PageBudget | None:
-        """Returns the pages of the cache, chosen at the first use from the memory that is available then.
+        """Returns the pages of the cache, chosen at the first use from the memory that is available
+        then.
 
         None: the cache is contiguous.
         """
-        geometry, options = self.geometry, self.options
+        geometry = self.geometry
+        options = self.options
         if geometry.table_width is None:
             return None
         shape = geometry.slots, geometry.table_width, geometry.num_shards
         pages = options.pages, options.page_size
         return choose_page_budget(
-            self.functions.empty, self.graph.layout, shape, pages, self._available_memory, self.reserved_bytes
+            self.functions.empty,
+            self.graph.layout,
+            shape,
+            pages,
+            self._available_memory,
+            self.reserved_bytes,
         )
 
     def cache_manager(self) -> CacheManager:
         """Returns the cache manager of an empty cache."""
-        slots, num_shards, truncation = self.geometry.slots, self.geometry.num_shards, self.geometry.supports_truncation
+        slots = self.geometry.slots
+        num_shards = self.geometry.num_shards
+        truncation = self.geometry.supports_truncation
         budget = self.page_budget
         if budget is None:
             return ContiguousCacheManager(slots, supports_truncation=truncation)
         number, size = budget.pages
-        allocators = [PageAllocator(number // num_shards, size, n * number // num_shards) for n in range(num_shards)]
-        return PagedCacheManager(slots, allocators, supports_truncation=truncation, full_capacity=number >= budget.full)
+        allocators = [
+            PageAllocator(number // num_shards, size, n * number // num_shards)
+            for n in range(num_shards)
+        ]
+        return PagedCacheManager(
+            slots, allocators, supports_truncation=truncation, full_capacity=number >= budget.full
+        )
 
     def _empty_cache(self):
         budget = self.page_budget
-        return self.functions.constrained(self.functions.empty(self.max_length if budget is None else budget.pages))
+        return self.functions.constrained(
+            self.functions.empty(self.max_length if budget is None else budget.pages)
+        )
 
     def empty(self) -> Any:
         """Returns an empty cache of all slots."""
         return self._run("empty", ())
 
     def refusal(self, request: Request) -> str | None:
-        """Returns why the prompt of a request cannot be computed, as the end of a sentence; None: it can."""
+        """Returns why the prompt of a request cannot be computed, as the end of a sentence; None:
+        it can."""
         refusal = request.refusal(self.vocab_size, self.max_length)
-        return refusal or (None if request.media is None else self.functions.media_refusal(request.media))
+        return refusal or (
+            None if request.media is None else self.functions.media_refusal(request.media)
+        )
 
     def prefill_inputs(self, requests: Sequence[Request], P: int, C: int) -> PrefillInputs:
-        """Returns the inputs of a prefill call of P rows that computes C tokens of these requests."""
+        """Returns the inputs of a prefill call of P rows that computes C tokens of these
+        requests."""
         return PrefillInputs.of(requests, P, C, self.lookahead_tokens)
 
-    def prefill(self, params, cache, places: tuple, inputs: PrefillInputs, *, first_chunk: bool) -> Any:
-        """Prefills one chunk of each prompt, the entries start .. min(start + C, length) - 1. Returns the cache.
+    def prefill(
+        self, params, cache, places: tuple, inputs: PrefillInputs, *, first_chunk: bool
+    ) -> Any:
+        """Prefills one chunk of each prompt, the entries start .. min(start + C, length) - 1.
+        Returns the cache.
 
-        places: (rows int32[P], pages int32[P, M]); a row index >= S marks padding, and pages are None if the cache is
-        contiguous. first_chunk: every start is 0, and earlier entries of the rows are ignored.
+        places: (rows int32[P], pages int32[P, M]); a row index >= S marks padding, and pages are
+        None if the cache is contiguous. first_chunk: every start is 0, and earlier entries of the
+        rows are ignored.
         """
         (rows, pages_PM), (tokens_PC, starts, lengths, _, media) = places, inputs
         arguments = params, cache, rows, tokens_PC, starts, lengths, pages_PM
-        name, shape = "prefill" if first_chunk else "extend", tokens_PC.shape
+        name = "prefill" if first_chunk else "extend"
+        shape = tokens_PC.shape
         if media is None or media.media is None:
             return self._run(name, shape, *arguments)
         return self._run(name, (*shape, len(media.media.table)), *arguments, media)
 
     def copy_rows(self, cache, pairs: Sequence[tuple[int, int]]) -> Any:
-        """Returns the cache after copying the row of slot a to slot b for each pair (a, b), one after the other."""
+        """Returns the cache after copying the row of slot a to slot b for each pair (a, b), one
+        after the other."""
         slots = self.geometry.slots
         for start in range(0, len(pairs), slots):
             group = pairs[start : start + slots]
@@ -208,11 +259,13 @@ class ModelRunner:
 
     def copy_pages(self, cache, copies: Sequence[PageCopy]) -> Any:
         """Returns the cache after copying pages. No page is the target of two copies."""
-        slots, budget = self.geometry.slots, self.page_budget
+        slots = self.geometry.slots
+        budget = self.page_budget
         assert budget is not None, "a contiguous cache has no pages"
         for start in range(0, len(copies), slots):
             group = copies[start : start + slots]
-            # The program copies as many pages as there are slots. It drops the padding: targets past the last page.
+            # The program copies as many pages as there are slots. It drops the padding: targets
+            # past the last page.
             source = np.zeros(slots, np.int32)
             target = budget.pages.number + np.arange(slots, dtype=np.int32)
             source[: len(group)], target[: len(group)] = zip(
@@ -229,10 +282,14 @@ class ModelRunner:
         """Returns the cache with these rows replaced by the rows of `batch_cache`."""
         return self._run("scatter", rows.shape, cache, batch_cache, rows)
 
-    def routes(self, cache, rows: int, row: int, pages_M: np.ndarray | None) -> dict[str, jax.Array]:
-        """Returns the experts of all entries of a row (policy.cache.cache.routes) of a cache with so many rows.
+    def routes(
+        self, cache, rows: int, row: int, pages_M: np.ndarray | None
+    ) -> dict[str, jax.Array]:
+        """Returns the experts of all entries of a row (policy.cache.cache.routes) of a cache with
+        so many rows.
 
-        The transfer to the host is started. pages_M: the pages of the row; None if the cache is contiguous.
+        The transfer to the host is started. pages_M: the pages of the row; None if the cache is
+        contiguous.
         """
         routes = self._run("routes", (rows,), cache, np.int32(row), pages_M)
         for array in routes.values():
@@ -250,22 +307,32 @@ class ModelRunner:
         sizes = () if state.processors is None else state.processors.sizes
         shape = (*state.stops.shape, *sizes, *(() if state.deltas is None else (DELTAS,)))
         weights = self.decoding_weights.prepare(params) if self.decoding_weights else params
-        return self._run("decode", shape, weights | head, cache, state, np.asarray(limits, np.int32))
+        return self._run(
+            "decode", shape, weights | head, cache, state, np.asarray(limits, np.int32)
+        )
 
     def decode_state(self, requests: Sequence[Request | None], size: int, seed: int) -> DecodeState:
         """Returns the state of `size` rows, row i for request i."""
         widths = Widths.of([request for request in requests if request is not None])
         state = self.host_state(requests, size, widths, seed)
         layout = self.graph.layout
-        return state if layout.mesh.size == 1 else processes.device_put_global(state, layout.replicated)
+        return (
+            state
+            if layout.mesh.size == 1
+            else processes.device_put_global(state, layout.replicated)
+        )
 
-    def host_state(self, requests: Sequence[Request | None], size: int, widths: Widths, seed: int) -> DecodeState:
+    def host_state(
+        self, requests: Sequence[Request | None], size: int, widths: Widths, seed: int
+    ) -> DecodeState:
         """Returns the state of `size` rows on the host, in arrays of these widths."""
         state = DecodeState.of(requests, size, widths.stops, seed, self.functions.recent)
         if widths.processors is None:
             return state
         length = self.max_length + self.functions.drafts
-        return replace(state, processors=LogitsProcessors.of(requests, size, length, widths.processors))
+        return replace(
+            state, processors=LogitsProcessors.of(requests, size, length, widths.processors)
+        )
 
     def with_pages(self, state: DecodeState, rows: np.ndarray, pages_sM: np.ndarray) -> DecodeState:
         """Returns the state of rows over a paged cache: which slots they are, and their pages."""
@@ -282,18 +349,22 @@ class ModelRunner:
             self._report_late(name, shape)
         return block_on_cpu_mesh(executable.run(shape, *arguments), self.graph.layout)
 
-    def expect_decode(self, params: dict[str, Any], rows: int, requests: Collection[Request]) -> None:
-        """Starts to compile the decode of so many rows for these requests, while the program before it is compiled and
-        runs."""
+    def expect_decode(
+        self, params: dict[str, Any], rows: int, requests: Collection[Request]
+    ) -> None:
+        """Starts to compile the decode of so many rows for these requests, while the program before
+        it is compiled and runs."""
         widths = Widths.of(requests)
-        decode, shape = self.executables["decode"], (rows, *widths.shape)
+        decode = self.executables["decode"]
+        shape = (rows, *widths.shape)
         if not self.compiled_ahead and shape not in decode.shapes:
             arguments = decode_inputs(self, _shapes(params), rows, widths)
             decode.compile_in_background(self._pool, shape, arguments, trace_here=True)
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
-        """Returns the threads that compile in the background: few, and one core is left to the caller's thread."""
+        """Returns the threads that compile in the background: few, and one core is left to the
+        caller's thread."""
         threads = min(BACKGROUND_THREADS, (os.cpu_count() or 1) - 1)
         return ThreadPoolExecutor(max(1, threads), thread_name_prefix="compilation")
 
@@ -306,10 +377,12 @@ class ModelRunner:
 
     @property
     def memory(self) -> dict[tuple, Memory | None]:
-        """Returns the memory of each compiled program, by (name, *shape). Every compiled program has a key, also one
-        whose memory the compiler does not report (None)."""
+        """Returns the memory of each compiled program, by (name, *shape). Every compiled program
+        has a key, also one whose memory the compiler does not report (None)."""
         programs = self.executables.items()  # a thread may add to them
-        return {(name, *shape): m for name, each in programs for shape, m in list(each.memory.items())}
+        return {
+            (name, *shape): m for name, each in programs for shape, m in list(each.memory.items())
+        }
 
     def compile_ahead(
         self,
@@ -320,39 +393,56 @@ class ModelRunner:
         *,
         strict: bool,
     ) -> int:
-        """Compiles all programs that prompts of up to `longest` tokens need, in parallel threads, unless they are
-        compiled. Returns how many programs are compiled now. From here on another program is a warning, or
-        LateCompilation if `strict`.
+        """Compiles all programs that prompts of up to `longest` tokens need, in parallel threads,
+        unless they are compiled. Returns how many programs are compiled now. From here on another
+        program is a warning, or LateCompilation if `strict`.
 
         widths: those of the requests. media_rows: numbers of rows of the tables of pictures and
-        sounds. One thread traces the programs, because tracing is Python."""
+        sounds. One thread traces the programs, because tracing is Python.
+        """
         compiled = self.memory.keys()
         inputs = program_inputs(self, params, longest, widths, media_rows)
         missing = [each for each in inputs if each[0] not in compiled]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            lowered = ((key, inputs, self.executables[key[0]].lower(*inputs)) for key, inputs in missing)
-            list(pool.map(lambda each: self.executables[each[0][0]].compile_shape(each[0][1:], *each[1:]), lowered))
-        self.compiled_ahead, self._strict = True, strict
+            lowered = (
+                (key, inputs, self.executables[key[0]].lower(*inputs)) for key, inputs in missing
+            )
+            list(
+                pool.map(
+                    lambda each: self.executables[each[0][0]].compile_shape(each[0][1:], *each[1:]),
+                    lowered,
+                )
+            )
+        self.compiled_ahead = True
+        self._strict = strict
         return len(self.memory)
 
     def compile_in_background(
-        self, params: dict[str, Any], longest: int, widths: Iterable[Widths], media_rows: Sequence[int] = ()
+        self,
+        params: dict[str, Any],
+        longest: int,
+        widths: Iterable[Widths],
+        media_rows: Sequence[int] = (),
     ) -> int:
-        """Starts to compile the programs that `compile_ahead` compiles, those of the first dispatch first. Returns
-        their number. A call waits for its own program, and never takes another.
+        """Starts to compile the programs that `compile_ahead` compiles, those of the first dispatch
+        first. Returns their number. A call waits for its own program, and never takes another.
 
-        Several threads trace, but only one at a time (CompiledCache). The graph sets what tracing depends on, such as
-        the precision of products, so that no setting of the caller's thread is needed."""
+        Several threads trace, but only one at a time (CompiledCache). The graph sets what tracing
+        depends on, such as the precision of products, so that no setting of the caller's thread is
+        needed.
+        """
         programs = dict(program_inputs(self, _shapes(params), longest, widths, media_rows))
         for name, *shape in sorted(programs, key=self._compilation_order):
             arguments = programs[(name, *shape)]
-            self.executables[name].compile_in_background(self._pool, tuple(shape), arguments, trace_here=False)
+            self.executables[name].compile_in_background(
+                self._pool, tuple(shape), arguments, trace_here=False
+            )
         self.compiled_ahead = True
         return len(programs)
 
     def _compilation_order(self, program: tuple) -> int:
-        """Returns the place of a program (name, *shape) in the order of compilation: 0 for the decode of all slots, which
-        takes longest, 1 for what prefills prompts, 2 for the rest."""
+        """Returns the place of a program (name, *shape) in the order of compilation: 0 for the
+        decode of all slots, which takes longest, 1 for what prefills prompts, 2 for the rest."""
         name, *shape = program
         if name == "decode":
             return 0 if shape[0] == self.geometry.slots else 2
@@ -375,15 +465,20 @@ class ModelRunner:
 
 
 def _shapes(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the shapes and shardings of weights: a thread that compiles keeps no weights alive."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), params)
+    """Returns the shapes and shardings of weights: a thread that compiles keeps no weights
+    alive."""
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), params
+    )
 
 
 def _abstract(cache: Any, layout: Layout) -> Any:
     """Returns the shapes of a cache with the shardings that its programs give it."""
 
     def abstract(axes, array):
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout.sharding(axes, array.shape))
+        return jax.ShapeDtypeStruct(
+            array.shape, array.dtype, sharding=layout.sharding(axes, array.shape)
+        )
 
     return caches.by_axes(abstract, cache)
 
@@ -395,20 +490,30 @@ def program_inputs(
     widths: Iterable[Widths],
     media_rows: Sequence[int] = (),
 ) -> Iterator[tuple[tuple, tuple]]:
-    """Yields ((name, *shape), abstract arguments) of every program that prompts of up to `longest` tokens need, the
-    slowest to compile first. `params`: the weights, abstract or not. `media_rows`: as in ModelRunner.compile_ahead.
+    """Yields ((name, *shape), abstract arguments) of every program that prompts of up to `longest`
+    tokens need, the slowest to compile first. `params`: the weights, abstract or not. `media_rows`:
+    as in ModelRunner.compile_ahead.
     """
-    cache, geometry = runner.abstract_cache, runner.geometry
-    slots, width, page_size = geometry.slots, geometry.table_width, runner.options.page_size
+    cache = runner.abstract_cache
+    geometry = runner.geometry
+    slots = geometry.slots
+    width = geometry.table_width
+    page_size = runner.options.page_size
     for s in geometry.batch_sizes:
         for each in widths:
             weights, decoded, state, limits = decode_inputs(runner, params, s, each)
             yield ("decode", s, *each.shape), (weights, decoded, state, limits)
             if media_rows and runner.graph.config.has_sections:
-                yield ("decode", s, *each.shape, DELTAS), (weights, decoded, replace(state, deltas=state.token), limits)
+                yield (
+                    ("decode", s, *each.shape, DELTAS),
+                    (weights, decoded, replace(state, deltas=state.token), limits),
+                )
     entries = longest - 1  # the last token of a prompt is not prefilled: decoding feeds it
-    # "extend" computes what follows a first chunk or a shared prefix, which have at least so many entries.
-    shortest_start = min(prefix_index.MIN_SHARED_TOKENS, runner.chunk, *(() if width is None else (page_size,)))
+    # "extend" computes what follows a first chunk or a shared prefix, which have at least so many
+    # entries.
+    shortest_start = min(
+        prefix_index.MIN_SHARED_TOKENS, runner.chunk, *(() if width is None else (page_size,))
+    )
     calls = [("prefill", C) for C in prefill_lengths(entries, runner.chunk)]
     calls += [("extend", runner.chunk)] if entries > shortest_start else []
     for P in (rows for rows in PREFILL_ROWS if rows <= runner.max_prefill_rows):
@@ -429,18 +534,27 @@ def program_inputs(
         yield ("copy_pages",), (cache, _int32(slots), _int32(slots))
     if runner.records_routes:
         for s in geometry.batch_sizes if geometry.copies_batch else (slots,):
-            yield ("routes", s), (_decoded_cache(runner, s), _int32(), None if width is None else _int32(width))
+            yield (
+                ("routes", s),
+                (_decoded_cache(runner, s), _int32(), None if width is None else _int32(width)),
+            )
     yield ("empty",), ()
 
 
 def decode_inputs(runner: ModelRunner, params: dict[str, Any], rows: int, widths: Widths) -> tuple:
     """Returns the abstract arguments of a decode of so many rows."""
     weights = runner.decoding_weights.abstract(params) if runner.decoding_weights else params
-    return weights | _value_head(runner), _decoded_cache(runner, rows), _state(runner, rows, widths), _int32(2)
+    return (
+        weights | _value_head(runner),
+        _decoded_cache(runner, rows),
+        _state(runner, rows, widths),
+        _int32(2),
+    )
 
 
 def _decoded_cache(runner: ModelRunner, rows: int) -> Any:
-    """Returns the abstract cache of a decode: that of all slots, or of a batch that was copied from it."""
+    """Returns the abstract cache of a decode: that of all slots, or of a batch that was copied from
+    it."""
     geometry = runner.geometry
     own = rows == geometry.slots or not geometry.copies_batch
     return runner.abstract_cache if own else _batch_cache(runner, rows)
@@ -448,32 +562,42 @@ def _decoded_cache(runner: ModelRunner, rows: int) -> Any:
 
 def _batch_cache(runner: ModelRunner, rows: int) -> Any:
     gather = runner.executables["gather"].jitted
-    return _abstract(jax.eval_shape(gather, runner.abstract_cache, _int32(rows)), runner.graph.layout)
+    return _abstract(
+        jax.eval_shape(gather, runner.abstract_cache, _int32(rows)), runner.graph.layout
+    )
 
 
 def _media(runner: ModelRunner, P: int, C: int, M: int) -> MediaInputs:
     """Returns the abstract pictures and sounds of a prefill call with a table of M rows."""
-    config, dtype = runner.graph.config, jnp.dtype(runner.graph.runtime.dtype)
-    table, features = (M, config.hidden_size), sum(spec.deepstack for spec in config.layers)
+    config = runner.graph.config
+    dtype = jnp.dtype(runner.graph.runtime.dtype)
+    table = (M, config.hidden_size)
+    features = sum(spec.deepstack for spec in config.layers)
     deep = jax.ShapeDtypeStruct((features, *table), dtype) if features else None
     media = Media(_int32(P, C), jax.ShapeDtypeStruct(table, dtype), deep)
     return MediaInputs(
-        media, _int32(P, C, 3) if config.has_sections else None, _int32(P, C) if config.looks_ahead else None
+        media,
+        _int32(P, C, 3) if config.has_sections else None,
+        _int32(P, C) if config.looks_ahead else None,
     )
 
 
 def _value_head(runner: ModelRunner) -> dict[str, jax.ShapeDtypeStruct]:
     if not runner.options.record_values:
         return {}
-    shape, sharding = (runner.graph.config.hidden_size,), runner.graph.layout.replicated
+    shape = (runner.graph.config.hidden_size,)
+    sharding = runner.graph.layout.replicated
     return {modes.VALUE_HEAD: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)}
 
 
 def _state(runner: ModelRunner, rows: int, widths: Widths) -> DecodeState:
     """Returns the abstract state of a decode."""
-    state, layout = runner.host_state([], rows, widths, 0), runner.graph.layout
+    state = runner.host_state([], rows, widths, 0)
+    layout = runner.graph.layout
     if (width := runner.geometry.table_width) is not None:
-        state = replace(state, rows=np.zeros(rows, np.int32), pages=np.zeros((rows, width), np.int32))
+        state = replace(
+            state, rows=np.zeros(rows, np.int32), pages=np.zeros((rows, width), np.int32)
+        )
     sharding = layout.replicated if layout.mesh.size > 1 else None
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), state)
 

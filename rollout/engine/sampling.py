@@ -14,8 +14,11 @@ from policy.mesh.sharding import Layout, row_major
 from rollout.types import SamplingParams
 
 
-def uniforms(seed: jax.Array, prompt_ids_S: jax.Array, samples_S: jax.Array, positions_S: jax.Array) -> jax.Array:
-    """Returns one number in [0, 1) for each slot, a function of (seed, prompt id, sample index, position) only."""
+def uniforms(
+    seed: jax.Array, prompt_ids_S: jax.Array, samples_S: jax.Array, positions_S: jax.Array
+) -> jax.Array:
+    """Returns one number in [0, 1) for each slot, a function of (seed, prompt id, sample index,
+    position) only."""
 
     def uniform(prompt_id, sample, position):
         key = jax.random.key(seed)
@@ -27,27 +30,35 @@ def uniforms(seed: jax.Array, prompt_ids_S: jax.Array, samples_S: jax.Array, pos
 
 
 def filter_mask(
-    logits_SV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, layout: Layout | None = None
+    logits_SV: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    layout: Layout | None = None,
 ) -> jax.Array:
-    """Returns bool[S, V]: the tokens that pass top-k, top-p and min-p ([S, 1] each). Tokens as likely as the least
-    likely one that passes pass too."""
+    """Returns bool[S, V]: the tokens that pass top-k, top-p and min-p ([S, 1] each). Tokens as
+    likely as the least likely one that passes pass too."""
     V = logits_SV.shape[-1]
     ranked = row_major(-jnp.sort(-logits_SV, axis=-1), layout)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
     threshold = jnp.take_along_axis(ranked, k - 1, axis=-1)
     probs = jax.nn.softmax(jnp.where(ranked >= threshold, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs
-    # The sum over a large vocabulary may pass 1 before its end, which must not cut anything off at top_p 1.
+    # The sum over a large vocabulary may pass 1 before its end, which must not cut anything off at
+    # top_p 1.
     likely = (before < top_p) | (top_p >= 1)
-    threshold = jnp.min(jnp.where(likely & (ranked >= threshold), ranked, jnp.inf), axis=-1, keepdims=True)
+    threshold = jnp.min(
+        jnp.where(likely & (ranked >= threshold), ranked, jnp.inf), axis=-1, keepdims=True
+    )
     return (logits_SV >= threshold) & (logits_SV >= ranked[:, :1] + jnp.log(min_p))
 
 
 def draw(logits_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
-    """Returns int[S]: the token where the cumulative probability passes `uniforms`. One random number per row and a
-    cumulative sum cost less than one Gumbel number per token."""
+    """Returns int[S]: the token where the cumulative probability passes `uniforms`. One random
+    number per row and a cumulative sum cost less than one Gumbel number per token."""
     probs = jax.nn.softmax(logits_SV, axis=-1)
-    # XLA sums in blocks, whose rounding may raise the sum at a token of probability 0: such tokens are skipped.
+    # XLA sums in blocks, whose rounding may raise the sum at a token of probability 0: such tokens
+    # are skipped.
     cumulative = jnp.where(probs > 0, jnp.cumsum(probs, axis=-1), 0.0)
     candidates = cumulative > uniforms_S[:, None] * jnp.max(cumulative, axis=-1, keepdims=True)
     last = logits_SV.shape[-1] - 1
@@ -57,11 +68,12 @@ def draw(logits_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
 class Drawn(NamedTuple):
     """Drawn tokens. The last three fields are None where no filters are recorded.
 
-    tokens: int[S]. logprobs: float32[S], before any filter. filtered_logprobs: float32[S], of the distribution that
-    the filters leave. kept: int32[S, K], the ids that they leave, in ascending order, padded with -1. kept_counts:
-    int32[S], how many they leave; of more than K only the first K are in `kept`. With logits processors, a row with more
-    than K ids of which at most K are left out has those in `kept`, id i as -2 - i. A row without a filter and without a
-    forbidden token has 0 ids, and the same log-probability twice.
+    tokens: int[S]. logprobs: float32[S], before any filter. filtered_logprobs: float32[S], of the
+    distribution that the filters leave. kept: int32[S, K], the ids that they leave, in ascending
+    order, padded with -1. kept_counts: int32[S], how many they leave; of more than K only the first
+    K are in `kept`. With logits processors, a row with more than K ids of which at most K are left
+    out has those in `kept`, id i as -2 - i. A row without a filter and without a forbidden token
+    has 0 ids, and the same log-probability twice.
     """
 
     tokens: Any
@@ -72,7 +84,8 @@ class Drawn(NamedTuple):
 
 
 def kept_ids(mask_SV: jax.Array, K: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (the first K ids of each row's mask int32[S, K], padded with -1; how many it has int32[S])."""
+    """Returns (the first K ids of each row's mask int32[S, K], padded with -1; how many it has
+    int32[S])."""
     running_SV = jnp.cumsum(mask_SV, axis=-1, dtype=jnp.int32)
     numbers = jnp.arange(1, K + 1, dtype=jnp.int32)
     places = jax.vmap(jnp.searchsorted, (0, None))(running_SV, numbers)
@@ -83,7 +96,8 @@ def kept_ids(mask_SV: jax.Array, K: int) -> tuple[jax.Array, jax.Array]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Draws:
-    """Parameters of the draws: one seed, and for each row [S] its temperature (0: the most likely token) and filters.
+    """Parameters of the draws: one seed, and for each row [S] its temperature (0: the most likely
+    token) and filters.
 
     The fields are numpy or jax arrays.
     """
@@ -97,8 +111,18 @@ class Draws:
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seed: int) -> Draws:
         """Builds one row for each of `params`, on the host."""
-        rows = np.asarray([(p.temperature, p.top_p, p.min_p) for p in params], np.float32).reshape(-1, 3).T
-        return cls(np.uint32(seed), rows[0], np.asarray([p.top_k for p in params], np.int32), rows[1], rows[2])
+        rows = (
+            np.asarray([(p.temperature, p.top_p, p.min_p) for p in params], np.float32)
+            .reshape(-1, 3)
+            .T
+        )
+        return cls(
+            np.uint32(seed),
+            rows[0],
+            np.asarray([p.top_k for p in params], np.int32),
+            rows[1],
+            rows[2],
+        )
 
     def repeat(self, times: int) -> Draws:
         """Repeats each row `times` times."""
@@ -110,7 +134,11 @@ class Draws:
 
         def apply_filters():
             logits = row_major(logits_SV, layout)
-            mask = filter_mask(logits, *(row[:, None] for row in (self.top_k, self.top_p, self.min_p)), layout=layout)
+            mask = filter_mask(
+                logits,
+                *(row[:, None] for row in (self.top_k, self.top_p, self.min_p)),
+                layout=layout,
+            )
             return row_major(jnp.where(mask, logits, -jnp.inf), layout)
 
         return jax.lax.cond(jnp.any(self.has_filter), apply_filters, lambda: logits_SV)
@@ -129,20 +157,26 @@ def choose(
     processed_SV: jax.Array | None = None,
     max_kept: int = 0,
 ) -> Drawn:
-    """Draws a token from each row of logits. draw_ids: int[S] each, the prompt id, sample index and position of the
-    token; its draw is a function of the seed and these.
+    """Draws a token from each row of logits. draw_ids: int[S] each, the prompt id, sample index and
+    position of the token; its draw is a function of the seed and these.
 
-    layout: of the program's devices. On TPU arrays [S, V] are kept with V in the lanes: a step has few rows.
-    processed_SV: the logits to draw from, after the logits processors (rollout/logits_processors.py), -inf for tokens
-    that may not be drawn; None: `logits_SV`, of which the log-probabilities before filters are in either case. A row
-    whose tokens are all forbidden is drawn from `logits_SV`, as if it had no processors.
-    max_kept: the most ids of a row that `Drawn.kept` holds; 0: no filters are recorded."""
+    layout: of the program's devices. On TPU arrays [S, V] are kept with V in the lanes: a step has
+    few rows. processed_SV: the logits to draw from, after the logits processors
+    (rollout/logits_processors.py), -inf for tokens that may not be drawn; None: `logits_SV`, of
+    which the log-probabilities before filters are in either case. A row whose tokens are all
+    forbidden is drawn from `logits_SV`, as if it had no processors.
+    max_kept: the most ids of a row that `Drawn.kept` holds; 0: no filters are recorded.
+    """
     is_sampled = draws.temperature > 0
     temperature_S1 = jnp.where(is_sampled, draws.temperature, 1.0)[:, None]
     if processed_SV is not None:
-        processed_SV = jnp.where(jnp.all(jnp.isneginf(processed_SV), axis=-1, keepdims=True), logits_SV, processed_SV)
+        processed_SV = jnp.where(
+            jnp.all(jnp.isneginf(processed_SV), axis=-1, keepdims=True), logits_SV, processed_SV
+        )
     logits_SV = row_major(logits_SV / temperature_S1, layout)
-    drawn_SV = logits_SV if processed_SV is None else row_major(processed_SV / temperature_S1, layout)
+    drawn_SV = (
+        logits_SV if processed_SV is None else row_major(processed_SV / temperature_S1, layout)
+    )
     best = jnp.argmax(drawn_SV, axis=-1).astype(jnp.int32)
     forbids_S = None
     if max_kept and processed_SV is not None:
@@ -151,7 +185,11 @@ def choose(
     def drawn():
         filtered_SV = draws.filtered(drawn_SV, layout)
         new = jnp.where(is_sampled, draw(filtered_SV, uniforms(draws.seed, *draw_ids)), best)
-        return (new, _recorded(filtered_SV, new, draws, max_kept, forbids_S)) if max_kept else (new, None)
+        return (
+            (new, _recorded(filtered_SV, new, draws, max_kept, forbids_S))
+            if max_kept
+            else (new, None)
+        )
 
     def greedy():
         return (best, _unrecorded(len(best), max_kept)) if max_kept else (best, None)
@@ -161,7 +199,13 @@ def choose(
     if recorded is None:
         return Drawn(new, logprobs)
     filtered_logprobs, kept, counts = recorded
-    return Drawn(new, logprobs, jnp.where(_is_cut(draws, forbids_S), filtered_logprobs, logprobs), kept, counts)
+    return Drawn(
+        new,
+        logprobs,
+        jnp.where(_is_cut(draws, forbids_S), filtered_logprobs, logprobs),
+        kept,
+        counts,
+    )
 
 
 def _logprobs_of(logits_SV: jax.Array, tokens_S: jax.Array) -> jax.Array:
@@ -171,9 +215,9 @@ def _logprobs_of(logits_SV: jax.Array, tokens_S: jax.Array) -> jax.Array:
 def _recorded(
     filtered_SV: jax.Array, tokens_S: jax.Array, draws: Draws, K: int, forbids_S: jax.Array | None
 ) -> tuple[jax.Array, ...]:
-    """Returns `filtered_logprobs`, `kept` and `kept_counts` of Drawn. forbids_S: whether logits processors forbid tokens
-    of a row; None: there are none. With them, a row of which more than K ids are kept and at most K left out has
-    those."""
+    """Returns `filtered_logprobs`, `kept` and `kept_counts` of Drawn. forbids_S: whether logits
+    processors forbid tokens of a row; None: there are none. With them, a row of which more than K
+    ids are kept and at most K left out has those."""
 
     def record():
         kept, counts = kept_ids(filtered_SV > -jnp.inf, K)
@@ -182,9 +226,15 @@ def _recorded(
             named = jnp.where(out >= 0, -2 - out, -1)
             kept = jnp.where(((counts > K) & (number <= K))[:, None], named, kept)
         is_cut = _is_cut(draws, forbids_S)
-        return _logprobs_of(filtered_SV, tokens_S), jnp.where(is_cut[:, None], kept, -1), jnp.where(is_cut, counts, 0)
+        return (
+            _logprobs_of(filtered_SV, tokens_S),
+            jnp.where(is_cut[:, None], kept, -1),
+            jnp.where(is_cut, counts, 0),
+        )
 
-    return jax.lax.cond(jnp.any(_is_cut(draws, forbids_S)), record, lambda: _unrecorded(len(tokens_S), K))
+    return jax.lax.cond(
+        jnp.any(_is_cut(draws, forbids_S)), record, lambda: _unrecorded(len(tokens_S), K)
+    )
 
 
 def _is_cut(draws: Draws, forbids_S: jax.Array | None) -> jax.Array:

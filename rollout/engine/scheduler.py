@@ -1,19 +1,23 @@
-"""The scheduler: which requests run, which wait, and which give up their pages. Pure Python: no arrays, no device,
-and nothing that depends on time. engine.py defines the words step, decode, slot, preempt and prompt of a request.
+"""The scheduler: which requests run, which wait, and which give up their pages. Pure Python: no
+arrays, no device, and nothing that depends on time. engine.py defines the words step, decode, slot,
+preempt and prompt of a request.
 
-A request that is admitted gets a slot and keeps it until it is released. It is in one of these states:
+A request that is admitted gets a slot and keeps it until it is released. It is in one of these
+states:
 
-- prefilling: its prompt is not all in the cache. It may wait for another slot whose prompt has the same first tokens
-  (PrefixWaiters), or for pages (`waiting_for_pages`): it got none when it was admitted, or it was preempted. It starts
-  when there are pages for another decode of all running requests.
+- prefilling: its prompt is not all in the cache. It may wait for another slot whose prompt has the
+  same first tokens (PrefixWaiters), or for pages (`waiting_for_pages`): it got none when it was
+  admitted, or it was preempted. It starts when there are pages for another decode of all running
+  requests.
 - decoding: all in the cache but the token to feed next.
 - ended: `finish` says how; the caller of `Engine.collect` releases the slot.
 
-A layer may keep a state of fixed size instead of an entry per token: the recurrent state of a delta net, a
-sliding-window cache, the last hidden states for drafts. Such a state is only valid after the last token that it has
-seen, so a request can begin with it only if it continues exactly these tokens (`supports_truncation` is False). It
-moves past the prompt when its slot decodes. For a sample of the same prompt that still waits, the scheduler therefore
-pins the prompt: it saves the state, and keeps the pages of a paged cache in use (PinnedPrefix).
+A layer may keep a state of fixed size instead of an entry per token: the recurrent state of a delta
+net, a sliding-window cache, the last hidden states for drafts. Such a state is only valid after the
+last token that it has seen, so a request can begin with it only if it continues exactly these
+tokens (`supports_truncation` is False). It moves past the prompt when its slot decodes. For a
+sample of the same prompt that still waits, the scheduler therefore pins the prompt: it saves the
+state, and keeps the pages of a paged cache in use (PinnedPrefix).
 """
 
 from __future__ import annotations
@@ -31,24 +35,27 @@ PREFILL_ROWS = (1, 4, 16)
 # Tokens of the shortest prefill call; others have twice as many, and so on up to a chunk.
 SHORTEST_PREFILL = 16
 
-# While pages are short, the scheduler halves the decoding steps of a decode as long as they are more than this. Then it
-# preempts requests.
+# While pages are short, the scheduler halves the decoding steps of a decode as long as they are
+# more than this. Then it preempts requests.
 MIN_DECODE_STEPS = 16
 
-# Most decoding steps of a decode with stop strings. The host searches for the strings afterwards and discards the
-# tokens past one.
+# Most decoding steps of a decode with stop strings. The host searches for the strings afterwards
+# and discards the tokens past one.
 MAX_STOP_STRING_STEPS = 16
 
 
 def prefill_rows(prompts: int) -> int:
-    """Rows of the next prefill call for `prompts` ready prompts: the largest size that is at least three quarters full.
+    """Rows of the next prefill call for `prompts` ready prompts: the largest size that is at least
+    three quarters full.
 
-    Three prompts in a call of four rows cost less than three calls."""
+    Three prompts in a call of four rows cost less than three calls.
+    """
     return max(rows for rows in PREFILL_ROWS if rows == 1 or prompts >= rows - rows // 4)
 
 
 def prefill_lengths(entries: int, chunk: int) -> list[int]:
-    """Lengths C of the calls that prefill up to `entries` entries from an empty slot, in chunks of at most `chunk`."""
+    """Lengths C of the calls that prefill up to `entries` entries from an empty slot, in chunks of
+    at most `chunk`."""
     lengths = [min(SHORTEST_PREFILL, chunk)]
     while lengths[-1] < min(entries, chunk):
         lengths.append(min(2 * lengths[-1], chunk))
@@ -61,10 +68,11 @@ class SchedulerLimits:
 
     decode_steps: the most decoding steps of one decode.
     drafts: draft tokens that a decoding step may write beyond the accepted ones.
-    copies_rows: whether a slot that shares a prefix also copies the row of the other slot: its entries in a contiguous
-    cache, its states of fixed size in any cache. If not, the slots share pages, and nothing else belongs to a slot.
-    pins_prefixes: whether a prompt's state is saved for the next sample of the same prompt: once a slot decodes, its
-    state has moved past the prompt, or its last page is not indexed.
+    copies_rows: whether a slot that shares a prefix also copies the row of the other slot: its
+    entries in a contiguous cache, its states of fixed size in any cache. If not, the slots share
+    pages, and nothing else belongs to a slot. pins_prefixes: whether a prompt's state is saved for
+    the next sample of the same prompt: once a slot decodes, its state has moved past the prompt, or
+    its last page is not indexed.
     """
 
     decode_steps: int
@@ -74,15 +82,17 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Admits requests to slots, shares prefixes between them, and preempts the youngest when pages run out.
+    """Admits requests to slots, shares prefixes between them, and preempts the youngest when pages
+    run out.
 
-    running: the requests by slot, in the order of admission; also those that prefill, wait for pages or have ended.
-    prefilling: the requests whose prompt is not all in the cache, also those that wait for pages.
-    waiting_for_pages: the slots of admitted requests that have no pages. No other request is admitted while there are
-    any.
+    running: the requests by slot, in the order of admission; also those that prefill, wait for
+    pages or have ended. prefilling: the requests whose prompt is not all in the cache, also those
+    that wait for pages. waiting_for_pages: the slots of admitted requests that have no pages. No
+    other request is admitted while there are any.
     updates: the changes of the cache that must run before the next program.
     next_request: the request that gets the next free slot, if one waits.
-    batch_changed: whether the host added or removed a decoding request, so that the device state must be rebuilt.
+    batch_changed: whether the host added or removed a decoding request, so that the device state
+    must be rebuilt.
     """
 
     def __init__(
@@ -91,8 +101,10 @@ class Scheduler:
         limits: SchedulerLimits,
         counts: dict[str, int] | None = None,
     ):
-        """counts: its key "preempted" counts the preemptions. A request that must wait for its first pages is none."""
-        self.cache_manager, self._limits = cache_manager, limits
+        """counts: its key "preempted" counts the preemptions. A request that must wait for its
+        first pages is none."""
+        self.cache_manager = cache_manager
+        self._limits = limits
         self._counts = {"preempted": 0} if counts is None else counts
         self.running: dict[int, Request] = {}
         self.prefilling: dict[int, Request] = {}
@@ -110,8 +122,13 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[int]:
-        """Returns the slots whose prompt is in the cache, and whose request has not ended as far as the host knows."""
-        return [s for s, request in self.running.items() if s not in self.prefilling and request.finish is None]
+        """Returns the slots whose prompt is in the cache, and whose request has not ended as far as
+        the host knows."""
+        return [
+            s
+            for s, request in self.running.items()
+            if s not in self.prefilling and request.finish is None
+        ]
 
     def admit(self, request: Request) -> int:
         """Returns the slot that the request runs in. There must be a free one."""
@@ -121,10 +138,12 @@ class Scheduler:
         return slot
 
     def _start(self, slot: int, source: int, num_shared: int) -> None:
-        """Starts a request whose first `num_shared` entries slot `source` holds, or will hold when it has prefilled.
+        """Starts a request whose first `num_shared` entries slot `source` holds, or will hold when
+        it has prefilled.
 
-        The source can be the slot itself: then the entries are in a free slot that the request took over, or in pages
-        that the cache manager has already given to it."""
+        The source can be the slot itself: then the entries are in a free slot that the request took
+        over, or in pages that the cache manager has already given to it.
+        """
         request = self.running[slot]
         request.cached = 0
         if not self._can_start(slot, num_shared):
@@ -141,14 +160,18 @@ class Scheduler:
 
     def release(self, slot: int) -> Request:
         """Frees a slot and returns its request, which may have ended or not."""
-        self.updates.start_copy_group()  # the pages may get another owner, so later copies run in another program
+        # the pages may get another owner, so later copies run in another program
+        self.updates.start_copy_group()
         request = self.running.pop(slot)
         waiters = self._stop_prefill(slot)
         if request.finish is None:
             self.batch_changed = True
-        # Later requests may begin with the entries of this one. A state of fixed size must not be reused if the host
-        # ended the request (stop string, cancel): the device may have fed tokens that were then discarded.
-        valid = self.cache_manager.supports_truncation or (request.finish is not None and not request.params.stop)
+        # Later requests may begin with the entries of this one. A state of fixed size must not be
+        # reused if the host ended the request (stop string, cancel): the device may have fed tokens
+        # that were then discarded.
+        valid = self.cache_manager.supports_truncation or (
+            request.finish is not None and not request.params.stop
+        )
         self.cache_manager.free(slot, request.shared_keys(request.cached) if valid else ())
         self._readmit(waiters)
         return request
@@ -179,17 +202,22 @@ class Scheduler:
     # Preemption.
 
     def _max_entries(self, request: Request, steps: int) -> int:
-        """Returns the number of entries that the request may have after so many decoding steps. The last step may also
-        write drafts that are rejected."""
+        """Returns the number of entries that the request may have after so many decoding steps. The
+        last step may also write drafts that are rejected."""
         drafts = self._limits.drafts
         return request.needed + min(request.left, steps * (1 + drafts)) + drafts
 
     def _can_start(self, slot: int, num_shared: int) -> bool:
-        """Whether all running requests, the one of this slot included, can have pages for another decode.
+        """Whether all running requests, the one of this slot included, can have pages for another
+        decode.
 
         If they cannot while a prefix is pinned, it unpins the prefix and counts again.
         """
-        active = {s: r.cached for s, r in self.running.items() if s not in self.waiting_for_pages and r.finish is None}
+        active = {
+            s: r.cached
+            for s, r in self.running.items()
+            if s not in self.waiting_for_pages and r.finish is None
+        }
         starts = active | {slot: num_shared}
         steps = min(MIN_DECODE_STEPS, self._limits.decode_steps)
         if not self._fits(starts, steps) and self._pinned:
@@ -197,20 +225,25 @@ class Scheduler:
         return self._fits(starts, steps)
 
     def _fits(self, starts: dict[int, int], steps: int) -> bool:
-        """Whether these slots can have pages for so many steps. `starts`: the entries that each has now."""
+        """Whether these slots can have pages for so many steps. `starts`: the entries that each has
+        now."""
         return self.cache_manager.fits(
-            (slot, start, self._max_entries(self.running[slot], steps)) for slot, start in starts.items()
+            (slot, start, self._max_entries(self.running[slot], steps))
+            for slot, start in starts.items()
         )
 
     def _reserve(self, slot: int, end: int) -> bool:
-        """Allocates pages for the entries `cached` .. `end` - 1 of a slot, and preempts the youngest requests for it.
-        Returns False if the slot itself was preempted, as the youngest."""
+        """Allocates pages for the entries `cached` .. `end` - 1 of a slot, and preempts the
+        youngest requests for it. Returns False if the slot itself was preempted, as the youngest.
+        """
         while (copies := self.cache_manager.reserve(slot, self.running[slot].cached, end)) is None:
             if self._pinned:
                 self._pinned.clear()
                 continue
             youngest = next(
-                s for s in reversed(self.running) if s not in self.waiting_for_pages and self.running[s].finish is None
+                s
+                for s in reversed(self.running)
+                if s not in self.waiting_for_pages and self.running[s].finish is None
             )
             self._counts["preempted"] += 1
             self._wait_for_pages(youngest)
@@ -220,12 +253,13 @@ class Scheduler:
         return True
 
     def _wait_for_pages(self, slot: int) -> None:
-        """Takes the pages of a slot, if it has any, and lets it wait for others. Its request keeps the slot and its
-        tokens, and is prefilled from the start."""
+        """Takes the pages of a slot, if it has any, and lets it wait for others. Its request keeps
+        the slot and its tokens, and is prefilled from the start."""
         self.updates.start_copy_group()
         waiters = self._stop_prefill(slot)
         self.cache_manager.clear(slot)
-        self.running[slot].cached, self.batch_changed = 0, True
+        self.running[slot].cached = 0
+        self.batch_changed = True
         self.prefilling[slot] = self.running[slot]
         self.waiting_for_pages.add(slot)
         self._readmit(waiters)
@@ -241,12 +275,17 @@ class Scheduler:
     # Prompts.
 
     def next_prefill(self) -> list[int]:
-        """Returns the slots of the next prefill call. The oldest slot that can be prefilled decides whether the call is
-        for first or for later chunks, and for which table of pictures if any, because these are other programs.
+        """Returns the slots of the next prefill call. The oldest slot that can be prefilled decides
+        whether the call is for first or for later chunks, and for which table of pictures if any,
+        because these are other programs.
         """
         waiting = self.waiting_for_pages
-        candidates = [slot for slot in self.prefilling if slot not in self._waiters and slot not in waiting]
-        group = [slot for slot in candidates if self.running[slot].cached == 0]  # at their first chunk
+        candidates = [
+            slot for slot in self.prefilling if slot not in self._waiters and slot not in waiting
+        ]
+        group = [
+            slot for slot in candidates if self.running[slot].cached == 0
+        ]  # at their first chunk
         if group[:1] != candidates[:1]:
             group = [slot for slot in candidates if self.running[slot].cached]
         group = [slot for slot in group if self.running[slot].table is self.running[group[0]].table]
@@ -255,28 +294,38 @@ class Scheduler:
     def mark_prefilled(self, slot: int, cached: int) -> None:
         """Notes that the first `cached` entries of a request are in the cache.
 
-        If the full prompt is cached, waiting slots start from it, transitively. If the next request has the same prompt
-        and decoding slots cannot be shared, the prompt's state is saved."""
+        If the full prompt is cached, waiting slots start from it, transitively. If the next request
+        has the same prompt and decoding slots cannot be shared, the prompt's state is saved.
+        """
         self.running[slot].cached = cached
         ready = [slot]
         while ready:
             slot = ready.pop()
             request = self.running[slot]
-            if not request.ready or slot in self.waiting_for_pages:  # an earlier slot here may have taken its pages
+            if (
+                not request.ready or slot in self.waiting_for_pages
+            ):  # an earlier slot here may have taken its pages
                 continue
             del self.prefilling[slot]
             self.batch_changed = True
             tokens = request.cacheable
             self.cache_manager.mark_cached(slot, tokens)
-            if self._limits.pins_prefixes and self.next_request and self.next_request.cacheable == tokens:
+            if (
+                self._limits.pins_prefixes
+                and self.next_request
+                and self.next_request.cacheable == tokens
+            ):
                 self._pinned.pin(slot, tokens)
             for other, num_shared in self._waiters.waiting_for(slot):
-                if self._waiters.start(other, slot, num_shared) and self._share(slot, other, num_shared):
+                if self._waiters.start(other, slot, num_shared) and self._share(
+                    slot, other, num_shared
+                ):
                     ready.append(other)
 
     def _share(self, source: int, slot: int, num_shared: int) -> bool:
-        """Makes a slot begin with the first `num_shared` entries of `source`, which may be the slot itself. Allocates
-        pages for the rest of its prompt. Returns False if the slot was preempted because pages ran out."""
+        """Makes a slot begin with the first `num_shared` entries of `source`, which may be the slot
+        itself. Allocates pages for the rest of its prompt. Returns False if the slot was preempted
+        because pages ran out."""
         if source != slot:
             self.cache_manager.share(source, slot, num_shared)
             if self._limits.copies_rows:
@@ -287,8 +336,8 @@ class Scheduler:
     # Decoding.
 
     def reserve_decode(self) -> int:
-        """Allocates pages for the next decode and returns the most decoding steps that it may make. Requests may be
-        preempted for it."""
+        """Allocates pages for the next decode and returns the most decoding steps that it may make.
+        Requests may be preempted for it."""
         steps = self._decode_steps()
         for slot in self.decoding:
             if slot not in self.waiting_for_pages:
@@ -296,10 +345,15 @@ class Scheduler:
         return steps
 
     def _decode_steps(self) -> int:
-        """Returns the most decoding steps of the next decode: the limit, halved while pages are short."""
+        """Returns the most decoding steps of the next decode: the limit, halved while pages are
+        short."""
         decoding = self.decoding
         has_stop_strings = any(self.running[slot].params.stop for slot in decoding)
-        steps = min(self._limits.decode_steps, MAX_STOP_STRING_STEPS) if has_stop_strings else self._limits.decode_steps
+        steps = (
+            min(self._limits.decode_steps, MAX_STOP_STRING_STEPS)
+            if has_stop_strings
+            else self._limits.decode_steps
+        )
         starts = {slot: self.running[slot].cached for slot in decoding}
         while steps > MIN_DECODE_STEPS and not self._fits(starts, steps):
             steps //= 2

@@ -1,20 +1,22 @@
-"""Lossless speculative decoding: the policy's own prediction modules draft, the decoder checks, nothing changes but
-the speed.
+"""Lossless speculative decoding: the policy's own prediction modules draft, the decoder checks,
+nothing changes but the speed.
 
-A decoding step drafts d tokens and runs the decoder once over the last token and the drafts. At each of these d + 1
-positions a token is drawn from the decoder's distribution, by the same random number that decoding without drafts would
-use there: a draw is a function of (seed, prompt id, sample, position), see rollout/engine/sampling.py. Drafts are
-accepted as long as they equal the token drawn, which replaces the first that differs. So the completion equals the one
-without drafts, token for token, up to rounding: every token has the decoder's distribution exactly, with top-k, top-p
-and min-p as they are, and log-probabilities are the decoder's.
+A decoding step drafts d tokens and runs the decoder once over the last token and the drafts. At
+each of these d + 1 positions a token is drawn from the decoder's distribution, by the same random
+number that decoding without drafts would use there: a draw is a function of (seed, prompt id,
+sample, position), see rollout/engine/sampling.py. Drafts are accepted as long as they equal the
+token drawn, which replaces the first that differs. So the completion equals the one without drafts,
+token for token, up to rounding: every token has the decoder's distribution exactly, with top-k,
+top-p and min-p as they are, and log-probabilities are the decoder's.
 
-The modules draw their drafts by the same random numbers, from their own distribution q. With one number u for both,
-a draft is accepted when u falls into the same token's part of [0, 1) under the decoder's cumulative distribution P and
-the module's Q, which has probability sum_x max(0, min(P(x), Q(x)) - max(P(x - 1), Q(x - 1))). No rule accepts more
-often than sum_x min(p(x), q(x)); benchmarks/speculative.py prints both. Greedy drafts are the likeliest tokens.
+The modules draw their drafts by the same random numbers, from their own distribution q. With one
+number u for both, a draft is accepted when u falls into the same token's part of [0, 1) under the
+decoder's cumulative distribution P and the module's Q, which has probability sum_x max(0, min(P(x),
+Q(x)) - max(P(x - 1), Q(x - 1))). No rule accepts more often than sum_x min(p(x), q(x));
+benchmarks/speculative.py prints both. Greedy drafts are the likeliest tokens.
 
-S slots, d drafts, D modules in use, W = d + D entries that modules see again at each decoding step, N tokens of a row
-that a decode can sample, V vocabulary.
+S slots, d drafts, D modules in use, W = d + D entries that modules see again at each decoding step,
+N tokens of a row that a decode can sample, V vocabulary.
 """
 
 from __future__ import annotations
@@ -43,12 +45,14 @@ def check(config: DecoderConfig) -> MultiTokenPrediction:
     modules = config.multi_token_prediction
     if modules is None:
         raise ValueError(
-            "speculative: this model has no prediction modules to draft with; see model.multi_token_prediction"
+            "speculative: this model has no prediction modules to draft with; see "
+            "model.multi_token_prediction"
         )
     if not caches.supports_truncation(modules.layer, config):
         kind = type(modules.layer.mixer).__name__
         raise ValueError(
-            f"speculative: the layer of the prediction modules keeps a state of fixed size ({kind}): it cannot draft"
+            "speculative: the layer of the prediction modules keeps a state of fixed size "
+            f"({kind}): it cannot draft"
         )
     return modules
 
@@ -58,10 +62,10 @@ def check(config: DecoderConfig) -> MultiTokenPrediction:
 class _State:
     """The state of a decode between two decoding steps.
 
-    cache: (the decoder's, Drafts). recent: int32[S, W + 1], the last tokens; the very last is not cached. cached,
-    left: int32[S].
-    active: bool[S]. count: int32[S], how many tokens this decode has written to the rows of `drawn` and `starts_step`,
-    [S, N]. seen: for the logits processors; None: no row has any.
+    cache: (the decoder's, Drafts). recent: int32[S, W + 1], the last tokens; the very last is not
+    cached. cached, left: int32[S].
+    active: bool[S]. count: int32[S], how many tokens this decode has written to the rows of `drawn`
+    and `starts_step`, [S, N]. seen: for the logits processors; None: no row has any.
     """
 
     step: jax.Array
@@ -77,12 +81,13 @@ class _State:
 
 
 class SpeculativePrograms(DecoderPrograms):
-    """Decoding of up to d + 1 tokens per decoding step. The cache is a pair: the decoder's, and the `Drafts` of
-    policy/cache/cache.py.
+    """Decoding of up to d + 1 tokens per decoding step. The cache is a pair: the decoder's, and the
+    `Drafts` of policy/cache/cache.py.
 
-    The entry of module k for position i is computed from the decoder's hidden state there and the tokens up to i + k. A
-    decoding step computes entries of drafted tokens, and the next one computes them again from the tokens that were
-    accepted. Drafts past the last module apply it again, to its own hidden states, at the positions that follow.
+    The entry of module k for position i is computed from the decoder's hidden state there and the
+    tokens up to i + k. A decoding step computes entries of drafted tokens, and the next one
+    computes them again from the tokens that were accepted. Drafts past the last module apply it
+    again, to its own hidden states, at the positions that follow.
     """
 
     @property
@@ -99,26 +104,37 @@ class SpeculativePrograms(DecoderPrograms):
         self.reads_copies = False
 
     def _empty_rows(self, rows: int, length) -> tuple:
-        config, storage = self.graph.config, (length, self.graph.runtime.dtype, self.options.kv_cache)
+        config = self.graph.config
+        storage = (length, self.graph.runtime.dtype, self.options.kv_cache)
         main = super()._empty_rows(rows, length)
-        return main, caches.create_drafts(config, rows, storage, modules=self.lookahead_tokens, window=self._window)
+        return main, caches.create_drafts(
+            config, rows, storage, modules=self.lookahead_tokens, window=self._window
+        )
 
     def _fill(self, params, cache, tokens_PC, step: Step, lengths_P):
         """Returns the cache of P rows after the forward pass of C tokens.
 
         tokens_PC has `lookahead_tokens` more tokens: module k reads the token k positions later.
         """
-        C, runtime, (main, drafts) = tokens_PC.shape[1] - self.lookahead_tokens, self.graph.runtime, cache
+        C, runtime, (main, drafts) = (
+            tokens_PC.shape[1] - self.lookahead_tokens,
+            self.graph.runtime,
+            cache,
+        )
         layers = []
         with self.graph.precision():
             decoder = self.graph.decoder(params)
             _, main, aux = decoder(tokens_PC[:, :C], step, self.to_prefill(main), runtime)
             assert main is not None, "a call with a cache returns it"
-            assert aux.mtp_input is not None, "the decoder of a model with prediction modules returns their input"
+            assert aux.mtp_input is not None, (
+                "the decoder of a model with prediction modules returns their input"
+            )
             read = aux.mtp_input
             for k in range(1, self.lookahead_tokens + 1):
                 known = (step.positions <= lengths_P[:, None] - k).astype(jnp.int32)
-                shifted = replace(step, segments=step.segments * known, tokens=tokens_PC[:, k : k + C])
+                shifted = replace(
+                    step, segments=step.segments * known, tokens=tokens_PC[:, k : k + C]
+                )
                 layer = LayerCache.of(drafts.layers[k - 1], 0, shifted, runtime.layout)
                 read, _, layer, _ = predict(decoder, k, read, shifted, layer, runtime)
                 assert layer is not None, "a module that has a cache returns it"
@@ -130,7 +146,8 @@ class SpeculativePrograms(DecoderPrograms):
         return super().routes(cache[0], row, pages_M)
 
     def _decode_rows(self, params, cache, state: DecodeState, limits):
-        S, N = state.token.shape[0], self.decode_steps * (self.drafts + 1)
+        S = state.token.shape[0]
+        N = self.decode_steps * (self.drafts + 1)
 
         def go_on(loop):
             return (loop.step < limits[0]) & (jnp.sum(loop.active) > limits[1])
@@ -162,30 +179,47 @@ class SpeculativePrograms(DecoderPrograms):
             active=loop.active.astype(jnp.int32),
             recent=loop.recent,
         ).with_history(loop.seen)
-        tokens, logprobs, *recorded = (None if a is None else jnp.swapaxes(a, 0, 1) for a in loop.drawn)
-        return loop.cache, after, DecodeOutput(tokens, logprobs, loop.starts_step.T, None, *recorded)
+        tokens, logprobs, *recorded = (
+            None if a is None else jnp.swapaxes(a, 0, 1) for a in loop.drawn
+        )
+        return (
+            loop.cache,
+            after,
+            DecodeOutput(tokens, logprobs, loop.starts_step.T, None, *recorded),
+        )
 
     def _no_tokens(self, S: int, N: int) -> Drawn:
         """Returns the output of a decode before its first token, [S, N]."""
-        drawn, zeros = Drawn(jnp.full((S, N), -1, jnp.int32), jnp.zeros((S, N), jnp.float32)), jnp.zeros((S, N))
+        drawn = Drawn(jnp.full((S, N), -1, jnp.int32), jnp.zeros((S, N), jnp.float32))
+        zeros = jnp.zeros((S, N))
         if not self.max_kept:
             return drawn
-        kept, counts = jnp.full((S, N, self.max_kept), -1, jnp.int32), jnp.zeros((S, N), jnp.int32)
+        kept = jnp.full((S, N, self.max_kept), -1, jnp.int32)
+        counts = jnp.zeros((S, N), jnp.int32)
         return drawn._replace(filtered_logprobs=zeros, kept=kept, kept_counts=counts)
 
     def _draft(self, decoder, loop: _State, state: DecodeState) -> tuple[jax.Array, _State]:
-        """Returns (drafts int32[S, d], the loop's state with the modules' caches after the drafts)."""
+        """Returns (drafts int32[S, d], the loop's state with the modules' caches after the
+        drafts)."""
         main, drafts = loop.cache
-        runtime, active = self.graph.runtime, loop.active[:, None]
+        runtime = self.graph.runtime
+        active = loop.active[:, None]
         at = loop.cached[:, None] + jnp.arange(-self._window, 0)
-        tokens, read, layers, drafted = loop.recent[:, 1:], drafts.hidden[0, :, 0], list(drafts.layers), []
+        tokens = loop.recent[:, 1:]
+        read = drafts.hidden[0, :, 0]
+        layers = list(drafts.layers)
+        drafted = []
         seen = loop.seen
         for k in range(1, self.drafts + 1):
             module = min(k, self.lookahead_tokens)
             if k > module:  # the last module again, on its own last hidden state and the last draft
-                at, tokens, read = at[:, -1:] + 1, tokens[:, -1:], read[:, -1:]
+                at = at[:, -1:] + 1
+                tokens = tokens[:, -1:]
+                read = read[:, -1:]
             segments = (active & (at >= 0)).astype(jnp.int32)
-            step = Step(positions=jnp.maximum(at, 0), segments=segments, tokens=tokens, pages=state.pages)
+            step = Step(
+                positions=jnp.maximum(at, 0), segments=segments, tokens=tokens, pages=state.pages
+            )
             layer = LayerCache.of(layers[module - 1], 0, step, runtime.layout)
             read, normed, layer, _ = predict(decoder, module, read, step, layer, runtime)
             assert layer is not None, "a module that has a cache returns it"
@@ -202,22 +236,32 @@ class SpeculativePrograms(DecoderPrograms):
         return jnp.stack(drafted, axis=1), replace(loop, cache=cache)
 
     def _verify(self, decoder, loop: _State, drafted, state: DecodeState) -> _State:
-        """Returns the loop's state after a decoding step: the decoder's tokens up to the first that was not
-        drafted."""
+        """Returns the loop's state after a decoding step: the decoder's tokens up to the first that
+        was not drafted."""
         (main, drafts), T = loop.cache, self.drafts + 1
-        S, offset = drafted.shape[0], jnp.arange(T)
+        S = drafted.shape[0]
+        offset = jnp.arange(T)
         fed = jnp.concatenate([loop.recent[:, -1:], drafted], axis=1)
         fits = loop.active[:, None] & (offset < loop.left[:, None])
-        positions, segments = loop.cached[:, None] + offset, fits.astype(jnp.int32)
+        positions = loop.cached[:, None] + offset
+        segments = fits.astype(jnp.int32)
         step = Step(positions=positions, segments=segments, pages=state.pages)
         logits, main, aux = modes.verify(decoder, fed, step, main, self.graph.runtime)
-        each = jnp.repeat(state.prompt_id, T), jnp.repeat(state.sample, T), (step.positions + 1).reshape(-1)
+        each = (
+            jnp.repeat(state.prompt_id, T),
+            jnp.repeat(state.sample, T),
+            (step.positions + 1).reshape(-1),
+        )
         logits = logits.reshape(S * T, -1)
         processed = None
         if state.processors is not None and loop.seen is not None:
             processors = state.processors.take(jnp.repeat(jnp.arange(S), T))
-            processed = processors.process(logits, each[-1], loop.seen.with_each_draft(loop.cached + 1, drafted))
-        flat = choose(logits, each, state.draws.repeat(T), self.graph.layout, processed, self.max_kept)
+            processed = processors.process(
+                logits, each[-1], loop.seen.with_each_draft(loop.cached + 1, drafted)
+            )
+        flat = choose(
+            logits, each, state.draws.repeat(T), self.graph.layout, processed, self.max_kept
+        )
         drawn = jax.tree.map(lambda a: a.reshape(S, T, *a.shape[1:]), flat)
         new = drawn.tokens
 
@@ -233,21 +277,26 @@ class SpeculativePrograms(DecoderPrograms):
         if seen is not None:
             for i in range(T):
                 seen = seen.with_token(loop.cached + 1 + i, new[:, i], kept[:, i])
-        row, column = (
-            jnp.arange(S)[:, None],
-            jnp.where(kept, loop.count[:, None] + offset, loop.starts_step.shape[1] + offset),
-        )
+        row = jnp.arange(S)[:, None]
+        column = jnp.where(kept, loop.count[:, None] + offset, loop.starts_step.shape[1] + offset)
         write = {"mode": "drop", "unique_indices": True}
         return _State(
             step=loop.step + 1,
-            cache=(caches.commit(main, aux, count), drafts._replace(hidden=self._last_states(drafts, aux, count))),
+            cache=(
+                caches.commit(main, aux, count),
+                drafts._replace(hidden=self._last_states(drafts, aux, count)),
+            ),
             recent=_slide(loop.recent[..., None], new[..., None], count)[..., 0],
             cached=loop.cached + count,
             left=loop.left - count,
             active=loop.active & (loop.left > count) & ~jnp.any(kept & ends, axis=1),
             count=loop.count + count,
-            drawn=jax.tree.map(lambda all, new: all.at[row, column].set(new, **write), loop.drawn, drawn),
-            starts_step=loop.starts_step.at[row, column].set(jnp.broadcast_to(offset == 0, (S, T)), **write),
+            drawn=jax.tree.map(
+                lambda all, new: all.at[row, column].set(new, **write), loop.drawn, drawn
+            ),
+            starts_step=loop.starts_step.at[row, column].set(
+                jnp.broadcast_to(offset == 0, (S, T)), **write
+            ),
             seen=seen,
         )
 
@@ -256,7 +305,8 @@ class SpeculativePrograms(DecoderPrograms):
 
 
 def _slide(last_SWX: jax.Array, new_STX: jax.Array, count_S: jax.Array) -> jax.Array:
-    """Returns [S, W, X]: for each slot the last W of the vectors `last` followed by the first count[s] of `new`."""
+    """Returns [S, W, X]: for each slot the last W of the vectors `last` followed by the first
+    count[s] of `new`."""
     rows = jnp.concatenate([last_SWX, new_STX.astype(last_SWX.dtype)], axis=1)
     at = count_S[:, None] + jnp.arange(last_SWX.shape[1])
     return jnp.take_along_axis(rows, at[..., None], axis=1)

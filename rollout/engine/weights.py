@@ -20,23 +20,35 @@ from rollout.types import GeneratorOptions
 
 
 class RolloutWeights:
-    """The weights that the generator computes with: some are copies, the others are the policy's own arrays.
+    """The weights that the generator computes with: some are copies, the others are the policy's
+    own arrays.
 
-    With `kind` the weights of `graph.inputs` are copied as values of 8 or 4 bits, with one scale for each output
-    channel (of each expert). With `rules` the weights whose sharding these rules change are copied to that sharding;
-    those that only products read get the dtype of the products.
+    With `kind` the weights of `graph.inputs` are copied as values of 8 or 4 bits, with one scale
+    for each output channel (of each expert). With `rules` the weights whose sharding these rules
+    change are copied to that sharding; those that only products read get the dtype of the products.
 
-    The copies are made again when the policy has other arrays. One compiled program makes them, in the buffers of the
-    old copies.
+    The copies are made again when the policy has other arrays. One compiled program makes them, in
+    the buffers of the old copies.
 
     paths: the paths of the copied weights. reshards: whether there are rules.
     """
 
-    def __init__(self, graph: Graph, kind: StoredType | None, rules: Mapping[str, Sequence[str]] | None = None):
+    def __init__(
+        self,
+        graph: Graph,
+        kind: StoredType | None,
+        rules: Mapping[str, Sequence[str]] | None = None,
+    ):
         """Raises ValueError for a rule that names no mesh axis."""
-        self.graph, self.reshards = graph, rules is not None
-        self.layout, self._qtype = graph.for_inference(rules).layout, TYPES[kind] if kind else None
-        self.paths = tuple(path for path in graph.paths if (kind and path in graph.inputs) or self._is_resharded(path))
+        self.graph = graph
+        self.reshards = rules is not None
+        self.layout = graph.for_inference(rules).layout
+        self._qtype = TYPES[kind] if kind else None
+        self.paths = tuple(
+            path
+            for path in graph.paths
+            if (kind and path in graph.inputs) or self._is_resharded(path)
+        )
         program = jax.jit(self._make, donate_argnums=1, keep_unused=True)
         self._program = CompiledCache(program, self.layout.platform, shape_of=_shape_of)
         self.release()
@@ -49,8 +61,8 @@ class RolloutWeights:
         return cls(graph, options.weights, options.rules)
 
     def with_copies(self, params: dict[str, jax.Array]) -> dict[str, jax.Array | qwix.QArray]:
-        """Returns `params` with the copies instead of their originals. Makes the copies if they are not up to
-        date."""
+        """Returns `params` with the copies instead of their originals. Makes the copies if they are
+        not up to date."""
         originals = {path: params[path] for path in self.paths}
         if self._identity.update(originals.values()):
             old = self._copies
@@ -71,15 +83,17 @@ class RolloutWeights:
 
     @property
     def memory(self) -> Memory | None:
-        """Returns the memory of the program that makes copies to another sharding where there are none; None: it is not
-        compiled.
+        """Returns the memory of the program that makes copies to another sharding where there are
+        none; None: it is not compiled.
         """
         return self._program.memory.get((len(self.paths), 0)) if self.reshards else None
 
     @property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct | qwix.QArray]:
         """Returns the shapes and shardings of the copies."""
-        shapes = jax.eval_shape(self._make, {path: self.graph.shapes[path] for path in self.paths}, None)
+        shapes = jax.eval_shape(
+            self._make, {path: self.graph.shapes[path] for path in self.paths}, None
+        )
         return {
             path: jax.tree.map(_abstract, array, self._shardings(path, array, self.layout))
             for path, array in shapes.items()
@@ -91,17 +105,25 @@ class RolloutWeights:
         return on_a_device(self.abstract)
 
     def lower(self, params: dict, *, again: bool) -> jax.stages.Lowered:
-        """Traces the program that makes the copies of these weights. again: in the buffers of earlier copies."""
-        return self._program.lower({path: params[path] for path in self.paths}, self.abstract if again else None)
+        """Traces the program that makes the copies of these weights. again: in the buffers of
+        earlier copies."""
+        return self._program.lower(
+            {path: params[path] for path in self.paths}, self.abstract if again else None
+        )
 
     def _is_resharded(self, path: str) -> bool:
-        """Whether the rules of rollouts change the sharding of a weight. Tables in host memory stay where they are."""
-        axes, shape = self.graph.axes[path], self.graph.shapes[path].shape
-        before, after = (layout.sharding(axes, shape) for layout in (self.graph.layout, self.layout))
+        """Whether the rules of rollouts change the sharding of a weight. Tables in host memory stay
+        where they are."""
+        axes = self.graph.axes[path]
+        shape = self.graph.shapes[path].shape
+        before, after = (
+            layout.sharding(axes, shape) for layout in (self.graph.layout, self.layout)
+        )
         return path not in self.graph.tables and not before.is_equivalent_to(after, len(shape))
 
     def _make(self, originals: dict[str, jax.Array], old) -> dict[str, jax.Array | qwix.QArray]:
-        """Copies the weights. `old` is not read: it is donated, so that the result gets its buffers."""
+        """Copies the weights. `old` is not read: it is donated, so that the result gets its
+        buffers."""
         copies = {}
         for path, array in originals.items():
             array = fetch(array)
@@ -120,14 +142,18 @@ class RolloutWeights:
     def _shardings(self, path: str, array, layout: Layout) -> Any:
         """Returns the shardings of a copy.
 
-        Quantised values have the sharding of their weight. A scale has length 1, and so no axis, in the dimensions that
-        products sum over.
+        Quantised values have the sharding of their weight. A scale has length 1, and so no axis, in
+        the dimensions that products sum over.
         """
-        axes, sharding = self.graph.axes[path], layout.sharding
+        axes = self.graph.axes[path]
+        sharding = layout.sharding
         if not isinstance(array, qwix.QArray):
             return sharding(axes, array.shape)
-        scale_axes = tuple(None if dim in self.graph.inputs[path] else axis for dim, axis in enumerate(axes))
-        values, scale = sharding(axes, array.qvalue.shape), sharding(scale_axes, array.scale.shape)
+        scale_axes = tuple(
+            None if dim in self.graph.inputs[path] else axis for dim, axis in enumerate(axes)
+        )
+        values = sharding(axes, array.qvalue.shape)
+        scale = sharding(scale_axes, array.scale.shape)
         return replace(array, qvalue=cast(Any, values), scale=cast(Any, scale))
 
 

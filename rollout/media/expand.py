@@ -1,10 +1,12 @@
-"""Prompts with pictures and sounds as tokens: each marker of the chat template becomes the tokens of the rows.
+"""Prompts with pictures and sounds as tokens: each marker of the chat template becomes the tokens
+of the rows.
 
-The expansion is of text, before tokenizing, as transformers does it: line breaks around a picture merge with those of
-the text. Rows belong to positions by an index that is made here, never by the id of a token.
+The expansion is of text, before tokenizing, as transformers does it: line breaks around a picture
+merge with those of the text. Rows belong to positions by an index that is made here, never by the
+id of a token.
 
-Prompts and masks follow the rules of rollout/text/chat.py. A token belongs to the assistant by the character of the
-rendered text where it begins; the tokens of rows are never trained on.
+Prompts and masks follow the rules of rollout/text/chat.py. A token belongs to the assistant by the
+character of the rendered text where it begins; the tokens of rows are never trained on.
 
 Axes: T tokens of a prompt.
 """
@@ -33,11 +35,13 @@ class Expanded:
 
     tokens: int32[T].
     index: int32[T], the number of the row among those of the conversation, -1 at text.
-    turns: int32[T, 3], rotary positions by (time, height, width); None if all three are the position.
-    until: int32[T], the position of the last token of the picture, the token's own elsewhere; None in causal families.
-    delta: rotary position of the next token less T.
+    turns: int32[T, 3], rotary positions by (time, height, width); None if all three are the
+    position.
+    until: int32[T], the position of the last token of the picture, the token's own elsewhere; None
+    in causal families. delta: rotary position of the next token less T.
     items: pictures, tiles and clips in the order of their rows.
-    starts: int32[T], the character of the rendered text at which a token begins; all tokens of a picture begin at its
+    starts: int32[T], the character of the rendered text at which a token begins; all tokens of a
+    picture begin at its
         marker.
     references: the contents in the order of the items; a picture cut into tiles has several items.
     """
@@ -62,8 +66,8 @@ class Expanded:
         return [number - 1 for number in itertools.accumulate(item.is_first for item in self.items)]
 
     def end_before(self, end: int) -> int:
-        """Returns the most tokens, at most `end`, that cut off no part of a picture or sound, with what its marker
-        stands for besides its rows: tiles have separators between them."""
+        """Returns the most tokens, at most `end`, that cut off no part of a picture or sound, with
+        what its marker stands for besides its rows: tiles have separators between them."""
         if not 0 < end < len(self.starts) or self.starts[end - 1] != self.starts[end]:
             return end
         same = np.flatnonzero(self.starts == self.starts[end])
@@ -71,7 +75,9 @@ class Expanded:
 
     def first(self, end: int) -> Expanded:
         """Returns the first `end` tokens. `end` must not cut off a part of a picture or sound."""
-        turns, until = (None if array is None else array[:end] for array in (self.turns, self.until))
+        turns, until = (
+            None if array is None else array[:end] for array in (self.turns, self.until)
+        )
         cut = {"tokens": self.tokens[:end], "index": self.index[:end], "starts": self.starts[:end]}
         return dataclasses.replace(self, turns=turns, until=until, **cut)
 
@@ -89,27 +95,35 @@ def expand(
 ) -> Expanded:
     """Renders messages with the chat template and expands their pictures and sounds.
 
-    messages: contents are texts or lists of parts; a part {"type": "image"} or {"type": "audio"} stands for the next of
+    messages: contents are texts or lists of parts; a part {"type": "image"} or {"type": "audio"}
+    stands for the next of
         `references`.
 
-    Raises MediaError as `expand_text`, and for a text of a message that contains a reserved token; ChatError as
-    `render_text`.
+    Raises MediaError as `expand_text`, and for a text of a message that contains a reserved token;
+    ChatError as `render_text`.
     """
     refuse_reserved(messages, processors)
-    return expand_text(tokenizer, render_text(tokenizer, messages, add_generation_prompt), references, processors)
+    return expand_text(
+        tokenizer, render_text(tokenizer, messages, add_generation_prompt), references, processors
+    )
 
 
 def expand_prompt(
     tokenizer: Any, messages: Messages, references: Sequence[Reference], processors: Processors
 ) -> Expanded:
-    """Converts a prompt as `chat.render_prompt` does. Raises MediaError and ChatError as `expand` and that function."""
+    """Converts a prompt as `chat.render_prompt` does. Raises MediaError and ChatError as `expand`
+    and that function."""
     expanded = expand(tokenizer, messages, references, processors)
     chat.check_one_beginning(tokenizer, expanded.tokens[:2].tolist())
     return expanded
 
 
 def expand_answer(
-    tokenizer: Any, messages: Messages, references: Sequence[Reference], processors: Processors, first: int
+    tokenizer: Any,
+    messages: Messages,
+    references: Sequence[Reference],
+    processors: Processors,
+    first: int,
 ) -> Masked:
     """Converts a prompt of `first` messages with its answer as `chat.encode_answer` does.
 
@@ -129,13 +143,16 @@ def expand_conversation(
     history: str = "template",
     first: int = 0,
 ) -> list[Masked]:
-    """Converts a conversation to rows as `chat.encode_conversation` does; `train_on`, `history` and `first` as there.
+    """Converts a conversation to rows as `chat.encode_conversation` does; `train_on`, `history` and
+    `first` as there.
 
     Raises MediaError and ChatError as `expand` and that function.
     """
     refuse_reserved(messages, processors)
     renderings = chat.trained_renderings(tokenizer, messages, train_on, history, first)
-    rows = [_expand_rendered(tokenizer, each, messages, references, processors) for each in renderings]
+    rows = [
+        _expand_rendered(tokenizer, each, messages, references, processors) for each in renderings
+    ]
     if train_on != "all":
         return rows
     return [(row, _without_rows(chat.all_but_first(len(row.tokens)), row)) for row, _ in rows]
@@ -157,19 +174,30 @@ def _expand_rendered(
 def _references_of(messages: Messages, references: Sequence[Reference]) -> list[Reference]:
     """Returns the references of the parts of these messages, the first ones of a conversation."""
     contents = (message["content"] for message in messages)
-    kinds = [part["type"] for content in contents if not isinstance(content, str) for part in content or ()]
+    kinds = [
+        part["type"]
+        for content in contents
+        if not isinstance(content, str)
+        for part in content or ()
+    ]
     shown: list[Reference] = []
     for kind in KINDS:
-        shown += [reference for reference in references if reference.kind == kind][: kinds.count(kind)]
+        shown += [reference for reference in references if reference.kind == kind][
+            : kinds.count(kind)
+        ]
     return shown
 
 
 def _without_rows(mask: list[int], expanded: Expanded) -> list[int]:
-    return [trained if row < 0 else 0 for trained, row in zip(mask, expanded.index.tolist(), strict=True)]
+    return [
+        trained if row < 0 else 0
+        for trained, row in zip(mask, expanded.index.tolist(), strict=True)
+    ]
 
 
 def refuse_reserved(messages: Messages, processors: Processors) -> None:
-    """Raises MediaError if a text of a message contains a token that stands for a picture or a sound."""
+    """Raises MediaError if a text of a message contains a token that stands for a picture or a
+    sound."""
     for number, message in enumerate(messages):
         content = message.get("content")
         parts = [content] if isinstance(content, str) else [p.get("text") for p in content or ()]
@@ -177,16 +205,21 @@ def refuse_reserved(messages: Messages, processors: Processors) -> None:
             for token in processor.reserved:
                 if any(token in part for part in parts if part):
                     raise MediaError(
-                        f"message {number} contains {token!r}, which stands for a {NOUNS[processor.kind]}; "
-                        f"remove it from the text, or give the {NOUNS[processor.kind]} as a part of the message"
+                        f"message {number} contains {token!r}, which stands for a "
+                        f"{NOUNS[processor.kind]}; "
+                        f"remove it from the text, or give the {NOUNS[processor.kind]} as a part "
+                        "of the message"
                     )
 
 
-def expand_text(tokenizer: Any, text: str, references: Sequence[Reference], processors: Processors) -> Expanded:
+def expand_text(
+    tokenizer: Any, text: str, references: Sequence[Reference], processors: Processors
+) -> Expanded:
     """Replaces the markers of a rendered text by the tokens of `references`, and tokenizes.
 
-    Raises MediaError if markers and references of a kind differ in number, if the model does not read a kind, for a
-    size that it cannot represent, and if the tokenizer does not know the token of a row.
+    Raises MediaError if markers and references of a kind differ in number, if the model does not
+    read a kind, for a size that it cannot represent, and if the tokenizer does not know the token
+    of a row.
     """
     pieces, starts, ordered = _replaced(text, references, processors)
     extents: list[tuple[Extent, ...]] = []
@@ -205,7 +238,9 @@ def expand_text(tokenizer: Any, text: str, references: Sequence[Reference], proc
         until=_until(len(tokens), items, where, processors),
         delta=after - len(tokens),
         items=items,
-        starts=_origins(np.asarray([a for a, _ in encoded["offset_mapping"]], np.int64), pieces, starts),
+        starts=_origins(
+            np.asarray([a for a, _ in encoded["offset_mapping"]], np.int64), pieces, starts
+        ),
         references=tuple(ordered),
     )
 
@@ -213,28 +248,40 @@ def expand_text(tokenizer: Any, text: str, references: Sequence[Reference], proc
 def _replaced(
     text: str, references: Sequence[Reference], processors: Processors
 ) -> tuple[list[str], list[int], list[Reference]]:
-    """Returns (pieces of the expanded text, the character of `text` where each begins, references in their order).
+    """Returns (pieces of the expanded text, the character of `text` where each begins, references
+    in their order).
 
     Pieces alternate between text and the replacement of a marker.
     """
-    waiting: dict[Kind, list[Reference]] = {kind: [r for r in references if r.kind == kind] for kind in KINDS}
-    markers: dict[str, Kind] = {processors.of(kind).marker: kind for kind, group in waiting.items() if group}
+    waiting: dict[Kind, list[Reference]] = {
+        kind: [r for r in references if r.kind == kind] for kind in KINDS
+    }
+    markers: dict[str, Kind] = {
+        processors.of(kind).marker: kind for kind, group in waiting.items() if group
+    }
     for processor in processors.all:
-        kind, given = processor.kind, len(waiting[processor.kind])
+        kind = processor.kind
+        given = len(waiting[processor.kind])
         if (written := text.count(processor.marker)) != given:
             raise MediaError(
-                f"{given} {NOUNS[kind]}s, but the chat template wrote {written} times {processor.marker!r}; "
+                f"{given} {NOUNS[kind]}s, but the chat template wrote {written} times "
+                f"{processor.marker!r}; "
                 "each needs one part in the messages"
             )
     if not markers:
         return [text], [0], []
-    pieces, starts, ordered, end = [], [], [], 0
+    pieces = []
+    starts = []
+    ordered = []
+    end = 0
     for match in re.finditer("|".join(map(re.escape, markers)), text):
         reference = waiting[markers[match[0]]].pop(0)
         try:
             replacement = processors.of(reference.kind).text(reference.size)
         except MediaError as error:
-            raise MediaError(f"{reference.where}: {error}" if reference.where else str(error)) from None
+            raise MediaError(
+                f"{reference.where}: {error}" if reference.where else str(error)
+            ) from None
         pieces += [text[end : match.start()], replacement]
         starts += [end, match.start()]
         ordered.append(reference)
@@ -242,8 +289,11 @@ def _replaced(
     return [*pieces, text[end:]], [*starts, end], ordered
 
 
-def _index(tokenizer: Any, tokens: np.ndarray, items: Sequence[Extent], processors: Processors) -> np.ndarray:
-    """Numbers the tokens of rows. Raises MediaError if they are not as many as the rows of the items."""
+def _index(
+    tokenizer: Any, tokens: np.ndarray, items: Sequence[Extent], processors: Processors
+) -> np.ndarray:
+    """Numbers the tokens of rows. Raises MediaError if they are not as many as the rows of the
+    items."""
     index = np.full(len(tokens), -1, np.int32)
     kinds: set[Kind] = {item.kind for item in items}
     ids = {kind: tokenizer.convert_tokens_to_ids(processors.of(kind).row_token) for kind in kinds}
@@ -253,7 +303,8 @@ def _index(tokenizer: Any, tokens: np.ndarray, items: Sequence[Extent], processo
     if at_row.sum() != rows or not np.array_equal(tokens[at_row], expected):
         names = " and ".join(repr(processors.of(kind).row_token) for kind in sorted(kinds))
         raise MediaError(
-            f"{rows} rows of pictures and sounds, but {at_row.sum()} tokens {names} in the prompt: the tokenizer must "
+            f"{rows} rows of pictures and sounds, but {at_row.sum()} tokens {names} in the "
+            "prompt: the tokenizer must "
             "know each as one token, and no text may contain one"
         )
     index[at_row] = np.arange(rows)
@@ -265,7 +316,8 @@ def _turns(
 ) -> tuple[np.ndarray | None, int]:
     """Returns (int32[T, 3] or None, rotary position after the last token).
 
-    A picture of h x w rows at position c has (c, c + y, c + x), and the next token has c + max(h, w).
+    A picture of h x w rows at position c has (c, c + y, c + x), and the next token has c + max(h,
+    w).
     """
     if not any(item.kind == "image" and processors.of("image").sections for item in items):
         return None, len(index)
@@ -279,20 +331,26 @@ def _turns(
             continue
         turns[place:first] = np.arange(counter, counter + first - place)[:, None]
         counter += first - place
-        high, wide = item.shape[0] // merge, item.shape[1] // merge
+        high = item.shape[0] // merge
+        wide = item.shape[1] // merge
         y, x = np.divmod(np.arange(high * wide), wide)
         turns[first : first + high * wide] = counter + np.stack([np.zeros_like(y), y, x], axis=1)
-        place, counter = first + high * wide, counter + max(high, wide)
+        place = first + high * wide
+        counter = counter + max(high, wide)
     turns[place:] = np.arange(counter, counter + len(index) - place)[:, None]
     return turns, counter + len(index) - place
 
 
-def _until(length: int, items: Sequence[Extent], where: dict[int, int], processors: Processors) -> np.ndarray | None:
+def _until(
+    length: int, items: Sequence[Extent], where: dict[int, int], processors: Processors
+) -> np.ndarray | None:
     if not any(processors.of(item.kind).looks_ahead for item in items):
         return None
-    until, row = np.arange(length, dtype=np.int32), 0
+    until = np.arange(length, dtype=np.int32)
+    row = 0
     for item in items:
-        first, row = where[row], row + item.rows
+        first = where[row]
+        row = row + item.rows
         if processors.of(item.kind).looks_ahead:
             until[first : first + item.rows] = first + item.rows - 1
     return until
@@ -302,5 +360,7 @@ def _origins(offsets: np.ndarray, pieces: Sequence[str], starts: Sequence[int]) 
     """Maps characters of the expanded text to those of the rendered text."""
     begins = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])[:-1]])
     piece = np.searchsorted(begins, offsets, side="right") - 1
-    inside = np.where(piece % 2 == 0, offsets - begins[piece], 0)  # pieces with odd numbers replace a marker
+    inside = np.where(
+        piece % 2 == 0, offsets - begins[piece], 0
+    )  # pieces with odd numbers replace a marker
     return (np.asarray(starts)[piece] + inside).astype(np.int32)

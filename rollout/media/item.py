@@ -1,6 +1,7 @@
 """What a tower reads, and what a processor of a family must offer.
 
-Axes: N inputs of a tower (patches or frames), K numbers of an input, H and W sides of a picture in pixels.
+Axes: N inputs of a tower (patches or frames), K numbers of an input, H and W sides of a picture in
+pixels.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class Processor:
     marker: the text that a chat template writes for one picture or sound.
     row_token: the token that stands for one row after the expansion.
     reserved: texts that data may not contain, because the expansion writes them.
-    sections: the rows of a picture have positions by height and width (Qwen); `merge` patches of a side become one row.
-    looks_ahead: the tokens of a picture attend to each other.
+    sections: the rows of a picture have positions by height and width (Qwen); `merge` patches of a
+    side become one row. looks_ahead: the tokens of a picture attend to each other.
     """
 
     kind: ClassVar[Kind]
@@ -96,7 +97,8 @@ class Processor:
     looks_ahead: bool = False
 
     def shapes(self, size: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-        """Returns the shape of each item of a content of `size`: (height, width) in pixels, or (samples, rate in Hz).
+        """Returns the shape of each item of a content of `size`: (height, width) in pixels, or
+        (samples, rate in Hz).
 
         Raises MediaError for a size that the family cannot represent.
         """
@@ -121,7 +123,12 @@ class Processor:
         """Returns the items of a content from its size alone. Raises MediaError as `shapes`."""
         shapes = self.shapes(size)
         return tuple(
-            Extent(self.kind, digest if len(shapes) == 1 else f"{digest}-{number}", shape, self.rows(shape))
+            Extent(
+                self.kind,
+                digest if len(shapes) == 1 else f"{digest}-{number}",
+                shape,
+                self.rows(shape),
+            )
             for number, shape in enumerate(shapes)
         )
 

@@ -1,4 +1,5 @@
-"""Decodes pictures and sounds in threads and prepares them for the towers, ahead of the step that needs them."""
+"""Decodes pictures and sounds in threads and prepares them for the towers, ahead of the step that
+needs them."""
 
 from __future__ import annotations
 
@@ -21,18 +22,23 @@ _MOST_THREADS = 8
 class Loader:
     """Contents as items of the towers. Equal references, from any row, are decoded once.
 
-    The contents used longest ago leave the cache, so that prefetched ones stay until they are used as long as a step's
-    contents fit. Use it as a context manager, or call `close`.
+    The contents used longest ago leave the cache, so that prefetched ones stay until they are used
+    as long as a step's contents fit. Use it as a context manager, or call `close`.
     """
 
-    def __init__(self, processors: Processors, cached_bytes: int = CACHED_BYTES, threads: int | None = None):
+    def __init__(
+        self, processors: Processors, cached_bytes: int = CACHED_BYTES, threads: int | None = None
+    ):
         """Starts no thread before the first content.
 
         cached_bytes: bound of the cache; the items that a call returns are held by its caller.
         threads: threads that decode; None: one per CPU core, at most 8.
         """
-        self._processors, self._bound = processors, cached_bytes
-        self._threads = ThreadPoolExecutor(threads or min(_MOST_THREADS, os.cpu_count() or 1), "media")
+        self._processors = processors
+        self._bound = cached_bytes
+        self._threads = ThreadPoolExecutor(
+            threads or min(_MOST_THREADS, os.cpu_count() or 1), "media"
+        )
         self._lock = threading.Lock()
         self._cache: OrderedDict[Reference, list[Item]] = OrderedDict()
         self._bytes = 0
@@ -47,7 +53,8 @@ class Loader:
         self.close()
 
     def prefetch(self, references: Iterable[Reference]) -> None:
-        """Starts to decode contents that are neither in the cache nor being decoded. Returns immediately."""
+        """Starts to decode contents that are neither in the cache nor being decoded. Returns
+        immediately."""
         with self._lock:
             for reference in references:
                 if reference in self._cache:
@@ -56,17 +63,26 @@ class Loader:
                     self._started(reference)
 
     def items(self, references: Iterable[Reference]) -> dict[Key, Item]:
-        """Returns the items of these contents by (kind, digest of the item), and waits until they are there.
+        """Returns the items of these contents by (kind, digest of the item), and waits until they
+        are there.
 
         Raises MediaError, with file and row, for a content that cannot be decoded.
         """
         needed = list(dict.fromkeys(references))
         began = time.perf_counter()
         with self._lock:
-            ready = {reference: self._cache[reference] for reference in needed if reference in self._cache}
+            ready = {
+                reference: self._cache[reference]
+                for reference in needed
+                if reference in self._cache
+            }
             for reference in ready:
                 self._cache.move_to_end(reference)
-            started = {reference: self._started(reference) for reference in needed if reference not in ready}
+            started = {
+                reference: self._started(reference)
+                for reference in needed
+                if reference not in ready
+            }
         try:
             for reference, future in started.items():
                 try:
@@ -78,7 +94,8 @@ class Loader:
         return {item.key: item for reference in needed for item in ready[reference]}
 
     def close(self) -> None:
-        """Ends the threads, without the contents that they have not begun, and empties the cache."""
+        """Ends the threads, without the contents that they have not begun, and empties the
+        cache."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             self._cache.clear()

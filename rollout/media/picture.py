@@ -15,10 +15,12 @@ import numpy as np
 from rollout.media.item import MediaError, require
 
 MAX_PIXELS = 89_478_485
-"""Pixels of the largest picture that is opened: from there on Pillow warns of decompression bombs."""
+"""Pixels of the largest picture that is opened: from there on Pillow warns of decompression
+bombs."""
 _CHANNELS = (0, 3, 4)  # of arrays: grey without an axis of channels, RGB, RGB with opacity
 _TURNED = (5, 6, 7, 8)  # values of the EXIF orientation that swap the sides
-_PNG_BEGIN, _JPEG_END = b"\x89PNG\r\n\x1a\n", b"\xff\xd9"
+_PNG_BEGIN = b"\x89PNG\r\n\x1a\n"
+_JPEG_END = b"\xff\xd9"
 _ORIENTATION, _WIDTH, _HEIGHT = 0x0112, 0x0100, 0x0101  # tags of EXIF and TIFF
 
 
@@ -29,15 +31,19 @@ def size(content: bytes) -> tuple[int, int]:
     """
     image = _open(content)
     # Pillow turns TIFF files by itself, and depending on its version their size says so already.
-    width, height = (image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]) if image.format == "TIFF" else image.size
+    width, height = (
+        (image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]) if image.format == "TIFF" else image.size
+    )
     return (width, height) if _orientation(image) in _TURNED else (height, width)
 
 
 def check_complete(content: bytes) -> None:
-    """Raises MediaError for a picture whose file was cut off or overwritten with zeros, and cannot be decoded.
+    """Raises MediaError for a picture whose file was cut off or overwritten with zeros, and cannot
+    be decoded.
 
-    Only files that look so are decoded: PNG with a wrong checksum, JPEG without its end, and any file of a format other
-    than PNG, JPEG and WebP. Damage in the middle of a JPEG or WebP file stays unseen.
+    Only files that look so are decoded: PNG with a wrong checksum, JPEG without its end, and any
+    file of a format other than PNG, JPEG and WebP. Damage in the middle of a JPEG or WebP file
+    stays unseen.
     """
     image = _open(content)
     if not _looks_complete(image, content):
@@ -45,7 +51,8 @@ def check_complete(content: bytes) -> None:
 
 
 def decode(content: bytes) -> np.ndarray:
-    """Decodes a picture to uint8[H, W, 3]: turned as its EXIF orientation says, RGB, opacity over white.
+    """Decodes a picture to uint8[H, W, 3]: turned as its EXIF orientation says, RGB, opacity over
+    white.
 
     The first frame of an animation and the first page of a file with several are read.
     Raises MediaError for a file that cannot be decoded.
@@ -54,10 +61,12 @@ def decode(content: bytes) -> np.ndarray:
 
 
 def from_pillow(image: Any) -> np.ndarray:
-    """Converts a Pillow image to uint8[H, W, 3] as `decode`. Raises MediaError if its pixels cannot be read."""
+    """Converts a Pillow image to uint8[H, W, 3] as `decode`. Raises MediaError if its pixels cannot
+    be read."""
     modules = require("PIL.Image", "vision", "pictures need Pillow")
     try:
-        # Before the pixels are read: PNG files may have another orientation after them, which `size` does not see.
+        # Before the pixels are read: PNG files may have another orientation after them, which
+        # `size` does not see.
         turn = None if image.format == "TIFF" else _transposition(modules, _orientation(image))
         image.load()
         return _rgb(modules, image if turn is None else image.transpose(turn))
@@ -68,11 +77,18 @@ def from_pillow(image: Any) -> np.ndarray:
 
 
 def from_array(pixels: np.ndarray) -> np.ndarray:
-    """Converts uint8[H, W], [H, W, 3] or [H, W, 4] to uint8[H, W, 3], opacity over white. Raises MediaError."""
+    """Converts uint8[H, W], [H, W, 3] or [H, W, 4] to uint8[H, W, 3], opacity over white. Raises
+    MediaError."""
     channels = pixels.shape[2] if pixels.ndim == 3 else 0
-    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or channels not in _CHANNELS or not pixels.size:
+    if (
+        pixels.dtype != np.uint8
+        or pixels.ndim not in (2, 3)
+        or channels not in _CHANNELS
+        or not pixels.size
+    ):
         raise MediaError(
-            f"an array of a picture must be uint8 of shape [height, width, 3], is {pixels.dtype}{list(pixels.shape)}"
+            "an array of a picture must be uint8 of shape [height, width, 3], is "
+            f"{pixels.dtype}{list(pixels.shape)}"
         )
     _check_pixels(*pixels.shape[:2])
     if channels == 0:
@@ -84,15 +100,19 @@ def from_array(pixels: np.ndarray) -> np.ndarray:
 
 
 def resize(pixels_HWC: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
-    """Returns uint8[height, width, C] by a filter of Pillow (2 bilinear, 3 bicubic); unchanged if it has the size."""
+    """Returns uint8[height, width, C] by a filter of Pillow (2 bilinear, 3 bicubic); unchanged if
+    it has the size."""
     if pixels_HWC.shape[:2] == (height, width):
         return pixels_HWC
     pillow = require("PIL.Image", "vision", f"resizing a picture to {height}x{width} needs Pillow")
     return np.asarray(pillow.fromarray(pixels_HWC).resize((width, height), resample=resample))
 
 
-def levels(stored: Mapping[str, Any], mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
-    """Returns float32[C, 256]: the value of each grey level after `do_rescale` and `do_normalize` of a processor.
+def levels(
+    stored: Mapping[str, Any], mean: tuple[float, ...], std: tuple[float, ...]
+) -> np.ndarray:
+    """Returns float32[C, 256]: the value of each grey level after `do_rescale` and `do_normalize`
+    of a processor.
 
     stored: its keys, of which absent ones default to 1/255, `mean` and `std`.
     The arithmetic is that of transformers: float64 for the scale, float32 for mean and deviation.
@@ -113,7 +133,8 @@ def apply_levels(table_C256: np.ndarray, pixels_HWC: np.ndarray) -> np.ndarray:
 
 
 def patches(values_CHW: np.ndarray, patch: int, channels_last: bool = False) -> np.ndarray:
-    """Cuts a picture into patches, row by row: float32[N, C*P*P], each flattened as (channel, y, x).
+    """Cuts a picture into patches, row by row: float32[N, C*P*P], each flattened as (channel, y,
+    x).
 
     channels_last: flatten as (y, x, channel).
     """
@@ -131,7 +152,9 @@ def _open(content: bytes) -> Any:
         raise MediaError(f"the picture has more than {MAX_PIXELS} pixels; scale it down") from None
     except Exception:  # of the header: OSError, SyntaxError, struct.error, ...
         begin = content[:8].hex(" ") or "nothing"
-        raise MediaError(f"not a picture that Pillow reads ({len(content)} bytes, beginning with {begin})") from None
+        raise MediaError(
+            f"not a picture that Pillow reads ({len(content)} bytes, beginning with {begin})"
+        ) from None
     _check_pixels(*image.size)
     return image
 
@@ -150,7 +173,8 @@ def _looks_complete(image: Any, content: bytes) -> bool:
 
 def _has_checksums(content: bytes) -> bool:
     """Whether each chunk of a PNG file has its checksum, up to the last one."""
-    view, place = memoryview(content), len(_PNG_BEGIN)
+    view = memoryview(content)
+    place = len(_PNG_BEGIN)
     while place + 12 <= len(content):
         length = int.from_bytes(view[place : place + 4], "big")
         end = place + 8 + length
@@ -164,11 +188,14 @@ def _has_checksums(content: bytes) -> bool:
 
 def _check_pixels(one: int, other: int) -> None:
     if one * other > MAX_PIXELS:
-        raise MediaError(f"the picture has {one * other} pixels, more than {MAX_PIXELS}; scale it down")
+        raise MediaError(
+            f"the picture has {one * other} pixels, more than {MAX_PIXELS}; scale it down"
+        )
 
 
 def _orientation(image: Any) -> int:
-    """Returns the EXIF orientation, 1 to 8. Reads no pixels: Pillow's own method for PNG files would decode them."""
+    """Returns the EXIF orientation, 1 to 8. Reads no pixels: Pillow's own method for PNG files
+    would decode them."""
     pillow = require("PIL.Image", "vision", "pictures need Pillow")
     try:
         number = pillow.Image.getexif(image).get(_ORIENTATION, 1)
@@ -192,7 +219,9 @@ def _transposition(pillow: Any, orientation: int) -> Any:
 
 def _rgb(pillow: Any, image: Any) -> np.ndarray:
     if image.mode in ("I", "F"):
-        raise MediaError("32-bit grey levels have no known range; save the picture with 8 or 16 bits")
+        raise MediaError(
+            "32-bit grey levels have no known range; save the picture with 8 or 16 bits"
+        )
     if image.mode.startswith("I;16"):  # Pillow would cut every level above 255
         deep = np.asarray(image).astype(np.int64)
         return from_array(((deep + 128) // 257).astype(np.uint8))

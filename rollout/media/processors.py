@@ -1,4 +1,5 @@
-"""Reads the processors of a model's directory: processor_config.json, preprocessor_config.json and config.json."""
+"""Reads the processors of a model's directory: processor_config.json, preprocessor_config.json and
+config.json."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _READERS: dict[str, _Reader] = {
     "WhisperFeatureExtractor": qwen_audio.read,
     "Gemma4AudioFeatureExtractor": gemma4_audio.read,
 }
-"""Classes of transformers, without the suffixes Fast and Pil, to the readers of their configurations."""
+"""Classes of transformers, without the suffixes Fast and Pil, to the readers of their
+configurations."""
 _SUFFIXES = ("Fast", "Pil")
 
 
@@ -30,7 +32,8 @@ _SUFFIXES = ("Fast", "Pil")
 class Processors:
     """The processors of a model; None for what it does not read.
 
-    problem: why a model with towers has no processors, for the message about the first row that needs one.
+    problem: why a model with towers has no processors, for the message about the first row that
+    needs one.
     """
 
     image: Processor | None
@@ -38,7 +41,8 @@ class Processors:
     problem: str = ""
 
     def of(self, kind: Kind) -> Processor:
-        """Returns the processor of a kind. Raises MediaError if the model reads nothing of the kind."""
+        """Returns the processor of a kind. Raises MediaError if the model reads nothing of the
+        kind."""
         processor = self.image if kind == "image" else self.audio
         if processor is None:
             text = f"the row has a {NOUNS[kind]}, but the model has no processor of {NOUNS[kind]}s"
@@ -55,8 +59,10 @@ class Processors:
 class ProcessorConfigs:
     """The configurations of the processors of a model, before the tokenizer is known.
 
-    image, audio: keys of its image processor and of its feature extractor; None: the model has none.
-    rest: what else a processor needs to know: other keys of processor_config.json, and the sections of config.json.
+    image, audio: keys of its image processor and of its feature extractor; None: the model has
+    none.
+    rest: what else a processor needs to know: other keys of processor_config.json, and the sections
+    of config.json.
     """
 
     image: Mapping[str, Any] | None
@@ -75,28 +81,41 @@ class ProcessorConfigs:
         where: the model, for messages.
         Raises MediaError for a class that is not supported.
         """
-        image, audio = self.image, self.audio
+        image = self.image
+        audio = self.audio
         try:
             return Processors(
-                None if image is None else _reader(image, "image_processor_type")(image, self.rest, tokenizer),
-                None if audio is None else _reader(audio, "feature_extractor_type")(audio, self.rest, tokenizer),
+                None
+                if image is None
+                else _reader(image, "image_processor_type")(image, self.rest, tokenizer),
+                None
+                if audio is None
+                else _reader(audio, "feature_extractor_type")(audio, self.rest, tokenizer),
             )
         except MediaError as error:
             raise MediaError(f"{where}: {error}") from None
 
 
-def stored(model: Mapping[str, Any], nested: Mapping[str, Any], flat: Mapping[str, Any]) -> ProcessorConfigs:
-    """Returns the processors by the contents of config.json, processor_config.json and preprocessor_config.json."""
+def stored(
+    model: Mapping[str, Any], nested: Mapping[str, Any], flat: Mapping[str, Any]
+) -> ProcessorConfigs:
+    """Returns the processors by the contents of config.json, processor_config.json and
+    preprocessor_config.json."""
     # Keys that a processor needs of the model: patches of Gemma 3, attention of Gemma 4.
     rest = {key: value for key, value in model.items() if key.endswith("_config")}
-    rest |= {key: value for key, value in nested.items() if key not in ("image_processor", "feature_extractor")}
+    rest |= {
+        key: value
+        for key, value in nested.items()
+        if key not in ("image_processor", "feature_extractor")
+    }
     image = nested.get("image_processor") or (flat if "image_processor_type" in flat else None)
     audio = nested.get("feature_extractor") or (flat if "feature_extractor_type" in flat else None)
     return ProcessorConfigs(image, audio, rest)
 
 
 def of_directory(directory: Path) -> ProcessorConfigs:
-    """Returns the processors by the files of a model's directory. Raises MediaError for a file that is not JSON."""
+    """Returns the processors by the files of a model's directory. Raises MediaError for a file that
+    is not JSON."""
     names = ("config.json", "processor_config.json", "preprocessor_config.json")
     return stored(*(_stored(directory / name) for name in names))
 
@@ -104,17 +123,21 @@ def of_directory(directory: Path) -> ProcessorConfigs:
 def read(directory: Path, tokenizer: Any) -> Processors:
     """Reads the processors of a model's directory. The markers are those of its tokenizer.
 
-    Raises MediaError for a directory without a processor, for a class that is not supported, and for a tokenizer that
-    does not say where its tokens begin.
+    Raises MediaError for a directory without a processor, for a class that is not supported, and
+    for a tokenizer that does not say where its tokens begin.
     """
     if not getattr(tokenizer, "is_fast", True):
         raise MediaError(
-            f"a tokenizer of the class {type(tokenizer).__name__} does not say where its tokens begin, so pictures and "
+            f"a tokenizer of the class {type(tokenizer).__name__} does not say where its tokens "
+            "begin, so pictures and "
             "sounds cannot be put in their places; use one with a tokenizer.json"
         )
     files = of_directory(directory)
     if files.image is None and files.audio is None:
-        raise MediaError(f"{directory}: no preprocessor_config.json or processor_config.json that names a processor")
+        raise MediaError(
+            f"{directory}: no preprocessor_config.json or processor_config.json that names a "
+            "processor"
+        )
     return files.processors(tokenizer, str(directory))
 
 

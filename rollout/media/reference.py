@@ -1,6 +1,8 @@
-"""References to pictures and sounds in rows of data: where the content lies, its digest and its size.
+"""References to pictures and sounds in rows of data: where the content lies, its digest and its
+size.
 
-A reference to a file holds its path. The content is read once for digest and size, and again when a tower needs it.
+A reference to a file holds its path. The content is read once for digest and size, and again when a
+tower needs it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Reference:
     def decode(self) -> np.ndarray:
         """Returns uint8[H, W, 3], or float32[samples] at the rate of `size`.
 
-        Raises MediaError for a file that cannot be decoded or has changed since the reference was made.
+        Raises MediaError for a file that cannot be decoded or has changed since the reference was
+        made.
         """
         try:
             if isinstance(self.source, np.ndarray):
@@ -60,10 +63,14 @@ class Reference:
         rate = self.size[1] if self.kind == "audio" else 0
         values = processor.values(self.decode(), rate)
         extents = processor.extents(self.digest, self.size)
-        return [Item(e.kind, e.digest, e.shape, e.rows, v) for e, v in zip(extents, values, strict=True)]
+        return [
+            Item(e.kind, e.digest, e.shape, e.rows, v) for e, v in zip(extents, values, strict=True)
+        ]
 
 
-def decode(kind: Kind, digest: str, size: tuple[int, int], source: Path | bytes | np.ndarray) -> np.ndarray:
+def decode(
+    kind: Kind, digest: str, size: tuple[int, int], source: Path | bytes | np.ndarray
+) -> np.ndarray:
     """Decodes a content as `Reference.decode`, for rewards (rewards/workers/media.py)."""
     return Reference(kind, digest, size, source).decode()
 
@@ -71,13 +78,14 @@ def decode(kind: Kind, digest: str, size: tuple[int, int], source: Path | bytes 
 def refer(kind: Kind, value: Any, base: Path, where: str = "") -> Reference:
     """Makes a reference from a value of a row.
 
-    value: a path, bytes, a data URI, an array uint8[H, W, 3], a Pillow image, or a mapping that holds one of them, such
+    value: a path, bytes, a data URI, an array uint8[H, W, 3], a Pillow image, or a mapping that
+    holds one of them, such
         as {bytes, path}, {url} or {array, sampling_rate}.
     base: folder that relative paths start from.
     where: place for the messages of later errors.
 
-    Raises MediaError for an address of the network, a file that does not exist, a content that cannot be read, and a
-    picture that `picture.check_complete` refuses.
+    Raises MediaError for an address of the network, a file that does not exist, a content that
+    cannot be read, and a picture that `picture.check_complete` refuses.
     """
     source, rate = _source(kind, value, base)
     if isinstance(source, np.ndarray):
@@ -132,10 +140,14 @@ def _source(kind: Kind, value: Any, base: Path) -> tuple[Path | bytes | np.ndarr
         return picture.from_array(value), 0
     if kind == "image" and type(value).__module__.startswith("PIL."):
         return picture.from_pillow(value), 0
-    raise MediaError(f"a {NOUNS[kind]} must be a path, bytes or a data URI, is {type(value).__name__}")
+    raise MediaError(
+        f"a {NOUNS[kind]} must be a path, bytes or a data URI, is {type(value).__name__}"
+    )
 
 
-def _of_mapping(kind: Kind, value: Mapping[str, Any], base: Path) -> tuple[Path | bytes | np.ndarray, int]:
+def _of_mapping(
+    kind: Kind, value: Mapping[str, Any], base: Path
+) -> tuple[Path | bytes | np.ndarray, int]:
     if value.get("bytes") is not None:
         return bytes(value["bytes"]), 0
     if kind == "audio" and value.get("array") is not None:
@@ -147,7 +159,10 @@ def _of_mapping(kind: Kind, value: Mapping[str, Any], base: Path) -> tuple[Path 
     for key in _PLACES:
         if value.get(key) is not None:
             return _source(kind, value[key], base)
-    raise MediaError(f"a {NOUNS[kind]} without content: it needs `bytes`, `path` or `url`, has {', '.join(value)}")
+    raise MediaError(
+        f"a {NOUNS[kind]} without content: it needs `bytes`, `path` or `url`, has "
+        f"{', '.join(value)}"
+    )
 
 
 def _of_text(kind: Kind, text: str, base: Path) -> Path | bytes:
@@ -155,17 +170,25 @@ def _of_text(kind: Kind, text: str, base: Path) -> Path | bytes:
     if scheme == "data":
         head, comma, body = text.partition(",")
         if not comma:
-            raise MediaError(f"a data URI has the form data:image/png;base64,..., this one begins with {head[:40]!r}")
+            raise MediaError(
+                "a data URI has the form data:image/png;base64,..., this one begins with "
+                f"{head[:40]!r}"
+            )
         return _base64(body) if head.endswith(";base64") else unquote_to_bytes(body)
     if scheme in ("http", "https", "ftp", "s3", "gs"):
-        raise MediaError(f"{text[:100]} is an address of the network; download the {NOUNS[kind]} and give its path")
+        raise MediaError(
+            f"{text[:100]} is an address of the network; download the {NOUNS[kind]} and give its "
+            "path"
+        )
     path = base / (unquote(text[len("file://") :]) if scheme == "file" else text)
     try:
         exists = path.is_file()
     except (OSError, ValueError):  # no name of a file: too long, or with a zero byte
         exists = False
     if not exists:
-        raise MediaError(f"no such file: {str(path)[:300]} (relative paths start from {base.absolute()})")
+        raise MediaError(
+            f"no such file: {str(path)[:300]} (relative paths start from {base.absolute()})"
+        )
     return path
 
 

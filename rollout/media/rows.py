@@ -1,4 +1,5 @@
-"""Rows of data with pictures and sounds in one form: messages with parts, and references in their order.
+"""Rows of data with pictures and sounds in one form: messages with parts, and references in their
+order.
 
 | a row has | as in |
 |---|---|
@@ -7,7 +8,8 @@
 | texts and a column: the pictures come before the first text of the user | TRL |
 | `<image>` in a text, as often as the column has pictures | verl, LLaMA-Factory |
 
-Sounds: parts `audio`, `audio_url` and `input_audio`, columns `audio` and `audios`, `<audio>` in a text.
+Sounds: parts `audio`, `audio_url` and `input_audio`, columns `audio` and `audios`, `<audio>` in a
+text.
 """
 
 from __future__ import annotations
@@ -41,14 +43,19 @@ Messages = list[dict[str, Any]]
 
 
 def first_kind(content: Any) -> Kind | None:
-    """Returns the kind of the first part of a content that is a picture or a sound; None: it has none."""
+    """Returns the kind of the first part of a content that is a picture or a sound; None: it has
+    none."""
     parts = content if isinstance(content, (list, tuple)) else ()
-    return next((_TYPES[p["type"]] for p in parts if isinstance(p, Mapping) and p.get("type") in _TYPES), None)
+    return next(
+        (_TYPES[p["type"]] for p in parts if isinstance(p, Mapping) and p.get("type") in _TYPES),
+        None,
+    )
 
 
 @dataclass
 class _Row:
-    """What has been read of a row. A payload of None stands for the next value of the column of its kind."""
+    """What has been read of a row. A payload of None stands for the next value of the column of its
+    kind."""
 
     columns: dict[Kind, list[Any]]
     payloads: list[tuple[Kind, Any]] = field(default_factory=list)
@@ -67,14 +74,16 @@ def normalise(
 ) -> tuple[str | Messages, tuple[Reference, ...]]:
     """Returns (prompt, references; those of a kind in the order of their parts).
 
-    The contents of messages become texts, or lists of parts {"type": "text", "text": ...}, {"type": "image"} and
-    {"type": "audio"}. A plain prompt with pictures becomes a message of the user; without, it stays as it is.
+    The contents of messages become texts, or lists of parts {"type": "text", "text": ...}, {"type":
+    "image"} and {"type": "audio"}. A plain prompt with pictures becomes a message of the user;
+    without, it stays as it is.
 
     columns: all columns of the row.
-    where: place of the row, e.g. file:line, for the messages of references. The caller adds it to errors of this call.
-    base: folder that relative paths start from, that of the data file.
+    where: place of the row, e.g. file:line, for the messages of references. The caller adds it to
+    errors of this call. base: folder that relative paths start from, that of the data file.
 
-    Raises MediaError for parts and columns that disagree, unknown parts, video, and contents that `refer` refuses.
+    Raises MediaError for parts and columns that disagree, unknown parts, video, and contents that
+    `refer` refuses.
     """
     row = _Row({kind: _column(kind, columns) for kind in KINDS})
     if any(_filled(columns.get(name)) for name in _VIDEO):
@@ -83,7 +92,10 @@ def normalise(
         if not any(row.columns.values()):
             return prompt, ()
         prompt = [{"role": "user", "content": prompt}]
-    messages = [dict(message, content=_content(row, number, message)) for number, message in enumerate(prompt)]
+    messages = [
+        dict(message, content=_content(row, number, message))
+        for number, message in enumerate(prompt)
+    ]
     for kind in reversed(KINDS):  # each goes to the front, so that pictures come before sounds
         _insert(row, kind, messages)
     return messages, _references(row, where, base)
@@ -92,7 +104,9 @@ def normalise(
 def _column(kind: Kind, columns: Mapping[str, Any]) -> list[Any]:
     names = [name for name in COLUMNS[kind] if _filled(columns.get(name))]
     if len(names) > 1:
-        raise MediaError(f"the row has a column {names[0]!r} and a column {names[1]!r}; leave one of them out")
+        raise MediaError(
+            f"the row has a column {names[0]!r} and a column {names[1]!r}; leave one of them out"
+        )
     if not names:
         return []
     value = columns[names[0]]
@@ -108,7 +122,8 @@ def _filled(value: Any) -> bool:
 
 def _content(row: _Row, number: int, message: Mapping[str, Any]) -> str | list[dict[str, Any]]:
     """Returns the content of a message in the normal form."""
-    content, before = message.get("content"), len(row.payloads)
+    content = message.get("content")
+    before = len(row.payloads)
     if isinstance(content, str):
         parts = _split(row, content)
     elif isinstance(content, (list, tuple)):
@@ -118,7 +133,10 @@ def _content(row: _Row, number: int, message: Mapping[str, Any]) -> str | list[d
     if len(row.payloads) == before:
         return "".join(part["text"] for part in parts)
     if message.get("role") == "assistant":
-        raise MediaError(f"message {number} of the assistant has a {NOUNS[row.payloads[before][0]]}; answers are texts")
+        raise MediaError(
+            f"message {number} of the assistant has a {NOUNS[row.payloads[before][0]]}; answers "
+            "are texts"
+        )
     return parts
 
 
@@ -135,7 +153,9 @@ def _part(row: _Row, number: int, part: Any) -> list[dict[str, Any]]:
     if kind in _VIDEO or kind == "video_url":
         raise MediaError(f"message {number} has a video; only pictures and sounds are supported")
     if kind not in _TYPES:
-        raise MediaError(f"message {number}: unknown type of part {kind!r}{nearest(kind, ['text', *_TYPES])}")
+        raise MediaError(
+            f"message {number}: unknown type of part {kind!r}{nearest(kind, ['text', *_TYPES])}"
+        )
     # Arrow gives all parts of a column the same keys, with null where a part has none.
     payload = next((part[key] for key in _PAYLOADS if part.get(key) is not None), None)
     if kind == "audio" and part.get("array") is not None:
@@ -145,7 +165,8 @@ def _part(row: _Row, number: int, part: Any) -> list[dict[str, Any]]:
 
 def _split(row: _Row, text: str) -> list[dict[str, Any]]:
     """Cuts a text at its tags. A tag of a kind that has no column is text."""
-    parts, end = [], 0
+    parts = []
+    end = 0
     for tag in _TAG.finditer(text):
         kind: Kind = "image" if tag[1] == "image" else "audio"
         if not row.columns[kind]:
@@ -166,7 +187,9 @@ def _insert(row: _Row, kind: Kind, messages: Messages) -> None:
         return
     user = next((message for message in messages if message.get("role") == "user"), None)
     if user is None:
-        raise MediaError(f"the row has {len(values)} {NOUNS[kind]}s, but no message of the user to put them in")
+        raise MediaError(
+            f"the row has {len(values)} {NOUNS[kind]}s, but no message of the user to put them in"
+        )
     rest = user["content"]
     parts = [{"type": "text", "text": rest}] if isinstance(rest, str) else rest
     # No other part is of this kind, and `expand` counts each kind by itself.
@@ -178,10 +201,12 @@ def _insert(row: _Row, kind: Kind, messages: Messages) -> None:
 def _references(row: _Row, where: str, base: Path) -> tuple[Reference, ...]:
     for kind, values in row.columns.items():
         if (drawn := row.drawn(kind)) != len(values):
-            noun, own = NOUNS[kind], sum(one == kind for one, _ in row.payloads) - drawn
+            noun = NOUNS[kind]
+            own = sum(one == kind for one, _ in row.payloads) - drawn
             rest = f" and {own} with a {noun} of their own" if own else ""
             raise MediaError(
-                f"{len(values)} {noun}s in the columns, but {drawn} parts or tags that take one{rest}; they must agree"
+                f"{len(values)} {noun}s in the columns, but {drawn} parts or tags that take "
+                f"one{rest}; they must agree"
             )
     waiting = {kind: iter(values) for kind, values in row.columns.items()}
     counts = dict.fromkeys(row.columns, 0)

@@ -1,6 +1,7 @@
 """Sounds: the length from the header, samples of one channel, and resampling.
 
-WAV files need numpy only. Other files need soundfile, and another rate than that of the processor needs scipy.
+WAV files need numpy only. Other files need soundfile, and another rate than that of the processor
+needs scipy.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ _UNKNOWN_LENGTHS = (0, 0xFFFFFFFF)  # of the data in a file that was written as 
 
 
 def size(content: bytes) -> tuple[int, int]:
-    """Returns (samples of a channel, rate in Hz) from the header. Raises MediaError for a file that cannot be read."""
+    """Returns (samples of a channel, rate in Hz) from the header. Raises MediaError for a file that
+    cannot be read."""
     if _is_wav(content):
         wav = _header(content)
-        samples, rate = len(wav.data) // wav.frame, wav.rate
+        samples = len(wav.data) // wav.frame
+        rate = wav.rate
     else:
         with _soundfile(content) as file:
-            samples, rate = file.frames, file.samplerate
+            samples = file.frames
+            rate = file.samplerate
     if samples <= 0:
         raise MediaError("the sound has no samples")
     return samples, rate
 
 
 def decode(content: bytes) -> tuple[np.ndarray, int]:
-    """Returns (float32[samples] in -1..1, the mean of the channels; rate in Hz). Raises MediaError as `size`."""
+    """Returns (float32[samples] in -1..1, the mean of the channels; rate in Hz). Raises MediaError
+    as `size`."""
     samples, rate = size(content)
     if _is_wav(content):
         wave = _samples(_header(content))
@@ -47,13 +52,16 @@ def decode(content: bytes) -> tuple[np.ndarray, int]:
 def from_array(wave: np.ndarray) -> np.ndarray:
     """Converts samples to float32[samples], the mean of the channels.
 
-    wave: float or int16, [samples], [samples, channels] or [channels, samples] with at most 32 channels.
+    wave: float or int16, [samples], [samples, channels] or [channels, samples] with at most 32
+    channels.
     Raises MediaError for another array, and for numbers that are not finite.
     """
     if wave.dtype == np.int16:
         wave = wave.astype(np.float32) / 32768
     if wave.ndim not in (1, 2) or not wave.size or not np.issubdtype(wave.dtype, np.floating):
-        raise MediaError(f"a sound must be an array of float samples, is {wave.dtype}{list(wave.shape)}")
+        raise MediaError(
+            f"a sound must be an array of float samples, is {wave.dtype}{list(wave.shape)}"
+        )
     if wave.ndim == 2:
         channels = 1 if wave.shape[1] <= wave.shape[0] else 0
         if wave.shape[channels] > 32:
@@ -71,17 +79,23 @@ def resampled_length(samples: int, rate: int, target: int) -> int:
 
 
 def resample(wave: np.ndarray, rate: int, target: int) -> np.ndarray:
-    """Returns float32[resampled_length] at `target` Hz, by a polyphase filter of scipy. Same rate: unchanged."""
+    """Returns float32[resampled_length] at `target` Hz, by a polyphase filter of scipy. Same rate:
+    unchanged."""
     if rate == target:
         return wave
-    signal = require("scipy.signal", "audio", f"resampling a sound from {rate} to {target} Hz needs scipy")
+    signal = require(
+        "scipy.signal", "audio", f"resampling a sound from {rate} to {target} Hz needs scipy"
+    )
     common = math.gcd(rate, target)
-    return signal.resample_poly(wave.astype(np.float64), target // common, rate // common).astype(np.float32)
+    return signal.resample_poly(wave.astype(np.float64), target // common, rate // common).astype(
+        np.float32
+    )
 
 
 @dataclass(frozen=True)
 class _Wav:
-    """Header and data of a WAV file: format tag, bits of a sample, channels, rate in Hz, bytes of the samples."""
+    """Header and data of a WAV file: format tag, bits of a sample, channels, rate in Hz, bytes of
+    the samples."""
 
     tag: int
     bits: int
@@ -100,7 +114,9 @@ def _is_wav(content: bytes) -> bool:
 
 
 def _header(content: bytes) -> _Wav:
-    view, place, form = memoryview(content), 12, None
+    view = memoryview(content)
+    place = 12
+    form = None
     while place + 8 <= len(content):
         name, length = struct.unpack_from("<4sI", content, place)
         body = view[place + 8 :]
@@ -118,14 +134,25 @@ def _with_data(form: tuple[int, ...] | None, body: memoryview, length: int) -> _
     if form is None:
         raise MediaError("broken WAV file: it has no header before its data")
     tag, channels, rate, _, _, bits = form
-    if (tag, bits) not in {(_PCM, 8), (_PCM, 16), (_PCM, 24), (_PCM, 32), (_FLOAT, 32), (_FLOAT, 64)}:
-        raise MediaError(f"a WAV file of format {tag} with {bits} bits is not supported; save it as 16-bit PCM")
+    if (tag, bits) not in {
+        (_PCM, 8),
+        (_PCM, 16),
+        (_PCM, 24),
+        (_PCM, 32),
+        (_FLOAT, 32),
+        (_FLOAT, 64),
+    }:
+        raise MediaError(
+            f"a WAV file of format {tag} with {bits} bits is not supported; save it as 16-bit PCM"
+        )
     if not channels or not rate:
         raise MediaError(f"broken WAV file: {channels} channels at {rate} Hz")
     if length in _UNKNOWN_LENGTHS:
         length = len(body)
     if length > len(body):
-        raise MediaError(f"broken WAV file: {length} bytes of samples in its header, {len(body)} in the file")
+        raise MediaError(
+            f"broken WAV file: {length} bytes of samples in its header, {len(body)} in the file"
+        )
     return _Wav(tag, bits, channels, rate, body[:length])
 
 
@@ -150,4 +177,6 @@ def _soundfile(content: bytes):
     try:
         return module.SoundFile(io.BytesIO(content))
     except Exception as error:  # of libsndfile
-        raise MediaError(f"not a sound that soundfile reads ({len(content)} bytes): {error}") from None
+        raise MediaError(
+            f"not a sound that soundfile reads ({len(content)} bytes): {error}"
+        ) from None

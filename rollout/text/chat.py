@@ -1,7 +1,7 @@
 """Conversion of prompts and conversations to token ids.
 
-The author of a token is decided by its position in the text, never by its id: a padding token may equal the end of
-sequence, and a template's marker may occur in a message.
+The author of a token is decided by its position in the text, never by its id: a padding token may
+equal the end of sequence, and a template's marker may occur in a message.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ class ChatError(ValueError):
     """A conversation that the tokenizer's chat template cannot render as training needs it."""
 
 
-def render_prompt(tokenizer: Any, prompt: str | Messages, add_generation_prompt: bool = True) -> list[int]:
+def render_prompt(
+    tokenizer: Any, prompt: str | Messages, add_generation_prompt: bool = True
+) -> list[int]:
     """Converts a prompt to token ids.
 
-    Plain text gets the special tokens that the tokenizer itself puts in front (a beginning of sequence, or none) and no
-    end of sequence. Messages are rendered by the chat template, which adds its own special tokens.
+    Plain text gets the special tokens that the tokenizer itself puts in front (a beginning of
+    sequence, or none) and no end of sequence. Messages are rendered by the chat template, which
+    adds its own special tokens.
 
     Raises ChatError for messages without a chat template, and for two beginnings of sequence.
     """
@@ -35,7 +38,11 @@ def render_prompt(tokenizer: Any, prompt: str | Messages, add_generation_prompt:
         if len(ids) > len(bare) and ids[-1:] == [tokenizer.eos_token_id]:
             ids.pop()
     else:
-        ids = list(tokenizer.encode(render_text(tokenizer, prompt, add_generation_prompt), add_special_tokens=False))
+        ids = list(
+            tokenizer.encode(
+                render_text(tokenizer, prompt, add_generation_prompt), add_special_tokens=False
+            )
+        )
     check_one_beginning(tokenizer, ids)
     return ids
 
@@ -44,7 +51,8 @@ def render_prompt(tokenizer: Any, prompt: str | Messages, add_generation_prompt:
 class Rendered:
     """A conversation, or its beginning, as the chat template writes it.
 
-    spans: first and past-the-end character of each turn of the assistant that is trained on. messages: their number.
+    spans: first and past-the-end character of each turn of the assistant that is trained on.
+    messages: their number.
     """
 
     text: str
@@ -54,8 +62,8 @@ class Rendered:
 
 @dataclass(frozen=True)
 class _Turn:
-    """A turn of the assistant as it was rendered when it was the last one. start, content_end, end: the characters of
-    `text` where it begins, where its content ends, and where it ends."""
+    """A turn of the assistant as it was rendered when it was the last one. start, content_end, end:
+    the characters of `text` where it begins, where its content ends, and where it ends."""
 
     number: int
     text: str
@@ -65,41 +73,55 @@ class _Turn:
 
 
 def render_turns(tokenizer: Any, messages: Messages, first: int = 0) -> list[Rendered]:
-    """Renders a conversation so that each turn of the assistant stands as it did when it was sampled.
+    """Renders a conversation so that each turn of the assistant stands as it did when it was
+    sampled.
 
-    One rendering has all turns if the template only appends. If it rewrites earlier turns (drops their reasoning, for
-    instance), each turn that the full rendering changes stands in a rendering of the conversation up to it, together
-    with the earlier turns that this one does not change. The full rendering comes first, if it has such a turn.
+    One rendering has all turns if the template only appends. If it rewrites earlier turns (drops
+    their reasoning, for instance), each turn that the full rendering changes stands in a rendering
+    of the conversation up to it, together with the earlier turns that this one does not change. The
+    full rendering comes first, if it has such a turn.
 
-    first: the number of the message from which on turns of the assistant count. A turn with `weight: 0` does not.
+    first: the number of the message from which on turns of the assistant count. A turn with
+    `weight: 0` does not.
 
     Raises ChatError if no turn counts, or if the template drops one.
     """
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= first]
+    turns = [
+        number
+        for number, message in enumerate(messages)
+        if message["role"] == "assistant" and number >= first
+    ]
     if not turns:
         raise ChatError("the conversation has no turn of the assistant")
     trained = [number for number in turns if messages[number].get("weight") != 0]
     if not trained:
-        raise ChatError("all turns of the assistant have weight 0 (train: false), so none is trained on")
+        raise ChatError(
+            "all turns of the assistant have weight 0 (train: false), so none is trained on"
+        )
     waiting = [_turn(tokenizer, messages, number) for number in trained]
-    text, count = render_text(tokenizer, messages, False), len(messages)
+    text = render_text(tokenizer, messages, False)
+    count = len(messages)
     renderings = []
     while waiting:
         ends = [_end_in(text, turn, tokenizer.eos_token) for turn in waiting]
-        spans = [(turn.start, end) for turn, end in zip(waiting, ends, strict=True) if end is not None]
+        spans = [
+            (turn.start, end) for turn, end in zip(waiting, ends, strict=True) if end is not None
+        ]
         if spans:
             renderings.append(Rendered(text, spans, count))
         waiting = [turn for turn, end in zip(waiting, ends, strict=True) if end is None]
         if waiting:
-            text, count = waiting[-1].text, waiting[-1].number + 1
+            text = waiting[-1].text
+            count = waiting[-1].number + 1
     return renderings
 
 
 def _end_in(text: str, turn: _Turn, eos: str) -> int | None:
-    """Returns where a turn ends in a rendering that leaves it as it was; None if it changes the turn.
+    """Returns where a turn ends in a rendering that leaves it as it was; None if it changes the
+    turn.
 
-    Some templates write the end of sequence behind the end of the last turn only (Phi-3); without it, the turn is the
-    same.
+    Some templates write the end of sequence behind the end of the last turn only (Phi-3); without
+    it, the turn is the same.
     """
     turn_text = turn.text[: turn.end]
     if text.startswith(turn_text):
@@ -110,12 +132,13 @@ def _end_in(text: str, turn: _Turn, eos: str) -> int | None:
 
 
 def render_answer(tokenizer: Any, messages: Messages, first: int) -> Rendered:
-    """Renders a prompt of `first` messages with its answer. Raises ChatError as `render_turns`, and if the template
-    changes a turn of the answer when it writes the next."""
+    """Renders a prompt of `first` messages with its answer. Raises ChatError as `render_turns`, and
+    if the template changes a turn of the answer when it writes the next."""
     renderings = render_turns(tokenizer, messages, first)
     if len(renderings) > 1:
         raise ChatError(
-            "the chat template changes a turn of the answer when the next one is added, so no rendering has both; use "
+            "the chat template changes a turn of the answer when the next one is added, so no "
+            "rendering has both; use "
             "answers of one turn, or a template that only appends"
         )
     return renderings[0]
@@ -124,13 +147,15 @@ def render_answer(tokenizer: Any, messages: Messages, first: int) -> Rendered:
 def encode_rendered(tokenizer: Any, rendered: Rendered) -> tuple[list[int], list[int]]:
     """Converts a rendering to (ids, mask). The mask is 1 on the tokens of its spans.
 
-    Raises ChatError for two beginnings of sequence, and for a tokenizer that does not say where its tokens begin.
+    Raises ChatError for two beginnings of sequence, and for a tokenizer that does not say where its
+    tokens begin.
     """
     try:
         encoded = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True)
     except NotImplementedError:
         raise ChatError(
-            f"a tokenizer of the class {type(tokenizer).__name__} does not say where its tokens begin, so it cannot be "
+            f"a tokenizer of the class {type(tokenizer).__name__} does not say where its tokens "
+            "begin, so it cannot be "
             "told which are the assistant's; use one with a tokenizer.json, or plain prompts"
         ) from None
     ids = list(encoded["input_ids"])
@@ -139,25 +164,34 @@ def encode_rendered(tokenizer: Any, rendered: Rendered) -> tuple[list[int], list
 
 
 def mask_of(spans: Sequence[tuple[int, int]], starts: Iterable[int]) -> list[int]:
-    """Returns 1 for each token that begins in one of the spans, 0 for all others. starts: the character of each.
+    """Returns 1 for each token that begins in one of the spans, 0 for all others. starts: the
+    character of each.
 
-    A token belongs to the assistant if its first character does; tokens of one character's bytes share its offset.
+    A token belongs to the assistant if its first character does; tokens of one character's bytes
+    share its offset.
     """
     return [int(any(a <= start < b for a, b in spans)) for start in starts]
 
 
 def encode_conversation(
-    tokenizer: Any, messages: Messages, train_on: str = "assistant", history: str = "template", first: int = 0
+    tokenizer: Any,
+    messages: Messages,
+    train_on: str = "assistant",
+    history: str = "template",
+    first: int = 0,
 ) -> list[tuple[list[int], list[int]]]:
     """Converts a conversation to rows (ids, mask), in the order of `render_turns`.
 
-    train_on: "assistant", all turns of the assistant; "last_turn", the last message only; or "all", every token of the
+    train_on: "assistant", all turns of the assistant; "last_turn", the last message only; or "all",
+    every token of the
         full conversation but the first.
-    history: "template", a row for each rendering of `render_turns`; "last", only the full one, without the turns that
+    history: "template", a row for each rendering of `render_turns`; "last", only the full one,
+    without the turns that
         it changes.
     first: the number of the message from which on turns count, as for `render_turns`.
 
-    Raises ChatError as `render_turns`, and for a turn with `weight: 0` where every token is trained on.
+    Raises ChatError as `render_turns`, and for a turn with `weight: 0` where every token is trained
+    on.
     """
     rendered = trained_renderings(tokenizer, messages, train_on, history, first)
     rows = [encode_rendered(tokenizer, each) for each in rendered]
@@ -169,17 +203,21 @@ def encode_conversation(
 def trained_renderings(
     tokenizer: Any, messages: Messages, train_on: str, history: str, first: int = 0
 ) -> list[Rendered]:
-    """Returns the renderings of a conversation that are trained on; arguments and errors as `encode_conversation`."""
+    """Returns the renderings of a conversation that are trained on; arguments and errors as
+    `encode_conversation`."""
     refuse_weights(messages, train_on)
     if train_on == "all":
         return [Rendered(render_text(tokenizer, messages, False), [], len(messages))]
-    renderings = render_turns(tokenizer, messages, len(messages) - 1 if train_on == "last_turn" else first)
+    renderings = render_turns(
+        tokenizer, messages, len(messages) - 1 if train_on == "last_turn" else first
+    )
     if history == "template":
         return renderings
     full = [rendered for rendered in renderings if rendered.messages == len(messages)]
     if not full:
         raise ChatError(
-            "the chat template changes every turn that is trained on; set tokenizer.chat_template.history=template"
+            "the chat template changes every turn that is trained on; set "
+            "tokenizer.chat_template.history=template"
         )
     return full
 
@@ -187,9 +225,9 @@ def trained_renderings(
 def encode_completion(
     tokenizer: Any, prompt: str | Messages, completion: str, train_on: str = "assistant"
 ) -> tuple[list[int], list[int]]:
-    """Converts a prompt and its completion to (ids, mask). A plain prompt is tokenized exactly as `render_prompt` does
-    for sampling. The mask covers the completion with its end of sequence; under `train_on: all` all tokens but the
-    first."""
+    """Converts a prompt and its completion to (ids, mask). A plain prompt is tokenized exactly as
+    `render_prompt` does for sampling. The mask covers the completion with its end of sequence;
+    under `train_on: all` all tokens but the first."""
     if not isinstance(prompt, str):
         refuse_weights(prompt, train_on)
     ids, mask = encode_answer(tokenizer, prompt, completion)
@@ -197,10 +235,12 @@ def encode_completion(
 
 
 def refuse_weights(messages: Messages, train_on: str) -> None:
-    """Raises ChatError for a turn with `weight: 0` under `train_on: all`, which trains on every token."""
+    """Raises ChatError for a turn with `weight: 0` under `train_on: all`, which trains on every
+    token."""
     if train_on == "all" and any(message.get("weight") == 0 for message in messages):
         raise ChatError(
-            "a turn has weight 0 (train: false), but algorithm.train_on=all trains on every token; set "
+            "a turn has weight 0 (train: false), but algorithm.train_on=all trains on every "
+            "token; set "
             "algorithm.train_on=assistant or remove the weight"
         )
 
@@ -210,9 +250,11 @@ def all_but_first(length: int) -> list[int]:
     return [0] + [1] * (length - 1)
 
 
-def encode_answer(tokenizer: Any, prompt: str | Messages, answer: str | Messages) -> tuple[list[int], list[int]]:
-    """Converts a prompt and an answer to (ids, mask). The mask covers the answer; in an answer of messages, the turns
-    of the assistant."""
+def encode_answer(
+    tokenizer: Any, prompt: str | Messages, answer: str | Messages
+) -> tuple[list[int], list[int]]:
+    """Converts a prompt and an answer to (ids, mask). The mask covers the answer; in an answer of
+    messages, the turns of the assistant."""
     if not isinstance(prompt, str):
         answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         return encode_rendered(tokenizer, render_answer(tokenizer, [*prompt, *answer], len(prompt)))
@@ -224,15 +266,19 @@ def encode_answer(tokenizer: Any, prompt: str | Messages, answer: str | Messages
 
 
 def render_text(tokenizer: Any, messages: Messages, add_generation_prompt: bool) -> str:
-    """Renders messages as text with the chat template. Raises ChatError without one, and where it refuses the
-    messages.
+    """Renders messages as text with the chat template. Raises ChatError without one, and where it
+    refuses the messages.
     """
     templates = tokenizer.chat_template
     if not templates:
-        raise ChatError("the tokenizer has no chat template; set tokenizer.chat_template=FILE, or use plain prompts")
+        raise ChatError(
+            "the tokenizer has no chat template; set tokenizer.chat_template=FILE, or use plain "
+            "prompts"
+        )
     if isinstance(templates, dict) and "default" not in templates:
         raise ChatError(
-            f"the tokenizer has the chat templates {', '.join(sorted(templates))} and none of the name default; set "
+            f"the tokenizer has the chat templates {', '.join(sorted(templates))} and none of the "
+            "name default; set "
             "tokenizer.chat_template=FILE"
         )
     from jinja2 import TemplateError
@@ -240,7 +286,8 @@ def render_text(tokenizer: Any, messages: Messages, add_generation_prompt: bool)
     variables = _variables(tokenizer)
     if variables.get("tools") and not _reads_tools(templates):
         raise ChatError(
-            "the row has tools, but the chat template does not write them; set tokenizer.chat_template=FILE to one that "
+            "the row has tools, but the chat template does not write them; set "
+            "tokenizer.chat_template=FILE to one that "
             "does, or give the column another name"
         )
     messages = _in_parts(messages) if _wants_parts(tokenizer) else list(messages)
@@ -250,7 +297,9 @@ def render_text(tokenizer: Any, messages: Messages, add_generation_prompt: bool)
         )
     except TemplateError as error:
         raise ChatError(f"the chat template refuses the conversation: {error}") from None
-    except Exception as error:  # a template is a program, which fails in any way, such as None + "text"
+    except (
+        Exception
+    ) as error:  # a template is a program, which fails in any way, such as None + "text"
         raise ChatError(f"the chat template fails: {type(error).__name__}: {error}") from None
 
 
@@ -258,13 +307,16 @@ _PROBE = [{"role": "user", "content": "DuetProbe"}]
 
 
 def _wants_parts(tokenizer: Any) -> bool:
-    """Returns whether the chat template writes contents only as lists of parts (Idefics 3, LLaVA)."""
+    """Returns whether the chat template writes contents only as lists of parts (Idefics 3,
+    LLaVA)."""
     template = tokenizer.chat_template
     if isinstance(template, str) and "type" not in template:
         return False
     asked, answer = getattr(tokenizer, "wants_parts", (None, False))
     if asked != template:
-        answer = not _writes_probe(tokenizer, _PROBE) and _writes_probe(tokenizer, _in_parts(_PROBE))
+        answer = not _writes_probe(tokenizer, _PROBE) and _writes_probe(
+            tokenizer, _in_parts(_PROBE)
+        )
         tokenizer.wants_parts = (template, answer)
     return answer
 
@@ -284,7 +336,8 @@ def _in_parts(messages: Messages) -> list[dict[str, Any]]:
 
 
 def with_variables(tokenizer: Any, **variables: Any) -> Any:
-    """Returns the tokenizer with variables of its chat template, such as `tools`, besides those that it has."""
+    """Returns the tokenizer with variables of its chat template, such as `tools`, besides those
+    that it has."""
     other = copy.copy(tokenizer)
     other.template_variables = {**_variables(tokenizer), **variables}
     return other
@@ -295,7 +348,8 @@ def _variables(tokenizer: Any) -> dict[str, Any]:
 
 
 def _reads_tools(templates: str | dict[str, str]) -> bool:
-    """Returns whether the template that transformers takes for a conversation with tools reads the variable `tools`."""
+    """Returns whether the template that transformers takes for a conversation with tools reads the
+    variable `tools`."""
     if isinstance(templates, dict):
         templates = templates.get("tool_use", templates["default"])
     return "tools" in templates
@@ -306,7 +360,8 @@ def _turn(tokenizer: Any, messages: Messages, number: int) -> _Turn:
     prompted = render_text(tokenizer, messages[:number], True) if number else ""
     text = render_text(tokenizer, messages[: number + 1], False)
     content = _last_text(messages[number]["content"])
-    # A rendering of the question alone is needed only where the conversation does not go on as its prompt begins.
+    # A rendering of the question alone is needed only where the conversation does not go on as its
+    # prompt begins.
     appends = text.startswith(prompted)
     question = prompted if appends else render_text(tokenizer, messages[:number], False).rstrip()
     place = _place_of(content, text, prompted, question)
@@ -316,9 +371,13 @@ def _turn(tokenizer: Any, messages: Messages, number: int) -> _Turn:
         raise ChatError(f"the chat template drops the content of message {number}")
     start = len(prompted)
     if not appends:
-        # The prompt ends otherwise than the conversation, with the beginning of a thought, for instance.
+        # The prompt ends otherwise than the conversation, with the beginning of a thought, for
+        # instance.
         if not content:
-            raise ChatError(f"the chat template rewrites what precedes message {number}, which has no content to find")
+            raise ChatError(
+                f"the chat template rewrites what precedes message {number}, which has no content "
+                "to find"
+            )
         start = place
     # White space after the end of a turn is never sampled, because generation has stopped.
     end = len(text.rstrip())
@@ -328,17 +387,21 @@ def _turn(tokenizer: Any, messages: Messages, number: int) -> _Turn:
 
 
 def _place_of(content: str, text: str, prompted: str, question: str) -> int:
-    """Returns the character of a rendered conversation at which the content of its last turn begins, -1 without it.
+    """Returns the character of a rendered conversation at which the content of its last turn
+    begins, -1 without it.
 
-    text: the conversation. prompted, question: what precedes the turn, with and without the beginning of a turn that
-    the assistant goes on with.
+    text: the conversation. prompted, question: what precedes the turn, with and without the
+    beginning of a turn that the assistant goes on with.
     """
-    if not text.startswith(question):  # the template rewrites what precedes the turn, which is the last in any case
+    if not text.startswith(
+        question
+    ):  # the template rewrites what precedes the turn, which is the last in any case
         return text.rfind(content)
-    # Before the end of what both have in common, the same letters are the header's of the turn ("a" in "assistant");
-    # behind the content, they may be a part of the end of the turn.
+    # Before the end of what both have in common, the same letters are the header's of the turn ("a"
+    # in "assistant"); behind the content, they may be a part of the end of the turn.
     place = text.find(content, len(os.path.commonprefix([text, prompted])))
-    # A content that begins as the prompt ends, with the mark of a thought, begins in the common part.
+    # A content that begins as the prompt ends, with the mark of a thought, begins in the common
+    # part.
     return text.find(content, len(question)) if place < 0 else place
 
 
@@ -354,5 +417,6 @@ def check_one_beginning(tokenizer: Any, ids: Sequence[int]) -> None:
     beginning = tokenizer.bos_token_id
     if beginning is not None and len(ids) > 1 and ids[0] == ids[1] == beginning:
         raise ChatError(
-            "two beginnings of sequence: the chat template or the prompt writes one that the tokenizer adds as well"
+            "two beginnings of sequence: the chat template or the prompt writes one that the "
+            "tokenizer adds as well"
         )

@@ -1,4 +1,5 @@
-"""Special tokens that pictures and sounds of each family need, for tokenizers that are built in code.
+"""Special tokens that pictures and sounds of each family need, for tokenizers that are built in
+code.
 
 A directory of a model has its own tokenizer, which knows them already.
 """
@@ -30,14 +31,20 @@ _QWEN_AUDIO = MediaTokens(
     {"audio": "<|audio_start|><|audio_pad|><|audio_end|>"},
 )
 _GEMMA3 = MediaTokens(
-    {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+    {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    },
     {"image": "<start_of_image>"},
 )
 _GEMMA4 = MediaTokens(
-    {"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"}, {"image": "<|image|>"}
+    {"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"},
+    {"image": "<|image|>"},
 )
 _GEMMA4_AUDIO = MediaTokens(
-    {"boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>"}, {"audio": "<|audio|>"}
+    {"boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>"},
+    {"audio": "<|audio|>"},
 )
 _LLAMA4 = MediaTokens(
     {
@@ -91,9 +98,14 @@ def joined(classes: Iterable[str]) -> MediaTokens | None:
 
 
 def ids(config: Mapping[str, Any], tokenizer: Any) -> dict[str, int]:
-    """Returns the keys of `config` (config.json) that hold ids of such tokens, with the ids of the tokenizer.
+    """Returns the keys of `config` (config.json) that hold ids of such tokens, with the ids of the
+    tokenizer.
 
     A key whose token the tokenizer does not name is left out.
     """
     known = {key: getattr(tokenizer, name, None) for key, name in _KEYS.items() if key in config}
-    return {key: int(tokenizer.convert_tokens_to_ids(str(token))) for key, token in known.items() if token is not None}
+    return {
+        key: int(tokenizer.convert_tokens_to_ids(str(token)))
+        for key, token in known.items()
+        if token is not None
+    }

@@ -7,7 +7,8 @@ from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _CLOSE = 0.6
-"""Similarity from which a role counts as a misspelt one: `usr`, `User` and `assitant`, not `human`."""
+"""Similarity from which a role counts as a misspelt one: `usr`, `User` and `assitant`, not
+`human`."""
 
 
 def misspelt(role: str) -> str | None:
@@ -17,7 +18,8 @@ def misspelt(role: str) -> str | None:
 
 
 def unusual_role(role: str, tokenizer: Any) -> str | None:
-    """Returns what is wrong with a role that neither ROLES nor the chat template of the tokenizer names, or None."""
+    """Returns what is wrong with a role that neither ROLES nor the chat template of the tokenizer
+    names, or None."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     if role in ROLES or f"'{role}'" in template or f'"{role}"' in template:
         return None

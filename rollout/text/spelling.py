@@ -1,8 +1,8 @@
 """Texts that follow other texts.
 
-Tokenizers of SentencePiece (Llama 2, Mistral, Mixtral) write a space before a text that they encode alone, and leave out
-the first space of a text that they decode alone. A completion follows its prompt, so neither must happen to it: prompt
-and completion together are what their tokens spell.
+Tokenizers of SentencePiece (Llama 2, Mistral, Mixtral) write a space before a text that they encode
+alone, and leave out the first space of a text that they decode alone. A completion follows its
+prompt, so neither must happen to it: prompt and completion together are what their tokens spell.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 _PROBES = ("a", "0", ".")
 _BEFORE = ("\n", "=", "a", "0")
-"""Texts to encode in front of another one. A line break is a token of its own in vocabularies of SentencePiece."""
+"""Texts to encode in front of another one. A line break is a token of its own in vocabularies of
+SentencePiece."""
 
 
 def encode_after(tokenizer: Any, text: str) -> list[int]:
@@ -23,7 +24,10 @@ def encode_after(tokenizer: Any, text: str) -> list[int]:
     if not text or not _habits(tokenizer).writes_space:
         return alone
     for before in _BEFORE:
-        head, both = (list(tokenizer.encode(each, add_special_tokens=False)) for each in (before, before + text))
+        head, both = (
+            list(tokenizer.encode(each, add_special_tokens=False))
+            for each in (before, before + text)
+        )
         ids = both[len(head) :]
         is_cut = both[: len(head)] == head  # no token has a part of both texts
         if is_cut and decode_after(tokenizer, ids) == text:
@@ -43,8 +47,8 @@ def decode_after(tokenizer: Any, ids: Sequence[int], skip_special_tokens: bool =
 
 @dataclass(frozen=True)
 class _Habits:
-    """writes_space: a text that is encoded alone gets a space in front. anchor: tokens to decode in front of others, so
-    that these keep their first space; empty: they keep it anyway."""
+    """writes_space: a text that is encoded alone gets a space in front. anchor: tokens to decode in
+    front of others, so that these keep their first space; empty: they keep it anyway."""
 
     writes_space: bool
     anchor: tuple[int, ...]
@@ -58,5 +62,7 @@ def _habits(tokenizer: Any) -> _Habits:
         once, twice = (tokenizer.decode(ids * count, skip_special_tokens=False) for count in (1, 2))
         if not ids or tokenizer.unk_token_id in ids:
             continue
-        return _Habits(writes_space=twice != 2 * probe, anchor=tuple(ids) if twice != 2 * once else ())
+        return _Habits(
+            writes_space=twice != 2 * probe, anchor=tuple(ids) if twice != 2 * once else ()
+        )
     return _Habits(writes_space=False, anchor=())

@@ -1,7 +1,7 @@
 """Tokenizers: two that are built in code, and any Hugging Face directory.
 
-The built-in ones are ordinary `PreTrainedTokenizerFast` objects: `save_pretrained` writes a directory that
-`AutoTokenizer` loads. Code in a tokenizer's directory is never run.
+The built-in ones are ordinary `PreTrainedTokenizerFast` objects: `save_pretrained` writes a
+directory that `AutoTokenizer` loads. Code in a tokenizer's directory is never run.
 """
 
 from __future__ import annotations
@@ -17,12 +17,22 @@ from rollout.text.spelling import decode_after, encode_after
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
+SPECIALS = (
+    "<pad>",
+    "<bos>",
+    "<eos>",
+    "<unk>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+    "<|end|>",
+)
 """Ids 0 to 7 of the built-in tokenizers."""
 
 BUILT_IN = ("bytes", "characters")
 
-# Turns of the assistant end with the end-of-sequence token, which stops generation; other turns end with <|end|>.
+# Turns of the assistant end with the end-of-sequence token, which stops generation; other turns end
+# with <|end|>.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|' + message['role'] + '|>' -}}
@@ -35,7 +45,8 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 
-# In front of the template of a model that reads pictures or sounds: the text of a content with parts.
+# In front of the template of a model that reads pictures or sounds: the text of a content with
+# parts.
 _PARTS = """\
 {%- macro text_of(content) -%}
 {%- if content is string -%}{{- content -}}
@@ -55,7 +66,8 @@ _PARTS = """\
 class MediaTokens:
     """What a built-in tokenizer needs for a model that reads pictures or sounds.
 
-    names: attribute of the tokenizer -> special token, such as `image_token`, in the order of their ids.
+    names: attribute of the tokenizer -> special token, such as `image_token`, in the order of their
+    ids.
     written: kind of a part ("image", "audio") -> the text that the chat template writes for it.
     """
 
@@ -81,11 +93,12 @@ def load_tokenizer(
         source: `characters`, `bytes`, or a directory with a tokenizer.
         alphabet: the characters that `characters` knows.
         chat_template: file of a jinja template that replaces the tokenizer's own.
-        media: special tokens of pictures and sounds, which a built-in tokenizer gets after all others.
+        media: special tokens of pictures and sounds, which a built-in tokenizer gets after all
+        others.
 
     Raises:
-        ValueError: the directory has no tokenizer, the tokenizer has no end-of-sequence token, or the source has no
-        use for an
+        ValueError: the directory has no tokenizer, the tokenizer has no end-of-sequence token, or
+        the source has no use for an
             alphabet, or needs one.
     """
     if (source == "characters") != (alphabet is not None):
@@ -102,12 +115,16 @@ def load_tokenizer(
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"chat_template: {chat_template}: {error}") from None
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"{source}: the tokenizer has no end-of-sequence token; set eos_token in its configuration")
+        raise ValueError(
+            f"{source}: the tokenizer has no end-of-sequence token; set eos_token in its "
+            "configuration"
+        )
     return tokenizer
 
 
 def characters(alphabet: str, media: MediaTokens | None = None) -> PreTrainedTokenizerFast:
-    """Builds a tokenizer with one token for each character of `alphabet`; any other character is <unk>."""
+    """Builds a tokenizer with one token for each character of `alphabet`; any other character is
+    <unk>."""
     from tokenizers import Regex, decoders, models, pre_tokenizers
 
     if not alphabet or len(set(alphabet)) < len(alphabet):
@@ -115,11 +132,14 @@ def characters(alphabet: str, media: MediaTokens | None = None) -> PreTrainedTok
     vocabulary = {token: number for number, token in enumerate([*SPECIALS, *alphabet])}
     # [\s\S]: a dot leaves out line breaks.
     splitter = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    return _wrapped(models.WordLevel(vocabulary, unk_token="<unk>"), splitter, decoders.Fuse(), media)
+    return _wrapped(
+        models.WordLevel(vocabulary, unk_token="<unk>"), splitter, decoders.Fuse(), media
+    )
 
 
 def byte_level(media: MediaTokens | None = None) -> PreTrainedTokenizerFast:
-    """Builds a tokenizer with one token for each byte of UTF-8, so that decoding returns any text unchanged."""
+    """Builds a tokenizer with one token for each byte of UTF-8, so that decoding returns any text
+    unchanged."""
     from tokenizers import decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -129,25 +149,31 @@ def byte_level(media: MediaTokens | None = None) -> PreTrainedTokenizerFast:
 
 
 def stop_ids(tokenizer: Any, directory: str | Path | None = None) -> tuple[int, ...]:
-    """Returns the tokens that end a completion: the tokenizer's end of sequence, and the ids at which transformers ends
-    completions of the model in `directory`.
+    """Returns the tokens that end a completion: the tokenizer's end of sequence, and the ids at
+    which transformers ends completions of the model in `directory`.
 
-    Chat models list several (end of turn, end of text); a generator that knows only one of them does not stop at the
-    others. Raises ModelFileError for files of the directory that cannot be read.
+    Chat models list several (end of turn, end of text); a generator that knows only one of them
+    does not stop at the others. Raises ModelFileError for files of the directory that cannot be
+    read.
     """
     from policy.huggingface import generation_config
 
-    ids = {tokenizer.eos_token_id, *(() if directory is None else generation_config.stop_ids(directory))}
+    ids = {
+        tokenizer.eos_token_id,
+        *(() if directory is None else generation_config.stop_ids(directory)),
+    }
     return tuple(sorted(token for token in ids if token is not None))
 
 
 def first_stop(
     tokenizer: Any, tokens: list[int], before: int, stop: tuple[str, ...], min_tokens: int = 0
 ) -> int | None:
-    """Returns the number of tokens up to the one, after the first `before` and the first `min_tokens`, that completes a
-    string of `stop`; None if none does."""
+    """Returns the number of tokens up to the one, after the first `before` and the first
+    `min_tokens`, that completes a string of `stop`; None if none does."""
     # Where the last characters of the first tokens are not complete, the search begins before them.
-    skipped = len(decode_after(tokenizer, tokens[:min_tokens]).rstrip("\ufffd")) if min_tokens else 0
+    skipped = (
+        len(decode_after(tokenizer, tokens[:min_tokens]).rstrip("\ufffd")) if min_tokens else 0
+    )
 
     def has_stop(end: int) -> bool:
         text = decode_after(tokenizer, tokens[:end])
@@ -159,7 +185,8 @@ def first_stop(
 
 
 def bad_word_tokens(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns the token sequences that spell these words inside a text, each without blanks in front and with one.
+    """Returns the token sequences that spell these words inside a text, each without blanks in
+    front and with one.
 
     Raises ValueError for a word without tokens.
     """
@@ -173,14 +200,19 @@ def bad_word_tokens(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, 
     return tuple(sequences)
 
 
-def _wrapped(model: Any, splitter: Any, decoder: Any, media: MediaTokens | None) -> PreTrainedTokenizerFast:
+def _wrapped(
+    model: Any, splitter: Any, decoder: Any, media: MediaTokens | None
+) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(model)
-    backend.pre_tokenizer, backend.decoder = splitter, decoder
+    backend.pre_tokenizer = splitter
+    backend.decoder = decoder
     names = {} if media is None else dict(media.names)
-    backend.add_special_tokens(list(dict.fromkeys(names.values())))  # in this order, after all others
+    backend.add_special_tokens(
+        list(dict.fromkeys(names.values()))
+    )  # in this order, after all others
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",
@@ -198,13 +230,24 @@ def _from_directory(directory: Path):
     from transformers import AutoTokenizer
 
     if not directory.is_dir():
-        raise ValueError(f"no tokenizer {directory}: give a directory or one of {', '.join(BUILT_IN)}")
+        raise ValueError(
+            f"no tokenizer {directory}: give a directory or one of {', '.join(BUILT_IN)}"
+        )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-        # Multimodal directories of transformers 4 keep the template in a file that only processors read.
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+        # Multimodal directories of transformers 4 keep the template in a file that only processors
+        # read.
         file = directory / "chat_template.json"
         if not tokenizer.chat_template and file.is_file():
-            tokenizer.chat_template = json.loads(file.read_text(encoding="utf-8-sig"))["chat_template"]
-    except Exception as error:  # transformers and tokenizers raise any class for files that they cannot read
-        raise ValueError(f"{directory}: no tokenizer can be read from it: {type(error).__name__}: {error}") from None
+            tokenizer.chat_template = json.loads(file.read_text(encoding="utf-8-sig"))[
+                "chat_template"
+            ]
+    except (
+        Exception
+    ) as error:  # transformers and tokenizers raise any class for files that they cannot read
+        raise ValueError(
+            f"{directory}: no tokenizer can be read from it: {type(error).__name__}: {error}"
+        ) from None
     return tokenizer

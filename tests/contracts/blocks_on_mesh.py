@@ -1,8 +1,8 @@
 """Attention in blocks on a mesh of four CPU devices, compared with the dense form on one: run by
 test_blocks_on_a_mesh.py.
 
-Prints a JSON object: for each mesh the largest difference of log-probabilities and of gradients (over the largest
-gradient), and the kinds of collectives inside the loops over blocks.
+Prints a JSON object: for each mesh the largest difference of log-probabilities and of gradients
+(over the largest gradient), and the kinds of collectives inside the loops over blocks.
 """
 
 import json
@@ -23,7 +23,11 @@ from policy.modes import make_step
 MESHES = {
     "rows": ({"fsdp": 4}, {}, "Llama"),
     "heads": ({"fsdp": 2, "tensor": 2}, {}, "Llama"),
-    "query heads alone": ({"tensor": 4}, {"num_attention_heads": 8, "num_key_value_heads": 2}, "Llama"),
+    "query heads alone": (
+        {"tensor": 4},
+        {"num_attention_heads": 8, "num_key_value_heads": 2},
+        "Llama",
+    ),
     "explicit": ({"fsdp": 2, "tensor": 2}, {}, "Llama"),
     "latent": ({"fsdp": 2, "tensor": 2}, {}, "DeepseekV3"),
 }
@@ -52,9 +56,12 @@ def computed(mesh, family, sizes):
 
 
 def in_loops(program: str) -> list[str]:
-    """The kinds of collectives inside of loops: layers are unrolled, so that the loops are those over blocks."""
+    """The kinds of collectives inside of loops: layers are unrolled, so that the loops are those
+    over blocks."""
     kinds = r"(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
-    return sorted({match for line in of_loops(program) for match in re.findall(rf" {kinds}[\w-]*\(", line)})
+    return sorted(
+        {match for line in of_loops(program) for match in re.findall(rf" {kinds}[\w-]*\(", line)}
+    )
 
 
 def of_loops(program: str) -> list[str]:
@@ -66,14 +73,18 @@ def compare() -> dict:
     result, sizes, long = {}, block_attention.SIZES, 10**6
     for name, (degrees, options, family) in MESHES.items():
         sizes["cpu"] = long
-        expected, logp, _ = computed(layout({"fsdp": 1}, devices=jax.devices()[:1]), family, options)
+        expected, logp, _ = computed(
+            layout({"fsdp": 1}, devices=jax.devices()[:1]), family, options
+        )
         sizes["cpu"] = 8
         mesh = layout(degrees, **({"explicit": True} if name == "explicit" else {}))
         grads, other, program = computed(mesh, family, options)
         largest = max(np.abs(grad).max() for grad in expected.values())
         result[name] = {
             "logp": float(np.abs(other - logp).max()),
-            "gradient": max(float(np.abs(grads[path] - grad).max() / largest) for path, grad in expected.items()),
+            "gradient": max(
+                float(np.abs(grads[path] - grad).max() / largest) for path, grad in expected.items()
+            ),
             "collectives": in_loops(program),
             "loops": len(of_loops(program)),
         }

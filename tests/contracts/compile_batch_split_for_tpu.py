@@ -3,9 +3,9 @@ test_experts_for_tpu.py.
 
     python compile_batch_split_for_tpu.py split|plain [rule of quantization]
 
-Prints what the scheduled program does with tokens between devices, as a JSON list of [kind, batches, products]: an
-all-gather or a reduce-scatter, the micro-batches whose tokens it moves, and the micro-batches of each grouped product
-between its start and its end. Needs libtpu.
+Prints what the scheduled program does with tokens between devices, as a JSON list of [kind,
+batches, products]: an all-gather or a reduce-scatter, the micro-batches whose tokens it moves, and
+the micro-batches of each grouped product between its start and its end. Needs libtpu.
 """
 
 import json
@@ -41,11 +41,20 @@ SIZES = {
 
 
 def compiled(split: bool, rule: str | None) -> str:
-    """The text of the scheduled program, in bfloat16, with all that the schedule asks of the compiler."""
-    mesh = layout({"expert": DEVICES}, devices=topologies.get_topology_desc("v5p:2x2x1", platform="tpu").devices)
+    """The text of the scheduled program, in bfloat16, with all that the schedule asks of the
+    compiler."""
+    mesh = layout(
+        {"expert": DEVICES},
+        devices=topologies.get_topology_desc("v5p:2x2x1", platform="tpu").devices,
+    )
     config = families.read(configuration("DeepseekV3", **STANDARD["DeepseekV3"] | SIZES))
     asked = Runtime(
-        dtype="bfloat16", param_dtype="bfloat16", scan=False, remat="none", batch_split=True, quantization=rule
+        dtype="bfloat16",
+        param_dtype="bfloat16",
+        scan=False,
+        remat="none",
+        batch_split=True,
+        quantization=rule,
     )
     options = batch_split.compiler_options(Graph(config, asked, mesh).runtime)
     graph = Graph(config, asked, mesh).at(batch_split=split)
@@ -54,7 +63,9 @@ def compiled(split: bool, rule: str | None) -> str:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh.sharding(axes, shape))
 
     def loss(trained, still, tokens, segments):
-        hidden, *_ = graph.decoder(trained | still)(tokens, make_step(tokens, segments=segments), None, graph.runtime)
+        hidden, *_ = graph.decoder(trained | still)(
+            tokens, make_step(tokens, segments=segments), None, graph.runtime
+        )
         return jnp.sum(jnp.square(hidden.astype(jnp.float32)))
 
     params = {path: put(s.shape, s.dtype, *graph.axes[path]) for path, s in graph.shapes.items()}
@@ -69,12 +80,13 @@ def compiled(split: bool, rule: str | None) -> str:
 
 
 class Program:
-    """The entry computation of a scheduled program: its instructions in their order, and whose tokens each result
-    depends on.
+    """The entry computation of a scheduled program: its instructions in their order, and whose
+    tokens each result depends on.
 
-    A micro-batch is named after its first gather of tokens. What depends on several is taken for nobody's: the loss is
-    of all. So a gather of gradients starts out as nobody's too, and belongs to the micro-batch of whatever it is first
-    used together with."""
+    A micro-batch is named after its first gather of tokens. What depends on several is taken for
+    nobody's: the loss is of all. So a gather of gradients starts out as nobody's too, and belongs
+    to the micro-batch of whatever it is first used together with.
+    """
 
     def __init__(self, text: str):
         entry = text[re.search(r"^ENTRY ", text, re.M).start() :]
@@ -101,7 +113,10 @@ class Program:
 
     def _owners(self) -> dict[str, str | None]:
         """The micro-batch of every result."""
-        owners, elements = {}, {}  # by element of a tuple, so that what only passes through one together stays apart
+        owners, elements = (
+            {},
+            {},
+        )  # by element of a tuple, so that what only passes through one together stays apart
         for name, kind, operation, shapes, operands, index in self.lines:
             if operation == "get-tuple-element" and operands[0] in elements:
                 owners[name] = elements[operands[0]][index]
@@ -110,7 +125,11 @@ class Program:
                 elements[name] = [owners[operand] for operand in operands]
             result = {owners.get(operand) for operand in operands} - {None}
             owners[name] = result.pop() if len(result) == 1 else None
-            if not result and owners[name] is None and self._gathers_tokens(kind, operation, shapes):
+            if (
+                not result
+                and owners[name] is None
+                and self._gathers_tokens(kind, operation, shapes)
+            ):
                 owners[name] = self.same.get(name, name)
         return owners
 
@@ -118,7 +137,8 @@ class Program:
         return kind == "all-gather" and operation == "async-done" and _of_tokens(shapes, kind)
 
     def _recognised(self) -> dict[str, str]:
-        """Gathers taken for the first of a micro-batch that are used together with something of another one."""
+        """Gathers taken for the first of a micro-batch that are used together with something of
+        another one."""
         owners = self._owners()
         firsts = [name for name, kind, operation, shapes, *_ in self.lines if owners[name] == name]
         for first in firsts:
@@ -136,8 +156,8 @@ class Program:
 
 
 def _instruction(line: str):
-    """(name, "product", a collective or None, operation, shapes of the result, operands, index) of a line of a
-    program.
+    """(name, "product", a collective or None, operation, shapes of the result, operands, index) of
+    a line of a program.
     """
     result = re.match(r"\s*(?:ROOT )?%(\S+) = (.*?) ([\w-]+)\((.*)", line)
     if not result:
@@ -146,12 +166,15 @@ def _instruction(line: str):
     operands = re.findall(r"%([\w.-]+)", rest.split(")")[0])
     index = re.search(r"index=(\d+)", rest.split(")", 1)[-1])
     collective = re.match(r"(all-gather|reduce-scatter)", name)
-    kind = "product" if name.startswith("ragged-dot-none") else collective[1] if collective else None
+    kind = (
+        "product" if name.startswith("ragged-dot-none") else collective[1] if collective else None
+    )
     return name, kind, operation, shapes, operands, int(index[1]) if index else None
 
 
 def _of_tokens(shapes: str, kind: str) -> bool:
-    """Whether a collective moves hidden states: its result is [tokens, hidden] of all devices, or of one."""
+    """Whether a collective moves hidden states: its result is [tokens, hidden] of all devices, or
+    of one."""
     dims = [int(d) for d in re.search(r"\[([\d,]*)\]", shapes)[1].split(",") if d]
     tokens = math.prod(dims) // SIZES["hidden_size"]
     full = ROWS * LENGTH // (1 if kind == "all-gather" else DEVICES)

@@ -1,11 +1,12 @@
-"""Compiles decoding over a paged cache for a TPU slice and prints, as JSON, what a step moves in the memory of a chip.
+"""Compiles decoding over a paged cache for a TPU slice and prints, as JSON, what a step moves in
+the memory of a chip.
 
     python compile_decode_for_tpu.py PRESET TOPOLOGY DEGREES ROWS PAGES_OF_A_ROW RULES
 
-The program makes STEPS greedy tokens for every row, in a loop, as a generator does. Bytes are those of a step on one
-chip: a kernel reads every page of every row that the chip has once, with what fills up its entries. Compared with
-`ideal`: every weight but the embedding, of which only the rows of the tokens are read, and every entry of the cache
-once, as numbers.
+The program makes STEPS greedy tokens for every row, in a loop, as a generator does. Bytes are those
+of a step on one chip: a kernel reads every page of every row that the chip has once, with what
+fills up its entries. Compared with `ideal`: every weight but the embedding, of which only the rows
+of the tokens are read, and every entry of the cache once, as numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ KERNELS = {"k": "paged_attention", "latent": "latent_paged_attention"}
 
 
 def decoding(graph):
-    """(params, cache, tokens [B], lengths [B], active [B], table [B, M]) -> (cache, tokens [STEPS, B])."""
+    """(params, cache, tokens [B], lengths [B], active [B], table [B, M]) -> (cache, tokens [STEPS,
+    B])."""
 
     def run(params, cache, tokens, lengths, active, table):
         def one(i, carry):
@@ -49,7 +51,9 @@ def decoding(graph):
             token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             return cache, token, made.at[i].set(token)
 
-        cache, _, made = jax.lax.fori_loop(0, STEPS, one, (cache, tokens, jnp.zeros((STEPS, *tokens.shape), jnp.int32)))
+        cache, _, made = jax.lax.fori_loop(
+            0, STEPS, one, (cache, tokens, jnp.zeros((STEPS, *tokens.shape), jnp.int32))
+        )
         return caches.constrained(cache, graph.layout), made
 
     return run
@@ -61,19 +65,25 @@ def local(array) -> int:
 
 
 def report(preset: str, topology: str, degrees: dict, rows: int, width: int, rules: dict) -> dict:
-    devices = topologies.get_topology_desc(topology, platform="tpu").devices[: math.prod(degrees.values())]
+    devices = topologies.get_topology_desc(topology, platform="tpu").devices[
+        : math.prod(degrees.values())
+    ]
     mesh = layout(degrees, rules, devices=devices)
     graph = Graph(sources.preset(preset), Runtime(dtype="bfloat16", param_dtype="bfloat16"), mesh)
 
     def put(array, axes):
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=mesh.sharding(axes, array.shape))
+        return jax.ShapeDtypeStruct(
+            array.shape, array.dtype, sharding=mesh.sharding(axes, array.shape)
+        )
 
     def ids(*shape):
         return put(jax.ShapeDtypeStruct(shape, jnp.int32), ("batch", None)[: len(shape)])
 
     parts = math.prod(degrees.get(axis, 1) for axis in ("data", "fsdp", "expert"))
     number = parts * (rows // parts * width + 1)
-    cache = jax.eval_shape(lambda: caches.create(graph.config, rows, Pages(number, SIZE), "bfloat16", scan=True))
+    cache = jax.eval_shape(
+        lambda: caches.create(graph.config, rows, Pages(number, SIZE), "bfloat16", scan=True)
+    )
     cache = jax.tree.map(lambda array: put(array, pages.AXES), cache)
     params = {path: put(shape, graph.axes[path]) for path, shape in graph.shapes.items()}
     arguments = (params, cache, ids(rows), ids(rows), ids(rows), ids(rows, width))
@@ -89,7 +99,9 @@ def report(preset: str, topology: str, degrees: dict, rows: int, width: int, rul
     program = HloProgram(text, {kernel: formula})
     moved = program.moved()
     shapes = {tuple(p.sharding.shard_shape(p.shape)) for p in params.values()}
-    full = sum(size * pools[0][name].dim // pools[0][name].array.shape[-1] for name, size in layer.items())
+    full = sum(
+        size * pools[0][name].dim // pools[0][name].array.shape[-1] for name, size in layer.items()
+    )
     strangers = [
         (m.name, array, size)
         for m in moved
@@ -101,7 +113,8 @@ def report(preset: str, topology: str, degrees: dict, rows: int, width: int, rul
     return {
         "bytes": sum(m.bytes for m in moved) / STEPS,
         "ideal": weights + cached,
-        "kernel_calls": sum(m.times for m in moved if m.arrays and m.arrays[0][0] == kernel) / STEPS,
+        "kernel_calls": sum(m.times for m in moved if m.arrays and m.arrays[0][0] == kernel)
+        / STEPS,
         "layer": full,
         "temporary": compiled.memory_analysis().temp_size_in_bytes,
         "strangers": strangers,

@@ -1,9 +1,10 @@
-"""Compiles the decoding of a shipped configuration for its TPU slice, and prints what a token moves as JSON.
+"""Compiles the decoding of a shipped configuration for its TPU slice, and prints what a token moves
+as JSON.
 
     python compile_shipped_decode_for_tpu.py grpo_deepseek v5p:8x8x4
 
-Prints {"moved", "arguments", "temporary": bytes; "kernels": calls by name; "most": the instructions that move most}.
-All are per chip and decoded token, by the counting of `rl plan`. Needs libtpu.
+Prints {"moved", "arguments", "temporary": bytes; "kernels": calls by name; "most": the instructions
+that move most}. All are per chip and decoded token, by the counting of `rl plan`. Needs libtpu.
 """
 
 from __future__ import annotations

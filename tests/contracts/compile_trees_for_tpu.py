@@ -1,8 +1,10 @@
-"""Compiles the gradient of two layers over rows of trees for chips of a TPU, without one: run by test_flash_for_tpu.py.
+"""Compiles the gradient of two layers over rows of trees for chips of a TPU, without one: run by
+test_flash_for_tpu.py.
 
     python compile_trees_for_tpu.py TOPOLOGY MESH(JSON) TOKENS
 
-Prints as JSON the calls of attention kernels in the program and the MiB of its temporaries on a device. Needs libtpu.
+Prints as JSON the calls of attention kernels in the program and the MiB of its temporaries on a
+device. Needs libtpu.
 """
 
 import json
@@ -35,12 +37,17 @@ SIZES = {
 
 
 def main(topology: str, degrees: dict, tokens: int) -> dict:
-    devices = topologies.get_topology_desc(topology, platform="tpu").devices[: math.prod(degrees.values())]
+    devices = topologies.get_topology_desc(topology, platform="tpu").devices[
+        : math.prod(degrees.values())
+    ]
     mesh = layout(degrees, devices=devices)
     config = families.read(configuration("Llama", **STANDARD["Llama"] | SIZES))
-    graph = Graph(config, Runtime(dtype="bfloat16", param_dtype="bfloat16", scan=True, remat="full"), mesh)
+    graph = Graph(
+        config, Runtime(dtype="bfloat16", param_dtype="bfloat16", scan=True, remat="full"), mesh
+    )
     params = {
-        path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=graph.shardings[path]) for path, a in graph.shapes.items()
+        path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=graph.shardings[path])
+        for path, a in graph.shapes.items()
     }
     shape = (ROWS, tokens)
     rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=mesh.sharding(("batch", None), shape))

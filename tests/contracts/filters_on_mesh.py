@@ -1,8 +1,8 @@
-"""Updates over the ids that filters left, and generators that record them, on meshes of eight CPU devices, compared
-with one device: run by test_filters_on_a_mesh.py.
+"""Updates over the ids that filters left, and generators that record them, on meshes of eight CPU
+devices, compared with one device: run by test_filters_on_a_mesh.py.
 
-Prints a JSON object: for each mesh the largest difference of log-probabilities and entropies, of what weights moved by
-over the norm of the leaf, and whether completions and their ids are the same.
+Prints a JSON object: for each mesh the largest difference of log-probabilities and entropies, of
+what weights moved by over the norm of the leaf, and whether completions and their ids are the same.
 """
 
 import json
@@ -19,7 +19,9 @@ from policy.mesh.sharding import layout
 from rl.training.packing.trees import Sharing
 from rollout import Generator, GeneratorOptions, SamplingParams
 
-CONFIGURATION = configuration("Llama", **learners.SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 4})
+CONFIGURATION = configuration(
+    "Llama", **learners.SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 4}
+)
 MESHES = {
     "fsdp": ({"fsdp": 8}, False),
     "tensor": ({"tensor": 4}, False),
@@ -31,7 +33,8 @@ PARAMS = SamplingParams(n=2, max_new_tokens=6, temperature=1.3, top_k=9, top_p=0
 
 
 def batch():
-    """Groups of completions whose tokens have up to six ids, or leave them out, some of them none."""
+    """Groups of completions whose tokens have up to six ids, or leave them out, some of them
+    none."""
     data, rng = shared_prefixes.groups(learners.VOCAB), np.random.default_rng(5)
     ids = np.full((*data.tokens.shape, 6), -1, np.int32)
     for n, t in np.argwhere(data.mask > 0):
@@ -54,7 +57,10 @@ def computed(mesh, sharing) -> tuple:
         model, learners.stage({"name": "grpo", "kl_coef": 0.1, "entropy_coef": 0.1}), fresh=True
     )
     trainer.sharing = sharing
-    before, numbers = learners.host(state.policy.params), np.stack(trainer.logprobs(state.policy.params, batch()))
+    before, numbers = (
+        learners.host(state.policy.params),
+        np.stack(trainer.logprobs(state.policy.params, batch())),
+    )
     state, _ = trainer.update(state, batch())
     after = learners.host(state.policy.params)
     drawn = [(each.tokens, each.kept.tolist(), each.kept_counts) for each in completions]
@@ -65,7 +71,9 @@ def compare() -> dict:
     expected, result = computed(layout({"fsdp": 1}, devices=jax.devices()[:1]), None), {}
     for name, (degrees, explicit) in MESHES.items():
         devices = jax.devices()[: int(np.prod(list(degrees.values())))]
-        numbers, moved, drawn = computed(layout(degrees, devices=devices, explicit=explicit), Sharing(length_factor=2))
+        numbers, moved, drawn = computed(
+            layout(degrees, devices=devices, explicit=explicit), Sharing(length_factor=2)
+        )
         result[name] = {
             "logp": float(np.abs(numbers - expected[0]).max()),
             "weights": max(shared_prefixes.differences(expected[1], moved).values()),

@@ -1,5 +1,6 @@
-"""Run by test_in_place_on_a_mesh.py where eight devices are forced: prints, as JSON, what a trainer and its generator
-do with the arrays of a run, and whether a checkpoint of theirs comes back on other meshes."""
+"""Run by test_in_place_on_a_mesh.py where eight devices are forced: prints, as JSON, what a trainer
+and its generator do with the arrays of a run, and whether a checkpoint of theirs comes back on
+other meshes."""
 
 import json
 import sys
@@ -41,10 +42,11 @@ def on_a_device(tree) -> int:
 
 
 def trained(mode: str):
-    """(trainer, state, model) after an update of policy and critic; moments are cut over copies of the weights too.
-    `mode` is
-    auto, or explicit: with shardings in the types."""
-    model = learners.dense(mesh=layout(DEGREES, moments_over_data=True, explicit=mode == "explicit"))
+    """(trainer, state, model) after an update of policy and critic; moments are cut over copies of
+    the weights too. `mode` is auto, or explicit: with shardings in the types."""
+    model = learners.dense(
+        mesh=layout(DEGREES, moments_over_data=True, explicit=mode == "explicit")
+    )
     trainer, state = learners.begin(model, learners.stage("ppo"), fresh=True)
     state, _ = trainer.update(state, learners.batch())
     return trainer, state, Model(model.graph, state.policy.params)
@@ -53,8 +55,14 @@ def trained(mode: str):
 def in_place(trainer, state) -> dict:
     """Bytes of a device that each update writes in place, and those of what it owns."""
     both = {"policy": (trainer.policy, state.policy), "critic": (trainer.critic, state.critic)}
-    written = {name: [memory.aliased for memory in one.executable.memory.values()] for name, (one, _) in both.items()}
-    return {"written": written, "held": {name: on_a_device(learner) for name, (_, learner) in both.items()}}
+    written = {
+        name: [memory.aliased for memory in one.executable.memory.values()]
+        for name, (one, _) in both.items()
+    }
+    return {
+        "written": written,
+        "held": {name: on_a_device(learner) for name, (_, learner) in both.items()},
+    }
 
 
 def completed(generator) -> list:
@@ -62,9 +70,9 @@ def completed(generator) -> list:
 
 
 def read(model) -> tuple[dict, list]:
-    """(findings, completions). What programs of a generator are given as weights: whether they are the arrays of the
-    model, with the same buffers, sharded as the program was compiled for; and how many bytes these programs write in
-    place."""
+    """(findings, completions). What programs of a generator are given as weights: whether they are
+    the arrays of the model, with the same buffers, sharded as the program was compiled for; and how
+    many bytes these programs write in place."""
     generator = Generator(model, max_length=32, slots=4)
     completed(generator)  # compiles
     runner, given = generator.engine.runner, []
@@ -78,21 +86,33 @@ def read(model) -> tuple[dict, list]:
         return run
 
     for name, program in runner.executables.items():
-        program._compiled = {shape: watched(name, compiled) for shape, compiled in program._compiled.items()}
+        program._compiled = {
+            shape: watched(name, compiled) for shape, compiled in program._compiled.items()
+        }
     generator.reset_prefix_cache()
     made, result = completed(generator), {"prefill": [], "decode": []}
     for name, compiled, params in given:
         if name in result:
             same = [
-                params[path] is array and pointers(params[path]) == before[path] for path, array in model.params.items()
+                params[path] is array and pointers(params[path]) == before[path]
+                for path, array in model.params.items()
             ]
             # None where it is not used: prefill needs no more of the last layer than its keys.
-            places = {path: place for path, place in compiled.input_shardings[0][0].items() if place is not None}
+            places = {
+                path: place
+                for path, place in compiled.input_shardings[0][0].items()
+                if place is not None
+            }
             sharded = [
-                place.is_equivalent_to(params[path].sharding, params[path].ndim) for path, place in places.items()
+                place.is_equivalent_to(params[path].sharding, params[path].ndim)
+                for path, place in places.items()
             ]
-            result[name].append(all(same) and all(sharded) and (len(sharded) == len(same) or name == "prefill"))
-    result["written"] = max(memory.aliased for key, memory in runner.memory.items() if key[0] in ("prefill", "decode"))
+            result[name].append(
+                all(same) and all(sharded) and (len(sharded) == len(same) or name == "prefill")
+            )
+    result["written"] = max(
+        memory.aliased for key, memory in runner.memory.items() if key[0] in ("prefill", "decode")
+    )
     return result | {"cache": on_a_device(generator.engine.batch.full_cache())}, made
 
 
@@ -106,8 +126,13 @@ def elastic(state, folder) -> dict:
         model = learners.dense(mesh=layout(degrees, devices=devices, **how))
         template = learners.trainer(model, learners.stage("ppo")).abstract()
         number, restored, host = checkpoints.restore(template)
-        same = learners.same_bits(learners.host(restored), expected) and (number, host) == (1, {"progress": 3})
-        put = jax.tree.map(lambda array, requested: array.sharding == requested.sharding, restored, template)
+        same = learners.same_bits(learners.host(restored), expected) and (number, host) == (
+            1,
+            {"progress": 3},
+        )
+        put = jax.tree.map(
+            lambda array, requested: array.sharding == requested.sharding, restored, template
+        )
         result[name] = bool(same and all(jax.tree.leaves(put)))
         if name == "one":  # and from there back to all devices
             checkpoints.save(2, restored, {}, wait=True)
@@ -117,13 +142,19 @@ def elastic(state, folder) -> dict:
 
 
 def resharded(model, plain: list) -> dict:
-    """Compares completions with weights resharded for decoding with `plain`, the completions with the training
-    sharding."""
-    generator = Generator(model, max_length=32, slots=4, options=GeneratorOptions(rules=STATIONARY_RULES))
+    """Compares completions with weights resharded for decoding with `plain`, the completions with
+    the training sharding."""
+    generator = Generator(
+        model, max_length=32, slots=4, options=GeneratorOptions(rules=STATIONARY_RULES)
+    )
     generator.reshard_for_rollout()
     copies = generator.weights._copies
     moved = completed(generator)
-    kept = all(array is model.params[path] for path, array in generator._params.items() if path not in copies)
+    kept = all(
+        array is model.params[path]
+        for path, array in generator._params.items()
+        if path not in copies
+    )
     share = sum(a.nbytes for path, a in model.params.items() if path in copies) / sum(
         a.nbytes for a in model.params.values()
     )
@@ -131,7 +162,8 @@ def resharded(model, plain: list) -> dict:
     return {
         "equal": [c.tokens for c in plain] == [c.tokens for c in moved],
         "logprobs": max(
-            float(np.abs(np.subtract(a.logprobs, b.logprobs)).max()) for a, b in zip(plain, moved, strict=True)
+            float(np.abs(np.subtract(a.logprobs, b.logprobs)).max())
+            for a, b in zip(plain, moved, strict=True)
         ),
         "kept": kept,
         "share": share,
@@ -140,26 +172,36 @@ def resharded(model, plain: list) -> dict:
 
 
 def quantised(model) -> dict:
-    """Compares quantised weights that are resharded with quantised weights in the training sharding: one program makes
-    both."""
+    """Compares quantised weights that are resharded with quantised weights in the training
+    sharding: one program makes both."""
     plain, moved = (
-        RolloutWeights(model.graph, "int8", rules).with_copies(model.params) for rules in (None, STATIONARY_RULES)
+        RolloutWeights(model.graph, "int8", rules).with_copies(model.params)
+        for rules in (None, STATIONARY_RULES)
     )
-    same = [learners.same_bits(learners.host(plain[path]), learners.host(moved[path])) for path in model.params]
+    same = [
+        learners.same_bits(learners.host(plain[path]), learners.host(moved[path]))
+        for path in model.params
+    ]
     graph = model.graph.for_inference(STATIONARY_RULES)
-    values = {path: moved[path].qvalue if path in graph.inputs else moved[path] for path in model.params}
-    put = [values[path].sharding.is_equivalent_to(graph.sharding(path), values[path].ndim) for path in model.params]
+    values = {
+        path: moved[path].qvalue if path in graph.inputs else moved[path] for path in model.params
+    }
+    put = [
+        values[path].sharding.is_equivalent_to(graph.sharding(path), values[path].ndim)
+        for path in model.params
+    ]
     return {"same": all(same), "sharded": all(put)}
 
 
 def copied(model) -> dict:
-    """Whether a copy of rows over a cut cache is right, and bytes of a device: what its program needs and writes in
-    place, the cache, and one row of it."""
+    """Whether a copy of rows over a cut cache is right, and bytes of a device: what its program
+    needs and writes in place, the cache, and one row of it."""
     generator = Generator(model, max_length=32, slots=16)
     programs = generator.engine.runner
     cache = programs.empty()
     filled = jax.tree.map(
-        lambda a: jax.device_put(np.arange(a.size, dtype=a.dtype).reshape(a.shape), a.sharding), cache
+        lambda a: jax.device_put(np.arange(a.size, dtype=a.dtype).reshape(a.shape), a.sharding),
+        cache,
     )
     expected = [np.array(array) for array in jax.tree.leaves(filled)]
     result = jax.tree.leaves(programs.copy_rows(filled, [(0, 5), (5, 15), (14, 1)]))
@@ -168,7 +210,13 @@ def copied(model) -> dict:
     memory, size = programs.memory["copy",], on_a_device(result)
     rows = result[0].sharding.shard_shape(result[0].shape)[1]
     same = all(np.array_equal(array, other) for array, other in zip(result, expected, strict=True))
-    return {"same": same, "needed": memory.temporaries, "written": memory.aliased, "cache": size, "row": size // rows}
+    return {
+        "same": same,
+        "needed": memory.temporaries,
+        "written": memory.aliased,
+        "cache": size,
+        "row": size // rows,
+    }
 
 
 def main() -> None:

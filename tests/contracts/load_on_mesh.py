@@ -3,8 +3,8 @@ test_loading_on_a_mesh.py.
 
     python load_on_mesh.py DIRECTORY ...
 
-Prints a JSON object: for each directory whether all weights have the same bits, the number of weights that are cut into
-pieces, and the largest difference of logits.
+Prints a JSON object: for each directory whether all weights have the same bits, the number of
+weights that are cut into pieces, and the largest difference of logits.
 """
 
 import json
@@ -20,10 +20,17 @@ from policy.mesh.sharding import layout
 def compare(directory: str) -> dict:
     mesh = layout({"fsdp": 2, "tensor": 2, "expert": 2})
     one, many = policy.load(directory), policy.load(directory, mesh=mesh)
-    same = all(np.array_equal(np.asarray(array), np.asarray(many.params[path])) for path, array in one.params.items())
-    cut = sum(len({str(s.index) for s in array.addressable_shards}) > 1 for array in many.params.values())
+    same = all(
+        np.array_equal(np.asarray(array), np.asarray(many.params[path]))
+        for path, array in one.params.items()
+    )
+    cut = sum(
+        len({str(s.index) for s in array.addressable_shards}) > 1 for array in many.params.values()
+    )
     tokens = np.random.default_rng(0).integers(0, one.config.vocab_size, (8, 12))
-    difference = float(np.abs(np.asarray(one.logits(tokens)) - np.asarray(many.logits(tokens))).max())
+    difference = float(
+        np.abs(np.asarray(one.logits(tokens)) - np.asarray(many.logits(tokens))).max()
+    )
     return {"same": same, "cut": cut, "weights": len(one.params), "difference": difference}
 
 

@@ -2,7 +2,8 @@
 
     python media_on_mesh.py '[["Gemma3", {"fsdp": 8}, {}], ...]'
 
-Prints a JSON list with the largest differences of each case; those of a gradient as a share of its largest number.
+Prints a JSON list with the largest differences of each case; those of a gradient as a share of its
+largest number.
 """
 
 import json
@@ -30,7 +31,11 @@ from oracles import random_model
 
 def model_of(kind: str, degrees: dict | None, how: dict):
     text, vision, keys = media_oracles.MODELS[kind]
-    hf = keys | {"text_config": text, "vision_config": vision, "architectures": [f"{kind}ForConditionalGeneration"]}
+    hf = keys | {
+        "text_config": text,
+        "vision_config": vision,
+        "architectures": [f"{kind}ForConditionalGeneration"],
+    }
     mesh = None if degrees is None else layout(degrees)
     return random_model(families.read(hf), seed=3, mesh=mesh, runtime=Runtime(**how))
 
@@ -42,7 +47,9 @@ def documents(kind: str) -> list:
         tokens, _, media = media_oracles.places(kind, texts, seed)
         deep = "deepstack_visual_indexes" in media_oracles.MODELS[kind][1]
         table = rng.normal(size=(int((media.index >= 0).sum()), 32)).astype(np.float32)
-        table = media_oracles.MediaTable(table, np.stack([table[::-1], 2 * table]) if deep else None)
+        table = media_oracles.MediaTable(
+            table, np.stack([table[::-1], 2 * table]) if deep else None
+        )
         media = media_oracles.dataclasses.replace(media, table=table)
         result.append(media_oracles.Document(tokens, media, {}, np.zeros((0, 0))))
     return result
@@ -52,7 +59,9 @@ def documents(kind: str) -> list:
 def scored(kind: str, degrees: str, how: str):
     """(log-probabilities of packed rows, gradient of the rows of the table)."""
     model, (a, b, c, d) = model_of(kind, json.loads(degrees), json.loads(how)), documents(kind)
-    tokens, segments, media = media_oracles.batch([[a, b], [c], [d, a], [b, c], [d], [a], [b], [c, d]], 64)
+    tokens, segments, media = media_oracles.batch(
+        [[a, b], [c], [d, a], [b, c], [d], [a], [b], [c, d]], 64
+    )
     weights = np.random.default_rng(0).normal(size=tokens.shape).astype(np.float32)
     rows, index = media["media"], jnp.asarray(media["media"].index)
 
@@ -62,7 +71,9 @@ def scored(kind: str, degrees: str, how: str):
         logp, _, _ = model.graph.logprobs(params, jnp.asarray(tokens), step, 1.0)
         return jnp.sum(weights * logp), logp
 
-    (_, logp), slope = jax.jit(jax.value_and_grad(loss, has_aux=True))(jnp.asarray(rows.table), model.params)
+    (_, logp), slope = jax.jit(jax.value_and_grad(loss, has_aux=True))(
+        jnp.asarray(rows.table), model.params
+    )
     return np.asarray(logp), np.asarray(slope)
 
 
@@ -71,10 +82,17 @@ def completions(kind: str, degrees: dict | None, how: dict) -> list:
     model, prompts = model_of(kind, degrees, how), []
     for number, each in enumerate(documents(kind)):
         parts = [None if row < 0 else (str(number), row) for row in each.media.index.tolist()]
-        prompts.append(MediaPrompt(tuple(each.tokens.tolist()), each.media, prefix_keys(each.tokens.tolist(), parts)))
+        prompts.append(
+            MediaPrompt(
+                tuple(each.tokens.tolist()), each.media, prefix_keys(each.tokens.tolist(), parts)
+            )
+        )
     options = GeneratorOptions(cache="paged", page_size=4, prefill_chunk=10, tokens_per_dispatch=4)
     generator = Generator(model, max_length=64, slots=8, options=options)
-    return [c.tokens for (c,) in generator.generate(prompts, SamplingParams(max_new_tokens=6, temperature=0.0))]
+    return [
+        c.tokens
+        for (c,) in generator.generate(prompts, SamplingParams(max_new_tokens=6, temperature=0.0))
+    ]
 
 
 def case(kind: str, degrees: dict, how: dict) -> dict:

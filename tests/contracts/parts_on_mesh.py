@@ -1,8 +1,9 @@
-"""Residual streams and n-gram tables, Engram's and per-layer embeddings, on a mesh of four CPU devices, compared with
-one: run by test_parts_on_a_mesh.py.
+"""Residual streams and n-gram tables, Engram's and per-layer embeddings, on a mesh of four CPU
+devices, compared with one: run by test_parts_on_a_mesh.py.
 
-Prints a JSON object: for each decoder and mesh the largest difference of log-probabilities and of gradients (over the
-largest gradient), whether the table is cut, and the kinds of memory that it lives in.
+Prints a JSON object: for each decoder and mesh the largest difference of log-probabilities and of
+gradients (over the largest gradient), whether the table is cut, and the kinds of memory that it
+lives in.
 """
 
 import json
@@ -37,9 +38,15 @@ def computed(hf, mesh, memory):
     config = families.read(hf)
     model = random_model(config, runtime=Runtime(table_memory=memory, remat="none"), mesh=mesh)
     rows = jnp.asarray(tokens(4, 12))
-    segments = jnp.asarray(np.array([[1] * 12, [1] * 5 + [2] * 7, [0] * 3 + [1] * 9, [1] * 9 + [0] * 3]))
+    segments = jnp.asarray(
+        np.array([[1] * 12, [1] * 5 + [2] * 7, [0] * 3 + [1] * 9, [1] * 9 + [0] * 3])
+    )
     graph = model.graph
-    weights = {path: array for path, array in model.params.items() if path not in graph.untrained | graph.tables}
+    weights = {
+        path: array
+        for path, array in model.params.items()
+        if path not in graph.untrained | graph.tables
+    }
 
     step = replace(make_step(rows, None, segments), tokens=rows)
 
@@ -51,10 +58,14 @@ def computed(hf, mesh, memory):
         at, result = row_tables.read_rows(graph, params, step, graph.tables)
         grads, logp = jax.grad(loss, has_aux=True)(weights | result)
         slopes = row_tables.gradients(graph, at, {path: grads.pop(path) for path in result})
-        return grads | on_host(lambda one: row_tables.summed(jax.tree.map(lambda a: a[None], one)), slopes), logp
+        return grads | on_host(
+            lambda one: row_tables.summed(jax.tree.map(lambda a: a[None], one)), slopes
+        ), logp
 
     places = {path: graph.sharding(path) for path in graph.paths if path not in graph.untrained}
-    grads, logp = jax.block_until_ready(jax.jit(gradient, out_shardings=(places, None))(model.params))
+    grads, logp = jax.block_until_ready(
+        jax.jit(gradient, out_shardings=(places, None))(model.params)
+    )
     return model, {path: np.asarray(grad) for path, grad in grads.items()}, np.asarray(logp)
 
 
@@ -66,7 +77,9 @@ def compare(hf) -> dict:
         [table] = (array for path, array in model.params.items() if path.endswith(".lookup.table"))
         result[name] = {
             "logp": float(np.abs(other - logp).max()),
-            "gradient": max(float(np.abs(grads[path] - grad).max() / largest) for path, grad in expected.items()),
+            "gradient": max(
+                float(np.abs(grads[path] - grad).max() / largest) for path, grad in expected.items()
+            ),
             "cut": len({str(shard.index) for shard in table.addressable_shards}),
             "memory": table.sharding.memory_kind,
         }

@@ -1,8 +1,8 @@
-"""Gated delta net and n-gram memory over trees on a mesh of two CPU devices, compared with one: run by
-test_recurrent_trees_on_a_mesh.py.
+"""Gated delta net and n-gram memory over trees on a mesh of two CPU devices, compared with one: run
+by test_recurrent_trees_on_a_mesh.py.
 
-Prints a JSON object: for each model and mesh the largest difference of log-probabilities, and of gradients over the
-norm of the leaf.
+Prints a JSON object: for each model and mesh the largest difference of log-probabilities, and of
+gradients over the norm of the leaf.
 """
 
 import json
@@ -26,7 +26,11 @@ MODELS = {
     "channel_decays": (short("KimiLinear"), ("tensor", "context"), (False, True)),
     "short_conv": (short("Lfm2"), ("tensor", "context"), (False, True)),
     "groups_of_states": (short("NemotronH"), ("tensor", "context"), (False, True)),
-    "memory": (configuration("Llama", num_hidden_layers=2, duet={"engram": SECTION}), ("fsdp", "context"), (False,)),
+    "memory": (
+        configuration("Llama", num_hidden_layers=2, duet={"engram": SECTION}),
+        ("fsdp", "context"),
+        (False,),
+    ),
 }
 
 
@@ -43,7 +47,9 @@ def computed(keys: dict, packing, data, mesh):
         return jnp.sum(logp * packed.advantages * packed.mask), logp
 
     with graph.precision():
-        return jax.block_until_ready(jax.jit(jax.grad(partial(loss, packed), has_aux=True))(weights))[::-1]
+        return jax.block_until_ready(
+            jax.jit(jax.grad(partial(loss, packed), has_aux=True))(weights)
+        )[::-1]
 
 
 def compare() -> dict:

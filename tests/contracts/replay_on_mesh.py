@@ -1,5 +1,5 @@
-"""Run by test_replay_on_a_mesh.py where four devices are forced: records and replays routes on one device and on
-meshes, and prints what differs as JSON."""
+"""Run by test_replay_on_a_mesh.py where four devices are forced: records and replays routes on one
+device and on meshes, and prints what differs as JSON."""
 
 import json
 import sys
@@ -32,19 +32,32 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 2]]
 def run(degrees, how) -> dict:
     sizes = learners.SIZES | {"num_hidden_layers": 2, "first_k_dense_replace": 1}
     mesh = layout(degrees) if degrees else layout({"fsdp": 1}, devices=jax.devices()[:1])
-    model = random_model(families.read(configuration("DeepseekV3", **sizes)), runtime=Runtime(**how), mesh=mesh)
-    generator = Generator(
-        model, max_length=16, slots=4, options=GeneratorOptions(record_routes=True, tokens_per_dispatch=4)
+    model = random_model(
+        families.read(configuration("DeepseekV3", **sizes)), runtime=Runtime(**how), mesh=mesh
     )
-    made = [c for group in generator.generate(PROMPTS, SamplingParams(n=2, max_new_tokens=6)) for c in group]
+    generator = Generator(
+        model,
+        max_length=16,
+        slots=4,
+        options=GeneratorOptions(record_routes=True, tokens_per_dispatch=4),
+    )
+    made = [
+        c
+        for group in generator.generate(PROMPTS, SamplingParams(n=2, max_new_tokens=6))
+        for c in group
+    ]
     data, rng = learners.batch(), np.random.default_rng(0)
-    given = rng.permuted(np.broadcast_to(np.arange(8), (*data.tokens.shape, 1, 8)), axis=-1)[..., :2].astype(np.int8)
+    given = rng.permuted(np.broadcast_to(np.arange(8), (*data.tokens.shape, 1, 8)), axis=-1)[
+        ..., :2
+    ].astype(np.int8)
     data = data.replace(routes={"stacks.1.layers.0": given})
     stage = learners.stage("grpo", router_replay=True, micro_batch=4)
     trainer = Trainer(model.graph, stage, rl.algorithms.get("grpo"))
     logp = trainer.logprobs(model.params, data)[0]
     state, metrics = trainer.update(trainer.start(model.params, seed=0), data)
-    weights = [np.asarray(state.policy.params[path]).ravel() for path in sorted(state.policy.params)]
+    weights = [
+        np.asarray(state.policy.params[path]).ravel() for path in sorted(state.policy.params)
+    ]
     return {
         "tokens": np.concatenate([c.tokens for c in made]),
         "recorded": routes_of(made, 16)["stacks.1.layers.0"],
@@ -61,7 +74,11 @@ def main() -> None:
     def difference(each, key):
         return float(np.abs(np.asarray(each[key], np.float64) - one[key]).max())
 
-    print(json.dumps({name: {key: difference(each, key) for key in one} for name, each in result.items()}))
+    print(
+        json.dumps(
+            {name: {key: difference(each, key) for key in one} for name, each in result.items()}
+        )
+    )
 
 
 main()

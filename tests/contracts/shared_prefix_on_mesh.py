@@ -1,8 +1,8 @@
-"""Updates whose sequences share beginnings on meshes of four CPU devices, compared with an update of sequences alone on
-one device: run by test_shared_prefix_on_a_mesh.py.
+"""Updates whose sequences share beginnings on meshes of four CPU devices, compared with an update
+of sequences alone on one device: run by test_shared_prefix_on_a_mesh.py.
 
-Prints a JSON object: for each mesh the tokens of the sequences over those computed, the largest difference of
-log-probabilities, and of what weights moved by over the norm of the leaf.
+Prints a JSON object: for each mesh the tokens of the sequences over those computed, the largest
+difference of log-probabilities, and of what weights moved by over the norm of the leaf.
 """
 
 import json
@@ -22,7 +22,9 @@ from rl.training.packing.trees import Sharing
 SIZES = learners.SIZES | {"num_hidden_layers": 2}
 MODELS = {
     "Llama": configuration("Llama", **SIZES | {"num_key_value_heads": 4}),
-    "DeepseekV3": configuration("DeepseekV3", **SIZES | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
+    "DeepseekV3": configuration(
+        "DeepseekV3", **SIZES | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    ),
 }
 MESHES = {
     "data": ("Llama", {"data": 4}, {}),
@@ -31,7 +33,11 @@ MESHES = {
     "all-gather": ("Llama", {"fsdp": 2, "context": 2}, {"context_parallel": "all_gather"}),
     "ring": ("Llama", {"context": 4}, {"context_parallel": "ring"}),
     "ulysses": ("Llama", {"fsdp": 2, "context": 2}, {"context_parallel": "ulysses"}),
-    "balanced ring": ("Llama", {"context": 2}, {"context_parallel": "ring", "context_load_balance": True}),
+    "balanced ring": (
+        "Llama",
+        {"context": 2},
+        {"context_parallel": "ring", "context_load_balance": True},
+    ),
     "experts": ("DeepseekV3", {"fsdp": 2, "expert": 2}, {"expert_parallel": "all_to_all"}),
     "latent context": ("DeepseekV3", {"expert": 2, "context": 2}, {}),
 }
@@ -39,7 +45,9 @@ MESHES = {
 
 def moved(family: str, mesh, how: dict, sharing) -> tuple:
     """(tokens over those computed, log-probabilities, what each weight moved by)."""
-    model = random_model(families.read(MODELS[family]), runtime=Runtime(**{"remat": "full"} | how), mesh=mesh)
+    model = random_model(
+        families.read(MODELS[family]), runtime=Runtime(**{"remat": "full"} | how), mesh=mesh
+    )
     router = {"bias_rate": 0.05} if family == "DeepseekV3" else {}
     options = learners.stage({"name": "grpo", "kl_coef": 0.1}, router=router)
     trainer, state = learners.begin(model, options, fresh=True)
@@ -57,7 +65,9 @@ def compare(names: list[str]) -> dict:
     for name in names:
         family, degrees, how = MESHES[name]
         if family not in expected:
-            expected[family] = moved(family, layout({"fsdp": 1}, devices=jax.devices()[:1]), {}, None)
+            expected[family] = moved(
+                family, layout({"fsdp": 1}, devices=jax.devices()[:1]), {}, None
+            )
         devices = jax.devices()[: int(np.prod(list(degrees.values())))]
         mesh = layout(degrees, devices=devices, explicit=name == "explicit")
         _, logp, weights = expected[family]

@@ -1,5 +1,5 @@
-"""Attention in blocks is what the dense form on one device is, on meshes that cut rows and heads, and devices exchange
-nothing in its loops."""
+"""Attention in blocks is what the dense form on one device is, on meshes that cut rows and heads,
+and devices exchange nothing in its loops."""
 
 from pathlib import Path
 

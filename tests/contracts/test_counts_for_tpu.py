@@ -1,7 +1,8 @@
-"""What a plan counts in a program for a TPU whose compiler multiplies weights piece by piece while other chips send the
-next ones: each piece once. And what it counts of gathers that go on under products, and between slices. On its own this
-file prints, as JSON, the operations, the bytes of all-gathers, the loops and the fusions with such gathers of a program
-for a topology and so many tokens, or with `slices` what is exchanged between two by kind."""
+"""What a plan counts in a program for a TPU whose compiler multiplies weights piece by piece while
+other chips send the next ones: each piece once. And what it counts of gathers that go on under
+products, and between slices. On its own this file prints, as JSON, the operations, the bytes of
+all-gathers, the loops and the fusions with such gathers of a program for a topology and so many
+tokens, or with `slices` what is exchanged between two by kind."""
 
 import importlib.util
 import json
@@ -15,7 +16,8 @@ import pytest
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu compiles for TPU; it is not installed",
     ),
 ]
 LAYERS, TOKENS, HIDDEN, WIDTH = 3, 65536, 4096, 14336
@@ -44,25 +46,34 @@ def counts_of(*arguments: str) -> dict:
 def test_a_product_in_pieces_counts_as_the_full_product():
     result = counts_of("v6e:2x4", str(TOKENS))
     assert result["loops"] > 1, "the compiler takes no product in pieces here"
-    assert result["operations"] == pytest.approx(3 * LAYERS * 2 * TOKENS / 8 * HIDDEN * WIDTH, rel=0.02)
-    # Pieces go around in both directions, one of them a step ahead, and are sent once more after their last product.
+    assert result["operations"] == pytest.approx(
+        3 * LAYERS * 2 * TOKENS / 8 * HIDDEN * WIDTH, rel=0.02
+    )
+    # Pieces go around in both directions, one of them a step ahead, and are sent once more after
+    # their last product.
     piece = 3 * LAYERS * HIDDEN * WIDTH * 2 / 8
     assert result["exchanged"] == pytest.approx((8 + 1) * piece, rel=0.02)
 
 
 def test_a_gather_under_products_counts_once():
-    """With few tokens weights are put together before their product, each while the one before is multiplied."""
+    """With few tokens weights are put together before their product, each while the one before is
+    multiplied."""
     result = counts_of("v5e:4x4", "2048")
     assert result["fusions"], "the compiler gathers nothing under other products here"
     assert result["exchanged"] == 3 * LAYERS * HIDDEN * WIDTH * 2
-    assert result["operations"] == pytest.approx(3 * LAYERS * 2 * 2048 / 16 * HIDDEN * WIDTH, rel=0.02)
+    assert result["operations"] == pytest.approx(
+        3 * LAYERS * 2 * 2048 / 16 * HIDDEN * WIDTH, rel=0.02
+    )
 
 
 def test_what_goes_between_slices_counts_apart():
-    """Each chip of a slice of four sends a quarter of the gradient, and of an array of an all-gather its own part,
-    LAYERS times."""
+    """Each chip of a slice of four sends a quarter of the gradient, and of an array of an
+    all-gather its own part, LAYERS times."""
     gradient, part = 4 * HIDDEN * WIDTH / 4, 2 * LAYERS * HIDDEN * WIDTH / 8
-    assert counts_of("slices") == {"all-reduce between slices": gradient, "all-gather between slices": 2 * part}
+    assert counts_of("slices") == {
+        "all-reduce between slices": gradient,
+        "all-gather between slices": 2 * part,
+    }
 
 
 def between() -> dict[str, float]:
@@ -88,7 +99,12 @@ def between() -> dict[str, float]:
     def layers(x, weights):
         full = NamedSharding(parts, P())
         return jax.lax.scan(
-            lambda x, w: (jnp.tanh(x @ jax.lax.with_sharding_constraint(w, full))[:, :HIDDEN], None), x, weights
+            lambda x, w: (
+                jnp.tanh(x @ jax.lax.with_sharding_constraint(w, full))[:, :HIDDEN],
+                None,
+            ),
+            x,
+            weights,
         )
 
     cut = given(copies, jnp.float32, (HIDDEN, WIDTH), "fsdp")
@@ -132,7 +148,10 @@ def counted(topology: str, tokens: int) -> dict[str, float]:
     def layers(x, up, gate, down):
         return jax.lax.scan(layer, x, (up, gate, down))[0]
 
-    up, down = given((LAYERS, HIDDEN, WIDTH), None, "x"), given((LAYERS, WIDTH, HIDDEN), None, None, "x")
+    up, down = (
+        given((LAYERS, HIDDEN, WIDTH), None, "x"),
+        given((LAYERS, WIDTH, HIDDEN), None, None, "x"),
+    )
     text = jax.jit(layers).lower(given((tokens, HIDDEN), "x"), up, up, down).compile().as_text()
     program = HloProgram(text)
     exchanged = sum(each.bytes * each.times for each in program.exchanged())
@@ -145,4 +164,6 @@ def counted(topology: str, tokens: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(between() if sys.argv[1] == "slices" else counted(sys.argv[1], int(sys.argv[2]))))
+    print(
+        json.dumps(between() if sys.argv[1] == "slices" else counted(sys.argv[1], int(sys.argv[2])))
+    )

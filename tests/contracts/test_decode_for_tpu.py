@@ -1,5 +1,5 @@
-"""Decoding over a paged cache compiles for TPU as it is meant to run: kernels read the pages where they lie, weights
-are read once, and nothing the size of a layer's cache is made."""
+"""Decoding over a paged cache compiles for TPU as it is meant to run: kernels read the pages where
+they lie, weights are read once, and nothing the size of a layer's cache is made."""
 
 import importlib.util
 import json
@@ -12,11 +12,12 @@ import pytest
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu compiles for TPU; it is not installed",
     ),
 ]
-# Attention weights replicated along `expert`: sharded along it, as for training, they would be exchanged for every
-# token.
+# Attention weights replicated along `expert`: sharded along it, as for training, they would be
+# exchanged for every token.
 REPLICATED = {name: [] for name in ("embed", "embed_moe", "embed_vocab", "q_lora", "kv_lora")}
 CASES = {
     "llama-v5p": ("llama3.1-8b", "v5p:2x2x1", {"fsdp": 1}, 64, 64, {}),
@@ -41,6 +42,8 @@ def test_a_step_reads_weights_and_cache_once(case):
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["kernel_calls"] == LAYERS[preset]
-    assert not result["strangers"], "arrays of the size of a layer's cache are read or written outside the kernel"
+    assert not result["strangers"], (
+        "arrays of the size of a layer's cache are read or written outside the kernel"
+    )
     assert result["temporary"] < result["layer"], result
     assert result["ideal"] <= result["bytes"] < 1.3 * result["ideal"], result["most"]

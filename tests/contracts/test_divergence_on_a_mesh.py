@@ -1,5 +1,5 @@
-"""Divergences and the features that layers record are on four devices what they are on one, and no logits are
-exchanged.
+"""Divergences and the features that layers record are on four devices what they are on one, and no
+logits are exchanged.
 """
 
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""`exact: true`: no option of the generator changes a token, and log-probabilities are those of `model.logprobs` bit
-for bit.
+"""`exact: true`: no option of the generator changes a token, and log-probabilities are those of
+`model.logprobs` bit for bit.
 """
 
 import dataclasses
@@ -40,7 +40,9 @@ EACH = [
     ),
 ]
 # Completions on either side of token 64, where another program begins, and across it.
-PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, VOCAB, n)] for n in (55, 1, 30, 60)]
+PROMPTS = [
+    [int(t) for t in np.random.default_rng(n).integers(0, VOCAB, n)] for n in (55, 1, 30, 60)
+]
 PLAIN = SamplingParams(max_new_tokens=NEW)
 GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0)
 FILTERED = SamplingParams(max_new_tokens=NEW, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01)
@@ -73,7 +75,9 @@ class Letters:
 
 def generator_of(kind, slots, **options):
     options = GeneratorOptions(exact=True, **options)
-    return Generator(model_of(kind), max_length=WIDTH, slots=slots, seed=5, tokenizer=Letters(), options=options)
+    return Generator(
+        model_of(kind), max_length=WIDTH, slots=slots, seed=5, tokenizer=Letters(), options=options
+    )
 
 
 @functools.cache
@@ -106,7 +110,10 @@ def bits(model, tokens, segments, temperature=0.7):
 
 def padded(texts, width, rng, *, left=False):
     """(tokens, segments) of texts with anything as padding."""
-    tokens, segments = rng.integers(0, VOCAB, (len(texts), width)), np.zeros((len(texts), width), int)
+    tokens, segments = (
+        rng.integers(0, VOCAB, (len(texts), width)),
+        np.zeros((len(texts), width), int),
+    )
     for row, text in enumerate(texts):
         at = slice(width - len(text), width) if left else slice(0, len(text))
         tokens[row, at], segments[row, at] = text, 1
@@ -124,12 +131,19 @@ def test_log_probabilities_do_not_depend_on_padding_and_packing(kind):
         for row, expected in enumerate(single[::-1]):
             np.testing.assert_array_equal(result[:, row][:, segments[row] != 0], expected)
         assert not result[:, segments == 0].any()
-    packed, numbers = np.concatenate(texts), np.repeat(np.arange(1, 6), [len(text) for text in texts])
-    np.testing.assert_array_equal(bits(model, packed[None], numbers[None])[:, 0], np.concatenate(single, axis=1))
+    packed, numbers = (
+        np.concatenate(texts),
+        np.repeat(np.arange(1, 6), [len(text) for text in texts]),
+    )
+    np.testing.assert_array_equal(
+        bits(model, packed[None], numbers[None])[:, 0], np.concatenate(single, axis=1)
+    )
     # What follows is not seen, and rows that are documents to their end need no segments.
     longer = np.concatenate([np.stack([texts[0][:70]] * 2), rng.integers(0, VOCAB, (2, 7))], axis=1)
     np.testing.assert_array_equal(bits(model, longer, None)[:, 1, :70], single[0][:, :70])
-    one = model._logprobs(model.params, *model._arguments(texts[0][None], None, None), jnp.float32(0.7))
+    one = model._logprobs(
+        model.params, *model._arguments(texts[0][None], None, None), jnp.float32(0.7)
+    )
     np.testing.assert_allclose(single[0], np.stack(one)[:, 0], atol=KINDS[kind].generator, rtol=0)
 
 
@@ -151,11 +165,21 @@ def test_slots_chunks_and_what_else_is_decoded_change_no_bit(kind):
     for params in (PLAIN, GREEDY, FILTERED):
         expected = baseline(kind, params)
         order = [2, 0, 3, 1]
-        same(together(kind).generate([PROMPTS[i] for i in order], params, ids=order), [expected[i] for i in order])
+        same(
+            together(kind).generate([PROMPTS[i] for i in order], params, ids=order),
+            [expected[i] for i in order],
+        )
         for i, prompt in enumerate(PROMPTS):
             same(alone(kind).generate([prompt], params, ids=[i]), [expected[i]])
-        texts = [prompt + completion.tokens for prompt, (completion,) in zip(PROMPTS, expected, strict=True)]
-        logp = bits(model, *padded(texts, 97, np.random.default_rng(0)), temperature=params.temperature or 1.0)[0]
+        texts = [
+            prompt + completion.tokens
+            for prompt, (completion,) in zip(PROMPTS, expected, strict=True)
+        ]
+        logp = bits(
+            model,
+            *padded(texts, 97, np.random.default_rng(0)),
+            temperature=params.temperature or 1.0,
+        )[0]
         for row, (prompt, (completion,)) in enumerate(zip(PROMPTS, expected, strict=True)):
             assert completion.logprobs == logp[row, len(prompt) : len(texts[row])].tolist()
 
@@ -169,7 +193,8 @@ def test_pages_and_pauses_for_want_of_them_change_no_bit():
 
 @pytest.fixture
 def bad_drafts(monkeypatch):
-    """The decoder's logits are off by enough to change about one token in five; those of `together` are not."""
+    """The decoder's logits are off by enough to change about one token in five; those of `together`
+    are not."""
     baseline("Llama"), baseline("Llama", FILTERED)
 
     def poor(logits_SV, numbers, *others):
@@ -181,8 +206,8 @@ def bad_drafts(monkeypatch):
 
 @pytest.mark.slow
 def test_wrong_drafts_change_nothing(bad_drafts):
-    """Whatever the decoder makes, greedy or sampled, and also where a wrong token ends a completion or runs past its
-    end.
+    """Whatever the decoder makes, greedy or sampled, and also where a wrong token ends a completion
+    or runs past its end.
     """
     generator = generator_of("Llama", **ALONE)
     for params in (PLAIN, FILTERED):
@@ -191,9 +216,14 @@ def test_wrong_drafts_change_nothing(bad_drafts):
         same(result, expected)
         assert generator.counts["replaced"] - before["replaced"] > 3
         assert all(completion.steps == len(completion.tokens) for (completion,) in result)
-    stops = tuple(completion.tokens[n] for (completion,), n in zip(baseline("Llama"), (7, 12, 3, 19), strict=True))
+    stops = tuple(
+        completion.tokens[n]
+        for (completion,), n in zip(baseline("Llama"), (7, 12, 3, 19), strict=True)
+    )
     for (completion,), (full,) in zip(
-        generator.generate(PROMPTS, dataclasses.replace(PLAIN, stop_token_ids=stops)), baseline("Llama"), strict=True
+        generator.generate(PROMPTS, dataclasses.replace(PLAIN, stop_token_ids=stops)),
+        baseline("Llama"),
+        strict=True,
     ):
         end = next(n for n, token in enumerate(full.tokens, 1) if token in stops)
         assert (completion.tokens, completion.logprobs, completion.finish) == (
@@ -209,11 +239,15 @@ def test_wrong_drafts_change_nothing(bad_drafts):
 
 @pytest.mark.slow
 def test_programs_for_wrong_drafts_are_there_before_the_first_step(bad_drafts):
-    """Also those that read a completion in again, longer than any prompt, whose slot another has taken meanwhile."""
+    """Also those that read a completion in again, longer than any prompt, whose slot another has
+    taken meanwhile."""
     generator = generator_of("Llama", **ALONE)
     generator.compile_ahead(2, [PLAIN], strict=True)
     prompts, ids = [PROMPTS[1]] * 3, [1, 4, 5]
-    same(generator.generate(prompts, PLAIN, ids=ids), together("Llama").generate(prompts, PLAIN, ids=ids))
+    same(
+        generator.generate(prompts, PLAIN, ids=ids),
+        together("Llama").generate(prompts, PLAIN, ids=ids),
+    )
     assert generator.counts["replaced"] > 0
 
 
@@ -239,14 +273,25 @@ def test_a_cancelled_request_does_not_come_back():
     generator.cancel(gone)
     ended = [request for _ in range(20) for request in generator.step()]
     assert ended == kept and gone.finish is None
-    same([[generator.completion(request)] for request in kept], [baseline("Llama")[i] for i in (2, 0)])
+    same(
+        [[generator.completion(request)] for request in kept],
+        [baseline("Llama")[i] for i in (2, 0)],
+    )
 
 
 @pytest.mark.slow
 def test_drafts_of_the_models_own_modules_are_checked_too():
-    model = random_model(families.read(short("Llama", duet={"multi_token_prediction": {"depth": 1}})))
+    model = random_model(
+        families.read(short("Llama", duet={"multi_token_prediction": {"depth": 1}}))
+    )
     model.params |= model_of("Llama").params
-    generator = Generator(model, max_length=WIDTH, slots=1, seed=5, options=GeneratorOptions(exact=True, speculative=2))
+    generator = Generator(
+        model,
+        max_length=WIDTH,
+        slots=1,
+        seed=5,
+        options=GeneratorOptions(exact=True, speculative=2),
+    )
     same(generator.generate(PROMPTS[:2], PLAIN), baseline("Llama")[:2])
 
 

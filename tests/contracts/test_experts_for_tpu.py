@@ -1,5 +1,5 @@
-"""The schemes of expert parallelism compile for TPU, with the collectives that they are named after and no others of
-that size.
+"""The schemes of expert parallelism compile for TPU, with the collectives that they are named after
+and no others of that size.
 """
 
 import importlib.util
@@ -13,7 +13,8 @@ import pytest
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu compiles for TPU; it is not installed",
     ),
 ]
 
@@ -31,8 +32,8 @@ def compiled(scheme: str, degrees: dict, topology: str = "v5p:2x2x1") -> dict[st
 
 
 def test_rows_travel_by_ragged_all_to_all():
-    """There and back, and both again for the gradient; the counts of all devices are the only other thing that
-    travels.
+    """There and back, and both again for the gradient; the counts of all devices are the only other
+    thing that travels.
     """
     result = compiled("all_to_all", {"expert": 4})
     assert result["ragged-all-to-all"] == 4
@@ -41,28 +42,36 @@ def test_rows_travel_by_ragged_all_to_all():
 
 @pytest.mark.parametrize("scheme", ["gather", "hidden"])
 def test_tokens_take_all_gathers_and_gradients_of_weights_reduce_scatters(scheme):
-    """All-gathers: tokens, ids, weights of choices, the cotangent of the result, and three weights over fsdp.
-    Reduce-scatters: the result, the gradients of tokens and of the weights of choices, and of the three weights, which
-    no all-reduce touches."""
+    """All-gathers: tokens, ids, weights of choices, the cotangent of the result, and three weights
+    over fsdp. Reduce-scatters: the result, the gradients of tokens and of the weights of choices,
+    and of the three weights, which no all-reduce touches."""
     result = compiled(scheme, {"fsdp": 2, "expert": 2})
     assert result["reduce-scatter"] == 6 and result["all-gather"] == 7
     assert result.get("all-reduce", 0) <= 1  # the gradient of the router
 
 
 @pytest.mark.parametrize(
-    ("topology", "kernels"), [("v5p:2x2x1", {"ragged-dot-none": 9}), ("v6e:2x2", {"gmm": 6, "tgmm": 3})]
+    ("topology", "kernels"),
+    [("v5p:2x2x1", {"ragged-dot-none": 9}), ("v6e:2x2", {"gmm": 6, "tgmm": 3})],
 )
 def test_products_are_those_of_kernels(topology, kernels):
-    """Three products, and two of the gradient of each; on v6e those of policy/ops/grouped_kernel.py."""
+    """Three products, and two of the gradient of each; on v6e those of
+    policy/ops/grouped_kernel.py."""
     result = compiled("all_to_all", {"expert": 4}, topology)
-    assert {name: count for name, count in result.items() if name in ("ragged-dot-none", "gmm", "tgmm")} == kernels
+    assert {
+        name: count for name, count in result.items() if name in ("ragged-dot-none", "gmm", "tgmm")
+    } == kernels
 
 
 def overlapped(*arguments: str) -> set[tuple[str, str]]:
-    """(kind of collective, micro-batch) of those between whose start and end stands a grouped product of another
-    micro-batch. The two, if there are two, are called 0 and 1 in the order of their first gathers."""
+    """(kind of collective, micro-batch) of those between whose start and end stands a grouped
+    product of another micro-batch. The two, if there are two, are called 0 and 1 in the order of
+    their first gathers."""
     moves = printed("compile_batch_split_for_tpu.py", *arguments)
-    names = {batch: str(i) for i, batch in enumerate(dict.fromkeys(batch for _, batch, _ in moves if batch))}
+    names = {
+        batch: str(i)
+        for i, batch in enumerate(dict.fromkeys(batch for _, batch, _ in moves if batch))
+    }
     assert {kind for kind, *_ in moves} == {"all-gather", "reduce-scatter"}
     return {
         (kind, names[batch])

@@ -1,7 +1,8 @@
-"""Every decoder family in policy/families/, listed from the folder, passes the same checks. Needs no torch.
+"""Every decoder family in policy/families/, listed from the folder, passes the same checks. Needs
+no torch.
 
-tests/contracts/golden/ holds the tree of weights of a tiny model of each kind. A change of those files changes
-checkpoints; to write them again after a change that is meant:
+tests/contracts/golden/ holds the tree of weights of a tiny model of each kind. A change of those
+files changes checkpoints; to write them again after a change that is meant:
 
     DUET_WRITE_GOLDEN=1 python -m pytest tests/contracts/test_families.py -k tree
 """
@@ -67,7 +68,11 @@ def code_words(source: str) -> set[str]:
     """Identifiers, and the words of texts that are not docstrings."""
     tree, result = ast.parse(source), set()
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    documents = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}
+    documents = {
+        ast.get_docstring(node, clean=False)
+        for node in ast.walk(tree)
+        if isinstance(node, documented)
+    }
     for node in ast.walk(tree):
         for text in (getattr(node, field, None) for field in ("id", "attr", "value", "module")):
             if isinstance(text, str) and text not in documents:
@@ -76,12 +81,19 @@ def code_words(source: str) -> set[str]:
 
 
 def test_no_family_is_named_in_the_code_outside_its_own_file():
-    own = {n: {n, *families.get(n).ARCHITECTURES, *families.get(n).MODEL_TYPES} for n in families.known()}
+    own = {
+        n: {n, *families.get(n).ARCHITECTURES, *families.get(n).MODEL_TYPES}
+        for n in families.known()
+    }
     everything = set().union(*own.values()) - {"default", "simple"}
     assert code_words("if family == 'gemma2': pass") & everything == {"gemma2"}
     for file in sorted(Path(policy.__file__).parent.rglob("*.py")):
         # A family may build on the module of another.
-        mine = own.get(file.stem, set()) | set(families.known()) if file.parent.name == "families" else set()
+        mine = (
+            own.get(file.stem, set()) | set(families.known())
+            if file.parent.name == "families"
+            else set()
+        )
         scalings = {"llama3"}  # a rotary scaling of configurations
         # Of families that are equally near to an unknown model, the plainest is named.
         plainest = {"llama"} if file.stem == "nearest" else set()
@@ -101,7 +113,9 @@ def test_reading_gives_a_frozen_configuration_with_its_layers(kind):
     config = families.read(hf)
     assert hash(config) == hash(families.read(dict(hf))) and config == families.read(dict(hf))
     assert json.loads(config.hf) == hf
-    assert len(config.layers) == (hf["num_hidden_layers"] if "num_hidden_layers" in hf else hf["n_layer"])
+    assert len(config.layers) == (
+        hf["num_hidden_layers"] if "num_hidden_layers" in hf else hf["n_layer"]
+    )
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].required], scope="module")
@@ -116,7 +130,8 @@ def test_a_required_key_that_lacks_is_named(kind):
 def test_the_tree_of_weights_is_the_golden_one(model, kind):
     graph = model.graph
     tree = {
-        path: {"shape": list(graph.shapes[path].shape), "axes": list(graph.axes[path])} for path in sorted(graph.paths)
+        path: {"shape": list(graph.shapes[path].shape), "axes": list(graph.axes[path])}
+        for path in sorted(graph.paths)
     }
     file = GOLDEN / f"{kind}.json"
     if os.environ.get("DUET_WRITE_GOLDEN"):
@@ -133,13 +148,19 @@ def test_the_tree_does_not_depend_on_how_it_is_computed(model):
 
 
 def router_of(layer: LayerSpec) -> Router | None:
-    part = layer.feed_forward.experts if isinstance(layer.feed_forward, DenseAndExperts) else layer.feed_forward
+    part = (
+        layer.feed_forward.experts
+        if isinstance(layer.feed_forward, DenseAndExperts)
+        else layer.feed_forward
+    )
     return part.router if isinstance(part, Moe) else None
 
 
 def test_constants_keep_their_type_and_are_not_trained(kind):
     graph = Graph(families.read(short(kind)), Runtime("bfloat16", "bfloat16"), layout({"fsdp": 1}))
-    biased = any((router := router_of(layer)) and router.correction_bias for layer in graph.config.layers)
+    biased = any(
+        (router := router_of(layer)) and router.correction_bias for layer in graph.config.layers
+    )
     assert bool(graph.untrained) == (biased or any(layer.scalar for layer in graph.config.layers))
     for path, shape in graph.shapes.items():
         constant = jnp.int32 if path.endswith("token_experts") else jnp.float32
@@ -152,14 +173,17 @@ def test_saving_and_loading_is_the_identity(model, tmp_path):
     assert dataclasses.replace(back.config, hf="") == dataclasses.replace(model.config, hf="")
     assert back.params.keys() == model.params.keys()
     for path, array in model.params.items():
-        np.testing.assert_array_equal(np.asarray(back.params[path]), np.asarray(array), err_msg=path)
+        np.testing.assert_array_equal(
+            np.asarray(back.params[path]), np.asarray(array), err_msg=path
+        )
 
 
 ROWS, WIDTH = 8, 30
 
 
 def logits_of(model, rows, segments=None) -> np.ndarray:
-    """Logits of a few short rows, always computed in one shape, so that the tests of a family share one program."""
+    """Logits of a few short rows, always computed in one shape, so that the tests of a family share
+    one program."""
     rows = np.asarray(rows)
     segments = np.ones_like(rows) if segments is None else segments
     pad = ((0, ROWS - rows.shape[0]), (0, WIDTH - rows.shape[1]))
@@ -182,8 +206,8 @@ def test_logits_are_causal_and_padding_is_not_seen(model):
 
 @of_representative_kinds
 def test_packed_and_padded_documents_equal_the_documents_alone(model, kind):
-    """One batch: three documents packed (padding last, padding first), and each alone, padded on the right and on the
-    left.
+    """One batch: three documents packed (padding last, padding first), and each alone, padded on
+    the right and on the left.
     """
     width, lengths = WIDTH, (9, 1, 14)
     documents = [tokens(1, n, seed=n)[0] for n in lengths]
@@ -198,12 +222,15 @@ def test_packed_and_padded_documents_equal_the_documents_alone(model, kind):
         expected = logits[1 + number][segments[1 + number] != 0]
         for row, segment in ((0, number), (1, number), (4 + number, 1)):
             result = logits[row][segments[row] == segment]
-            np.testing.assert_allclose(result, expected, atol=tolerance, rtol=0, err_msg=f"row {row}")
+            np.testing.assert_allclose(
+                result, expected, atol=tolerance, rtol=0, err_msg=f"row {row}"
+            )
 
 
 @of_representative_kinds
 def test_prefill_and_decoding_equal_the_full_forward(model, kind):
-    """Two rows of different length, prefilled with their first tokens in two calls, then fed one token at a time."""
+    """Two rows of different length, prefilled with their first tokens in two calls, then fed one
+    token at a time."""
     rows, lengths, start = tokens(2, 10), np.array([10, 8]), 6
     graph, runtime = model.graph, model.graph.runtime
     expected = logits_of(model, rows)
@@ -213,7 +240,11 @@ def test_prefill_and_decoding_equal_the_full_forward(model, kind):
         step = make_step(tokens_BT)
         with graph.precision():
             return modes.prefill(
-                graph.decoder(params), tokens_BT, Step(first + step.positions, step.segments), kv, runtime
+                graph.decoder(params),
+                tokens_BT,
+                Step(first + step.positions, step.segments),
+                kv,
+                runtime,
             )
 
     @jax.jit
@@ -230,7 +261,9 @@ def test_prefill_and_decoding_equal_the_full_forward(model, kind):
     for t in range(start, 10):
         active = t < lengths
         logits, kv = decode(model.params, rows[:, t], np.full(2, t), active, kv)
-        np.testing.assert_allclose(np.asarray(logits)[active], expected[active, t], atol=KINDS[kind].generator, rtol=0)
+        np.testing.assert_allclose(
+            np.asarray(logits)[active], expected[active, t], atol=KINDS[kind].generator, rtol=0
+        )
 
 
 @of_representative_kinds
@@ -241,7 +274,9 @@ def test_log_probabilities_are_those_of_the_logits(model):
     logp, entropy = (np.asarray(a) for a in model.logprobs(row, temperature=0.7))
     expected = np.take_along_axis(log_p[:, :-1], row[:, 1:, None], -1)[..., 0]
     np.testing.assert_allclose(logp[:, 1:], expected, atol=1e-5, rtol=0)
-    np.testing.assert_allclose(entropy[:, 1:], -(np.exp(log_p) * log_p).sum(-1)[:, :-1], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(
+        entropy[:, 1:], -(np.exp(log_p) * log_p).sum(-1)[:, :-1], atol=1e-5, rtol=0
+    )
     assert not logp[:, 0].any() and not entropy[:, 0].any()
     assert head.CHUNK_LOGITS >= 160
 
@@ -253,7 +288,9 @@ def test_router_statistics_count_the_choices(model):
         pytest.skip("no mixture of experts")
     row = jnp.asarray(tokens(2, 10))
     segments = jnp.ones_like(row).at[1, 6:].set(0)
-    aux = jax.jit(lambda p: model.graph.logprobs(p, row, make_step(row, None, segments), 1.0)[2])(model.params)
+    aux = jax.jit(lambda p: model.graph.logprobs(p, row, make_step(row, None, segments), 1.0)[2])(
+        model.params
+    )
     counts = [np.asarray(result.counts) for result in aux.by_layer("routing").values()]
     assert sum(len(each) for each in counts) == len(sparse)
     for each in counts:
@@ -263,6 +300,12 @@ def test_router_statistics_count_the_choices(model):
 @pytest.mark.slow
 def test_presets_of_released_models_have_their_number_of_parameters():
     published = tiny.PUBLISHED
-    assert set(sources.presets()) == {*published, "tiny-deepseek", "tiny-deepseek-v32", "tiny-vl", "tiny-omni"}
+    assert set(sources.presets()) == {
+        *published,
+        "tiny-deepseek",
+        "tiny-deepseek-v32",
+        "tiny-vl",
+        "tiny-omni",
+    }
     for name, count in published.items():
         assert Graph(sources.preset(name), Runtime(), layout({"fsdp": 1})).parameters == count, name

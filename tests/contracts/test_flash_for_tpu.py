@@ -1,5 +1,6 @@
-"""Training and the first prefill of a prompt compile for TPU with attention kernels, and no program holds a row's
-scores or the logits of all its tokens. Rows of trees compile with a kernel too, and hold the masks of one row."""
+"""Training and the first prefill of a prompt compile for TPU with attention kernels, and no program
+holds a row's scores or the logits of all its tokens. Rows of trees compile with a kernel too, and
+hold the masks of one row."""
 
 import importlib.util
 import json
@@ -12,7 +13,8 @@ import pytest
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu compiles for TPU; it is not installed",
     ),
 ]
 CASES = {
@@ -26,7 +28,13 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_take_full_sequences(case):
     family, topology, mesh = CASES[case]
-    command = [sys.executable, Path(__file__).with_name("compile_flash_for_tpu.py"), family, topology, json.dumps(mesh)]
+    command = [
+        sys.executable,
+        Path(__file__).with_name("compile_flash_for_tpu.py"),
+        family,
+        topology,
+        json.dumps(mesh),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
@@ -38,11 +46,16 @@ def test_kernels_take_full_sequences(case):
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
 def test_kernels_take_trees(topology):
     tokens = 4096
-    mesh, script = json.dumps({"fsdp": 2, "tensor": 2}), Path(__file__).with_name("compile_trees_for_tpu.py")
+    mesh, script = (
+        json.dumps({"fsdp": 2, "tensor": 2}),
+        Path(__file__).with_name("compile_trees_for_tpu.py"),
+    )
     command = [sys.executable, script, topology, mesh, str(tokens)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
-    assert all(any(kind in call for call in result["kernels"]) for kind in ("fwd", "dq", "dkv")), result
+    assert all(any(kind in call for call in result["kernels"]) for kind in ("fwd", "dq", "dkv")), (
+        result
+    )
     masks = 3 * 4 * tokens**2 / 2**20  # MiB of a row; a device has two rows
     assert result["temporaries"] < 2 * masks, result

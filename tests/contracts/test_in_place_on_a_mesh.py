@@ -1,5 +1,5 @@
-"""On a mesh updates write in place, the generator reads the very arrays that they wrote, or a copy resharded for
-decoding, and a checkpoint comes back on any other mesh."""
+"""On a mesh updates write in place, the generator reads the very arrays that they wrote, or a copy
+resharded for decoding, and a checkpoint comes back on any other mesh."""
 
 from pathlib import Path
 

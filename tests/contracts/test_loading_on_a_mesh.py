@@ -1,4 +1,5 @@
-"""Every family is read to its place on a mesh of eight devices, and computes there what it computes on one."""
+"""Every family is read to its place on a mesh of eight devices, and computes there what it computes
+on one."""
 
 from pathlib import Path
 
@@ -26,7 +27,9 @@ def loaded(tmp_path_factory) -> dict[str, dict]:
 def test_weights_are_cut_and_have_the_bits_of_one_device(loaded):
     for kind, each in loaded.items():
         assert each["same"], kind
-        assert each["cut"] >= each["weights"] // 3, f"{kind}: {each['cut']} of {each['weights']} weights are cut"
+        assert each["cut"] >= each["weights"] // 3, (
+            f"{kind}: {each['cut']} of {each['weights']} weights are cut"
+        )
 
 
 def test_logits_equal_those_of_one_device(loaded):

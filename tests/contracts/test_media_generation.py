@@ -1,5 +1,5 @@
-"""Pictures in prompts of the generator: its tokens are those of transformers' `generate`, however prompts are cut and
-cached."""
+"""Pictures in prompts of the generator: its tokens are those of transformers' `generate`, however
+prompts are cut and cached."""
 
 import dataclasses
 import functools
@@ -14,7 +14,9 @@ from policy import families
 from rollout import Generator, GeneratorOptions, MediaPrompt, SamplingParams
 from rollout.request import prefix_keys
 
-torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+torch = pytest.importorskip(
+    "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+)
 
 NEW = 8
 GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0)
@@ -24,12 +26,17 @@ WIDTH = 64
 def prompt_of(document, digest="a"):
     """The prompt of a document; the rows of its table are parts of one picture of this digest."""
     parts = [None if row < 0 else (digest, row) for row in document.media.index.tolist()]
-    return MediaPrompt(tuple(document.tokens.tolist()), document.media, prefix_keys(document.tokens.tolist(), parts))
+    return MediaPrompt(
+        tuple(document.tokens.tolist()),
+        document.media,
+        prefix_keys(document.tokens.tolist(), parts),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Greedy:
-    """What `generate` of transformers appends to a document, and the log-probability of each token."""
+    """What `generate` of transformers appends to a document, and the log-probability of each
+    token."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -54,8 +61,8 @@ def greedy(theirs, document) -> Greedy:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """case(kind) -> (ours, two documents with the same text and other pictures, greedy tokens of transformers for
-    both)."""
+    """case(kind) -> (ours, two documents with the same text and other pictures, greedy tokens of
+    transformers for both)."""
 
     @functools.cache
     def made(kind):
@@ -67,7 +74,10 @@ def case(tmp_path_factory):
         assert first.tokens.tolist() == second.tokens.tolist()
         table = joined(first, second)
         documents = [
-            dataclasses.replace(each, media=dataclasses.replace(each.media, table=table, index=shifted(each, offset)))
+            dataclasses.replace(
+                each,
+                media=dataclasses.replace(each.media, table=table, index=shifted(each, offset)),
+            )
             for each, offset in ((first, 0), (second, len(first.media.table.rows)))
         ]
         return policy.load(directory), documents, [greedy(theirs, each) for each in (first, second)]
@@ -78,7 +88,9 @@ def case(tmp_path_factory):
 def joined(*documents):
     """One table of the rows of all documents."""
     tables = [each.media.table for each in documents]
-    deep = None if tables[0].deep is None else np.concatenate([each.deep for each in tables], axis=1)
+    deep = (
+        None if tables[0].deep is None else np.concatenate([each.deep for each in tables], axis=1)
+    )
     return media_oracles.MediaTable(np.concatenate([each.rows for each in tables]), deep)
 
 
@@ -87,7 +99,9 @@ def shifted(document, offset):
 
 
 def generator(model, **options):
-    options = GeneratorOptions(**{"prefill_chunk": 64, "tokens_per_dispatch": 4, "page_size": 4} | options)
+    options = GeneratorOptions(
+        **{"prefill_chunk": 64, "tokens_per_dispatch": 4, "page_size": 4} | options
+    )
     return Generator(model, max_length=WIDTH, slots=2, seed=5, options=options)
 
 
@@ -121,11 +135,13 @@ MORE_CUTS = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [*CUTS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_CUTS)], ids=str
+    ("kind", "options"),
+    [*CUTS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_CUTS)],
+    ids=str,
 )
 def test_greedy_tokens_are_those_of_transformers_for_every_cut(kind, options, case):
-    """Two prompts of the same ids with other pictures, and the first one again: no cached entry of another picture is
-    used."""
+    """Two prompts of the same ids with other pictures, and the first one again: no cached entry of
+    another picture is used."""
     model, (first, second), (want, other) = case(kind)
     assert want.tokens != other.tokens, "the pictures change nothing"
     gen = generator(model, **options)
@@ -139,16 +155,20 @@ def test_greedy_tokens_are_those_of_transformers_for_every_cut(kind, options, ca
 
 @pytest.mark.slow
 def test_exact_completions_have_the_bits_of_log_probabilities(case):
-    """Also the samples of one prompt, of a text next to it, and whatever the cache: exact completions are a function of
-    the prompt."""
+    """Also the samples of one prompt, of a text next to it, and whatever the cache: exact
+    completions are a function of the prompt."""
     model, (first, second), _ = case("Qwen3VLMoe")
     text = media_oracles.plain("Qwen3VLMoe", 7).tokens.tolist()
     params = SamplingParams(n=2, max_new_tokens=NEW, temperature=0.8)
     outputs = [
-        generator(model, exact=True, **options).generate([prompt_of(first), text, prompt_of(second, "b")], params)
+        generator(model, exact=True, **options).generate(
+            [prompt_of(first), text, prompt_of(second, "b")], params
+        )
         for options in ({"prefill_chunk": 5}, {"prefill_chunk": 64, "cache": "paged"})
     ]
-    assert [[c.tokens for c in group] for group in outputs[0]] == [[c.tokens for c in group] for group in outputs[1]]
+    assert [[c.tokens for c in group] for group in outputs[0]] == [
+        [c.tokens for c in group] for group in outputs[1]
+    ]
     for document, group in ((first, outputs[0][0]), (second, outputs[0][2])):
         for completion in group:
             row, media = extended(document, completion.tokens)
@@ -164,29 +184,38 @@ def extended(document, completion):
     media = media_oracles.Media(index[None], *document.media.table)
     row = np.concatenate([document.tokens, completion]).astype(int)
     arrays = {"turns": turns, "until": until}
-    return row, {"media": media} | {name: None if a is None else a[None] for name, a in arrays.items()}
+    return row, {"media": media} | {
+        name: None if a is None else a[None] for name, a in arrays.items()
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"kv_cache": "int8"}, {"record_routes": True}, {"weights": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"kv_cache": "int8"}, {"record_routes": True}, {"weights": "int8"}], ids=str
+)
 def test_options_of_the_generator_go_with_pictures(options, case):
-    """Two pictures in each prompt; quantised entries and weights move log-probabilities a little, recorded routes not
-    at all."""
+    """Two pictures in each prompt; quantised entries and weights move log-probabilities a little,
+    recorded routes not at all."""
     model, documents, expected = case("Qwen3VLMoe")
     prompts = [prompt_of(each, str(n)) for n, each in enumerate(documents)]
     out = generator(model, prefill_chunk=8, **options).generate(prompts, GREEDY)
     for (completion,), document, want in zip(out, documents, expected, strict=True):
         row, media = extended(document, completion.tokens)
         logp = np.asarray(model.logprobs(row[None], **media)[0])[0, len(document) :]
-        np.testing.assert_allclose(completion.logprobs, logp, atol=1e-5 if "record_routes" in options else 0.5, rtol=0)
+        np.testing.assert_allclose(
+            completion.logprobs, logp, atol=1e-5 if "record_routes" in options else 0.5, rtol=0
+        )
         if "record_routes" in options:
             assert completion.tokens == want.tokens
-            assert {len(routes) for routes in completion.routes.values()} == {len(document) + NEW - 1}
+            assert {len(routes) for routes in completion.routes.values()} == {
+                len(document) + NEW - 1
+            }
 
 
 @pytest.mark.slow
 def test_a_sampled_placeholder_is_a_token_like_any_other(case):
-    """The policy is made to sample the placeholder id. Decoding feeds its embedding, as the full forward pass does."""
+    """The policy is made to sample the placeholder id. Decoding feeds its embedding, as the full
+    forward pass does."""
     model, (first, _), _ = case("Qwen3VLMoe")
     params = dict(model.params)
     head = np.array(params["lm_head"])
@@ -199,7 +228,9 @@ def test_a_sampled_placeholder_is_a_token_like_any_other(case):
     row, media = extended(first, completion.tokens)
     logp = np.asarray(pushed.logprobs(row[None], **media)[0])[0, len(first) :]
     np.testing.assert_allclose(completion.logprobs, logp, atol=1e-5, rtol=0)
-    ((again,),) = generator(pushed, prefill_chunk=5, cache="paged").generate([prompt_of(first)], GREEDY)
+    ((again,),) = generator(pushed, prefill_chunk=5, cache="paged").generate(
+        [prompt_of(first)], GREEDY
+    )
     assert again.tokens == completion.tokens
 
 
@@ -229,7 +260,12 @@ def test_what_a_prompt_cannot_have_is_refused_by_name(case):
         (MediaPrompt(prompt.tokens[:8], cut, prompt.keys[:8]), "ends with a picture"),
         (MediaPrompt(prompt.tokens, media, prompt.keys[:-1]), "no key for each token"),
         (MediaPrompt(prompt.tokens[1:], media, prompt.keys[1:]), rf"index has shape \[{n}\]"),
-        (MediaPrompt(prompt.tokens, dataclasses.replace(media, index=media.index + 99), prompt.keys), "outside -1"),
+        (
+            MediaPrompt(
+                prompt.tokens, dataclasses.replace(media, index=media.index + 99), prompt.keys
+            ),
+            "outside -1",
+        ),
         (
             MediaPrompt(
                 prompt.tokens,
@@ -238,7 +274,10 @@ def test_what_a_prompt_cannot_have_is_refused_by_name(case):
             ),
             "computes in float32",
         ),
-        (MediaPrompt(prompt.tokens, dataclasses.replace(media, turns=None), prompt.keys), "media without turns"),
+        (
+            MediaPrompt(prompt.tokens, dataclasses.replace(media, turns=None), prompt.keys),
+            "media without turns",
+        ),
         (
             MediaPrompt(prompt.tokens, dataclasses.replace(media, until=np.arange(n)), prompt.keys),
             "media with until, which this model does not read",
@@ -248,7 +287,8 @@ def test_what_a_prompt_cannot_have_is_refused_by_name(case):
         with pytest.raises(ValueError, match=message):
             gen.generate([wrong], GREEDY)
     outside = tuple(
-        10**6 if row >= 0 else token for token, row in zip(prompt.tokens, media.index.tolist(), strict=True)
+        10**6 if row >= 0 else token
+        for token, row in zip(prompt.tokens, media.index.tolist(), strict=True)
     )
     assert gen.submit(rollout_request(MediaPrompt(outside, media, prompt.keys))).finish is None
 

@@ -1,4 +1,5 @@
-"""On every mesh a decoder computes what it computes on one device: values, gradients, updates, completions."""
+"""On every mesh a decoder computes what it computes on one device: values, gradients, updates,
+completions."""
 
 import itertools
 import json
@@ -32,9 +33,10 @@ def in_mode(mode: str, degrees: dict) -> dict:
 
 
 def check(*cases: list, devices: int = 8) -> None:
-    """Attention, entropies and log-probabilities within 2e-5, gradients within 2e-5 of their largest number: sums over
-    devices round otherwise, and each layer makes more of it. With shared keys one norm takes up to 3.5e-5 on CPUs with
-    AVX-512, with compressed attention one scale of the hyper-connections up to 2.4e-5."""
+    """Attention, entropies and log-probabilities within 2e-5, gradients within 2e-5 of their
+    largest number: sums over devices round otherwise, and each layer makes more of it. With shared
+    keys one norm takes up to 3.5e-5 on CPUs with AVX-512, with compressed attention one scale of
+    the hyper-connections up to 2.4e-5."""
     for case, result in zip(cases, run(*cases, devices=devices), strict=True):
         if case[0] == "attention":
             assert result["difference"] < 2e-5, (case, result)
@@ -49,15 +51,25 @@ def check(*cases: list, devices: int = 8) -> None:
 
 @pytest.mark.slow
 def test_sequences_that_are_cut():
-    """Packed and padded rows; grouped heads, also where the axis tensor cuts queries only; 13 tokens, which 4 does not
-    divide.
+    """Packed and padded rows; grouped heads, also where the axis tensor cuts queries only; 13
+    tokens, which 4 does not divide.
     """
     few = {"window": 5, "softcap": 2.0, "sinks": True, "queries": 4}
     cases = [
         ["attention", {"fsdp": 2, "context": 4}, "all_gather", few],
         ["attention", {"fsdp": 2, "context": 4}, "ring", few],
-        ["attention", {"tensor": 2, "context": 4}, "ring", {"kv_heads": 3, "heads": 6, "balance": True}],
-        ["attention", {"tensor": 4, "context": 2}, "ulysses", {"kv_heads": 2, "heads": 8, "sinks": True}],
+        [
+            "attention",
+            {"tensor": 2, "context": 4},
+            "ring",
+            {"kv_heads": 3, "heads": 6, "balance": True},
+        ],
+        [
+            "attention",
+            {"tensor": 4, "context": 2},
+            "ulysses",
+            {"kv_heads": 2, "heads": 8, "sinks": True},
+        ],
         ["attention", {"fsdp": 2, "context": 4}, "ulysses", {"kv_heads": 1, "window": 5}],
         ["decoder", "dense", CONTEXT, {"context_parallel": "ring", "context_load_balance": True}],
     ]
@@ -67,7 +79,10 @@ def test_sequences_that_are_cut():
 @pytest.mark.slow
 def test_explicit_shardings():
     """The same numbers, and no product of which the partitioner decides how it is cut."""
-    dense, experts = {"fsdp": 2, "tensor": 2, "explicit": True}, {"fsdp": 2, "expert": 2, "explicit": True}
+    dense, experts = (
+        {"fsdp": 2, "tensor": 2, "explicit": True},
+        {"fsdp": 2, "expert": 2, "explicit": True},
+    )
     quick = {"remat": "none"}
     cases = [
         ["decoder", "dense", dense, quick],
@@ -80,21 +95,35 @@ def test_explicit_shardings():
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_copies_of_weights_put_nothing_together(mode):
-    """Along `data`, which slices may be joined by, gradients are summed; no device asks the other four for their
-    tokens.
+    """Along `data`, which slices may be joined by, gradients are summed; no device asks the other
+    four for their tokens.
     """
-    assert run(["largest_all_gather", "dense", in_mode(mode, {"data": 2, "fsdp": 4}), {}]) == [{"devices": 4}]
+    assert run(["largest_all_gather", "dense", in_mode(mode, {"data": 2, "fsdp": 4}), {}]) == [
+        {"devices": 4}
+    ]
 
 
 @pytest.mark.slow
 def test_attention_of_every_kind():
-    kinds = [{}, {"window": 5, "sinks": True}, {"softcap": 2.0, "kv_heads": 4}, {"chunk": 4, "sinks": True}]
+    kinds = [
+        {},
+        {"window": 5, "sinks": True},
+        {"softcap": 2.0, "kv_heads": 4},
+        {"chunk": 4, "sinks": True},
+    ]
     kinds += [kind | {"balance": True} for kind in kinds]
     meshes = itertools.cycle(
-        [{"context": 8}, {"fsdp": 2, "context": 4}, {"tensor": 2, "context": 4}, {"data": 4, "context": 2}]
+        [
+            {"context": 8},
+            {"fsdp": 2, "context": 4},
+            {"tensor": 2, "context": 4},
+            {"data": 4, "context": 2},
+        ]
     )
     cases = [
-        ["attention", mesh, scheme, kind] for kind, mesh in zip(kinds, meshes, strict=False) for scheme in SCHEMES[:2]
+        ["attention", mesh, scheme, kind]
+        for kind, mesh in zip(kinds, meshes, strict=False)
+        for scheme in SCHEMES[:2]
     ]
     cases += [["attention", {"data": 4, "context": 2}, "ulysses", kind] for kind in kinds[:4]]
     kernels = [{"kernel": True, "window": 200}, {"kernel": True, "balance": True, "sinks": True}]
@@ -125,12 +154,26 @@ def test_every_mesh_of_the_list(kind, mode):
 
 @pytest.mark.slow
 def test_explicit_shardings_of_other_decoders():
-    """Decoders with an indexer of keys, alone or for two layers, or of blocks between gated streams, with states of
-    biased projections, two mixers a layer, several streams, and with matrices whose outputs are sharded and the stream
-    is not."""
+    """Decoders with an indexer of keys, alone or for two layers, or of blocks between gated
+    streams, with states of biased projections, two mixers a layer, several streams, and with
+    matrices whose outputs are sharded and the stream is not."""
     meshes = [MESHES["fsdp4_tensor2"], CONTEXT]
-    kinds = ("indexed", "shared_index", "blocks_of_keys", "biased_states", "two_mixers", "streams", "square")
-    check(*(["decoder", kind, in_mode("explicit", degrees), {}] for kind in kinds for degrees in meshes))
+    kinds = (
+        "indexed",
+        "shared_index",
+        "blocks_of_keys",
+        "biased_states",
+        "two_mixers",
+        "streams",
+        "square",
+    )
+    check(
+        *(
+            ["decoder", kind, in_mode("explicit", degrees), {}]
+            for kind in kinds
+            for degrees in meshes
+        )
+    )
 
 
 @pytest.mark.slow
@@ -144,7 +187,10 @@ INDEXED = ("indexed", "shared_index", "blocks_of_keys")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [(kind, "auto") for kind in ("dense", "windows", "sinks", "latent", *INDEXED, "recurrent", "shared_keys")]
+    [
+        (kind, "auto")
+        for kind in ("dense", "windows", "sinks", "latent", *INDEXED, "recurrent", "shared_keys")
+    ]
     + [(kind, "explicit") for kind in ("windows", "sinks", "latent")],
 )
 def test_every_way_of_attention(kind, mode):
@@ -156,14 +202,24 @@ def test_every_way_of_attention(kind, mode):
         ways = ways[:1]
     cases = [["decoder", kind, in_mode(mode, CONTEXT), way] for way in ways]
     if kind not in INDEXED:
-        cases.append(["decoder", kind, in_mode(mode, {"fsdp": 4, "context": 2}), {"context_parallel": "ulysses"}])
+        cases.append(
+            [
+                "decoder",
+                kind,
+                in_mode(mode, {"fsdp": 4, "context": 2}),
+                {"context_parallel": "ulysses"},
+            ]
+        )
     check(*cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_moments_cut_over_copies_of_the_weights(mode):
-    cases = [["moments", {"data": 8}, {}], ["moments", {"data": 2, "fsdp": 2, "tensor": 2}, {"dropout": 0.2}]]
+    cases = [
+        ["moments", {"data": 8}, {}],
+        ["moments", {"data": 2, "fsdp": 2, "tensor": 2}, {"dropout": 0.2}],
+    ]
     cases = [[what, in_mode(mode, degrees), options] for what, degrees, options in cases]
     for case, result in zip(cases, run(*cases), strict=True):
         assert result["weights"] < 1e-4 and result["metrics"] < 1e-4, (case, result)
@@ -173,14 +229,21 @@ def test_moments_cut_over_copies_of_the_weights(mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_completions_where_devices_share_the_rows(mode):
-    cases = [["completions", kind, in_mode(mode, CONTEXT), {}] for kind in ("dense", "latent", "recurrent")]
+    cases = [
+        ["completions", kind, in_mode(mode, CONTEXT), {}]
+        for kind in ("dense", "latent", "recurrent")
+    ]
     paged = {"cache": "paged", "page_size": 4, "prefill_chunk": 4}
     cases.append(["completions", "latent", in_mode(mode, {"expert": 2, "context": 4}), paged])
     for case, result in zip(cases, run(*cases), strict=True):
-        assert result["equal"] and result["logprobs"] < 1e-4 and result["parts"] == 8, (case, result)
+        assert result["equal"] and result["logprobs"] < 1e-4 and result["parts"] == 8, (
+            case,
+            result,
+        )
 
 
-# Rules that keep rows where training has them, and cut what is multiplied over the axes that are left.
+# Rules that keep rows where training has them, and cut what is multiplied over the axes that are
+# left.
 OWN = {
     "embed": [],
     "embed_vocab": [],
@@ -194,8 +257,14 @@ OWN |= {"vocab": ["tensor", "fsdp"], "batch": ["data", "expert"], "cache_batch":
 EVERY, STATIONARY = {"fsdp": 2, "tensor": 2, "expert": 2}, {"rules": "stationary"}
 PAGED = STATIONARY | {"cache": "paged", "page_size": 4, "prefill_chunk": 4}
 RESHARDED = {
-    "dense": [[MESHES["fsdp4_tensor2"], STATIONARY], [MESHES["data2_fsdp2_tensor2"], {"rules": OWN}], [EVERY, PAGED]],
-    "experts": [[EVERY, STATIONARY, {"expert_parallel": scheme}] for scheme in ("all_to_all", "hidden")],
+    "dense": [
+        [MESHES["fsdp4_tensor2"], STATIONARY],
+        [MESHES["data2_fsdp2_tensor2"], {"rules": OWN}],
+        [EVERY, PAGED],
+    ],
+    "experts": [
+        [EVERY, STATIONARY, {"expert_parallel": scheme}] for scheme in ("all_to_all", "hidden")
+    ],
     "latent": [
         [EVERY, PAGED],
         [CONTEXT, STATIONARY],
@@ -220,14 +289,19 @@ def test_completions_with_weights_resharded_for_decoding(kind):
         assert result["equal"] and result["logprobs"] < 1e-4, (case, result)
 
 
-# Queries, new keys and values to the rows of the cache, the results of attention; sums behind two products. Latents
-# come from products that are cut too: those of queries and of keys are put together.
-FLOOR = {"dense": {"all-to-all": 4, "all-reduce": 2}, "latent": {"all-gather": 2, "all-to-all": 2, "all-reduce": 2}}
+# Queries, new keys and values to the rows of the cache, the results of attention; sums behind two
+# products. Latents come from products that are cut too: those of queries and of keys are put
+# together.
+FLOOR = {
+    "dense": {"all-to-all": 4, "all-reduce": 2},
+    "latent": {"all-gather": 2, "all-to-all": 2, "all-reduce": 2},
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FLOOR)
 def test_a_decoded_token_sends_nothing_but_what_changes_places(kind):
-    """A slice of TPUs waits some microseconds for each, 61 layers of them for a token of DeepSeek-V3."""
+    """A slice of TPUs waits some microseconds for each, 61 layers of them for a token of
+    DeepSeek-V3."""
     meshes = [{"data": 2, "fsdp": 4}, {"fsdp": 2, "expert": 4}]
     assert run(*(["sent", kind, mesh] for mesh in meshes)) == [FLOOR[kind]] * 2

@@ -15,4 +15,6 @@ def test_pages_on_four_devices_are_those_of_one():
     cut |= {f"hook of {kind}": number for kind, number in cut.items()}
     cut |= {"kernel": 2, "hook, no kernel": 2}
     assert {name: case["cut"] for name, case in result.items()} == cut, result
-    assert result["kernel"]["pool"][1] == 10, "each device reads its own half of the pages of the one layer of a stack"
+    assert result["kernel"]["pool"][1] == 10, (
+        "each device reads its own half of the pages of the one layer of a stack"
+    )

@@ -1,4 +1,5 @@
-"""Parts that change the shape of the stream, or read tables, compute on several devices what they compute on one."""
+"""Parts that change the shape of the stream, or read tables, compute on several devices what they
+compute on one."""
 
 from pathlib import Path
 
@@ -12,4 +13,6 @@ def test_streams_and_tables_are_the_same_on_four_devices():
         for name, mesh in result.items():
             assert mesh["logp"] < 1e-4 and mesh["gradient"] < 1e-5, (decoder, name, mesh)
             assert mesh["cut"] == 4, (decoder, name, mesh)
-        assert [name for name, mesh in result.items() if mesh["memory"] == "pinned_host"] == ["fsdp4_host"], decoder
+        assert [name for name, mesh in result.items() if mesh["memory"] == "pinned_host"] == [
+            "fsdp4_host"
+        ], decoder

@@ -1,4 +1,5 @@
-"""Every built-in reward, listed from the folder, proves itself on its examples and keeps the same promises."""
+"""Every built-in reward, listed from the folder, proves itself on its examples and keeps the same
+promises."""
 
 import importlib
 import inspect
@@ -25,7 +26,15 @@ def usable(name):
 
 
 def test_the_promised_rewards_are_there():
-    promised = {"exact_answer", "numeric_answer", "regex_format", "length", "soft_overlong", "math", "reasoning_gym"}
+    promised = {
+        "exact_answer",
+        "numeric_answer",
+        "regex_format",
+        "length",
+        "soft_overlong",
+        "math",
+        "reasoning_gym",
+    }
     assert promised <= set(BUILT_IN)
     assert set(BUILT_IN) <= set(rewards.known())
 
@@ -44,10 +53,15 @@ def test_examples_hold_in_a_worker(name):
 def test_a_group_scores_as_its_completions_do_alone(name):
     usable(name)
     own = ("prompt", "completion", "score", "options", "max_new_tokens")
-    examples = [e for e in importlib.import_module(f"rewards.{name}").EXAMPLES if "options" not in e]
+    examples = [
+        e for e in importlib.import_module(f"rewards.{name}").EXAMPLES if "options" not in e
+    ]
     options = NEEDED_OPTIONS.get(name, {}) | ({"limit": 100} if name == "soft_overlong" else {})
     examples = examples or [{"prompt": "", "completion": text} for text in ("x", "y")]
-    columns = {"completion_lengths": [7 * i for i in range(len(examples))], "truncated": [False] * len(examples)}
+    columns = {
+        "completion_lengths": [7 * i for i in range(len(examples))],
+        "truncated": [False] * len(examples),
+    }
     columns["reward_model_scores"] = [{"rm": 0.5 * i} for i in range(len(examples))]
     columns |= {key: [e[key] for e in examples] for key in examples[0] if key not in own}
     prompts, completions = ([e[key] for e in examples] for key in ("prompt", "completion"))
@@ -68,7 +82,9 @@ def test_it_is_documented_and_takes_the_texts(name):
     assert named[:2] == ["prompts", "completions"]
     for option in named[2:]:
         given = option in registry.GIVEN or any(option in example for example in module.EXAMPLES)
-        assert given or f"{option}:" in function.__doc__, f"{option} is neither a column of the examples nor documented"
+        assert given or f"{option}:" in function.__doc__, (
+            f"{option} is neither a column of the examples nor documented"
+        )
     with pytest.raises(RewardError, match="has no option 'no_such_option'"):
         registry.check(name, {"no_such_option": 1})
 
@@ -77,10 +93,17 @@ def test_it_is_documented_and_takes_the_texts(name):
 def test_a_completion_of_messages_scores_as_its_text(name):
     usable(name)
     example = next(
-        (e for e in importlib.import_module(f"rewards.{name}").EXAMPLES if e["score"] not in (None, 0.0)), None
+        (
+            e
+            for e in importlib.import_module(f"rewards.{name}").EXAMPLES
+            if e["score"] not in (None, 0.0)
+        ),
+        None,
     )
     options = example.get("options", {})
-    columns = {k: [v] for k, v in example.items() if k not in ("prompt", "completion", "score", "options")}
+    columns = {
+        k: [v] for k, v in example.items() if k not in ("prompt", "completion", "score", "options")
+    }
     columns |= {k: v[0] for k, v in columns.items() if k == "max_new_tokens"}
     message = [{"role": "assistant", "content": example["completion"]}]
     with Runner(RunnerOptions(((name, 1.0, options),), workers=1, timeout_s=30.0)) as runner:

@@ -1,7 +1,7 @@
 """Beginnings that sequences share are computed once, with the numbers of the sequences alone.
 
-The oracle is the packed update of the same trainer without trees: log-probabilities, entropies, loss, metrics,
-gradients and counts of experts of groups of uneven lengths, of which some are cut.
+The oracle is the packed update of the same trainer without trees: log-probabilities, entropies,
+loss, metrics, gradients and counts of experts of groups of uneven lengths, of which some are cut.
 """
 
 from dataclasses import replace
@@ -35,12 +35,17 @@ def results(trainer, params, data) -> tuple:
     packing = trainer.packing_of(data)[0]
     batch = packing.batch(data)
     inputs, counted = trainer.loss_inputs(batch), totals(batch)
-    floats = {path: array for path, array in params.items() if np.issubdtype(array.dtype, np.floating)}
+    floats = {
+        path: array for path, array in params.items() if np.issubdtype(array.dtype, np.floating)
+    }
 
     def loss(weights):
         loss, metrics, aux, _, _ = trainer._policy_loss(params | weights, batch, inputs)
         auxiliary, more = auxiliary_loss(trainer.stage, aux, batch, counted)
-        return loss + auxiliary, (metrics | more, {p: each.counts for p, each in aux.by_layer("routing").items()})
+        return loss + auxiliary, (
+            metrics | more,
+            {p: each.counts for p, each in aux.by_layer("routing").items()},
+        )
 
     (value, (metrics, counts)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(floats)
     return value, metrics, counts, grads
@@ -90,13 +95,19 @@ def test_they_are_with_scanned_layers_that_compute_again(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", [UNROLLED, SCANNED, replace(SCANNED, remat="minimal_with_context")], ids=str)
+@pytest.mark.parametrize(
+    "runtime", [UNROLLED, SCANNED, replace(SCANNED, remat="minimal_with_context")], ids=str
+)
 @pytest.mark.parametrize("kind", ["Gemma3", "Llama4", "DeepseekV3"])
 def test_they_are_with_attention_in_blocks(kind, runtime, monkeypatch):
     """Blocks of 8, so that these short rows have five: windows, chunks and latent attention."""
     sizes, run = [], block_attention.block_attention
     monkeypatch.setitem(block_attention.SIZES, "cpu", 8)
-    monkeypatch.setattr(block_attention, "block_attention", lambda spec, *a: sizes.append(spec.size) or run(spec, *a))
+    monkeypatch.setattr(
+        block_attention,
+        "block_attention",
+        lambda spec, *a: sizes.append(spec.size) or run(spec, *a),
+    )
     check(kind, runtime)
     assert set(sizes) == {8}
 
@@ -116,7 +127,8 @@ def test_one_token_of_a_completion_changes_its_row_alone_and_one_of_a_prompt_its
 
 
 def test_the_first_token_of_a_completion_is_trained():
-    """With a mask of first tokens alone: their log-probabilities, the loss and its gradient are those of rows alone."""
+    """With a mask of first tokens alone: their log-probabilities, the loss and its gradient are
+    those of rows alone."""
     model = model_of("Llama", UNROLLED)
     (plain, state), (trees, _) = shared_prefixes.pair(model, learners.stage({"name": "grpo"}))
     data = shared_prefixes.groups(model.graph.config.vocab_size)
@@ -134,7 +146,9 @@ def test_the_first_token_of_a_completion_is_trained():
 @pytest.mark.slow
 def test_values_before_and_after_each_token():
     model = model_of("Llama", UNROLLED)
-    (plain, state), (trees, _) = shared_prefixes.pair(model, learners.stage({"name": "ppo", "value_init_std": 0.3}))
+    (plain, state), (trees, _) = shared_prefixes.pair(
+        model, learners.stage({"name": "ppo", "value_init_std": 0.3})
+    )
     data = shared_prefixes.groups(model.graph.config.vocab_size)
     for one, other in zip(trees.values(state, data), plain.values(state, data), strict=True):
         assert np.abs(other).max() > 0.1

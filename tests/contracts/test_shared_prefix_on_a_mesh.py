@@ -1,4 +1,5 @@
-"""Updates whose sequences share beginnings compute on every mesh what sequences alone compute on one device."""
+"""Updates whose sequences share beginnings compute on every mesh what sequences alone compute on
+one device."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""Updates whose sequences share beginnings move metrics and weights as those of sequences alone do: every
-algorithm, owners of tokens that several sequences have, biases of experts, replayed routes, indexers and prediction
-modules.
+"""Updates whose sequences share beginnings move metrics and weights as those of sequences alone do:
+every algorithm, owners of tokens that several sequences have, biases of experts, replayed routes,
+indexers and prediction modules.
 """
 
 import functools
@@ -25,7 +25,9 @@ SAMPLED = [name for name in rl.algorithms.known() if rl.algorithms.get(name).sta
 
 def check(model, options, data, sharing=Sharing(length_factor=2), alone=None) -> dict:
     """Returns the metrics with trees. alone: the batch of the sequences alone, if it is another."""
-    (alone, expected), (metrics, weights) = shared_prefixes.moved(model, options, data, sharing, alone=alone)
+    (alone, expected), (metrics, weights) = shared_prefixes.moved(
+        model, options, data, sharing, alone=alone
+    )
     for name, value in alone.items():
         if not name.startswith("perf/"):
             assert metrics[name] == pytest.approx(value, rel=2e-5, abs=2e-5), name
@@ -53,7 +55,12 @@ def test_pairs(name):
 @pytest.mark.slow
 def test_pairs_in_micro_batches():
     data, sharing = shared_prefixes.pairs(VOCAB), Sharing(length_factor=1, together=True)
-    check(learners.dense(), learners.stage({"name": "dpo", "loss_type": "ipo"}, micro_batch=1), data, sharing)
+    check(
+        learners.dense(),
+        learners.stage({"name": "dpo", "loss_type": "ipo"}, micro_batch=1),
+        data,
+        sharing,
+    )
 
 
 EPISODES = [
@@ -75,14 +82,18 @@ EPISODES = [
     "algorithm",
     [
         {"name": "grpo", "kl_coef": 0.1, "aggregation": "prompt"},
-        pytest.param({"name": "grpo", "kl_coef": 0.1, "aggregation": "sequence"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"name": "grpo", "kl_coef": 0.1, "aggregation": "sequence"}, marks=pytest.mark.slow
+        ),
         pytest.param({"name": "gspo"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_a_turn_that_one_row_trains_on_and_others_read(algorithm):
     data = shared_prefixes.rows(EPISODES, VOCAB)
-    data = data.replace(old_logp=np.where(data.mask > 0, data.old_logp, np.nan))  # read where the owner trains alone
+    data = data.replace(
+        old_logp=np.where(data.mask > 0, data.old_logp, np.nan)
+    )  # read where the owner trains alone
     check(learners.dense(), learners.stage(algorithm), data)
     trainer, state = shared_prefixes.pair(learners.dense(), learners.stage(algorithm))[1]
     packing = trainer.packing_of(data)[0]
@@ -98,7 +109,9 @@ def test_a_turn_that_one_row_trains_on_and_others_read(algorithm):
 def test_experts_count_a_token_for_each_of_its_sequences(balance, micro_batch):
     """Ten updates, after each of which the biases move by the counts."""
     router = {"bias_rate": 0.05, "balance_coef": 0.3, "balance": balance}
-    options = learners.stage("grpo", router=router, micro_batch=micro_batch, optimizer={"learning_rate": 1e-3})
+    options = learners.stage(
+        "grpo", router=router, micro_batch=micro_batch, optimizer={"learning_rate": 1e-3}
+    )
     data = shared_prefixes.groups(VOCAB)
     (_, alone), (_, trees) = shared_prefixes.moved(learners.experts(), options, data, updates=10)
     biases = [path for path in alone if "correction_bias" in path]
@@ -127,7 +140,11 @@ def test_replayed_routes_that_are_equal_unknown_or_differ():
 @pytest.mark.slow
 @pytest.mark.parametrize("training", ["sparse", "off"])
 def test_indexers_count_a_token_for_each_of_its_sequences(training):
-    check(learners.indexed(), learners.stage("grpo", indexer={"training": training}), shared_prefixes.groups(VOCAB))
+    check(
+        learners.indexed(),
+        learners.stage("grpo", indexer={"training": training}),
+        shared_prefixes.groups(VOCAB),
+    )
 
 
 @functools.cache
@@ -139,7 +156,10 @@ def predicting(depth: int):
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_prediction_modules_at_a_branch(depth):
     metrics = check(
-        predicting(depth), learners.stage("grpo", mtp={}), shared_prefixes.groups(VOCAB), Sharing(2, ahead=depth)
+        predicting(depth),
+        learners.stage("grpo", mtp={}),
+        shared_prefixes.groups(VOCAB),
+        Sharing(2, ahead=depth),
     )
     assert metrics["mtp/loss"] > 0
 
@@ -148,7 +168,9 @@ def test_prediction_modules_at_a_branch(depth):
 def test_modules_need_the_tokens_that_follow_a_branch():
     """Without tokens ahead a beginning would predict the tokens of one of its sequences."""
     data = shared_prefixes.groups(VOCAB)
-    (alone, _), (metrics, _) = shared_prefixes.moved(predicting(2), learners.stage("grpo", mtp={}), data, Sharing(2))
+    (alone, _), (metrics, _) = shared_prefixes.moved(
+        predicting(2), learners.stage("grpo", mtp={}), data, Sharing(2)
+    )
     assert metrics["mtp/loss"] != pytest.approx(alone["mtp/loss"], rel=1e-4)
 
 
@@ -156,9 +178,12 @@ def test_reward_models_score_completions_of_a_prompt_together():
     graph, params = learners.dense().graph, learners.dense().params
     head = np.random.default_rng(0).normal(size=graph.config.hidden_size).astype(np.float32)
     data = shared_prefixes.groups(VOCAB, ((5, (6, 9, 4, 7)), (9, (2, 10, 5, 5)), (1, (4, 1, 3, 8))))
-    sequences = [row[: int(n)].tolist() for row, n in zip(data.tokens, data.segments.sum(1), strict=True)]
+    sequences = [
+        row[: int(n)].tolist() for row, n in zip(data.tokens, data.segments.sum(1), strict=True)
+    ]
     one, other = (
-        RewardModelScorer(graph, params | {VALUE_HEAD: head}, 20, how) for how in (None, Sharing(length_factor=2))
+        RewardModelScorer(graph, params | {VALUE_HEAD: head}, 20, how)
+        for how in (None, Sharing(length_factor=2))
     )
     expected = one(sequences)
     assert np.ptp(expected) > 0.1

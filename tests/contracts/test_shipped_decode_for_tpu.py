@@ -1,8 +1,8 @@
-"""A decoded token of the shipped configurations reads weights and cache once, on the slices and at the lengths that
-they are meant for.
+"""A decoded token of the shipped configurations reads weights and cache once, on the slices and at
+the lengths that they are meant for.
 
-Their stacks are deep and wide enough that VMEM hides no copy: on a small one slices stay there, and copies that cost
-the full model a third of its traffic count nothing.
+Their stacks are deep and wide enough that VMEM hides no copy: on a small one slices stay there, and
+copies that cost the full model a third of its traffic count nothing.
 """
 
 import importlib.util
@@ -16,7 +16,8 @@ import pytest
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu compiles for TPU; it is not installed",
     ),
 ]
 # (configuration, slice) -> (most bytes moved over arguments, calls of kernels per token).
@@ -37,10 +38,17 @@ CASES = {
 @pytest.mark.parametrize(("name", "topology"), CASES)
 def test_a_decoded_token_moves_little_more_than_its_arguments(name, topology):
     most, kernels = CASES[name, topology]
-    command = [sys.executable, Path(__file__).with_name("compile_shipped_decode_for_tpu.py"), name, topology]
+    command = [
+        sys.executable,
+        Path(__file__).with_name("compile_shipped_decode_for_tpu.py"),
+        name,
+        topology,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["kernels"] == kernels
     assert 0.5 * result["arguments"] < result["moved"] <= most * result["arguments"], result["most"]
-    assert result["temporary"] < 0.05 * result["arguments"], "weights or cache are copied in another order"
+    assert result["temporary"] < 0.05 * result["arguments"], (
+        "weights or cache are copied in another order"
+    )

@@ -1,5 +1,5 @@
-"""Speculative decoding writes what plain decoding writes, whatever the cache: tokens, log-probabilities, ends. S
-slots.
+"""Speculative decoding writes what plain decoding writes, whatever the cache: tokens,
+log-probabilities, ends. S slots.
 """
 
 import functools
@@ -17,10 +17,14 @@ pytestmark = pytest.mark.xdist_group("speculative")
 
 # So few tokens that drafts of untrained modules are right now and then.
 VOCAB, WIDTH, NEW = 6, 40, 20
-PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, VOCAB, n)] for n in (15, 1, 2, 7, 12)]
+PROMPTS = [
+    [int(t) for t in np.random.default_rng(n).integers(0, VOCAB, n)] for n in (15, 1, 2, 7, 12)
+]
 GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0)
 DRAWN = SamplingParams(n=2, max_new_tokens=NEW, temperature=0.9)
-FILTERED = SamplingParams(n=2, max_new_tokens=NEW, temperature=1.3, top_k=5, top_p=0.9, min_p=0.05, stop_token_ids=(3,))
+FILTERED = SamplingParams(
+    n=2, max_new_tokens=NEW, temperature=1.3, top_k=5, top_p=0.9, min_p=0.05, stop_token_ids=(3,)
+)
 PROCESSED = SamplingParams(
     n=2,
     max_new_tokens=NEW,
@@ -65,7 +69,9 @@ def model_of(name):
 
 @functools.cache
 def generator_of(name, drafts, slots=3, dispatch=4, chunk=16, **cache):
-    options = GeneratorOptions(speculative=drafts, tokens_per_dispatch=dispatch, prefill_chunk=chunk, **cache)
+    options = GeneratorOptions(
+        speculative=drafts, tokens_per_dispatch=dispatch, prefill_chunk=chunk, **cache
+    )
     return Generator(model_of(name), max_length=WIDTH, slots=slots, seed=5, options=options)
 
 
@@ -80,7 +86,9 @@ def check(name, sampling, **how):
             assert len(a.tokens) / (drafts + 1) <= a.steps <= len(a.tokens)
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=KINDS[kind].generator, rtol=0)
     every = [completion for group in result for completion in group]
-    assert len({round(c.steps / len(c.tokens), 3) for c in every}) > 1, "no slot accepts more than another"
+    assert len({round(c.steps / len(c.tokens), 3) for c in every}) > 1, (
+        "no slot accepts more than another"
+    )
     return every
 
 
@@ -93,7 +101,8 @@ def test_penalties_and_forbidden_tokens_count_the_accepted_drafts_only(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sampling", [pytest.param(GREEDY, marks=pytest.mark.slow, id="greedy"), pytest.param(FILTERED, id="drawn")]
+    "sampling",
+    [pytest.param(GREEDY, marks=pytest.mark.slow, id="greedy"), pytest.param(FILTERED, id="drawn")],
 )
 def test_plain_attention_writes_the_same_tokens(sampling):
     check("llama", sampling)
@@ -121,7 +130,9 @@ FEW_PAGES = {"cache": "paged", "page_size": 8, "pages": 10, "sliding_window_cach
 @pytest.mark.parametrize("name", MODELS)
 def test_drafts_over_pages_write_the_same_tokens(name):
     check(name, DRAWN, chunk=7, dispatch=2, **FEW_PAGES)
-    assert generator_of(name, MODELS[name][3], chunk=7, dispatch=2, **FEW_PAGES).engine.counts["preempted"]
+    assert generator_of(name, MODELS[name][3], chunk=7, dispatch=2, **FEW_PAGES).engine.counts[
+        "preempted"
+    ]
 
 
 def test_log_probabilities_are_those_of_the_full_forward():
@@ -130,27 +141,42 @@ def test_log_probabilities_are_those_of_the_full_forward():
     every = [(prompt, c) for prompt, group in zip(PROMPTS, out, strict=True) for c in group]
     for row, (prompt, completion) in enumerate(every):
         end = len(prompt) + len(completion.tokens)
-        rows[row, :end], segments[row, :end], written[row, len(prompt) : end] = prompt + completion.tokens, 1, 1
-    expected = np.asarray(model_of("llama").logprobs(rows, segments=segments, temperature=1.3)[0])[written == 1]
-    np.testing.assert_allclose(np.concatenate([c.logprobs for _, c in every]), expected, atol=1e-5, rtol=0)
+        rows[row, :end], segments[row, :end], written[row, len(prompt) : end] = (
+            prompt + completion.tokens,
+            1,
+            1,
+        )
+    expected = np.asarray(model_of("llama").logprobs(rows, segments=segments, temperature=1.3)[0])[
+        written == 1
+    ]
+    np.testing.assert_allclose(
+        np.concatenate([c.logprobs for _, c in every]), expected, atol=1e-5, rtol=0
+    )
 
 
 def test_what_cannot_draft_is_refused():
     options = GeneratorOptions(speculative=1)
     with pytest.raises(ValueError, match="no prediction modules"):
         Generator(random_model(families.read(configuration("Llama"))), options=options)
-    recurrent = configuration("Qwen3Next", layer_types=["full_attention", "linear_attention"], num_hidden_layers=2)
+    recurrent = configuration(
+        "Qwen3Next", layer_types=["full_attention", "linear_attention"], num_hidden_layers=2
+    )
     with pytest.raises(ValueError, match="GatedDeltaNet"):
         Generator(
-            random_model(families.read(recurrent | {"duet": {"multi_token_prediction": {"depth": 1}}})), options=options
+            random_model(
+                families.read(recurrent | {"duet": {"multi_token_prediction": {"depth": 1}}})
+            ),
+            options=options,
         )
     with pytest.raises(ValueError, match="speculative"):
         GeneratorOptions(speculative=-1)
 
 
-# A decoder and a module that look at the last token only: the decoder draws the next one by row x of P, the module by
-# row WRONG[x], which is another row for most tokens.
-P = np.array([[0.5, 0.2, 0.2, 0.1], [0.1, 0.1, 0.7, 0.1], [0.05, 0.45, 0.05, 0.45], [0.25, 0.25, 0.25, 0.25]])
+# A decoder and a module that look at the last token only: the decoder draws the next one by row x
+# of P, the module by row WRONG[x], which is another row for most tokens.
+P = np.array(
+    [[0.5, 0.2, 0.2, 0.1], [0.1, 0.1, 0.7, 0.1], [0.05, 0.45, 0.05, 0.45], [0.25, 0.25, 0.25, 0.25]]
+)
 WRONG = np.array([2, 3, 0, 3])
 
 
@@ -158,25 +184,42 @@ WRONG = np.array([2, 3, 0, 3])
 def chain():
     E, V = 32, len(P)
     section = {"multi_token_prediction": {"depth": 1}}
-    keys = {"vocab_size": V, "hidden_size": E, "num_hidden_layers": 1, "tie_word_embeddings": False, "duet": section}
+    keys = {
+        "vocab_size": V,
+        "hidden_size": E,
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+        "duet": section,
+    }
     model = random_model(families.read(configuration("Llama", **keys)))
     params = {path: np.array(array) for path, array in model.params.items()}
     for path, array in params.items():
-        array[...] = 0.0 if path.endswith(("o_proj", "down_proj")) else 1.0 if path.endswith("norm.weight") else array
+        array[...] = (
+            0.0
+            if path.endswith(("o_proj", "down_proj"))
+            else 1.0
+            if path.endswith("norm.weight")
+            else array
+        )
     params["embed_tokens"][...] = np.eye(V, E) * E**0.5
     params["lm_head"][...] = 0.0
     params["lm_head"][:, :V] = np.log(P).T / E**0.5
     params["mtp.eh_proj"][...] = 0.0
     params["mtp.eh_proj"][0, np.arange(V), WRONG] = 1.0
     params |= {
-        path: np.ones_like(array) for path, array in params.items() if path.endswith(("enorm.weight", "hnorm.weight"))
+        path: np.ones_like(array)
+        for path, array in params.items()
+        if path.endswith(("enorm.weight", "hnorm.weight"))
     }
-    model.params = {path: jax.device_put(array, model.params[path].sharding) for path, array in params.items()}
+    model.params = {
+        path: jax.device_put(array, model.params[path].sharding) for path, array in params.items()
+    }
     return model
 
 
 def coupling(p, q):
-    """Probability that one number gives the same token under both (rollout/engine/speculative.py)."""
+    """Probability that one number gives the same token under both
+    (rollout/engine/speculative.py)."""
     P, Q = np.cumsum(p), np.cumsum(q)
     return np.maximum(0, np.minimum(P, Q) - np.maximum(P - p, Q - q)).sum()
 
@@ -184,14 +227,19 @@ def coupling(p, q):
 @functools.cache
 def chain_generator():
     return Generator(
-        chain(), max_length=8, slots=500, seed=11, options=GeneratorOptions(speculative=2, tokens_per_dispatch=3)
+        chain(),
+        max_length=8,
+        slots=500,
+        seed=11,
+        options=GeneratorOptions(speculative=2, tokens_per_dispatch=3),
     )
 
 
 @pytest.mark.slow
 def test_drawn_tokens_have_the_distribution_of_the_decoder():
-    """Three tokens after a prompt, 64 outcomes whose probabilities are products of P, with a module that is mostly
-    wrong. Rules that accept too much, or draw again after a rejection, are off by hundreds."""
+    """Three tokens after a prompt, 64 outcomes whose probabilities are products of P, with a module
+    that is mostly wrong. Rules that accept too much, or draw again after a rejection, are off by
+    hundreds."""
     samples, start = 6000, 1
     (made,) = chain_generator().generate([[0, start]], SamplingParams(n=samples, max_new_tokens=3))
     expected = np.einsum("a,ab,bc->abc", P[start], P, P) * samples
@@ -211,14 +259,17 @@ def test_drafts_are_accepted_as_often_as_the_documented_coupling_says():
     """Of two tokens only one is drafted: they take one step where it was right."""
     samples, start = 3000, 0
     (made,) = chain_generator().generate([[1, start]], SamplingParams(n=samples, max_new_tokens=2))
-    rate, expected = np.mean([completion.steps == 1 for completion in made]), coupling(P[start], P[WRONG[start]])
+    rate, expected = (
+        np.mean([completion.steps == 1 for completion in made]),
+        coupling(P[start], P[WRONG[start]]),
+    )
     assert abs(rate - expected) < 4 * (expected * (1 - expected) / samples) ** 0.5
     assert expected < np.minimum(P[start], P[WRONG[start]]).sum() < 1
 
 
 def test_rows_that_draft_are_used_as_far_as_they_are_filled():
-    """The state that the modules read is of fixed size, also in a model whose own cache has entries by position
-    only.
+    """The state that the modules read is of fixed size, also in a model whose own cache has entries
+    by position only.
     """
     assert not generator_of("llama", 1).engine.runner.geometry.supports_truncation
     assert generator_of("llama", 0).engine.runner.geometry.supports_truncation

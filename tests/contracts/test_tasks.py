@@ -21,7 +21,13 @@ OPTIONS = {
             "style": "steps",
             "problems": 2000,
         },
-        {"operations": ["+", "-", "*"], "terms": 4, "problems": 3000, "style": "reversed", "end": "."},
+        {
+            "operations": ["+", "-", "*"],
+            "terms": 4,
+            "problems": 3000,
+            "style": "reversed",
+            "end": ".",
+        },
         {"style": "reversed", "noise": 0.3},
         {"max_operand": 999_999, "terms": 8, "problems": 2000, "prompt": "What is {problem}?"},
     ]
@@ -32,7 +38,9 @@ CASES = [(name, options) for name in tasks.names() for options in OPTIONS.get(na
 def _shown(problem):
     """(the prompt with the bytes of its picture or sound, the demonstration) of a problem."""
     contents = [problem.columns.get("image"), problem.columns.get("audio", {}).get("array")]
-    return problem.prompt + "".join(each.tobytes().hex() for each in contents if each is not None), problem.completion
+    return problem.prompt + "".join(
+        each.tobytes().hex() for each in contents if each is not None
+    ), problem.completion
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
@@ -41,7 +49,8 @@ def test_the_splits_are_fixed_and_share_no_problem(name, options):
     assert train and held_out
     shown = [[_shown(problem) for problem in split] for split in (train, held_out)]
     assert [
-        [_shown(problem) for problem in tasks.problems(name, options, split)] for split in ("train", "eval")
+        [_shown(problem) for problem in tasks.problems(name, options, split)]
+        for split in ("train", "eval")
     ] == shown
     prompts = [{prompt for prompt, _ in split} for split in shown]
     assert not prompts[0] & prompts[1]
@@ -67,7 +76,9 @@ def test_an_unknown_task_names_the_nearest():
 
 
 def test_arithmetic_prompts_can_have_spaces():
-    options = arithmetic.Options(operations=["-", "*"], terms=3, max_operand=2, prompt="{problem}?", spaces=True)
+    options = arithmetic.Options(
+        operations=["-", "*"], terms=3, max_operand=2, prompt="{problem}?", spaces=True
+    )
     problem = arithmetic.problems(options, "train")[0]
     assert problem.prompt.count(" ") == 4
     assert problem.prompt.replace(" ", "") == problem.columns["problem"] + "?"
@@ -78,7 +89,8 @@ def test_arithmetic_demonstrations_are_right():
         style = options.get("style", "plain")
         for problem in tasks.problems("arithmetic", options, "eval")[:200]:
             text, end = problem.columns["problem"], options.get("end", "")
-            # The expressions hold digits and + - * only, as python writes them; no other oracle is as plain.
+            # The expressions hold digits and + - * only, as python writes them; no other oracle is
+            # as plain.
             assert set(text) <= set("0123456789+-*")
             right = str(arithmetic_oracle(text))
             written = problem.completion.removesuffix(end)
@@ -94,7 +106,12 @@ def arithmetic_oracle(text: str) -> int:
     import ast
     import operator
 
-    functions = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.USub: operator.neg}
+    functions = {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.USub: operator.neg,
+    }
 
     def value(node):
         if isinstance(node, ast.BinOp):
@@ -118,7 +135,9 @@ def test_a_problem_and_its_rearrangements_are_held_out_together():
 
 def test_all_problems_are_counted_and_reached():
     options = arithmetic.Options(operations=["+", "*"], terms=3, min_operand=2, max_operand=4)
-    expressions = {arithmetic.expression(number, options) for number in range(arithmetic.count(options))}
+    expressions = {
+        arithmetic.expression(number, options) for number in range(arithmetic.count(options))
+    }
     assert len(expressions) == arithmetic.count(options) == 4 * 27
     result = tasks.problems("arithmetic", dataclasses.asdict(options), "train")
     result += tasks.problems("arithmetic", dataclasses.asdict(options), "eval")
@@ -127,7 +146,9 @@ def test_all_problems_are_counted_and_reached():
 
 def test_problems_of_several_lengths_come_in_the_parts_that_decay_says():
     options = {"min_terms": 2, "terms": 4, "max_operand": 30, "problems": 2400}
-    result = [p for split in ("train", "eval") for p in tasks.problems("arithmetic", options, split)]
+    result = [
+        p for split in ("train", "eval") for p in tasks.problems("arithmetic", options, split)
+    ]
     lengths = [problem.columns["problem"].count("+") + 1 for problem in result]
     assert {n: lengths.count(n) for n in set(lengths)} == {2: 800, 3: 800, 4: 800}
     assert len({problem.prompt for problem in result}) == 2400
@@ -161,7 +182,14 @@ def test_scratchpads_are_written_as_documented():
 
 def test_reasoning_gym_tasks_are_split_by_the_problem():
     pytest.importorskip("reasoning_gym")
-    options = {"size": 60, "eval_size": 20, "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    options = {
+        "size": 60,
+        "eval_size": 20,
+        "min_terms": 2,
+        "max_terms": 2,
+        "min_digits": 1,
+        "max_digits": 2,
+    }
     train, held_out = (tasks.problems("chain_sum", options, split) for split in ("train", "eval"))
     assert (len(train), len(held_out)) == (60, 20)
     assert not {p.prompt for p in train} & {p.prompt for p in held_out}
@@ -183,7 +211,8 @@ def test_a_task_of_ones_own_is_a_function_of_a_file(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(
         "def double(split, most=3):\n"
-        "    return [{'prompt': f'{n}+{n}=', 'completion': str(2 * n), 'split': split} for n in range(most)]\n"
+        "    return [{'prompt': f'{n}+{n}=', 'completion': str(2 * n), 'split': split} for n in "
+        "range(most)]\n"
         "def broken(split):\n    return ['no mapping']\n"
     )
     (first, *_, last) = tasks.problems(f"{file}:double", {"most": 2}, "eval")

@@ -1,5 +1,5 @@
-"""Every family learns: one GRPO step under scan with remat moves every weight, and the layers may be unrolled
-instead.
+"""Every family learns: one GRPO step under scan with remat moves every weight, and the layers may
+be unrolled instead.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from policy import families
 from policy.config import Runtime
 from policy.modes import make_step
 
-# Weights without a gradient, by the end of their path: moved by a rule of their own; choosing keys has no derivative;
-# constants.
+# Weights without a gradient, by the end of their path: moved by a rule of their own; choosing keys
+# has no derivative; constants.
 WITHOUT_GRADIENT = (
     "router.correction_bias",
     "router.token_experts",
@@ -53,7 +53,9 @@ def test_one_grpo_step_moves_every_weight_that_learns(kind):
     for path, before in model.params.items():
         after, before = np.asarray(state.policy.params[path]), np.asarray(before)
         stacked = path.startswith("stacks.")
-        for layer, (new, old) in enumerate(zip(after, before, strict=True) if stacked else [(after, before)]):
+        for layer, (new, old) in enumerate(
+            zip(after, before, strict=True) if stacked else [(after, before)]
+        ):
             moved = bool((new != old).any())
             assert moved != path.endswith(WITHOUT_GRADIENT), (
                 f"{path}, layer {layer}: {'moved' if moved else 'no gradient'}"
@@ -77,9 +79,15 @@ def test_gradients_of_scanned_layers_are_those_of_unrolled_ones(kind):
         floats, integers = floats_and_integers(model.params)
         return jax.jit(jax.grad(loss))(floats)
 
-    scanned, plain = gradient(Runtime()), gradient(dataclasses.replace(Runtime(), scan=False, remat="none"))
-    # Some are 0 but for rounding: a bias of all keys shifts the scores of a query, which no softmax sees.
+    scanned, plain = (
+        gradient(Runtime()),
+        gradient(dataclasses.replace(Runtime(), scan=False, remat="none")),
+    )
+    # Some are 0 but for rounding: a bias of all keys shifts the scores of a query, which no softmax
+    # sees.
     largest = {path: float(jnp.abs(gradient).max()) for path, gradient in plain.items()}
     for path, expected in plain.items():
         scale = max(1e-3 * max(largest.values()), largest[path])
-        np.testing.assert_allclose(np.asarray(scanned[path]), expected, atol=1e-4 * scale, rtol=0, err_msg=path)
+        np.testing.assert_allclose(
+            np.asarray(scanned[path]), expected, atol=1e-4 * scale, rtol=0, err_msg=path
+        )

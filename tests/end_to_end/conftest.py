@@ -10,7 +10,8 @@ def in_the_root(monkeypatch):
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory):
-    """The directory of a small run that nothing disturbed, made by the command in a process of its own."""
+    """The directory of a small run that nothing disturbed, made by the command in a process of its
+    own."""
     directory = tmp_path_factory.mktemp("uninterrupted") / "run"
     code, out, err = launch.finish(launch.process(*launch.arguments(directory)))
     assert code == 0, err

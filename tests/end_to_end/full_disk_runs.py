@@ -1,8 +1,8 @@
-"""Runs on a disk with room for a share of what they write: `python full_disk_runs.py DIRECTORY SHARE ...`, each in
-percent.
+"""Runs on a disk with room for a share of what they write: `python full_disk_runs.py DIRECTORY
+SHARE ...`, each in percent.
 
-Every run ends with exit code 0 or 5 and goes on, once there is room, to the numbers of the run that had room. Prints
-the codes.
+Every run ends with exit code 0 or 5 and goes on, once there is room, to the numbers of the run that
+had room. Prints the codes.
 """
 
 import contextlib
@@ -19,9 +19,16 @@ import full_disk
 import launch
 
 STAGE = (
-    "{algorithm: sft, steps: 3, prompts_per_step: 8, optimizer: {learning_rate: 2e-3}, sampling: {max_new_tokens: 6}}"
+    "{algorithm: sft, steps: 3, prompts_per_step: 8, optimizer: {learning_rate: 2e-3}, "
+    "sampling: {max_new_tokens: 6}}"
 )
-MORE = (f"stages=[{STAGE}]", "run.checkpoint_every=1", "run.keep_checkpoints=1", "run.tensorboard=true", *launch.LIGHT)
+MORE = (
+    f"stages=[{STAGE}]",
+    "run.checkpoint_every=1",
+    "run.keep_checkpoints=1",
+    "run.tensorboard=true",
+    *launch.LIGHT,
+)
 ROOM = 10**8
 
 
@@ -42,10 +49,15 @@ def main(directory: Path, shares: list[int]) -> None:
         full_disk.resize(directory, before + size * share // 100)
         codes[share], said = train(run)
         assert codes[share] in (0, 5), said
-        assert "Traceback" not in said and said.count("not enough resources: ") == (codes[share] == 5), said
-        assert codes[share] == 0 or f"rl-train {run}" in said or "start the run again" in said or "run.dir" in said, (
-            said
-        )
+        assert "Traceback" not in said and said.count("not enough resources: ") == (
+            codes[share] == 5
+        ), said
+        assert (
+            codes[share] == 0
+            or f"rl-train {run}" in said
+            or "start the run again" in said
+            or "run.dir" in said
+        ), said
         full_disk.resize(directory, ROOM)
         assert train(run)[0] == 0
         launch.assert_same_run(run, undisturbed)

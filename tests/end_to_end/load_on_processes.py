@@ -1,7 +1,8 @@
-"""Loads a directory on a mesh over several processes, and a checkpoint of the same weights; prints what this one has
-read of the files, in bytes, and what it holds.
+"""Loads a directory on a mesh over several processes, and a checkpoint of the same weights; prints
+what this one has read of the files, in bytes, and what it holds.
 
-Arguments: directory, number of processes, number of this one, coordinator."""
+Arguments: directory, number of processes, number of this one, coordinator.
+"""
 
 import json
 import sys
@@ -32,12 +33,16 @@ def counted(*given, **named):
 
 TensorFiles.read = counted
 model = policy.load(directory, mesh=layout({"fsdp": -1}))
-held = sum(shard.data.nbytes for array in model.params.values() for shard in array.addressable_shards)
+held = sum(
+    shard.data.nbytes for array in model.params.values() for shard in array.addressable_shards
+)
 
 
 def restored() -> int:
     """Bytes that tensorstore has read of files so far."""
-    result = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    result = tensorstore.experimental_collect_matching_metrics(
+        "/tensorstore/kvstore/file/bytes_read"
+    )
     return sum(value.get("value", 0) for metric in result for value in metric["values"])
 
 
@@ -45,13 +50,20 @@ checkpoints = Checkpoints(f"{directory}/checkpoints", 1)
 checkpoints.save(1, model.params, {}, wait=True)
 before = restored()
 places = jax.tree.map(
-    lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), model.params
+    lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding),
+    model.params,
 )
 _, params, _ = checkpoints.restore(places)
 checkpoints.close()
 for path, array in params.items():
-    for ours, theirs in zip(array.addressable_shards, model.params[path].addressable_shards, strict=True):
+    for ours, theirs in zip(
+        array.addressable_shards, model.params[path].addressable_shards, strict=True
+    ):
         np.testing.assert_array_equal(ours.data, theirs.data)
 weights = sum(array.nbytes for array in params.values())
-print(json.dumps({"read": sum(read), "held": held, "weights": weights, "restored": restored() - before}))
+print(
+    json.dumps(
+        {"read": sum(read), "held": held, "weights": weights, "restored": restored() - before}
+    )
+)
 watch.leave(0)

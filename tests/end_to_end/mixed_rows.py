@@ -1,4 +1,5 @@
-"""Rows of text next to rows with one and two contents, and a reward that opens the pictures: for runs in these tests."""
+"""Rows of text next to rows with one and two contents, and a reward that opens the pictures: for
+runs in these tests."""
 
 from rewards.text import text_of
 from rl.tasks import pictures, tones
@@ -13,7 +14,9 @@ def _drawn(split, count: int) -> list[tuple[str, object]]:
 
 def _rows(split, with_contents):
     """Every second row is text, so that one of two processes has no picture."""
-    for n, ((right, one), (other, two)) in enumerate(zip(_drawn(split, 24), _drawn(split, 48)[24:], strict=False)):
+    for n, ((right, one), (other, two)) in enumerate(
+        zip(_drawn(split, 24), _drawn(split, 48)[24:], strict=False)
+    ):
         yield with_contents(n % 4, right, other, one, two)
         yield {"prompt": f"say {WORDS[n % 5]}", "right": WORDS[n % 5], "wrong": WORDS[(n + 1) % 5]}
 
@@ -66,7 +69,12 @@ def sounds(split):
     for n, (note, (colour, image)) in enumerate(zip(notes, _drawn(split, 24), strict=False)):
         audio, right = note.columns["audio"], note.columns["answer"]
         if n % 3 == 0:
-            yield {"prompt": "<audio>note?", "audios": [audio], "completion": right, "answer": right}
+            yield {
+                "prompt": "<audio>note?",
+                "audios": [audio],
+                "completion": right,
+                "answer": right,
+            }
         elif n % 3 == 1:
             row = {"prompt": "<image>and<audio>", "audios": [audio], "images": [image]}
             yield row | {"completion": colour, "answer": colour}
@@ -75,9 +83,12 @@ def sounds(split):
 
 
 def varied(prompts, completions, images):
-    """Distinct letters of a completion and the brightness of its pictures; every row has the column."""
+    """Distinct letters of a completion and the brightness of its pictures; every row has the
+    column."""
     shades = [sum(float(each.array().mean()) for each in shown) / 1000 for shown in images]
-    return [len(set(text_of(each))) + shade for each, shade in zip(completions, shades, strict=True)]
+    return [
+        len(set(text_of(each))) + shade for each, shade in zip(completions, shades, strict=True)
+    ]
 
 
 def odd(prompts, completions, completion_lengths):

@@ -10,8 +10,8 @@ def digits(prompts, completions):
 
 
 def counted(prompts, completions):
-    """As `digits`; every completion leaves a line in the file that the environment names: the process that asks for its
-    score.
+    """As `digits`; every completion leaves a line in the file that the environment names: the
+    process that asks for its score.
     """
     with open(os.environ["COUNTED"], "a") as file:
         file.write(f"{os.getppid()}\n" * len(completions))

@@ -1,6 +1,7 @@
-"""Algorithms that need more than rewards: other groups, greedy completions, penalties in the rewards, adaptive
-coefficients.
-Dynamic sampling with filters: the groups that it carries over survive a kill, with the ids that filters left."""
+"""Algorithms that need more than rewards: other groups, greedy completions, penalties in the
+rewards, adaptive coefficients.
+Dynamic sampling with filters: the groups that it carries over survive a kill, with the ids that
+filters left."""
 
 import json
 import os
@@ -36,11 +37,20 @@ SIZES = (
     "vocab_size: 32, num_hidden_layers: 1, hidden_size: 32, intermediate_size: 32, "
     "num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16"
 )
-DENSE = (f"model={{source: qwen3-0.6b, overrides: {{{SIZES}}}}}", "evaluation=null", "run.checkpoint_every=1")
+DENSE = (
+    f"model={{source: qwen3-0.6b, overrides: {{{SIZES}}}}}",
+    "evaluation=null",
+    "run.checkpoint_every=1",
+)
 
 
 def stage(name, steps=1, **more):
-    options = {"steps": steps, "prompts_per_step": 4, "samples_per_prompt": 4, "optimizer": {"learning_rate": 1e-3}}
+    options = {
+        "steps": steps,
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        "optimizer": {"learning_rate": 1e-3},
+    }
     return (
         options
         | {
@@ -82,7 +92,9 @@ def test_what_they_ask_for_is_there(tmp_path):
 def test_programs_of_greedy_completions_are_compiled_ahead(tmp_path):
     """They have no logits processors, and the samples of the stage do."""
     sampling = {"max_new_tokens": 6, "min_tokens": 3}
-    code, _, err = run(tmp_path, [stage("remax", sampling=sampling)], "generator.strict_shapes=true")
+    code, _, err = run(
+        tmp_path, [stage("remax", sampling=sampling)], "generator.strict_shapes=true"
+    )
     assert code == 0, err
     (metrics,) = [row["metrics"] for row in events.read(tmp_path / "events.jsonl") if row["step"]]
     assert metrics["sampler/logp_diff_max"] < 1e-5 and metrics["sampler/kept_overflow"] == 0
@@ -90,9 +102,15 @@ def test_programs_of_greedy_completions_are_compiled_ahead(tmp_path):
 
 @pytest.mark.slow
 def test_groups_left_over_are_used_after_a_kill(tmp_path):
-    """A run that is killed after its second step goes on as one that was not, with the groups that it carried."""
+    """A run that is killed after its second step goes on as one that was not, with the groups that
+    it carried."""
     reward = "rewards={functions: [tests/end_to_end/own_rewards.py:seldom], workers: 1}"
-    given = (*DENSE, f"stages={json.dumps([stage('dapo', steps=4)])}", reward, "data.options.problems=10000")
+    given = (
+        *DENSE,
+        f"stages={json.dumps([stage('dapo', steps=4)])}",
+        reward,
+        "data.options.problems=10000",
+    )
     full, broken = tmp_path / "full", tmp_path / "broken"
     code, _, err = launch.finish(launch.process(*launch.arguments(full), *given))
     assert code == 0, err

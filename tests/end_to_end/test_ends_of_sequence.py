@@ -1,4 +1,5 @@
-"""Ends of sequence: every verb and the export of a run stop where transformers stops with the ends of the model."""
+"""Ends of sequence: every verb and the export of a run stop where transformers stops with the ends
+of the model."""
 
 import io
 import json
@@ -42,7 +43,9 @@ def completed_by_transformers(directory, prompts, **options):
 
     model, made = AutoModelForCausalLM.from_pretrained(directory), []
     for ids in prompts:
-        tokens = model.generate(torch.tensor([ids]), max_new_tokens=LONGEST, do_sample=False, **options)
+        tokens = model.generate(
+            torch.tensor([ids]), max_new_tokens=LONGEST, do_sample=False, **options
+        )
         made.append(tokens[0, len(ids) :].tolist())
     return made
 
@@ -52,8 +55,8 @@ def rl(*arguments):
 
 
 def model_with(case, weights, tmp_path):
-    """A model with the ends of a case, and what transformers must be told of them: 5.24 runs on where
-    generation_config.json is there and names no ends.
+    """A model with the ends of a case, and what transformers must be told of them: 5.24 runs on
+    where generation_config.json is there and names no ends.
     """
     ends, generation, _ = CASES[case]
     source = tmp_path / "model"
@@ -79,7 +82,9 @@ def test_completions_end_where_transformers_ends_them(case, weights, tmp_path, c
         )
         for text in PROMPTS
     ]
-    theirs, answers = (completed_by_transformers(source, prompts, **told) for prompts in (plain, chats))
+    theirs, answers = (
+        completed_by_transformers(source, prompts, **told) for prompts in (plain, chats)
+    )
     assert all(made[-1] in expected or len(made) == LONGEST for made in theirs)
     assert any(len(made) < LONGEST for made in theirs) and len({len(made) for made in theirs}) > 1
 
@@ -124,8 +129,12 @@ def test_evaluations_of_a_run_and_its_export_end_there_too(case, weights, tmp_pa
     }
     (tmp_path / "run.yml").write_text(yaml.safe_dump(run))
     assert cli.train_main([str(tmp_path / "run.yml")]) == 0, capsys.readouterr().err
-    evaluated = {row["prompt"]: row["tokens"] for row in samples.read(tmp_path / "run") if row.get("eval")}
+    evaluated = {
+        row["prompt"]: row["tokens"] for row in samples.read(tmp_path / "run") if row.get("eval")
+    }
     assert [evaluated[text] for text in PROMPTS] == theirs
     export = tmp_path / "run" / "export"
-    assert json.loads((export / generation_config.FILE).read_text())["eos_token_id"] == sorted(expected)
+    assert json.loads((export / generation_config.FILE).read_text())["eos_token_id"] == sorted(
+        expected
+    )
     assert completed_by_transformers(export, plain) == theirs

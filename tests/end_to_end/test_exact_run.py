@@ -23,7 +23,12 @@ def numbers(directory):
     """What a run wrote, but for times and what the generator says of its own work."""
     rows = events.read(directory / "events.jsonl")
     kept = [
-        {k: v for k, v in row["metrics"].items() if not k.startswith(("time/", "perf/", "generator/"))} for row in rows
+        {
+            k: v
+            for k, v in row["metrics"].items()
+            if not k.startswith(("time/", "perf/", "generator/"))
+        }
+        for row in rows
     ]
     return kept, (directory / "samples.jsonl").read_text()
 
@@ -32,7 +37,11 @@ def numbers(directory):
 def test_slots_chunks_and_dispatches_change_no_number_of_a_run(tmp_path):
     ways = {
         "one": ("generator.slots=4",),
-        "other": ("generator.slots=1", "generator.prefill_chunk=4", "generator.tokens_per_dispatch=3"),
+        "other": (
+            "generator.slots=1",
+            "generator.prefill_chunk=4",
+            "generator.tokens_per_dispatch=3",
+        ),
     }
     for name, way in ways.items():
         assert launch.train(tmp_path / name, *EXACT, *way) == 0

@@ -17,7 +17,11 @@ import make  # noqa: E402
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "illness"),
-    [("learning_rate_sft", "learning rate too high"), ("mask", "wrong mask"), ("healthy_sft", None)],
+    [
+        ("learning_rate_sft", "learning rate too high"),
+        ("mask", "wrong mask"),
+        ("healthy_sft", None),
+    ],
 )
 def test_an_illness_is_named(tmp_path, name, illness):
     named = [each.illness for each in findings(make.make(name, tmp_path)) if each.alarm]
@@ -36,7 +40,9 @@ def test_every_illness_but_one_at_most_is_named(tmp_path):
         "held": "KL penalty too high",
     }
     missed = [
-        name for name, each in ill.items() if each not in {f.illness for f in findings(make.make(name, tmp_path))}
+        name
+        for name, each in ill.items()
+        if each not in {f.illness for f in findings(make.make(name, tmp_path))}
     ]
     assert not missed
 
@@ -56,4 +62,6 @@ def test_a_probe_that_cannot_learn_ends_the_run(tmp_path, capsys):
     assert launch.train(tmp_path / "run", *arguments) == 3
     said = capsys.readouterr()
     assert "all 16 rewards are 0.5" in said.err and "run.probe=0 leaves it out" in said.err
-    assert not [row for row in events.read(tmp_path / "run" / "events.jsonl") if row["stage"] == "grpo"]
+    assert not [
+        row for row in events.read(tmp_path / "run" / "events.jsonl") if row["stage"] == "grpo"
+    ]

@@ -18,7 +18,8 @@ stages:
   - {algorithm: sft, steps: 12, prompts_per_step: 16, optimizer: {learning_rate: 5e-3}, indexer: {training: sparse}}
 """
 GRPO = (
-    "{algorithm: grpo, steps: 2, prompts_per_step: 4, samples_per_prompt: 4, sampling: {max_new_tokens: 6}, "
+    "{algorithm: grpo, steps: 2, prompts_per_step: 4, samples_per_prompt: 4, sampling: "
+    "{max_new_tokens: 6}, "
     "indexer: {training: sparse}}"
 )
 
@@ -40,11 +41,15 @@ def test_indexers_learn_in_a_warm_up_and_go_on_learning_with_the_rest(tmp_path):
     stages = trained(tmp_path)
     warm, sparse = stages["sft"], stages["sft-2"]
     for metrics in warm:
-        assert "nll" not in metrics and np.isclose(metrics["loss"], 2 * metrics["indexer/kl"])  # of two layers
+        assert "nll" not in metrics and np.isclose(
+            metrics["loss"], 2 * metrics["indexer/kl"]
+        )  # of two layers
     for rows, drop in ((warm, 0.7), (sparse, 0.95)):
         kl = [metrics["indexer/kl"] for metrics in rows]
         assert 0 < np.mean(kl[-3:]) < drop * np.mean(kl[:3]), kl
-    assert np.mean([m["indexer/recall"] for m in warm[-3:]]) > np.mean([m["indexer/recall"] for m in warm[:3]])
+    assert np.mean([m["indexer/recall"] for m in warm[-3:]]) > np.mean(
+        [m["indexer/recall"] for m in warm[:3]]
+    )
     assert sparse[-1]["nll"] < sparse[0]["nll"]
 
 

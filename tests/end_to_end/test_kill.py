@@ -1,4 +1,5 @@
-"""Runs that are killed, and checkpoints that are damaged, end with the bits of a run that nothing disturbed."""
+"""Runs that are killed, and checkpoints that are damaged, end with the bits of a run that nothing
+disturbed."""
 
 import random
 import shutil
@@ -25,7 +26,9 @@ def reached(directory, stage: str, step: int):
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(uninterrupted, tmp_path):
     directory = tmp_path / "run"
-    assert killed(directory, (directory / "checkpoints" / "0000000006").exists)  # after two steps of grpo
+    assert killed(
+        directory, (directory / "checkpoints" / "0000000006").exists
+    )  # after two steps of grpo
     assert not (directory / "export").exists()
     assert launch.train(directory) == 0
     launch.assert_same_run(directory, uninterrupted)
@@ -38,7 +41,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(uninterrupted
     shutil.copytree(uninterrupted, directory)
     shutil.rmtree(directory / "export")
     newest = directory / "checkpoints" / "0000000009"
-    file = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    file = max(
+        (path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

@@ -16,7 +16,13 @@ from rl.training.teacher import COMPARED, FeatureProjections
 PREDICTION = ("mtp/loss", "mtp/acceptance", "mtp/grad_norm", "speculative/accepted_per_step")
 EXACT = ("generator/replaced_share",)
 ASKED_FOR = (
-    *("dynamic/batches", "dynamic/kept_share", "dynamic/carried", "dynamic/without_difference", "dynamic/reward_mean"),
+    *(
+        "dynamic/batches",
+        "dynamic/kept_share",
+        "dynamic/carried",
+        "dynamic/without_difference",
+        "dynamic/reward_mean",
+    ),
     *("entropy_coef", "entropy_bonus_applied", "reward/greedy", "kl/coef"),
     *("sampler/kept_mean", "sampler/kept_overflow"),
 )
@@ -24,7 +30,8 @@ REWARD_MODELS = ("time/reward_models",)
 RESHARDED = ("time/sync",)
 HELD_OUT = ("held_out/<metric>", "time/held_out")  # test_held_out.py
 PICTURES = tuple(
-    f"media/{name}" for name in ("pictures", "rows", "distinct", "encoded", "encode_seconds", "wait_seconds")
+    f"media/{name}"
+    for name in ("pictures", "rows", "distinct", "encoded", "encode_seconds", "wait_seconds")
 )  # test_picture_runs.py
 REPLAY = ("moe/replayed", "moe/replay_disagreement")
 INDEXER = ("indexer/kl", "indexer/recall")
@@ -36,7 +43,14 @@ UTILISATION = (
     "perf/mfu_train",
     "perf/mfu_step",
 )
-CRITIC = ("optim/lr", "optim/grad_norm", "optim/update_norm", "optim/skipped", "moe/max_load", "moe/balance")
+CRITIC = (
+    "optim/lr",
+    "optim/grad_norm",
+    "optim/update_norm",
+    "optim/skipped",
+    "moe/max_load",
+    "moe/balance",
+)
 
 
 def documented() -> set[str]:
@@ -45,18 +59,22 @@ def documented() -> set[str]:
 
 
 def written(directory) -> set[str]:
-    return {general(name) for row in events.read(directory / "events.jsonl") for name in row["metrics"]}
+    return {
+        general(name) for row in events.read(directory / "events.jsonl") for name in row["metrics"]
+    }
 
 
 def general(name: str) -> str:
-    """The name as the document has it: one entry for all functions, layers and parts, and for all k."""
+    """The name as the document has it: one entry for all functions, layers and parts, and for all
+    k."""
     name = re.sub(r"^rewards/[^/]+/", "rewards/<name>/", name)
     name = re.sub(r"^(activation/\w+)/\d+$", r"\1/<layer>", name)
     return re.sub(r"@\d+$", "@<k>", re.sub(r"^grad_norm/\w+$", "grad_norm/<part>", name))
 
 
 def of_the_losses() -> set[str]:
-    """Metrics of policy-gradient losses with everything switched on that adds some, and of PPO's critic."""
+    """Metrics of policy-gradient losses with everything switched on that adds some, and of PPO's
+    critic."""
     options = {
         "correction": "token_truncate",
         "rejection": "token_k3",
@@ -71,8 +89,13 @@ def of_the_losses() -> set[str]:
         mask=ones, entropy=ones, advantages=ones[:, 0], correct=ones, max_length=3, **arrays
     )
     others = [rl.algorithms.get(name) for name in rl.algorithms.known()]
-    others += [rl.algorithms.get("distill", divergence=kind, features_coef=1.0) for kind in ("reverse", "jsd")]
-    inputs = dataclasses.replace(inputs, extra={"label": ones, "kl": ones}, divergence=ones, features=ones)
+    others += [
+        rl.algorithms.get("distill", divergence=kind, features_coef=1.0)
+        for kind in ("reverse", "jsd")
+    ]
+    inputs = dataclasses.replace(
+        inputs, extra={"label": ones, "kl": ones}, divergence=ones, features=ones
+    )
     inputs = dataclasses.replace(inputs, teacher=dict.fromkeys(COMPARED, ones))
     pairs = dataclasses.replace(inputs, segments=jnp.array([[1, 1, 2]] * 2), scores=ones)
     result = {
@@ -94,17 +117,31 @@ def test_every_metric_of_a_run_is_documented(uninterrupted):
 def test_tokens_per_second_are_those_of_the_samples(uninterrupted):
     """On one device. A prompt has a token for each character."""
     samples = launch.trained(uninterrupted)
-    rows = [row for row in events.read(uninterrupted / "events.jsonl") if row["step"] and row["stage"] != "sft"]
+    rows = [
+        row
+        for row in events.read(uninterrupted / "events.jsonl")
+        if row["step"] and row["stage"] != "sft"
+    ]
     assert len(rows) == 4
     for row in rows:
-        metrics, mine = row["metrics"], [s for s in samples if (s["stage"], s["step"]) == (row["stage"], row["step"])]
+        metrics, mine = (
+            row["metrics"],
+            [s for s in samples if (s["stage"], s["step"]) == (row["stage"], row["step"])],
+        )
         made = sum(len(sample["tokens"]) for sample in mine)
         tokens = {"sample": made} | dict.fromkeys(
             ("logprob", "train", "step"), made + sum(len(s["prompt"]) for s in mine)
         )
         assert metrics["perf/step_tokens"] == tokens["step"] > made > 0
-        for part, time in {"sample": "sample", "logprob": "logprob", "train": "update", "step": "step"}.items():
-            assert metrics[f"perf/{part}_tokens_per_s"] * metrics[f"time/{time}"] == pytest.approx(tokens[part])
+        for part, time in {
+            "sample": "sample",
+            "logprob": "logprob",
+            "train": "update",
+            "step": "step",
+        }.items():
+            assert metrics[f"perf/{part}_tokens_per_s"] * metrics[f"time/{time}"] == pytest.approx(
+                tokens[part]
+            )
 
 
 def test_every_metric_of_the_losses_is_documented_and_no_other_name(uninterrupted):
@@ -148,7 +185,11 @@ def test_every_metric_of_a_run_that_drafts_is_documented(tmp_path):
         "sampling": {"max_new_tokens": 8},
     }
     stages = [stage | {"mtp": {"detach": True}, "optimizer": {"learning_rate": 1e-2}}]
-    changes = ("model.multi_token_prediction.depth=1", "generator.speculative=2", f"stages={json.dumps(stages)}")
+    changes = (
+        "model.multi_token_prediction.depth=1",
+        "generator.speculative=2",
+        f"stages={json.dumps(stages)}",
+    )
     assert launch.train(tmp_path / "run", *changes) == 0
     names = written(tmp_path / "run")
     assert not names - documented() and set(PREDICTION) <= names

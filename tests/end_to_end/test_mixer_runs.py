@@ -1,5 +1,5 @@
-"""SFT, then GRPO, of tiny models whose mixers keep what other layers or later tokens read: killed and continued, they end
-with the bits of a run that nothing disturbed."""
+"""SFT, then GRPO, of tiny models whose mixers keep what other layers or later tokens read: killed
+and continued, they end with the bits of a run that nothing disturbed."""
 
 import launch
 import pytest
@@ -24,7 +24,17 @@ def written(kind, directory) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    ["KimiLinear", "GlmMoeDsa", "Lfm2", "Lfm2Moe", "NemotronH", "OlmoHybrid", "FalconH1", "DeepseekV4", "Qwen4Exp"],
+    [
+        "KimiLinear",
+        "GlmMoeDsa",
+        "Lfm2",
+        "Lfm2Moe",
+        "NemotronH",
+        "OlmoHybrid",
+        "FalconH1",
+        "DeepseekV4",
+        "Qwen4Exp",
+    ],
 )
 def test_a_killed_run_goes_on_to_the_same_bits(kind, tmp_path):
     given = written(kind, tmp_path)
@@ -32,9 +42,13 @@ def test_a_killed_run_goes_on_to_the_same_bits(kind, tmp_path):
     code, _, errors = launch.finish(launch.process(*given, f"run.dir={undisturbed}"))
     assert code == 0, errors
     arguments = [*given, f"run.dir={directory}"]
-    assert launch.killed(arguments, (directory / "checkpoints" / "0000000006").exists)  # after two steps of grpo
+    assert launch.killed(
+        arguments, (directory / "checkpoints" / "0000000006").exists
+    )  # after two steps of grpo
     assert not (directory / "export").exists()
     code, _, errors = launch.finish(launch.process(*arguments))
     assert code == 0, errors
     launch.assert_same_run(directory, undisturbed)
-    assert any(row.get("reward") for row in launch.trained(directory)) and launch.lines(directory) > 4
+    assert (
+        any(row.get("reward") for row in launch.trained(directory)) and launch.lines(directory) > 4
+    )

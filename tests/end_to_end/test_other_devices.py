@@ -25,7 +25,9 @@ def finish(running) -> str:
 def drawn(directory) -> list[tuple]:
     """The prompt of every sample, in the order of the run."""
     rows = launch.trained(directory)
-    return [(row["stage"], row["step"], row["prompt_id"], row["sample"], row["prompt"]) for row in rows]
+    return [
+        (row["stage"], row["step"], row["prompt_id"], row["sample"], row["prompt"]) for row in rows
+    ]
 
 
 @pytest.mark.slow
@@ -42,6 +44,8 @@ def test_a_run_of_four_devices_goes_on_with_two_or_eight(tmp_path):
     for devices in (2, 8):
         directory = tmp_path / f"on{devices}"
         shutil.copytree(stopped, directory)
-        assert f"continuing {directory} after step {done} of grpo" in finish(start(devices, str(directory)))
+        assert f"continuing {directory} after step {done} of grpo" in finish(
+            start(devices, str(directory))
+        )
         assert drawn(directory) == drawn(full)
         assert_same_numbers(directory, full)

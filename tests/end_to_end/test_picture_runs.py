@@ -1,4 +1,5 @@
-"""configs/vlm_quickstart.yml: a tiny model learns the colours of drawn pictures, and without them it does not."""
+"""configs/vlm_quickstart.yml: a tiny model learns the colours of drawn pictures, and without them
+it does not."""
 
 import json
 import os
@@ -21,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "vlm_quickstart.yml"
 ACCURACY = "eval/greedy_accuracy"
 PICTURES = tuple(
-    f"media/{name}" for name in ("pictures", "rows", "distinct", "encoded", "encode_seconds", "wait_seconds")
+    f"media/{name}"
+    for name in ("pictures", "rows", "distinct", "encoded", "encode_seconds", "wait_seconds")
 )
 SHUFFLED = """
 from rl.tasks import pictures
@@ -57,7 +59,9 @@ def test_the_quickstart_learns_what_pictures_show(tmp_path):
     accuracies = [event[ACCURACY] for event in events if ACCURACY in event]
     assert accuracies[-1] >= 0.95 and accuracies[0] <= 0.05
     steps = [event for event in events if "media/encoded" in event]
-    assert {name for event in events for name in event if name.startswith("media/")} == set(PICTURES)
+    assert {name for event in events for name in event if name.startswith("media/")} == set(
+        PICTURES
+    )
     assert steps and all(event["media/encoded"] <= 64 for event in steps)
     assert max(event["media/encoded"] for event in steps if event["stage"] == "grpo") > 32
     # The tower is the random one of the start.
@@ -98,15 +102,30 @@ def on_processes(folder: Path, processes: int, devices: int) -> Path:
             },
         ]
     )
-    options = [f"run.dir={folder}", f"stages={stages}", "evaluation.problems=8", "generator.slots=16"]
+    options = [
+        f"run.dir={folder}",
+        f"stages={stages}",
+        "evaluation.problems=8",
+        "generator.slots=16",
+    ]
     options += ["data.options.problems=100", "evaluation.every=2"]
     environment = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    join = ["--processes", str(processes), "--coordinator", f"127.0.0.1:{port}"] if processes > 1 else []
+    join = (
+        ["--processes", str(processes), "--coordinator", f"127.0.0.1:{port}"]
+        if processes > 1
+        else []
+    )
     running = [
-        launch.process(str(CONFIG), *options, *join, *(["--process", str(i)] if join else []), environment=environment)
+        launch.process(
+            str(CONFIG),
+            *options,
+            *join,
+            *(["--process", str(i)] if join else []),
+            environment=environment,
+        )
         for i in range(processes)
     ]
     for code, _, err in [launch.finish(one) for one in running]:
@@ -116,12 +135,15 @@ def on_processes(folder: Path, processes: int, devices: int) -> Path:
 
 @pytest.mark.slow
 def test_two_processes_make_the_numbers_of_one(tmp_path):
-    """The second stage trains the tower, so its table and that of the reference are encoded again."""
+    """The second stage trains the tower, so its table and that of the reference are encoded
+    again."""
     one, two = on_processes(tmp_path / "one", 1, 4), on_processes(tmp_path / "two", 2, 2)
     for ours, theirs in zip(launch.numbers(two), launch.numbers(one), strict=True):
         assert ours[:2] == theirs[:2] and ours[2].keys() == theirs[2].keys()
         for name, value in theirs[2].items():
-            np.testing.assert_allclose(ours[2][name], value, rtol=1e-4, atol=1e-5, err_msg=f"{ours[:2]} {name}")
+            np.testing.assert_allclose(
+                ours[2][name], value, rtol=1e-4, atol=1e-5, err_msg=f"{ours[:2]} {name}"
+            )
     digests = {each["digest"] for line in samples.read(two) for each in line["media"]}
     assert digests == {path.stem for path in (two / "media").iterdir()}
 
@@ -137,12 +159,21 @@ def problems(split):
         wrong = names[(names.index(right) + 1) % len(names)]
         yield {"prompt": problem.prompt, "chosen": right, "rejected": wrong, "image": problem.columns["image"]}
 """
-COMMON = {"prompts_per_step": 4, "samples_per_prompt": 2, "steps": 2, "sampling": {"max_new_tokens": 6}}
+COMMON = {
+    "prompts_per_step": 4,
+    "samples_per_prompt": 2,
+    "steps": 2,
+    "sampling": {"max_new_tokens": 6},
+}
 
 
 def every_kind(pairs: Path) -> list[dict]:
-    """A stage of each kind; rewards come from a reward model of the run. Only one trains the tower."""
-    data, scored = {"task": f"{pairs}:problems"}, {"name": "reward_model", "options": {"source": "reward_model"}}
+    """A stage of each kind; rewards come from a reward model of the run. Only one trains the
+    tower."""
+    data, scored = (
+        {"task": f"{pairs}:problems"},
+        {"name": "reward_model", "options": {"source": "reward_model"}},
+    )
     stages = [
         {"algorithm": "reward_model", "data": data},
         {"algorithm": "dpo", "data": data},
@@ -161,7 +192,12 @@ def every_kind(pairs: Path) -> list[dict]:
 def test_every_kind_of_stage_reads_pictures_and_a_killed_run_goes_on_to_the_same_bits(tmp_path):
     (tmp_path / "pairs.py").write_text(PAIRS)
     options = [f"stages={json.dumps(every_kind(tmp_path / 'pairs.py'))}", "run.checkpoint_every=1"]
-    options += ["data.options.problems=60", "evaluation.problems=8", "evaluation.every=2", "generator.slots=8"]
+    options += [
+        "data.options.problems=60",
+        "evaluation.problems=8",
+        "evaluation.every=2",
+        "generator.slots=8",
+    ]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     code, _, err = launch.finish(launch.process(str(CONFIG), f"run.dir={straight}", *options))
     assert code == 0, err[-2000:]
@@ -173,8 +209,12 @@ def test_every_kind_of_stage_reads_pictures_and_a_killed_run_goes_on_to_the_same
     code, _, err = launch.finish(launch.process(str(killed)))
     assert code == 0, err[-2000:]
     # A table that a continued stage makes anew encodes what it would otherwise have copied.
-    assert without(launch.numbers(killed), "media/encoded") == without(launch.numbers(straight), "media/encoded")
-    assert launch.weights(killed) == launch.weights(straight) and launch.samples(killed) == launch.samples(straight)
+    assert without(launch.numbers(killed), "media/encoded") == without(
+        launch.numbers(straight), "media/encoded"
+    )
+    assert launch.weights(killed) == launch.weights(straight) and launch.samples(
+        killed
+    ) == launch.samples(straight)
 
 
 def without(numbers: list[tuple], name: str) -> list[tuple]:
@@ -186,8 +226,17 @@ def without(numbers: list[tuple], name: str) -> list[tuple]:
 
 @pytest.mark.slow
 def test_meshes_make_the_numbers_of_one_device(tmp_path):
-    stage = COMMON | {"algorithm": {"name": "grpo", "kl_coef": 0.05}, "freeze": [], "optimizer": {"eps": 1e-4}}
-    options = [f"stages={json.dumps([stage])}", "evaluation=null", "data.options.problems=60", "generator.slots=8"]
+    stage = COMMON | {
+        "algorithm": {"name": "grpo", "kl_coef": 0.05},
+        "freeze": [],
+        "optimizer": {"eps": 1e-4},
+    }
+    options = [
+        f"stages={json.dumps([stage])}",
+        "evaluation=null",
+        "data.options.problems=60",
+        "generator.slots=8",
+    ]
     options += ["mesh.sharding_tolerance=0.1"]
     meshes = {
         "one": [],
@@ -200,11 +249,27 @@ def test_meshes_make_the_numbers_of_one_device(tmp_path):
     for name, mesh in meshes.items():
         how = environment if name in ("fsdp", "tensor", "context") else {}
         code, _, err = launch.finish(
-            launch.process(str(CONFIG), f"run.dir={tmp_path / name}", *options, *mesh, environment=how)
+            launch.process(
+                str(CONFIG), f"run.dir={tmp_path / name}", *options, *mesh, environment=how
+            )
         )
         assert code == 0, err[-2000:]
     for name in ("fsdp", "tensor", "context"):
-        for ours, theirs in zip(launch.numbers(tmp_path / name), launch.numbers(tmp_path / "one"), strict=True):
-            for key in ("loss", "optim/grad_norm", "reward/mean", "kl/ref", "entropy", "media/encoded"):
-                np.testing.assert_allclose(ours[2][key], theirs[2][key], rtol=1e-4, atol=1e-5, err_msg=f"{name} {key}")
-    assert all(metrics["sampler/logp_diff_max"] == 0 for _, _, metrics in launch.numbers(tmp_path / "exact"))
+        for ours, theirs in zip(
+            launch.numbers(tmp_path / name), launch.numbers(tmp_path / "one"), strict=True
+        ):
+            for key in (
+                "loss",
+                "optim/grad_norm",
+                "reward/mean",
+                "kl/ref",
+                "entropy",
+                "media/encoded",
+            ):
+                np.testing.assert_allclose(
+                    ours[2][key], theirs[2][key], rtol=1e-4, atol=1e-5, err_msg=f"{name} {key}"
+                )
+    assert all(
+        metrics["sampler/logp_diff_max"] == 0
+        for _, _, metrics in launch.numbers(tmp_path / "exact")
+    )

@@ -1,5 +1,5 @@
-"""`rl plan` on devices of the CPU: the programs of every stage, their memory next to live arrays and against the memory
-of a run, settings with which they fit, and what is refused."""
+"""`rl plan` on devices of the CPU: the programs of every stage, their memory next to live arrays
+and against the memory of a run, settings with which they fit, and what is refused."""
 
 import importlib.util
 import json
@@ -36,9 +36,11 @@ from rollout.types import GeneratorOptions
 pytestmark = pytest.mark.xdist_group("plan")
 MESH = ("mesh.fsdp=2", "mesh.tensor=2")
 ONE = (
-    "model={source: qwen3-0.6b, overrides: {vocab_size: 32, num_attention_heads: 4, num_key_value_heads: 2, head_dim: "
+    "model={source: qwen3-0.6b, overrides: {vocab_size: 32, num_attention_heads: 4, "
+    "num_key_value_heads: 2, head_dim: "
     "8}}",
-    "stages=[{algorithm: sft, steps: 1, prompts_per_step: 8, micro_batch: 8, sampling: {max_new_tokens: 6}}]",
+    "stages=[{algorithm: sft, steps: 1, prompts_per_step: 8, micro_batch: 8, sampling: "
+    "{max_new_tokens: 6}}]",
 )
 
 
@@ -93,10 +95,17 @@ def test_every_program_of_every_stage_is_planned(plan, tmp_path):
 
 @pytest.mark.slow
 def test_the_program_that_lays_weights_out_is_planned_and_its_copy_counted(plan):
-    result, sharded = (plan("cpu:4", *MESH, *more)[1] for more in ((), ("generator.rules=stationary",)))
+    result, sharded = (
+        plan("cpu:4", *MESH, *more)[1] for more in ((), ("generator.rules=stationary",))
+    )
     assert sharded["grpo: update"] == result["grpo: update"], "the copy is dropped before"
     reshard, decode = sharded["grpo: reshard"], "grpo: decode a token"
-    assert reshard["times"] == 1 and reshard["exchanged"] and reshard["outputs"] > 0 and "grpo: reshard" not in result
+    assert (
+        reshard["times"] == 1
+        and reshard["exchanged"]
+        and reshard["outputs"] > 0
+        and "grpo: reshard" not in result
+    )
     assert (
         sharded[decode]["non_argument"] + sharded[decode]["arguments"]
         > result[decode]["non_argument"] + result[decode]["arguments"]
@@ -105,8 +114,8 @@ def test_the_program_that_lays_weights_out_is_planned_and_its_copy_counted(plan)
 
 @pytest.mark.slow
 def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
-    """Of an update on one device: weights, moments and what it reads of the batch; the first two are written in
-    place.
+    """Of an update on one device: weights, moments and what it reads of the batch; the first two
+    are written in place.
     """
     result = plan("cpu:1")[1]["sft: update"]
     file, *more = launch.arguments(tmp_path / "run", *launch.LIGHT)
@@ -119,10 +128,14 @@ def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
     N, T = options.prompts_per_step, config.max_length
     packing, _ = trainer.packing_of(padded_batch([([0] * T, [1] * T)] * N, T))
     assert result["aliased"] == held
-    read = 3 * 4 * packing.shape[0] * packing.shape[1] + 4  # tokens, segments and mask, and how many tokens count
+    read = (
+        3 * 4 * packing.shape[0] * packing.shape[1] + 4
+    )  # tokens, segments and mask, and how many tokens count
     assert result["arguments"] == held + read
     estimated = Estimator(jax.devices()[:1], None, None)(config)
-    assert estimated["sft: update"].resident == held, "what lies there all the time is known without compiling"
+    assert estimated["sft: update"].resident == held, (
+        "what lies there all the time is known without compiling"
+    )
     assert estimated["grpo: prefill"].resident == estimated["grpo: update"].resident > 1.3 * held, (
         "a reference, and the cache"
     )
@@ -130,7 +143,8 @@ def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_says_what_its_own_programs_take_and_a_plan_had_said_so(plan, tmp_path):
-    """On one device, quantised weights in rollouts: what rows of `max_length` compile to is what runs."""
+    """On one device, quantised weights in rollouts: what rows of `max_length` compile to is what
+    runs."""
     more = (*launch.LIGHT, "stages.0.steps=1", "stages.1.steps=1", "stages.2.steps=0")
     more = (*more, "generator.weights=int8", "generator.prefill_chunk=16")
     planned = plan("cpu:1", *more)[1]
@@ -148,16 +162,26 @@ def test_a_run_says_what_its_own_programs_take_and_a_plan_had_said_so(plan, tmp_
         "grpo: prefill",
         "grpo: decode a token",
     } <= planned.keys()
-    assert_ran_as_planned(tmp_path / "run", {name: each for name, each in planned.items() if name not in left_out})
+    assert_ran_as_planned(
+        tmp_path / "run", {name: each for name, each in planned.items() if name not in left_out}
+    )
     assert planned["grpo: update"]["shared"].startswith("shared prefix: 4 sequences share ")
-    assert planned["grpo: quantised copy"]["aliased"] > 0 and planned["grpo: quantised copy"]["times"] == 2
+    assert (
+        planned["grpo: quantised copy"]["aliased"] > 0
+        and planned["grpo: quantised copy"]["times"] == 2
+    )
 
 
 def assert_ran_as_planned(directory, planned):
     """Every planned program ran, and took to the byte what the plan had said."""
     ran = json.loads((directory / program_memory.FILE).read_text())["programs"]
     ran = {
-        (each["name"].partition(": ")[2], each["name"].partition(": ")[0], tuple(each["shape"])): each for each in ran
+        (
+            each["name"].partition(": ")[2],
+            each["name"].partition(": ")[0],
+            tuple(each["shape"]),
+        ): each
+        for each in ran
     }
     for name, each in planned.items():
         (stage, _, kind), shape = name.partition(": "), tuple(each["shape"])
@@ -171,17 +195,30 @@ CHECKS = {f"grpo: {kind}" for kind in exact.CHECKS}
 
 
 def asking(directory):
-    """(overrides, source) of a run with exact completions that asks a reward model, whose directory is written."""
-    sizes = "hidden_size: 32, intermediate_size: 32, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16"
+    """(overrides, source) of a run with exact completions that asks a reward model, whose directory
+    is written."""
+    sizes = (
+        "hidden_size: 32, intermediate_size: 32, num_attention_heads: 2, num_key_value_heads: "
+        "1, head_dim: 16"
+    )
     sizes += ", vocab_size: 32"
     model = f"model={{source: qwen3-0.6b, overrides: {{num_hidden_layers: 1, {sizes}}}}}"
     config = load([launch.SMALL], [model])
-    source, graph = str(directory / "reward_model"), build.graph(config, build.on_mesh(config, jax.devices()[:1]))
+    source, graph = (
+        str(directory / "reward_model"),
+        build.graph(config, build.on_mesh(config, jax.devices()[:1])),
+    )
     trunk = Graph(sources.trunk(graph.config), graph.runtime, graph.layout)
     classification.write(source, trunk, trunk.init(1), np.ones(32, np.float32), pad_id=None)
     read_tokenizer(config)[0].save_pretrained(source)
     scorer = {"functions": [{"name": "reward_model", "options": {"source": source}}], "workers": 1}
-    stage = {"algorithm": "grpo", "steps": 1, "prompts_per_step": 4, "samples_per_prompt": 4, "rewards": scorer}
+    stage = {
+        "algorithm": "grpo",
+        "steps": 1,
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        "rewards": scorer,
+    }
     stages = [stage | {"sampling": {"max_new_tokens": 6}}]
     return (
         model,
@@ -193,7 +230,9 @@ def asking(directory):
 
 
 @pytest.mark.slow
-def test_reward_models_and_the_check_of_exact_completions_are_planned_as_they_are_compiled(tmp_path):
+def test_reward_models_and_the_check_of_exact_completions_are_planned_as_they_are_compiled(
+    tmp_path,
+):
     more, source = asking(tmp_path)
     config = load([launch.SMALL], more)
     mesh = build.on_mesh(config, jax.devices()[:1])
@@ -201,14 +240,19 @@ def test_reward_models_and_the_check_of_exact_completions_are_planned_as_they_ar
     listed = {each.name: each for each in programs(config, mesh, None) if each.name in expected}
     assert listed.keys() == expected
     planned = {
-        name: asdict(Memory.of(each.lower().compile(), "cpu")) | {"shape": each.shape, "times": each.times}
+        name: asdict(Memory.of(each.lower().compile(), "cpu"))
+        | {"shape": each.shape, "times": each.times}
         for name, each in listed.items()
     }
     graph, [stage] = build.graph(config, mesh), rl.stages.create(config)
     stage.bind(graph)
-    scorer = RewardModelScorer.read(source, Runtime(), mesh, config.max_length, stage.trainer.sharing)
+    scorer = RewardModelScorer.read(
+        source, Runtime(), mesh, config.max_length, stage.trainer.sharing
+    )
     options = GeneratorOptions(exact=True)
-    generator = Generator(Model(graph, graph.init(0)), max_length=config.max_length, slots=1, options=options)
+    generator = Generator(
+        Model(graph, graph.init(0)), max_length=config.max_length, slots=1, options=options
+    )
     generator.verifier.compile_ahead(generator.model.params, config.max_length)
     assert np.isfinite(scorer([[1, 2, 3]] * 3)).all()
     largest = program_memory.ProgramMemoryLog(tmp_path).look(
@@ -216,7 +260,12 @@ def test_reward_models_and_the_check_of_exact_completions_are_planned_as_they_ar
     )
     assert_ran_as_planned(tmp_path, planned)
     assert largest["peak"] == max(each["peak"] for each in planned.values())
-    assert [planned[name]["times"] for name in (f"grpo: scores of {source}", *CHECKS)] == [1, 4, 4, 4]
+    assert [planned[name]["times"] for name in (f"grpo: scores of {source}", *CHECKS)] == [
+        1,
+        4,
+        4,
+        4,
+    ]
 
 
 @pytest.mark.slow
@@ -233,11 +282,14 @@ def test_a_run_that_asks_a_reward_model_and_checks_takes_what_was_planned(plan, 
     } == planned.keys()
     assert_ran_as_planned(tmp_path / "run", planned)
     update, scores = planned["grpo: update"], planned[f"grpo: scores of {source}"]
-    read = 4 * 4 * scores["shape"][0] * scores["shape"][1]  # tokens; node, last and position in trees
+    read = (
+        4 * 4 * scores["shape"][0] * scores["shape"][1]
+    )  # tokens; node, last and position in trees
     weights = scores["arguments"] - read
-    assert weights > 0 and update["aliased"] + update["non_argument"] == weights + scores["non_argument"], (
-        "all of it lies there all the time"
-    )
+    assert (
+        weights > 0
+        and update["aliased"] + update["non_argument"] == weights + scores["non_argument"]
+    ), "all of it lies there all the time"
 
 
 @pytest.mark.slow
@@ -264,7 +316,11 @@ def test_search_prints_a_file_that_fits(numbers, capsys, tmp_path):
     code, result = numbers("cpu:2", *ONE, flags=flags)
     assert code == 0 and result["pruned"] == 0 and len(result["candidates"]) == 1
     best = result["candidates"][0]
-    assert best["fits"] and best["seconds"] > 0 and best["settings"]["mesh.fsdp"] * best["settings"]["mesh.tensor"] == 2
+    assert (
+        best["fits"]
+        and best["seconds"] > 0
+        and best["settings"]["mesh.fsdp"] * best["settings"]["mesh.tensor"] == 2
+    )
     file = tmp_path / "best.yml"
     file.write_text(capsys.readouterr().out.partition("configuration:\n\n")[2])
     small, *more = launch.arguments(tmp_path / "run", *launch.LIGHT, *ONE)
@@ -272,7 +328,10 @@ def test_search_prints_a_file_that_fits(numbers, capsys, tmp_path):
     assert load([tmp_path / "run.yml", file]).model.remat == best["settings"]["model.remat"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu compiles for TPU; it is not installed",
+)
 @pytest.mark.parametrize(
     ("topology", "kind", "count"),
     [
@@ -285,24 +344,40 @@ def test_search_prints_a_file_that_fits(numbers, capsys, tmp_path):
 def test_the_devices_of_a_slice_are_those_that_a_run_there_has(topology, kind, count):
     """Chips; of TPU7x the two cores of each."""
     target = described(topology, None)
-    assert (target.device, target.count) == (kind, count) and target.memory == target.chip.memory * 2**30
+    assert (target.device, target.count) == (
+        kind,
+        count,
+    ) and target.memory == target.chip.memory * 2**30
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed")
-def test_a_search_for_a_tpu_slice_ends_with_settings_that_a_plan_finds_to_need_the_same(numbers, monkeypatch, tmp_path):
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu compiles for TPU; it is not installed",
+)
+def test_a_search_for_a_tpu_slice_ends_with_settings_that_a_plan_finds_to_need_the_same(
+    numbers, monkeypatch, tmp_path
+):
     """A stack of two repeats on four chips."""
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
-    sizes = "{num_hidden_layers: 2, hidden_size: 128, intermediate_size: 128, vocab_size: 512, head_dim: 128}"
+    sizes = (
+        "{num_hidden_layers: 2, hidden_size: 128, intermediate_size: 128, vocab_size: 512, "
+        "head_dim: 128}"
+    )
     more = (f"model={{source: qwen3-0.6b, overrides: {sizes}}}", ONE[1])
     code, result = numbers("v5p:2x2x1", *more, flags=("--search", "--candidates", "2"))
     best, other = result["candidates"]
     assert code == 0 and best["fits"] and other["fits"] and 0 < best["seconds"] <= other["seconds"]
     assert best["needs"] <= result["memory"] == 95.73 * 2**30
     settings = [f"{key}={json.dumps(value)}" for key, value in best["settings"].items()]
-    monkeypatch.setenv("DUET_PLAN_CACHE", str(tmp_path / "new"))  # what is known already would only be read again
+    monkeypatch.setenv(
+        "DUET_PLAN_CACHE", str(tmp_path / "new")
+    )  # what is known already would only be read again
     code, result = numbers("v5p:2x2x1", *more, *settings)
-    assert code == 0 and max(each["peak"] + each["non_argument"] for each in result["programs"]) == best["needs"]
+    assert (
+        code == 0
+        and max(each["peak"] + each["non_argument"] for each in result["programs"]) == best["needs"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -311,7 +386,9 @@ def test_a_search_for_a_tpu_slice_ends_with_settings_that_a_plan_finds_to_need_t
         ("v5p:8by8", (), 2, "--topology v5p:8by8: no such topology; give KIND:AxB"),
         ("v9:2x2", (), 2, "no such topology"),
         ("cpu:0", (), 2, "no such topology"),
-        pytest.param("cpu:3", ("mesh.fsdp=2",), 5, "needs 2 devices, there are 3", marks=pytest.mark.slow),
+        pytest.param(
+            "cpu:3", ("mesh.fsdp=2",), 5, "needs 2 devices, there are 3", marks=pytest.mark.slow
+        ),
         ("cpu:2", ("stages.0.steps=x",), 2, "stages.0.steps"),
     ],
 )

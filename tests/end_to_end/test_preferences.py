@@ -65,7 +65,14 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preferences")
     file, _ = written(folder)
     assert (
-        cli.train_main([str(file), f"run.dir={folder / 'run'}", "run.checkpoint_every=0", "run.keep_checkpoints=9"])
+        cli.train_main(
+            [
+                str(file),
+                f"run.dir={folder / 'run'}",
+                "run.checkpoint_every=0",
+                "run.keep_checkpoints=9",
+            ]
+        )
         == 0
     )
     return folder
@@ -76,17 +83,26 @@ def test_a_stage_trains_a_reward_model_that_transformers_reads_and_the_next_one_
     from transformers import AutoModelForSequenceClassification
 
     run = finished / "run"
-    rows = {(row["stage"], row["step"]): row["metrics"] for row in events.read(run / "events.jsonl")}
-    assert [key for key in rows if key[0] == "reward_model"] == [("reward_model", step) for step in (1, 2, 3)]
-    assert {"rewards/margins", "logps/chosen", "nll", "entropy"} <= rows["dpo", 2].keys() and rows["dpo", 1][
-        "rewards/margins"
-    ] == 0
+    rows = {
+        (row["stage"], row["step"]): row["metrics"] for row in events.read(run / "events.jsonl")
+    }
+    assert [key for key in rows if key[0] == "reward_model"] == [
+        ("reward_model", step) for step in (1, 2, 3)
+    ]
+    assert {"rewards/margins", "logps/chosen", "nll", "entropy"} <= rows["dpo", 2].keys() and rows[
+        "dpo", 1
+    ]["rewards/margins"] == 0
     assert rows["dpo", 2]["rewards/margins"] != 0  # the reference has stayed behind
     assert rows["reward_model", 3]["loss"] < rows["reward_model", 1]["loss"]
-    assert "eval/greedy_accuracy" in rows["grpo", 0] and rows["grpo", 1]["rewards/reward_model/std"] > 0
+    assert (
+        "eval/greedy_accuracy" in rows["grpo", 0]
+        and rows["grpo", 1]["rewards/reward_model/std"] > 0
+    )
     assert rows["grpo", 1]["time/reward_models"] > 0
     directory = run / "reward_models" / "reward_model"
-    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(
+        directory, dtype=torch.float32
+    ).eval()
     tokenizer = load_tokenizer(directory)
     samples = launch.trained(run)
     assert len(samples) == 8
@@ -95,7 +111,9 @@ def test_a_stage_trains_a_reward_model_that_transformers_reads_and_the_next_one_
         with torch.no_grad():
             expected = model(torch.tensor([ids])).logits.item()
         np.testing.assert_allclose(sample["rewards"]["reward_model"], expected, atol=1e-5)
-        np.testing.assert_allclose(sample["reward"], 2 * expected + sample["rewards"]["length"], atol=1e-5)
+        np.testing.assert_allclose(
+            sample["reward"], 2 * expected + sample["rewards"]["length"], atol=1e-5
+        )
 
 
 def test_a_reward_model_is_planned_as_the_stage_leaves_it(finished):
@@ -103,14 +121,19 @@ def test_a_reward_model_is_planned_as_the_stage_leaves_it(finished):
     config = load([file], [f"run.dir={run}"])
     graph = build.graph(config, build.on_mesh(config, jax.devices()[:1]))
     (planned,) = abstract_scorers(config, config.stages[2].rewards, graph).values()
-    read = RewardModelScorer.read(run / "reward_models" / "reward_model", Runtime(), graph.layout, 24)
-    assert planned.graph.config.layers == read.graph.config.layers and planned.abstract == read.abstract
+    read = RewardModelScorer.read(
+        run / "reward_models" / "reward_model", Runtime(), graph.layout, 24
+    )
+    assert (
+        planned.graph.config.layers == read.graph.config.layers
+        and planned.abstract == read.abstract
+    )
     assert abstract_scorers(config, create(config)[0].rewards, graph) == {}
 
 
 def test_a_run_that_is_cut_off_in_it_goes_on_to_the_same_bits(finished, tmp_path):
-    """Between the last checkpoint of the stage and the file of its reward model: that, and all that follows, are made
-    again.
+    """Between the last checkpoint of the stage and the file of its reward model: that, and all that
+    follows, are made again.
     """
     run = tmp_path / "again"
     shutil.copytree(finished / "run", run)
@@ -125,11 +148,15 @@ def test_a_run_that_is_cut_off_in_it_goes_on_to_the_same_bits(finished, tmp_path
 
 
 def test_a_pair_is_read_up_to_the_last_token_that_a_completion_would_have(tmp_path):
-    """Templates write white space behind the end of a turn; no completion has it, and no score is read there."""
+    """Templates write white space behind the end of a turn; no completion has it, and no score is
+    read there."""
     turns = "{% for m in messages %}{{ m.role[0] + m.content + '<eos>\\n' }}{% endfor %}"
     template = turns + "{% if add_generation_prompt %}a{% endif %}"
     (tmp_path / "template.jinja").write_text(template)
-    talk = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))]
+    talk = [
+        {"role": role, "content": text}
+        for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))
+    ]
     answers = [[{"role": "assistant", "content": text}] for text in ("four", "5")]
     rows = [
         {"chosen": [*talk, *answers[0]], "rejected": [*talk, *answers[1]]},
@@ -137,17 +164,25 @@ def test_a_pair_is_read_up_to_the_last_token_that_a_completion_would_have(tmp_pa
     ]
     file, _ = written(tmp_path)
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = f"tokenizer={{source: bytes, alphabet: null, chat_template: {tmp_path / 'template.jinja'}}}"
+    tokenizer = (
+        f"tokenizer={{source: bytes, alphabet: null, chat_template: {tmp_path / 'template.jinja'}}}"
+    )
     dpo = f"stages=[{{algorithm: dpo, steps: 1, data: {tmp_path / 'pairs.jsonl'}}}]"
     model = "model={source: tiny-deepseek, overrides: {vocab_size: 264}}"
     changes = (model, tokenizer, dpo, "evaluation=null", f"run.dir={tmp_path / 'run'}")
     read = prepare(load([file], [*changes, "max_length=32"]))
     text = read.tokenizer.decode
-    for pair, expected in zip(read.stages[0].rows.own, [("four<eos>", "5<eos>"), ("7<eos>", "89<eos>")], strict=True):
+    for pair, expected in zip(
+        read.stages[0].rows.own, [("four<eos>", "5<eos>"), ("7<eos>", "89<eos>")], strict=True
+    ):
         for (ids, mask, _), answer in zip((pair.chosen, pair.rejected), expected, strict=True):
-            assert text([i for i, m in zip(ids, mask, strict=True) if m]) == answer and mask[-1] == 1
+            assert (
+                text([i for i, m in zip(ids, mask, strict=True) if m]) == answer and mask[-1] == 1
+            )
     assert text(read.stages[0].rows.own[0].chosen[0]) == "u1<eos>\na2<eos>\nu3<eos>\nafour<eos>"
-    with pytest.raises(DataError, match=r"than the 16 tokens that fit: first .*pairs.jsonl:1 with 18 tokens"):
+    with pytest.raises(
+        DataError, match=r"than the 16 tokens that fit: first .*pairs.jsonl:1 with 18 tokens"
+    ):
         prepare(load([file], [*changes, "max_length=16"]))
 
 
@@ -162,9 +197,10 @@ def test_a_pair_is_read_up_to_the_last_token_that_a_completion_would_have(tmp_pa
     ],
 )
 def test_a_reward_model_that_cannot_be_asked_is_refused(source, said, finished, tmp_path, capsys):
-    place = {"MODEL": finished / "model", "RUN": finished / "run" / "reward_models" / "reward_model"}.get(
-        source, source
-    )
+    place = {
+        "MODEL": finished / "model",
+        "RUN": finished / "run" / "reward_models" / "reward_model",
+    }.get(source, source)
     functions = [{"name": "reward_model", "options": {"source": str(place)} if place else {}}]
     changes = [f"run.dir={tmp_path / 'run'}", f"stages.2.rewards.functions={json.dumps(functions)}"]
     if source == "RUN":
@@ -174,7 +210,10 @@ def test_a_reward_model_that_cannot_be_asked_is_refused(source, said, finished, 
 
 
 def test_a_run_that_ends_with_a_reward_model_exports_it(finished, tmp_path):
-    changes = ["evaluation=null", "stages=[{algorithm: reward_model, steps: 0, prompts_per_step: 3, data: PAIRS}]"]
+    changes = [
+        "evaluation=null",
+        "stages=[{algorithm: reward_model, steps: 0, prompts_per_step: 3, data: PAIRS}]",
+    ]
     changes[1] = changes[1].replace("PAIRS", str(finished / "pairs.jsonl"))
     assert cli.train_main([str(finished / "run.yml"), f"run.dir={tmp_path / 'run'}", *changes]) == 0
     scorer = RewardModelScorer.read(
@@ -184,18 +223,24 @@ def test_a_run_that_ends_with_a_reward_model_exports_it(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_stops_in_the_stage_of_a_reward_model_exports_it_as_it_is_then(finished, tmp_path, monkeypatch):
+def test_a_run_that_stops_in_the_stage_of_a_reward_model_exports_it_as_it_is_then(
+    finished, tmp_path, monkeypatch
+):
     from rl.run.unfinished import stop
 
     run = tmp_path / "run"
     monkeypatch.setattr(stop, "is_asked", lambda run: '"reward_model","step":2' in events_text(run))
     assert cli.train_main([str(finished / "run.yml"), f"run.dir={run}"]) == 0
     assert stop.stopped(run) == ("reward_model", 2) and not (run / "reward_models").exists()
-    assert np.isfinite(RewardModelScorer.read(run / "export", Runtime(), one_device(), 16)([[9, 10, 2]])).all()
+    assert np.isfinite(
+        RewardModelScorer.read(run / "export", Runtime(), one_device(), 16)([[9, 10, 2]])
+    ).all()
     monkeypatch.undo()
     assert cli.train_main([str(run)]) == 0
     for name in ("reward_models/reward_model", "export"):
-        bits = [(folder / name / "model.safetensors").read_bytes() for folder in (run, finished / "run")]
+        bits = [
+            (folder / name / "model.safetensors").read_bytes() for folder in (run, finished / "run")
+        ]
         assert bits[0] == bits[1]
     assert (run / "export-reward_model-2").is_dir()
 

@@ -1,5 +1,5 @@
-"""One run over several processes of this machine: the numbers of one process with as many devices, and what a death
-leaves.
+"""One run over several processes of this machine: the numbers of one process with as many devices,
+and what a death leaves.
 """
 
 import json
@@ -22,8 +22,8 @@ from rl.records import events
 from rl.run.unfinished import stop
 from rl.run.unfinished.weights import CheckpointWeights
 
-# Sums of gradients are added up in another order; an eps of 1e-8 would make a step of the learning rate of the
-# difference.
+# Sums of gradients are added up in another order; an eps of 1e-8 would make a step of the learning
+# rate of the difference.
 LEARN = {"optimizer": {"learning_rate": 1e-3, "eps": 1e-4}, "sampling": {"max_new_tokens": 6}}
 SFT = {"algorithm": "sft", "prompts_per_step": 8, "steps": 2, **LEARN}
 GRPO = {
@@ -46,19 +46,28 @@ def address() -> str:
 
 
 def on_devices(number: int) -> dict[str, str]:
-    return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={number}"}
+    return {
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} "
+        f"--xla_force_host_platform_device_count={number}"
+    }
 
 
 def start(directory, processes: int, devices: int, *more: str) -> list:
-    """`rl-train` in so many processes of so many devices each; with several devices, weights are resharded for
-    decoding."""
+    """`rl-train` in so many processes of so many devices each; with several devices, weights are
+    resharded for decoding."""
     environment = on_devices(devices) | {"COUNTED": str(directory.parent / "counted")}
     if processes == 1:
         return [launch.process(*launch.arguments(directory, *RUN, *more), environment=environment)]
     more = (*more, "generator.rules=stationary")
     join = ["--processes", str(processes), "--coordinator", address()]
     return [
-        launch.process(*launch.arguments(directory, *RUN, *more), *join, "--process", str(i), environment=environment)
+        launch.process(
+            *launch.arguments(directory, *RUN, *more),
+            *join,
+            "--process",
+            str(i),
+            environment=environment,
+        )
         for i in range(processes)
     ]
 
@@ -90,7 +99,9 @@ def assert_same_numbers(one, other) -> None:
         assert ours[:2] == theirs[:2] and ours[2].keys() == theirs[2].keys()
         for name, value in theirs[2].items():
             relative = 0 if name == "loss" else 1e-5
-            np.testing.assert_allclose(ours[2][name], value, rtol=relative, atol=1e-6, err_msg=f"{ours[:2]} {name}")
+            np.testing.assert_allclose(
+                ours[2][name], value, rtol=relative, atol=1e-6, err_msg=f"{ours[:2]} {name}"
+            )
 
 
 def alone(directory, *more: str):
@@ -109,13 +120,17 @@ def test_a_run_that_loses_a_process_goes_on_to_the_numbers_of_one_process(tmp_pa
     died = time.monotonic()
     (code, out, err), _ = finish(running)
     assert time.monotonic() - died < 30
-    assert code == ProcessLost.exit_code and "process 1 of 2" in err and f"pid {second.pid}" in err, err
+    assert (
+        code == ProcessLost.exit_code and "process 1 of 2" in err and f"pid {second.pid}" in err
+    ), err
 
     (tmp_path / "counted").unlink(missing_ok=True)
     running = start(directory, 2, 2)
     (code, out, err), (other, silent, said) = finish(running)
     assert code == other == 0, (err, said)
-    assert said == "" and all(line.startswith("[Gloo]") for line in silent.splitlines())  # which jax has printed
+    assert said == "" and all(
+        line.startswith("[Gloo]") for line in silent.splitlines()
+    )  # which jax has printed
     step = int(re.search(rf"continuing {directory} after step (\d) of grpo", out)[1])
     # Every completion was scored once, half of them by each process.
     scored = Counter(map(int, (tmp_path / "counted").read_text().split()))
@@ -137,7 +152,10 @@ def test_a_process_that_falls_silent_ends_the_other(tmp_path, stopped):
     code, _, err = launch.finish(running[1 - stopped], timeout=60)
     assert time.monotonic() - began < 30
     assert code == ProcessLost.exit_code, err
-    assert f"process {stopped} of 2 ({socket.gethostname()}, pid {running[stopped].pid}) has been silent" in err, err
+    assert (
+        f"process {stopped} of 2 ({socket.gethostname()}, pid {running[stopped].pid}) has been "
+        "silent" in err
+    ), err
 
 
 @pytest.mark.slow
@@ -153,7 +171,8 @@ def test_four_processes_stop_together_and_outlive_their_first(tmp_path):
     os.killpg(running[0].pid, signal.SIGKILL)
     for code, _, err in finish(running)[1:]:
         assert (
-            code == ProcessLost.exit_code and f"process 0 of 4 ({socket.gethostname()}, pid {running[0].pid})" in err
+            code == ProcessLost.exit_code
+            and f"process 0 of 4 ({socket.gethostname()}, pid {running[0].pid})" in err
         ), err
     done = finish(start(directory, 4, 1, *BOTH))
     assert [code for code, _, _ in done] == [0] * 4, done
@@ -185,15 +204,29 @@ def test_a_process_reads_of_a_directory_and_of_a_checkpoint_what_its_devices_hol
     model = policy.create("tiny-deepseek", dtype="float32")
     policy.save(model, tmp_path / "model")
     script, coordinator = launch.ROOT / "tests" / "end_to_end" / "load_on_processes.py", address()
-    given = [[sys.executable, str(script), str(tmp_path / "model"), "2", str(i), coordinator] for i in range(2)]
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": os.environ | on_devices(2)}
-    done = finish([subprocess.Popen(each, cwd=launch.ROOT, start_new_session=True, **how) for each in given])
+    given = [
+        [sys.executable, str(script), str(tmp_path / "model"), "2", str(i), coordinator]
+        for i in range(2)
+    ]
+    how = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "env": os.environ | on_devices(2),
+    }
+    done = finish(
+        [subprocess.Popen(each, cwd=launch.ROOT, start_new_session=True, **how) for each in given]
+    )
     assert [code for code, _, _ in done] == [0, 0], done
     result = [json.loads(out.splitlines()[-1]) for _, out, _ in done]
     for each in result:
         assert each["weights"] == sum(array.nbytes for array in model.params.values())
-        # Devices of a process share the reading of what both hold; norms and routers are held by all.
-        assert each["read"] <= each["held"] < 0.6 * each["weights"] and each["restored"] < 0.6 * each["weights"], each
+        # Devices of a process share the reading of what both hold; norms and routers are held by
+        # all.
+        assert (
+            each["read"] <= each["held"] < 0.6 * each["weights"]
+            and each["restored"] < 0.6 * each["weights"]
+        ), each
     assert result[0]["read"] + result[1]["read"] < 1.1 * result[0]["weights"]
 
 
@@ -207,6 +240,8 @@ def test_processes_change_a_run_in_the_same_step_and_repeat_it(tmp_path):
     assert "from step 3 of sft on: stages.0.optimizer.learning_rate: 0.001 -> 0.0001" in ends[0][1]
     join = ["--processes", "2", "--coordinator", address()]
     repeated = [str(one / "config.yml"), f"run.dir={other}", *join]
-    running = [launch.process(*repeated, "--process", str(i), environment=on_devices(1)) for i in range(2)]
+    running = [
+        launch.process(*repeated, "--process", str(i), environment=on_devices(1)) for i in range(2)
+    ]
     assert [end[0] for end in finish(running)] == [0, 0]
     launch.assert_same_run(one, other)

@@ -23,9 +23,12 @@ def logged(directory, *more) -> list[dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [None, "int8"])
 def test_the_distance_of_generator_and_trainer_is_logged_at_every_step(tmp_path, rule):
-    """With one update a step nothing needs old log-probabilities, and the distance is there all the same."""
+    """With one update a step nothing needs old log-probabilities, and the distance is there all the
+    same."""
     steps = logged(tmp_path / "run", *([f"model.quantization={rule}"] if rule else []))
     assert len(steps) == 2
     for metrics in steps:
-        assert 0 < metrics["sampler/logp_diff_mean"] < 0.02 and metrics["sampler/logp_diff_max"] < 0.2
+        assert (
+            0 < metrics["sampler/logp_diff_mean"] < 0.02 and metrics["sampler/logp_diff_max"] < 0.2
+        )
         assert metrics["optim/grad_norm"] > 0

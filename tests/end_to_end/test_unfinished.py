@@ -39,27 +39,39 @@ def rl(*arguments) -> int:
 
 def damage(checkpoint) -> None:
     """Changes a bit of the largest file."""
-    file = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    file = max(
+        (path for path in checkpoint.rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def test_the_newest_checkpoint_is_the_model_that_the_export_would_be(unfinished, uninterrupted, monkeypatch, capsys):
+def test_the_newest_checkpoint_is_the_model_that_the_export_would_be(
+    unfinished, uninterrupted, monkeypatch, capsys
+):
     asked = []
     read = ArrayStore.read
-    monkeypatch.setattr(ArrayStore, "read", lambda *given, **how: asked.extend(given[2]) or read(*given, **how))
+    monkeypatch.setattr(
+        ArrayStore, "read", lambda *given, **how: asked.extend(given[2]) or read(*given, **how)
+    )
     weights, exported = CheckpointWeights(unfinished), policy.load(uninterrupted / "export")
     model = weights.load("float32")
     assert model.graph.shapes == exported.graph.shapes
     for path, array in model.params.items():
         np.testing.assert_array_equal(array, exported.params[path])
         assert array.sharding.is_equivalent_to(exported.params[path].sharding, array.ndim)
-    assert all(name.startswith("policy/params/") for name in asked)  # neither moments nor the reference
+    assert all(
+        name.startswith("policy/params/") for name in asked
+    )  # neither moments nor the reference
     tokenizer = load_tokenizer(uninterrupted / "export")
     assert weights.stop_ids == stop_ids(tokenizer, uninterrupted / "export")
     assert weights.tokenizer.encode("1+2=") == tokenizer.encode("1+2=")
-    assert f"{unfinished}: the weights after step 1 of 1 of grpo-2. The run is not finished" in capsys.readouterr().err
+    assert (
+        f"{unfinished}: the weights after step 1 of 1 of grpo-2. The run is not finished"
+        in capsys.readouterr().err
+    )
     with RunFolder(load([unfinished])):  # as while it runs
         halves = weights.load("bfloat16")
     for path, array in policy.load(uninterrupted / "export", dtype="bfloat16").params.items():
@@ -69,7 +81,9 @@ def test_the_newest_checkpoint_is_the_model_that_the_export_would_be(unfinished,
 
 
 @pytest.mark.slow
-def test_completions_are_those_of_the_export_of_that_step(unfinished, uninterrupted, tmp_path, capsys):
+def test_completions_are_those_of_the_export_of_that_step(
+    unfinished, uninterrupted, tmp_path, capsys
+):
     (tmp_path / "prompts.txt").write_text("1+2=\n")
     sampling = ("--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 4, "--temperature", 0)
 
@@ -92,7 +106,9 @@ def test_completions_are_those_of_the_export_of_that_step(unfinished, uninterrup
         ("last", "write a number of steps, N, or STAGE:N such as grpo-2:10"),
     ],
 )
-def test_a_step_without_a_checkpoint_is_refused_with_the_nearest(unfinished, tmp_path, capsys, step, said):
+def test_a_step_without_a_checkpoint_is_refused_with_the_nearest(
+    unfinished, tmp_path, capsys, step, said
+):
     (unfinished / "export-grpo-2").mkdir()
     (tmp_path / "prompts.txt").write_text("1+2=\n")
     assert rl("generate", unfinished, "--prompts", tmp_path / "prompts.txt", "--step", step) == 2
@@ -109,9 +125,14 @@ def test_damaged_checkpoints_are_named_and_left_out(unfinished, caplog):
     newest, before = sorted((unfinished / "checkpoints").iterdir(), reverse=True)
     damage(newest)
     CheckpointWeights(unfinished).load("float32")
-    assert re.search(r"checkpoint 9 is damaged: .*its bytes changed.*An earlier checkpoint is looked for", caplog.text)
+    assert re.search(
+        r"checkpoint 9 is damaged: .*its bytes changed.*An earlier checkpoint is looked for",
+        caplog.text,
+    )
     for step in ("grpo-2:1", None):
-        with pytest.raises(ModelError, match="no undamaged checkpoint is left:\n.*checkpoint 9 is damaged"):
+        with pytest.raises(
+            ModelError, match="no undamaged checkpoint is left:\n.*checkpoint 9 is damaged"
+        ):
             CheckpointWeights(unfinished, step).load("float32")
         damage(before)
     (newest / "host.json").unlink()
@@ -151,12 +172,19 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_no_error(unfinished, mon
     assert (folder / "0000000010.tmp-1").is_dir()
 
 
-def test_a_folder_listed_while_its_only_checkpoint_is_replaced_is_listed_again(unfinished, monkeypatch):
+def test_a_folder_listed_while_its_only_checkpoint_is_replaced_is_listed_again(
+    unfinished, monkeypatch
+):
     listed, complete = [], checkpoints.complete
     monkeypatch.setattr(
-        checkpoints, "complete", lambda folder: listed.append(folder) or complete(folder) * (len(listed) > 1)
+        checkpoints,
+        "complete",
+        lambda folder: listed.append(folder) or complete(folder) * (len(listed) > 1),
     )
-    assert [each.number for each in checkpoints.stored(unfinished / "checkpoints")] == [9, 7] and len(listed) == 2
+    assert [each.number for each in checkpoints.stored(unfinished / "checkpoints")] == [
+        9,
+        7,
+    ] and len(listed) == 2
 
 
 def test_reads_that_fail_after_the_first_are_not_shown(monkeypatch):
@@ -170,13 +198,17 @@ def test_reads_that_fail_after_the_first_are_not_shown(monkeypatch):
         raise OSError
 
     for made in (_read_array_index(), other()):
-        arrays._without_late_writers(SimpleNamespace(object=made, exc_traceback=None, exc_value=OSError()))
+        arrays._without_late_writers(
+            SimpleNamespace(object=made, exc_traceback=None, exc_value=OSError())
+        )
         made.close()
     assert [event.object.__name__ for event in shown] == ["other"]
 
 
 @pytest.mark.slow
-def test_a_chat_goes_on_with_a_checkpoint_and_the_variables_of_the_run(unfinished, capsys, monkeypatch):
+def test_a_chat_goes_on_with_a_checkpoint_and_the_variables_of_the_run(
+    unfinished, capsys, monkeypatch
+):
     template = unfinished.parent / "template.jinja"
     template.write_text("{{ start }}{{ messages[-1].content }}=")
     file = unfinished / "config.yml"
@@ -192,17 +224,26 @@ def test_a_chat_goes_on_with_a_checkpoint_and_the_variables_of_the_run(unfinishe
 
 
 @pytest.mark.slow
-def test_a_run_stops_with_its_weights_exported_and_goes_on_to_the_same_bits(uninterrupted, tmp_path, capsys):
+def test_a_run_stops_with_its_weights_exported_and_goes_on_to_the_same_bits(
+    uninterrupted, tmp_path, capsys
+):
     directory = tmp_path / "run"
     running = launch.process(*launch.arguments(directory))
-    launch.wait_for(lambda: launch.lines(directory) >= 1, running)  # the programs of the first step are compiled now
+    launch.wait_for(
+        lambda: launch.lines(directory) >= 1, running
+    )  # the programs of the first step are compiled now
     assert launch.cli.main(["stop", str(directory)]) == 0
     code, out, err = launch.finish(running)
     assert code == 0 and err == "", err
     place = stop.stopped(directory)
     assert place.stage == "sft" and 0 < place.step < 3
-    assert f"stopped after step {place.step} of sft, as `rl stop` asked; weights in {directory}/export" in out
-    assert f"is stopped after step {place.step} of sft: its weights are in" in capsys.readouterr().out
+    assert (
+        f"stopped after step {place.step} of sft, as `rl stop` asked; weights in {directory}/export"
+        in out
+    )
+    assert (
+        f"is stopped after step {place.step} of sft: its weights are in" in capsys.readouterr().out
+    )
     assert summary.state(read_run(directory)) == ("open", f"stopped after step {place.step} of sft")
     stopped = policy.load(directory / "export").params
     weights = CheckpointWeights(directory, f"sft:{place.step}").load("float32").params
@@ -216,7 +257,9 @@ def test_a_run_stops_with_its_weights_exported_and_goes_on_to_the_same_bits(unin
 
 
 @pytest.mark.slow
-def test_a_request_in_the_last_step_is_the_end_of_the_run_and_a_signal_comes_first(tmp_path, monkeypatch, capsys):
+def test_a_request_in_the_last_step_is_the_end_of_the_run_and_a_signal_comes_first(
+    tmp_path, monkeypatch, capsys
+):
     sft = "{algorithm: sft, prompts_per_step: 4, sampling: {max_new_tokens: 6}, steps: 2}"
     light = (*launch.LIGHT, f"stages=[{sft}]")
     monkeypatch.setattr(stop, "is_asked", lambda run: launch.lines(run) == 3)  # after the last step

@@ -1,9 +1,9 @@
-"""Makes small runs that are ill in a known way, and healthy ones: `python tests/illnesses/make.py DIRECTORY [NAME
-...]`.
+"""Makes small runs that are ill in a known way, and healthy ones: `python tests/illnesses/make.py
+DIRECTORY [NAME ...]`.
 
-Every run is a real one: a configuration of the quickstart's model on sums, seconds long. Most start from the weights of
-a short SFT, which is made first. `--fixtures FOLDER` keeps what `rl explain` reads of each run, shortened, for the
-tests.
+Every run is a real one: a configuration of the quickstart's model on sums, seconds long. Most start
+from the weights of a short SFT, which is made first. `--fixtures FOLDER` keeps what `rl explain`
+reads of each run, shortened, for the tests.
 """
 
 import argparse
@@ -20,7 +20,8 @@ REWARDS = "tests/illnesses/own_rewards.py"
 SUMS = "{task: arithmetic, options: {operations: ['+'], max_operand: 99, style: reversed}}"
 BASE = [
     "configs/quickstart.yml",
-    "stages=[{algorithm: sft, steps: 165, prompts_per_step: 128, optimizer: {learning_rate: 3.0e-3, warmup_steps: 20}, "
+    "stages=[{algorithm: sft, steps: 165, prompts_per_step: 128, optimizer: {learning_rate: "
+    "3.0e-3, warmup_steps: 20}, "
     "router: {bias_rate: 0.01}, sampling: {max_new_tokens: 6}}]",
 ]
 
@@ -59,7 +60,9 @@ def two(first: str, second: str) -> str:
 
 def reward(name: str) -> str:
     """Returns `rewards` with one function."""
-    return "rewards=" + json.dumps({"functions": [name if ":" in name else f"{REWARDS}:{name}"], "workers": 1})
+    return "rewards=" + json.dumps(
+        {"functions": [name if ":" in name else f"{REWARDS}:{name}"], "workers": 1}
+    )
 
 
 def rate(value: float) -> dict:
@@ -69,7 +72,11 @@ def rate(value: float) -> dict:
 
 ONE = "{path: tests/illnesses/one_row.jsonl}"
 LONG = ["max_length=48", "generator.tokens_per_dispatch=8"]
-CHAT = {"task": "arithmetic", "options": {"operations": ["+"], "max_operand": 99, "style": "reversed"}, "chat": True}
+CHAT = {
+    "task": "arithmetic",
+    "options": {"operations": ["+"], "max_operand": 99, "style": "reversed"},
+    "chat": True,
+}
 DIALOGUE = f"data={SUMS[:-1]}, chat: true}}"
 WORDS = [
     "tokenizer={source: bytes, alphabet: null}",
@@ -86,14 +93,27 @@ RUNS: dict[str, list[str]] = {
     "learning_rate_sft": [sft(optimizer=rate(3e-1))],
     "learning_rate_updates": ["MODEL", grpo(optimizer=rate(3e-2), updates_per_step=4)],
     "equal_rewards": ["MODEL", reward("constant"), grpo()],
-    "filtered": ["MODEL", reward("constant"), grpo(algorithm={"name": "dapo", "dynamic_batches": 2}, steps=8)],
+    "filtered": [
+        "MODEL",
+        reward("constant"),
+        grpo(algorithm={"name": "dapo", "dynamic_batches": 2}, steps=8),
+    ],
     "frozen": ["MODEL", grpo(optimizer=rate(1e-10), steps=12)],
     "frozen_sft": [sft(optimizer=rate(1e-8))],
     "held": ["MODEL", grpo(algorithm={"name": "grpo", "kl_coef": 100.0}, updates_per_step=2)],
     "repeated": ["MODEL", f"data={ONE}", grpo(prompts_per_step=8, steps=12)],
-    "length": ["MODEL", *LONG, reward("pays_for_length"), grpo(sampling={"max_new_tokens": 40}, steps=30)],
+    "length": [
+        "MODEL",
+        *LONG,
+        reward("pays_for_length"),
+        grpo(sampling={"max_new_tokens": 40}, steps=30),
+    ],
     "entropy": ["MODEL", reward("pays_for_ones"), grpo(steps=30)],
-    "kl": ["MODEL", reward("pays_for_ones"), grpo(algorithm={"name": "grpo", "kl_coef": 1e-4}, optimizer=rate(3e-3))],
+    "kl": [
+        "MODEL",
+        reward("pays_for_ones"),
+        grpo(algorithm={"name": "grpo", "kl_coef": 1e-4}, optimizer=rate(3e-3)),
+    ],
     "truncated": ["MODEL", grpo(sampling={"max_new_tokens": 3})],
     "mask": [sft(algorithm={"name": "sft", "train_on": "all"})],
     "template_between": [
@@ -102,7 +122,12 @@ RUNS: dict[str, list[str]] = {
         two(sft(steps=80, data=CHAT), grpo(sampling={"max_new_tokens": 16}, steps=8)),
     ],
     "template_plain": ["MODEL", *LONG, f"data={SUMS[:-1]}, chat: true}}", grpo(steps=12)],
-    "stale": ["MODEL", grpo(algorithm={"name": "dapo", "dynamic_batches": 8}, prompts_per_step=8, updates_per_step=8)],
+    "stale": [
+        "MODEL",
+        grpo(
+            algorithm={"name": "dapo", "dynamic_batches": 8}, prompts_per_step=8, updates_per_step=8
+        ),
+    ],
     "faults": ["MODEL", reward("misses_a_column"), grpo()],
     "faults_some": ["MODEL", reward("sometimes_raises"), grpo()],
     "exhausted": ["MODEL", f"data={SUMS[:-1]}, limit: 16}}", grpo(prompts_per_step=16)],
@@ -112,19 +137,34 @@ RUNS: dict[str, list[str]] = {
 
 
 def train(arguments: list[str], directory: Path, limit: int | None = None) -> int:
-    """Runs `rl-train` with these arguments. Returns its exit code. limit: most bytes of its address space."""
+    """Runs `rl-train` with these arguments. Returns its exit code. limit: most bytes of its address
+    space."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "rl.commands.cli", *arguments, f"run.dir={directory}", "run.checkpoint_every=0"]
+    command = [
+        sys.executable,
+        "-m",
+        "rl.commands.cli",
+        *arguments,
+        f"run.dir={directory}",
+        "run.checkpoint_every=0",
+    ]
     if limit is not None:
         command = ["bash", "-c", f'ulimit -v {limit // 1024}; exec "$@"', "limited", *command]
     with open(f"{directory}.log", "w") as log:
-        return subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False).returncode
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False
+        ).returncode
 
 
 def make(name: str, folder: Path) -> Path:
-    """Makes a run in folder/name unless it is there, and the weights that it starts from. Returns its directory."""
+    """Makes a run in folder/name unless it is there, and the weights that it starts from. Returns
+    its directory."""
     directory, limited = folder / name, False
-    arguments = BASE if name == "base" else ["configs/quickstart.yml", "evaluation.problems=64", *RUNS[name]]
+    arguments = (
+        BASE
+        if name == "base"
+        else ["configs/quickstart.yml", "evaluation.problems=64", *RUNS[name]]
+    )
     if "MODEL" in arguments:
         weights = make("base", folder) / "export"
         model = [f"model={{source: {weights}, remat: none, scan: false}}", "tokenizer=null"]
@@ -132,14 +172,19 @@ def make(name: str, folder: Path) -> Path:
     if "LIMIT" in arguments:
         arguments, limited = [each for each in arguments if each != "LIMIT"], True
     if not (directory / "export").is_dir():
-        limit = int(address_space(arguments, folder / f"{name}-measured") / 0.94) if limited else None
+        limit = (
+            int(address_space(arguments, folder / f"{name}-measured") / 0.94) if limited else None
+        )
         print(name, "exit code", train(arguments, directory, limit), flush=True)
     return directory
 
 
 def address_space(arguments: list[str], directory: Path) -> float:
-    """Returns the bytes of address space that a run takes at its end, measured under a limit that it does not reach."""
-    limit = 2**35  # so low that the process uses more of it than all processes of the machine's memory
+    """Returns the bytes of address space that a run takes at its end, measured under a limit that
+    it does not reach."""
+    limit = (
+        2**35
+    )  # so low that the process uses more of it than all processes of the machine's memory
     train(arguments, directory, limit)
     return metrics(directory)[-1]["metrics"]["perf/host_memory_share"] * limit
 
@@ -149,13 +194,24 @@ def metrics(directory: Path) -> list[dict]:
     return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
 
 
-NOT_KEPT = ("time/", "perf/", "generator/", "advantage/", "sampler/is", "sampler/k", "rewards/", "moe/", "optim/update")
+NOT_KEPT = (
+    "time/",
+    "perf/",
+    "generator/",
+    "advantage/",
+    "sampler/is",
+    "sampler/k",
+    "rewards/",
+    "moe/",
+    "optim/update",
+)
 SAMPLE = ("stage", "step", "prompt_id", "prompt", "completion", "reward", "n")
 KEPT = ("perf/host_memory_share", "perf/step_tokens")
 
 
 def keep(directory: Path, fixtures: Path) -> None:
-    """Writes what `rl explain` reads of a run to a folder, with four digits, and 32 of its samples."""
+    """Writes what `rl explain` reads of a run to a folder, with four digits, and 32 of its
+    samples."""
     target = fixtures / directory.name
     target.mkdir(parents=True, exist_ok=True)
     for name in ("inspection.json", "probe.json"):
@@ -165,13 +221,24 @@ def keep(directory: Path, fixtures: Path) -> None:
     (target / "config.yml").write_text(config)
     rows = []
     for row in metrics(directory):
-        values = {k: short(v) for k, v in row["metrics"].items() if k in KEPT or not k.startswith(NOT_KEPT)}
-        rows.append(json.dumps({"stage": row["stage"], "step": row["step"], "metrics": values}, separators=(",", ":")))
+        values = {
+            k: short(v)
+            for k, v in row["metrics"].items()
+            if k in KEPT or not k.startswith(NOT_KEPT)
+        }
+        rows.append(
+            json.dumps(
+                {"stage": row["stage"], "step": row["step"], "metrics": values},
+                separators=(",", ":"),
+            )
+        )
     (target / "events.jsonl").write_text("\n".join(rows) + "\n")
     samples = directory / "samples.jsonl"
     if samples.exists():
         last = [json.loads(line) for line in samples.read_text().splitlines()]
-        kept = [{key: row[key] for key in SAMPLE if key in row} for row in last if not row.get("eval")][-32:]
+        kept = [
+            {key: row[key] for key in SAMPLE if key in row} for row in last if not row.get("eval")
+        ][-32:]
         (target / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
 
 
@@ -184,7 +251,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("names", nargs="*", default=["base", *RUNS])
-    parser.add_argument("--fixtures", type=Path, help="folder for what `rl explain` reads of each run")
+    parser.add_argument(
+        "--fixtures", type=Path, help="folder for what `rl explain` reads of each run"
+    )
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
     for each in options.names:

@@ -16,8 +16,8 @@ ROW = tokens(2, 70)  # what tests of a pair give to its models: one shape, so on
 
 @dataclass(frozen=True)
 class Pair:
-    """A model of transformers with what it says of ROW, float32[2, 70, V], the directory that it was saved to, and ours
-    that was read from there."""
+    """A model of transformers with what it says of ROW, float32[2, 70, V], the directory that it
+    was saved to, and ours that was read from there."""
 
     theirs: object
     expected: object
@@ -25,7 +25,8 @@ class Pair:
     ours: object
 
     def with_weights_of(self, other):
-        """Ours with the weights of another model of the same configuration; they share compiled programs."""
+        """Ours with the weights of another model of the same configuration; they share compiled
+        programs."""
         model = copy.copy(self.ours)
         model.params = other.params
         return model
@@ -33,7 +34,8 @@ class Pair:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory):
-    """pair(kind, keys) -> Pair of the standard configuration of a kind with these keys; made once in a process."""
+    """pair(kind, keys) -> Pair of the standard configuration of a kind with these keys; made once
+    in a process."""
     import policy
 
     @functools.cache

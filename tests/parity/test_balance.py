@@ -1,4 +1,5 @@
-"""The balance term of a full batch against the loss of `transformers`. N tokens, X experts, k choices."""
+"""The balance term of a full batch against the loss of `transformers`. N tokens, X experts, k
+choices."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +12,8 @@ from rl.training.auxiliary_losses import Totals, batch_balance  # noqa: E402
 
 @pytest.mark.parametrize(("X", "k"), [(8, 2), (5, 3)])
 def test_the_balance_of_a_batch_is_that_of_mixtral_over_k(X, k):
-    """transformers pools layers and counts f_e so that it sums to k; here each layer is a term of its own and f_e sums
-    to X.
+    """transformers pools layers and counts f_e so that it sums to k; here each layer is a term of
+    its own and f_e sums to X.
     """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -26,7 +27,9 @@ def test_the_balance_of_a_batch_is_that_of_mixtral_over_k(X, k):
     for layer in range(2):
         scores = np.exp(logits[layer]) / np.exp(logits[layer]).sum(-1, keepdims=True)
         experts = np.argsort(-logits[layer], axis=-1)[..., :k]
-        routing[f"layer {layer}"] = routing_statistics(jnp.asarray(experts), jnp.asarray(scores), jnp.asarray(segments))
+        routing[f"layer {layer}"] = routing_statistics(
+            jnp.asarray(experts), jnp.asarray(scores), jnp.asarray(segments)
+        )
         flat = torch.tensor(logits[layer].reshape(-1, X))
         expected += float(load_balancing_loss_func((flat,), X, k, torch.tensor(segments))) / k
     full = Totals(jnp.int32(3), jnp.int32(segments.sum()), segments, segments)

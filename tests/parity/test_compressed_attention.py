@@ -1,5 +1,5 @@
-"""The attention of DeepSeek V4 against the module of transformers, with the same weights: outputs and gradients of full
-rows, packed rows, and the same rows in parts over caches of every form."""
+"""The attention of DeepSeek V4 against the module of transformers, with the same weights: outputs
+and gradients of full rows, packed rows, and the same rows in parts over caches of every form."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -35,10 +35,16 @@ from policy.ops.parameter import split_module
 from policy.ops.rope import rotation
 from rl.accounting.flops import _mixing
 
-torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+torch = pytest.importorskip(
+    "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+)
 
 
-SLIDING, HCA, CSA = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
+SLIDING, HCA, CSA = (
+    "sliding_attention",
+    "heavily_compressed_attention",
+    "compressed_sparse_attention",
+)
 KINDS = (SLIDING, HCA, CSA)
 HIDDEN, HEADS, DIM, RANK, TURNED, WINDOW, TOPK, TOLERANCE = 32, 4, 16, 12, 6, 5, 4, 2e-5
 RATES = {HCA: 7, CSA: 3}
@@ -47,7 +53,11 @@ ROPES = {
     "compress": Rope(TURNED, 16e4, YarnScaling(4.0, 8), interleaved=True),
 }
 INDEXER = EntryIndexer(heads=8, head_dim=16, topk=TOPK)
-COMPRESSIONS = {SLIDING: None, HCA: Compression(7), CSA: Compression(3, overlap=True, indexer=INDEXER)}
+COMPRESSIONS = {
+    SLIDING: None,
+    HCA: Compression(7),
+    CSA: Compression(3, overlap=True, indexer=INDEXER),
+}
 RUNTIME = Runtime(dtype="float32")
 # The weights of transformers' module by ours, and the axes of ours that its products sum over.
 LINEAR = {
@@ -110,7 +120,9 @@ def their_outputs(kind, x_BTE):
     positions = torch.arange(T)[None].expand(len(x_BTE), T)
     tables = {name: rotary(x_BTE, positions, layer_type=name) for name in ("main", "compress")}
     back = positions[0, :, None] - positions[0]
-    mask = torch.where((back >= 0) & (back < WINDOW), 0.0, -torch.inf)[None, None].expand(len(x_BTE), 1, T, T)
+    mask = torch.where((back >= 0) & (back < WINDOW), 0.0, -torch.inf)[None, None].expand(
+        len(x_BTE), 1, T, T
+    )
     return module(x_BTE, tables, positions, mask)[0]
 
 
@@ -143,14 +155,21 @@ def ours_of(shapes, arrays):
 
 @cache
 def module_of(kind):
-    """(the module of arrays, the names of the arrays in order, the arrays of transformers by name)."""
+    """(the module of arrays, the names of the arrays in order, the arrays of transformers by
+    name)."""
     with nnx.use_eager_sharding(False):
         module = CompressedMultiQueryAttention(spec_of(kind), config_of(kind), nnx.Rngs(0))
     arrays, build = split_module(module)
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(nnx.state(module))[0]]
-    names = [".".join(str(getattr(key, "key", key)) for key in path if hasattr(key, "key")) for path in paths]
+    names = [
+        ".".join(str(getattr(key, "key", key)) for key in path if hasattr(key, "key"))
+        for path in paths
+    ]
     shapes = {name: array.shape for name, array in zip(names, arrays, strict=True)}
-    theirs = {name: weight.detach().numpy() for name, weight in of_transformers(kind)[0].named_parameters()}
+    theirs = {
+        name: weight.detach().numpy()
+        for name, weight in of_transformers(kind)[0].named_parameters()
+    }
     return build, names, ours_of(shapes, theirs)
 
 
@@ -201,13 +220,17 @@ def test_gradients_are_those_of_transformers(kind):
         jax.grad(lambda w, x: jnp.sum(full_rows(kind, w, x, ones) * factors), argnums=(0, 1))
     )(weights, x)
     zeros = {name: np.zeros(weight.shape, np.float32) for name, weight in module.named_parameters()}
-    expected = zeros | {n: w.grad.numpy() for n, w in module.named_parameters() if w.grad is not None}
+    expected = zeros | {
+        n: w.grad.numpy() for n, w in module.named_parameters() if w.grad is not None
+    }
     expected = ours_of({name: weight.shape for name, weight in weights.items()}, expected) | {
         "input": theirs.grad.numpy()
     }
     for name, gradient in (by_weight | {"input": by_input}).items():
         size = 1 + np.abs(expected[name]).max()
-        np.testing.assert_allclose(gradient / size, expected[name] / size, atol=TOLERANCE, err_msg=name)
+        np.testing.assert_allclose(
+            gradient / size, expected[name] / size, atol=TOLERANCE, err_msg=name
+        )
         assert name.startswith("indexer.") != bool(np.any(np.asarray(gradient)))
 
 
@@ -221,7 +244,9 @@ def test_a_packed_row_is_one_row_for_each_document(kind):
     result = outputs(kind, x, segments)
     for end, length in zip(ends, lengths, strict=True):
         document = slice(end - length, end)
-        np.testing.assert_allclose(result[:, document], outputs(kind, x[:, document]), atol=TOLERANCE)
+        np.testing.assert_allclose(
+            result[:, document], outputs(kind, x[:, document]), atol=TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -283,11 +308,14 @@ def through(kind, weights, arrays, x_BTE, positions_BT, segments_BT, pages_BM):
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_of_rows_over_a_cache_are_the_full_rows(kind, store, chunk):
-    """A prefill of 9 tokens in two calls, the first over a cache of its own, which is inserted; then calls of `chunk` tokens.
-    Padding is written nowhere: a row that has ended stays as it is. Tokens that a call writes and that are taken back
-    leave nothing either."""
+    """A prefill of 9 tokens in two calls, the first over a cache of its own, which is inserted;
+    then calls of `chunk` tokens. Padding is written nowhere: a row that has ended stays as it is.
+    Tokens that a call writes and that are taken back leave nothing either."""
     x = inputs(ROWS, LENGTH)
-    expected, length = outputs(kind, x, (np.arange(LENGTH) < LENGTHS[:, None]).astype(np.int32)), STORES[store]
+    expected, length = (
+        outputs(kind, x, (np.arange(LENGTH) < LENGTHS[:, None]).astype(np.int32)),
+        STORES[store],
+    )
     cache = caches.create(config_of(kind), ROWS, length, "float32", scan=True)
     arrays, table, weights = cache[0][0][0], table_of(length), module_of(kind)[2]
     starts = [0, 8, *range(PROMPT, LENGTH, chunk)]
@@ -296,13 +324,19 @@ def test_parts_of_rows_over_a_cache_are_the_full_rows(kind, store, chunk):
         positions = np.broadcast_to(np.arange(start, end, dtype=np.int32), (ROWS, end - start))
         segments = (positions < LENGTHS[:, None]).astype(np.int32)
         if chunk == 4 and start >= PROMPT:  # drafts of these positions, all rejected
-            _, arrays = through(kind, weights, arrays, drafts[:, : end - start], positions, segments, table)
+            _, arrays = through(
+                kind, weights, arrays, drafts[:, : end - start], positions, segments, table
+            )
         if start == 0:
             first = caches.create(config_of(kind), ROWS, end, "float32", scan=True)[0][0][0]
             out, first = through(kind, weights, first, x[:, :end], positions, segments, None)
             step = Step(positions, segments, pages=table)
             arrays = caches.insert(cache, (((first,),),), np.arange(ROWS), step)[0][0][0]
         else:
-            out, arrays = through(kind, weights, arrays, x[:, start:end], positions, segments, table)
+            out, arrays = through(
+                kind, weights, arrays, x[:, start:end], positions, segments, table
+            )
         real = segments != 0
-        np.testing.assert_allclose(np.asarray(out)[real], expected[:, start:end][real], atol=TOLERANCE)
+        np.testing.assert_allclose(
+            np.asarray(out)[real], expected[:, start:end][real], atol=TOLERANCE
+        )

@@ -10,7 +10,9 @@ from oracles import configuration
 from policy import families
 from policy.layers.gated_residual import GatedConnection, GatedStreams
 
-torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+torch = pytest.importorskip(
+    "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+)
 from transformers import Qwen4ExpTextConfig  # noqa: E402
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextGatedResidual  # noqa: E402
 
@@ -71,13 +73,18 @@ def test_a_connection_reads_and_writes_as_that_of_transformers(dtype):
 
     tx = torch.tensor(x, dtype=getattr(torch, dtype), requires_grad=True)
     their_read, stream, injection = oracle.to(tx.dtype)(tx.flatten(-2))
-    added = torch.tanh(their_read).unsqueeze(-2) * injection.unsqueeze(-1)  # as Qwen4ExpTextDecoderLayer.forward
+    added = torch.tanh(their_read).unsqueeze(-2) * injection.unsqueeze(
+        -1
+    )  # as Qwen4ExpTextDecoderLayer.forward
     expected = (stream + added.flatten(-2)).unflatten(-1, (G, E))
     expected.backward(torch.tensor(cotangent, dtype=tx.dtype))
     tolerance = 1e-5 if dtype == "float32" else 0.05
     for result, right in ((read, their_read), (mix, injection), (out, expected), (grad, tx.grad)):
         np.testing.assert_allclose(
-            np.asarray(result, np.float32), right.detach().float().numpy(), atol=tolerance, rtol=tolerance
+            np.asarray(result, np.float32),
+            right.detach().float().numpy(),
+            atol=tolerance,
+            rtol=tolerance,
         )
 
 

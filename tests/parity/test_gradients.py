@@ -1,16 +1,28 @@
-"""Gradients of a loss of log-probabilities and entropies equal those of torch through transformers, weight by weight.
+"""Gradients of a loss of log-probabilities and entropies equal those of torch through transformers,
+weight by weight.
 
-Ours are saved as if they were weights and read by transformers, so that names, layouts and transposes are those of its
-memory.
+Ours are saved as if they were weights and read by transformers, so that names, layouts and
+transposes are those of its memory.
 """
 
 import numpy as np
 import pytest
-from oracles import KINDS, by_kind, floats_and_integers, oracle, reload, saved, tokens, torch_logprobs
+from oracles import (
+    KINDS,
+    by_kind,
+    floats_and_integers,
+    oracle,
+    reload,
+    saved,
+    tokens,
+    torch_logprobs,
+)
 
 import policy
 
-torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+torch = pytest.importorskip(
+    "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+)
 LENGTH = 40
 WEIGHTS = np.random.default_rng(6).normal(size=(2, 2, LENGTH - 1)).astype(np.float32)
 
@@ -18,7 +30,9 @@ WEIGHTS = np.random.default_rng(6).normal(size=(2, 2, LENGTH - 1)).astype(np.flo
 def their_gradients(model, row):
     logp, entropy = torch_logprobs(model(torch.tensor(row), use_cache=False).logits, row, 0.7)
     (torch.tensor(WEIGHTS[0]) * logp + torch.tensor(WEIGHTS[1]) * entropy).sum().backward()
-    return {name: None if p.grad is None else p.grad.numpy() for name, p in model.named_parameters()}
+    return {
+        name: None if p.grad is None else p.grad.numpy() for name, p in model.named_parameters()
+    }
 
 
 def our_gradients(kind, model, row, directory):
@@ -39,7 +53,10 @@ def check(kind, directory):
     theirs = oracle(kind, **KINDS[kind].standard | KINDS[kind].short)
     ours = policy.load(saved(theirs, directory / "model"))
     row = tokens(2, LENGTH, seed=4)
-    result, expected = our_gradients(kind, ours, row, directory / "ours"), their_gradients(theirs, row)
+    result, expected = (
+        our_gradients(kind, ours, row, directory / "ours"),
+        their_gradients(theirs, row),
+    )
     assert result.keys() == expected.keys()
     compared = 0
     for name, gradient in expected.items():
@@ -47,7 +64,9 @@ def check(kind, directory):
             assert not result[name].any(), name
             continue
         compared += 1
-        np.testing.assert_allclose(result[name], gradient, atol=1e-4 * np.abs(gradient).max(), rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            result[name], gradient, atol=1e-4 * np.abs(gradient).max(), rtol=0, err_msg=name
+        )
     assert compared > 4
 
 

@@ -1,5 +1,5 @@
-"""The mixture of experts of DeepSeek-V4 against the class of transformers: scores sqrt(softplus(.)), experts by the
-id of the token, and limited activations."""
+"""The mixture of experts of DeepSeek-V4 against the class of transformers: scores
+sqrt(softplus(.)), experts by the id of the token, and limited activations."""
 
 from dataclasses import replace
 
@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+torch = pytest.importorskip(
+    "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+)
 from transformers import DeepseekV4Config  # noqa: E402
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4SparseMoeBlock  # noqa: E402
 
@@ -52,7 +54,9 @@ def ours(block):
     """The same mixture, as (graph, state)."""
     by_token = block.is_hash
     clamp = ClampedSwiglu(LIMIT, alpha=1.0, up_offset=0.0)
-    router = Router(X, k, "sqrt_softplus", correction_bias=not by_token, by_token=by_token, scale=1.7)
+    router = Router(
+        X, k, "sqrt_softplus", correction_bias=not by_token, by_token=by_token, scale=1.7
+    )
     spec = Moe(router, F, shared=Mlp(F, clamp=clamp), clamp=clamp)
     with nnx.use_eager_sharding(False):
         module = MixtureOfExperts(spec, DecoderConfig(V, E, (), Norm(), "none", "{}"), nnx.Rngs(0))
@@ -67,7 +71,9 @@ def ours(block):
     module.expert_up_proj[...] = jnp.asarray(up)
     module.expert_down_proj[...] = jnp.asarray(weights["experts.down_proj"].swapaxes(1, 2))
     for part in ("gate", "up", "down"):
-        getattr(module.shared, f"{part}_proj")[...] = jnp.asarray(weights[f"shared_experts.{part}_proj.weight"].T)
+        getattr(module.shared, f"{part}_proj")[...] = jnp.asarray(
+            weights[f"shared_experts.{part}_proj.weight"].T
+        )
     return nnx.split(module)
 
 
@@ -100,9 +106,13 @@ def test_output_and_gradients_are_those_of_the_class(kind):
     expected.backward(torch.tensor(cotangent))
     np.testing.assert_allclose(out, expected.detach().numpy(), atol=2e-5)
     np.testing.assert_allclose(d_x, torch_x.grad.numpy(), atol=5e-5)
-    np.testing.assert_allclose(gradient["router"]["weight"][...], block.gate.weight.grad.numpy().T, atol=5e-5)
     np.testing.assert_allclose(
-        gradient["expert_down_proj"][...], block.experts.down_proj.grad.numpy().swapaxes(1, 2), atol=5e-5
+        gradient["router"]["weight"][...], block.gate.weight.grad.numpy().T, atol=5e-5
+    )
+    np.testing.assert_allclose(
+        gradient["expert_down_proj"][...],
+        block.experts.down_proj.grad.numpy().swapaxes(1, 2),
+        atol=5e-5,
     )
     d_shared = block.shared_experts.gate_proj.weight.grad.numpy().T
     np.testing.assert_allclose(gradient["shared"]["gate_proj"][...], d_shared, atol=5e-5)

@@ -7,12 +7,16 @@ from oracles import KINDS, STANDARD, by_kind, edit_config, oracle, reference_log
 
 import policy
 
-pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+pytest.importorskip(
+    "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+)
 
 
 def check(kind, ours, expected):
     assert expected.std() > 0.5, "the oracle says the same everywhere"
-    np.testing.assert_allclose(np.asarray(ours.logits(tokens(2, 70))), expected, atol=KINDS[kind].logits, rtol=0)
+    np.testing.assert_allclose(
+        np.asarray(ours.logits(tokens(2, 70))), expected, atol=KINDS[kind].logits, rtol=0
+    )
 
 
 @pytest.mark.parametrize("kind", by_kind())
@@ -38,7 +42,9 @@ def old_rope(config):
 
 @pytest.mark.parametrize("kind", ["Llama", "DeepseekV3"])
 def test_the_old_spelling_of_rope_is_the_same_model(kind, tmp_path):
-    keys = STANDARD[kind] | {"rope_parameters": STANDARD[kind]["rope_parameters"] | {"rope_theta": 5000.0}}
+    keys = STANDARD[kind] | {
+        "rope_parameters": STANDARD[kind]["rope_parameters"] | {"rope_theta": 5000.0}
+    }
     new = policy.load(saved(oracle(kind, **keys), tmp_path)).config
     edit_config(tmp_path, old_rope)
     old = policy.load(tmp_path).config
@@ -52,7 +58,11 @@ def test_every_name_of_the_number_of_experts_is_read(kind, name, tmp_path):
     directory = saved(oracle(kind, num_hidden_layers=2), tmp_path)
 
     def rename(config):
-        result = [config.pop(k) for k in ("num_experts", "num_local_experts", "n_routed_experts") if k in config]
+        result = [
+            config.pop(k)
+            for k in ("num_experts", "num_local_experts", "n_routed_experts")
+            if k in config
+        ]
         config[name] = result[0]
 
     edit_config(directory, rename)
@@ -67,7 +77,9 @@ def test_bfloat16_files_are_read_as_float32(tmp_path):
     ours = policy.load(directory, dtype="float32")
     assert {str(array.dtype) for array in ours.params.values()} == {"float32"}
     row = tokens(2, 12)
-    model = DeepseekV3ForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    model = DeepseekV3ForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
     expected = reference_logits(model, row)
     np.testing.assert_allclose(np.asarray(ours.logits(row)), expected, atol=2e-5, rtol=0)
 

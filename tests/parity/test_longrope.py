@@ -1,5 +1,5 @@
-"""LongRoPE's two sets of factors: one set for all tokens of a call, a generator or a run, chosen by the longest
-sequence. The oracle is a model that has the chosen factors as both of its sets."""
+"""LongRoPE's two sets of factors: one set for all tokens of a call, a generator or a run, chosen by
+the longest sequence. The oracle is a model that has the chosen factors as both of its sets."""
 
 import jax
 import numpy as np
@@ -13,7 +13,9 @@ from rl.config.run import RunConfig
 from rl.run import build
 from rollout import Generator, GeneratorOptions, SamplingParams
 
-pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+pytest.importorskip(
+    "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+)
 LIMIT = 16
 ROPE = KINDS["Phi3"].standard["rope_parameters"]
 KEYS = {"original_max_position_embeddings": LIMIT, "num_hidden_layers": 2}
@@ -27,12 +29,16 @@ def directory(tmp_path_factory):
 def logprobs(factors: str, row: np.ndarray) -> np.ndarray:
     """float32[T - 1], of the tokens after the first, by the oracle with these factors."""
     both = ROPE | {"short_factor": ROPE[factors], "long_factor": ROPE[factors]}
-    logits = reference_logits(oracle("Phi3", rope_parameters=both, **KEYS), row[None])[0].astype(np.float64)
+    logits = reference_logits(oracle("Phi3", rope_parameters=both, **KEYS), row[None])[0].astype(
+        np.float64
+    )
     normed = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     return normed[np.arange(len(row) - 1), row[1:]].astype(np.float32)
 
 
-@pytest.mark.parametrize(("max_length", "factors"), [(None, "short_factor"), (LIMIT + 1, "long_factor")])
+@pytest.mark.parametrize(
+    ("max_length", "factors"), [(None, "short_factor"), (LIMIT + 1, "long_factor")]
+)
 def test_the_runtime_chooses_the_factors_of_short_rows(directory, max_length, factors):
     row = tokens(1, 12)[0]
     model = policy.load(directory, runtime=Runtime(max_length=max_length))
@@ -80,7 +86,9 @@ def test_a_generator_has_the_factors_of_its_max_length(directory, max_length, fa
 
 def test_a_run_has_the_factors_of_its_max_length(directory):
     stage = {"algorithm": {"name": "grpo"}, "steps": 1, "sampling": {"max_new_tokens": 8}}
-    config = RunConfig(model={"source": str(directory)}, max_length=40, data={"task": "arithmetic"}, stages=[stage])
+    config = RunConfig(
+        model={"source": str(directory)}, max_length=40, data={"task": "arithmetic"}, stages=[stage]
+    )
     graph = build.graph(config, build.on_mesh(config, jax.devices()[:1]))
     assert graph.runtime.max_length == 40
     model = Model(graph, {})

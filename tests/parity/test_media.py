@@ -1,5 +1,5 @@
-"""Pictures in the text model, against transformers: logits with the rows of the oracle's tower, packed documents,
-deepstack under scan, experts in both orders of their axes."""
+"""Pictures in the text model, against transformers: logits with the rows of the oracle's tower,
+packed documents, deepstack under scan, experts in both orders of their axes."""
 
 import dataclasses
 import functools
@@ -19,15 +19,17 @@ from policy.compatibility import Conflict
 from policy.modes import make_step
 from policy.ops.dropout import Dropout
 
-torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+torch = pytest.importorskip(
+    "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+)
 
 WIDTH = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A multimodal model of transformers, the directory that it was saved to, ours read from there, and two
-    documents."""
+    """A multimodal model of transformers, the directory that it was saved to, ours read from there,
+    and two documents."""
 
     theirs: object
     directory: object
@@ -42,7 +44,9 @@ def pair(tmp_path_factory):
         theirs = media_oracles.build(kind)
         directory = tmp_path_factory.mktemp(kind)
         theirs.save_pretrained(directory)
-        documents = [media_oracles.document(kind, theirs, *each) for each in (((4, 3, 5), 1), ((2, 7), 2))]
+        documents = [
+            media_oracles.document(kind, theirs, *each) for each in (((4, 3, 5), 1), ((2, 7), 2))
+        ]
         return Pair(theirs, directory, policy.load(directory), documents)
 
     return made
@@ -54,12 +58,15 @@ def with_runtime(model, **changes):
 
 
 def check_documents(model, documents):
-    """One batch: both documents packed into one row, and each alone. Logits are those of the oracle, and the packed
-    documents those alone."""
+    """One batch: both documents packed into one row, and each alone. Logits are those of the
+    oracle, and the packed documents those alone."""
     first, second = documents
     tokens, segments, media = media_oracles.batch([documents, [first], [second]], WIDTH)
     logits = np.asarray(model.logits(tokens, segments=segments, **media))
-    parts = {name: slice(at, at + len(each)) for name, at, each in ((0, 0, first), (1, len(first), second))}
+    parts = {
+        name: slice(at, at + len(each))
+        for name, at, each in ((0, 0, first), (1, len(first), second))
+    }
     for number, each in enumerate(documents):
         packed, alone = logits[0, parts[number]], logits[1 + number, : len(each)]
         np.testing.assert_allclose(alone, each.logits, atol=1e-4, rtol=0)
@@ -78,23 +85,33 @@ def test_unrolled_layers_say_the_same(kind, pair):
     check_documents(with_runtime(pair(kind).ours, scan=False, remat="none"), pair(kind).documents)
 
 
-@pytest.mark.parametrize(("kind", "absent"), [("Qwen3VLMoe", "turns"), ("Gemma3", "until"), ("Qwen3VLMoe", "deep")])
+@pytest.mark.parametrize(
+    ("kind", "absent"), [("Qwen3VLMoe", "turns"), ("Gemma3", "until"), ("Qwen3VLMoe", "deep")]
+)
 @pytest.mark.slow
 def test_positions_blocks_and_deepstack_all_matter(kind, absent, pair):
-    """Without each of them the logits are far from those of transformers, so the tests above can fail."""
+    """Without each of them the logits are far from those of transformers, so the tests above can
+    fail."""
     document = pair(kind).documents[0]
     tokens, segments, media = media_oracles.batch([[document]] * 3, WIDTH)
-    changed = {"media": dataclasses.replace(media["media"], deep=None)} if absent == "deep" else {absent: None}
+    changed = (
+        {"media": dataclasses.replace(media["media"], deep=None)}
+        if absent == "deep"
+        else {absent: None}
+    )
     logits = np.asarray(pair(kind).ours.logits(tokens, segments=segments, **media | changed))
     assert np.abs(logits[0, : len(document)] - document.logits).max() > 0.05
 
 
 def gradients(model, tokens, segments, media):
-    """d(sum of weighted log-probabilities) / d(rows, deepstack rows) by an update's forward pass."""
+    """d(sum of weighted log-probabilities) / d(rows, deepstack rows) by an update's forward
+    pass."""
     weights = np.random.default_rng(0).normal(size=tokens.shape).astype(np.float32)
 
     def loss(rows, deep):
-        inputs = MediaInputs(Media(jnp.asarray(media["media"].index), rows, deep), media["turns"], media["until"])
+        inputs = MediaInputs(
+            Media(jnp.asarray(media["media"].index), rows, deep), media["turns"], media["until"]
+        )
         step = make_step(jnp.asarray(tokens), None, segments, inputs)
         logp, _, _ = model.graph.logprobs(model.params, jnp.asarray(tokens), step, 1.0)
         return jnp.sum(weights * logp), logp
@@ -106,7 +123,8 @@ def gradients(model, tokens, segments, media):
 
 
 def rows_of_hook(documents, spans, table, rng):
-    """These tokens of each document as 24 rows of the engine hook, in random order, idle rows among them."""
+    """These tokens of each document as 24 rows of the engine hook, in random order, idle rows among
+    them."""
     fed = [(r, p) for r, (start, end) in enumerate(spans) for p in range(start, end)]
     fed += [(-1, 0)] * (24 - len(fed))
     fed = [fed[i] for i in rng.permutation(len(fed))]
@@ -117,7 +135,9 @@ def rows_of_hook(documents, spans, table, rng):
         tokens.append(documents[r].tokens[p])
         index.append(media.index[p] + starts[r] if r >= 0 and media.index[p] >= 0 else -1)
         turns.append((p, p, p) if media.turns is None else media.turns[p])
-    rows, deep = ([getattr(each.media.table, name) for each in documents] for name in ("rows", "deep"))
+    rows, deep = (
+        [getattr(each.media.table, name) for each in documents] for name in ("rows", "deep")
+    )
     deep = None if deep[0] is None else jnp.concatenate(deep, axis=1)
     media = Media(jnp.array(index, jnp.int32), jnp.concatenate(rows), deep)
     request, positions = jnp.array(fed, jnp.int32).T
@@ -126,15 +146,28 @@ def rows_of_hook(documents, spans, table, rng):
 
 
 @pytest.mark.parametrize(
-    "kind", by_kind(("Qwen3VL", "Qwen3VLMoe", "Qwen3OmniMoeThinker", "Qwen2_5_VL", "Llama4"), always=("Qwen3VLMoe",))
+    "kind",
+    by_kind(
+        ("Qwen3VL", "Qwen3VLMoe", "Qwen3OmniMoeThinker", "Qwen2_5_VL", "Llama4"),
+        always=("Qwen3VLMoe",),
+    ),
 )
 def test_rows_of_the_engine_hook_with_pictures_are_the_full_forward_pass(kind, pair):
-    """Two requests with pictures, which two calls cut in two; the last tokens are decoded after them."""
+    """Two requests with pictures, which two calls cut in two; the last tokens are decoded after
+    them."""
     model, documents = pair(kind).ours, pair(kind).documents
     first, second = map(len, documents)
-    cuts = [((0, 7), (0, 5)), ((7, first - 2), (5, second - 1)), ((first - 2, first), (second - 1, second))]
+    cuts = [
+        ((0, 7), (0, 5)),
+        ((7, first - 2), (5, second - 1)),
+        ((first - 2, first), (second - 1, second)),
+    ]
     pages, rng = jnp.array([[3, 9, 5, 2, 7, 12], [1, 4, 6, 8, 10, 0]]), np.random.default_rng(0)
-    pages = jnp.pad(pages, ((0, 0), (0, 6)), constant_values=0).at[:, 6:].set(jnp.array([range(13, 19), range(19, 25)]))
+    pages = (
+        jnp.pad(pages, ((0, 0), (0, 6)), constant_values=0)
+        .at[:, 6:]
+        .set(jnp.array([range(13, 19), range(19, 25)]))
+    )
     caches = hook.create_caches(model, 25, 4)
     result = [np.zeros_like(each.logits) for each in documents]
 
@@ -159,26 +192,38 @@ def test_rows_of_the_engine_hook_with_pictures_are_the_full_forward_pass(kind, p
         plain = jnp.repeat(rows.positions[:, None], 3, axis=1)
         without = run(model, dataclasses.replace(rows, turns=plain), caches)[0]
         active = np.asarray(rows.request) >= 0
-        assert np.abs(without - logits)[active].max() > 0.01, "the tokens after a picture turn by other positions"
+        assert np.abs(without - logits)[active].max() > 0.01, (
+            "the tokens after a picture turn by other positions"
+        )
 
 
 @pytest.mark.parametrize("kind", by_kind(media_oracles.LOOKS_AHEAD, always=("Gemma3",)))
 def test_the_engine_hook_refuses_pictures_that_see_themselves(kind, pair):
     model, documents = pair(kind).ours, pair(kind).documents
-    rows, _ = rows_of_hook(documents, ((0, 2), (0, 2)), jnp.ones((2, 4), jnp.int32), np.random.default_rng(0))
+    rows, _ = rows_of_hook(
+        documents, ((0, 2), (0, 2)), jnp.ones((2, 4), jnp.int32), np.random.default_rng(0)
+    )
     caches = hook.create_caches(model, 5, 4)
     with pytest.raises(
-        Conflict, match="does not go with attention to later parts of a picture: the tokens of a picture"
+        Conflict,
+        match="does not go with attention to later parts of a picture: the tokens of a picture",
     ):
         hook.forward(model, rows, caches)
-    jax.eval_shape(hook.forward, model, dataclasses.replace(rows, media=None), caches)  # text is served
+    jax.eval_shape(
+        hook.forward, model, dataclasses.replace(rows, media=None), caches
+    )  # text is served
 
 
 def test_rows_with_media_of_another_shape_are_refused(pair):
-    rows, _ = rows_of_hook(pair("Qwen3VLMoe").documents, ((0, 2), (0, 2)), jnp.ones((2, 4)), np.random.default_rng(0))
+    rows, _ = rows_of_hook(
+        pair("Qwen3VLMoe").documents, ((0, 2), (0, 2)), jnp.ones((2, 4)), np.random.default_rng(0)
+    )
     for changes, message in (
         ({"turns": rows.turns[:, :2]}, r"turns \[N, 3\].*'turns': \(24, 2\)"),
-        ({"media": dataclasses.replace(rows.media, index=rows.media.index[:, None])}, r"'media.index': \(24, 1\)"),
+        (
+            {"media": dataclasses.replace(rows.media, index=rows.media.index[:, None])},
+            r"'media.index': \(24, 1\)",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(rows, **changes).step()
@@ -204,37 +249,47 @@ def test_dropout_of_rows_with_pictures_does_not_depend_on_how_layers_are_compute
         inputs = MediaInputs(*jax.tree.map(jnp.asarray, tuple(media.values())))
         step = make_step(jnp.asarray(tokens), None, segments, inputs)
         step = dataclasses.replace(step, dropout=Dropout(jnp.asarray([7], jnp.uint32), rate=rate))
-        return np.asarray(jax.jit(model.graph.logprobs)(model.params, jnp.asarray(tokens), step, 1.0)[0])
+        return np.asarray(
+            jax.jit(model.graph.logprobs)(model.params, jnp.asarray(tokens), step, 1.0)[0]
+        )
 
-    scanned, unrolled = (logp(with_runtime(pair("Qwen3VL").ours, scan=scan), 0.2) for scan in (True, False))
+    scanned, unrolled = (
+        logp(with_runtime(pair("Qwen3VL").ours, scan=scan), 0.2) for scan in (True, False)
+    )
     np.testing.assert_allclose(scanned, unrolled, atol=1e-5, rtol=0)
     assert np.abs(scanned - logp(pair("Qwen3VL").ours, 0.0)).max() > 0.1
 
 
 @pytest.mark.parametrize("kind", by_kind(("Qwen3VLMoe", "Gemma3"), always=("Gemma3",)))
 def test_log_probabilities_of_text_after_pictures(kind, pair):
-    """Those of transformers; the bits of a document do not depend on the others of a batch, with pictures or
-    without."""
+    """Those of transformers; the bits of a document do not depend on the others of a batch, with
+    pictures or without."""
     first, second = pair(kind).documents
     text = media_oracles.plain(kind, 9)
     tokens, segments, media = media_oracles.batch([[first, text], [second]], WIDTH)
-    logp = np.asarray(pair(kind).ours.logprobs(tokens, segments=segments, temperature=0.7, **media)[0])
+    logp = np.asarray(
+        pair(kind).ours.logprobs(tokens, segments=segments, temperature=0.7, **media)[0]
+    )
     for row, each in enumerate((first, second)):
         expected = torch.log_softmax(torch.tensor(each.logits[:-1]) / 0.7, -1).numpy()
         expected = np.take_along_axis(expected, each.tokens[1:, None], -1)[:, 0]
         is_text = each.media.index[1:] < 0
-        np.testing.assert_allclose(logp[row, 1 : len(each)][is_text], expected[is_text], atol=1e-4, rtol=0)
+        np.testing.assert_allclose(
+            logp[row, 1 : len(each)][is_text], expected[is_text], atol=1e-4, rtol=0
+        )
     alone = np.asarray(pair(kind).ours.logprobs(text.tokens[None], temperature=0.7)[0])[0]
     np.testing.assert_array_equal(logp[0, len(first) : len(first) + len(text)], alone)
     one = media_oracles.batch([[second]], 30)
-    again = np.asarray(pair(kind).ours.logprobs(one[0], segments=one[1], temperature=0.7, **one[2])[0])
+    again = np.asarray(
+        pair(kind).ours.logprobs(one[0], segments=one[1], temperature=0.7, **one[2])[0]
+    )
     np.testing.assert_array_equal(again[0, : len(second)], logp[1, : len(second)])
 
 
 @pytest.mark.slow
 def test_a_placeholder_without_a_row_is_a_token_and_one_with_a_row_may_be_no_id(pair):
-    """The index decides: the embedding of a placeholder id is read where no row stands, and an id outside the
-    vocabulary does no harm where one does."""
+    """The index decides: the embedding of a placeholder id is read where no row stands, and an id
+    outside the vocabulary does no harm where one does."""
     model, document = pair("Qwen3VLMoe").ours, pair("Qwen3VLMoe").documents[0]
     tokens, segments, media = media_oracles.batch([[document]] * 3, WIDTH)
     tokens[1] = np.where(media["media"].index[1] >= 0, 10**6, tokens[1])
@@ -243,11 +298,16 @@ def test_a_placeholder_without_a_row_is_a_token_and_one_with_a_row_may_be_no_id(
     np.testing.assert_array_equal(logits[1], logits[0])
     theirs = pair("Qwen3VLMoe").theirs.model.language_model
     embedding = np.asarray(model.params["embed_tokens"])[media_oracles.IMAGE]
-    np.testing.assert_array_equal(embedding, theirs.embed_tokens.weight[media_oracles.IMAGE].detach().numpy())
+    np.testing.assert_array_equal(
+        embedding, theirs.embed_tokens.weight[media_oracles.IMAGE].detach().numpy()
+    )
     row, count = media["media"], len(media["media"].table)
     index = row.index.copy()
     index[0, len(document) - 2] = count  # the row says what the embedding says
-    table, deep = np.concatenate([row.table, embedding[None]]), np.pad(row.deep, ((0, 0), (0, 1), (0, 0)))
+    table, deep = (
+        np.concatenate([row.table, embedding[None]]),
+        np.pad(row.deep, ((0, 0), (0, 1), (0, 0))),
+    )
     again = model.logits(tokens, segments=segments, **media | {"media": Media(index, table, deep)})
     np.testing.assert_allclose(np.asarray(again)[0], logits[2], atol=1e-6, rtol=0)
     logp, _ = model.logprobs(tokens, segments=segments, **media)
@@ -261,7 +321,10 @@ def test_wrong_tables_and_shapes_are_refused_by_name(pair):
     for wrong, message in (
         ({"media": dataclasses.replace(rows, table=rows.table[:, :8])}, "table has shape"),
         ({"media": dataclasses.replace(rows, deep=rows.deep[:1])}, "deep has shape"),
-        ({"media": dataclasses.replace(rows, index=rows.index[:, :-1])}, "media.index must have the shape of tokens"),
+        (
+            {"media": dataclasses.replace(rows, index=rows.index[:, :-1])},
+            "media.index must have the shape of tokens",
+        ),
         ({"turns": media["turns"][..., :2]}, "turns must have the shape"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -269,31 +332,47 @@ def test_wrong_tables_and_shapes_are_refused_by_name(pair):
 
 
 def test_experts_are_read_in_both_orders_of_their_axes(pair, tmp_path):
-    """The released files hold [experts, inputs, outputs], transformers writes [experts, outputs, inputs]."""
+    """The released files hold [experts, inputs, outputs], transformers writes [experts, outputs,
+    inputs]."""
     from safetensors.torch import load_file, save_file
 
     state = load_file(pair("Qwen3VLMoe").directory / "model.safetensors")
     turned = {
-        name: (tensor.transpose(1, 2) if ".experts." in name else tensor).contiguous() for name, tensor in state.items()
+        name: (tensor.transpose(1, 2) if ".experts." in name else tensor).contiguous()
+        for name, tensor in state.items()
     }
     assert sum(".experts." in name for name in state) == 4
     save_file(turned, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((pair("Qwen3VLMoe").directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        (pair("Qwen3VLMoe").directory / "config.json").read_text()
+    )
     back = policy.load(tmp_path)
     for path, array in pair("Qwen3VLMoe").ours.params.items():
-        np.testing.assert_array_equal(np.asarray(back.params[path]), np.asarray(array), err_msg=path)
+        np.testing.assert_array_equal(
+            np.asarray(back.params[path]), np.asarray(array), err_msg=path
+        )
 
 
-@pytest.mark.parametrize("kind", by_kind(("Qwen3VL", "Qwen3VLMoe", "Qwen2_5_VL"), always=("Qwen3VLMoe",)))
+@pytest.mark.parametrize(
+    "kind", by_kind(("Qwen3VL", "Qwen3VLMoe", "Qwen2_5_VL"), always=("Qwen3VLMoe",))
+)
 def test_a_saved_directory_is_one_of_the_multimodal_model(kind, pair, tmp_path):
-    """It has the configuration of the wrapper, its names of the text weights, and the tower that was not read."""
+    """It has the configuration of the wrapper, its names of the text weights, and the tower that
+    was not read."""
     from safetensors.torch import load_file
 
     policy.save(pair(kind).ours, tmp_path)
-    ours, theirs = (load_file(each / "model.safetensors") for each in (tmp_path, pair(kind).directory))
+    ours, theirs = (
+        load_file(each / "model.safetensors") for each in (tmp_path, pair(kind).directory)
+    )
     assert ours.keys() == theirs.keys() and any("visual." in name for name in ours)
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
-    written, read = (json.loads((each / "config.json").read_text()) for each in (tmp_path, pair(kind).directory))
-    assert written["text_config"] == read["text_config"] and written["architectures"] == read["architectures"]
+    written, read = (
+        json.loads((each / "config.json").read_text()) for each in (tmp_path, pair(kind).directory)
+    )
+    assert (
+        written["text_config"] == read["text_config"]
+        and written["architectures"] == read["architectures"]
+    )
     assert policy.load(tmp_path).config.stacks == pair(kind).ours.config.stacks

@@ -1,4 +1,5 @@
-"""What a layer records of its mixer is the output of the attention module of transformers, scanned and unrolled."""
+"""What a layer records of its mixer is the output of the attention module of transformers, scanned
+and unrolled."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,9 @@ def of_transformers(model, rows):
     for name, module in model.named_modules():
         if name.split(".")[-1] in ("self_attn", "linear_attn"):
             module.register_forward_hook(
-                lambda _m, _i, out: outputs.append((out[0] if isinstance(out, tuple) else out).numpy())
+                lambda _m, _i, out: outputs.append(
+                    (out[0] if isinstance(out, tuple) else out).numpy()
+                )
             )
     with torch.no_grad():
         model(torch.tensor(rows), use_cache=False)
@@ -36,14 +39,23 @@ def test_the_output_of_each_mixer(kind, tmp_path):
     expected = of_transformers(theirs, rows)
     for how in ({}, {"scan": False, "remat": "none"}):
         graph = model.graph.at(record=("mixed",), **how)
-        aux = jax.jit(lambda params, graph=graph: graph.aux(params, jnp.asarray(rows), make_step(jnp.asarray(rows))))(
-            model.params
-        )
+        aux = jax.jit(
+            lambda params, graph=graph: graph.aux(
+                params, jnp.asarray(rows), make_step(jnp.asarray(rows))
+            )
+        )(model.params)
         for path, stacked in aux.by_layer("mixed").items():
-            assert stacked.shape == (len(graph.config.numbers(path)), 2, 9, graph.config.hidden_size)
+            assert stacked.shape == (
+                len(graph.config.numbers(path)),
+                2,
+                9,
+                graph.config.hidden_size,
+            )
         mixed = by_number(aux, graph.config, "mixed")
         assert list(mixed) == list(range(len(graph.config.layers)))
         # Errors add up over the layers: the tolerance of the logits of this kind.
         np.testing.assert_allclose(
-            np.stack([*mixed.values()]), expected, atol=KINDS[kind].logits * (1 + np.abs(expected).max())
+            np.stack([*mixed.values()]),
+            expected,
+            atol=KINDS[kind].logits * (1 + np.abs(expected).max()),
         )

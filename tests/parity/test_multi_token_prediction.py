@@ -1,5 +1,5 @@
-"""The prediction modules against `transformers.modeling_layers.MtpModel`, weights read from files in the released
-layout.
+"""The prediction modules against `transformers.modeling_layers.MtpModel`, weights read from files
+in the released layout.
 """
 
 import functools
@@ -25,7 +25,8 @@ SECTION = {"multi_token_prediction": {"depth": DEPTH}}
 
 @functools.cache
 def oracles(kind):
-    """(main model, MtpModel) of transformers, every norm and bias moved away from its first value."""
+    """(main model, MtpModel) of transformers, every norm and bias moved away from its first
+    value."""
     from transformers.modeling_layers import MtpModel
 
     main = oracle(kind, **KINDS[kind].standard | {"num_hidden_layers": LAYERS})
@@ -40,7 +41,8 @@ def oracles(kind):
 
 
 def released(kind, directory):
-    """A directory as DeepSeek-V3 is released: the modules are further layers, with copies of embedding and head."""
+    """A directory as DeepSeek-V3 is released: the modules are further layers, with copies of
+    embedding and head."""
     from safetensors.torch import load_file as load
     from safetensors.torch import save_file
 
@@ -52,15 +54,22 @@ def released(kind, directory):
         rest = rest.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
         stored[f"model.layers.{LAYERS + int(number)}.{rest}"] = tensor.clone()
     for d in range(DEPTH):
-        stored[f"model.layers.{LAYERS + d}.embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
-        stored[f"model.layers.{LAYERS + d}.shared_head.head.weight"] = stored["lm_head.weight"].clone()
+        stored[f"model.layers.{LAYERS + d}.embed_tokens.weight"] = stored[
+            "model.embed_tokens.weight"
+        ].clone()
+        stored[f"model.layers.{LAYERS + d}.shared_head.head.weight"] = stored[
+            "lm_head.weight"
+        ].clone()
     save_file(stored, file, metadata={"format": "pt"})
     return directory
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    return {kind: policy.load(released(kind, tmp_path_factory.mktemp(kind)), sections=SECTION) for kind in KINDS_HERE}
+    return {
+        kind: policy.load(released(kind, tmp_path_factory.mktemp(kind)), sections=SECTION)
+        for kind in KINDS_HERE
+    }
 
 
 @functools.cache
@@ -68,17 +77,24 @@ def program(graph, **runtime):
     import jax
 
     graph = graph.at(**{"mtp": "joint"} | runtime)
-    return jax.jit(lambda params, rows, step: graph.logprobs(params, rows, step, 0.7)[2].predictions)
+    return jax.jit(
+        lambda params, rows, step: graph.logprobs(params, rows, step, 0.7)[2].predictions
+    )
 
 
 def ours(model, rows, segments=None, **runtime):
-    """(logp [D, B, T], agreement [D, B, T]) of the modules, at temperature 0.7; always computed in one shape."""
+    """(logp [D, B, T], agreement [D, B, T]) of the modules, at temperature 0.7; always computed in
+    one shape."""
     segments = np.ones_like(rows) if segments is None else segments
     pad = ((0, ROWS - rows.shape[0]), (0, WIDTH - rows.shape[1]))
     rows_BT, segments_BT = np.pad(rows, pad).astype(np.int32), np.pad(segments, pad)
-    result = program(model.graph, **runtime)(model.params, rows_BT, make_step(rows_BT, None, segments_BT))
+    result = program(model.graph, **runtime)(
+        model.params, rows_BT, make_step(rows_BT, None, segments_BT)
+    )
     assert not np.asarray(result.logp)[:, segments_BT == 0].any()
-    return tuple(np.asarray(a)[:, : rows.shape[0], : rows.shape[1]] for a in (result.logp, result.agrees))
+    return tuple(
+        np.asarray(a)[:, : rows.shape[0], : rows.shape[1]] for a in (result.logp, result.agrees)
+    )
 
 
 def theirs(kind, row):
@@ -107,14 +123,21 @@ def test_log_probabilities_and_agreement_are_those_of_transformers(kind, models)
             log_p = torch.log_softmax(torch.tensor(z[:-1]) / 0.7, -1).numpy()
             expected = np.take_along_axis(log_p, row[d + 1 :, None], -1)[:, 0]
             np.testing.assert_allclose(logp[d - 1, b, d + 1 :], expected, atol=2e-5, rtol=0)
-            np.testing.assert_array_equal(agrees[d - 1, b, d + 1 :], z[:-1].argmax(-1) == main[d:-1].argmax(-1))
+            np.testing.assert_array_equal(
+                agrees[d - 1, b, d + 1 :], z[:-1].argmax(-1) == main[d:-1].argmax(-1)
+            )
             assert not logp[d - 1, b, : d + 1].any() and not agrees[d - 1, b, : d + 1].any()
 
 
 def test_released_names_are_read_only_where_the_section_asks_for_them(tmp_path):
     directory = released("DeepseekV3", tmp_path)
-    plain, one = policy.load(directory), policy.load(directory, sections={"multi_token_prediction": {"depth": 1}})
-    assert plain.config.multi_token_prediction is None and not [p for p in plain.params if p.startswith("mtp")]
+    plain, one = (
+        policy.load(directory),
+        policy.load(directory, sections={"multi_token_prediction": {"depth": 1}}),
+    )
+    assert plain.config.multi_token_prediction is None and not [
+        p for p in plain.params if p.startswith("mtp")
+    ]
     assert one.params["mtp.eh_proj"].shape == (1, 64, 32)
     with pytest.raises(model_directory.ModelFileError, match=r"model\.layers\.4\.\S+"):
         policy.load(directory, sections={"multi_token_prediction": {"depth": 3}})
@@ -127,13 +150,16 @@ def test_what_is_saved_is_read_again_and_transformers_finds_nothing_odd(kind, mo
     back = policy.load(tmp_path)
     assert back.config == model.config and back.params.keys() == model.params.keys()
     for path, array in model.params.items():
-        np.testing.assert_array_equal(np.asarray(back.params[path]), np.asarray(array), err_msg=path)
+        np.testing.assert_array_equal(
+            np.asarray(back.params[path]), np.asarray(array), err_msg=path
+        )
     reload(kind, tmp_path)
 
 
 @pytest.mark.slow
 def test_released_size_keeps_the_released_names(tmp_path):
-    """With DeepSeek-V3's 61 layers the module stands in the files that transformers reads, which passes it over."""
+    """With DeepSeek-V3's 61 layers the module stands in the files that transformers reads, which
+    passes it over."""
     sizes = {
         "num_hidden_layers": 61,
         "hidden_size": 8,
@@ -142,10 +168,14 @@ def test_released_size_keeps_the_released_names(tmp_path):
         "vocab_size": 16,
     }
     section = {"multi_token_prediction": {"depth": 1}}
-    model = random_model(families.read(configuration("DeepseekV3", **sizes, first_k_dense_replace=60, duet=section)))
+    model = random_model(
+        families.read(configuration("DeepseekV3", **sizes, first_k_dense_replace=60, duet=section))
+    )
     policy.save(model, tmp_path)
     stored = {
-        name.removeprefix("model.layers.61.") for name in load_file(tmp_path / "model.safetensors") if ".61." in name
+        name.removeprefix("model.layers.61.")
+        for name in load_file(tmp_path / "model.safetensors")
+        if ".61." in name
     }
     assert stored > {
         "enorm.weight",
@@ -161,16 +191,24 @@ def test_released_size_keeps_the_released_names(tmp_path):
 
 def test_packed_documents_equal_the_documents_alone(models):
     lengths = (6, 2, 1, 7)
-    packed, segments, alone = np.zeros((1, WIDTH), int), np.zeros((1, WIDTH), int), np.zeros((ROWS, WIDTH), int)
+    packed, segments, alone = (
+        np.zeros((1, WIDTH), int),
+        np.zeros((1, WIDTH), int),
+        np.zeros((ROWS, WIDTH), int),
+    )
     for number, n in enumerate(lengths):
         at = sum(lengths[:number])
         alone[number, :n] = packed[0, at : at + n] = tokens(1, n, seed=n)[0]
         segments[0, at : at + n] = number + 1
     result = ours(models["DeepseekV3"], packed, segments)
-    expected = ours(models["DeepseekV3"], alone, (np.arange(WIDTH) < np.array(lengths)[:, None]).astype(int))
+    expected = ours(
+        models["DeepseekV3"], alone, (np.arange(WIDTH) < np.array(lengths)[:, None]).astype(int)
+    )
     for number, n in enumerate(lengths):
         at = sum(lengths[:number])
-        np.testing.assert_allclose(result[0][:, 0, at : at + n], expected[0][:, number, :n], atol=1e-5, rtol=0)
+        np.testing.assert_allclose(
+            result[0][:, 0, at : at + n], expected[0][:, number, :n], atol=1e-5, rtol=0
+        )
         np.testing.assert_array_equal(result[1][:, 0, at : at + n], expected[1][:, number, :n])
 
 

@@ -1,5 +1,5 @@
-"""Directories of multimodal models: text and towers are read, compute what transformers computes from pictures, and are
-written so that transformers reads them again."""
+"""Directories of multimodal models: text and towers are read, compute what transformers computes
+from pictures, and are written so that transformers reads them again."""
 
 import copy
 import functools
@@ -16,10 +16,14 @@ import policy
 from policy import families
 from policy.media import rows_of
 
-pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+pytest.importorskip(
+    "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+)
 
 KINDS = [
-    pytest.param(kind, marks=() if kind in ("Qwen3VL", "Qwen2_5_VL", "Gemma3") else pytest.mark.every_family)
+    pytest.param(
+        kind, marks=() if kind in ("Qwen3VL", "Qwen2_5_VL", "Gemma3") else pytest.mark.every_family
+    )
     for kind in media_oracles.MODELS
 ]
 
@@ -64,7 +68,10 @@ def test_logits_of_a_document_with_pictures_and_sounds(model):
         frames = document.inputs["input_features"].numpy().transpose(0, 2, 1)
         sounds, features = ours.encode("audio", frames, [[len(frames[0]), 1]])
         assert features is None
-        table, deep = np.concatenate([table, sounds[0]]), np.pad(deep, ((0, 0), (0, len(sounds[0])), (0, 0)))
+        table, deep = (
+            np.concatenate([table, sounds[0]]),
+            np.pad(deep, ((0, 0), (0, len(sounds[0])), (0, 0))),
+        )
     np.testing.assert_allclose(table, document.media.table.rows, atol=2e-5, rtol=0)
     if deep is not None:
         np.testing.assert_allclose(deep, document.media.table.deep, atol=2e-5, rtol=0)
@@ -90,15 +97,21 @@ def test_written_directory(model, tmp_path):
 
 
 def test_a_text_model_is_written_with_the_other_parts_of_its_source(model, tmp_path):
-    """What the files hold of towers stays as it is, also where they are replaced; trained weights are the new ones."""
+    """What the files hold of towers stays as it is, also where they are replaced; trained weights
+    are the new ones."""
     kind, theirs, _ = model
     source = tmp_path / "model"
     theirs.save_pretrained(source)
-    before, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    before, config = (
+        load_file(source / "model.safetensors"),
+        json.loads((source / "config.json").read_text()),
+    )
     text = policy.load(source)
     text.params["norm.weight"] += 1
     policy.save(text, tmp_path / "out", source=source)
-    again, info = type(theirs).from_pretrained(tmp_path / "out", output_loading_info=True, dtype="auto")
+    again, info = type(theirs).from_pretrained(
+        tmp_path / "out", output_loading_info=True, dtype="auto"
+    )
     assert {key: list(value) for key, value in info.items() if value} == {}
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
     policy.save(text, source, source=source)
@@ -114,16 +127,25 @@ def test_text_alone_is_read_without_towers(model, tmp_path):
     policy.save(ours, tmp_path)
     text = policy.load(tmp_path)
     assert text.config.image is None and text.config.audio is None
-    assert set(text.params) == {path for path in ours.params if not path.startswith(("image.", "audio."))}
+    assert set(text.params) == {
+        path for path in ours.params if not path.startswith(("image.", "audio."))
+    }
     with pytest.raises(ValueError, match="media=True"):
         text.encode("image", np.zeros((1, 1, 1)), np.zeros((1, 2)))
 
 
-# Kind -> spellings of its names: pairs of a pattern of the names that transformers 5 writes, and its replacement.
+# Kind -> spellings of its names: pairs of a pattern of the names that transformers 5 writes, and
+# its replacement.
 SPELLINGS = {
     "Qwen3VL": {
-        "without the wrapper": [(r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")],
-        "text model inside": [(r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "language_model.model.")],
+        "without the wrapper": [
+            (r"^model\.visual\.", "visual."),
+            (r"^model\.language_model\.", "model."),
+        ],
+        "text model inside": [
+            (r"^model\.visual\.", "visual."),
+            (r"^model\.language_model\.", "language_model.model."),
+        ],
         "base class": [(r"^model\.", "")],
     },
     "Gemma3": {
@@ -153,7 +175,9 @@ SPELLINGS = {
 @pytest.mark.parametrize(
     ("kind", "spelling"),
     [
-        pytest.param(kind, spelling, marks=() if kind in ("Qwen3VL", "Gemma3") else pytest.mark.every_family)
+        pytest.param(
+            kind, spelling, marks=() if kind in ("Qwen3VL", "Gemma3") else pytest.mark.every_family
+        )
         for kind, spellings in SPELLINGS.items()
         for spelling in spellings
     ],
@@ -175,7 +199,11 @@ def test_other_spellings_of_names(kind, spelling, spelled):
     text = policy.load(path.parent).params
     assert set(text) == {name for name in expected if not name.startswith(("image.", "audio."))}
     lost = next(name for name in renamed if "layers.1." in name or "blocks.1." in name)
-    save_file({name: tensor for name, tensor in renamed.items() if name != lost}, path, metadata={"format": "pt"})
+    save_file(
+        {name: tensor for name, tensor in renamed.items() if name != lost},
+        path,
+        metadata={"format": "pt"},
+    )
     with pytest.raises(ValueError, match="missing tensor"):
         policy.load(path.parent, media=True)
 
@@ -195,14 +223,18 @@ def spelled(tmp_path_factory):
 
 
 def test_a_flat_configuration_is_read_and_written_as_it_is(tmp_path):
-    """That of Qwen2.5-VL as it is released: the keys of the text model next to those of the tower."""
+    """That of Qwen2.5-VL as it is released: the keys of the text model next to those of the
+    tower."""
     theirs = media_oracles.build("Qwen2_5_VL")
     theirs.save_pretrained(tmp_path / "nested")
     nested = json.loads((tmp_path / "nested/config.json").read_text())
     text, tower = nested.pop("text_config"), nested.pop("vision_config")
     rotary = text.pop("rope_parameters")
     del text["model_type"], text["layer_types"], tower["rope_parameters"]
-    old = {"rope_theta": rotary["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]}}
+    old = {
+        "rope_theta": rotary["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]},
+    }
     tower |= {"model_type": "qwen2_5_vl", "in_chans": 3, "spatial_patch_size": 4}
     flat = text | nested | old | {"vision_config": tower}
     (tmp_path / "flat").mkdir()
@@ -213,12 +245,18 @@ def test_a_flat_configuration_is_read_and_written_as_it_is(tmp_path):
     policy.save(ours, tmp_path / "ours")
     written = json.loads((tmp_path / "ours/config.json").read_text())
     assert written == flat | {"dtype": "float32"}
-    again, info = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True, dtype="auto")
+    again, info = type(theirs).from_pretrained(
+        tmp_path / "ours", output_loading_info=True, dtype="auto"
+    )
     assert {key: list(value) for key, value in info.items() if value} == {}
     for name, tensor in theirs.state_dict().items():
-        np.testing.assert_array_equal(again.state_dict()[name].numpy(), tensor.numpy(), err_msg=name)
+        np.testing.assert_array_equal(
+            again.state_dict()[name].numpy(), tensor.numpy(), err_msg=name
+        )
     again.set_attn_implementation("eager")
-    before, after = (media_oracles.document("Qwen2_5_VL", each).logits for each in (theirs, again.eval()))
+    before, after = (
+        media_oracles.document("Qwen2_5_VL", each).logits for each in (theirs, again.eval())
+    )
     np.testing.assert_allclose(after, before, atol=1e-5, rtol=0)
 
 
@@ -243,7 +281,11 @@ def omni(thinker):
             "rope_parameters": media_oracles.SECTIONS | {"mrope_section": [2, 1, 1]},
         }
     )
-    talker = {"text_config": text, "code_predictor_config": small | {"num_code_groups": 2}, "num_code_groups": 2}
+    talker = {
+        "text_config": text,
+        "code_predictor_config": small | {"num_code_groups": 2},
+        "num_code_groups": 2,
+    }
     talker |= {"thinker_hidden_size": 32, "accept_hidden_layer": 1, "spatial_merge_size": 2}
     vocoder = {
         "codebook_size": 8,
@@ -253,7 +295,9 @@ def omni(thinker):
         "upsampling_ratios": [2],
     }
     config = transformers.Qwen3OmniMoeConfig(
-        thinker_config=thinker.config.to_dict(), talker_config=talker, code2wav_config=small | vocoder
+        thinker_config=thinker.config.to_dict(),
+        talker_config=talker,
+        code2wav_config=small | vocoder,
     )
     model = transformers.Qwen3OmniMoeForConditionalGeneration(config)
     model.thinker.load_state_dict(thinker.state_dict())
@@ -261,15 +305,17 @@ def omni(thinker):
 
 
 def test_released_files_of_omni(tmp_path):
-    """They hold the thinker under a prefix and in a part of the configuration, next to two models that are not read.
-    What we write is the thinker, or with a source all of it."""
+    """They hold the thinker under a prefix and in a part of the configuration, next to two models
+    that are not read. What we write is the thinker, or with a source all of it."""
     thinker = media_oracles.build("Qwen3OmniMoeThinker")
     omni(thinker).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     released = load_file(path)
     assert {name.partition(".")[0] for name in released} == {"thinker", "talker", "code2wav"}
     ours, text = (policy.load(tmp_path, media=media) for media in (True, False))
-    assert set(text.params) == {name for name in ours.params if not name.startswith(("image.", "audio."))}
+    assert set(text.params) == {
+        name for name in ours.params if not name.startswith(("image.", "audio."))
+    }
     complete = json.loads((tmp_path / "config.json").read_text())
     extended = complete | {"duet": {"multi_token_prediction": {"depth": 1}}}
     assert families.read(complete).multi_token_prediction is None
@@ -279,15 +325,26 @@ def test_released_files_of_omni(tmp_path):
         assert json.loads((tmp_path / "complete" / "config.json").read_text()) == complete
         copied = load_file(tmp_path / "complete" / "model.safetensors")
         assert copied.keys() == released.keys()
-        assert all(copied[name].tobytes() == array.tobytes() for name, array in released.items())  # also NaN
+        assert all(
+            copied[name].tobytes() == array.tobytes() for name, array in released.items()
+        )  # also NaN
     policy.save(ours, tmp_path / "ours")
-    again, info = type(thinker).from_pretrained(tmp_path / "ours", output_loading_info=True, dtype="auto")
+    again, info = type(thinker).from_pretrained(
+        tmp_path / "ours", output_loading_info=True, dtype="auto"
+    )
     assert {key: list(value) for key, value in info.items() if value} == {}
     for name, tensor in thinker.state_dict().items():
-        np.testing.assert_array_equal(again.state_dict()[name].numpy(), tensor.numpy(), err_msg=name)
-    before, after = (media_oracles.document("Qwen3OmniMoeThinker", each).logits for each in (thinker, again.eval()))
+        np.testing.assert_array_equal(
+            again.state_dict()[name].numpy(), tensor.numpy(), err_msg=name
+        )
+    before, after = (
+        media_oracles.document("Qwen3OmniMoeThinker", each).logits
+        for each in (thinker, again.eval())
+    )
     np.testing.assert_allclose(after, before, atol=1e-5, rtol=0)
-    save_file(released | {"thinker.other.weight": np.ones(4, np.float32)}, path, metadata={"format": "pt"})
+    save_file(
+        released | {"thinker.other.weight": np.ones(4, np.float32)}, path, metadata={"format": "pt"}
+    )
     with pytest.raises(ValueError, match=r"unexpected tensors thinker\.other\.weight"):
         policy.load(tmp_path, media=True)
 
@@ -303,7 +360,9 @@ def test_sounds_and_clip_bounds_of_gemma4(tmp_path, monkeypatch):
     theirs = media_oracles.build("Gemma4")
     towers.perturb(theirs.model.audio_tower)
     theirs.save_pretrained(tmp_path / "theirs")
-    theirs = type(theirs).from_pretrained(tmp_path / "theirs", dtype="auto")  # wavelengths, not stored, as they are
+    theirs = type(theirs).from_pretrained(
+        tmp_path / "theirs", dtype="auto"
+    )  # wavelengths, not stored, as they are
     ours = policy.load(tmp_path / "theirs", media=True)
     frames = np.random.default_rng(0).normal(size=(1, 37, 16)).astype(np.float32)
     with torch.no_grad():
@@ -312,7 +371,11 @@ def test_sounds_and_clip_bounds_of_gemma4(tmp_path, monkeypatch):
     rows, _ = ours.encode("audio", frames, [[37, 1]])
     np.testing.assert_allclose(rows, expected, atol=2e-5, rtol=0)
     policy.save(ours, tmp_path / "ours")
-    again, info = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True, dtype="auto")
+    again, info = type(theirs).from_pretrained(
+        tmp_path / "ours", output_loading_info=True, dtype="auto"
+    )
     assert {key: list(value) for key, value in info.items() if value} == {}
     for name, tensor in theirs.state_dict().items():
-        np.testing.assert_array_equal(again.state_dict()[name].numpy(), tensor.numpy(), err_msg=name)
+        np.testing.assert_array_equal(
+            again.state_dict()[name].numpy(), tensor.numpy(), err_msg=name
+        )

@@ -1,4 +1,5 @@
-"""Operations counted from a configuration are those that torch counts while transformers computes."""
+"""Operations counted from a configuration are those that torch counts while transformers
+computes."""
 
 from types import SimpleNamespace
 
@@ -16,7 +17,9 @@ from policy.model import Graph
 from rl.accounting import chips
 from rl.accounting.flops import Operations, lengths, memory_share, rates
 
-torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+torch = pytest.importorskip(
+    "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+)
 
 
 def counted(model, row) -> int:
@@ -27,12 +30,16 @@ def counted(model, row) -> int:
         model(torch.from_numpy(row), use_cache=False)
     by_module = counter.get_flop_counts()
     rotary = [
-        sum(result.values()) for name, result in by_module.items() if name.endswith(("rotary_emb", "rotary_emb_local"))
+        sum(result.values())
+        for name, result in by_module.items()
+        if name.endswith(("rotary_emb", "rotary_emb_local"))
     ]
     return counter.get_total_flops() - sum(rotary)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe", "DeepseekV3", "GptOss", "Gemma2", "Mixtral", "Olmo3"])
+@pytest.mark.parametrize(
+    "kind", ["Llama", "Qwen3Moe", "DeepseekV3", "GptOss", "Gemma2", "Mixtral", "Olmo3"]
+)
 def test_one_token_needs_what_torch_counts(kind, tmp_path):
     """Of one token every key is seen, so that nothing differs but what is counted."""
     model = oracle(kind, **STANDARD[kind])
@@ -42,7 +49,8 @@ def test_one_token_needs_what_torch_counts(kind, tmp_path):
 
 
 def test_of_chosen_blocks_their_tokens_count(tmp_path):
-    """Of blocks of 4 tokens a query sees at most 2 complete ones, and its own while that is open."""
+    """Of blocks of 4 tokens a query sees at most 2 complete ones, and its own while that is
+    open."""
     keys = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
     model = oracle("Qwen4Exp", indexer_budget=8, indexer_compress_ratio=4, **keys)
     graph = policy.load(saved(model, tmp_path)).graph
@@ -64,14 +72,19 @@ def test_pairs_that_do_not_see_each_other_do_not_count(tmp_path):
     assert counted(model, tokens(1, 9)) - Operations(graph).forward([9]) == (81 - 45) * pair
     windowed = oracle("Qwen3Moe", use_sliding_window=True, sliding_window=4, **STANDARD["Qwen3Moe"])
     graph = policy.load(saved(windowed, tmp_path / "window")).graph
-    assert all(isinstance(layer.mixer, Attention) and layer.mixer.window == 4 for layer in graph.config.layers)
+    assert all(
+        isinstance(layer.mixer, Attention) and layer.mixer.window == 4
+        for layer in graph.config.layers
+    )
     assert counted(windowed, tokens(1, 9)) - Operations(graph).forward([9]) == (81 - 30) * pair
 
 
 def test_a_shared_prompt_is_multiplied_once_and_seen_by_every_completion(tmp_path):
     graph = policy.load(saved(oracle("Llama", **STANDARD["Llama"]), tmp_path)).graph
     ours, attention = Operations(graph), lambda n: Operations(graph).forward([n], weighed=0)
-    assert ours.forward([7, 9], weighed=11) == pytest.approx(2 * 11 * ours.active_weights + attention(7) + attention(9))
+    assert ours.forward([7, 9], weighed=11) == pytest.approx(
+        2 * 11 * ours.active_weights + attention(7) + attention(9)
+    )
     assert (
         Operations(graph, head=False).active_weights
         == ours.active_weights - graph.config.vocab_size * graph.config.hidden_size
@@ -82,7 +95,9 @@ def test_a_shared_prompt_is_multiplied_once_and_seen_by_every_completion(tmp_pat
 def test_of_a_table_of_ngrams_two_products_count(layers):
     hf = configuration("Qwen4Exp", **STANDARD["Qwen4Exp"] | {"ple_layer_ids": layers})
     with_tables, without = (
-        Operations(Graph(families.read(each), Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1])))
+        Operations(
+            Graph(families.read(each), Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]))
+        )
         for each in (hf, hf | {"ple_layer_ids": None})
     )
     streams, hidden, width = hf["hc_count"], hf["hidden_size"], hf["ple_embed_dim"]
@@ -91,34 +106,57 @@ def test_of_a_table_of_ngrams_two_products_count(layers):
 
 
 def test_lengths_are_those_of_the_sequences():
-    assert sorted(lengths(np.array([[1, 1, 2, 0], [0, 0, 0, 0], [1, 2, 2, 2]])).tolist()) == [1, 1, 2, 3]
+    assert sorted(lengths(np.array([[1, 1, 2, 0], [0, 0, 0, 0], [1, 2, 2, 2]])).tolist()) == [
+        1,
+        1,
+        2,
+        3,
+    ]
     assert lengths(np.zeros((2, 3), int)).size == 0
 
 
 @pytest.mark.parametrize(
     ("preset", "tables", "billions"),
-    [("deepseek-v3", 1, 37.0), ("qwen3-30b-a3b", 1, 3.3), ("gpt-oss-20b", 0, 3.6), ("mixtral-8x7b", 1, 12.9)],
+    [
+        ("deepseek-v3", 1, 37.0),
+        ("qwen3-30b-a3b", 1, 3.3),
+        ("gpt-oss-20b", 0, 3.6),
+        ("mixtral-8x7b", 1, 12.9),
+    ],
 )
 def test_active_weights_are_those_that_the_papers_give(preset, tables, billions):
-    """As papers and model cards round them; but for gpt-oss they count the table of embeddings too."""
+    """As papers and model cards round them; but for gpt-oss they count the table of embeddings
+    too."""
     graph = Graph(sources.preset(preset), Runtime(), layout(devices=jax.devices()[:1]))
     table = graph.config.vocab_size * graph.config.hidden_size
-    assert Operations(graph).active_weights + tables * table == pytest.approx(billions * 1e9, rel=0.02)
+    assert Operations(graph).active_weights + tables * table == pytest.approx(
+        billions * 1e9, rel=0.02
+    )
 
 
 def test_rates_are_of_one_device_and_a_share_of_what_it_can_do():
     def on(kind, count):
-        return SimpleNamespace(mesh=SimpleNamespace(devices=np.full(count, SimpleNamespace(device_kind=kind))))
+        return SimpleNamespace(
+            mesh=SimpleNamespace(devices=np.full(count, SimpleNamespace(device_kind=kind)))
+        )
 
     result = rates("train", 918e12, 4000, 2.0, on("TPU v6 lite", 4))
-    assert result == {"perf/train_tokens_per_s": 500.0, "perf/train_tflops_per_s": 114.75, "perf/mfu_train": 0.125}
+    assert result == {
+        "perf/train_tokens_per_s": 500.0,
+        "perf/train_tflops_per_s": 114.75,
+        "perf/mfu_train": 0.125,
+    }
     assert rates("train", 1e12, 3, 2.0, on("cpu", 1)) == {
         "perf/train_tokens_per_s": 1.5,
         "perf/train_tflops_per_s": 0.5,
     }
     assert rates("sample", 1e12, 3, 0.0, on("cpu", 1)) == {}, "what was left out has no rate"
     assert memory_share(1640e9, 4.0, on("TPU v6 lite", 4)) == {"perf/sample_hbm_utilisation": 0.25}
-    assert memory_share(1640e9, 4.0, on("cpu", 1)) == memory_share(0.0, 0.0, on("TPU v6 lite", 4)) == {}
+    assert (
+        memory_share(1640e9, 4.0, on("cpu", 1))
+        == memory_share(0.0, 0.0, on("TPU v6 lite", 4))
+        == {}
+    )
     names = (
         "TPU v4",
         "TPU v5 lite",
@@ -129,4 +167,13 @@ def test_rates_are_of_one_device_and_a_share_of_what_it_can_do():
         "NVIDIA H100 80GB HBM3",
         "NVIDIA L40S",
     )
-    assert [chips.of(name).name for name in names] == ["v4", "v5e", "v5p", "v5p", "v6e", "tpu7x", "h100", "l40s"]
+    assert [chips.of(name).name for name in names] == [
+        "v4",
+        "v5e",
+        "v5p",
+        "v5p",
+        "v6e",
+        "tpu7x",
+        "h100",
+        "l40s",
+    ]

@@ -1,5 +1,5 @@
-"""The per-layer embedding of Qwen4Exp against its class in transformers: hashes bit by bit, and what it adds to the
-residual streams."""
+"""The per-layer embedding of Qwen4Exp against its class in transformers: hashes bit by bit, and
+what it adds to the residual streams."""
 
 from dataclasses import replace
 
@@ -20,7 +20,9 @@ from policy.fields.config_fields import UnsupportedModel
 from policy.layers.engram import NgramLookup
 from policy.modes import make_step
 
-torch = pytest.importorskip("torch", reason="the oracle is written in torch: pip install 'duet-rl[test]'")
+torch = pytest.importorskip(
+    "torch", reason="the oracle is written in torch: pip install 'duet-rl[test]'"
+)
 END, STREAMS, HIDDEN = 7, 3, 32
 KEYS = {
     "vocab_size": 160,
@@ -41,7 +43,13 @@ KEYS = {
 # The sizes of the released model, and others than those above.
 SIZES = {
     "tiny": {},
-    "long": {"ngram_size": 4, "heads_per_ngram": 3, "ple_embed_dim": 27, "seed": 7, "eos_token_id": [159, 3]},
+    "long": {
+        "ngram_size": 4,
+        "heads_per_ngram": 3,
+        "ple_embed_dim": 27,
+        "seed": 7,
+        "eos_token_id": [159, 3],
+    },
     "released": {
         "vocab_size": 248320,
         "hidden_size": 2560,
@@ -97,7 +105,9 @@ def weights_of(module):
     for path, shape in sizes.items():
         place = names.PER_LAYER_EMBEDDING[path]
         block = place.block([shape], 0, tuple(slice(0, n) for n in shape))
-        weights[path.removeprefix("lookup.")] = block.finish(stored[place.name.removeprefix("ple.")][block.index])
+        weights[path.removeprefix("lookup.")] = block.finish(
+            stored[place.name.removeprefix("ple.")][block.index]
+        )
     return weights | {"table": stored["ple_embedding.ngram_embedding.weight"]}
 
 
@@ -122,7 +132,9 @@ class Ours:
 
     def __call__(self, x, tokens, step=None, cache=None):
         step = make_step(tokens) if step is None else step
-        return self.jitted(jnp.asarray(x), self.weights, replace(step, tokens=jnp.asarray(tokens)), cache)
+        return self.jitted(
+            jnp.asarray(x), self.weights, replace(step, tokens=jnp.asarray(tokens)), cache
+        )
 
     def cache(self, rows):
         """An empty cache of the layer's lookup."""
@@ -150,7 +162,9 @@ def texts(rows, length, seed=1):
 def theirs_of(module, x, tokens):
     """What the class adds to the streams [B, T, G, E], each row alone and without a cache."""
     with torch.no_grad():
-        return module(torch.tensor(x).flatten(-2), torch.tensor(tokens), None).reshape(x.shape).numpy()
+        return (
+            module(torch.tensor(x).flatten(-2), torch.tensor(tokens), None).reshape(x.shape).numpy()
+        )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -162,7 +176,8 @@ def test_multipliers_and_sizes_are_those_of_the_class(size, index):
     drawn = modeling()._build_layer_multipliers(hf["vocab_size"], hf["ngram_size"], index, seed)
     assert spec.multipliers == tuple(drawn.tolist())
     assert spec.rows == tuple(
-        modeling()._find_nth_prime_after(base - 1, index * heads + head + 1) for head in range(heads)
+        modeling()._find_nth_prime_after(base - 1, index * heads + head + 1)
+        for head in range(heads)
     )
     if size != "released":  # whose table has 51e9 numbers
         table = class_of_layer(hf, index)[0].ple_embedding.ngram_embedding.weight
@@ -180,11 +195,15 @@ def test_what_is_added_and_its_gradients_are_those_of_the_class():
     @jax.jit
     def backward(x, weights):
         step = replace(make_step(tokens), tokens=jnp.asarray(tokens))
-        return jax.vjp(lambda x, weights: ours.run(x, weights, step)[0], x, weights)[1](jnp.asarray(cotangent))
+        return jax.vjp(lambda x, weights: ours.run(x, weights, step)[0], x, weights)[1](
+            jnp.asarray(cotangent)
+        )
 
     x_grad, grads = backward(jnp.asarray(x), ours.weights)
     streams = torch.tensor(x, requires_grad=True)
-    theirs(streams.flatten(-2), torch.tensor(tokens), None).backward(torch.tensor(cotangent).flatten(-2))
+    theirs(streams.flatten(-2), torch.tensor(tokens), None).backward(
+        torch.tensor(cotangent).flatten(-2)
+    )
     np.testing.assert_allclose(x_grad, streams.grad, atol=2e-5, rtol=1e-4)
     for parameter in theirs.parameters():
         parameter.data = parameter.grad
@@ -197,7 +216,10 @@ def test_texts_in_one_row_are_the_same_as_alone():
     ours, lengths, width = Ours(KEYS, 0, theirs), (9, 1, 12), 26
     alone = [texts(1, max(n, 5), seed=n) for n in lengths]
     row, segments = np.zeros((1, width), int), np.zeros((1, width), int)
-    x, start = np.random.default_rng(0).normal(size=(1, width, STREAMS, HIDDEN)).astype(np.float32), 0
+    x, start = (
+        np.random.default_rng(0).normal(size=(1, width, STREAMS, HIDDEN)).astype(np.float32),
+        0,
+    )
     for number, (n, (tokens, streams)) in enumerate(zip(lengths, alone, strict=True), 1):
         row[:, start : start + n], segments[:, start : start + n] = tokens[:, :n], number
         x[:, start : start + n] = streams[:, :n]
@@ -208,13 +230,18 @@ def test_texts_in_one_row_are_the_same_as_alone():
         np.testing.assert_allclose(added[segments == number], expected[0], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("calls", [[1] * 13, [4, 4, 4, 1], [9, 1, 1, 1, 1]], ids=["tokens", "fours", "prompt"])
+@pytest.mark.parametrize(
+    "calls", [[1] * 13, [4, 4, 4, 1], [9, 1, 1, 1, 1]], ids=["tokens", "fours", "prompt"]
+)
 def test_with_a_cache_every_token_is_that_of_the_class(calls):
     theirs, _ = class_of_layer(KEYS, 1)
     ours, (tokens, x), lengths = Ours(KEYS, 1, theirs), texts(3, 13), np.array([13, 7, 3])
     cache, at, parts = ours.cache(3), 0, []
     for count in calls:
-        span, positions = slice(at, at + count), np.broadcast_to(at + np.arange(count), (3, count)).astype(np.int32)
+        span, positions = (
+            slice(at, at + count),
+            np.broadcast_to(at + np.arange(count), (3, count)).astype(np.int32),
+        )
         step = Step(jnp.asarray(positions), jnp.asarray(positions < lengths[:, None], jnp.int32))
         added, cache = ours(x[:, span], tokens[:, span], step, cache)
         parts.append(np.asarray(added))

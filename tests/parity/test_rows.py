@@ -1,4 +1,5 @@
-"""Padding, packing, positions, log-probabilities and the ways to compute a row: what surrounds the logits."""
+"""Padding, packing, positions, log-probabilities and the ways to compute a row: what surrounds the
+logits."""
 
 import dataclasses
 
@@ -7,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from oracles import STANDARD, VOCAB, configuration, random_model, reference_logits, tokens, torch_logprobs
+from oracles import (
+    STANDARD,
+    VOCAB,
+    configuration,
+    random_model,
+    reference_logits,
+    tokens,
+    torch_logprobs,
+)
 
 import policy
 from policy import families
@@ -34,13 +43,15 @@ def with_runtime(model, **changes):
 
 
 def training_pass(model, row, segments, temperature):
-    """(logp, entropy) as an update computes them, of the rows as they are; `model.logprobs` takes them apart."""
+    """(logp, entropy) as an update computes them, of the rows as they are; `model.logprobs` takes
+    them apart."""
     step = make_step(row, segments=segments)
     return jax.jit(model.graph.logprobs)(model.params, row, step, np.float32(temperature))[:2]
 
 
 def packed(lengths, width, padding_first=False):
-    """(tokens, segments) [1, width] of documents of these lengths one after the other, and the documents."""
+    """(tokens, segments) [1, width] of documents of these lengths one after the other, and the
+    documents."""
     rng = np.random.default_rng(1)
     documents = [rng.integers(0, VOCAB, n) for n in lengths]
     row, segments = np.zeros((1, width), int), np.zeros((1, width), int)
@@ -63,7 +74,9 @@ def test_packed_documents_equal_the_documents_alone(model, padding_first):
         n = len(document)
         expected = np.asarray(model.logits(alone, segments=fill))[0, :n]
         np.testing.assert_allclose(logits[0, here], expected, atol=1e-5, rtol=0)
-        for result, want in zip((logp, entropy), training_pass(model, alone, fill, 0.7), strict=True):
+        for result, want in zip(
+            (logp, entropy), training_pass(model, alone, fill, 0.7), strict=True
+        ):
             np.testing.assert_allclose(result[0, here], np.asarray(want)[0, :n], atol=1e-5, rtol=0)
             assert result[0, here][0] == 0.0
     for result in (logp, entropy):
@@ -84,7 +97,9 @@ def test_positions_given_are_used(model):
     plain = np.asarray(model.logits(rows))
     positions = np.broadcast_to(np.arange(30), (2, 30))
     np.testing.assert_array_equal(np.asarray(model.logits(rows, positions=positions)), plain)
-    np.testing.assert_allclose(np.asarray(model.logits(rows, positions=positions + 17)), plain, atol=2e-4, rtol=0)
+    np.testing.assert_allclose(
+        np.asarray(model.logits(rows, positions=positions + 17)), plain, atol=2e-4, rtol=0
+    )
     assert np.abs(np.asarray(model.logits(rows, positions=positions * 3)) - plain).max() > 0.1
 
 
@@ -95,11 +110,15 @@ def test_wrong_shapes_are_refused_by_name(model):
         model.logits(np.zeros((2, 5), int), segments=np.ones((2, 4), int))
 
 
-@pytest.mark.parametrize("changes", [{"attention_chunk": 8}, {"scan": False}, {"remat": "none"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"attention_chunk": 8}, {"scan": False}, {"remat": "none"}], ids=str
+)
 def test_another_way_to_compute_gives_the_same_logits(model, changes):
     row, segments, _ = packed((9, 1, 14), 30)
     expected = np.asarray(model.logits(row, segments=segments))[segments != 0]
-    result = np.asarray(with_runtime(model, **changes).logits(row, segments=segments))[segments != 0]
+    result = np.asarray(with_runtime(model, **changes).logits(row, segments=segments))[
+        segments != 0
+    ]
     np.testing.assert_allclose(result, expected, atol=1e-5, rtol=0)
 
 
@@ -119,7 +138,11 @@ def assert_same_gradients(actual, expected, tolerance):
     for path, want in expected.items():
         scale = np.abs(want).max() + 1e-6
         np.testing.assert_allclose(
-            np.asarray(actual[path]) / scale, np.asarray(want) / scale, atol=tolerance, rtol=0, err_msg=path
+            np.asarray(actual[path]) / scale,
+            np.asarray(want) / scale,
+            atol=tolerance,
+            rtol=0,
+            err_msg=path,
         )
 
 
@@ -163,13 +186,17 @@ def test_remat_and_chunks_keep_the_gradients():
 
 @pytest.mark.parametrize("kind", oracles.by_kind(always=KINDS))
 def test_left_padding_and_log_probabilities_equal_those_of_transformers(kind, pair):
-    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+    torch = pytest.importorskip(
+        "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+    )
     theirs, ours = (result := pair(kind, oracles.KINDS[kind].padded)).theirs, result.ours
     row = tokens(2, 70, seed=4)
     mask = np.ones((2, 70), int)
     mask[0, :5] = 0
     positions = np.maximum(mask.cumsum(1) - 1, 0)
-    expected = reference_logits(theirs, row, attention_mask=torch.tensor(mask), position_ids=torch.tensor(positions))
+    expected = reference_logits(
+        theirs, row, attention_mask=torch.tensor(mask), position_ids=torch.tensor(positions)
+    )
     result = np.asarray(ours.logits(row, segments=mask))
     tolerance = oracles.KINDS[kind].logits
     np.testing.assert_allclose(result[mask != 0], expected[mask != 0], atol=tolerance, rtol=0)
@@ -181,5 +208,7 @@ def test_left_padding_and_log_probabilities_equal_those_of_transformers(kind, pa
             training_pass(ours, row, mask, temperature),
         ):
             for a, want in zip(map(np.asarray, result), requested, strict=True):
-                np.testing.assert_allclose(a[:, 1:][scored], want.numpy()[scored], atol=tolerance, rtol=0)
+                np.testing.assert_allclose(
+                    a[:, 1:][scored], want.numpy()[scored], atol=tolerance, rtol=0
+                )
                 assert not a[:, 1:][~scored].any() and not a[:, 0].any()

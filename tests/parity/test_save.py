@@ -1,4 +1,5 @@
-"""What we save, transformers loads with nothing missing and nothing left over, and computes the same."""
+"""What we save, transformers loads with nothing missing and nothing left over, and computes the
+same."""
 
 import json
 
@@ -23,10 +24,15 @@ import policy
 from policy import families
 from policy.huggingface import model_directory
 
-torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+torch = pytest.importorskip(
+    "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+)
 
 CASES = {kind: (kind, STANDARD[kind]) for kind in STANDARD} | {
-    "Llama-biases": ("Llama", {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True}),
+    "Llama-biases": (
+        "Llama",
+        {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "DeepseekV2-mlp_bias": ("DeepseekV2", {"mlp_bias": True, "q_lora_rank": None}),
     "DeepseekV3-no_shared": ("DeepseekV3", {"n_shared_experts": 0}),
 }
@@ -39,8 +45,12 @@ def test_transformers_loads_what_we_save(name, tmp_path, pair):
     policy.save(ours, tmp_path)
     row = tokens(2, 70)
     result = reference_logits(reload(kind, tmp_path), row)
-    ours = pair(kind).with_weights_of(ours) if name in STANDARD else ours  # the logits of a pair are compiled already
-    np.testing.assert_allclose(result, np.asarray(ours.logits(row)), atol=KINDS[kind].logits, rtol=0)
+    ours = (
+        pair(kind).with_weights_of(ours) if name in STANDARD else ours
+    )  # the logits of a pair are compiled already
+    np.testing.assert_allclose(
+        result, np.asarray(ours.logits(row)), atol=KINDS[kind].logits, rtol=0
+    )
 
 
 @pytest.mark.parametrize("kind", by_kind())
@@ -53,7 +63,8 @@ def test_a_model_of_transformers_comes_back_bit_for_bit(kind, tmp_path, pair):
 
 def test_bfloat16_weights_come_back_as_bfloat16(tmp_path):
     ours = random_model(
-        families.read(configuration("DeepseekV3")), runtime=policy.config.Runtime("bfloat16", "bfloat16")
+        families.read(configuration("DeepseekV3")),
+        runtime=policy.config.Runtime("bfloat16", "bfloat16"),
     )
     policy.save(ours, tmp_path)
     theirs = reload("DeepseekV3", tmp_path)
@@ -69,9 +80,13 @@ def test_auto_classes_find_the_saved_model_and_several_shards(tmp_path, monkeypa
     policy.save(ours, tmp_path)
     shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(shards) > 3
-    assert set(json.loads((tmp_path / model_directory.INDEX).read_text())["weight_map"].values()) == set(shards)
+    assert set(
+        json.loads((tmp_path / model_directory.INDEX).read_text())["weight_map"].values()
+    ) == set(shards)
     row = tokens(1, 12)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", attn_implementation="eager")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype="auto", attn_implementation="eager"
+    )
     expected = np.asarray(ours.logits(row))
     np.testing.assert_allclose(reference_logits(theirs.eval(), row), expected, atol=2e-5, rtol=0)
     np.testing.assert_array_equal(np.asarray(policy.load(tmp_path).logits(row)), expected)
@@ -88,16 +103,22 @@ def test_fused_experts_are_read_like_single_ones(kind, tmp_path):
     save_file(state, tmp_path / model_directory.SINGLE, metadata={"format": "pt"})
     fused = policy.load(tmp_path)
     for path, array in single.params.items():
-        np.testing.assert_array_equal(np.asarray(fused.params[path]), np.asarray(array), err_msg=path)
+        np.testing.assert_array_equal(
+            np.asarray(fused.params[path]), np.asarray(array), err_msg=path
+        )
 
 
 @pytest.mark.parametrize("kind", STANDARD)
 def test_absent_keys_mean_what_the_class_of_transformers_says(kind, tmp_path):
-    """For every default of ours, a configuration without the key reads as one where transformers wrote its default."""
+    """For every default of ours, a configuration without the key reads as one where transformers
+    wrote its default."""
     entry = KINDS[kind]
     full = classes(kind)[0](**entry.given).to_dict()
     required = {*entry.required, "intermediate_size"} & full.keys()
-    named = {"architectures": [entry.model or f"{kind}ForCausalLM"], "model_type": full["model_type"]}
+    named = {
+        "architectures": [entry.model or f"{kind}ForCausalLM"],
+        "model_type": full["model_type"],
+    }
     bare = {key: full[key] for key in required} | entry.given
     assert without_json(families.read(bare | named)) == without_json(families.read(full | named))
 
@@ -122,7 +143,8 @@ def test_a_head_on_disk_is_accepted_where_it_is_tied(tmp_path):
 
 
 def test_a_row_of_old_rope_keys_survives_saving(tmp_path):
-    """config.json is written as it was read, so the old spelling still means the same to transformers."""
+    """config.json is written as it was read, so the old spelling still means the same to
+    transformers."""
     theirs = oracle("Llama", **STANDARD["Llama"])
     directory = saved(theirs, tmp_path / "in")
 

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import towers
 
-pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+pytest.importorskip(
+    "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+)
 
 ALWAYS = ("grid", "windows", "siglip", "pooled", "conformer")
 BOUND = 2e-5
@@ -12,7 +14,10 @@ CHUNK = 16  # queries are cut
 
 
 def kinds(always=ALWAYS):
-    return [pytest.param(name, marks=() if name in always else pytest.mark.every_family) for name in towers.KINDS]
+    return [
+        pytest.param(name, marks=() if name in always else pytest.mark.every_family)
+        for name in towers.KINDS
+    ]
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -25,12 +30,15 @@ def test_rows(kind):
         np.testing.assert_allclose(own, expected, atol=BOUND, rtol=0, err_msg=f"item {number}")
         assert (deep is None) == (own_deep is None)
         if deep is not None:
-            np.testing.assert_allclose(own_deep, deep, atol=BOUND, rtol=0, err_msg=f"features of item {number}")
+            np.testing.assert_allclose(
+                own_deep, deep, atol=BOUND, rtol=0, err_msg=f"features of item {number}"
+            )
 
 
 @pytest.mark.parametrize("kind", kinds())
 def test_neighbours_and_padding_change_no_bit(kind):
-    """In one program: each item at another place, among other items and other padding, and one place is empty."""
+    """In one program: each item at another place, among other items and other padding, and one
+    place is empty."""
     pair = towers.pair(kind)
     program, count = towers.program(kind, attention_chunk=CHUNK), len(pair.items)
     first = program(*pair.inputs())
@@ -39,7 +47,9 @@ def test_neighbours_and_padding_change_no_bit(kind):
     values[0], shapes[0] = 7.0, 0
     second = program(values, shapes)
     for at, number in list(enumerate(chosen))[1:]:
-        for a, b in zip(pair.own(*first, number, number), pair.own(*second, at, number), strict=True):
+        for a, b in zip(
+            pair.own(*first, number, number), pair.own(*second, at, number), strict=True
+        ):
             np.testing.assert_array_equal(a, b)
     assert all(np.isfinite(a).all() for a in second if a is not None)
 
@@ -60,12 +70,19 @@ def test_gradients(kind):
     """Of all weights, with scan and remat, against torch."""
     pair, rng = towers.pair(kind), np.random.default_rng(3)
     factors = [rng.normal(size=rows.shape).astype(np.float32) for rows, _ in pair.expected]
-    deep = [None if d is None else rng.normal(size=d.shape).astype(np.float32) for _, d in pair.expected]
-    ours, theirs = pair.gradients(factors, deep, attention_chunk=CHUNK), pair.their_gradients(factors, deep)
+    deep = [
+        None if d is None else rng.normal(size=d.shape).astype(np.float32) for _, d in pair.expected
+    ]
+    ours, theirs = (
+        pair.gradients(factors, deep, attention_chunk=CHUNK),
+        pair.their_gradients(factors, deep),
+    )
     trained = [path for path in theirs if theirs[path].any()]
     assert len(trained) > 10
     largest = max(np.abs(gradient).max() for gradient in theirs.values())
-    for path in trained:  # some are 0 but for rounding, like those of key biases where nothing turns
+    for (
+        path
+    ) in trained:  # some are 0 but for rounding, like those of key biases where nothing turns
         bound = 1e-4 * np.abs(theirs[path]).max() + 1e-7 * largest
         np.testing.assert_allclose(ours[path], theirs[path], atol=bound, rtol=0, err_msg=path)
 

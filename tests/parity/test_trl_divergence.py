@@ -16,7 +16,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 2.0])
 def test_values_and_gradients_are_those_of_gkd(temperature, monkeypatch):
-    """Masked tokens count for neither; TRL's `batchmean` is the mean over the tokens that are not masked."""
+    """Masked tokens count for neither; TRL's `batchmean` is the mean over the tokens that are not
+    masked."""
     import torch
 
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -37,11 +38,15 @@ def test_values_and_gradients_are_those_of_gkd(temperature, monkeypatch):
 
         def loss(h, w, beta=beta):
             states = h.reshape(-1, 5), w, ht.reshape(-1, 4), wt
-            rows = divergence(*states, Divergence.generalised(beta), temperature).divergence.reshape(2, 6)
+            rows = divergence(
+                *states, Divergence.generalised(beta), temperature
+            ).divergence.reshape(2, 6)
             return jnp.sum(jnp.where(mask, rows, 0.0)) / mask.sum()
 
         with jax.default_matmul_precision("highest"):
-            ours, gradients = jax.value_and_grad(loss, argnums=(0, 1))(jnp.asarray(h), jnp.asarray(w))
+            ours, gradients = jax.value_and_grad(loss, argnums=(0, 1))(
+                jnp.asarray(h), jnp.asarray(w)
+            )
         assert float(ours) == pytest.approx(theirs.item(), abs=2e-6)
         for gradient, tensor in zip(gradients, (states, weight), strict=True):
             np.testing.assert_allclose(gradient, tensor.grad.numpy(), atol=2e-6)

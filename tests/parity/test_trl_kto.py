@@ -1,4 +1,5 @@
-"""Loss, KL and gradients of labelled answers are those of TRL's KTOTrainer, on the same models and answers."""
+"""Loss, KL and gradients of labelled answers are those of TRL's KTOTrainer, on the same models and
+answers."""
 
 import dataclasses
 import importlib.util
@@ -17,10 +18,17 @@ from rl.stages.unpaired import batch_of, sequences_of, with_kl
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("trl") is None, reason="TRL is the oracle: pip install 'duet-rl[test]'"
+        importlib.util.find_spec("trl") is None,
+        reason="TRL is the oracle: pip install 'duet-rl[test]'",
     ),
 ]
-SIZES = {"vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "pad_token_id": 0}
+SIZES = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "pad_token_id": 0,
+}
 LENGTHS = [(3, 4), (2, 2), (4, 3), (1, 5)]  # of each row: prompt, answer
 LABELS = [1.0, 0.0, 0.0, 1.0]
 OPTIONS = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7}
@@ -55,16 +63,23 @@ def theirs_of(rows):
 
     def padded(sequences):
         width = max(len(ids) for ids, *_ in sequences)
-        stacked = [[[*a, *[0] * (width - len(a))] for a in (ids, mask, [1] * len(ids))] for ids, mask, *_ in sequences]
+        stacked = [
+            [[*a, *[0] * (width - len(a))] for a in (ids, mask, [1] * len(ids))]
+            for ids, mask, *_ in sequences
+        ]
         return torch.tensor(stacked).unbind(1)
 
     prompts = [row.ids[: row.mask.index(1)] for row, _ in rows]
     completions = [row.ids[row.mask.index(1) :] for row, _ in rows]
     rotated = [completions[-1], *completions[:-1]]
-    mismatched = [(p + c, [0] * len(p) + [1] * len(c)) for p, c in zip(prompts, rotated, strict=True)]
+    mismatched = [
+        (p + c, [0] * len(p) + [1] * len(c)) for p, c in zip(prompts, rotated, strict=True)
+    ]
     own, other = padded([row for row, _ in rows]), padded(mismatched)
     names = ("input_ids", "completion_mask", "attention_mask")
-    batch = dict(zip(names, own, strict=True)) | {f"KL_{n}": a for n, a in zip(names, other, strict=True)}
+    batch = dict(zip(names, own, strict=True)) | {
+        f"KL_{n}": a for n, a in zip(names, other, strict=True)
+    }
     return batch | {"label": torch.tensor([label > 0 for _, label in rows])}
 
 
@@ -88,7 +103,11 @@ def test_loss_and_gradients_are_those_of_trl(loss_type, directories, tmp_path):
         model=reload("Llama", near),
         ref_model=reload("Llama", far),
         args=KTOConfig(
-            output_dir=str(tmp_path), loss_type=loss_type, per_device_train_batch_size=4, **settings, **OPTIONS
+            output_dir=str(tmp_path),
+            loss_type=loss_type,
+            per_device_train_batch_size=4,
+            **settings,
+            **OPTIONS,
         ),
         train_dataset=Dataset.from_list([row] * 4),
         processing_class=byte_level(),
@@ -97,7 +116,9 @@ def test_loss_and_gradients_are_those_of_trl(loss_type, directories, tmp_path):
     trainer.model.train()
     loss = trainer._compute_loss(trainer.model, theirs_of(rows), False)
     loss.backward()
-    expected = {name: p.grad.numpy() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    expected = {
+        name: p.grad.numpy() for name, p in trainer.model.named_parameters() if p.grad is not None
+    }
 
     algorithm = rl.algorithms.get("kto", loss_type=loss_type, **OPTIONS)
     model, reference = (policy.load(directory) for directory in (near, far))
@@ -113,7 +134,9 @@ def test_loss_and_gradients_are_those_of_trl(loss_type, directories, tmp_path):
     if loss_type == "kto":
         batch = with_kl(batch)
     inputs = algorithm.with_totals(
-        rl.algorithms.PolicyInputs(mask=batch.mask, segments=batch.segments, ref_logp=ref, extra=batch.extra)
+        rl.algorithms.PolicyInputs(
+            mask=batch.mask, segments=batch.segments, ref_logp=ref, extra=batch.extra
+        )
     )
 
     def ours(params):
@@ -125,6 +148,8 @@ def test_loss_and_gradients_are_those_of_trl(loss_type, directories, tmp_path):
     np.testing.assert_allclose(metrics["kto/kl"], kl, atol=1e-5)
     assert (kl > 0) == (loss_type == "kto"), "the estimate is clamped: the test would not see it"
     head = "lm_head.weight" if "lm_head.weight" in expected else "model.embed_tokens.weight"
-    gradient = next(np.asarray(slope) for path, slope in slopes.items() if path.startswith("lm_head"))
+    gradient = next(
+        np.asarray(slope) for path, slope in slopes.items() if path.startswith("lm_head")
+    )
     gradient = gradient if gradient.shape == expected[head].shape else gradient.T
     np.testing.assert_allclose(gradient, expected[head], atol=1e-4 * np.abs(expected[head]).max())

@@ -1,5 +1,5 @@
-"""Advantages, loss and gradients of one step are those of TRL's own trainers, on the same model, completions and
-rewards.
+"""Advantages, loss and gradients of one step are those of TRL's own trainers, on the same model,
+completions and rewards.
 """
 
 import importlib.util
@@ -14,7 +14,8 @@ import rl.algorithms
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("trl") is None, reason="TRL is the oracle: pip install 'duet-rl[test]'"
+        importlib.util.find_spec("trl") is None,
+        reason="TRL is the oracle: pip install 'duet-rl[test]'",
     ),
 ]
 GROUP, EOS, LIMIT = 4, 2, 16
@@ -40,7 +41,12 @@ CASES = {
         "gspo",
         {},
         "GRPO",
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon": 3e-4,
+            "epsilon_high": 4e-4,
+        },
         {},
     ),
     "cispo": ("cispo", {}, "GRPO", {"loss_type": "cispo", "epsilon_high": 5.0}, {}),
@@ -49,13 +55,24 @@ CASES = {
         "luspo",
         {"epsilon": 0.1, "epsilon_high": 0.2},
         "GRPO",
-        {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.2},
+        {
+            "loss_type": "luspo",
+            "importance_sampling_level": "sequence",
+            "epsilon": 0.1,
+            "epsilon_high": 0.2,
+        },
         {},
     ),
     "vespo": ("vespo", {}, "GRPO", {"loss_type": "vespo"}, {}),
     "gmpo": ("gmpo", {}, "GMPO", {"epsilon": 0.4, "epsilon_high": 0.4}, {}),
     "two-sided": ("grpo", {"delta": 1.3}, "GRPO", {"loss_type": "dapo", "delta": 1.3}, {}),
-    "batch scale": ("grpo", {"scale": "batch"}, "GRPO", {"loss_type": "dapo", "scale_rewards": "batch"}, {}),
+    "batch scale": (
+        "grpo",
+        {"scale": "batch"},
+        "GRPO",
+        {"loss_type": "dapo", "scale_rewards": "batch"},
+        {},
+    ),
     "gaps": ("grpo", {}, "GRPO", {"loss_type": "dapo"}, {"rewards": GAPS}),
     "several rewards": (
         "grpo",
@@ -64,7 +81,13 @@ CASES = {
         {"loss_type": "dapo", "multi_objective_aggregation": "normalize_then_sum"},
         {"rewards": np.stack([REWARDS, 10 * GAPS], axis=1), "weights": [1.0, 0.5]},
     ),
-    "unbiased kl": ("grpo", {"kl_coef": 0.04, "kl": "unbiased"}, "GRPO", {"loss_type": "dapo", "beta": 0.04}, {}),
+    "unbiased kl": (
+        "grpo",
+        {"kl_coef": 0.04, "kl": "unbiased"},
+        "GRPO",
+        {"loss_type": "dapo", "beta": 0.04},
+        {},
+    ),
     "k3": (
         "grpo",
         {"kl_coef": 0.04, "aggregation": "sequence"},
@@ -79,8 +102,20 @@ CASES = {
         {"loss_type": "grpo", "mask_truncated_completions": True},
         {},
     ),
-    "top entropy": ("grpo", {"top_entropy": 0.4}, "GRPO", {"loss_type": "dapo", "top_entropy_quantile": 0.4}, {}),
-    "entropy bonus": ("grpo", {"entropy_coef": 0.1}, "GRPO", {"loss_type": "dapo", "entropy_coef": 0.1}, {}),
+    "top entropy": (
+        "grpo",
+        {"top_entropy": 0.4},
+        "GRPO",
+        {"loss_type": "dapo", "top_entropy_quantile": 0.4},
+        {},
+    ),
+    "entropy bonus": (
+        "grpo",
+        {"entropy_coef": 0.1},
+        "GRPO",
+        {"loss_type": "dapo", "entropy_coef": 0.1},
+        {},
+    ),
     "off policy": (
         "grpo",
         {"off_policy_delta": 0.02},
@@ -89,7 +124,13 @@ CASES = {
         {},
     ),
     "rloo": ("rloo", {}, "RLOO", {"beta": 0.0}, {}),
-    "rloo in the rewards": ("rloo", {"kl_reward_coef": 0.05}, "RLOO", {"beta": 0.05}, {"rewards": GAPS}),
+    "rloo in the rewards": (
+        "rloo",
+        {"kl_reward_coef": 0.05},
+        "RLOO",
+        {"beta": 0.05},
+        {"rewards": GAPS},
+    ),
     "rloo normalised": (
         "rloo",
         {"normalize_advantages": True},
@@ -136,7 +177,9 @@ def completions(rewards):
         rng.integers(3, 259, length).tolist() + [EOS] * ended
         for length, ended in zip([4, 1, 9, 6, 2, 7, 3, 5], [1, 1, 0, 1, 1, 0, 1, 1], strict=True)
     ]
-    return Given(prompts, made, [[0.0] * len(c) for c in made], rewards.reshape(len(made), -1), GROUP)
+    return Given(
+        prompts, made, [[0.0] * len(c) for c in made], rewards.reshape(len(made), -1), GROUP
+    )
 
 
 def noise(given, scale, seed):
@@ -151,14 +194,18 @@ def theirs(case, directories, given):
 
     _, _, kind, settings, more = CASES[case]
     weights, reference = more.get("weights"), directories[1] if settings.get("beta") else None
-    trainer = trl_trainers.trainer(kind, directories[0], given, reference=reference, weights=weights, **settings)
+    trainer = trl_trainers.trainer(
+        kind, directories[0], given, reference=reference, weights=weights, **settings
+    )
     if "mode" in more:
         trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
         trainer.vllm_importance_sampling_mode = more["mode"]
         trainer.vllm_importance_sampling_clip_min = None if "mask" in more["mode"] else 0.0
         trainer.vllm_importance_sampling_clip_max = 1.1
     inputs = trl_trainers.inputs_of(trainer)
-    mask = inputs["completion_mask"].bool() if "mask_truncated_completions" not in settings else None
+    mask = (
+        inputs["completion_mask"].bool() if "mask_truncated_completions" not in settings else None
+    )
     if mask is None:
         lengths = [len(c) for c in given.completions]
         mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
@@ -172,7 +219,9 @@ def theirs(case, directories, given):
             with torch.no_grad():
                 ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
                 attended = torch.cat([inputs["prompt_mask"], mask.long()], 1)
-                old = trainer._get_per_token_logps_and_entropies(trainer.model, ids, attended, mask.shape[1])[0]
+                old = trainer._get_per_token_logps_and_entropies(
+                    trainer.model, ids, attended, mask.shape[1]
+                )[0]
             inputs["old_per_token_logps"] = old + moved
     loss, gradients = trl_trainers.gradients(trainer, inputs)
     return inputs["advantages"].numpy(), loss, gradients
@@ -201,7 +250,10 @@ def ours(case, directories, given, out):
         other = policy.load(directories[1])
         reference = np.asarray(jax.jit(lambda params: logprobs(params, other)[0])(other.params))
         if "token_kl" in algorithm.inputs:
-            extra = {"token_kl": (here - reference).reshape(P, GROUP, -1), "mask": mask.reshape(P, GROUP, -1)}
+            extra = {
+                "token_kl": (here - reference).reshape(P, GROUP, -1),
+                "mask": mask.reshape(P, GROUP, -1),
+            }
     elif "completion_mask" in algorithm.inputs:
         extra = {"mask": mask.reshape(P, GROUP, -1)}
     advantages = algorithm.advantages(
@@ -249,9 +301,11 @@ def test_a_step_is_that_of_trl(case, directories, tmp_path):
 
         model, (tokens, segments, mask) = policy.load(directories[0]), given.rows
         here = np.asarray(
-            jax.jit(lambda p: model.graph.logprobs(p, tokens, make_step(tokens, segments=segments), 1.0)[0])(
-                model.params
-            )
+            jax.jit(
+                lambda p: model.graph.logprobs(
+                    p, tokens, make_step(tokens, segments=segments), 1.0
+                )[0]
+            )(model.params)
         )
         sampled = here + noise(given, 0.1, seed=8)
         given = dataclasses.replace(
@@ -263,5 +317,7 @@ def test_a_step_is_that_of_trl(case, directories, tmp_path):
     np.testing.assert_allclose(value, loss, atol=1e-5)
     assert slopes.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        np.testing.assert_allclose(slopes[name], gradient, atol=1e-4 * np.abs(gradient).max(), rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            slopes[name], gradient, atol=1e-4 * np.abs(gradient).max(), rtol=0, err_msg=name
+        )
     assert any(gradient.any() for gradient in gradients.values())

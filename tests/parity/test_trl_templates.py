@@ -19,15 +19,28 @@ REWRITING = {"qwen3": 3, "qwen3_5_think": 3, "gptoss": 3}
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_answer_is_learned_once_and_nothing_else(name):
-    for answers, options in ((1, {}), (3, {}), (2, {"reasoning": True}), (2, {"system": name not in NO_SYSTEM})):
+    for answers, options in (
+        (1, {}),
+        (3, {}),
+        (2, {"reasoning": True}),
+        (2, {"system": name not in NO_SYSTEM}),
+    ):
         messages = chat_templates.conversation(answers, **options)
         rows = chat_templates.learned(TEMPLATES[name], messages)
         assert not chat_templates.wrong(rows, answers), rows
     if name in NO_SYSTEM:
-        assert chat_templates.verdict(TEMPLATES[name], chat_templates.conversation(1, system=True)) == "refused"
+        assert (
+            chat_templates.verdict(TEMPLATES[name], chat_templates.conversation(1, system=True))
+            == "refused"
+        )
 
 
 def test_templates_that_only_append_have_one_row_and_others_one_for_each_turn_that_they_rewrite():
     talk = chat_templates.conversation(3)
-    rows = {name: chat_templates.verdict(TEMPLATES[name], talk) for name in (*APPENDING, *REWRITING)}
-    assert rows == {**dict.fromkeys(APPENDING, "1"), **{name: str(count) for name, count in REWRITING.items()}}
+    rows = {
+        name: chat_templates.verdict(TEMPLATES[name], talk) for name in (*APPENDING, *REWRITING)
+    }
+    assert rows == {
+        **dict.fromkeys(APPENDING, "1"),
+        **{name: str(count) for name, count in REWRITING.items()},
+    }

@@ -1,9 +1,10 @@
 """Tiny models of every family, one file each, listed from this folder.
 
-A file holds KINDS: class of `transformers` without its suffix -> Kind; VARIANTS: shapes and switches that the standard
-model leaves at one value, name -> (kind, keys); WIDE: more of them, too many for every run; and GENERATED and
-GENERATED_WIDE, the same for the tests of the generator. PUBLISHED: preset in configs/models/ -> parameters of the
-released model, as its paper or model card gives them. Needs no torch to be imported.
+A file holds KINDS: class of `transformers` without its suffix -> Kind; VARIANTS: shapes and
+switches that the standard model leaves at one value, name -> (kind, keys); WIDE: more of them, too
+many for every run; and GENERATED and GENERATED_WIDE, the same for the tests of the generator.
+PUBLISHED: preset in configs/models/ -> parameters of the released model, as its paper or model card
+gives them. Needs no torch to be imported.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ LLAMA3 = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A tiny model: `base` its configuration, `standard` the switches that a default would hide, `short` the keys that
-    leave as few layers as hold every kind of layer. `config` and `model` name the classes of transformers where they
-    are not {kind}Config and {kind}ForCausalLM; `oracle_class()` makes the model's class where transformers has none.
-    `logits` and `generator` are the tolerances of logits against the oracle and of the generator against the trainer.
-    `required` are keys that have no default, `given` those whose default in transformers works nowhere;
-    `padded`: switches without which transformers gives a row that is padded on the left other logits than the row
-    alone."""
+    """A tiny model: `base` its configuration, `standard` the switches that a default would hide,
+    `short` the keys that leave as few layers as hold every kind of layer. `config` and `model` name
+    the classes of transformers where they are not {kind}Config and {kind}ForCausalLM;
+    `oracle_class()` makes the model's class where transformers has none. `logits` and `generator`
+    are the tolerances of logits against the oracle and of the generator against the trainer.
+    `required` are keys that have no default, `given` those whose default in transformers works
+    nowhere;
+    `padded`: switches without which transformers gives a row that is padded on the left other
+    logits than the row alone."""
 
     model_type: str
     base: dict
@@ -59,7 +62,12 @@ class Kind:
     oracle_class: Callable | None = None
     logits: float = 2e-5
     generator: float = 1e-5
-    required: tuple[str, ...] = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    required: tuple[str, ...] = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    )
     given: dict = field(default_factory=dict)
     padded: dict = field(default_factory=dict)
 

@@ -23,7 +23,17 @@ VARIANTS = {
 WIDE = {
     "cohere2-mha-linear": (
         "Cohere2",
-        {"num_key_value_heads": 4, "rope_parameters": LINEAR, "logit_scale": 1.0, "layer_norm_eps": 1e-2},
+        {
+            "num_key_value_heads": 4,
+            "rope_parameters": LINEAR,
+            "logit_scale": 1.0,
+            "layer_norm_eps": 1e-2,
+        },
     ),
 }
-GENERATED = {"cohere2": ("Cohere2", KINDS["Cohere2"].short | {"logit_scale": 1.0, "tie_word_embeddings": False})}
+GENERATED = {
+    "cohere2": (
+        "Cohere2",
+        KINDS["Cohere2"].short | {"logit_scale": 1.0, "tie_word_embeddings": False},
+    )
+}

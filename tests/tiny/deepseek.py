@@ -28,7 +28,11 @@ KINDS = {
         BASE | _LATENT | {"n_shared_experts": 1},
         {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
-    "DeepseekV32": Kind("deepseek_v32", BASE | _LATENT | _INDEXED | {"n_shared_experts": 1}, {"attention_bias": True}),
+    "DeepseekV32": Kind(
+        "deepseek_v32",
+        BASE | _LATENT | _INDEXED | {"n_shared_experts": 1},
+        {"attention_bias": True},
+    ),
 }
 VARIANTS = {
     "v32-yarn-layer_types": (
@@ -43,7 +47,13 @@ VARIANTS = {
     "v3-biases-tied": ("DeepseekV3", {"attention_bias": True, "tie_word_embeddings": True}),
     "v2-greedy-full_query": (
         "DeepseekV2",
-        {"topk_method": "greedy", "q_lora_rank": None, "n_group": None, "topk_group": None, "mlp_bias": True},
+        {
+            "topk_method": "greedy",
+            "q_lora_rank": None,
+            "n_group": None,
+            "topk_group": None,
+            "mlp_bias": True,
+        },
     ),
     "v2-yarn-mscales-tied": (
         "DeepseekV2",
@@ -55,7 +65,13 @@ VARIANTS = {
     ),
     "v3-one_group-unnormalised-two_shared": (
         "DeepseekV3",
-        {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 2, "q_lora_rank": None},
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "q_lora_rank": None,
+        },
     ),
     "v3-all_moe-halves-linear-no_shared": (
         "DeepseekV3",
@@ -85,7 +101,10 @@ WIDE = {
     ),
     "v2-all_moe-yarn-attention_factor": (
         "DeepseekV2",
-        {"first_k_dense_replace": 0, "rope_parameters": YARN | {"attention_factor": 0.8, "mscale_all_dim": 0.707}},
+        {
+            "first_k_dense_replace": 0,
+            "rope_parameters": YARN | {"attention_factor": 0.8, "mscale_all_dim": 0.707},
+        },
     ),
     "v3-yarn-attention_factor": (
         "DeepseekV3",
@@ -93,14 +112,21 @@ WIDE = {
     ),
     "v3-two_dense-two_groups-eight_chosen": (
         "DeepseekV3",
-        {"first_k_dense_replace": 2, "num_hidden_layers": 6, "n_group": 2, "topk_group": 2, "num_experts_per_tok": 8},
+        {
+            "first_k_dense_replace": 2,
+            "num_hidden_layers": 6,
+            "n_group": 2,
+            "topk_group": 2,
+            "num_experts_per_tok": 8,
+        },
     ),
 }
 _SHORT = {"num_hidden_layers": 2}
 GENERATED = {
     "deepseek-v2-full_query": (
         "DeepseekV2",
-        _SHORT | {"topk_method": "greedy", "q_lora_rank": None, "n_group": None, "topk_group": None},
+        _SHORT
+        | {"topk_method": "greedy", "q_lora_rank": None, "n_group": None, "topk_group": None},
     ),
     "deepseek-v3-groups-yarn": ("DeepseekV3", _SHORT | KINDS["DeepseekV3"].standard),
 }
@@ -110,11 +136,18 @@ GENERATED_WIDE = {
         "DeepseekV3",
         {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 0},
     ),
-    "deepseek-v3-all_moe-deep": ("DeepseekV3", {"first_k_dense_replace": 0, "num_hidden_layers": 5}),
+    "deepseek-v3-all_moe-deep": (
+        "DeepseekV3",
+        {"first_k_dense_replace": 0, "num_hidden_layers": 5},
+    ),
 }
 WIDE |= {
     "v2-biases-full_query": ("DeepseekV2", {"attention_bias": True, "q_lora_rank": None}),
     "v32-topk-longer-than-row": ("DeepseekV32", {"index_topk": 100, "n_shared_experts": 0}),
     "v32-one_dense-of-five": ("DeepseekV32", {"num_hidden_layers": 5, "index_topk": 11}),
 }
-PUBLISHED = {"deepseek-v2-lite": 15_706_484_224, "deepseek-v3": 671_026_419_200, "deepseek-v3.2": 671_877_944_064}
+PUBLISHED = {
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200,
+    "deepseek-v3.2": 671_877_944_064,
+}

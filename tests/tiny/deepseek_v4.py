@@ -1,7 +1,11 @@
 from tiny import BASE, YARN, Kind
 
 _S, _H, _C = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
-_BASE = {key: value for key, value in BASE.items() if key not in ("num_key_value_heads", "intermediate_size")} | {
+_BASE = {
+    key: value
+    for key, value in BASE.items()
+    if key not in ("num_key_value_heads", "intermediate_size")
+} | {
     "initializer_range": 0.1,
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -12,7 +16,8 @@ _BASE = {key: value for key, value in BASE.items() if key not in ("num_key_value
     "o_lora_rank": 10,
     "layer_types": [_S, _H, _C, _C],
     "compress_rates": {_C: 3, _H: 7},
-    # Many index heads: where all relu terms are 0 the scores tie, and libraries choose different entries.
+    # Many index heads: where all relu terms are 0 the scores tie, and libraries choose different
+    # entries.
     "index_n_heads": 16,
     "index_head_dim": 8,
     "index_topk": 4,
@@ -39,11 +44,16 @@ KINDS = {
         padded={"layer_types": [_S] * 4},  # the class compresses padding, too
     ),
 }
-# The model cards have 284 and 1,600 billion; the files of the first hold 284,332,230,231 numbers that are trained. The
-# others are here the correction biases and the tables of experts by token id.
+# The model cards have 284 and 1,600 billion; the files of the first hold 284,332,230,231 numbers
+# that are trained. The others are here the correction biases and the tables of experts by token id.
 PUBLISHED = {"deepseek-v4-flash": 284_334_567_511, "deepseek-v4-pro": 1_572_999_528_803}
 _NESTED = {
-    "main": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0, "partial_rotary_factor": 0.5},
+    "main": {
+        "rope_type": "linear",
+        "rope_theta": 5000.0,
+        "factor": 2.0,
+        "partial_rotary_factor": 0.5,
+    },
     "compress": YARN | {"partial_rotary_factor": 0.25},
 }
 VARIANTS = {
@@ -87,7 +97,9 @@ WIDE = {
         {"index_topk": 100, "num_attention_heads": 1, "o_groups": 1, "num_experts_per_tok": 1},
     ),
 }
-GENERATED = {"deepseek_v4": ("DeepseekV4", KINDS["DeepseekV4"].standard | {"initializer_range": 0.2})}
+GENERATED = {
+    "deepseek_v4": ("DeepseekV4", KINDS["DeepseekV4"].standard | {"initializer_range": 0.2})
+}
 GENERATED_WIDE = {
     "deepseek_v4-repeats": (
         "DeepseekV4",

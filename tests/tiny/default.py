@@ -2,8 +2,8 @@ from tiny import BASE, LLAMA3, Kind
 
 
 def oracle_class():
-    """StableLM with root-mean-square norms, and the tables and the ungated feed-forward that a configuration may ask
-    for.
+    """StableLM with root-mean-square norms, and the tables and the ungated feed-forward that a
+    configuration may ask for.
     """
     import torch
     from transformers import StableLmForCausalLM
@@ -28,7 +28,9 @@ def oracle_class():
             E = self.config.hidden_size
             wavelength = 10000.0 ** (torch.arange(E // 2) / (E // 2 - 1))
             angle = torch.arange(length)[:, None] / wavelength
-            return self.model.embed_positions.weight[:length] + torch.cat([angle.sin(), angle.cos()], dim=-1)
+            return self.model.embed_positions.weight[:length] + torch.cat(
+                [angle.sin(), angle.cos()], dim=-1
+            )
 
     class Ungated(torch.nn.Module):
         def __init__(self, mlp):
@@ -58,7 +60,11 @@ KINDS = {
 VARIANTS = {
     "default-tables-ungated": (
         "ParallelRMS",
-        {"trainable_position_size": 80, "use_untrainable_positional_embedding": True, "mlp_activations": ["relu"]},
+        {
+            "trainable_position_size": 80,
+            "use_untrainable_positional_embedding": True,
+            "mlp_activations": ["relu"],
+        },
     ),
     "default-biases-tied-gelu": (
         "ParallelRMS",
@@ -77,6 +83,10 @@ VARIANTS = {
 WIDE = {
     "default-mha-llama3-five_layers": (
         "ParallelRMS",
-        {"num_key_value_heads": 4, "num_hidden_layers": 5, "rope_parameters": LLAMA3 | {"partial_rotary_factor": 1.0}},
+        {
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 5,
+            "rope_parameters": LLAMA3 | {"partial_rotary_factor": 1.0},
+        },
     )
 }

@@ -25,7 +25,14 @@ VARIANTS = {
 WIDE = {
     "ernie4_5_moe-all_sparse-one_expert": (
         "Ernie4_5_Moe",
-        {"moe_layer_start_index": 0, "moe_k": 1, "moe_num_shared_experts": 1, "num_key_value_heads": 4},
+        {
+            "moe_layer_start_index": 0,
+            "moe_k": 1,
+            "moe_num_shared_experts": 1,
+            "num_key_value_heads": 4,
+        },
     ),
 }
-GENERATED = {"ernie4_5_moe": ("Ernie4_5_Moe", {"num_hidden_layers": 2, "tie_word_embeddings": False})}
+GENERATED = {
+    "ernie4_5_moe": ("Ernie4_5_Moe", {"num_hidden_layers": 2, "tie_word_embeddings": False})
+}

@@ -34,7 +34,9 @@ KINDS = {
 VARIANTS = {
     "falcon_h1-norm-biases-mqa": (
         "FalconH1",
-        _FACTORS | _BIASES | {"mamba_rms_norm": True, "mamba_conv_bias": False, "num_key_value_heads": 1},
+        _FACTORS
+        | _BIASES
+        | {"mamba_rms_norm": True, "mamba_conv_bias": False, "num_key_value_heads": 1},
     ),
     "falcon_h1-norm_after_gate-one_group-tied": (
         "FalconH1",
@@ -49,6 +51,9 @@ VARIANTS = {
     ),
 }
 WIDE = {
-    "falcon_h1-expanded": ("FalconH1", _FACTORS | {"mamba_d_ssm": None, "mamba_d_head": "auto", "mamba_n_heads": 4}),
+    "falcon_h1-expanded": (
+        "FalconH1",
+        _FACTORS | {"mamba_d_ssm": None, "mamba_d_head": "auto", "mamba_n_heads": 4},
+    ),
 }
 GENERATED = {"falcon_h1": ("FalconH1", _FACTORS)}

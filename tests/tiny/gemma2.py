@@ -38,12 +38,23 @@ VARIANTS = {
     ),
 }
 WIDE = {
-    "gemma2-one_layer": ("Gemma2", {"num_hidden_layers": 1, "rms_norm_eps": 1e-2, "query_pre_attn_scalar": 144}),
-    "gemma2-window_of_one-silu": ("Gemma2", {"sliding_window": 1, "hidden_activation": "silu", "head_dim": 8}),
+    "gemma2-one_layer": (
+        "Gemma2",
+        {"num_hidden_layers": 1, "rms_norm_eps": 1e-2, "query_pre_attn_scalar": 144},
+    ),
+    "gemma2-window_of_one-silu": (
+        "Gemma2",
+        {"sliding_window": 1, "hidden_activation": "silu", "head_dim": 8},
+    ),
     "gemma2-window_larger_than_row": ("Gemma2", {"sliding_window": 100, "num_hidden_layers": 6}),
 }
 # A cap at which greedy tokens still differ in probability.
 _CAP = {"final_logit_softcapping": 8.0}
 GENERATED = {"gemma2": ("Gemma2", _CAP | {"num_hidden_layers": 2})}
-GENERATED_WIDE = {"gemma2-odd_layers-untied": ("Gemma2", _CAP | {"num_hidden_layers": 5, "tie_word_embeddings": False})}
+GENERATED_WIDE = {
+    "gemma2-odd_layers-untied": (
+        "Gemma2",
+        _CAP | {"num_hidden_layers": 5, "tie_word_embeddings": False},
+    )
+}
 PUBLISHED = {"gemma2-9b": 9_241_705_984}

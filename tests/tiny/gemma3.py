@@ -51,9 +51,16 @@ WIDE = {
     ),
     "gemma3-all_sliding-silu": (
         "Gemma3",
-        {"num_hidden_layers": 2, "sliding_window": 1, "hidden_activation": "silu", "rms_norm_eps": 1e-2},
+        {
+            "num_hidden_layers": 2,
+            "sliding_window": 1,
+            "hidden_activation": "silu",
+            "rms_norm_eps": 1e-2,
+        },
     ),
 }
 GENERATED = {"gemma3": ("Gemma3", KINDS["Gemma3"].short)}
-GENERATED_WIDE = {"gemma3-remainder": ("Gemma3", {"num_hidden_layers": 8, "final_logit_softcapping": 6.0})}
+GENERATED_WIDE = {
+    "gemma3-remainder": ("Gemma3", {"num_hidden_layers": 8, "final_logit_softcapping": 6.0})
+}
 PUBLISHED = {"gemma3-4b": 3_880_263_168, "gemma3-27b": 27_009_346_304}

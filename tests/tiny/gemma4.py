@@ -2,11 +2,16 @@ from tiny import BASE, VOCAB, Kind
 
 _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1000.0,
+    },
 }
 _TEXT = BASE | {
     "num_hidden_layers": 6,
-    "head_dim": 6,  # scores are not scaled, so that wide heads of random weights would see one token each
+    # scores are not scaled, so that wide heads of random weights would see one token each
+    "head_dim": 6,
     "global_head_dim": 12,
     "sliding_window": 4,
     "final_logit_softcapping": 3.0,
@@ -17,8 +22,9 @@ _MOE = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_int
 _K_IS_V = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 _SHORT = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 _PERIOD = ["sliding_attention"] * 3 + ["full_attention"]
-# The small form: the last layer that keeps the keys of its kind is number 3 (full) and number 4 (sliding). Heads and
-# weights are smaller still, as rounding grows where layers look at the same keys again.
+# The small form: the last layer that keeps the keys of its kind is number 3 (full) and number 4
+# (sliding). Heads and weights are smaller still, as rounding grows where layers look at the same
+# keys again.
 _SMALL = {
     "initializer_range": 0.1,
     "head_dim": 4,
@@ -31,7 +37,11 @@ _SMALL = {
     "use_double_wide_mlp": True,
 }
 # Two layers that keep the keys of their kind, and two that share them.
-_TWO_SHARED = {"num_hidden_layers": 4, "layer_types": _SHORT["layer_types"] * 2, "num_kv_shared_layers": 2}
+_TWO_SHARED = {
+    "num_hidden_layers": 4,
+    "layer_types": _SHORT["layer_types"] * 2,
+    "num_kv_shared_layers": 2,
+}
 _CLASS = {
     "short": _SHORT,
     "config": "Gemma4TextConfig",
@@ -51,7 +61,12 @@ KINDS = {
 VARIANTS = {
     "gemma4-values-biases-last_layer_made_full": (
         "Gemma4",
-        {"num_hidden_layers": 2, "num_global_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": False},
+        {
+            "num_hidden_layers": 2,
+            "num_global_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
     ),
     "gemma4-k_is_v-biases-uncapped-full_first": (
         "Gemma4",
@@ -75,7 +90,10 @@ VARIANTS = {
             "num_key_value_heads": 1,
         },
     ),
-    "gemma4_moe-values-all_experts": ("Gemma4Moe", _SHORT | {"top_k_experts": 8, "num_key_value_heads": 4}),
+    "gemma4_moe-values-all_experts": (
+        "Gemma4Moe",
+        _SHORT | {"top_k_experts": 8, "num_key_value_heads": 4},
+    ),
 }
 WIDE = {
     "gemma4-remainder": ("Gemma4", {"num_hidden_layers": 8}),
@@ -85,13 +103,21 @@ WIDE = {
         _SHORT
         | {
             "rope_parameters": _ROPE
-            | {"full_attention": _ROPE["full_attention"] | {"partial_rotary_factor": 0.6, "factor": 3.0}},
+            | {
+                "full_attention": _ROPE["full_attention"]
+                | {"partial_rotary_factor": 0.6, "factor": 3.0}
+            },
             "global_head_dim": 20,
         },
     ),
     "gemma4_moe-one_expert-silu": (
         "Gemma4Moe",
-        {"top_k_experts": 1, "hidden_activation": "silu", "rms_norm_eps": 1e-2, "num_hidden_layers": 1},
+        {
+            "top_k_experts": 1,
+            "hidden_activation": "silu",
+            "rms_norm_eps": 1e-2,
+            "num_hidden_layers": 1,
+        },
     ),
     "gemma4_small-embeddings_only": (
         "Gemma4Small",
@@ -112,19 +138,27 @@ GENERATED = {
     "gemma4_moe": ("Gemma4Moe", _SHORT | _K_IS_V | _CAP),
     "gemma4_small": (
         "Gemma4Small",
-        _CAP | {"num_hidden_layers": 6, "layer_types": _SHORT["layer_types"] * 3, "num_kv_shared_layers": 4},
+        _CAP
+        | {
+            "num_hidden_layers": 6,
+            "layer_types": _SHORT["layer_types"] * 3,
+            "num_kv_shared_layers": 4,
+        },
     ),
 }
 GENERATED_WIDE = {
-    "gemma4-values-last_layer_made_full": ("Gemma4", _CAP | {"num_hidden_layers": 8, "num_global_key_value_heads": 1}),
+    "gemma4-values-last_layer_made_full": (
+        "Gemma4",
+        _CAP | {"num_hidden_layers": 8, "num_global_key_value_heads": 1},
+    ),
     "gemma4_moe-four_layers": (
         "Gemma4Moe",
         _CAP | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
 }
 PUBLISHED = {
-    # The parameters, and a constant of each layer. The small sizes have 2.3 and 4.5 billion without the table of the
-    # embeddings for each layer, as the model card says.
+    # The parameters, and a constant of each layer. The small sizes have 2.3 and 4.5 billion without
+    # the table of the embeddings for each layer, as the model card says.
     "gemma4-26b-a4b": 25_233_141_760 + 30,
     "gemma4-e2b": 4_628_569_344 + 35,
     "gemma4-e4b": 7_463_013_376 + 42,

@@ -2,7 +2,11 @@ from tiny import BASE, Kind
 
 _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1000.0,
+    },
 }
 _SHORT = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 _K_IS_V = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
@@ -38,6 +42,11 @@ VARIANTS = {
     ),
 }
 WIDE = {
-    "gemma4_unified-default_ropes-mqa": ("Gemma4Unified", _SHORT | {"rope_parameters": None, "num_key_value_heads": 1})
+    "gemma4_unified-default_ropes-mqa": (
+        "Gemma4Unified",
+        _SHORT | {"rope_parameters": None, "num_key_value_heads": 1},
+    )
 }
-GENERATED = {"gemma4_unified": ("Gemma4Unified", _SHORT | _K_IS_V | {"final_logit_softcapping": 6.0})}
+GENERATED = {
+    "gemma4_unified": ("Gemma4Unified", _SHORT | _K_IS_V | {"final_logit_softcapping": 6.0})
+}

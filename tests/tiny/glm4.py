@@ -16,11 +16,19 @@ VARIANTS = {
 WIDE = {
     "glm4-mha-gelu-linear": (
         "Glm4",
-        {"num_key_value_heads": 4, "hidden_act": "gelu", "rope_parameters": LINEAR, "rms_norm_eps": 1e-2},
+        {
+            "num_key_value_heads": 4,
+            "hidden_act": "gelu",
+            "rope_parameters": LINEAR,
+            "rms_norm_eps": 1e-2,
+        },
     ),
     "glm4-one_layer-all_of_a_head": (
         "Glm4",
-        {"num_hidden_layers": 1, "rope_parameters": BASE["rope_parameters"] | {"partial_rotary_factor": 1.0}},
+        {
+            "num_hidden_layers": 1,
+            "rope_parameters": BASE["rope_parameters"] | {"partial_rotary_factor": 1.0},
+        },
     ),
 }
 GENERATED = {"glm4": ("Glm4", {"num_hidden_layers": 2})}

@@ -35,11 +35,16 @@ VARIANTS = {
     ),
 }
 WIDE = {
-    "glm4_moe-no_dense-tied": ("Glm4Moe", {"first_k_dense_replace": 0, "tie_word_embeddings": True}),
+    "glm4_moe-no_dense-tied": (
+        "Glm4Moe",
+        {"first_k_dense_replace": 0, "tie_word_embeddings": True},
+    ),
     "glm4_moe-yarn": (
         "Glm4Moe",
         {"use_qk_norm": True, "rope_parameters": YARN | {"partial_rotary_factor": 1.0}},
     ),
 }
 GENERATED = {"glm4_moe": ("Glm4Moe", {"num_hidden_layers": 2, "use_qk_norm": True})}
-GENERATED_WIDE = {"glm4_moe-biases": ("Glm4Moe", {"attention_bias": True, "first_k_dense_replace": 0})}
+GENERATED_WIDE = {
+    "glm4_moe-biases": ("Glm4Moe", {"attention_bias": True, "first_k_dense_replace": 0})
+}

@@ -24,7 +24,12 @@ KINDS = {
 VARIANTS = {
     "glm4_moe_lite-halves-full_query-biases-tied": (
         "Glm4MoeLite",
-        {"rope_interleave": False, "q_lora_rank": None, "attention_bias": True, "tie_word_embeddings": True},
+        {
+            "rope_interleave": False,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 WIDE = {
@@ -32,9 +37,13 @@ WIDE = {
         "Glm4MoeLite",
         {"n_shared_experts": 0, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
     ),
-    "glm4_moe_lite-yarn": ("Glm4MoeLite", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
+    "glm4_moe_lite-yarn": (
+        "Glm4MoeLite",
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+    ),
 }
 GENERATED = {"glm4_moe_lite": ("Glm4MoeLite", {"num_hidden_layers": 2})}
 GENERATED_WIDE = {"glm4_moe_lite-full_query": ("Glm4MoeLite", {"q_lora_rank": None})}
-# GLM-4.7-Flash has 31.2 billion parameters on its model card, which counts the layer that predicts further tokens.
+# GLM-4.7-Flash has 31.2 billion parameters on its model card, which counts the layer that predicts
+# further tokens.
 PUBLISHED = {"glm-4.7-flash": 29_943_393_920}

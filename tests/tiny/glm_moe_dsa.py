@@ -54,10 +54,19 @@ WIDE = {
             "mlp_layer_types": ["sparse", "sparse", "dense", "sparse", "sparse"],
         },
     ),
-    "glm_moe_dsa-no_shared-topk-longer-than-row": ("GlmMoeDsa", {"index_topk": 100, "n_shared_experts": 0}),
+    "glm_moe_dsa-no_shared-topk-longer-than-row": (
+        "GlmMoeDsa",
+        {"index_topk": 100, "n_shared_experts": 0},
+    ),
     "glm_moe_dsa-one_layer-groups": (
         "GlmMoeDsa",
-        {"num_hidden_layers": 1, "first_k_dense_replace": 0, "n_group": 4, "topk_group": 2, "index_topk": 7},
+        {
+            "num_hidden_layers": 1,
+            "first_k_dense_replace": 0,
+            "n_group": 4,
+            "topk_group": 2,
+            "index_topk": 7,
+        },
     ),
 }
 GENERATED = {"glm_moe_dsa": ("GlmMoeDsa", KINDS["GlmMoeDsa"].standard)}

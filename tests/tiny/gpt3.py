@@ -24,11 +24,20 @@ KINDS = {
     )
 }
 VARIANTS = {
-    "gpt2-untied-one_head-narrow": ("GPT2", {"tie_word_embeddings": False, "n_head": 1, "n_inner": None, "n_layer": 1}),
+    "gpt2-untied-one_head-narrow": (
+        "GPT2",
+        {"tie_word_embeddings": False, "n_head": 1, "n_inner": None, "n_layer": 1},
+    ),
     "gpt2-scales-relu": (
         "GPT2",
-        {"scale_attn_by_inverse_layer_idx": True, "activation_function": "relu", "layer_norm_epsilon": 1e-2},
+        {
+            "scale_attn_by_inverse_layer_idx": True,
+            "activation_function": "relu",
+            "layer_norm_epsilon": 1e-2,
+        },
     ),
 }
-WIDE = {"gpt2-unscaled-eight_heads": ("GPT2", {"scale_attn_weights": False, "n_head": 8, "n_layer": 4})}
+WIDE = {
+    "gpt2-unscaled-eight_heads": ("GPT2", {"scale_attn_weights": False, "n_head": 8, "n_layer": 4})
+}
 PUBLISHED = {"gpt2": 124_439_808, "gpt2-xl": 1_557_611_200}

@@ -1,6 +1,7 @@
 from tiny import BASE, LINEAR, Kind
 
-# Scores and logits are as large as those of the other families: the embeddings' factor is undone by that of the logits.
+# Scores and logits are as large as those of the other families: the embeddings' factor is undone by
+# that of the logits.
 _FACTORS = {
     "embedding_multiplier": 12.0,
     "logits_scaling": 0.3,
@@ -26,7 +27,10 @@ WIDE = {
             "initializer_range": 0.1,
         },
     ),
-    "granite-linear-gelu": ("Granite", {"rope_parameters": LINEAR, "hidden_act": "gelu", "logits_scaling": 0.7}),
+    "granite-linear-gelu": (
+        "Granite",
+        {"rope_parameters": LINEAR, "hidden_act": "gelu", "logits_scaling": 0.7},
+    ),
 }
 GENERATED = {"granite": ("Granite", {"num_hidden_layers": 2})}
 GENERATED_WIDE = {"granite-tied": ("Granite", {"tie_word_embeddings": True, "logits_scaling": 3.0})}

@@ -19,5 +19,10 @@ VARIANTS = {
         {"num_experts_per_tok": 1, "tie_word_embeddings": True, "num_key_value_heads": 1},
     ),
 }
-WIDE = {"granitemoe-two_experts-mha": ("GraniteMoe", {"num_experts_per_tok": 2, "num_key_value_heads": 4})}
+WIDE = {
+    "granitemoe-two_experts-mha": (
+        "GraniteMoe",
+        {"num_experts_per_tok": 2, "num_key_value_heads": 4},
+    )
+}
 GENERATED = {"granitemoe": ("GraniteMoe", {"num_hidden_layers": 2})}

@@ -9,7 +9,9 @@ _FACTORS = {
 KINDS = {
     "GraniteMoeShared": Kind(
         "granitemoeshared",
-        BASE | _FACTORS | {"num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 20},
+        BASE
+        | _FACTORS
+        | {"num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 20},
         {"attention_bias": True},
     )
 }

@@ -14,5 +14,10 @@ VARIANTS = {
         {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 8},
     ),
 }
-WIDE = {"hunyuan_v1_dense-mha-gelu": ("HunYuanDenseV1", {"num_key_value_heads": 4, "hidden_act": "gelu"})}
+WIDE = {
+    "hunyuan_v1_dense-mha-gelu": (
+        "HunYuanDenseV1",
+        {"num_key_value_heads": 4, "hidden_act": "gelu"},
+    )
+}
 GENERATED = {"hunyuan_v1_dense": ("HunYuanDenseV1", {"num_hidden_layers": 2})}

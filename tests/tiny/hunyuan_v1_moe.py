@@ -10,8 +10,18 @@ KINDS = {
 VARIANTS = {
     "hunyuan_v1_moe-biases-mqa-tied": (
         "HunYuanMoEV1",
-        {"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True, "moe_topk": 1},
+        {
+            "attention_bias": True,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "moe_topk": 1,
+        },
     ),
 }
-WIDE = {"hunyuan_v1_moe-mha": ("HunYuanMoEV1", {"num_key_value_heads": 4, "head_dim": 8, "moe_topk": [3, 2, 3]})}
+WIDE = {
+    "hunyuan_v1_moe-mha": (
+        "HunYuanMoEV1",
+        {"num_key_value_heads": 4, "head_dim": 8, "moe_topk": [3, 2, 3]},
+    )
+}
 GENERATED = {"hunyuan_v1_moe": ("HunYuanMoEV1", {"num_hidden_layers": 2})}

@@ -47,9 +47,17 @@ VARIANTS = {
 WIDE = {
     "kimi_linear-query_latent-biases-one_head": (
         "KimiLinear",
-        {"q_lora_rank": 12, "attention_bias": True, "linear_num_heads": 1, "num_expert_group": 1, "topk_group": 1},
+        {
+            "q_lora_rank": 12,
+            "attention_bias": True,
+            "linear_num_heads": 1,
+            "num_expert_group": 1,
+            "topk_group": 1,
+        },
     ),
     "kimi_linear-derived_types": ("KimiLinear", {"layer_types": None, "num_hidden_layers": 5}),
 }
 GENERATED = {"kimi_linear": ("KimiLinear", {})}
-GENERATED_WIDE = {"kimi_linear-linear_alone": ("KimiLinear", {"layer_types": [_L] * 3, "linear_head_dim": 10})}
+GENERATED_WIDE = {
+    "kimi_linear-linear_alone": ("KimiLinear", {"layer_types": [_L] * 3, "linear_head_dim": 10})
+}

@@ -28,11 +28,21 @@ VARIANTS = {
 WIDE = {
     "lfm2-attention_alone-multiplied_width": (
         "Lfm2",
-        {"layer_types": None, "num_hidden_layers": 2, "block_ffn_dim_multiplier": 1.3, "norm_eps": 1e-2},
+        {
+            "layer_types": None,
+            "num_hidden_layers": 2,
+            "block_ffn_dim_multiplier": 1.3,
+            "norm_eps": 1e-2,
+        },
     ),
     "lfm2-one_convolution": (
         "Lfm2",
-        {"layer_types": [_C], "num_hidden_layers": 1, "conv_L_cache": 2, "block_auto_adjust_ff_dim": False},
+        {
+            "layer_types": [_C],
+            "num_hidden_layers": 1,
+            "conv_L_cache": 2,
+            "block_auto_adjust_ff_dim": False,
+        },
     ),
     "lfm2-mha-yarn": ("Lfm2", {"num_key_value_heads": 4, "rope_parameters": YARN, "head_dim": 12}),
     "lfm2-linear": ("Lfm2", {"rope_parameters": LINEAR, "conv_bias": True}),

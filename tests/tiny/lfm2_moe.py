@@ -1,8 +1,17 @@
 from tiny import BASE, Kind
 
 _C, _F = "conv", "full_attention"
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_dense_layers": 1}
-_BASE = BASE | _EXPERTS | {"num_hidden_layers": 4, "layer_types": [_C, _F, _C, _C], "routed_scaling_factor": 1.5}
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "num_dense_layers": 1,
+}
+_BASE = (
+    BASE
+    | _EXPERTS
+    | {"num_hidden_layers": 4, "layer_types": [_C, _F, _C, _C], "routed_scaling_factor": 1.5}
+)
 KINDS = {
     "Lfm2Moe": Kind(
         "lfm2_moe",

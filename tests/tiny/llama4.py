@@ -1,6 +1,11 @@
 from tiny import BASE, LINEAR, LLAMA3, YARN, Kind
 
-_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size": 24, "intermediate_size_mlp": 40}
+_EXPERTS = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+}
 _POSITIONS = {"attention_chunk_size": 5, "floor_scale": 4, "attn_scale": 0.4, "head_dim": 8}
 KINDS = {
     "Llama4": Kind(
@@ -15,11 +20,19 @@ KINDS = {
 VARIANTS = {
     "llama4-scout": (
         "Llama4",
-        {"head_dim": 10, "rope_parameters": LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 1.0}},
+        {
+            "head_dim": 10,
+            "rope_parameters": LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 1.0},
+        },
     ),
     "llama4-maverick": (
         "Llama4",
-        {"use_qk_norm": False, "interleave_moe_layer_step": 2, "num_key_value_heads": 1, "num_hidden_layers": 6},
+        {
+            "use_qk_norm": False,
+            "interleave_moe_layer_step": 2,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 6,
+        },
     ),
     # Yarn's factor on cos and sin shows that queries and keys are normed after they are rotated.
     "llama4-lists-mha-tied-biases-untuned-yarn": (
@@ -39,7 +52,10 @@ VARIANTS = {
 }
 WIDE = {
     "llama4-all_experts": ("Llama4", {"num_experts_per_tok": 8, "rope_parameters": LINEAR}),
-    "llama4-all_dense-gelu": ("Llama4", {"moe_layers": [], "hidden_act": "gelu", "num_hidden_layers": 3}),
+    "llama4-all_dense-gelu": (
+        "Llama4",
+        {"moe_layers": [], "hidden_act": "gelu", "num_hidden_layers": 3},
+    ),
     "llama4-layer_types-apart-from-rope": (
         "Llama4",
         {

@@ -14,6 +14,9 @@ VARIANTS = {
     ),
 }
 WIDE = {
-    "minimax_m2-mha-linear": ("MiniMaxM2", {"num_key_value_heads": 4, "rope_parameters": LINEAR, "head_dim": 8}),
+    "minimax_m2-mha-linear": (
+        "MiniMaxM2",
+        {"num_key_value_heads": 4, "rope_parameters": LINEAR, "head_dim": 8},
+    ),
 }
 GENERATED = {"minimax_m2": ("MiniMaxM2", {"num_hidden_layers": 2, "rotary_dim": 4})}

@@ -46,4 +46,6 @@ WIDE = {
     ),
 }
 GENERATED = {"mistral4": ("Mistral4", {"num_hidden_layers": 2})}
-GENERATED_WIDE = {"mistral4-full_query": ("Mistral4", {"q_lora_rank": None, "first_k_dense_replace": 1})}
+GENERATED_WIDE = {
+    "mistral4-full_query": ("Mistral4", {"q_lora_rank": None, "first_k_dense_replace": 1})
+}

@@ -1,7 +1,8 @@
 from tiny import BASE, Kind
 
 _M, _A = "linear_attention", "full_attention"
-# transformers bounds the time step below by time_step_min, and takes its logarithm; released code does not bound it.
+# transformers bounds the time step below by time_step_min, and takes its logarithm; released code
+# does not bound it.
 _BASE = {key: value for key, value in BASE.items() if key != "rope_parameters"} | {
     "head_dim": 10,
     "num_hidden_layers": 5,
@@ -29,7 +30,13 @@ KINDS = {
 VARIANTS = {
     "nemotron_h-one_group-no_bias-mqa": (
         "NemotronH",
-        {"n_groups": 1, "mamba_num_heads": 3, "use_conv_bias": False, "conv_kernel": 2, "num_key_value_heads": 1},
+        {
+            "n_groups": 1,
+            "mamba_num_heads": 3,
+            "use_conv_bias": False,
+            "conv_kernel": 2,
+            "num_key_value_heads": 1,
+        },
     ),
 }
 WIDE = {

@@ -8,7 +8,10 @@ VARIANTS = {
     ),
 }
 WIDE = {
-    "olmo2-yarn-gelu": ("Olmo2", {"rope_parameters": YARN, "hidden_act": "gelu", "rms_norm_eps": 1e-2}),
+    "olmo2-yarn-gelu": (
+        "Olmo2",
+        {"rope_parameters": YARN, "hidden_act": "gelu", "rms_norm_eps": 1e-2},
+    ),
     "olmo2-one_layer-linear": ("Olmo2", {"num_hidden_layers": 1, "rope_parameters": LINEAR}),
 }
 GENERATED = {"olmo2": ("Olmo2", {"num_hidden_layers": 2, "num_key_value_heads": 4})}

@@ -19,7 +19,12 @@ KINDS = {
 VARIANTS = {
     "olmo3-remainder-mha-tied-biases": (
         "Olmo3",
-        {"num_hidden_layers": 6, "num_key_value_heads": 4, "tie_word_embeddings": True, "attention_bias": True},
+        {
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
     ),
     "olmo3-layer_types-mqa-linear-head_dim": (
         "Olmo3",
@@ -33,10 +38,18 @@ VARIANTS = {
     ),
 }
 WIDE = {
-    "olmo3-eight_layers-gelu": ("Olmo3", {"num_hidden_layers": 8, "hidden_act": "gelu", "rms_norm_eps": 1e-2}),
+    "olmo3-eight_layers-gelu": (
+        "Olmo3",
+        {"num_hidden_layers": 8, "hidden_act": "gelu", "rms_norm_eps": 1e-2},
+    ),
     "olmo3-all_sliding": ("Olmo3", {"num_hidden_layers": 2}),
-    "olmo3-all_full-yarn": ("Olmo3", _rope(YARN) | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}),
+    "olmo3-all_full-yarn": (
+        "Olmo3",
+        _rope(YARN) | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
+    ),
 }
 GENERATED = {"olmo3": ("Olmo3", KINDS["Olmo3"].standard | KINDS["Olmo3"].short)}
-GENERATED_WIDE = {"olmo3-remainder": ("Olmo3", {"num_hidden_layers": 6, "tie_word_embeddings": True})}
+GENERATED_WIDE = {
+    "olmo3-remainder": ("Olmo3", {"num_hidden_layers": 6, "tie_word_embeddings": True})
+}
 PUBLISHED = {"olmo3-7b": 7_298_011_136}

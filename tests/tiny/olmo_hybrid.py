@@ -36,7 +36,12 @@ VARIANTS = {
 WIDE = {
     "olmo_hybrid-one_key_head": (
         "OlmoHybrid",
-        {"linear_num_key_heads": 1, "num_hidden_layers": 3, "layer_types": [_F, _L, _F], "rms_norm_eps": 1e-2},
+        {
+            "linear_num_key_heads": 1,
+            "num_hidden_layers": 3,
+            "layer_types": [_F, _L, _F],
+            "rms_norm_eps": 1e-2,
+        },
     ),
 }
 GENERATED = {"olmo_hybrid": ("OlmoHybrid", {})}

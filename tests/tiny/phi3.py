@@ -9,14 +9,21 @@ _LONG = {
     "long_factor": [1.5, 4.0, 9.0],
 }
 _LONGROPE = {"rope_parameters": _LONG, "original_max_position_embeddings": 16}
-# With the short factors in every test: where a sequence grows past the limit transformers mixes the two sets, since it
-# keeps the keys that it has.
+# With the short factors in every test: where a sequence grows past the limit transformers mixes the
+# two sets, since it keeps the keys that it has.
 _SHORT_FACTORS = _LONGROPE | {"original_max_position_embeddings": 110}
 KINDS = {
     "Phi3": Kind(
         "phi3",
-        # Smaller weights: LongRoPE's attention factor makes scores larger, which amplifies rounding.
-        BASE | {"hidden_size": 48, "initializer_range": 0.15, "partial_rotary_factor": 0.5, "rope_parameters": _HALF},
+        # Smaller weights: LongRoPE's attention factor makes scores larger, which amplifies
+        # rounding.
+        BASE
+        | {
+            "hidden_size": 48,
+            "initializer_range": 0.15,
+            "partial_rotary_factor": 0.5,
+            "rope_parameters": _HALF,
+        },
         _SHORT_FACTORS | {"tie_word_embeddings": True},
     )
 }
@@ -33,7 +40,10 @@ VARIANTS = {
     ),
 }
 WIDE = {
-    "phi3-mha-half-gelu": ("Phi3", {"num_key_value_heads": 4, "hidden_act": "gelu", "sliding_window": 1000}),
+    "phi3-mha-half-gelu": (
+        "Phi3",
+        {"num_key_value_heads": 4, "hidden_act": "gelu", "sliding_window": 1000},
+    ),
     "phi3-longrope-attention_factor": (
         "Phi3",
         _LONGROPE | {"rope_parameters": _LONG | {"attention_factor": 1.4}, "num_hidden_layers": 1},

@@ -22,7 +22,12 @@ WIDE = {
     "qwen3-mha-untied-linear": ("Qwen3", {"num_key_value_heads": 4, "rope_parameters": LINEAR}),
     "qwen3-mqa-window-larger-than-row": (
         "Qwen3",
-        {"num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 0},
+        {
+            "num_key_value_heads": 1,
+            "use_sliding_window": True,
+            "sliding_window": 100,
+            "max_window_layers": 0,
+        },
     ),
 }
 GENERATED = {"qwen3-window": ("Qwen3", _WINDOW | {"max_window_layers": 1})}

@@ -1,7 +1,7 @@
 from tiny import BASE, YARN, Kind
 
-# Small weights and key heads of 16: the gated norm divides by the size of its input, and with larger ones float32
-# itself is off by more than the tolerance.
+# Small weights and key heads of 16: the gated norm divides by the size of its input, and with
+# larger ones float32 itself is off by more than the tolerance.
 HYBRID = BASE | {
     "num_hidden_layers": 4,
     "initializer_range": 0.1,
@@ -21,7 +21,11 @@ SPARSE = {
 ROTARY = {"rope_parameters": BASE["rope_parameters"] | {"partial_rotary_factor": 0.25}}
 SHORT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _LOOSE = {"logits": 1e-4, "generator": 5e-5}
-KINDS = {"Qwen3Next": Kind("qwen3_next", HYBRID | SPARSE | ROTARY, {"mlp_only_layers": [1]}, SHORT, **_LOOSE)}
+KINDS = {
+    "Qwen3Next": Kind(
+        "qwen3_next", HYBRID | SPARSE | ROTARY, {"mlp_only_layers": [1]}, SHORT, **_LOOSE
+    )
+}
 VARIANTS = {
     "qwen3_next-one_key_head-five_layers": (
         "Qwen3Next",
@@ -46,7 +50,10 @@ VARIANTS = {
     ),
 }
 WIDE = {
-    "qwen3_next-dense-interval": ("Qwen3Next", {"decoder_sparse_step": 5, "full_attention_interval": 2}),
+    "qwen3_next-dense-interval": (
+        "Qwen3Next",
+        {"decoder_sparse_step": 5, "full_attention_interval": 2},
+    ),
     "qwen3_next-wide_values": (
         "Qwen3Next",
         {"linear_value_head_dim": 24, "linear_num_key_heads": 4, "num_key_value_heads": 4},

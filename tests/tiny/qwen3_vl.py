@@ -1,11 +1,14 @@
 from tiny import BASE, LINEAR, Kind
 
-_SECTIONS = {"rope_parameters": BASE["rope_parameters"] | {"mrope_section": [3, 1, 1], "mrope_interleaved": True}}
+_SECTIONS = {
+    "rope_parameters": BASE["rope_parameters"]
+    | {"mrope_section": [3, 1, 1], "mrope_interleaved": True}
+}
 
 
 def text_class(library: str, name: str, part: str = "Text"):
-    """A function that returns the text model of a multimodal class with a head, which transformers has only as a `part`
-    of that class."""
+    """A function that returns the text model of a multimodal class with a head, which transformers
+    has only as a `part` of that class."""
 
     def oracle_class():
         import importlib
@@ -15,7 +18,10 @@ def text_class(library: str, name: str, part: str = "Text"):
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         module = importlib.import_module(f"transformers.models.{library}.modeling_{library}")
-        base, text = getattr(module, f"{name}PreTrainedModel"), getattr(module, f"{name}{part}Model")
+        base, text = (
+            getattr(module, f"{name}PreTrainedModel"),
+            getattr(module, f"{name}{part}Model"),
+        )
         config = getattr(importlib.import_module("transformers"), f"{name}TextConfig")
 
         class WithHead(base, GenerationMixin):
@@ -30,7 +36,9 @@ def text_class(library: str, name: str, part: str = "Text"):
                 self.generation_config.use_cache = False  # forward keeps no cache
 
             def forward(self, input_ids, **inputs):
-                return CausalLMOutputWithPast(logits=self.lm_head(self.model(input_ids, **inputs)[0]))
+                return CausalLMOutputWithPast(
+                    logits=self.lm_head(self.model(input_ids, **inputs)[0])
+                )
 
         return WithHead
 
@@ -48,5 +56,7 @@ KINDS = {
         oracle_class=text_class("qwen3_vl", "Qwen3VL"),
     )
 }
-VARIANTS = {"qwen3_vl-biases-untied": ("Qwen3VL", {"attention_bias": True, "rope_parameters": LINEAR})}
+VARIANTS = {
+    "qwen3_vl-biases-untied": ("Qwen3VL", {"attention_bias": True, "rope_parameters": LINEAR})
+}
 PUBLISHED = {"qwen3-vl-2b": 1_720_574_976, "qwen3-vl-8b": 8_190_735_360}

@@ -1,7 +1,10 @@
 from tiny import BASE, Kind
 from tiny.qwen3_vl import text_class
 
-_SECTIONS = {"rope_parameters": BASE["rope_parameters"] | {"mrope_section": [3, 1, 1], "mrope_interleaved": True}}
+_SECTIONS = {
+    "rope_parameters": BASE["rope_parameters"]
+    | {"mrope_section": [3, 1, 1], "mrope_interleaved": True}
+}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 10}
 # With text alone; tests/media_oracles.py has the models with pictures.
 KINDS = {
@@ -17,7 +20,12 @@ KINDS = {
 VARIANTS = {
     "qwen3_vl_moe-sparse_step-untied": (
         "Qwen3VLMoe",
-        {"num_hidden_layers": 5, "decoder_sparse_step": 2, "tie_word_embeddings": False, "num_experts_per_tok": 8},
+        {
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "tie_word_embeddings": False,
+            "num_experts_per_tok": 8,
+        },
     )
 }
 PUBLISHED = {"qwen3-vl-30b-a3b": 30_532_122_624}

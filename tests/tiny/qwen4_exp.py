@@ -1,7 +1,8 @@
 from tiny import Kind
 from tiny.qwen3_next import HYBRID, ROTARY, SHORT, SPARSE
 
-# Many index heads: where all relu terms are 0 the scores tie, and libraries choose different blocks.
+# Many index heads: where all relu terms are 0 the scores tie, and libraries choose different
+# blocks.
 _INDEXER = {
     "indexer_n_heads": 16,
     "indexer_kv_heads": 1,
@@ -64,10 +65,19 @@ VARIANTS = {
     ),
 }
 WIDE = {
-    "qwen4_exp-blocks_of_one_token": ("Qwen4Exp", {"indexer_compress_ratio": 1, "indexer_budget": 5}),
-    "qwen4_exp-budget-longer-than-row": ("Qwen4Exp", {"indexer_budget": 96, "full_attention_interval": 2}),
+    "qwen4_exp-blocks_of_one_token": (
+        "Qwen4Exp",
+        {"indexer_compress_ratio": 1, "indexer_budget": 5},
+    ),
+    "qwen4_exp-budget-longer-than-row": (
+        "Qwen4Exp",
+        {"indexer_budget": 96, "full_attention_interval": 2},
+    ),
 }
 # Larger weights: with the others the tokens of a greedy completion are all as likely.
 GENERATED = {
-    "qwen4_exp": ("Qwen4Exp", KINDS["Qwen4Exp"].standard | KINDS["Qwen4Exp"].short | {"initializer_range": 0.25})
+    "qwen4_exp": (
+        "Qwen4Exp",
+        KINDS["Qwen4Exp"].standard | KINDS["Qwen4Exp"].short | {"initializer_range": 0.25},
+    )
 }

@@ -6,7 +6,12 @@ KINDS = {"SeedOss": Kind("seed_oss", BASE | _EVALUATED | {"head_dim": 10}, {"mlp
 VARIANTS = {
     "seed_oss-out_bias-mqa-tied": (
         "SeedOss",
-        {"attention_out_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 24},
+        {
+            "attention_out_bias": True,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "head_dim": 24,
+        },
     ),
 }
 WIDE = {

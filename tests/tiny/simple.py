@@ -11,7 +11,8 @@ def _swapped(name, sizes):
             super().__init__()
             widths = [getattr(config, size) for size in sizes]
             self.mats = torch.nn.ModuleList(
-                torch.nn.Linear(a, b, bias=False) for a, b in zip(widths[:-1], widths[1:], strict=True)
+                torch.nn.Linear(a, b, bias=False)
+                for a, b in zip(widths[:-1], widths[1:], strict=True)
             )
 
         def forward(self, hidden_states, **kwargs):
@@ -21,7 +22,9 @@ def _swapped(name, sizes):
 
     def __init__(self, config):
         LlamaForCausalLM.__init__(self, config)
-        self.model.layers = torch.nn.ModuleList(Matrices(config) for _ in range(config.num_hidden_layers))
+        self.model.layers = torch.nn.ModuleList(
+            Matrices(config) for _ in range(config.num_hidden_layers)
+        )
         self.post_init()
 
     return type(name, (LlamaForCausalLM,), {"__init__": __init__})
@@ -37,12 +40,27 @@ def simple_mlp():
 
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers")
 KINDS = {
-    "Simple": Kind("llama", BASE, config="LlamaConfig", model="SimpleLM", oracle_class=simple, required=_REQUIRED),
+    "Simple": Kind(
+        "llama",
+        BASE,
+        config="LlamaConfig",
+        model="SimpleLM",
+        oracle_class=simple,
+        required=_REQUIRED,
+    ),
     "SimpleMlp": Kind(
-        "llama", BASE, config="LlamaConfig", model="SimpleMlpLM", oracle_class=simple_mlp, required=_REQUIRED
+        "llama",
+        BASE,
+        config="LlamaConfig",
+        model="SimpleMlpLM",
+        oracle_class=simple_mlp,
+        required=_REQUIRED,
     ),
 }
 VARIANTS = {
-    "simple-tied-one_layer": ("Simple", {"tie_word_embeddings": True, "num_hidden_layers": 1, "rms_norm_eps": 1e-2}),
+    "simple-tied-one_layer": (
+        "Simple",
+        {"tie_word_embeddings": True, "num_hidden_layers": 1, "rms_norm_eps": 1e-2},
+    ),
     "simple_mlp-wide-five_layers": ("SimpleMlp", {"intermediate_size": 70, "num_hidden_layers": 5}),
 }

@@ -32,7 +32,10 @@ WIDE = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
-    "smollm3-no_rope_anywhere": ("SmolLM3", {"no_rope_layers": [0, 0, 0], "num_key_value_heads": 4}),
+    "smollm3-no_rope_anywhere": (
+        "SmolLM3",
+        {"no_rope_layers": [0, 0, 0], "num_key_value_heads": 4},
+    ),
     "smollm3-unused_window-linear": (
         "SmolLM3",
         {"sliding_window": 4, "no_rope_layer_interval": 2, "rope_parameters": LINEAR},

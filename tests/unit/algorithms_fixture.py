@@ -1,4 +1,5 @@
-"""One prompt, four completions of 4, 2, 3 and 1 tokens; float64 results for them were computed apart, with numpy.
+"""One prompt, four completions of 4, 2, 3 and 1 tokens; float64 results for them were computed
+apart, with numpy.
 
 Where a row has ended every array holds garbage, so that each check also checks the masking.
 """
@@ -27,7 +28,13 @@ SAMPLER = padded([[-0.95, -1, -0.28, -0.66], [-0.8, -0.55], [-1.9, -0.5, -0.7], 
 
 def inputs(with_ref=False, with_sampler=False, **others):
     advantages = rl.algorithms.get("grpo").advantages(REWARDS)[0]
-    arrays = {"logp": LOGP, "old_logp": OLD, "mask": MASK, "advantages": advantages, "prompt": np.zeros(4, np.int32)}
+    arrays = {
+        "logp": LOGP,
+        "old_logp": OLD,
+        "mask": MASK,
+        "advantages": advantages,
+        "prompt": np.zeros(4, np.int32),
+    }
     if with_ref:
         arrays["ref_logp"] = REF
     if with_sampler:

@@ -1,4 +1,5 @@
-"""Reward functions that go wrong on the completion "bad"; any other completion scores its length."""
+"""Reward functions that go wrong on the completion "bad"; any other completion scores its
+length."""
 
 import ctypes
 import os
@@ -84,7 +85,9 @@ def closes_everything(prompts, completions):
 
 def writes_everywhere(prompts, completions):
     if "bad" in completions:
-        for descriptor in range(3, 1024):  # the worker's pipes have high numbers where the run has many files open
+        for descriptor in range(
+            3, 1024
+        ):  # the worker's pipes have high numbers where the run has many files open
             try:
                 os.write(descriptor, b"\xff" * 100)
             except OSError:

@@ -1,4 +1,5 @@
-"""What the checkpoint tests run in processes of their own: several devices, a limit on file sizes, a kill.
+"""What the checkpoint tests run in processes of their own: several devices, a limit on file sizes,
+a kill.
 
 `python checkpoint_process.py ROLE DIRECTORY`; a failed assertion is the exit status.
 """
@@ -12,7 +13,9 @@ import resource
 import signal
 import sys
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
@@ -24,7 +27,8 @@ from rl.run.checkpoint import Checkpoints
 
 
 def values(number: int) -> dict[str, np.ndarray]:
-    """The arrays of a checkpoint are a function of its number, so that any of them can be checked."""
+    """The arrays of a checkpoint are a function of its number, so that any of them can be
+    checked."""
     rng = np.random.default_rng(number)
     return {
         "matrix": rng.normal(size=(512, 256)).astype(np.float32),
@@ -53,7 +57,8 @@ def check(restored) -> None:
 
 
 def limited(directory: str) -> None:
-    """The disk is 'full' (files of at most so many bytes) in several of the places where a save writes."""
+    """The disk is 'full' (files of at most so many bytes) in several of the places where a save
+    writes."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stdout, format="%(name)s %(levelname)s %(message)s")
     checkpoints = Checkpoints(directory, keep=1)
@@ -71,8 +76,8 @@ def limited(directory: str) -> None:
 
 
 def full(directory: str) -> None:
-    """A save finds room for any share of its bytes: the checkpoint before it stays, and nothing but a message is
-    shown.
+    """A save finds room for any share of its bytes: the checkpoint before it stays, and nothing but
+    a message is shown.
     """
     logging.basicConfig(stream=sys.stdout, format="%(name)s %(levelname)s %(message)s")
     import full_disk
@@ -81,7 +86,8 @@ def full(directory: str) -> None:
     checkpoints = Checkpoints(directory, keep=1)
     arrays = {f"p/{i}": jnp.full((64, 40 * (i + 1)), i, jnp.float32) for i in range(12)}
     arrays = {
-        name: jnp.cumsum(jnp.sin(jnp.arange(a.size, dtype=jnp.float32))).reshape(a.shape) for name, a in arrays.items()
+        name: jnp.cumsum(jnp.sin(jnp.arange(a.size, dtype=jnp.float32))).reshape(a.shape)
+        for name, a in arrays.items()
     }
     checkpoints.save(1, arrays, {"number": 1}, wait=True)
     size, number = full_disk.used(directory), 1
@@ -97,7 +103,8 @@ def full(directory: str) -> None:
 
 
 def sharded(directory: str) -> None:
-    """Arrays over four devices, split, replicated and both; donated right after the save; restored to another mesh."""
+    """Arrays over four devices, split, replicated and both; donated right after the save; restored
+    to another mesh."""
     split = NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec("x"))
     everywhere = NamedSharding(split.mesh, PartitionSpec())
     square = NamedSharding(jax.make_mesh((2, 2), ("x", "y")), PartitionSpec("x"))
@@ -109,8 +116,13 @@ def sharded(directory: str) -> None:
         "both": jax.device_put(large[512:1024], square),
         "scalar": jax.device_put(np.int32(-3), everywhere),
     }
-    template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
-    overwrite = {name: jax.jit(jnp.negative, donate_argnums=0, out_shardings=x.sharding) for name, x in arrays.items()}
+    template = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
+    )
+    overwrite = {
+        name: jax.jit(jnp.negative, donate_argnums=0, out_shardings=x.sharding)
+        for name, x in arrays.items()
+    }
 
     def step(tree):
         return {name: overwrite[name](x) for name, x in tree.items()}
@@ -130,7 +142,8 @@ def sharded(directory: str) -> None:
         for name in before:
             assert tree[name].sharding == expected[name].sharding, name
             assert all(
-                np.asarray(s.data).tobytes() == before[name][s.index].tobytes() for s in tree[name].addressable_shards
+                np.asarray(s.data).tobytes() == before[name][s.index].tobytes()
+                for s in tree[name].addressable_shards
             )
     # What was restored can be donated like any other array.
     again = jax.tree.map(np.asarray, step(step(restored)))
@@ -139,4 +152,6 @@ def sharded(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    {"save": continue_saving, "limited": limited, "full": full, "sharded": sharded}[sys.argv[1]](sys.argv[2])
+    {"save": continue_saving, "limited": limited, "full": full, "sharded": sharded}[sys.argv[1]](
+        sys.argv[2]
+    )

@@ -1,8 +1,8 @@
 """Forms of answers with the right verdict: (completion, answer, score).
 
-BOTH holds for both verifiers of `math`. SYMBOLIC needs math-verify: the text verifier gives 0. NUMBERS is for
-`numeric_answer`, which looks for the last number. B puts a text in a box. Cases of the issues 14, 44 and 76 of Math-Verify
-are among them.
+BOTH holds for both verifiers of `math`. SYMBOLIC needs math-verify: the text verifier gives 0.
+NUMBERS is for `numeric_answer`, which looks for the last number. B puts a text in a box. Cases of
+the issues 14, 44 and 76 of Math-Verify are among them.
 """
 
 

@@ -1,4 +1,5 @@
-"""GRPO's advantages, losses, gradients and metrics against numbers computed apart; see algorithms_fixture."""
+"""GRPO's advantages, losses, gradients and metrics against numbers computed apart; see
+algorithms_fixture."""
 
 import jax
 import numpy as np
@@ -32,7 +33,9 @@ def test_advantages(options, expected):
 def test_batch_scale_divides_by_the_deviation_of_all_rewards():
     rewards = np.array([[1.0, 0.0], [4.0, 8.0], [5.0, 5.0]])
     expected = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(ddof=1) + 1e-4)
-    np.testing.assert_allclose(rl.algorithms.get("grpo", scale="batch").advantages(rewards), expected, atol=1e-12)
+    np.testing.assert_allclose(
+        rl.algorithms.get("grpo", scale="batch").advantages(rewards), expected, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none", "others"])
@@ -140,7 +143,9 @@ def test_loss_with_the_samplers_log_probabilities(options, expected):
 
 def test_the_correction_leaves_the_kl_term_alone():
     arrays = inputs(with_sampler=True, with_ref=True)
-    close(grpo_loss(arrays, correction="token_truncate", kl_coef=0.04)[0], -0.463287 + 0.04 * 0.012077)
+    close(
+        grpo_loss(arrays, correction="token_truncate", kl_coef=0.04)[0], -0.463287 + 0.04 * 0.012077
+    )
 
 
 def test_clip_fractions():
@@ -154,14 +159,18 @@ def test_clip_fractions():
 
 
 def test_sampler_metrics():
-    metrics = grpo_loss(inputs(with_sampler=True), correction="token_mask", correction_min=0.96, correction_max=1.05)[1]
+    metrics = grpo_loss(
+        inputs(with_sampler=True), correction="token_mask", correction_min=0.96, correction_max=1.05
+    )[1]
     close(metrics["sampler/logp_diff_mean"], 0.128)
     close(metrics["sampler/logp_diff_max"], 1.1)
     close(metrics["sampler/mult_prob_error"], 1.218875)
     close(metrics["sampler/ess"], 0.801019)
     close(metrics["sampler/kl"], -0.114)
     close(metrics["sampler/k3_kl"], 0.090870)
-    close(metrics["sampler/is_oob_ratio"], 0.4)  # log weights 0.05, 0.06, -0.05 and 1.1, of ten tokens
+    close(
+        metrics["sampler/is_oob_ratio"], 0.4
+    )  # log weights 0.05, 0.06, -0.05 and 1.1, of ten tokens
     close(metrics["sampler/is_ratio_max"], np.exp(1.1))
     close(metrics["sampler/is_ratio_min"], np.exp(-0.05))
 
@@ -179,12 +188,15 @@ def test_gradient_is_zero_on_padding_and_on_clipped_tokens():
 
 
 def test_sequence_token_ratio_gives_each_token_the_gradient_of_its_own_advantage():
-    """With one advantage in a sequence it is GSPO's gradient; with several, each token follows its own."""
+    """With one advantage in a sequence it is GSPO's gradient; with several, each token follows its
+    own."""
     advantages = np.ones((4, 4), np.float32) * np.array([[1.0], [-1.0], [2.0], [0.0]], np.float32)
 
     def gradient(ratio):
         algorithm = rl.algorithms.get("grpo", ratio=ratio, epsilon=10.0, aggregation="sequence")
-        return np.asarray(jax.grad(lambda logp: algorithm.loss(inputs(logp=logp, advantages=advantages))[0])(LOGP))
+        return np.asarray(
+            jax.grad(lambda logp: algorithm.loss(inputs(logp=logp, advantages=advantages))[0])(LOGP)
+        )
 
     close(gradient("sequence_token"), gradient("sequence"))
     advantages[0, 1:] = 0.0
@@ -196,11 +208,19 @@ def test_kl_gradients_are_those_of_their_estimators():
     """k2: lp - lr; k3: 1 - exp(lr - lp); unbiased: R (lp - lr); each over the number of tokens."""
     zero = np.zeros(4, np.float32)
     arrays = inputs(with_ref=True)
-    logp, old, ref = (np.where(arrays.mask, array, 0) for array in (arrays.logp, arrays.old_logp, arrays.ref_logp))
-    expected = {"k2": logp - ref, "k3": 1 - np.exp(ref - logp), "unbiased": np.exp(logp - old) * (logp - ref)}
+    logp, old, ref = (
+        np.where(arrays.mask, array, 0) for array in (arrays.logp, arrays.old_logp, arrays.ref_logp)
+    )
+    expected = {
+        "k2": logp - ref,
+        "k3": 1 - np.exp(ref - logp),
+        "unbiased": np.exp(logp - old) * (logp - ref),
+    }
     for kl, values in expected.items():
         algorithm = rl.algorithms.get("grpo", kl=kl, kl_coef=0.5)
-        gradient = jax.grad(lambda logp, a=algorithm: a.loss(inputs(True, logp=logp, advantages=zero))[0])(LOGP)
+        gradient = jax.grad(
+            lambda logp, a=algorithm: a.loss(inputs(True, logp=logp, advantages=zero))[0]
+        )(LOGP)
         close(gradient, 0.5 * values / 10)
 
 
@@ -221,7 +241,9 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages():
 def test_without_old_log_probabilities_the_gradient_is_the_plain_policy_gradient():
     algorithm = rl.algorithms.get("grpo")
     arrays = inputs(old_logp=None)
-    loss, gradient = jax.value_and_grad(lambda logp: algorithm.loss(inputs(logp=logp, old_logp=None))[0])(LOGP)
+    loss, gradient = jax.value_and_grad(
+        lambda logp: algorithm.loss(inputs(logp=logp, old_logp=None))[0]
+    )(LOGP)
     expected = -arrays.mask * arrays.advantages[:, None] / 10
     close(loss, expected.sum())
     close(gradient, expected)
@@ -230,7 +252,9 @@ def test_without_old_log_probabilities_the_gradient_is_the_plain_policy_gradient
 def test_prompt_aggregation_weighs_prompts_equally():
     prompt = np.array([12, 7, 12, 7], np.int32)
     loss = grpo_loss(inputs(prompt=prompt), aggregation="prompt")[0]
-    apart = [grpo_loss(inputs(mask=inputs().mask * (prompt == number)[:, None]))[0] for number in (7, 12)]
+    apart = [
+        grpo_loss(inputs(mask=inputs().mask * (prompt == number)[:, None]))[0] for number in (7, 12)
+    ]
     close(loss, np.mean(apart))
 
 
@@ -257,7 +281,9 @@ def test_empty_sequences_count_unless_asked_otherwise_and_filler_never():
     mask = inputs().mask.copy()
     mask[3] = 0
     counted, metrics = grpo_loss(inputs(mask=mask), aggregation="sequence_sum")
-    skipped = grpo_loss(inputs(mask=mask), aggregation="sequence_sum", count_empty_sequences=False)[0]
+    skipped = grpo_loss(inputs(mask=mask), aggregation="sequence_sum", count_empty_sequences=False)[
+        0
+    ]
     close(skipped, counted * 4 / 3)
     assert metrics["sequences/empty"] == 1
     filler = inputs(mask=mask, prompt=np.array([0, 0, 0, -1], np.int32))
@@ -282,7 +308,14 @@ def test_huge_log_ratios_are_clamped_counted_and_finite():
 
 def test_bfloat16_inputs_are_summed_in_float32():
     ones = jax.numpy.ones((1, 1001), jax.numpy.bfloat16)
-    arrays = inputs(logp=ones, old_logp=ones, mask=np.ones((1, 1001)), advantages=np.ones(1), prompt=None, num_tokens=1)
+    arrays = inputs(
+        logp=ones,
+        old_logp=ones,
+        mask=np.ones((1, 1001)),
+        advantages=np.ones(1),
+        prompt=None,
+        num_tokens=1,
+    )
     assert float(grpo_loss(arrays)[0]) == -1001.0
 
 

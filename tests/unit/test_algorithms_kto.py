@@ -1,4 +1,5 @@
-"""Labelled answers: the loss in numpy, micro-batches, and the answers to other prompts that estimate the KL."""
+"""Labelled answers: the loss in numpy, micro-batches, and the answers to other prompts that
+estimate the KL."""
 
 import dataclasses
 
@@ -44,16 +45,30 @@ def test_micro_batches_add_up():
     expected = slope(LOGP, full)
     result = np.concatenate([slope(part.logp, part) for part in parts])
     np.testing.assert_allclose(result, expected, atol=1e-6)
-    np.testing.assert_allclose(sum(algorithm.loss(part)[0] for part in parts), algorithm.loss(full)[0], atol=1e-6)
+    np.testing.assert_allclose(
+        sum(algorithm.loss(part)[0] for part in parts), algorithm.loss(full)[0], atol=1e-6
+    )
     assert np.any(expected)
 
 
 def test_each_prompt_has_the_answer_of_the_row_before_it_in_the_same_update():
-    answers = [(Row([10 + i] * (i + 1) + [20 + i] * 2, [0] * (i + 1) + [1] * 2), float(i % 2)) for i in range(4)]
-    batch = batch_of(sequences_of([row for row, _ in answers], 8, 2), [label for _, label in answers], 8)
+    answers = [
+        (Row([10 + i] * (i + 1) + [20 + i] * 2, [0] * (i + 1) + [1] * 2), float(i % 2))
+        for i in range(4)
+    ]
+    batch = batch_of(
+        sequences_of([row for row, _ in answers], 8, 2), [label for _, label in answers], 8
+    )
     others = [batch.tokens[i][batch.segments[i] == 2].tolist() for i in range(4)]
-    assert others == [[10, 21, 21], [11, 11, 20, 20], [12, 12, 12, 23, 23], [13, 13, 13, 13, 22, 22]]
-    batch = batch.replace(old_logp=np.full(batch.mask.shape, -1.0), ref_logp=np.full(batch.mask.shape, -1.5))
+    assert others == [
+        [10, 21, 21],
+        [11, 11, 20, 20],
+        [12, 12, 12, 23, 23],
+        [13, 13, 13, 13, 22, 22],
+    ]
+    batch = batch.replace(
+        old_logp=np.full(batch.mask.shape, -1.0), ref_logp=np.full(batch.mask.shape, -1.5)
+    )
     alone = with_kl(batch)
     assert alone.segments.max() == 1 and alone.mask.sum() == 8
     assert (alone.extra["kl"] == 1.0).all() and alone.extra["label"][:, 0].tolist() == [0, 1, 0, 1]
@@ -64,7 +79,10 @@ def test_a_label_is_read_and_a_pair_is_two_answers():
     row = {"prompt": "p", "completion": "c"}
     for label, number in (("True", 1.0), (" 0 ", 0.0), (False, 0.0), (1, 1.0)):
         assert label_of(read_labelled("f:1", row | {"label": label}, options)) == number
-    assert read_labelled("f:1", {"prompt": "p", "chosen": "a", "rejected": "b"}, options).pair == ("a", "b")
+    assert read_labelled("f:1", {"prompt": "p", "chosen": "a", "rejected": "b"}, options).pair == (
+        "a",
+        "b",
+    )
     for wrong in (2, [True], {"a": 1}, None, "good"):
         with pytest.raises(ValueError, match="`label` must be true or false"):
             read_labelled("f:1", row | {"label": wrong}, options)

@@ -1,4 +1,5 @@
-"""Options are checked when an algorithm is made, without jax, with messages that say how to go on."""
+"""Options are checked when an algorithm is made, without jax, with messages that say how to go
+on."""
 
 import subprocess
 import sys
@@ -21,7 +22,9 @@ def test_unknown_algorithm():
 
 
 def test_unknown_option_names_the_nearest_and_the_valid_ones():
-    with pytest.raises(ValueError, match=r"grpo has no option 'epsilom' .nearest: epsilon, .* are valid") as caught:
+    with pytest.raises(
+        ValueError, match=r"grpo has no option 'epsilom' .nearest: epsilon, .* are valid"
+    ) as caught:
         rl.algorithms.get("grpo", epsilom=0.1)
     assert "inputs" not in str(caught.value)
 
@@ -29,7 +32,12 @@ def test_unknown_option_names_the_nearest_and_the_valid_ones():
 def test_all_faults_are_reported_at_once_each_with_its_option():
     with pytest.raises(ValidationError) as caught:
         rl.algorithms.get("grpo", epsilom=0.1, delta=True, scale="grup", kl_coef=-1)
-    assert {fault["loc"] for fault in caught.value.errors()} == {("epsilom",), ("delta",), ("scale",), ("kl_coef",)}
+    assert {fault["loc"] for fault in caught.value.errors()} == {
+        ("epsilom",),
+        ("delta",),
+        ("scale",),
+        ("kl_coef",),
+    }
 
 
 @pytest.mark.parametrize(
@@ -41,7 +49,11 @@ def test_all_faults_are_reported_at_once_each_with_its_option():
         ("grpo", {"kl": "k1", "kl_coef": 0.1}, "expectation of its gradient is zero"),
         ("grpo", {"delta": 1.2}, "must be above 1 \\+ epsilon_high"),
         ("grpo", {"correction_max": 2.0}, "do nothing without correction"),
-        ("grpo", {"correction": "token_mask", "correction_min": 4.0}, "correction_min .* below correction_max"),
+        (
+            "grpo",
+            {"correction": "token_mask", "correction_min": 4.0},
+            "correction_min .* below correction_max",
+        ),
         ("grpo", {"correction_normalize": True}, "correction_normalize needs a correction"),
         (
             "vespo",
@@ -49,7 +61,11 @@ def test_all_faults_are_reported_at_once_each_with_its_option():
             "correction_normalize needs a correction",
         ),
         ("rloo", {"kl_target": 0.1}, "kl_target moves kl_reward_coef"),
-        ("ppo", {"bootstrap_truncated": True, "mask_truncated": True}, "bootstrap_truncated does nothing"),
+        (
+            "ppo",
+            {"bootstrap_truncated": True, "mask_truncated": True},
+            "bootstrap_truncated does nothing",
+        ),
         ("grpo", {"top_entropy": 1.5}, "less than or equal to 1"),
         ("grpo", {"gamma": 0.9}, "no option 'gamma'"),
         ("ppo", {"lam": 2}, "less than or equal to 1"),
@@ -100,5 +116,9 @@ def test_an_unknown_attribute_is_an_attribute_error():
 
 
 def test_reduce_metrics():
-    stacked = {"loss": np.array([1.0, 2.0]), "x_max": np.array([1.0, 5.0]), "x_min": np.array([1.0, -5.0])}
+    stacked = {
+        "loss": np.array([1.0, 2.0]),
+        "x_max": np.array([1.0, 5.0]),
+        "x_min": np.array([1.0, -5.0]),
+    }
     assert rl.algorithms.reduce_metrics(stacked) == {"loss": 3.0, "x_max": 5.0, "x_min": -5.0}

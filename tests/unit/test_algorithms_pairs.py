@@ -1,4 +1,5 @@
-"""The losses of preferred pairs: numbers from the papers' formulas, whichever way the pairs lie in rows."""
+"""The losses of preferred pairs: numbers from the papers' formulas, whichever way the pairs lie in
+rows."""
 
 import dataclasses
 
@@ -21,7 +22,8 @@ def data():
     rows = [[([7] * (p + n), [0] * p + [1] * n) for p, n in pair] for pair in LENGTHS]
     batch, rng = segmented_batch(rows, 32), np.random.default_rng(1)
     logp, ref, entropy = (
-        np.where(batch.mask, rng.normal(-2, 1, batch.mask.shape), np.nan).astype(np.float32) for _ in range(3)
+        np.where(batch.mask, rng.normal(-2, 1, batch.mask.shape), np.nan).astype(np.float32)
+        for _ in range(3)
     )
     return batch.replace(ref_logp=ref), logp, entropy
 
@@ -35,14 +37,17 @@ def options(name):
 
 
 def prepared(name, batch, entropy, **more):
-    """(inputs of the full batch, function of a part of them and its logp that gives ((loss, metrics), gradient))."""
+    """(inputs of the full batch, function of a part of them and its logp that gives ((loss,
+    metrics), gradient))."""
     algorithm = rl.algorithms.get("dpo", **options(name), **more)
     given = {key: getattr(batch, key) for key in ("mask", "ref_logp", "segments", "prompt")}
     inputs = algorithm.with_totals(rl.algorithms.PolicyInputs(entropy=entropy, **given))
 
     @jax.jit
     def run(part, logp):
-        return jax.value_and_grad(lambda x: algorithm.loss(dataclasses.replace(part, logp=x)), has_aux=True)(logp)
+        return jax.value_and_grad(
+            lambda x: algorithm.loss(dataclasses.replace(part, logp=x)), has_aux=True
+        )(logp)
 
     return inputs, run
 
@@ -76,7 +81,10 @@ def written(name, w, l, nw, nl):  # noqa: E741
 
 def sums(batch, values):
     """float64[pairs] of both answers."""
-    return [np.where((batch.segments == k) & (batch.mask != 0), values, 0).astype(np.float64).sum(1) for k in (1, 2)]
+    return [
+        np.where((batch.segments == k) & (batch.mask != 0), values, 0).astype(np.float64).sum(1)
+        for k in (1, 2)
+    ]
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -129,7 +137,9 @@ def test_packed_rows_and_micro_batches_give_the_same(name):
 
 def test_what_is_missing_or_does_nothing_is_said():
     with pytest.raises(ValueError, match="ref_logp"):
-        rl.algorithms.get("dpo").loss(rl.algorithms.PolicyInputs(mask=np.ones((1, 2)), logp=np.ones((1, 2))))
+        rl.algorithms.get("dpo").loss(
+            rl.algorithms.PolicyInputs(mask=np.ones((1, 2)), logp=np.ones((1, 2)))
+        )
     with pytest.raises(ValueError, match="segments"):
         rl.algorithms.get("dpo").with_totals(rl.algorithms.PolicyInputs(mask=np.ones((1, 2))))
     with pytest.raises(ValueError, match="label_smoothing does nothing with loss_type hinge"):
@@ -145,15 +155,26 @@ def test_a_reward_model_ranks_the_scores_of_last_tokens_by_their_margin():
     margin = np.linspace(-0.5, 2, len(LENGTHS)).astype(np.float32)
     batch = batch.replace(margin=np.broadcast_to(margin[:, None], scores.shape).copy())
     ends = [(p + n, p + n + q + m) for (p, n), (q, m) in LENGTHS]
-    chosen, rejected = (np.array([scores[row, end[k] - 1] for row, end in enumerate(ends)], np.float64) for k in (0, 1))
-    expected = np.log1p(np.exp(-(chosen - rejected - margin))).mean() + 0.3 * ((chosen + rejected) ** 2).mean()
-    algorithm, packing = rl.algorithms.get("reward_model", center_coef=0.3), plan_packing(batch.segments, [5])
+    chosen, rejected = (
+        np.array([scores[row, end[k] - 1] for row, end in enumerate(ends)], np.float64)
+        for k in (0, 1)
+    )
+    expected = (
+        np.log1p(np.exp(-(chosen - rejected - margin))).mean()
+        + 0.3 * ((chosen + rejected) ** 2).mean()
+    )
+    algorithm, packing = (
+        rl.algorithms.get("reward_model", center_coef=0.3),
+        plan_packing(batch.segments, [5]),
+    )
     assert 1 < packing.filled_rows < 5
 
     def run(batch, scores):
         given = {key: getattr(batch, key) for key in ("mask", "margin", "segments", "prompt")}
         inputs = algorithm.with_totals(rl.algorithms.PolicyInputs(**given))
-        return jax.value_and_grad(lambda x: algorithm.loss(dataclasses.replace(inputs, scores=x)), has_aux=True)(scores)
+        return jax.value_and_grad(
+            lambda x: algorithm.loss(dataclasses.replace(inputs, scores=x)), has_aux=True
+        )(scores)
 
     ((loss, metrics), slope), ((packed_loss, packed), packed_slope) = (
         run(batch, scores),
@@ -171,7 +192,12 @@ def test_a_reward_model_ranks_the_scores_of_last_tokens_by_their_margin():
         "score_max": both.max(),
     }.items():
         np.testing.assert_allclose(
-            [metrics[f"reward_model/{key}"], packed[f"reward_model/{key}"]], value, rtol=1e-6, atol=1e-6
+            [metrics[f"reward_model/{key}"], packed[f"reward_model/{key}"]],
+            value,
+            rtol=1e-6,
+            atol=1e-6,
         )
     with pytest.raises(ValueError, match="scores"):
-        algorithm.loss(rl.algorithms.PolicyInputs(mask=np.ones((1, 2)), segments=np.array([[1, 2]])))
+        algorithm.loss(
+            rl.algorithms.PolicyInputs(mask=np.ones((1, 2)), segments=np.array([[1, 2]]))
+        )

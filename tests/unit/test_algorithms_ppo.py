@@ -1,4 +1,5 @@
-"""PPO's rewards, advantages and value loss against numbers computed apart; see algorithms_fixture."""
+"""PPO's rewards, advantages and value loss against numbers computed apart; see
+algorithms_fixture."""
 
 import jax
 import numpy as np
@@ -18,7 +19,9 @@ RETURNS = [[0.921919, 0.938862, 0.97775, 0.995], [-0.0005, 0.01, 0, 0]]
 
 
 def per_token(scores, mask=MASK[ROWS], **options):
-    return rl.algorithms.get("ppo", **options).advantages_per_token(scores, OLD[ROWS], REF[ROWS], VALUES, mask)
+    return rl.algorithms.get("ppo", **options).advantages_per_token(
+        scores, OLD[ROWS], REF[ROWS], VALUES, mask
+    )
 
 
 def test_advantages_and_returns():
@@ -37,11 +40,15 @@ def test_whitened_advantages():
 def test_without_a_kl_penalty_no_log_probabilities_are_needed():
     algorithm = rl.algorithms.get("ppo", kl_reward_coef=0.0, whiten=False, lam=1.0)
     assert "ref_logp" not in algorithm.inputs
-    _, returns, metrics = algorithm.advantages_per_token([1.0, -2.0], None, None, VALUES, MASK[ROWS])
+    _, returns, metrics = algorithm.advantages_per_token(
+        [1.0, -2.0], None, None, VALUES, MASK[ROWS]
+    )
     close(returns, [[1, 1, 1, 1], [-2, -2, 0, 0]])
     assert "kl/reward" not in metrics
     with pytest.raises(ValueError, match="ref_logp"):
-        rl.algorithms.get("ppo").advantages_per_token([1.0, -2.0], OLD[ROWS], None, VALUES, MASK[ROWS])
+        rl.algorithms.get("ppo").advantages_per_token(
+            [1.0, -2.0], OLD[ROWS], None, VALUES, MASK[ROWS]
+        )
 
 
 def test_a_completion_without_a_score_changes_nothing_for_the_others():
@@ -49,7 +56,9 @@ def test_a_completion_without_a_score_changes_nothing_for_the_others():
     scores, values = np.array([1.0, np.nan, 0.5, 0.0]), np.where(MASK, 0.3, np.nan)
     advantages, returns, metrics = algorithm.advantages_per_token(scores, OLD, REF, values, MASK)
     kept = [0, 2, 3]
-    expected = algorithm.advantages_per_token(scores[kept], OLD[kept], REF[kept], values[kept], MASK[kept])
+    expected = algorithm.advantages_per_token(
+        scores[kept], OLD[kept], REF[kept], values[kept], MASK[kept]
+    )
     close(advantages[kept], expected[0])
     close(returns[kept], expected[1])
     assert metrics == expected[2]
@@ -74,16 +83,23 @@ def test_a_batch_without_any_score_is_all_zero_and_finite():
 
 
 def estimates(rewards, values, gamma, lam, last_value):
-    """Advantages of the tokens of one completion by the sum that defines them (arXiv:1506.02438, equation 16)."""
+    """Advantages of the tokens of one completion by the sum that defines them (arXiv:1506.02438,
+    equation 16)."""
     following = [*values, last_value][1:]
-    surprise = [r + gamma * after - value for r, value, after in zip(rewards, values, following, strict=True)]
-    return [sum((gamma * lam) ** k * later for k, later in enumerate(surprise[t:])) for t in range(len(surprise))]
+    surprise = [
+        r + gamma * after - value
+        for r, value, after in zip(rewards, values, following, strict=True)
+    ]
+    return [
+        sum((gamma * lam) ** k * later for k, later in enumerate(surprise[t:]))
+        for t in range(len(surprise))
+    ]
 
 
 @pytest.mark.parametrize("rows", [1, 9])
 def test_gae_is_that_of_the_tokens_that_count(rows):
-    """Those that a tool wrote are dropped before, in the middle and at the end; the last row has none that counts.
-    Lambda and the value at the end are those of the row."""
+    """Those that a tool wrote are dropped before, in the middle and at the end; the last row has
+    none that counts. Lambda and the value at the end are those of the row."""
     rng = np.random.default_rng(rows)
     mask = rng.random((rows, 12)) < 0.6
     mask[0] = [0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 0]
@@ -100,8 +116,8 @@ def test_gae_is_that_of_the_tokens_that_count(rows):
 
 
 def test_policy_and_critic_have_a_lambda_each():
-    """VAPO: that of the policy is 1 - 1 / (alpha L), here 0.5 for 4 tokens and 0 for the 2 that would have 0; the
-    critic learns Monte Carlo returns."""
+    """VAPO: that of the policy is 1 - 1 / (alpha L), here 0.5 for 4 tokens and 0 for the 2 that
+    would have 0; the critic learns Monte Carlo returns."""
     scores, mask = [1.0, -2.0], MASK[ROWS]
     options = {"kl_reward_coef": 0.0, "whiten": False, "lam_critic": 1.0}
     advantages, returns, metrics = per_token(scores, lam_alpha=0.5, **options)
@@ -117,7 +133,9 @@ def test_policy_and_critic_have_a_lambda_each():
 
 
 def test_the_return_of_a_completion_that_was_cut_off_goes_on_with_the_value_there():
-    algorithm = rl.algorithms.get("ppo", kl_reward_coef=0.0, whiten=False, lam=1.0, gamma=0.5, bootstrap_truncated=True)
+    algorithm = rl.algorithms.get(
+        "ppo", kl_reward_coef=0.0, whiten=False, lam=1.0, gamma=0.5, bootstrap_truncated=True
+    )
     arguments = [1.0, -2.0], None, None, VALUES, MASK[ROWS], np.array([4.0, 0.0])
     close(algorithm.advantages_per_token(*arguments)[1], [[0.375, 0.75, 1.5, 3], [-1, -2, 0, 0]])
     ended = rl.algorithms.get("ppo", kl_reward_coef=0.0, whiten=False, lam=1.0, gamma=0.5)
@@ -125,11 +143,16 @@ def test_the_return_of_a_completion_that_was_cut_off_goes_on_with_the_value_ther
 
 
 def test_the_value_at_the_cut_is_that_after_the_last_token():
-    after, mask = np.arange(12.0).reshape(3, 4), np.array([[0, 1, 1, 0], [1, 0, 1, 1], [0, 1, 1, 0]])
-    assert values_at_the_end(after, mask, [True, True, False]).tolist() == [2, 7, 0]
-    assert values_at_the_end(after, mask * [[0], [1], [1]], [True, True, False]).tolist() == [0, 7, 0], (
-        "nothing is trained"
+    after, mask = (
+        np.arange(12.0).reshape(3, 4),
+        np.array([[0, 1, 1, 0], [1, 0, 1, 1], [0, 1, 1, 0]]),
     )
+    assert values_at_the_end(after, mask, [True, True, False]).tolist() == [2, 7, 0]
+    assert values_at_the_end(after, mask * [[0], [1], [1]], [True, True, False]).tolist() == [
+        0,
+        7,
+        0,
+    ], "nothing is trained"
 
 
 def test_whitened_rewards_keep_their_mean():
@@ -167,7 +190,10 @@ def test_value_loss_and_clip_fraction():
 def test_value_loss_without_clipping_is_half_the_squared_error():
     mask = MASK[ROWS] != 0
     arrays = NEW_VALUES, VALUES, padded(RETURNS), MASK[ROWS]
-    close(ppo.value_loss(*arrays, None), 0.5 * np.mean((NEW_VALUES[mask] - np.array(RETURNS)[mask]) ** 2))
+    close(
+        ppo.value_loss(*arrays, None),
+        0.5 * np.mean((NEW_VALUES[mask] - np.array(RETURNS)[mask]) ** 2),
+    )
     assert ppo.value_clip_fraction(*arrays, None) == 0
 
 
@@ -177,9 +203,13 @@ def test_value_losses_of_micro_batches_add_up_and_padding_gets_no_gradient():
 
     def loss(values, row):
         part = rl.algorithms.PolicyInputs(mask=MASK[row : row + 1], num_tokens=full.num_tokens)
-        return algorithm.value_loss(values, VALUES[row : row + 1], padded(RETURNS)[row : row + 1], part)
+        return algorithm.value_loss(
+            values, VALUES[row : row + 1], padded(RETURNS)[row : row + 1], part
+        )
 
-    parts = [jax.value_and_grad(loss, has_aux=True)(NEW_VALUES[row : row + 1], row) for row in (0, 1)]
+    parts = [
+        jax.value_and_grad(loss, has_aux=True)(NEW_VALUES[row : row + 1], row) for row in (0, 1)
+    ]
     close(sum(value for (value, _), _ in parts), 0.095547)
     close(sum(metrics["value/clip_frac"] for (_, metrics), _ in parts), 1 / 3)
     # First row: the clipped error wins at the first and last token, which stops the gradient there.
@@ -191,7 +221,10 @@ def test_explained_variance():
     returns, mask = np.array([[1.0, 2.0, 3.0, 99.0]]), [[1, 1, 1, 0]]
     close(ppo.value_metrics(returns, returns, mask)["value/explained_variance"], 1.0)
     half = np.array([[1.5, 2.0, 2.5, np.nan]])
-    close(ppo.value_metrics(half, returns, mask)["value/explained_variance"], 1 - (0.5 / 3) / (2 / 3 + 1e-5))
+    close(
+        ppo.value_metrics(half, returns, mask)["value/explained_variance"],
+        1 - (0.5 / 3) / (2 / 3 + 1e-5),
+    )
 
 
 def test_policy_loss_takes_an_advantage_for_each_token():
@@ -204,8 +237,8 @@ def test_policy_loss_takes_an_advantage_for_each_token():
 
 
 def test_correct_completions_are_imitated_too():
-    """The mean over their 4 and 3 tokens is 4.5 / 7 (VAPO, equation 10); a completion without a score is not
-    correct.
+    """The mean over their 4 and 3 tokens is 4.5 / 7 (VAPO, equation 10); a completion without a
+    score is not correct.
     """
     algorithm = rl.algorithms.get("ppo", positive_nll_coef=0.1)
     correct = algorithm.correct([1.0, 0.0, 0.5, np.nan], MASK)
@@ -223,7 +256,9 @@ def test_correct_completions_are_imitated_too():
 @pytest.mark.parametrize("name", ["ppo", "rloo", "reinforce_pp"])
 def test_the_kl_coefficient_moves_towards_its_target(name):
     """Ziegler et al. 2019, section 2.2; the error is bounded by 0.2, and so is the step."""
-    algorithm = rl.algorithms.get(name, kl_reward_coef=0.1, kl_target=0.5, kl_horizon=100, entropy_target=1.0)
+    algorithm = rl.algorithms.get(
+        name, kl_reward_coef=0.1, kl_target=0.5, kl_horizon=100, entropy_target=1.0
+    )
     coefs = algorithm.adaptive_coefs
     assert coefs.keys() == {"entropy_coef", "entropy_bonus_applied", "kl/coef"}
     for kl, completions, factor in (

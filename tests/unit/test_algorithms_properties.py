@@ -27,7 +27,13 @@ PER_TOKEN = (
 )
 # Together every aggregation, correction and rejection.
 OPTIONS = [
-    {"aggregation": "token", "kl_coef": 0.1, "entropy_coef": 0.05, "rejection": "token_k2", "rejection_max": 0.02},
+    {
+        "aggregation": "token",
+        "kl_coef": 0.1,
+        "entropy_coef": 0.05,
+        "rejection": "token_k2",
+        "rejection_max": 0.02,
+    },
     {
         "aggregation": "sequence",
         "kl_coef": 0.1,
@@ -41,12 +47,37 @@ OPTIONS = [
         "correction_max": 1.1,
         "correction_normalize": True,
     },
-    {"aggregation": "constant", "correction": "sequence_mask", "rejection": "sequence_mean_k3", "rejection_max": 0.03},
-    {"aggregation": "prompt", "correction": "geometric_mask", "correction_min": 0.9, "correction_normalize": True},
+    {
+        "aggregation": "constant",
+        "correction": "sequence_mask",
+        "rejection": "sequence_mean_k3",
+        "rejection_max": 0.03,
+    },
+    {
+        "aggregation": "prompt",
+        "correction": "geometric_mask",
+        "correction_min": 0.9,
+        "correction_normalize": True,
+    },
     {"aggregation": "prompt", "kl_coef": 0.2, "kl": "k2", "count_empty_sequences": False},
-    {"aggregation": "token", "top_entropy": 0.4, "correction": "sequence_truncate", "off_policy_delta": 0.1},
-    {"aggregation": "sequence", "count_empty_sequences": False, "correction": "token_mask", "correction_max": 1.1},
-    {"aggregation": "token", "rejection": "token_k3", "rejection_max": 0.02, "rejection_changes_denominator": True},
+    {
+        "aggregation": "token",
+        "top_entropy": 0.4,
+        "correction": "sequence_truncate",
+        "off_policy_delta": 0.1,
+    },
+    {
+        "aggregation": "sequence",
+        "count_empty_sequences": False,
+        "correction": "token_mask",
+        "correction_max": 1.1,
+    },
+    {
+        "aggregation": "token",
+        "rejection": "token_k3",
+        "rejection_max": 0.02,
+        "rejection_changes_denominator": True,
+    },
     {
         "aggregation": "sequence",
         "rejection": "sequence_sum_k2",
@@ -56,7 +87,12 @@ OPTIONS = [
     {"aggregation": "prompt", "rejection": "sequence_sum_k3", "rejection_max": 0.1},
     {"aggregation": "constant", "rejection": "sequence_mean_k2", "rejection_max": 0.03},
     {"aggregation": "sequence_sum", "rejection": "sequence_max_k2", "rejection_max": 0.1},
-    {"aggregation": "token", "correction": "token_mask", "rejection": "sequence_max_k3", "rejection_max": 0.1}
+    {
+        "aggregation": "token",
+        "correction": "token_mask",
+        "rejection": "sequence_max_k3",
+        "rejection_max": 0.1,
+    }
     | {"rejection_changes_denominator": True, "correction_normalize": True},
 ]
 OF_CLIPPED = [
@@ -70,9 +106,16 @@ SEEDS = st.integers(0, 2**31)
 
 
 def cases():
-    """(algorithm, options): every algorithm but those of pairs with its defaults, and with some that go with any."""
-    known = [name for name in rl.algorithms.known() if rl.algorithms.get(name).stage in ("online", "supervised")]
-    result = [(name, {}) for name in known] + [("ppo", {"positive_nll_coef": 0.2, "aggregation": "sequence"})]
+    """(algorithm, options): every algorithm but those of pairs with its defaults, and with some
+    that go with any."""
+    known = [
+        name
+        for name in rl.algorithms.known()
+        if rl.algorithms.get(name).stage in ("online", "supervised")
+    ]
+    result = [(name, {}) for name in known] + [
+        ("ppo", {"positive_nll_coef": 0.2, "aggregation": "sequence"})
+    ]
     some, of_clipped = itertools.cycle(OPTIONS), itertools.cycle(OF_CLIPPED)
     for name in known:
         algorithm = rl.algorithms.get(name)
@@ -83,7 +126,9 @@ def cases():
             result.append(
                 (
                     name,
-                    options | {"old_logp": "trainer"} | (next(of_clipped) if hasattr(algorithm, "dual_clip") else {}),
+                    options
+                    | {"old_logp": "trainer"}
+                    | (next(of_clipped) if hasattr(algorithm, "dual_clip") else {}),
                 )
             )
     return result
@@ -93,12 +138,16 @@ def test_the_options_of_the_cases_are_all_that_there_are():
     given = [options for _, options in cases()]
     aggregations = rl.algorithms.get("grpo").__pydantic_fields__["aggregation"].annotation
     assert {options["aggregation"] for options in given if options} == set(get_args(aggregations))
-    for key, kind in (("correction", _policy_gradient.Correction), ("rejection", _policy_gradient.Rejection)):
+    for key, kind in (
+        ("correction", _policy_gradient.Correction),
+        ("rejection", _policy_gradient.Rejection),
+    ):
         assert {options.get(key) for options in given} == {None, *get_args(kind)}
 
 
 def random_batch(seed, garbage=np.nan):
-    """Rows of 0 to WIDTH tokens, some in between masked, in three groups; garbage where the mask is 0."""
+    """Rows of 0 to WIDTH tokens, some in between masked, in three groups; garbage where the mask is
+    0."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, WIDTH + 1, ROWS)
     mask = (np.arange(WIDTH) < lengths[:, None]) & (rng.random((ROWS, WIDTH)) < 0.85)
@@ -107,10 +156,16 @@ def random_batch(seed, garbage=np.nan):
     arrays = {name: old + rng.normal(0, 0.2, old.shape) for name in PER_TOKEN}
     arrays["entropy"] = rng.exponential(1.0, old.shape)
     arrays["advantages"] = np.broadcast_to(rng.normal(size=(ROWS, 1)), old.shape)
-    arrays = {name: np.where(mask, values, garbage).astype(np.float32) for name, values in arrays.items()}
-    arrays["correct"] = np.where(mask, np.array([[1], [0], [1], [0], [0], [1]]), garbage).astype(np.float32)
+    arrays = {
+        name: np.where(mask, values, garbage).astype(np.float32) for name, values in arrays.items()
+    }
+    arrays["correct"] = np.where(mask, np.array([[1], [0], [1], [0], [0], [1]]), garbage).astype(
+        np.float32
+    )
     prompt = np.array([3, 3, 8, 8, 8, 5], np.int32)
-    return rl.algorithms.PolicyInputs(mask=mask.astype(np.float32), prompt=prompt, max_length=WIDTH + 2, **arrays)
+    return rl.algorithms.PolicyInputs(
+        mask=mask.astype(np.float32), prompt=prompt, max_length=WIDTH + 2, **arrays
+    )
 
 
 def packed(batch, garbage):
@@ -123,7 +178,9 @@ def packed(batch, garbage):
     segments = np.broadcast_to(np.repeat([1, 2], WIDTH), (ROWS // 2, 2 * WIDTH))
     tokens = {name: spread(getattr(batch, name), garbage) for name in PER_TOKEN}
     prompt = spread(np.repeat(batch.prompt, WIDTH), -1)
-    return dataclasses.replace(batch, mask=spread(batch.mask, 0), segments=spread(segments, 0), prompt=prompt, **tokens)
+    return dataclasses.replace(
+        batch, mask=spread(batch.mask, 0), segments=spread(segments, 0), prompt=prompt, **tokens
+    )
 
 
 def run(algorithm, batch):
@@ -140,7 +197,9 @@ def run(algorithm, batch):
 def rows_of(batch):
     """Each row as a micro-batch, stacked; totals are repeated."""
     rows = len(batch.mask)
-    return jax.tree.map(lambda array: array[:, None] if np.ndim(array) else np.repeat(array, rows), batch)
+    return jax.tree.map(
+        lambda array: array[:, None] if np.ndim(array) else np.repeat(array, rows), batch
+    )
 
 
 def assert_same(actual, expected, name=""):
@@ -150,7 +209,9 @@ def assert_same(actual, expected, name=""):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        pytest.param(name, options, marks=() if not options or name in ("grpo", "gmpo") else pytest.mark.slow)
+        pytest.param(
+            name, options, marks=() if not options or name in ("grpo", "gmpo") else pytest.mark.slow
+        )
         for name, options in cases()
     ],
     ids=str,

@@ -35,7 +35,9 @@ def test_micro_batches_add_up():
     algorithm = rl.algorithms.get("sft")
     total = algorithm.with_totals(rl.algorithms.PolicyInputs(mask=MASK)).num_tokens
     losses = [
-        algorithm.loss(rl.algorithms.PolicyInputs(logp=LOGP[rows], mask=MASK[rows], num_tokens=total))[0]
+        algorithm.loss(
+            rl.algorithms.PolicyInputs(logp=LOGP[rows], mask=MASK[rows], num_tokens=total)
+        )[0]
         for rows in (slice(0, 1), slice(1, 4))
     ]
     close(np.sum(losses), -CHOSEN.mean())

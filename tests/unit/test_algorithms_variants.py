@@ -32,8 +32,8 @@ def test_reinforce_pp_whitens_over_tokens(options):
 
 
 def test_reinforce_pp_returns_hold_the_penalty_of_what_comes_after():
-    """By hand: the reward on the last token, less the penalty from each token on, discounted; a masked token is passed
-    over.
+    """By hand: the reward on the last token, less the penalty from each token on, discounted; a
+    masked token is passed over.
     """
     kl, mask = np.array([[[0.1, 9.0, 0.3], [0.2, 0.4, 9.0]]]), np.array([[[1, 0, 1], [1, 1, 0]]])
     last = [1.0 - 0.5 * 0.3, 0.0 - 0.5 * 0.4]
@@ -41,7 +41,9 @@ def test_reinforce_pp_returns_hold_the_penalty_of_what_comes_after():
     expected = (returns - returns.mean()) / np.sqrt(returns.var(ddof=1) + 1e-8)
     algorithm = rl.algorithms.get("reinforce_pp", kl_reward_coef=0.5, gamma=0.9)
     result = algorithm.advantages([[1.0, 0.0]], token_kl=kl, mask=mask)
-    np.testing.assert_allclose(result, [[[expected[0, 0], 0, expected[0, 1]], [*expected[1], 0]]], atol=1e-12)
+    np.testing.assert_allclose(
+        result, [[[expected[0, 0], 0, expected[0, 1]], [*expected[1], 0]]], atol=1e-12
+    )
 
 
 def test_rloo_with_a_penalty_in_the_rewards():
@@ -57,10 +59,13 @@ def test_a_group_of_equal_rewards_stays_at_zero_among_normalised_ones():
     rewards = np.random.default_rng(0).random((7, 5))
     rewards[3] = 0.3
     plain, normalised = (
-        rl.algorithms.get("rloo", normalize_advantages=each).advantages(rewards) for each in (False, True)
+        rl.algorithms.get("rloo", normalize_advantages=each).advantages(rewards)
+        for each in (False, True)
     )
     assert not normalised[3].any()
-    np.testing.assert_allclose(normalised, (plain - plain.mean()) / (plain.std(ddof=1) + 1e-4), atol=1e-12)
+    np.testing.assert_allclose(
+        normalised, (plain - plain.mean()) / (plain.std(ddof=1) + 1e-4), atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,14 +89,15 @@ def test_loss(name, options, expected):
 
 
 def test_dppo():
-    """prime-rl's, with the sampler for what came before; the first tokens of rows 1 and 3 are left out."""
+    """prime-rl's, with the sampler for what came before; the first tokens of rows 1 and 3 are left
+    out."""
     arrays = inputs(with_sampler=True, advantages=np.array(PLAIN, np.float32), old_logp=None)
     loss, metrics = rl.algorithms.get("dppo").loss(arrays)
     close(loss, -0.119260)
     close(metrics["dppo/masked_ratio"], 0.2)
-    gradient = jax.grad(lambda logp: rl.algorithms.get("dppo", penalty=0.0).loss(inputs(True, True, logp=logp))[0])(
-        LOGP
-    )
+    gradient = jax.grad(
+        lambda logp: rl.algorithms.get("dppo", penalty=0.0).loss(inputs(True, True, logp=logp))[0]
+    )(LOGP)
     assert (np.asarray(gradient) == 0).tolist()[0] == [True, False, False, False]
 
 
@@ -99,17 +105,21 @@ def test_gradients_of_constant_weights():
     """CISPO's and VESPO's ratios are constants: the gradient is weight * -A / tokens."""
     advantages = np.asarray(inputs().advantages)[:, None]
     weights = {
-        "cispo": np.where(MASK, np.clip(np.exp(np.where(MASK, LOGP, 0) - np.where(MASK, OLD, 0)), 0, 5), 0),
+        "cispo": np.where(
+            MASK, np.clip(np.exp(np.where(MASK, LOGP, 0) - np.where(MASK, OLD, 0)), 0, 5), 0
+        ),
         "vespo": MASK * np.array([[0.508915], [0.896125], [1.089248], [0.490141]]),
     }
     for name, weight in weights.items():
-        gradient = jax.grad(lambda logp, a=rl.algorithms.get(name): a.loss(inputs(logp=logp))[0])(LOGP)
+        gradient = jax.grad(lambda logp, a=rl.algorithms.get(name): a.loss(inputs(logp=logp))[0])(
+            LOGP
+        )
         close(gradient, -weight * advantages / 10)
 
 
 def test_gmpo_clips_before_the_mean():
-    """A token beyond the clip on the side its advantage pushes to has no gradient; the others share the sequence's
-    ratio.
+    """A token beyond the clip on the side its advantage pushes to has no gradient; the others share
+    the sequence's ratio.
     """
     algorithm = rl.algorithms.get("gmpo", epsilon=0.35, epsilon_high=0.25)
     gradient = np.asarray(jax.grad(lambda logp: algorithm.loss(inputs(logp=logp))[0])(LOGP))
@@ -120,7 +130,8 @@ def test_gmpo_clips_before_the_mean():
 
 
 def test_vespo_folds_the_sampler_correction_into_its_weight():
-    """The sum over tokens of the truncated log-weights is added to the log of the sequence's ratio."""
+    """The sum over tokens of the truncated log-weights is added to the log of the sequence's
+    ratio."""
     advantages = np.asarray(inputs().advantages)
     log_ratio = np.where(MASK, LOGP, 0) - np.where(MASK, OLD, 0)
     weight = np.minimum(np.exp(np.where(MASK, OLD, 0) - np.where(MASK, SAMPLER, 0)), 1.02)
@@ -133,8 +144,11 @@ def test_vespo_folds_the_sampler_correction_into_its_weight():
 
 
 def test_groups_are_combined_after_each_function_is_normalised():
-    """TRL's normalize_then_sum: one function apart in size, one that is equal in a group, one without a score."""
-    rewards = np.array([[[1.0, 100.0], [0.0, 300.0], [0.0, 100.0]], [[1.0, 5.0], [np.nan, 5.0], [0.0, 5.0]]])
+    """TRL's normalize_then_sum: one function apart in size, one that is equal in a group, one
+    without a score."""
+    rewards = np.array(
+        [[[1.0, 100.0], [0.0, 300.0], [0.0, 100.0]], [[1.0, 5.0], [np.nan, 5.0], [0.0, 5.0]]]
+    )
 
     def z(values):
         return (values - np.nanmean(values)) / (np.nanstd(values, ddof=1) + 1e-4)
@@ -143,20 +157,30 @@ def test_groups_are_combined_after_each_function_is_normalised():
     sums = np.nansum(np.array([2.0, 0.5])[:, None, None] * each, axis=0)
     expected = (sums - sums.mean()) / (sums.std(ddof=1) + 1e-4)
     algorithm = rl.algorithms.get("grpo", combine="normalize_then_sum")
-    np.testing.assert_allclose(algorithm.advantages(rewards, weights=[2.0, 0.5]), expected, atol=1e-12)
+    np.testing.assert_allclose(
+        algorithm.advantages(rewards, weights=[2.0, 0.5]), expected, atol=1e-12
+    )
     assert not algorithm.advantages(np.full((2, 3, 2), 0.1)).any()
 
 
 def test_remax_compares_with_the_greedy_completion():
-    result = rl.algorithms.get("remax").advantages([[1.0, np.nan], [0.5, 0.5]], greedy=[0.25, np.nan])
+    result = rl.algorithms.get("remax").advantages(
+        [[1.0, np.nan], [0.5, 0.5]], greedy=[0.25, np.nan]
+    )
     assert result.tolist() == [[0.75, 0.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
-        ({"rejection": "token_k2", "rejection_max": 0.5}, [[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 0]]),
-        ({"rejection": "token_k3", "rejection_max": 0.9}, [[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 0]]),
+        (
+            {"rejection": "token_k2", "rejection_max": 0.5},
+            [[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 0]],
+        ),
+        (
+            {"rejection": "token_k3", "rejection_max": 0.9},
+            [[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 0]],
+        ),
         (
             {"rejection": "sequence_mean_k2", "rejection_max": 0.1},
             [[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],
@@ -176,8 +200,8 @@ def test_remax_compares_with_the_greedy_completion():
     ],
 )
 def test_rejection(options, kept):
-    """log-weights: 0.05, 0, -0.02, 0.06 / 0, -0.05 / 1.1, 0, 0 / 0. What is dropped has no loss, and counts unless
-    asked.
+    """log-weights: 0.05, 0, -0.02, 0.06 / 0, -0.05 / 1.1, 0, 0 / 0. What is dropped has no loss,
+    and counts unless asked.
     """
     kept = np.array(kept, np.float32)
     plain = rl.algorithms.get("grpo").loss(inputs(mask=kept))[0]
@@ -185,7 +209,10 @@ def test_rejection(options, kept):
     loss, metrics = rl.algorithms.get("grpo", **options).loss(arrays)
     close(loss, plain * kept.sum() / 10)
     close(metrics["sampler/rejected_ratio"], 1 - kept.sum() / 10)
-    close(rl.algorithms.get("grpo", **options, rejection_changes_denominator=True).loss(arrays)[0], plain)
+    close(
+        rl.algorithms.get("grpo", **options, rejection_changes_denominator=True).loss(arrays)[0],
+        plain,
+    )
 
 
 def test_old_log_probabilities_of_the_sampler():
@@ -196,19 +223,25 @@ def test_old_log_probabilities_of_the_sampler():
 
 
 def test_adaptive_entropy_bonus():
-    """TRL's: off before the first entropy is known; then on while it is at most the target, with a weight that has
-    grown.
+    """TRL's: off before the first entropy is known; then on while it is at most the target, with a
+    weight that has grown.
     """
     algorithm = rl.algorithms.get(
         "grpo", entropy_coef=0.1, entropy_target=0.2, entropy_step=0.03, entropy_coef_max=0.15
     )
     arrays = inputs(entropy=np.where(MASK, 0.5, np.nan).astype(np.float32))
     plain, coefs = rl.algorithms.get("grpo").loss(arrays)[0], algorithm.adaptive_coefs
-    for entropy, coef, applied in [(0.1, 0.13, True), (0.2, 0.15, True), (0.3, 0.12, False), (0.1, 0.15, True)]:
+    for entropy, coef, applied in [
+        (0.1, 0.13, True),
+        (0.2, 0.15, True),
+        (0.3, 0.12, False),
+        (0.1, 0.15, True),
+    ]:
         coefs = algorithm.adapt_after_update(coefs, {"entropy": entropy})
         close(coefs["entropy_coef"], coef)
         given = inputs(
-            entropy=arrays.entropy, adaptive_coefs={name: np.float32(value) for name, value in coefs.items()}
+            entropy=arrays.entropy,
+            adaptive_coefs={name: np.float32(value) for name, value in coefs.items()},
         )
         close(algorithm.loss(given)[0], plain - coef * applied * 0.5)
     close(algorithm.loss(arrays)[0], plain)

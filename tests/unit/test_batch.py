@@ -28,11 +28,17 @@ def test_rows_left_out_count_for_nothing_and_the_others_stay():
     left = batch.without(np.array([False, True, False]))
     assert left.prompt.tolist() == [0, -1, 2] and left.mask.sum(1).tolist() == [2, 0, 3]
     assert left.segments.sum(1).tolist() == [4, 0, 6]
-    assert (left.mask.dtype, left.segments.dtype, left.prompt.dtype) == (np.float32, np.int32, np.int32)
+    assert (left.mask.dtype, left.segments.dtype, left.prompt.dtype) == (
+        np.float32,
+        np.int32,
+        np.int32,
+    )
 
 
 def test_numbers_are_spread_to_the_places_of_their_tokens():
     mask = np.array([[0, 1, 1, 0], [1, 0, 0, 1]])
-    np.testing.assert_array_equal(scatter_to_mask([[1, 2], [3, 4]], mask), [[0, 1, 2, 0], [3, 0, 0, 4]])
+    np.testing.assert_array_equal(
+        scatter_to_mask([[1, 2], [3, 4]], mask), [[0, 1, 2, 0], [3, 0, 0, 4]]
+    )
     with pytest.raises(ValueError, match="shape"):
         scatter_to_mask([[1, 2]], np.array([[1, 1, 1]]))

@@ -28,7 +28,10 @@ def value_and_gradient(model, data, **changes):
                 params, data.tokens, make_step(data.tokens, segments=data.segments), 0.9
             )
             (routing,) = aux.by_layer("routing").values()
-            return jnp.sum(logp * data.sampler_logp + entropy) + routing.balance.sum(), (logp, routing.counts)
+            return jnp.sum(logp * data.sampler_logp + entropy) + routing.balance.sum(), (
+                logp,
+                routing.counts,
+            )
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 
@@ -38,19 +41,25 @@ def value_and_gradient(model, data, **changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float32", 1e-5), pytest.param("bfloat16", 0.02, marks=pytest.mark.slow)]
+    ("dtype", "tolerance"),
+    [("float32", 1e-5), pytest.param("bfloat16", 0.02, marks=pytest.mark.slow)],
 )
 def test_both_halves_together_are_the_plain_layer(dtype, tolerance):
-    """A gradient of a weight is the sum of what either half gives, each rounded to the dtype (bfloat16: 8 bits)."""
+    """A gradient of a weight is the sum of what either half gives, each rounded to the dtype
+    (bfloat16: 8 bits)."""
     model, data = learners.experts(), learners.batch(rows=6)
     logp, counts, gradient = value_and_gradient(model, data, dtype=dtype)
-    split_logp, split_counts, split_gradient = value_and_gradient(model, data, dtype=dtype, batch_split=True)
+    split_logp, split_counts, split_gradient = value_and_gradient(
+        model, data, dtype=dtype, batch_split=True
+    )
     np.testing.assert_allclose(split_logp, logp, atol=tolerance)
     np.testing.assert_array_equal(split_counts, counts)
     largest = max(float(jnp.abs(g).max()) for g in gradient.values())
     for path, expected in gradient.items():
         scale = max(1e-3 * largest, float(jnp.abs(expected).max()))
-        np.testing.assert_allclose(split_gradient[path], expected, atol=tolerance * scale, rtol=0, err_msg=path)
+        np.testing.assert_allclose(
+            split_gradient[path], expected, atol=tolerance * scale, rtol=0, err_msg=path
+        )
 
 
 @pytest.mark.slow
@@ -59,7 +68,9 @@ def test_what_is_recorded_of_a_layer_is_that_of_all_rows():
 
     def recorded(**changes):
         graph = model.graph.at(record=("hidden", "mixed", "activations"), **changes)
-        _, _, aux = graph.logprobs(model.params, data.tokens, make_step(data.tokens, segments=data.segments), 0.9)
+        _, _, aux = graph.logprobs(
+            model.params, data.tokens, make_step(data.tokens, segments=data.segments), 0.9
+        )
         return [aux.by_layer(name) for name in ("hidden", "mixed", "activations")]
 
     plain, split = recorded(), recorded(batch_split=True)

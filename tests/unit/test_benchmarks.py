@@ -1,4 +1,5 @@
-"""The scripts of benchmarks/: the numbers that they make of what they read, and that each one runs."""
+"""The scripts of benchmarks/: the numbers that they make of what they read, and that each one
+runs."""
 
 import importlib
 import json
@@ -48,7 +49,11 @@ def test_the_curve_the_seconds_and_the_gain_of_a_quickstart(script, tmp_path, ca
     assert result.quarters() == (0.6, 0.7)
     assert numbers.main([run, "--check"]) == 0
     said = capsys.readouterr()
-    assert "grpo     30     0.600  " + "#" * 30 + "\n" in said.out and "GRPO +0.400" in said.out and not said.err
+    assert (
+        "grpo     30     0.600  " + "#" * 30 + "\n" in said.out
+        and "GRPO +0.400" in said.out
+        and not said.err
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +63,11 @@ def test_the_curve_the_seconds_and_the_gain_of_a_quickstart(script, tmp_path, ca
         ([0, 0.61], [0.61, 0.7, 0.8, 0.85, 0.9], "accuracy after SFT is 0.610"),
         ([0, 0.3], [0.3, 0.3, 0.4, 0.4, 0.44], "GRPO added +0.140, less than 0.15"),
         ([0, 0.3], [0.3, 0.3, 0.4, 0.5, 0.54], "mean of 1 runs, less than 0.25"),
-        ([0, 0.3], [0.3, 0.4, 0.6, 0.7, 0.66], "GRPO declined, 0.700 in its third quarter and 0.660 in its last"),
+        (
+            [0, 0.3],
+            [0.3, 0.4, 0.6, 0.7, 0.66],
+            "GRPO declined, 0.700 in its third quarter and 0.660 in its last",
+        ),
         ([0, 0.3], [0.3, 0.7], "too few evaluations"),
     ],
 )
@@ -106,7 +115,8 @@ def test_turns_alternate_and_the_ratio_is_that_of_the_medians(script):
 
 @pytest.mark.slow
 def test_bytes_and_operations_of_remat_policies(script):
-    """Offloading moves what `minimal` keeps to the host, and recomputes as much; what is kept is not recomputed."""
+    """Offloading moves what `minimal` keeps to the host, and recomputes as much; what is kept is
+    not recomputed."""
     import numpy as np
 
     from policy import families
@@ -121,11 +131,20 @@ def test_bytes_and_operations_of_remat_policies(script):
         function = remat.loss(graph.at(remat=policy), np.zeros((2, 32), int))
         device[policy], host[policy] = remat.bytes_kept(function, graph.shapes)
         operations[policy] = remat.operations(function, graph.shapes)
-    # q, k, v and out of 4 heads of 32 and 128 numbers, two projections to 512: float32, 4 layers of 64 tokens.
+    # q, k, v and out of 4 heads of 32 and 128 numbers, two projections to 512: float32, 4 layers of
+    # 64 tokens.
     kept = 4 * 4 * 64 * (4 * 128 + 2 * 512)
     assert host == {"none": 0, "full": 0, "minimal": 0, "minimal_offloaded": kept}
-    assert device["minimal"] - device["full"] == kept and device["minimal_offloaded"] == device["full"] < device["none"]
-    assert operations["none"] < operations["minimal"] == operations["minimal_offloaded"] < operations["full"]
+    assert (
+        device["minimal"] - device["full"] == kept
+        and device["minimal_offloaded"] == device["full"] < device["none"]
+    )
+    assert (
+        operations["none"]
+        < operations["minimal"]
+        == operations["minimal_offloaded"]
+        < operations["full"]
+    )
 
 
 @pytest.mark.parametrize(("name", "weights"), [("1m", 1_115_500), ("25m", 26_224_000)])
@@ -157,8 +176,14 @@ def test_the_benchmark_of_latent_attention_computes_the_same_twice(script, capsy
     ]
     result = script("latent_attention").main(["--repeats", "1", *small])
     printed = capsys.readouterr().out
-    assert "cache 576 and 1,280 numbers a token" in printed and [row.peer for row in result] == ["expanded", "masked"]
-    assert all(float(row.note.rpartition("differ by ")[2]) < 1e-5 and f"{row.ratio:.2f}" in printed for row in result)
+    assert "cache 576 and 1,280 numbers a token" in printed and [row.peer for row in result] == [
+        "expanded",
+        "masked",
+    ]
+    assert all(
+        float(row.note.rpartition("differ by ")[2]) < 1e-5 and f"{row.ratio:.2f}" in printed
+        for row in result
+    )
 
 
 @pytest.mark.slow
@@ -180,7 +205,10 @@ def test_each_benchmark_runs(script, name, arguments, rows, capsys):
     assert len(result) >= rows
     printed = capsys.readouterr().out
     for row in result:
-        assert all(math.isfinite(seconds) and seconds > 0 for seconds in (*row.ours, *row.theirs)) and row.work > 0
+        assert (
+            all(math.isfinite(seconds) and seconds > 0 for seconds in (*row.ours, *row.theirs))
+            and row.work > 0
+        )
         assert f"{row.ratio:.2f}" in printed
 
 
@@ -188,7 +216,10 @@ def test_the_start_of_a_command_is_timed_and_its_packages_are_listed(script):
     cells = [cell.strip() for cell in script("startup").row("rl schema", ["schema"], 1).split("|")]
     assert cells[1] == "`rl schema`" and float(cells[3]) > 0 and cells[4] == "-"
     assert cells[5].endswith(" ms")
-    assert "numpy" in script("startup").run(["reward", "test", "exact_answer"])[2].rpartition("\0")[2].split()
+    assert (
+        "numpy"
+        in script("startup").run(["reward", "test", "exact_answer"])[2].rpartition("\0")[2].split()
+    )
 
 
 def test_the_script_that_measures_parity_prints_a_line_for_each_kind(script, capsys):
@@ -204,4 +235,7 @@ def test_the_script_that_measures_parity_prints_a_line_for_each_kind(script, cap
 def test_penalties_are_measured(script):
     sizes = ["--rows", "2", "--vocabulary", "64", "--tokens", "8", "--steps", "2", "--repeats", "1"]
     result = script("penalties").main(sizes)
-    assert set(result) == {"none", "bias, words, ends", "penalties", "all", "counting"} and min(result.values()) > 0
+    assert (
+        set(result) == {"none", "bias, words, ends", "penalties", "all", "counting"}
+        and min(result.values()) > 0
+    )

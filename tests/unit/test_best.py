@@ -66,7 +66,9 @@ def test_what_the_newest_checkpoints_need_stays(tmp_path):
         checkpoints.save(number, {"a": jnp.full(2, number)}, host, wait=True)
         assert sorted(checkpoints.numbers()) == present[number]
     fourth = checkpoints.find(4)
-    assert fourth is not None and checkpoints.read(fourth, {"a": jnp.zeros(2, int)})["a"].tolist() == [4, 4]
+    assert fourth is not None and checkpoints.read(fourth, {"a": jnp.zeros(2, int)})[
+        "a"
+    ].tolist() == [4, 4]
     assert checkpoints.find(1) is None
     assert checkpoints.restore({"a": jnp.zeros(2, int)})[0] == 6
     (tmp_path / "0000000004" / "host.json").write_text("{}")
@@ -82,10 +84,14 @@ def test_what_the_newest_checkpoints_need_stays(tmp_path):
 def test_the_first_process_decides_which_step_is_best(monkeypatch, own, first, due):
     monkeypatch.setattr(processes, "broadcast", lambda value: first)
     saves = []
-    best = BestSteps(BestOptions(metric="eval/x", mode="max"), {"best": {"number": 1, "step": 1, "value": 1.0}})
+    best = BestSteps(
+        BestOptions(metric="eval/x", mode="max"), {"best": {"number": 1, "step": 1, "value": 1.0}}
+    )
     run = SimpleNamespace(
         best=best,
-        checkpoints=SimpleNamespace(numbers=lambda: {1}, save=lambda number, *_, **__: saves.append(number)),
+        checkpoints=SimpleNamespace(
+            numbers=lambda: {1}, save=lambda number, *_, **__: saves.append(number)
+        ),
         config=SimpleNamespace(stages=[SimpleNamespace(total_steps=9)]),
         events=SimpleNamespace(sync=lambda: True, rotate=lambda: None),
         progress=SimpleNamespace(to_json=dict),

@@ -1,5 +1,5 @@
-"""Attention in blocks gives what a softmax over the tokens of each path gives, and its gradients, and computes no pair
-of blocks whose tokens do not see each other."""
+"""Attention in blocks gives what a softmax over the tokens of each path gives, and its gradients,
+and computes no pair of blocks whose tokens do not see each other."""
 
 from functools import partial
 
@@ -19,7 +19,8 @@ from policy.mesh.sharding import layout
 from policy.modes import make_step
 
 SIZE = 16
-# Trees of a row: (tokens of a node, its children). One node ends with a block, one is a token, and trees share blocks.
+# Trees of a row: (tokens of a node, its children). One node ends with a block, one is a token, and
+# trees share blocks.
 ROWS = (
     [(5, [(3, []), (20, [(1, []), (4, [])])]), (2, [(1, []), (2, [])])],
     [(16, [(7, []), (9, [])]), (1, [(2, [])])],
@@ -53,7 +54,9 @@ def steps(kind, T):
     segments = flat([[9, 1, 20], [T]], T)
     places = np.broadcast_to(np.arange(T), segments.shape)
     starts = np.diff(segments, axis=1, prepend=-1) != 0
-    return make_step(jnp.zeros((2, T)), segments=segments), np.where(starts | (segments == 0), -1, places - 1)
+    return make_step(jnp.zeros((2, T)), segments=segments), np.where(
+        starts | (segments == 0), -1, places - 1
+    )
 
 
 CASES = {
@@ -68,15 +71,20 @@ CASES = {
 FIRST = ("trees", "window and cap", "chunk", "segments")
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in FIRST)) for c in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in FIRST)) for c in CASES]
+)
 def test_blocks_are_the_softmax_over_paths(case):
-    """Values and gradients: several trees in a row, nodes that share blocks, padding, blocks that are not full."""
+    """Values and gradients: several trees in a row, nodes that share blocks, padding, blocks that
+    are not full."""
     kind, T, heads, bounds = CASES[case]
     step, before = steps(kind, T)
     attention = call(step, 32 if case == "one block" else SIZE, **bounds)
     real, bounds = np.asarray(step.segments != 0)[:, None, :, None], dict(bounds)
     softcap = bounds.pop("softcap", None)
-    allowed = seen(before, np.asarray(step.positions), **bounds) & real[:, 0] & real[:, 0].swapaxes(1, 2)
+    allowed = (
+        seen(before, np.asarray(step.positions), **bounds) & real[:, 0] & real[:, 0].swapaxes(1, 2)
+    )
     *parts, given = arrays(2, T, heads)
 
     def run(function, *parts):
@@ -96,11 +104,14 @@ def test_blocks_are_the_softmax_over_paths(case):
 @pytest.mark.parametrize("kind", ["trees", "segments"])
 @pytest.mark.parametrize("bounds", [{}, {"window": 6}, {"chunk": 8}], ids=str)
 def test_pairs_of_blocks(kind, bounds):
-    """Each pair of blocks with a query that sees a key is listed once; trees of unequal branches leave others out."""
+    """Each pair of blocks with a query that sees a key is listed once; trees of unequal branches
+    leave others out."""
     size, T = 4, 60
     step, before = steps(kind, T)
     mask = Mask(step, own_tokens(step, {}))
-    listed = block_attention.pairs(BlockSpec(size, AttentionBounds(**bounds)), mask.queries, mask.keys)
+    listed = block_attention.pairs(
+        BlockSpec(size, AttentionBounds(**bounds)), mask.queries, mask.keys
+    )
     number = int(listed.number)
     ours = list(zip(*(np.asarray(a)[:number].tolist() for a in listed[:3]), strict=True))
     real = np.asarray(step.segments) != 0
@@ -120,7 +131,9 @@ def test_a_policy_saves_what_the_backward_pass_needs():
 
     def loops(policy):
         attention = jax.checkpoint(call(step), policy=policy)
-        return str(jax.make_jaxpr(jax.grad(lambda *p: jnp.sum(attention(*p) * given)))(*parts)).count(" while[")
+        return str(
+            jax.make_jaxpr(jax.grad(lambda *p: jnp.sum(attention(*p) * given)))(*parts)
+        ).count(" while[")
 
     policies = jax.checkpoint_policies
     assert loops(policies.save_only_these_names("context")) == 2
@@ -128,13 +141,19 @@ def test_a_policy_saves_what_the_backward_pass_needs():
 
 
 def test_calls_that_blocks_serve():
-    """Trees where a row has two blocks; segments in training only, and only in long rows; sinks, layers that look ahead
-    and tokens with positions of their own have the dense form."""
+    """Trees where a row has two blocks; segments in training only, and only in long rows; sinks,
+    layers that look ahead and tokens with positions of their own have the dense form."""
     runtime = Runtime(layout=layout({"fsdp": 1}, devices=jax.devices()[:1]))
-    training, long, T = Runtime(layout=runtime.layout, skip_blocks=True), block_attention.SHORTEST_FLAT, 128
+    training, long, T = (
+        Runtime(layout=runtime.layout, skip_blocks=True),
+        block_attention.SHORTEST_FLAT,
+        128,
+    )
     step, _ = steps("trees", T)
     q = jnp.zeros((2, 1, T, 8))
-    assert jax.eval_shape(lambda q: block_attention.attend(q, q, q, step, runtime), q).shape == q.shape
+    assert (
+        jax.eval_shape(lambda q: block_attention.attend(q, q, q, step, runtime), q).shape == q.shape
+    )
     assert block_attention.attend(q, q, q, step, runtime, AttentionBounds(looks_ahead=True)) is None
     assert block_attention.attend(q, q, q, step, runtime, sinks_H=jnp.zeros(1)) is None
     assert not block_attention.served(steps("trees", T - 1)[0], runtime)
@@ -150,4 +169,7 @@ def test_only_training_skips_blocks_of_segments():
     model = learners.dense()
     trainer, _ = learners.begin(model, learners.stage("grpo"), fresh=True)
     assert trainer._update_graph.runtime.skip_blocks and trainer._scoring_graph.runtime.skip_blocks
-    assert not model.scorer.graph.runtime.skip_blocks and not model.graph.for_inference().runtime.skip_blocks
+    assert (
+        not model.scorer.graph.runtime.skip_blocks
+        and not model.graph.for_inference().runtime.skip_blocks
+    )

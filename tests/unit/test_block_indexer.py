@@ -1,4 +1,5 @@
-"""Blocks of keys that an indexer chooses: the mask of every form of a call against sets of tokens in numpy."""
+"""Blocks of keys that an indexer chooses: the mask of every form of a call against sets of tokens
+in numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,11 @@ SIZE, BLOCKS = 3, 2
 
 @pytest.fixture(scope="module")
 def indexer():
-    keys = {"indexer_compress_ratio": SIZE, "indexer_budget": SIZE * BLOCKS, "initializer_range": 1.0}
+    keys = {
+        "indexer_compress_ratio": SIZE,
+        "indexer_budget": SIZE * BLOCKS,
+        "initializer_range": 1.0,
+    }
     config = families.read(configuration("Qwen4Exp", **keys))
     spec = config.layers[-1].mixer.indexer
     with nnx.use_eager_sharding(False):
@@ -39,10 +44,17 @@ def mask_of(indexer, x, step) -> np.ndarray:
 
     @jax.jit
     def allowed(x, positions, segments, tree):
-        step = Step(positions, segments, tree=tree, rotations={str(spec.rope): rotation(spec.rope, positions)})
+        step = Step(
+            positions,
+            segments,
+            tree=tree,
+            rotations={str(spec.rope): rotation(spec.rope, positions)},
+        )
         queries, keys = indexer(x, step)
         visible = own_tokens(step, {"index": keys})
-        mask = BlockMask(step, visible, queries, indexer.blocks(step, visible, in_cache=False), spec)
+        mask = BlockMask(
+            step, visible, queries, indexer.blocks(step, visible, in_cache=False), spec
+        )
         return mask.of(*mask.queries)
 
     with jax.default_matmul_precision("highest"):
@@ -56,7 +68,9 @@ def expected(indexer, x) -> np.ndarray:
     k = x @ np.asarray(indexer.k_proj[...])[:, 0]
 
     def normed(a, weight):
-        return a / np.sqrt((a**2).mean(-1, keepdims=True) + spec.norm.eps) * (1 + np.asarray(weight))
+        return (
+            a / np.sqrt((a**2).mean(-1, keepdims=True) + spec.norm.eps) * (1 + np.asarray(weight))
+        )
 
     def turned(a, position):
         half = spec.rope.dim // 2
@@ -73,7 +87,9 @@ def expected(indexer, x) -> np.ndarray:
         complete = (t + 1) // SIZE
         scores = []
         for b in range(complete):
-            key = turned(normed(k[b * SIZE : (b + 1) * SIZE].mean(0), indexer.k_norm.weight[...]), b * SIZE)
+            key = turned(
+                normed(k[b * SIZE : (b + 1) * SIZE].mean(0), indexer.k_norm.weight[...]), b * SIZE
+            )
             scores.append(np.maximum(query @ key, 0).sum())
         for b in np.argsort(scores)[::-1][:BLOCKS]:
             allowed[t, b * SIZE : (b + 1) * SIZE] = True
@@ -86,9 +102,14 @@ def states(*shape):
 
 
 def test_packed_documents_count_their_blocks_from_their_own_starts(indexer):
-    """Padding in front, between and behind; a document of one token; one that ends inside a block."""
+    """Padding in front, between and behind; a document of one token; one that ends inside a
+    block."""
     lengths, row = (1, 14, 7, 12), 40
-    x, segments, positions = states(1, row), np.zeros((1, row), np.int32), np.zeros((1, row), np.int32)
+    x, segments, positions = (
+        states(1, row),
+        np.zeros((1, row), np.int32),
+        np.zeros((1, row), np.int32),
+    )
     starts, at = [], 2
     for number, length in enumerate(lengths, 1):
         starts.append(at)
@@ -115,12 +136,15 @@ def test_a_query_whose_own_block_is_complete_may_not_see_itself(indexer):
 
 
 def test_blocks_of_a_tree_lie_on_paths(indexer):
-    """Branches inside a block, at the end of one and inside a branch: several blocks begin with the same tokens."""
+    """Branches inside a block, at the end of one and inside a branch: several blocks begin with the
+    same tokens."""
     leaf = (2, [])
     row = [(7, [(5, [(3, []), leaf, (1, [])]), (6, []), leaf]), (9, [(4, []), (1, [])])]
     tree = trees([row], 42)
     x, paths = states(1, 42), seen(tree.before, tree.position)[0]
-    step = Step(jnp.asarray(tree.position), jnp.asarray(tree.node), tree=jax.tree.map(jnp.asarray, tree))
+    step = Step(
+        jnp.asarray(tree.position), jnp.asarray(tree.node), tree=jax.tree.map(jnp.asarray, tree)
+    )
     allowed, node = mask_of(indexer, x, step)[0], tree.node[0]
     for t in np.flatnonzero(node):
         path = np.flatnonzero(paths[t])

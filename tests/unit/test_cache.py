@@ -70,7 +70,9 @@ def test_bytes_of_a_token_are_those_of_the_arrays(kind, dtype):
     config = families.read(configuration(kind))
     for scan in (True, False):
         cache = caches.create(config, S, C, dtype, scan=scan)
-        assert sum(a.nbytes for a in jax.tree.leaves(cache)) == S * C * caches.bytes_per_token(config, dtype)
+        assert sum(a.nbytes for a in jax.tree.leaves(cache)) == S * C * caches.bytes_per_token(
+            config, dtype
+        )
         assert {str(a.dtype) for a in jax.tree.leaves(cache)} == {dtype}
 
 
@@ -96,8 +98,12 @@ def test_insert_copies_rows_of_a_shorter_cache_to_slots():
 
     cache, prefix = filled(4, C, 0), filled(2, 5, 1)
     prefix = jax.tree.map(lambda a: a[:, [1, 0, 0, 0]], prefix)
-    result = jax.jit(caches.insert)(cache, prefix, np.array([2, 0, 4, 5]))  # 4 and 5 lie past the end
-    for before, source, after in zip(*(jax.tree.leaves(tree) for tree in (cache, prefix, result)), strict=True):
+    result = jax.jit(caches.insert)(
+        cache, prefix, np.array([2, 0, 4, 5])
+    )  # 4 and 5 lie past the end
+    for before, source, after in zip(
+        *(jax.tree.leaves(tree) for tree in (cache, prefix, result)), strict=True
+    ):
         expected = before.copy()
         expected[:, 2, :, :5], expected[:, 0, :, :5] = source[:, 0], source[:, 1]
         np.testing.assert_array_equal(after, expected)
@@ -110,9 +116,13 @@ def test_a_scanned_cache_is_unrolled_to_what_it_came_from(kind):
     empty = caches.create(config, S, C, jnp.float32, scan=False)
     leaves, tree = jax.tree.flatten(empty)
     rng = np.random.default_rng(0)
-    filled = jax.tree.unflatten(tree, [rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves])
+    filled = jax.tree.unflatten(
+        tree, [rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves]
+    )
     scanned = caches.scanned(filled)
-    assert jax.tree.structure(scanned) == jax.tree.structure(caches.create(config, S, C, jnp.float32, scan=True))
+    assert jax.tree.structure(scanned) == jax.tree.structure(
+        caches.create(config, S, C, jnp.float32, scan=True)
+    )
     back = caches.unrolled(scanned, config)
     assert jax.tree.structure(back) == tree
     jax.tree.map(np.testing.assert_array_equal, back, filled)

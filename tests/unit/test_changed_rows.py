@@ -21,13 +21,17 @@ def write(name, rows) -> None:
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """Reads the rows of a run of three stages with an evaluation: overrides -> (configuration, fingerprints)."""
+    """Reads the rows of a run of three stages with an evaluation: overrides -> (configuration,
+    fingerprints)."""
     monkeypatch.chdir(tmp_path)
     write("rows.jsonl", ROWS)
     write("held.jsonl", ROWS[:4])
     write(
         "pairs.jsonl",
-        [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "d", "rejected": "c"}],
+        [
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {"prompt": "a", "chosen": "d", "rejected": "c"},
+        ],
     )
     stage = {"steps": 1, "prompts_per_step": 2, "sampling": {"max_new_tokens": 4}}
     values = {
@@ -55,7 +59,9 @@ def started(tmp_path, monkeypatch):
 
 
 def record(data) -> None:
-    Path("run.json").write_text(json.dumps({"attempts": [{"data": {}}, {"data": data}, {"start": 1.0}]}))
+    Path("run.json").write_text(
+        json.dumps({"attempts": [{"data": {}}, {"data": data}, {"start": 1.0}]})
+    )
 
 
 def refused(config, now, stage=0, ended=False) -> str:
@@ -67,7 +73,12 @@ def refused(config, now, stage=0, ended=False) -> str:
 
 def test_the_same_rows_have_the_same_fingerprint_wherever_they_lie(started):
     config, then = started()
-    assert {name: each["rows"] for name, each in then.items()} == {"sft": 20, "dpo": 2, "grpo": 20, "evaluation": 4}
+    assert {name: each["rows"] for name, each in then.items()} == {
+        "sft": 20,
+        "dpo": 2,
+        "grpo": 20,
+        "evaluation": 4,
+    }
     Path("rows.jsonl").rename("other.jsonl")
     _, now = started("data=other.jsonl")
     assert then == now
@@ -81,8 +92,14 @@ def test_changed_rows_are_refused_and_named(started):
     write("rows.jsonl", ROWS[:6])
     config, now = started()
     said = refused(config, now)
-    assert "the rows of sft (rows.jsonl) changed: 20 rows when the run was last started, 6 now" in said
-    assert "the rows of grpo (rows.jsonl) changed" in said and "dpo" not in said and "held-out" not in said
+    assert (
+        "the rows of sft (rows.jsonl) changed: 20 rows when the run was last started, 6 now" in said
+    )
+    assert (
+        "the rows of grpo (rows.jsonl) changed" in said
+        and "dpo" not in said
+        and "held-out" not in said
+    )
     assert "run.changed_data=allow" in said
     assert "rows of sft" not in refused(config, now, stage=1)  # that stage is over
     assert check(config, now, Path(), 2, True) is None  # so are all
@@ -102,7 +119,10 @@ def test_changed_rows_are_refused_and_named(started):
         ("rows.jsonl", [ROWS[0] | {"answer": "7"}, *ROWS[1:]]),  # a column of the rewards
         (
             "pairs.jsonl",
-            [{"prompt": "a", "chosen": "c", "rejected": "b"}, {"prompt": "a", "chosen": "d", "rejected": "c"}],
+            [
+                {"prompt": "a", "chosen": "c", "rejected": "b"},
+                {"prompt": "a", "chosen": "d", "rejected": "c"},
+            ],
         ),
     ],
 )

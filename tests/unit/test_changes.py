@@ -1,4 +1,5 @@
-"""Settings that a run changes while it goes on: what may change, what is listed, and what held at a step."""
+"""Settings that a run changes while it goes on: what may change, what is listed, and what held at a
+step."""
 
 import json
 import re
@@ -29,7 +30,9 @@ TREE = {
     "rewards": {"functions": ["exact_answer"]},
     "stages": STAGES,
 }
-RATE, STEPS, SCHEDULE = (f"stages.1.{key}" for key in ("optimizer.learning_rate", "steps", "optimizer.schedule"))
+RATE, STEPS, SCHEDULE = (
+    f"stages.1.{key}" for key in ("optimizer.learning_rate", "steps", "optimizer.schedule")
+)
 
 
 class Folder:
@@ -70,7 +73,11 @@ def folder(tmp_path):
 
 def change(step: int, stage: int = 1, **was) -> dict:
     names = {"rate": RATE, "steps": STEPS, "schedule": SCHEDULE}
-    return {"stage": stage, "step": step, "was": {names.get(key, key): value for key, value in was.items()}}
+    return {
+        "stage": stage,
+        "step": step,
+        "was": {names.get(key, key): value for key, value in was.items()},
+    }
 
 
 def test_a_change_is_listed_once_with_its_step_and_what_was_before(folder):
@@ -87,7 +94,10 @@ def test_a_change_is_listed_once_with_its_step_and_what_was_before(folder):
     assert [stage.steps for stage in held] == [10, 10, 20, 20, 15, 15]
     assert [stage.optimizer.learning_rate for stage in held] == [1e-4, 1e-4, 1e-5, 1e-5, 1e-5, 1e-5]
     assert held[-1].optimizer.schedule == "cosine" and held[-2].optimizer.schedule == "cosine"
-    assert changes.in_force(config, 0, 2).stages[1].steps == 10 and changes.in_force(config, 2, 1) == config
+    assert (
+        changes.in_force(config, 0, 2).stages[1].steps == 10
+        and changes.in_force(config, 2, 1) == config
+    )
     assert changes.notes(config, 1, 4) == [
         f"from step 5 of grpo on: {STEPS}: 10 -> 20",
         f"from step 5 of grpo on: {RATE}: 0.0001 -> 1e-05",
@@ -106,7 +116,9 @@ def test_the_file_of_the_start_goes_on_with_the_changes_of_the_folder(folder, tm
     first.write_text((tmp_path / "config.yml").read_text())  # with its change
     folder.go_on(f"{RATE}=1e-6")
     assert continued(load([first], [f"{RATE}=1e-6"])).changes == load([folder.path]).changes
-    with pytest.raises(ConfigError, match="changes: after step 4 of stage 1.* there, after step 3 of stage 1 here"):
+    with pytest.raises(
+        ConfigError, match="changes: after step 4 of stage 1.* there, after step 3 of stage 1 here"
+    ):
         folder.ask(f"changes=[{{stage: 1, step: 3, was: {{{RATE}: 1e-4}}}}]")
 
 
@@ -117,7 +129,9 @@ def test_a_change_in_the_same_place_replaces_the_one_before_and_one_that_goes_ba
     assert folder.go_on(f"{RATE}=1e-4", f"{STEPS}=10") == []
 
 
-def test_after_a_lost_checkpoint_a_change_holds_from_its_step_and_a_new_one_from_where_the_run_is(folder):
+def test_after_a_lost_checkpoint_a_change_holds_from_its_step_and_a_new_one_from_where_the_run_is(
+    folder,
+):
     folder.checkpoint(1, 4)
     folder.go_on(f"{STEPS}=12")
     folder.checkpoint(1, 8)
@@ -135,19 +149,26 @@ def test_after_a_lost_checkpoint_a_change_holds_from_its_step_and_a_new_one_from
 def test_before_a_step_of_a_stage_its_values_are_replaced(folder):
     assert folder.go_on("stages.0.steps=2", f"{RATE}=1e-5", "run.log_every=3") == []
     folder.checkpoint(0, 2, ended=True)
-    assert folder.go_on(f"{RATE}=1e-6", "run.log_every=4") == [change(2, stage=0, **{"run.log_every": 3})]
+    assert folder.go_on(f"{RATE}=1e-6", "run.log_every=4") == [
+        change(2, stage=0, **{"run.log_every": 3})
+    ]
     assert load([folder.path]).stages[1].optimizer.learning_rate == 1e-6
 
 
 def test_a_stage_that_is_over_is_extended_but_not_changed_otherwise(folder):
     folder.checkpoint(2, 3, ended=True)
     key = "stages.2.optimizer.learning_rate"
-    assert folder.go_on("stages.2.steps=5", f"{key}=1e-6") == [change(3, stage=2, **{"stages.2.steps": 3, key: 1e-5})]
+    assert folder.go_on("stages.2.steps=5", f"{key}=1e-6") == [
+        change(3, stage=2, **{"stages.2.steps": 3, key: 1e-5})
+    ]
     folder.write(load([folder.path], ["changes=[]", "stages.2.steps=3"]))
     for overrides, text in (
         ([f"{key}=1e-4"], r"grpo-2 is over, after 3 steps.*Raise stages.2.steps as well"),
         (["stages.2.steps=2"], r"stages.2.steps: 2, but 3 steps of grpo-2 are done. Set 3 or more"),
-        ([f"{RATE}=1e-3"], r"learning_rate: 0.0001 there, 0.001 here, but grpo is over.*after step 3 of grpo-2"),
+        (
+            [f"{RATE}=1e-3"],
+            r"learning_rate: 0.0001 there, 0.001 here, but grpo is over.*after step 3 of grpo-2",
+        ),
     ):
         with pytest.raises(ConfigError, match=text):
             folder.ask(*overrides)
@@ -188,12 +209,17 @@ def test_a_run_in_use_is_not_changed(folder, monkeypatch):
 
 
 def test_intervals_of_what_is_measured_may_change(tmp_path):
-    held_out, task = {"data": {"task": "arithmetic"}, "every": 2}, {"task": "arithmetic", "split": "eval"}
+    held_out, task = (
+        {"data": {"task": "arithmetic"}, "every": 2},
+        {"task": "arithmetic", "split": "eval"},
+    )
     stages = [STAGES[0] | {"held_out": held_out}, *STAGES[1:]]
     folder = Folder(tmp_path, stages=stages, evaluation={"data": task, "every": 5, "problems": 4})
     folder.checkpoint(0, 2)
     was = {"evaluation.every": 5, "stages.0.held_out.every": 2}
-    assert folder.go_on("stages.0.held_out.every=3", "evaluation.every=1") == [change(2, stage=0, **was)]
+    assert folder.go_on("stages.0.held_out.every=3", "evaluation.every=1") == [
+        change(2, stage=0, **was)
+    ]
     assert changes.in_force(load([folder.path]), 0, 2).stages[0].held_out.every == 2
 
 
@@ -217,7 +243,9 @@ def test_a_reward_model_that_is_written_is_not_extended(tmp_path):
     folder.checkpoint(0, 3, ended=False)  # the one of the end is lost
     written = tmp_path / "reward_models" / "reward_model"
     written.mkdir(parents=True)
-    with pytest.raises(ConfigError, match=rf"stages.0.steps: 3 there, 4 here, but {written} has been written"):
+    with pytest.raises(
+        ConfigError, match=rf"stages.0.steps: 3 there, 4 here, but {written} has been written"
+    ):
         folder.ask("stages.0.steps=4")
     assert folder.go_on(f"{RATE}=1e-6", "run.log_every=7") == [
         change(1, stage=0, **{"stages.0.steps": 2}),
@@ -227,12 +255,19 @@ def test_a_reward_model_that_is_written_is_not_extended(tmp_path):
 
 @pytest.mark.parametrize(
     "override",
-    ["seed=1", "stages.1.optimizer.weight_decay=0.1", "stages.1.prompts_per_step=8", "stages.1.algorithm.epsilon=0.3"],
+    [
+        "seed=1",
+        "stages.1.optimizer.weight_decay=0.1",
+        "stages.1.prompts_per_step=8",
+        "stages.1.algorithm.epsilon=0.3",
+    ],
 )
 def test_other_keys_are_refused_by_name(folder, override):
     folder.checkpoint(1, 4)
     key = override.partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"holds a run with another configuration \({key}: .* there, .* here"):
+    with pytest.raises(
+        ConfigError, match=rf"holds a run with another configuration \({key}: .* there, .* here"
+    ):
         folder.ask(override)
 
 
@@ -240,12 +275,30 @@ def test_other_keys_are_refused_by_name(folder, override):
     ("written", "text"),
     [
         ("{stage: 7, step: 1, was: {run.log_every: 1}}", "changes.0.stage: there is no stage 7"),
-        ("{stage: 1, step: 11, was: {run.log_every: 1}}", "changes.0.step: 11, but stages.1.steps is 10"),
-        ("{stage: 1, step: 5, was: {stages.1.steps: 4}}", "changes.0.step: 5, but the stage had 4 steps then"),
-        ("{stage: 1, step: 5, was: {seed: 4}}", "changes.0.was.seed: a run that goes on does not change this key"),
-        ("{stage: 1, step: 5, was: {stages.2.steps: 4}}", "changes.0.was.stages.2.steps: a change in stage 1"),
-        ("{stage: 1, step: 5, was: {evaluation.every: 4}}", "changes.0.was.evaluation.every: a run that goes on"),
-        (f"{{stage: 1, step: 5, was: {{{RATE}: -1}}}}", "changes.0.was: stages.1.optimizer.learning_rate: "),
+        (
+            "{stage: 1, step: 11, was: {run.log_every: 1}}",
+            "changes.0.step: 11, but stages.1.steps is 10",
+        ),
+        (
+            "{stage: 1, step: 5, was: {stages.1.steps: 4}}",
+            "changes.0.step: 5, but the stage had 4 steps then",
+        ),
+        (
+            "{stage: 1, step: 5, was: {seed: 4}}",
+            "changes.0.was.seed: a run that goes on does not change this key",
+        ),
+        (
+            "{stage: 1, step: 5, was: {stages.2.steps: 4}}",
+            "changes.0.was.stages.2.steps: a change in stage 1",
+        ),
+        (
+            "{stage: 1, step: 5, was: {evaluation.every: 4}}",
+            "changes.0.was.evaluation.every: a run that goes on",
+        ),
+        (
+            f"{{stage: 1, step: 5, was: {{{RATE}: -1}}}}",
+            "changes.0.was: stages.1.optimizer.learning_rate: ",
+        ),
         (f"{{stage: 1, step: 5, was: {{{RATE}: .nan}}}}", "changes.0.was: "),
         ("{stage: 1, step: 0, was: {run.log_every: 1}}", "changes.0.step: "),
         ("{stage: 1, step: 2, was: {}}", "changes.0.was: "),
@@ -257,8 +310,12 @@ def test_a_list_of_changes_that_cannot_be_is_refused(folder, written, text):
 
 
 def test_changes_stand_in_order(folder):
-    entries = ", ".join(f"{{stage: 1, step: {step}, was: {{run.log_every: {step}}}}}" for step in (5, 5))
-    with pytest.raises(ConfigError, match="changes.1: changes stand in the order of their stages and steps"):
+    entries = ", ".join(
+        f"{{stage: 1, step: {step}, was: {{run.log_every: {step}}}}}" for step in (5, 5)
+    )
+    with pytest.raises(
+        ConfigError, match="changes.1: changes stand in the order of their stages and steps"
+    ):
         load([folder.path], [f"changes=[{entries}]"])
 
 
@@ -294,11 +351,18 @@ def test_the_report_and_the_outline_list_the_changes(folder):
     folder.go_on(f"{RATE}=1e-6")
     lines = list(outline.lines(load([folder.path])))
     assert f"from step 7 of grpo on: {RATE}: 1e-05 -> 1e-06" in lines
-    rows = [{"stage": "grpo", "step": n, "time": n, "metrics": {"loss": n, "optim/lr": 1e-5}} for n in range(1, 10)]
+    rows = [
+        {"stage": "grpo", "step": n, "time": n, "metrics": {"loss": n, "optim/lr": 1e-5}}
+        for n in range(1, 10)
+    ]
     (folder.path / EVENTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = read_run(folder.path)
     drawn = figures([run], axis([run])).html
-    assert drawn.count(f"<title>{RATE}: 0.0001 -&gt; 1e-05</title>") == drawn.count('class="restart"') / 2 > 0
+    assert (
+        drawn.count(f"<title>{RATE}: 0.0001 -&gt; 1e-05</title>")
+        == drawn.count('class="restart"') / 2
+        > 0
+    )
     table = sections.stages([run]).partition("<h3>Changes</h3>")[2]
     texts = re.findall(r">([^<>]+)</(?:span|td)>", table)
     assert texts == ["grpo", "5", RATE, "0.0001", "1e-05", "grpo", "7", RATE, "1e-05", "1e-06"]

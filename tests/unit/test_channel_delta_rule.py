@@ -1,4 +1,5 @@
-"""The delta rule with a decay for each key channel, against the recurrence in float64, one token after the other.
+"""The delta rule with a decay for each key channel, against the recurrence in float64, one token
+after the other.
 
 B rows, K heads, T tokens, D and V dimensions of keys and values.
 """
@@ -18,7 +19,8 @@ def unit(x):
 
 
 def problem(T, strength, seed=0):
-    """(q, k [B, K, T, D], v [B, K, 1, T, V], beta [B, K, 1, T], g [B, K, T, D]); decays reach e^-(4 strength)."""
+    """(q, k [B, K, T, D], v [B, K, 1, T, V], beta [B, K, 1, T], g [B, K, T, D]); decays reach e^-(4
+    strength)."""
     rng = np.random.default_rng(seed)
     q, k = (unit(rng.normal(size=(B, K, T, D))) for _ in range(2))
     v = rng.normal(size=(B, K, 1, T, V))
@@ -66,10 +68,13 @@ def chunked(arrays, documents, state):
         return jax.jit(rule.chunked)(*arrays, documents, state)
 
 
-# Documents that begin inside blocks, at their ends and at the ends of chunks; decays that end a memory at once.
+# Documents that begin inside blocks, at their ends and at the ends of chunks; decays that end a
+# memory at once.
 @pytest.mark.parametrize("strength", [0.02, 1.0, 60.0])
 @pytest.mark.parametrize(
-    "lengths", [(5,), (16,), (17, 3), (64,), (5, 70, 1, 74)], ids=lambda lengths: "_".join(map(str, lengths))
+    "lengths",
+    [(5,), (16,), (17, 3), (64,), (5, 70, 1, 74)],
+    ids=lambda lengths: "_".join(map(str, lengths)),
 )
 def test_chunks_give_what_the_recurrence_gives(lengths, strength):
     documents = np.repeat(np.arange(len(lengths)), lengths)[None].repeat(B, axis=0)
@@ -123,6 +128,8 @@ def test_gradients_are_those_of_the_recurrence(strength):
         return jnp.sum(jnp.moveaxis(out, 0, 2) * weights)
 
     with jax.default_matmul_precision("highest"):
-        result, expected = (jax.jit(jax.grad(f, argnums=(0, 1, 2, 3, 4)))(*arrays) for f in (ours, plain))
+        result, expected = (
+            jax.jit(jax.grad(f, argnums=(0, 1, 2, 3, 4)))(*arrays) for f in (ours, plain)
+        )
     for one, other in zip(result, expected, strict=True):
         close(one, np.asarray(other), 2e-5)

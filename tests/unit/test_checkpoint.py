@@ -20,11 +20,23 @@ def bits(tree):
 def state(seed=0):
     rng = np.random.default_rng(seed)
     params = {
-        "layers": ({"kernel": jnp.asarray(rng.normal(size=(3, 8, 4)), jnp.bfloat16), "bias": jnp.zeros((0, 4))},),
+        "layers": (
+            {
+                "kernel": jnp.asarray(rng.normal(size=(3, 8, 4)), jnp.bfloat16),
+                "bias": jnp.zeros((0, 4)),
+            },
+        ),
         "norm": jnp.asarray(rng.normal(size=8), jnp.float32),
     }
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-3, 0, 10)))
-    return {"params": params, "optimizer": optimizer.init(params), "step": jnp.int32(seed), "reference": None}
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-3, 0, 10))
+    )
+    return {
+        "params": params,
+        "optimizer": optimizer.init(params),
+        "step": jnp.int32(seed),
+        "reference": None,
+    }
 
 
 def template(tree):
@@ -36,7 +48,9 @@ def test_a_state_comes_back_with_its_structure_dtypes_and_host(tmp_path):
     writer = Checkpoints(tmp_path / "checkpoints", keep=2)
     writer.save(3, saved, host)
     writer.close()
-    number, restored, restored_host = Checkpoints(tmp_path / "checkpoints", keep=2).restore(template(saved))
+    number, restored, restored_host = Checkpoints(tmp_path / "checkpoints", keep=2).restore(
+        template(saved)
+    )
     assert (number, restored_host) == (3, host)
     assert jax.tree.structure(restored) == jax.tree.structure(saved)
     assert [(x.dtype, x.shape) for x in jax.tree.leaves(restored)] == [
@@ -49,7 +63,12 @@ def test_every_bit_pattern_survives(tmp_path):
     rng = np.random.default_rng(0)
     halves = np.arange(2**16, dtype=np.uint16)
     words = rng.integers(0, 2**32, 4096, dtype=np.uint32)
-    words[:4] = 0x7FC12345, 0xFFC00001, 0x7F800001, 0x00000001  # NaNs with payloads, a signalling one, a subnormal
+    words[:4] = (
+        0x7FC12345,
+        0xFFC00001,
+        0x7F800001,
+        0x00000001,
+    )  # NaNs with payloads, a signalling one, a subnormal
     arrays = {
         "bfloat16": jnp.asarray(halves.view(jnp.bfloat16)),
         "float16": jnp.asarray(halves.view(np.float16)),
@@ -65,7 +84,8 @@ def test_every_bit_pattern_survives(tmp_path):
     checkpoints.save(1, arrays, {}, wait=True)
     restored = checkpoints.restore(template(arrays))[1]
     assert {
-        name: np.asarray(x).tobytes() == np.asarray(arrays[name]).tobytes() for name, x in restored.items()
+        name: np.asarray(x).tobytes() == np.asarray(arrays[name]).tobytes()
+        for name, x in restored.items()
     } == dict.fromkeys(arrays, True)
 
 
@@ -119,11 +139,20 @@ def test_a_number_below_the_newest_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda s: s["params"].update(norm=jnp.zeros(9)), r"params/norm: float32\[8\] in the checkpoint, float32\[9\]"),
+        (
+            lambda s: s["params"].update(norm=jnp.zeros(9)),
+            r"params/norm: float32\[8\] in the checkpoint, float32\[9\]",
+        ),
         (lambda s: s["params"].update(norm=jnp.zeros(8, jnp.bfloat16)), "params/norm: .* bfloat16"),
-        (lambda s: s["params"].update(extra=jnp.zeros(1)), "params/extra: in the run, not in the checkpoint"),
+        (
+            lambda s: s["params"].update(extra=jnp.zeros(1)),
+            "params/extra: in the run, not in the checkpoint",
+        ),
         (lambda s: s["params"].pop("norm"), "params/norm: in the checkpoint, not in the run"),
-        (lambda s: s["params"]["layers"][0].update(bias=jnp.zeros((0, 5))), "params/layers/0/bias: "),
+        (
+            lambda s: s["params"]["layers"][0].update(bias=jnp.zeros((0, 5))),
+            "params/layers/0/bias: ",
+        ),
         (
             lambda s: s.update(optimizer=optax.sgd(1.0).init(s["params"])),
             "optimizer/1/0/mu/norm: in the checkpoint, not",
@@ -150,7 +179,9 @@ def test_a_template_that_differs_is_an_error_that_names_the_path(tmp_path, chang
         ({"k": jax.random.key(0)}, "k is PRNGKey"),
     ],
 )
-def test_what_is_not_an_array_of_numbers_is_refused_before_anything_is_written(tmp_path, arrays, named):
+def test_what_is_not_an_array_of_numbers_is_refused_before_anything_is_written(
+    tmp_path, arrays, named
+):
     with pytest.raises(TypeError, match=named):
         Checkpoints(tmp_path / "checkpoints", keep=1).save(1, arrays, {})
     with pytest.raises(TypeError, match="not JSON serializable"):
@@ -159,7 +190,8 @@ def test_what_is_not_an_array_of_numbers_is_refused_before_anything_is_written(t
 
 
 def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path, monkeypatch):
-    """The background thread is held back until the donated buffers have been written over many times."""
+    """The background thread is held back until the donated buffers have been written over many
+    times."""
     released = threading.Event()
     checkpoints = Checkpoints(tmp_path, keep=1)
     write = checkpoints._write
@@ -194,8 +226,12 @@ def test_an_error_that_is_not_the_storages_reaches_the_caller(tmp_path, monkeypa
     assert checkpoints.host()[0] == 3
 
 
-@pytest.mark.parametrize("place", ["rl.run.checkpoint.seal", "pathlib.Path.mkdir", "pathlib.Path.write_text"])
-def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(tmp_path, monkeypatch, caplog, place):
+@pytest.mark.parametrize(
+    "place", ["rl.run.checkpoint.seal", "pathlib.Path.mkdir", "pathlib.Path.write_text"]
+)
+def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(
+    tmp_path, monkeypatch, caplog, place
+):
     checkpoints = Checkpoints(tmp_path / "c", keep=1)
 
     def full(*_, **__):
@@ -211,7 +247,11 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(tmp_path, monkey
         return record.getMessage()
 
     message = failed_save(1)
-    assert "checkpoint 1 was NOT saved" in message and "No space left" in message and "no earlier checkpoint" in message
+    assert (
+        "checkpoint 1 was NOT saved" in message
+        and "No space left" in message
+        and "no earlier checkpoint" in message
+    )
     checkpoints.save(2, state(2), {}, wait=True)
     assert "Progress is safe up to checkpoint 2" in failed_save(3)
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["0000000002"]
@@ -220,7 +260,9 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(tmp_path, monkey
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["0000000004"]
 
 
-def test_what_a_late_writer_of_a_failed_save_leaves_is_removed_and_not_taken_for_a_kill(tmp_path, monkeypatch, caplog):
+def test_what_a_late_writer_of_a_failed_save_leaves_is_removed_and_not_taken_for_a_kill(
+    tmp_path, monkeypatch, caplog
+):
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, state(1), {}, wait=True)
     temporary = []
@@ -239,7 +281,9 @@ def test_what_a_late_writer_of_a_failed_save_leaves_is_removed_and_not_taken_for
         caplog.clear()
         assert checkpoints.host()[0] == 1
     assert not temporary[0].exists()
-    assert [str(killed) in r.getMessage() for r in caplog.records if r.name == "duet.checkpoint"] == [True]
+    assert [
+        str(killed) in r.getMessage() for r in caplog.records if r.name == "duet.checkpoint"
+    ] == [True]
 
 
 def test_the_manifest_covers_every_file(tmp_path):
@@ -247,7 +291,9 @@ def test_the_manifest_covers_every_file(tmp_path):
     checkpoints.save(1, state(), {}, wait=True)
     manifest = json.loads((tmp_path / "0000000001" / "manifest.json").read_text())
     root = tmp_path / "0000000001"
-    files = {p.relative_to(root).as_posix(): p.stat().st_size for p in root.rglob("*") if p.is_file()}
+    files = {
+        p.relative_to(root).as_posix(): p.stat().st_size for p in root.rglob("*") if p.is_file()
+    }
     del files["manifest.json"]
     assert {name: entry["size"] for name, entry in manifest["files"].items()} == files
     assert manifest["arrays"]["params/layers/0/kernel"] == {"shape": [3, 8, 4], "dtype": "bfloat16"}

@@ -1,4 +1,5 @@
-"""Checkpoints: damage is detected and named, the previous one is taken; a kill or a full disk loses nothing."""
+"""Checkpoints: damage is detected and named, the previous one is taken; a kill or a full disk loses
+nothing."""
 
 import logging
 import random
@@ -22,7 +23,10 @@ PROCESS = Path(__file__).with_name("checkpoint_process.py")
 
 
 def arrays(number):
-    return {"w": jnp.asarray(np.random.default_rng(number).normal(size=(64, 32)), jnp.float32), "n": jnp.int32(number)}
+    return {
+        "w": jnp.asarray(np.random.default_rng(number).normal(size=(64, 32)), jnp.float32),
+        "n": jnp.int32(number),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +95,10 @@ def test_any_byte_of_the_manifest_counts(copy):
         changed = bytearray(intact)
         changed[place] ^= 1 << (place % 8)
         manifest.write_bytes(changed)
-        assert Checkpoints(copy, keep=3).host() == (2, {"number": 2}), (place, bytes(changed[place : place + 1]))
+        assert Checkpoints(copy, keep=3).host() == (2, {"number": 2}), (
+            place,
+            bytes(changed[place : place + 1]),
+        )
     manifest.write_bytes(intact)
     assert Checkpoints(copy, keep=3).host() == (3, {"number": 3})
 
@@ -129,7 +136,10 @@ def test_with_none_undamaged_the_error_names_each(copy):
         (path / "host.json").unlink()
     checkpoints = Checkpoints(copy, keep=2)
     for read in (checkpoints.host, lambda: checkpoints.restore(arrays(0))):
-        with pytest.raises(CheckpointError, match="(?s)0000000003: host.json: missing.*0000000001: host.json: missing"):
+        with pytest.raises(
+            CheckpointError,
+            match="(?s)0000000003: host.json: missing.*0000000001: host.json: missing",
+        ):
             read()
 
 
@@ -154,7 +164,8 @@ def test_an_old_host_that_cannot_be_read_is_rotated_away(copy, host):
 
 
 class _Killed(BaseException):
-    """Stands for a kill: nothing in the thread may catch it, so that the disk stays as it was at that moment."""
+    """Stands for a kill: nothing in the thread may catch it, so that the disk stays as it was at
+    that moment."""
 
 
 @pytest.mark.parametrize(
@@ -168,7 +179,9 @@ class _Killed(BaseException):
     ],
 )
 @pytest.mark.parametrize("again", [False, True])
-def test_a_kill_between_any_two_steps_leaves_a_checkpoint(copy, monkeypatch, caplog, place, expected, again):
+def test_a_kill_between_any_two_steps_leaves_a_checkpoint(
+    copy, monkeypatch, caplog, place, expected, again
+):
     """`again`: the number exists already, and is being replaced."""
     number, expected_number = (3, 3) if again else (4, expected)
     checkpoints = Checkpoints(copy, keep=1)
@@ -214,20 +227,26 @@ def test_a_kill_while_one_is_replaced_leaves_the_replaced_one(copy, monkeypatch)
 
 @pytest.mark.slow
 def test_sharded_arrays_on_four_devices(tmp_path):
-    done = subprocess.run([sys.executable, PROCESS, "sharded", tmp_path], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, PROCESS, "sharded", tmp_path], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_a_limit_on_file_size_keeps_the_last_good_checkpoint(tmp_path):
-    """EFBIG from the operating system, met by Orbax's own writers; their tracebacks do not bury the message."""
-    done = subprocess.run([sys.executable, PROCESS, "limited", tmp_path], capture_output=True, text=True, timeout=120)
+    """EFBIG from the operating system, met by Orbax's own writers; their tracebacks do not bury the
+    message."""
+    done = subprocess.run(
+        [sys.executable, PROCESS, "limited", tmp_path], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("duet.checkpoint")]
     assert len(lines) == 4, done.stdout
     assert "absl ERROR" not in done.stdout
     assert all(" free of " in line and "that are needed" in line for line in lines)
     assert all(
-        "duet.checkpoint ERROR checkpoint 2 was NOT saved" in line and "File too large" in line for line in lines
+        "duet.checkpoint ERROR checkpoint 2 was NOT saved" in line and "File too large" in line
+        for line in lines
     )
 
 
@@ -238,7 +257,9 @@ def test_a_disk_that_is_full_at_any_byte_of_a_save_shows_one_message(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     lines = done.stdout.splitlines()
-    assert len(lines) >= 20 and all(line.startswith("duet.checkpoint ERROR checkpoint") for line in lines), done.stdout
+    assert len(lines) >= 20 and all(
+        line.startswith("duet.checkpoint ERROR checkpoint") for line in lines
+    ), done.stdout
     assert all("was NOT saved" in line and "No space left on device" in line for line in lines)
 
 
@@ -248,7 +269,9 @@ def test_kills_at_random_moments(tmp_path):
     rng, reached = random.Random(10), -1
     for _ in range(10):
         command = [sys.executable, PROCESS, "save", tmp_path]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
             first = process.stdout.readline()
             time.sleep(rng.uniform(0, 0.4))
             process.kill()

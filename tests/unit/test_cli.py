@@ -25,11 +25,17 @@ HEAVY = ("jax", "pydantic", "transformers", "datasets", "numpy", "yaml", "rich",
 def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, timeout=60
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
     )
 
 
-@pytest.mark.parametrize("command", ["train_main(['--help'])", "main(['--help'])", "main(['train', '--help'])"])
+@pytest.mark.parametrize(
+    "command", ["train_main(['--help'])", "main(['--help'])", "main(['train', '--help'])"]
+)
 def test_help_imports_nothing_heavy(command):
     code = f"""
 import re
@@ -42,7 +48,9 @@ except SystemExit as end:
     print("code", end.code, "loaded", [name for name in {HEAVY} if name in sys.modules])
 """
     done = python(code)
-    assert "usage: rl" in done.stdout and "code 0 loaded []" in done.stdout, done.stdout + done.stderr
+    assert "usage: rl" in done.stdout and "code 0 loaded []" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +60,10 @@ except SystemExit as end:
         (["completion", "zsh"], set()),
         (["_complete", "bash", "rl-train", "configs/quickstart.yml", "stages.1.opt"], {"yaml"}),
         (["reward", "test", "exact_answer"], {"numpy", "rich"}),
-        (["train", "--check", "configs/quickstart.yml"], {"numpy", "pydantic", "transformers", "yaml"}),
+        (
+            ["train", "--check", "configs/quickstart.yml"],
+            {"numpy", "pydantic", "transformers", "yaml"},
+        ),
         *(([verb, "--help"], set()) for verb in cli.VERBS),
     ],
     ids=lambda one: " ".join(one[:2]) if isinstance(one, list) else "",
@@ -75,20 +86,28 @@ print("loaded", code or 0, *[name for name in {HEAVY} if name in sys.modules])
     assert set(loaded[2:]) <= needed
 
 
-def test_arguments_with_an_equals_sign_are_overrides_unless_a_file_has_that_name(tmp_path, monkeypatch):
+def test_arguments_with_an_equals_sign_are_overrides_unless_a_file_has_that_name(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("a=b.yml").write_text("")
-    files, overrides = train.split_arguments(["x.yml", "a=b.yml", "stages.1.steps=3", "runs/a", "data.path=/x=y"])
+    files, overrides = train.split_arguments(
+        ["x.yml", "a=b.yml", "stages.1.steps=3", "runs/a", "data.path=/x=y"]
+    )
     assert files == ["x.yml", "a=b.yml", "runs/a"]
     assert overrides == ["stages.1.steps=3", "data.path=/x=y"]
-    long = f"model.overrides={{{', '.join(f'key_{i}: {i}' for i in range(50))}}}"  # longer than a file's name can be
+    # longer than a file's name can be
+    long = f"model.overrides={{{', '.join(f'key_{i}: {i}' for i in range(50))}}}"
     assert train.split_arguments([long]) == ([], [long])
 
 
 OPTIONS = [
     (["x.yml", "--steps", "3"], "unrecognized arguments: --steps 3; write stages.0.steps=3\n"),
     (["--steps", "3", "x.yml"], "; write stages.0.steps=3\n"),
-    (["x.yml", "--learning-rate=1e-3", "--seed"], "; write stages.0.optimizer.learning_rate=1e-3 seed=VALUE\n"),
+    (
+        ["x.yml", "--learning-rate=1e-3", "--seed"],
+        "; write stages.0.optimizer.learning_rate=1e-3 seed=VALUE\n",
+    ),
     (["x.yml", "--lr", "1e-3", "--check"], "; write stages.0.optimizer.learning_rate=1e-3\n"),
     (["x.yml", "--run.dir", "runs/a"], "; write run.dir=runs/a\n"),
     (["x.yml", "--stages.1.steps=3"], "; write stages.1.steps=3\n"),
@@ -100,7 +119,11 @@ OPTIONS = [
 @pytest.mark.parametrize(("arguments", "end"), OPTIONS)
 def test_an_option_that_is_a_configuration_key_is_refused_with_the_override(arguments, end, capsys):
     plan = ["plan", *arguments, "--topology", "cpu:1"]
-    for command in (lambda: cli.train_main(arguments), lambda: cli.main(["train", *arguments]), lambda: cli.main(plan)):
+    for command in (
+        lambda: cli.train_main(arguments),
+        lambda: cli.main(["train", *arguments]),
+        lambda: cli.main(plan),
+    ):
         with pytest.raises(SystemExit) as ended:
             command()
         assert ended.value.code == 2
@@ -115,7 +138,13 @@ def test_overrides_may_follow_an_option(capsys):
 
 
 @pytest.mark.parametrize(
-    "option", ["api_key: abc", "OPENAI_API_KEY: abc", "url: 'https://me:pw123@host/v1'", f"service: sk-{'a' * 20}"]
+    "option",
+    [
+        "api_key: abc",
+        "OPENAI_API_KEY: abc",
+        "url: 'https://me:pw123@host/v1'",
+        f"service: sk-{'a' * 20}",
+    ],
 )
 def test_a_secret_among_the_options_of_a_reward_is_refused_without_showing_it(option, capsys):
     arguments = [str(ROOT / "configs" / "quickstart.yml"), "--check"]
@@ -138,7 +167,9 @@ def test_names_that_only_look_like_a_secret_are_options():
     assert refuse_secrets(options) == options
 
 
-@pytest.mark.parametrize("command", ["train_main(['--version'])", "main(['--version'])", "main([])"])
+@pytest.mark.parametrize(
+    "command", ["train_main(['--version'])", "main(['--version'])", "main([])"]
+)
 def test_version_and_help_start_quickly(command):
     code = f"""
 import re
@@ -153,10 +184,14 @@ print("code", code or 0, "loaded", [name for name in {HEAVY} if name in sys.modu
 """
     done = python(code)
     expected = "usage: rl" if command == "main([])" else f"duet-rl {metadata.version('duet-rl')}\n"
-    assert done.stdout.startswith(expected) and "code 0 loaded []" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.startswith(expected) and "code 0 loaded []" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
-@pytest.mark.parametrize(("error", "code"), [(ConfigError("no such key"), 2), (DataError("row 3"), 3)])
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("no such key"), 2), (DataError("row 3"), 3)]
+)
 def test_known_errors_are_text_and_their_exit_code(error, code, monkeypatch, capsys):
     def fail(arguments):
         raise error
@@ -167,7 +202,9 @@ def test_known_errors_are_text_and_their_exit_code(error, code, monkeypatch, cap
     assert str(error) in said and "Traceback" not in said
 
 
-def test_an_interrupted_run_says_so_with_exit_code_75_and_a_bug_keeps_its_traceback(monkeypatch, capsys):
+def test_an_interrupted_run_says_so_with_exit_code_75_and_a_bug_keeps_its_traceback(
+    monkeypatch, capsys
+):
     def interrupted(arguments):
         raise Interrupted("saved; continue with rl-train runs/a")
 
@@ -193,7 +230,9 @@ def test_ctrl_c_before_anything_was_saved_ends_with_130(monkeypatch):
 
 def test_checking_a_configuration_imports_no_jax(tmp_path):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(sources.preset("tiny-deepseek", {"vocab_size": 320}).hf)
+    (tmp_path / "model" / "config.json").write_text(
+        sources.preset("tiny-deepseek", {"vocab_size": 320}).hf
+    )
     write_weight_file(tmp_path / "model")
     (tmp_path / "run.yml").write_text(
         "model: model\ntokenizer: bytes\ndata: {task: arithmetic}\n"
@@ -211,7 +250,8 @@ print("code", code, "loaded", [name for name in ("jax", "flax", "datasets") if n
 
 
 def test_a_check_reads_the_first_rows_of_the_data(tmp_path, capsys):
-    """In the first hundred rows: a column that is missing, one that a reward needs, a row without a prompt."""
+    """In the first hundred rows: a column that is missing, one that a reward needs, a row without a
+    prompt."""
     file, config = tmp_path / "rows.jsonl", tmp_path / "run.yml"
     config.write_text(
         f"model: tiny-deepseek\ntokenizer: bytes\nmax_length: 64\ndata: {{path: {file}}}\n"
@@ -232,7 +272,9 @@ def test_a_check_reads_the_first_rows_of_the_data(tmp_path, capsys):
     assert code == 3 and "rows.jsonl:1" in said and "answer" in said
     code, said = check(good, {"prompt": "", "answer": "2"})
     assert code == 3 and "rows.jsonl:2" in said
-    assert check(*[good] * 100, {"prompt": 7})[0] == 0, "the rows after the first hundred are for `rl inspect`"
+    assert check(*[good] * 100, {"prompt": 7})[0] == 0, (
+        "the rows after the first hundred are for `rl inspect`"
+    )
 
 
 def test_the_platform_is_chosen_before_jax_is_imported(monkeypatch):
@@ -265,10 +307,16 @@ print("code", code, "loaded", [name for name in ("jax", "transformers", "pydanti
     assert "code 2 loaded []" in done.stdout and "numeric_answer" in done.stdout + done.stderr
 
 
-KEPT = ("JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+KEPT = (
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_COMPILATION_CACHE_MAX_SIZE",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+)
 
 
-def test_programs_are_kept_below_a_limit_and_a_kill_between_two_files_is_mended(monkeypatch, tmp_path):
+def test_programs_are_kept_below_a_limit_and_a_kill_between_two_files_is_mended(
+    monkeypatch, tmp_path
+):
     """jax's own cache then keeps another program, which it refuses next to one without a time."""
     monkeypatch.delitem(sys.modules, "jax", raising=False)
     for name in KEPT:
@@ -286,7 +334,8 @@ def test_programs_are_kept_below_a_limit_and_a_kill_between_two_files_is_mended(
 
 
 def test_a_folder_that_the_environment_names_gets_no_limit(monkeypatch, tmp_path):
-    """Programs without a limit write no times there, and with one jax would keep nothing next to theirs."""
+    """Programs without a limit write no times there, and with one jax would keep nothing next to
+    theirs."""
     monkeypatch.delitem(sys.modules, "jax", raising=False)
     for name in KEPT[1:]:
         monkeypatch.setenv(name, "")
@@ -297,7 +346,8 @@ def test_a_folder_that_the_environment_names_gets_no_limit(monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device", "x/y"), RuntimeError("os error: Disk quota exceeded")]
+    "error",
+    [OSError(28, "No space left on device", "x/y"), RuntimeError("os error: Disk quota exceeded")],
 )
 def test_a_full_disk_anywhere_in_a_run_is_exit_code_5(tmp_path, monkeypatch, capsys, error):
     from rl.run import loop
@@ -308,7 +358,11 @@ def test_a_full_disk_anywhere_in_a_run_is_exit_code_5(tmp_path, monkeypatch, cap
     monkeypatch.setattr(loop, "run", full)
     assert cli.train_main([str(ROOT / "configs" / "quickstart.yml"), f"run.dir={tmp_path}"]) == 5
     said = capsys.readouterr().err
-    assert said.startswith("not enough resources: ") and f"rl-train {tmp_path}" in said and "Traceback" not in said
+    assert (
+        said.startswith("not enough resources: ")
+        and f"rl-train {tmp_path}" in said
+        and "Traceback" not in said
+    )
     assert manifest.exit_code(error) == 5 and manifest.exit_code(BrokenPipeError()) == 141
     error = KeyError("a bug")
     assert manifest.exit_code(error) == 1

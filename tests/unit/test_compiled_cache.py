@@ -38,7 +38,9 @@ def test_a_program_of_a_known_shape_is_compiled_once_ahead_and_listed_by_its_sha
     abstract = jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     cache.compile_shape((2,), abstract, cache.lower(*abstract))
     for times in (2, 3):
-        np.testing.assert_array_equal(cache.run((2,), np.ones((2, 3), np.float32), np.int32(times)), times)
+        np.testing.assert_array_equal(
+            cache.run((2,), np.ones((2, 3), np.float32), np.int32(times)), times
+        )
     assert cache.number == 1 and cache.shapes == ((2,),)
     cache.run((4,), np.ones((4, 3), np.float32), np.int32(2))
     assert cache.number == 2 and cache.memory[4,].arguments > cache.memory[2,].arguments
@@ -46,7 +48,9 @@ def test_a_program_of_a_known_shape_is_compiled_once_ahead_and_listed_by_its_sha
 
 def test_a_call_runs_what_was_compiled_for_its_arguments():
     cache = CompiledCache(
-        jax.jit(lambda rows, old: rows), "cpu", shape_of=lambda rows, old: (len(rows), int(old is not None))
+        jax.jit(lambda rows, old: rows),
+        "cpu",
+        shape_of=lambda rows, old: (len(rows), int(old is not None)),
     )
     rows = jnp.ones(3)
     cache.compile(rows, None)

@@ -55,7 +55,10 @@ def words(word: str, *before: str) -> list[str]:
         ("stages.1.algorithm.epsilon_", ["stages.1.algorithm.epsilon_high="]),
         ("stages.0.algorithm.epsilon_", []),
         ("stages.0.algorithm=gr", ["stages.0.algorithm=grpo"]),
-        ("generator.sliding_window_cache=", [f"generator.sliding_window_cache={one}" for one in ("true", "false")]),
+        (
+            "generator.sliding_window_cache=",
+            [f"generator.sliding_window_cache={one}" for one in ("true", "false")],
+        ),
         ("generator.rules=s", ["generator.rules=stationary"]),
         ("tokeni", ["tokenizer.", "tokenizer="]),
         ("model.source=qwen3-0", ["model.source=qwen3-0.6b"]),
@@ -78,7 +81,9 @@ def test_candidates_of_a_word(word, expected, folder):
 
 
 def test_an_override_of_the_line_says_the_algorithm(folder):
-    assert words("stages.0.algorithm.la", "run.yml", "stages.0.algorithm=ppo")[:1] == ["stages.0.algorithm.lam="]
+    assert words("stages.0.algorithm.la", "run.yml", "stages.0.algorithm=ppo")[:1] == [
+        "stages.0.algorithm.lam="
+    ]
 
 
 def test_a_broken_file_is_no_obstacle(folder):
@@ -88,7 +93,9 @@ def test_a_broken_file_is_no_obstacle(folder):
 
 def test_descriptions_and_quoting_are_of_the_shell(folder, capsys):
     assert cli.main(["_complete", "fish", "rl-train", "max_l"]) == 0
-    assert capsys.readouterr().out.startswith("max_length=\ttokens of a prompt and its completion together")
+    assert capsys.readouterr().out.startswith(
+        "max_length=\ttokens of a prompt and its completion together"
+    )
     cli.main(["_complete", "bash", "rl-train", "my\\ r"])
     assert capsys.readouterr().out == "my\\ runs/\t\n"
     cli.main(["_complete", "zsh", "rl-train", "my r"])
@@ -112,11 +119,21 @@ LINES = {
         "seed=1",
         "stages.1.optimizer.schedule=",
     ],
-    "rl-train run.yml stages.1.optimizer.schedule=cos": ["rl-train", "run.yml", "stages.1.optimizer.schedule=cosine"],
+    "rl-train run.yml stages.1.optimizer.schedule=cos": [
+        "rl-train",
+        "run.yml",
+        "stages.1.optimizer.schedule=cosine",
+    ],
     "rl-train my": ["rl-train", "my runs/"],
 }
 # Only without a space after `optimizer.` and `schedule=` can the word go on.
-STEPS = {"rl-train run.yml stages.1.opt\tsch\tcos": ["rl-train", "run.yml", "stages.1.optimizer.schedule=cosine"]}
+STEPS = {
+    "rl-train run.yml stages.1.opt\tsch\tcos": [
+        "rl-train",
+        "run.yml",
+        "stages.1.optimizer.schedule=cosine",
+    ]
+}
 START = {
     "bash": """PS1=; show() { local IFS='|'; echo "=>$*<="; }; eval "$(rl completion bash)\"""",
     "zsh": """PS1=; show() { local IFS='|'; echo "=>$*<="; }; autoload -U compinit; compinit -D -u
@@ -136,10 +153,18 @@ def environment(folder: Path) -> dict[str, str]:
     programs.mkdir(exist_ok=True)
     for name, main in (("rl", "main"), ("rl-train", "train_main")):
         file = programs / name
-        file.write_text(f"#!{sys.executable}\nimport sys\nfrom rl.commands import cli\nsys.exit(cli.{main}())\n")
+        file.write_text(
+            f"#!{sys.executable}\nimport sys\nfrom rl.commands import cli\nsys.exit(cli.{main}())\n"
+        )
         file.chmod(0o755)
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "HOME": str(folder), "TERM": "xterm", "COLUMNS": "200"}
+    return os.environ | {
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(folder),
+        "TERM": "xterm",
+        "COLUMNS": "200",
+    }
 
 
 def type_lines(command: list[str], lines: list[str], folder: Path, seconds: float = 60) -> str:
@@ -181,7 +206,9 @@ def test_a_shell_inserts_what_fits(shell, start, folder):
         pytest.skip(f"no {shell} here")
     # Ctrl-A and Ctrl-E go to the start and the end of the line.
     lines = [f"{line}\t\x01show \x05" for line in LINES | STEPS]
-    output = type_lines(COMMAND[shell], [START[start], "bindkey -e" if shell == "zsh" else "", *lines], folder)
+    output = type_lines(
+        COMMAND[shell], [START[start], "bindkey -e" if shell == "zsh" else "", *lines], folder
+    )
     shown = re.findall(r"=>(.*?)<=", output)
     shown = [text for text in shown if "$*" not in text]
     assert [text.split("|") for text in shown] == list((LINES | STEPS).values()), output[-3000:]
@@ -199,7 +226,10 @@ def test_fish_offers_what_fits_with_descriptions(folder):
     offered = done.stdout.split("=>\n")[1:]
     assert len(offered) == len(LINES), done.stderr
     for lines, expected in zip(offered, LINES.values(), strict=True):
-        assert expected[-1] in [line.partition("\t")[0] for line in lines.splitlines()], (lines, expected)
+        assert expected[-1] in [line.partition("\t")[0] for line in lines.splitlines()], (
+            lines,
+            expected,
+        )
     assert "stages.1.optimizer.\toptimizer of the policy." in offered[7]
 
 

@@ -80,8 +80,20 @@ BAD = [
     # (old text, new text, line, path, further parts of the message)
     ("max_length: 64", "max_lenght: 64", 5, "max_lenght", ["unknown key", "nearest: max_length"]),
     ("    steps: 3", "    stepz: 3", 12, "stages.1.stepz", ["nearest: steps"]),
-    ("learning_rate: 1e-3", "learning_rat: 1e-3", 10, "stages.0.optimizer.learning_rat", ["nearest: learning_rate"]),
-    ("max_new_tokens: 8", "max_new_token: 8", 13, "stages.1.sampling.max_new_token", ["nearest: max_new_tokens"]),
+    (
+        "learning_rate: 1e-3",
+        "learning_rat: 1e-3",
+        10,
+        "stages.0.optimizer.learning_rat",
+        ["nearest: learning_rate"],
+    ),
+    (
+        "max_new_tokens: 8",
+        "max_new_token: 8",
+        13,
+        "stages.1.sampling.max_new_token",
+        ["nearest: max_new_tokens"],
+    ),
     ("{source: MODEL}", "{source: model, dtyp: float32}", 1, "model.dtyp", ["nearest: dtype"]),
     ("{source: MODEL}", "{dtype: float32}", 1, "model.source", ["required"]),
     ("    steps: 3\n", "", 11, "stages.1", ["exactly one of `steps` and `epochs`"]),
@@ -92,11 +104,29 @@ BAD = [
     ("steps: 3", "steps: -1", 12, "stages.1.steps", ["greater than or equal to 0", "-1"]),
     ("steps: 3", "steps:", 11, "stages.1", ["exactly one of `steps` and `epochs`"]),
     ("max_length: 64", "max_length: [64]", 5, "max_length", ["integer", "a list"]),
-    ("max_length: 64", "platform: gpus", 5, "platform", ["nearest: gpu", "valid: auto, cpu, gpu, tpu"]),
+    (
+        "max_length: 64",
+        "platform: gpus",
+        5,
+        "platform",
+        ["nearest: gpu", "valid: auto, cpu, gpu, tpu"],
+    ),
     ("max_length: 64", "run: {tensorboard: on}", 5, "run.tensorboard", ["true or false", "'on'"]),
     ("max_length: 64", "run: [1]", 5, "run", ["mapping"]),
-    ("max_length: 64", "max_length: 64\nmax_length: 65", 6, "", ["`max_length` is written twice", "bad.yml:5"]),
-    ("algorithm: grpo", "algorithm: grop", 11, "stages.1.algorithm", ["unknown algorithm", "nearest: grpo, "]),
+    (
+        "max_length: 64",
+        "max_length: 64\nmax_length: 65",
+        6,
+        "",
+        ["`max_length` is written twice", "bad.yml:5"],
+    ),
+    (
+        "algorithm: grpo",
+        "algorithm: grop",
+        11,
+        "stages.1.algorithm",
+        ["unknown algorithm", "nearest: grpo, "],
+    ),
     (
         "algorithm: grpo",
         "algorithm: {name: grpo, epsilonn: 1}",
@@ -104,11 +134,35 @@ BAD = [
         "stages.1.algorithm.epsilonn",
         ["nearest: epsilon,"],
     ),
-    ("algorithm: grpo", "algorithm: {name: grpo, epsilon: x}", 11, "stages.1.algorithm.epsilon", ["number", "'x'"]),
-    ("algorithm: grpo", "algorithm: {name: grpo, scale: goup}", 11, "stages.1.algorithm.scale", ["nearest: group"]),
+    (
+        "algorithm: grpo",
+        "algorithm: {name: grpo, epsilon: x}",
+        11,
+        "stages.1.algorithm.epsilon",
+        ["number", "'x'"],
+    ),
+    (
+        "algorithm: grpo",
+        "algorithm: {name: grpo, scale: goup}",
+        11,
+        "stages.1.algorithm.scale",
+        ["nearest: group"],
+    ),
     ("task: arithmetic", "task: arithmetics", 3, "data.task", ["nearest: arithmetic"]),
-    ("task: arithmetic", "task: arithmetic, options: {term: 2}", 3, "data.options.term", ["nearest: terms"]),
-    ("task: arithmetic", "task: arithmetic, options: {terms: 1}", 3, "data.options.terms", ["between 2 and 8"]),
+    (
+        "task: arithmetic",
+        "task: arithmetic, options: {term: 2}",
+        3,
+        "data.options.term",
+        ["nearest: terms"],
+    ),
+    (
+        "task: arithmetic",
+        "task: arithmetic, options: {terms: 1}",
+        3,
+        "data.options.terms",
+        ["between 2 and 8"],
+    ),
     ("task: arithmetic", "path: missing.jsonl", 3, "data.path", ["no such file"]),
     ("task: arithmetic", "path: model/data", 3, "data.path", ["no such file"]),
     ("task: arithmetic", "task: arithmetic, path: run.yml", 3, "data", ["exactly one of"]),
@@ -120,8 +174,20 @@ BAD = [
     ("tokenizer: bytes", "tokenizer: characters", 2, "tokenizer", ["alphabet"]),
     ("tokenizer: bytes\n", "", 1, "tokenizer", ["holds no tokenizer"]),
     ("data: {task: arithmetic}\n", "", 6, "stages.0.data", ["sft needs data"]),
-    ('rewards: {functions: ["REWARD:score"]}\n', "", 10, "stages.1.rewards", ["grpo needs rewards"]),
-    ("max_new_tokens: 8", "max_new_tokens: 64", 13, "stages.1.sampling.max_new_tokens", ["max_length (64)"]),
+    (
+        'rewards: {functions: ["REWARD:score"]}\n',
+        "",
+        10,
+        "stages.1.rewards",
+        ["grpo needs rewards"],
+    ),
+    (
+        "max_new_tokens: 8",
+        "max_new_tokens: 64",
+        13,
+        "stages.1.sampling.max_new_tokens",
+        ["max_length (64)"],
+    ),
     ("steps: 3", "steps: 3\n    micro_batch: 257", 13, "stages.1.micro_batch", ["256"]),
     (
         "steps: 3",
@@ -146,7 +212,13 @@ BAD = [
     ),
     ("max_length: 64", "generator: {weights: int16}", 5, "generator.weights", ["valid: ", "int4"]),
     ("max_length: 64", "generator: {kv_cache: bf16}", 5, "generator.kv_cache", ["valid: ", "int8"]),
-    ("max_length: 64", "generator: {exact: true, kv_cache: int8}", 5, "generator.kv_cache", ["exact: true"]),
+    (
+        "max_length: 64",
+        "generator: {exact: true, kv_cache: int8}",
+        5,
+        "generator.kv_cache",
+        ["exact: true"],
+    ),
     (
         "{source: MODEL}",
         "{source: MODEL, quantization: fp8_full}\ngenerator: {weights: int8}",
@@ -177,13 +249,43 @@ BAD = [
         "model.remat_tensors.mlpwo",
         ["disk", "offload"],
     ),
-    ("model}", "model, remat: none, host_parameters: true}", 1, "model.remat", ["host_parameters saves nothing"]),
-    ("model}", "model, scan: false, host_parameters: true}\nplatform: tpu", 1, "model.scan", ["TPUs", "scan: true"]),
+    (
+        "model}",
+        "model, remat: none, host_parameters: true}",
+        1,
+        "model.remat",
+        ["host_parameters saves nothing"],
+    ),
+    (
+        "model}",
+        "model, scan: false, host_parameters: true}\nplatform: tpu",
+        1,
+        "model.scan",
+        ["TPUs", "scan: true"],
+    ),
     ("model}", "model, num_vocab_tiling: 0}", 1, "model.num_vocab_tiling", ["0"]),
     ("max_length: 64", "mesh: {rules: {embed: [fspd]}}", 5, "mesh.rules.embed", ["nearest: fsdp"]),
-    ("max_length: 64", "generator: {rules: {embd: []}}", 5, "generator.rules.embd", ["nearest: embed"]),
-    ("max_length: 64", "generator: {rules: {mlp: [tensr]}}", 5, "generator.rules.mlp", ["nearest: tensor"]),
-    ("max_length: 64", "generator: {rules: stationery}", 5, "generator.rules", ["nearest: stationary"]),
+    (
+        "max_length: 64",
+        "generator: {rules: {embd: []}}",
+        5,
+        "generator.rules.embd",
+        ["nearest: embed"],
+    ),
+    (
+        "max_length: 64",
+        "generator: {rules: {mlp: [tensr]}}",
+        5,
+        "generator.rules.mlp",
+        ["nearest: tensor"],
+    ),
+    (
+        "max_length: 64",
+        "generator: {rules: stationery}",
+        5,
+        "generator.rules",
+        ["nearest: stationary"],
+    ),
     (
         "max_length: 64",
         "evaluation: {data: {task: arithmetic}, samples: 4, k: [1, 8]}",
@@ -201,7 +303,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "line", "path", "parts"), BAD, ids=[f"{b[3]}: {b[1][:30]}" for b in BAD])
+@pytest.mark.parametrize(
+    ("old", "new", "line", "path", "parts"), BAD, ids=[f"{b[3]}: {b[1][:30]}" for b in BAD]
+)
 def test_a_bad_key_or_value_is_reported_with_its_place(folder, old, new, line, path, parts):
     filled = [text.replace("MODEL", "model").replace("REWARD", "reward.py") for text in (old, new)]
     said = message(edited(*filled))
@@ -212,8 +316,17 @@ def test_a_bad_key_or_value_is_reported_with_its_place(folder, old, new, line, p
 def test_all_errors_are_reported_at_once_also_those_behind_an_unknown_key(folder):
     said = message(edited("max_length: 64", "max_lenght: 64\nseed: 0\nrun: {dirr: x}"))
     assert "max_lenght" in said and "run.dirr" in said
-    said = message(edited("model}", "nothing, dtyp: 1}"), overrides=["data.task=x", "seed=-1", "run.log_every=0"])
-    for part in ("model.dtyp", "no directory nothing", "no task x", "override 2: seed", "override 3: run.log_every"):
+    said = message(
+        edited("model}", "nothing, dtyp: 1}"),
+        overrides=["data.task=x", "seed=-1", "run.log_every=0"],
+    )
+    for part in (
+        "model.dtyp",
+        "no directory nothing",
+        "no task x",
+        "override 2: seed",
+        "override 3: run.log_every",
+    ):
         assert part in said
     assert len(said.splitlines()) == 5
 
@@ -225,7 +338,10 @@ FOREIGN_KEYS = [
     ("algorithm=grpo", "unknown key; it belongs to `stages.N`"),
     ("algorithm.name=grpo", "unknown key; it belongs to `stages.N`"),
     ("stages.1.beta=0.1", "unknown key; Duet calls it `stages.1.algorithm.kl_coef`"),
-    ("stages.1.algorithm.beta=0.1", "grpo has no option 'beta'; Duet calls it `stages.1.algorithm.kl_coef`"),
+    (
+        "stages.1.algorithm.beta=0.1",
+        "grpo has no option 'beta'; Duet calls it `stages.1.algorithm.kl_coef`",
+    ),
     ("stages.0.algorithm.beta=0.1", "sft has no option 'beta' (valid: loss_type, train_on)"),
     ("stages.1.algorithm.num_generations=4", "Duet calls it `stages.1.samples_per_prompt`"),
     ("stages.1.epsilon=0.1", "unknown key; it belongs to `stages.1.algorithm`"),
@@ -233,28 +349,51 @@ FOREIGN_KEYS = [
     ("stages.0.max_length=8", "unknown key; it belongs to the top level"),
     (
         "stages.0.optimizer.warmup_ratio=0.1",
-        "Duet calls it `stages.0.optimizer.warmup_steps`: updates, not a ratio: write ratio x `steps` x `updates_per_step`",
+        "Duet calls it `stages.0.optimizer.warmup_steps`: updates, not a ratio: write ratio x "
+        "`steps` x `updates_per_step`",
     ),
-    ("num_train_epochs=3", "unknown key; Duet calls it `stages.N.epochs`: in place of `stages.N.steps`"),
-    ("stages.0.optim=adafactor", "unknown key; Duet trains with AdamW: leave this out, or write its keys, such as"),
-    ("stages.0.optim={lr: 1.0}", "unknown key; of its keys, `lr` is `stages.0.optimizer.learning_rate`"),
+    (
+        "num_train_epochs=3",
+        "unknown key; Duet calls it `stages.N.epochs`: in place of `stages.N.steps`",
+    ),
+    (
+        "stages.0.optim=adafactor",
+        "unknown key; Duet trains with AdamW: leave this out, or write its keys, such as",
+    ),
+    (
+        "stages.0.optim={lr: 1.0}",
+        "unknown key; of its keys, `lr` is `stages.0.optimizer.learning_rate`",
+    ),
     (
         "stages.0.optimizer=adafactor",
         "must be a mapping of keys to values, got 'adafactor'; Duet trains with AdamW: leave",
     ),
-    ("stages=[]", "stages: there is no stage to run; add one, such as `- {algorithm: sft, steps: 100}`"),
+    (
+        "stages=[]",
+        "stages: there is no stage to run; add one, such as `- {algorithm: sft, steps: 100}`",
+    ),
     ("rewards.functions=[]", "rewards.functions: has 0 entries, and needs 1 or more"),
     ("model.torch_dtype=bfloat16", "unknown key; Duet calls it `model.dtype`"),
-    ("model.lora_rank=16", "unknown key; Duet has no adapters and trains all weights: leave this out"),
+    (
+        "model.lora_rank=16",
+        "unknown key; Duet has no adapters and trains all weights: leave this out",
+    ),
     ("run.resume_from_checkpoint=x", "unknown key; leave this out: `rl-train RUN` continues a run"),
     ("data.use_vllm=true", "unknown key; Duet trains and generates with one decoder"),
-    ("actor_rollout_ref.actor.optim.lr=1", "unknown key; of its keys, `lr` is `stages.N.optimizer.learning_rate`"),
+    (
+        "actor_rollout_ref.actor.optim.lr=1",
+        "unknown key; of its keys, `lr` is `stages.N.optimizer.learning_rate`",
+    ),
     ("stages.0.xyz=1", "unknown key (nearest: "),
     (
         "stages.1.sampling.repetition_penalty=1.2",
-        "unknown key; it belongs to `evaluation`: not in stages: it changes ratios of probabilities",
+        "unknown key; it belongs to `evaluation`: not in stages: it changes ratios of "
+        "probabilities",
     ),
-    ("stages.1.sampling.logit_bias={5: 1.0}", "it belongs to `evaluation`: not in stages: it changes ratios"),
+    (
+        "stages.1.sampling.logit_bias={5: 1.0}",
+        "it belongs to `evaluation`: not in stages: it changes ratios",
+    ),
 ]
 
 
@@ -269,7 +408,9 @@ def test_every_key_that_stands_for_one_of_another_framework_exists(folder):
     for word, key in foreign.FOREIGN.items():
         section, _, name = key.replace(".N", ".0").rpartition(".")
         model = files._model_at(tuple(section.split(".")) if section else ())
-        options = {o for a in rl.algorithms.known() for o in dataclasses.asdict(rl.algorithms.get(a))}
+        options = {
+            o for a in rl.algorithms.known() for o in dataclasses.asdict(rl.algorithms.get(a))
+        }
         known = {*model.model_fields, *(options if section == "stages.0.algorithm" else ())}
         assert name in known and key in keys.schema_keys(), (word, key)
     for text in foreign.ABSENT.values():
@@ -280,7 +421,11 @@ def test_every_key_that_stands_for_one_of_another_framework_exists(folder):
 def test_a_long_list_of_names_is_cut_to_the_nearest_three():
     assert nearest("stepz", ["steps", "seed"]) == " (nearest: steps; valid: seed, steps)"
     many = nearest("stepz", [f"name{i}" for i in range(30)] + ["steps"])
-    assert many.startswith(" (nearest: steps, ") and many.count(",") == 2 and many.endswith("; 31 are valid)")
+    assert (
+        many.startswith(" (nearest: steps, ")
+        and many.count(",") == 2
+        and many.endswith("; 31 are valid)")
+    )
 
 
 FILES = [
@@ -293,7 +438,10 @@ FILES = [
     ("a: 1\n---\nb: 2\n", "not valid YAML"),
     ("a: &x [*x]\n", ":1: an alias (*) stands inside"),
     ("a: !!python/object/apply:os.system [ls]\n", ": unknown key"),
-    ("a: !!python/name:os.system\n", ":1: the tag tag:yaml.org,2002:python/name:os.system is not supported"),
+    (
+        "a: !!python/name:os.system\n",
+        ":1: the tag tag:yaml.org,2002:python/name:os.system is not supported",
+    ),
     ("[1]: 2\n", ":1: a key must be plain text"),
 ]
 
@@ -316,8 +464,14 @@ BEYOND_BOUNDS = {
         "more than 20,000 values, those that aliases (*) repeat included",
     ),
     "a chain of aliases": (_nested_aliases(wide=1, deep=2000), "nested more than 32 deep"),
-    "nested lists": ("a: " + "[" * 5000 + "]" * 5000, ":1: lists and mappings are nested more than 32 deep"),
-    "a long text": ("a: '" + "x" * 2**18 + "'\n", ":1: a configuration has at most 262,144 characters"),
+    "nested lists": (
+        "a: " + "[" * 5000 + "]" * 5000,
+        ":1: lists and mappings are nested more than 32 deep",
+    ),
+    "a long text": (
+        "a: '" + "x" * 2**18 + "'\n",
+        ":1: a configuration has at most 262,144 characters",
+    ),
     "a long list": ("a: [" + "0," * 20_001 + "]\n", ":1: more than 20,000 values"),
 }
 
@@ -342,11 +496,15 @@ def test_files_that_cannot_be_read_are_named(folder):
 
 OVERRIDES = [
     ("stages.2.steps=3", "override 1: stages.2: there are 2 stages: write stages.1.steps=3"),
-    ("stages.-1.algorithm.kl_coef=3", "stages.-1: there are 2 stages: write stages.1.algorithm.kl_coef=3"),
+    (
+        "stages.-1.algorithm.kl_coef=3",
+        "stages.-1: there are 2 stages: write stages.1.algorithm.kl_coef=3",
+    ),
     ("stages.steps=3", "override 1: stages.steps: there are 2 stages: write stages.0.steps=3"),
     (
         "stages.grpo.steps=3",
-        "override 1: stages.grpo: entries of a list have numbers, from 0, and grpo is number 1: write",
+        "override 1: stages.grpo: entries of a list have numbers, from 0, and grpo is number 1: "
+        "write",
     ),
     ("stages.grpo.steps=3", "write stages.1.steps=3"),
     ("stages.sft.optimizer.learning_rate=1e-4", "write stages.0.optimizer.learning_rate="),
@@ -428,7 +586,9 @@ def test_an_override_is_yaml_without_comments(text, value):
 def test_overrides_of_wrong_lists_and_mappings_are_refused(folder):
     assert "written twice" in message("run.yml", overrides=["data={path: a, path: b}"])
     assert "not valid YAML" in message("run.yml", overrides=["data={path: a"])
-    assert "must be an integer, got '3 # three'" in message("run.yml", overrides=["stages.0.steps=3 # three"])
+    assert "must be an integer, got '3 # three'" in message(
+        "run.yml", overrides=["stages.0.steps=3 # three"]
+    )
     assert "not UTF-8" in message("run.yml", overrides=["data.system=\udcff"])
 
 
@@ -437,7 +597,18 @@ def test_overrides_of_wrong_lists_and_mappings_are_refused(folder):
     [
         *(
             (name, True)
-            for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "vespo", "rloo", "opo", "maxrl")
+            for name in (
+                "grpo",
+                "dr_grpo",
+                "dapo",
+                "gspo",
+                "cispo",
+                "sapo",
+                "vespo",
+                "rloo",
+                "opo",
+                "maxrl",
+            )
         ),
         ("{name: rloo, kl_reward_coef: 0.1}", True),
         ("{name: grpo, combine: normalize_then_sum}", True),
@@ -457,8 +628,14 @@ def test_one_sample_of_a_prompt_is_refused_where_samples_are_compared(folder, al
 
 
 METRICS = [
-    ("stages.0.until={metric: los, at_most: 1}", "stages.0.until.metric: no metric 'los' (nearest: loss"),
-    ("stages.0.until={metric: eval/greedy_acuracy, at_least: 1}", "no metric 'eval/greedy_acuracy' (nearest: "),
+    (
+        "stages.0.until={metric: los, at_most: 1}",
+        "stages.0.until.metric: no metric 'los' (nearest: loss",
+    ),
+    (
+        "stages.0.until={metric: eval/greedy_acuracy, at_least: 1}",
+        "no metric 'eval/greedy_acuracy' (nearest: ",
+    ),
     (
         "stages.0.until={metric: eval/greedy_accuracy, at_least: 1}",
         "sft never has the metric eval/greedy_accuracy: no `eval",
@@ -467,8 +644,14 @@ METRICS = [
         "stages.0.until={metric: reward/mean, at_least: 1}",
         "sft never has the metric reward/mean: this stage samples no",
     ),
-    ("stages.0.until={metric: rewards/score/mean, at_least: 1}", "this stage samples no completions"),
-    ("stages.0.until={metric: kto/kl, at_least: 1}", "sft never has the metric kto/kl: another algorithm has it"),
+    (
+        "stages.0.until={metric: rewards/score/mean, at_least: 1}",
+        "this stage samples no completions",
+    ),
+    (
+        "stages.0.until={metric: kto/kl, at_least: 1}",
+        "sft never has the metric kto/kl: another algorithm has it",
+    ),
     (
         "stages.1.until={metric: rewards/scor/mean, at_least: 1}",
         "no metric 'rewards/scor/mean' (nearest: rewards/score/mean",
@@ -497,10 +680,26 @@ def test_metrics_of_evaluations_and_rewards_are_known(folder):
         "evaluation={data: {task: arithmetic}, samples: 2, k: [2], metrics: ['mine.py:digits']}",
         "stages.0.sampling.max_new_tokens=8",
     ]
-    for metric in ("eval/pass@2", "eval/digits", "eval/digits/mean", "time/eval", "loss", "optim/lr"):
+    for metric in (
+        "eval/pass@2",
+        "eval/digits",
+        "eval/digits/mean",
+        "time/eval",
+        "loss",
+        "optim/lr",
+    ):
         load(["run.yml"], [*evaluation, f"stages.0.until={{metric: {metric}, at_least: 1}}"])
-    for metric in ("rewards/score/std", "reward/mean", "entropy", "activation/mean/mtp1", "grad_norm/embed"):
-        overrides = ["stages.1.diagnostics=true", f"stages.1.until={{metric: {metric}, at_least: 1}}"]
+    for metric in (
+        "rewards/score/std",
+        "reward/mean",
+        "entropy",
+        "activation/mean/mtp1",
+        "grad_norm/embed",
+    ):
+        overrides = [
+            "stages.1.diagnostics=true",
+            f"stages.1.until={{metric: {metric}, at_least: 1}}",
+        ]
         load(["run.yml"], [*evaluation, *overrides])
     assert "nearest: eval/pass@2" in message(
         "run.yml", overrides=[*evaluation, "stages.0.until={metric: eval/pass@4, at_least: 1}"]
@@ -543,17 +742,29 @@ NOT_FINITE = [
 @pytest.mark.parametrize("number", [".inf", "-.inf", ".nan", ".NaN"])
 def test_numbers_that_are_not_finite_are_refused(folder, key, number):
     said = message(
-        "run.yml", overrides=[f"{key}={{a: [1, {number}]}}" if key == "model.overrides" else f"{key}={number}"]
+        "run.yml",
+        overrides=[
+            f"{key}={{a: [1, {number}]}}" if key == "model.overrides" else f"{key}={number}"
+        ],
     )
     assert said.startswith(f"override 1: {key}: ") and "finite number" in said and "\n" not in said
 
 
 def test_a_number_beyond_64_bits_is_refused_where_it_is_written(folder):
     said = message(
-        "run.yml", overrides=["stages.0.optimizer.learning_rate=1e999", "rewards.functions.0.options={a: -1e999}"]
+        "run.yml",
+        overrides=[
+            "stages.0.optimizer.learning_rate=1e999",
+            "rewards.functions.0.options={a: -1e999}",
+        ],
     )
-    assert "override 1: `1e999` is larger than any number" in said and "override 2: `-1e999` is larger" in said
-    assert "override 1: `1e999` is larger" in message("run.yml", overrides=["model.overrides={rope: [1e999]}"])
+    assert (
+        "override 1: `1e999` is larger than any number" in said
+        and "override 2: `-1e999` is larger" in said
+    )
+    assert "override 1: `1e999` is larger" in message(
+        "run.yml", overrides=["model.overrides={rope: [1e999]}"]
+    )
     assert "model.overrides: rope.0: nan is no finite" in message(
         "run.yml", overrides=["model.overrides={rope: [.nan]}"]
     )
@@ -572,23 +783,40 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(folder):
     load(["run.yml"], ["stages.1.sampling.stop_token_ids=[0, 319]"])
     for token in (-1, 320):
         said = message("run.yml", overrides=[f"stages.1.sampling.stop_token_ids=[0, {token}]"])
-        assert f"stages.1.sampling.stop_token_ids: {token} is no token" in said and "0 to 319" in said
+        assert (
+            f"stages.1.sampling.stop_token_ids: {token} is no token" in said and "0 to 319" in said
+        )
 
 
 @pytest.mark.parametrize(
     "override, expected",
     [
-        ("data={path: rows.jsonl, split: test}", "data.split: the file rows.jsonl is read as it is and has no splits"),
+        (
+            "data={path: rows.jsonl, split: test}",
+            "data.split: the file rows.jsonl is read as it is and has no splits",
+        ),
         (
             "data={path: rows.jsonl, subset: main}",
             "data.subset: the file rows.jsonl is read as it is and has no subsets",
         ),
-        ("data=https://x.org/rows.jsonl", "names on the Hugging Face hub (org/name) are read: download it"),
+        (
+            "data=https://x.org/rows.jsonl",
+            "names on the Hugging Face hub (org/name) are read: download it",
+        ),
         ("data=file:///tmp/rows.jsonl", "; write /tmp/rows.jsonl"),
-        ("data=hf://datasets/org/name", "; write org/name, which is looked for on the Hugging Face hub"),
+        (
+            "data=hf://datasets/org/name",
+            "; write org/name, which is looked for on the Hugging Face hub",
+        ),
         ("data=$HOME/rows.jsonl", "Variables of a shell are not replaced here"),
-        ("rewards.functions=[{name: exact_answer, weight: 0}]", "rewards.functions: every reward has weight 0"),
-        ("tokenizer.chat_template={{ messages }}", "put a text that begins with a brace into quotes"),
+        (
+            "rewards.functions=[{name: exact_answer, weight: 0}]",
+            "rewards.functions: every reward has weight 0",
+        ),
+        (
+            "tokenizer.chat_template={{ messages }}",
+            "put a text that begins with a brace into quotes",
+        ),
     ],
 )
 def test_settings_that_would_be_passed_over_are_refused(folder, override, expected):
@@ -602,16 +830,26 @@ def test_a_cache_of_parts_that_no_query_reads_is_said(folder):
         config = load(["run.yml"], ["model={source: deepseek-v4-flash}", *overrides])
         remarks = [remark for stage in stages.create(config) for remark in stage.remarks()]
         assert len(remarks) == is_said
-        assert not is_said or "keeps the parts of entries of all 512 tokens, not of the last 128 alone" in remarks[0]
+        assert (
+            not is_said
+            or "keeps the parts of entries of all 512 tokens, not of the last 128 alone"
+            in remarks[0]
+        )
 
 
 def test_settings_that_do_something_else_are_said(folder, capsys):
-    config = load(["run.yml"], ["stages.0.optimizer.warmup_steps=1", "stages.1.optimizer.warmup_steps=2"])
+    config = load(
+        ["run.yml"], ["stages.0.optimizer.warmup_steps=1", "stages.1.optimizer.warmup_steps=2"]
+    )
     assert [list(stage.remarks()) for stage in stages.create(config)] == [[], []]
     Path("model/config.json").write_text(sources.preset("tiny-deepseek", {"vocab_size": 320}).hf)
     write_weight_file("model")
     write("rows.jsonl", '{"prompt": "a", "completion": "b"}\n' * 3)
-    overrides = ["stages.0.optimizer.warmup_steps=3", "stages.0.data=rows.jsonl", "stages.0.prompts_per_step=4"]
+    overrides = [
+        "stages.0.optimizer.warmup_steps=3",
+        "stages.0.data=rows.jsonl",
+        "stages.0.prompts_per_step=4",
+    ]
     assert train_main(["--check", "run.yml", *overrides]) == 0
     said = capsys.readouterr().out
     assert "stages.0.optimizer.warmup_steps: 3 updates, and the stage makes 2" in said
@@ -633,19 +871,32 @@ def test_a_best_step_that_is_compared_with_none_is_said(folder, every, steps, sa
     overrides = [f"stages.1.steps={steps}", best, evaluation, "max_length=512"]
     config = load(["run.yml"], overrides)
     remarks = [remark for stage in stages.create(config) for remark in stage.remarks()]
-    text = "stages.1.best: eval/greedy_accuracy is measured after the last step alone (evaluation.every:"
+    text = (
+        "stages.1.best: eval/greedy_accuracy is measured after the last step alone "
+        "(evaluation.every:"
+    )
     assert [remark.startswith(text) for remark in remarks] == [True] * said
 
 
 def test_an_unquoted_text_that_ends_at_a_comment_is_noted(folder):
     write("cut.yml", "data:\n  system: put it behind ####.\nrun:\n  dir: runs/a #1\n")
     write(
-        "good.yml", "data:\n  system: 'behind ####.'   # quoted\n  path: rows.jsonl   # aligned\nseed: 1 # a number\n"
+        "good.yml",
+        "data:\n  system: 'behind ####.'   # quoted\n  path: rows.jsonl   # aligned\nseed: 1 # a "
+        "number\n",
     )
-    write("choice.yml", "stages:\n  - optimizer: {schedule: cosine} # a choice\n    shared_prefix: auto # or never\n")
+    write(
+        "choice.yml",
+        "stages:\n  - optimizer: {schedule: cosine} # a choice\n    shared_prefix: auto # or "
+        "never\n",
+    )
     assert files.cut_texts(["good.yml", "choice.yml"]) == []
     first, second = files.cut_texts(["cut.yml"])
-    assert first.startswith("cut.yml:2: data.system: ") and "'put it behind'" in first and "quote" in first
+    assert (
+        first.startswith("cut.yml:2: data.system: ")
+        and "'put it behind'" in first
+        and "quote" in first
+    )
     assert second.startswith("cut.yml:4: run.dir: ") and "'runs/a'" in second
     for path in packaged.PACKAGED.rglob("*.yml"):
         assert files.cut_texts([path]) == [], path
@@ -682,7 +933,10 @@ def test_a_tilde_is_the_home_directory_in_every_key_that_is_a_path(folder, monke
     monkeypatch.setenv("HOME", str(folder / "home"))
     values = {"name": "reward_model", "options": {"source": "x"}}
     tree = {"rewards": {"functions": [values]}, "evaluation": {"data": "x", "metrics": ["x"]}}
-    tree |= {"model": "x", "stages": [{"algorithm": "sft", "steps": 1, "rewards": {"functions": [{"name": "x"}]}}]}
+    tree |= {
+        "model": "x",
+        "stages": [{"algorithm": "sft", "steps": 1, "rewards": {"functions": [{"name": "x"}]}}],
+    }
     *sections, last = (int(part) if part.isdecimal() else part for part in key.split("."))
     inner = tree
     for part, following in zip(sections, [*sections[1:], last], strict=True):
@@ -708,11 +962,19 @@ def test_every_key_of_the_schema_that_is_a_path_says_so():
         "wandb.mode",
         "tensorboard",
     }
-    no_paths |= {"samples.keep_gib", "columns", "path.subset", "algorithm.name", "dir.keep_checkpoints"}
+    no_paths |= {
+        "samples.keep_gib",
+        "columns",
+        "path.subset",
+        "algorithm.name",
+        "dir.keep_checkpoints",
+    }
     for model, path in sections(files.RunConfig, ""):
         for name, field in model.model_fields.items():
             key = f"{path}.{name}"
-            if words.search(field.description or "") and not any(key.endswith(one) for one in no_paths):
+            if words.search(field.description or "") and not any(
+                key.endswith(one) for one in no_paths
+            ):
                 assert HOME in field.metadata or next(keys.models_in(field.annotation), None), key
 
 
@@ -735,21 +997,29 @@ def test_configuration_files_and_runs_of_the_home_directory_are_read(folder, mon
 
 def test_an_index_in_a_list_of_one_stage_or_none_is_explained(folder):
     write("one.yml", "stages: [{algorithm: sft, steps: 7}]\n")
-    assert "stages.1: there is 1 stage: write stages.0.steps=3" in message("one.yml", overrides=["stages.1.steps=3"])
+    assert "stages.1: there is 1 stage: write stages.0.steps=3" in message(
+        "one.yml", overrides=["stages.1.steps=3"]
+    )
     write("none.yml", "stages: []\n")
-    assert "stages.0: `stages` is an empty list" in message("none.yml", overrides=["stages.0.steps=3"])
+    assert "stages.0: `stages` is an empty list" in message(
+        "none.yml", overrides=["stages.0.steps=3"]
+    )
 
 
 def test_the_entries_of_a_list_are_named_as_people_know_them(folder):
     edited(
         "  - algorithm: sft",
-        "  - {algorithm: {name: grpo}, steps: 1}\n  - {algorithm: {preset: dapo}, steps: 1}\n  - algorithm: sft",
+        "  - {algorithm: {name: grpo}, steps: 1}\n  - {algorithm: {preset: dapo}, steps: 1}\n  - "
+        "algorithm: sft",
     )
     assert "write stages.3.steps=3" in message("bad.yml", overrides=["stages.grpo-2.steps=3"])
     assert "write stages.0.steps=3" in message("bad.yml", overrides=["stages.grpo.steps=3"])
     assert "write stages.1.steps=3" in message("bad.yml", overrides=["stages.dapo.steps=3"])
     write(
-        "few.yml", GOOD.replace('"REWARD:score"', "exact_answer, {name: length, weight: 2}").replace("MODEL", "model")
+        "few.yml",
+        GOOD.replace('"REWARD:score"', "exact_answer, {name: length, weight: 2}").replace(
+            "MODEL", "model"
+        ),
     )
     said = message("few.yml", overrides=["rewards.functions.length.weight=3"])
     assert "length is number 1: write rewards.functions.1.weight=3" in said
@@ -757,7 +1027,10 @@ def test_the_entries_of_a_list_are_named_as_people_know_them(folder):
 
 def test_stages_by_name_in_a_file_are_a_list(folder):
     said = message(write("map.yml", "model: model\nstages: {grpo: {steps: 3}}\n"))
-    assert "map.yml:2: stages: must be a list with an entry for each stage, such as `- {algorithm: sft" in said
+    assert (
+        "map.yml:2: stages: must be a list with an entry for each stage, such as `- {algorithm: sft"
+        in said
+    )
 
 
 def test_a_mistyped_path_gets_the_nearest_one_that_exists(folder):
@@ -771,7 +1044,9 @@ def test_a_mistyped_path_gets_the_nearest_one_that_exists(folder):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         write(name, "x: 1")
     assert "configs/s.yaml: no such file (nearest: configs/s.yml)" in message("configs/s.yaml")
-    assert "run/first: no such file, and no directory of a run (nearest: runs/first)" in message("run/first")
+    assert "run/first: no such file, and no directory of a run (nearest: runs/first)" in message(
+        "run/first"
+    )
     assert "no run to continue (nearest: runs/first)" in message(overrides=["resume=runs/frist"])
     cases = {
         "model": "./model/qwem",
@@ -780,7 +1055,11 @@ def test_a_mistyped_path_gets_the_nearest_one_that_exists(folder):
         "data": "data/row.jsonl",
         "rewards.functions.0": "reward/r.py:score",
     }
-    near = {"model": "models/qwen", "tokenizer": "models/qwen", "tokenizer.chat_template": "models/qwen/config.json"}
+    near = {
+        "model": "models/qwen",
+        "tokenizer": "models/qwen",
+        "tokenizer.chat_template": "models/qwen/config.json",
+    }
     near |= {"data": "datas/rows.jsonl", "rewards.functions.0": f"{folder}/rewards/r.py"}
     Path("model").rename("other")
     for key, value in cases.items():
@@ -792,18 +1071,29 @@ def test_the_nearest_path_is_one_that_exists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert nearest_path("a/b") == nearest_path("") == nearest_path("/nowhere-at-all") == ""
     Path("runs").mkdir()
-    assert nearest_path("run") == " (nearest: runs)" and nearest_path("run/first") == "" and nearest_path("runs") == ""
-    assert nearest_path(f"{tmp_path}/run") == f" (nearest: {tmp_path}/runs)" and nearest_path("a\0b/c") == ""
+    assert (
+        nearest_path("run") == " (nearest: runs)"
+        and nearest_path("run/first") == ""
+        and nearest_path("runs") == ""
+    )
+    assert (
+        nearest_path(f"{tmp_path}/run") == f" (nearest: {tmp_path}/runs)"
+        and nearest_path("a\0b/c") == ""
+    )
 
 
 def test_overrides_change_lists_by_index_and_extend_shorthands(folder):
     config = load(
-        ["run.yml"], ["stages.1.algorithm.epsilon=0.3", "model.dtype=bfloat16", "rewards.functions.0.weight=2"]
+        ["run.yml"],
+        ["stages.1.algorithm.epsilon=0.3", "model.dtype=bfloat16", "rewards.functions.0.weight=2"],
     )
     assert config.stages[1].algorithm.name == "grpo"
     assert config.stages[1].algorithm.model_extra["epsilon"] == 0.3
     assert (config.model.source, config.model.dtype) == ("model", "bfloat16")
-    assert (config.rewards.functions[0].name, config.rewards.functions[0].weight) == ("reward.py:score", 2)
+    assert (config.rewards.functions[0].name, config.rewards.functions[0].weight) == (
+        "reward.py:score",
+        2,
+    )
 
 
 def test_later_files_win_and_a_list_replaces_a_list(folder):
@@ -824,7 +1114,12 @@ def test_a_file_replaces_a_task_and_a_task_a_file(folder):
     assert load(["run.yml"], [task, "data={path: rows, split: y}"]).data.split == "y"
     path = "data={path: rows, split: x, columns: {prompt: question}}"
     data = load(["run.yml"], [path, "data={task: arithmetic, options: {max_operand: 3}}"]).data
-    assert (data.path, data.split, data.columns.prompt, data.options) == (None, None, "prompt", {"max_operand": 3})
+    assert (data.path, data.split, data.columns.prompt, data.options) == (
+        None,
+        None,
+        "prompt",
+        {"max_operand": 3},
+    )
     data = load(["run.yml"], [path, "data.path=./rows"]).data
     assert (data.path, data.split, data.columns.prompt) == ("./rows", "x", "question")
     with pytest.raises(ConfigError, match="exactly one of"):
@@ -853,7 +1148,10 @@ def test_if_present_is_merged_over_existing_sections_and_makes_no_new_ones(folde
     )
     write("watched.yml", "evaluation: {data: {task: arithmetic}, problems: 50}\n")
     assert (
-        load(["run.yml", "watched.yml", "small.yml"], ["stages.0.sampling.max_new_tokens=4"]).evaluation.problems == 3
+        load(
+            ["run.yml", "watched.yml", "small.yml"], ["stages.0.sampling.max_new_tokens=4"]
+        ).evaluation.problems
+        == 3
     )
     write("wrong.yml", "if_present:\n  rewards: {workerz: 1}\n")
     assert message("run.yml", "wrong.yml").startswith("wrong.yml:2: rewards.workerz: unknown key")
@@ -877,8 +1175,13 @@ def test_the_resolved_configuration_loads_to_the_same_run(folder):
     write("runs/config.yml", files.resolved_yaml(config.model_copy(update={"run": config.run})))
     again = load(["runs/config.yml"])
     assert again == config
-    assert again.run.wandb.name == "1e5" and again.stages[0].optimizer.learning_rate == 1.2345678901234567e-9
-    assert yaml.safe_load(files.resolved_yaml(config))["run"]["wandb"] == config.run.wandb.model_dump()
+    assert (
+        again.run.wandb.name == "1e5"
+        and again.stages[0].optimizer.learning_rate == 1.2345678901234567e-9
+    )
+    assert (
+        yaml.safe_load(files.resolved_yaml(config))["run"]["wandb"] == config.run.wandb.model_dump()
+    )
     assert "epsilon:" in files.resolved_yaml(config)
     shown = yaml.safe_load(files.changed_yaml(config))
     assert "weight_decay" not in shown["stages"][0]["optimizer"]
@@ -928,7 +1231,9 @@ def test_a_reward_that_does_not_load_is_reported_at_its_line_as_one_problem(fold
     assert "problems" not in said
     assert "bad.yml:4: rewards.functions.0.name" in said and "nothing_of_this_name" in said
     options = "[{name: exact_answer, options: {colum: x}}]"
-    assert message(edited('["reward.py:score"]', options)).startswith("bad.yml:4: rewards.functions.0.options.colum")
+    assert message(edited('["reward.py:score"]', options)).startswith(
+        "bad.yml:4: rewards.functions.0.options.colum"
+    )
 
 
 def test_pages_must_hold_a_completion_and_a_sliding_window_cache_needs_a_window(folder):
@@ -942,7 +1247,9 @@ def test_pages_must_hold_a_completion_and_a_sliding_window_cache_needs_a_window(
     assert "generator.sliding_window_cache: no layer" in message(
         "run.yml", overrides=["generator.sliding_window_cache=true"]
     )
-    config = load(["run.yml"], ["generator.cache=paged", "generator.page_size=8", "generator.pages=999"])
+    config = load(
+        ["run.yml"], ["generator.cache=paged", "generator.page_size=8", "generator.pages=999"]
+    )
     assert config.generator.pages == 999
 
 
@@ -956,11 +1263,20 @@ def test_drafts_and_their_training_need_modules_that_predict(folder):
         and "stages.0.mtp" in result
         and "multi_token_prediction: {depth: 1}" in result
     )
-    config = load(["run.yml"], ["generator.speculative=1", "stages.0.mtp={}", "model.multi_token_prediction={}"])
-    assert config.model.sections == {"multi_token_prediction": {"depth": 1, "input": "post_norm", "final_norm": True}}
+    config = load(
+        ["run.yml"],
+        ["generator.speculative=1", "stages.0.mtp={}", "model.multi_token_prediction={}"],
+    )
+    assert config.model.sections == {
+        "multi_token_prediction": {"depth": 1, "input": "post_norm", "final_norm": True}
+    }
     fresh = load(["run.yml"], ["model.multi_token_prediction={missing: fresh}"]).model
-    assert fresh.multi_token_prediction.missing == "fresh" and fresh.sections == config.model.sections
-    Path("model/config.json").write_text(json.dumps(stored | {"duet": {"multi_token_prediction": {"depth": 1}}}))
+    assert (
+        fresh.multi_token_prediction.missing == "fresh" and fresh.sections == config.model.sections
+    )
+    Path("model/config.json").write_text(
+        json.dumps(stored | {"duet": {"multi_token_prediction": {"depth": 1}}})
+    )
     assert load(["run.yml"], ["generator.speculative=1"]).stages[0].mtp is None
 
 
@@ -978,7 +1294,8 @@ def test_a_key_of_an_earlier_version_is_refused_with_its_name_now(folder, overri
 
 
 def test_an_option_is_declared_at_the_component_that_reads_it():
-    """A section takes default, description and bounds from there; YAML writes lists where the component has tuples."""
+    """A section takes default, description and bounds from there; YAML writes lists where the
+    component has tuples."""
     from policy.options import option
     from rl.config.schema import Section, fields_of
 
@@ -992,8 +1309,13 @@ def test_an_option_is_declared_at_the_component_that_reads_it():
     class Options(Section):
         """A section."""
 
-    assert list(Options.model_fields) == ["size", "names"] and Options.model_fields["size"].description == "how many"
-    assert Options().model_dump() == {"size": 8, "names": []} and Options(names=["a"]).names == ["a"]
+    assert (
+        list(Options.model_fields) == ["size", "names"]
+        and Options.model_fields["size"].description == "how many"
+    )
+    assert Options().model_dump() == {"size": 8, "names": []} and Options(names=["a"]).names == [
+        "a"
+    ]
     for wrong in ({"size": 0}, {"internal": 1}, {"names": "a"}):
         with pytest.raises(ValueError):
             Options(**wrong)
@@ -1001,10 +1323,18 @@ def test_an_option_is_declared_at_the_component_that_reads_it():
         fields_of(Component, sizes=8)
 
 
-@pytest.mark.parametrize("name", ["gs://bucket/x", "s3://bucket/x", "hf://org/name", "file:///tmp/x"])
-def test_a_run_directory_that_is_no_local_path_is_refused_and_nothing_is_created(folder, name, capsys):
+@pytest.mark.parametrize(
+    "name", ["gs://bucket/x", "s3://bucket/x", "hf://org/name", "file:///tmp/x"]
+)
+def test_a_run_directory_that_is_no_local_path_is_refused_and_nothing_is_created(
+    folder, name, capsys
+):
     assert train_main(["--check", "run.yml", f"run.dir={name}"]) == 2
     said = capsys.readouterr().err
     assert f"run.dir: {name} is no local path" in said and "run.dir=runs/NAME" in said
     assert train_main(["run.yml", f"run.dir={name}"]) == 2
-    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"model", "reward.py", "run.yml"}
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {
+        "model",
+        "reward.py",
+        "run.yml",
+    }

@@ -26,7 +26,9 @@ def options(**values) -> DataOptions:
 
 
 def jsonl(name: str, rows: list) -> str:
-    Path(name).write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    Path(name).write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return name
 
 
@@ -36,20 +38,31 @@ def parquet(name: str, rows: list[dict]) -> str:
 
 
 def error(kind, **values) -> str:
-    keywords = {key: values.pop(key) for key in ("demonstrations", "pairs", "held_out") if key in values}
+    keywords = {
+        key: values.pop(key) for key in ("demonstrations", "pairs", "held_out") if key in values
+    }
     with pytest.raises(kind) as caught:
         load(options(**values), **keywords)
     return str(caught.value)
 
 
-ROWS = [{"prompt": "1+1=", "completion": "2", "answer": "2"}, {"prompt": 'a "b",\nc', "completion": "d", "answer": "é"}]
+ROWS = [
+    {"prompt": "1+1=", "completion": "2", "answer": "2"},
+    {"prompt": 'a "b",\nc', "completion": "d", "answer": "é"},
+]
 
 
 def test_all_kinds_of_files_give_the_same_examples():
     Path("d.csv").write_text('prompt,completion,answer\n1+1=,2,2\n"a ""b"",\nc",d,é\n')
     Path("d.tsv").write_text('prompt\tcompletion\tanswer\n1+1=\t2\t2\n"a ""b"",\nc"\td\té\n')
     Path("d.json").write_text(json.dumps(ROWS))
-    for name in (jsonl("d.jsonl", [ROWS[0], "", ROWS[1]]), "d.csv", "d.tsv", "d.json", parquet("d.parquet", ROWS)):
+    for name in (
+        jsonl("d.jsonl", [ROWS[0], "", ROWS[1]]),
+        "d.csv",
+        "d.tsv",
+        "d.json",
+        parquet("d.parquet", ROWS),
+    ):
         dataset = load(options(path=name), demonstrations=True)
         assert [(e.prompt, e.completion, e.columns) for e in dataset] == [
             (row["prompt"], row["completion"], {"answer": row["answer"]}) for row in ROWS
@@ -71,7 +84,9 @@ def test_a_folder_and_a_saved_dataset_are_read_with_their_splits():
 
 
 def test_pictures_of_a_saved_dataset_are_not_decoded_for_a_model_of_text():
-    features = library.Features({"prompt": library.Value("string"), "shown": library.Image(decode=True)})
+    features = library.Features(
+        {"prompt": library.Value("string"), "shown": library.Image(decode=True)}
+    )
     rows = [{"prompt": "a", "shown": {"bytes": b"no picture", "path": None}}] * 2
     library.Dataset.from_list(rows, features=features).save_to_disk("broken")
     [first, _] = load(options(path="broken"))
@@ -86,13 +101,19 @@ def test_rows_of_a_saved_dataset_that_the_library_cannot_read_are_errors(monkeyp
         raise KeyError("a decoder")
 
     monkeypatch.setattr(library.Dataset, "__iter__", rows)
-    assert "saved: no row after row 0 can be read: KeyError: 'a decoder'" in error(DataError, path="saved")
+    assert "saved: no row after row 0 can be read: KeyError: 'a decoder'" in error(
+        DataError, path="saved"
+    )
 
 
 @pytest.mark.parametrize(
     "name, content, expected",
     [
-        ("r.json", {"prompt": ["a", "b"], "completion": ["c", "d"]}, "one object with a list for each column"),
+        (
+            "r.json",
+            {"prompt": ["a", "b"], "completion": ["c", "d"]},
+            "one object with a list for each column",
+        ),
         ("r.json", {"data": [{"prompt": "a"}]}, "its rows stand below the key 'data'"),
         ("r.jsonl.gz", {}, "a packed file; unpack it"),
         (
@@ -116,7 +137,9 @@ def test_rows_of_other_forms_are_refused_with_what_to_type(name, content, expect
         load(options(path=name), demonstrations=True)
 
 
-@pytest.mark.parametrize("content", [{"messages": []}, {"prompt": [{"role": "user", "content": "a"}]}, {"prompt": "a"}])
+@pytest.mark.parametrize(
+    "content", [{"messages": []}, {"prompt": [{"role": "user", "content": "a"}]}, {"prompt": "a"}]
+)
 def test_a_file_with_one_object_is_a_row(content):
     Path("r.json").write_text(json.dumps(content))
     assert [row for _, row in read_file(Path("r.json"))] == [content]
@@ -125,7 +148,9 @@ def test_a_file_with_one_object_is_a_row(content):
 def test_few_wide_rows_of_a_parquet_file_are_in_memory():
     pool = pyarrow.default_memory_pool()
     table = pyarrow.table({"prompt": [str(number) + "x" * 200_000 for number in range(300)]})
-    pyarrow.parquet.write_table(table, "wide.parquet", compression="none", use_dictionary=False, write_batch_size=10)
+    pyarrow.parquet.write_table(
+        table, "wide.parquet", compression="none", use_dictionary=False, write_batch_size=10
+    )
     size = table.nbytes
     del table
     before, largest = pool.bytes_allocated(), 0
@@ -137,7 +162,9 @@ def test_few_wide_rows_of_a_parquet_file_are_in_memory():
 
 def test_a_conversation_is_a_demonstration_of_its_last_answer():
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    dataset = load(options(path=jsonl("m.jsonl", [{"messages": messages, "id": 3}]), system="be brief"))
+    dataset = load(
+        options(path=jsonl("m.jsonl", [{"messages": messages, "id": 3}]), system="be brief")
+    )
     system = {"role": "system", "content": "be brief"}
     assert dataset[0].prompt == [system, messages[0]]
     assert dataset[0].messages == [system, *messages]
@@ -154,14 +181,26 @@ def test_templates_columns_and_chat_shape_the_prompt():
     chat = load(options(path=path, columns={"prompt": "question"}, chat=True))[0]
     assert chat.prompt == [{"role": "user", "content": "2+2"}]
     assert "`question`, `answer`" in error(DataError, path=path, prompt_template="{query}")
-    assert "not the name of a column" in error(ConfigError, path=path, prompt_template="{question.__class__}")
+    assert "not the name of a column" in error(
+        ConfigError, path=path, prompt_template="{question.__class__}"
+    )
 
 
 def test_every_malformed_line_is_named():
-    rows = [{"prompt": "a"}, "{", "[1]", {"prompt": ""}, {"prompt": 3}, {"prompt": [{"role": "user"}]}, {"prompt": "b"}]
+    rows = [
+        {"prompt": "a"},
+        "{",
+        "[1]",
+        {"prompt": ""},
+        {"prompt": 3},
+        {"prompt": [{"role": "user"}]},
+        {"prompt": "b"},
+    ]
     said = error(DataError, path=jsonl("bad.jsonl", rows)).splitlines()
     assert [line.split(": ")[0] for line in said] == [f"bad.jsonl:{n}" for n in (2, 3, 4, 5, 6)]
-    assert "not valid JSON" in said[0] and "is empty" in said[2] and "content of message 0" in said[4]
+    assert (
+        "not valid JSON" in said[0] and "is empty" in said[2] and "content of message 0" in said[4]
+    )
     Path("utf.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
     assert error(DataError, path="utf.jsonl").startswith("utf.jsonl:2: not UTF-8")
     Path("bad.csv").write_text("prompt,answer\na,1\nb\nc,1,2\n")
@@ -176,8 +215,9 @@ def test_every_malformed_line_is_named():
 
 def test_missing_columns_empty_datasets_and_unreadable_files_are_errors():
     path = jsonl("q.jsonl", [{"question": "a", "answer": "b"}])
-    assert "no column `prompt` (columns: `question`, `answer`); set data.columns.prompt=question" in error(
-        DataError, path=path
+    assert (
+        "no column `prompt` (columns: `question`, `answer`); set data.columns.prompt=question"
+        in error(DataError, path=path)
     )
     only_prompts = jsonl("p.jsonl", [{"prompt": "a"}])
     assert "no column `completion`" in error(DataError, path=only_prompts, demonstrations=True)
@@ -188,7 +228,9 @@ def test_missing_columns_empty_datasets_and_unreadable_files_are_errors():
     assert "unknown kind of file" in error(DataError, path="x.doc")
     assert "no such file" in error(ConfigError, path="missing.jsonl")
     assert "must be the assistant's" in error(
-        DataError, path=jsonl("u.jsonl", [{"messages": [{"role": "user", "content": "a"}]}]), demonstrations=True
+        DataError,
+        path=jsonl("u.jsonl", [{"messages": [{"role": "user", "content": "a"}]}]),
+        demonstrations=True,
     )
 
 
@@ -237,7 +279,11 @@ def test_pairs_are_texts_or_messages_and_the_prompt_may_be_what_both_begin_with(
         load(options(path=jsonl("p.jsonl", rows)), pairs=True)
     result = load(options(path=jsonl("p.jsonl", [rows[0], *rows[2:]]), system="s"), pairs=True)
     system = say("system", "s")
-    assert [e.prompt for e in result] == [[system, ASKED], [system, ASKED], [system, ASKED, GOOD, ASKED]]
+    assert [e.prompt for e in result] == [
+        [system, ASKED],
+        [system, ASKED],
+        [system, ASKED, GOOD, ASKED],
+    ]
     assert [e.pair for e in result] == [("ho", "hu"), ([GOOD], [BAD]), ([GOOD], [BAD])]
     assert [e.margin for e in result] == [2.0, 0.0, 0.0]
     assert result[0].where == "p.jsonl:1"
@@ -276,7 +322,9 @@ SYSTEM, OTHER = say("system", "be kind"), say("user", "ha")
 
 def only(row: dict, **values):
     """Returns the example of a row, read by keywords of `load`."""
-    keywords = {key: values.pop(key) for key in ("demonstrations", "pairs", "read") if key in values}
+    keywords = {
+        key: values.pop(key) for key in ("demonstrations", "pairs", "read") if key in values
+    }
     return load(options(path=jsonl("one.jsonl", [row]), **values), **keywords)[0]
 
 
@@ -285,11 +333,18 @@ def only(row: dict, **values):
 def test_an_answer_that_repeats_the_prompt_is_read_once(prompt, system):
     full = [*system, ASKED, GOOD]
     pair = only({"prompt": prompt, "chosen": full, "rejected": [*system, ASKED, BAD]}, pairs=True)
-    assert [message["role"] for message in pair.prompt] == [*(each["role"] for each in system), "user"]
+    assert [message["role"] for message in pair.prompt] == [
+        *(each["role"] for each in system),
+        "user",
+    ]
     assert pair.pair == ([GOOD], [BAD])
     for form in ({"demonstrations": True}, {"read": read_labelled}):
         example = only({"prompt": prompt, "completion": full, "label": True}, **form)
-        assert [message["role"] for message in example.messages] == [*(m["role"] for m in system), "user", "assistant"]
+        assert [message["role"] for message in example.messages] == [
+            *(m["role"] for m in system),
+            "user",
+            "assistant",
+        ]
         assert example.prompt == example.messages[:-1] and example.first == len(example.prompt)
 
 
@@ -314,8 +369,12 @@ def test_answers_that_neither_follow_the_prompt_nor_repeat_it_are_refused():
     texts = ("not the prompt's", "another system message", "the same system message", "are equal")
     assert [text in line for text, line in zip(texts, said, strict=True)] == [True] * 4, said
     completion = [{"prompt": "hi", "completion": [OTHER, GOOD]}]
-    assert "data.columns.prompt=none" in error(DataError, path=jsonl("sft.jsonl", completion), demonstrations=True)
-    conversations = load(options(path=jsonl("p.jsonl", rows[:1]), columns={"prompt": "none"}), pairs=True)
+    assert "data.columns.prompt=none" in error(
+        DataError, path=jsonl("sft.jsonl", completion), demonstrations=True
+    )
+    conversations = load(
+        options(path=jsonl("p.jsonl", rows[:1]), columns={"prompt": "none"}), pairs=True
+    )
     assert conversations[0].prompt == [OTHER]
 
 
@@ -326,9 +385,17 @@ def test_messages_next_to_a_prompt_are_the_demonstration():
 
 
 def test_rows_of_sharegpt_are_read():
-    turns = [{"from": "system", "value": "be kind"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
+    turns = [
+        {"from": "system", "value": "be kind"},
+        {"from": "human", "value": "hi"},
+        {"from": "gpt", "value": "ho"},
+    ]
     assert only({"conversations": turns}, demonstrations=True).messages == [SYSTEM, ASKED, GOOD]
-    row = {"conversations": turns[:2], "chosen": turns[2], "rejected": {"from": "gpt", "value": "hu"}}
+    row = {
+        "conversations": turns[:2],
+        "chosen": turns[2],
+        "rejected": {"from": "gpt", "value": "hu"},
+    }
     pair = only(row, pairs=True)
     assert (pair.prompt, pair.pair) == ([SYSTEM, ASKED], ([GOOD], [BAD]))
     unknown = [{"conversations": [{"from": "bard", "value": "hi"}]}]
@@ -336,25 +403,49 @@ def test_rows_of_sharegpt_are_read():
 
 
 def test_calls_of_tools_are_read_in_the_form_of_openai_and_of_arrow():
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
-    messages = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, say("tool", "3"), GOOD]
-    for path in (jsonl("t.jsonl", [{"messages": messages}]), parquet("t.parquet", [{"messages": messages}])):
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'},
+    }
+    messages = [
+        ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        say("tool", "3"),
+        GOOD,
+    ]
+    for path in (
+        jsonl("t.jsonl", [{"messages": messages}]),
+        parquet("t.parquet", [{"messages": messages}]),
+    ):
         example = load(options(path=path), demonstrations=True)[0]
         assert example.messages[0] == ASKED and "tool_calls" not in example.messages[3]
         assert example.messages[1]["content"] == ""
-        assert example.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1, "b": 2}}
+        assert example.messages[1]["tool_calls"][0]["function"] == {
+            "name": "add",
+            "arguments": {"a": 1, "b": 2},
+        }
     for wrong in ("{", "[1]"):
         call["function"]["arguments"] = wrong
-        assert "`arguments` of add" in error(DataError, path=jsonl("w.jsonl", [{"messages": messages}]))
+        assert "`arguments` of add" in error(
+            DataError, path=jsonl("w.jsonl", [{"messages": messages}])
+        )
     messages[1]["tool_calls"] = {"name": "add"}
-    assert "`tool_calls` must be a list" in error(DataError, path=jsonl("w.jsonl", [{"messages": messages}]))
+    assert "`tool_calls` must be a list" in error(
+        DataError, path=jsonl("w.jsonl", [{"messages": messages}])
+    )
 
 
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss_mask": 0}])
 def test_a_turn_with_weight_0_keeps_it(mark):
-    example = only({"messages": [ASKED, GOOD | mark, ASKED, GOOD | {"weight": 1}]}, demonstrations=True)
+    example = only(
+        {"messages": [ASKED, GOOD | mark, ASKED, GOOD | {"weight": 1}]}, demonstrations=True
+    )
     assert example.messages == [ASKED, GOOD | {"weight": 0}, ASKED, GOOD]
-    wrong = [{"messages": [ASKED | {"weight": 1}, GOOD]}, {"messages": [ASKED, GOOD | {"weight": 0.5}]}]
+    wrong = [
+        {"messages": [ASKED | {"weight": 1}, GOOD]},
+        {"messages": [ASKED, GOOD | {"weight": 0.5}]},
+    ]
     said = error(DataError, path=jsonl("w.jsonl", wrong)).splitlines()
     assert "only turns of the assistant" in said[0] and "must be 0 or 1, got 0.5" in said[1]
 
@@ -384,7 +475,10 @@ def test_a_csv_file_with_long_cells_odd_characters_and_empty_lines_is_read():
     dataset = load(options(path="d.csv"))
     assert [example.prompt for example in dataset] == [long, "a \ufffd\n b"]
     Path("d.csv").write_bytes('prompt,answer\na,1\n"caf\u00e9\nb",2\nc,3\n'.encode("latin-1"))
-    assert error(DataError, path="d.csv") == "d.csv:3: not UTF-8 (byte 0xe9 at place 4); save the file as UTF-8"
+    assert (
+        error(DataError, path="d.csv")
+        == "d.csv:3: not UTF-8 (byte 0xe9 at place 4); save the file as UTF-8"
+    )
     Path("d.csv").write_text("prompt,answer,answer\na,1,2\n")
     assert "d.csv:1: the header has the column `answer` twice" in error(DataError, path="d.csv")
     Path("d.csv").write_text('"prompt"x,answer\na,1\n')
@@ -392,7 +486,9 @@ def test_a_csv_file_with_long_cells_odd_characters_and_empty_lines_is_read():
     Path("d.csv").write_text('prompt,answer\na,1\n"b,2\nc,3\n')
     assert "d.csv:3: not valid CSV" in error(DataError, path="d.csv")
     Path("d.json").write_text('[\n {"prompt": "a"},\n]')
-    assert "d.json: not valid JSON" in error(DataError, path="d.json") and "line 3" in error(DataError, path="d.json")
+    assert "d.json: not valid JSON" in error(DataError, path="d.json") and "line 3" in error(
+        DataError, path="d.json"
+    )
 
 
 TYPED = [
@@ -410,10 +506,14 @@ def test_texts_stay_texts_in_a_file_and_in_a_folder(name):
     if file.suffix == ".parquet":
         parquet(str(file), TYPED)
     elif file.suffix in (".json", ".jsonl"):
-        file.write_text(json.dumps(TYPED) if file.suffix == ".json" else "\n".join(map(json.dumps, TYPED)))
+        file.write_text(
+            json.dumps(TYPED) if file.suffix == ".json" else "\n".join(map(json.dumps, TYPED))
+        )
     else:
         with file.open("w", newline="") as opened:
-            writer = csv.DictWriter(opened, TYPED[0], delimiter="\t" if file.suffix == ".tsv" else ",")
+            writer = csv.DictWriter(
+                opened, TYPED[0], delimiter="\t" if file.suffix == ".tsv" else ","
+            )
             writer.writeheader()
             writer.writerows(TYPED)
     for path in (str(file), "folder"):
@@ -438,9 +538,10 @@ def test_all_files_of_a_folder_are_read_each_in_its_own_form():
     jsonl("splits/data/train_hard-00000-of-00001.jsonl", [{"prompt": "c"}])
     jsonl("splits/dev.jsonl", [{"prompt": "d"}])
     assert [e.prompt for e in load(options(path="splits"))] == ["a", "b"]
-    assert [load(options(path="splits", split=name))[0].prompt for name in ("train_hard", "dev", "validation")] == [
-        *"cdd"
-    ]
+    assert [
+        load(options(path="splits", split=name))[0].prompt
+        for name in ("train_hard", "dev", "validation")
+    ] == [*"cdd"]
     jsonl("splits/extra.jsonl", [{"prompt": "e"}])
     assert "extra.jsonl belongs to no split" in error(DataError, path="splits")
     jsonl("mixed/a.jsonl", [{"prompt": "a"}])
@@ -453,16 +554,22 @@ def test_tools_of_a_row_of_messages_reach_the_template():
     from rollout.text.tokenizer import load_tokenizer
 
     Path("chat.jinja").write_text(
-        "{{ tools | length if tools else 0 }}{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+        "{{ tools | length if tools else 0 }}{% for m in messages %}{{ m.content }}<eos>{% endfor "
+        "%}"
     )
     tokenizer = load_tokenizer("bytes", chat_template="chat.jinja")
     encoder = ExampleEncoder(tokenizer)
     tool = {"type": "function", "function": {"name": "add", "description": None}}
     for tools, count in (([tool], 1), (json.dumps([tool, tool]), 2), (None, 0), ([], 0)):
         example = only({"messages": [ASKED, GOOD], "tools": tools}, demonstrations=True)
-        assert tokenizer.decode(encoder.demonstration(example, "assistant")[0].ids) == f"{count}hi<eos>ho<eos>"
+        assert (
+            tokenizer.decode(encoder.demonstration(example, "assistant")[0].ids)
+            == f"{count}hi<eos>ho<eos>"
+        )
         assert tokenizer.decode(encoder.prompt(example)[0]) == f"{count}hi<eos>"
-        pair = only({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "tools": tools}, pairs=True)
+        pair = only(
+            {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "tools": tools}, pairs=True
+        )
         assert tokenizer.decode(encoder.answer(pair, pair.pair[1]).ids) == f"{count}hi<eos>hu<eos>"
     assert only({"messages": [ASKED, GOOD], "tools": [tool]}).tools == [
         {"type": "function", "function": {"name": "add"}}
@@ -478,7 +585,11 @@ def test_prompts_of_a_file_are_lines_and_nothing_else(name):
     from rl.data.prompts import read_prompts
 
     lines = ["a\u2028b", "c\x0bd", "e"]
-    texts = lines if name.endswith(".txt") else [json.dumps({"prompt": text}, ensure_ascii=False) for text in lines]
+    texts = (
+        lines
+        if name.endswith(".txt")
+        else [json.dumps({"prompt": text}, ensure_ascii=False) for text in lines]
+    )
     Path(name).write_bytes(b"\xef\xbb\xbf" + "\r\n".join(texts).encode())
     assert [(prompt.where, prompt.row["prompt"]) for prompt in read_prompts(name)] == [
         (f"{name}:{number}", text) for number, text in enumerate(lines, start=1)
@@ -494,13 +605,22 @@ def test_a_column_that_rewards_cannot_take_is_named_with_its_row():
 
     from rl.config.data import RewardSettings
 
-    Path("own.py").write_text("def near(completions, day): ...\ndef any_column(completions, **columns): ...")
+    Path("own.py").write_text(
+        "def near(completions, day): ...\ndef any_column(completions, **columns): ..."
+    )
     near = RewardSettings.model_validate({"functions": ["own.py:near"]})
-    for value, kind in ((datetime.date(2024, 1, 31), "date"), (Decimal("1.5"), "Decimal"), ([b"a"], "bytes")):
+    for value, kind in (
+        (datetime.date(2024, 1, 31), "date"),
+        (Decimal("1.5"), "Decimal"),
+        ([b"a"], "bytes"),
+    ):
         rows = [{"prompt": "a", "day": None}, {"prompt": "b", "day": value}]
         examples = load(options(path=parquet("d.parquet", rows))).examples
         [text] = datasets.column_problems(near, examples)
-        assert text.startswith("d.parquet: row 1: column 'day'") and f"is a {kind}; rewards receive text" in text
+        assert (
+            text.startswith("d.parquet: row 1: column 'day'")
+            and f"is a {kind}; rewards receive text" in text
+        )
         open_ended = RewardSettings.model_validate({"functions": ["own.py:any_column"]})
         assert not list(datasets.column_problems(open_ended, examples))
     examples = load(options(path=jsonl("d.jsonl", [{"prompt": "a"}]))).examples
@@ -512,7 +632,12 @@ def test_columns_that_are_null_in_a_row_of_another_form_are_not_there():
     rows = [
         {"prompt": None, "completion": None, "messages": [ASKED, GOOD], "conversations": None},
         {"prompt": "hi", "completion": "ho", "messages": None, "conversations": None},
-        {"prompt": None, "completion": None, "messages": None, "conversations": [{"from": "human", "value": "hi"}]},
+        {
+            "prompt": None,
+            "completion": None,
+            "messages": None,
+            "conversations": [{"from": "human", "value": "hi"}],
+        },
     ]
     messages, texts, shared = load(options(path=jsonl("n.jsonl", rows)))
     assert (messages.messages, texts.prompt, shared.prompt) == ([ASKED, GOOD], "hi", [ASKED])
@@ -528,16 +653,25 @@ def test_a_completion_of_messages_is_trained_on_without_the_turns_of_its_prompt(
 
     tokenizer = load_tokenizer("bytes")
     for completion in ("hu", [BAD]):
-        example = only({"prompt": [ASKED, GOOD, OTHER], "completion": completion}, demonstrations=True)
+        example = only(
+            {"prompt": [ASKED, GOOD, OTHER], "completion": completion}, demonstrations=True
+        )
         [(ids, mask, _)] = ExampleEncoder(tokenizer).demonstration(example, "assistant")
-        assert tokenizer.decode([token for token, trained in zip(ids, mask, strict=True) if trained]) == "hu<eos>"
+        assert (
+            tokenizer.decode([token for token, trained in zip(ids, mask, strict=True) if trained])
+            == "hu<eos>"
+        )
         assert example.prompt == [ASKED, GOOD, OTHER]
 
 
 def test_nulls_that_a_text_of_json_writes_stay():
     call = {"function": {"name": "add", "arguments": '{"limit": null}', "other": None}, "id": None}
-    example = only({"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]})
-    assert example.messages[1]["tool_calls"] == [{"function": {"name": "add", "arguments": {"limit": None}}}]
+    example = only(
+        {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    )
+    assert example.messages[1]["tool_calls"] == [
+        {"function": {"name": "add", "arguments": {"limit": None}}}
+    ]
     empty = {"role": "assistant", "content": "ho", "tool_calls": []}
     assert only({"messages": [ASKED, empty]}).messages == [ASKED, GOOD]
 
@@ -554,5 +688,7 @@ def test_prompts_are_rows_of_any_form_of_data_and_lines_of_texts():
     messages = [{"role": "user", "content": "a"}]
     assert read_prompts(jsonl("m.jsonl", [{"messages": messages}]))[0].row["prompt"] == messages
     Path("q.csv").write_text("question\na\n")
-    with pytest.raises(DataError, match=r"q.csv:2: not an object with `prompt`.*\(columns: question\)"):
+    with pytest.raises(
+        DataError, match=r"q.csv:2: not an object with `prompt`.*\(columns: question\)"
+    ):
         read_prompts("q.csv")

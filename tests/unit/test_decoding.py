@@ -1,4 +1,5 @@
-"""Weights prepared for decoding on CPU: the same products, and the same decoder, as the policy's own arrays give."""
+"""Weights prepared for decoding on CPU: the same products, and the same decoder, as the policy's
+own arrays give."""
 
 import dataclasses
 from functools import partial
@@ -32,7 +33,9 @@ def numbers(*shape: int) -> jax.Array:
 
 
 def projections(inputs: int, *weights: jax.Array) -> list[Projection]:
-    return list(DecodingMatrices.of(dict(zip("abc", weights, strict=False)), inputs).projections().values())
+    return list(
+        DecodingMatrices.of(dict(zip("abc", weights, strict=False)), inputs).projections().values()
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -43,7 +46,9 @@ def test_products_with_prepared_weights_are_those_with_the_weights(size, rows):
     assert (joined[0].matrix is joined[1].matrix) == (size == "small")
     for weight, each in zip((q, k), joined, strict=True):
         expected = np.einsum("bte,ehd->bhtd", x, weight)
-        np.testing.assert_allclose(linear("bte,ehd->bhtd", x, each, Runtime()), expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            linear("bte,ehd->bhtd", x, each, Runtime()), expected, rtol=1e-5, atol=1e-5
+        )
 
 
 def test_a_product_over_two_dimensions_and_over_leading_ones_that_only_x_has(size):
@@ -59,7 +64,10 @@ def test_a_prepared_head_is_also_a_table():
     sharded = Projection(table, transposed=True, start=0, inputs=(4,), outputs=(9,))
     capped = LogitScaling(0.5, 2.0)
     np.testing.assert_allclose(
-        head.logits(hidden, sharded, capped), head.logits(hidden, table, capped), rtol=1e-5, atol=1e-5
+        head.logits(hidden, sharded, capped),
+        head.logits(hidden, table, capped),
+        rtol=1e-5,
+        atol=1e-5,
     )
     assert sharded[...] is sharded
     np.testing.assert_array_equal(sharded[jnp.asarray([[3, 1]])], table[jnp.asarray([[3, 1]])])
@@ -67,7 +75,12 @@ def test_a_prepared_head_is_also_a_table():
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("Qwen3", 1), ("Qwen3", 2), ("DeepseekV3", 2), pytest.param("Qwen3Next", 2, marks=pytest.mark.slow)],
+    [
+        ("Qwen3", 1),
+        ("Qwen3", 2),
+        ("DeepseekV3", 2),
+        pytest.param("Qwen3Next", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_one_step_of_a_decoder_is_the_same(size, name, rows):
     """Of attention, of latent attention with experts, and of the gated delta net."""
@@ -84,7 +97,10 @@ def test_one_step_of_a_decoder_is_the_same(size, name, rows):
     prepare = partial(prepare_for_decoding, model.graph)
     expected = jax.tree.leaves(jax.jit(step)(model.params))
     copies = DecodingWeights(model.graph)
-    for params in (model.params, copies.prepare(model.params)):  # copied in the program, and before it
+    for params in (
+        model.params,
+        copies.prepare(model.params),
+    ):  # copied in the program, and before it
         result = jax.jit(lambda params: step(prepare(params)))(params)
         for a, b in zip(jax.tree.leaves(result), expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -95,7 +111,10 @@ def test_copies_are_made_once_for_the_same_weights_and_released():
     copies = DecodingWeights(model.graph)
     first = copies.prepare(model.params)
     arrays = jax.tree.leaves(first)
-    assert all(a is b for a, b in zip(arrays, jax.tree.leaves(copies.prepare(dict(model.params))), strict=True))
+    assert all(
+        a is b
+        for a, b in zip(arrays, jax.tree.leaves(copies.prepare(dict(model.params))), strict=True)
+    )
     shapes = jax.tree.map(lambda a: (a.shape, a.dtype), copies.abstract(model.params))
     assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), first)
     path = next(path for path, weight in first.items() if isinstance(weight, tuple))
@@ -111,11 +130,19 @@ def test_what_is_stored_as_a_matrix_and_what_is_only_sharded():
     seen = {}
 
     def look(graph):
-        jax.eval_shape(lambda params: seen.update(prepare_for_decoding(graph, params)) or 0, model.params)
-        return {path.rpartition(".")[2]: type(a[0]) for path, a in seen.items() if isinstance(a, Repeats)}
+        jax.eval_shape(
+            lambda params: seen.update(prepare_for_decoding(graph, params)) or 0, model.params
+        )
+        return {
+            path.rpartition(".")[2]: type(a[0])
+            for path, a in seen.items()
+            if isinstance(a, Repeats)
+        }
 
     kinds = look(model.graph)
-    assert kinds["o_proj"] is kinds["q_b_proj"] is Projection and kinds["kv_b_proj"] is not Projection
+    assert (
+        kinds["o_proj"] is kinds["q_b_proj"] is Projection and kinds["kv_b_proj"] is not Projection
+    )
     assert isinstance(seen["lm_head"], Projection)
     bfloat16 = model.graph.at(dtype="bfloat16")
     assert Projection not in look(bfloat16).values() and dataclasses.is_dataclass(Projection)

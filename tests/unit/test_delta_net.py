@@ -1,7 +1,8 @@
-"""Gated delta net against the recurrence, one token after the other, and against the module of transformers.
+"""Gated delta net against the recurrence, one token after the other, and against the module of
+transformers.
 
-B rows, T tokens, E hidden, K key heads, G value heads of each, D and V dimensions of keys and values, W width of the
-convolution.
+B rows, T tokens, E hidden, K key heads, G value heads of each, D and V dimensions of keys and
+values, W width of the convolution.
 """
 
 import functools
@@ -25,8 +26,12 @@ E, K, D, V, W = 24, 2, 16, 12, 4
 
 
 def a_config(G=2):
-    spec = GatedDeltaNet(key_heads=K, value_heads=K * G, key_dim=D, value_dim=V, conv_width=W, norm=Norm(eps=1e-6))
-    return DecoderConfig(32, E, (Stack((LayerSpec(spec, None),), 2),), Norm(), family="none", hf="{}")
+    spec = GatedDeltaNet(
+        key_heads=K, value_heads=K * G, key_dim=D, value_dim=V, conv_width=W, norm=Norm(eps=1e-6)
+    )
+    return DecoderConfig(
+        32, E, (Stack((LayerSpec(spec, None),), 2),), Norm(), family="none", hf="{}"
+    )
 
 
 @functools.cache
@@ -34,8 +39,12 @@ def a_layer(G=2):
     """(forward(weights, x, step, cache), shapes of the weights by name)."""
     config = a_config(G)
     with nnx.use_eager_sharding(False):
-        graph, state = nnx.split(nnx.eval_shape(lambda: DeltaNet(config.layers[0].mixer, config, nnx.Rngs(0))))
-    shapes = {".".join(map(str, path)): variable.shape for path, variable in nnx.to_flat_state(state)}
+        graph, state = nnx.split(
+            nnx.eval_shape(lambda: DeltaNet(config.layers[0].mixer, config, nnx.Rngs(0)))
+        )
+    shapes = {
+        ".".join(map(str, path)): variable.shape for path, variable in nnx.to_flat_state(state)
+    }
     structure = jax.tree.structure(state)
 
     @functools.partial(jax.jit, static_argnames="runtime")
@@ -51,7 +60,10 @@ def random_weights(G=2, std=0.3, seed=0):
     """Matrices and kernels N(0, std); norm, decay and time step moved, so that each bites."""
     rng = np.random.default_rng(seed)
     center = {"norm.weight": (1.0, 0.3), "dt_bias": (1.0, 0.3), "A_log": (0.5, 1.5)}
-    return {name: rng.normal(*center.get(name, (0, std)), s).astype(np.float32) for name, s in a_layer(G)[1].items()}
+    return {
+        name: rng.normal(*center.get(name, (0, std)), s).astype(np.float32)
+        for name, s in a_layer(G)[1].items()
+    }
 
 
 def inputs(B, T, seed=1):
@@ -92,7 +104,9 @@ def recurrence(weights, x_TE, xp=np, scan=loop):
     q, k, v = (convolved(y, w[f"{name}_conv"]) for y, name in ((q, "q"), (k, "k"), (v, "v")))
     q, k = (xp.repeat(y / xp.sqrt((y**2).sum(-1, keepdims=True) + 1e-6), G, axis=1) for y in (q, k))
     beta = 1 / (1 + xp.exp(-b.reshape(T, -1)))
-    g = -xp.exp(w["A_log"].reshape(-1)) * xp.logaddexp(0.0, a.reshape(T, -1) + w["dt_bias"].reshape(-1))
+    g = -xp.exp(w["A_log"].reshape(-1)) * xp.logaddexp(
+        0.0, a.reshape(T, -1) + w["dt_bias"].reshape(-1)
+    )
 
     def token(S, now):
         q, k, v, beta, g = now
@@ -115,7 +129,9 @@ def close(actual, expected, tolerance=2e-5):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
-@pytest.mark.parametrize(("T", "G"), [(1, 2), (5, 2), (64, 2), (70, 2), (130, 2), (130, 1), (130, 4)])
+@pytest.mark.parametrize(
+    ("T", "G"), [(1, 2), (5, 2), (64, 2), (70, 2), (130, 2), (130, 1), (130, 4)]
+)
 def test_a_document_gives_what_the_recurrence_gives(T, G):
     x, weights = inputs(2, T), random_weights(G)
     result, cache = a_layer(G)[0](weights, x, a_step(np.ones((2, T), int)))
@@ -125,7 +141,15 @@ def test_a_document_gives_what_the_recurrence_gives(T, G):
 
 @pytest.mark.parametrize(
     "lengths",
-    [(1, 2, 3, 60, 64), (130,), (-9, 121), (121, -9), (-3, 40, -2, 70, 10, -5), (64, 66), (63, 1, 66)],
+    [
+        (1, 2, 3, 60, 64),
+        (130,),
+        (-9, 121),
+        (121, -9),
+        (-3, 40, -2, 70, 10, -5),
+        (64, 66),
+        (63, 1, 66),
+    ],
     ids=lambda lengths: "_".join(map(str, lengths)),
 )
 def test_each_document_of_a_row_gives_what_it_gives_alone_and_padding_gives_nothing(lengths):
@@ -158,7 +182,9 @@ def test_gradients_are_those_of_the_recurrence():
         total = 0.0
         for n in set(segments[0]) - {0}:
             here = np.flatnonzero(segments[0] == n)
-            total += jnp.sum(recurrence(weights, x[0, here], jnp, jax.lax.scan) * cotangent[0, here])
+            total += jnp.sum(
+                recurrence(weights, x[0, here], jnp, jax.lax.scan) * cotangent[0, here]
+            )
         return total
 
     result, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(weights, x) for f in (ours, plain))
@@ -172,7 +198,8 @@ def an_empty_cache(slots, dtype="float32"):
 
 @pytest.mark.parametrize("size", [1, 7, 64])
 def test_calls_of_any_size_and_then_single_tokens_give_what_one_call_gives(size):
-    """Rows of 90, 3 and 0 tokens in calls of `size`; then two tokens more, of which the second row makes one."""
+    """Rows of 90, 3 and 0 tokens in calls of `size`; then two tokens more, of which the second row
+    makes one."""
     lengths, x, weights = np.array([90, 3, 0]), inputs(3, 128), random_weights()
     forward, cache = a_layer()[0], an_empty_cache(3)
     result = np.zeros_like(x)
@@ -184,7 +211,9 @@ def test_calls_of_any_size_and_then_single_tokens_give_what_one_call_gives(size)
     for more in range(2):
         active = np.array([[1], [more == 0], [0]], dtype=int)
         at = (lengths + more)[:, None]
-        out, cache = forward(weights, np.take_along_axis(x, at[..., None], axis=1), Step(at, active), cache)
+        out, cache = forward(
+            weights, np.take_along_axis(x, at[..., None], axis=1), Step(at, active), cache
+        )
         result[np.arange(3), lengths + more] += np.asarray(out[:, 0])
     close(result[0, :92], recurrence(weights, x[0, :92]))
     close(result[1, :4], recurrence(weights, x[1, :4]))
@@ -198,10 +227,16 @@ def test_calls_of_any_size_and_then_single_tokens_give_what_one_call_gives(size)
 @pytest.mark.parametrize("T", [1, 7, 64])
 def test_slots_that_are_not_active_keep_window_and_state_to_the_bit(T):
     rng = np.random.default_rng(0)
-    arrays = {name: rng.normal(size=a.shape).astype(np.float32) for name, a in an_empty_cache(3).arrays.items()}
+    arrays = {
+        name: rng.normal(size=a.shape).astype(np.float32)
+        for name, a in an_empty_cache(3).arrays.items()
+    }
     segments = np.array([[0], [1], [0]]).repeat(T, axis=1)
     _, after = a_layer()[0](
-        random_weights(), inputs(3, T), Step(segments * np.arange(T), segments), LayerCache(arrays, 1)
+        random_weights(),
+        inputs(3, T),
+        Step(segments * np.arange(T), segments),
+        LayerCache(arrays, 1),
     )
     for name, before in arrays.items():
         result = np.asarray(after.arrays[name])
@@ -226,7 +261,9 @@ def test_tokens_that_are_taken_back_leave_window_and_state_as_if_they_had_not_be
     five = Step(np.broadcast_to(np.arange(5), (4, 5)), np.ones((4, 5), int))
     for r in range(repeats):
         part, index = number(r)
-        cache = verified(cache, forward(weights, first, five, LayerCache(cache[0][part][0], index))[1].arrays, r)
+        cache = verified(
+            cache, forward(weights, first, five, LayerCache(cache[0][part][0], index))[1].arrays, r
+        )
     tentative, expected = [], cache
     for r in range(repeats):
         part, index = number(r)
@@ -248,9 +285,13 @@ def test_tokens_that_are_taken_back_leave_window_and_state_as_if_they_had_not_be
 
 
 def test_a_short_prefix_is_inserted_in_full():
-    _, prefix = a_layer()[0](random_weights(), inputs(3, 7), a_step(np.ones((3, 7), int)), an_empty_cache(3))
+    _, prefix = a_layer()[0](
+        random_weights(), inputs(3, 7), a_step(np.ones((3, 7), int)), an_empty_cache(3)
+    )
     longer = caches.create(a_config(), 3, 50, "float32", scan=True)[0][0][0]
-    result = caches.insert(longer, jax.tree.map(lambda a: a[:, [1, 0, 0]], prefix.arrays), np.array([2, 3, 4]))
+    result = caches.insert(
+        longer, jax.tree.map(lambda a: a[:, [1, 0, 0]], prefix.arrays), np.array([2, 3, 4])
+    )
     for name, array in result.items():
         assert array.shape[2:] == prefix.arrays[name].shape[2:]
         np.testing.assert_array_equal(array[:, 2], prefix.arrays[name][:, 1])
@@ -271,10 +312,16 @@ def test_the_cache_holds_a_state_in_float32_and_a_window_and_nothing_for_each_to
 def test_bfloat16_rounds_the_inputs_and_not_the_state():
     weights, x = random_weights(), inputs(2, 70)
     out, cache = a_layer()[0](
-        weights, x.astype(jnp.bfloat16), a_step(np.ones((2, 70), int)), an_empty_cache(2, "bfloat16")
+        weights,
+        x.astype(jnp.bfloat16),
+        a_step(np.ones((2, 70), int)),
+        an_empty_cache(2, "bfloat16"),
     )
     assert out.dtype == jnp.bfloat16
-    assert {name: str(a.dtype) for name, a in cache.arrays.items()} == {"state": "float32", "conv": "bfloat16"}
+    assert {name: str(a.dtype) for name, a in cache.arrays.items()} == {
+        "state": "float32",
+        "conv": "bfloat16",
+    }
     error = np.asarray(out, np.float64) - np.stack([recurrence(weights, row) for row in x])
     assert 1e-4 < np.sqrt(np.mean(error**2)) < 0.05
 
@@ -327,12 +374,16 @@ def test_transformers_computes_the_same(G):
     theirs = Qwen3NextGatedDeltaNet(config, 0).float().eval()
 
     def rows_by_key_head(parts):
-        return np.concatenate([weights[f"{part}_proj"].transpose(1, 2, 0) for part in parts], axis=1).reshape(-1, E)
+        return np.concatenate(
+            [weights[f"{part}_proj"].transpose(1, 2, 0) for part in parts], axis=1
+        ).reshape(-1, E)
 
     state = {
         "in_proj_qkvz.weight": rows_by_key_head("qkvz"),
         "in_proj_ba.weight": rows_by_key_head("ba"),
-        "conv1d.weight": np.concatenate([weights[f"{part}_conv"].reshape(-1, 1, W) for part in "qkv"]),
+        "conv1d.weight": np.concatenate(
+            [weights[f"{part}_conv"].reshape(-1, 1, W) for part in "qkv"]
+        ),
         "A_log": weights["A_log"].reshape(-1),
         "dt_bias": weights["dt_bias"].reshape(-1),
         "norm.weight": weights["norm.weight"],

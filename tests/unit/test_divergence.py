@@ -1,7 +1,9 @@
-"""Divergences of a student from a teacher: a worked example, differences of the definition in float64, chunks against
-all logits at once, likeliest tokens, memory.
+"""Divergences of a student from a teacher: a worked example, differences of the definition in
+float64, chunks against all logits at once, likeliest tokens, memory.
 
-On meshes: tests/contracts/test_divergence_on_a_mesh.py; against TRL: tests/parity/test_trl_divergence.py."""
+On meshes: tests/contracts/test_divergence_on_a_mesh.py; against TRL:
+tests/parity/test_trl_divergence.py.
+"""
 
 from functools import partial
 
@@ -22,8 +24,8 @@ KINDS = {
     "jsd .5": Divergence("jsd", 0.5),
     "jsd .9": Divergence("jsd", 0.9),
 }
-# A worked example, computed with numpy in float64: 3 tokens of a vocabulary of 4, of which the first two are trained
-# on.
+# A worked example, computed with numpy in float64: 3 tokens of a vocabulary of 4, of which the
+# first two are trained on.
 STUDENT = jnp.asarray([[2, 1, 0, -1], [0.5, 0.5, -0.5, 1.5], [0, 3, -2, 1]], jnp.float32)
 TEACHER = jnp.asarray([[1, 2, 0.5, -2], [1, 0, -1, 2], [-1, 2, 0, 2]], jnp.float32)
 TOKENS, MASK = np.array([1, 3, 1]), np.array([1.0, 1.0, 0.0])
@@ -36,11 +38,26 @@ ROWS = {
     ("jsd .5", 1.0): [0.101643, 0.018306, 0.099111],
     ("jsd .9", 1.0): [0.038062, 0.007229, 0.032995],
 }
-MEANS_AT_2 = {"jsd .1": 0.005866, "jsd .5": 0.016380, "jsd .9": 0.005993, "reverse": 0.066982, "forward": 0.065200}
+MEANS_AT_2 = {
+    "jsd .1": 0.005866,
+    "jsd .5": 0.016380,
+    "jsd .9": 0.005993,
+    "reverse": 0.066982,
+    "forward": 0.065200,
+}
 GRADIENTS = {
-    "reverse": [[0.194617, -0.165287, -0.039020, 0.009689], [-0.026439, 0.071867, 0.026439, -0.071867]],
-    "forward": [[0.207661, -0.192248, -0.025752, 0.010339], [-0.020135, 0.054734, 0.020135, -0.054734]],
-    "jsd .5": [[0.046599, -0.041103, -0.007816, 0.002320], [-0.005602, 0.015227, 0.005602, -0.015227]],
+    "reverse": [
+        [0.194617, -0.165287, -0.039020, 0.009689],
+        [-0.026439, 0.071867, 0.026439, -0.071867],
+    ],
+    "forward": [
+        [0.207661, -0.192248, -0.025752, 0.010339],
+        [-0.020135, 0.054734, 0.020135, -0.054734],
+    ],
+    "jsd .5": [
+        [0.046599, -0.041103, -0.007816, 0.002320],
+        [-0.005602, 0.015227, 0.005602, -0.015227],
+    ],
 }
 TOP_2 = {
     ("forward", "renormalise"): [0.462117, 0.0, 0.433781],
@@ -76,7 +93,9 @@ def test_means_of_the_worked_example_at_temperature_2_and_with_hard_targets():
     assert means == pytest.approx(MEANS_AT_2, abs=1e-6)
     logp, _ = head.logprobs(STUDENT, jnp.eye(4), jnp.asarray(TOKENS), 1.0)
     soft, hard = 2.0**2 * means["forward"], -float(MASK @ np.asarray(logp)) / 2
-    assert [soft, hard, (soft + hard) / 2] == pytest.approx([0.260800, 1.033357, 0.647078], abs=2e-6)
+    assert [soft, hard, (soft + hard) / 2] == pytest.approx(
+        [0.260800, 1.033357, 0.647078], abs=2e-6
+    )
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
@@ -156,12 +175,16 @@ def test_values_and_gradients_are_those_of_the_definition_in_float64(kind, V, U,
         return weights @ dense(h, w, ht, wt, spec, temperature, scalings)
 
     def ours(h, w):
-        result = divergence(h, w, *map(jnp.float32, (ht, wt)), spec, temperature, scalings, Tiling(2))
+        result = divergence(
+            h, w, *map(jnp.float32, (ht, wt)), spec, temperature, scalings, Tiling(2)
+        )
         return jnp.float32(weights) @ result.divergence, result
 
     step = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))
     (_, result), (g_h, g_w) = step(*map(jnp.float32, (h, w)))
-    np.testing.assert_allclose(result.divergence, dense(h, w, ht, wt, spec, temperature, scalings), atol=2e-6)
+    np.testing.assert_allclose(
+        result.divergence, dense(h, w, ht, wt, spec, temperature, scalings), atol=2e-6
+    )
     np.testing.assert_allclose(g_h, differences(lambda a: loss(a, w), h), atol=5e-6)
     np.testing.assert_allclose(g_w, differences(lambda a: loss(h, a), w), atol=5e-6)
 
@@ -171,8 +194,12 @@ def test_what_else_is_reported_of_each_token():
     result = compared(h, w, ht, wt, KINDS["reverse"], 0.8, tiling=Tiling(3))
     z, t = (np.asarray(a, np.float64) / 0.8 for a in (h @ w.T, ht @ wt.T))
     log_p, log_q = log_softmax(z[:, :9]), log_softmax(t)
-    np.testing.assert_allclose(result.student_entropy, -(np.exp(log_p) * log_p).sum(axis=1), atol=2e-6)
-    np.testing.assert_allclose(result.teacher_entropy, -(np.exp(log_q) * log_q).sum(axis=1), atol=2e-6)
+    np.testing.assert_allclose(
+        result.student_entropy, -(np.exp(log_p) * log_p).sum(axis=1), atol=2e-6
+    )
+    np.testing.assert_allclose(
+        result.teacher_entropy, -(np.exp(log_q) * log_q).sum(axis=1), atol=2e-6
+    )
     agreement = log_p.argmax(axis=1) == log_q.argmax(axis=1)
     assert 0 < agreement.sum() < 40
     np.testing.assert_array_equal(result.agreement, agreement)
@@ -181,7 +208,9 @@ def test_what_else_is_reported_of_each_token():
 
 def dense_jax(h, w, ht, wt, spec, temperature):
     """Rows by automatic differentiation through all logits."""
-    log_p, log_q = (jax.nn.log_softmax(a @ b.T / temperature, axis=-1) for a, b in ((h, w), (ht, wt)))
+    log_p, log_q = (
+        jax.nn.log_softmax(a @ b.T / temperature, axis=-1) for a, b in ((h, w), (ht, wt))
+    )
     return spec.terms(log_p, jax.lax.stop_gradient(log_q)).sum(axis=-1)
 
 
@@ -214,12 +243,15 @@ def test_a_tied_head_gets_the_gradient_of_both_uses():
         rows = function(jnp.tanh(table[tokens]), table, ht, wt, spec, 1.0)
         return jnp.sum(rows.divergence if isinstance(rows, DivergenceOutputs) else rows)
 
-    result, expected = (jax.jit(jax.grad(partial(loss, each)))(table) for each in (divergence, dense_jax))
+    result, expected = (
+        jax.jit(jax.grad(partial(loss, each)))(table) for each in (divergence, dense_jax)
+    )
     np.testing.assert_allclose(result, expected, atol=5e-6)
 
 
 @pytest.mark.parametrize(
-    "spec", [*KINDS.values(), Divergence("forward", top_k=3), Divergence("reverse", top_k=3, tail="tail")]
+    "spec",
+    [*KINDS.values(), Divergence("forward", top_k=3), Divergence("reverse", top_k=3, tail="tail")],
 )
 def test_an_identical_teacher_gives_no_divergence_and_no_gradient(spec):
     # The student's rest is 1 minus a sum of float32, so it is exact to 1e-7 of 1 and not of itself.
@@ -238,7 +270,9 @@ def test_the_teacher_and_the_temperature_have_no_gradient():
     given = [jnp.float32(a) for a in arrays()]
 
     def loss(ht, wt, temperature):
-        return jnp.sum(divergence(given[0], given[1], ht, wt, KINDS["jsd .5"], temperature).divergence)
+        return jnp.sum(
+            divergence(given[0], given[1], ht, wt, KINDS["jsd .5"], temperature).divergence
+        )
 
     for gradient in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(given[2], given[3], 0.7):
         np.testing.assert_array_equal(gradient, 0.0)
@@ -247,19 +281,27 @@ def test_the_teacher_and_the_temperature_have_no_gradient():
 def test_far_apart_logits_give_no_nan():
     h, w = jnp.asarray([[1e4], [-1e4]]), jnp.asarray([[1.0], [-1.0], [0.0]])
     for spec in KINDS.values():
-        step = jax.value_and_grad(lambda h, s=spec: divergence(h, w, -h, w, s, 1.0).divergence.sum())
+        step = jax.value_and_grad(
+            lambda h, s=spec: divergence(h, w, -h, w, s, 1.0).divergence.sum()
+        )
         value, gradient = jax.jit(step)(h)
         assert np.isfinite(value) and np.isfinite(gradient).all(), spec
 
 
 def test_states_in_bfloat16_give_gradients_in_bfloat16():
     h, w, ht, wt = (jnp.asarray(a, jnp.bfloat16) for a in arrays())
-    step = jax.jit(jax.grad(lambda h, w: divergence(h, w, ht, wt, KINDS["reverse"], 1.0).divergence.sum(), (0, 1)))
+    step = jax.jit(
+        jax.grad(
+            lambda h, w: divergence(h, w, ht, wt, KINDS["reverse"], 1.0).divergence.sum(), (0, 1)
+        )
+    )
     exact = jax.jit(jax.grad(lambda *a: dense_jax(*a, KINDS["reverse"], 1.0).sum(), (0, 1)))
     gradients, exact = step(h, w), exact(*map(jnp.float32, (h, w, ht, wt)))
     assert [g.dtype for g in gradients] == [jnp.bfloat16] * 2
     for ours, expected in zip(gradients, exact, strict=True):  # 8 bits of each number
-        np.testing.assert_allclose(np.float32(ours), expected, atol=2e-2 * float(jnp.abs(expected).max()))
+        np.testing.assert_allclose(
+            np.float32(ours), expected, atol=2e-2 * float(jnp.abs(expected).max())
+        )
 
 
 # Likeliest tokens.
@@ -299,7 +341,10 @@ def test_likeliest_tokens_against_differences_in_float64(kind, beta, tail):
         if tail == "renormalise":
             sides = [log_softmax(a) for a in sides]
         elif tail == "tail":
-            sides = [np.concatenate([a, np.log1p(-np.exp(a).sum(axis=1, keepdims=True))], axis=1) for a in sides]
+            sides = [
+                np.concatenate([a, np.log1p(-np.exp(a).sum(axis=1, keepdims=True))], axis=1)
+                for a in sides
+            ]
         return defined(kind, beta, *sides)
 
     def ours(h, w):
@@ -315,8 +360,8 @@ def test_likeliest_tokens_against_differences_in_float64(kind, beta, tail):
 
 @pytest.mark.slow
 def test_stored_probabilities_give_what_a_live_teacher_gives():
-    """From a file: log-probabilities at temperature 1 and the logarithm of the rest. Another temperature is a
-    division.
+    """From a file: log-probabilities at temperature 1 and the logarithm of the rest. Another
+    temperature is a division.
     """
     log_p, log_q = (np.float32(log_softmax(np.float64(a))) for a in (STUDENT, TEACHER))
     ids = np.argsort(-log_q, axis=1)[:, :2]
@@ -324,10 +369,19 @@ def test_stored_probabilities_give_what_a_live_teacher_gives():
     rest = jnp.log(1 - jnp.exp(top[1]).sum(axis=1))
     for kind in ("forward", "reverse"):
         spec = Divergence(kind, top_k=2, tail="tail")
-        np.testing.assert_allclose(top_divergence(*top, rest, spec).divergence, TOP_2[kind, "tail"], atol=1e-6)
-        warm, spec = of_logits(STUDENT, TEACHER, Divergence(kind, top_k=2), 2.0), Divergence(kind, top_k=2)
-        at_2 = jnp.asarray(np.take_along_axis(log_softmax(np.float64(STUDENT) / 2), ids, axis=1), jnp.float32)
-        np.testing.assert_allclose(top_divergence(at_2, top[1] / 2, None, spec).divergence, warm.divergence, atol=1e-6)
+        np.testing.assert_allclose(
+            top_divergence(*top, rest, spec).divergence, TOP_2[kind, "tail"], atol=1e-6
+        )
+        warm, spec = (
+            of_logits(STUDENT, TEACHER, Divergence(kind, top_k=2), 2.0),
+            Divergence(kind, top_k=2),
+        )
+        at_2 = jnp.asarray(
+            np.take_along_axis(log_softmax(np.float64(STUDENT) / 2), ids, axis=1), jnp.float32
+        )
+        np.testing.assert_allclose(
+            top_divergence(at_2, top[1] / 2, None, spec).divergence, warm.divergence, atol=1e-6
+        )
 
 
 def test_a_rest_of_nothing_stays_finite():
@@ -335,9 +389,9 @@ def test_a_rest_of_nothing_stays_finite():
     sure = jnp.log(jnp.asarray([[0.75, 0.25], [1.0, 1e-30]]))
     spec = Divergence("reverse", top_k=2, tail="tail")
     for rest in (None, jnp.full(2, -jnp.inf)):
-        value, gradient = jax.value_and_grad(lambda a, rest=rest: top_divergence(a, sure, rest, spec).divergence.sum())(
-            sure - 0.1
-        )
+        value, gradient = jax.value_and_grad(
+            lambda a, rest=rest: top_divergence(a, sure, rest, spec).divergence.sum()
+        )(sure - 0.1)
         assert np.isfinite(value) and np.isfinite(gradient).all()
 
 
@@ -354,14 +408,22 @@ def test_values_that_are_no_divergence_are_refused():
         with pytest.raises(ValueError, match=match):
             Divergence(**wrong)
     specs = [Divergence.generalised(beta) for beta in (0.0, 0.3, 1.0)]
-    assert [(spec.kind, spec.beta) for spec in specs] == [("forward", 0.5), ("jsd", 0.3), ("reverse", 0.5)]
+    assert [(spec.kind, spec.beta) for spec in specs] == [
+        ("forward", 0.5),
+        ("jsd", 0.3),
+        ("reverse", 0.5),
+    ]
 
 
 def compiled(E, D, trains_head, M=8192, V=32768):
     """The compiled gradient of a sum of divergences, of shapes alone."""
     argnums = (0, 1) if trains_head else 0
-    step = jax.grad(lambda *a: divergence(*a, KINDS["jsd .5"], 1.0).divergence.sum(), argnums=argnums)
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((M, E), (V, E), (M, D), (V, D))]
+    step = jax.grad(
+        lambda *a: divergence(*a, KINDS["jsd .5"], 1.0).divergence.sum(), argnums=argnums
+    )
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((M, E), (V, E), (M, D), (V, D))
+    ]
     quick = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     try:
@@ -371,11 +433,14 @@ def compiled(E, D, trains_head, M=8192, V=32768):
 
 
 def test_the_compiled_gradient_takes_three_chunks_and_one_gradient_of_the_head():
-    """At most: the compiler may reuse memory of a result. All logits of one side alone are 1 GiB."""
+    """At most: the compiler may reuse memory of a result. All logits of one side alone are 1
+    GiB."""
     chunk, E = 4 * head.CHUNK_LOGITS, 256
     program = compiled(E, 512, True)
     assert program.memory_analysis().temp_size_in_bytes <= 3 * chunk + 4 * 32768 * E
-    assert "f32[8192,32768]" not in program.as_text() and "f32[16,512,32768]" not in program.as_text()
+    assert (
+        "f32[8192,32768]" not in program.as_text() and "f32[16,512,32768]" not in program.as_text()
+    )
 
 
 def test_a_frozen_head_costs_no_product():

@@ -1,5 +1,5 @@
-"""What README.md and docs/ show: every snippet is run, loaded or listed here as one that is not; references are
-complete.
+"""What README.md and docs/ show: every snippet is run, loaded or listed here as one that is not;
+references are complete.
 """
 
 import importlib.util
@@ -28,7 +28,9 @@ from rl.tasks import arithmetic
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(
-    r"(?:^<!-- (?P<key>file|needs): (?P<value>\S+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+    r"(?:^<!-- (?P<key>file|needs): (?P<value>\S+) "
+    r"-->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.M | re.S,
 )
 # Sections of a run; a snippet that leaves one out is checked with these.
 BASE = {
@@ -59,7 +61,8 @@ NOT_RUN = {
     "rl schema > duet.schema.json",
     "rl schema --partial > duet.partial.schema.json",
     "rl plan configs/quickstart.yml mesh.fsdp=4 mesh.tensor=2 --topology cpu:8",
-    "rl plan configs/distill_quickstart.yml teacher=tiny-deepseek --topology cpu:1",  # test_teacher_runs.py plans one
+    # test_teacher_runs.py plans one
+    "rl plan configs/distill_quickstart.yml teacher=tiny-deepseek --topology cpu:1",
     "rl plan configs/quickstart.yml --topology cpu:2 --search --memory 2 --candidates 1",
     "rl-train configs/quickstart.yml run.dir=runs/quickstart",
     "rl report runs/quickstart",
@@ -80,7 +83,8 @@ NOT_RUN = {
     "rl-train configs/grpo_deepseek.yml configs/tiny.yml",
     "rl-train my_run.yml",
     "rl generate runs/quickstart --prompts prompts.txt",
-    "chromium --headless --hide-scrollbars --window-size=1280,1110 --screenshot=docs/pictures/report.png "
+    "chromium --headless --hide-scrollbars --window-size=1280,1110 "
+    "--screenshot=docs/pictures/report.png "
     "runs/quickstart/report.html",
     "rl compare runs/a runs/b",
     "rl compare runs/a runs/b --text",
@@ -101,14 +105,23 @@ def snippets(document: Path) -> list[Snippet]:
     result = []
     for match in FENCE.finditer(document.read_text()):
         options = {match["key"]: match["value"]} if match["key"] else {}
-        result.append(Snippet(match["language"], match["text"], options.get("file"), options.get("needs")))
+        result.append(
+            Snippet(match["language"], match["text"], options.get("file"), options.get("needs"))
+        )
     return result
 
 
 def documents_with(language: str, slow: tuple[str, ...] = ()) -> pytest.MarkDecorator:
     """The documents that show snippets of a language."""
-    shown = [path for path in DOCUMENTS if any(snippet.language == language for snippet in snippets(path))]
-    cases = [pytest.param(path, id=path.name, marks=[pytest.mark.slow] * (path.name in slow)) for path in shown]
+    shown = [
+        path
+        for path in DOCUMENTS
+        if any(snippet.language == language for snippet in snippets(path))
+    ]
+    cases = [
+        pytest.param(path, id=path.name, marks=[pytest.mark.slow] * (path.name in slow))
+        for path in shown
+    ]
     return pytest.mark.parametrize("document", cases, indirect=True)
 
 
@@ -125,14 +138,18 @@ def document(request, tmp_path, monkeypatch):
 
 def command(*arguments: str) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_snippet_is_of_a_kind_that_is_checked(document):
     for snippet in document:
         assert snippet.language in {"python", "yaml", "bash", "json", *NOT_CODE}, snippet
-        assert snippet.language != "json" or snippet.file, "a JSON snippet is data that a configuration reads"
+        assert snippet.language != "json" or snippet.file, (
+            "a JSON snippet is data that a configuration reads"
+        )
 
 
 @documents_with("yaml")
@@ -151,12 +168,16 @@ def test_configurations_load_and_their_data_too(document, tmp_path):
         file = tmp_path / f"{number}.yml"
         file.write_text(snippet.text)
         rest = tmp_path / f"{number}-rest.yml"
-        rest.write_text(yaml.safe_dump({k: v for k, v in BASE.items() if k not in yaml.safe_load(snippet.text)}))
+        rest.write_text(
+            yaml.safe_dump({k: v for k, v in BASE.items() if k not in yaml.safe_load(snippet.text)})
+        )
         config = load([file, rest])
         for stage in config.stages:
             if stage.data is not None:
                 datasets.load(
-                    stage.data, pairs=rl.algorithms.get(stage.algorithm.name).stage in ("preference", "reward_model")
+                    stage.data,
+                    pairs=rl.algorithms.get(stage.algorithm.name).stage
+                    in ("preference", "reward_model"),
                 )
         if config.data.path is None or Path(config.data.path).exists():
             expected = {
@@ -166,7 +187,9 @@ def test_configurations_load_and_their_data_too(document, tmp_path):
             }
             shown = config.data.task in ("pictures", "tones")  # a model that reads them
             processors = read_processors(config, read_tokenizer(config)[0]) if shown else None
-            given = datasets.load(config.data, processors=processors).columns | set(rewards.registry.GIVEN)
+            given = datasets.load(config.data, processors=processors).columns | set(
+                rewards.registry.GIVEN
+            )
             assert expected - {key for f in config.rewards.functions for key in f.options} <= given
 
 
@@ -187,11 +210,17 @@ def test_commands_work(document, tmp_path, capsys):
             if not bare or bare in NOT_RUN:
                 continue
             program, *arguments = shlex.split(bare)
-            assert (program, *arguments[:1]) in {("rl-train", "--check"), ("rl", "reward"), ("rl", "inspect")}, (
-                f"list it in NOT_RUN: {bare}"
-            )
+            assert (program, *arguments[:1]) in {
+                ("rl-train", "--check"),
+                ("rl", "reward"),
+                ("rl", "inspect"),
+            }, f"list it in NOT_RUN: {bare}"
             if arguments[0] == "reward":  # several documents register rewards of one name
-                command("-c", "import sys; from rl.commands import cli; sys.exit(cli.main())", *arguments)
+                command(
+                    "-c",
+                    "import sys; from rl.commands import cli; sys.exit(cli.main())",
+                    *arguments,
+                )
             else:
                 main = cli.train_main if program == "rl-train" else cli.main
                 assert main(arguments) == 0, (bare, capsys.readouterr())
@@ -216,13 +245,20 @@ def test_every_key_of_the_configuration_is_described():
 
 def test_every_built_in_reward_stands_in_the_document_with_its_options():
     table = {
-        row.split("`")[1]: row for row in (ROOT / "docs/rewards.md").read_text().splitlines() if row.startswith("| `")
+        row.split("`")[1]: row
+        for row in (ROOT / "docs/rewards.md").read_text().splitlines()
+        if row.startswith("| `")
     }
-    builtins = [path.stem for path in (ROOT / "rewards").glob("*.py") if path.stem in rewards.known()]
+    builtins = [
+        path.stem for path in (ROOT / "rewards").glob("*.py") if path.stem in rewards.known()
+    ]
     assert len(builtins) >= 7
     for name in builtins:
         registry = rewards.registry
-        arguments = set(registry.parameters(rewards.load(name), name).names) - {*registry.TEXTS, *registry.GIVEN}
+        arguments = set(registry.parameters(rewards.load(name), name).names) - {
+            *registry.TEXTS,
+            *registry.GIVEN,
+        }
         assert arguments <= set(re.findall(r"`(\w+)`", table[name])), name
 
 

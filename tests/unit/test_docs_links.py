@@ -1,4 +1,5 @@
-"""Links of the documents lead somewhere, and the messages that docs/troubleshooting.md quotes stand in the code."""
+"""Links of the documents lead somewhere, and the messages that docs/troubleshooting.md quotes stand
+in the code."""
 
 import ast
 import re
@@ -15,7 +16,11 @@ from rl.config import foreign
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("notebooks/*.md"))]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(DOCS.glob("*.md")),
+    *sorted(DOCS.glob("notebooks/*.md")),
+]
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 PLACEHOLDER = "\0"
@@ -48,7 +53,9 @@ def dead(document: Path) -> list[str]:
     for target in links(prose(document)):
         parts = urlsplit(target)
         if parts.scheme or parts.netloc:
-            good = parts.scheme in ("http", "https") and re.fullmatch(r"[\w-]+(\.[\w-]+)+(:\d+)?", parts.netloc)
+            good = parts.scheme in ("http", "https") and re.fullmatch(
+                r"[\w-]+(\.[\w-]+)+(:\d+)?", parts.netloc
+            )
         else:
             path = (document.parent / parts.path).resolve() if parts.path else document
             good = path.exists() and path.is_relative_to(ROOT)
@@ -65,14 +72,25 @@ def test_links_lead_somewhere(document):
 
 
 @pytest.mark.parametrize(
-    "target", ["none.md", "b.md#absent", "#absent", "file.py#part", "../../outside.md", "ftp://a.org/x", "https:///x"]
+    "target",
+    [
+        "none.md",
+        "b.md#absent",
+        "#absent",
+        "file.py#part",
+        "../../outside.md",
+        "ftp://a.org/x",
+        "https:///x",
+    ],
 )
 def test_a_dead_link_is_seen(tmp_path, monkeypatch, target):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     (tmp_path / "b.md").write_text("# A `key`, twice\n\n## Same\n\n## Same\n")
     (tmp_path / "file.py").write_text("")
     document = tmp_path / "a.md"
-    document.write_text("# Here\n[1](b.md#a-key-twice) [2](b.md#same-1) [3](#here) [4](https://a.org/x) `f[0](x)`\n")
+    document.write_text(
+        "# Here\n[1](b.md#a-key-twice) [2](b.md#same-1) [3](#here) [4](https://a.org/x) `f[0](x)`\n"
+    )
     assert not dead(document)
     document.write_text(f"# Here\n[x]({target})\n")
     assert dead(document) == [target]
@@ -94,7 +112,10 @@ def texts_of_the_code() -> list[str]:
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.JoinedStr):
                     result.append(
-                        "".join(str(v.value) if isinstance(v, ast.Constant) else PLACEHOLDER for v in node.values)
+                        "".join(
+                            str(v.value) if isinstance(v, ast.Constant) else PLACEHOLDER
+                            for v in node.values
+                        )
                     )
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     result.append(node.value)
@@ -102,7 +123,8 @@ def texts_of_the_code() -> list[str]:
 
 
 def quoted_messages() -> list[tuple[str, str]]:
-    """Lists (section, message) of the tables of docs/troubleshooting.md whose first column is `message`."""
+    """Lists (section, message) of the tables of docs/troubleshooting.md whose first column is
+    `message`."""
     result = []
     for section in re.split(r"^## ", (DOCS / "troubleshooting.md").read_text(), flags=re.M)[1:]:
         title, _, body = section.partition("\n")
@@ -113,7 +135,8 @@ def quoted_messages() -> list[tuple[str, str]]:
 
 
 def says(text: str, message: str) -> bool:
-    """Tells whether a text of the code has the parts of `message` between its `...`, in this order."""
+    """Tells whether a text of the code has the parts of `message` between its `...`, in this
+    order."""
     position = 0
     for part in filter(None, (part.strip() for part in message.split("..."))):
         position = text.find(part, position)
@@ -126,11 +149,15 @@ def says(text: str, message: str) -> bool:
 def test_every_quoted_message_stands_in_the_code():
     texts, messages = texts_of_the_code(), quoted_messages()
     assert len(messages) > 45
-    assert not [message for _, message in messages if not any(says(text, message) for text in texts)]
+    assert not [
+        message for _, message in messages if not any(says(text, message) for text in texts)
+    ]
 
 
 def test_a_message_that_no_code_says_is_seen():
-    assert says(f"{PLACEHOLDER}: no file {PLACEHOLDER}; name another", "...: no file ...; name another")
+    assert says(
+        f"{PLACEHOLDER}: no file {PLACEHOLDER}; name another", "...: no file ...; name another"
+    )
     assert not says(f"no file {PLACEHOLDER}", "no folder ...")
     assert not says("second, first", "first ... second")
 
@@ -155,11 +182,17 @@ def test_the_page_for_other_frameworks_has_the_table_of_the_messages():
     keys = text.split("\n## Keys\n")[1]
     mapped, absent = keys.split("\n## Keys without a counterpart\n")
     rows = [row.strip("| ").split(" | ") for row in mapped.splitlines() if row.startswith("| `")]
-    assert {word: row[1].strip("` |") for row in rows for word in re.findall(r"`(\w+)`", row[0])} == foreign.FOREIGN
-    notes = {word: row[2].strip() for row in rows if row[2:] for word in re.findall(r"`(\w+)`", row[0])}
+    assert {
+        word: row[1].strip("` |") for row in rows for word in re.findall(r"`(\w+)`", row[0])
+    } == foreign.FOREIGN
+    notes = {
+        word: row[2].strip() for row in rows if row[2:] for word in re.findall(r"`(\w+)`", row[0])
+    }
     assert {word: note for word, note in notes.items() if note} == foreign.NOTES
     rows = [row.strip("| ").split(" | ") for row in absent.splitlines() if row.startswith("| `")]
-    assert {word: row[1] for row in rows for word in re.findall(r"`(\w+)`", row[0])} == foreign.ABSENT
+    assert {
+        word: row[1] for row in rows for word in re.findall(r"`(\w+)`", row[0])
+    } == foreign.ABSENT
 
 
 def test_every_command_for_programs_exists_with_its_options():

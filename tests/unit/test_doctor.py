@@ -19,7 +19,10 @@ def test_the_machine_is_described_without_values_of_secrets(tmp_path, monkeypatc
     assert cli.main(["doctor", "--json"]) == 0
     printed = capsys.readouterr().out
     lines = {line["topic"]: line for line in json.loads(printed)}
-    assert "hf_secret" not in printed and "HF_TOKEN is set, WANDB_API_KEY is not set" in lines["environment"]["text"]
+    assert (
+        "hf_secret" not in printed
+        and "HF_TOKEN is set, WANDB_API_KEY is not set" in lines["environment"]["text"]
+    )
     assert lines["devices"]["level"] == "ok" and "jax" in lines["versions"]["text"]
     assert "GiB free" in lines["run folder"]["text"]
 
@@ -39,7 +42,9 @@ def test_host_memory_is_the_fullest_of_machine_and_container(tmp_path):
     proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
     proc.mkdir()
     cgroup.mkdir()
-    (proc / "meminfo").write_text("MemTotal:       1000 kB\nMemFree: 1 kB\nMemAvailable:    400 kB\n")
+    (proc / "meminfo").write_text(
+        "MemTotal:       1000 kB\nMemFree: 1 kB\nMemAvailable:    400 kB\n"
+    )
     assert memory.host(cgroup, proc) == {"perf/host_memory_share": pytest.approx(0.6)}
     (cgroup / "memory.max").write_text("1000\n")
     (cgroup / "memory.current").write_text("950\n")
@@ -50,7 +55,11 @@ def test_host_memory_is_the_fullest_of_machine_and_container(tmp_path):
 
 
 def test_the_fullest_device_counts():
-    devices = [None, {"bytes_limit": 100, "peak_bytes_in_use": 40}, {"bytes_limit": 100, "peak_bytes_in_use": 95}]
+    devices = [
+        None,
+        {"bytes_limit": 100, "peak_bytes_in_use": 40},
+        {"bytes_limit": 100, "peak_bytes_in_use": 95},
+    ]
     assert memory.share_of(devices) == {"perf/device_memory_share": 0.95}
     assert memory.share_of([None, {}]) == {}
 
@@ -68,7 +77,8 @@ def result_of(totals, finishes, faults=0):
     def collect(problems, params, ids):
         asked.extend(ids)
         return SimpleNamespace(
-            scores=SimpleNamespace(result=lambda: scores), flat=[(n // 2, each) for n, each in enumerate(completions)]
+            scores=SimpleNamespace(result=lambda: scores),
+            flat=[(n // 2, each) for n, each in enumerate(completions)],
         )
 
     result = probe("grpo", ["a", "b"], PARAMS, collect, TOKENIZER)[0]
@@ -78,7 +88,12 @@ def result_of(totals, finishes, faults=0):
 
 def test_a_probe_that_can_learn():
     result = result_of([1, 0, 1, 1], ["stop", "stop", "length", "stop"])
-    assert (result.cut, result.stops, result.reward_mean, result.signal) == (0.25, {"<2>": 0.75}, 0.75, 0.5)
+    assert (result.cut, result.stops, result.reward_mean, result.signal) == (
+        0.25,
+        {"<2>": 0.75},
+        0.75,
+        0.5,
+    )
     assert result.problems() == [] and "<2> 75%; 25% cut off at 4 tokens" in result.lines()[1]
 
 

@@ -1,4 +1,5 @@
-"""Dropout: its share and scale, and that its bits depend on nothing but the row, the layer and the update."""
+"""Dropout: its share and scale, and that its bits depend on nothing but the row, the layer and the
+update."""
 
 import dataclasses
 
@@ -53,7 +54,11 @@ def logp(model, dropout, **runtime):
 def test_scanned_and_unrolled_layers_drop_the_same(kind):
     model = random_model(families.read(configuration(kind)))
     dropout = Dropout(row_seeds(0, 0, 4), rate=0.3)
-    plain, scanned, unrolled = logp(model, None), logp(model, dropout), logp(model, dropout, scan=False, remat="none")
+    plain, scanned, unrolled = (
+        logp(model, None),
+        logp(model, dropout),
+        logp(model, dropout, scan=False, remat="none"),
+    )
     np.testing.assert_allclose(scanned, unrolled, atol=1e-5, rtol=0)
     assert np.abs(scanned - plain).max() > 0.1
 

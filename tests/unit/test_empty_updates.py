@@ -1,4 +1,5 @@
-"""Updates without a token in the loss have no metrics of it, and teach nothing to what follows metrics."""
+"""Updates without a token in the loss have no metrics of it, and teach nothing to what follows
+metrics."""
 
 import contextlib
 from types import SimpleNamespace
@@ -11,11 +12,17 @@ import rl.algorithms
 from rl.stages.stage import StageKind
 from rl.training.batch_updates import LOSS_TOKENS, without_empty
 
-OF_THE_UPDATE = {"optim/lr": 0.1, "optim/skipped": 0.0, "moe/max_load": 2.0, "perf/packed_share": 0.5}
+OF_THE_UPDATE = {
+    "optim/lr": 0.1,
+    "optim/skipped": 0.0,
+    "moe/max_load": 2.0,
+    "perf/packed_share": 0.5,
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("grpo", {}), ("cispo", {}), ("vespo", {}), ("sft", {}), ("raft", {"threshold": 5.0})]
+    ("name", "options"),
+    [("grpo", {}), ("cispo", {}), ("vespo", {}), ("sft", {}), ("raft", {"threshold": 5.0})],
 )
 def test_means_of_nothing_are_left_out(name, options):
     algorithm = rl.algorithms.get(name, **options)
@@ -26,11 +33,14 @@ def test_means_of_nothing_are_left_out(name, options):
     _, metrics = algorithm.loss(given)
     assert metrics["entropy"] == 0.0
     metrics |= {LOSS_TOKENS: given.num_tokens, "loss": 0.0} | OF_THE_UPDATE
-    assert {key for key in without_empty(metrics) if not key.startswith("sequences/")} == OF_THE_UPDATE.keys()
+    assert {
+        key for key in without_empty(metrics) if not key.startswith("sequences/")
+    } == OF_THE_UPDATE.keys()
 
 
 def test_the_metrics_of_a_step_are_those_of_the_updates_with_tokens():
-    """An entropy of 0 would raise the coefficient of an entropy target, and a loss of 0 end a stage by `until`."""
+    """An entropy of 0 would raise the coefficient of an entropy target, and a loss of 0 end a stage
+    by `until`."""
     adapted = []
     updates = iter([(0.0, 0.0), (8.0, 2.5)])  # tokens, entropy
 
@@ -39,7 +49,12 @@ def test_the_metrics_of_a_step_are_those_of_the_updates_with_tokens():
 
         def update(self, state, batch, **options):
             tokens, entropy = next(updates)
-            return state, {LOSS_TOKENS: np.float32(tokens), "entropy": entropy, "loss": entropy, "optim/lr": 0.1}
+            return state, {
+                LOSS_TOKENS: np.float32(tokens),
+                "entropy": entropy,
+                "loss": entropy,
+                "optim/lr": 0.1,
+            }
 
     algorithm = SimpleNamespace(
         first_update_metrics=frozenset({"loss"}),
@@ -49,7 +64,9 @@ def test_the_metrics_of_a_step_are_those_of_the_updates_with_tokens():
     span = contextlib.nullcontext(SimpleNamespace(seconds=0.0))
     context = SimpleNamespace(
         progress=progress,
-        model=SimpleNamespace(params=None, graph=SimpleNamespace(layout=SimpleNamespace(peak_flops=None))),
+        model=SimpleNamespace(
+            params=None, graph=SimpleNamespace(layout=SimpleNamespace(peak_flops=None))
+        ),
         timeline=SimpleNamespace(span=lambda name: span),
         media=None,
     )
@@ -69,5 +86,7 @@ def test_the_metrics_of_a_step_are_those_of_the_updates_with_tokens():
     batch = Rows(prompt=np.zeros(2), mask=np.array([[0.0], [1.0]]), real=2)
     state = SimpleNamespace(policy=SimpleNamespace(params={}))
     _, metrics = StageKind.update(stage, state, batch, 1)
-    assert metrics["entropy"] == metrics["loss"] == 2.5 and metrics["optim/lr"] == pytest.approx(0.1)
+    assert metrics["entropy"] == metrics["loss"] == 2.5 and metrics["optim/lr"] == pytest.approx(
+        0.1
+    )
     assert adapted == [2.5] and LOSS_TOKENS not in metrics

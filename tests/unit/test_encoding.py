@@ -1,4 +1,5 @@
-"""Tables of pictures and sounds: the rows of an item are those of `Model.encode`, whatever else is encoded."""
+"""Tables of pictures and sounds: the rows of an item are those of `Model.encode`, whatever else is
+encoded."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,9 @@ def test_the_table_holds_the_rows_of_each_item(case):
     first = chosen[1][1]
     assert np.array_equal(alone.rows[: items[1].rows], table.rows[first : first + items[1].rows])
     back = encoder.copied(table, np.r_[np.arange(first, first + items[1].rows), np.full(3, -1)])
-    assert np.array_equal(back.rows[: items[1].rows], alone.rows[: items[1].rows]) and not np.any(back.rows[-3:])
+    assert np.array_equal(back.rows[: items[1].rows], alone.rows[: items[1].rows]) and not np.any(
+        back.rows[-3:]
+    )
 
 
 @pytest.mark.slow
@@ -76,7 +79,9 @@ def test_gradients_in_pieces_equal_those_of_one_backward_pass(case, monkeypatch)
     constants = {path: towers[path] for path in towers if path in model.graph.untrained}
     trained = {path: array for path, array in towers.items() if path not in constants}
     expected = jax.jit(jax.grad(lambda own: loss(own | constants)))(trained)
-    parts = jax.jit(lambda own: [encoder.gradients(own, constants, weights, piece) for piece in pieces])(trained)
+    parts = jax.jit(
+        lambda own: [encoder.gradients(own, constants, weights, piece) for piece in pieces]
+    )(trained)
     parts = jax.tree.map(lambda *each: sum(each), *parts)
     assert any(np.any(np.asarray(g)) for g in expected.values())
     for path, gradient in expected.items():

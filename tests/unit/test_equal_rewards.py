@@ -1,5 +1,5 @@
-"""The note of a run whose groups have equal rewards: once, on ill runs only, for algorithms that learn nothing from
-them.
+"""The note of a run whose groups have equal rewards: once, on ill runs only, for algorithms that
+learn nothing from them.
 """
 
 import json
@@ -26,7 +26,9 @@ def notes(steps, *overrides, fresh=True):
 
 def test_problems_that_are_too_hard_are_noted_once():
     ((step, text),) = notes([HARD] * 40)
-    assert step == RECENT and text.startswith("grpo: 84% of the groups of the last 10 steps have equal rewards")
+    assert step == RECENT and text.startswith(
+        "grpo: 84% of the groups of the last 10 steps have equal rewards"
+    )
     for words in (
         "0.02",
         "nothing to learn",
@@ -35,7 +37,10 @@ def test_problems_that_are_too_hard_are_noted_once():
         "dynamic_batches",
     ):
         assert words in text
-    assert "dynamic_batches" not in notes([HARD] * 40, "stages.1.algorithm={name: dapo, dynamic_batches: 4}")[0][1]
+    assert (
+        "dynamic_batches"
+        not in notes([HARD] * 40, "stages.1.algorithm={name: dapo, dynamic_batches: 4}")[0][1]
+    )
 
 
 def test_most_of_the_recent_steps_have_to_have_equal_groups():
@@ -67,7 +72,12 @@ def test_an_algorithm_that_learns_from_equal_groups_gets_no_note(override):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in RECORDED.iterdir()))
 def test_recorded_runs(name):
-    rows = [json.loads(line) for line in (RECORDED / name / "events.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (RECORDED / name / "events.jsonl").read_text().splitlines()
+    ]
     steps = [row["metrics"] for row in rows if row["stage"] == "grpo" and row["step"]]
-    steps = [{key: float("nan") if value is None else value for key, value in each.items()} for each in steps]
+    steps = [
+        {key: float("nan") if value is None else value for key, value in each.items()}
+        for each in steps
+    ]
     assert len(notes(steps)) == (name in ILL)

@@ -22,11 +22,14 @@ from rollout.collect import Source, collect
 )
 def test_pass_at_k_is_the_share_of_choices_of_k_that_hold_a_correct_one(samples, correct, k):
     choices = list(itertools.combinations(range(samples), k))
-    assert pass_at_k(samples, correct, k) == pytest.approx(np.mean([min(choice) < correct for choice in choices]))
+    assert pass_at_k(samples, correct, k) == pytest.approx(
+        np.mean([min(choice) < correct for choice in choices])
+    )
 
 
 class Scripted:
-    """Generator and runner in one: sample j of problem i gets `scores[i][j]`; remembers what it was asked."""
+    """Generator and runner in one: sample j of problem i gets `scores[i][j]`; remembers what it was
+    asked."""
 
     counts = {}
 
@@ -39,7 +42,9 @@ class Scripted:
     def stream(self, prompts, params, ids):
         """The last ones first: what counts is the number of a sample."""
         self.asked.append((params, list(ids)))
-        for index, sample in reversed(list(itertools.product(range(len(prompts)), range(params.n)))):
+        for index, sample in reversed(
+            list(itertools.product(range(len(prompts)), range(params.n)))
+        ):
             yield index, sample, Completion([5], [0.0], "stop", "x")
 
     def open(self, prompts, columns, groups, on_calls):
@@ -48,21 +53,27 @@ class Scripted:
             assert sorted(self.added) == list(range(len(rewards))) and len(prompts) == len(rewards)
             return SimpleNamespace(total=rewards)
 
-        return SimpleNamespace(result=total, add=lambda sample, text, **columns: self.added.append(sample))
+        return SimpleNamespace(
+            result=total, add=lambda sample, text, **columns: self.added.append(sample)
+        )
 
 
 def evaluate(greedy, sampled=None, **options):
     script = Scripted(greedy, sampled)
     problems = [Problem(Example("1+1=", columns={"answer": "2"}), [7]) for _ in greedy]
     settings = EvaluationOptions.model_validate({"data": {"task": "arithmetic"}} | options)
-    params = SamplingParams(n=3, max_new_tokens=9, temperature=0.7, top_k=3, stop=("!",), stop_token_ids=(2,))
+    params = SamplingParams(
+        n=3, max_new_tokens=9, temperature=0.7, top_k=3, stop=("!",), stop_token_ids=(2,)
+    )
     sample = functools.partial(collect, Source(script, script))
     return Evaluation(settings, problems, sample, params).run(), script.asked
 
 
 def test_a_completion_without_a_score_is_neither_right_nor_wrong_and_counted():
     result, asked = evaluate([1.0, 0.0, math.nan, 2.0])
-    assert result["eval/greedy_accuracy"] == pytest.approx(2 / 3) and result["eval/reward_mean"] == 1.0
+    assert (
+        result["eval/greedy_accuracy"] == pytest.approx(2 / 3) and result["eval/reward_mean"] == 1.0
+    )
     assert result["eval/unscored"] == 1.0 and result["eval/problems"] == 4.0
     assert (
         asked[0][0].temperature == 0
@@ -80,7 +91,9 @@ def test_pass_at_k_is_the_mean_over_problems_at_a_temperature_of_its_own():
     sampled = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 0, math.nan, 1], [math.nan, math.nan, math.nan, 1]]
     result, asked = evaluate([0.0] * 4, sampled, samples=4, k=[1, 2], temperature=0.5)
     assert result["eval/pass@1"] == pytest.approx((0.25 + 0 + 2 / 3 + 1) / 4)
-    assert result["eval/pass@2"] == pytest.approx((0.5 + 0 + 1) / 3)  # the last problem has one scored sample
+    assert result["eval/pass@2"] == pytest.approx(
+        (0.5 + 0 + 1) / 3
+    )  # the last problem has one scored sample
     assert result["eval/unscored_samples"] == 4.0
     assert asked[1][0].n == 4 and asked[1][0].temperature == 0.5 and asked[1][0].top_k == 0
     # Draws from ids that no prompt of training has, the same at every evaluation.
@@ -91,19 +104,28 @@ def test_penalties_and_forbidden_texts_are_those_of_the_evaluation():
     own = {"repetition_penalty": 1.5, "bad_words": ["x"], "logit_bias": {"5": -1}, "min_tokens": 2}
     _, asked = evaluate([0.0], [[1, 1]], samples=2, **own)
     for params, _ in asked:
-        assert (params.repetition_penalty, params.bad_words, params.logit_bias) == (1.5, ("x",), {5: -1.0})
+        assert (params.repetition_penalty, params.bad_words, params.logit_bias) == (
+            1.5,
+            ("x",),
+            {5: -1.0},
+        )
         assert params.min_tokens == 2 and params.presence_penalty == 0
 
 
 def test_what_counts_as_correct_can_be_said():
-    assert evaluate([0.7 + 0.2 + 0.1, 0.99])[0]["eval/greedy_accuracy"] == 0.5  # 1 but for the rounding of the sum
+    assert (
+        evaluate([0.7 + 0.2 + 0.1, 0.99])[0]["eval/greedy_accuracy"] == 0.5
+    )  # 1 but for the rounding of the sum
     assert evaluate([0.4, 0.6], correct_at=0.5)[0]["eval/greedy_accuracy"] == 0.5
 
 
 def test_evaluations_are_due_every_so_many_steps():
     def due(steps, **options):
         evaluation = Evaluation(
-            EvaluationOptions.model_validate({"data": {"task": "arithmetic"}} | options), [], None, None
+            EvaluationOptions.model_validate({"data": {"task": "arithmetic"}} | options),
+            [],
+            None,
+            None,
         )
         return [step for step in range(1, steps + 1) if evaluation.due(step)]
 

@@ -30,7 +30,14 @@ def filled(directory: Path) -> EventLog:
     log = EventLog(directory)
     for stage, step in [("sft", 0), ("sft", 1), ("sft", 2), ("grpo", 0), ("grpo", 1), ("grpo", 2)]:
         log.step(stage, step, {"loss": step / 3})
-        sample = {"stage": stage, "step": step, "prompt_id": 7, "completion": "é\u2028x", "n_prompt": 1, "n": 2}
+        sample = {
+            "stage": stage,
+            "step": step,
+            "prompt_id": 7,
+            "completion": "é\u2028x",
+            "n_prompt": 1,
+            "n": 2,
+        }
         log.samples([{**sample, "sample": n} for n in range(2)], [np.full(3, step, TOKEN)] * 2)
     return log
 
@@ -42,13 +49,27 @@ def places(path: Path) -> list[tuple[str, int]]:
 def test_a_step_is_one_line_of_strict_json_with_every_digit(tmp_path):
     log = EventLog(tmp_path)
     value = 0.1 + 0.2
-    metrics = {"a": value, "b": float("nan"), "c": np.float32(0.1), "d": np.arange(2), "e": -np.inf, "f": None}
+    metrics = {
+        "a": value,
+        "b": float("nan"),
+        "c": np.float32(0.1),
+        "d": np.arange(2),
+        "e": -np.inf,
+        "f": None,
+    }
     log.step("sft", 1, metrics)
     log.samples([{"prompt_id": 0, "completion": "\ud800 half a pair"}], [np.zeros(0, TOKEN)])
     text = (tmp_path / EVENTS).read_text()
     assert text.endswith("\n") and text.count("\n") == 1
     row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert row["metrics"] == {"a": value, "b": None, "c": float(np.float32(0.1)), "d": [0, 1], "e": None, "f": None}
+    assert row["metrics"] == {
+        "a": value,
+        "b": None,
+        "c": float(np.float32(0.1)),
+        "d": [0, 1],
+        "e": None,
+        "f": None,
+    }
     assert abs(row["time"] - time.time()) < 60
     assert read(tmp_path / SAMPLES) == [{"prompt_id": 0, "completion": "? half a pair", "at": 0}]
 
@@ -68,7 +89,9 @@ def test_resuming_drops_what_is_later_than_the_checkpoint_and_a_torn_line(tmp_pa
     assert sorted(os.listdir(tmp_path)) == [EVENTS, SAMPLES, TOKENS]
 
 
-def test_truncation_leaves_the_old_file_when_it_is_killed_before_the_replacement(tmp_path, monkeypatch):
+def test_truncation_leaves_the_old_file_when_it_is_killed_before_the_replacement(
+    tmp_path, monkeypatch
+):
     log = filled(tmp_path)
     before = (tmp_path / EVENTS).read_bytes()
 
@@ -99,7 +122,9 @@ def test_a_pipe_gets_plain_lines_every_few_steps_and_for_evaluations_and_the_las
     events.start_stage("grpo", 5)
     for step in range(1, 6):
         extra = {"eval/greedy_accuracy": 0.25} if step == 3 else {}
-        events.step("grpo", step, {"loss": 1e-9, "reward/mean": np.float32(0.5), "time/step": 0.41, **extra})
+        events.step(
+            "grpo", step, {"loss": 1e-9, "reward/mean": np.float32(0.5), "time/step": 0.41, **extra}
+        )
     events.note("saved")
     events.close()
     lines = capsys.readouterr().out.splitlines()
@@ -129,10 +154,20 @@ def test_a_terminal_of_80_columns_cuts_no_name(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     events = Events(config((1, 40)), tmp_path)
     events.start_stage("grpo", 40, 7)
-    names = ("reward/mean", "kl/ref", "entropy", "completion/mean_length", "sampler/logp_diff_max", "loss")
+    names = (
+        "reward/mean",
+        "kl/ref",
+        "entropy",
+        "completion/mean_length",
+        "sampler/logp_diff_max",
+        "loss",
+    )
     events.step("grpo", 8, dict.fromkeys(names, 0.5) | {"time/step": 0.4})
     events.close()
-    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", each).strip() for each in capsys.readouterr().out.splitlines()]
+    lines = [
+        re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", each).strip()
+        for each in capsys.readouterr().out.splitlines()
+    ]
     bar, metrics = next((a, b) for a, b in itertools.pairwise(lines) if "8/40" in a)
     assert bar.startswith("grpo") and "time left" in bar and len(bar) <= 80
     assert metrics == "reward/mean 0.500  kl/ref 0.500  entropy 0.500  completion/mean_length 0.500"
@@ -141,10 +176,15 @@ def test_a_terminal_of_80_columns_cuts_no_name(tmp_path, capsys, monkeypatch):
 def test_the_time_left_is_that_of_the_median_of_three_steps():
     estimate, step = Outlook(), {"perf/step_tokens_per_s": 4940.0, "perf/step_tflops_per_s": 0.012}
     seconds = [46.0, 9.0, 1.0, 30.0, 2.0, 1.0]
-    texts = [estimate.after(step | {"time/step": s, "time/sample": s / 2}, 10 - n) for n, s in enumerate(seconds, 1)]
+    texts = [
+        estimate.after(step | {"time/step": s, "time/sample": s / 2}, 10 - n)
+        for n, s in enumerate(seconds, 1)
+    ]
     assert [bool(text) for text in texts] == [False] * 4 + [True, False]
     assert (
-        texts[4] == "a step takes 2 s (sample 50%; 4,940 tokens/s and 12.0 GFLOP/s per device); 5 more: about 0:00:10"
+        texts[4]
+        == "a step takes 2 s (sample 50%; 4,940 tokens/s and 12.0 GFLOP/s per device); 5 more: "
+        "about 0:00:10"
     )
 
 
@@ -229,7 +269,9 @@ def test_wandb_offline_needs_no_account_and_writes_to_the_run(tmp_path, monkeypa
         events.step("sft", 1, {"loss": 0.5})
         events.close()
         Events(config(wandb={"project": "p"}), tmp_path).close()
-    (identity,) = {path.stem.rpartition("-")[2] for path in tmp_path.glob("wandb/offline-run-*/*.wandb")}
+    (identity,) = {
+        path.stem.rpartition("-")[2] for path in tmp_path.glob("wandb/offline-run-*/*.wandb")
+    }
     assert identity == (tmp_path / "wandb-id").read_text()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
@@ -257,9 +299,14 @@ def test_lines_wait_for_room_on_a_full_disk_and_lose_nothing(tmp_path, monkeypat
     monkeypatch.setattr(os, "write", limited)
     for step in range(3):
         log.step("sft", step, {"loss": 1.0})
-    assert not log.sync() and "No space left" in caplog.text and caplog.text.count("kept in memory") == 1
+    assert (
+        not log.sync()
+        and "No space left" in caplog.text
+        and caplog.text.count("kept in memory") == 1
+    )
     assert re.search(
-        rf"{re.escape(str(tmp_path))} has [\d.,]+ [KMG]iB free of [\d.,]+ bytes that are needed", caplog.text
+        rf"{re.escape(str(tmp_path))} has [\d.,]+ [KMG]iB free of [\d.,]+ bytes that are needed",
+        caplog.text,
     )
     assert (tmp_path / EVENTS).stat().st_size == 30
     room[0] = 10**6
@@ -279,7 +326,9 @@ def test_a_record_that_cannot_be_cut_back_on_a_full_disk_stays_as_it_is(tmp_path
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        with pytest.raises(ResourceError, match="No space left on device. Make room, then `rl-train"):
+        with pytest.raises(
+            ResourceError, match="No space left on device. Make room, then `rl-train"
+        ):
             log.truncate_after(["sft"], "sft", 1)
         patched.setattr(os, "write", full)
         log.step("sft", 3, {"loss": 1.0})

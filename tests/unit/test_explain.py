@@ -1,6 +1,9 @@
-"""`rl explain` names what is wrong with runs that tests/illnesses/make.py made, and nothing in healthy ones.
+"""`rl explain` names what is wrong with runs that tests/illnesses/make.py made, and nothing in
+healthy ones.
 
-The fixtures are what the rules read of real runs. tests/end_to_end/test_illnesses.py makes some of these runs anew."""
+The fixtures are what the rules read of real runs. tests/end_to_end/test_illnesses.py makes some of
+these runs anew.
+"""
 
 import json
 import shutil
@@ -50,13 +53,19 @@ def test_an_ill_run_is_named_with_number_step_and_key(name):
     assert any(line.startswith(ILL[name]) for line in lines[1:]), lines
     first = next(each for each in findings(RUNS / name) if each.illness == ILL[name])
     assert first.stage and first.step is not None and len(first.change) > 10
-    assert any(character.isdigit() for character in first.number) or first.illness == "wrong template"
+    assert (
+        any(character.isdigit() for character in first.number) or first.illness == "wrong template"
+    )
 
 
 def test_advice_tells_a_default_from_a_value_that_was_set(tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(RUNS / "learning_rate", copy)
-    record = json.loads((copy / "run.json").read_text()) if (copy / "run.json").exists() else {"attempts": [{}]}
+    record = (
+        json.loads((copy / "run.json").read_text())
+        if (copy / "run.json").exists()
+        else {"attempts": [{}]}
+    )
 
     def advice(*changed):
         record["attempts"][-1]["changed"] = list(changed)
@@ -64,8 +73,12 @@ def test_advice_tells_a_default_from_a_value_that_was_set(tmp_path):
         return verdict(copy)[1]
 
     rate = findings(RUNS / "learning_rate")[0].change.partition("(now ")[2].partition(")")[0]
-    assert f"stages.0.optimizer.learning_rate (by default {rate}) to a tenth" in advice("stages.0.steps")
-    assert f"stages.0.optimizer.learning_rate (now {rate}) to a tenth" in advice("stages.0.optimizer.learning_rate")
+    assert f"stages.0.optimizer.learning_rate (by default {rate}) to a tenth" in advice(
+        "stages.0.steps"
+    )
+    assert f"stages.0.optimizer.learning_rate (now {rate}) to a tenth" in advice(
+        "stages.0.optimizer.learning_rate"
+    )
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -80,9 +93,15 @@ def test_the_root_cause_comes_first():
 
 def run(directory: Path, rows: list[dict], stage: str = "grpo", **files: str) -> Path:
     directory.mkdir(exist_ok=True)
-    lines = [json.dumps({"stage": stage, "step": step, "metrics": row}) for step, row in enumerate(rows, start=1)]
+    lines = [
+        json.dumps({"stage": stage, "step": step, "metrics": row})
+        for step, row in enumerate(rows, start=1)
+    ]
     (directory / "events.jsonl").write_text("\n".join(lines) + "\n")
-    stages = "stages: [{algorithm: {name: grpo}, steps: 20, prompts_per_step: 4, samples_per_prompt: 4}]\n"
+    stages = (
+        "stages: [{algorithm: {name: grpo}, steps: 20, prompts_per_step: 4, "
+        "samples_per_prompt: 4}]\n"
+    )
     (directory / "config.yml").write_text(files.pop("config", stages))
     for name, text in files.items():
         (directory / name.replace("_", ".")).write_text(text)
@@ -94,7 +113,12 @@ def named(directory: Path) -> list[str]:
 
 
 def test_two_steps_say_little(tmp_path):
-    equal = {"reward/frac_zero_std": 1.0, "reward/std": 0.0, "reward/mean": 0.0, "completion/truncated_ratio": 1.0}
+    equal = {
+        "reward/frac_zero_std": 1.0,
+        "reward/std": 0.0,
+        "reward/mean": 0.0,
+        "completion/truncated_ratio": 1.0,
+    }
     assert named(run(tmp_path, [equal] * 2)) == []
     assert "fewer than 3 steps" in verdict(tmp_path)[0]
     assert named(run(tmp_path, [equal] * 3)) == ["wrong template or stop token", "equal rewards"]
@@ -109,7 +133,9 @@ def test_equal_rewards_of_solved_problems_are_no_illness(tmp_path):
 def test_an_evaluation_that_leaves_completions_out_is_named(tmp_path):
     evaluated = {"eval/problems": 64.0, "eval/greedy_accuracy": 1.0, "eval/unscored": 0.0}
     assert named(run(tmp_path, [evaluated] * 3)) == []
-    assert named(run(tmp_path, [evaluated, evaluated | {"eval/unscored": 32.0}])) == ["evaluation without scores"]
+    assert named(run(tmp_path, [evaluated, evaluated | {"eval/unscored": 32.0}])) == [
+        "evaluation without scores"
+    ]
     assert "32 of 64 completions" in verdict(tmp_path)[1]
 
 
@@ -135,14 +161,20 @@ def test_a_generator_that_differs_from_the_trainer(tmp_path):
 
 def test_completions_that_write_the_next_turn(tmp_path):
     rows = [{"completion/truncated_ratio": 0.5, "completion/mean_length": 9.0}] * 4
-    text = [json.dumps({"stage": "grpo", "step": 4, "completion": f"4\nUser: {n}", "reward": 0.0}) for n in range(9)]
+    text = [
+        json.dumps({"stage": "grpo", "step": 4, "completion": f"4\nUser: {n}", "reward": 0.0})
+        for n in range(9)
+    ]
     assert named(run(tmp_path, rows)) == ["clipped completions"]
-    assert named(run(tmp_path, rows, samples_jsonl="\n".join(text))) == ["wrong template or stop token"]
+    assert named(run(tmp_path, rows, samples_jsonl="\n".join(text))) == [
+        "wrong template or stop token"
+    ]
 
 
 def test_a_longer_answer_that_scores_better_is_no_illness(tmp_path):
     rows = [
-        {"completion/mean_length": 100.0 + 10 * n, "reward/mean": 0.1 + 0.02 * n, "reward/std": 0.2} for n in range(30)
+        {"completion/mean_length": 100.0 + 10 * n, "reward/mean": 0.1 + 0.02 * n, "reward/std": 0.2}
+        for n in range(30)
     ]
     assert named(run(tmp_path, rows)) == []
     assert named(run(tmp_path, [row | {"reward/mean": 0.3} for row in rows])) == ["length runaway"]
@@ -152,10 +184,14 @@ def test_a_small_learning_rate_is_an_illness_only_where_the_loss_of_sft_stays(tm
     stages = "stages: [{{algorithm: {{name: {}}}, optimizer: {{learning_rate: {}}}}}]\n"
     flat = [{"loss": 2.0, "optim/lr": 5e-7}] * 30
     falling = [row | {"loss": 2.0 - 0.01 * step} for step, row in enumerate(flat)]
-    assert named(run(tmp_path, flat, "sft", config=stages.format("sft", 5e-7))) == ["learning rate too low"]
+    assert named(run(tmp_path, flat, "sft", config=stages.format("sft", 5e-7))) == [
+        "learning rate too low"
+    ]
     assert named(run(tmp_path, falling, "sft", config=stages.format("sft", 5e-7))) == []
     assert named(run(tmp_path, flat, "dpo", config=stages.format("dpo", 5e-7))) == []
-    assert named(run(tmp_path, flat[:4], "dpo", config=stages.format("dpo", 1e-9))) == ["learning rate too low"]
+    assert named(run(tmp_path, flat[:4], "dpo", config=stages.format("dpo", 1e-9))) == [
+        "learning rate too low"
+    ]
 
 
 def test_a_large_penalty_of_a_run_that_learns_is_no_illness(tmp_path):
@@ -226,16 +262,24 @@ def test_series():
     assert series.since(lambda value: value < 2) == 4
     assert series.first == 5 and series.last == 1 and series.falls()
     assert Series([], []).since(bool) is None and not Series([1], [2.0]).rises()
-    assert correlation([1, 2, 3], [2, 4, 6]) == pytest.approx(1.0) and correlation([1, 2], [1, 1]) == 0.0
+    assert (
+        correlation([1, 2, 3], [2, 4, 6]) == pytest.approx(1.0)
+        and correlation([1, 2], [1, 1]) == 0.0
+    )
 
 
 def test_a_configuration_is_explained_with_its_numbers(monkeypatch, capsys):
     monkeypatch.chdir(RUNS.parents[2])
-    changes = ["stages.1.algorithm={name: grpo, kl_coef: 0.02, epsilon_high: 0.28}", "stages.1.updates_per_step=2"]
+    changes = [
+        "stages.1.algorithm={name: grpo, kl_coef: 0.02, epsilon_high: 0.28}",
+        "stages.1.updates_per_step=2",
+    ]
     assert cli.main(["explain", "configs/quickstart.yml", *changes]) == 0
     text = capsys.readouterr().out
     assert "64 prompts x 8 samples = 512 completions, 2 updates of 256" in text
-    assert "L = -min(R A, clip(R, 0.8, 1.28) A) + 0.02 KL, mean over all tokens of the update" in text
+    assert (
+        "L = -min(R A, clip(R, 0.8, 1.28) A) + 0.02 KL, mean over all tokens of the update" in text
+    )
     assert "changed  kl_coef 0.02 (default 0.0), epsilon_high 0.28 (default None)" in text
     assert "120 steps, 61,440 completions, at most 368,640 sampled tokens" in text
 
@@ -248,14 +292,23 @@ def test_every_kind_of_stage_is_explained(monkeypatch, capsys, algorithm):
     assert f"== {algorithm}: " in capsys.readouterr().out
 
 
-def test_samples_below_greedy_answers_and_a_falling_entropy_are_no_illness_while_accuracy_rises(tmp_path):
-    """As SmolLM2 learns sums (docs/real_weights.md): samples at temperature 1 score 0.06 where greedy scores 0.43."""
+def test_samples_below_greedy_answers_and_a_falling_entropy_are_no_illness_while_accuracy_rises(
+    tmp_path,
+):
+    """As SmolLM2 learns sums (docs/real_weights.md): samples at temperature 1 score 0.06 where
+    greedy scores 0.43."""
     config = (
         "evaluation: {data: {task: arithmetic}, problems: 128}\n"
-        "stages: [{algorithm: {name: grpo}, steps: 20, prompts_per_step: 8, samples_per_prompt: 8}]\n"
+        "stages: [{algorithm: {name: grpo}, steps: 20, prompts_per_step: 8, samples_per_prompt: "
+        "8}]\n"
     )
     steps = [
-        {"reward/mean": 0.06 + 0.04 * n, "reward/std": 0.3, "entropy": 0.6 * 0.9**n, "completion/mean_length": 4.0}
+        {
+            "reward/mean": 0.06 + 0.04 * n,
+            "reward/std": 0.3,
+            "entropy": 0.6 * 0.9**n,
+            "completion/mean_length": 4.0,
+        }
         for n in range(20)
     ]
     directory = run(tmp_path, steps, config=config)
@@ -264,12 +317,18 @@ def test_samples_below_greedy_answers_and_a_falling_entropy_are_no_illness_while
         rows = [(0, 0.43), (20, last)]
         lines = [
             json.dumps(
-                {"stage": "grpo", "step": step, "metrics": {"eval/greedy_accuracy": value, "eval/reward_mean": value}}
+                {
+                    "stage": "grpo",
+                    "step": step,
+                    "metrics": {"eval/greedy_accuracy": value, "eval/reward_mean": value},
+                }
             )
             for step, value in rows
         ]
         events = (directory / "events.jsonl").read_text().splitlines()
-        (directory / "events.jsonl").write_text("\n".join([lines[0], *events[-20:], lines[1]]) + "\n")
+        (directory / "events.jsonl").write_text(
+            "\n".join([lines[0], *events[-20:], lines[1]]) + "\n"
+        )
         return named(directory)
 
     assert not {"wrong template", "entropy collapse"} & set(with_accuracy(0.92))
@@ -291,7 +350,10 @@ def test_a_reward_that_stays_at_a_tiny_learning_rate(tmp_path):
             for n in range(40)
         ]
         optimizer = f"optimizer: {{learning_rate: {rate}}}"
-        stage = f"{{algorithm: {{name: grpo}}, steps: 40, prompts_per_step: 8, samples_per_prompt: 8, {optimizer}}}"
+        stage = (
+            f"{{algorithm: {{name: grpo}}, steps: 40, prompts_per_step: 8, "
+            f"samples_per_prompt: 8, {optimizer}}}"
+        )
         return named(run(tmp_path, steps, config=f"stages: [{stage}]\n"))
 
     assert "learning rate too low" in illnesses(1e-7, 0.21)

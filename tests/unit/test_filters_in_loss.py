@@ -1,5 +1,6 @@
-"""A stage that samples with top_k, top_p or min_p takes every log-probability of its loss over the ids that the filters
-left. The oracles are plain numpy, and finite differences of the expected reward.
+"""A stage that samples with top_k, top_p or min_p takes every log-probability of its loss over the
+ids that the filters left. The oracles are plain numpy, and finite differences of the expected
+reward.
 """
 
 import dataclasses
@@ -51,7 +52,11 @@ def expected(z_MV, targets, ids):
     """Log-probability and entropy of each row, in float64."""
     logp, entropy = [], []
     for z, target, row in zip(z_MV.astype(np.float64), targets, ids, strict=True):
-        left = row[row >= 0] if (row >= 0).any() else np.setdiff1d(np.arange(len(z)), -2 - row[row < -1])
+        left = (
+            row[row >= 0]
+            if (row >= 0).any()
+            else np.setdiff1d(np.arange(len(z)), -2 - row[row < -1])
+        )
         logs = log_softmax(z[left])
         logp.append(logs[list(left).index(target)])
         entropy.append(-(np.exp(logs) * logs).sum())
@@ -61,11 +66,22 @@ def expected(z_MV, targets, ids):
 @pytest.mark.parametrize("tiles", [None, 3])
 def test_log_probabilities_and_entropies_are_those_of_numpy(tiles):
     rng = np.random.default_rng(0)
-    hidden, weight = rng.normal(0, 1, (M, E)).astype(np.float32), rng.normal(0, 1, (V, E)).astype(np.float32)
+    hidden, weight = (
+        rng.normal(0, 1, (M, E)).astype(np.float32),
+        rng.normal(0, 1, (V, E)).astype(np.float32),
+    )
     targets, ids = rows_of_ids(rng, M, V, 5, none=(2,))
     ids[4] = [targets[4], -1, -1, -1, -1]
-    ids[5] = [-2 - (targets[5] + 1) % V, -2 - (targets[5] + 4) % V, -1, -1, -1]  # ids that are left out
-    logp, entropy = kept.logprobs(hidden, weight, targets, ids, 0.7, LogitScaling(softcap=3.0), Tiling(tiles))
+    ids[5] = [
+        -2 - (targets[5] + 1) % V,
+        -2 - (targets[5] + 4) % V,
+        -1,
+        -1,
+        -1,
+    ]  # ids that are left out
+    logp, entropy = kept.logprobs(
+        hidden, weight, targets, ids, 0.7, LogitScaling(softcap=3.0), Tiling(tiles)
+    )
     logits = 3.0 * np.tanh(hidden.astype(np.float64) @ weight.T / 3.0) / 0.7
     numpy_logp, numpy_entropy = expected(logits, targets, ids)
     np.testing.assert_allclose(logp, numpy_logp, atol=2e-6)
@@ -76,9 +92,18 @@ def test_log_probabilities_and_entropies_are_those_of_numpy(tiles):
 @pytest.mark.parametrize("tiles", [None, 3])
 def test_the_gradient_is_that_of_the_plain_formula_and_padding_has_none(tiles):
     rng = np.random.default_rng(1)
-    hidden, weight = rng.normal(0, 1, (M, E)).astype(np.float32), rng.normal(0, 1, (V, E)).astype(np.float32)
+    hidden, weight = (
+        rng.normal(0, 1, (M, E)).astype(np.float32),
+        rng.normal(0, 1, (V, E)).astype(np.float32),
+    )
     targets, ids = rows_of_ids(rng, M, V, 5)
-    ids[5] = [-2 - (targets[5] + 1) % V, -2 - (targets[5] + 4) % V, -1, -1, -1]  # ids that are left out
+    ids[5] = [
+        -2 - (targets[5] + 1) % V,
+        -2 - (targets[5] + 4) % V,
+        -1,
+        -1,
+        -1,
+    ]  # ids that are left out
     factors = rng.normal(0, 1, (2, M)).astype(np.float32)
     allowed = np.zeros((M, V), bool)
     for m, row in enumerate(ids):
@@ -98,7 +123,9 @@ def test_the_gradient_is_that_of_the_plain_formula_and_padding_has_none(tiles):
     def own(hidden, weight):
         return total(*kept.logprobs(hidden, weight, targets, ids, 0.7, tiling=Tiling(tiles)))
 
-    got, oracle = (jax.grad(f, argnums=(0, 1))(jnp.asarray(hidden), jnp.asarray(weight)) for f in (own, plain))
+    got, oracle = (
+        jax.grad(f, argnums=(0, 1))(jnp.asarray(hidden), jnp.asarray(weight)) for f in (own, plain)
+    )
     for a, b in zip(got, oracle, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     outside = ~allowed[np.arange(M) != 5].any(axis=0) & ~allowed[5]
@@ -106,8 +133,9 @@ def test_the_gradient_is_that_of_the_plain_formula_and_padding_has_none(tiles):
 
 
 def certain_of_what_is_left_out(p_left):
-    """States and weights where two ids have all but about `p_left` of the probability, and a third is left out too.
-    Rows of targets and of ids that are left out, coded as in a batch; the last row has none."""
+    """States and weights where two ids have all but about `p_left` of the probability, and a third
+    is left out too. Rows of targets and of ids that are left out, coded as in a batch; the last row
+    has none."""
     rng = np.random.default_rng(8)
     hidden, weight = rng.normal(0, 0.5, (M, E)), rng.normal(0, 0.5, (V, E))
     hidden[:, 0], weight[:, 0] = 1.0, 0.0
@@ -119,7 +147,8 @@ def certain_of_what_is_left_out(p_left):
 
 
 def formula(hidden, weight, targets, ids, factors):
-    """Log-probabilities, entropies, and the gradients of factors . (logp, entropy) in both arrays, in float64."""
+    """Log-probabilities, entropies, and the gradients of factors . (logp, entropy) in both arrays,
+    in float64."""
     hidden, weight = hidden.astype(np.float64), weight.astype(np.float64)
     logp, entropy = expected(hidden @ weight.T, targets, ids)
     g_z = np.zeros((len(hidden), len(weight)))
@@ -142,14 +171,18 @@ def test_ids_that_are_left_out_may_have_nearly_all_probability(form, p_left):
             return kept.logprobs(hidden, weight, targets, ids, 1.0, tiling=Tiling(3))
         tiles = Tiles.of(layout({"fsdp": 1}, devices=jax.devices()[:1]), V, 12, LogitScaling())
         left_out = jnp.where(ids < -1, -2 - ids, -1)
-        logp, entropy = vocab_tiles.logprobs(hidden, weight, targets[:, None], jnp.float32(1), left_out, tiles)
+        logp, entropy = vocab_tiles.logprobs(
+            hidden, weight, targets[:, None], jnp.float32(1), left_out, tiles
+        )
         return logp[:, 0], entropy
 
     def total(hidden, weight):
         logp, entropy = scored(hidden, weight)
         return jnp.sum(factors[0] * logp + factors[1] * entropy), (logp, entropy)
 
-    got, numbers = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(jnp.asarray(hidden), jnp.asarray(weight))
+    got, numbers = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(
+        jnp.asarray(hidden), jnp.asarray(weight)
+    )
     numpy_numbers, numpy_gradients = formula(hidden, weight, targets, ids, factors)
     for a, b in zip((*numbers, *got), (*numpy_numbers, *numpy_gradients), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-6)
@@ -173,12 +206,18 @@ def test_a_draw_records_the_ids_that_its_filters_left(all_optimizations):
     order = np.argsort(-z)[:6]
     mass = np.cumsum(np.exp(log_softmax(z[order])))
     left = np.sort(order[: 1 + int(np.sum(mass[:-1] < 0.9))])
-    assert [i for i in drawn.kept[0].tolist() if i >= 0] == left.tolist() and drawn.kept_counts[0] == len(left)
-    exact = expected(z[None], drawn.tokens[:1], np.pad(left, (0, 8 - len(left)), constant_values=-1)[None])[0]
+    assert [i for i in drawn.kept[0].tolist() if i >= 0] == left.tolist() and drawn.kept_counts[
+        0
+    ] == len(left)
+    exact = expected(
+        z[None], drawn.tokens[:1], np.pad(left, (0, 8 - len(left)), constant_values=-1)[None]
+    )[0]
     np.testing.assert_allclose(drawn.filtered_logprobs[:1], exact, atol=1e-6)
     z = logits[1] / 1.5
     left = np.flatnonzero(z >= z.max() + np.log(0.02))
-    assert len(left) > 8 == np.count_nonzero(drawn.kept[1] >= 0) and drawn.kept_counts[1] == len(left)
+    assert len(left) > 8 == np.count_nonzero(drawn.kept[1] >= 0) and drawn.kept_counts[1] == len(
+        left
+    )
     for row in (2, 3):
         assert drawn.kept_counts[row] == 0 and (drawn.kept[row] == -1).all()
         assert drawn.filtered_logprobs[row] == drawn.logprobs[row]
@@ -207,7 +246,9 @@ def test_a_batch_has_the_ids_of_each_token_and_leaves_out_those_with_more():
     ]
     mask = np.tile(np.array([0, 1, 1, 1, 0], np.float32), (3, 1))
     tokens = np.zeros((3, 5), np.int32)
-    batch = Batch(tokens=tokens, segments=tokens, mask=mask, prompt=np.arange(3), sampler_logp=-mask)
+    batch = Batch(
+        tokens=tokens, segments=tokens, mask=mask, prompt=np.arange(3), sampler_logp=-mask
+    )
     out, metrics = filters.with_kept(batch, completions, 4, V)
     assert out.kept.shape == (3, 5, 4)
     left = [[[i for i in ids if i >= 0] for ids in row] for row in out.kept.tolist()]
@@ -216,11 +257,20 @@ def test_a_batch_has_the_ids_of_each_token_and_leaves_out_those_with_more():
     np.testing.assert_array_equal(out.sampler_logp[0], [0, -0.5, -0.5, -0.5, 0])
     np.testing.assert_array_equal(out.sampler_logp[1], [0, -0.5, -1, -1, 0])
     np.testing.assert_array_equal(out.sampler_logp[2], batch.sampler_logp[2])
-    assert metrics == {"sampler/kept_overflow": pytest.approx(1 / 9), "sampler/kept_mean": pytest.approx((14 + V) / 6)}
+    assert metrics == {
+        "sampler/kept_overflow": pytest.approx(1 / 9),
+        "sampler/kept_mean": pytest.approx((14 + V) / 6),
+    }
     assert filters.with_kept(batch, completions[2:] * 3, 4, V) == (batch, {})
     forbidden = completion([8, 8, 8], [[-2 - 7, -2 - 1], [-1], [-2 - 3]], [V - 2, 0, V - 1])
     out, metrics = filters.with_kept(batch, [completions[0], forbidden, completions[2]], 4, V)
-    assert [[i for i in ids if i != -1] for ids in out.kept[1].tolist()] == [[], [-9, -3], [], [-5], []]
+    assert [[i for i in ids if i != -1] for ids in out.kept[1].tolist()] == [
+        [],
+        [-9, -3],
+        [],
+        [-5],
+        [],
+    ]
     np.testing.assert_array_equal(out.mask, batch.mask)
     assert metrics == {"sampler/kept_overflow": 0, "sampler/kept_mean": pytest.approx(2)}
     assert filters.with_kept(batch, [forbidden] * 3, 4, V)[1] == {"sampler/kept_overflow": 0}
@@ -236,14 +286,19 @@ def test_a_group_that_a_checkpoint_holds_keeps_its_ids():
     assert other.kept is None and other.filtered_logprobs is None
 
 
-# One token after each of two prompts: the expected reward is a sum over the ids that the filters leave.
+# One token after each of two prompts: the expected reward is a sum over the ids that the filters
+# leave.
 PROMPTS = [[3, 7, 1, 9, 2], [5, 5, 8]]
 TEMPERATURE, TOP_P, STEP = 0.5, 0.7, 4e-3
 
 
 @functools.cache
 def bandit(sharing: bool, tiles: int | None):
-    how = {} if tiles is None else {"runtime": dataclasses.replace(learners.QUICK, num_vocab_tiling=tiles)}
+    how = (
+        {}
+        if tiles is None
+        else {"runtime": dataclasses.replace(learners.QUICK, num_vocab_tiling=tiles)}
+    )
     model = learners.dense(**how)
     options = learners.stage("grpo", sampling={"temperature": TEMPERATURE, "top_p": TOP_P})
     trainer, state = learners.begin(model, options, fresh=True)
@@ -266,7 +321,8 @@ def left_by_top_p(z):
 
 
 def expected_reward(logits, params, rewards, sets=None):
-    """The mean over the prompts of the expected reward of a token after each, and the ids that the filters leave."""
+    """The mean over the prompts of the expected reward of a token after each, and the ids that the
+    filters leave."""
     total, now = 0.0, []
     for prompt, own in zip(PROMPTS, rewards, strict=True):
         z = np.asarray(logits(params, np.asarray([prompt])), np.float64)[0] / TEMPERATURE
@@ -277,10 +333,14 @@ def expected_reward(logits, params, rewards, sets=None):
 
 
 def every_token(sets, logits, params, rewards, with_ids: bool, left_out=None) -> Batch:
-    """A row for each id that is left, with the advantages that make the loss minus the expected reward, to first
-    order: its probability times its reward, over its share of the tokens. left_out: the ids that the batch names in
-    place of those that are left."""
-    rows = [(p, prompt, token) for p, (prompt, ids) in enumerate(zip(PROMPTS, sets, strict=True)) for token in ids]
+    """A row for each id that is left, with the advantages that make the loss minus the expected
+    reward, to first order: its probability times its reward, over its share of the tokens.
+    left_out: the ids that the batch names in place of those that are left."""
+    rows = [
+        (p, prompt, token)
+        for p, (prompt, ids) in enumerate(zip(PROMPTS, sets, strict=True))
+        for token in ids
+    ]
     N, T, K = len(rows), 6, max(map(len, sets)) + 2
     arrays = {
         name: np.zeros((N, T), kind)
@@ -297,7 +357,9 @@ def every_token(sets, logits, params, rewards, with_ids: bool, left_out=None) ->
         probability = np.exp(log_softmax(z[sets[p]]))[list(sets[p]).index(token)]
         advantages[i] = N * probability * rewards[p][token] / len(PROMPTS)
     numbers = np.array([p for p, *_ in rows], np.int32)
-    return Batch(**arrays, prompt=numbers, advantages=advantages, kept=ids_NTK if with_ids else None)
+    return Batch(
+        **arrays, prompt=numbers, advantages=advantages, kept=ids_NTK if with_ids else None
+    )
 
 
 def gradient(trainer, params, batch):
@@ -310,7 +372,10 @@ def gradient(trainer, params, batch):
 
 @pytest.mark.parametrize(
     ("sharing", "tiles"),
-    [pytest.param(False, None, marks=pytest.mark.slow, id="alone"), pytest.param(True, 3, id="trees, chunked head")],
+    [
+        pytest.param(False, None, marks=pytest.mark.slow, id="alone"),
+        pytest.param(True, 3, id="trees, chunked head"),
+    ],
 )
 def test_the_gradient_is_that_of_the_expected_reward(sharing, tiles):
     _, trainer, state, logits = bandit(sharing, tiles)
@@ -321,14 +386,20 @@ def test_the_gradient_is_that_of_the_expected_reward(sharing, tiles):
     packing, right = gradient(trainer, params, every_token(sets, logits, params, rewards, True))
     assert (packing.tree is not None) == sharing
     biased = gradient(trainer, params, every_token(sets, logits, params, rewards, False))[1]
-    directions = [{path: rng.normal(0, 1, a.shape).astype(np.float32) for path, a in params.items()} for _ in range(2)]
+    directions = [
+        {path: rng.normal(0, 1, a.shape).astype(np.float32) for path, a in params.items()}
+        for _ in range(2)
+    ]
     wrong = []
     for direction in (*directions, jax.tree.map(np.asarray, right)):
         size = np.sqrt(sum(float((a**2).sum()) for a in direction.values()))
         step = STEP / size
         high, low = (
             expected_reward(
-                logits, {path: a + sign * step * direction[path] for path, a in params.items()}, rewards, sets
+                logits,
+                {path: a + sign * step * direction[path] for path, a in params.items()},
+                rewards,
+                sets,
             )[0]
             for sign in (1, -1)
         )
@@ -344,10 +415,12 @@ def test_the_gradient_is_that_of_the_expected_reward(sharing, tiles):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sharing", "tiles"), [pytest.param(False, None, id="alone"), pytest.param(True, 3, id="trees, chunked head")]
+    ("sharing", "tiles"),
+    [pytest.param(False, None, id="alone"), pytest.param(True, 3, id="trees, chunked head")],
 )
 def test_the_gradient_is_that_of_the_expected_reward_without_forbidden_tokens(sharing, tiles):
-    """The two likeliest ids of each prompt are forbidden, as by bad_words; the batch names these alone."""
+    """The two likeliest ids of each prompt are forbidden, as by bad_words; the batch names these
+    alone."""
     _, trainer, state, logits = bandit(sharing, tiles)
     params, rng = state.policy.params, np.random.default_rng(0)
     rewards = rng.normal(1, 1, (2, learners.VOCAB))
@@ -372,7 +445,8 @@ def test_the_gradient_is_that_of_the_expected_reward_without_forbidden_tokens(sh
         size = np.sqrt(sum(float((a**2).sum()) for a in direction.values()))
         step = STEP / size
         high, low = (
-            reward({path: a + sign * step * direction[path] for path, a in params.items()}) for sign in (1, -1)
+            reward({path: a + sign * step * direction[path] for path, a in params.items()})
+            for sign in (1, -1)
         )
         slope = (high - low) / (2 * STEP)
         along = [
@@ -387,8 +461,14 @@ def test_the_gradient_is_that_of_the_expected_reward_without_forbidden_tokens(sh
 def configured(**sampling):
     """A stage of GRPO with this `sampling`."""
     stage = {"algorithm": "grpo", "steps": 1, "sampling": {"max_new_tokens": 6} | sampling}
-    sections = {"model": {"source": "tiny-deepseek"}, "max_length": 32, "data": {"task": "arithmetic"}}
-    config = RunConfig.model_validate({**sections, "rewards": {"functions": ["exact_answer"]}, "stages": [stage]})
+    sections = {
+        "model": {"source": "tiny-deepseek"},
+        "max_length": 32,
+        "data": {"task": "arithmetic"},
+    }
+    config = RunConfig.model_validate(
+        {**sections, "rewards": {"functions": ["exact_answer"]}, "stages": [stage]}
+    )
     [made] = create(config)
     return config, made
 
@@ -409,7 +489,9 @@ def configured(**sampling):
 def test_a_stage_records_ids_where_tokens_are_left_out(sampling, most):
     config, stage = configured(**sampling)
     assert stage.max_kept == generator_options(config).record_kept == most
-    assert [bool(re.search("filters: ignore", each)) for each in stage.remarks()] == [True] * ("filters" in sampling)
+    assert [bool(re.search("filters: ignore", each)) for each in stage.remarks()] == [True] * (
+        "filters" in sampling
+    )
 
 
 @pytest.mark.parametrize(

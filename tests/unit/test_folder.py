@@ -52,17 +52,28 @@ def test_the_configuration_is_written_and_reads_back_as_the_same(tmp_path):
 def test_a_run_is_not_continued_with_other_numbers(tmp_path):
     begun(tmp_path)
     before = (tmp_path / "config.yml").read_bytes()
-    with pytest.raises(ConfigError, match=r"seed: 0 there, 7 here") as error, RunFolder(config(tmp_path, seed=7)):
+    with (
+        pytest.raises(ConfigError, match=r"seed: 0 there, 7 here") as error,
+        RunFolder(config(tmp_path, seed=7)),
+    ):
         pass
-    assert f"rl-train {tmp_path}" in str(error.value) and (tmp_path / "config.yml").read_bytes() == before
+    assert (
+        f"rl-train {tmp_path}" in str(error.value)
+        and (tmp_path / "config.yml").read_bytes() == before
+    )
     other = [{"algorithm": "sft", "steps": 2}, {"algorithm": "grpo", "steps": 3}]
-    with pytest.raises(ConfigError, match=r"stages\.1\.algorithm"), RunFolder(config(tmp_path, stages=other[:1])):
+    with (
+        pytest.raises(ConfigError, match=r"stages\.1\.algorithm"),
+        RunFolder(config(tmp_path, stages=other[:1])),
+    ):
         pass
 
 
 def test_a_run_may_be_continued_with_another_way_of_keeping_it(tmp_path):
     begun(tmp_path)
-    with RunFolder(config(tmp_path, run={"dir": str(tmp_path), "checkpoint_every": 7, "tensorboard": True})) as folder:
+    with RunFolder(
+        config(tmp_path, run={"dir": str(tmp_path), "checkpoint_every": 7, "tensorboard": True})
+    ) as folder:
         folder.begin()
     assert load([tmp_path]).run.checkpoint_every == 7
 
@@ -77,7 +88,10 @@ def test_a_run_that_another_process_has_continued_in_the_meantime_is_left_alone(
     changed = Change(stage=0, step=1, was={"run.log_every": 3})
     with RunFolder(made.model_copy(update={"changes": [changed]})) as folder:
         folder.begin()
-    with pytest.raises(ResourceError, match="another process has started or continued"), RunFolder(made, before):
+    with (
+        pytest.raises(ResourceError, match="another process has started or continued"),
+        RunFolder(made, before),
+    ):
         pass
     with RunFolder(made, seen(tmp_path)):
         pass
@@ -86,7 +100,9 @@ def test_a_run_that_another_process_has_continued_in_the_meantime_is_left_alone(
 def test_a_start_that_is_refused_leaves_the_run_as_it_was(tmp_path):
     begun(tmp_path)
     (tmp_path / "export").mkdir()
-    longer = config(tmp_path, stages=[{"algorithm": "sft", "steps": 2}, {"algorithm": "grpo", "steps": 5}])
+    longer = config(
+        tmp_path, stages=[{"algorithm": "sft", "steps": 2}, {"algorithm": "grpo", "steps": 5}]
+    )
     for stopped in (False, True):
         if stopped:
             stop.write_stopped(tmp_path, stop.StoppedAt("grpo", 1))
@@ -116,7 +132,11 @@ def test_a_run_that_never_began_gives_way_to_another_configuration(tmp_path):
 
 def test_a_directory_is_used_by_one_process_at_a_time(tmp_path):
     made = config(tmp_path)
-    with RunFolder(made), pytest.raises(ResourceError, match="in use by another process"), RunFolder(made):
+    with (
+        RunFolder(made),
+        pytest.raises(ResourceError, match="in use by another process"),
+        RunFolder(made),
+    ):
         pass
     with RunFolder(made):
         pass
@@ -196,7 +216,8 @@ def test_a_writer_of_the_final_weights_that_quotes_the_system_finds_no_room(tmp_
         with pytest.raises(ResourceError, match="the final weights cannot be written"):
             folder.export(writer("No space left on device (os error 28)"))
         with pytest.raises(
-            ResourceError, match=r"has [\d.,]+ GiB free of [\d.,]+ GiB that are needed: [\d.,]+ GiB are missing"
+            ResourceError,
+            match=r"has [\d.,]+ GiB free of [\d.,]+ GiB that are needed: [\d.,]+ GiB are missing",
         ):
             folder.export(writer("No space left on device (os error 28)"), size=2**50)
         with pytest.raises(Exception, match="a bug"):
@@ -205,19 +226,35 @@ def test_a_writer_of_the_final_weights_that_quotes_the_system_finds_no_room(tmp_
 
 
 def test_a_run_of_a_version_without_filters_in_the_loss_keeps_its_loss(tmp_path, capsys):
-    sampled = [{"algorithm": "grpo", "steps": 3, "sampling": {key: value}} for key, value in FILTERS]
+    sampled = [
+        {"algorithm": "grpo", "steps": 3, "sampling": {key: value}} for key, value in FILTERS
+    ]
     made = begun(tmp_path, stages=[*sampled, {"algorithm": "grpo", "steps": 3}])
     assert {stage.sampling.filters for stage in load([tmp_path]).stages} == {"renormalise"}
     file = tmp_path / "config.yml"
-    older = [line for line in file.read_text().splitlines() if line.split(":")[0].strip() != "filters"]
+    older = [
+        line for line in file.read_text().splitlines() if line.split(":")[0].strip() != "filters"
+    ]
     file.write_text("\n".join(older))
     for given in ([tmp_path], [file]):
         kept = load(given)
-        assert [stage.sampling.filters for stage in kept.stages] == ["ignore", "ignore", "ignore", "renormalise"]
+        assert [stage.sampling.filters for stage in kept.stages] == [
+            "ignore",
+            "ignore",
+            "ignore",
+            "renormalise",
+        ]
     assert train_main([str(tmp_path), "--check"]) == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if "as before 0.2.0: the run goes on" in line]
+    said = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "as before 0.2.0: the run goes on" in line
+    ]
     assert [line.split()[1] for line in said] == [f"stages.{index}.sampling" for index in range(3)]
-    with pytest.raises(ConfigError, match="filters: ignore there, renormalise here"), RunFolder(made):
+    with (
+        pytest.raises(ConfigError, match="filters: ignore there, renormalise here"),
+        RunFolder(made),
+    ):
         pass
     with RunFolder(kept) as folder:
         folder.begin()

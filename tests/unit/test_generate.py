@@ -1,4 +1,5 @@
-"""The generator apart from its numbers: groups, weights, stops, errors. One tiny model for all of it."""
+"""The generator apart from its numbers: groups, weights, stops, errors. One tiny model for all of
+it."""
 
 import dataclasses
 import gc
@@ -27,7 +28,9 @@ ALPHABET = "".join(chr(0x4E00 + i) for i in range(VOCAB - 8 - 26)) + "abcdefghij
 
 
 def fresh_model(seed=3, vocab_size=VOCAB):
-    config = families.read(configuration("Llama", num_hidden_layers=1, vocab_size=vocab_size, tie_word_embeddings=True))
+    config = families.read(
+        configuration("Llama", num_hidden_layers=1, vocab_size=vocab_size, tie_word_embeddings=True)
+    )
     return random_model(config, seed=seed)
 
 
@@ -44,7 +47,9 @@ def generator(model):
 @pytest.fixture(scope="module")
 def spelling(model):
     """A generator whose tokens are characters."""
-    return Generator(model, max_length=64, slots=4, seed=1, tokenizer=characters(ALPHABET), options=OPTIONS)
+    return Generator(
+        model, max_length=64, slots=4, seed=1, tokenizer=characters(ALPHABET), options=OPTIONS
+    )
 
 
 def tokens_of(out):
@@ -63,10 +68,12 @@ GROUPS = [
 
 @pytest.mark.parametrize(("kind", "slots", "cache"), GROUPS)
 def test_the_prompt_of_a_group_is_prefilled_once(kind, slots, cache):
-    """Also where its samples are admitted one after the other, and where a state of fixed size has moved on
-    meanwhile.
+    """Also where its samples are admitted one after the other, and where a state of fixed size has
+    moved on meanwhile.
     """
-    model = random_model(families.read(configuration(kind, **KINDS[kind].standard | KINDS[kind].short)), seed=3)
+    model = random_model(
+        families.read(configuration(kind, **KINDS[kind].standard | KINDS[kind].short)), seed=3
+    )
     options = dataclasses.replace(OPTIONS, cache=cache, page_size=4)
     generator = Generator(model, max_length=64, slots=slots, seed=1, options=options)
     prompts = [[1, 2, 3, 4], [5, 6, 7], [8, 9, 10, 11, 12]]
@@ -75,8 +82,12 @@ def test_the_prompt_of_a_group_is_prefilled_once(kind, slots, cache):
     assert generator.engine.counts["prefill"] == sum(len(prompt) - 1 for prompt in prompts)
     for prompt, group in zip(prompts, out, strict=True):
         for completion in group:
-            logp = np.asarray(model.logprobs(np.array([prompt + completion.tokens]))[0])[0, len(prompt) :]
-            np.testing.assert_allclose(completion.logprobs, logp, atol=KINDS[kind].generator, rtol=0)
+            logp = np.asarray(model.logprobs(np.array([prompt + completion.tokens]))[0])[
+                0, len(prompt) :
+            ]
+            np.testing.assert_allclose(
+                completion.logprobs, logp, atol=KINDS[kind].generator, rtol=0
+            )
 
 
 def test_the_samples_of_a_group_differ_and_are_those_of_smaller_groups(generator):
@@ -95,18 +106,28 @@ def test_no_prompts_make_no_completions(generator):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_a_token_follows_from_seed_prompt_id_sample_position_and_the_forward_pass(model, generator, temperature):
-    """Repeats all of sampling outside: no number other than these four may play a part, not even the temperature's
-    bits."""
+def test_a_token_follows_from_seed_prompt_id_sample_position_and_the_forward_pass(
+    model, generator, temperature
+):
+    """Repeats all of sampling outside: no number other than these four may play a part, not even
+    the temperature's bits."""
     prompt, params = [7, 8, 9], SamplingParams(n=2, max_new_tokens=12, temperature=temperature)
     for sample, completion in enumerate(generator.generate([prompt], params, ids=[41])[0]):
         row = np.array([prompt + completion.tokens])
         logits = np.asarray(model.logits(row), np.float64)[0, len(prompt) - 1 : -1] / temperature
         cumulative = np.cumsum(np.exp(logits - logits.max(-1, keepdims=True)), axis=-1)
         positions = np.arange(len(prompt), row.shape[1], dtype=np.int32)
-        u = np.asarray(uniforms(np.uint32(1), np.full_like(positions, 41), np.full_like(positions, sample), positions))
+        u = np.asarray(
+            uniforms(
+                np.uint32(1),
+                np.full_like(positions, 41),
+                np.full_like(positions, sample),
+                positions,
+            )
+        )
         expected = [
-            int(np.searchsorted(c / c[-1], number, side="right")) for c, number in zip(cumulative, u, strict=True)
+            int(np.searchsorted(c / c[-1], number, side="right"))
+            for c, number in zip(cumulative, u, strict=True)
         ]
         assert completion.tokens == expected
 
@@ -121,7 +142,9 @@ def test_equal_calls_give_equal_tokens_and_other_seeds_others(model, generator):
 
 
 def test_greedy_takes_the_lowest_id_among_equals_and_reports_temperature_1(model):
-    params = {path: array * 0 if path == "embed_tokens" else array for path, array in model.params.items()}
+    params = {
+        path: array * 0 if path == "embed_tokens" else array for path, array in model.params.items()
+    }
     flat = Generator(type(model)(model.graph, params), max_length=64, slots=4, options=OPTIONS)
     (completion,) = flat.generate([[5]], SamplingParams(max_new_tokens=3, temperature=0))[0]
     assert completion.tokens == [0, 0, 0]
@@ -157,12 +180,15 @@ def test_new_weights_are_used_at_once_and_old_ones_are_let_go():
     assert not any(ref() is not None for ref in old), "the generator keeps weights"
     after = generator.generate(prompts, params)
     assert tokens_of(after) != before
-    expected = Generator(other, max_length=64, slots=4, seed=1, options=OPTIONS).generate(prompts, params)
+    expected = Generator(other, max_length=64, slots=4, seed=1, options=OPTIONS).generate(
+        prompts, params
+    )
     assert after == expected
 
 
 def test_weights_are_read_at_every_dispatch_and_passed_as_they_are(monkeypatch):
-    """A step of the trainer between two dispatches is seen by the second; the arrays are the trainer's own."""
+    """A step of the trainer between two dispatches is seen by the second; the arrays are the
+    trainer's own."""
     model = fresh_model()
     generator = Generator(model, max_length=64, slots=1, seed=1, options=OPTIONS)
     programs, seen = generator.engine.runner, []
@@ -204,7 +230,8 @@ def test_a_copy_of_rows_writes_and_needs_room_for_nothing_else(generator):
     """Of the rows it copies, one after the other: room for one at a time."""
     programs, rng = generator.engine.runner, np.random.default_rng(0)
     cache = jax.tree.map(
-        lambda a: jax.device_put(rng.normal(size=a.shape).astype(a.dtype), a.sharding), programs.empty()
+        lambda a: jax.device_put(rng.normal(size=a.shape).astype(a.dtype), a.sharding),
+        programs.empty(),
     )
     before = [np.array(array) for array in jax.tree.leaves(cache)]
     copied = jax.tree.leaves(programs.copy_rows(cache, [(0, 2), (2, 3)]))
@@ -231,11 +258,14 @@ def test_without_a_stop_a_completion_has_all_its_tokens(spelling):
 
 @pytest.mark.parametrize("place", [0, 1, 3, 4, 6, 19])
 def test_a_stop_token_is_the_last_token(spelling, place):
-    """Places on both sides of the borders between dispatches of 4 tokens; the last is also the longest completion."""
+    """Places on both sides of the borders between dispatches of 4 tokens; the last is also the
+    longest completion."""
     full = written_by(spelling)
     stop = full.tokens[place]
     first = full.tokens.index(stop)
-    ended = written_by(spelling, stop_token_ids=(VOCAB - 1 if stop != VOCAB - 1 else VOCAB - 2, stop))
+    ended = written_by(
+        spelling, stop_token_ids=(VOCAB - 1 if stop != VOCAB - 1 else VOCAB - 2, stop)
+    )
     assert ended.finish == "stop"
     assert ended.tokens == full.tokens[: first + 1] and ended.tokens[-1] == stop
     np.testing.assert_allclose(ended.logprobs, full.logprobs[: first + 1], atol=1e-6)
@@ -254,13 +284,26 @@ def test_a_stop_string_ends_at_the_token_that_completes_it(spelling, start, leng
 
 
 def test_a_stop_string_inside_characters_of_several_tokens():
-    """The bytes of one character are tokens of their own: the string is complete with the last of them."""
+    """The bytes of one character are tokens of their own: the string is complete with the last of
+    them."""
     tokenizer = byte_level()
-    generator = Generator(fresh_model(vocab_size=264), max_length=64, slots=4, tokenizer=tokenizer, options=OPTIONS)
+    generator = Generator(
+        fresh_model(vocab_size=264), max_length=64, slots=4, tokenizer=tokenizer, options=OPTIONS
+    )
     letters = tokenizer.encode("xé€", add_special_tokens=False)
     assert len(letters) == 6
-    assert [first_stop(generator.tokenizer, letters[:n], 0, ("é",)) for n in range(1, 7)] == [None, None, 3, 3, 3, 3]
-    assert [first_stop(generator.tokenizer, letters[:n], n - 1, ("x", "é€")) for n in (1, 6)] == [1, 6]
+    assert [first_stop(generator.tokenizer, letters[:n], 0, ("é",)) for n in range(1, 7)] == [
+        None,
+        None,
+        3,
+        3,
+        3,
+        3,
+    ]
+    assert [first_stop(generator.tokenizer, letters[:n], n - 1, ("x", "é€")) for n in (1, 6)] == [
+        1,
+        6,
+    ]
     completion = generator.generate(["hé"], SamplingParams(max_new_tokens=6))[0][0]
     assert completion.text == tokenizer.decode(completion.tokens, skip_special_tokens=True)
 
@@ -275,9 +318,12 @@ def test_strings_are_encoded_without_an_end_of_sequence(model):
 
     tokenizer = characters(ALPHABET)
     plain = Generator(model, max_length=64, slots=4, seed=1, tokenizer=tokenizer, options=OPTIONS)
-    expected = tokens_of(plain.generate([[1, *tokenizer.encode("abc")]], SamplingParams(max_new_tokens=6)))
+    expected = tokens_of(
+        plain.generate([[1, *tokenizer.encode("abc")]], SamplingParams(max_new_tokens=6))
+    )
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<bos> $A <eos>", special_tokens=[("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
+        single="<bos> $A <eos>",
+        special_tokens=[("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)],
     )
     assert tokenizer.encode("a")[-1] == tokenizer.eos_token_id
     assert tokens_of(plain.generate(["abc"], SamplingParams(max_new_tokens=6))) == expected
@@ -295,7 +341,9 @@ def test_completions_are_streamed_as_they_end_and_a_stream_may_be_left(generator
     seen = list(generator.stream(prompts, params))
     assert sorted((p, n) for p, n, _ in seen) == [(p, n) for p in range(3) for n in range(3)]
     assert all(completion.tokens == expected[p][n] for p, n, completion in seen)
-    assert [(p, n) for p, n, _ in seen] != sorted((p, n) for p, n, _ in seen), "none ended before one that came first"
+    assert [(p, n) for p, n, _ in seen] != sorted((p, n) for p, n, _ in seen), (
+        "none ended before one that came first"
+    )
     stream = generator.stream(prompts, params)
     next(stream)
     stream.close()
@@ -305,7 +353,9 @@ def test_completions_are_streamed_as_they_end_and_a_stream_may_be_left(generator
 def test_streams_that_are_read_in_turns_get_all_their_completions(generator):
     prompts, params = [[1, 2, 3], [4, 5]], SamplingParams(n=2, max_new_tokens=8)
     expected = tokens_of(generator.generate(prompts, params))
-    for one, other in zip(generator.stream(prompts, params), generator.stream(prompts, params), strict=True):
+    for one, other in zip(
+        generator.stream(prompts, params), generator.stream(prompts, params), strict=True
+    ):
         assert all(completion.tokens == expected[p][n] for p, n, completion in (one, other))
     assert not generator.engine.busy
 
@@ -319,7 +369,9 @@ def test_requests_that_arrive_at_any_time_get_what_they_get_alone(model, generat
     }
     alone = {}
     for (prompt_id, sample), params in requested.items():
-        many = generator.generate([[prompt_id, 1, 2]], dataclasses.replace(params, n=sample + 1), ids=[prompt_id])
+        many = generator.generate(
+            [[prompt_id, 1, 2]], dataclasses.replace(params, n=sample + 1), ids=[prompt_id]
+        )
         alone[prompt_id, sample] = many[0][sample].tokens
     other = Generator(model, max_length=64, slots=2, seed=1, options=OPTIONS)
     expected = tokens_of(other.generate([[5, 5], [6]], SamplingParams(max_new_tokens=10)))
@@ -373,7 +425,9 @@ def test_all_programs_are_compiled_ahead(model, slots, monkeypatch):
     assert count == len(generator.engine.runner.memory) > 8
     monkeypatch.setattr(CompiledCache, "_compile", lambda *_: pytest.fail("compiled late"))
     for each in params:
-        generator.generate([[1] * n for n in (1, 5, 17, 40, 33)], dataclasses.replace(each, max_new_tokens=9, n=2))
+        generator.generate(
+            [[1] * n for n in (1, 5, 17, 40, 33)], dataclasses.replace(each, max_new_tokens=9, n=2)
+        )
     assert count == generator.compile_ahead(40, params, strict=True)
 
 
@@ -382,8 +436,11 @@ def test_all_programs_are_compiled_ahead(model, slots, monkeypatch):
     [(256, 45, 40, {}), (32, 24, 16, {"cache": "paged", "page_size": 8})],
     ids=["prompts shorter than a chunk", "pages shorter than the shortest copied prefix"],
 )
-def test_the_rest_of_a_prompt_after_a_shared_prefix_is_compiled_ahead(model, max_length, longest, shared, cache):
-    """The second prompt begins like the first, so the program for later chunks computes its last tokens."""
+def test_the_rest_of_a_prompt_after_a_shared_prefix_is_compiled_ahead(
+    model, max_length, longest, shared, cache
+):
+    """The second prompt begins like the first, so the program for later chunks computes its last
+    tokens."""
     options = GeneratorOptions(tokens_per_dispatch=4, **cache)
     generator = Generator(model, max_length=max_length, slots=1, seed=1, options=options)
     first, second = ([1] * shared + [token] * (longest - shared) for token in (2, 3))
@@ -399,15 +456,22 @@ def test_the_rest_of_a_prompt_after_a_shared_prefix_is_compiled_ahead(model, max
     ("batch_sizes", "expected"),
     [pytest.param(None, [1, 4, 6], marks=pytest.mark.slow), ([], [6]), ([3, 9, 6, 3], [3, 6])],
 )
-def test_decoding_is_compiled_for_these_numbers_of_rows_and_completions_stay(model, generator, batch_sizes, expected):
+def test_decoding_is_compiled_for_these_numbers_of_rows_and_completions_stay(
+    model, generator, batch_sizes, expected
+):
     options = dataclasses.replace(OPTIONS, batch_sizes=batch_sizes)
     few = Generator(model, max_length=64, slots=6, seed=1, options=options)
     params = SamplingParams(n=2, max_new_tokens=9)
     few.compile_ahead(12, [params], strict=True)
-    assert sorted(size for name, size, *_ in (k for k in few.engine.runner.memory if k[0] == "decode")) == expected
+    assert (
+        sorted(size for name, size, *_ in (k for k in few.engine.runner.memory if k[0] == "decode"))
+        == expected
+    )
     prompts = [[1] * n for n in (1, 5, 12, 3)]
     made = [[sample.tokens for sample in each] for each in few.generate(prompts, params)]
-    assert made == [[sample.tokens for sample in each] for each in generator.generate(prompts, params)]
+    assert made == [
+        [sample.tokens for sample in each] for each in generator.generate(prompts, params)
+    ]
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -417,7 +481,8 @@ def test_a_program_that_is_compiled_late_is_named(model, strict, caplog):
     late = SamplingParams(max_new_tokens=4, stop_token_ids=tuple(range(5)))
     if strict:
         with pytest.raises(
-            LateCompilation, match="program decode for 1 x 8 was not compiled ahead; strict_shapes forbids"
+            LateCompilation,
+            match="program decode for 1 x 8 was not compiled ahead; strict_shapes forbids",
         ):
             generator.generate([[1, 2]], late)
     else:
@@ -425,7 +490,9 @@ def test_a_program_that_is_compiled_late_is_named(model, strict, caplog):
         assert "decode for 1 x 8 was not compiled ahead; it is compiled now" in caplog.text
 
 
-def test_programs_that_are_compiled_in_the_background_make_the_same_completions(model, generator, caplog):
+def test_programs_that_are_compiled_in_the_background_make_the_same_completions(
+    model, generator, caplog
+):
     own = Generator(model, max_length=64, slots=6, seed=1, options=OPTIONS)
     runner, params = own.engine.runner, SamplingParams(n=2, max_new_tokens=9)
     count = own.compile_in_background(12, [params])
@@ -433,7 +500,9 @@ def test_programs_that_are_compiled_in_the_background_make_the_same_completions(
     assert count == len(expected) > 8
     prompts = [[1] * n for n in (1, 5, 12, 3)]
     made = [[sample.tokens for sample in each] for each in own.generate(prompts, params)]
-    assert made == [[sample.tokens for sample in each] for each in generator.generate(prompts, params)]
+    assert made == [
+        [sample.tokens for sample in each] for each in generator.generate(prompts, params)
+    ]
     runner.stop_compiling()
     assert runner.memory.keys() <= expected and not caplog.text
     own.generate([[1, 2]], SamplingParams(max_new_tokens=4, stop_token_ids=tuple(range(5))))
@@ -447,7 +516,12 @@ def test_programs_that_are_compiled_in_the_background_make_the_same_completions(
     ("prompts", "params", "ids", "message"),
     [
         ([[1], []], {}, None, "prompt 1 is empty"),
-        ([[1], [2] * 57], {}, None, "prompt 1 has 57 tokens; with max_new_tokens 8 it is longer than max_length 64"),
+        (
+            [[1], [2] * 57],
+            {},
+            None,
+            "prompt 1 has 57 tokens; with max_new_tokens 8 it is longer than max_length 64",
+        ),
         ([[0, VOCAB]], {}, None, f"prompt 0 holds a token id outside 0..{VOCAB - 1}"),
         ([[1], [3, -1]], {}, None, "prompt 1 holds a token id outside"),
         (["abc"], {}, None, "prompt 0 is a string; pass a tokenizer"),
@@ -459,7 +533,9 @@ def test_programs_that_are_compiled_in_the_background_make_the_same_completions(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_calls_are_refused_before_anything_is_computed(generator, monkeypatch, prompts, params, ids, message):
+def test_bad_calls_are_refused_before_anything_is_computed(
+    generator, monkeypatch, prompts, params, ids, message
+):
     monkeypatch.setattr(rollout.generator.Generator, "_run", lambda *args: pytest.fail("computed"))
     with pytest.raises(ValueError, match=message):
         generator.generate(prompts, SamplingParams(**({"max_new_tokens": 8} | params)), ids=ids)
@@ -471,7 +547,9 @@ def test_a_prompt_that_just_fits_is_taken(generator):
 
 
 @pytest.mark.parametrize(
-    "options", [{"cache": "paper"}, {"prefill_chunk": 0}, {"tokens_per_dispatch": 0}, {"batch_sizes": [4, 0]}], ids=str
+    "options",
+    [{"cache": "paper"}, {"prefill_chunk": 0}, {"tokens_per_dispatch": 0}, {"batch_sizes": [4, 0]}],
+    ids=str,
 )
 def test_bad_options_are_refused(options):
     with pytest.raises(ValueError, match="GeneratorOptions"):
@@ -493,8 +571,12 @@ def test_a_request_that_cannot_run_is_refused_before_it_waits_or_takes_a_slot(mo
         "is empty": Request(()),
         "outside 0..": Request((1, 10**6)),
         "longer than max_length 16": Request((1,) * 9, SamplingParams(max_new_tokens=8)),
-        "stop strings need a tokenizer": Request((1,), SamplingParams(max_new_tokens=2, stop=("x",))),
-        "bad_words need a tokenizer": Request((1,), SamplingParams(max_new_tokens=2, bad_words=("x",))),
+        "stop strings need a tokenizer": Request(
+            (1,), SamplingParams(max_new_tokens=2, stop=("x",))
+        ),
+        "bad_words need a tokenizer": Request(
+            (1,), SamplingParams(max_new_tokens=2, bad_words=("x",))
+        ),
         "logit_bias names token 1000000, outside 0..": Request(
             (1,), SamplingParams(max_new_tokens=2, logit_bias={10**6: 1.0})
         ),
@@ -519,26 +601,36 @@ def test_a_request_that_cannot_run_is_refused_before_it_waits_or_takes_a_slot(mo
     ],
 )
 def test_values_are_those_of_the_critic(model, options):
-    """The value of a token is the value of the state before it, as the critic of PPO computes it over full texts. Tests
-    fewer slots than requests, stop strings that take tokens back and, over few pages, pauses. Another head gives other
-    values."""
+    """The value of a token is the value of the state before it, as the critic of PPO computes it
+    over full texts. Tests fewer slots than requests, stop strings that take tokens back and, over
+    few pages, pauses. Another head gives other values."""
     asked = GeneratorOptions(tokens_per_dispatch=3, record_values=True, **options)
-    generator = Generator(model, max_length=40, slots=3, seed=1, tokenizer=characters(ALPHABET), options=asked)
+    generator = Generator(
+        model, max_length=40, slots=3, seed=1, tokenizer=characters(ALPHABET), options=asked
+    )
     critic, rng = Critic(model.graph, shared=True), np.random.default_rng(0)
     values = jax.jit(lambda params, texts: critic.values(params, texts, make_step(texts))[0])
     prompts = [[int(token) for token in rng.integers(1, VOCAB, length)] for length in (1, 5, 9, 3)]
     for _ in range(2):
         head = rng.normal(size=model.config.hidden_size).astype(np.float32)
         generator.set_value_head(jnp.asarray(head))
-        result = generator.generate(prompts, SamplingParams(n=2, max_new_tokens=24, stop=("a", "b", "c", "d")))
+        result = generator.generate(
+            prompts, SamplingParams(n=2, max_new_tokens=24, stop=("a", "b", "c", "d"))
+        )
         assert {completion.finish for group in result for completion in group} == {"stop", "length"}
-        written = [(prompt, completion) for prompt, group in zip(prompts, result, strict=True) for completion in group]
+        written = [
+            (prompt, completion)
+            for prompt, group in zip(prompts, result, strict=True)
+            for completion in group
+        ]
         texts = np.zeros((len(written), 40), np.int32)
         for text, (prompt, completion) in zip(texts, written, strict=True):
             text[: len(prompt) + len(completion.tokens)] = prompt + completion.tokens
         before = values(model.params | {VALUE_HEAD: head}, texts)
         for row, (prompt, completion) in zip(before, written, strict=True):
-            np.testing.assert_allclose(completion.values, row[len(prompt) :][: len(completion.tokens)], atol=2e-5)
+            np.testing.assert_allclose(
+                completion.values, row[len(prompt) :][: len(completion.tokens)], atol=2e-5
+            )
     assert not options or generator.counts["preempted"]
 
 

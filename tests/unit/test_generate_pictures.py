@@ -33,16 +33,24 @@ def directory(tmp_path_factory) -> Path:
 
 
 def rows() -> list[dict]:
-    """Five prompts, more than a block holds: two pictures, text, the same pictures in the other order, a tag, and the
-    first one again."""
+    """Five prompts, more than a block holds: two pictures, text, the same pictures in the other
+    order, a tag, and the first one again."""
     user = {"role": "user", "content": [IMAGE, {"type": "text", "text": "and"}, IMAGE]}
     two = {"prompt": [user], "images": ["one.png", "two.png"]}
     text = {"prompt": [{"role": "user", "content": "no picture"}]}
-    return [two, text, two | {"images": ["two.png", "one.png"]}, {"prompt": "<image>what", "image": "one.png"}, two]
+    return [
+        two,
+        text,
+        two | {"images": ["two.png", "one.png"]},
+        {"prompt": "<image>what", "image": "one.png"},
+        two,
+    ]
 
 
 @pytest.mark.slow
-def test_pictures_are_shown_to_the_model_and_text_is_completed_between_them(directory, tmp_path, capsys):
+def test_pictures_are_shown_to_the_model_and_text_is_completed_between_them(
+    directory, tmp_path, capsys
+):
     (tmp_path / "one.png").write_bytes(png(10))
     (tmp_path / "two.png").write_bytes(png(200))
     file = tmp_path / "prompts.jsonl"
@@ -53,7 +61,9 @@ def test_pictures_are_shown_to_the_model_and_text_is_completed_between_them(dire
 
     tokenizer = load_tokenizer(directory)
     processors = processors_of(directory, tokenizer)
-    problems = prompts.problems(prompts.read_prompts(str(file)), ExampleEncoder(tokenizer, processors), tmp_path)
+    problems = prompts.problems(
+        prompts.read_prompts(str(file)), ExampleEncoder(tokenizer, processors), tmp_path
+    )
     model = policy.load(directory, media=True)
     tables = MediaTables.of_blocks(model.graph, processors, [problems])
     with tables.loader:
@@ -68,7 +78,9 @@ def test_pictures_are_shown_to_the_model_and_text_is_completed_between_them(dire
     ]
     for line, completion in zip(lines, completions, strict=True):
         assert line["logprobs"] == pytest.approx(completion.logprobs, abs=1e-4)
-    texts = [[part.get("text") for part in line["prompt"][0]["content"]] for line in (lines[0], lines[4])]
+    texts = [
+        [part.get("text") for part in line["prompt"][0]["content"]] for line in (lines[0], lines[4])
+    ]
     assert texts == [[None, "and", None]] * 2 and lines[2]["prompt"] == rows()[1]["prompt"]
     first = [line["logprobs"][0] for line in lines if line["tokens"]]
     assert len(set(first)) > 2
@@ -91,8 +103,8 @@ def test_a_picture_that_cannot_be_read_is_named(directory, tmp_path, capsys, row
 
 
 def directory_of_merges(kind: str, folder: Path, merge: int = 3):
-    """Writes a tiny model of transformers whose rows are squares of `merge` patches, with tokenizer and processor.
-    Returns (the model, its processor of pictures)."""
+    """Writes a tiny model of transformers whose rows are squares of `merge` patches, with tokenizer
+    and processor. Returns (the model, its processor of pictures)."""
     import torch
     import transformers
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -100,11 +112,18 @@ def directory_of_merges(kind: str, folder: Path, merge: int = 3):
     text, vision, keys = copy.deepcopy(media_oracles.MODELS[kind])
     tokens = media_tokenizers.tokenizer("qwen2_5_vl")
     ids = dict(zip(tokens.all_special_tokens, tokens.all_special_ids, strict=True))
-    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    names = {
+        "image": "image_pad",
+        "video": "video_pad",
+        "vision_start": "vision_start",
+        "vision_end": "vision_end",
+    }
     keys |= {f"{key}_token_id": ids[f"<|{name}|>"] for key, name in names.items()}
     stops = {"eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id}
     config = getattr(transformers, f"{kind}Config")(
-        text_config=text | stops | {"vocab_size": 300}, vision_config=vision | {"spatial_merge_size": merge}, **keys
+        text_config=text | stops | {"vocab_size": 300},
+        vision_config=vision | {"spatial_merge_size": merge},
+        **keys,
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float().eval()
@@ -125,21 +144,34 @@ def test_rows_of_nine_patches_are_those_of_transformers(kind, tmp_path, capsys):
     theirs, processor = directory_of_merges(kind, tmp_path / "model")
     noise = np.random.default_rng(0).integers(0, 256, (40, 70, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "noise.png")
-    row = {"prompt": [{"role": "user", "content": [IMAGE, {"type": "text", "text": "what"}]}], "images": ["noise.png"]}
+    row = {
+        "prompt": [{"role": "user", "content": [IMAGE, {"type": "text", "text": "what"}]}],
+        "images": ["noise.png"],
+    }
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps(row) + "\n")
 
     tokenizer = load_tokenizer(tmp_path / "model")
     processors = processors_of(tmp_path / "model", tokenizer)
-    (problem,) = prompts.problems(prompts.read_prompts(str(file)), ExampleEncoder(tokenizer, processors), tmp_path)
+    (problem,) = prompts.problems(
+        prompts.read_prompts(str(file)), ExampleEncoder(tokenizer, processors), tmp_path
+    )
     expected = processor([noise], return_tensors="pt", input_data_format="channels_last")
     (item,) = problem.media.references[0].items(processors.image)
     np.testing.assert_array_equal(item.values, expected["pixel_values"])
     assert item.shape == tuple(expected["image_grid_thw"][0][1:].tolist())
-    assert item.rows == problem.ids.count(theirs.config.image_token_id) == item.shape[0] * item.shape[1] // 9 > 4
+    assert (
+        item.rows
+        == problem.ids.count(theirs.config.image_token_id)
+        == item.shape[0] * item.shape[1] // 9
+        > 4
+    )
 
     def shown(ids):
-        return expected | {"input_ids": ids, "mm_token_type_ids": (ids == theirs.config.image_token_id).int()}
+        return expected | {
+            "input_ids": ids,
+            "mm_token_type_ids": (ids == theirs.config.image_token_id).int(),
+        }
 
     ids = torch.tensor([problem.ids])
     with torch.no_grad():
@@ -149,7 +181,10 @@ def test_rows_of_nine_patches_are_those_of_transformers(kind, tmp_path, capsys):
     tokens = full[0, ids.shape[1] :].tolist()
     drawn = [logp[0, ids.shape[1] - 1 + n, token].item() for n, token in enumerate(tokens)]
     given = ("--max-new-tokens", 8, "--temperature", 0, "--platform", "cpu")
-    assert cli.main(["generate", str(tmp_path / "model"), "--prompts", str(file), *map(str, given)]) == 0
+    assert (
+        cli.main(["generate", str(tmp_path / "model"), "--prompts", str(file), *map(str, given)])
+        == 0
+    )
     line = json.loads(capsys.readouterr().out)
     assert line["tokens"] == tokens and len(set(tokens)) > 1
     np.testing.assert_allclose(line["logprobs"], drawn, atol=1e-4, rtol=0)
@@ -157,6 +192,12 @@ def test_rows_of_nine_patches_are_those_of_transformers(kind, tmp_path, capsys):
     # A processor that makes other rows is named before a weight is read.
     stored = tmp_path / "model" / "preprocessor_config.json"
     stored.write_text(json.dumps(json.loads(stored.read_text()) | {"merge_size": 2}))
-    assert cli.main(["generate", str(tmp_path / "model"), "--prompts", str(file), *map(str, given)]) == 3
+    assert (
+        cli.main(["generate", str(tmp_path / "model"), "--prompts", str(file), *map(str, given)])
+        == 3
+    )
     said = capsys.readouterr().err
-    assert "prompts.jsonl:1: " in said and "vision_config has spatial_merge_size 3, the processor merge_size 2" in said
+    assert (
+        "prompts.jsonl:1: " in said
+        and "vision_config has spatial_merge_size 3, the processor merge_size 2" in said
+    )

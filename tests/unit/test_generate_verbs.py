@@ -20,7 +20,12 @@ from rollout.text.tokenizer import byte_level, load_tokenizer
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     small = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.3}
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "initializer_range": 0.3,
+    }
     config = sources.preset("qwen3-0.6b", small | heads)
     policy.save(policy.create(config, seed=1), directory)
     load_tokenizer("bytes").save_pretrained(directory)
@@ -49,9 +54,13 @@ def test_prompts_are_completed_as_the_generator_does(directory, tmp_path, capsys
     assert rl("generate", directory, *arguments) == 0
     result = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     tokenizer = load_tokenizer(directory)
-    generator = Generator(policy.load(directory), max_length=64, slots=2, seed=3, tokenizer=tokenizer)
+    generator = Generator(
+        policy.load(directory), max_length=64, slots=2, seed=3, tokenizer=tokenizer
+    )
     stops = (tokenizer.eos_token_id,)
-    made = generator.generate(["one", "and two"], SamplingParams(n=2, max_new_tokens=5, stop_token_ids=stops))
+    made = generator.generate(
+        ["one", "and two"], SamplingParams(n=2, max_new_tokens=5, stop_token_ids=stops)
+    )
     assert [(line["prompt"], line["sample"]) for line in result] == [
         ("one", 0),
         ("one", 1),
@@ -72,7 +81,16 @@ def test_penalties_and_forbidden_texts_are_arguments(directory, tmp_path, capsys
     file = tmp_path / "prompts.txt"
     file.write_text("one\n")
     setting = ("--prompts", file, "--temperature", 0, "--max-new-tokens", 12)
-    keys = ("--repetition-penalty", 1.5, "--presence-penalty", 0.5, "--frequency-penalty", 0.25, "--min-tokens", 8)
+    keys = (
+        "--repetition-penalty",
+        1.5,
+        "--presence-penalty",
+        0.5,
+        "--frequency-penalty",
+        0.25,
+        "--min-tokens",
+        8,
+    )
     texts = ("--bad-words", "e", "--bad-words", "ab", "--logit-bias", "{40: 3.0, 41: -100}")
     assert rl("generate", directory, *setting, *keys, *texts) == 0
     (line,) = map(json.loads, capsys.readouterr().out.splitlines())
@@ -108,7 +126,10 @@ def test_penalties_out_of_range_are_refused(directory, tmp_path, capsys, argumen
     assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         rl("generate", directory, "--prompts", file, "--logit-bias", "40")
-    assert "must be a mapping of token ids to numbers such as {198: -100, 40: 2.5}" in capsys.readouterr().err
+    assert (
+        "must be a mapping of token ids to numbers such as {198: -100, 40: 2.5}"
+        in capsys.readouterr().err
+    )
 
 
 def test_messages_go_through_the_template_and_a_run_is_its_export(directory, tmp_path):
@@ -118,11 +139,33 @@ def test_messages_go_through_the_template_and_a_run_is_its_export(directory, tmp
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     messages = [{"role": "user", "content": "hi"}]
     file.write_text(json.dumps({"prompt": messages}) + "\n")
-    assert rl("generate", run, "--prompts", file, "--output", out, "--max-new-tokens", 3, "--temperature", 0) == 0
+    assert (
+        rl(
+            "generate",
+            run,
+            "--prompts",
+            file,
+            "--output",
+            out,
+            "--max-new-tokens",
+            3,
+            "--temperature",
+            0,
+        )
+        == 0
+    )
     (line,) = map(json.loads, out.read_text().splitlines())
     made = Generator(policy.load(directory), tokenizer=load_tokenizer(directory)).generate(
-        [load_tokenizer(directory).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)],
-        SamplingParams(max_new_tokens=3, temperature=0, stop_token_ids=(load_tokenizer(directory).eos_token_id,)),
+        [
+            load_tokenizer(directory).apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+        ],
+        SamplingParams(
+            max_new_tokens=3,
+            temperature=0,
+            stop_token_ids=(load_tokenizer(directory).eos_token_id,),
+        ),
     )
     assert line["prompt"] == messages and line["tokens"] == made[0][0].tokens
 
@@ -144,7 +187,9 @@ def test_completions_end_where_transformers_ends_them(directory, tmp_path, capsy
     theirs, tokenizer = AutoModelForCausalLM.from_pretrained(copy), load_tokenizer(copy)
     for line in lines:
         prompt = torch.tensor([tokenizer.encode(line["prompt"])])
-        made = theirs.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :].tolist()
+        made = theirs.generate(prompt, max_new_tokens=12, do_sample=False)[
+            0, prompt.shape[1] :
+        ].tolist()
         assert line["tokens"] == made and made[-1] in even and line["finish"] == "stop"
 
 
@@ -159,7 +204,9 @@ def test_a_broken_generation_config_ends_with_4(directory, tmp_path, capsys):
 
 def test_a_chat_remembers_what_was_said_until_it_is_reset(directory, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n/reset\nhello\nhello\n"))
-    assert rl("chat", directory, "--max-new-tokens", 8, "--temperature", 0, "--max-length", 128) == 0
+    assert (
+        rl("chat", directory, "--max-new-tokens", 8, "--temperature", 0, "--max-length", 128) == 0
+    )
     first, again, later = capsys.readouterr().out.split("\n")[:3]
     assert first == again != later
 
@@ -169,8 +216,18 @@ def test_a_chat_remembers_what_was_said_until_it_is_reset(directory, capsys, mon
     [
         ("", (), 3, "no prompts"),
         ('{"text": "a"}', (), 3, "prompts.jsonl:1: not an object with `prompt`"),
-        ('{"prompt": "a"}\n{"prompt": [1]}', (), 3, "prompts.jsonl:2: `prompt`: message 0 must be a mapping"),
-        ('{"prompt": "a"}', ("--temperature", -1), 2, "temperature must be a finite number from 0 on"),
+        (
+            '{"prompt": "a"}\n{"prompt": [1]}',
+            (),
+            3,
+            "prompts.jsonl:2: `prompt`: message 0 must be a mapping",
+        ),
+        (
+            '{"prompt": "a"}',
+            ("--temperature", -1),
+            2,
+            "temperature must be a finite number from 0 on",
+        ),
         ('{"prompt": "a"}', ("--slots", 0), 2, "slots at least 1"),
         ('{"prompt": "a"}', ("--output", "no/such/folder/x"), 2, "--output no/such/folder/x"),
     ],
@@ -214,16 +271,27 @@ def test_variables_of_the_chat_template_come_from_the_command_or_the_run(directo
     run = tmp_path / "run"
     run.mkdir()
     (run / "export").symlink_to(directory)
-    sampling = {"max_new_tokens": 1, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "stop": []}
+    sampling = {
+        "max_new_tokens": 1,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "stop": [],
+    }
 
     def prompt(variables):
-        arguments = Namespace(model=str(run), dtype="float32", template_variables=variables, **sampling)
+        arguments = Namespace(
+            model=str(run), dtype="float32", template_variables=variables, **sampling
+        )
         tokenizer = sampled_model.find(arguments).tokenizer
         tokenizer.chat_template = "{{ thinking is defined and thinking }}"
         return tokenizer.decode(render_prompt(tokenizer, [{"role": "user", "content": "a"}]))
 
     assert prompt(None) == "False" and prompt("{thinking: yes}") == "yes"
-    (run / "config.yml").write_text("tokenizer: {source: bytes, chat_template: {variables: {thinking: 7}}}")
+    (run / "config.yml").write_text(
+        "tokenizer: {source: bytes, chat_template: {variables: {thinking: 7}}}"
+    )
     assert prompt(None) == "7" and prompt("{thinking: 8}") == "8"
     with pytest.raises(ConfigError, match="--template-variables: must be a mapping"):
         prompt("thinking")

@@ -1,4 +1,5 @@
-"""The generation_config.json of an export: stops of training, sampling settings, and the keys of the source."""
+"""The generation_config.json of an export: stops of training, sampling settings, and the keys of
+the source."""
 
 import json
 from types import SimpleNamespace
@@ -26,7 +27,9 @@ def keys(*stages, model="tiny-deepseek", tokenizer=None, **more):
     }
     config = RunConfig.model_validate(tree | {"stages": list(stages)} | more)
     tokenizer = tokenizer or load_tokenizer("bytes")
-    return generation.keys(SimpleNamespace(config=config, tokenizer=tokenizer, stop_ids=stop_ids(tokenizer, model)))
+    return generation.keys(
+        SimpleNamespace(config=config, tokenizer=tokenizer, stop_ids=stop_ids(tokenizer, model))
+    )
 
 
 def source(directory, **given):
@@ -74,7 +77,11 @@ def test_other_keys_of_the_source_stay(tmp_path):
     assert (sampled["temperature"], sampled["top_k"], sampled["bos_token_id"]) == (0.7, 5, 1)
     assert not {"min_p", "_from_model_config"} & sampled.keys()
     trained = keys(SFT, model=model)  # nothing was sampled: the source's own settings
-    assert (trained["temperature"], trained["top_k"], trained["min_p"]) == (0.6, 20, 0.2) and "top_p" not in trained
+    assert (trained["temperature"], trained["top_k"], trained["min_p"]) == (
+        0.6,
+        20,
+        0.2,
+    ) and "top_p" not in trained
     bare = load_tokenizer("bytes")
     bare.bos_token = None
     assert keys(SFT, model=model, tokenizer=bare)["bos_token_id"] == 5
@@ -87,7 +94,13 @@ def test_transformers_reads_it_and_stops_at_every_token(tmp_path, temperature):
     sizes = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     model = policy.create(sources.preset("qwen3-0.6b", sizes | heads))
-    made = keys(GRPO | {"sampling": SAMPLING | {"temperature": temperature, "stop_token_ids": list(range(0, 320, 2))}})
+    made = keys(
+        GRPO
+        | {
+            "sampling": SAMPLING
+            | {"temperature": temperature, "stop_token_ids": list(range(0, 320, 2))}
+        }
+    )
     policy.save(model, tmp_path, generation=made)
     read = GenerationConfig.from_pretrained(tmp_path)
     assert read.eos_token_id == list(range(0, 320, 2)) and read.do_sample == bool(temperature)
@@ -105,4 +118,6 @@ def test_without_keys_no_file_is_written(tmp_path):
     sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     policy.save(policy.create(sources.preset("qwen3-0.6b", sizes | heads)), tmp_path)
-    assert not (tmp_path / generation_config.FILE).exists() and generation_config.read(tmp_path) == {}
+    assert (
+        not (tmp_path / generation_config.FILE).exists() and generation_config.read(tmp_path) == {}
+    )

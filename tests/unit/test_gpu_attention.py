@@ -1,4 +1,5 @@
-"""Kernels for GPUs, interpreted, give what the dense form and numpy give; programs lowered for CUDA have them."""
+"""Kernels for GPUs, interpreted, give what the dense form and numpy give; programs lowered for CUDA
+have them."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,10 @@ from policy.modes import make_step
 T = 150  # not a multiple of the block size
 
 
-OTHERS = [pytest.param(3, 3, 48, marks=pytest.mark.slow), pytest.param(4, 1, 128, marks=pytest.mark.slow)]
+OTHERS = [
+    pytest.param(3, 3, 48, marks=pytest.mark.slow),
+    pytest.param(4, 1, 128, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.slow
@@ -49,17 +53,21 @@ def test_full_sequences_are_attended_as_by_the_portable_form(heads, kv_heads, di
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("pages", [3, 21])
 def test_pages_are_attended_where_they_lie(pages, softcap):
-    """Rows that end in the first page, within one and at the end of the last; a table that is not a multiple of the
-    block size."""
+    """Rows that end in the first page, within one and at the end of the last; a table that is not a
+    multiple of the block size."""
     K, G, D, P, N = 2, 3, 64, 16, 50
     rng = np.random.default_rng(0)
     q = rng.normal(size=(3, K * G, D)).astype(np.float32) * 0.3
     k, v = (rng.normal(size=(K, N, P, D)).astype(np.float32) for _ in range(2))
     table = np.stack([rng.permutation(np.arange(1, N))[:pages] for _ in range(3)]).astype(np.int32)
     lengths = np.asarray([1, pages * P - 7, pages * P], np.int32)
-    result = gpu_attention.attend_pages(q, k, v, table, jnp.asarray(lengths), softcap=softcap, interpret=True)
+    result = gpu_attention.attend_pages(
+        q, k, v, table, jnp.asarray(lengths), softcap=softcap, interpret=True
+    )
     for b, h in np.ndindex(3, K * G):
-        keys, values = (a[h // G][table[b]].reshape(-1, D)[: lengths[b]].astype(np.float64) for a in (k, v))
+        keys, values = (
+            a[h // G][table[b]].reshape(-1, D)[: lengths[b]].astype(np.float64) for a in (k, v)
+        )
         scores = keys @ q[b, h]
         scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
         weights = np.exp(scores - scores.max())
@@ -77,8 +85,8 @@ KERNEL = "__gpu$xla.gpu.triton"
 
 
 def test_programs_for_a_gpu_have_the_kernel_of_full_sequences(monkeypatch):
-    """One forwards, and for the gradient one more forwards, one of the sums it needs, and one backwards. What the
-    kernel does not serve has none."""
+    """One forwards, and for the gradient one more forwards, one of the sums it needs, and one
+    backwards. What the kernel does not serve has none."""
     monkeypatch.setattr(Layout, "platform", "gpu")
     runtime, step = (
         Runtime(layout=layout({"fsdp": 1}, devices=jax.devices()[:1])),

@@ -1,4 +1,5 @@
-"""Dynamic sampling: which groups fill a step, which are kept for the next one, and what a checkpoint makes of them."""
+"""Dynamic sampling: which groups fill a step, which are kept for the next one, and what a
+checkpoint makes of them."""
 
 import json
 from dataclasses import replace
@@ -23,20 +24,30 @@ class Runner:
 
 
 def source(batches, problems=100):
-    """A `sample` that gives these batches of groups' rewards [P][G], the second function always differing, and what it
-    gave.
+    """A `sample` that gives these batches of groups' rewards [P][G], the second function always
+    differing, and what it gave.
     """
     given, rows = iter(batches), iter(range(problems))
 
     def sample():
         right = np.asarray(next(given), float)
-        rewards = np.stack([right, np.broadcast_to(np.arange(right.shape[1]), right.shape)], axis=-1)
+        rewards = np.stack(
+            [right, np.broadcast_to(np.arange(right.shape[1]), right.shape)], axis=-1
+        )
         taken = [next(rows) for _ in right]
         completions = [
-            [Completion([row, i], [-0.5, -0.25], "stop", f"{row}.{i}") for i in range(right.shape[1])] for row in taken
+            [
+                Completion([row, i], [-0.5, -0.25], "stop", f"{row}.{i}")
+                for i in range(right.shape[1])
+            ]
+            for row in taken
         ]
         scores = Scores(
-            rewards.reshape(-1, 2), right.reshape(-1), Runner.names, [], {"rewards/right/mean": float(right.mean())}
+            rewards.reshape(-1, 2),
+            right.reshape(-1),
+            Runner.names,
+            [],
+            {"rewards/right/mean": float(right.mean())},
         )
         counts = {"useful": 1, "rows": 2}
         return Rollouts(
@@ -80,7 +91,9 @@ def test_groups_without_a_difference_make_room_for_others():
 
 
 def test_where_too_few_differ_others_fill_the_step():
-    result, left, metrics = dynamic(most=2).fill(2, [], source([[[1, 1], [0, 0]], [[0, 0], [0, 1]]]))
+    result, left, metrics = dynamic(most=2).fill(
+        2, [], source([[[1, 1], [0, 0]], [[0, 0], [0, 1]]])
+    )
     assert (result.prompt_ids, left) == ([13, 10], [])
     assert metrics["dynamic/without_difference"] == 1
 
@@ -102,7 +115,11 @@ def test_a_group_survives_a_checkpoint():
     _, (group,), _ = dynamic().fill(1, [], source([[[0, 0, 1], [np.nan, 0.7, 1 / 3]]]))
     again = ScoredGroup.from_json(json.loads(json.dumps(group.to_json())))
     assert again.completions == group.completions
-    assert (again.row, again.prompt_id, again.version) == (group.row, group.prompt_id, group.version)
+    assert (again.row, again.prompt_id, again.version) == (
+        group.row,
+        group.prompt_id,
+        group.version,
+    )
     np.testing.assert_array_equal(again.rewards, group.rewards)
     np.testing.assert_array_equal(again.total, group.total)
 
@@ -115,8 +132,10 @@ def test_a_resumed_stage_goes_on_counting_steps_without_a_score():
     assert Progress.from_json(earlier).unscored_steps == 0
     stage = online.Stage.__new__(online.Stage)
     stage.name, stage.context = "grpo", SimpleNamespace(progress=progress)
-    stage.options = SimpleNamespace(rewards=SimpleNamespace(unscored_steps=4), steps=9)
-    unscored, scored = (Scores(np.full((2, 1), each), np.full(2, each), ("f",), [], {}) for each in (np.nan, 1.0))
+    stage.options = SimpleNamespace(rewards=SimpleNamespace(unscored_steps=4), total_steps=9)
+    unscored, scored = (
+        Scores(np.full((2, 1), each), np.full(2, each), ("f",), [], {}) for each in (np.nan, 1.0)
+    )
     online._check_scored(stage, unscored)
     with pytest.raises(RewardStop, match="grpo: no completion of the last 4 steps has a score"):
         online._check_scored(stage, unscored)
@@ -129,35 +148,59 @@ def test_a_resumed_stage_goes_on_counting_steps_without_a_score():
 
 def test_faults_and_logs_go_with_their_completions():
     sampled, rows = source([[[1, 1, 1], [0, 1, np.nan], [np.nan, 1, 0]]])()
-    faults = [Fault("right", sample, kind, "", "", "") for sample, kind in ((2, "died"), (5, "timeout"), (6, "raised"))]
-    scores = replace(sampled.scores.result(), faults=faults, logs={3: {"right": "three"}, 8: {"right": "eight"}})
+    faults = [
+        Fault("right", sample, kind, "", "", "")
+        for sample, kind in ((2, "died"), (5, "timeout"), (6, "raised"))
+    ]
+    scores = replace(
+        sampled.scores.result(), faults=faults, logs={3: {"right": "three"}, 8: {"right": "eight"}}
+    )
     sampled = replace(sampled, scores=ReadyScores(scores))
     result, left, _ = dynamic().fill(1, [], lambda: (sampled, rows))
     (fault,) = result.scores.result().faults
-    assert (fault.sample, fault.kind) == (2, "timeout") and result.scores.result().logs == {0: {"right": "three"}}
+    assert (fault.sample, fault.kind) == (2, "timeout") and result.scores.result().logs == {
+        0: {"right": "three"}
+    }
     left = [ScoredGroup.from_json(json.loads(json.dumps(group.to_json()))) for group in left]
     result, _, _ = dynamic().fill(2, left, source([[[0, 1, 0]]]))
     (fault,) = result.scores.result().faults
-    assert (fault.sample, fault.kind) == (0, "raised") and result.scores.result().logs == {2: {"right": "eight"}}
-    plain = {name: value for name, value in left[0].to_json().items() if name not in ("faults", "logs")}
-    assert ScoredGroup.from_json(plain).faults == [] and ScoredGroup.from_json(plain).logs == {}  # of an older version
+    assert (fault.sample, fault.kind) == (0, "raised") and result.scores.result().logs == {
+        2: {"right": "eight"}
+    }
+    plain = {
+        name: value for name, value in left[0].to_json().items() if name not in ("faults", "logs")
+    }
+    assert (
+        ScoredGroup.from_json(plain).faults == [] and ScoredGroup.from_json(plain).logs == {}
+    )  # of an older version
 
 
 @pytest.mark.parametrize("kept", [None, ["prompts", "version", "drawn"], ["seen"]])
 def test_progress_that_another_version_wrote_is_a_clear_error(kept):
     plain = Progress(adaptive_coefs={"kl/coef": 0.1}).to_json()
-    assert Progress.from_json(json.loads(json.dumps(plain))) == Progress(adaptive_coefs={"kl/coef": 0.1})
-    with pytest.raises(ModelError, match="written by another version of Duet: .* new one in another run.dir") as raised:
+    assert Progress.from_json(json.loads(json.dumps(plain))) == Progress(
+        adaptive_coefs={"kl/coef": 0.1}
+    )
+    with pytest.raises(
+        ModelError, match="written by another version of Duet: .* new one in another run.dir"
+    ) as raised:
         Progress.from_json(None if kept is None else {name: plain.get(name, 0) for name in kept})
     assert raised.value.exit_code == 4
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=40, max_size=40), st.integers(1, 4))
+@given(
+    st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=40, max_size=40),
+    st.integers(1, 4),
+)
 def test_every_group_that_differs_is_used_once_and_in_order(differences, requested):
     """Over several steps, with batches of three groups, some of which differ."""
-    sample = source([[[0, int(differs)] for differs in batch] for batch in differences], problems=200)
-    expected = [10 + row for row, differs in enumerate(d for batch in differences for d in batch) if differs]
+    sample = source(
+        [[[0, int(differs)] for differs in batch] for batch in differences], problems=200
+    )
+    expected = [
+        10 + row for row, differs in enumerate(d for batch in differences for d in batch) if differs
+    ]
     used, left = [], []
     for _ in range(3):
         result, left, metrics = dynamic(most=10).fill(requested, left, sample)

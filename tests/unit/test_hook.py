@@ -1,5 +1,6 @@
-"""The engine hook (policy/hook.py): rows of several requests over pages that somebody else owns give the numbers of the
-full forward pass. N rows, T tokens of a request, M pages of a request, P tokens of a page, E hidden."""
+"""The engine hook (policy/hook.py): rows of several requests over pages that somebody else owns
+give the numbers of the full forward pass. N rows, T tokens of a request, M pages of a request, P
+tokens of a page, E hidden."""
 
 import dataclasses
 import functools
@@ -39,8 +40,8 @@ RECURRENT = (
 )
 SERVED = [name for name in MODELS if not name.startswith(RECURRENT)]
 REPRESENTATIVE = ("Llama", "Gemma3", "DeepseekV3")
-# Which tokens of three requests a call feeds, as spans. In the second call two requests are in the middle of their
-# prompts, and the third one decodes.
+# Which tokens of three requests a call feeds, as spans. In the second call two requests are in the
+# middle of their prompts, and the third one decodes.
 CALLS = [((0, 5), (0, 3), (0, 8)), ((5, 9), (3, 7), (8, 9)), ((9, 14), (7, 11), (9, 10))]
 LENGTHS = [spans[-1][1] for spans in zip(*CALLS, strict=True)]
 every = pytest.mark.parametrize("name", by_kind(SERVED, always=REPRESENTATIVE))
@@ -55,7 +56,8 @@ TEXT = tokens(3, T, seed=1)
 
 
 def rows_of(spans, table, rng):
-    """N rows in random order: these tokens of each request, and idle rows of other requests' tokens."""
+    """N rows in random order: these tokens of each request, and idle rows of other requests'
+    tokens."""
     fed = [(r, p) for r, (start, end) in enumerate(spans) for p in range(start, end)]
     fed = [fed[i] for i in rng.permutation(len(fed))]
     idle = [(-1, int(p)) for p in rng.integers(0, T, N - len(fed))]
@@ -84,8 +86,9 @@ def used_pages(name):
 
 
 def serve(name, seed=0):
-    """(what `program` gives for each token of the three requests: hidden [3, T, E], logits [3, T, V] and recorded by
-    layer, 0 past the end of a request; the caches). `seed` of the pages and of the order of rows."""
+    """(what `program` gives for each token of the three requests: hidden [3, T, E], logits [3, T,
+    V] and recorded by layer, 0 past the end of a request; the caches). `seed` of the pages and of
+    the order of rows."""
     rng, run = np.random.default_rng(seed), program(name)
     table = (1 + rng.permutation(NUMBER - 1))[: 3 * M].reshape(3, M).astype(np.int32)
     table[:, -(-T // P) :] = 0
@@ -116,7 +119,9 @@ def bound(name):
 
 def assert_close(result, full, atol):
     for row, length in enumerate(LENGTHS):
-        np.testing.assert_allclose(result[row, :length], np.asarray(full)[row, :length], atol=atol, rtol=0)
+        np.testing.assert_allclose(
+            result[row, :length], np.asarray(full)[row, :length], atol=atol, rtol=0
+        )
 
 
 @every
@@ -133,9 +138,13 @@ def test_hidden_states_are_those_before_the_final_norm(name):
         assert last.ndim == 4 and hidden.ndim == 3
     else:
         assert_close(hidden, last, bound(name))
-        np.testing.assert_array_equal(hidden, recorded["hidden"][len(model_of(name).config.layers) - 1])
+        np.testing.assert_array_equal(
+            hidden, recorded["hidden"][len(model_of(name).config.layers) - 1]
+        )
     normed, _ = stepwise.forward(model_of(name), TEXT)
-    difference = max(np.abs(hidden[row, :n] - normed[row, :n]).max() for row, n in enumerate(LENGTHS))
+    difference = max(
+        np.abs(hidden[row, :n] - normed[row, :n]).max() for row, n in enumerate(LENGTHS)
+    )
     assert difference > 0.1
 
 
@@ -152,7 +161,10 @@ def test_recorded_outputs_go_by_the_number_of_the_layer(name):
     for path, routes in aux.by_layer("routes").items():
         for r, n in enumerate(model.config.numbers(path)):
             chosen, full = np.sort(recorded["routes"][n]), np.sort(np.asarray(routes)[r])
-            same = [np.mean(chosen[row, :length] == full[row, :length]) for row, length in enumerate(LENGTHS)]
+            same = [
+                np.mean(chosen[row, :length] == full[row, :length])
+                for row, length in enumerate(LENGTHS)
+            ]
             assert min(same) > 0.9, "rounding swaps few experts with equal scores"
 
 
@@ -167,7 +179,9 @@ def test_caches_are_one_entry_per_layer_and_written_in_place(name):
     state, model = used_pages(name), model_of(name)
     assert len(state) == len(model.config.layers)
     for spec, layer in zip(model.config.layers, state, strict=True):
-        assert layer.keys() == entries(spec, model.config).keys() and all(isinstance(a, Pool) for a in layer.values())
+        assert layer.keys() == entries(spec, model.config).keys() and all(
+            isinstance(a, Pool) for a in layer.values()
+        )
         for entry, pool in layer.items():
             rate = entries(spec, model.config)[entry].rate or 1
             assert pool.array.shape[1:4] == (1, NUMBER, -(-P // rate))
@@ -175,7 +189,9 @@ def test_caches_are_one_entry_per_layer_and_written_in_place(name):
     assert program(name).memory_analysis().alias_size_in_bytes == sum(a.nbytes for a in arrays)
     before = [np.array(a) for a in arrays]
     table = jnp.zeros((3, M), jnp.int32)
-    _, _, state, _ = program(name)(model, rows_of([(0, 0)] * 3, table, np.random.default_rng(0)), state)
+    _, _, state, _ = program(name)(
+        model, rows_of([(0, 0)] * 3, table, np.random.default_rng(0)), state
+    )
     assert all(a.is_deleted() for a in arrays)
     for old, new in zip(before, jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(old, new, err_msg="all rows were idle")
@@ -195,7 +211,9 @@ def test_requests_share_the_pages_of_a_prefix():
         request, positions = np.pad(at, ((0, N - len(at)), (0, 0)), constant_values=-1).T
         fed = text[request, positions]
         _, logits, state, _ = run(
-            model, hook.Rows(*(jnp.asarray(a, jnp.int32) for a in (fed, positions, request, table))), state
+            model,
+            hook.Rows(*(jnp.asarray(a, jnp.int32) for a in (fed, positions, request, table))),
+            state,
         )
     full = np.asarray(model.logits(text))
     np.testing.assert_allclose(logits[: len(at)], full[at[:, 0], at[:, 1]], atol=2e-5)
@@ -214,7 +232,10 @@ def test_shapes_and_types_of_caches_need_no_memory():
     model = model_of("DeepseekV3")
     create = functools.partial(hook.create_caches, pages=10**9, page_size=16, quantization="int8")
     first = jax.eval_shape(create, model)[0]
-    assert first["latent"].array.shape == (1, 1, 10**9, 16, 20) and first["latent"].array.dtype == jnp.int8
+    assert (
+        first["latent"].array.shape == (1, 1, 10**9, 16, 20)
+        and first["latent"].array.dtype == jnp.int8
+    )
     assert first["latent.scale"].array.dtype == jnp.float32
 
 
@@ -246,10 +267,19 @@ def context_mesh():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: abstract(short("Qwen3Next")), "does not go with a recurrent mixer: its state passes"),
+        (
+            lambda: abstract(short("Qwen3Next")),
+            "does not go with a recurrent mixer: its state passes",
+        ),
         (lambda: abstract(short("Llama", **ENGRAM)), "does not go with n-gram tables: its n-grams"),
-        (lambda: abstract(short("Mixtral"), Runtime(capacity_factor=1.0)), "does not go with stages.N.router.capacity"),
-        (lambda: abstract(short("Llama"), mesh=context_mesh()), r"does not go with mesh.context=2: .*with context=1"),
+        (
+            lambda: abstract(short("Mixtral"), Runtime(capacity_factor=1.0)),
+            "does not go with stages.N.router.capacity",
+        ),
+        (
+            lambda: abstract(short("Llama"), mesh=context_mesh()),
+            r"does not go with mesh.context=2: .*with context=1",
+        ),
     ],
 )
 def test_what_the_hook_does_not_serve_is_refused_by_name(model, message):
@@ -263,7 +293,10 @@ def test_what_the_hook_does_not_serve_is_refused_by_name(model, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens": (N, 1)}, r"tokens, positions and request of one shape \[N\].*'tokens': \(16, 1\)"),
+        (
+            {"tokens": (N, 1)},
+            r"tokens, positions and request of one shape \[N\].*'tokens': \(16, 1\)",
+        ),
         ({"positions": (N - 1,)}, r"'positions': \(15,\)"),
         ({"pages": (M,)}, r"'pages': \(5,\)"),
         ({"caches": 1}, "caches has 1 layers, and the decoder has 2"),
@@ -272,7 +305,9 @@ def test_what_the_hook_does_not_serve_is_refused_by_name(model, message):
 )
 def test_arguments_that_do_not_fit_are_refused(changes, message):
     shapes = {"tokens": (N,), "positions": (N,), "request": (N,), "pages": (3, M)}
-    rows = hook.Rows(**{name: jnp.zeros(changes.get(name, shape), jnp.int32) for name, shape in shapes.items()})
+    rows = hook.Rows(
+        **{name: jnp.zeros(changes.get(name, shape), jnp.int32) for name, shape in shapes.items()}
+    )
     state = hook.create_caches(model_of("Llama"), NUMBER, P)[: changes.get("caches", 2)]
     run = functools.partial(hook.forward, record=changes.get("record", ()))
     with pytest.raises(ValueError, match=message):
@@ -282,4 +317,6 @@ def test_arguments_that_do_not_fit_are_refused(changes, message):
 def test_no_other_family_is_left_out_here():
     for name, stored in MODELS.items():
         config = families.read(stored)
-        assert (name in SERVED) == all(caches.supports_truncation(spec, config) for spec in config.layers), name
+        assert (name in SERVED) == all(
+            caches.supports_truncation(spec, config) for spec in config.layers
+        ), name

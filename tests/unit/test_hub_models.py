@@ -1,4 +1,5 @@
-"""Models of the Hugging Face hub, in a cache folder with its layout: names, files, revisions, and what offline says."""
+"""Models of the Hugging Face hub, in a cache folder with its layout: names, files, revisions, and
+what offline says."""
 
 import json
 import os
@@ -66,7 +67,9 @@ def forget() -> None:
     models._failures.clear()
 
 
-def add(cache: Path, commit: str = NEW, ref: str = "main", seed: int = 1, weights: bool = True) -> Path:
+def add(
+    cache: Path, commit: str = NEW, ref: str = "main", seed: int = 1, weights: bool = True
+) -> Path:
     """Adds a commit of org/name to the cache, and returns its snapshot."""
     repository = cache / "models--org--name"
     snapshot = repository / "snapshots" / commit
@@ -80,14 +83,27 @@ def add(cache: Path, commit: str = NEW, ref: str = "main", seed: int = 1, weight
     return snapshot
 
 
-@pytest.mark.parametrize("name", ["org/name", "hf://org/name", "hf://org/name@v1.0", f"org/name@{OLD}", "hf://gpt3"])
+@pytest.mark.parametrize(
+    "name", ["org/name", "hf://org/name", "hf://org/name@v1.0", f"org/name@{OLD}", "hf://gpt3"]
+)
 def test_names_of_the_hub(name, cache):
     assert hub_name(name) is not None
 
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3-0.6b", "qwen3-0.6", "a/b/c", "/a/b", "../a", "org/..", "hf://", "hf://a/b/c", "gs://a/b", "a/b@../x"],
+    [
+        "qwen3-0.6b",
+        "qwen3-0.6",
+        "a/b/c",
+        "/a/b",
+        "../a",
+        "org/..",
+        "hf://",
+        "hf://a/b/c",
+        "gs://a/b",
+        "a/b@../x",
+    ],
 )
 def test_other_names(name, cache):
     assert hub_name(name) is None and models.directory(name) is None
@@ -96,7 +112,10 @@ def test_other_names(name, cache):
 def test_a_preset_and_a_directory_come_first(cache):
     add(cache)
     Path("org").mkdir()
-    assert hub_name("org/name") is None and hub_name("hf://org/name") == ("org/name", None)  # a misspelt path
+    assert hub_name("org/name") is None and hub_name("hf://org/name") == (
+        "org/name",
+        None,
+    )  # a misspelt path
     Path("org/name").mkdir()
     assert models.directory("org/name") == Path("org/name")
     assert models.directory("qwen3-0.6b") is None
@@ -105,9 +124,16 @@ def test_a_preset_and_a_directory_come_first(cache):
 @pytest.mark.slow
 def test_a_run_reads_model_tokenizer_and_stops_from_the_cache(cache):
     old, new = add(cache, OLD, "v1", seed=5), add(cache)
-    for name, snapshot in (("org/name", new), ("hf://org/name@v1", old), (f"hf://org/name@{OLD}", old)):
+    for name, snapshot in (
+        ("org/name", new),
+        ("hf://org/name@v1", old),
+        (f"hf://org/name@{OLD}", old),
+    ):
         config = load(["run.yml"], [f"model={name}"])
-        assert config.model.source == f"hf://org/name@{snapshot.name}" and models.directory(name) == snapshot
+        assert (
+            config.model.source == f"hf://org/name@{snapshot.name}"
+            and models.directory(name) == snapshot
+        )
         prepared = prepare(config)
         assert prepared.stop_ids == (2, 7) and prepared.tokenizer.name_or_path == str(snapshot)
         model = build.model(config, prepared, with_weights=True)
@@ -129,10 +155,23 @@ def test_overrides_and_a_missing_tokenizer_are_refused_as_for_a_directory(cache)
 def test_offline_and_not_in_the_cache_is_exit_code_4(cache):
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)}
     command = [sys.executable, "-m", "rl.commands.cli", "run.yml"]
-    for name, advice in (("Org/Name", "hf download Org/Name`"), ("hf://Org/Name@v1", "Org/Name --revision v1`")):
-        ended = subprocess.run([*command, f"model={name}"], env=environment, capture_output=True, text=True)
+    for name, advice in (
+        ("Org/Name", "hf download Org/Name`"),
+        ("hf://Org/Name@v1", "Org/Name --revision v1`"),
+    ):
+        ended = subprocess.run(
+            [*command, f"model={name}"], env=environment, capture_output=True, text=True
+        )
         assert ended.returncode == 4, ended.stderr
-        for word in ("error in the model", name, "offline", "HF_HUB_OFFLINE", str(cache), advice, "local directory"):
+        for word in (
+            "error in the model",
+            name,
+            "offline",
+            "HF_HUB_OFFLINE",
+            str(cache),
+            advice,
+            "local directory",
+        ):
             assert word in ended.stderr
         assert "Traceback" not in ended.stderr
     assert [path.name for path in Path().iterdir()] == ["run.yml"]
@@ -167,8 +206,19 @@ def test_only_safetensors_and_configurations_are_downloaded_and_weights_at_last(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     listing = [
-        *("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "README.md", "modeling.py"),
-        *("model-00001-of-00002.safetensors", "model.safetensors.index.json", "consolidated.safetensors"),
+        *(
+            "config.json",
+            "generation_config.json",
+            "tokenizer.json",
+            "chat_template.jinja",
+            "README.md",
+            "modeling.py",
+        ),
+        *(
+            "model-00001-of-00002.safetensors",
+            "model.safetensors.index.json",
+            "consolidated.safetensors",
+        ),
         *(
             "pytorch_model.bin",
             "pytorch_model.bin.index.json",
@@ -178,12 +228,32 @@ def test_only_safetensors_and_configurations_are_downloaded_and_weights_at_last(
             "y.pt",
         ),
     ]
-    assert models.directory("hf://org/name@v1") == models.directory("hf://org/name@v1", weights=True) == snapshot
+    assert (
+        models.directory("hf://org/name@v1")
+        == models.directory("hf://org/name@v1", weights=True)
+        == snapshot
+    )
     (name, revision, *first), (_, commit, *second) = calls
-    assert (name, revision, commit) == ("org/name", "v1", NEW)  # weights of the commit that the configuration is of
-    taken = [list(filter_repo_objects(listing, allow_patterns=a, ignore_patterns=i)) for a, i in (first, second)]
-    assert taken[0] == ["config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"]
-    assert taken[1] == [*taken[0], "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    assert (name, revision, commit) == (
+        "org/name",
+        "v1",
+        NEW,
+    )  # weights of the commit that the configuration is of
+    taken = [
+        list(filter_repo_objects(listing, allow_patterns=a, ignore_patterns=i))
+        for a, i in (first, second)
+    ]
+    assert taken[0] == [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+    ]
+    assert taken[1] == [
+        *taken[0],
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
 
 
 def test_weights_in_the_cache_are_compared_with_their_configuration(cache, capsys):
@@ -192,7 +262,10 @@ def test_weights_in_the_cache_are_compared_with_their_configuration(cache, capsy
     keys = json.loads((snapshot / "config.json").read_text())
     (snapshot / "config.json").write_text(json.dumps(keys | {"intermediate_size": 24}))
     assert train_main(check) == 4
-    assert "model hf://org/name@" in (said := capsys.readouterr().err) and "[16, 16], expected [16, 24]" in said
+    assert (
+        "model hf://org/name@" in (said := capsys.readouterr().err)
+        and "[16, 16], expected [16, 24]" in said
+    )
     (snapshot / "model.safetensors").unlink()
     assert train_main(check) == 0
 
@@ -208,23 +281,38 @@ def test_an_error_of_the_hub_is_named_and_asked_for_once(cache, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for _ in range(2):
         with pytest.raises(
-            ModelError, match=r"org/name: .* OSError: no connection.*hf auth login.*hf download org/name"
+            ModelError,
+            match=r"org/name: .* OSError: no connection.*hf auth login.*hf download org/name",
         ):
             models.directory("org/name")
     assert asked == [("org/name", 10.0)]
     snapshot = add(cache)
     forget()
-    assert models.directory("org/name") == snapshot and len(asked) == 2  # the hub does not answer, the cache has it
-    assert models.directory(f"org/name@{NEW}", weights=True) == snapshot and len(asked) == 2  # a commit cannot change
+    assert (
+        models.directory("org/name") == snapshot and len(asked) == 2
+    )  # the hub does not answer, the cache has it
+    assert (
+        models.directory(f"org/name@{NEW}", weights=True) == snapshot and len(asked) == 2
+    )  # a commit cannot change
 
 
 @pytest.mark.slow
 def test_without_a_network_it_is_exit_code_4_or_the_cache(cache):
-    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(cache), "HF_ENDPOINT": "http://127.0.0.1:1"}
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_CACHE": str(cache),
+        "HF_ENDPOINT": "http://127.0.0.1:1",
+    }
     command = [sys.executable, "-m", "rl.commands.cli", "--check", "run.yml", "model=org/name"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 4 and "Retrying" not in ended.stderr, ended.stderr
-    for word in ("error in the model: model org/name", "Connect", str(cache), "hf download", "local directory"):
+    for word in (
+        "error in the model: model org/name",
+        "Connect",
+        str(cache),
+        "hf download",
+        "local directory",
+    ):
         assert word in ended.stderr
     add(cache)
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -242,7 +330,10 @@ def test_a_run_is_continued_with_its_commit_after_the_branch_has_moved(cache):
     assert "org/name" not in Path("run.yml").read_text()
     (Path("run") / "events.jsonl").write_text('{"stage": "sft", "step": 1, "metrics": {}}\n')
     moved = load(["run.yml"], ["model=org/name", "run.dir=run"])
-    with pytest.raises(ConfigError, match=f"@{OLD} there, .*@{NEW} here.*rl-train run"), RunFolder(moved):
+    with (
+        pytest.raises(ConfigError, match=f"@{OLD} there, .*@{NEW} here.*rl-train run"),
+        RunFolder(moved),
+    ):
         pass
 
 
@@ -263,7 +354,9 @@ def test_a_reward_model_of_the_hub(cache, capsys):
     shutil.rmtree(snapshot)
     graph = Graph(trunk, Runtime(), mesh)
     head = np.linspace(-1, 1, SIZES["hidden_size"], dtype=np.float32)
-    classification.write(snapshot, graph, {path: params[path] for path in graph.paths}, head, pad_id=0)
+    classification.write(
+        snapshot, graph, {path: params[path] for path in graph.paths}, head, pad_id=0
+    )
     preset = f"model={{source: qwen3-0.6b, overrides: {json.dumps(SIZES | HEADS)}}}"
     rewards = "rewards={{functions: [{{name: reward_model, options: {{source: {}}}}}]}}"
     config = load(["run.yml"], [preset, "tokenizer=bytes", rewards.format("org/name@main")])
@@ -272,7 +365,10 @@ def test_a_reward_model_of_the_hub(cache, capsys):
     scorers = load_scorers(config, [function.options["source"]], mesh)
     expected = RewardModelScorer.read(snapshot, Runtime(), mesh, 64)([[5, 9, 3]])
     assert scorers[f"hf://org/name@{NEW}"]([[5, 9, 3]]) == expected != [0.0]
-    assert train_main(["--check", "run.yml", preset, "tokenizer=bytes", rewards.format("org/other")]) == 4
+    assert (
+        train_main(["--check", "run.yml", preset, "tokenizer=bytes", rewards.format("org/other")])
+        == 4
+    )
     assert "reward model org/other" in capsys.readouterr().err
 
 
@@ -280,7 +376,16 @@ def test_a_reward_model_of_the_hub(cache, capsys):
 def test_a_model_of_the_hub_completes_prompts(cache, capsys):
     snapshot, texts = add(cache), []
     Path("prompts.txt").write_text("one")
-    how = ["--prompts", "prompts.txt", "--max-new-tokens", "3", "--temperature", "0", "--platform", "cpu"]
+    how = [
+        "--prompts",
+        "prompts.txt",
+        "--max-new-tokens",
+        "3",
+        "--temperature",
+        "0",
+        "--platform",
+        "cpu",
+    ]
     for name in (str(snapshot), "org/name"):
         assert cli.main(["generate", name, *how]) == 0
         texts.append(capsys.readouterr().out)
@@ -291,7 +396,10 @@ def test_a_model_of_the_hub_completes_prompts(cache, capsys):
 
 def test_a_dataset_of_the_hub_with_a_revision(cache, monkeypatch):
     asked = []
-    monkeypatch.setattr("datasets.load_dataset", lambda *names, **how: asked.append((*names, how)) or [{"prompt": "a"}])
+    monkeypatch.setattr(
+        "datasets.load_dataset",
+        lambda *names, **how: asked.append((*names, how)) or [{"prompt": "a"}],
+    )
     for name, revision in (("org/rows", None), ("rows", None), ("hf://org/rows@v2", "v2")):
         assert next(read_rows(DataOptions(path=name), False))[1] == {"prompt": "a"}
         assert asked.pop() == (

@@ -12,8 +12,11 @@ sys.path.insert(0, str(ROOT / ".ci"))
 
 import rooms  # noqa: E402
 
-FOLDERS = sorted({file.parent for package in rooms.ORDER for file in (ROOT / package).rglob("*.py")})
-# A package -> the others of ours that it may import. policy and rewards are leaves and never see each other.
+FOLDERS = sorted(
+    {file.parent for package in rooms.ORDER for file in (ROOT / package).rglob("*.py")}
+)
+# A package -> the others of ours that it may import. policy and rewards are leaves and never see
+# each other.
 ALLOWED = {
     "policy": set(),
     "rewards": set(),
@@ -25,15 +28,18 @@ OURS = {*ALLOWED, "tests", "benchmarks", "configs"}
 
 
 def imported(source: str) -> set[str]:
-    """First names of all absolute imports, wherever in the source they are, those under TYPE_CHECKING and
-    importlib.import_module("...") of a literal included."""
+    """First names of all absolute imports, wherever in the source they are, those under
+    TYPE_CHECKING and importlib.import_module("...") of a literal included."""
     result = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             result |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             result.add(node.module.split(".")[0])
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
+            "import_module",
+            "__import__",
+        ):
             text = node.args[0] if node.args else None
             if isinstance(text, ast.JoinedStr):
                 text = text.values[0]
@@ -53,7 +59,11 @@ def wrong_arrows(package: str, source: str) -> set[str]:
 def test_imports_follow_the_arrows(package):
     files = sorted((ROOT / package).rglob("*.py"))
     assert files, f"no source in {package}/"
-    wrong = {str(f.relative_to(ROOT)): result for f in files if (result := wrong_arrows(package, f.read_text()))}
+    wrong = {
+        str(f.relative_to(ROOT)): result
+        for f in files
+        if (result := wrong_arrows(package, f.read_text()))
+    }
     assert not wrong
 
 
@@ -66,7 +76,8 @@ def test_imports_follow_the_arrows(package):
         ("rewards", "import jax.numpy as jnp", {"jax"}),
         (
             "rewards",
-            "from importlib import import_module\nimport_module('policy.huggingface.model_directory')",
+            "from importlib import "
+            "import_module\nimport_module('policy.huggingface.model_directory')",
             {"policy"},
         ),
         ("rollout", "from rewards import reward\nimport policy\nimport rl.run.loop", {"rl"}),
@@ -94,7 +105,9 @@ def test_the_diagrams_of_the_architecture_are_drawn_from_the_imports():
 
 
 @pytest.mark.parametrize(
-    "folder", [folder for folder in FOLDERS if folder.name not in ("families", "algorithms")], ids=str
+    "folder",
+    [folder for folder in FOLDERS if folder.name not in ("families", "algorithms")],
+    ids=str,
 )
 def test_a_folder_has_at_most_14_modules(folder):
     assert len([file for file in folder.glob("*.py") if file.name != "__init__.py"]) <= 14
@@ -110,7 +123,18 @@ def test_no_module_is_named_for_nothing(name):
     assert not [path for package in ALLOWED for path in (ROOT / package).rglob(f"{name}*")]
 
 
-HEAVY = ("jax", "jaxlib", "flax", "torch", "transformers", "datasets", "tokamax", "wandb", "orbax", "optax")
+HEAVY = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "torch",
+    "transformers",
+    "datasets",
+    "tokamax",
+    "wandb",
+    "orbax",
+    "optax",
+)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +149,9 @@ HEAVY = ("jax", "jaxlib", "flax", "torch", "transformers", "datasets", "tokamax"
 )
 def test_light_modules_import_no_heavy_library(modules):
     code = f"import {modules}; import sys; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == []
 
@@ -139,5 +165,7 @@ hf = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_si
 assert families.read(hf).layers[0].mixer.head_dim == 4
 assert "jax" not in sys.modules and "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,5 @@
-"""Stages with an indexer: what moves, what the loss is, and that it does not depend on how rows or arrays are cut."""
+"""Stages with an indexer: what moves, what the loss is, and that it does not depend on how rows or
+arrays are cut."""
 
 import json
 import os
@@ -60,10 +61,16 @@ def divergence(model, data, indexer):
 
 @pytest.mark.slow
 def test_without_training_the_indexer_stays_bit_by_bit():
-    before, after, metrics, moments = updated(stage(optimizer=DECAY, router=ROUTER), batch(), updates=2)
+    before, after, metrics, moments = updated(
+        stage(optimizer=DECAY, router=ROUTER), batch(), updates=2
+    )
     indexer = {path for path in learners.indexed().params if ".indexer." in path}
     assert len(indexer) == 5 and moved(before, after) == learners.indexed().params.keys() - indexer
-    assert not indexer & moments and not any(name.startswith("indexer/") for name in metrics) and metrics["nll"] > 0
+    assert (
+        not indexer & moments
+        and not any(name.startswith("indexer/") for name in metrics)
+        and metrics["nll"] > 0
+    )
 
 
 def test_the_dense_warm_up_moves_indexers_only_and_computes_no_head(monkeypatch):
@@ -109,12 +116,20 @@ def test_layers_that_share_an_index_see_its_choice_and_during_a_warm_up_all_keys
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
 def test_sparse_training_adds_the_divergence_however_the_rows_are_cut(algorithm):
     data = batch(rows=7).without(np.arange(7) == 2)
-    how = {"router": ROUTER, "optimizer": {"clip_norm": None}, "indexer": {"training": "sparse", "coef": 2.0}}
+    how = {
+        "router": ROUTER,
+        "optimizer": {"clip_norm": None},
+        "indexer": {"training": "sparse", "coef": 2.0},
+    }
     before, after, metrics, _ = updated(stage(algorithm, **how), data)
     assert moved(before, after) == learners.indexed().params.keys()
-    assert metrics["indexer/kl"] == pytest.approx(divergence(learners.indexed(), data, "sparse"), rel=1e-5)
+    assert metrics["indexer/kl"] == pytest.approx(
+        divergence(learners.indexed(), data, "sparse"), rel=1e-5
+    )
     main = metrics["nll" if algorithm == "sft" else "policy_loss"]
-    assert metrics["loss"] == pytest.approx(main + 0.3 * metrics["moe/balance"] + 2 * metrics["indexer/kl"], rel=1e-5)
+    assert metrics["loss"] == pytest.approx(
+        main + 0.3 * metrics["moe/balance"] + 2 * metrics["indexer/kl"], rel=1e-5
+    )
     assert "indexer/recall" not in metrics
     cut_after, cut = updated(stage(algorithm, micro_batch=3, **how), data)[1:3]
     for path in before:
@@ -135,7 +150,9 @@ def check_meshes(*meshes):
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2",
     }
     command = [sys.executable, __file__, json.dumps(meshes)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     exchanged, result = json.loads(done.stdout.splitlines()[-1])
     assert len(result) == len(meshes) and max(map(max, result)) < 1e-5, result
@@ -153,8 +170,8 @@ def test_two_devices_learn_what_one_does_on_other_meshes():
 
 
 def on_two_devices(meshes) -> list:
-    """mesh by mesh: how far the divergence, the weights after an update, and the log-probabilities of greedy decoding
-    are from those on one device."""
+    """mesh by mesh: how far the divergence, the weights after an update, and the log-probabilities
+    of greedy decoding are from those on one device."""
     options = stage("sft", indexer={"training": "sparse"})
     _, expected, metrics, _ = updated(options, batch())
     said, result = generated(learners.indexed()), []
@@ -163,12 +180,15 @@ def on_two_devices(meshes) -> list:
         _, after, there, _ = updated(options, batch(), model=model)
         worst = max(float(np.abs(after[path] - expected[path]).max()) for path in expected)
         decoded = float(np.abs(generated(model) - said).max())
-        result.append((abs(float(there["indexer/kl"]) - float(metrics["indexer/kl"])), worst, decoded))
+        result.append(
+            (abs(float(there["indexer/kl"]) - float(metrics["indexer/kl"])), worst, decoded)
+        )
     return result
 
 
 def exchanges() -> list[str]:
-    """The collectives of a program that selects keys and gathers latents of rows that two devices share."""
+    """The collectives of a program that selects keys and gathers latents of rows that two devices
+    share."""
     B, C, topk, mesh = 4, 16, 3, layout({"fsdp": 2})
     step = modes.make_step(jnp.zeros((B, C)))
     mask = IndexedMask(
@@ -187,11 +207,14 @@ def exchanges() -> list[str]:
             mask.kept(scores > 0, scores),
         )
 
-    scores = jax.ShapeDtypeStruct((B, 2, C), jnp.float32, sharding=mesh.sharding(("batch", None, None), (B, 2, C)))
+    scores = jax.ShapeDtypeStruct(
+        (B, 2, C), jnp.float32, sharding=mesh.sharding(("batch", None, None), (B, 2, C))
+    )
     shape = (3, B, 1, C, 5)
     latents = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=mesh.sharding(AXES, shape))
     return re.findall(
-        r"all-gather|all-reduce|all-to-all|collective-permute", jax.jit(run).lower(scores, latents).compile().as_text()
+        r"all-gather|all-reduce|all-to-all|collective-permute",
+        jax.jit(run).lower(scores, latents).compile().as_text(),
     )
 
 
@@ -208,13 +231,24 @@ def config(source="tiny-deepseek-v32", **stage) -> RunConfig:
     data = {"task": "arithmetic"}
     stages = [{"algorithm": "sft", "steps": 1, "sampling": {"max_new_tokens": 2}} | stage]
     tokenizer = {"source": "characters", "alphabet": "0123456789+="}
-    keys = {"model": model, "data": data, "stages": stages, "tokenizer": tokenizer, "max_length": 16}
+    keys = {
+        "model": model,
+        "data": data,
+        "stages": stages,
+        "tokenizer": tokenizer,
+        "max_length": 16,
+    }
     return RunConfig.model_validate(keys | {"rewards": {"functions": ["exact_answer"]}})
 
 
 def test_what_cannot_be_trained_is_refused():
     warm, sparse = ({"indexer": {"training": training}} for training in ("dense_warmup", "sparse"))
-    assert problems(config(**warm)) == problems(config(**sparse)) == problems(config("tiny-deepseek")) == []
+    assert (
+        problems(config(**warm))
+        == problems(config(**sparse))
+        == problems(config("tiny-deepseek"))
+        == []
+    )
     [(path, said)] = problems(config(algorithm="grpo", **warm))
     assert path == ("stages", 0, "indexer", "training") and "use sft" in said
     [(path, said)] = problems(config("tiny-deepseek", **warm))

@@ -1,4 +1,5 @@
-"""The checks of `rl inspect`: each with data that fails it, and none with the shipped configurations."""
+"""The checks of `rl inspect`: each with data that fails it, and none with the shipped
+configurations."""
 
 import json
 from pathlib import Path
@@ -25,15 +26,21 @@ FORGETS = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
-SPACED = CHAT_TEMPLATE.replace("message['content'] + eos_token", "' ' + message['content'] + eos_token")
-NUMBERED = [{"prompt": f"{n}+{n}=", "completion": str(2 * n), "answer": str(2 * n)} for n in range(12)]
+SPACED = CHAT_TEMPLATE.replace(
+    "message['content'] + eos_token", "' ' + message['content'] + eos_token"
+)
+NUMBERED = [
+    {"prompt": f"{n}+{n}=", "completion": str(2 * n), "answer": str(2 * n)} for n in range(12)
+]
 
 
 @pytest.fixture
 def inspected(tmp_path):
     """Writes rows and a template, and returns the findings (check, level) of a run on them."""
 
-    def findings(rows, *overrides, template=None, stages=("sft",), model="tiny-deepseek", tokenizer="bytes"):
+    def findings(
+        rows, *overrides, template=None, stages=("sft",), model="tiny-deepseek", tokenizer="bytes"
+    ):
         (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
         values = {
             "model": {"source": model, "overrides": {"vocab_size": 320}},
@@ -42,7 +49,12 @@ def inspected(tmp_path):
             "rewards": {"functions": ["exact_answer"], "workers": 1},
             "max_length": 64,
             "stages": [
-                {"algorithm": name, "steps": 1, "prompts_per_step": 1, "sampling": {"max_new_tokens": 8}}
+                {
+                    "algorithm": name,
+                    "steps": 1,
+                    "prompts_per_step": 1,
+                    "sampling": {"max_new_tokens": 8},
+                }
                 for name in stages
             ],
         }
@@ -63,7 +75,10 @@ def levels(findings, check):
 def test_good_rows_have_no_warning(inspected):
     findings = inspected(NUMBERED, stages=("sft", "grpo"))
     assert {each.level for each in findings} == {"note"}
-    assert [each.text for each in findings] == ["37% of the tokens are trained on", "weights: random"]
+    assert [each.text for each in findings] == [
+        "37% of the tokens are trained on",
+        "weights: random",
+    ]
 
 
 def test_1_a_beginning_of_sequence_inside_a_prompt(inspected):
@@ -88,7 +103,11 @@ def test_1_a_template_that_opens_turns_with_the_beginning_of_sequence(inspected)
     findings = inspected(NUMBERED, "data.chat=true", LONG, template=MARKED, stages=stages)
     assert {each.level for each in findings} == {"note"}
     conversations = [turns("a", "b", f"{n}", "c") for n in range(3)]
-    assert [each.message() for each in inspected(conversations, LONG, template=MARKED) if each.level != "note"] == []
+    assert [
+        each.message()
+        for each in inspected(conversations, LONG, template=MARKED)
+        if each.level != "note"
+    ] == []
     pairs = [{"prompt": f"{n}+1=", "chosen": "2", "rejected": "3"} for n in range(3)]
     pairs = inspected(pairs, "data.chat=true", LONG, template=MARKED, stages=("dpo",))
     assert {each.level for each in pairs} == {"note"}
@@ -97,10 +116,16 @@ def test_1_a_template_that_opens_turns_with_the_beginning_of_sequence(inspected)
 def test_1_a_marker_of_turns_that_no_template_wrote(inspected):
     in_a_message = [turns("a", "b"), turns("<bos>user\na", "b")]
     [stray] = [each for each in inspected(in_a_message, LONG, template=MARKED) if each.check == 1]
-    assert stray.level == "refuse" and stray.text.startswith("1 of 2 rows") and "(<bos>)" in stray.text
+    assert (
+        stray.level == "refuse" and stray.text.startswith("1 of 2 rows") and "(<bos>)" in stray.text
+    )
     pairs = [{"prompt": "1+1=", "chosen": "2<bos>", "rejected": "3"}]
-    assert levels(inspected(pairs, "data.chat=true", LONG, template=MARKED, stages=("dpo",)), 1) == ["refuse"]
-    assert levels(inspected([{"prompt": "a<bos>b", "completion": "c"}], template=MARKED), 1) == ["refuse"]
+    assert levels(
+        inspected(pairs, "data.chat=true", LONG, template=MARKED, stages=("dpo",)), 1
+    ) == ["refuse"]
+    assert levels(inspected([{"prompt": "a<bos>b", "completion": "c"}], template=MARKED), 1) == [
+        "refuse"
+    ]
 
 
 def test_1_plain_prompts_that_another_program_has_rendered(inspected):
@@ -120,9 +145,13 @@ def test_2_the_end_of_turn_is_no_stop(inspected):
         findings = inspected(NUMBERED, "data.chat=true", template=TURNS, stages=stages)
         assert level in levels(findings, 2)
     named = next(each for each in findings if each.check == 2 and each.level == "refuse")
-    assert "'<|end|>' (7)" in named.text and named.change == "Set stages.1.sampling.stop_token_ids=[7]"
+    assert (
+        "'<|end|>' (7)" in named.text and named.change == "Set stages.1.sampling.stop_token_ids=[7]"
+    )
     mended = [f"stages.{n}.sampling.stop_token_ids=[7]" for n in range(2)]
-    assert not levels(inspected(NUMBERED, "data.chat=true", *mended, template=TURNS, stages=("sft", "grpo")), 2)
+    assert not levels(
+        inspected(NUMBERED, "data.chat=true", *mended, template=TURNS, stages=("sft", "grpo")), 2
+    )
 
 
 def test_2_the_function_that_others_call():
@@ -139,9 +168,15 @@ def test_3_stops_that_disagree(tmp_path):
     (directory / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     (directory / "config.json").write_text(json.dumps(configuration("Llama", eos_token_id=5)))
     write_weight_file(directory)
-    values = {"model": str(directory), "data": {"task": "arithmetic"}, "stages": [{"algorithm": "sft", "steps": 1}]}
+    values = {
+        "model": str(directory),
+        "data": {"task": "arithmetic"},
+        "stages": [{"algorithm": "sft", "steps": 1}],
+    }
     (tmp_path / "run.yml").write_text(json.dumps(values))
-    [disagree] = [each for each in inspect(load([tmp_path / "run.yml"])).findings if each.check == 3]
+    [disagree] = [
+        each for each in inspect(load([tmp_path / "run.yml"])).findings if each.check == 3
+    ]
     assert "tokenizer [2], config.json [5], generation_config.json [2, 7]" in disagree.text
 
 
@@ -151,7 +186,9 @@ def test_4_no_row_ends_with_a_stop(inspected):
 
 def turns(*contents):
     roles = ("user", "assistant")
-    return {"messages": [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]}
+    return {
+        "messages": [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]
+    }
 
 
 def test_5_a_template_that_rewrites_earlier_turns(inspected):
@@ -160,16 +197,20 @@ def test_5_a_template_that_rewrites_earlier_turns(inspected):
     assert levels(findings, 5) == ["warn"] and "1 of 1 conversations are 2 rows" in str(findings)
     last = inspected(rows, "tokenizer.chat_template.history=last", template=FORGETS)
     assert not levels(last, 5) and len(last) < len(findings)
-    assert not levels(inspected(rows, "stages.0.algorithm={name: sft, train_on: last_turn}", template=FORGETS), 5)
+    assert not levels(
+        inspected(rows, "stages.0.algorithm={name: sft, train_on: last_turn}", template=FORGETS), 5
+    )
     assert not levels(inspected([turns("a", "think#b")], template=FORGETS), 5)
     assert not levels(inspected(rows, template=CHAT_TEMPLATE), 5)
 
 
 def test_6_markers_that_are_no_tokens(inspected):
-    template = CHAT_TEMPLATE.replace("'<|' + message['role'] + '|>'", "'<|im_start|>' + message['role']").replace(
-        "'<|assistant|>'", "'<|im_start|>assistant'"
-    )
-    [marker] = [each for each in inspected(NUMBERED, "data.chat=true", template=template) if each.check == 6]
+    template = CHAT_TEMPLATE.replace(
+        "'<|' + message['role'] + '|>'", "'<|im_start|>' + message['role']"
+    ).replace("'<|assistant|>'", "'<|im_start|>assistant'")
+    [marker] = [
+        each for each in inspected(NUMBERED, "data.chat=true", template=template) if each.check == 6
+    ]
     assert "<|im_start|>" in marker.text
 
 
@@ -185,9 +226,9 @@ def test_8_plain_prompts_for_a_chat_model(inspected):
 
 
 def test_9_tokens_outside_the_vocabulary(inspected):
-    assert levels(inspected([{"prompt": "\u00ff", "completion": "z"}], "model.overrides.vocab_size=100"), 9) == [
-        "refuse"
-    ]
+    assert levels(
+        inspected([{"prompt": "\u00ff", "completion": "z"}], "model.overrides.vocab_size=100"), 9
+    ) == ["refuse"]
 
 
 def test_9_unknown_tokens(inspected):
@@ -206,12 +247,16 @@ def test_10_rows_that_do_not_fit(inspected):
 def test_10_rows_that_are_left_out_are_counted_and_none_left_is_refused(inspected):
     rows = [*NUMBERED, {"prompt": "1" * 70, "completion": "2", "answer": "2"}]
     findings = inspected(rows, "data.too_long=drop")
-    assert levels(findings, 10) == ["note"] and "1 of 13 rows are longer than the 64 tokens" in str(findings)
+    assert levels(findings, 10) == ["note"] and "1 of 13 rows are longer than the 64 tokens" in str(
+        findings
+    )
     assert any("no row is left" in each.text for each in inspected(rows[-1:], "data.too_long=drop"))
 
 
 def test_11_prompts_that_are_trained_on(inspected):
-    assert levels(inspected(NUMBERED, "stages.0.algorithm={name: sft, train_on: all}"), 11) == ["warn"]
+    assert levels(inspected(NUMBERED, "stages.0.algorithm={name: sft, train_on: all}"), 11) == [
+        "warn"
+    ]
     assert levels(inspected(NUMBERED), 11) == ["note"]
 
 
@@ -227,7 +272,9 @@ def test_12_duplicates_and_prompts_of_the_evaluation(inspected, tmp_path):
 
 def test_14_columns_and_special_tokens(inspected):
     same = [{**row, "level": "easy"} for row in NUMBERED]
-    assert "`level` is 'easy' in all 12 rows" in next(e.text for e in inspected(same) if e.check == 14)
+    assert "`level` is 'easy' in all 12 rows" in next(
+        e.text for e in inspected(same) if e.check == 14
+    )
     mixed = [{**row, "answer": n if n % 2 else str(n)} for n, row in enumerate(NUMBERED)]
     assert "6 text, 6 number" in next(e.text for e in inspected(mixed) if e.check == 14)
     empty = [{**row, "answer": "" if n == 0 else row["answer"]} for n, row in enumerate(NUMBERED)]
@@ -243,13 +290,20 @@ def test_15_random_weights_without_a_teacher(inspected):
 
 def test_17_more_prompts_a_step_than_rows(inspected):
     assert not levels(inspected(NUMBERED, "stages.0.prompts_per_step=12"), 17)
-    [few] = [each for each in inspected(NUMBERED, "stages.0.prompts_per_step=13") if each.check == 17]
-    assert few.level == "warn" and "12 rows" in few.text and "stages.0.prompts_per_step" in few.change
+    [few] = [
+        each for each in inspected(NUMBERED, "stages.0.prompts_per_step=13") if each.check == 17
+    ]
+    assert (
+        few.level == "warn" and "12 rows" in few.text and "stages.0.prompts_per_step" in few.change
+    )
 
 
 def test_18_roles_that_the_template_does_not_name(inspected):
     def of_role(role, template=CHAT_TEMPLATE):
-        rows = [turns("a", "b"), {"messages": [{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}]}]
+        rows = [
+            turns("a", "b"),
+            {"messages": [{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}]},
+        ]
         return [each for each in inspected(rows, template=template) if each.check == 18]
 
     for role in ("usr", "User", "assitant", "sytem"):
@@ -258,7 +312,11 @@ def test_18_roles_that_the_template_does_not_name(inspected):
         assert "nearest: " in wrong.text
     [unusual] = of_role("human")
     assert unusual.level == "warn" and "usual: system" in unusual.text
-    assert not of_role("usr", CHAT_TEMPLATE + "{# 'usr' #}") and not of_role("tool") and not of_role("developer")
+    assert (
+        not of_role("usr", CHAT_TEMPLATE + "{# 'usr' #}")
+        and not of_role("tool")
+        and not of_role("developer")
+    )
     pairs = [{"prompt": turns("a")["messages"], "chosen": "b", "rejected": "c"}]
     pairs[0]["prompt"][0]["role"] = "usr"
     assert levels(inspected(pairs, stages=("dpo",), template=CHAT_TEMPLATE), 18) == ["refuse"]
@@ -301,7 +359,9 @@ def test_13_demonstrations_are_scored(in_the_root, capsys):
     assert cli.main([*arguments, "--stage", "sft", "--strict"]) == 3
 
 
-def test_13_rewards_that_a_stage_of_demonstrations_does_not_call_refuse_nothing(inspected, tmp_path, capsys):
+def test_13_rewards_that_a_stage_of_demonstrations_does_not_call_refuse_nothing(
+    inspected, tmp_path, capsys
+):
     inspected([{"prompt": "1+1=", "completion": "2"}] * 4)
     assert cli.main(["inspect", str(tmp_path / "run.yml"), "--rows", "0"]) == 0
     assert "the demonstrations are not scored: " in capsys.readouterr().out
@@ -310,8 +370,14 @@ def test_13_rewards_that_a_stage_of_demonstrations_does_not_call_refuse_nothing(
 def test_the_page_escapes_what_rows_contain(inspected, tmp_path, capsys):
     inspected([{"prompt": "</script><img onerror=alert(1)>", "completion": "x", "answer": "x"}] * 2)
     page = tmp_path / "page.html"
-    assert cli.main(["inspect", str(tmp_path / "run.yml"), "--html", str(page), "--no-rewards"]) == 0
-    assert "<img" not in page.read_text() and "&lt;" in page.read_text() and "default-src 'none'" in page.read_text()
+    assert (
+        cli.main(["inspect", str(tmp_path / "run.yml"), "--html", str(page), "--no-rewards"]) == 0
+    )
+    assert (
+        "<img" not in page.read_text()
+        and "&lt;" in page.read_text()
+        and "default-src 'none'" in page.read_text()
+    )
 
 
 def test_an_unknown_stage_is_a_configuration_error(in_the_root, capsys):

@@ -1,4 +1,5 @@
-"""Features that do not go together are refused, by a run's file and by the model, with both names and the reason."""
+"""Features that do not go together are refused, by a run's file and by the model, with both names
+and the reason."""
 
 import json
 from dataclasses import replace
@@ -23,8 +24,16 @@ ENGRAM = {"layers": [1], "vocab_bases": [11, 13], "heads": 1, "head_dim": 8}
 # For each feature: keys under `model`, keys of a stage, and the same as fields of Runtime.
 ON = {
     compatibility.SPLIT: ({"batch_split": True}, {}, {"batch_split": True}),
-    compatibility.EXCHANGE: ({"expert_parallel": "all_to_all"}, {}, {"expert_parallel": "all_to_all"}),
-    compatibility.GRADIENTS: ({"expert_gradients": "float8_e5m2"}, {}, {"expert_gradients": "float8_e5m2"}),
+    compatibility.EXCHANGE: (
+        {"expert_parallel": "all_to_all"},
+        {},
+        {"expert_parallel": "all_to_all"},
+    ),
+    compatibility.GRADIENTS: (
+        {"expert_gradients": "float8_e5m2"},
+        {},
+        {"expert_gradients": "float8_e5m2"},
+    ),
     compatibility.HYPER: ({"hyper_connections": {}}, {}, {}),
     compatibility.ENGRAM: ({"engram": ENGRAM}, {}, {}),
     compatibility.INDEXER: ({"source": "tiny-deepseek-v32"}, {}, {}),
@@ -58,14 +67,25 @@ ON = {
 
 
 def run(*features: str) -> RunConfig:
-    model, stage = {"source": "tiny-deepseek"}, {"algorithm": "sft", "steps": 1, "sampling": {"max_new_tokens": 2}}
+    model, stage = (
+        {"source": "tiny-deepseek"},
+        {"algorithm": "sft", "steps": 1, "sampling": {"max_new_tokens": 2}},
+    )
     for feature in features:
         model |= ON[feature][0]
         stage |= ON[feature][1]
     tokenizer = {"source": "characters", "alphabet": "0123456789+="}
     mesh = {"shard_mode": "explicit"} if compatibility.EXPLICIT in features else {}
-    keys = {"model": model, "data": {"task": "arithmetic"}, "stages": [stage], "tokenizer": tokenizer, "max_length": 16}
-    return RunConfig.model_validate(keys | {"mesh": mesh, "rewards": {"functions": ["exact_answer"]}})
+    keys = {
+        "model": model,
+        "data": {"task": "arithmetic"},
+        "stages": [stage],
+        "tokenizer": tokenizer,
+        "max_length": 16,
+    }
+    return RunConfig.model_validate(
+        keys | {"mesh": mesh, "rewards": {"functions": ["exact_answer"]}}
+    )
 
 
 def runtime(*features: str) -> Runtime:
@@ -75,7 +95,8 @@ def runtime(*features: str) -> Runtime:
     return replace(Runtime(), **changes)
 
 
-# Features of calls that have pictures or sounds, by the decoder that has them; no key of a run's file switches them on.
+# Features of calls that have pictures or sounds, by the decoder that has them; no key of a run's
+# file switches them on.
 VISION = {"vision_config": {"deepstack_visual_indexes": [0]}}
 OF_CALLS = {
     compatibility.MEDIA: lambda: decoder_of("Qwen3"),
@@ -91,12 +112,18 @@ WITHOUT_PRESETS = {
         oracles.configuration("NemotronH", moe_latent_size=16 if on else None)
     ),
     compatibility.GATED: lambda on: families.read(
-        oracles.configuration("Qwen4Exp" if on else "Qwen3Next", layer_types=["linear_attention"] * 4)
+        oracles.configuration(
+            "Qwen4Exp" if on else "Qwen3Next", layer_types=["linear_attention"] * 4
+        )
     ),
 }
 OF_DIRECTORIES = [pair for pair in compatibility.INCOMPATIBLE if set(pair) & set(WITHOUT_PRESETS)]
 OF_LAYERS = [(compatibility.BLOCKS, compatibility.BOUNDED)]
-OF_RUNS = [pair for pair in compatibility.INCOMPATIBLE if pair not in WITH_CALLS + OF_DIRECTORIES + OF_LAYERS]
+OF_RUNS = [
+    pair
+    for pair in compatibility.INCOMPATIBLE
+    if pair not in WITH_CALLS + OF_DIRECTORIES + OF_LAYERS
+]
 
 
 def decoder_of(kind: str):
@@ -133,7 +160,8 @@ def test_a_pair_of_a_decoder_without_a_preset_is_refused(pair):
 
 
 @pytest.mark.parametrize(
-    "bounds", [{"window": 4}, {"chunk": 4}, {"softcap": 2.0}, {"sinks": True}, {"looks_ahead": True}]
+    "bounds",
+    [{"window": 4}, {"chunk": 4}, {"softcap": 2.0}, {"sinks": True}, {"looks_ahead": True}],
 )
 def test_an_indexer_of_blocks_refuses_bounds_of_its_own_layer(bounds):
     decoder = decoder_of("Qwen4Exp")
@@ -179,7 +207,9 @@ def test_calls_with_pictures_refuse_a_pair_and_calls_of_text_do_not(pair):
     decoder, how = with_feature(OF_CALLS[of_calls](), other)
     text = f"{pair[0]} does not go with {pair[1]}: {compatibility.INCOMPATIBLE[pair]}"
     assert text in list(compatibility.conflicts(decoder, how, media=True))
-    assert not {of_calls} & compatibility.features(decoder, how) and text not in compatibility.conflicts(decoder, how)
+    assert not {of_calls} & compatibility.features(
+        decoder, how
+    ) and text not in compatibility.conflicts(decoder, how)
     if other == compatibility.SPLIT:  # needs experts
         return
     tokens = np.zeros((1, 4), np.int32)
@@ -191,7 +221,9 @@ def test_calls_with_pictures_refuse_a_pair_and_calls_of_text_do_not(pair):
 
 def test_a_configuration_that_plans_pictures_is_refused_before_its_data_is_read():
     config = run(compatibility.EXPLICIT)
-    pictures = config.model_copy(update={"model": config.model.model_copy(update={"media_rows": 8})})
+    pictures = config.model_copy(
+        update={"model": config.model.model_copy(update={"media_rows": 8})}
+    )
     pair = (compatibility.MEDIA, compatibility.EXPLICIT)
     text = f"{pair[0]} does not go with {pair[1]}: {compatibility.INCOMPATIBLE[pair]}"
     assert text in [said for _, said in checks.problems(pictures)] and checks.problems(config) == []

@@ -1,5 +1,5 @@
-"""Latent attention over its cache, where the expansion of keys and values is absorbed, is latent attention over
-expanded ones.
+"""Latent attention over its cache, where the expansion of keys and values is absorbed, is latent
+attention over expanded ones.
 """
 
 import numpy as np
@@ -16,8 +16,14 @@ from policy.huggingface import sources
 ONE = {"num_hidden_layers": 1, "first_k_dense_replace": 1}
 FULL_QUERY = {"q_lora_rank": None, "topk_method": "greedy", "n_group": None, "topk_group": None}
 SHAPES = {
-    "query_latent-yarn": ("DeepseekV3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
-    "v2_lite": ("DeepseekV2", FULL_QUERY | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
+    "query_latent-yarn": (
+        "DeepseekV3",
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "v2_lite": (
+        "DeepseekV2",
+        FULL_QUERY | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
     "biases-halves": ("DeepseekV3", {"attention_bias": True, "rope_interleave": False}),
     "odd": (
         "DeepseekV3",
@@ -59,18 +65,24 @@ def test_absorbed_equals_expanded(name):
     np.testing.assert_allclose(result[real], expected[real], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["indexed", pytest.param("query_latent-yarn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["indexed", pytest.param("query_latent-yarn", marks=pytest.mark.slow)]
+)
 def test_documents_packed_into_one_row_are_those_of_slots_of_their_own(name):
     model, documents = model_of(name), [tokens(1, n, seed=n)[0] for n in (9, 1, 17)]
     packed = np.concatenate([*documents, [0, 0]])[None]
-    segments = np.concatenate([*(np.full(len(d), i + 1) for i, d in enumerate(documents)), [0, 0]])[None]
+    segments = np.concatenate([*(np.full(len(d), i + 1) for i, d in enumerate(documents)), [0, 0]])[
+        None
+    ]
     together = stepwise.forward(model, packed, segments)[0][0]
     rows = np.zeros((3, 17), int)
     for row, document in enumerate(documents):
         rows[row, : len(document)] = document
     alone, _ = stepwise.through_cache(model, rows, [9, 1, 17], prompt=1)
     for i in range(3):
-        np.testing.assert_allclose(alone[i, : len(documents[i])], together[segments[0] == i + 1], atol=1e-5, rtol=0)
+        np.testing.assert_allclose(
+            alone[i, : len(documents[i])], together[segments[0] == i + 1], atol=1e-5, rtol=0
+        )
 
 
 def test_the_cache_holds_576_numbers_a_token_of_a_layer_of_deepseek_v3():
@@ -80,4 +92,6 @@ def test_the_cache_holds_576_numbers_a_token_of_a_layer_of_deepseek_v3():
     assert (
         mixer.heads * (mixer.nope_dim + mixer.rope.dim + mixer.v_dim) == 40_960
     )  # what expanded keys and values would take
-    assert cache.bytes_per_token(sources.preset("deepseek-v3.2"), "bfloat16") == len(config.layers) * 2 * (576 + 128)
+    assert cache.bytes_per_token(sources.preset("deepseek-v3.2"), "bfloat16") == len(
+        config.layers
+    ) * 2 * (576 + 128)

@@ -63,4 +63,7 @@ def test_clusters_are_detected(environment, address, rest, monkeypatch):
         return
     import re
 
-    assert re.fullmatch(address, result.coordinator) and (result.count, result.index, result.devices) == rest
+    assert (
+        re.fullmatch(address, result.coordinator)
+        and (result.count, result.index, result.devices) == rest
+    )

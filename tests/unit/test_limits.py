@@ -24,7 +24,8 @@ PAIRS = [
 
 @pytest.fixture
 def stage(tmp_path):
-    """Prepares the one stage of a run on rows of at most 12 tokens, and returns it; readers end with the test."""
+    """Prepares the one stage of a run on rows of at most 12 tokens, and returns it; readers end
+    with the test."""
     readers = []
 
     def make(algorithm, rows, *overrides, **more):
@@ -57,9 +58,17 @@ def test_long_rows_are_refused_in_one_message_with_the_keys_that_help(stage):
         stage("sft", PROMPTS)
     said = str(caught.value)
     assert said.startswith("3 of 5 rows are longer than the 12 tokens that fit: first ")
-    assert "rows.jsonl:2 with 14 tokens; the longest, " in said and "rows.jsonl:4, has 35. max_length=35 fits" in said
-    assert said.endswith("data.too_long=drop leaves the long ones out, data.too_long=truncate cuts their ends")
-    with pytest.raises(DataError, match=r"\(12 - 4 for the completion\).*data.too_long=drop leaves the long ones out$"):
+    assert (
+        "rows.jsonl:2 with 14 tokens; the longest, " in said
+        and "rows.jsonl:4, has 35. max_length=35 fits" in said
+    )
+    assert said.endswith(
+        "data.too_long=drop leaves the long ones out, data.too_long=truncate cuts their ends"
+    )
+    with pytest.raises(
+        DataError,
+        match=r"\(12 - 4 for the completion\).*data.too_long=drop leaves the long ones out$",
+    ):
         stage("grpo", PROMPTS)
     own = {"algorithm": "sft", "steps": 1, "data": "rows.jsonl"}
     with pytest.raises(DataError, match=r"; stages.0.data.too_long=drop"):
@@ -70,16 +79,27 @@ def test_long_rows_are_refused_in_one_message_with_the_keys_that_help(stage):
 def test_long_rows_are_left_out_and_counted(stage):
     sft = stage("sft", PROMPTS, "data.too_long=drop")
     assert [len(row.ids) for row in sft.rows.own] == [8, 10] and sft.rows.total == 2
-    assert sft.rows.effect == "3 of 5 rows are longer than the 12 tokens that fit (data.too_long: drop): 3 are left out"
+    assert (
+        sft.rows.effect
+        == "3 of 5 rows are longer than the 12 tokens that fit (data.too_long: drop): 3 are left "
+        "out"
+    )
     assert [example.prompt for example in sft.rows.examples] == ["111", "11111"]
     grpo = stage("grpo", PROMPTS, "data.too_long=truncate")  # prompts are never cut
-    assert [len(problem.ids) for problem in grpo.rows.own] == [3, 5, 8] and "2 are left out" in grpo.rows.effect
+    assert [len(problem.ids) for problem in grpo.rows.own] == [
+        3,
+        5,
+        8,
+    ] and "2 are left out" in grpo.rows.effect
     with pytest.raises(DataError, match=r"no row is left: 1 of 1 rows .* Raise max_length \(12\)"):
         stage("sft", PROMPTS[3:4], "data.too_long=drop")
 
 
 def test_a_demonstration_loses_its_end_and_its_end_of_sequence(stage):
-    plain, cut = stage("sft", PROMPTS, "max_length=64"), stage("sft", PROMPTS, "data.too_long=truncate")
+    plain, cut = (
+        stage("sft", PROMPTS, "max_length=64"),
+        stage("sft", PROMPTS, "data.too_long=truncate"),
+    )
     fitting = [plain.rows.own[number] for number in (0, 1, 2, 4)]
     assert [row.ids for row in cut.rows.own] == [row.ids[:12] for row in fitting]
     assert [row.mask for row in cut.rows.own] == [row.mask[:12] for row in fitting]
@@ -103,7 +123,9 @@ def test_answers_of_pairs_lose_their_ends(stage):
     ("index", "numbers", "lengths", "other"),
     [(0, [0], [8], ([(1, 0), (3, 0)], 2, 0)), (1, [1, 2], [10, 8], ([(0, 0)], 2, 0))],
 )
-def test_rows_that_are_left_out_leave_no_gap_on_several_processes(stage, monkeypatch, index, numbers, lengths, other):
+def test_rows_that_are_left_out_leave_no_gap_on_several_processes(
+    stage, monkeypatch, index, numbers, lengths, other
+):
     """Of four rows the third is too long; each of two processes holds every second row."""
 
     def all_gather(own):
@@ -115,7 +137,9 @@ def test_rows_that_are_left_out_leave_no_gap_on_several_processes(stage, monkeyp
     rows = stage("sft", [PROMPTS[0], PROMPTS[2], PROMPTS[1], PROMPTS[0]], "data.too_long=drop").rows
     assert rows.total == 3 and list(rows.numbers) == numbers
     assert [len(row.ids) for row in rows.own] == lengths
-    assert {number: len(row.ids) for number, row in rows.numbered().items()} == dict(zip(numbers, lengths, strict=True))
+    assert {number: len(row.ids) for number, row in rows.numbered().items()} == dict(
+        zip(numbers, lengths, strict=True)
+    )
     assert rows.held([0, 1, 2]) == list(rows.own)
 
 
@@ -124,7 +148,11 @@ def test_a_refusal_counts_the_rows_of_all_processes(stage, monkeypatch, index):
     rows = [PROMPTS[3], PROMPTS[0], PROMPTS[1], PROMPTS[4]]
     with pytest.raises(DataError) as alone:
         stage("sft", rows)
-    other = [((1, 0), 8, "b"), ((3, 0), 13, "d")] if index == 0 else [((0, 0), 35, "a"), ((2, 0), 14, "c")]
+    other = (
+        [((1, 0), 8, "b"), ((3, 0), 13, "d")]
+        if index == 0
+        else [((0, 0), 35, "a"), ((2, 0), 14, "c")]
+    )
 
     def all_gather(own):
         return [own, other] if isinstance(own, list) and len(own) == 2 else [own]
@@ -134,7 +162,9 @@ def test_a_refusal_counts_the_rows_of_all_processes(stage, monkeypatch, index):
     monkeypatch.setattr(processes, "all_gather_object", all_gather)
     with pytest.raises(DataError) as shared:
         stage("sft", rows)
-    assert str(alone.value).startswith("3 of 4 rows") and str(shared.value).startswith("3 of 4 rows")
+    assert str(alone.value).startswith("3 of 4 rows") and str(shared.value).startswith(
+        "3 of 4 rows"
+    )
     assert str(shared.value).split("max_length=")[1] == str(alone.value).split("max_length=")[1]
     assert ("first a with 35" in str(shared.value)) == (index == 1)
 
@@ -143,7 +173,12 @@ def test_the_key_of_a_refusal_is_that_of_the_stage(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(PROMPTS[0]) + "\n")
     own = {"algorithm": "sft", "steps": 1, "data": str(file)}
-    tree = {"model": "tiny-vl", "tokenizer": "bytes", "data": str(file), "stages": [own, own, own | {"data": None}]}
+    tree = {
+        "model": "tiny-vl",
+        "tokenizer": "bytes",
+        "data": str(file),
+        "stages": [own, own, own | {"data": None}],
+    }
     (tmp_path / "run.yml").write_text(json.dumps(tree))
     config = load([tmp_path / "run.yml"])
     sources = [stage.data or config.data for stage in config.stages]
@@ -156,14 +191,18 @@ def test_the_key_of_a_refusal_is_that_of_the_stage(tmp_path):
 
 def test_held_out_rows_beyond_those_of_an_evaluation_may_be_long(stage, tmp_path):
     held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("".join(json.dumps(row) + "\n" for row in (PROMPTS[0], PROMPTS[2], PROMPTS[3])))
+    held_out.write_text(
+        "".join(json.dumps(row) + "\n" for row in (PROMPTS[0], PROMPTS[2], PROMPTS[3]))
+    )
     evaluation = {"data": str(held_out), "problems": 2}
     made = stage("grpo", PROMPTS[:1], evaluation=evaluation)
     reader = DataReader(made.config)
     reader.read_held_out(made.config.evaluation, made.config.stages)
     assert [len(problem.ids) for problem in reader.held_out] == [3, 5]
     with pytest.raises(DataError, match="1 of 3 rows are longer than the 8 tokens"):
-        reader.read_held_out(made.config.evaluation.model_copy(update={"problems": 3}), made.config.stages)
+        reader.read_held_out(
+            made.config.evaluation.model_copy(update={"problems": 3}), made.config.stages
+        )
 
 
 def test_the_rows_of_an_evaluation_are_never_left_out(stage):
@@ -173,15 +212,19 @@ def test_the_rows_of_an_evaluation_are_never_left_out(stage):
 
 
 def test_a_cut_stops_before_a_picture():
-    """Of two texts, a picture of two tiles with a separator before, between and after them, and a text whose two tokens
-    are of one character."""
+    """Of two texts, a picture of two tiles with a separator before, between and after them, and a
+    text whose two tokens are of one character."""
     index = np.array([-1, -1, -1, 0, 1, -1, 2, 3, -1, -1, -1])
     starts = np.array([0, 1, 2, 2, 2, 2, 2, 2, 2, 9, 9])
     media = Expanded(np.arange(11), index, None, None, 0, (), starts)
     row = Row(list(range(11)), [0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1], media)
     for end, left in ((10, 10), (9, 9), *((inside, 2) for inside in range(2, 9))):
         cut = cut_row(row, end)
-        assert cut.ids == row.ids[:left] and cut.mask == row.mask[:left] and len(cut.media.index) == left
+        assert (
+            cut.ids == row.ids[:left]
+            and cut.mask == row.mask[:left]
+            and len(cut.media.index) == left
+        )
     assert cut_row(row, 1) is None
     limit = Limit(4, too_long="truncate", key="data.too_long")
     fitting = fit([row, Row([1], [1])], limit, lambda each: len(each.ids), cut_row)

@@ -14,7 +14,8 @@ B, K, G, D, V = 2, 2, 3, 12, 10
 
 
 def problem(T, strength):
-    """(q, k [B, K, T, D], v [B, K, G, T, V], beta, g [B, K, G, T]); decays reach e^-(4 strength)."""
+    """(q, k [B, K, T, D], v [B, K, G, T, V], beta, g [B, K, G, T]); decays reach e^-(4
+    strength)."""
     rng = np.random.default_rng(0)
     q, k = (rng.normal(size=(B, K, T, D)) for _ in range(2))
     v = rng.normal(size=(B, K, G, T, V))
@@ -24,7 +25,8 @@ def problem(T, strength):
 
 
 def recurrence(arrays, documents, before):
-    """(out [B, K, G, T, V], state [B, K, G, D, V]) in float64; the first document begins with `before`."""
+    """(out [B, K, G, T, V], state [B, K, G, D, V]) in float64; the first document begins with
+    `before`."""
     q, k, v, beta, g = (a.astype(np.float64) for a in arrays)
     out, states = np.zeros(v.shape), before.astype(np.float64)
     for row in range(B):
@@ -48,7 +50,9 @@ def close(result, expected):
 
 # Documents that begin inside chunks and at their ends; decays that end a memory at once.
 @pytest.mark.parametrize("strength", [0.02, 1.0, 60.0])
-@pytest.mark.parametrize("lengths", [(5,), (64,), (5, 70, 1, 74)], ids=lambda lengths: "_".join(map(str, lengths)))
+@pytest.mark.parametrize(
+    "lengths", [(5,), (64,), (5, 70, 1, 74)], ids=lambda lengths: "_".join(map(str, lengths))
+)
 def test_chunks_give_what_the_recurrence_gives(lengths, strength):
     documents = np.repeat(np.arange(len(lengths)), lengths)[None].repeat(B, axis=0)
     documents[1] = 0  # a row of one document

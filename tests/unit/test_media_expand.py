@@ -1,4 +1,5 @@
-"""Tokens of prompts with pictures and sounds against the processors of transformers, on tokenizers made here."""
+"""Tokens of prompts with pictures and sounds against the processors of transformers, on tokenizers
+made here."""
 
 import functools
 import itertools
@@ -34,12 +35,16 @@ GRID = {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 4096}}
 
 
 class Tiles:
-    """Stands for the processor of Llama 4, which needs torchvision: it says 2x3 tiles for each picture."""
+    """Stands for the processor of Llama 4, which needs torchvision: it says 2x3 tiles for each
+    picture."""
 
     model_input_names = ("pixel_values",)
 
     def __call__(self, images, **_):
-        shapes = {"pixel_values": [np.zeros((3, 24, 24))] * len(images), "aspect_ratios": [(2, 3)] * len(images)}
+        shapes = {
+            "pixel_values": [np.zeros((3, 24, 24))] * len(images),
+            "aspect_ratios": [(2, 3)] * len(images),
+        }
         return BatchFeature(shapes)
 
     def fetch_images(self, images):
@@ -74,9 +79,16 @@ def oracle(family, tokens):
             Gemma4AudioFeatureExtractor(feature_size=16),
         )
         nested = {"image_processor": stored(area), "feature_extractor": stored(mel)}
-        files = {"processor_config": nested, "config": {"text_config": {"use_bidirectional_attention": "vision"}}}
+        files = {
+            "processor_config": nested,
+            "config": {"text_config": {"use_bidirectional_attention": "vision"}},
+        }
         return Gemma4Processor(mel, area, tokens, video), files
-    tiles = {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 24, "width": 24}, "max_patches": 6}
+    tiles = {
+        "image_processor_type": "Llama4ImageProcessor",
+        "size": {"height": 24, "width": 24},
+        "max_patches": 6,
+    }
     return Llama4Processor(Tiles(), tokens, patch_size=4), {
         "preprocessor_config": tiles,
         "processor_config": {"patch_size": 4},
@@ -128,10 +140,14 @@ def test_tokens_are_those_of_transformers(family, tmp_path):
     expanded = expand(tokens, CONVERSATION, references(tmp_path), ours)
     rendered = tokens.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True)
     expected = theirs(
-        text=[rendered], images=[torch.tensor(p).permute(2, 0, 1) for p in PICTURES], add_special_tokens=False
+        text=[rendered],
+        images=[torch.tensor(p).permute(2, 0, 1) for p in PICTURES],
+        add_special_tokens=False,
     )
     assert expanded.tokens.tolist() == expected["input_ids"][0]
-    assert expanded.index[expanded.index >= 0].tolist() == list(range(sum(item.rows for item in expanded.items)))
+    assert expanded.index[expanded.index >= 0].tolist() == list(
+        range(sum(item.rows for item in expanded.items))
+    )
     row = tokens.convert_tokens_to_ids(ours.image.row_token)
     np.testing.assert_array_equal(expanded.index >= 0, expanded.tokens == row)
 
@@ -142,7 +158,9 @@ def test_sounds_are_expanded_as_transformers_does(family, tmp_path):
     expanded = expand(tokens, SPOKEN, references(tmp_path, sounds=1), ours)
     rendered = tokens.apply_chat_template(SPOKEN, tokenize=False, add_generation_prompt=True)
     images = [torch.tensor(p).permute(2, 0, 1) for p in PICTURES]
-    expected = theirs(text=[rendered], images=images, audio=[SOUND["array"]], add_special_tokens=False)
+    expected = theirs(
+        text=[rendered], images=images, audio=[SOUND["array"]], add_special_tokens=False
+    )
     assert expanded.tokens.tolist() == list(expected["input_ids"][0])
     assert [item.kind for item in expanded.items] == ["audio", "image", "image"]
     assert expanded.index.max() + 1 == sum(item.rows for item in expanded.items)
@@ -172,12 +190,19 @@ def test_pictures_that_touch_have_positions_of_their_own(family, tmp_path):
     _, tokens, ours, _ = family
     pad = ours.image.marker
     expanded = expand_text(tokens, f"abc{pad}{pad}d", references(tmp_path), ours)
-    (high, wide), (other_high, other_wide) = [(i.shape[0] // 2, i.shape[1] // 2) for i in expanded.items]
+    (high, wide), (other_high, other_wide) = [
+        (i.shape[0] // 2, i.shape[1] // 2) for i in expanded.items
+    ]
     first = [(3, 3 + y, 3 + x) for y, x in itertools.product(range(high), range(wide))]
     start = 3 + max(high, wide)
-    second = [(start, start + y, start + x) for y, x in itertools.product(range(other_high), range(other_wide))]
+    second = [
+        (start, start + y, start + x)
+        for y, x in itertools.product(range(other_high), range(other_wide))
+    ]
     after = start + max(other_high, other_wide)
-    assert list(map(tuple, expanded.turns.tolist())) == [(i,) * 3 for i in range(3)] + first + second + [(after,) * 3]
+    assert list(map(tuple, expanded.turns.tolist())) == [
+        (i,) * 3 for i in range(3)
+    ] + first + second + [(after,) * 3]
     assert expanded.delta == after + 1 - len(expanded.tokens)
 
 
@@ -240,7 +265,9 @@ def test_a_reserved_token_in_a_text_is_refused(family, tmp_path):
     for token in ours.image.reserved:
         for content in (f"a {token}", [IMAGE, text(f"a {token}"), IMAGE]):
             messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": content}]
-            with pytest.raises(MediaError, match="message 1 contains .*, which stands for a picture; remove it"):
+            with pytest.raises(
+                MediaError, match="message 1 contains .*, which stands for a picture; remove it"
+            ):
                 expand(tokens, messages, references(tmp_path), ours)
 
 
@@ -248,7 +275,9 @@ def test_a_reserved_token_in_a_text_is_refused(family, tmp_path):
 def test_markers_and_pictures_must_agree(family, tmp_path):
     _, tokens, ours, _ = family
     for count in (0, 1, 3):
-        with pytest.raises(MediaError, match=f"{count} pictures, but the chat template wrote 2 times"):
+        with pytest.raises(
+            MediaError, match=f"{count} pictures, but the chat template wrote 2 times"
+        ):
             expand(tokens, CONVERSATION, references(tmp_path)[:1] * count, ours)
     # A marker in two parts of a text, which the template joins.
     marker = ours.image.marker
@@ -260,10 +289,14 @@ def test_markers_and_pictures_must_agree(family, tmp_path):
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
 def test_other_refusals(family, tmp_path):
     _, tokens, ours, _ = family
-    with pytest.raises(MediaError, match="the row has a sound, but the model has no processor of sounds"):
+    with pytest.raises(
+        MediaError, match="the row has a sound, but the model has no processor of sounds"
+    ):
         expand(tokens, CONVERSATION, references(tmp_path, sounds=1), ours)
     strip = refer("image", np.zeros((1, 999, 3), np.uint8), tmp_path, "rows.jsonl:7: picture 1")
-    with pytest.raises(MediaError, match="rows.jsonl:7: picture 1: a picture of 1x999 pixels is too long"):
+    with pytest.raises(
+        MediaError, match="rows.jsonl:7: picture 1: a picture of 1x999 pixels is too long"
+    ):
         expand(tokens, CONVERSATION, [strip, strip], ours)
     plain = tokenizer("llama4")
     plain.chat_template = tokens.chat_template

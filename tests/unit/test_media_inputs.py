@@ -1,4 +1,5 @@
-"""Pictures of a document on the host: where calls end, what a span of tokens gets, keys, and rotary sections."""
+"""Pictures of a document on the host: where calls end, what a span of tokens gets, keys, and rotary
+sections."""
 
 import dataclasses
 import re
@@ -11,12 +12,21 @@ from policy.config import Rope
 from policy.ops.rope import frequencies, rotation
 from rollout.request import Request, prefix_keys
 
-# Two tokens, a picture of three that see each other, one token, a picture of two, one token. What follows turns by 3
-# less than its place, as after larger pictures.
+# Two tokens, a picture of three that see each other, one token, a picture of two, one token. What
+# follows turns by 3 less than its place, as after larger pictures.
 INDEX = np.array([-1, -1, 0, 1, 2, -1, 3, 4, -1], np.int32)
 UNTIL = np.array([0, 1, 4, 4, 4, 5, 7, 7, 8], np.int32)
 TURNS = np.array(
-    [(0, 0, 0), (1, 1, 1), *((2, 2, 2 + n) for n in range(3)), (5,) * 3, (6, 6, 6), (6, 7, 6), (8,) * 3], np.int32
+    [
+        (0, 0, 0),
+        (1, 1, 1),
+        *((2, 2, 2 + n) for n in range(3)),
+        (5,) * 3,
+        (6, 6, 6),
+        (6, 7, 6),
+        (8,) * 3,
+    ],
+    np.int32,
 )
 TABLE = MediaTable(np.zeros((5, 2), np.float32))
 MEDIA = DocumentMedia(INDEX, TABLE, TURNS, UNTIL, delta=-3)
@@ -57,8 +67,14 @@ def test_a_span_past_the_prompt_is_text_at_shifted_positions():
         ({"index": np.where(INDEX == -1, 0, INDEX)}, "ends with a picture"),
         ({"until": UNTIL[::-1].copy()}, "until does not name"),
         ({"until": np.minimum(UNTIL, 3)}, "until does not name"),
-        ({"until": np.append([1, 4], UNTIL[2:])}, "until does not name"),  # token 1 belongs to another block
-        ({"until": np.append(UNTIL[:-2], [len(UNTIL) - 1] * 2)}, "until does not name"),  # a block with the last token
+        (
+            {"until": np.append([1, 4], UNTIL[2:])},
+            "until does not name",
+        ),  # token 1 belongs to another block
+        (
+            {"until": np.append(UNTIL[:-2], [len(UNTIL) - 1] * 2)},
+            "until does not name",
+        ),  # a block with the last token
     ],
 )
 def test_media_that_do_not_fit_a_prompt_are_named(change, message):
@@ -75,7 +91,8 @@ def test_keys_tell_pictures_and_their_parts_apart():
 
 
 def test_sections_choose_the_position_of_each_frequency():
-    """The angles of a formula in numpy: height at 1, 4, 7, ..., width at 2, 5, ..., as far as the sections go."""
+    """The angles of a formula in numpy: height at 1, 4, 7, ..., width at 2, 5, ..., as far as the
+    sections go."""
     rope = Rope(dim=16, theta=100.0, sections=(3, 3, 2))
     turns = np.array([[[3, 5, 7]]], np.int32)
     chosen = np.array([3, 5, 7, 3, 5, 7, 3, 5])

@@ -58,16 +58,28 @@ def row(question, *images):
 
 
 def test_the_rows_of_a_picture_are_one_piece(run, capsys):
-    file = run(row("<image>Is it?<image>", "photo.png", "tall.png"), row("Is <image> it?", "tall.png"))
+    file = run(
+        row("<image>Is it?<image>", "photo.png", "tall.png"), row("Is <image> it?", "tall.png")
+    )
     shown = "\n".join(show.lines(inspect(load([file], []), rewards=False), 2, color=False))
     first = "[picture 1: 2x3 rows 0..5, 24x16 px, photo.png]"
     assert shown.count(first) == 2 and "[picture 2: 3x2 rows 6..11, 16x24 px, tall.png]" in shown
     assert f"<|vision_start|>{first}<|vision_end|>Is it?" in shown and "<|image_pad|>" not in shown
-    assert "trained on, 2 pictures of 12 tokens" in shown and "trained on, 1 picture of 6 tokens" in shown
-    assert "2 rows, stops: <eos> (258), 3 pictures of 9.0 tokens in a row on average, 12 at most" in shown
+    assert (
+        "trained on, 2 pictures of 12 tokens" in shown
+        and "trained on, 1 picture of 6 tokens" in shown
+    )
+    assert (
+        "2 rows, stops: <eos> (258), 3 pictures of 9.0 tokens in a row on average, 12 at most"
+        in shown
+    )
     values = show.to_json(inspect(load([file], []), rewards=False), 1)
-    [picture, other] = [each for each in values["stages"][0]["shown"][0]["tokens"] if "count" in each]
-    assert (picture["count"], picture["text"], picture["kind"]) == (6, first, "prompt") and other["count"] == 6
+    [picture, other] = [
+        each for each in values["stages"][0]["shown"][0]["tokens"] if "count" in each
+    ]
+    assert (picture["count"], picture["text"], picture["kind"]) == (6, first, "prompt") and other[
+        "count"
+    ] == 6
     assert first in show.page(inspect(load([file], []), rewards=False), 1)
 
 
@@ -79,18 +91,27 @@ def test_checks_see_texts_and_pictures_of_rows(run, model):
     assert not [each for each in findings if each.level != "note" and each.check in (6, 9, 11, 12)]
     placeholder = stage.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert all(placeholder in each.ids and placeholder not in each.text_ids for each in stage.rows)
-    assert "2 demonstrations get a mean reward of 0.5 (0 to 1)" in [each.text for each in findings if each.check == 13]
+    assert "2 demonstrations get a mean reward of 0.5 (0 to 1)" in [
+        each.text for each in findings if each.check == 13
+    ]
     again = inspect(load([run(*rows, rows[0])], []), rewards=False).findings
     assert [each.text for each in again if each.check == 12] == ["1 of 3 prompts occur before"]
-    special = inspect(load([run(row("<image>Is <eos> it?", "photo.png"))], []), rewards=False).findings
+    special = inspect(
+        load([run(row("<image>Is <eos> it?", "photo.png"))], []), rewards=False
+    ).findings
     assert any("contain special tokens as text" in each.text for each in special)
     bad = inspect(load([run(row("<image>Is it?", "none.png"))], []), rewards=False).findings
-    assert any("rows.jsonl:1: picture 1: no such file" in each.text and each.level == "refuse" for each in bad)
+    assert any(
+        "rows.jsonl:1: picture 1: no such file" in each.text and each.level == "refuse"
+        for each in bad
+    )
     file = run(row("<image>Is it?", "cut.png"))
     file.with_name("cut.png").write_bytes(png(3)[:-30])
     bad = inspect(load([file], []), rewards=False).findings
     assert any(
-        "rows.jsonl:1: picture 1: " in each.text and "cut.png: broken picture" in each.text and each.level == "refuse"
+        "rows.jsonl:1: picture 1: " in each.text
+        and "cut.png: broken picture" in each.text
+        and each.level == "refuse"
         for each in bad
     )
 
@@ -98,7 +119,9 @@ def test_checks_see_texts_and_pictures_of_rows(run, model):
 def test_a_small_share_of_trained_tokens_counts_texts_only(run, tmp_path):
     file = run(row("<image>?", "large.png"))
     (tmp_path / "large.png").write_bytes(png(5, (128, 128)))  # 64 rows, 4 tokens of an answer
-    [finding] = [each for each in inspect(load([file], []), rewards=False).findings if each.check == 11]
+    [finding] = [
+        each for each in inspect(load([file], []), rewards=False).findings if each.check == 11
+    ]
     shown = int(finding.text.split("%")[0])
     assert finding.level == "note" and shown > 10, finding
 
@@ -124,14 +147,22 @@ def test_tiles_of_one_picture_and_sounds_are_named():
 def test_prompts_of_a_file_have_their_pictures(model, tmp_path):
     (tmp_path / "photo.png").write_bytes(png(3))
     file = tmp_path / "prompts.jsonl"
-    part = {"role": "user", "content": [IMAGE | {"image": "photo.png"}, {"type": "text", "text": "What?"}]}
+    part = {
+        "role": "user",
+        "content": [IMAGE | {"image": "photo.png"}, {"type": "text", "text": "What?"}],
+    }
     file.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in ([part], "Only text")))
     tokens = tokenizer("qwen3_vl")
     encoder = ExampleEncoder(tokens, media.processors_of(tmp_path.joinpath(model), tokens))
     one, other = problems(read_prompts(str(file)), encoder, tmp_path)
-    assert one.media.rows == 6 and one.example.prompt[0]["content"][0] == IMAGE and other.media is None
+    assert (
+        one.media.rows == 6 and one.example.prompt[0]["content"][0] == IMAGE and other.media is None
+    )
     assert tokens.decode(other.ids) == "Only text"
-    with pytest.raises(DataError, match=r"prompts.jsonl:1: message 0 has a picture, but the model reads no pictures"):
+    with pytest.raises(
+        DataError,
+        match=r"prompts.jsonl:1: message 0 has a picture, but the model reads no pictures",
+    ):
         problems(read_prompts(str(file)), ExampleEncoder(tokens), tmp_path)
     (tmp_path / "photo.png").unlink()
     with pytest.raises(DataError, match=r"prompts.jsonl:1: picture 1: no such file"):
@@ -144,11 +175,13 @@ def test_the_examples_of_a_reward_may_have_pictures(tmp_path, capsys):
     file.write_text(
         "import numpy as np\n"
         "def shade(completions, images):\n"
-        "    return [float(sum(each.open().getpixel((0, 0))[0] for each in row)) for row in images]\n"
+        "    return [float(sum(each.open().getpixel((0, 0))[0] for each in row)) for row in "
+        "images]\n"
         "EXAMPLES = [\n"
         "    {'prompt': 'p', 'completion': 'c', 'image': 'photo.png', 'score': 3.0},\n"
         "    {'prompt': 'p', 'completion': 'c', 'images': ['photo.png'] * 2, 'score': 6.0},\n"
-        "    {'prompt': 'p', 'completion': 'c', 'image': np.full((2, 2, 3), 9, np.uint8), 'score': 9.0},\n"
+        "    {'prompt': 'p', 'completion': 'c', 'image': np.full((2, 2, 3), 9, np.uint8), "
+        "'score': 9.0},\n"
         "]\n"
     )
     assert cli.main(["reward", "test", f"{file}:shade"]) == 0

@@ -1,4 +1,5 @@
-"""Contents that are decoded in threads: once each, within a bound of bytes, and errors that name file and row."""
+"""Contents that are decoded in threads: once each, within a bound of bytes, and errors that name
+file and row."""
 
 import threading
 
@@ -34,7 +35,10 @@ def decoded(monkeypatch):
 
 def test_items_are_those_of_the_processor(processors, tmp_path):
     (tmp_path / "a.png").write_bytes(png(3))
-    references = [refer("image", "a.png", tmp_path), refer("image", pixels(200, (24, 16)), tmp_path)]
+    references = [
+        refer("image", "a.png", tmp_path),
+        refer("image", pixels(200, (24, 16)), tmp_path),
+    ]
     with Loader(processors) as loader:
         items = loader.items(references)
         assert loader.waited > 0
@@ -47,7 +51,9 @@ def test_items_are_those_of_the_processor(processors, tmp_path):
 
 
 def test_equal_contents_are_decoded_once_and_in_other_threads(processors, tmp_path, decoded):
-    references = [refer("image", png(shade), tmp_path, f"row {n}") for n, shade in enumerate((1, 2, 1, 2, 3))]
+    references = [
+        refer("image", png(shade), tmp_path, f"row {n}") for n, shade in enumerate((1, 2, 1, 2, 3))
+    ]
     with Loader(processors, threads=2) as loader:
         loader.prefetch(references)
         assert len(loader.items(references)) == 3
@@ -65,26 +71,36 @@ def test_the_contents_used_longest_ago_leave_a_full_cache(processors, tmp_path, 
         for each in (one, two, one, three, one, two):  # three takes the place of two
             assert len(loader.items([each])) == 1
         assert len(loader.items([one, two, three])) == 3  # more than the cache holds
-    assert [digest for digest, _ in decoded[:4]] == [one.digest, two.digest, three.digest, two.digest]
+    assert [digest for digest, _ in decoded[:4]] == [
+        one.digest,
+        two.digest,
+        three.digest,
+        two.digest,
+    ]
 
 
 def test_an_error_names_file_and_row_and_is_tried_again(processors, tmp_path):
     for name in ("a.png", "b.png"):
         (tmp_path / name).write_bytes(png(9))
     first, second = (
-        refer("image", name, tmp_path, f"d.jsonl:{n}: picture 1") for n, name in enumerate(("a.png", "b.png"))
+        refer("image", name, tmp_path, f"d.jsonl:{n}: picture 1")
+        for n, name in enumerate(("a.png", "b.png"))
     )
     (tmp_path / "a.png").write_bytes(png(10))
     with Loader(processors) as loader:
         loader.prefetch([first])
-        with pytest.raises(MediaError, match=r"d.jsonl:0: picture 1: .*a.png has changed since the run read it"):
+        with pytest.raises(
+            MediaError, match=r"d.jsonl:0: picture 1: .*a.png has changed since the run read it"
+        ):
             loader.items([first])
         assert len(loader.items([second])) == 1  # equal, from a file that is as it was
         (tmp_path / "a.png").write_bytes(png(9))
         assert len(loader.items([first])) == 1
 
 
-def test_a_content_whose_equal_is_broken_is_read_from_its_own_file(processors, tmp_path, monkeypatch):
+def test_a_content_whose_equal_is_broken_is_read_from_its_own_file(
+    processors, tmp_path, monkeypatch
+):
     for name in ("a.png", "b.png"):
         (tmp_path / name).write_bytes(png(9))
     first, second = (refer("image", name, tmp_path) for name in ("a.png", "b.png"))

@@ -48,18 +48,26 @@ def test_sources_of_one_picture_are_equal(folder):
     ]
     references = [refer("image", source, folder) for source in sources]
     assert set(references) == {references[0]}
-    assert references[0].digest == hashlib.sha256(PNG).hexdigest() and references[0].size == (12, 20)
+    assert references[0].digest == hashlib.sha256(PNG).hexdigest() and references[0].size == (
+        12,
+        20,
+    )
     for reference in references:
         np.testing.assert_array_equal(reference.decode(), PIXELS)
 
 
 def test_arrays_and_pillow_images_are_pictures(tmp_path):
-    array, image = refer("image", PIXELS, tmp_path), refer("image", Image.fromarray(PIXELS), tmp_path)
+    array, image = (
+        refer("image", PIXELS, tmp_path),
+        refer("image", Image.fromarray(PIXELS), tmp_path),
+    )
     assert array == image and array.size == (12, 20)
     assert array != refer("image", PIXELS[:, ::-1], tmp_path)
     # Equal bytes in another shape are another picture.
     assert array.digest != refer("image", PIXELS.reshape(20, 12, 3), tmp_path).digest
-    np.testing.assert_array_equal(refer("image", PIXELS[..., 0], tmp_path).decode(), PIXELS[..., [0, 0, 0]])
+    np.testing.assert_array_equal(
+        refer("image", PIXELS[..., 0], tmp_path).decode(), PIXELS[..., [0, 0, 0]]
+    )
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -85,20 +93,28 @@ def test_opacity_is_over_white():
     expected = over_white(PIXELS, opacity[..., None])
     assert np.abs(picture.decode(encoded(image)) - expected).max() <= 1
     assert np.abs(picture.from_array(np.asarray(image)) - expected).max() <= 1
-    grey = picture.decode(encoded(Image.merge("LA", [Image.fromarray(PIXELS[..., 0]), Image.fromarray(opacity)])))
+    grey = picture.decode(
+        encoded(Image.merge("LA", [Image.fromarray(PIXELS[..., 0]), Image.fromarray(opacity)]))
+    )
     assert np.abs(grey[..., 1] - over_white(PIXELS[..., 0], opacity)).max() <= 1
 
 
 def test_other_modes_become_rgb():
     palette = Image.fromarray(PIXELS).quantize(8)
-    np.testing.assert_array_equal(picture.decode(encoded(palette)), np.asarray(palette.convert("RGB")))
+    np.testing.assert_array_equal(
+        picture.decode(encoded(palette)), np.asarray(palette.convert("RGB"))
+    )
     clear = encoded(palette, transparency=3)
     white = np.asarray(palette) == 3
     assert (picture.decode(clear)[white] == 255).all() and white.any()
     cmyk = Image.fromarray(PIXELS).convert("CMYK")
-    np.testing.assert_array_equal(picture.decode(encoded(cmyk, "TIFF")), np.asarray(cmyk.convert("RGB")))
+    np.testing.assert_array_equal(
+        picture.decode(encoded(cmyk, "TIFF")), np.asarray(cmyk.convert("RGB"))
+    )
     deep = np.array([[0, 257, 65535, 32896, 200]], np.uint16)
-    np.testing.assert_array_equal(picture.decode(encoded(Image.fromarray(deep)))[0, :, 0], [0, 1, 255, 128, 1])
+    np.testing.assert_array_equal(
+        picture.decode(encoded(Image.fromarray(deep)))[0, :, 0], [0, 1, 255, 128, 1]
+    )
     with pytest.raises(MediaError, match="32-bit grey levels have no known range"):
         picture.decode(encoded(Image.fromarray(np.ones((2, 2), np.float32)), "TIFF"))
 
@@ -133,13 +149,19 @@ def test_broken_files_are_refused(content, message):
         picture.decode(content)
 
 
-COMPLETE = {kind: encoded(Image.fromarray(PIXELS.repeat(8, 0).repeat(8, 1)), kind) for kind in ("PNG", "JPEG", "GIF")}
+COMPLETE = {
+    kind: encoded(Image.fromarray(PIXELS.repeat(8, 0).repeat(8, 1)), kind)
+    for kind in ("PNG", "JPEG", "GIF")
+}
 
 
 @pytest.mark.parametrize("kind", COMPLETE)
 def test_files_cut_off_or_zeroed_are_refused_by_name_before_a_step(tmp_path, kind):
     complete, half = COMPLETE[kind], len(COMPLETE[kind]) // 2
-    for name, content in (("cut", complete[:half]), ("zeroed", complete[:half] + bytes(len(complete) - half))):
+    for name, content in (
+        ("cut", complete[:half]),
+        ("zeroed", complete[:half] + bytes(len(complete) - half)),
+    ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(MediaError, match=rf"/{name}: broken picture \({kind}\)"):
             refer("image", name, tmp_path)
@@ -162,7 +184,9 @@ def test_an_error_of_a_step_names_the_file(folder, monkeypatch):
     monkeypatch.setattr(picture, "check_complete", lambda content: None)
     (folder / "late.png").write_bytes(PNG[:-200])
     reference = refer("image", "late.png", folder, "rows.jsonl:3: picture 1")
-    with pytest.raises(MediaError, match=r"rows.jsonl:3: picture 1: .*/late.png: broken picture \(PNG\)"):
+    with pytest.raises(
+        MediaError, match=r"rows.jsonl:3: picture 1: .*/late.png: broken picture \(PNG\)"
+    ):
         reference.decode()
 
 
@@ -173,14 +197,19 @@ def test_pictures_with_too_many_pixels_are_refused(monkeypatch):
     with pytest.raises(MediaError, match="240 pixels"):
         picture.from_array(PIXELS)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(MediaError, match="scale it down"):  # an error of Pillow, which comes before our check
+    with pytest.raises(
+        MediaError, match="scale it down"
+    ):  # an error of Pillow, which comes before our check
         picture.size(PNG)
 
 
 @pytest.mark.parametrize(
     "value, message",
     [
-        ("https://example.org/a.png", "is an address of the network; download the picture and give its path"),
+        (
+            "https://example.org/a.png",
+            "is an address of the network; download the picture and give its path",
+        ),
         ("HTTP://example.org/a.png", "is an address of the network"),
         ("gone.png", r"no such file: .*gone.png \(relative paths start from /"),
         ("iVBOR" * 9999, "no such file: .*iVBOR"),
@@ -189,7 +218,10 @@ def test_pictures_with_too_many_pixels_are_refused(monkeypatch):
         ("data:image/png;base64,%%%", "not valid base64"),
         ({"path": None, "bytes": None}, "a picture without content"),
         (17, "a picture must be a path, bytes or a data URI, is int"),
-        (PIXELS.astype(np.float32), r"must be uint8 of shape \[height, width, 3\], is float32\[12, 20, 3\]"),
+        (
+            PIXELS.astype(np.float32),
+            r"must be uint8 of shape \[height, width, 3\], is float32\[12, 20, 3\]",
+        ),
         (PIXELS[..., :2], "must be uint8 of shape"),
         (PIXELS[:0], "must be uint8 of shape"),
     ],
@@ -205,7 +237,10 @@ def test_errors_name_the_file_and_the_row(folder):
         refer("image", "broken.png", folder)
     reference = refer("image", "a picture.png", folder, "rows.jsonl:3: picture 1")
     (folder / "a picture.png").write_bytes(PNG[:-300])
-    with pytest.raises(MediaError, match=r"rows.jsonl:3: picture 1: .*a picture.png has changed since the run read it"):
+    with pytest.raises(
+        MediaError,
+        match=r"rows.jsonl:3: picture 1: .*a picture.png has changed since the run read it",
+    ):
         reference.decode()
     (folder / "a picture.png").unlink()
     with pytest.raises(MediaError, match="rows.jsonl:3: picture 1: .*cannot be read: No such file"):
@@ -214,7 +249,8 @@ def test_errors_name_the_file_and_the_row(folder):
 
 def test_a_missing_package_names_its_extra():
     code = (
-        "import sys; sys.modules.update(dict.fromkeys(('PIL', 'PIL.Image', 'torch', 'jax', 'soundfile')))\n"
+        "import sys; sys.modules.update(dict.fromkeys(('PIL', 'PIL.Image', 'torch', 'jax', "
+        "'soundfile')))\n"
         "import numpy as np\n"
         "from pathlib import Path\n"
         "from rollout.media import expand, rows\n"

@@ -11,11 +11,17 @@ from rl.run.prepare import prepare
 
 FOLDER = Path(__file__).parents[1] / "end_to_end"
 CONFIG, ROWS = FOLDER / "mixed.yml", FOLDER / "mixed_rows.py"
-GRPO = '{"algorithm": "grpo", "steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "sampling": {"max_new_tokens": 6}}'
+GRPO = (
+    '{"algorithm": "grpo", "steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, '
+    '"sampling": {"max_new_tokens": 6}}'
+)
 
 
 def config(*more: str):
-    return load([CONFIG], [f"data.task={ROWS}:prompts", "evaluation=null", f"rewards.functions=[{ROWS}:odd]", *more])
+    return load(
+        [CONFIG],
+        [f"data.task={ROWS}:prompts", "evaluation=null", f"rewards.functions=[{ROWS}:odd]", *more],
+    )
 
 
 @pytest.mark.slow
@@ -26,7 +32,9 @@ def test_a_probe_shows_pictures_and_keeps_to_the_table_of_a_step():
 
 def test_pictures_that_no_step_shows_need_no_rows():
     """Those of an evaluation behind its last problem."""
-    given = config(f"data.task={ROWS}:text", f"evaluation={{data: {{task: '{ROWS}:unseen'}}, problems: 8}}")
+    given = config(
+        f"data.task={ROWS}:text", f"evaluation={{data: {{task: '{ROWS}:unseen'}}, problems: 8}}"
+    )
     prepared = prepare(given)
     try:
         assert prepared.data.has_media and not any(each.media for each in prepared.held_out)

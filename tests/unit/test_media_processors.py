@@ -1,9 +1,10 @@
 """Processors of each family against those of transformers.
 
-llama4_tiles.npz holds results of the processor of transformers, which needs torchvision: 24x24 tiles of a formula on
-four sizes, as grey levels, and canvases of random sizes (transformers 5.23, torchvision 0.28; `get_best_fit`, and
-`Llama4ImageProcessor(max_patches=6, do_rescale=False, do_normalize=False)`). `resized16` and `resized_stretched16` hold
-the sides of pictures on the canvas of 336x336 tiles, by its `get_max_res_without_distortion` (5.24).
+llama4_tiles.npz holds results of the processor of transformers, which needs torchvision: 24x24
+tiles of a formula on four sizes, as grey levels, and canvases of random sizes (transformers 5.23,
+torchvision 0.28; `get_best_fit`, and `Llama4ImageProcessor(max_patches=6, do_rescale=False,
+do_normalize=False)`). `resized16` and `resized_stretched16` hold the sides of pictures on the
+canvas of 336x336 tiles, by its `get_max_res_without_distortion` (5.24).
 """
 
 import json
@@ -21,7 +22,9 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
+from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
+    _get_feat_extract_output_lengths,
+)
 from transformers.models.whisper.feature_extraction_whisper import WhisperFeatureExtractor
 
 from rollout.media import processors
@@ -34,7 +37,9 @@ SIZES = [(40, 70), (64, 64), (1, 1), (3, 500), (301, 97), (90, 33)]
 
 
 def picture(height, width):
-    return np.random.default_rng(height * width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return np.random.default_rng(height * width).integers(
+        0, 256, (height, width, 3), dtype=np.uint8
+    )
 
 
 def tone(samples):
@@ -43,7 +48,8 @@ def tone(samples):
 
 
 def read(folder, oracle=None, **files):
-    """Writes a directory of a model and reads its processors. `files`: contents of configurations by name."""
+    """Writes a directory of a model and reads its processors. `files`: contents of configurations
+    by name."""
     if oracle is not None:
         oracle.save_pretrained(folder)
     for name, content in files.items():
@@ -52,9 +58,13 @@ def read(folder, oracle=None, **files):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("options", [{"patch_size": 16}, {"patch_size": 4, "image_mean": [0.5] * 3, "merge_size": 3}])
+@pytest.mark.parametrize(
+    "options", [{"patch_size": 16}, {"patch_size": 4, "image_mean": [0.5] * 3, "merge_size": 3}]
+)
 def test_qwen_equals_its_pillow_form(tmp_path, size, options):
-    oracle = Qwen2VLImageProcessorPil(size={"shortest_edge": 4096, "longest_edge": 40000}, **options)
+    oracle = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 4096, "longest_edge": 40000}, **options
+    )
     ours = read(tmp_path, oracle).image
     expected = oracle([picture(*size)], input_data_format="channels_last")
     reference = refer("image", picture(*size), tmp_path)
@@ -68,32 +78,53 @@ def test_qwen_equals_its_pillow_form(tmp_path, size, options):
 
 def test_qwen_orders_patches_by_merged_blocks(tmp_path):
     """Each pixel holds its own (y, x, channel), so that the place of every number is known."""
-    stored = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 4, "do_normalize": False}
+    stored = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "patch_size": 4,
+        "do_normalize": False,
+    }
     stored |= {"do_rescale": False, "min_pixels": 1, "max_pixels": 10**6}
     ours = read(tmp_path, preprocessor_config=stored).image
     y, x = np.mgrid[:16, :24]
-    values = ours.values(np.stack([y, x, y + x], axis=-1).astype(np.uint8), 0)[0].reshape(24, 3, 2, 4, 4)
-    blocks = [(2 * i + a, 2 * j + b) for i in range(2) for j in range(3) for a in range(2) for b in range(2)]
+    values = ours.values(np.stack([y, x, y + x], axis=-1).astype(np.uint8), 0)[0].reshape(
+        24, 3, 2, 4, 4
+    )
+    blocks = [
+        (2 * i + a, 2 * j + b)
+        for i in range(2)
+        for j in range(3)
+        for a in range(2)
+        for b in range(2)
+    ]
     for number, (row, column) in enumerate(blocks):
         for frame in range(2):
             assert (values[number, 0, frame] == 4 * row + np.arange(4)[:, None]).all()
             assert (values[number, 1, frame] == 4 * column + np.arange(4)).all()
-            assert (values[number, 2, frame] == values[number, 0, frame] + values[number, 1, frame]).all()
+            assert (
+                values[number, 2, frame] == values[number, 0, frame] + values[number, 1, frame]
+            ).all()
 
 
 def test_qwen_refuses_a_strip(tmp_path):
     ours = read(tmp_path, Qwen2VLImageProcessorPil()).image
-    with pytest.raises(MediaError, match="1x201 pixels is too long: at most 200 times its other side"):
+    with pytest.raises(
+        MediaError, match="1x201 pixels is too long: at most 200 times its other side"
+    ):
         ours.extents("", (1, 201))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_gemma3_equals_its_pillow_form(tmp_path, size):
     oracle = Gemma3ImageProcessorPil(size={"height": 24, "width": 24})
-    files = {"config": {"vision_config": {"patch_size": 4}}, "processor_config": {"image_seq_length": 9}}
+    files = {
+        "config": {"vision_config": {"patch_size": 4}},
+        "processor_config": {"image_seq_length": 9},
+    }
     ours = read(tmp_path, oracle, **files).image
     (item,) = refer("image", picture(*size), tmp_path).items(ours)
-    expected = oracle([picture(*size)], input_data_format="channels_last", return_tensors="np")["pixel_values"]
+    expected = oracle([picture(*size)], input_data_format="channels_last", return_tensors="np")[
+        "pixel_values"
+    ]
     weight = torch.randn(5, 3, 4, 4, generator=torch.manual_seed(0))
     convolved = torch.nn.functional.conv2d(torch.tensor(expected), weight, stride=4)[0].flatten(1).T
     assert (item.shape, item.rows) == ((6, 6), 9)
@@ -113,7 +144,9 @@ def test_gemma4_equals_its_pillow_form(tmp_path, size, most):
     assert item.rows == expected["num_soft_tokens_per_image"][0] and ours.looks_ahead
     np.testing.assert_array_equal(item.values, expected["pixel_values"][0][real])
     columns = expected["image_position_ids"][0][real]
-    np.testing.assert_array_equal(np.stack(np.divmod(np.arange(real.sum()), item.shape[1])[::-1], -1), columns)
+    np.testing.assert_array_equal(
+        np.stack(np.divmod(np.arange(real.sum()), item.shape[1])[::-1], -1), columns
+    )
 
 
 LLAMA4 = {
@@ -144,7 +177,9 @@ def test_llama4_tiles_are_those_of_transformers(tmp_path, stored_tiles, name, si
     assert {(item.shape, item.rows) for item in items} == {((6, 6), 9)}
     for item, tile in zip(items, expected, strict=True):
         pixels = item.values.reshape(6, 6, 3, 4, 4).transpose(2, 0, 3, 1, 4).reshape(3, 24, 24)
-        assert np.abs(pixels - tile).max() <= 2  # grey levels: Pillow rounds another way than torchvision
+        assert (
+            np.abs(pixels - tile).max() <= 2
+        )  # grey levels: Pillow rounds another way than torchvision
 
 
 @pytest.mark.parametrize("most", [16, 4])
@@ -153,11 +188,16 @@ def test_llama4_takes_the_canvas_of_transformers(tmp_path, stored_tiles, most):
     ours = read(tmp_path, preprocessor_config=stored).image
     stretched = read(tmp_path, preprocessor_config=stored | {"resize_to_max_canvas": True}).image
     for size, canvas, other in zip(
-        stored_tiles["sizes"], stored_tiles[f"canvas{most}"], stored_tiles[f"stretched{most}"], strict=True
+        stored_tiles["sizes"],
+        stored_tiles[f"canvas{most}"],
+        stored_tiles[f"stretched{most}"],
+        strict=True,
     ):
         expected = Llama4Processor._prompt_split_image(None, canvas, 144)
         assert ours.text(tuple(size)) == expected, size
-        assert stretched.text(tuple(size)) == Llama4Processor._prompt_split_image(None, other, 144), size
+        assert stretched.text(tuple(size)) == Llama4Processor._prompt_split_image(
+            None, other, 144
+        ), size
         rows = sum(extent.rows for extent in ours.extents("", tuple(size)))
         assert rows == expected.count("<|patch|>")
 
@@ -167,7 +207,9 @@ def test_llama4_sizes_are_those_of_transformers(tmp_path, stored_tiles, name, st
     """1572x2096 and 1628x1221 are a pixel smaller where the scale is a float64."""
     stored = {"image_processor_type": "Llama4ImageProcessor", "resize_to_max_canvas": stretch}
     ours = read(tmp_path, preprocessor_config=stored).image
-    for size, expected in zip(stored_tiles["resized_from"].tolist(), stored_tiles[name].tolist(), strict=True):
+    for size, expected in zip(
+        stored_tiles["resized_from"].tolist(), stored_tiles[name].tolist(), strict=True
+    ):
         assert ours._resized(*size, *ours._tiles(*size)) == tuple(expected), size
 
 
@@ -201,7 +243,9 @@ def test_gemma4_audio_refuses_what_it_would_cut(tmp_path):
         ours.extents("", (160, 16_000))
 
 
-@pytest.mark.parametrize("samples, rate", [(1600, 16000), (16000, 16000), (16100, 16000), (4000, 8000), (201, 16000)])
+@pytest.mark.parametrize(
+    "samples, rate", [(1600, 16000), (16000, 16000), (16100, 16000), (4000, 8000), (201, 16000)]
+)
 def test_omni_audio_equals_the_whisper_extractor(tmp_path, monkeypatch, samples, rate):
     oracle = WhisperFeatureExtractor(feature_size=16)
     ours = read(tmp_path, oracle).audio
@@ -209,31 +253,46 @@ def test_omni_audio_equals_the_whisper_extractor(tmp_path, monkeypatch, samples,
     (item,) = reference.items(ours)
     from rollout.media.sound import resample
 
-    monkeypatch.setattr("transformers.models.whisper.feature_extraction_whisper.is_torch_available", lambda: False)
+    monkeypatch.setattr(
+        "transformers.models.whisper.feature_extraction_whisper.is_torch_available", lambda: False
+    )
     wave = resample(tone(samples), rate, 16000)
-    expected = oracle([wave], sampling_rate=16000, padding=True, truncation=False, return_attention_mask=True)
+    expected = oracle(
+        [wave], sampling_rate=16000, padding=True, truncation=False, return_attention_mask=True
+    )
     assert len(item.values) == expected["attention_mask"].sum() == item.shape[0]
     np.testing.assert_allclose(item.values, expected["input_features"][0].T, atol=1e-6)
     assert item.rows == _get_feat_extract_output_lengths(item.shape[0])
 
 
-@pytest.mark.parametrize("frames, rows", [(10, 2), (50, 7), (150, 20), (1000, 130), (100, 13), (1, 1)])
+@pytest.mark.parametrize(
+    "frames, rows", [(10, 2), (50, 7), (150, 20), (1000, 130), (100, 13), (1, 1)]
+)
 def test_omni_audio_rows(tmp_path, frames, rows):
     assert read(tmp_path, WhisperFeatureExtractor()).audio.rows((frames, 1)) == rows
 
 
 def test_configurations_of_both_layouts_are_read(tmp_path):
-    """Older directories have one flat file for pictures and sounds, newer ones nest them in processor_config.json."""
+    """Older directories have one flat file for pictures and sounds, newer ones nest them in
+    processor_config.json."""
     image = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": 16,
         "min_pixels": 3136,
         "max_pixels": 12845056,
     }
-    audio = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128, "n_fft": 400, "hop_length": 160}
+    audio = {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": 128,
+        "n_fft": 400,
+        "hop_length": 160,
+    }
     flat = read(tmp_path, preprocessor_config=image | audio)
     (tmp_path / "preprocessor_config.json").unlink()
-    assert read(tmp_path, processor_config={"image_processor": image, "feature_extractor": audio}) == flat
+    assert (
+        read(tmp_path, processor_config={"image_processor": image, "feature_extractor": audio})
+        == flat
+    )
     assert flat.image.patch == 16 and flat.image.least == 3136 and flat.audio.bins == 128
 
 
@@ -241,14 +300,26 @@ def test_configurations_of_both_layouts_are_read(tmp_path):
     "stored, message",
     [
         ({}, "no preprocessor_config.json or processor_config.json that names a processor"),
-        ({"image_processor_type": "Qwen2VLImageProcesor"}, r"unknown image_processor_type .* \(nearest: Qwen2VL"),
-        ({"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": True}, "do_pan_and_scan: true is not"),
-        ({"image_processor_type": "Qwen2VLImageProcessor", "do_resize": False}, "do_resize: false is not supported"),
+        (
+            {"image_processor_type": "Qwen2VLImageProcesor"},
+            r"unknown image_processor_type .* \(nearest: Qwen2VL",
+        ),
+        (
+            {"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": True},
+            "do_pan_and_scan: true is not",
+        ),
+        (
+            {"image_processor_type": "Qwen2VLImageProcessor", "do_resize": False},
+            "do_resize: false is not supported",
+        ),
         (
             {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 24, "width": 24}},
             "no multiple of the patches",
         ),
-        ({"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 99}, "must be one of 70, 140"),
+        (
+            {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 99},
+            "must be one of 70, 140",
+        ),
     ],
 )
 def test_other_configurations_are_refused(tmp_path, stored, message):
@@ -257,7 +328,9 @@ def test_other_configurations_are_refused(tmp_path, stored, message):
 
 
 def test_a_tokenizer_without_the_tokens_is_refused(tmp_path):
-    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Gemma3ImageProcessor"}')
+    (tmp_path / "preprocessor_config.json").write_text(
+        '{"image_processor_type": "Gemma3ImageProcessor"}'
+    )
     with pytest.raises(MediaError, match="the tokenizer names no `boi_token`"):
         processors.read(tmp_path, SimpleNamespace())
 
@@ -277,10 +350,16 @@ def test_values_need_neither_torch_nor_jax(tmp_path):
     for name, (oracle, kind) in kinds.items():
         folder = tmp_path / name
         folder.mkdir()
-        files = {"preprocessor_config": LLAMA4, "processor_config": {"patch_size": 4}} if oracle is None else {}
+        files = (
+            {"preprocessor_config": LLAMA4, "processor_config": {"patch_size": 4}}
+            if oracle is None
+            else {}
+        )
         ours = getattr(read(folder, oracle, **files), kind)
         content = picture(30, 50) if kind == "image" else tone(4000)
-        expected[name] = [float(np.abs(v).sum(dtype=np.float64)) for v in ours.values(content, 16000)]
+        expected[name] = [
+            float(np.abs(v).sum(dtype=np.float64)) for v in ours.values(content, 16000)
+        ]
     np.savez(tmp_path / "contents.npz", image=picture(30, 50), audio=tone(4000))
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('torch', 'jax', 'torchvision')))\n"
@@ -288,14 +367,20 @@ def test_values_need_neither_torch_nor_jax(tmp_path):
         "from pathlib import Path\n"
         "from types import SimpleNamespace\n"
         "from rollout.media import processors\n"
-        "folder, tokens, kinds = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])\n"
+        "folder, tokens, kinds = Path(sys.argv[1]), json.loads(sys.argv[2]), "
+        "json.loads(sys.argv[3])\n"
         "contents, sums = np.load(folder / 'contents.npz'), {}\n"
         "for name, kind in kinds.items():\n"
         "    ours = getattr(processors.read(folder / name, SimpleNamespace(**tokens)), kind)\n"
-        "    sums[name] = [float(np.abs(v).sum(dtype=np.float64)) for v in ours.values(contents[kind], 16000)]\n"
+        "    sums[name] = [float(np.abs(v).sum(dtype=np.float64)) for v in "
+        "ours.values(contents[kind], 16000)]\n"
         "print(json.dumps(sums))\n"
     )
-    arguments = [str(tmp_path), json.dumps(vars(TOKENIZER)), json.dumps({n: k for n, (_, k) in kinds.items()})]
+    arguments = [
+        str(tmp_path),
+        json.dumps(vars(TOKENIZER)),
+        json.dumps({n: k for n, (_, k) in kinds.items()}),
+    ]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == expected

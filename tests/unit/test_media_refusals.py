@@ -1,4 +1,5 @@
-"""What does not go with pictures is refused by name: by `rl-train --check`, and before a model is built."""
+"""What does not go with pictures is refused by name: by `rl-train --check`, and before a model is
+built."""
 
 import json
 from pathlib import Path
@@ -15,15 +16,27 @@ FOLDER = Path(__file__).parents[1] / "end_to_end"
 CONFIG, ROWS = FOLDER / "mixed.yml", FOLDER / "mixed_rows.py"
 MODULES = "model.multi_token_prediction={depth: 1}"
 REFUSED = {
-    "mesh.shard_mode": (["mesh.shard_mode=explicit"], "reads of the table of pictures declare no shardings"),
-    "hyper-connections": (["model.hyper_connections={}"], "which of the residual streams gets the features"),
+    "mesh.shard_mode": (
+        ["mesh.shard_mode=explicit"],
+        "reads of the table of pictures declare no shardings",
+    ),
+    "hyper-connections": (
+        ["model.hyper_connections={}"],
+        "which of the residual streams gets the features",
+    ),
     "n-gram tables": (
         ["model.engram={layers: [1], vocab_bases: [11, 13], heads: 1, head_dim: 8}"],
         "n-grams of placeholders say nothing",
     ),
-    "model.batch_split": (["model.batch_split=true"], "the table of pictures has no rows of the batch"),
+    "model.batch_split": (
+        ["model.batch_split=true"],
+        "the table of pictures has no rows of the batch",
+    ),
     "stages.N.mtp": ([MODULES, "stages.0.mtp={}"], "a prediction module embeds the next token"),
-    "generator.speculative": ([MODULES, "generator.speculative=1"], "may stand for a part of a picture; leave it out"),
+    "generator.speculative": (
+        [MODULES, "generator.speculative=1"],
+        "may stand for a part of a picture; leave it out",
+    ),
 }
 
 
@@ -62,10 +75,16 @@ def scored(*stages: dict) -> str:
         "reward_model": {"data": {"task": f"{ROWS}:pairs"}},
         "grpo": {"samples_per_prompt": 2, "rewards": reward},
     }
-    return "stages=" + json.dumps([common | kinds.get(stage["algorithm"], {}) | stage for stage in stages])
+    return "stages=" + json.dumps(
+        [common | kinds.get(stage["algorithm"], {}) | stage for stage in stages]
+    )
 
 
-REWARD_MODEL, TRAINS, GRPO = {"algorithm": "reward_model"}, {"algorithm": "sft", "freeze": []}, {"algorithm": "grpo"}
+REWARD_MODEL, TRAINS, GRPO = (
+    {"algorithm": "reward_model"},
+    {"algorithm": "sft", "freeze": []},
+    {"algorithm": "grpo"},
+)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +93,10 @@ REWARD_MODEL, TRAINS, GRPO = {"algorithm": "reward_model"}, {"algorithm": "sft",
     ids=["the scored stage", "a stage before it"],
 )
 def test_a_reward_model_reads_rows_of_the_towers_that_it_was_trained_with(stages, changes):
-    with pytest.raises(ConfigError, match=f"grpo: reward model reward_model reads the rows .* stage {changes} changes"):
+    with pytest.raises(
+        ConfigError,
+        match=f"grpo: reward model reward_model reads the rows .* stage {changes} changes",
+    ):
         built(scored(*stages))
 
 
@@ -83,8 +105,16 @@ def test_a_reward_model_may_follow_a_trained_tower():
 
 
 def test_a_teacher_reads_no_pictures():
-    teacher = {"algorithm": "distill", "steps": 1, "prompts_per_step": 2, "sampling": {"max_new_tokens": 6}}
-    with pytest.raises(ConfigError, match="distill: a teacher reads no pictures or sounds; use rows of text, or sft"):
+    teacher = {
+        "algorithm": "distill",
+        "steps": 1,
+        "prompts_per_step": 2,
+        "sampling": {"max_new_tokens": 6},
+    }
+    with pytest.raises(
+        ConfigError,
+        match="distill: a teacher reads no pictures or sounds; use rows of text, or sft",
+    ):
         built(f"stages={json.dumps([teacher | {'teacher': {'source': 'tiny-vl'}}])}")
 
 

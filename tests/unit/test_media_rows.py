@@ -47,18 +47,31 @@ BOTH = user(text("a "), IMAGE, text(" and "), IMAGE)
 FORMS = {
     "parts and images": (BOTH, {"images": ["one.png", TWO]}, BOTH),
     "arrow fills parts with null": (
-        user({"type": "text", "text": "a ", "image": None}, {"type": "image", "text": None, "image": None}, IMAGE),
-        {"images": [{"bytes": None, "path": "one.png"}, {"bytes": TWO, "path": None}], "image": None},
+        user(
+            {"type": "text", "text": "a ", "image": None},
+            {"type": "image", "text": None, "image": None},
+            IMAGE,
+        ),
+        {
+            "images": [{"bytes": None, "path": "one.png"}, {"bytes": TWO, "path": None}],
+            "image": None,
+        },
         user(text("a "), IMAGE, IMAGE),
     ),
     "parts of Qwen": (
-        user({"type": "image", "image": "one.png"}, text("a "), {"type": "image", "image": {"bytes": TWO}}),
+        user(
+            {"type": "image", "image": "one.png"},
+            text("a "),
+            {"type": "image", "image": {"bytes": TWO}},
+        ),
         {},
         user(IMAGE, text("a "), IMAGE),
     ),
     "parts of OpenAI": (
         user(
-            {"type": "image_url", "image_url": "one.png"}, {"type": "image_url", "image_url": {"url": URI}}, text("?")
+            {"type": "image_url", "image_url": "one.png"},
+            {"type": "image_url", "image_url": {"url": URI}},
+            text("?"),
         ),
         {"images": []},
         user(IMAGE, IMAGE, text("?")),
@@ -75,7 +88,11 @@ FORMS = {
     ),
     "a plain prompt": ("What?", {"images": ["one.png", TWO]}, user(IMAGE, IMAGE, text("What?"))),
     "texts": (
-        [{"role": "system", "content": "Be."}, {"role": "user", "content": "What?"}, {"role": "user", "content": "x"}],
+        [
+            {"role": "system", "content": "Be."},
+            {"role": "user", "content": "What?"},
+            {"role": "user", "content": "x"},
+        ],
         {"images": ["one.png", TWO]},
         [
             {"role": "system", "content": "Be."},
@@ -93,7 +110,11 @@ FORMS = {
         {"images": ["one.png", TWO]},
         [*user(IMAGE, text("\n"), IMAGE, text("b")), {"role": "assistant", "content": "c"}],
     ),
-    "tags in parts": (user(text("<image>a<image>")), {"images": [ONE, TWO]}, user(IMAGE, text("a"), IMAGE)),
+    "tags in parts": (
+        user(text("<image>a<image>")),
+        {"images": [ONE, TWO]},
+        user(IMAGE, text("a"), IMAGE),
+    ),
 }
 
 
@@ -145,7 +166,10 @@ def test_pictures_and_sounds_of_one_row(folder):
 
 
 def test_rows_of_text_stay_as_they_are(tmp_path):
-    messages = [{"role": "user", "content": "Draw <image>", "name": "x"}, {"role": "assistant", "content": "No"}]
+    messages = [
+        {"role": "user", "content": "Draw <image>", "name": "x"},
+        {"role": "assistant", "content": "No"},
+    ]
     assert normalise("Write <image>.", {"answer": 3}, "", tmp_path) == ("Write <image>.", ())
     assert normalise(messages, {"images": None, "audio": []}, "", tmp_path) == (messages, ())
     parts = [{"role": "user", "content": [text("a"), text("b")]}]
@@ -154,8 +178,12 @@ def test_rows_of_text_stay_as_they_are(tmp_path):
 
 def test_columns_of_datasets_stay_bytes(tmp_path):
     """With decode=False, as the reader of data casts them."""
-    columns = datasets.Features({"prompt": datasets.Value("string"), "images": [datasets.Image(decode=False)]})
-    rows = datasets.Dataset.from_list([{"prompt": "?", "images": [{"bytes": ONE, "path": None}]}], features=columns)
+    columns = datasets.Features(
+        {"prompt": datasets.Value("string"), "images": [datasets.Image(decode=False)]}
+    )
+    rows = datasets.Dataset.from_list(
+        [{"prompt": "?", "images": [{"bytes": ONE, "path": None}]}], features=columns
+    )
     messages, references = normalise(rows[0]["prompt"], rows[0], "", tmp_path)
     assert messages == user(IMAGE, text("?")) and greys(references) == [10]
     assert isinstance(references[0].source, bytes)
@@ -164,25 +192,54 @@ def test_columns_of_datasets_stay_bytes(tmp_path):
 @pytest.mark.parametrize(
     "prompt, columns, message",
     [
-        (BOTH, {"images": [ONE]}, "1 pictures in the columns, but 2 parts or tags that take one; they must agree"),
+        (
+            BOTH,
+            {"images": [ONE]},
+            "1 pictures in the columns, but 2 parts or tags that take one; they must agree",
+        ),
         (BOTH, {}, "0 pictures in the columns, but 2 parts or tags that take one"),
         ("<image>a", {"images": [ONE, TWO]}, "2 pictures in the columns, but 1 parts or tags"),
         (
             user({"type": "image", "image": ONE}),
             {"images": [ONE]},
-            "1 pictures in the columns, but 0 parts or tags that take one and 1 with a picture of their own",
+            "1 pictures in the columns, but 0 parts or tags that take one and 1 with a picture of "
+            "their own",
         ),
-        ("a", {"image": ONE, "images": [TWO]}, "a column 'image' and a column 'images'; leave one of them out"),
+        (
+            "a",
+            {"image": ONE, "images": [TWO]},
+            "a column 'image' and a column 'images'; leave one of them out",
+        ),
         ("a", {"images": [ONE, None]}, "picture 2 of column 'images' is null"),
-        ("a", {"images": ["https://example.org/a.png"]}, "picture 1: https://example.org/a.png is an address"),
+        (
+            "a",
+            {"images": ["https://example.org/a.png"]},
+            "picture 1: https://example.org/a.png is an address",
+        ),
         ("a", {"images": [ONE, b"x"]}, "picture 2: not a picture that Pillow reads"),
         ("a", {"videos": ["a.mp4"]}, "a column of videos; only pictures and sounds"),
-        (user({"type": "video", "video": "a.mp4"}), {}, "message 0 has a video; only pictures and sounds"),
-        (user({"type": "imag"}), {}, r"message 0: unknown type of part 'imag' \(nearest: image; valid: "),
+        (
+            user({"type": "video", "video": "a.mp4"}),
+            {},
+            "message 0 has a video; only pictures and sounds",
+        ),
+        (
+            user({"type": "imag"}),
+            {},
+            r"message 0: unknown type of part 'imag' \(nearest: image; valid: ",
+        ),
         (user({"text": "a"}), {}, "message 0: a part must be a mapping with `type`"),
         (user({"type": "text", "text": 3}), {}, "message 0: a part of type 'text' needs a `text`"),
-        ([{"role": "user", "content": None}], {}, "the content of message 0 must be a text or a list of parts"),
-        ([{"role": "system", "content": "a"}], {"image": ONE}, "1 pictures, but no message of the user"),
+        (
+            [{"role": "user", "content": None}],
+            {},
+            "the content of message 0 must be a text or a list of parts",
+        ),
+        (
+            [{"role": "system", "content": "a"}],
+            {"image": ONE},
+            "1 pictures, but no message of the user",
+        ),
         (
             [*BOTH, {"role": "assistant", "content": [IMAGE]}],
             {"images": [ONE] * 3},

@@ -79,13 +79,23 @@ def test_resampling_is_that_of_scipy(rate, target):
     "content, message",
     [
         (b"RIFF\0\0\0\0WAVE", "broken WAV file: it has no data"),
-        (written(WAVE)[:300], "broken WAV file: 800 bytes of samples in its header, 256 in the file"),
+        (
+            written(WAVE)[:300],
+            "broken WAV file: 800 bytes of samples in its header, 256 in the file",
+        ),
         (written(WAVE[:0]), "the sound has no samples"),
         (written(WAVE, "ULAW"), "a WAV file of format 7 with 8 bits is not supported"),
         (b"no sound", r"not a sound that soundfile reads \(8 bytes\)"),
         (written(np.array([0.0, np.nan, 1.0], np.float32), "FLOAT"), "samples that are not finite"),
     ],
-    ids=["no data", "cut", "no samples", "u-law", "no sound", "not finite"],  # a file of floats holds its second
+    ids=[
+        "no data",
+        "cut",
+        "no samples",
+        "u-law",
+        "no sound",
+        "not finite",
+    ],  # a file of floats holds its second
 )
 def test_broken_files_are_refused(content, message):
     with pytest.raises(MediaError, match=message):

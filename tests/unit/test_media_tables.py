@@ -1,5 +1,6 @@
-"""Tables of steps at their edges: steps and mini-batches without a picture, pictures that occur twice or touch, text
-prompts between pictures, stages that train towers after stages that do not, and the rows that a run plans."""
+"""Tables of steps at their edges: steps and mini-batches without a picture, pictures that occur
+twice or touch, text prompts between pictures, stages that train towers after stages that do not,
+and the rows that a run plans."""
 
 import dataclasses
 
@@ -22,7 +23,9 @@ from rollout.media.item import Extent
 def logprobs_of(model, documents, table) -> np.ndarray:
     """Log-probabilities of documents, one a row, through a table."""
     rows = [(each.tokens.tolist(), [1] * len(each.tokens)) for each in documents]
-    batch = table.add(padded_batch(rows, 64), [(row, 0, each) for row, each in enumerate(documents)])
+    batch = table.add(
+        padded_batch(rows, 64), [(row, 0, each) for row, each in enumerate(documents)]
+    )
     trainer, state = learners.begin(model, learners.stage("sft", micro_batch=2))
     return trainer.logprobs(state.policy.params, batch, table.table)[0]
 
@@ -56,23 +59,39 @@ def test_a_mini_batch_without_a_picture_leaves_a_trained_tower_as_it_is():
     state, metrics = trainer.update(state, text, media=media)
     after = learners.host(state.policy.params)
     changed = {path for path in before if before[path].tobytes() != after[path].tobytes()}
-    assert metrics["optim/skipped"] == 0 and changed and not any("image." in path for path in changed)
+    assert (
+        metrics["optim/skipped"] == 0 and changed and not any("image." in path for path in changed)
+    )
 
 
 def test_a_picture_that_occurs_twice_and_pictures_that_touch_have_the_rows_of_copies():
     one = case("Qwen3VL")
     first, second = drawn(one.model.config.image, [(4, 6), (2, 2)])
     copies = [dataclasses.replace(first, digest=f"copy.{n}") for n in range(3)]
-    shown = [document("Qwen3VL", (3, first, first, 2), 0), document("Qwen3VL", (1, first, 2, second, second, 3), 1)]
-    parts = [(3, first, copies[0], 2), (1, copies[1], 2, second, dataclasses.replace(second, digest="copy"), 3)]
+    shown = [
+        document("Qwen3VL", (3, first, first, 2), 0),
+        document("Qwen3VL", (1, first, 2, second, second, 3), 1),
+    ]
+    parts = [
+        (3, first, copies[0], 2),
+        (1, copies[1], 2, second, dataclasses.replace(second, digest="copy"), 3),
+    ]
     apart = [document("Qwen3VL", each, seed) for seed, each in enumerate(parts)]
     tables = [
-        MediaTables(MediaEncoder(one.model.graph), Loader({i.digest: i for each in docs for i in each.items}), 32)
+        MediaTables(
+            MediaEncoder(one.model.graph),
+            Loader({i.digest: i for each in docs for i in each.items}),
+            32,
+        )
         for docs in (shown, apart)
     ]
-    ours, theirs = (each.of(one.model.params, docs) for each, docs in zip(tables, (shown, apart), strict=True))
+    ours, theirs = (
+        each.of(one.model.params, docs) for each, docs in zip(tables, (shown, apart), strict=True)
+    )
     assert [each.encoder.encoded for each in tables] == [2, 5]
-    np.testing.assert_array_equal(logprobs_of(one.model, shown, ours), logprobs_of(one.model, apart, theirs))
+    np.testing.assert_array_equal(
+        logprobs_of(one.model, shown, ours), logprobs_of(one.model, apart, theirs)
+    )
 
 
 @pytest.mark.slow
@@ -92,7 +111,8 @@ def test_text_prompts_are_completed_between_prompts_with_pictures():
 
 
 def test_a_stage_that_trains_a_tower_reads_items_and_one_that_does_not_encodes_none():
-    """In any order: the table of a frozen stage holds no items, so a stage that trains cannot go on with it."""
+    """In any order: the table of a frozen stage holds no items, so a stage that trains cannot go on
+    with it."""
     one = case("Qwen3VL")
     tables = one.tables()
     frozen = tables.of(one.model.params, one.documents)
@@ -106,15 +126,20 @@ def test_a_stage_that_trains_a_tower_reads_items_and_one_that_does_not_encodes_n
     again, encoded = tables.of(one.model.params, one.documents), tables.encoder.encoded
     tables.forget()
     assert tables.of(one.model.params, one.documents) is again and tables.encoder.encoded == encoded
-    assert tables.of(one.model.params, one.documents[:1]).update_media(one.add(again)).pieces is None
+    assert (
+        tables.of(one.model.params, one.documents[:1]).update_media(one.add(again)).pieces is None
+    )
 
 
 def test_planned_rows_hold_every_batch(monkeypatch):
-    """Rows of data of one and two sequences, with pictures that several rows show, and batches that repeat rows; also
-    if two processes hold the rows."""
+    """Rows of data of one and two sequences, with pictures that several rows show, and batches that
+    repeat rows; also if two processes hold the rows."""
     rng = np.random.default_rng(0)
     for _ in range(200):
-        pool = [Extent("image", str(n), (1, 1), int(rng.integers(1, 40))) for n in range(rng.integers(1, 12))]
+        pool = [
+            Extent("image", str(n), (1, 1), int(rng.integers(1, 40)))
+            for n in range(rng.integers(1, 12))
+        ]
         rows = []
         for _ in range(rng.integers(1, 15)):
             items = tuple(pool[n] for n in rng.integers(0, len(pool), rng.integers(0, 4)))
@@ -139,25 +164,43 @@ def test_planned_rows_hold_every_batch(monkeypatch):
             assert sum(shown.values()) <= min(alone, split)
 
 
-HOW = {"full": {"remat": "full"}, "unrolled": {"remat": "full", "scan": False}, "matmul": {"remat": "minimal"}}
+HOW = {
+    "full": {"remat": "full"},
+    "unrolled": {"remat": "full", "scan": False},
+    "matmul": {"remat": "minimal"},
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [*HOW.values(), {"dropout": 0.3}], ids=[*HOW, "dropout"])
 def test_an_update_of_everything_does_not_depend_on_how_it_is_computed(how):
-    """Two pictures in packed rows, with a trained tower; with dropout, also for other micro-batches."""
+    """Two pictures in packed rows, with a trained tower; with dropout, also for other
+    micro-batches."""
     one, how = case("Qwen3VL"), dict(how)
-    options = {"freeze": [], "dropout": how.pop("dropout", 0.0), "optimizer": {"learning_rate": 1.0, "eps": 1.0}}
+    options = {
+        "freeze": [],
+        "dropout": how.pop("dropout", 0.0),
+        "optimizer": {"learning_rate": 1.0, "eps": 1.0},
+    }
     results = []
-    for runtime, micro_batch in ((Runtime(remat="none"), None), (Runtime(**({"remat": "none"} | how)), 1)):
+    for runtime, micro_batch in (
+        (Runtime(remat="none"), None),
+        (Runtime(**({"remat": "none"} | how)), 1),
+    ):
         model = policy.create(one.model.config, seed=3, runtime=runtime)
         known = {item.digest: item for each in one.documents if each for item in each.items}
-        table = MediaTables(MediaEncoder(model.graph), Loader(known), 32, trained=True).of(model.params, one.documents)
-        trainer, state = learners.begin(model, learners.stage("sft", micro_batch=micro_batch, **options), fresh=True)
+        table = MediaTables(MediaEncoder(model.graph), Loader(known), 32, trained=True).of(
+            model.params, one.documents
+        )
+        trainer, state = learners.begin(
+            model, learners.stage("sft", micro_batch=micro_batch, **options), fresh=True
+        )
         before = learners.host(state.policy.params)
         state, _ = trainer.update(state, one.add(table), media=table.update_media(one.add(table)))
         after = learners.host(state.policy.params)
         results.append({path: after[path] - before[path] for path in before})
     for path, change in results[0].items():
         np.testing.assert_allclose(results[1][path], change, atol=2e-5, err_msg=path)
-    assert any(np.abs(change).max() > 1e-3 for path, change in results[0].items() if "image." in path)
+    assert any(
+        np.abs(change).max() > 1e-3 for path, change in results[0].items() if "image." in path
+    )

@@ -1,4 +1,5 @@
-"""Drawn pictures and notes: equal on every machine, disjoint splits, and what is asked about is there."""
+"""Drawn pictures and notes: equal on every machine, disjoint splits, and what is asked about is
+there."""
 
 import hashlib
 
@@ -48,14 +49,24 @@ def test_notes_are_those_of_every_machine():
     assert digest("tones") == PINNED["tones"]
 
 
-@pytest.mark.parametrize(("name", "options"), [("pictures", {"question": q}) for q in QUESTIONS] + [("tones", {})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("pictures", {"question": q}) for q in QUESTIONS] + [("tones", {})]
+)
 def test_splits_share_no_problem_and_hold_all_answers(name, options):
     train, held_out = problems(name, **options), problems(name, "eval", **options)
     contents = [content(problem) for problem in train + held_out]
     assert len(set(contents)) == len(contents) == 300
     assert 10 < len(held_out) < 60
-    answers = {"tones": set(tones.NOTES), "colour": set(pictures.COLOURS), "where": set(pictures.PLACES)}
-    answers |= {"count": set(pictures.DIGITS[1:6]), "shape": set(pictures.SHAPES), "digit": set(pictures.DIGITS)}
+    answers = {
+        "tones": set(tones.NOTES),
+        "colour": set(pictures.COLOURS),
+        "where": set(pictures.PLACES),
+    }
+    answers |= {
+        "count": set(pictures.DIGITS[1:6]),
+        "shape": set(pictures.SHAPES),
+        "digit": set(pictures.DIGITS),
+    }
     assert {problem.completion for problem in train} == answers[options.get("question", name)]
     assert all(problem.columns["answer"] == problem.completion for problem in train)
 
@@ -63,14 +74,15 @@ def test_splits_share_no_problem_and_hold_all_answers(name, options):
 def test_pictures_that_differ_in_noise_alone_are_in_one_split():
     calm, noisy = (problems("pictures", "eval", noise=noise) for noise in (0, 60))
     assert [problem.completion for problem in calm] == [problem.completion for problem in noisy]
-    difference = np.stack([p.columns["image"] for p in noisy]) - np.stack([p.columns["image"] for p in calm]).astype(
-        int
-    )
+    difference = np.stack([p.columns["image"] for p in noisy]) - np.stack(
+        [p.columns["image"] for p in calm]
+    ).astype(int)
     assert 50 < np.abs(difference).max() <= 60 and abs(difference.mean()) < 1
 
 
 def test_the_answer_is_what_is_drawn():
-    """Read back from pictures without noise: the shape is what lies outside of the colours of the background."""
+    """Read back from pictures without noise: the shape is what lies outside of the colours of the
+    background."""
     for problem in problems("pictures", question="where", noise=0)[:50]:
         y, x = np.nonzero(problem.columns["image"].max(axis=2) > 130)
         vertical = "upper" if y.max() < 16 else "lower"
@@ -107,7 +119,11 @@ def test_the_answer_is_what_is_played():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("pictures", {"question": "why"}, "`question` must be colour, where, count, shape, digit, got 'why'"),
+        (
+            "pictures",
+            {"question": "why"},
+            "`question` must be colour, where, count, shape, digit, got 'why'",
+        ),
         ("pictures", {"size": 15}, "`size` must be an integer from 16 to 512, got 15"),
         ("pictures", {"size": 32.0}, "`size` must be an integer from 16 to 512, got 32.0"),
         ("pictures", {"noise": 101}, "`noise` must be an integer from 0 to 100"),
@@ -115,7 +131,11 @@ def test_the_answer_is_what_is_played():
         ("pictures", {"eval_share": 1}, "`eval_share` must lie between 0 and 1"),
         ("pictures", {"colour": "red"}, "task pictures has no option `colour`"),
         ("tones", {"seconds": 0}, "`seconds` must be a number from 0.1 to 30"),
-        ("tones", {"octaves": 4, "first_octave": 5}, "notes up to 7948 Hz need a `rate` of at least 15896, got 8000"),
+        (
+            "tones",
+            {"octaves": 4, "first_octave": 5},
+            "notes up to 7948 Hz need a `rate` of at least 15896, got 8000",
+        ),
         ("tones", {"cents": 41}, "`cents` must be an integer from 0 to 40"),
         ("tones", {"noise": "loud"}, "`noise` must be a number from 0.0 to 0.5"),
     ],
@@ -128,7 +148,11 @@ def test_an_option_that_cannot_be_is_refused(name, options, message):
 
 @pytest.mark.parametrize(("task", "kind"), [("pictures", "image"), ("tones", "audio")])
 def test_rows_become_prompts_with_their_content(task, kind, tmp_path):
-    where, row = next(iter(read_rows(DataOptions(task=task, options={"problems": 10}), held_out=False)))
+    where, row = next(
+        iter(read_rows(DataOptions(task=task, options={"problems": 10}), held_out=False))
+    )
     prompt, (reference,) = normalise(row["prompt"], row, where, tmp_path)
-    assert prompt == [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": row["prompt"]}]}]
+    assert prompt == [
+        {"role": "user", "content": [{"type": kind}, {"type": "text", "text": row["prompt"]}]}
+    ]
     assert (reference.kind, reference.size) == (kind, (32, 32) if kind == "image" else (5120, 8000))

@@ -22,7 +22,9 @@ from rl.training.reward_model import RewardModelScorer
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.media.expand import Expanded
 
-SHAPES = {kind: [(4, 6), (2, 2)] for kind in ("Qwen3VL", "Qwen3VLMoe", "Qwen2_5_VL")} | {"Gemma3": [(6, 6), (6, 6)]}
+SHAPES = {kind: [(4, 6), (2, 2)] for kind in ("Qwen3VL", "Qwen3VLMoe", "Qwen2_5_VL")} | {
+    "Gemma3": [(6, 6), (6, 6)]
+}
 CLOSE = 2e-5
 
 
@@ -57,7 +59,10 @@ def document(kind: str, parts, seed: int) -> Expanded:
         until += [len(until) + part.rows - 1] * part.rows
         turns += [(count, count + y, count + x) for y in range(h) for x in range(w)]
         row, count = row + part.rows, count + max(h, w)
-    qwen, items = kind.startswith("Qwen"), tuple(part for part in parts if not isinstance(part, int))
+    qwen, items = (
+        kind.startswith("Qwen"),
+        tuple(part for part in parts if not isinstance(part, int)),
+    )
     arrays = [np.asarray(each, np.int32) for each in (tokens, index, turns if qwen else [], until)]
     return Expanded(
         arrays[0],
@@ -94,7 +99,9 @@ def case(kind: str) -> Case:
     model = random_policy(kind)
     one, two = drawn(model.config.image, SHAPES[kind])
     parts = [(3, one, 2), (2, two, 1, one, 3), None, (1, two, 4)]
-    documents = [None if each is None else document(kind, each, seed) for seed, each in enumerate(parts)]
+    documents = [
+        None if each is None else document(kind, each, seed) for seed, each in enumerate(parts)
+    ]
     rng = np.random.default_rng(5)
     answers = [rng.integers(0, 149, n).tolist() for n in (4, 2, 9, 3)]
     rows = []
@@ -106,7 +113,8 @@ def case(kind: str) -> Case:
 
 
 KINDS = pytest.mark.parametrize(
-    "kind", ["Qwen3VL", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Gemma3", "Qwen2_5_VL"))]
+    "kind",
+    ["Qwen3VL", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Gemma3", "Qwen2_5_VL"))],
 )
 
 
@@ -124,8 +132,14 @@ def test_packed_rows_equal_each_document_alone(kind):
         tokens = np.asarray(([] if each is None else each.tokens.tolist()) + answer, np.int32)
         how = {}
         if each is not None:
-            index, turns, until = (None if a is None else a[None] for a in table.document(each).span(0, len(tokens)))
-            how = {"media": Media(index, table.table.rows, table.table.deep), "turns": turns, "until": until}
+            index, turns, until = (
+                None if a is None else a[None] for a in table.document(each).span(0, len(tokens))
+            )
+            how = {
+                "media": Media(index, table.table.rows, table.table.deep),
+                "turns": turns,
+                "until": until,
+            }
             tokens = np.where(index[0] >= 0, 0, tokens)
         alone, _ = one.model.logprobs(tokens[None], **how)
         np.testing.assert_allclose(logp[row, 1 : len(tokens)], np.asarray(alone)[0, 1:], atol=CLOSE)
@@ -138,7 +152,11 @@ def test_equal_pictures_are_encoded_once_and_other_tables_take_their_rows():
     assert tables.encoder.encoded == 2 and sorted(tables.loader.asked) == ["0.0", "0.1"]
     assert tables.of(one.model.params, one.documents, again=True) is first
     metrics = tables.metrics()
-    assert metrics["media/pictures"] == 4 * 8 and metrics["media/encoded"] == 2 and metrics["media/distinct"] == 2 / 32
+    assert (
+        metrics["media/pictures"] == 4 * 8
+        and metrics["media/encoded"] == 2
+        and metrics["media/distinct"] == 2 / 32
+    )
     alone = tables.of(one.model.params, one.documents[3:])
     assert tables.encoder.encoded == 2
     rows = first.first["image", "0.1"]
@@ -157,7 +175,9 @@ def test_frozen_towers_stay_and_the_rest_learns(kind):
     state, metrics = trainer.update(state, batch, media=table.update_media(batch))
     after = learners.host(state.policy.params)
     changed = {path for path in before if before[path].tobytes() != after[path].tobytes()}
-    assert changed and not any("image." in path for path in changed) and metrics["optim/skipped"] == 0
+    assert (
+        changed and not any("image." in path for path in changed) and metrics["optim/skipped"] == 0
+    )
     assert not any("image." in key for key in learners.host(state.policy.optimizer))
 
 
@@ -181,7 +201,9 @@ def test_the_gradient_of_a_trained_tower_is_that_of_one_backward_pass(kind):
             "turns": batch.turns,
             "until": batch.until,
         }
-        logp, _ = type(one.model)(one.model.graph, params).logprobs(batch.tokens, segments=batch.segments, **how)
+        logp, _ = type(one.model)(one.model.graph, params).logprobs(
+            batch.tokens, segments=batch.segments, **how
+        )
         return -jnp.sum(logp * batch.mask) / jnp.sum(batch.mask)
 
     expected = jax.jit(jax.grad(loss))(one.model.params)
@@ -194,9 +216,15 @@ def test_the_gradient_of_a_trained_tower_is_that_of_one_backward_pass(kind):
         for path, gradient in expected.items():
             if path in one.model.graph.untrained:
                 continue
-            step = np.asarray(gradient) / (np.abs(gradient) + 1.0)  # of AdamW with eps 1, in its first update
-            np.testing.assert_allclose(before[path] - state.policy.params[path], step, atol=2e-5, err_msg=path)
-        assert any(np.abs(gradient).max() > 1e-3 for path, gradient in expected.items() if "image." in path)
+            step = np.asarray(gradient) / (
+                np.abs(gradient) + 1.0
+            )  # of AdamW with eps 1, in its first update
+            np.testing.assert_allclose(
+                before[path] - state.policy.params[path], step, atol=2e-5, err_msg=path
+            )
+        assert any(
+            np.abs(gradient).max() > 1e-3 for path, gradient in expected.items() if "image." in path
+        )
 
 
 @pytest.mark.slow
@@ -209,7 +237,9 @@ def test_parts_are_frozen_by_name():
     before = learners.host(state.policy.params)
     state, _ = trainer.update(state, batch, media=table.update_media(batch))
     after = learners.host(state.policy.params)
-    changed = {path.strip("[]'") for path in before if before[path].tobytes() != after[path].tobytes()}
+    changed = {
+        path.strip("[]'") for path in before if before[path].tobytes() != after[path].tobytes()
+    }
     assert "image.merger.up_proj" in changed
     assert not any(path.startswith(("image.blocks", "stacks", "embed_tokens")) for path in changed)
 
@@ -220,7 +250,10 @@ def test_reward_models_read_the_rows_of_the_policys_towers():
     table = one.tables().of(one.model.params, one.documents)
     prompts = [[] if each is None else each.tokens.tolist() for each in one.documents]
     pairs = [
-        (Row(ids + answer, [0] * len(ids) + [1] * len(answer), media), Row(ids + [7], [0] * len(ids) + [1], media))
+        (
+            Row(ids + answer, [0] * len(ids) + [1] * len(answer), media),
+            Row(ids + [7], [0] * len(ids) + [1], media),
+        )
         for ids, answer, media in zip(prompts, one.answers, one.documents, strict=True)
     ]
     batch = table.add(segmented_batch(pairs, 64), documents_of(pairs))
@@ -241,7 +274,9 @@ def test_reward_models_read_the_rows_of_the_policys_towers():
     for row, ids in enumerate(sequences):
         alone = table.add(padded_batch([(ids, [1] * len(ids))], 64), [(0, 0, one.documents[row])])
         step = modes.make_step(
-            jnp.asarray(alone.tokens), segments=alone.segments, inputs=alone.places.inputs(table.table)
+            jnp.asarray(alone.tokens),
+            segments=alone.segments,
+            inputs=alone.places.inputs(table.table),
         )
         expected, _ = trainer.model.scores(params, jnp.asarray(alone.tokens), step)
         assert abs(scores[row] - expected[0, len(ids) - 1]) < CLOSE
@@ -253,12 +288,18 @@ def test_routes_of_prompts_with_pictures_are_replayed_and_quantised_rollouts_lea
     one = case("Qwen3VLMoe")
     table = one.tables().of(one.model.params, one.documents)
     shown = [each for each in one.documents if each is not None]
-    options = GeneratorOptions(record_routes=True, weights="int8", kv_cache="int8", cache="paged", page_size=8)
+    options = GeneratorOptions(
+        record_routes=True, weights="int8", kv_cache="int8", cache="paged", page_size=8
+    )
     generator = Generator(one.model, max_length=48, slots=4, options=options)
-    assert generator.weights.paths and not any(path.startswith("image.") for path in generator.weights.paths)
+    assert generator.weights.paths and not any(
+        path.startswith("image.") for path in generator.weights.paths
+    )
     assert all(len(c.tokens) == 4 for [c] in complete(generator, table, shown))
 
-    generator = Generator(one.model, max_length=48, slots=4, options=GeneratorOptions(record_routes=True))
+    generator = Generator(
+        one.model, max_length=48, slots=4, options=GeneratorOptions(record_routes=True)
+    )
     completions = [completion for [completion] in complete(generator, table, shown)]
     rows = [
         (each.tokens.tolist() + c.tokens, [0] * len(each.tokens) + [1] * 4)

@@ -11,5 +11,9 @@ OWN = {"default", "simple", "simple_mlp"}
 
 def test_every_family_has_published_models():
     table = PAGE.read_text().split("| published model | family |")[1].split("\n\n")[0]
-    named = {word for line in table.splitlines() for word in re.findall(r"\b\w+\b", line.rpartition(" | ")[2])}
+    named = {
+        word
+        for line in table.splitlines()
+        for word in re.findall(r"\b\w+\b", line.rpartition(" | ")[2])
+    }
     assert set(families.known()) - named == OWN

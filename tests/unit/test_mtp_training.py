@@ -46,11 +46,14 @@ def test_the_loss_is_the_mean_over_modules_of_the_means_over_trained_tokens():
     batch = learners.batch(rows=3, length=10)
     segments = np.array([[1] * 4 + [2] * 6, [1] * 2 + [2] * 3 + [0] * 5, [0] * 10], np.int32)
     batch = batch.replace(
-        segments=segments, mask=((segments > 0) & (rng.random(segments.shape) < 0.8)).astype(np.float32)
+        segments=segments,
+        mask=((segments > 0) & (rng.random(segments.shape) < 0.8)).astype(np.float32),
     )
     graph, params = model(depth=DEPTH).graph.at(mtp="joint"), model(depth=DEPTH).params
     aux = jax.jit(
-        lambda p: graph.logprobs(p, batch.tokens, make_step(jnp.asarray(batch.tokens), None, segments), 1.0)[2]
+        lambda p: graph.logprobs(
+            p, batch.tokens, make_step(jnp.asarray(batch.tokens), None, segments), 1.0
+        )[2]
     )(params)
     losses, agreement = [], []
     for d in range(1, DEPTH + 1):
@@ -85,7 +88,8 @@ def test_without_the_section_the_modules_stay():
     assert not of_modules(moved(before, after)) and "mtp/loss" not in metrics
 
 
-# Far below the norm of the gradients: clipping joins the steps of all weights that are clipped together.
+# Far below the norm of the gradients: clipping joins the steps of all weights that are clipped
+# together.
 CLIPPED = {"optimizer": {"clip_norm": 1e-2, "weight_decay": 0.1}}
 
 
@@ -126,22 +130,29 @@ def test_selection_biases_of_the_modules_move_by_their_own_counts():
     before, alone, extra = check_detached("DeepseekV3", DEPTH)
     result = next(key for key in before if path in key)
     steps = np.round((extra[result] - before[result]) / 1e-3, 2)
-    assert steps.shape == (DEPTH, 8) and set(np.unique(steps)) <= {-1.0, 0.0, 1.0} and np.abs(steps).any()
+    assert (
+        steps.shape == (DEPTH, 8)
+        and set(np.unique(steps)) <= {-1.0, 0.0, 1.0}
+        and np.abs(steps).any()
+    )
     assert not np.array_equal(steps[0], steps[1])
     np.testing.assert_array_equal(alone[result], before[result])
 
 
 @pytest.mark.slow
 def test_states_before_the_final_norm_and_modules_without_a_norm_of_their_own():
-    """A norm of a normed state is that state where the first one's weights are 1; where they are not, the forms
-    differ.
+    """A norm of a normed state is that state where the first one's weights are 1; where they are
+    not, the forms differ.
     """
     rows = learners.batch(rows=2).tokens
     sections = {"post_norm": {}, "pre_norm": {"input": "pre_norm", "final_norm": False}}
 
     def logps(name, weight):
         section = {"duet": {"multi_token_prediction": {"depth": 1} | sections[name]}}
-        made = random_model(families.read(configuration("Llama", **learners.SIZES, **section)), runtime=learners.QUICK)
+        made = random_model(
+            families.read(configuration("Llama", **learners.SIZES, **section)),
+            runtime=learners.QUICK,
+        )
         params = {path: model().params[path] for path in made.params}
         params |= {
             path: jnp.full_like(params[path], weight)
@@ -149,7 +160,9 @@ def test_states_before_the_final_norm_and_modules_without_a_norm_of_their_own():
             if path in params
         }
         graph = made.graph.at(mtp="joint")
-        return jax.jit(lambda p: graph.logprobs(p, rows, make_step(jnp.asarray(rows)), 1.0)[2].predictions.logp)(params)
+        return jax.jit(
+            lambda p: graph.logprobs(p, rows, make_step(jnp.asarray(rows)), 1.0)[2].predictions.logp
+        )(params)
 
     np.testing.assert_allclose(logps("pre_norm", 1.0), logps("post_norm", 1.0), atol=1e-4)
     uneven = np.linspace(0.5, 2.0, learners.SIZES["hidden_size"])

@@ -1,4 +1,5 @@
-"""Layouts of stored tensors: what they say, on numbers whose places are known, in full and in slices. Needs no jax."""
+"""Layouts of stored tensors: what they say, on numbers whose places are known, in full and in
+slices. Needs no jax."""
 
 import itertools
 
@@ -50,7 +51,11 @@ CASES = {
     "same": (Stored("a"), numbers(7, E), lambda a: [a]),
     "linear": (Stored("a", "f e -> e f"), numbers(F, E), lambda a: [a.T]),
     "heads in": (Stored("a", "(h d) e -> e h d"), numbers(H * D, E), lambda a: [heads(a, H)]),
-    "heads out": (Stored("a", "e (h d) -> h d e"), numbers(E, H * D), lambda a: [a.T.reshape(H, D, E)]),
+    "heads out": (
+        Stored("a", "e (h d) -> h d e"),
+        numbers(E, H * D),
+        lambda a: [a.T.reshape(H, D, E)],
+    ),
     "bias": (Stored("a", "(h d) -> h d"), numbers(H * D), lambda a: [a.reshape(H, D)]),
     "scalar": (Stored("a", "1"), numbers(1), lambda a: [a[0]]),
     "gpt2": (Stored("a", "e (h d)+ -> e h d", QKV), numbers(E, 3 * H * D), gpt2),
@@ -58,7 +63,10 @@ CASES = {
     "grouped": (
         Stored("a", "(h d)+ e -> e h d", QKV),
         numbers((H + 2 * K) * D, E),
-        lambda a: [heads(part, n) for part, n in zip(np.split(a, [H * D, (H + K) * D]), (H, K, K), strict=True)],
+        lambda a: [
+            heads(part, n)
+            for part, n in zip(np.split(a, [H * D, (H + K) * D]), (H, K, K), strict=True)
+        ],
     ),
     "fused experts": (
         Stored("a", "x f+ e -> x e f", ("gate", "up")),
@@ -75,7 +83,11 @@ CASES = {
         numbers(X, E, 2 * F),
         lambda a: [a[..., ::2], a[..., 1::2]],
     ),
-    "gpt-oss bias": (Stored("a", "x f*", ("gate", "up")), numbers(X, 2 * F), lambda a: [a[:, ::2], a[:, 1::2]]),
+    "gpt-oss bias": (
+        Stored("a", "x f*", ("gate", "up")),
+        numbers(X, 2 * F),
+        lambda a: [a[:, ::2], a[:, 1::2]],
+    ),
     "qwen3-next qkvz": (
         Stored("a", "(h d+) e -> e h d", ("q", "k", "v", "z")),
         numbers(KH * 2 * (KD + R * VD), E),
@@ -84,10 +96,20 @@ CASES = {
     "qwen3-next ba": (
         Stored("a", "(h d+) e -> e h d", ("b", "a")),
         numbers(2 * KH * R, E),
-        lambda a: [part.transpose(2, 0, 1) for part in np.split(a.reshape(KH, 2 * R, E), 2, axis=1)],
+        lambda a: [
+            part.transpose(2, 0, 1) for part in np.split(a.reshape(KH, 2 * R, E), 2, axis=1)
+        ],
     ),
-    "qwen3.5 qkv": (Stored("a", "(h d)+ e -> e h d", QKV), numbers(KH * (2 * KD + R * VD), E), flat_qkv),
-    "convolution": (Stored("a", "(h d)+ 1 w -> h d w", QKV), numbers(KH * (2 * KD + R * VD), 1, W), convolution),
+    "qwen3.5 qkv": (
+        Stored("a", "(h d)+ e -> e h d", QKV),
+        numbers(KH * (2 * KD + R * VD), E),
+        flat_qkv,
+    ),
+    "convolution": (
+        Stored("a", "(h d)+ 1 w -> h d w", QKV),
+        numbers(KH * (2 * KD + R * VD), 1, W),
+        convolution,
+    ),
     "interleaved heads": (
         Stored("a", "(h d)* e -> h d e", ("gate", "up")),
         numbers(2 * H * D, E),
@@ -103,7 +125,12 @@ def case(request):
 
 
 def some_slices(size):
-    return [slice(0, size), slice(0, (size + 1) // 2), slice(size - 1, size), slice(1, max(1, size - 1))]
+    return [
+        slice(0, size),
+        slice(0, (size + 1) // 2),
+        slice(size - 1, size),
+        slice(1, max(1, size - 1)),
+    ]
 
 
 def test_every_slice_of_every_part_is_located(case):
@@ -129,7 +156,11 @@ def test_parts_are_joined_to_what_they_came_from(case):
         ("heads in", (slice(0, 2), slice(1, 3), slice(0, D)), (slice(D, 3 * D), slice(0, 2))),
         ("heads in", (slice(0, 2), slice(1, 2), slice(1, 3)), (slice(D + 1, D + 3), slice(0, 2))),
         ("gpt2", (slice(0, E), slice(2, 4), slice(0, D)), (slice(0, E), slice(2 * D, 4 * D))),
-        ("gpt-oss experts", (slice(1, 2), slice(0, 3), slice(4, 8)), (slice(1, 2), slice(0, 3), slice(8, 16))),
+        (
+            "gpt-oss experts",
+            (slice(1, 2), slice(0, 3), slice(4, 8)),
+            (slice(1, 2), slice(0, 3), slice(8, 16)),
+        ),
     ],
 )
 def test_no_more_is_asked_for_than_the_smallest_block(name, index, rows):
@@ -138,7 +169,8 @@ def test_no_more_is_asked_for_than_the_smallest_block(name, index, rows):
 
 
 @pytest.mark.parametrize(
-    "layout", ["(h d e -> e h d", "h d -> h", "h h", "H -> H", "h -> d", "h->h", "(h d) ->h d", "->"]
+    "layout",
+    ["(h d e -> e h d", "h d -> h", "h h", "H -> H", "h -> d", "h->h", "(h d) ->h d", "->"],
 )
 def test_a_layout_that_says_nothing_is_refused(layout):
     with pytest.raises(ValueError, match="expected stored axes"):
@@ -146,7 +178,8 @@ def test_a_layout_that_says_nothing_is_refused(layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "parts"), [("f e -> e f", QKV), ("f+ e -> e f", ()), ("f+ e+ -> e f", QKV), ("", QKV)]
+    ("layout", "parts"),
+    [("f e -> e f", QKV), ("f+ e -> e f", ()), ("f+ e+ -> e f", QKV), ("", QKV)],
 )
 def test_parts_and_marks_belong_together(layout, parts):
     with pytest.raises(ValueError, match="must mark one axis"):
@@ -165,17 +198,21 @@ def test_tables_are_moved_and_joined():
     assert table["feed_forward.shared.expert_up_proj"].name == "block.experts.{e}.up_proj.weight"
     assert table["feed_forward.shared.expert_up_proj"].also[0].name == "block.experts.gate_up_proj"
     shared = names.joined("mixer.", ("q_proj", "k_proj"), "qk.weight", "(h d)+ e -> e h d")
-    assert {end: place.parts.index(end.removeprefix("mixer.")) for end, place in shared.items()} == {
+    assert {
+        end: place.parts.index(end.removeprefix("mixer.")) for end, place in shared.items()
+    } == {
         "mixer.q_proj": 0,
         "mixer.k_proj": 1,
     }
 
 
 def test_a_norm_is_located_by_its_role():
-    """What Llama calls post_attention_layernorm acts before the feed-forward; in Gemma2 it acts on the attention's
-    output.
+    """What Llama calls post_attention_layernorm acts before the feed-forward; in Gemma2 it acts on
+    the attention's output.
     """
     end = "pre_feedforward_layernorm.weight"
     assert names.ATTENTION[end].name == "post_attention_layernorm.weight"
     by_role = names.ATTENTION | names.NORMS_BY_ROLE
-    assert by_role[end].name == end and len({by_role[role].name for role in names.NORMS_BY_ROLE}) == 4
+    assert (
+        by_role[end].name == end and len({by_role[role].name for role in names.NORMS_BY_ROLE}) == 4
+    )

@@ -1,4 +1,5 @@
-"""Engram inside a decoder: across calls, documents and files its numbers are the same, and what is looked up learns."""
+"""Engram inside a decoder: across calls, documents and files its numbers are the same, and what is
+looked up learns."""
 
 import functools
 import json
@@ -40,7 +41,9 @@ CLASSES = (np.random.default_rng(0).permutation(160) % 90).astype(np.int32)
 
 
 def configured(streams=None, depth=3, **section):
-    parts = {"engram": SECTION | section} | ({"hyper_connections": {"streams": streams}} if streams else {})
+    parts = {"engram": SECTION | section} | (
+        {"hyper_connections": {"streams": streams}} if streams else {}
+    )
     return families.read(configuration("Llama", num_hidden_layers=depth, duet=parts))
 
 
@@ -50,7 +53,9 @@ def remembering(config, **how):
     rng = np.random.default_rng(5)
     for path, array in model.params.items():
         if ".lookup." in path and "classes" not in path:
-            model.params[path] = jax.device_put(rng.normal(size=array.shape).astype(array.dtype), array.sharding)
+            model.params[path] = jax.device_put(
+                rng.normal(size=array.shape).astype(array.dtype), array.sharding
+            )
     model.params = set_classes(model.params, CLASSES)
     return model
 
@@ -62,7 +67,13 @@ def model():
 
 def test_a_memory_is_a_stack_of_its_own_and_each_has_its_own_hashes():
     config = configured(depth=8, layers=[5, 2])
-    assert [(len(stack.pattern), stack.repeats) for stack in config.stacks] == [(1, 2), (1, 1), (1, 2), (1, 1), (1, 2)]
+    assert [(len(stack.pattern), stack.repeats) for stack in config.stacks] == [
+        (1, 2),
+        (1, 1),
+        (1, 2),
+        (1, 1),
+        (1, 2),
+    ]
     first, second = config.layers[5].engram, config.layers[2].engram
     assert not set(first.rows) & set(second.rows) and min(first.rows) < min(second.rows)
     assert first.multipliers != second.multipliers
@@ -90,7 +101,11 @@ def test_documents_alone_packed_and_padded_are_the_same(model):
         expected = np.asarray(model.logits(alone, segments=there))[0, : len(document)]
         for row, segment in ((0, number), (1, number), (2 + number, 1)):
             np.testing.assert_allclose(
-                logits[row][segments[row] == segment], expected, atol=2e-5, rtol=0, err_msg=f"row {row}"
+                logits[row][segments[row] == segment],
+                expected,
+                atol=2e-5,
+                rtol=0,
+                err_msg=f"row {row}",
             )
 
 
@@ -107,13 +122,15 @@ def forward(graph):
 
 
 def fed(model, rows, lengths, calls):
-    """(logits float32[B, T, V], state of the memory) of tokens that are given as `calls` counts them, each row up to
-    its length.
+    """(logits float32[B, T, V], state of the memory) of tokens that are given as `calls` counts
+    them, each row up to its length.
     """
     kv, at, result = caches.create(model.graph.config, len(rows), 14, jnp.float32, scan=True), 0, []
     for count in calls:
         positions = np.broadcast_to(at + np.arange(count), (len(rows), count)).astype(np.int32)
-        step = Step(jnp.asarray(positions), jnp.asarray(positions < np.asarray(lengths)[:, None], jnp.int32))
+        step = Step(
+            jnp.asarray(positions), jnp.asarray(positions < np.asarray(lengths)[:, None], jnp.int32)
+        )
         logits, kv = forward(model.graph)(model.params, rows[:, at : at + count], step, kv)
         result.append(np.asarray(logits))
         at += count
@@ -122,13 +139,20 @@ def fed(model, rows, lengths, calls):
 
 def memory_of(kv):
     """Its state in the cache, by name, [slots, ...]."""
-    return {name: np.asarray(array[0]) for name, array in kv[1][0][0].items() if name.startswith("ngram")}
+    return {
+        name: np.asarray(array[0])
+        for name, array in kv[1][0][0].items()
+        if name.startswith("ngram")
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "calls",
-    [pytest.param([5, 5, 1, 1, 1, 1], id="chunks"), pytest.param([1] * 14, id="decoding", marks=pytest.mark.slow)],
+    [
+        pytest.param([5, 5, 1, 1, 1, 1], id="chunks"),
+        pytest.param([1] * 14, id="decoding", marks=pytest.mark.slow),
+    ],
 )
 def test_with_history_in_the_cache_every_token_is_that_of_the_full_forward(model, calls):
     rows, lengths = tokens(3, 14), np.array([14, 8, 4])
@@ -143,10 +167,17 @@ def test_a_slot_that_is_not_in_use_keeps_its_state_and_a_copied_prefix_brings_it
     rows = tokens(3, 9)
     full, part, short = (
         fed(model, rows, lengths, calls)[1]
-        for lengths, calls in (([9, 9, 9], [5, 1, 1, 1, 1]), ([9, 4, 0], [5, 1, 1, 1, 1]), ([4, 4, 0], [5]))
+        for lengths, calls in (
+            ([9, 9, 9], [5, 1, 1, 1, 1]),
+            ([9, 4, 0], [5, 1, 1, 1, 1]),
+            ([4, 4, 0], [5]),
+        )
     )
     states = memory_of(full), memory_of(part), memory_of(short)
-    assert sorted(states[0]) == ["ngram_conv", "ngram_ids"] and states[0]["ngram_ids"].dtype == np.int32
+    assert (
+        sorted(states[0]) == ["ngram_conv", "ngram_ids"]
+        and states[0]["ngram_ids"].dtype == np.int32
+    )
     for name in states[0]:
         np.testing.assert_array_equal(states[1][name][1], states[2][name][1])
         np.testing.assert_allclose(states[1][name][0], states[0][name][0], atol=1e-5)
@@ -165,10 +196,14 @@ def test_a_generator_gives_the_log_probabilities_of_training():
     prompts = [tokens(1, n, seed=n)[0].tolist() for n in (1, 7, 3, 12)]
     generator = Generator(model, max_length=32, slots=2)
     for _ in range(2):  # the second time over slots that were used
-        for prompt, (out,) in zip(prompts, generator.generate(prompts, SamplingParams(max_new_tokens=9)), strict=True):
+        for prompt, (out,) in zip(
+            prompts, generator.generate(prompts, SamplingParams(max_new_tokens=9)), strict=True
+        ):
             row = np.array([prompt + out.tokens])
             padded = np.pad(row, ((0, 0), (0, 24 - row.shape[1])))
-            logp = np.asarray(model.logprobs(padded, segments=np.arange(24)[None] < row.shape[1])[0])
+            logp = np.asarray(
+                model.logprobs(padded, segments=np.arange(24)[None] < row.shape[1])[0]
+            )
             np.testing.assert_allclose(out.logprobs, logp[0, len(prompt) : row.shape[1]], atol=3e-5)
 
 
@@ -180,7 +215,10 @@ def test_scanned_stacks_around_a_memory_equal_unrolled_ones():
     for runtime in (Runtime(), Runtime(scan=False, remat="none")):
         graph = Graph(model.config, runtime, model.graph.layout)
         loss, grads = jax.jit(
-            jax.value_and_grad(lambda p, g=graph: g.logprobs(p, rows, make_step(rows), 1.0)[0].sum(), allow_int=True)
+            jax.value_and_grad(
+                lambda p, g=graph: g.logprobs(p, rows, make_step(rows), 1.0)[0].sum(),
+                allow_int=True,
+            )
         )(model.params)
         grads = {path: np.asarray(grad) for path, grad in grads.items() if "classes" not in path}
         if expected:
@@ -190,7 +228,9 @@ def test_scanned_stacks_around_a_memory_equal_unrolled_ones():
 
 
 def test_saving_and_loading_keeps_every_number_in_any_dtype(tmp_path):
-    model = remembering(configured(streams=2, ids=90, outer_norm=True), runtime=Runtime("bfloat16", "bfloat16"))
+    model = remembering(
+        configured(streams=2, ids=90, outer_norm=True), runtime=Runtime("bfloat16", "bfloat16")
+    )
     path = "stacks.1.layers.0.lookup.classes"
     assert path in model.graph.untrained and model.params[path].dtype == jnp.int32
     policy.save(model, tmp_path)
@@ -241,7 +281,9 @@ def test_a_table_is_stored_in_shards_and_read_from_any(in_shards):
     stored = load_file(directory / "model.safetensors")
     shards = [stored.pop(prefixed(TABLE.format(s=s))) for s in range(7)]
     np.testing.assert_array_equal(np.concatenate(shards), table)
-    assert [len(rows) for rows in shards] == [-(-len(table) // 7)] * 6 + [len(table) - 6 * -(-len(table) // 7)]
+    assert [len(rows) for rows in shards] == [-(-len(table) // 7)] * 6 + [
+        len(table) - 6 * -(-len(table) // 7)
+    ]
     constants = {name.split(".")[-1]: array for name, array in stored.items() if ".ple." in name}
     assert constants["layer_multipliers"].tolist() == list(spec.multipliers)
     assert constants["ngram_heads_vocab_sizes"].tolist() == list(spec.rows)
@@ -249,11 +291,17 @@ def test_a_table_is_stored_in_shards_and_read_from_any(in_shards):
     assert {array.dtype for array in constants.values()} == {np.dtype(np.int64)}
     for cuts in ([], [1], [50, 51, 200]):  # one shard, and shards of other sizes
         parts = np.split(table, cuts)
-        uneven = {prefixed(TABLE.format(s=s)): np.ascontiguousarray(rows) for s, rows in enumerate(parts)}
+        uneven = {
+            prefixed(TABLE.format(s=s)): np.ascontiguousarray(rows) for s, rows in enumerate(parts)
+        }
         save_file(stored | uneven, directory / "model.safetensors")
-        np.testing.assert_array_equal(policy.load(directory).params["stacks.1.layers.0.lookup.table"][0], table)
+        np.testing.assert_array_equal(
+            policy.load(directory).params["stacks.1.layers.0.lookup.table"][0], table
+        )
     save_file(stored | {prefixed("engram.table.weight"): table}, directory / "model.safetensors")
-    np.testing.assert_array_equal(policy.load(directory).params["stacks.1.layers.0.lookup.table"][0], table)
+    np.testing.assert_array_equal(
+        policy.load(directory).params["stacks.1.layers.0.lookup.table"][0], table
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,14 +311,24 @@ def test_a_table_is_stored_in_shards_and_read_from_any(in_shards):
             lambda tensors: tensors.pop(prefixed(TABLE.format(s=0))),
             "missing tensor model.layers.1.engram.table.shard_0",
         ),
-        (lambda tensors: tensors.pop(prefixed(TABLE.format(s=6))), r"shard_0.weight to .*shard_5.weight have \d+ rows"),
-        (lambda tensors: tensors.pop(prefixed(TABLE.format(s=3))), r"shard_0.weight to .*shard_2.weight have \d+ rows"),
         (
-            lambda tensors: tensors.update({prefixed(TABLE.format(s=2)): np.zeros((3, 5), np.float32)}),
+            lambda tensors: tensors.pop(prefixed(TABLE.format(s=6))),
+            r"shard_0.weight to .*shard_5.weight have \d+ rows",
+        ),
+        (
+            lambda tensors: tensors.pop(prefixed(TABLE.format(s=3))),
+            r"shard_0.weight to .*shard_2.weight have \d+ rows",
+        ),
+        (
+            lambda tensors: tensors.update(
+                {prefixed(TABLE.format(s=2)): np.zeros((3, 5), np.float32)}
+            ),
             r"shard_2.weight has shape \[3, 5\], expected \[3, 4\]",
         ),
         (
-            lambda tensors: tensors.update({prefixed("ple.ple_embedding.layer_multipliers"): np.arange(3)}),
+            lambda tensors: tensors.update(
+                {prefixed("ple.ple_embedding.layer_multipliers"): np.arange(3)}
+            ),
             "layer_multipliers has other numbers than config.json gives",
         ),
     ],
@@ -291,10 +349,13 @@ def test_one_update_moves_the_rows_that_were_looked_up_and_no_others():
     sizes = learners.SIZES | {"num_hidden_layers": 1}
     section = SECTION | {"layers": [0], "vocab_bases": [300, 300]}
     model = random_model(
-        families.read(configuration("Llama", **sizes, duet={"engram": section})), runtime=learners.QUICK
+        families.read(configuration("Llama", **sizes, duet={"engram": section})),
+        runtime=learners.QUICK,
     )
     data, table = batch(4), "stacks.0.layers.0.lookup.table"
-    trainer, state = learners.begin(model, stage(optimizer={"weight_decay": 0.0, "eps": 1e-8}), fresh=True)
+    trainer, state = learners.begin(
+        model, stage(optimizer={"weight_decay": 0.0, "eps": 1e-8}), fresh=True
+    )
     before = host(state.policy.params)[f"['{table}']"]
     state, metrics = trainer.update(state, data)
     after = host(state.policy.params)
@@ -302,19 +363,26 @@ def test_one_update_moves_the_rows_that_were_looked_up_and_no_others():
     spec = model.config.layers[0].engram
     hit = np.zeros(sum(spec.rows), bool)
     for row, segments in zip(np.asarray(data.tokens), np.asarray(data.segments), strict=True):
-        hit[looked_up(spec, row[segments != 0][:-1])] = True  # the last token's state predicts nothing
+        hit[looked_up(spec, row[segments != 0][:-1])] = (
+            True  # the last token's state predicts nothing
+        )
     assert moved.any() and not (moved & ~hit).any()
     assert moved.sum() > 0.9 * hit.sum()
-    np.testing.assert_array_equal(after[f"['{table.replace('table', 'classes')}']"][0], np.arange(learners.VOCAB))
+    np.testing.assert_array_equal(
+        after[f"['{table.replace('table', 'classes')}']"][0], np.arange(learners.VOCAB)
+    )
 
 
 def looked_up(spec, document):
     from policy.layers.engram import table_rows
 
     shifted = [
-        np.pad(document, (j, 0), constant_values=spec.pad_id)[: len(document)] for j in range(len(spec.multipliers))
+        np.pad(document, (j, 0), constant_values=spec.pad_id)[: len(document)]
+        for j in range(len(spec.multipliers))
     ]
-    return np.asarray(table_rows(spec, [jnp.asarray(each[None], jnp.int32) for each in shifted])).ravel()
+    return np.asarray(
+        table_rows(spec, [jnp.asarray(each[None], jnp.int32) for each in shifted])
+    ).ravel()
 
 
 CLIPPED = {"clip_norm": 0.1, "weight_decay": 0.1}
@@ -324,7 +392,9 @@ CLIPPED = {"clip_norm": 0.1, "weight_decay": 0.1}
 @pytest.mark.parametrize("kind", ["engram", "per_layer"])
 def test_a_table_in_host_memory_gives_the_same_numbers_and_learns_the_same(kind, tmp_path):
     sizes = learners.SIZES | {"num_hidden_layers": 2}
-    engram = configuration("Llama", **sizes, duet={"engram": SECTION | {"layers": [1], "outer_norm": True}})
+    engram = configuration(
+        "Llama", **sizes, duet={"engram": SECTION | {"layers": [1], "outer_norm": True}}
+    )
     config = families.read(engram if kind == "engram" else short("Qwen4Exp"))
     [number] = (number for number, layer in enumerate(config.layers) if layer.engram)
     data, table, result = batch(4), f"stacks.{number}.layers.0.lookup.table", {}
@@ -341,17 +411,25 @@ def test_a_table_in_host_memory_gives_the_same_numbers_and_learns_the_same(kind,
         trainer, state = learners.begin(model, stage(micro_batch=2, optimizer=CLIPPED), fresh=True)
         for _ in range(2):
             state, metrics = trainer.update(state, data)
-        assert {path: array.sharding.memory_kind for path, array in state.policy.params.items()} == places
-        moments = [leaf for leaf in jax.tree.leaves(state.policy.optimizer) if leaf.shape == model.params[table].shape]
-        assert len(moments) == 2 and {leaf.sharding.memory_kind for leaf in moments} == {places[table]}
+        assert {
+            path: array.sharding.memory_kind for path, array in state.policy.params.items()
+        } == places
+        moments = [
+            leaf
+            for leaf in jax.tree.leaves(state.policy.optimizer)
+            if leaf.shape == model.params[table].shape
+        ]
+        assert len(moments) == 2 and {leaf.sharding.memory_kind for leaf in moments} == {
+            places[table]
+        }
         result[memory] = {"logp": logp} | host(again.params) | host(state) | host(metrics)
     for key, array in result["device"].items():
         np.testing.assert_allclose(result["host"][key], array, atol=1e-6, rtol=3e-6, err_msg=key)
 
 
 def test_an_update_makes_no_array_as_large_as_a_table_in_host_memory():
-    """Between the computations of the host: there XLA takes even those in host memory through the device. Only what the
-    last one makes is as large, weights and two moments."""
+    """Between the computations of the host: there XLA takes even those in host memory through the
+    device. Only what the last one makes is as large, weights and two moments."""
     section = SECTION | {"layers": [0], "vocab_bases": [700, 900], "outer_norm": True}
     config = families.read(configuration("Llama", **learners.SIZES, duet={"engram": section}))
     model, data = random_model(config, runtime=Runtime(table_memory="host")), batch(4)
@@ -360,15 +438,21 @@ def test_an_update_makes_no_array_as_large_as_a_table_in_host_memory():
 
     def visit(jaxpr):
         for eqn in jaxpr.eqns:
-            inside = [inner for inner in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr) if is_jaxpr(inner)]
+            inside = [
+                inner for inner in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr) if is_jaxpr(inner)
+            ]
             if inside and not eqn.primitive.name.startswith("compute_on"):
                 for inner in inside:
                     visit(getattr(inner, "jaxpr", inner))
             else:
-                made.extend((eqn.primitive.name, str(v.aval)) for v in eqn.outvars if v.aval.size >= size)
+                made.extend(
+                    (eqn.primitive.name, str(v.aval)) for v in eqn.outvars if v.aval.size >= size
+                )
 
     visit(
-        trainer.policy.executable.jitted.trace(state.policy, data, trainer.loss_inputs(data), micro_rows=2).jaxpr.jaxpr
+        trainer.policy.executable.jitted.trace(
+            state.policy, data, trainer.loss_inputs(data), micro_rows=2
+        ).jaxpr.jaxpr
     )
     assert all("<host>" in aval for _, aval in made)
     assert len([name for name, _ in made if name not in ("squeeze", "device_put")]) == 3, (
@@ -419,4 +503,6 @@ def test_tokens_that_differ_in_spelling_only_are_one_class():
     numbers = list(dict.fromkeys(classes[: len(tokenizer)].tolist()))
     assert numbers == sorted(numbers)  # numbered in the order of their first tokens
     broken, full = token_classes(load_tokenizer("bytes"), 264)
-    assert len(set(broken[8 + 128 :].tolist())) > 60 and full > 150  # parts of characters stand for themselves
+    assert (
+        len(set(broken[8 + 128 :].tolist())) > 60 and full > 150
+    )  # parts of characters stand for themselves

@@ -1,4 +1,5 @@
-"""Configurations with values of any type, and tokenizers as people have them: read, or refused with file and key."""
+"""Configurations with values of any type, and tokenizers as people have them: read, or refused with
+file and key."""
 
 import copy
 import io
@@ -82,12 +83,28 @@ def test_the_file_and_the_key_are_named(key, value, tmp_path):
 @pytest.mark.parametrize(
     "kind, keys, expected",
     [
-        ("Llama", {"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads, 4"),
-        ("Gemma4", {"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads, 4"),
-        ("FalconH1", {"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads, 4"),
+        (
+            "Llama",
+            {"num_key_value_heads": 3},
+            "num_key_value_heads: 3 does not divide num_attention_heads, 4",
+        ),
+        (
+            "Gemma4",
+            {"num_key_value_heads": 3},
+            "num_key_value_heads: 3 does not divide num_attention_heads, 4",
+        ),
+        (
+            "FalconH1",
+            {"num_key_value_heads": 3},
+            "num_key_value_heads: 3 does not divide num_attention_heads, 4",
+        ),
         ("Gemma4", {"global_head_dim": 7}, "global_head_dim: 7 is odd"),
         ("DeepseekV3", {"qk_rope_head_dim": 3}, "qk_rope_head_dim: 3 is odd"),
-        ("Glm4", {"head_dim": 6}, "partial_rotary_factor of head_dim .*: 3 dimensions, an odd number"),
+        (
+            "Glm4",
+            {"head_dim": 6},
+            "partial_rotary_factor of head_dim .*: 3 dimensions, an odd number",
+        ),
         ("DeepseekV3", {"n_group": 3}, "n_group: 3 groups"),
         ("DeepseekV3", {"topk_group": 7}, "topk_group: 7 of 4 groups"),
         ("Mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok: 9 of 8 experts"),
@@ -126,7 +143,10 @@ def test_files_with_a_byte_order_mark_and_of_any_depth(tmp_path):
 @pytest.mark.parametrize(
     "template, expected",
     [
-        ({"rag": "{{ 'a' }}", "tool_use": "{{ 'b' }}"}, "chat templates rag, tool_use and none of the name default"),
+        (
+            {"rag": "{{ 'a' }}", "tool_use": "{{ 'b' }}"},
+            "chat templates rag, tool_use and none of the name default",
+        ),
         ("{{ none + 'a' }}", "the chat template fails: TypeError"),
         ("{{ absent.name }}", "refuses the conversation"),
         ("{{ strftime_now2('%d') }}", "refuses the conversation"),
@@ -144,16 +164,24 @@ def test_templates_that_fail(template, expected):
 
 def test_a_turn_of_calls_to_tools_has_no_content():
     tokenizer = byte_level()
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content or 'call()' }}\n{% endfor %}"
-    [(ids, mask)] = encode_conversation(tokenizer, [HELLO[0], {"role": "assistant", "content": None}])
-    assert tokenizer.decode([i for i, kept in zip(ids, mask, strict=True) if kept]).endswith("call()")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content or 'call()' }}\n{% endfor %}"
+    )
+    [(ids, mask)] = encode_conversation(
+        tokenizer, [HELLO[0], {"role": "assistant", "content": None}]
+    )
+    assert tokenizer.decode([i for i, kept in zip(ids, mask, strict=True) if kept]).endswith(
+        "call()"
+    )
 
 
 def test_a_tokenizer_without_offsets(monkeypatch):
     tokenizer = byte_level()
 
     def slow(self, *texts, return_offsets_mapping=False, **options):
-        raise NotImplementedError("return_offset_mapping is not available when using Python tokenizers")
+        raise NotImplementedError(
+            "return_offset_mapping is not available when using Python tokenizers"
+        )
 
     monkeypatch.setattr(type(tokenizer), "__call__", slow)
     with pytest.raises(ChatError, match="does not say where its tokens begin"):
@@ -199,7 +227,12 @@ def test_files_of_tokenizers_that_cannot_be_read(name, content, tmp_path):
 def test_more_tokens_than_positions(kind, keys, length, levels, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(configuration(kind, **keys)))
     stage = {"algorithm": "sft", "steps": 1}
-    run = {"model": str(tmp_path), "data": {"task": "arithmetic"}, "max_length": length, "stages": [stage]}
+    run = {
+        "model": str(tmp_path),
+        "data": {"task": "arithmetic"},
+        "max_length": length,
+        "stages": [stage],
+    }
     assert [each.level for each in length_findings(RunConfig.model_validate(run))] == levels
 
 
@@ -234,8 +267,16 @@ def test_every_verb_ends_with_the_code_of_a_broken_model(case, directory, tmp_pa
 def run_file(folder, source, **more):
     """Writes a run of one step on a model."""
     stage = {"algorithm": "sft", "steps": 1}
-    run = {"model": str(source), "data": {"task": "arithmetic"}, "max_length": 64, "platform": "cpu", "stages": [stage]}
-    (folder / "run.yml").write_text(yaml.safe_dump(run | more | {"run": {"dir": str(folder / "run")}}))
+    run = {
+        "model": str(source),
+        "data": {"task": "arithmetic"},
+        "max_length": 64,
+        "platform": "cpu",
+        "stages": [stage],
+    }
+    (folder / "run.yml").write_text(
+        yaml.safe_dump(run | more | {"run": {"dir": str(folder / "run")}})
+    )
     return folder / "run.yml"
 
 
@@ -252,21 +293,36 @@ def every_verb_ends_with_4(source, tmp_path, capsys, *words):
     for verb in verbs:
         code = cli.main([*map(str, verb)])
         said = capsys.readouterr().err
-        assert code == 4 and all(word in said for word in words) and "Traceback" not in said, (verb[0], code, said)
+        assert code == 4 and all(word in said for word in words) and "Traceback" not in said, (
+            verb[0],
+            code,
+            said,
+        )
     assert not (tmp_path / "run").exists()
 
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
 OTHER_TENSORS = {
     "missing": (lambda tensors: tensors.pop(TENSOR), [f"missing tensor {TENSOR}", "[48, 32]"]),
-    "head": (lambda tensors: tensors.pop("lm_head.weight"), ["missing tensor lm_head.weight", "tie_word_embeddings"]),
+    "head": (
+        lambda tensors: tensors.pop("lm_head.weight"),
+        ["missing tensor lm_head.weight", "tie_word_embeddings"],
+    ),
     "shape": (
         lambda tensors: tensors.update({TENSOR: tensors[TENSOR][:40]}),
-        ["model.safetensors", f"tensor {TENSOR} has shape [40, 32], expected [48, 32] by config.json"],
+        [
+            "model.safetensors",
+            f"tensor {TENSOR} has shape [40, 32], expected [48, 32] by config.json",
+        ],
     ),
-    "kind": (lambda tensors: tensors.update({TENSOR: tensors[TENSOR].astype(np.int8)}), [f"{TENSOR} is I8"]),
+    "kind": (
+        lambda tensors: tensors.update({TENSOR: tensors[TENSOR].astype(np.int8)}),
+        [f"{TENSOR} is I8"],
+    ),
     "unexpected": (
-        lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.bias": np.ones(48, np.float32)}),
+        lambda tensors: tensors.update(
+            {"model.layers.1.mlp.up_proj.bias": np.ones(48, np.float32)}
+        ),
         ["unexpected tensors model.layers.1.mlp.up_proj.bias"],
     ),
 }
@@ -290,9 +346,15 @@ def test_tensors_that_are_not_those_of_the_configuration(case, directory, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == "shape" else pytest.mark.slow) for case in OTHER_TENSORS]
+    "case",
+    [
+        pytest.param(case, marks=() if case == "shape" else pytest.mark.slow)
+        for case in OTHER_TENSORS
+    ],
 )
-def test_every_verb_compares_the_tensors_before_it_reads_a_number(case, directory, tmp_path, capsys, monkeypatch):
+def test_every_verb_compares_the_tensors_before_it_reads_a_number(
+    case, directory, tmp_path, capsys, monkeypatch
+):
     source = tmp_path / "model"
     words = with_other_tensors(directory, source, case)
     monkeypatch.setattr(TensorFiles, "read", lambda *_: pytest.fail("a number was read"))
@@ -320,14 +382,23 @@ print("codes", codes, "jax" in sys.modules)
 
 def test_a_teacher_and_a_reward_model_of_another_shape(directory, tmp_path, capsys):
     words = with_other_tensors(directory, tmp_path / "teacher", "shape")
-    teacher = {"teacher": str(tmp_path / "teacher"), "stages": [{"algorithm": "distill", "steps": 1}]}
+    teacher = {
+        "teacher": str(tmp_path / "teacher"),
+        "stages": [{"algorithm": "distill", "steps": 1}],
+    }
     scores = tmp_path / "scores"
     policy_model = policy.load(directory)
-    graph = Graph(sources.trunk(policy_model.config), policy_model.graph.runtime, policy_model.graph.layout)
+    graph = Graph(
+        sources.trunk(policy_model.config), policy_model.graph.runtime, policy_model.graph.layout
+    )
     trunk = {path: policy_model.params[path] for path in graph.paths}
     classification.write(scores, graph, trunk, np.zeros(32, np.float32), None)
     rewards = [{"name": "reward_model", "options": {"source": str(scores)}}]
-    scored = {"rewards": {"functions": rewards}, "stages": [{"algorithm": "grpo", "steps": 1}], "max_length": 320}
+    scored = {
+        "rewards": {"functions": rewards},
+        "stages": [{"algorithm": "grpo", "steps": 1}],
+        "max_length": 320,
+    }
     check = ["train", "--check", str(run_file(tmp_path, directory, **scored))]
     assert cli.main(check) == 0, capsys.readouterr().err
     save_file(
@@ -335,7 +406,10 @@ def test_a_teacher_and_a_reward_model_of_another_shape(directory, tmp_path, caps
         scores / "model.safetensors",
     )
     assert cli.main(check) == 4
-    assert f"reward model {scores}" in (said := capsys.readouterr().err) and "[1, 31], expected [1, 32]" in said
+    assert (
+        f"reward model {scores}" in (said := capsys.readouterr().err)
+        and "[1, 31], expected [1, 32]" in said
+    )
     run_file(tmp_path, directory, **teacher)
     assert cli.main(check) == 4
     said = capsys.readouterr().err
@@ -358,17 +432,28 @@ def said_by_verbs(source, folder, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("kind, learned", [("Llama", False), ("GPT2", True)])
-def test_verbs_say_that_there_are_more_tokens_than_positions(kind, learned, tmp_path, capsys, monkeypatch):
-    """A warning where rotary positions go on, as check 16 of `rl inspect`; a refusal where they are learned."""
+def test_verbs_say_that_there_are_more_tokens_than_positions(
+    kind, learned, tmp_path, capsys, monkeypatch
+):
+    """A warning where rotary positions go on, as check 16 of `rl inspect`; a refusal where they are
+    learned."""
     source, positions = tmp_path / "model", "n_positions" if learned else "max_position_embeddings"
-    policy.save(random_model(families.read(configuration(kind, vocab_size=320, **{positions: 64}))), source)
+    policy.save(
+        random_model(families.read(configuration(kind, vocab_size=320, **{positions: 64}))), source
+    )
     byte_level().save_pretrained(source)
     for verb, code, said in said_by_verbs(source, tmp_path, capsys, monkeypatch):
         assert " is more than the 64 positions of this model. " in said, (verb, said)
-        assert code == (2 if learned else 0) and ("warning: " in said) != learned, (verb, code, said)
+        assert code == (2 if learned else 0) and ("warning: " in said) != learned, (
+            verb,
+            code,
+            said,
+        )
 
 
-def test_a_conversation_has_as_many_tokens_as_the_model_has_positions(directory, capsys, monkeypatch):
+def test_a_conversation_has_as_many_tokens_as_the_model_has_positions(
+    directory, capsys, monkeypatch
+):
     made = Mock()
     monkeypatch.setattr("rollout.Generator", made)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))

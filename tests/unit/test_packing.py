@@ -1,5 +1,5 @@
-"""Packed rows: every sequence is there once, nothing of it changes, and what is computed from them is what separate
-rows give.
+"""Packed rows: every sequence is there once, nothing of it changes, and what is computed from them
+is what separate rows give.
 """
 
 import dataclasses
@@ -77,7 +77,10 @@ def test_rows_come_in_few_numbers():
 def test_pairs_stay_together_with_the_first_of_them_odd(lengths):
     segments = np.array([([1] * a + [2] * b + [0] * 12)[:12] for a, b in lengths], np.int32)
     packing = plan_packing(segments, row_counts(len(lengths), 1))
-    pair, packed = np.broadcast_to(np.arange(1, 1 + len(lengths))[:, None], segments.shape), packing.segments
+    pair, packed = (
+        np.broadcast_to(np.arange(1, 1 + len(lengths))[:, None], segments.shape),
+        packing.segments,
+    )
     np.testing.assert_array_equal(packing.unpack(packed) % 2, segments % 2)
     named = packing.pack(pair)
     for row, numbers in zip(named, packed, strict=True):
@@ -101,7 +104,16 @@ def inputs_of(data, logp, packing=None):
     """PolicyInputs of a batch as it is, or packed."""
     if packing is not None:
         data, logp = packing.batch(data), packing.pack(logp)
-    names = ("mask", "old_logp", "sampler_logp", "ref_logp", "entropy", "advantages", "segments", "prompt")
+    names = (
+        "mask",
+        "old_logp",
+        "sampler_logp",
+        "ref_logp",
+        "entropy",
+        "advantages",
+        "segments",
+        "prompt",
+    )
     arrays = {name: jnp.asarray(getattr(data, name)) for name in names}
     if packing is None:
         del arrays["segments"]
@@ -129,14 +141,18 @@ def test_losses_and_their_gradients_are_those_of_separate_rows(aggregation, rati
     algorithm = rl.algorithms.get("grpo", aggregation=aggregation, ratio=ratio, **options)
     data = uneven()
     data.mask[2] = 0  # a completion without a token
-    logp = data.old_logp + 0.2 * np.random.default_rng(2).normal(size=data.old_logp.shape).astype(np.float32)
+    logp = data.old_logp + 0.2 * np.random.default_rng(2).normal(size=data.old_logp.shape).astype(
+        np.float32
+    )
     packing = plan_packing(data.segments, [12])
     assert packing.filled_rows < 12
 
     @jax.jit
     def run(inputs, logp):
         inputs = algorithm.with_totals(inputs)
-        return jax.value_and_grad(lambda lp: algorithm.loss(dataclasses.replace(inputs, logp=lp)), has_aux=True)(logp)
+        return jax.value_and_grad(
+            lambda lp: algorithm.loss(dataclasses.replace(inputs, logp=lp)), has_aux=True
+        )(logp)
 
     (loss, metrics), slope = run(*inputs_of(data, logp))
     (packed_loss, packed_metrics), packed_slope = run(*inputs_of(data, logp, packing))
@@ -144,7 +160,9 @@ def test_losses_and_their_gradients_are_those_of_separate_rows(aggregation, rati
     np.testing.assert_allclose(packing.unpack(packed_slope), slope, rtol=1e-5, atol=1e-8)
     assert np.abs(slope).max() > 1e-3
     for key in metrics:
-        np.testing.assert_allclose(packed_metrics[key], metrics[key], rtol=2e-6, atol=1e-7, err_msg=key)
+        np.testing.assert_allclose(
+            packed_metrics[key], metrics[key], rtol=2e-6, atol=1e-7, err_msg=key
+        )
 
 
 GRPO = {"name": "grpo", "aggregation": "prompt", "ratio": "sequence"}
@@ -159,7 +177,8 @@ GRPO = {"name": "grpo", "aggregation": "prompt", "ratio": "sequence"}
     ],
 )
 def test_updates_are_those_of_separate_rows(create, algorithm):
-    """Also with experts, whose balance is one of sequences. The program takes rows that are not packed just as well."""
+    """Also with experts, whose balance is one of sequences. The program takes rows that are not
+    packed just as well."""
     data = uneven()
     options = stage(algorithm, router={"bias_rate": 0.05, "balance_coef": 0.3})
     trainer, state = begin(create(), options, fresh=True)
@@ -184,18 +203,23 @@ def test_updates_are_those_of_separate_rows(create, algorithm):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "reward_model"])
 def test_updates_on_pairs_do_not_depend_on_how_they_are_cut(name):
-    """Two pairs in a packed row and one row at a time, or all at once. A reward model leaves the policy's bits as they
-    are.
+    """Two pairs in a packed row and one row at a time, or all at once. A reward model leaves the
+    policy's bits as they are.
     """
     rng, states, result = np.random.default_rng(4), [], []
-    rows = [[(rng.integers(0, learners.VOCAB, p + n).tolist(), [0] * p + [1] * n) for p, n in pair] for pair in ANSWERS]
+    rows = [
+        [(rng.integers(0, learners.VOCAB, p + n).tolist(), [0] * p + [1] * n) for p, n in pair]
+        for pair in ANSWERS
+    ]
     data = segmented_batch(rows, 16).replace(prompt=np.arange(len(rows), dtype=np.int32))
     data = data.replace(margin=0.3 * np.ones(data.mask.shape, np.float32))
     for micro in (1, None):
         trainer, state = begin(learners.dense(), stage(name, micro_batch=micro))
         before = host(state.policy)
         if name == "dpo":
-            data = data.replace(ref_logp=trainer.logprobs(state.reference, data)[0] - 0.1 * (data.segments == 1))
+            data = data.replace(
+                ref_logp=trainer.logprobs(state.reference, data)[0] - 0.1 * (data.segments == 1)
+            )
         state, metrics = trainer.update(state, data)
         states.append(host(state))
         result.append(metrics)
@@ -203,7 +227,9 @@ def test_updates_on_pairs_do_not_depend_on_how_they_are_cut(name):
     assert packing.filled_rows < len(rows) and packing.segments.max() == 4
     for key in result[0]:
         if key != "perf/packed_share":
-            np.testing.assert_allclose(result[0][key], result[1][key], rtol=2e-5, atol=2e-6, err_msg=key)
+            np.testing.assert_allclose(
+                result[0][key], result[1][key], rtol=2e-5, atol=2e-6, err_msg=key
+            )
     for key in states[0]:
         np.testing.assert_allclose(states[0][key], states[1][key], atol=2e-6, err_msg=key)
     assert same_bits(before, host(state.policy)) == (name == "reward_model")
@@ -219,13 +245,15 @@ def test_log_probabilities_and_values_come_back_to_their_places():
     @jax.jit
     def apart(policy, critic, tokens, segments):
         step = modes.make_step(tokens, segments=segments)
-        return *trainer.graph.logprobs(policy, tokens, step, 1.0)[:2], trainer.value_model.values(critic, tokens, step)[
-            0
-        ]
+        return *trainer.graph.logprobs(policy, tokens, step, 1.0)[:2], trainer.value_model.values(
+            critic, tokens, step
+        )[0]
 
     logp, entropy, values = apart(state.policy.params, params, data.tokens, data.segments)
     result = trainer.logprobs(state.policy.params, data)
     np.testing.assert_allclose(result[0], logp, rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(result[1], entropy, rtol=2e-6, atol=2e-6)
     assert np.abs(values).max() > 0.1
-    np.testing.assert_allclose(trainer.values(state, data)[0], values * (data.segments != 0), rtol=5e-6, atol=5e-6)
+    np.testing.assert_allclose(
+        trainer.values(state, data)[0], values * (data.segments != 0), rtol=5e-6, atol=5e-6
+    )

@@ -1,5 +1,5 @@
-"""How many pages there are: what is wished for, what full slots need, or what half of the memory that is left has room
-for.
+"""How many pages there are: what is wished for, what full slots need, or what half of the memory
+that is left has room for.
 """
 
 import jax.numpy as jnp
@@ -20,7 +20,14 @@ def empty(number: pages.Pages):
 
 @pytest.mark.parametrize(
     ("left", "wish", "number"),
-    [(None, None, 13), (10**12, None, 13), (2 * 9 * BYTES, None, 9), (0, None, 4), (0, 6, 6), (10**12, 99, 99)],
+    [
+        (None, None, 13),
+        (10**12, None, 13),
+        (2 * 9 * BYTES, None, 9),
+        (0, None, 4),
+        (0, 6, 6),
+        (10**12, 99, 99),
+    ],
 )
 def test_pages_are_as_many_as_wished_for_needed_or_possible(monkeypatch, left, wish, number):
     monkeypatch.setattr(rollout.engine.page_budget, "device_available_memory", lambda device: left)
@@ -30,7 +37,9 @@ def test_pages_are_as_many_as_wished_for_needed_or_possible(monkeypatch, left, w
 
 
 def test_less_than_one_row_of_each_part_needs_is_refused():
-    with pytest.raises(ValueError, match=r"generator\.pages: 3 pages of 8 tokens are less than the 4"):
+    with pytest.raises(
+        ValueError, match=r"generator\.pages: 3 pages of 8 tokens are less than the 4"
+    ):
         choose_page_budget(empty, layout({}), SHAPE, (3, 8))
     with pytest.raises(ValueError, match="6 pages of 8 tokens are less than the 8"):
         choose_page_budget(empty, layout({}), (4, 3, 2), (7, 8))

@@ -1,4 +1,5 @@
-"""The table of pages under any order of arrivals, shared prompts, growth, ends and changes of weights."""
+"""The table of pages under any order of arrivals, shared prompts, growth, ends and changes of
+weights."""
 
 from collections import Counter
 
@@ -13,8 +14,8 @@ SIZE = 4
 
 
 def counted(table: PageAllocator, chains) -> None:
-    """Every page is either free, idle or used, by as many sequences as the table says; none is lost, none is there
-    twice.
+    """Every page is either free, idle or used, by as many sequences as the table says; none is
+    lost, none is there twice.
     """
     used = Counter(page for chain in chains for page in chain.pages)
     assert dict(used) == {page: n for page, n in table._ref_counts.items() if n}
@@ -22,7 +23,9 @@ def counted(table: PageAllocator, chains) -> None:
     assert sorted(everywhere) == sorted(table._ref_counts)
     nodes = nodes_below(table._root)
     assert {node.page: node for node in nodes if node.page is not None} == table._node_of
-    assert all(node.page is not None or node.children for node in nodes), "a node that nothing needs"
+    assert all(node.page is not None or node.children for node in nodes), (
+        "a node that nothing needs"
+    )
 
 
 def tokens_of(node) -> tuple:
@@ -68,8 +71,8 @@ class Keyed(PageAllocator):
 
 
 class Model:
-    """A cache as a dict: what stands at each place of each page. Sequences write their tokens and read all of them
-    back.
+    """A cache as a dict: what stands at each place of each page. Sequences write their tokens and
+    read all of them back.
     """
 
     def __init__(self, pages: int, kind=PageAllocator):
@@ -134,13 +137,17 @@ class Model:
                 assert self.places[chain.pages[i // SIZE], i % SIZE] == self.entry(chain, tokens, i)
 
 
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)  # two tokens, so that prompts often share a prefix
+TOKENS = st.lists(
+    st.integers(0, 1), min_size=1, max_size=14
+)  # two tokens, so that prompts often share a prefix
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("admit"), TOKENS),
         st.tuples(st.just("share"), st.integers(0, 99), st.integers(0, 99)),
         st.tuples(st.just("end"), st.integers(0, 99)),
-        st.tuples(st.just("grow"), st.integers(0, 99), st.lists(st.integers(0, 1), min_size=1, max_size=6)),
+        st.tuples(
+            st.just("grow"), st.integers(0, 99), st.lists(st.integers(0, 1), min_size=1, max_size=6)
+        ),
         st.tuples(st.just("reset_prefix_cache")),
     ),
     max_size=40,
@@ -168,11 +175,14 @@ def test_no_page_is_lost_given_twice_or_written_to_by_a_stranger(pages, events):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_index_matches_pages_by_all_their_tokens(seed):
-    """Long random runs on a few pages, so that pages leave the index before the pages after them."""
+    """Long random runs on a few pages, so that pages leave the index before the pages after
+    them."""
     random, pages = np.random.default_rng(seed), 4 + seed
     both = Model(pages), Model(pages, Keyed)
     for _ in range(1000):
-        what = random.choice(["admit", "share", "end", "grow", "reset"], p=[0.35, 0.1, 0.33, 0.2, 0.02])
+        what = random.choice(
+            ["admit", "share", "end", "grow", "reset"], p=[0.35, 0.1, 0.33, 0.2, 0.02]
+        )
         tokens = random.integers(0, 2, random.integers(1, 20)).tolist()
         number, count = random.integers(0, 99, 2).tolist()
         for model in both:
@@ -228,7 +238,10 @@ def test_a_prompt_shares_the_pages_of_one_with_the_same_prefix():
     model.admit([1] * 8 + [2, 3])
     model.end(0)
     assert model.table.find([1] * 8 + [4]) == model.table.find([1] * 8) == [1, 2]
-    assert model.table.find([1] * 7) == [1] and model.table.find([1] * 3) == model.table.find([2] * 8) == []
+    assert (
+        model.table.find([1] * 7) == [1]
+        and model.table.find([1] * 3) == model.table.find([2] * 8) == []
+    )
 
 
 def test_completions_of_one_prompt_write_to_pages_of_their_own():

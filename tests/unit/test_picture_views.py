@@ -1,4 +1,5 @@
-"""Samples with pictures and sounds in every reader: search, terminal, report, verdict, viewer, static page."""
+"""Samples with pictures and sounds in every reader: search, terminal, report, verdict, viewer,
+static page."""
 
 import base64
 import json
@@ -58,7 +59,9 @@ def test_words_of_reward_functions_are_searched(tmp_path):
     sampled, scores = picture_runs.step([picture_runs.question("red")], 0)
     scores.logs[1] = {"exact_answer": "not a colour"}
     log = EventLog(tmp_path)
-    log.samples(rollouts.records(sampled, scores, "grpo", 1, scores.total), rollouts.token_records(sampled))
+    log.samples(
+        rollouts.records(sampled, scores, "grpo", 1, scores.total), rollouts.token_records(sampled)
+    )
     index = opened(tmp_path)
     [place] = search.places(index, search.search(index, '"not a colour"'))
     assert place.record()["sample"] == 1 and not len(search.search(index, '"n_prompt"'))
@@ -69,14 +72,18 @@ def test_equal_questions_about_other_pictures_are_other_rows(run):
     [place, *_] = search.places(index, search.search(index, "step:2 prompt:10 sample:0"))
     others = [each.record() for each in records.others(index, place)]
     assert len(others) == 2 * 2 and {each["columns"]["answer"] for each in others} == {"red"}
-    assert read_record(run).stages[0]._rows_of_data() == 5  # the prompts of the samples come three times
+    assert (
+        read_record(run).stages[0]._rows_of_data() == 5
+    )  # the prompts of the samples come three times
 
 
 def test_terminal_and_json(run, capsys):
     assert cli.main(["samples", str(run), "step:3 prompt:19 sample:0", "--tokens"]) == 0
     out = capsys.readouterr().out
     assert re.search(
-        r"place:\n\[picture 640x480, 192 rows, digest [0-9a-f]{8}\.\.\]\nand here its sound:\n\[sound", out
+        r"place:\n\[picture 640x480, 192 rows, digest [0-9a-f]{8}\.\.\]\nand here its "
+        r"sound:\n\[sound",
+        out,
     )
     assert "[sound 2.5 s, 16,000 Hz, 63 rows" in out
     assert cli.main(["samples", str(run), "--json"]) == 0
@@ -87,11 +94,14 @@ def test_terminal_and_json(run, capsys):
 
 def test_rescore_passes_the_messages_with_their_parts(run, capsys):
     code = (
-        "def sees(prompts, completions):\n    return [float(p[-1]['content'][0]['type'] == 'image') for p in prompts]\n"
+        "def sees(prompts, completions):\n    return [float(p[-1]['content'][0]['type'] == "
+        "'image') for p in prompts]\n"
     )
     (run / "mine.py").write_text(code)
     assert cli.main(["samples", str(run), "--rescore", f"{run}/mine.py:sees", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["functions"]["sees"]["after"] == pytest.approx(24 / 30)
+    assert json.loads(capsys.readouterr().out)["functions"]["sees"]["after"] == pytest.approx(
+        24 / 30
+    )
 
 
 def test_verdict_and_comparison_take_such_runs(run, tmp_path, capsys):
@@ -101,17 +111,24 @@ def test_verdict_and_comparison_take_such_runs(run, tmp_path, capsys):
     assert "media/encode_seconds" in capsys.readouterr().out
     assert cli.main(["compare", str(run), str(other), "-o", str(tmp_path / "c.html")]) == 0
     shown = (tmp_path / "c.html").read_text()
-    assert shown.count("<symbol ") == 6 and "Seconds for pictures and sounds" in shown  # each once for both
+    assert (
+        shown.count("<symbol ") == 6 and "Seconds for pictures and sounds" in shown
+    )  # each once for both
 
 
 def test_a_report_holds_each_picture_once(run):
     assert cli.main(["report", str(run)]) == 0
     shown = (run / "report.html").read_text()
-    uris = dict(re.findall(r'<symbol id="(p\d+)".*?href="data:(image/(?:png|jpeg);base64,[^"]+)"', shown))
+    uris = dict(
+        re.findall(r'<symbol id="(p\d+)".*?href="data:(image/(?:png|jpeg);base64,[^"]+)"', shown)
+    )
     files = {base64.b64encode(path.read_bytes()).decode() for path in (run / MEDIA).iterdir()}
     assert {uri.partition(",")[2] for uri in uris.values()} == files and len(uris) == 6
     assert shown.count('<use href="#p') == 24 + 2 * 6 and "6 of their 6 pictures" in shown
-    assert 'aria-label="picture 640x480, 192 rows, digest' in shown and "sound 2.5 s, 16,000 Hz, 63 rows" in shown
+    assert (
+        'aria-label="picture 640x480, 192 rows, digest' in shown
+        and "sound 2.5 s, 16,000 Hz, 63 rows" in shown
+    )
     assert "; img-src data:;" in shown
 
 
@@ -125,8 +142,19 @@ def test_a_page_stays_small_however_many_pictures_there_are(tmp_path):
             reference = picture(generator.integers(0, 256, (256, 256, 3), np.uint8))
             content, ending = thumbnails.encode(reference.decode())
             thumbnails.write(run / MEDIA / f"{reference.digest}{ending}", content)
-            media = [{"kind": "image", "digest": reference.digest, "width": 256, "height": 256, "rows": 64}]
-            file.write(json.dumps(line | {"step": 2, "prompt_id": number, "media": media, "columns": {}}) + "\n")
+            media = [
+                {
+                    "kind": "image",
+                    "digest": reference.digest,
+                    "width": 256,
+                    "height": 256,
+                    "rows": 64,
+                }
+            ]
+            file.write(
+                json.dumps(line | {"step": 2, "prompt_id": number, "media": media, "columns": {}})
+                + "\n"
+            )
     assert sum(path.stat().st_size for path in (run / MEDIA).iterdir()) > report_page.MOST_BYTES
     assert cli.main(["report", str(run)]) == 0
     shown = (run / "report.html").read_text()
@@ -140,11 +168,18 @@ def test_a_page_stays_small_however_many_pictures_there_are(tmp_path):
 def test_runs_without_pictures_have_the_policy_they_had(tmp_path):
     run = picture_runs.write(tmp_path, 1)
     lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    texts = [{key: value for key, value in line.items() if key != "media"} | {"prompt": "1+1"} for line in lines]
+    texts = [
+        {key: value for key, value in line.items() if key != "media"} | {"prompt": "1+1"}
+        for line in lines
+    ]
     (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in texts))
     assert cli.main(["report", str(run)]) == 0
     shown = (run / "report.html").read_text()
-    assert "img-src" not in shown and "<symbol" not in shown and "their" not in shown.partition('id="samples"')[2][:400]
+    assert (
+        "img-src" not in shown
+        and "<symbol" not in shown
+        and "their" not in shown.partition('id="samples"')[2][:400]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +193,9 @@ def test_a_thumbnail_needs_the_token_and_a_digest(server):
     for path in (server.run / MEDIA).iterdir():
         answer = server.get(f"/api/media/{path.stem}")
         assert answer.status == 200 and answer.read() == path.read_bytes()
-        assert answer.getheader("content-type") == ("image/png" if path.suffix == ".png" else "image/jpeg")
+        assert answer.getheader("content-type") == (
+            "image/png" if path.suffix == ".png" else "image/jpeg"
+        )
         assert answer.getheader("x-content-type-options") == "nosniff"
         assert server.get(f"/api/media/{path.stem}", **{"x-duet-token": "guess"}).status == 401
         assert server.get(f"/api/media/{path.name}").status == 404
@@ -200,25 +237,38 @@ def shown(browser: Browser, text: str, images: int) -> None:
     browser.evaluate(f"document.querySelector('#list').replaceChildren(); search({text!r})")
     browser.wait("document.querySelectorAll('#list li').length === 1")
     browser.evaluate("document.querySelector('#list li').click()")
-    loaded = "[...document.querySelectorAll('#right img')].filter(image => image.complete && image.naturalWidth).length"
+    loaded = (
+        "[...document.querySelectorAll('#right img')].filter(image => image.complete && "
+        "image.naturalWidth).length"
+    )
     browser.wait(f"{loaded} === {images}")
 
 
 @chromium
 def test_pictures_stand_between_the_texts_and_open_larger(page):
     shown(page, "step:3 prompt:19 sample:0", 2)
-    order = "[...document.querySelector('#right details').children].slice(1).map(node => node.textContent)"
+    order = (
+        "[...document.querySelector('#right details').children].slice(1).map(node => "
+        "node.textContent)"
+    )
     first, place, then, sound, last, strip = page.evaluate(order)
-    assert (first, then) == ("Here is a place:", "and here its sound:") and last.startswith("What connects them")
+    assert (first, then) == ("Here is a place:", "and here its sound:") and last.startswith(
+        "What connects them"
+    )
     assert (
-        place.startswith("picture 640x480") and sound.startswith("sound 2.5 s") and strip.startswith("picture 5000x4")
+        place.startswith("picture 640x480")
+        and sound.startswith("sound 2.5 s")
+        and strip.startswith("picture 5000x4")
     )
     alt = "[...document.querySelectorAll('#right img')].map(image => image.alt)"
     assert page.evaluate(alt) == [place, strip]
     width = page.evaluate("document.querySelector('#right img').getBoundingClientRect().width")
     page.evaluate("document.querySelector('.media button').click()")
     assert page.wait("$('large').open && document.querySelector('#large img').naturalWidth") == 256
-    assert page.evaluate("document.querySelector('#large img').getBoundingClientRect().width") > 3 * width
+    assert (
+        page.evaluate("document.querySelector('#large img').getBoundingClientRect().width")
+        > 3 * width
+    )
     page.evaluate("document.querySelector('#large img').click()")
     assert not page.evaluate("$('large').open")
 
@@ -227,10 +277,13 @@ def test_pictures_stand_between_the_texts_and_open_larger(page):
 def test_tokens_of_rows_are_shown_once_and_keep_their_numbers(page):
     shown(page, "step:3 prompt:15 sample:0", 1)
     page.wait("document.querySelectorAll('#strip .t').length === 5")
-    texts = page.evaluate("[...document.querySelectorAll('#strip .t')].map(node => node.textContent)")
+    texts = page.evaluate(
+        "[...document.querySelectorAll('#strip .t')].map(node => node.textContent)"
+    )
     assert texts == ["1", "5 × 16", "2", "9", "3"]
     colours = page.evaluate(
-        "[...document.querySelectorAll('#strip .t')].map(node => Boolean(node.style.backgroundColor))"
+        "[...document.querySelectorAll('#strip .t')].map(node => "
+        "Boolean(node.style.backgroundColor))"
     )
     assert colours == [False, False, False, True, True]  # log-probabilities of the completion
 
@@ -264,7 +317,9 @@ def test_the_report_draws_its_pictures_without_a_request(run, page):
     )
     assert any(pixel(page, run.parent / "shot.png", place) == colour for colour in COLOURS.values())
     page.requests[:] = [
-        each for each in page.requests if not each.endswith("report.html") and not each.startswith("data:")
+        each
+        for each in page.requests
+        if not each.endswith("report.html") and not each.startswith("data:")
     ]
 
 
@@ -281,12 +336,16 @@ def pixel(browser: Browser, file: Path, place: list[float]) -> tuple[int, ...]:
 def test_a_static_folder_has_the_pictures_of_its_samples(run, tmp_path):
     site = tmp_path / "site"
     assert cli.main(["view", str(run), "--static", str(site)]) == 0
-    assert {path.name for path in (site / MEDIA).iterdir()} == {path.name for path in (run / MEDIA).iterdir()}
+    assert {path.name for path in (site / MEDIA).iterdir()} == {
+        path.name for path in (run / MEDIA).iterdir()
+    }
     with files_served(site) as address, Browser() as browser:
         browser.open(address)
         browser.wait(f"document.querySelectorAll('#list li').length === {TOTAL}")
         shown(browser, "step:3 prompt:19 sample:0", 2)
-        assert browser.evaluate("document.querySelector('#right img').src") == address + "media/" + next(
+        assert browser.evaluate(
+            "document.querySelector('#right img').src"
+        ) == address + "media/" + next(
             path.name for path in (run / MEDIA).glob(picture(landscape()).digest + "*")
         )
         assert browser.errors == []

@@ -1,5 +1,5 @@
-"""Which settings `rl plan` compiles: for a plan that does not fit, and in a search. What compiles is replaced by
-numbers.
+"""Which settings `rl plan` compiles: for a plan that does not fit, and in a search. What compiles
+is replaced by numbers.
 """
 
 import dataclasses
@@ -25,7 +25,8 @@ GIVEN = [
     "max_length=64",
 ]
 STAGES = (
-    "stages=[{algorithm: grpo, steps: 1, prompts_per_step: 8, samples_per_prompt: 4, sampling: {max_new_tokens: 16}}]"
+    "stages=[{algorithm: grpo, steps: 1, prompts_per_step: 8, samples_per_prompt: 4, "
+    "sampling: {max_new_tokens: 16}}]"
 )
 
 
@@ -44,9 +45,9 @@ def report(needs, name="grpo: update"):
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """Estimates and compiles by a rule: 100 bytes are held, and each row of a micro-batch takes 10, half of it under
-    `full`, and half of what is left for each further device that splits the rows. `wrong`: what a program takes over
-    what is estimated."""
+    """Estimates and compiles by a rule: 100 bytes are held, and each row of a micro-batch takes 10,
+    half of it under `full`, and half of what is left for each further device that splits the rows.
+    `wrong`: what a program takes over what is estimated."""
     calls = []
 
     class Rule:
@@ -54,7 +55,9 @@ def compiler(monkeypatch):
 
         def temporaries(self, made):
             rows = made.stages[0].micro_batch or 32
-            return 10.0 * rows * (0.5 if made.model.remat == "full" else 1) / max(1, made.mesh.tensor)
+            return (
+                10.0 * rows * (0.5 if made.model.remat == "full" else 1) / max(1, made.mesh.tensor)
+            )
 
         def held(self, made):
             return 100.0 + made.generator.slots
@@ -90,10 +93,15 @@ def compiler(monkeypatch):
 def suggested(rule, made, memory, most=6):
     needs = rule.held(made) + rule.wrong * rule.temporaries(made)
     assert needs > memory
-    return [str(change) for change, _ in suggest.suggestions(made, target(memory), [report(needs)], most).fitting]
+    return [
+        str(change)
+        for change, _ in suggest.suggestions(made, target(memory), [report(needs)], most).fitting
+    ]
 
 
-def test_three_settings_are_suggested_and_the_smallest_change_of_each_comes_first(tmp_path, compiler):
+def test_three_settings_are_suggested_and_the_smallest_change_of_each_comes_first(
+    tmp_path, compiler
+):
     made = config(tmp_path, "model.remat=none", "mesh={fsdp: 8}")
     result = suggested(compiler, made, memory=330.0)
     assert result[0] == "stages.0.micro_batch=16" and result[1] == "model.remat=full"
@@ -110,16 +118,23 @@ def test_several_settings_at_once_come_before_those_that_change_results(tmp_path
 
 
 def test_an_estimate_is_corrected_by_the_program_that_failed(tmp_path, compiler):
-    """Its temporaries were four times what was estimated: half the rows are then not enough, and not compiled."""
+    """Its temporaries were four times what was estimated: half the rows are then not enough, and
+    not compiled."""
     compiler.wrong = 4.0
-    result = suggested(compiler, config(tmp_path, "mesh={fsdp: 8}", "model.remat=none"), memory=330.0)
+    result = suggested(
+        compiler, config(tmp_path, "mesh={fsdp: 8}", "model.remat=none"), memory=330.0
+    )
     assert result[0] == "stages.0.micro_batch=4"
     assert len(compiler.calls) <= 6
 
 
-def test_what_is_too_large_by_its_arguments_is_not_compiled_and_candidates_are_limited(tmp_path, compiler):
+def test_what_is_too_large_by_its_arguments_is_not_compiled_and_candidates_are_limited(
+    tmp_path, compiler
+):
     made = config(tmp_path, "mesh={fsdp: 8}")
-    assert suggested(compiler, made, memory=110.0) == [] and {c.generator.slots for c in compiler.calls} <= {8}
+    assert suggested(compiler, made, memory=110.0) == [] and {
+        c.generator.slots for c in compiler.calls
+    } <= {8}
     compiler.calls.clear()
     compiler.most = 1
     assert len(suggested(compiler, made, memory=300.0, most=1)) == len(compiler.calls) == 1
@@ -136,7 +151,10 @@ def test_what_is_missing_and_what_saves_most_are_shown_where_nothing_fits(tmp_pa
     text = _suggested(result, 99.0 * gib)
     assert "stages.0.micro_batch=1  31.0 GiB less  2.0 GiB too many" in text
     text = _missing([failed, dataclasses.replace(failed, peak=math.inf)], target(99.0 * gib))
-    assert "99 GiB per device (cpu)" in text and "grpo: update: needs 132.0 GiB, 33.0 GiB too many" in text
+    assert (
+        "99 GiB per device (cpu)" in text
+        and "grpo: update: needs 132.0 GiB, 33.0 GiB too many" in text
+    )
     assert "the compiler refuses it" in text
 
 
@@ -145,7 +163,10 @@ def test_compilations_are_told_before_they_begin(tmp_path, compiler):
     result = suggest.suggestions(made, target(330.0), [report(428.0)], 6, shown.append)
     assert shown[1] == f"compiling with {result.fitting[0][0]}"
     search.search(config(tmp_path, "generator.slots=8"), target(200.0), 2, shown.append)
-    assert shown[-1].startswith("1 of at most 2: compiling with mesh.") or "2 of at most 2" in shown[-1]
+    assert (
+        shown[-1].startswith("1 of at most 2: compiling with mesh.")
+        or "2 of at most 2" in shown[-1]
+    )
 
 
 def test_a_program_that_the_compiler_refuses_has_no_sizes():
@@ -156,23 +177,31 @@ def test_a_program_that_the_compiler_refuses_has_no_sizes():
 
 def test_changes_are_overrides_that_the_configuration_takes(tmp_path):
     made = config(tmp_path, "model.remat=none", "mesh={fsdp: 8}")
-    every = [change for steps in changes.knobs(made, [{"fsdp": 4, "tensor": 2}]) for change in steps]
+    every = [
+        change for steps in changes.knobs(made, [{"fsdp": 4, "tensor": 2}]) for change in steps
+    ]
     assert {change.results for change in every} == {False, True}
     for change in every:
         changed = change.of(made)
         if changes.possible(changed):
             (tmp_path / "made.yml").write_text(files.resolved_yaml(made))
             overrides = [
-                text.replace("'", "") for text in str(change).split(" ") if "remat_tensors" not in text and "=" in text
+                text.replace("'", "")
+                for text in str(change).split(" ")
+                if "remat_tensors" not in text and "=" in text
             ]
             if "custom" not in str(change):
                 assert load([tmp_path / "made.yml"], overrides) == changed, change
-    assert not changes.possible(changes.Change({"max_length": 16}).of(made)), "completions have 16 tokens"
+    assert not changes.possible(changes.Change({"max_length": 16}).of(made)), (
+        "completions have 16 tokens"
+    )
     named = {key for change in every if change.results for key in change.settings}
     assert named == {"max_length", "model.param_dtype"}
 
 
-def test_search_takes_the_quickest_that_fits_and_nothing_larger_than_what_did_not(tmp_path, compiler):
+def test_search_takes_the_quickest_that_fits_and_nothing_larger_than_what_did_not(
+    tmp_path, compiler
+):
     made = config(tmp_path, "generator.slots=8")
     result = search.search(made, target(200.0), 6)
     assert len(result.tried) == 6 and result.looked_at > 20 and result.pruned == 0
@@ -191,7 +220,8 @@ def test_search_takes_the_quickest_that_fits_and_nothing_larger_than_what_did_no
 
 
 def test_search_learns_from_what_it_compiled(tmp_path, compiler):
-    """Programs need eight times their estimate: the first two attempts correct the estimates of the others."""
+    """Programs need eight times their estimate: the first two attempts correct the estimates of the
+    others."""
     compiler.wrong = 8.0
     result = search.search(config(tmp_path, "generator.slots=8"), target(200.0), 6)
     fits = [attempt.fits for _, attempt in result.tried]
@@ -199,18 +229,28 @@ def test_search_learns_from_what_it_compiled(tmp_path, compiler):
 
 
 def test_meshes_divide_heads_experts_and_devices(tmp_path):
-    result = list(changes.meshes(config(tmp_path, "mesh={data: 2}"), 16, {"tensor": 4, "expert": 6}))
+    result = list(
+        changes.meshes(config(tmp_path, "mesh={data: 2}"), 16, {"tensor": 4, "expert": 6})
+    )
     assert all(math.prod(mesh.values()) == 16 and mesh["data"] == 2 for mesh in result)
-    assert {mesh["tensor"] for mesh in result} == {1, 2, 4} and {mesh["expert"] for mesh in result} == {1, 2}
+    assert {mesh["tensor"] for mesh in result} == {1, 2, 4} and {
+        mesh["expert"] for mesh in result
+    } == {1, 2}
     assert changes.divisors(config(tmp_path))["tensor"] > 1
 
 
 def test_meshes_of_several_slices_divide_the_devices_of_one(tmp_path):
     def inside(topology, count, *more):
-        return Target(slices.Topology.read(topology), None, "", count).inside(config(tmp_path, *more))
+        return Target(slices.Topology.read(topology), None, "", count).inside(
+            config(tmp_path, *more)
+        )
 
     assert [inside("cpu:8", 8), inside("cpu:8", 8, "mesh.dcn={data: 2}")] == [8, 4]
-    assert inside("3xv5e:4x4", 48, "mesh.dcn={data: -1}") == inside("3xv5e:4x4", 48, "mesh.dcn={fsdp: 3}") == 16
+    assert (
+        inside("3xv5e:4x4", 48, "mesh.dcn={data: -1}")
+        == inside("3xv5e:4x4", 48, "mesh.dcn={fsdp: 3}")
+        == 16
+    )
 
 
 def test_a_topology_says_how_many_slices_there_are():
@@ -243,34 +283,51 @@ def test_a_copy_of_weights_that_is_dropped_is_stored_during_rollouts_only(tmp_pa
     def listed(*more):
         made = config(tmp_path, *more)
         costs = Estimator(jax.devices()[:1], None, None)(made)
-        every = {each.kind: each for each in programs(made, build.on_mesh(made, jax.devices()[:1]), None)}
+        every = {
+            each.kind: each for each in programs(made, build.on_mesh(made, jax.devices()[:1]), None)
+        }
         assert {name: cost.resident for name, cost in costs.items()} == {
             each.name: each.resident for each in every.values()
         }
         return every
 
     quantised = "generator.weights=int8"
-    plain, kept, dropped = listed(), listed(quantised), listed(quantised, "generator.rules=stationary")
+    plain, kept, dropped = (
+        listed(),
+        listed(quantised),
+        listed(quantised, "generator.rules=stationary"),
+    )
     copy = kept["update"].resident - plain["update"].resident
     assert copy > 0 and dropped["update"].resident == plain["update"].resident
     # The copies that decoding on CPU reads are of 8 bits as well.
     (resident,) = {each["decode a token"].resident for each in (kept, dropped)}
     cache_and_copies = plain["decode a token"].resident - plain["update"].resident
     assert 0 < resident - kept["update"].resident < cache_and_copies
-    assert dropped["reshard"].times == 1 and dropped["reshard"].resident == dropped["prefill"].resident
+    assert (
+        dropped["reshard"].times == 1 and dropped["reshard"].resident == dropped["prefill"].resident
+    )
     assert "quantised copy" in kept and "reshard" not in kept and "quantised copy" not in dropped
 
 
 def test_a_compiler_for_tpus_is_given_no_flags_of_other_compilers(monkeypatch):
     """libtpu ends the process otherwise."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_dump_to=x --xla_gpu_autotune_level=0")
+    monkeypatch.setenv(
+        "XLA_FLAGS",
+        "--xla_cpu_use_fusion_emitters=false --xla_dump_to=x --xla_gpu_autotune_level=0",
+    )
     assert slices.Topology.read("v5p:2x2x1").environment["XLA_FLAGS"] == "--xla_dump_to=x"
-    assert slices.Topology.read("cpu:2").environment["XLA_FLAGS"].startswith("--xla_cpu_use_fusion_emitters=false ")
+    assert (
+        slices.Topology.read("cpu:2")
+        .environment["XLA_FLAGS"]
+        .startswith("--xla_cpu_use_fusion_emitters=false ")
+    )
 
 
 def test_the_table_has_the_bytes_moved_over_the_arguments():
     """A program that the compiler refused has no arguments to compare with."""
-    read_once = dataclasses.replace(report(8, "grpo: decode a token"), arguments=2**31, moved=2.5 * 2**30)
+    read_once = dataclasses.replace(
+        report(8, "grpo: decode a token"), arguments=2**31, moved=2.5 * 2**30
+    )
     header, first, second, *_ = table([read_once, report(8)], None).splitlines()
     places = [i for i in range(len(header)) if header.startswith("ratio", i)]
     assert [line[places[0] : places[0] + 5].strip() for line in (first, second)] == ["1.25", "-"]

@@ -1,4 +1,5 @@
-"""What rl/plan/hlo.py reads out of compiled programs, against XLA's own count and against arithmetic."""
+"""What rl/plan/hlo.py reads out of compiled programs, against XLA's own count and against
+arithmetic."""
 
 import re
 from functools import partial
@@ -31,14 +32,20 @@ def unrolled(x, up, down):
 
 
 def compiled(function, *shapes):
-    return jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
+    return (
+        jax.jit(function)
+        .lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+        .compile()
+    )
 
 
 def gradient(function):
     return jax.grad(lambda *given: jnp.sum(jnp.square(function(*given))), argnums=(0, 1, 2))
 
 
-@pytest.mark.parametrize("change", [lambda function: function, gradient], ids=["forward", "gradient"])
+@pytest.mark.parametrize(
+    "change", [lambda function: function, gradient], ids=["forward", "gradient"]
+)
 def test_a_loop_counts_as_often_as_it_runs(change):
     """A scan and the same layers one by one; XLA counts the latter, elementwise operations too."""
     shapes = ((M, E), (L, E, F), (L, F, E))
@@ -82,13 +89,17 @@ def test_convolutions_count_pairs_that_lie_on_numbers():
         )
 
     done = compiled(convolve, (2, 17, 8), (3, 8, 16))
-    assert HloProgram(done.as_text()).operations() == pytest.approx(done.cost_analysis()["flops"], rel=0.02)
+    assert HloProgram(done.as_text()).operations() == pytest.approx(
+        done.cost_analysis()["flops"], rel=0.02
+    )
 
 
 def test_loops_whose_number_of_turns_is_not_known_count_as_often_as_is_said():
     def until(x, w):
         return jax.lax.while_loop(
-            lambda x: jnp.sum(x > 0, dtype=jnp.int32) < jnp.sum(x < 2, dtype=jnp.int32), lambda x: x + x @ w, x
+            lambda x: jnp.sum(x > 0, dtype=jnp.int32) < jnp.sum(x < 2, dtype=jnp.int32),
+            lambda x: x + x @ w,
+            x,
         )
 
     text = compiled(until, (M, E), (E, E)).as_text()
@@ -117,14 +128,21 @@ def test_what_a_dispatch_does_once_is_spread_over_its_steps():
 def test_of_branches_all_count_or_the_one_that_is_said_to_be_usual(derived):
     def choose(x, w, name="either"):
         with jax.named_scope(name):
-            return jax.lax.cond(jnp.sum(x) > 0, lambda x, w: x @ w, lambda x, w: x @ w @ w @ w, x, w)
+            return jax.lax.cond(
+                jnp.sum(x) > 0, lambda x, w: x @ w, lambda x, w: x @ w @ w @ w, x, w
+            )
 
     def products(name, rows):
-        """Programs that differ in a name alone are one to a compilation cache: each has its own number of rows."""
+        """Programs that differ in a name alone are one to a compilation cache: each has its own
+        number of rows."""
         function = partial(choose, name=name)
         if derived:
-            function = jax.grad(lambda x, w: jnp.sum(jnp.square(choose(x, w, name))), argnums=(0, 1))
-        return HloProgram(compiled(function, (rows, E), (E, E)).as_text()).operations() / (2 * rows * E * E)
+            function = jax.grad(
+                lambda x, w: jnp.sum(jnp.square(choose(x, w, name))), argnums=(0, 1)
+            )
+        return HloProgram(compiled(function, (rows, E), (E, E)).as_text()).operations() / (
+            2 * rows * E * E
+        )
 
     assert products(EXPECTED_LAST, M) == (3 if derived else 1)
     assert products("either", 2 * M) == (12 if derived else 4)
@@ -205,8 +223,8 @@ def test_groups_of_a_collective_are_read_in_every_form(groups, devices):
 
 
 def test_a_collective_that_goes_on_through_several_fusions_counts_once():
-    """As libtpu writes it: each fusion holds the collective and hands its arrays on, next to what is computed
-    meanwhile."""
+    """As libtpu writes it: each fusion holds the collective and hands its arrays on, next to what
+    is computed meanwhile."""
     flags = "channel_id=9, replica_groups=[1,8]<=[8], dimensions={1}"
     fusions = f"""%begins (p: f32[8,16]) -> (f32[8,16], f32[8,128]) {{
   %p = f32[8,16]{{1,0}} parameter(0)

@@ -1,4 +1,5 @@
-"""Chunked log-probabilities and entropies equal what plain automatic differentiation gives with all logits at hand."""
+"""Chunked log-probabilities and entropies equal what plain automatic differentiation gives with all
+logits at hand."""
 
 import os
 import re
@@ -26,7 +27,9 @@ def plain(hidden, weight, targets, temperature, scaling=LogitScaling(), tiling=N
     cap = scaling.softcap
     z = (z if cap is None else cap * jnp.tanh(z / cap)) / temperature
     log_p = jax.nn.log_softmax(z, axis=-1)
-    logp = jnp.take_along_axis(log_p, targets.reshape(len(targets), -1), axis=1).reshape(targets.shape)
+    logp = jnp.take_along_axis(log_p, targets.reshape(len(targets), -1), axis=1).reshape(
+        targets.shape
+    )
     return logp, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 
 
@@ -57,11 +60,15 @@ def test_values_and_gradients(chunk, temperature, monkeypatch):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tiles", [1, 2, 3, 8, 100])  # 13 rows: the last chunk of all but the first is filled up
-@pytest.mark.parametrize("scaling", [LogitScaling(), LogitScaling(0.4), LogitScaling(0.8, 1.5)], ids=str)
+@pytest.mark.parametrize(
+    "tiles", [1, 2, 3, 8, 100]
+)  # 13 rows: the last chunk of all but the first is filled up
+@pytest.mark.parametrize(
+    "scaling", [LogitScaling(), LogitScaling(0.4), LogitScaling(0.8, 1.5)], ids=str
+)
 def test_any_number_of_tiles_gives_the_same(tiles, scaling):
-    """Also a loss that is no sum of logp and entropy, and several tokens asked about at one place, one of them
-    twice.
+    """Also a loss that is no sum of logp and entropy, and several tokens asked about at one place,
+    one of them twice.
     """
     hidden, weight, a, b, _ = inputs()
     targets = jnp.asarray(np.random.default_rng(1).integers(0, V, (M, 3))).at[0].set(4)
@@ -69,7 +76,9 @@ def test_any_number_of_tiles_gives_the_same(tiles, scaling):
     def loss(function):
         def of(hidden, weight):
             logp, entropy = function(hidden, weight, targets, 0.7, scaling, head.Tiling(tiles))
-            return jnp.sum(a * jnp.square(logp.sum(-1) + b)) + jnp.sum(jnp.exp(logp)) + jnp.max(entropy), (
+            return jnp.sum(a * jnp.square(logp.sum(-1) + b)) + jnp.sum(jnp.exp(logp)) + jnp.max(
+                entropy
+            ), (
                 logp,
                 entropy,
             )
@@ -85,16 +94,23 @@ def test_any_number_of_tiles_gives_the_same(tiles, scaling):
 
 def test_the_number_of_tiles_is_the_number_of_chunks():
     shapes = jnp.ones((13, 8)), jnp.ones((32, 8)), jnp.zeros(13, int)
-    text = jax.jit(lambda *a: head.logprobs(*a, 1.0, LogitScaling(), head.Tiling(3))).lower(*shapes).as_text()
+    text = (
+        jax.jit(lambda *a: head.logprobs(*a, 1.0, LogitScaling(), head.Tiling(3)))
+        .lower(*shapes)
+        .as_text()
+    )
     assert "5x32xf32" in text and "13x32xf32" not in text
 
 
 @pytest.mark.parametrize("tiles", [None, 4])
 def test_likeliest_tokens(tiles):
     hidden, weight, *_ = inputs()
-    logp, ids = head.top_logprobs(hidden, weight, 3, 0.7, LogitScaling(0.8, 1.5), head.Tiling(tiles))
+    logp, ids = head.top_logprobs(
+        hidden, weight, 3, 0.7, LogitScaling(0.8, 1.5), head.Tiling(tiles)
+    )
     everything = np.stack(
-        [plain(hidden, weight, jnp.full(M, v), 0.7, LogitScaling(0.8, 1.5))[0] for v in range(V)], axis=1
+        [plain(hidden, weight, jnp.full(M, v), 0.7, LogitScaling(0.8, 1.5))[0] for v in range(V)],
+        axis=1,
     )
     np.testing.assert_array_equal(ids, np.argsort(-everything, axis=1, kind="stable")[:, :3])
     np.testing.assert_allclose(logp, -np.sort(-everything, axis=1)[:, :3], atol=2e-6)
@@ -102,12 +118,18 @@ def test_likeliest_tokens(tiles):
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_model_caps_its_logits_and_takes_its_tiles(tied):
-    """Against plain differentiation through all logits of the full model: the tied table gets both gradients."""
+    """Against plain differentiation through all logits of the full model: the tied table gets both
+    gradients."""
     config = families.read(
-        configuration("Gemma2", num_hidden_layers=1, tie_word_embeddings=tied, final_logit_softcapping=2.0)
+        configuration(
+            "Gemma2", num_hidden_layers=1, tie_word_embeddings=tied, final_logit_softcapping=2.0
+        )
     )
     model = random_model(config)
-    rows, weight = jnp.asarray(tokens(2, 9)), jnp.asarray(np.random.default_rng(0).normal(size=(2, 8)), jnp.float32)
+    rows, weight = (
+        jnp.asarray(tokens(2, 9)),
+        jnp.asarray(np.random.default_rng(0).normal(size=(2, 8)), jnp.float32),
+    )
 
     def gradient(tiles):
         graph = model.graph.at(num_vocab_tiling=tiles)
@@ -120,14 +142,20 @@ def test_a_model_caps_its_logits_and_takes_its_tiles(tied):
 
     def reference(params):
         decoder = model.graph.decoder(params)
-        hidden = decoder(rows, make_step(rows), None, model.graph.runtime)[0][:, :-1].reshape(16, -1)
-        logp, entropy = plain(hidden, decoder.head_weight, rows[:, 1:].reshape(-1), 0.7, LogitScaling(softcap=2.0))
+        hidden = decoder(rows, make_step(rows), None, model.graph.runtime)[0][:, :-1].reshape(
+            16, -1
+        )
+        logp, entropy = plain(
+            hidden, decoder.head_weight, rows[:, 1:].reshape(-1), 0.7, LogitScaling(softcap=2.0)
+        )
         return jnp.sum(weight.reshape(-1) * logp + jnp.sin(entropy))
 
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(jax.grad(reference))(model.params)
     for path, result in gradient(5).items():
-        np.testing.assert_allclose(result, expected[path], atol=1e-5 * (1 + np.abs(expected[path]).max()), err_msg=path)
+        np.testing.assert_allclose(
+            result, expected[path], atol=1e-5 * (1 + np.abs(expected[path]).max()), err_msg=path
+        )
 
 
 @pytest.mark.slow
@@ -136,17 +164,29 @@ def test_devices_exchange_weights_and_no_logits():
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     }
     done = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=300, check=False
+        [sys.executable, __file__],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def on_four_devices(V, scaling, leaves_out, **degrees):
-    """Rows, or the vocabulary, or both cut over four devices: the numbers of one device, no result of a collective is
-    as large as the logits of a chunk, and a weight that is cut along E is on no device in full."""
+    """Rows, or the vocabulary, or both cut over four devices: the numbers of one device, no result
+    of a collective is as large as the logits of a chunk, and a weight that is cut along E is on no
+    device in full."""
     mesh, rng = layout(degrees), np.random.default_rng(0)
-    hidden, weight = rng.normal(size=(4, 16, 8)).astype(np.float32), rng.normal(size=(V, 8)).astype(np.float32)
-    targets, factor = jnp.asarray(rng.integers(0, V, (64, 2))), rng.normal(size=64).astype(np.float32)
+    hidden, weight = (
+        rng.normal(size=(4, 16, 8)).astype(np.float32),
+        rng.normal(size=(V, 8)).astype(np.float32),
+    )
+    targets, factor = (
+        jnp.asarray(rng.integers(0, V, (64, 2))),
+        rng.normal(size=64).astype(np.float32),
+    )
     left_out = None
     if leaves_out:  # all ids of the first tiles, and one more
         targets = targets % (V - 20) + 20
@@ -158,18 +198,33 @@ def on_four_devices(V, scaling, leaves_out, **degrees):
 
     def loss(hidden, weight, mesh=None):
         tiling = head.Tiling(3, mesh)
-        logp, entropy = head.logprobs(hidden.reshape(-1, 8), weight, targets, 0.7, scaling, tiling, left_out)
-        return jnp.sum(factor[:, None] * jnp.square(logp)) + jnp.sum(jnp.exp(entropy)), (logp, entropy)
+        logp, entropy = head.logprobs(
+            hidden.reshape(-1, 8), weight, targets, 0.7, scaling, tiling, left_out
+        )
+        return jnp.sum(factor[:, None] * jnp.square(logp)) + jnp.sum(jnp.exp(entropy)), (
+            logp,
+            entropy,
+        )
 
     step = partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     program = jax.jit(step(partial(loss, mesh=mesh)), in_shardings=places)
     expected = jax.tree.leaves(jax.jit(step(loss))(hidden, weight))
     for x, y in zip(jax.tree.leaves(program(hidden, weight)), expected, strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=3e-6 * np.abs(y).max())
+        np.testing.assert_allclose(
+            np.asarray(x), np.asarray(y), rtol=1e-5, atol=3e-6 * np.abs(y).max()
+        )
     text = program.lower(hidden, weight).compile().as_text()
-    results = re.findall(r" = (.*?) (?:all-reduce|all-gather|all-to-all|reduce-scatter)(?:-start)?\(", text)
-    exchanged = [shape.split(",") for result in results for shape in re.findall(r"f32\[([\d,]*)\]", result)]
-    logits = [shape for shape in exchanged if {"48", "44", "24", "12"} & {*shape} and not {"8", "4", "2"} & {*shape}]
+    results = re.findall(
+        r" = (.*?) (?:all-reduce|all-gather|all-to-all|reduce-scatter)(?:-start)?\(", text
+    )
+    exchanged = [
+        shape.split(",") for result in results for shape in re.findall(r"f32\[([\d,]*)\]", result)
+    ]
+    logits = [
+        shape
+        for shape in exchanged
+        if {"48", "44", "24", "12"} & {*shape} and not {"8", "4", "2"} & {*shape}
+    ]
     assert exchanged and not logits, exchanged
     if mesh.spec(("vocab", "embed_vocab"), weight.shape)[1]:
         assert not re.search(rf"f32\[{V},8\]", text), degrees
@@ -185,7 +240,9 @@ def test_a_tied_weight_gets_the_gradient_of_both_uses(monkeypatch):
         logp, entropy = function(jnp.tanh(table[tokens]), table, targets, 1.0)
         return jnp.sum(a * logp + b * entropy)
 
-    result, expected = (jax.jit(jax.grad(partial(loss, function)))(table) for function in (head.logprobs, plain))
+    result, expected = (
+        jax.jit(jax.grad(partial(loss, function)))(table) for function in (head.logprobs, plain)
+    )
     np.testing.assert_allclose(result, expected, atol=5e-6, rtol=1e-5)
 
 
@@ -193,7 +250,9 @@ def test_no_array_of_all_logits_is_made(monkeypatch):
     """Not even in the backward pass: no intermediate of the program has M x V elements."""
     monkeypatch.setattr(head, "CHUNK_LOGITS", 64 * 32)
     hidden, weight, targets = jnp.ones((1024, 8)), jnp.ones((32, 8)), jnp.zeros(1024, int)
-    program = jax.jit(jax.grad(lambda h, w: sum(map(jnp.sum, head.logprobs(h, w, targets, 1.0))), argnums=(0, 1)))
+    program = jax.jit(
+        jax.grad(lambda h, w: sum(map(jnp.sum, head.logprobs(h, w, targets, 1.0))), argnums=(0, 1))
+    )
     text = program.lower(hidden, weight).as_text()
     assert "64x32xf32" in text and "1024x32xf32" not in text and "16x64x32xf32" not in text
 
@@ -203,13 +262,17 @@ def test_far_apart_logits_give_no_nan():
     logp, entropy = head.logprobs(hidden, weight, jnp.asarray([0, 0]), 1.0)
     np.testing.assert_allclose(logp, [0.0, -2e4])
     np.testing.assert_allclose(entropy, [0.0, 0.0], atol=1e-6)
-    gradient = jax.grad(lambda h: sum(map(jnp.sum, head.logprobs(h, weight, jnp.asarray([0, 0]), 1.0))))(hidden)
+    gradient = jax.grad(
+        lambda h: sum(map(jnp.sum, head.logprobs(h, weight, jnp.asarray([0, 0]), 1.0)))
+    )(hidden)
     assert np.isfinite(gradient).all()
 
 
 def test_logits_of_bfloat16_states_are_float32():
     hidden, weight = jnp.ones((2, 3, E), jnp.bfloat16), jnp.ones((V, E), jnp.float32)
-    assert head.logits(hidden, weight).dtype == jnp.float32 and head.logits(hidden, weight).shape == (2, 3, V)
+    assert head.logits(hidden, weight).dtype == jnp.float32 and head.logits(
+        hidden, weight
+    ).shape == (2, 3, V)
 
 
 if __name__ == "__main__":

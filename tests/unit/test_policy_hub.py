@@ -1,4 +1,5 @@
-"""Model directories: what is read back is what was written, and every fault is named. Needs no torch."""
+"""Model directories: what is read back is what was written, and every fault is named. Needs no
+torch."""
 
 import json
 
@@ -30,7 +31,9 @@ def edit_weights(directory, change):
 def same_weights(one, other):
     assert one.params.keys() == other.params.keys()
     for path, array in one.params.items():
-        np.testing.assert_array_equal(np.asarray(other.params[path]), np.asarray(array), err_msg=path)
+        np.testing.assert_array_equal(
+            np.asarray(other.params[path]), np.asarray(array), err_msg=path
+        )
 
 
 def refused(directory, *words, error=ModelFileError):
@@ -42,7 +45,12 @@ def refused(directory, *words, error=ModelFileError):
 
 def test_a_missing_tensor_is_named(directory):
     edit_weights(directory, lambda state: state.pop("model.layers.2.mlp.experts.5.up_proj.weight"))
-    refused(directory, "missing tensor model.layers.2.mlp.experts.5.up_proj.weight", "[24, 32]", str(directory))
+    refused(
+        directory,
+        "missing tensor model.layers.2.mlp.experts.5.up_proj.weight",
+        "[24, 32]",
+        str(directory),
+    )
 
 
 def test_a_missing_head_is_named(directory):
@@ -51,12 +59,17 @@ def test_a_missing_head_is_named(directory):
 
 
 def test_extra_tensors_are_named(directory):
-    edit_weights(directory, lambda state: state.update({f"model.layers.0.odd.{i}": np.ones(2) for i in range(7)}))
+    edit_weights(
+        directory,
+        lambda state: state.update({f"model.layers.0.odd.{i}": np.ones(2) for i in range(7)}),
+    )
     refused(directory, "unexpected tensors model.layers.0.odd.0", "and 2 more")
 
 
 def test_a_tensor_of_the_wrong_shape_is_named(directory):
-    edit_weights(directory, lambda state: state.update({"model.norm.weight": np.ones(31, np.float32)}))
+    edit_weights(
+        directory, lambda state: state.update({"model.norm.weight": np.ones(31, np.float32)})
+    )
     refused(directory, "model.norm.weight has shape [31], expected [32]")
 
 
@@ -67,7 +80,11 @@ def test_quantised_tensors_are_refused(directory):
 
 def test_layers_that_predict_further_tokens_are_skipped(directory):
     plain = policy.load(directory)
-    extra = {f"model.layers.{n}.{name}": np.ones(3, np.float32) for n in (3, 4) for name in ("eh_proj.weight", "a.b")}
+    extra = {
+        f"model.layers.{n}.{name}": np.ones(3, np.float32)
+        for n in (3, 4)
+        for name in ("eh_proj.weight", "a.b")
+    }
     edit_weights(directory, lambda state: state.update(extra))
     same_weights(plain, policy.load(directory))
 
@@ -109,7 +126,11 @@ def test_saving_again_leaves_nothing_of_the_old_model(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", ["config.json:1", "not valid JSON"]), ("[]", ["list"]), ('{"a": 1,\n"b": }', ["config.json:2"])],
+    [
+        ("{", ["config.json:1", "not valid JSON"]),
+        ("[]", ["list"]),
+        ('{"a": 1,\n"b": }', ["config.json:2"]),
+    ],
 )
 def test_a_broken_configuration_is_located(directory, text, words):
     (directory / "config.json").write_text(text)
@@ -123,7 +144,10 @@ def test_a_broken_configuration_is_located(directory, text, words):
             {"architectures": ["MysteryForCausalLM"], "model_type": "mystery"},
             ["MysteryForCausalLM", "mystery", "The nearest is deepseek"],
         ),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq", "fp8", "mxfp4"]),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            ["quantization_config", "gptq", "fp8", "mxfp4"],
+        ),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
             ["quantization_config", "weight_block_size"],
@@ -135,7 +159,10 @@ def test_a_broken_configuration_is_located(directory, text, words):
         ({"rope_parameters": {"rope_type": "linear"}}, ["factor"]),
         ({"rope_parameters": {"full_attention": {}}}, ["rope_parameters.full_attention"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
-        ({"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "noaux_tc"}, ["topk_method", "noaux_tc"]),
+        (
+            {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "noaux_tc"},
+            ["topk_method", "noaux_tc"],
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -180,10 +207,16 @@ def test_a_changed_configuration_is_not_written(directory):
 
 
 def test_other_keys_of_the_configuration_survive(directory):
-    edit_config(directory, lambda config: config.update({"my_note": [1, 2], "torch_dtype": "bfloat16"}))
+    edit_config(
+        directory, lambda config: config.update({"my_note": [1, 2], "torch_dtype": "bfloat16"})
+    )
     policy.save(policy.load(directory), directory / "out")
     written = json.loads((directory / "out" / "config.json").read_text())
-    assert written["my_note"] == [1, 2] and written["dtype"] == "float32" and "torch_dtype" not in written
+    assert (
+        written["my_note"] == [1, 2]
+        and written["dtype"] == "float32"
+        and "torch_dtype" not in written
+    )
 
 
 def test_loading_places_weights_that_compute(directory):
@@ -200,10 +233,17 @@ def renamed(state, rename):
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_text_model_inside_a_multimodal_one_is_read(directory, prefix):
-    """Under either prefix, with the towers of other modalities next to it and its configuration in text_config."""
+    """Under either prefix, with the towers of other modalities next to it and its configuration in
+    text_config."""
     plain = policy.load(directory)
     head = "language_model.lm_head." if prefix == "language_model.model." else "lm_head."
-    extra = ("vision_tower.a.weight", "model.visual.b", "multi_modal_projector.c", "mtp.d", "model.embed_audio.e")
+    extra = (
+        "vision_tower.a.weight",
+        "model.visual.b",
+        "multi_modal_projector.c",
+        "mtp.d",
+        "model.embed_audio.e",
+    )
 
     def change(state):
         renamed(state, lambda name: name.replace("model.", prefix, 1).replace("lm_head.", head))
@@ -225,16 +265,20 @@ def test_the_text_model_inside_a_multimodal_one_is_read(directory, prefix):
     same_weights(plain, policy.load(directory / "out"))
     edit_weights(directory, lambda state: state.pop(prefix + "norm.weight"))
     refused(directory, "missing tensor model.norm.weight")
-    edit_weights(directory, lambda state: state.update({prefix + "norm.weight": np.ones(31, np.float32)}))
+    edit_weights(
+        directory, lambda state: state.update({prefix + "norm.weight": np.ones(31, np.float32)})
+    )
     refused(directory, f"{prefix}norm.weight has shape [31]")
     edit_weights(directory, lambda state: state.update({prefix + "odd": np.ones(31, np.float32)}))
-    edit_weights(directory, lambda state: state.update({prefix + "norm.weight": np.ones(32, np.float32)}))
+    edit_weights(
+        directory, lambda state: state.update({prefix + "norm.weight": np.ones(32, np.float32)})
+    )
     refused(directory, f"unexpected tensors {prefix}odd")
 
 
 def test_the_prediction_module_of_a_source_is_kept(directory, tmp_path):
-    """Its own weights are copied. What it holds of embedding and head becomes that of the saved model; tables that
-    follow from the configuration are left out."""
+    """Its own weights are copied. What it holds of embedding and head becomes that of the saved
+    model; tables that follow from the configuration are left out."""
     layers = len(policy.load(directory).config.layers)
     module = f"model.layers.{layers}."
     copies = {
@@ -270,37 +314,61 @@ def test_another_model_as_source_is_refused_before_anything_is_written(directory
 
 
 def test_an_export_names_no_python_files_and_one_dtype(directory, tmp_path):
-    edit_config(directory, lambda config: config.update({"auto_map": {"AutoConfig": "a.B"}, "torch_dtype": "bfloat16"}))
+    edit_config(
+        directory,
+        lambda config: config.update(
+            {"auto_map": {"AutoConfig": "a.B"}, "torch_dtype": "bfloat16"}
+        ),
+    )
     policy.save(policy.load(directory), tmp_path / "out")
     saved = json.loads((tmp_path / "out" / "config.json").read_text())
     assert saved["dtype"] == "float32" and not {"auto_map", "torch_dtype"} & saved.keys()
 
 
 def test_two_spellings_of_one_tensor_are_refused(directory):
-    edit_weights(directory, lambda state: state.update({"language_model.model.norm.weight": np.ones(32, np.float32)}))
+    edit_weights(
+        directory,
+        lambda state: state.update({"language_model.model.norm.weight": np.ones(32, np.float32)}),
+    )
     refused(directory, "language_model.model.norm.weight", "are both model.norm.weight")
 
 
 def test_a_wrapper_reads_as_the_text_model_of_its_family(monkeypatch):
     llama = families.get("llama")
-    monkeypatch.setattr(llama, "ARCHITECTURES", ("LlamaForCausalLM", "LlamaForConditionalGeneration"))
+    monkeypatch.setattr(
+        llama, "ARCHITECTURES", ("LlamaForCausalLM", "LlamaForConditionalGeneration")
+    )
     inner = configuration("Llama") | {"model_type": "llama_text"}
     del inner["architectures"]
-    outer = {"architectures": ["LlamaForConditionalGeneration"], "model_type": "llama_vl", "text_config": inner}
+    outer = {
+        "architectures": ["LlamaForConditionalGeneration"],
+        "model_type": "llama_vl",
+        "text_config": inner,
+    }
     config = families.read(outer | {"tie_word_embeddings": True})
     assert config.tied_head and config.family == "llama"
     text = json.loads(config.hf)
     assert (
-        text["architectures"] == ["LlamaForCausalLM"] and text["model_type"] == "llama" and text["tie_word_embeddings"]
+        text["architectures"] == ["LlamaForCausalLM"]
+        and text["model_type"] == "llama"
+        and text["tie_word_embeddings"]
     )
     assert families.read(text) == config
 
 
 @pytest.mark.parametrize("wrapper", [True, False])
 def test_the_tied_head_of_a_wrapper_goes_before_that_of_its_text_model(monkeypatch, wrapper):
-    monkeypatch.setattr(families.get("llama"), "ARCHITECTURES", ("LlamaForCausalLM", "LlamaForConditionalGeneration"))
+    monkeypatch.setattr(
+        families.get("llama"),
+        "ARCHITECTURES",
+        ("LlamaForCausalLM", "LlamaForConditionalGeneration"),
+    )
     inner = configuration("Llama") | {"tie_word_embeddings": not wrapper}
-    outer = {"architectures": ["LlamaForConditionalGeneration"], "model_type": "llama_vl", "text_config": inner}
+    outer = {
+        "architectures": ["LlamaForConditionalGeneration"],
+        "model_type": "llama_vl",
+        "text_config": inner,
+    }
     config = families.read(outer | {"tie_word_embeddings": wrapper})
     assert config.tied_head is wrapper and json.loads(config.hf)["tie_word_embeddings"] is wrapper
     for says_nothing in (outer, outer | {"tie_word_embeddings": None}):
@@ -309,24 +377,36 @@ def test_the_tied_head_of_a_wrapper_goes_before_that_of_its_text_model(monkeypat
 
 def test_the_text_model_is_the_one_of_its_type_where_a_family_has_several(monkeypatch):
     deepseek = families.get("deepseek")
-    monkeypatch.setattr(deepseek, "ARCHITECTURES", (*deepseek.ARCHITECTURES, "DeepseekForConditionalGeneration"))
+    monkeypatch.setattr(
+        deepseek, "ARCHITECTURES", (*deepseek.ARCHITECTURES, "DeepseekForConditionalGeneration")
+    )
     inner = configuration("DeepseekV3")
     del inner["architectures"]
-    for outer in ({"architectures": ["DeepseekForConditionalGeneration"]}, {"model_type": "unknown"}):
+    for outer in (
+        {"architectures": ["DeepseekForConditionalGeneration"]},
+        {"model_type": "unknown"},
+    ):
         text = json.loads(families.read(outer | {"text_config": inner}).hf)
-        assert text["architectures"] == ["DeepseekV3ForCausalLM"] and text["model_type"] == "deepseek_v3"
+        assert (
+            text["architectures"] == ["DeepseekV3ForCausalLM"]
+            and text["model_type"] == "deepseek_v3"
+        )
 
 
 def test_the_class_of_a_text_model_goes_before_its_type():
     inner = configuration("DeepseekV3") | {"model_type": "of_another_program"}
     text = json.loads(families.read({"model_type": "unknown", "text_config": inner}).hf)
-    assert text["architectures"] == ["DeepseekV3ForCausalLM"] and text["model_type"] == "deepseek_v3"
+    assert (
+        text["architectures"] == ["DeepseekV3ForCausalLM"] and text["model_type"] == "deepseek_v3"
+    )
 
 
 GPT2_LIKE = (
     names.ATTENTION
     | names.MLP
-    | names.joined("mixer.", ("q_proj", "k_proj", "v_proj"), "attn.c_attn.weight", "e (h d)+ -> e h d")
+    | names.joined(
+        "mixer.", ("q_proj", "k_proj", "v_proj"), "attn.c_attn.weight", "e (h d)+ -> e h d"
+    )
     | names.joined("mixer.", ("q_bias", "k_bias", "v_bias"), "attn.c_attn.bias", "(h d)+ -> h d")
     | names.joined("feed_forward.", ("gate_proj", "up_proj"), "mlp.gate_up.weight", "e f* -> e f")
     | {
@@ -342,28 +422,50 @@ def gpt2_like(monkeypatch):
     llama = families.get("llama")
     monkeypatch.setattr(llama, "NAMES", GPT2_LIKE)
     top = {"embed_tokens": "wte.weight", "norm.weight": "ln_f.weight", "lm_head": "lm_head.weight"}
-    monkeypatch.setattr(llama, "TOP", {path: names.Stored(name) for path, name in top.items()}, raising=False)
+    monkeypatch.setattr(
+        llama, "TOP", {path: names.Stored(name) for path, name in top.items()}, raising=False
+    )
     monkeypatch.setattr(llama, "LAYER_PREFIX", "transformer.h.{n}.", raising=False)
     monkeypatch.setattr(llama, "PREFIXES", (("h.", "transformer.h."),), raising=False)
     return random_model(families.read(configuration("Llama", attention_bias=True)))
 
 
-def test_a_family_stores_several_weights_in_one_tensor_and_has_a_top_of_its_own(gpt2_like, tmp_path):
+def test_a_family_stores_several_weights_in_one_tensor_and_has_a_top_of_its_own(
+    gpt2_like, tmp_path
+):
     policy.save(gpt2_like, tmp_path)
     state = load_file(tmp_path / model_directory.SINGLE)
-    assert {name for name in state if ".h." not in name} == {"wte.weight", "ln_f.weight", "lm_head.weight"}
-    layer = {name.removeprefix("transformer.h.2."): array for name, array in state.items() if ".h.2." in name}
-    assert layer["attn.c_attn.weight"].shape == (32, 32 + 16 + 16) and layer["attn.c_attn.bias"].shape == (64,)
+    assert {name for name in state if ".h." not in name} == {
+        "wte.weight",
+        "ln_f.weight",
+        "lm_head.weight",
+    }
+    layer = {
+        name.removeprefix("transformer.h.2."): array
+        for name, array in state.items()
+        if ".h.2." in name
+    }
+    assert layer["attn.c_attn.weight"].shape == (32, 32 + 16 + 16) and layer[
+        "attn.c_attn.bias"
+    ].shape == (64,)
     ours = {
         path.removeprefix("stacks.0.layers.0."): array[2]
         for path, array in gpt2_like.params.items()
         if "stacks" in path
     }
-    np.testing.assert_array_equal(layer["attn.c_attn.weight"][:, 32:48].reshape(32, 2, 8), ours["mixer.k_proj"])
-    np.testing.assert_array_equal(layer["mlp.gate_up.weight"][:, 1::2], ours["feed_forward.up_proj"])
-    np.testing.assert_array_equal(layer["attn.c_proj.weight"].reshape(4, 8, 32), ours["mixer.o_proj"])
+    np.testing.assert_array_equal(
+        layer["attn.c_attn.weight"][:, 32:48].reshape(32, 2, 8), ours["mixer.k_proj"]
+    )
+    np.testing.assert_array_equal(
+        layer["mlp.gate_up.weight"][:, 1::2], ours["feed_forward.up_proj"]
+    )
+    np.testing.assert_array_equal(
+        layer["attn.c_proj.weight"].reshape(4, 8, 32), ours["mixer.o_proj"]
+    )
     same_weights(gpt2_like, policy.load(tmp_path))
-    edit_weights(tmp_path, lambda state: renamed(state, lambda name: name.removeprefix("transformer.")))
+    edit_weights(
+        tmp_path, lambda state: renamed(state, lambda name: name.removeprefix("transformer."))
+    )
     same_weights(gpt2_like, policy.load(tmp_path))
 
 
@@ -373,7 +475,9 @@ def test_layers_are_written_one_after_the_other(gpt2_like, tmp_path, monkeypatch
     monkeypatch.setattr(
         model_directory,
         "_on_host",
-        lambda array, number, real=model_directory._on_host: seen.append(number) or real(array, number),
+        lambda array, number, real=model_directory._on_host: (
+            seen.append(number) or real(array, number)
+        ),
     )
     policy.save(gpt2_like, tmp_path)
     numbers = [n for n in seen if n is not None]
@@ -388,7 +492,10 @@ def test_a_weight_that_no_table_names_is_an_error_of_the_family(monkeypatch, tmp
 
 def test_a_multimodal_configuration_of_no_family_is_named(directory):
     edit_config(
-        directory, lambda config: config.update({"architectures": ["OddVision"], "text_config": {"model_type": "odd"}})
+        directory,
+        lambda config: config.update(
+            {"architectures": ["OddVision"], "text_config": {"model_type": "odd"}}
+        ),
     )
     edit_config(directory, lambda config: config.pop("model_type"))
     refused(directory, "OddVision", error=UnsupportedModel)
@@ -400,7 +507,10 @@ MODULES = {"multi_token_prediction": {"depth": 2}}
 @pytest.mark.slow
 def test_modules_that_a_directory_knows_nothing_of_start_fresh_and_are_saved(tmp_path):
     policy.save(random_model(families.read(configuration("Llama"))), tmp_path / "in")
-    plain, model = policy.load(tmp_path / "in"), policy.load(tmp_path / "in", sections=MODULES, seed=3)
+    plain, model = (
+        policy.load(tmp_path / "in"),
+        policy.load(tmp_path / "in", sections=MODULES, seed=3),
+    )
     assert (
         model.newly_initialized
         == {path for path in model.params if path.startswith("mtp.")}
@@ -409,9 +519,14 @@ def test_modules_that_a_directory_knows_nothing_of_start_fresh_and_are_saved(tmp
     created = policy.create(model.config, 3)
     same_weights(
         created,
-        policy.Model(model.graph, created.params | {path: model.params[path] for path in model.newly_initialized}),
+        policy.Model(
+            model.graph,
+            created.params | {path: model.params[path] for path in model.newly_initialized},
+        ),
     )
-    same_weights(plain, policy.Model(plain.graph, {path: model.params[path] for path in plain.params}))
+    same_weights(
+        plain, policy.Model(plain.graph, {path: model.params[path] for path in plain.params})
+    )
     assert (np.asarray(model.params["mtp.enorm.weight"]) == 1).all() and np.asarray(
         model.params["mtp.eh_proj"]
     ).std() > 0.01
@@ -419,10 +534,15 @@ def test_modules_that_a_directory_knows_nothing_of_start_fresh_and_are_saved(tmp
     for sections in (None, MODULES):
         back = policy.load(tmp_path / "out", sections=sections, seed=4)
         same_weights(model, back)
-        assert back.config.multi_token_prediction == model.config.multi_token_prediction and not back.newly_initialized
+        assert (
+            back.config.multi_token_prediction == model.config.multi_token_prediction
+            and not back.newly_initialized
+        )
 
 
-@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"])
+@pytest.mark.parametrize(
+    "key", ["num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"]
+)
 def test_modules_that_are_announced_and_not_there_are_missing(directory, key):
     edit_config(directory, lambda config: config.update({key: 1}))
     with pytest.raises(ModelFileError, match=r"missing tensor model\.layers\.3\.") as caught:
@@ -439,7 +559,10 @@ def test_modules_that_are_announced_and_not_there_are_missing(directory, key):
 
 
 def test_a_part_of_a_module_is_no_module(directory):
-    edit_weights(directory, lambda state: state.update({"model.layers.4.enorm.weight": np.ones(32, np.float32)}))
+    edit_weights(
+        directory,
+        lambda state: state.update({"model.layers.4.enorm.weight": np.ones(32, np.float32)}),
+    )
     with pytest.raises(ModelFileError, match=r"missing tensor model\.layers\.3\."):
         policy.load(directory, sections=MODULES)
     with pytest.raises(ModelFileError, match=r"missing tensor model\.layers\.4\."):
@@ -448,21 +571,30 @@ def test_a_part_of_a_module_is_no_module(directory):
 
 @pytest.mark.parametrize("held", [0, 1])
 def test_missing_modules_start_fresh_where_the_caller_says_so(tmp_path, held):
-    """In addition to those that the files hold, and where config.json announces one that they lack."""
-    keys = {"num_hidden_layers": 1} | ({"duet": {"multi_token_prediction": {"depth": held}}} if held else {})
+    """In addition to those that the files hold, and where config.json announces one that they
+    lack."""
+    keys = {"num_hidden_layers": 1} | (
+        {"duet": {"multi_token_prediction": {"depth": held}}} if held else {}
+    )
     policy.save(random_model(families.read(configuration("Llama", **keys))), tmp_path)
     edit_config(tmp_path, lambda config: config.update({"num_nextn_predict_layers": 1}))
     plain = policy.load(tmp_path)
-    with pytest.raises(ModelFileError, match=rf"model\.layers\.{1 + held}\..* hold {held}[ ;].*missing: fresh"):
+    with pytest.raises(
+        ModelFileError, match=rf"model\.layers\.{1 + held}\..* hold {held}[ ;].*missing: fresh"
+    ):
         policy.load(tmp_path, sections=MODULES)
     model = policy.load(tmp_path, sections=MODULES, seed=3, missing="fresh")
     assert model.newly_initialized == {path for path in model.params if path.startswith("mtp.")}
     for path, created in model.graph.init(3, model.newly_initialized).items():
-        np.testing.assert_array_equal(np.asarray(model.params[path])[held:], np.asarray(created)[held:], err_msg=path)
+        np.testing.assert_array_equal(
+            np.asarray(model.params[path])[held:], np.asarray(created)[held:], err_msg=path
+        )
     for path, read in plain.params.items():
         result = np.asarray(model.params[path])
         np.testing.assert_array_equal(
-            result[:held] if path in model.newly_initialized else result, np.asarray(read), err_msg=path
+            result[:held] if path in model.newly_initialized else result,
+            np.asarray(read),
+            err_msg=path,
         )
     policy.save(model, tmp_path / "out")
     back = policy.load(tmp_path / "out")
@@ -473,9 +605,15 @@ def test_missing_modules_start_fresh_where_the_caller_says_so(tmp_path, held):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer_types": None, "compress_ratios": [0, 4, 2, 128]}, "compress_ratios: 2; known: 0, 4, 128"),
+        (
+            {"layer_types": None, "compress_ratios": [0, 4, 2, 128]},
+            "compress_ratios: 2; known: 0, 4, 128",
+        ),
         ({"layer_types": ["full_attention"] * 4}, "layer_types: full_attention"),
-        ({"mlp_layer_types": ["moe", "moe", "dense", "moe"]}, "mlp_layer_types: dense; expected hash_moe or moe"),
+        (
+            {"mlp_layer_types": ["moe", "moe", "dense", "moe"]},
+            "mlp_layer_types: dense; expected hash_moe or moe",
+        ),
         ({"mlp_layer_types": ["moe"] * 3}, "mlp_layer_types: 3 entries"),
         ({"o_groups": 3}, "o_groups: 3 does not divide num_attention_heads times head_dim, 64"),
         ({"swiglu_limit": 0.0}, "swiglu_limit 0.0: expected a positive number"),

@@ -1,5 +1,5 @@
-"""What loading costs: host memory on one device, and the bytes that each of eight devices has read for it. Both are
-measured in a process of their own."""
+"""What loading costs: host memory on one device, and the bytes that each of eight devices has read
+for it. Both are measured in a process of their own."""
 
 import json
 import os
@@ -21,17 +21,24 @@ from policy.huggingface.tensorfiles import TensorFiles
 from policy.mesh.sharding import layout
 from policy.model import Graph
 
-MESHES = {"fsdp8": {"fsdp": 8}, "fsdp2_tensor2_expert2": {"fsdp": 2, "tensor": 2, "expert": 2}, "data8": {"data": 8}}
+MESHES = {
+    "fsdp8": {"fsdp": 8},
+    "fsdp2_tensor2_expert2": {"fsdp": 2, "tensor": 2, "expert": 2},
+    "data8": {"data": 8},
+}
 
 
 def anonymous() -> int:
     """Bytes of memory of this process that no file stands behind."""
     status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
+    return 1024 * int(
+        next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]
+    )
 
 
 def memory_of_loading(directory) -> dict:
-    """Bytes of the weights, and by how much loading them raised this process at its peak and in the end."""
+    """Bytes of the weights, and by how much loading them raised this process at its peak and in the
+    end."""
     policy.create(families.read(configuration("Llama")))  # jax has started and compiled something
     before, peak, done = anonymous(), 0, threading.Event()
 
@@ -45,14 +52,23 @@ def memory_of_loading(directory) -> dict:
     model = policy.load(directory)
     done.set()
     watcher.join()
-    wrong = [path for i, path in enumerate(sorted(model.params)) if not (np.asarray(model.params[path]) == i).all()]
+    wrong = [
+        path
+        for i, path in enumerate(sorted(model.params))
+        if not (np.asarray(model.params[path]) == i).all()
+    ]
     weights = sum(array.nbytes for array in model.params.values())
-    return {"weights": weights, "peak": peak - before, "after": anonymous() - before, "wrong": wrong}
+    return {
+        "weights": weights,
+        "peak": peak - before,
+        "after": anonymous() - before,
+        "wrong": wrong,
+    }
 
 
 def bytes_for_each_shard(directory) -> dict:
-    """mesh -> [bytes of a shard, bytes read for it] of every reading, and whether the weights are those of one
-    device.
+    """mesh -> [bytes of a shard, bytes read for it] of every reading, and whether the weights are
+    those of one device.
     """
     expected = policy.load(directory)
     real_aligned, real_read, result = model_directory._aligned, TensorFiles.read, {}
@@ -70,8 +86,13 @@ def bytes_for_each_shard(directory) -> dict:
 
         model_directory._aligned, TensorFiles.read = aligned, read
         model = policy.load(directory, mesh=layout(degrees))
-        same = all(np.array_equal(np.asarray(model.params[path]), np.asarray(a)) for path, a in expected.params.items())
-        put = all(array.sharding == model.graph.sharding(path) for path, array in model.params.items())
+        same = all(
+            np.array_equal(np.asarray(model.params[path]), np.asarray(a))
+            for path, a in expected.params.items()
+        )
+        put = all(
+            array.sharding == model.graph.sharding(path) for path, array in model.params.items()
+        )
         held = sum(array.nbytes for array in model.params.values())
         result[name] = {"readings": readings, "same": same, "sharded": put, "held": held}
     return result
@@ -93,13 +114,23 @@ def run(task: str, directory, devices: int) -> dict:
 
 @pytest.mark.slow
 def test_the_host_holds_the_weights_once(tmp_path):
-    """One copy of the largest stack, 101 of 331 MB, would already raise the peak to 1.26 times the weights."""
-    keys = {"hidden_size": 512, "intermediate_size": 3072, "num_hidden_layers": 16, "vocab_size": 4096, "head_dim": 32}
+    """One copy of the largest stack, 101 of 331 MB, would already raise the peak to 1.26 times the
+    weights."""
+    keys = {
+        "hidden_size": 512,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 16,
+        "vocab_size": 4096,
+        "head_dim": 32,
+    }
     graph = Graph(
-        families.read(configuration("Llama", **keys)), Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1])
+        families.read(configuration("Llama", **keys)),
+        Runtime(),
+        layout({"fsdp": 1}, devices=jax.devices()[:1]),
     )
     params = {
-        path: np.broadcast_to(np.float32(i), graph.shapes[path].shape) for i, path in enumerate(sorted(graph.paths))
+        path: np.broadcast_to(np.float32(i), graph.shapes[path].shape)
+        for i, path in enumerate(sorted(graph.paths))
     }
     model_directory.write(tmp_path, graph, params)
     result = run("memory", tmp_path, devices=1)
@@ -121,4 +152,6 @@ def test_every_device_reads_its_slice_only(tmp_path):
 
 if __name__ == "__main__":
     task, directory = sys.argv[1:]
-    print(json.dumps({"memory": memory_of_loading, "slices": bytes_for_each_shard}[task](directory)))
+    print(
+        json.dumps({"memory": memory_of_loading, "slices": bytes_for_each_shard}[task](directory))
+    )

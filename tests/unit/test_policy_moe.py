@@ -1,5 +1,5 @@
-"""Mixture of experts: the grouped products in every layout, the routers, their statistics and the update of the
-bias."""
+"""Mixture of experts: the grouped products in every layout, the routers, their statistics and the
+update of the bias."""
 
 from functools import partial
 
@@ -18,7 +18,9 @@ from policy.ops import quantization
 N, k, G, E, F = 11, 2, 5, 6, 7
 CHOICES = {
     "mixed": np.random.default_rng(0).permuted(np.tile(np.arange(G), (N, 1)), axis=1)[:, :k],
-    "two_experts_empty": np.random.default_rng(1).permuted(np.tile([0, 2, 4], (N, 1)), axis=1)[:, :k],
+    "two_experts_empty": np.random.default_rng(1).permuted(np.tile([0, 2, 4], (N, 1)), axis=1)[
+        :, :k
+    ],
     "all_to_two": np.tile([3, 1], (N, 1)),
     "only_the_last": np.full((N, 1), G - 1),
 }
@@ -30,7 +32,9 @@ def mixture_and_gradients(x, w, weights, choices, cotangent, block, partial=Fals
 
     def mixture(x, w, weights):
         plan = grouped.plan(choices, w.shape[0], block=block, partial=partial)
-        return grouped.combine(grouped.product(grouped.dispatch(x, plan), w, plan, Runtime()), weights, plan)
+        return grouped.combine(
+            grouped.product(grouped.dispatch(x, plan), w, plan, Runtime()), weights, plan
+        )
 
     with jax.default_matmul_precision("highest"):
         out, vjp = jax.vjp(mixture, x, w, weights)
@@ -62,12 +66,17 @@ def test_every_layout_computes_the_definition_and_its_gradient(name):
     for block in (1, 4, 64, None):
         result = mixture_and_gradients(x, w, weights, choices, cotangent, block)
         for a, b in zip(result, (expected, d_x, d_w, d_weights), strict=True):
-            np.testing.assert_allclose(np.asarray(a), b, atol=1e-5, rtol=1e-5, err_msg=f"block {block}")
+            np.testing.assert_allclose(
+                np.asarray(a), b, atol=1e-5, rtol=1e-5, err_msg=f"block {block}"
+            )
 
 
 @pytest.mark.parametrize("name", ["mixed", "only_the_last"])
-def test_choices_of_other_groups_add_nothing_and_what_stands_in_their_rows_is_never_seen(name, monkeypatch):
-    """Kernels leave rows past the last group as they find them: here as NaN, in products and in their gradients."""
+def test_choices_of_other_groups_add_nothing_and_what_stands_in_their_rows_is_never_seen(
+    name, monkeypatch
+):
+    """Kernels leave rows past the last group as they find them: here as NaN, in products and in
+    their gradients."""
     ragged_dot = jax.lax.ragged_dot
 
     @jax.custom_vjp
@@ -88,13 +97,17 @@ def test_choices_of_other_groups_add_nothing_and_what_stands_in_their_rows_is_ne
     shapes = ((N, E), (held, E, F), choices.shape, (N, F))
     x, w, weights, cotangent = (rng.normal(size=s).astype(np.float32) for s in shapes)
     full = np.concatenate([w, np.zeros((G - held, E, F), np.float32)])
-    expected = [np.array(a) for a in mixture_and_gradients(x, full, weights, choices, cotangent, block=1)]
+    expected = [
+        np.array(a) for a in mixture_and_gradients(x, full, weights, choices, cotangent, block=1)
+    ]
     expected[2] = expected[2][:held]
     expected[3][choices >= held] = 0
     for block in (4, None):
         result = mixture_and_gradients(x, w, weights, choices, cotangent, block, partial=True)
         for a, b in zip(result, expected, strict=True):
-            np.testing.assert_allclose(np.asarray(a), b, atol=1e-5, rtol=1e-5, err_msg=f"block {block}")
+            np.testing.assert_allclose(
+                np.asarray(a), b, atol=1e-5, rtol=1e-5, err_msg=f"block {block}"
+            )
 
 
 @pytest.mark.parametrize("block", [1, 4, 64])
@@ -103,7 +116,9 @@ def test_a_plan_gives_every_choice_a_row_of_its_group(block):
         plan = grouped.plan(jnp.asarray(choices), G, block=block)
         rows, token = np.asarray(plan.row), np.asarray(plan.token)
         assert len(set(rows.ravel())) == rows.size, "two choices share a row"
-        np.testing.assert_array_equal(token[rows], np.broadcast_to(np.arange(N)[:, None], rows.shape))
+        np.testing.assert_array_equal(
+            token[rows], np.broadcast_to(np.arange(N)[:, None], rows.shape)
+        )
         np.testing.assert_array_equal(np.asarray(plan.block_group)[rows // block], choices)
         assert (token == N).sum() == token.size - rows.size
         np.testing.assert_array_equal(plan.sizes, np.bincount(choices.ravel(), minlength=G))
@@ -136,11 +151,16 @@ def test_few_tokens_go_through_every_expert_on_tpu():
 def test_through_every_expert_is_the_same_as_through_the_chosen_ones(name, keys, rule):
     """Values and all gradients; choices past the experts that are there add nothing."""
     choices, rng, held = CHOICES[name], np.random.default_rng(2), G - 1
-    spec, runtime = Moe(Router(experts=held, experts_per_token=choices.shape[1]), F, **keys), Runtime()
+    spec, runtime = (
+        Moe(Router(experts=held, experts_per_token=choices.shape[1]), F, **keys),
+        Runtime(),
+    )
     shapes = {"gate": (held, E, F), "up": (held, E, F), "down": (held, F, E)}
     if "bias" in keys:
         shapes |= {"gate_bias": (held, F), "up_bias": (held, F), "down_bias": (held, E)}
-    weights = {key: jnp.asarray(rng.normal(size=shape), jnp.float32) for key, shape in shapes.items()}
+    weights = {
+        key: jnp.asarray(rng.normal(size=shape), jnp.float32) for key, shape in shapes.items()
+    }
     if rule:
         weights |= {
             key: quantization.quantize(weights[key], jnp.int8, (1,))
@@ -164,7 +184,9 @@ def test_through_every_expert_is_the_same_as_through_the_chosen_ones(name, keys,
             result, expected = (jax.vjp(f, x, share, weights) for f in (every, chosen))
             result, expected = ((out, vjp(cotangent)) for out, vjp in (result, expected))
     assert np.abs(jax.tree.leaves(expected)[0]).max() > 0.1 or name == "only_the_last"
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), result, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), result, expected
+    )
 
 
 def router(seed=0, **keys):
@@ -173,13 +195,21 @@ def router(seed=0, **keys):
     with nnx.use_eager_sharding(False):
         layer = moe.TopKRouter(spec, config, nnx.Rngs(seed))
     if spec.correction_bias:
-        layer.correction_bias[...] = jnp.asarray(np.random.default_rng(1).normal(0, 0.3, 8), jnp.float32)
+        layer.correction_bias[...] = jnp.asarray(
+            np.random.default_rng(1).normal(0, 0.3, 8), jnp.float32
+        )
     return layer
 
 
 def test_a_sigmoid_router_chooses_with_the_bias_and_weighs_without():
     layer = router(
-        score="sigmoid", correction_bias=True, groups=4, topk_groups=2, group_score="top2", renormalize=True, scale=2.5
+        score="sigmoid",
+        correction_bias=True,
+        groups=4,
+        topk_groups=2,
+        group_score="top2",
+        renormalize=True,
+        scale=2.5,
     )
     x = np.random.default_rng(3).normal(size=(40, E)).astype(np.float32)
     experts, weights, scores = (np.asarray(a) for a in layer(jnp.asarray(x)))
@@ -192,7 +222,9 @@ def test_a_sigmoid_router_chooses_with_the_bias_and_weighs_without():
         eligible = [e for e in range(8) if e // 2 in best]
         expected = sorted(eligible, key=lambda e: -choice[n, e])[:2]
         assert sorted(experts[n]) == sorted(expected)
-        np.testing.assert_allclose(weights[n], 2.5 * s[n, experts[n]] / s[n, experts[n]].sum(), atol=1e-5)
+        np.testing.assert_allclose(
+            weights[n], 2.5 * s[n, experts[n]] / s[n, experts[n]].sum(), atol=1e-5
+        )
         differs += sorted(expected) != sorted(np.argsort(-s[n])[:2])
     assert differs > 5, "neither the bias nor the groups decided anything"
 
@@ -202,7 +234,10 @@ def test_the_choice_has_no_gradient_but_the_weights_do():
     graph, state = nnx.split(layer)
     x = jnp.asarray(np.random.default_rng(3).normal(size=(5, E)), jnp.float32)
     gradient = jax.grad(lambda s: jnp.sum(nnx.merge(graph, s)(x)[1] ** 2))(state)
-    assert np.abs(gradient["weight"][...]).max() > 0 and not np.asarray(gradient["correction_bias"][...]).any()
+    assert (
+        np.abs(gradient["weight"][...]).max() > 0
+        and not np.asarray(gradient["correction_bias"][...]).any()
+    )
 
 
 def test_routing_statistics_leave_padding_out():

@@ -15,7 +15,9 @@ def layer(reductions):
     with nnx.use_eager_sharding(False):
         made = norm(64, LayerNorm(eps=1e-5, reductions=reductions), nnx.Rngs(0))
     rng = np.random.default_rng(1)
-    made.weight[...], made.bias[...] = (jnp.asarray(rng.normal(1, 0.3, 64), jnp.float32) for _ in range(2))
+    made.weight[...], made.bias[...] = (
+        jnp.asarray(rng.normal(1, 0.3, 64), jnp.float32) for _ in range(2)
+    )
     return made
 
 
@@ -23,7 +25,9 @@ def exact(made, x):
     x = np.asarray(x, np.float64)
     x = x - x.mean(-1, keepdims=True)
     normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
-    return normed * np.asarray(made.weight[...], np.float64) + np.asarray(made.bias[...], np.float64)
+    return normed * np.asarray(made.weight[...], np.float64) + np.asarray(
+        made.bias[...], np.float64
+    )
 
 
 @pytest.mark.parametrize("reductions", ["float32", "activation"])

@@ -1,4 +1,5 @@
-"""A decoder with a trained vector for each position: longer texts are refused, wherever they come from."""
+"""A decoder with a trained vector for each position: longer texts are refused, wherever they come
+from."""
 
 import pytest
 import yaml
@@ -27,7 +28,9 @@ def test_a_generator_of_longer_texts_is_refused(model):
         Generator(model, max_length=17)
 
 
-def test_a_run_over_longer_texts_ends_with_the_exit_code_of_a_wrong_configuration(model, tmp_path, capsys):
+def test_a_run_over_longer_texts_ends_with_the_exit_code_of_a_wrong_configuration(
+    model, tmp_path, capsys
+):
     policy.save(model, tmp_path / "model")
     settings = {
         "run": {"dir": str(tmp_path / "run")},

@@ -32,10 +32,20 @@ def test_every_preset_is_a_stage_that_is_saved_in_full(name, tmp_path):
 
 
 def test_a_preset_holds_the_papers_settings_and_what_a_stage_says_wins(tmp_path):
-    (stage,) = loaded(tmp_path, "deepseek_r1", "stages.0.samples_per_prompt=4", "stages.0.algorithm.epsilon=5").stages
+    (stage,) = loaded(
+        tmp_path, "deepseek_r1", "stages.0.samples_per_prompt=4", "stages.0.algorithm.epsilon=5"
+    ).stages
     options = stage.algorithm.model_extra
-    assert (stage.algorithm.name, options["kl_coef"], options["reference_every"]) == ("grpo", 0.001, 400)
-    assert (stage.optimizer.learning_rate, stage.samples_per_prompt, options["epsilon"]) == (3e-6, 4, 5.0)
+    assert (stage.algorithm.name, options["kl_coef"], options["reference_every"]) == (
+        "grpo",
+        0.001,
+        400,
+    )
+    assert (stage.optimizer.learning_rate, stage.samples_per_prompt, options["epsilon"]) == (
+        3e-6,
+        4,
+        5.0,
+    )
     assert stage.prompts_per_step == 16
 
 
@@ -47,7 +57,8 @@ def test_a_preset_can_come_from_the_command_line(tmp_path):
 def test_an_unknown_preset_is_named_with_its_place_and_the_nearest(tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r"run.yml:7: stages.0.algorithm.preset: no preset 'depseek_r1' \(nearest: deepseek_r1; valid: ",
+        match=r"run.yml:7: stages.0.algorithm.preset: no preset 'depseek_r1' \(nearest: "
+        r"deepseek_r1; valid: ",
     ):
         loaded(tmp_path, "depseek_r1")
 

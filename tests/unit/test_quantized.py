@@ -1,4 +1,5 @@
-"""Quantised weights: every slice equals that of the tensor dequantised by other means, and models load from them."""
+"""Quantised weights: every slice equals that of the tensor dequantised by other means, and models
+load from them."""
 
 import itertools
 import json
@@ -69,7 +70,9 @@ def int4_tensors(rows, columns, group):
     for row, column in np.ndindex(rows, columns):
         for bit in range(4):
             if codes[row, column] >> bit & 1:
-                words[row, column // 8] |= np.array(1 << 4 * (column % 8) + bit, np.uint32).view(np.int32)
+                words[row, column // 8] |= np.array(1 << 4 * (column % 8) + bit, np.uint32).view(
+                    np.int32
+                )
     scales = RNG.uniform(1e-2, 1e-1, (rows, -(-columns // group))).astype(ml_dtypes.bfloat16)
     return words, scales, np.array([rows, columns], np.int64)
 
@@ -98,13 +101,18 @@ def mxfp4_one_by_one(blocks, scales):
         code = byte >> 4 if i % 2 else byte & 15
         exponent, mantissa = code >> 1 & 3, code & 1
         size = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
-        result[(*lead, i, o)] = (-size if code & 8 else size) * 2.0 ** (int(scales[(*lead, o, i // 32)]) - 127)
+        result[(*lead, i, o)] = (-size if code & 8 else size) * 2.0 ** (
+            int(scales[(*lead, o, i // 32)]) - 127
+        )
     return result
 
 
 def assert_every_slice(tensor, expected):
     assert tensor.shape == expected.shape
-    cuts = [[slice(None), slice(0, n // 2), slice(n // 3, n), slice(n - 1, n), slice(0, 0)] for n in expected.shape]
+    cuts = [
+        [slice(None), slice(0, n // 2), slice(n // 3, n), slice(n - 1, n), slice(0, 0)]
+        for n in expected.shape
+    ]
     for index in itertools.product(*cuts):
         result = tensor[index]
         assert result.dtype == np.float32
@@ -128,12 +136,18 @@ def test_fp8_is_the_value_times_the_scale_of_its_block(shape, block):
 
 def test_fp8_without_blocks_has_one_scale():
     values, _ = fp8_pair((5, 6), (5, 6))
-    for scale in (np.float32([0.5]), np.array(0.5, np.float32), np.full((1, 1), 0.5, ml_dtypes.bfloat16)):
+    for scale in (
+        np.float32([0.5]),
+        np.array(0.5, np.float32),
+        np.full((1, 1), 0.5, ml_dtypes.bfloat16),
+    ):
         assert_every_slice(Fp8("w", values, scale, None), values.astype(np.float32) / 2)
 
 
 def test_fp8_equals_transformers():
-    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+    torch = pytest.importorskip(
+        "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+    )
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     values, scales = fp8_pair((256, 384), (128, 128))
@@ -143,7 +157,9 @@ def test_fp8_equals_transformers():
             "weight_scale_inv": torch.tensor(scales),
         }
     )
-    np.testing.assert_array_equal(Fp8("w", values, scales, (128, 128))[:, :], theirs["weight"].numpy())
+    np.testing.assert_array_equal(
+        Fp8("w", values, scales, (128, 128))[:, :], theirs["weight"].numpy()
+    )
 
 
 @pytest.mark.parametrize("shape", [(5, 96), (1, 64), (3, 40)])
@@ -153,12 +169,16 @@ def test_fp4_is_what_its_codes_say(shape):
 
 
 def test_fp4_equals_transformers():
-    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+    torch = pytest.importorskip(
+        "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+    )
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     values, scales = fp4_pair(7, 96)
     theirs = Fp8Dequantize(None)._dequantize_one(
-        torch.tensor(values), torch.tensor(scales.view(np.uint8)).view(torch.float8_e8m0fnu), torch.float32
+        torch.tensor(values),
+        torch.tensor(scales.view(np.uint8)).view(torch.float8_e8m0fnu),
+        torch.float32,
     )
     np.testing.assert_array_equal(Fp4("w", values, scales)[:, :], theirs.numpy())
 
@@ -169,15 +189,21 @@ def test_mxfp4_is_what_its_codes_say():
 
 
 def test_mxfp4_equals_transformers():
-    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+    torch = pytest.importorskip(
+        "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+    )
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks, scales = mxfp4_pair((4,), 10, 64)
-    theirs = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+    theirs = convert_moe_packed_tensors(
+        torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32
+    )
     np.testing.assert_array_equal(Mxfp4("w", blocks, scales)[:, :, :], theirs.numpy())
 
 
-@pytest.mark.parametrize(("shape", "group"), [((5, 64), 32), ((3, 19), 6), ((1, 7), 32), ((4, 40), 8)])
+@pytest.mark.parametrize(
+    ("shape", "group"), [((5, 64), 32), ((3, 19), 6), ((1, 7), 32), ((4, 40), 8)]
+)
 def test_int4_is_what_its_bits_say(shape, group):
     tensors = int4_tensors(*shape, group)
     assert (tensors[0] < 0).any() or shape == (1, 7)
@@ -186,7 +212,13 @@ def test_int4_is_what_its_bits_say(shape, group):
 
 def int4_config(**weights):
     """A quantization_config as compressed-tensors writes it."""
-    described = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    described = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 32,
+    }
     described |= {"actorder": None, "dynamic": False, "observer": "minmax"}
     group = {"input_activations": None, "output_activations": None, "targets": ["Linear"]}
     return {
@@ -238,7 +270,10 @@ def test_int4_of_another_form_is_refused_by_its_key(key, value):
         ({"config_groups": {"a": {}, "b": {}}}, "expected one group"),
         ({"config_groups": {"a": None}}, "config_groups.a None"),
         ({"config_groups": {"a": {"weights": None}}}, "config_groups.a.weights None"),
-        ({"config_groups": {"a": {"input_activations": {"num_bits": 8}}}}, "config_groups.a.input_activations"),
+        (
+            {"config_groups": {"a": {"input_activations": {"num_bits": 8}}}},
+            "config_groups.a.input_activations",
+        ),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
     ],
@@ -253,7 +288,8 @@ BLOCK = (16, 24)
 
 @pytest.fixture
 def fp8_model(tmp_path):
-    """(directory of a DeepSeek with fp8 projections, its tensors, directory of the same dequantised)."""
+    """(directory of a DeepSeek with fp8 projections, its tensors, directory of the same
+    dequantised)."""
     policy.save(random_model(families.read(configuration("DeepseekV3"))), tmp_path / "dense")
     state, dense = load_file(tmp_path / "dense" / model_directory.SINGLE), {}
     for name, array in list(state.items()):
@@ -267,14 +303,20 @@ def fp8_model(tmp_path):
     directory.mkdir()
     save_file(state, directory / model_directory.SINGLE)
     hf = json.loads((tmp_path / "dense" / "config.json").read_text())
-    quantization = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic"}
+    quantization = {
+        "quant_method": "fp8",
+        "weight_block_size": list(BLOCK),
+        "activation_scheme": "dynamic",
+    }
     (directory / "config.json").write_text(json.dumps(hf | {"quantization_config": quantization}))
     return directory, state, tmp_path / "dense"
 
 
 def assert_same(one, other):
     for path, array in one.params.items():
-        np.testing.assert_array_equal(np.asarray(other.params[path]), np.asarray(array), err_msg=path)
+        np.testing.assert_array_equal(
+            np.asarray(other.params[path]), np.asarray(array), err_msg=path
+        )
 
 
 def test_a_model_of_fp8_weights_loads_as_the_dequantised_one_and_is_saved_without_them(
@@ -290,8 +332,11 @@ def test_a_model_of_fp8_weights_loads_as_the_dequantised_one_and_is_saved_withou
     assert_same(model, policy.load(tmp_path / "out"))
 
 
-def test_weights_of_8_and_of_4_bits_whose_scales_end_in_scale_load_as_the_dequantised_ones(fp8_model):
-    """As in DeepSeek-V4's files: projections of 8 bits, experts of 4 bits, scales that are powers of two."""
+def test_weights_of_8_and_of_4_bits_whose_scales_end_in_scale_load_as_the_dequantised_ones(
+    fp8_model,
+):
+    """As in DeepSeek-V4's files: projections of 8 bits, experts of 4 bits, scales that are powers
+    of two."""
     directory, state, dense = fp8_model
     state, expected = dict(state), load_file(dense / model_directory.SINGLE)
     for name in expected:
@@ -307,8 +352,12 @@ def test_weights_of_8_and_of_4_bits_whose_scales_end_in_scale_load_as_the_dequan
     save_file(expected, dense / model_directory.SINGLE)
     assert_same(policy.load(dense), policy.load(directory))
     name = "model.layers.1.mlp.experts.0.up_proj"
-    save_file(state | {f"{name}.scale": state[f"{name}.scale"][:, :0]}, directory / model_directory.SINGLE)
-    with pytest.raises(ModelFileError, match=rf"{name}.scale has shape .24, 0., expected .24, 1.: one for each 32"):
+    save_file(
+        state | {f"{name}.scale": state[f"{name}.scale"][:, :0]}, directory / model_directory.SINGLE
+    )
+    with pytest.raises(
+        ModelFileError, match=rf"{name}.scale has shape .24, 0., expected .24, 1.: one for each 32"
+    ):
         policy.load(directory)
     state.pop(f"{name}.scale")
     save_file(state, directory / model_directory.SINGLE)
@@ -346,7 +395,9 @@ def test_faults_of_fp8_files_are_named(fp8_model):
 def test_a_model_of_int4_experts_loads_as_the_dequantised_one(tmp_path, monkeypatch, wrapped):
     """Its experts are packed, all else is not, as in Kimi K2 Thinking and (`wrapped`) Kimi K2.5."""
     monkeypatch.setattr(model_directory, "PIECE", 100)
-    policy.save(random_model(families.read(configuration("DeepseekV3", moe_intermediate_size=20))), tmp_path)
+    policy.save(
+        random_model(families.read(configuration("DeepseekV3", moe_intermediate_size=20))), tmp_path
+    )
     dense, packed, group = load_file(tmp_path / model_directory.SINGLE), {}, 12
     for name, array in list(dense.items()):
         if "mlp.experts." not in name:
@@ -363,24 +414,37 @@ def test_a_model_of_int4_experts_loads_as_the_dequantised_one(tmp_path, monkeypa
     save_file(packed, tmp_path / model_directory.SINGLE)
     with pytest.raises(ModelFileError, match="missing tensor"):
         policy.load(tmp_path)
-    edit_config(tmp_path, lambda config: config.update({"quantization_config": int4_config(group_size=group)}))
+    edit_config(
+        tmp_path,
+        lambda config: config.update({"quantization_config": int4_config(group_size=group)}),
+    )
     if wrapped:
         inner = json.loads((tmp_path / "config.json").read_text())
-        outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": inner}
+        outer = {
+            "architectures": ["KimiK25ForConditionalGeneration"],
+            "model_type": "kimi_k25",
+            "text_config": inner,
+        }
         (tmp_path / "config.json").write_text(json.dumps(outer))
     result = policy.load(tmp_path)
     assert_same(expected, result)
     policy.save(result, tmp_path / "out")
     assert "quantization" not in (tmp_path / "out" / "config.json").read_text()
     assert_same(expected, policy.load(tmp_path / "out"))
-    policy.save(result, tmp_path / "out", source=tmp_path)  # under the names of the source, and as floats
+    policy.save(
+        result, tmp_path / "out", source=tmp_path
+    )  # under the names of the source, and as floats
     written = load_file(tmp_path / "out" / model_directory.SINGLE)
     assert {prefix + name for name in dense} == written.keys()
     assert all(np.array_equal(written[prefix + name], array) for name, array in dense.items())
     name = f"{prefix}model.layers.1.mlp.experts.0.down_proj.weight"
 
     def refused(changes, match):
-        state = {key: changes.get(key, array) for key, array in packed.items() if changes.get(key, array) is not None}
+        state = {
+            key: changes.get(key, array)
+            for key, array in packed.items()
+            if changes.get(key, array) is not None
+        }
         save_file(state, tmp_path / model_directory.SINGLE)
         with pytest.raises(ModelFileError, match=match):
             policy.load(tmp_path)
@@ -389,21 +453,33 @@ def test_a_model_of_int4_experts_loads_as_the_dequantised_one(tmp_path, monkeypa
     refused({f"{name}_scale": None}, f"missing tensor {own}_scale")
     refused({f"{name}_shape": None}, f"missing tensor {own}_shape")
     refused(
-        {f"{name}_shape": np.array([32, 24])}, f"{own}_scale has shape .32, 2.|has shape .32, 24., expected .32, 20."
+        {f"{name}_shape": np.array([32, 24])},
+        f"{own}_scale has shape .32, 2.|has shape .32, 24., expected .32, 20.",
     )
-    refused({f"{name}_packed": packed[f"{name}_packed"][:, :2]}, f"{own}_packed is int32.32, 2., expected int32.32, 3.")
-    refused({f"{name}_scale": packed[f"{name}_scale"][:, :1]}, f"{own}_scale has shape .32, 1., expected .32, 2.")
+    refused(
+        {f"{name}_packed": packed[f"{name}_packed"][:, :2]},
+        f"{own}_packed is int32.32, 2., expected int32.32, 3.",
+    )
+    refused(
+        {f"{name}_scale": packed[f"{name}_scale"][:, :1]},
+        f"{own}_scale has shape .32, 1., expected .32, 2.",
+    )
 
 
 @pytest.mark.parametrize("piece", [10, model_directory.PIECE])
 def test_a_model_of_mxfp4_experts_loads_as_the_dequantised_one(tmp_path, monkeypatch, piece):
     monkeypatch.setattr(model_directory, "PIECE", piece)
     fused = names.joined(
-        "feed_forward.", ("expert_gate_proj", "expert_up_proj"), "mlp.experts.gate_up_proj", "x e f* -> x e f"
+        "feed_forward.",
+        ("expert_gate_proj", "expert_up_proj"),
+        "mlp.experts.gate_up_proj",
+        "x e f* -> x e f",
     ) | {"feed_forward.expert_down_proj": names.Stored("mlp.experts.down_proj")}
     family = families.get("qwen3_moe")
     monkeypatch.setattr(family, "NAMES", family.NAMES | fused)
-    policy.save(random_model(families.read(configuration("Qwen3Moe", moe_intermediate_size=64))), tmp_path)
+    policy.save(
+        random_model(families.read(configuration("Qwen3Moe", moe_intermediate_size=64))), tmp_path
+    )
     dense, packed = load_file(tmp_path / model_directory.SINGLE), {}
     for name, array in list(dense.items()):
         if "mlp.experts." not in name:
@@ -417,9 +493,13 @@ def test_a_model_of_mxfp4_experts_loads_as_the_dequantised_one(tmp_path, monkeyp
     save_file(packed, tmp_path / model_directory.SINGLE)
     with pytest.raises(ModelFileError, match="missing tensor"):
         policy.load(tmp_path)
-    edit_config(tmp_path, lambda config: config.update({"quantization_config": {"quant_method": "mxfp4"}}))
+    edit_config(
+        tmp_path, lambda config: config.update({"quantization_config": {"quant_method": "mxfp4"}})
+    )
     assert_same(expected, policy.load(tmp_path))
     name = "model.layers.0.mlp.experts.down_proj"
-    save_file(packed | {f"{name}_scales": packed[f"{name}_scales"][:1]}, tmp_path / model_directory.SINGLE)
+    save_file(
+        packed | {f"{name}_scales": packed[f"{name}_scales"][:1]}, tmp_path / model_directory.SINGLE
+    )
     with pytest.raises(ModelFileError, match=f"{name}: _blocks uint8.8, 32, 2, 16"):
         policy.load(tmp_path)

@@ -1,4 +1,5 @@
-"""Weights and caches of few bits for rollouts: what is kept, what is written again, and what comes back."""
+"""Weights and caches of few bits for rollouts: what is kept, what is written again, and what comes
+back."""
 
 import dataclasses
 import itertools
@@ -23,7 +24,18 @@ from rollout.engine.weights import RolloutWeights
 LARGEST = {"int8": 127.0, "int4": 7.5, "fp8": 448.0}
 # Half a step of the integers; e4m3 has 3 bits after the point.
 STEP = {"int8": 0.5 / 127.5, "int4": 0.5 / 7.5, "fp8": 2**-4}
-NEVER = ("router", "norm", "embed_tokens", "lm_head", "indexer", "shared_gate", "a_proj", "b_proj", "conv", "bias")
+NEVER = (
+    "router",
+    "norm",
+    "embed_tokens",
+    "lm_head",
+    "indexer",
+    "shared_gate",
+    "a_proj",
+    "b_proj",
+    "conv",
+    "bias",
+)
 
 
 def small(kind, **keys):
@@ -38,7 +50,9 @@ def fresh(params, seed=1):
     }
 
 
-@pytest.mark.parametrize("kind", ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int4", "fp8"))])
+@pytest.mark.parametrize(
+    "kind", ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int4", "fp8"))]
+)
 def test_weights_are_rounded_with_a_scale_for_each_output_channel(kind):
     model = random_model(small("DeepseekV3"))
     view = RolloutWeights(model.graph, kind).with_copies(model.params)
@@ -52,8 +66,8 @@ def test_weights_are_rounded_with_a_scale_for_each_output_channel(kind):
     experts = "stacks.1.layers.0.feed_forward.expert_down_proj"
     X, F, E = model.params[experts].shape[1:]
     assert view[experts].scale.shape == (1, X, 1, E)
-    # Keys and values of latent attention are cut out of one weight: a scale belongs to a head and one of its
-    # dimensions.
+    # Keys and values of latent attention are cut out of one weight: a scale belongs to a head and
+    # one of its dimensions.
     c, H, D = model.params["stacks.0.layers.0.mixer.kv_b_proj"].shape[1:]
     assert view["stacks.0.layers.0.mixer.kv_b_proj"].scale.shape == (1, 1, H, D)
 
@@ -63,10 +77,15 @@ def test_routers_norms_gates_indexers_and_heads_are_never_quantised(kind):
     graph = Graph(small(kind), Runtime(), _mesh())
     others = set(graph.paths) - set(graph.inputs)
     assert not [
-        path for path in graph.inputs if any(part in path.split(".")[-1] or f".{part}." in path for part in NEVER[:6])
+        path
+        for path in graph.inputs
+        if any(part in path.split(".")[-1] or f".{part}." in path for part in NEVER[:6])
     ]
     assert all(
-        any(part in path for part in (*NEVER, "sinks", "A_log", "scalar", "scale", "embed_positions"))
+        any(
+            part in path
+            for part in (*NEVER, "sinks", "A_log", "scalar", "scale", "embed_positions")
+        )
         for path in others
     ), others
     for path, inputs in graph.inputs.items():
@@ -86,30 +105,42 @@ def test_a_view_is_made_again_in_its_own_buffers_when_the_weights_change_and_onl
     path = next(iter(model.graph.inputs))
     assert weights.with_copies(dict(model.params))[path] is first[path]
     assert all(first[p] is model.params[p] for p in model.params if p not in model.graph.inputs)
-    places = [a.unsafe_buffer_pointer() for p in model.graph.inputs for a in (first[p].qvalue, first[p].scale)]
+    places = [
+        a.unsafe_buffer_pointer()
+        for p in model.graph.inputs
+        for a in (first[p].qvalue, first[p].scale)
+    ]
     changed = fresh(model.params)
     second = weights.with_copies(changed)
     assert first[path].qvalue.is_deleted() and first[path].scale.is_deleted()
     assert [
-        a.unsafe_buffer_pointer() for p in model.graph.inputs for a in (second[p].qvalue, second[p].scale)
+        a.unsafe_buffer_pointer()
+        for p in model.graph.inputs
+        for a in (second[p].qvalue, second[p].scale)
     ] == places
     for p in model.graph.inputs:
         expected = np.asarray(changed[p])
-        np.testing.assert_allclose(qwix.dequantize(second[p]), expected, atol=0.006 * np.abs(expected).max())
+        np.testing.assert_allclose(
+            qwix.dequantize(second[p]), expected, atol=0.006 * np.abs(expected).max()
+        )
     one = changed | {path: changed[path] + 1.0}
     expected = np.asarray(one[path])
     np.testing.assert_allclose(
-        qwix.dequantize(weights.with_copies(one)[path]), expected, atol=0.006 * np.abs(expected).max()
+        qwix.dequantize(weights.with_copies(one)[path]),
+        expected,
+        atol=0.006 * np.abs(expected).max(),
     )
 
 
 def test_a_view_lies_where_its_weights_do():
-    """On one device; `layout` drops an axis that does not divide, as for a scale that has length 1 where products
-    sum.
+    """On one device; `layout` drops an axis that does not divide, as for a scale that has length 1
+    where products sum.
     """
     graph = Graph(small("Llama"), Runtime(), _mesh())
     weights = RolloutWeights(graph, "int8")
-    abstract = jax.eval_shape(weights._program.jitted, {path: graph.shapes[path] for path in graph.inputs}, None)
+    abstract = jax.eval_shape(
+        weights._program.jitted, {path: graph.shapes[path] for path in graph.inputs}, None
+    )
     assert abstract["stacks.0.layers.0.mixer.o_proj"].scale.shape == (2, 1, 1, 32)
     assert abstract["stacks.0.layers.0.mixer.q_proj"].scale.shape == (2, 1, 4, 12)
 
@@ -127,16 +158,22 @@ def test_entries_come_back_rounded_and_only_those_written_change(kind, tiles):
         "k.scale": jnp.full((1, S, K, C, tiles), 9.0),
         "other": jnp.ones((1, 1)),
     }
-    new = rng.normal(size=(S, K, 2, D)).astype(np.float32) * 10.0 ** rng.integers(-3, 3, (S, K, 2, 1))
+    new = rng.normal(size=(S, K, 2, D)).astype(np.float32) * 10.0 ** rng.integers(
+        -3, 3, (S, K, 2, 1)
+    )
     new[0, :, 0] = 0.0
     positions = jnp.asarray([[0, 1], [5, 6], [7, 8]])
     segments = jnp.asarray([[1, 1], [1, 1], [1, 0]])
-    visible, cache = jax.jit(extend)(LayerCache(arrays, 0), Step(positions, segments), k=jnp.asarray(new))
+    visible, cache = jax.jit(extend)(
+        LayerCache(arrays, 0), Step(positions, segments), k=jnp.asarray(new)
+    )
     seen, error = np.asarray(visible.arrays["k"]), STEP[kind]
     for row, slots in enumerate([[0, 1], [5, 6], [7]]):
         for t, at in enumerate(slots):
             given, back = (a.reshape(K, tiles, -1) for a in (new[row, :, t], seen[row, :, at]))
-            assert (np.abs(given - back) <= error * 1.01 * np.abs(given).max(axis=-1, keepdims=True)).all()
+            assert (
+                np.abs(given - back) <= error * 1.01 * np.abs(given).max(axis=-1, keepdims=True)
+            ).all()
         untouched = np.delete(seen[row], slots, axis=1)
         np.testing.assert_array_equal(untouched, 9.0)
     np.testing.assert_array_equal(seen[0, :, 0], 0.0)
@@ -154,7 +191,9 @@ def test_bytes_of_a_token_count_the_scales_and_states_and_index_keys_stay_as_the
             for name, a in part.items()
         ]
         by_token = [(n, a) for n, a in flat if n not in ("conv", "state")]
-        bits = sum(a.size * (4 if a.dtype == jnp.int4 else 8 * a.dtype.itemsize) for _, a in by_token)
+        bits = sum(
+            a.size * (4 if a.dtype == jnp.int4 else 8 * a.dtype.itemsize) for _, a in by_token
+        )
         assert bits == 8 * S * C * caches.bytes_per_token(config, "bfloat16", kind)
         kept = {name: str(a.dtype) for name, a in flat}
         stored = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3fn"}[kind]
@@ -181,7 +220,9 @@ def differences(model, options, seed=0) -> np.ndarray:
     more than there are slots, prefilled in chunks."""
     rng, result = np.random.default_rng(seed), []
     prompts = [rng.integers(0, model.config.vocab_size, n).tolist() for n in (5, 9, 1, 20)]
-    generator = Generator(model, max_length=32, slots=3, options=dataclasses.replace(options, prefill_chunk=8))
+    generator = Generator(
+        model, max_length=32, slots=3, options=dataclasses.replace(options, prefill_chunk=8)
+    )
     rows, segments = np.zeros((4, 32), np.int32), np.zeros((4, 32), np.int32)
     made = generator.generate(prompts, SamplingParams(n=1, max_new_tokens=8, temperature=1.0))
     for i, (prompt, [completion]) in enumerate(zip(prompts, made, strict=True)):
@@ -189,7 +230,10 @@ def differences(model, options, seed=0) -> np.ndarray:
         rows[i, : len(row)], segments[i, : len(row)] = row, 1
     logp = np.asarray(model.logprobs(rows, segments=segments)[0])
     for i, (prompt, [completion]) in enumerate(zip(prompts, made, strict=True)):
-        result.append(logp[i, len(prompt) : len(prompt) + len(completion.tokens)] - np.asarray(completion.logprobs))
+        result.append(
+            logp[i, len(prompt) : len(prompt) + len(completion.tokens)]
+            - np.asarray(completion.logprobs)
+        )
     return np.abs(np.concatenate(result))
 
 
@@ -209,7 +253,9 @@ CASES = [("DeepseekV3", "int8", "int8"), *((family, *pair) for family, pair in T
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "weights", "cache"), CASES)
 def test_a_quantised_generator_stays_near_the_trainer(family, weights, cache):
-    result = differences(random_model(small(family)), GeneratorOptions(weights=weights, kv_cache=cache))
+    result = differences(
+        random_model(small(family)), GeneratorOptions(weights=weights, kv_cache=cache)
+    )
     mean, largest = BOUNDS[weights, cache]
     assert 0 < result.mean() < mean and result.max() < largest
 
@@ -218,8 +264,8 @@ def test_a_quantised_generator_stays_near_the_trainer(family, weights, cache):
 @pytest.mark.parametrize("stored", ["contiguous", "paged"])
 @pytest.mark.parametrize("kind", ["int8", "int4", None])
 def test_keys_that_layers_share_are_rounded_once(kind, stored):
-    """The layers of the small Gemma 4 that share keys read the rounded entries of an earlier layer. The float cache
-    gives what the trainer computes."""
+    """The layers of the small Gemma 4 that share keys read the rounded entries of an earlier layer.
+    The float cache gives what the trainer computes."""
     model = random_model(small("Gemma4Small"))
     assert any(spec.shares for spec in model.config.layers)
     options = GeneratorOptions(kv_cache=kind, cache=stored, page_size=4)
@@ -249,8 +295,8 @@ def test_keys_that_layers_share_are_rounded_once(kind, stored):
     ],
 )
 def test_with_a_training_rule_generator_and_trainer_compute_the_same(family, weights):
-    """To the last bits, though decoding takes other products with the latents. A number next to the middle of two
-    others may round apart, so not every token is held to it."""
+    """To the last bits, though decoding takes other products with the latents. A number next to the
+    middle of two others may round apart, so not every token is held to it."""
     model = random_model(small(family), runtime=Runtime(quantization="int8"))
     result = differences(model, GeneratorOptions(weights=weights))
     assert np.median(result) < 1e-6 and result.mean() < 1e-4
@@ -269,5 +315,7 @@ def test_new_weights_reach_a_generator_that_keeps_quantised_ones():
 
 
 def test_an_unknown_type_is_refused():
-    with pytest.raises(ValueError, match=r"GeneratorOptions.kv_cache: 'int16' is none of int8, int4, fp8"):
+    with pytest.raises(
+        ValueError, match=r"GeneratorOptions.kv_cache: 'int16' is none of int8, int4, fp8"
+    ):
         GeneratorOptions(kv_cache="int16")

@@ -1,4 +1,5 @@
-"""Training with a rule: it learns, scanned and remat change nothing, and what is not to be quantised keeps its bits."""
+"""Training with a rule: it learns, scanned and remat change nothing, and what is not to be
+quantised keeps its bits."""
 
 import itertools
 
@@ -39,7 +40,9 @@ def logp_gradients(model, **runtime):
         pytest.param(kind, rule, marks=pytest.mark.slow)
         for kind, rule in [
             ("Mixtral", "int8"),
-            *zip(("Llama", "DeepseekV3", "Qwen3Next", "Gemma2"), itertools.cycle(RULES), strict=False),
+            *zip(
+                ("Llama", "DeepseekV3", "Qwen3Next", "Gemma2"), itertools.cycle(RULES), strict=False
+            ),
         ]
     ],
 )
@@ -55,23 +58,37 @@ def test_scanned_layers_under_remat_are_unrolled_ones(kind, rule):
 
 @pytest.mark.slow
 def test_routers_norms_and_head_keep_their_bits():
-    """With weights of 0 where quantisation may act, it changes no number: all that is left are the products it may not
-    touch.
+    """With weights of 0 where quantisation may act, it changes no number: all that is left are the
+    products it may not touch.
     """
     model = random_model(families.read(short("Mixtral")))
     model.params |= {path: jnp.zeros_like(model.params[path]) for path in model.graph.inputs}
     plain, ruled = logp_gradients(model), logp_gradients(model, quantization="int8")
     np.testing.assert_array_equal(plain[0], ruled[0])
     assert learners.same_bits(learners.host(plain[1]), learners.host(ruled[1]))
-    left = {path for path, grad in plain[2].items() if np.any(np.asarray(grad)) and path not in model.graph.inputs}
+    left = {
+        path
+        for path, grad in plain[2].items()
+        if np.any(np.asarray(grad)) and path not in model.graph.inputs
+    }
     assert {"norm.weight", "lm_head", "embed_tokens"} <= left
-    assert all(np.asarray(plain[2][path]).tobytes() == np.asarray(ruled[2][path]).tobytes() for path in left)
+    assert all(
+        np.asarray(plain[2][path]).tobytes() == np.asarray(ruled[2][path]).tobytes()
+        for path in left
+    )
 
 
 @pytest.mark.parametrize(
-    "rule", ["int8", pytest.param("fp8", marks=pytest.mark.slow), pytest.param("fp8_full", marks=pytest.mark.slow)]
+    "rule",
+    [
+        "int8",
+        pytest.param("fp8", marks=pytest.mark.slow),
+        pytest.param("fp8_full", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("made", [learners.dense, pytest.param(learners.experts, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "made", [learners.dense, pytest.param(learners.experts, marks=pytest.mark.slow)]
+)
 def test_a_model_learns_with_a_rule(made, rule):
     model = made(runtime=Runtime(remat="none", scan=False, quantization=rule))
     trainer, state = learners.begin(model, learners.stage("sft", router={"bias_rate": 0.0}))

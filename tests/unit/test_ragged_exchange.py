@@ -15,8 +15,12 @@ def test_rows_arrive_by_sender_and_group_and_the_last_stay_behind_when_the_room_
     counts[seed] = 0
     trip, arriving = trips(jnp.asarray(counts), room)
     # Every row is (sender, its number there, group); they lie sorted by group.
-    before = [[(i, n, g) for n, g in enumerate(np.repeat(np.arange(P * G), counts[i]))] for i in range(P)]
-    after = [[row for i in range(P) for row in before[i] if row[2] // G == j][:room] for j in range(P)]
+    before = [
+        [(i, n, g) for n, g in enumerate(np.repeat(np.arange(P * G), counts[i]))] for i in range(P)
+    ]
+    after = [
+        [row for i in range(P) for row in before[i] if row[2] // G == j][:room] for j in range(P)
+    ]
     for i in range(P):
         for j in range(P):
             start, size, target = (int(a[i, j]) for a in (trip.source, trip.sizes, trip.target))
@@ -41,14 +45,19 @@ def test_rows_arrive_by_group_and_sender(seed):
     counts = np.random.default_rng(seed).integers(0, 5, (P, P * G))
     counts[seed] = 0
     trip = trips_by_group(jnp.asarray(counts), G)
-    before = [[(i, n, g) for n, g in enumerate(np.repeat(np.arange(P * G), counts[i]))] for i in range(P)]
+    before = [
+        [(i, n, g) for n, g in enumerate(np.repeat(np.arange(P * G), counts[i]))] for i in range(P)
+    ]
     for j in range(P):
         after = sorted(
-            (row for rows in before for row in rows if row[2] // G == j), key=lambda row: (row[2], row[0], row[1])
+            (row for rows in before for row in rows if row[2] // G == j),
+            key=lambda row: (row[2], row[0], row[1]),
         )
         for i in range(P):
             for g in range(G):
-                start, size, target = (int(a[i, j, g]) for a in (trip.source, trip.sizes, trip.target))
+                start, size, target = (
+                    int(a[i, j, g]) for a in (trip.source, trip.sizes, trip.target)
+                )
                 assert before[i][start : start + size] == after[target : target + size]
                 assert size == sum(row[0] == i and row[2] == j * G + g for row in after)
                 back = trip.back

@@ -1,5 +1,5 @@
-"""What each remat policy keeps for the backward pass and where, written out by hand; and that none changes a
-gradient.
+"""What each remat policy keeps for the backward pass and where, written out by hand; and that none
+changes a gradient.
 """
 
 import dataclasses
@@ -37,8 +37,9 @@ KEEPS = {
     "qkv_proj_offloaded": (set(), QKV),
     "minimal_offloaded": (set(), MINIMAL),
 }
-# What of these a kind of layer has and its backward pass reads, for jax keeps nothing else: a dense feed-forward's
-# `mlpwo` is read only by a norm behind it, those of experts by the gradient of the router's weights.
+# What of these a kind of layer has and its backward pass reads, for jax keeps nothing else: a dense
+# feed-forward's `mlpwo` is read only by a norm behind it, those of experts by the gradient of the
+# router's weights.
 READ = {
     "Llama": MINIMAL - {"mla_q", "mla_kv", "mlpwo"} | {"context"},
     "Gemma2": MINIMAL - {"mla_q", "mla_kv"} | {"context"},
@@ -47,7 +48,9 @@ READ = {
 CUSTOM = (("key_proj", "offload"), ("mlpwi_0", "device"), ("mlpwi_1", "remat"))
 KINDS = {
     "Llama": {"num_hidden_layers": 2},  # grouped queries
-    "Gemma2": {"num_hidden_layers": 2},  # norms behind both parts: `mlpwo` is read by the backward pass
+    "Gemma2": {
+        "num_hidden_layers": 2
+    },  # norms behind both parts: `mlpwo` is read by the backward pass
     "DeepseekV3": {"num_hidden_layers": 2, "first_k_dense_replace": 1},
     "Qwen3Next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
 }
@@ -59,8 +62,8 @@ def model_of(kind):
 
 
 def residuals(model, capsys, **runtime) -> list[tuple[str, bool, str | None]]:
-    """(shape, in host memory, name or None) of everything kept for the backward pass besides the arguments. Values in
-    host memory have no name."""
+    """(shape, in host memory, name or None) of everything kept for the backward pass besides the
+    arguments. Values in host memory have no name."""
     graph = Graph(model.config, Runtime(**runtime), model.graph.layout)
     row = jnp.asarray(tokens(2, 12))
 
@@ -79,9 +82,12 @@ def residuals(model, capsys, **runtime) -> list[tuple[str, bool, str | None]]:
 
 
 def kept(model, capsys, **runtime) -> tuple[set[str], list[str]]:
-    """(names of what the unrolled decoder keeps in device memory, shapes of what it keeps in host memory)."""
+    """(names of what the unrolled decoder keeps in device memory, shapes of what it keeps in host
+    memory)."""
     result = residuals(model, capsys, scan=False, **runtime)
-    return {name for _, _, name in result if name}, sorted(shape for shape, host, _ in result if host)
+    return {name for _, _, name in result if name}, sorted(
+        shape for shape, host, _ in result if host
+    )
 
 
 def shapes_of(names, model, capsys) -> list[str]:
@@ -94,7 +100,10 @@ def shapes_of(names, model, capsys) -> list[str]:
 @pytest.mark.parametrize("kind", by_kind(READ, always=("Llama",)))
 def test_each_policy_keeps_what_the_table_says(kind, policy, capsys):
     model, (device, host) = model_of(kind), KEEPS[policy]
-    assert kept(model, capsys, remat=policy) == (device & READ[kind], shapes_of(host, model, capsys))
+    assert kept(model, capsys, remat=policy) == (
+        device & READ[kind],
+        shapes_of(host, model, capsys),
+    )
 
 
 def test_the_table_has_every_policy_and_the_aliases_are_equal():
@@ -108,7 +117,10 @@ def test_the_table_has_every_policy_and_the_aliases_are_equal():
 def test_custom_puts_each_tensor_where_it_is_told(capsys):
     model = model_of("Llama")
     keys, inputs = ["f32[2,2,12,8]"] * 2, ["f32[2,12,32]"] * 2
-    assert kept(model, capsys, remat="custom", remat_tensors=CUSTOM) == ({"decoder_layer_input", "mlpwi_0"}, keys)
+    assert kept(model, capsys, remat="custom", remat_tensors=CUSTOM) == (
+        {"decoder_layer_input", "mlpwi_0"},
+        keys,
+    )
     tensors = (("decoder_layer_input", "offload"), ("context", "device"))
     assert kept(model, capsys, remat="custom", remat_tensors=tensors) == ({"context"}, inputs)
     # The layer inputs that are in host memory are not in device memory as well.
@@ -121,10 +133,14 @@ def test_scanned_layers_keep_the_same_stacked(policy, capsys):
     model = model_of("Llama")
     one = shapes_of(MINIMAL, model, capsys)[::2]  # of one layer of the two
     result = [
-        (shape, host) for shape, host, _ in residuals(model, capsys, remat=policy) if shape.startswith("f32[2,2,")
+        (shape, host)
+        for shape, host, _ in residuals(model, capsys, remat=policy)
+        if shape.startswith("f32[2,2,")
     ]
     stacked = [(shape.replace("f32[", "f32[2,"), policy == "minimal_offloaded") for shape in one]
-    assert sorted(result) == sorted([*stacked, ("f32[2,2,12,32]", False)])  # and the inputs of the layers
+    assert sorted(result) == sorted(
+        [*stacked, ("f32[2,2,12,32]", False)]
+    )  # and the inputs of the layers
 
 
 @pytest.mark.slow
@@ -156,30 +172,42 @@ def assert_equal(actual, expected, what):
     for path, want in expected.items():
         scale = max(1e-3 * largest, float(jnp.abs(want).max()))
         np.testing.assert_allclose(
-            np.asarray(actual[path]) / scale, np.asarray(want) / scale, atol=1e-5, err_msg=f"{path}, {what}"
+            np.asarray(actual[path]) / scale,
+            np.asarray(want) / scale,
+            atol=1e-5,
+            err_msg=f"{path}, {what}",
         )
 
 
 FAST = [("minimal_offloaded", True), ("minimal_with_context", False), ("custom", True)]
-# Every policy, scanned and unrolled in turns, and the other way round for every other kind of decoder; dropout too.
+# Every policy, scanned and unrolled in turns, and the other way round for every other kind of
+# decoder; dropout too.
 POLICIES = remat.NAMES[1:]
-TURNS = [[(policy, bool((i + k) % 2)) for i, policy in enumerate(POLICIES)] for k in range(len(KINDS))]
+TURNS = [
+    [(policy, bool((i + k) % 2)) for i, policy in enumerate(POLICIES)] for k in range(len(KINDS))
+]
 
 
 @pytest.mark.parametrize(
     ("kind", "cases", "dropout"),
     [
         pytest.param("Llama", FAST, 0.3, marks=pytest.mark.slow),
-        *(pytest.param(kind, TURNS[k], 0.3 * (k % 2), marks=pytest.mark.slow) for k, kind in enumerate(KINDS)),
+        *(
+            pytest.param(kind, TURNS[k], 0.3 * (k % 2), marks=pytest.mark.slow)
+            for k, kind in enumerate(KINDS)
+        ),
     ],
 )
 def test_gradients_are_those_of_no_remat(kind, cases, dropout):
-    """With chunked queries, two documents in a row and padding; with dropout, all draw the same bits."""
+    """With chunked queries, two documents in a row and padding; with dropout, all draw the same
+    bits."""
     model = model_of(kind)
     expected = gradients(model, dropout, remat="none", scan=False, attention_chunk=5)
     for policy, scan in cases:
         tensors = CUSTOM + (("decoder_layer_input", "offload"),) if policy == "custom" else ()
-        result = gradients(model, dropout, remat=policy, remat_tensors=tensors, scan=scan, attention_chunk=5)
+        result = gradients(
+            model, dropout, remat=policy, remat_tensors=tensors, scan=scan, attention_chunk=5
+        )
         assert_equal(result, expected, (policy, scan))
 
 
@@ -188,7 +216,11 @@ def test_gradients_are_those_of_no_remat(kind, cases, dropout):
     [
         ("minimum", (), "unknown policy 'minimum'; choose one of none, full, minimal"),
         ("minimal", CUSTOM, "minimal takes no tensors"),
-        ("custom", (("qkv_proj", "device"),), "unknown tensor 'qkv_proj'; choose among decoder_layer_input"),
+        (
+            "custom",
+            (("qkv_proj", "device"),),
+            "unknown tensor 'qkv_proj'; choose among decoder_layer_input",
+        ),
         ("custom", (("mlpwo", "disk"),), "mlpwo: 'disk' must be device, offload or remat"),
     ],
 )

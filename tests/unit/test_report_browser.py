@@ -1,4 +1,5 @@
-"""The report in a headless Chromium with the network off: nothing is requested, nothing fails, texts stay texts."""
+"""The report in a headless Chromium with the network off: nothing is requested, nothing fails,
+texts stay texts."""
 
 import re
 
@@ -17,7 +18,8 @@ SHOWN = EVIL.replace("\x00", "\u2400")
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """The report of a run of two stages with a spike, a value that is not finite, and hostile texts."""
+    """The report of a run of two stages with a spike, a value that is not finite, and hostile
+    texts."""
     run, events = tmp_path_factory.mktemp("runs") / "run", []
     for stage, steps in (("sft", 300), ("grpo", 700)):
         for step in range(1, steps + 1):
@@ -27,11 +29,22 @@ def page(tmp_path_factory):
                 "time__idle": 0.1,
             }
             if stage == "grpo":
-                metrics |= {"reward__mean": step / steps, "reward__std": 0.1, f"rewards/{EVIL}/mean": 0.5, "x__y": 1.0}
-                metrics |= {"eval__greedy_accuracy": step / 700, "eval__problems": 64} if step % 50 == 0 else {}
+                metrics |= {
+                    "reward__mean": step / steps,
+                    "reward__std": 0.1,
+                    f"rewards/{EVIL}/mean": 0.5,
+                    "x__y": 1.0,
+                }
+                metrics |= (
+                    {"eval__greedy_accuracy": step / 700, "eval__problems": 64}
+                    if step % 50 == 0
+                    else {}
+                )
                 metrics |= {"entropy": None if step == 300 else 1.0}
             events.append(event(stage, step, **metrics))
-    rows = [sample(step, 0, completion="plain", reward=step % 2, prompt=EVIL) for step in range(1, 30)]
+    rows = [
+        sample(step, 0, completion="plain", reward=step % 2, prompt=EVIL) for step in range(1, 30)
+    ]
     rows[8] |= {"completion": EVIL, "finish": "length"}
     assert cli.main(["report", str(write_run(run, events, rows))]) == 0
     with Browser() as browser:
@@ -44,7 +57,10 @@ def test_nothing_fails_and_nothing_is_requested(page):
     assert page.errors == []
     assert [address for address in page.requests if not address.endswith("/run/report.html")] == []
     # The policy refuses what the page does not name: an inline handler that a text might bring.
-    page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img id=z src=x onerror=\"document.title=1\">')")
+    page.evaluate(
+        "document.body.insertAdjacentHTML('beforeend', '<img id=z src=x "
+        'onerror="document.title=1">\')'
+    )
     page.evaluate("document.getElementById('z').remove()")
     assert page.evaluate("document.title") == "run - rl report" and any(
         "Content Security" in each for each in page.errors
@@ -53,10 +69,17 @@ def test_nothing_fails_and_nothing_is_requested(page):
 
 
 def test_texts_of_a_run_show_as_text(page):
-    assert page.evaluate("document.images.length") == 0 and page.evaluate("document.scripts.length") == 2
-    texts = page.evaluate("[...document.querySelectorAll('.sample pre')].map(node => node.textContent)")
+    assert (
+        page.evaluate("document.images.length") == 0
+        and page.evaluate("document.scripts.length") == 2
+    )
+    texts = page.evaluate(
+        "[...document.querySelectorAll('.sample pre')].map(node => node.textContent)"
+    )
     assert texts.count(SHOWN) == 29 + 1  # every prompt, one completion
-    assert SHOWN in page.evaluate("document.querySelector('#charts details').textContent")  # in the name of a metric
+    assert SHOWN in page.evaluate(
+        "document.querySelector('#charts details').textContent"
+    )  # in the name of a metric
 
 
 def test_samples_are_filtered(page):
@@ -76,7 +99,9 @@ def test_hover_zoom_scale_and_smoothing(page):
     left, top, width = (page.evaluate(f"{box}.{side}") for side in ("left", "top", "width"))
     page.mouse("mouseMoved", left + width * 0.65, top + 60)
     shown = page.evaluate("tip.hidden ? '' : tip.textContent")
-    assert re.match(r"grpo, step 3[45]\d, mean of up to 3 stepsloss 1.5\d* \(1.\d+ to 1.\d+\)", shown), shown
+    assert re.match(
+        r"grpo, step 3[45]\d, mean of up to 3 stepsloss 1.5\d* \(1.\d+ to 1.\d+\)", shown
+    ), shown
     ink = "document.querySelector('#chart-loss .ink').innerHTML"
     before = page.evaluate(ink)
     for kind, x, more in (
@@ -87,16 +112,20 @@ def test_hover_zoom_scale_and_smoothing(page):
         page.mouse(kind, left + width * x, top + 60, **more)
     zoomed = page.evaluate(ink)
     ticks = page.evaluate(
-        "[...document.querySelectorAll('#chart-loss .grid text')].map(node => Number(node.textContent))"
+        "[...document.querySelectorAll('#chart-loss .grid text')].map(node => "
+        "Number(node.textContent))"
     )
     assert zoomed != before and max(ticks) < 10  # the spike of sft is outside
     page.evaluate("reset.click()")
     ticks = page.evaluate(
-        "[...document.querySelectorAll('#chart-loss .grid text')].map(node => Number(node.textContent))"
+        "[...document.querySelectorAll('#chart-loss .grid text')].map(node => "
+        "Number(node.textContent))"
     )
     assert max(ticks) >= 500
     page.evaluate("scale.value = 'log'; scale.dispatchEvent(new Event('change'))")
-    labels = page.evaluate("[...document.querySelectorAll('#chart-loss .grid text')].map(node => node.textContent)")
+    labels = page.evaluate(
+        "[...document.querySelectorAll('#chart-loss .grid text')].map(node => node.textContent)"
+    )
     assert labels == ["1", "10", "100", "1,000"]
     page.evaluate("smooth.value = 0.9; smooth.dispatchEvent(new Event('input'))")
     assert "faint" in page.evaluate(ink)

@@ -52,7 +52,10 @@ def test_numbers_are_read_as_people_write_them(completion, answer, score):
 
 def test_tolerances_are_distances():
     assert numeric_answer(["p"] * 2, ["104", "106"], [100] * 2, tolerance=5) == [1.0, 0.0]
-    assert numeric_answer(["p"] * 2, ["-104", "-106"], [-100] * 2, relative_tolerance=0.05) == [1.0, 0.0]
+    assert numeric_answer(["p"] * 2, ["-104", "-106"], [-100] * 2, relative_tolerance=0.05) == [
+        1.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,9 @@ def test_math_gives_the_right_verdict_on_every_form(verifier):
 
 def test_the_text_verifier_gives_no_false_1():
     completions, answers, _ = zip(*math_forms.SYMBOLIC, strict=True)
-    assert set(math([""] * len(completions), list(completions), list(answers), verifier="text")) == {0.0}
+    assert set(
+        math([""] * len(completions), list(completions), list(answers), verifier="text")
+    ) == {0.0}
 
 
 def test_numeric_answer_gives_the_right_verdict_on_every_form():
@@ -143,7 +148,10 @@ def test_the_text_of_messages_is_what_the_assistant_said():
     tool = [
         {"role": "assistant", "content": "look"},
         {"role": "tool", "content": "42"},
-        {"role": "assistant", "content": [{"type": "text", "text": "it is "}, {"type": "text", "text": "42"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "it is "}, {"type": "text", "text": "42"}],
+        },
     ]
     assert text_of(tool) == "look\nit is 42"
     assert text_of([{"role": "user", "content": "hi"}]) == "hi"

@@ -92,7 +92,11 @@ def test_a_hang_ends_the_test(file, capsys):
     assert report.skipped == 1
     assert main(f"{file}:sleeps", timeout_s=0.3) == 1
     out = capsys.readouterr().out
-    assert "1 more not run" in out and "--timeout: 0.3" in out and "`--timeout SECONDS` waits longer" in out
+    assert (
+        "1 more not run" in out
+        and "--timeout: 0.3" in out
+        and "`--timeout SECONDS` waits longer" in out
+    )
 
 
 def test_the_deadline_of_the_test_can_be_set(tmp_path, monkeypatch):
@@ -127,5 +131,7 @@ def test_what_cannot_be_used_exits_like_a_bad_configuration(file, capsys):
     assert "unknown reward" in capsys.readouterr().out
     assert main(f"{file}:equal", {"wrongs": 1}) == 2
     assert "nearest: wrong" in capsys.readouterr().out
-    with pytest.raises(RewardError, match=r"EXAMPLES\[0\] of .*own.py:malformed lacks 'completion'"):
+    with pytest.raises(
+        RewardError, match=r"EXAMPLES\[0\] of .*own.py:malformed lacks 'completion'"
+    ):
         run_examples(f"{file}:malformed")

@@ -1,4 +1,5 @@
-"""Rewards are looked up by name, module, file and entry point, and wrong ones are refused before a run."""
+"""Rewards are looked up by name, module, file and entry point, and wrong ones are refused before a
+run."""
 
 import importlib.metadata
 import subprocess
@@ -49,7 +50,9 @@ def test_registered_names_resolve_here_and_in_workers():
     assert load("registered_by_its_own_name") is registered_by_its_own_name
     assert scored("registered_by_its_own_name") == 3.0
     assert scored("registered-elsewhere") == 4.0
-    assert {"registered_by_its_own_name", "registered-elsewhere", "exact_answer"} <= set(rewards.known())
+    assert {"registered_by_its_own_name", "registered-elsewhere", "exact_answer"} <= set(
+        rewards.known()
+    )
 
 
 def test_a_file_loads_with_its_neighbours(folder):
@@ -68,7 +71,9 @@ def test_a_file_loads_with_its_neighbours(folder):
 
 
 def test_a_file_that_two_threads_load_is_run_once_and_to_its_end(folder):
-    (folder / "slow.py").write_text("import time\ntime.sleep(0.3)\ndef plain(completions):\n    return [1.0]\n")
+    (folder / "slow.py").write_text(
+        "import time\ntime.sleep(0.3)\ndef plain(completions):\n    return [1.0]\n"
+    )
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(load, ["slow.py:plain"] * 2)
     assert first is second
@@ -77,7 +82,9 @@ def test_a_file_that_two_threads_load_is_run_once_and_to_its_end(folder):
 def test_a_module_loads_from_the_current_folder(folder):
     (folder / "package_of_mine").mkdir()
     (folder / "package_of_mine/__init__.py").touch()
-    (folder / "package_of_mine/scores.py").write_text("from . import __name__ as n\ndef f(completions): return [6.0]\n")
+    (folder / "package_of_mine/scores.py").write_text(
+        "from . import __name__ as n\ndef f(completions): return [6.0]\n"
+    )
     assert load("package_of_mine.scores:f")(completions=["a"]) == [6.0]
     assert scored("package_of_mine.scores:f") == 6.0
 
@@ -89,14 +96,17 @@ def test_an_installed_entry_point_loads(folder, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: someone\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[duet.rewards]\nof-someone = installed_rewards:f\n")
     monkeypatch.syspath_prepend(str(folder))
-    assert [entry.name for entry in importlib.metadata.entry_points(group="duet.rewards")] == ["of-someone"]
+    assert [entry.name for entry in importlib.metadata.entry_points(group="duet.rewards")] == [
+        "of-someone"
+    ]
     assert "of-someone" in rewards.known()
     assert scored("of-someone") == 8.0
 
 
 def test_a_class_with_a_call_is_a_reward(folder):
     (folder / "own.py").write_text(
-        "class Scorer:\n    def __call__(self, completions, plus=0.0):\n        return [1.0 + plus]\nscorer = "
+        "class Scorer:\n    def __call__(self, completions, plus=0.0):\n        return [1.0 + "
+        "plus]\nscorer = "
         "Scorer()\n"
     )
     assert scored("own.py:scorer", plus=0.5) == 1.5
@@ -106,7 +116,9 @@ def test_two_rewards_of_one_name_are_refused(folder):
     (folder / "own.py").write_text(
         "from rewards import reward\n@reward\ndef exact_answer(completions):\n    return [1.0]\n"
     )
-    with pytest.raises(RewardError, match=r"'exact_answer' of .*own.py is taken by .*exact_answer.py"):
+    with pytest.raises(
+        RewardError, match=r"'exact_answer' of .*own.py is taken by .*exact_answer.py"
+    ):
         load("own.py:exact_answer")
 
 
@@ -151,7 +163,11 @@ NUMBER = 3
 @pytest.mark.parametrize(
     "spec, options, words",
     [
-        ("exact_anser", {}, "unknown reward 'exact_anser' .nearest: exact_answer; valid: .*numeric_answer"),
+        (
+            "exact_anser",
+            {},
+            "unknown reward 'exact_anser' .nearest: exact_answer; valid: .*numeric_answer",
+        ),
         ("", {}, "a reward is named by text"),
         (None, {}, "a reward is named by text"),
         ("own.py", {}, "say which function of the file: own.py:function"),
@@ -159,7 +175,11 @@ NUMBER = 3
         ("missing_module:f", {}, "No module named 'missing_module'"),
         ("own.py:take", {}, "no function 'take' there .nearest: takes;"),
         ("own.py:NUMBER", {}, "is a int, not a function"),
-        ("broken.py:f", {}, r"importing it failed: ZeroDivisionError: division by zero \(line 3 of .*broken.py\)"),
+        (
+            "broken.py:f",
+            {},
+            r"importing it failed: ZeroDivisionError: division by zero \(line 3 of .*broken.py\)",
+        ),
         ("unfinished.py:f", {}, "importing it failed: SyntaxError"),
         ("leaving.py:f", {}, "importing it failed: SystemExit: 3"),
         ("own.py:wrong_names", {}, r"its signature is \(ps, cs\); arguments are passed by name"),
@@ -183,12 +203,17 @@ def test_wrong_rewards_are_refused_with_the_reason(folder, spec, options, words)
     registry._registered.pop("careful", None)
 
 
-def test_a_column_with_the_name_of_an_argument_of_the_run_is_refused_where_it_would_be_passed(folder):
+def test_a_column_with_the_name_of_an_argument_of_the_run_is_refused_where_it_would_be_passed(
+    folder,
+):
     (folder / "own.py").write_text(
-        "def cut(completions, truncated): ...\ndef short(completions): ...\ndef every(completions, **columns): ...\n"
+        "def cut(completions, truncated): ...\ndef short(completions): ...\ndef "
+        "every(completions, **columns): ...\n"
     )
     for spec in ("own.py:cut", "own.py:every"):
-        with pytest.raises(RewardError, match="has a column 'truncated', .* given by the run; rename the column"):
+        with pytest.raises(
+            RewardError, match="has a column 'truncated', .* given by the run; rename the column"
+        ):
             check(spec, columns=["truncated"])
         check(spec, columns=["answer"])
     check("own.py:short", columns=["truncated"])
@@ -212,7 +237,8 @@ def test_importing_rewards_is_light():
         "assert 'numpy' not in sys.modules\n"
         "import rewards.check, rewards.runner\n"
         "from rewards import *\n"
-        "print(sorted({'jax', 'torch', 'transformers', 'datasets', 'pydantic', 'sympy', 'rich'} & set(sys.modules)))\n"
+        "print(sorted({'jax', 'torch', 'transformers', 'datasets', 'pydantic', 'sympy', 'rich'} & "
+        "set(sys.modules)))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.stdout.strip() == "[]", result.stderr

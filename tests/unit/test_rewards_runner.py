@@ -73,7 +73,8 @@ def written(tmp_path, text):
 
 @contextlib.contextmanager
 def run_of(spec):
-    """A run in a process group of its own, that scores one completion with a reward; killed if it still is there."""
+    """A run in a process group of its own, that scores one completion with a reward; killed if it
+    still is there."""
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, spec],
         stdout=subprocess.PIPE,
@@ -124,16 +125,23 @@ def mark(monkeypatch):
 @LINUX
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (k == "timeout" and n != "hangs_in_c")) for n, k in FAULTS.items()],
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (k == "timeout" and n != "hangs_in_c"))
+        for n, k in FAULTS.items()
+    ],
 )
 def test_a_faulty_reward_costs_only_its_own_samples(name, mark):
     hangs = FAULTS[name] == "timeout"
     memory = 512 if name == "takes_memory" else None
-    with Runner(options(f"{BAD}:{name}", timeout_s=0.6 if hangs else 30.0, memory_limit_mb=memory)) as runner:
+    with Runner(
+        options(f"{BAD}:{name}", timeout_s=0.6 if hangs else 30.0, memory_limit_mb=memory)
+    ) as runner:
         scores = runner.score(["p"] * 3, ["bad", "ab", "abc"], {}, groups=[0, 0, 1])
     np.testing.assert_array_equal(scores.rewards[:, 0], [math.nan, 2.0, 3.0])
     np.testing.assert_array_equal(scores.total, [math.nan, 2.0, 3.0])
-    assert [(fault.sample, fault.kind, fault.completion) for fault in scores.faults] == [(0, FAULTS[name], "bad")]
+    assert [(fault.sample, fault.kind, fault.completion) for fault in scores.faults] == [
+        (0, FAULTS[name], "bad")
+    ]
     assert scores.metrics["reward/faults"] == 1
     assert scores.metrics["reward/timeouts"] == float(hangs)
     assert none_left(mark)
@@ -151,8 +159,13 @@ def other(completions):
     with Runner(options(*functions)) as runner, np.errstate(all="raise"):
         scores = runner.score(["p"] * 4, ["huge", "half", "against", "fine"], {}, groups=[0] * 4)
     np.testing.assert_array_equal(scores.total, [math.nan, math.nan, math.nan, 3.5])
-    result = {name: [fault.sample for fault in scores.faults if fault.function == name] for name in ("huge", "other")}
-    assert result == {"huge": [0, 1, 2], "other": [0, 2]} and {fault.kind for fault in scores.faults} == {"not_finite"}
+    result = {
+        name: [fault.sample for fault in scores.faults if fault.function == name]
+        for name in ("huge", "other")
+    }
+    assert result == {"huge": [0, 1, 2], "other": [0, 2]} and {
+        fault.kind for fault in scores.faults
+    } == {"not_finite"}
     assert "2e+38, times its weight 3e+38" in scores.faults[1].traceback
     assert scores.metrics["reward/faults"] == 5 and scores.metrics["rewards/huge/mean"] == 1.0
     assert scores.metrics["rewards/other/mean"] == pytest.approx(1e38)
@@ -223,7 +236,11 @@ def test_a_call_on_a_group_that_fails_is_told_once(tmp_path, caplog):
     assert scores.total.tolist() == [1.0] * 3 and scores.metrics["reward/retried"] == 1
     assert scores.causes == {"one": "returned 1 values for 3 completions"}
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1 and "returned 1 values for 3 completions" in told[0] and "each completion alone" in told[0]
+    assert (
+        len(told) == 1
+        and "returned 1 values for 3 completions" in told[0]
+        and "each completion alone" in told[0]
+    )
 
 
 def test_half_of_a_surrogate_pair_costs_no_score(tmp_path):
@@ -249,10 +266,15 @@ def test_files_of_two_folders_have_neighbours_of_one_name(tmp_path):
         (folder / "own.py").write_text(
             "import utils\n"
             "def early(completions):\n    return [utils.NAME] * len(completions)\n"
-            "def late(completions):\n    from parts.late import NAME\n    return [NAME] * len(completions)\n"
+            "def late(completions):\n    from parts.late import NAME\n    return [NAME] * "
+            "len(completions)\n"
         )
-    (tmp_path / "a" / "json.py").write_text("raise ImportError('the standard library goes first')\n")
-    specs = [f"{tmp_path}/{name}/own.py:{function}" for name in "ab" for function in ("early", "late")]
+    (tmp_path / "a" / "json.py").write_text(
+        "raise ImportError('the standard library goes first')\n"
+    )
+    specs = [
+        f"{tmp_path}/{name}/own.py:{function}" for name in "ab" for function in ("early", "late")
+    ]
     with Runner(options(*specs)) as runner:
         for _ in range(2):
             scores = runner.score(["p"], ["a"], {})
@@ -283,7 +305,9 @@ def pooled_helper(completions):
 
 
 def test_a_missed_deadline_names_its_key(tmp_path):
-    path = written(tmp_path, "import time\ndef hangs(completions):\n    print('here')\n    time.sleep(100)\n")
+    path = written(
+        tmp_path, "import time\ndef hangs(completions):\n    print('here')\n    time.sleep(100)\n"
+    )
     with Runner(options(f"{path}:hangs", timeout_s=0.3)) as runner:
         scores = runner.score(["p"], ["a"], {})
     assert scores.faults[0].traceback.startswith("no answer within 0.3 s (rewards.timeout_s: 0.3)")
@@ -292,7 +316,9 @@ def test_a_missed_deadline_names_its_key(tmp_path):
 def test_a_reward_that_uses_jax_leaves_the_accelerators_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     path = written(
-        tmp_path, "import os\ndef f(completions):\n    return [float(os.environ['JAX_PLATFORMS'] == 'cpu')]\n"
+        tmp_path,
+        "import os\ndef f(completions):\n    return [float(os.environ['JAX_PLATFORMS'] == "
+        "'cpu')]\n",
     )
     with Runner(options(f"{path}:f")) as runner:
         assert runner.score(["p"], ["a"], {}).total[0] == 1.0
@@ -332,7 +358,9 @@ def stuck(completions):
 """
     with run_of(f"{written(tmp_path, text)}:stuck") as run:
         wait_until(begun.exists)
-        wait_until(lambda: len(processes_marked(mark)) >= 5)  # the run, a worker, its guard, two children
+        wait_until(
+            lambda: len(processes_marked(mark)) >= 5
+        )  # the run, a worker, its guard, two children
         run.kill()
     assert none_left(mark)
 
@@ -349,7 +377,9 @@ def waits(completions):
 """
     with run_of(f"{written(tmp_path, text)}:waits") as run:
         wait_until(begun.exists)
-        os.killpg(run.pid, signal.SIGINT)  # what a terminal does: the signal goes to the group in the foreground
+        os.killpg(
+            run.pid, signal.SIGINT
+        )  # what a terminal does: the signal goes to the group in the foreground
         go_on.touch()
         assert run.communicate()[0].strip() == "7.0"
 
@@ -366,15 +396,30 @@ def slow(completions):
     with Runner(options(f"{written(tmp_path, text)}:slow", workers=2)) as runner:
         told_calls: list = []
         before = time.time()
-        runner.start(["p"] * 3, ["a", "b", "c"], {}, groups=[0, 1, 1], on_calls=told_calls.extend).result()
+        runner.start(
+            ["p"] * 3, ["a", "b", "c"], {}, groups=[0, 1, 1], on_calls=told_calls.extend
+        ).result()
         after = time.time()
-    assert sorted(call.completions for call in told_calls) == [1, 1, 1, 2]  # a group that failed is tried one by one
-    assert {call.function for call in told_calls} == {"slow"} and {call.worker for call in told_calls} <= {0, 1}
+    assert sorted(call.completions for call in told_calls) == [
+        1,
+        1,
+        1,
+        2,
+    ]  # a group that failed is tried one by one
+    assert {call.function for call in told_calls} == {"slow"} and {
+        call.worker for call in told_calls
+    } <= {0, 1}
     for call in told_calls:
-        assert before <= call.began and call.seconds >= 0.05 and call.began + call.seconds <= after + 0.01
+        assert (
+            before <= call.began
+            and call.seconds >= 0.05
+            and call.began + call.seconds <= after + 0.01
+        )
     for worker in (0, 1):
         mine = sorted((call.began, call.seconds) for call in told_calls if call.worker == worker)
-        assert all(a + seconds <= b + 0.01 for (a, seconds), (b, _) in zip(mine, mine[1:], strict=False))
+        assert all(
+            a + seconds <= b + 0.01 for (a, seconds), (b, _) in zip(mine, mine[1:], strict=False)
+        )
 
 
 def test_scores_do_not_depend_on_which_worker_is_first(tmp_path):
@@ -421,7 +466,9 @@ def seen(prompts, completions, completion_lengths, label, log):
     return [float(len(c)) for c in completions]
 """
     log = tmp_path / "calls"
-    with Runner(options((f"{written(tmp_path, text)}:seen", 1.0, {"log": str(log)}), workers=1)) as runner:
+    with Runner(
+        options((f"{written(tmp_path, text)}:seen", 1.0, {"log": str(log)}), workers=1)
+    ) as runner:
         columns = {"label": ["x", "x", "y", "y"], "completion_lengths": [0] * 4}
         handle = runner.open(["p", "p", "q", "q"], columns, groups=[0, 0, 1, 1])
         for sample, completion in ((2, "ccc"), (0, "a"), (3, "dddd")):
@@ -461,14 +508,18 @@ def lengths(completions, log):
             return list(told)
 
         with Runner(options((spec, 1.0, {"log": str(log)})), Share(index, 2, gather)) as runner:
-            return runner.start(["p"] * 5, completions, {}, groups, on_calls=told_calls[index].extend).result()
+            return runner.start(
+                ["p"] * 5, completions, {}, groups, on_calls=told_calls[index].extend
+            ).result()
 
     told_calls = [], []
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(process, range(2))
     assert told_calls[0] == told_calls[1]
     made = [(call.function, call.worker, call.completions) for call in told_calls[0]]
-    assert made[:2] == [(name := first.names[0], 0, 2), (name, 0, 1)] and {worker for _, worker, _ in made[2:]} == {1}
+    assert made[:2] == [(name := first.names[0], 0, 2), (name, 0, 1)] and {
+        worker for _, worker, _ in made[2:]
+    } == {1}
     for scores in (first, second):
         np.testing.assert_array_equal(scores.total, [1, 2, 3, 4, math.nan])
         assert [fault.completion for fault in scores.faults] == ["bad"]
@@ -509,7 +560,9 @@ def faulty(completions):
     nan = math.nan
     assert scores.names == ("some", "other", "faulty")
     assert scores.rewards.dtype == np.float64
-    np.testing.assert_array_equal(scores.rewards, [[nan, 1, nan], [nan, nan, nan], [2, 1, nan], [2, 1, nan]])
+    np.testing.assert_array_equal(
+        scores.rewards, [[nan, 1, nan], [nan, nan, nan], [2, 1, nan], [2, 1, nan]]
+    )
     np.testing.assert_array_equal(scores.total, [-2.0, nan, -1.0, nan])
     assert (scores.metrics["rewards/some/mean"], scores.metrics["rewards/some/std"]) == (2.0, 0.0)
     assert "rewards/faulty/mean" not in scores.metrics
@@ -565,10 +618,15 @@ async def waits(prompts, completions):
     return np.array(await asyncio.gather(*[length(text_of(c)) for c in completions]), np.float32)
 """
     prompts = [[{"role": "user", "content": "hi"}]] * 2
-    completions = [[{"role": "assistant", "content": "abc"}], [{"role": "assistant", "content": ""}]]
+    completions = [
+        [{"role": "assistant", "content": "abc"}],
+        [{"role": "assistant", "content": ""}],
+    ]
     with Runner(options(f"{written(tmp_path, text)}:waits")) as runner:
         for _ in range(2):  # the second time on the same event loop
-            np.testing.assert_array_equal(runner.score(prompts, completions, {}, [0, 0]).total, [3.0, 0.0])
+            np.testing.assert_array_equal(
+                runner.score(prompts, completions, {}, [0, 0]).total, [3.0, 0.0]
+            )
 
 
 def test_data_that_cannot_be_passed_on_is_named(tmp_path, caplog):
@@ -583,13 +641,18 @@ def takes_all(completions, **columns):
     with Runner(options(f"{path}:names")) as runner:
         with pytest.raises(RewardError, match=r"when\[1\] is a set"):
             runner.score(["p"] * 2, ["a", "b"], when)
-        with pytest.raises(RewardError, match="'when' must be a list with one value for each of the 2 prompts"):
+        with pytest.raises(
+            RewardError, match="'when' must be a list with one value for each of the 2 prompts"
+        ):
             runner.score(["p"] * 2, ["a", "b"], {"when": ["now"]})
         with pytest.raises(RewardError, match=r"it needs 'when'.*columns: then"):
             runner.score(["p"] * 2, ["a", "b"], {"then": [1, 2]})
         with pytest.raises(RewardError, match="2 prompts, but 1 groups"):
             runner.score(["p"] * 2, ["a", "b"], {"when": ["now", "then"]}, groups=[0])
-    with Runner(options(f"{path}:takes_all")) as runner, caplog.at_level(logging.WARNING, "duet.rewards"):
+    with (
+        Runner(options(f"{path}:takes_all")) as runner,
+        caplog.at_level(logging.WARNING, "duet.rewards"),
+    ):
         assert runner.score(["p"] * 2, ["a", "b"], when).total.tolist() == [0.0, 0.0]
     assert "do not receive column 'when'" in caplog.text
 
@@ -597,13 +660,19 @@ def takes_all(completions, **columns):
 def test_on_error_stop_raises_with_the_sample_and_the_traceback():
     with (
         Runner(options(f"{BAD}:raises", on_error="stop")) as runner,
-        pytest.raises(RewardFailed, match=r"(?s)raised.*completion: 'bad'.*in raises\n.*KeyError: 'no such thing'"),
+        pytest.raises(
+            RewardFailed,
+            match=r"(?s)raised.*completion: 'bad'.*in raises\n.*KeyError: 'no such thing'",
+        ),
     ):
         runner.score(["p"] * 2, ["ab", "bad"], {}, groups=[0, 0])
 
 
 def test_only_the_first_tracebacks_are_shown(caplog):
-    with Runner(options(f"{BAD}:raises")) as runner, caplog.at_level(logging.WARNING, "duet.rewards"):
+    with (
+        Runner(options(f"{BAD}:raises")) as runner,
+        caplog.at_level(logging.WARNING, "duet.rewards"),
+    ):
         for _ in range(3):
             scores = runner.score(["p"] * 2, ["bad", "bad"], {})
             assert scores.metrics["reward/faults"] == 2
@@ -635,7 +704,9 @@ def same(completions, expected):
 """
     texts = ["a\x00b\n\r\t", "\u2028 \U0001f600", "\ud800 alone", "x" * 300_000]
     with Runner(options(f"{written(tmp_path, text)}:same")) as runner:
-        scores = runner.score(["p"] * 4, texts, {"expected": [json.dumps(text) for text in texts]}, groups=[0] * 4)
+        scores = runner.score(
+            ["p"] * 4, texts, {"expected": [json.dumps(text) for text in texts]}, groups=[0] * 4
+        )
     np.testing.assert_array_equal(scores.total, [1.0] * 4)
 
 
@@ -670,6 +741,10 @@ def test_what_a_function_prints_or_returns_with_a_score_is_kept(tmp_path):
     )
     with Runner(RunnerOptions(((f"{file}:explains", 1.0, {}),), workers=1)) as runner:
         scores = runner.score(["p"] * 4, ["a", "b", "c", "d"], {}, [0] * 4)
-    assert scores.rewards[:, 0].tolist()[:2] == [1.5, 2.0] and np.isnan(scores.rewards[2, 0]) and not scores.faults
+    assert (
+        scores.rewards[:, 0].tolist()[:2] == [1.5, 2.0]
+        and np.isnan(scores.rewards[2, 0])
+        and not scores.faults
+    )
     logs = {sample: log["explains"] for sample, log in scores.logs.items()}
     assert logs == {0: "a call of 4\nshort", 2: "not mine", 3: "x" * 2048}

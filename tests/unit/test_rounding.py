@@ -1,4 +1,5 @@
-"""Rewards that differ by the rounding of a sum are equal: for every estimator, filter and metric."""
+"""Rewards that differ by the rounding of a sum are equal: for every estimator, filter and
+metric."""
 
 import numpy as np
 import pytest
@@ -28,7 +29,9 @@ def test_values_that_floats_hold_exactly_stay_and_rounding_goes():
     exact = np.array([[1e12, 1e12 + 1, 0.5, np.nan], [0.0, 2.0**-40, 0.25, -np.inf]])
     np.testing.assert_array_equal(without_rounding(exact), exact)
     np.testing.assert_array_equal(without_rounding(ONE_APART), [[0.0, 0.3, 0.3, 0.3]])
-    np.testing.assert_array_equal(without_rounding(np.float32([0.1, 0.3, 0.30000001])), np.float32([0.1, 0.3, 0.3]))
+    np.testing.assert_array_equal(
+        without_rounding(np.float32([0.1, 0.3, 0.30000001])), np.float32([0.1, 0.3, 0.3])
+    )
     assert without_rounding(np.zeros((2, 0))).shape == (2, 0)
 
 
@@ -44,7 +47,9 @@ def test_rounding_is_no_signal_for_an_estimator(name, options):
     lengths = np.array([[2, 3, 2, 4]])
     assert not np.any(algorithm.advantages(np.array(ALMOST), lengths))
     exact = algorithm.advantages(np.array([[0.0, 0.3, 0.3, 0.3]]), lengths)
-    np.testing.assert_allclose(algorithm.advantages(np.array(ONE_APART), lengths), exact, rtol=1e-12)
+    np.testing.assert_allclose(
+        algorithm.advantages(np.array(ONE_APART), lengths), exact, rtol=1e-12
+    )
     assert exact.any()
 
 
@@ -75,20 +80,36 @@ def test_filters_and_metrics_take_rounding_for_equal():
     assert not group.differs(None) and not group.differs(0)
     scores = Scores(total[:, None], total, ("own",), [], {})
     rollouts = Rollouts(
-        [None], [0], [[completion] * 4], None, {"useful": 4, "rows": 4, "prefill": 1, "preempted": 0}, 1.0, [0]
+        [None],
+        [0],
+        [[completion] * 4],
+        None,
+        {"useful": 4, "rows": 4, "prefill": 1, "preempted": 0},
+        1.0,
+        [0],
     )
     result = metrics(rollouts, scores, drafted=False)
-    assert result["reward/frac_zero_std"] == 1.0 and result["reward/std"] == 0.0 and result["reward/unscored"] == 0.0
+    assert (
+        result["reward/frac_zero_std"] == 1.0
+        and result["reward/std"] == 0.0
+        and result["reward/unscored"] == 0.0
+    )
 
 
 def test_groups_without_a_score_are_in_no_statistic():
     completion = Completion([1], [0.0], "stop", "a", 1)
     counts = {"useful": 4, "rows": 4, "prefill": 1, "preempted": 0}
     rollouts = Rollouts([None] * 2, [0, 1], [[completion] * 2] * 2, None, counts, 1.0, [0, 0])
-    for total, expected in (([np.nan, np.nan, 1.0, 0.0], 0.0), ([np.nan, np.nan, 1.0, 1.0], 1.0), ([np.nan] * 4, None)):
+    for total, expected in (
+        ([np.nan, np.nan, 1.0, 0.0], 0.0),
+        ([np.nan, np.nan, 1.0, 1.0], 1.0),
+        ([np.nan] * 4, None),
+    ):
         scores = Scores(np.array(total)[:, None], np.array(total), ("own",), [], {})
         result = metrics(rollouts, scores, drafted=False)
-        assert result.get("reward/frac_zero_std") == expected and ("reward/std" in result) == (expected is not None)
+        assert result.get("reward/frac_zero_std") == expected and ("reward/std" in result) == (
+            expected is not None
+        )
         assert result["reward/unscored"] == np.isnan(total).sum()
 
 
@@ -99,7 +120,9 @@ def test_a_weighted_sum_reaches_its_threshold():
 
 def test_weighted_sums_of_a_group_are_equal_but_for_the_rounding_of_the_sum(tmp_path):
     file = tmp_path / "own.py"
-    file.write_text("def own(completions, sign=1): return [sign * float(text) for text in completions]\n")
+    file.write_text(
+        "def own(completions, sign=1): return [sign * float(text) for text in completions]\n"
+    )
     spec = f"{file}:own"
     functions = ((spec, 1e9, {}), (spec, 1e9, {"sign": -3}), (spec, 2e9, {}))
     with Runner(RunnerOptions(functions, workers=1)) as runner:

@@ -1,5 +1,5 @@
-"""Routes that the generator records and updates replay: they are those of the full forward pass, they travel with their
-tokens, given routes decide, and a router's own change nothing."""
+"""Routes that the generator records and updates replay: they are those of the full forward pass,
+they travel with their tokens, given routes decide, and a router's own change nothing."""
 
 import functools
 from dataclasses import replace
@@ -32,7 +32,14 @@ from rollout.collect import Rollouts
 SLOW = pytest.mark.slow
 
 SHARED = [7, 8, 9] * 12
-PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13], [*SHARED, 4], [*SHARED, 5, 6], [*SHARED, 4]]
+PROMPTS = [
+    [1, 2, 3],
+    [4],
+    [5, 6, 7, 8, 9, 10, 11, 12, 13],
+    [*SHARED, 4],
+    [*SHARED, 5, 6],
+    [*SHARED, 4],
+]
 GRPO, TWICE = {"name": "grpo", "kl_coef": 0.1}, {"updates_per_step": 2, "prompts_per_step": 2}
 SAMPLED = SamplingParams(n=2, max_new_tokens=9, stop_token_ids=tuple(range(0, 64, 3)))
 
@@ -51,16 +58,25 @@ def forward(model):
 
 def own_routes(model, tokens, segments=None) -> dict[str, np.ndarray]:
     """Batch.routes of these rows: what the full forward pass chooses."""
-    aux = forward(model)(model.params, jnp.asarray(tokens), modes.make_step(jnp.asarray(tokens), segments=segments))
-    return {path: np.moveaxis(np.asarray(a), 0, 2).astype(np.int8) for path, a in aux.by_layer("routes").items()}
+    aux = forward(model)(
+        model.params, jnp.asarray(tokens), modes.make_step(jnp.asarray(tokens), segments=segments)
+    )
+    return {
+        path: np.moveaxis(np.asarray(a), 0, 2).astype(np.int8)
+        for path, a in aux.by_layer("routes").items()
+    }
 
 
 def random_routes(model, data, seed=0, known=1.0) -> dict[str, np.ndarray]:
     """Two different experts of eight for each token, but for some of which they are not known."""
     rng, result = np.random.default_rng(seed), {}
     for path, own in own_routes(model, data.tokens, data.segments).items():
-        chosen = rng.permuted(np.broadcast_to(np.arange(8), (*own.shape[:-1], 8)), axis=-1)[..., : own.shape[-1]]
-        result[path] = np.where(rng.random((*own.shape[:2], 1, 1)) < known, chosen, UNKNOWN).astype(np.int8)
+        chosen = rng.permuted(np.broadcast_to(np.arange(8), (*own.shape[:-1], 8)), axis=-1)[
+            ..., : own.shape[-1]
+        ]
+        result[path] = np.where(rng.random((*own.shape[:2], 1, 1)) < known, chosen, UNKNOWN).astype(
+            np.int8
+        )
     return result
 
 
@@ -74,7 +90,9 @@ def updated(model, data, **keys):
 def assert_close(one, other, but=()):
     for arrays, others in zip(one, other, strict=True):
         for name in others.keys() - set(but):
-            np.testing.assert_allclose(arrays[name], others[name], atol=2e-6, rtol=2e-6, err_msg=name)
+            np.testing.assert_allclose(
+                arrays[name], others[name], atol=2e-6, rtol=2e-6, err_msg=name
+            )
 
 
 # What is recorded.
@@ -93,7 +111,11 @@ def recorded(model, params=SAMPLED, **options):
 
 
 def assert_those_of_the_forward_pass(model, completions):
-    rows = [(prompt + c.tokens, c) for prompt, group in zip(PROMPTS, completions, strict=True) for c in group]
+    rows = [
+        (prompt + c.tokens, c)
+        for prompt, group in zip(PROMPTS, completions, strict=True)
+        for c in group
+    ]
     data = padded_batch([(ids, [0] * len(ids)) for ids, _ in rows], 64)
     expected = own_routes(model, data.tokens, data.segments)
     result = routes_of([c for _, c in rows], data.tokens.shape[1])
@@ -117,8 +139,9 @@ def family(kind):
     "kind", ["one layer", *(pytest.param(kind, marks=SLOW) for kind in ("Qwen3Next", "Gemma4Moe"))]
 )
 def test_recorded_routes_are_those_of_the_full_forward_pass(kind):
-    """Prompts in chunks, shared, copied from one another, more requests than slots; completions of different lengths.
-    Also next to states of fixed size, and next to dense feed-forwards with a sliding-window cache."""
+    """Prompts in chunks, shared, copied from one another, more requests than slots; completions of
+    different lengths. Also next to states of fixed size, and next to dense feed-forwards with a
+    sliding-window cache."""
     model, how = (
         (learners.experts(), {})
         if kind == "one layer"
@@ -132,7 +155,8 @@ def test_recorded_routes_are_those_of_the_full_forward_pass(kind):
 @SLOW
 @pytest.mark.parametrize("kind", ["one layer", "DeepseekV3"])
 def test_pages_keep_routes_as_rows_do(kind):
-    """Pages of a prompt that others share, copies of them, and those that preempted requests are read into again."""
+    """Pages of a prompt that others share, copies of them, and those that preempted requests are
+    read into again."""
     model = learners.experts() if kind == "one layer" else family(kind)
     long = SamplingParams(n=2, max_new_tokens=26)
     made, result = recorded(model, long, cache="paged", page_size=4, pages=20)
@@ -156,13 +180,19 @@ def test_only_drafts_that_are_accepted_leave_routes():
 
 @SLOW
 def test_recording_changes_no_completion_and_without_it_nothing_is_kept():
-    (made, kept), (other, plain) = recorded(learners.experts()), recorded(learners.experts(), record_routes=False)
+    (made, kept), (other, plain) = (
+        recorded(learners.experts()),
+        recorded(learners.experts(), record_routes=False),
+    )
     assert [[(c.tokens, c.logprobs) for c in group] for group in kept] == [
         [(c.tokens, c.logprobs) for c in group] for group in plain
     ]
     assert plain[0][0].routes is None
     caches_of = [each.engine.runner.abstract_cache for each in (made, other)]
-    names = [{name for stack in cache for part in stack for layer in part for name in layer} for cache in caches_of]
+    names = [
+        {name for stack in cache for part in stack for layer in part for name in layer}
+        for cache in caches_of
+    ]
     assert names[0] - names[1] == {ROUTES}
     sizes = [sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache)) for cache in caches_of]
     assert sizes[0] - sizes[1] == 2 * 64 * 2, "a byte for each of the 2 experts of a token"
@@ -181,7 +211,8 @@ def test_the_smallest_numbers_that_hold_all_experts_are_kept(experts, bits):
     router = replace(spec.feed_forward.router, experts=experts)
     stacks = (
         replace(
-            model.config.stacks[0], pattern=(replace(spec, feed_forward=replace(spec.feed_forward, router=router)),)
+            model.config.stacks[0],
+            pattern=(replace(spec, feed_forward=replace(spec.feed_forward, router=router)),),
         ),
     )
     config = replace(model.config, stacks=stacks)
@@ -212,7 +243,9 @@ def test_given_routes_are_packed_and_cut_as_their_tokens_are():
     assert 0.5 < full[1]["moe/replayed"] < 0.95 and full[1]["moe/replay_disagreement"] > 0.5
     assert_close(cut, full, but=["perf/packed_share"])
     own = updated(model, data.replace(routes=None))
-    assert abs(own[1]["optim/grad_norm"] - full[1]["optim/grad_norm"]) > 1e-4, "other experts, and the same gradient"
+    assert abs(own[1]["optim/grad_norm"] - full[1]["optim/grad_norm"]) > 1e-4, (
+        "other experts, and the same gradient"
+    )
 
 
 @pytest.mark.slow
@@ -223,16 +256,26 @@ def test_the_trainer_agrees_with_the_generator_until_its_weights_move():
     samples = Rollouts(problems, range(len(PROMPTS)), result, None, {}, 0.0, [0] * len(PROMPTS))
     data = to_batch(samples, 64, replay=True)
     advantages = np.random.default_rng(0).normal(size=len(data.tokens)).astype(np.float32)
-    trainer, state = begin(model, stage("grpo", router_replay=True, optimizer={"learning_rate": 0.1}))
+    trainer, state = begin(
+        model, stage("grpo", router_replay=True, optimizer={"learning_rate": 0.1})
+    )
     disagreements = []
     for _ in range(2):
-        state, metrics = trainer.update(state, data.replace(advantages=advantages, old_logp=data.sampler_logp))
+        state, metrics = trainer.update(
+            state, data.replace(advantages=advantages, old_logp=data.sampler_logp)
+        )
         disagreements.append(float(metrics["moe/replay_disagreement"]))
-        assert metrics["moe/replayed"] == pytest.approx(1 - len(data.tokens) / np.count_nonzero(data.segments))
+        assert metrics["moe/replayed"] == pytest.approx(
+            1 - len(data.tokens) / np.count_nonzero(data.segments)
+        )
     assert disagreements[0] == 0 < disagreements[1]
-    others = {path: np.where(ids != UNKNOWN, (ids + 1) % 8, ids) for path, ids in data.routes.items()}
+    others = {
+        path: np.where(ids != UNKNOWN, (ids + 1) % 8, ids) for path, ids in data.routes.items()
+    }
     state = begin(model, trainer.stage)[1]
-    metrics = trainer.update(state, data.replace(advantages=advantages, old_logp=data.sampler_logp, routes=others))[1]
+    metrics = trainer.update(
+        state, data.replace(advantages=advantages, old_logp=data.sampler_logp, routes=others)
+    )[1]
     assert metrics["moe/replay_disagreement"] > 0.5, "other routes, and no disagreement"
 
 
@@ -262,7 +305,9 @@ def test_the_batch_split_schedule_changes_nothing_of_given_routes():
     step = replace(modes.make_step(data.tokens, segments=data.segments), routes=routes)
     result = []
     for changes in ({}, {"batch_split": True}):
-        logp, _, aux = jax.jit(groups().graph.at(**changes).logprobs)(groups().params, data.tokens, step, 1.0)
+        logp, _, aux = jax.jit(groups().graph.at(**changes).logprobs)(
+            groups().params, data.tokens, step, 1.0
+        )
         (routing,) = aux.by_layer("routing").values()
         result.append((logp, routing.counts, routing.replayed.given, routing.replayed.disagreed))
     for a, b in zip(*result, strict=True):
@@ -271,9 +316,13 @@ def test_the_batch_split_schedule_changes_nothing_of_given_routes():
 
 @SLOW
 def test_metrics_and_biases_count_the_choices_that_are_computed():
-    """One layer with experts: what its router would have chosen does not depend on what is given."""
+    """One layer with experts: what its router would have chosen does not depend on what is
+    given."""
     model, data = learners.experts(), batch()
-    own, given = own_routes(model, data.tokens, data.segments), random_routes(model, data, known=0.7)
+    own, given = (
+        own_routes(model, data.tokens, data.segments),
+        random_routes(model, data, known=0.7),
+    )
     (path,) = own
     real = data.segments != 0
     known = (given[path] != UNKNOWN) & real[..., None, None]
@@ -281,12 +330,18 @@ def test_metrics_and_biases_count_the_choices_that_are_computed():
     executed = np.where(given[path] != UNKNOWN, given[path], own[path])[real]
     arrays, metrics = updated(model, data.replace(routes=given), router_replay=True)
     assert metrics["moe/replayed"] == pytest.approx(known.sum() / executed.size)
-    assert metrics["moe/replay_disagreement"] == pytest.approx((known & ~agrees).sum() / known.sum())
+    assert metrics["moe/replay_disagreement"] == pytest.approx(
+        (known & ~agrees).sum() / known.sum()
+    )
     counts = np.bincount(executed.ravel(), minlength=8).astype(np.float32)
     assert metrics["moe/max_load"] == pytest.approx(counts.max() / counts.mean())
     bias = f"{path}.feed_forward.router.correction_bias"
-    (moved,) = (array for name, array in arrays.items() if bias in name and name.startswith(".policy"))
-    np.testing.assert_allclose(moved, bias_update(np.array(model.params[bias]), counts[None], 1e-3), atol=1e-7)
+    (moved,) = (
+        array for name, array in arrays.items() if bias in name and name.startswith(".policy")
+    )
+    np.testing.assert_allclose(
+        moved, bias_update(np.array(model.params[bias]), counts[None], 1e-3), atol=1e-7
+    )
 
 
 @SLOW
@@ -296,12 +351,19 @@ def test_prediction_modules_choose_themselves():
         "first_k_dense_replace": 1,
         "duet": {"multi_token_prediction": {"depth": 1}},
     }
-    model, data = random_model(families.read(configuration("DeepseekV3", **sizes)), runtime=learners.QUICK), batch()
+    model, data = (
+        random_model(families.read(configuration("DeepseekV3", **sizes)), runtime=learners.QUICK),
+        batch(),
+    )
     data = data.replace(routes=own_routes(model, data.tokens, data.segments))
     assert set(data.routes) == {"stacks.1.layers.0"}
     trainer, state = begin(model, stage("grpo", router_replay=True, mtp={}), fresh=True)
     _, metrics = trainer.update(state, data)
-    assert metrics["moe/replay_disagreement"] == 0 and 0 < metrics["moe/replayed"] < 1 and metrics["mtp/loss"] > 0
+    assert (
+        metrics["moe/replay_disagreement"] == 0
+        and 0 < metrics["moe/replayed"] < 1
+        and metrics["mtp/loss"] > 0
+    )
 
 
 def test_packing_fills_up_with_routes_that_are_not_known():
@@ -341,7 +403,14 @@ def test_a_run_that_has_nothing_to_replay_is_refused(source, algorithm, exact, s
             "max_length": 16,
             "generator": {"exact": exact},
             "rewards": {"functions": ["exact_answer"]},
-            "stages": [{"algorithm": algorithm, "steps": 1, "router_replay": True, "sampling": {"max_new_tokens": 2}}],
+            "stages": [
+                {
+                    "algorithm": algorithm,
+                    "steps": 1,
+                    "router_replay": True,
+                    "sampling": {"max_new_tokens": 2},
+                }
+            ],
         }
     )
     ((path, text),) = checks.problems(run)
@@ -352,9 +421,20 @@ def test_a_run_that_has_nothing_to_replay_is_refused(source, algorithm, exact, s
 def test_a_run_replays_what_it_sampled(tmp_path, monkeypatch):
     """Updates after the first of a step may disagree: the weights have moved."""
     monkeypatch.chdir(launch.ROOT)
-    grpo = "{algorithm: {name: grpo, kl_coef: 0.05}, steps: 2, prompts_per_step: 4, samples_per_prompt: 4, "
-    grpo += "updates_per_step: 2, optimizer: {learning_rate: 1e-3}, sampling: {max_new_tokens: 6}, router_replay: true}"
-    assert launch.train(tmp_path, "evaluation=null", "generator.strict_shapes=true", f"stages=[{grpo}]") == 0
+    grpo = (
+        "{algorithm: {name: grpo, kl_coef: 0.05}, steps: 2, prompts_per_step: 4, "
+        "samples_per_prompt: 4, "
+    )
+    grpo += (
+        "updates_per_step: 2, optimizer: {learning_rate: 1e-3}, sampling: {max_new_tokens: "
+        "6}, router_replay: true}"
+    )
+    assert (
+        launch.train(
+            tmp_path, "evaluation=null", "generator.strict_shapes=true", f"stages=[{grpo}]"
+        )
+        == 0
+    )
     steps = [row["metrics"] for row in events.read(tmp_path / "events.jsonl") if row["step"]]
     assert len(steps) == 2
     for metrics in steps:

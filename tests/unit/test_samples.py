@@ -15,12 +15,23 @@ LINE_BYTES = 75
 
 
 def row(step, sample=0):
-    return {"stage": "grpo", "step": step, "prompt_id": step, "sample": sample, "n_prompt": 2, "n": 1 + step % 3}
+    return {
+        "stage": "grpo",
+        "step": step,
+        "prompt_id": step,
+        "sample": sample,
+        "n_prompt": 2,
+        "n": 1 + step % 3,
+    }
 
 
 def tokens_of(record):
     result = np.zeros(record["n_prompt"] + record["n"], TOKEN)
-    result["id"], result["logp"], result["flags"] = record["step"], -record["sample"], samples.TRAINED
+    result["id"], result["logp"], result["flags"] = (
+        record["step"],
+        -record["sample"],
+        samples.TRAINED,
+    )
     return result
 
 
@@ -32,7 +43,9 @@ def write(log, steps):
 
 def check(directory, steps):
     """Every sample of these steps is there once, in order, with its tokens."""
-    assert [(r["step"], r["sample"]) for r in samples.read(directory)] == [(s, n) for s in steps for n in range(2)]
+    assert [(r["step"], r["sample"]) for r in samples.read(directory)] == [
+        (s, n) for s in steps for n in range(2)
+    ]
     for path in sample_files(directory):
         for record in map(json.loads, path.open()):
             np.testing.assert_array_equal(samples.read_tokens(path, record), tokens_of(record))
@@ -116,7 +129,9 @@ def test_a_deleted_segment_moves_no_lines(tmp_path):
     assert [each["step"] for each in samples.read(tmp_path)] == [2, 2] and not segment.exists()
 
 
-@pytest.mark.parametrize("act", [lambda log: log.truncate_after(keep_until(3)), lambda log: log._remove_oldest()])
+@pytest.mark.parametrize(
+    "act", [lambda log: log.truncate_after(keep_until(3)), lambda log: log._remove_oldest()]
+)
 def test_a_removal_that_was_cut_off_misplaces_nothing(tmp_path, monkeypatch, act):
     log = SampleLog(tmp_path, limit=2 * 2 * LINE_BYTES)
     write(log, range(1, 8))
@@ -149,7 +164,10 @@ def test_the_oldest_segments_go_beyond_the_limit(tmp_path):
 
 def test_a_run_without_tokens_is_read_and_continued(tmp_path):
     """Older versions wrote samples.jsonl alone, and no place in tokens.bin."""
-    old = [{"stage": "grpo", "step": step, "prompt_id": step, "sample": 0, "tokens": [1]} for step in (1, 2, 3)]
+    old = [
+        {"stage": "grpo", "step": step, "prompt_id": step, "sample": 0, "tokens": [1]}
+        for step in (1, 2, 3)
+    ]
     (tmp_path / SAMPLES).write_text("".join(json.dumps(each) + "\n" for each in old))
     log = SampleLog(tmp_path)
     log.truncate_after(keep_until(2))
@@ -166,5 +184,7 @@ def test_options_choose_steps_and_a_share_of_the_prompts():
     assert [step for step in range(7) if SampleRecords(every=3).keeps_step(step)] == [0, 3, 6]
     assert not any(SampleRecords(every=0).keeps_step(step) for step in range(4))
     kept = [SampleRecords(share=0.25).keeps_prompt(number) for number in range(4000)]
-    assert 0.22 < np.mean(kept) < 0.28 and kept == [SampleRecords(share=0.25).keeps_prompt(n) for n in range(4000)]
+    assert 0.22 < np.mean(kept) < 0.28 and kept == [
+        SampleRecords(share=0.25).keeps_prompt(n) for n in range(4000)
+    ]
     assert all(SampleRecords().keeps_prompt(number) for number in range(100))

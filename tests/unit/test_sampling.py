@@ -1,5 +1,5 @@
-"""Which tokens filters leave, and how often each is drawn. The oracles are plain numpy, and the processors of
-transformers.
+"""Which tokens filters leave, and how often each is drawn. The oracles are plain numpy, and the
+processors of transformers.
 """
 
 import jax
@@ -33,17 +33,23 @@ FILTERS = [
 @jax.jit
 def keep_jit(logits, top_k, top_p, min_p):
     """The same filters for every row."""
-    return filter_mask(logits, *(jnp.full((len(logits), 1), value) for value in (top_k, top_p, min_p)))
+    return filter_mask(
+        logits, *(jnp.full((len(logits), 1), value) for value in (top_k, top_p, min_p))
+    )
 
 
 @jax.jit
 def draw_jit(logits, uniforms, filters):
-    return draw(logits if filters is None else jnp.where(keep_jit(logits, *filters), logits, -jnp.inf), uniforms)
+    return draw(
+        logits if filters is None else jnp.where(keep_jit(logits, *filters), logits, -jnp.inf),
+        uniforms,
+    )
 
 
 def as_arrays(filters):
     return tuple(
-        np.asarray(value, kind) for value, kind in zip(filters, (np.int32, np.float32, np.float32), strict=True)
+        np.asarray(value, kind)
+        for value, kind in zip(filters, (np.int32, np.float32, np.float32), strict=True)
     )
 
 
@@ -53,7 +59,8 @@ def softmax(logits):
 
 
 def expected_keep(logits, top_k, top_p, min_p):
-    """One row, token by token: top-k, then top-p of what is left, then min-p of what is left. No ties."""
+    """One row, token by token: top-k, then top-p of what is left, then min-p of what is left. No
+    ties."""
     order = [int(i) for i in np.argsort(-logits)]
     left = order[:top_k] if top_k else order
     kept, mass = [], 0.0
@@ -63,7 +70,11 @@ def expected_keep(logits, top_k, top_p, min_p):
         kept.append(token)
         mass += p
     p = softmax(logits[kept].astype(np.float64))
-    return {token for token, own in zip(kept, p, strict=True) if own >= min_p * p.max() or own == p.max()}
+    return {
+        token
+        for token, own in zip(kept, p, strict=True)
+        if own >= min_p * p.max() or own == p.max()
+    }
 
 
 def kept_of(logits, filters):
@@ -78,7 +89,8 @@ def test_filters_leave_what_plain_numpy_leaves(filters):
 
 
 def test_top_p_is_of_what_top_k_left():
-    """0.4 of the two kept is 0.571 of their sum: alone enough for 0.55, but not where top-p comes first."""
+    """0.4 of the two kept is 0.571 of their sum: alone enough for 0.55, but not where top-p comes
+    first."""
     logits = np.log([[0.4, 0.3, 0.2, 0.1]])
     assert kept_of(logits, (2, 0.55, 0.0)) == [{0}]
     assert kept_of(logits, (0, 0.55, 0.0)) == [{0, 1}]
@@ -86,7 +98,9 @@ def test_top_p_is_of_what_top_k_left():
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_filters_equal_those_of_transformers(filters):
-    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+    torch = pytest.importorskip(
+        "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
+    )
     from transformers.generation import logits_process as hf
 
     top_k, top_p, min_p = filters
@@ -99,7 +113,9 @@ def test_filters_equal_those_of_transformers(filters):
     ):
         if expected:
             scores = processor(expected)(None, scores)
-    assert kept_of(logits, filters) == [set(np.flatnonzero(np.isfinite(row)).tolist()) for row in scores.numpy()]
+    assert kept_of(logits, filters) == [
+        set(np.flatnonzero(np.isfinite(row)).tolist()) for row in scores.numpy()
+    ]
 
 
 def test_tokens_as_likely_as_the_last_kept_one_are_kept():
@@ -117,26 +133,36 @@ def test_top_p_1_keeps_the_tail_of_a_large_vocabulary():
 
 
 def chi_square(counts, probabilities):
-    """p-value that `counts` were drawn from `probabilities`; tokens of probability 0 must not occur."""
+    """p-value that `counts` were drawn from `probabilities`; tokens of probability 0 must not
+    occur."""
     from scipy.stats import chisquare
 
     assert not counts[probabilities == 0].any()
     some = probabilities > 0
-    return chisquare(counts[some], probabilities[some] * counts.sum()).pvalue if some.sum() > 1 else 1.0
+    return (
+        chisquare(counts[some], probabilities[some] * counts.sum()).pvalue
+        if some.sum() > 1
+        else 1.0
+    )
 
 
 def counts_of(logits, filters, temperature=1.0, draws=DRAWS):
     ids = jnp.arange(draws, dtype=jnp.int32)
     u = uniforms(jnp.uint32(3), ids, jnp.zeros_like(ids), jnp.full_like(ids, 7))
     rows = jnp.broadcast_to(jnp.asarray(logits / temperature, jnp.float32), (draws, len(logits)))
-    return np.bincount(np.asarray(draw_jit(rows, u, as_arrays(filters) if filters else None)), minlength=len(logits))
+    return np.bincount(
+        np.asarray(draw_jit(rows, u, as_arrays(filters) if filters else None)),
+        minlength=len(logits),
+    )
 
 
 LOGITS = np.log(np.array([0.05, 0.3, 0.02, 0.18, 0.1, 0.25, 0.04, 0.06]))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
-@pytest.mark.parametrize("filters", [None, (5, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.3), (6, 0.85, 0.25)], ids=str)
+@pytest.mark.parametrize(
+    "filters", [None, (5, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.3), (6, 0.85, 0.25)], ids=str
+)
 def test_tokens_are_drawn_as_often_as_their_probability_says(filters, temperature):
     kept = expected_keep(LOGITS / temperature, *(filters or (0, 1.0, 0.0)))
     exact = softmax(np.where([token in kept for token in range(8)], LOGITS / temperature, -np.inf))
@@ -150,7 +176,11 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(filters, temperatur
 def test_draws_at_different_positions_samples_and_prompts_are_independent():
     ids = jnp.arange(DRAWS, dtype=jnp.int32)
     zero, seed = jnp.zeros_like(ids), jnp.uint32(3)
-    streams = [uniforms(seed, ids, zero, zero), uniforms(seed, zero, ids, zero), uniforms(seed, zero, zero, ids)]
+    streams = [
+        uniforms(seed, ids, zero, zero),
+        uniforms(seed, zero, ids, zero),
+        uniforms(seed, zero, zero, ids),
+    ]
     streams += [
         uniforms(jnp.uint32(4), ids, zero, zero),
         uniforms(seed, ids, zero + 1, zero),
@@ -166,7 +196,9 @@ def test_a_draw_does_not_depend_on_what_is_drawn_with_it():
     ids = jnp.arange(7, dtype=jnp.int32)
     together = np.asarray(uniforms(jnp.uint32(1), ids, ids * 2, ids + 5))
     for i in range(7):
-        alone = uniforms(jnp.uint32(1), *(jnp.asarray([value], jnp.int32) for value in (i, 2 * i, i + 5)))
+        alone = uniforms(
+            jnp.uint32(1), *(jnp.asarray([value], jnp.int32) for value in (i, 2 * i, i + 5))
+        )
         assert np.asarray(alone)[0] == together[i]
 
 
@@ -176,21 +208,31 @@ def test_the_draw_is_the_inverse_of_the_cumulative_probability(temperature):
     logits = rng.normal(0, 2, (500, 30)).astype(np.float32) / temperature
     u = rng.random(500).astype(np.float32)
     cumulative = np.cumsum([softmax(row.astype(np.float64)) for row in logits], axis=-1)
-    expected = [int(np.searchsorted(row, value, side="right")) for row, value in zip(cumulative, u, strict=True)]
+    expected = [
+        int(np.searchsorted(row, value, side="right"))
+        for row, value in zip(cumulative, u, strict=True)
+    ]
     assert np.asarray(draw_jit(jnp.asarray(logits), jnp.asarray(u), None)).tolist() == expected
 
 
 @pytest.mark.parametrize("filters", [(20, 1.0, 0.0), (0, 0.9, 0.0)], ids=str)
 def test_no_token_of_probability_0_in_a_large_vocabulary(filters):
-    """The numbers are those where a sum that was taken in blocks and rounded rises at a token of probability 0."""
+    """The numbers are those where a sum that was taken in blocks and rounded rises at a token of
+    probability 0."""
     logits = np.random.default_rng(0).normal(0, 3, (4, 50_000)).astype(np.float32)
     kept = np.asarray(keep_jit(jnp.asarray(logits), *as_arrays(filters)))
     masked = jnp.where(kept, logits, -jnp.inf)
     cumulative = np.asarray(jnp.cumsum(jax.nn.softmax(masked, axis=-1), axis=-1))
     for row, allowed, logits_V in zip(cumulative, kept, masked, strict=True):
         rises = np.flatnonzero((np.diff(row) > 0) & ~allowed[1:])
-        u = np.float32(np.resize([*(row[rises] / row[-1]), 0.0, 1 - 2.0**-23, np.nextafter(np.float32(1), 0)], 48))
-        tokens = np.asarray(draw_jit(jnp.broadcast_to(logits_V, (48, 50_000)), jnp.asarray(u), None))
+        u = np.float32(
+            np.resize(
+                [*(row[rises] / row[-1]), 0.0, 1 - 2.0**-23, np.nextafter(np.float32(1), 0)], 48
+            )
+        )
+        tokens = np.asarray(
+            draw_jit(jnp.broadcast_to(logits_V, (48, 50_000)), jnp.asarray(u), None)
+        )
         assert (tokens < 50_000).all()
         assert allowed[tokens].all()
 
@@ -222,7 +264,9 @@ def test_every_row_is_drawn_as_its_own_parameters_say():
     numbers = tuple(np.arange(k, k + N, dtype=np.int32) for k in (3, 5, 7))
     tokens, logps = map(np.asarray, jax.jit(choose)(logits, numbers, Draws.of(every, 9))[:2])
     for i, params in enumerate(every):
-        alone = jax.jit(choose)(logits[i : i + 1], tuple(n[i : i + 1] for n in numbers), Draws.of([params], 9))
+        alone = jax.jit(choose)(
+            logits[i : i + 1], tuple(n[i : i + 1] for n in numbers), Draws.of([params], 9)
+        )
         assert int(alone[0][0]) == tokens[i]
         scaled = logits[i].astype(np.float64) / (params.temperature or 1.0)
         np.testing.assert_allclose(logps[i], np.log(softmax(scaled))[tokens[i]], atol=1e-5)
@@ -230,7 +274,9 @@ def test_every_row_is_drawn_as_its_own_parameters_say():
             assert tokens[i] == logits[i].argmax()
     assert sorted(np.argsort(-logits[2])[:2]).count(tokens[2]) == 1
     again = jax.jit(choose)(
-        np.repeat(logits, 3, 0), tuple(np.repeat(n, 3) for n in numbers), Draws.of(every, 9).repeat(3)
+        np.repeat(logits, 3, 0),
+        tuple(np.repeat(n, 3) for n in numbers),
+        Draws.of(every, 9).repeat(3),
     )
     assert np.asarray(again[0]).tolist() == np.repeat(tokens, 3).tolist()
 
@@ -264,7 +310,8 @@ def test_one_stop_string_is_no_list_of_characters():
 def test_the_seeds_of_a_generator_and_of_weights_are_those_that_differ():
     rows = [SamplingParams()]
     drawn = {
-        int(jax.random.key_data(jax.random.key(Draws.of(rows, seed).seed))[1]) for seed in (0, 1, 2**31, 2**32 - 1)
+        int(jax.random.key_data(jax.random.key(Draws.of(rows, seed).seed))[1])
+        for seed in (0, 1, 2**31, 2**32 - 1)
     }
     assert drawn == {0, 1, 2**31, 2**32 - 1}
     assert [checked_seed(seed) for seed in (0, 2**32 - 1)] == [0, 2**32 - 1]

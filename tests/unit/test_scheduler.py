@@ -1,6 +1,6 @@
-"""Scheduler, pages and batch under any order of arrivals, ends and cancellations. No model and no device: the runner is
-a simulation whose cache remembers which tokens each row holds, so that a row that is read before it is filled, or after
-another request has taken it, fails the test."""
+"""Scheduler, pages and batch under any order of arrivals, ends and cancellations. No model and no
+device: the runner is a simulation whose cache remembers which tokens each row holds, so that a row
+that is read before it is filled, or after another request has taken it, fails the test."""
 
 from dataclasses import dataclass, replace
 
@@ -38,14 +38,19 @@ def written(request: Request) -> list[int]:
 
 
 class Simulation:
-    """A model runner over a cache that is a tuple of rows, each the tokens that it holds. Without `supports_truncation`
-    a row can only be used as far as it is filled, as with states of fixed size."""
+    """A model runner over a cache that is a tuple of rows, each the tokens that it holds. Without
+    `supports_truncation` a row can only be used as far as it is filled, as with states of fixed
+    size."""
 
     lookahead_tokens, chunk, records_routes = 0, CHUNK, True
     vocab_size = max_length = 1000
 
     def __init__(self, slots: int, supports_truncation: bool, decode_steps: int = 3):
-        self.slots, self.supports_truncation, self.decode_steps = slots, supports_truncation, decode_steps
+        self.slots, self.supports_truncation, self.decode_steps = (
+            slots,
+            supports_truncation,
+            decode_steps,
+        )
         self.geometry = CacheGeometry(slots, supports_truncation=supports_truncation)
         self.prefilled, self.decodes = 0, []
 
@@ -53,7 +58,9 @@ class Simulation:
     def limits(self):
         geometry = self.geometry
         return SchedulerLimits(
-            self.decode_steps, copies_rows=geometry.copies_rows, pins_prefixes=geometry.pins_prefixes
+            self.decode_steps,
+            copies_rows=geometry.copies_rows,
+            pins_prefixes=geometry.pins_prefixes,
         )
 
     def cache_manager(self):
@@ -74,7 +81,9 @@ class Simulation:
     def prefill(self, params, cache, places, inputs, *, first_chunk):
         (rows, _), (tokens, starts, lengths, *_) = places, inputs
         cache = list(cache)
-        for row, given_tokens, start, length in zip(rows, tokens.tolist(), starts, lengths, strict=True):
+        for row, given_tokens, start, length in zip(
+            rows, tokens.tolist(), starts, lengths, strict=True
+        ):
             if row >= self.slots:
                 continue
             held = () if first_chunk else self.read(cache[row], start)
@@ -111,13 +120,18 @@ class Simulation:
 
     def decode_state(self, requests, size, seed):
         assert size in self.geometry.batch_sizes and len(requests) == size
-        return tuple(r and Row((*r.prompt, *r.tokens), r.left, r.params.stop_token_ids) for r in requests)
+        return tuple(
+            r and Row((*r.prompt, *r.tokens), r.left, r.params.stop_token_ids) for r in requests
+        )
 
     def decode(self, params, cache, slots, limits):
         assert len(cache) == len(slots)
         cache, slots, steps = list(cache), list(slots), 0
         tokens = np.full((self.decode_steps, len(slots)), -1)
-        while steps < limits[0] and len(going := [n for n, row in enumerate(slots) if row and row.active]) > limits[1]:
+        while (
+            steps < limits[0]
+            and len(going := [n for n, row in enumerate(slots) if row and row.active]) > limits[1]
+        ):
             for n in going:
                 row = slots[n]
                 assert self.read(cache[n], len(row.seen) - 1) == row.seen[:-1], (
@@ -125,7 +139,9 @@ class Simulation:
                 )
                 new = next_token(row.seen)
                 cache[n], tokens[steps, n] = row.seen, new
-                slots[n] = Row((*row.seen, new), row.left - 1, row.stops, row.left > 1 and new not in row.stops)
+                slots[n] = Row(
+                    (*row.seen, new), row.left - 1, row.stops, row.left > 1 and new not in row.stops
+                )
             steps += 1
         self.decodes.append(steps)
         return tuple(cache), tuple(slots), DecodeOutput(tokens, np.zeros(tokens.shape), tokens >= 0)
@@ -140,10 +156,12 @@ class Row:
 
 
 class PagedSimulation(Simulation):
-    """The same over pages: a dict of the tokens up to each place of each page, next to states by slot where there are
-    some."""
+    """The same over pages: a dict of the tokens up to each place of each page, next to states by
+    slot where there are some."""
 
-    def __init__(self, slots, supports_truncation, pages: tuple[int, int, int], decode_steps: int = 3):
+    def __init__(
+        self, slots, supports_truncation, pages: tuple[int, int, int], decode_steps: int = 3
+    ):
         super().__init__(slots, supports_truncation, decode_steps)
         self.number, self.size, self.num_shards = pages
         self.geometry = CacheGeometry(
@@ -166,7 +184,10 @@ class PagedSimulation(Simulation):
         places, states = cache
         assert self.supports_truncation or len(states[slot]) == count
         result = places[self.place(table, count - 1)] if count else ()
-        assert all(places[self.place(table, i)] == result[: i + 1] for i in range(count)) and len(result) == count
+        assert (
+            all(places[self.place(table, i)] == result[: i + 1] for i in range(count))
+            and len(result) == count
+        )
         assert self.supports_truncation or states[slot] == result
         return result
 
@@ -191,7 +212,9 @@ class PagedSimulation(Simulation):
         return cache
 
     def written(self, cache, slot, state):
-        return cache[0], tuple((state or ()) if n == slot else held for n, held in enumerate(cache[1]))
+        return cache[0], tuple(
+            (state or ()) if n == slot else held for n, held in enumerate(cache[1])
+        )
 
     def copy_rows(self, cache, pairs):
         return cache[0], super().copy_rows(cache[1], pairs)
@@ -201,7 +224,11 @@ class PagedSimulation(Simulation):
         before = dict(cache[0])
         for copy in copies:
             cache[0].update(
-                {(copy.target, i): before[copy.source, i] for i in range(self.size) if (copy.source, i) in before}
+                {
+                    (copy.target, i): before[copy.source, i]
+                    for i in range(self.size)
+                    if (copy.source, i) in before
+                }
             )
         return cache
 
@@ -233,7 +260,8 @@ class PagedSimulation(Simulation):
     def decode(self, params, cache, slots, limits):
         rows, numbers, tables = slots
         views = [
-            self.held(cache, n, t, len(r.seen) - 1) if r and r.active else () for r, n, t in zip(*slots, strict=True)
+            self.held(cache, n, t, len(r.seen) - 1) if r and r.active else ()
+            for r, n, t in zip(*slots, strict=True)
         ]
         after, rows, made = super().decode(params, tuple(views), rows, limits)
         for row, slot, table, held, view in zip(rows, numbers, tables, after, views, strict=True):
@@ -286,11 +314,17 @@ PROMPTS = [
     (3, 1) * 9,
     (1, 2, 3, 4) * 4,
 ]
-ARRIVAL = st.tuples(st.just("arrive"), st.integers(0, len(PROMPTS) - 1), st.integers(1, 9), st.integers(1, 4))
-OTHER = st.tuples(st.sampled_from(["step", "step", "step", "cancel", "continue", "weights"]), st.integers(0, 10_000))
+ARRIVAL = st.tuples(
+    st.just("arrive"), st.integers(0, len(PROMPTS) - 1), st.integers(1, 9), st.integers(1, 4)
+)
+OTHER = st.tuples(
+    st.sampled_from(["step", "step", "step", "cancel", "continue", "weights"]),
+    st.integers(0, 10_000),
+)
 
 
-# (pages, tokens of each, parts): room for the longest of the requests below in each part, and for little more.
+# (pages, tokens of each, parts): room for the longest of the requests below in each part, and for
+# little more.
 LONGEST = 52
 POOL = st.builds(
     lambda size, more, parts: (parts * (1 + -(-LONGEST // size) + more), size, parts),
@@ -308,12 +342,22 @@ POOL = st.builds(
     pages=st.none() | POOL,
     events=st.lists(ARRIVAL | OTHER, max_size=30),
 )
-def test_every_request_gets_its_own_completion_whatever_else_happens(slots, supports_truncation, budget, pages, events):
+def test_every_request_gets_its_own_completion_whatever_else_happens(
+    slots, supports_truncation, budget, pages, events
+):
     slots += slots % pages[2] if pages else 0
-    (engine, weights), queue, alive, done = engine_of(slots, supports_truncation, budget, pages), Queue(), [], []
+    (engine, weights), queue, alive, done = (
+        engine_of(slots, supports_truncation, budget, pages),
+        Queue(),
+        [],
+        [],
+    )
 
     def arrive(prompt, new, samples=1):
-        made = [Request(prompt, SamplingParams(max_new_tokens=new, stop_token_ids=(STOP,))) for _ in range(samples)]
+        made = [
+            Request(prompt, SamplingParams(max_new_tokens=new, stop_token_ids=(STOP,)))
+            for _ in range(samples)
+        ]
         alive.extend(made)
         queue.add(made)
 
@@ -342,19 +386,26 @@ def test_every_request_gets_its_own_completion_whatever_else_happens(slots, supp
         if not alive:
             break
         advance()
-    assert not alive and not engine.busy and engine.free_slots == slots, "a request or a slot was lost"
+    assert not alive and not engine.busy and engine.free_slots == slots, (
+        "a request or a slot was lost"
+    )
     for request in done:
         assert request.tokens == written(request)
         assert request.finish == ("stop" if request.tokens[-1] == STOP else "length")
         assert len(request.tokens) == len(request.logprobs) == len(request.starts_step)
-        assert request.routes[: request.needed] == request.cacheable, "the routes of another request"
+        assert request.routes[: request.needed] == request.cacheable, (
+            "the routes of another request"
+        )
     if pages:
         engine.reset_prefix_cache()
         assert all(
-            table.available == pages[0] // pages[2] - 1 for table in engine.scheduler.cache_manager._allocators
+            table.available == pages[0] // pages[2] - 1
+            for table in engine.scheduler.cache_manager._allocators
         ), "a page was lost"
         return
-    assert sorted(engine.insert(Request((1,))) for _ in range(slots)) == list(range(slots)), "a slot is given twice"
+    assert sorted(engine.insert(Request((1,))) for _ in range(slots)) == list(range(slots)), (
+        "a slot is given twice"
+    )
     with pytest.raises(ValueError, match="slots are in use"):
         engine.insert(Request((1,)))
 
@@ -413,7 +464,9 @@ def finished(engine, queue, request):
 
 def test_who_waits_for_a_prompt_that_is_withdrawn_reads_it_itself():
     engine, queue = while_others_decode(4, 1)
-    first, second = (Request(tuple(range(1, 40)), SamplingParams(max_new_tokens=3)) for _ in range(2))
+    first, second = (
+        Request(tuple(range(1, 40)), SamplingParams(max_new_tokens=3)) for _ in range(2)
+    )
     queue.add([first, second])
     run_step(engine, queue)
     engine.cancel(first)
@@ -441,12 +494,17 @@ def test_a_group_may_have_a_thousand_samples(pages):
     queue.add(requests)
     while engine.busy or queue:
         run_step(engine, queue)
-    assert all(request.tokens == written(request) for request in requests) and engine.runner.prefilled == 4
+    assert (
+        all(request.tokens == written(request) for request in requests)
+        and engine.runner.prefilled == 4
+    )
 
 
 def test_those_who_waited_for_a_prompt_that_is_withdrawn_do_not_wait_for_each_other():
     engine, queue = while_others_decode(4, 1, pages=(400, 1, 1))
-    first, *others = (Request(tuple(range(1, 40)), SamplingParams(max_new_tokens=3)) for _ in range(3))
+    first, *others = (
+        Request(tuple(range(1, 40)), SamplingParams(max_new_tokens=3)) for _ in range(3)
+    )
     queue.add([first, *others])
     run_step(engine, queue)
     engine.cancel(first)
@@ -491,13 +549,15 @@ class Hidden(Request):
 
 @pytest.mark.parametrize("decode_steps", [16, 128])
 def test_nine_of_ten_rows_make_a_token_where_lengths_have_a_long_tail(decode_steps):
-    """Log-normal with mean 32, at most 256; 256 requests over 32 slots. Slots that are only refilled reach 55 to 57% of
-    these.
+    """Log-normal with mean 32, at most 256; 256 requests over 32 slots. Slots that are only
+    refilled reach 55 to 57% of these.
     """
     for seed in range(2):
         (engine, _), queue = engine_of(32, budget=1024, decode_steps=decode_steps), Queue()
         drawn = np.random.default_rng(seed).lognormal(np.log(32) - 0.5, 1.0, 256)
-        requests = [Hidden((1 + n % 3, 2, n), SamplingParams(max_new_tokens=256)) for n in range(256)]
+        requests = [
+            Hidden((1 + n % 3, 2, n), SamplingParams(max_new_tokens=256)) for n in range(256)
+        ]
         for request, length in zip(requests, np.clip(np.round(drawn), 1, 256), strict=True):
             request.length = int(length)
         queue.add(requests)
@@ -510,7 +570,10 @@ def test_nine_of_ten_rows_make_a_token_where_lengths_have_a_long_tail(decode_ste
 def test_the_longest_goes_first_and_groups_stay_together():
     queue = Queue()
     for index, most in enumerate((3, 9, 5)):
-        queue.add(Request((1,), SamplingParams(max_new_tokens=most), index=index, sample=k) for k in range(2))
+        queue.add(
+            Request((1,), SamplingParams(max_new_tokens=most), index=index, sample=k)
+            for k in range(2)
+        )
     assert [(r.index, r.sample) for r in (queue.pop() for _ in range(6))] == [
         (1, 0),
         (1, 1),
@@ -539,7 +602,10 @@ def test_the_row_that_holds_the_most_is_chosen(tokens, others):
         rows.free(row, tuple(other))
     row, same = rows.find(tuple(tokens))
     common = [
-        next((i for i, (a, b) in enumerate(zip(o, tokens, strict=False)) if a != b), min(len(o), len(tokens)))
+        next(
+            (i for i, (a, b) in enumerate(zip(o, tokens, strict=False)) if a != b),
+            min(len(o), len(tokens)),
+        )
         for o in others
     ]
     best = max(common, default=0)
@@ -559,7 +625,11 @@ def test_a_scheduler_preempts_for_want_of_pages_and_starts_again_when_there_is_r
     scheduler = scheduler_of(3, pages=(6, 2, 1))  # 5 pages of 2 tokens
     first, second = (Request((n, 2, 3, 4), SamplingParams(max_new_tokens=6)) for n in (1, 2))
     slots = [scheduler.admit(request) for request in (first, second)]
-    assert scheduler.waiting_for_pages == {slots[1]} and second.cached == 0 and not scheduler.free_slots
+    assert (
+        scheduler.waiting_for_pages == {slots[1]}
+        and second.cached == 0
+        and not scheduler.free_slots
+    )
     assert scheduler.next_prefill() == slots[:1]
     scheduler.mark_prefilled(slots[0], 3)
     assert scheduler.decoding == slots[:1] and scheduler.reserve_decode() == 3
@@ -568,12 +638,18 @@ def test_a_scheduler_preempts_for_want_of_pages_and_starts_again_when_there_is_r
     first.finish = "stop"
     scheduler.release(slots[0])
     scheduler.resume()
-    assert not scheduler.waiting_for_pages and scheduler.next_prefill() == slots[1:] and scheduler.free_slots == 2
+    assert (
+        not scheduler.waiting_for_pages
+        and scheduler.next_prefill() == slots[1:]
+        and scheduler.free_slots == 2
+    )
 
 
 def test_a_scheduler_counts_the_requests_that_it_preempts():
     counts, runner = {"preempted": 0}, runner_of(2, pages=(8, 2, 1))
-    scheduler = Scheduler(runner.cache_manager(), SchedulerLimits(decode_steps=1, copies_rows=False), counts)
+    scheduler = Scheduler(
+        runner.cache_manager(), SchedulerLimits(decode_steps=1, copies_rows=False), counts
+    )
     for n in (1, 2):
         slot = scheduler.admit(Request((n, 2), SamplingParams(max_new_tokens=12)))
         scheduler.mark_prefilled(slot, 1)
@@ -589,7 +665,10 @@ def test_a_scheduler_counts_the_requests_that_it_preempts():
 @pytest.mark.parametrize("supports_truncation", [True, False])
 def test_samples_of_a_prompt_wait_for_the_first_and_copy_its_row(supports_truncation):
     scheduler = scheduler_of(3, supports_truncation=supports_truncation)
-    slots = [scheduler.admit(Request((1, 2, 3, 4, 5), SamplingParams(max_new_tokens=2))) for _ in range(3)]
+    slots = [
+        scheduler.admit(Request((1, 2, 3, 4, 5), SamplingParams(max_new_tokens=2)))
+        for _ in range(3)
+    ]
     assert scheduler.next_prefill() == slots[:1]
     scheduler.mark_prefilled(slots[0], 4)
     assert scheduler.decoding == slots and not scheduler.next_prefill()
@@ -625,7 +704,10 @@ def test_a_batch_is_packed_and_scattered_back():
     batch.full_cache()
     batch.replace_cache(tuple(running[slot].cacheable for slot in range(4)))
     assert batch.prepare(running, [1, 3], changed=True) and batch.slots == (1, 3)
-    assert batch.requests == (running[1], running[3]) and batch.early_exit_threshold(2, waiting=False) == 1
+    assert (
+        batch.requests == (running[1], running[3])
+        and batch.early_exit_threshold(2, waiting=False) == 1
+    )
     assert batch.early_exit_threshold(1, waiting=True) == 0
     assert not batch.prepare(running, [1, 3], changed=False), "it can go on"
     output = batch.decode({}, (2, 0))
@@ -657,7 +739,9 @@ class Searched(PagedCacheManager):
         for slot, held in enumerate(self._tokens):
             if slot in self._free[self.shard_of(slot)] or self.shard_of(slot) != shard:
                 continue
-            same = next((i for i, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b), None)
+            same = next(
+                (i for i, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b), None
+            )
             same = min(len(held), len(tokens)) if same is None else same
             if self.supports_truncation or same == len(tokens) == len(held):
                 best = max(best, (same, -slot))
@@ -673,13 +757,16 @@ class SearchedContiguous(ContiguousCacheManager):
         if last is not None and self._num_shared(last, tokens) == len(tokens):
             return last, len(tokens)
         same, _, negative = max(
-            (self._num_shared(slot, tokens), slot in self._free, -slot) for slot in range(len(self._tokens))
+            (self._num_shared(slot, tokens), slot in self._free, -slot)
+            for slot in range(len(self._tokens))
         )
         return (-negative, same) if same >= min(3, max(1, len(tokens))) else (-1, 0)
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=9).map(tuple)
-ROW_EVENTS = st.sampled_from(["allocate", "allocate", "free", "clear", "advance", "reset_prefix_cache"])
+ROW_EVENTS = st.sampled_from(
+    ["allocate", "allocate", "free", "clear", "advance", "reset_prefix_cache"]
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -690,7 +777,11 @@ ROW_EVENTS = st.sampled_from(["allocate", "allocate", "free", "clear", "advance"
 )
 def test_pages_find_the_prefix_that_a_search_of_all_slots_finds(events, supports_truncation, parts):
     both = [
-        kind(6, [PageAllocator(99, 2, n * 99) for n in range(parts)], supports_truncation=supports_truncation)
+        kind(
+            6,
+            [PageAllocator(99, 2, n * 99) for n in range(parts)],
+            supports_truncation=supports_truncation,
+        )
         for kind in (PagedCacheManager, Searched)
     ]
     used = []
@@ -711,13 +802,18 @@ def test_pages_find_the_prefix_that_a_search_of_all_slots_finds(events, supports
                 getattr(rows, event)(slot, *([rows._tokens[slot]] if event == "free" else []))
             if event == "free":
                 used.remove(slot)
-        assert [both[0].pages(slot) for slot in range(6)] == [both[1].pages(slot) for slot in range(6)]
+        assert [both[0].pages(slot) for slot in range(6)] == [
+            both[1].pages(slot) for slot in range(6)
+        ]
 
 
 @pytest.mark.parametrize("supports_truncation", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_contiguous_slots_find_the_prefix_that_a_search_of_all_slots_finds(seed, supports_truncation):
-    """Long random runs: a free slot and a lower slot in use that hold the same prefix are rare in short ones."""
+def test_contiguous_slots_find_the_prefix_that_a_search_of_all_slots_finds(
+    seed, supports_truncation
+):
+    """Long random runs: a free slot and a lower slot in use that hold the same prefix are rare in
+    short ones."""
     random = np.random.default_rng(seed)
     names = ["allocate", "allocate", "free", "free", "clear", "advance"]
     events = [
@@ -728,7 +824,10 @@ def test_contiguous_slots_find_the_prefix_that_a_search_of_all_slots_finds(seed,
         )
         for _ in range(1000)
     ]
-    both = [kind(6, supports_truncation=supports_truncation) for kind in (ContiguousCacheManager, SearchedContiguous)]
+    both = [
+        kind(6, supports_truncation=supports_truncation)
+        for kind in (ContiguousCacheManager, SearchedContiguous)
+    ]
     used = []
     for event, tokens, number in events:
         if event == "allocate" and both[0].num_free:
@@ -755,7 +854,9 @@ def test_contiguous_slots_find_the_prefix_that_a_search_of_all_slots_finds(seed,
 def test_a_prefix_is_matched_without_looking_at_all_slots(monkeypatch):
     """A search among a thousand slots makes as many comparisons as among ten."""
     compared, real = [], rollout.engine.prefix_index.common_length
-    monkeypatch.setattr(rollout.engine.prefix_index, "common_length", lambda a, b: compared.append(a) or real(a, b))
+    monkeypatch.setattr(
+        rollout.engine.prefix_index, "common_length", lambda a, b: compared.append(a) or real(a, b)
+    )
     counts = []
     for slots in (10, 1000):
         rows = PagedCacheManager(slots + 1, [PageAllocator(9 * slots, 4)], supports_truncation=True)
@@ -773,9 +874,14 @@ def test_the_prefix_index_is_a_search_of_all_its_entries(entries, tokens):
     for slot, entry in entries:
         index.add(slot, entry)
         held[slot] = entry
-    common = {slot: rollout.engine.prefix_index.common_length(entry, tokens) for slot, entry in held.items()}
+    common = {
+        slot: rollout.engine.prefix_index.common_length(entry, tokens)
+        for slot, entry in held.items()
+    }
     same = max(common.values(), default=0)
-    assert index.longest(tokens) == ((min(s for s in common if common[s] == same), same) if same else (-1, 0))
+    assert index.longest(tokens) == (
+        (min(s for s in common if common[s] == same), same) if same else (-1, 0)
+    )
     assert index.exact(tokens) == min((s for s in held if tokens and held[s] == tokens), default=-1)
     for slot in held:
         index.remove(slot)

@@ -14,7 +14,9 @@ def test_values_along_a_stage():
     linear = [scheduled("linear", 2.0, 1.0, each) for each in t]
     cosine = [scheduled("cosine", 2.0, 1.0, each) for each in t]
     np.testing.assert_allclose(linear, 2.0 + (1.0 - 2.0) * t, rtol=1e-15)
-    np.testing.assert_allclose(cosine, 1.0 + (2.0 - 1.0) * (1.0 + np.cos(np.pi * t)) / 2.0, rtol=1e-15)
+    np.testing.assert_allclose(
+        cosine, 1.0 + (2.0 - 1.0) * (1.0 + np.cos(np.pi * t)) / 2.0, rtol=1e-15
+    )
     assert {scheduled("constant", 0.3, 0.9, each) for each in t} == {0.3}
     assert scheduled("linear", 0.3, None, 0.5) == scheduled("cosine", 0.3, None, 0.5) == 0.3
 

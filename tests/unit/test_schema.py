@@ -1,4 +1,5 @@
-"""The JSON Schemas in configs/: they are what the code makes, accept what loads, and refuse what does not load."""
+"""The JSON Schemas in configs/: they are what the code makes, accept what loads, and refuse what
+does not load."""
 
 import copy
 import json
@@ -19,7 +20,9 @@ SHIPPED = sorted((ROOT / "configs").rglob("*.yml"))
 SNIPPETS = [
     pytest.param(text, id=f"{path.name}-{number}")
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    for number, text in enumerate(re.findall(r"^```yaml\n(.*?)^```$", path.read_text(), re.M | re.S))
+    for number, text in enumerate(
+        re.findall(r"^```yaml\n(.*?)^```$", path.read_text(), re.M | re.S)
+    )
 ]
 # A configuration with an entry in every section that the edits below change.
 BASE = yaml.safe_load("""
@@ -131,7 +134,10 @@ RIGHT = [
     ("max_length", 512.0),
     ("data", str(ROOT / "configs/data/word_problems.jsonl")),
     ("data.options", None),
-    ("rewards.functions.0", {"name": "exact_answer", "options": {"answer": ["1"], "ignore_case": True}}),
+    (
+        "rewards.functions.0",
+        {"name": "exact_answer", "options": {"answer": ["1"], "ignore_case": True}},
+    ),
     ("rewards.functions.0", f"{ROOT}/tests/unit/bad_rewards.py:raises"),
     ("evaluation", None),
     ("stages.0.algorithm", "sft"),
@@ -163,7 +169,8 @@ def parsed(text: str):
 
 
 def edited(path: str, value):
-    """Returns BASE with another value, or without the key, at a dotted path. Sections on the way are made."""
+    """Returns BASE with another value, or without the key, at a dotted path. Sections on the way
+    are made."""
     config = copy.deepcopy(BASE)
     *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
     place = config
@@ -177,7 +184,10 @@ def edited(path: str, value):
 
 
 def problems(validator, value) -> list[str]:
-    return [f"{list(error.absolute_path)}: {error.message[:300]}" for error in validator.iter_errors(value)]
+    return [
+        f"{list(error.absolute_path)}: {error.message[:300]}"
+        for error in validator.iter_errors(value)
+    ]
 
 
 def test_the_shipped_schemas_are_what_the_code_makes():
@@ -209,19 +219,29 @@ def test_a_saved_configuration_follows_the_schema(validators, tmp_path):
     from rl.config.files import resolved_yaml
 
     (tmp_path / "run.yml").write_text(yaml.safe_dump(BASE))
-    assert problems(validators[files.RUN], parsed(resolved_yaml(load([tmp_path / "run.yml"])))) == []
+    assert (
+        problems(validators[files.RUN], parsed(resolved_yaml(load([tmp_path / "run.yml"])))) == []
+    )
 
 
 def test_the_edits_differ():
     assert len(WRONG) >= 40 and len({repr(edit) for edit in WRONG}) == len(WRONG)
 
 
-@pytest.mark.parametrize(("path", "value"), WRONG, ids=lambda one: "deleted" if one is DELETE else str(one)[:40])
+@pytest.mark.parametrize(
+    ("path", "value"), WRONG, ids=lambda one: "deleted" if one is DELETE else str(one)[:40]
+)
 def test_what_the_schema_refuses_is_refused_when_loaded(path, value, validators, tmp_path):
     text = yaml.safe_dump(edited(path, value))
     assert problems(validators[files.RUN], parsed(text))
-    if value is not DELETE and path != "stages.1.algorithm" and path not in ("data.path", "stages.0.until.at_least"):
-        assert problems(validators[files.PARTIAL], parsed(text)), "a part of a run may leave keys out only"
+    if (
+        value is not DELETE
+        and path != "stages.1.algorithm"
+        and path not in ("data.path", "stages.0.until.at_least")
+    ):
+        assert problems(validators[files.PARTIAL], parsed(text)), (
+            "a part of a run may leave keys out only"
+        )
     (tmp_path / "run.yml").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(path.rpartition(".")[2])):
         load([tmp_path / "run.yml"])
@@ -271,7 +291,11 @@ def test_every_key_has_a_description_and_shows_its_default(validators):
     definitions = validators[files.RUN].schema["definitions"]
     sections = {name: part for name, part in definitions.items() if name.endswith("Options")}
     assert len(sections) > 15
-    described = [pair for part in sections.values() for pair in properties({"properties": part["properties"]})]
+    described = [
+        pair
+        for part in sections.values()
+        for pair in properties({"properties": part["properties"]})
+    ]
     assert [key for key, value in described if not value.get("description")] == []
     rate = sections["OptimizerOptions"]["properties"]["learning_rate"]
     assert rate["default"] == 1e-5 and rate["description"].endswith("Default: 1e-05.")

@@ -14,11 +14,14 @@ from rl.errors import DataError
 
 def test_each_process_keeps_and_checks_every_nth_row_and_tells_the_others(tmp_path, monkeypatch):
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"p{n}"}) + "\n" for n in range(5)) + "not json\n")
+    file.write_text(
+        "".join(json.dumps({"prompt": f"p{n}"}) + "\n" for n in range(5)) + "not json\n"
+    )
     options = DataOptions(path=str(file))
     with pytest.raises(DataError, match="rows.jsonl:6: not valid JSON"):
         datasets.load(options, part=(1, 2))
-    # A row that another process holds is that process's to refuse, and one of theirs is an error of all.
+    # A row that another process holds is that process's to refuse, and one of theirs is an error of
+    # all.
     assert [example.prompt for example in datasets.load(options, part=(0, 2))] == ["p0", "p2", "p4"]
     with monkeypatch.context() as other:
         other.setattr(processes, "all_gather_object", lambda own: [own, DataError("row 6")])

@@ -19,7 +19,12 @@ from rl.training.packing.trees import Sharing
 
 
 def config(stage: dict, **keys) -> RunConfig:
-    common = {"algorithm": "grpo", "steps": 1, "prompts_per_step": 8, "sampling": {"max_new_tokens": 16}}
+    common = {
+        "algorithm": "grpo",
+        "steps": 1,
+        "prompts_per_step": 8,
+        "sampling": {"max_new_tokens": 16},
+    }
     return RunConfig.model_validate(
         {
             "model": {"source": "tiny"},
@@ -80,14 +85,18 @@ def test_always_is_refused_with_what_excludes_it(stage, name):
 
 
 def test_other_messages_still_name_the_algorithm():
-    [made] = rl.stages.create(config({"dropout": 0.1, "shared_prefix": "always", "teacher": {"source": "tiny"}}))
+    [made] = rl.stages.create(
+        config({"dropout": 0.1, "shared_prefix": "always", "teacher": {"source": "tiny"}})
+    )
     [text] = [text for path, text in made.check() if path[-1] == "teacher"]
     assert text.startswith("grpo learns from no teacher")
 
 
 def test_the_command_line_refuses_it_before_anything_starts(tmp_path, capsys):
     file = tmp_path / "run.yml"
-    file.write_text(config({"dropout": 0.1, "shared_prefix": "always"}).model_dump_json(exclude_defaults=True))
+    file.write_text(
+        config({"dropout": 0.1, "shared_prefix": "always"}).model_dump_json(exclude_defaults=True)
+    )
     assert cli.train_main([str(file), f"run.dir={tmp_path / 'run'}"]) == 2
     assert "shared_prefix" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
@@ -113,7 +122,9 @@ def test_operations_are_those_of_what_is_computed():
     for trainer in (plain, trees):
         trainer.logprobs(state.policy.params, data)
     forward = plain.flops.forward
-    assert plain.total_flops == pytest.approx(4 * forward(np.array([14])) + 2 * forward(np.array([6])))
+    assert plain.total_flops == pytest.approx(
+        4 * forward(np.array([14])) + 2 * forward(np.array([6]))
+    )
     alone = 3 * forward(np.array([8])) + forward(np.array([4]))
     assert trees.total_flops == pytest.approx(plain.total_flops - alone)
 
@@ -129,8 +140,8 @@ def test_a_batch_of_which_nothing_is_shared_is_packed_as_without_trees():
 
 
 def test_a_plan_counts_the_micro_batches_that_a_run_makes():
-    """Eight groups of eight, each in two rows of four completions; the program has room for a row for each
-    completion."""
+    """Eight groups of eight, each in two rows of four completions; the program has room for a row
+    for each completion."""
     made = bound({"micro_batch": 2})
     rows = abstract_rows(made, 1)
     assert rows == ((64, 48 + 4 * 16), 1, 16)

@@ -1,5 +1,5 @@
-"""The sliding-window cache of layers with a window: nothing that a query may see is missing, nothing else is seen. B
-rows, C entries, T tokens."""
+"""The sliding-window cache of layers with a window: nothing that a query may see is missing,
+nothing else is seen. B rows, C entries, T tokens."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +19,8 @@ MODELS = tiny.GENERATED | {"llama4": ("Llama4", KINDS["Llama4"].standard | KINDS
 
 
 def called(cache, positions, segments=None):
-    """(entries [B, C] by the token that each holds, positions and segments [B, C], cache); token p of row b is 100 b +
-    p.
+    """(entries [B, C] by the token that each holds, positions and segments [B, C], cache); token p
+    of row b is 100 b + p.
     """
     positions = np.asarray(positions)
     segments = np.ones_like(positions) if segments is None else np.asarray(segments)
@@ -49,7 +49,9 @@ def test_a_query_sees_its_window_wherever_the_ring_stands():
         for row, start in enumerate(at):
             first = 20 * row
             for query in range(start, start + T):
-                expected = [100.0 * row + p for p in range(max(query - WINDOW + 1, first), query + 1)]
+                expected = [
+                    100.0 * row + p for p in range(max(query - WINDOW + 1, first), query + 1)
+                ]
                 assert [e for e in in_sight(result, row, query) if e != -1.0] == expected
         at = [start + T for start in at]
 
@@ -76,7 +78,9 @@ def test_a_call_longer_than_a_ring_is_refused():
         called(LayerCache({"k": WindowEntries(jnp.zeros((1, 1, 1, C, 1)))}, 0), [np.arange(10)])
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "gemma3")) for n in WINDOWED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "gemma3")) for n in WINDOWED]
+)
 def test_decoding_over_the_sliding_window_cache_is_the_full_forward_pass(name):
     kind, keys = MODELS[name]
     model = random_model(families.read(configuration(kind, **keys)), seed=3)
@@ -84,6 +88,8 @@ def test_decoding_over_the_sliding_window_cache_is_the_full_forward_pass(name):
     back = [spec.mixer.window or getattr(spec.mixer, "chunk", None) for spec in model.config.layers]
     assert min(w for w in back if w) + 5 < 24, "a ring would be longer than the row"
     full, _ = stepwise.forward(model, rows)
-    result, _ = stepwise.through_cache(model, rows, lengths, 15, chunk=5, capacity=WithSlidingWindows(24, 5))
+    result, _ = stepwise.through_cache(
+        model, rows, lengths, 15, chunk=5, capacity=WithSlidingWindows(24, 5)
+    )
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(result[row, :length], full[row, :length], atol=2e-5)

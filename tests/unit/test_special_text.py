@@ -32,7 +32,10 @@ def tokenizer():
 def completed(tokenizer, text, ended=True):
     """Returns the Completion of a text, as the generator makes it."""
     generator = Generator.__new__(Generator)
-    generator.tokenizer, generator.options = tokenizer, SimpleNamespace(record_values=False)
+    generator.tokenizer, generator.options = (
+        tokenizer,
+        SimpleNamespace(record_values=False, record_kept=0),
+    )
     tokens = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] * ended
     request = Request((1,), SamplingParams(stop_token_ids=(tokenizer.eos_token_id,)), tokens=tokens)
     request.logprobs, request.finish = [0.0] * len(tokens), "stop" if ended else "length"
@@ -56,7 +59,9 @@ def test_rewards_that_name_raw_get_it(tokenizer):
 
     pattern = r"<think>.*</think>\d"
     functions = (("regex_format", 1.0, {"pattern": pattern}), ("exact_answer", 1.0, {}))
-    problem = Problem(Example([{"role": "user", "content": "1+1"}], columns={"answer": "1+12"}), [7])
+    problem = Problem(
+        Example([{"role": "user", "content": "1+1"}], columns={"answer": "1+12"}), [7]
+    )
     with Runner(RunnerOptions(functions, workers=1)) as runner:
         rollouts = collect(Source(Generates(), runner), [problem], SamplingParams(), [0])
         assert rollouts.scores.result().rewards.tolist() == [[1.0, 1.0]]
@@ -68,11 +73,18 @@ def test_samples_and_the_viewer_show_special_tokens(tokenizer, tmp_path, capsys)
     rollouts = Rollouts([Problem(Example("1+1="), [7])], [0], [completions], None, {}, 1.0, [0])
     special, plain = records(rollouts, scores, "grpo", 1, np.zeros(2))
     assert (special["completion"], special["raw"]) == ("1+12", RAW) and "raw" not in plain
-    assert messages.start(special, "completion", 80) == RAW and messages.start(plain, "completion", 80) == "1+1=2"
+    assert (
+        messages.start(special, "completion", 80) == RAW
+        and messages.start(plain, "completion", 80) == "1+1=2"
+    )
     (tmp_path / "events.jsonl").write_text("")
-    (tmp_path / "config.yml").write_text("tokenizer: {source: characters, alphabet: '0123456789+='}\n")
+    (tmp_path / "config.yml").write_text(
+        "tokenizer: {source: characters, alphabet: '0123456789+='}\n"
+    )
     log = SampleLog(tmp_path, limit=1)
-    log.write([special, plain], [np.zeros(len(one["tokens"]) + 1, TOKEN) for one in (special, plain)])
+    log.write(
+        [special, plain], [np.zeros(len(one["tokens"]) + 1, TOKEN) for one in (special, plain)]
+    )
     log.close()
     assert cli.main(["samples", str(tmp_path), "<think>"]) == 0  # the search finds it
     assert RAW in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Prompt and completion together are what their tokens spell, for each form of tokenizer, in both directions."""
+"""Prompt and completion together are what their tokens spell, for each form of tokenizer, in both
+directions."""
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -31,7 +32,9 @@ def _sentencepiece(form: str) -> Tokenizer:
     strip = decoders.Strip(" ", 1, 0)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if form == "legacy":  # Llama 2, Mistral v0.1, Mixtral
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
         tokenizer.decoder = decoders.Sequence([*steps, strip])
     elif form == "no prefix":  # Gemma
         tokenizer.normalizer = normalizers.Replace(" ", "▁")
@@ -45,7 +48,10 @@ def _sentencepiece(form: str) -> Tokenizer:
 def _byte_level(add_prefix_space: bool) -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("Ġ", letter) for letter in "4aist"]
-    vocabulary = {token: n for n, token in enumerate(["<unk>", "<s>", "</s>", *letters, *map("".join, merges)])}
+    vocabulary = {
+        token: n
+        for n, token in enumerate(["<unk>", "<s>", "</s>", *letters, *map("".join, merges)])
+    }
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
@@ -87,16 +93,22 @@ def tokenizer(request):
     backend.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>")])
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     specials = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **specials)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, **specials
+    )
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_prompt_and_answer_are_what_their_tokens_spell(tokenizer, answer):
     ids, mask = encode_answer(tokenizer, "2+2=", answer)
     prompt = render_prompt(tokenizer, "2+2=")
-    assert ids[: len(prompt)] == prompt and mask == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
+    assert ids[: len(prompt)] == prompt and mask == [0] * len(prompt) + [1] * (
+        len(ids) - len(prompt)
+    )
     spelled = tokenizer.decode(ids, skip_special_tokens=True)
-    assert spelled.removeprefix(" ") == "2+2=" + answer  # " 2+2=" with a prefix that the decoder leaves
+    assert (
+        spelled.removeprefix(" ") == "2+2=" + answer
+    )  # " 2+2=" with a prefix that the decoder leaves
     assert ids[-1] == tokenizer.eos_token_id
     assert encode_completion(tokenizer, "2+2=", answer) == (ids, mask)
 
@@ -105,7 +117,9 @@ def test_prompt_and_answer_are_what_their_tokens_spell(tokenizer, answer):
 def test_a_completion_keeps_its_first_space(tokenizer, answer):
     ids = encode_after(tokenizer, answer)
     assert decode_after(tokenizer, ids) == answer
-    assert decode_after(tokenizer, [*ids, tokenizer.eos_token_id], skip_special_tokens=True) == answer
+    assert (
+        decode_after(tokenizer, [*ids, tokenizer.eos_token_id], skip_special_tokens=True) == answer
+    )
     prompt = tokenizer.encode("2+2=")
     both = tokenizer.decode([*prompt, *ids], skip_special_tokens=True)
     assert both == tokenizer.decode(prompt, skip_special_tokens=True) + decode_after(tokenizer, ids)
@@ -132,7 +146,11 @@ class Slow:
     is_fast = False
 
     def __init__(self, tokenizer):
-        self.encode, self.decode, self.unk_token_id = tokenizer.encode, tokenizer.decode, tokenizer.unk_token_id
+        self.encode, self.decode, self.unk_token_id = (
+            tokenizer.encode,
+            tokenizer.decode,
+            tokenizer.unk_token_id,
+        )
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
@@ -148,5 +166,8 @@ def test_the_end_of_a_turn_without_offsets(tmp_path):
     for end, token in (("'</s>'", 1), ("'\n</s>'", 1), ("'\n'", None), ("'.'", ord(".") + 3)):
         tokenizer.chat_template = template.replace("END", end)
         assert end_of_turn(tokenizer)[0] == token
-    with pytest.raises(MediaError, match="ByT5Tokenizer does not say where its tokens begin.*use one with a tokenizer"):
+    with pytest.raises(
+        MediaError,
+        match="ByT5Tokenizer does not say where its tokens begin.*use one with a tokenizer",
+    ):
         processors.read(tmp_path, tokenizer)

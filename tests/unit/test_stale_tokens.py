@@ -1,5 +1,5 @@
-"""Log-probabilities before an update, of batches with tokens that an older policy has sampled: both kinds side by
-side.
+"""Log-probabilities before an update, of batches with tokens that an older policy has sampled: both
+kinds side by side.
 """
 
 import contextlib
@@ -33,8 +33,14 @@ class Case:
         """The data of the step at the same point."""
         stage = online.Stage.__new__(online.Stage)
         stage.config = SimpleNamespace(generator=SimpleNamespace(exact=exact))
-        stage.options, stage.algorithm, stage.trainer = self.trainer.stage, self.trainer.algorithm, self.trainer
-        timeline = SimpleNamespace(span=lambda name: contextlib.nullcontext(SimpleNamespace(seconds=0.0)))
+        stage.options, stage.algorithm, stage.trainer = (
+            self.trainer.stage,
+            self.trainer.algorithm,
+            self.trainer,
+        )
+        timeline = SimpleNamespace(
+            span=lambda name: contextlib.nullcontext(SimpleNamespace(seconds=0.0))
+        )
         layout = self.trainer.graph.layout
         model = SimpleNamespace(graph=SimpleNamespace(layout=layout))
         progress = SimpleNamespace(version=version)
@@ -45,8 +51,11 @@ class Case:
 
 
 def case(algorithm: dict, off: float = 1e-6, stale: float = 0.5, **keys) -> Case:
-    """The sampler's log-probabilities are `off` from the policy's on fresh tokens, `stale` on the others."""
-    trainer, state = learners.begin(learners.dense(), learners.stage({"name": "dapo"} | algorithm, **keys))
+    """The sampler's log-probabilities are `off` from the policy's on fresh tokens, `stale` on the
+    others."""
+    trainer, state = learners.begin(
+        learners.dense(), learners.stage({"name": "dapo"} | algorithm, **keys)
+    )
     batch = learners.batch()
     batch = batch.replace(old_logp=None, entropy=None, old_values=None)
     own = trainer.logprobs(state.policy.params, batch)[0]
@@ -91,11 +100,14 @@ def test_without_exact_one_update_needs_no_old_log_probabilities():
     ],
 )
 def test_the_gap_of_a_token_leaves_out_changes_of_the_policy(algorithm, exact, passes):
-    """Two updates: without a pass before them, only the first one knows the weights that sampled."""
+    """Two updates: without a pass before them, only the first one knows the weights that
+    sampled."""
     it = case(algorithm, off=0.25, updates_per_step=2)
     data, half = it.data(exact=exact), len(it.own) // 2
     assert (data.trainer_logp is not None) == passes
-    gap = online._gap(data, it.own[:half] + (7 if passes else 0), NOW)  # the first update's numbers, unless a pass ran
+    gap = online._gap(
+        data, it.own[:half] + (7 if passes else 0), NOW
+    )  # the first update's numbers, unless a pass ran
     known = (it.batch.mask != 0) & (np.arange(len(it.own)) % 2 == 0)[:, None]
     if not passes:
         known[half:] = False
@@ -116,7 +128,9 @@ def test_the_difference_of_sampler_and_trainer_is_that_of_fresh_tokens(updates, 
 
 def test_a_trainer_without_a_critic_says_so():
     it = case({})
-    with pytest.raises(ValueError, match="this trainer has no critic, .* dapo names no input `values`"):
+    with pytest.raises(
+        ValueError, match="this trainer has no critic, .* dapo names no input `values`"
+    ):
         it.trainer.values(it.state, it.batch)
 
 
@@ -126,4 +140,11 @@ def test_an_array_of_a_mini_batch_has_a_value_per_row_or_is_a_scalar():
     total = it.trainer.loss_inputs(batch)
     lower = it.trainer.policy.executable.lower
     with pytest.raises(TypeError, match="cannot reshape"):
-        lower(it.state.policy, batch, dataclasses.replace(total, mean_weight=np.ones(3)), {}, None, micro_rows=4)
+        lower(
+            it.state.policy,
+            batch,
+            dataclasses.replace(total, mean_weight=np.ones(3)),
+            {},
+            None,
+            micro_rows=4,
+        )

@@ -1,4 +1,5 @@
-"""`rl stop` on folders of runs: what it asks, says and returns, and what the next start does with a stopped run."""
+"""`rl stop` on folders of runs: what it asks, says and returns, and what the next start does with a
+stopped run."""
 
 import json
 import socket
@@ -28,7 +29,8 @@ def run(tmp_path):
 
 
 def attempt(run, **facts) -> None:
-    """Writes the last attempt of a run: one that goes on, or was killed, without `end` and `exit_code`."""
+    """Writes the last attempt of a run: one that goes on, or was killed, without `end` and
+    `exit_code`."""
     entry = {"start": 1.0, "host": socket.gethostname()} | facts
     (run / "run.json").write_text(json.dumps({"attempts": [entry]}))
 
@@ -70,8 +72,12 @@ def test_a_running_run_is_asked_and_waited_for(run, capsys):
     assert rl_stop(run) == 0
     thread.join()
     asked, told = capsys.readouterr().out.splitlines()
-    assert asked.startswith(f"{run} is asked to stop after its step (the last one was step 2 of grpo)")
-    assert told.startswith(f"{run} is stopped after step 3 of grpo: its weights are in {run}/export")
+    assert asked.startswith(
+        f"{run} is asked to stop after its step (the last one was step 2 of grpo)"
+    )
+    assert told.startswith(
+        f"{run} is stopped after step 3 of grpo: its weights are in {run}/export"
+    )
     assert not stop.is_asked(run) and run_files.attempts(run, [])[-1].stopped == "step 3 of grpo"
     assert rl_stop(run) == 0 and "is stopped after step 3 of grpo" in capsys.readouterr().out
 
@@ -111,7 +117,10 @@ def test_a_request_that_was_withdrawn_is_said_while_the_run_goes_on(run, capsys,
     told.set()
     thread.join()
     assert code == 2
-    assert f"{run}/stop.request is gone, and the run goes on: the request was withdrawn" in capsys.readouterr().err
+    assert (
+        f"{run}/stop.request is gone, and the run goes on: the request was withdrawn"
+        in capsys.readouterr().err
+    )
 
 
 def test_without_waiting_only_the_request_is_written(run, capsys):
@@ -123,10 +132,16 @@ def test_without_waiting_only_the_request_is_written(run, capsys):
 
 def test_runs_that_are_not_running_are_named(run, tmp_path, capsys):
     assert rl_stop(run / "nothing") == 2 and "no such folder" in capsys.readouterr().err
-    for facts, said in (({}, "it was killed"), ({"end": 2.0, "exit_code": 75}, "it ended with exit code 75")):
+    for facts, said in (
+        ({}, "it was killed"),
+        ({"end": 2.0, "exit_code": 75}, "it ended with exit code 75"),
+    ):
         attempt(run, **facts)
         assert rl_stop(run) == 2
-        assert f"{run} is not running: {said}. `rl-train {run}` continues it" in capsys.readouterr().err
+        assert (
+            f"{run} is not running: {said}. `rl-train {run}` continues it"
+            in capsys.readouterr().err
+        )
     export(run / "export")
     assert rl_stop(run) == 0 and f"{run} is finished" in capsys.readouterr().out
     assert not stop.is_asked(run)
@@ -170,7 +185,11 @@ def test_the_next_start_keeps_the_weights_of_a_stopped_run_under_its_step(tmp_pa
         folder.begin()
         assert not folder.finished and stop.stopped(tmp_path) is None
         folder.export(export)
-    assert sorted(path.name for path in tmp_path.glob("export*")) == ["export", "export-grpo-1", "export-sft-2"]
+    assert sorted(path.name for path in tmp_path.glob("export*")) == [
+        "export",
+        "export-grpo-1",
+        "export-sft-2",
+    ]
     assert (tmp_path / "export-grpo-1" / "weights").read_text() == weights
     with RunFolder(config(tmp_path)) as folder:
         assert folder.finished
@@ -203,7 +222,9 @@ def test_an_export_of_the_best_step_is_not_offered_as_that_of_the_last(tmp_path)
         with pytest.raises(ConfigError) as error:
             chosen_at_3(tmp_path, stages)
         assert ("export-grpo-3 holds these weights" in str(error.value)) == offered
-    attempt(tmp_path, end=2.0, exit_code=0, stopped={"stage": "grpo", "step": 3})  # by `rl stop`, of that step
+    attempt(
+        tmp_path, end=2.0, exit_code=0, stopped={"stage": "grpo", "step": 3}
+    )  # by `rl stop`, of that step
     with pytest.raises(ConfigError, match="export-grpo-3 holds these weights"):
         chosen_at_3(tmp_path, stages)
 

@@ -1,4 +1,5 @@
-"""Hyper-connections switched on for decoders of every form: in all ways of computing them the numbers are the same."""
+"""Hyper-connections switched on for decoders of every form: in all ways of computing them the
+numbers are the same."""
 
 import dataclasses
 
@@ -18,8 +19,8 @@ from policy.model import Graph
 from policy.modes import make_step
 from policy.ops.dropout import Dropout, row_seeds
 
-# Norms on one side and on both, a parallel block, layer norms with biases, no residual at all, hybrids, experts; and
-# the options.
+# Norms on one side and on both, a parallel block, layer norms with biases, no residual at all,
+# hybrids, experts; and the options.
 KINDS = {
     "Llama": {"streams": 4, "norm_weight": True},
     "DeepseekV3": {"streams": 2, "reduce": "head", "sinkhorn_iterations": 3},
@@ -53,7 +54,9 @@ def gradients(model, **runtime):
     """(loss, gradients) of a small batch of two packed documents a row, with dropout."""
     graph = Graph(model.config, Runtime(**runtime), model.graph.layout)
     segments = np.array([[1] * 5 + [2] * 3, [1] * 6 + [0] * 2])
-    step = dataclasses.replace(make_step(ROWS, None, segments), dropout=Dropout(row_seeds(0, 0, 2), rate=0.2))
+    step = dataclasses.replace(
+        make_step(ROWS, None, segments), dropout=Dropout(row_seeds(0, 0, 2), rate=0.2)
+    )
     loss = lambda params: graph.logprobs(params, ROWS, step, 1.0)[0].sum()  # noqa: E731
     loss, grads = jax.jit(jax.value_and_grad(loss))(model.params)
     return float(loss), {path: np.asarray(grad) for path, grad in grads.items()}
@@ -67,21 +70,31 @@ def test_scanned_and_rematerialised_layers_equal_unrolled_ones_and_every_weight_
     assert abs(loss - other) < 1e-4
     largest = max(np.abs(grad).max() for grad in grads.values())
     for path, grad in grads.items():
-        np.testing.assert_allclose(grad, unrolled[path], atol=1e-5 * largest, rtol=1e-4, err_msg=path)
+        np.testing.assert_allclose(
+            grad, unrolled[path], atol=1e-5 * largest, rtol=1e-4, err_msg=path
+        )
     for path in grads:
         if ".mapping." in path or path.startswith("streams."):
             for name, part in parts(path, grads[path], model.config.hyper_connections).items():
-                assert idle(path, name, model.config) or np.abs(part).max() > 1e-7 * largest, (path, name)
+                assert idle(path, name, model.config) or np.abs(part).max() > 1e-7 * largest, (
+                    path,
+                    name,
+                )
 
 
 def idle(path, part, config):
-    """What makes no difference: mixing one stream, and reading it before a norm; reading and mixing streams that are
-    still equal; and mixing before a sum, as rows sum to one."""
+    """What makes no difference: mixing one stream, and reading it before a norm; reading and mixing
+    streams that are still equal; and mixing before a sum, as rows sum to one."""
     stack = config.stacks[int(path.split(".")[1])] if path.startswith("stacks.") else None
     first = path.startswith("stacks.0.layers.0.mixer_residual") and stack.repeats == 1
-    last = path.startswith(f"stacks.{len(config.stacks) - 1}.layers.0.feed_forward_residual") and stack.repeats == 1
+    last = (
+        path.startswith(f"stacks.{len(config.stacks) - 1}.layers.0.feed_forward_residual")
+        and stack.repeats == 1
+    )
     last = last and len(stack.pattern) == 1 and config.hyper_connections.reduce == "sum"
-    return (part != "write" and (first or config.hyper_connections.streams == 1)) or (part == "mix" and last)
+    return (part != "write" and (first or config.hyper_connections.streams == 1)) or (
+        part == "mix" and last
+    )
 
 
 def parts(path, grad, options):
@@ -123,21 +136,28 @@ def test_saving_and_loading_is_the_identity(kind, tmp_path):
     assert back.config.hyper_connections == model.config.hyper_connections
     assert back.params.keys() == model.params.keys()
     for path, array in model.params.items():
-        np.testing.assert_array_equal(np.asarray(back.params[path]), np.asarray(array), err_msg=path)
+        np.testing.assert_array_equal(
+            np.asarray(back.params[path]), np.asarray(array), err_msg=path
+        )
 
 
 @pytest.mark.slow
 def test_a_fresh_decoder_starts_as_the_one_without():
-    """With scales of 0 exactly, up to the eps of the norms: the streams are equal, and a norm takes their number
-    out."""
+    """With scales of 0 exactly, up to the eps of the norms: the streams are equal, and a norm takes
+    their number out."""
     plain = policy.create(families.read(short("Llama")))
     more = policy.create(families.read(extended("Llama", streams=4)))
     fresh = {path: plain.params.get(path, array) for path, array in more.params.items()}
-    more.params = {path: array * 0 if path.endswith("mapping.scale") else array for path, array in fresh.items()}
+    more.params = {
+        path: array * 0 if path.endswith("mapping.scale") else array
+        for path, array in fresh.items()
+    }
     expected = np.asarray(plain.logits(ROWS))
     np.testing.assert_allclose(more.logits(ROWS), expected, atol=1e-3, rtol=0)
     more.params = fresh
-    assert 1e-4 < np.abs(np.asarray(more.logits(ROWS)) - expected).max() < 0.3 * np.abs(expected).max()
+    assert (
+        1e-4 < np.abs(np.asarray(more.logits(ROWS)) - expected).max() < 0.3 * np.abs(expected).max()
+    )
 
 
 def test_recorded_hidden_states_are_those_of_the_streams():
@@ -145,8 +165,13 @@ def test_recorded_hidden_states_are_those_of_the_streams():
     graph = Graph(config, Runtime(record=("hidden", "activations")), layout({"fsdp": 1}))
     params = random_model(config).params
     segments = np.array([[1] * 8, [1] * 5 + [0] * 3])
-    aux = jax.jit(lambda p: graph.logprobs(p, ROWS, make_step(ROWS, None, segments), 1.0)[2])(params)
-    (hidden,), (activations,) = aux.by_layer("hidden").values(), aux.by_layer("activations").values()
+    aux = jax.jit(lambda p: graph.logprobs(p, ROWS, make_step(ROWS, None, segments), 1.0)[2])(
+        params
+    )
+    (hidden,), (activations,) = (
+        aux.by_layer("hidden").values(),
+        aux.by_layer("activations").values(),
+    )
     assert hidden.shape == (2, *ROWS.shape, 3, config.hidden_size)
     real = np.asarray(hidden)[:, segments != 0]
     np.testing.assert_allclose(activations.mean, real.mean((1, 2, 3)), atol=1e-5)
@@ -154,9 +179,20 @@ def test_recorded_hidden_states_are_those_of_the_streams():
 
 
 def test_the_streams_are_replicated_and_the_mapping_is_spread_along_the_hidden_size():
-    graph = Graph(families.read(extended("Llama", norm_weight=True, reduce="head")), Runtime(), layout({"fsdp": 1}))
-    axes = {path: axes for path, axes in graph.axes.items() if "mapping" in path or "streams" in path}
-    assert axes["stacks.0.layers.0.mixer_residual.mapping.weight"] == ("layers", None, "embed", None)
+    graph = Graph(
+        families.read(extended("Llama", norm_weight=True, reduce="head")),
+        Runtime(),
+        layout({"fsdp": 1}),
+    )
+    axes = {
+        path: axes for path, axes in graph.axes.items() if "mapping" in path or "streams" in path
+    }
+    assert axes["stacks.0.layers.0.mixer_residual.mapping.weight"] == (
+        "layers",
+        None,
+        "embed",
+        None,
+    )
     assert axes["streams.head.weight"] == (None, "embed", None)
     assert {axis for names in axes.values() for axis in names} == {"layers", "embed", "norm", None}
 
@@ -178,6 +214,9 @@ def test_wrong_options_are_refused(section, message):
 
 def test_without_the_section_there_is_nothing():
     assert families.read(configuration("Llama")).hyper_connections is None
-    assert families.read(configuration("Llama", duet={"hyper_connections": {}})).hyper_connections == HyperConnections()
+    assert (
+        families.read(configuration("Llama", duet={"hyper_connections": {}})).hyper_connections
+        == HyperConnections()
+    )
     with pytest.raises(UnsupportedModel, match="unknown sections towers"):
         families.read(configuration("Llama", duet={"towers": {}}))

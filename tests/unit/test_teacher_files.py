@@ -1,4 +1,5 @@
-"""Files of a teacher's likeliest tokens: what is written is read, and rows of other tokens are refused."""
+"""Files of a teacher's likeliest tokens: what is written is read, and rows of other tokens are
+refused."""
 
 import json
 
@@ -12,12 +13,22 @@ K, ROWS = 3, [([5, 6, 7, 2], [0, 0, 1, 1]), ([8, 9], [0, 1]), ([4, 4, 4, 4, 2], 
 
 
 def facts(**changes) -> TeacherFacts:
-    values = {"source": "m", "model_sha256": "a", "vocabulary_sha256": "b", "stops": [2], "k": K, "vocab": 12}
-    return TeacherFacts(**values | {"dtype": "float32", "rows": len(ROWS), "rows_per_part": 2} | changes)
+    values = {
+        "source": "m",
+        "model_sha256": "a",
+        "vocabulary_sha256": "b",
+        "stops": [2],
+        "k": K,
+        "vocab": 12,
+    }
+    return TeacherFacts(
+        **values | {"dtype": "float32", "rows": len(ROWS), "rows_per_part": 2} | changes
+    )
 
 
 def numbers(seed=0):
-    """(log-probabilities, ids, logarithms of the rest) of the rows: of full distributions over 12 tokens."""
+    """(log-probabilities, ids, logarithms of the rest) of the rows: of full distributions over 12
+    tokens."""
     rng = np.random.default_rng(seed)
     result = []
     for _, mask in ROWS:
@@ -58,7 +69,9 @@ def test_a_round_trip_gives_every_number_back(tmp_path):
     assert {name: array.shape for name, array in arrays.items()} == {
         name: shape.shape for name, shape in files.shapes((2, 6), None).items()
     }
-    np.testing.assert_array_equal(arrays["teacher_ids"][mask != 0], np.concatenate([numbers()[1][n] for n in (2, 1)]))
+    np.testing.assert_array_equal(
+        arrays["teacher_ids"][mask != 0], np.concatenate([numbers()[1][n] for n in (2, 1)])
+    )
     assert not arrays["teacher_top"][mask == 0].any()
 
 
@@ -67,7 +80,9 @@ def test_half_precision_is_within_its_rounding_and_all_tokens_leave_no_rest(tmp_
     for number, logp in enumerate(numbers()[0]):
         np.testing.assert_allclose(files.take(number, K)[1], logp, atol=5e-4 * np.abs(logp).max())
     writer = TeacherWriter(tmp_path / "all", facts(rows=1))
-    writer.write(0, ROWS[1:2], [np.log([[0.5, 0.25, 0.25]])], [np.array([[3, 1, 2]])], [np.array([-np.inf])])
+    writer.write(
+        0, ROWS[1:2], [np.log([[0.5, 0.25, 0.25]])], [np.array([[3, 1, 2]])], [np.array([-np.inf])]
+    )
     writer.finish()
     np.testing.assert_allclose(TeacherFiles(tmp_path / "all").take(0, 3)[2], [LEAST_REST])
 

@@ -1,4 +1,5 @@
-"""Lines of samples with pictures and sounds, and their thumbnails, against Pillow and the bytes of the run."""
+"""Lines of samples with pictures and sounds, and their thumbnails, against Pillow and the bytes of
+the run."""
 
 import io
 import json
@@ -37,7 +38,11 @@ def test_a_line_says_what_its_prompt_shows_and_holds_no_content(run):
     assert first == {"kind": "image", "digest": red.digest, "width": 32, "height": 32, "rows": 16}
     assert every[0]["prompt"][1]["content"][0] == {"type": "image"}
     place, clip, strip = every[8]["media"]
-    assert (place["width"], place["height"], place["rows"]) == (640, 480, 3 * 64)  # tiles are added up
+    assert (place["width"], place["height"], place["rows"]) == (
+        640,
+        480,
+        3 * 64,
+    )  # tiles are added up
     assert (clip["kind"], clip["seconds"], clip["rate"], clip["rows"]) == ("audio", 2.5, 16_000, 63)
     assert (strip["width"], strip["height"], strip["rows"]) == (5000, 4, 20)
     assert max(map(len, (run / "samples.jsonl").read_text().splitlines())) < 2000
@@ -46,7 +51,10 @@ def test_a_line_says_what_its_prompt_shows_and_holds_no_content(run):
 def test_equal_pictures_in_sequence_are_two_entries():
     one = picture(landscape())
     rows = [
-        entry["rows"] for entry in messages.entries(expanded((one, (3, 4)), (one, (3, 4)), (one, (5,)), (one, (5,))))
+        entry["rows"]
+        for entry in messages.entries(
+            expanded((one, (3, 4)), (one, (3, 4)), (one, (5,)), (one, (5,)))
+        )
     ]
     assert rows == [7, 7, 5, 5]
 
@@ -55,13 +63,20 @@ def test_text_runs_have_the_lines_they_had():
     plain = problem([{"role": "user", "content": "1 + 1?"}], None, answer="2")
     sampled, scores = picture_runs.step([plain], 0)
     line = rollouts.records(sampled, scores, "grpo", 1, scores.total)[0]
-    assert "media" not in line and line["prompt"] is not None and line["prompt"] == plain.example.prompt
+    assert (
+        "media" not in line
+        and line["prompt"] is not None
+        and line["prompt"] == plain.example.prompt
+    )
     assert not rollouts.references(sampled)
 
 
 def test_contents_of_parts_and_data_uris_of_columns_are_left_out():
     uri = "data:image/png;base64,iVBORw0KGgo="
-    parts = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "image", "image": b"\x89PNG"}]
+    parts = [
+        {"type": "image_url", "image_url": {"url": uri}},
+        {"type": "image", "image": b"\x89PNG"},
+    ]
     own = {
         "answer": "data: none, really",
         "image": " DATA:image/png;base64,iVBO",
@@ -74,7 +89,9 @@ def test_contents_of_parts_and_data_uris_of_columns_are_left_out():
     assert line["columns"] == {"answer": "data: none, really"}
     kept = [{"type": "image_url"}, {"type": "image"}, {"type": "text", "text": "What?"}]
     assert line["prompt"] == [{"role": "user", "content": kept}]
-    assert prompt[0]["content"][0] is parts[0] and "image_url" in parts[0]  # the row of data is unchanged
+    assert (
+        prompt[0]["content"][0] is parts[0] and "image_url" in parts[0]
+    )  # the row of data is unchanged
 
 
 def test_each_picture_has_one_thumbnail(run):
@@ -119,14 +136,20 @@ def test_colours_of_both_kinds_are_those_of_the_picture(monkeypatch):
     # Blocks of 2 and 3 pixels against blocks of 2.5: they differ at the edge of sun and hills only.
     for content, mean in ((png, 1.0), (jpeg, 2.0)):
         assert np.abs(np.asarray(Image.open(io.BytesIO(content)), np.float64) - means).mean() < mean
-    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(small))), pixels[:40, :64])  # tiny ones are exact
-    np.testing.assert_array_equal(thumbnails.reduced(pixels, 192, 320)[:, 0], block_means(pixels)[:, 0])
+    np.testing.assert_array_equal(
+        np.asarray(Image.open(io.BytesIO(small))), pixels[:40, :64]
+    )  # tiny ones are exact
+    np.testing.assert_array_equal(
+        thumbnails.reduced(pixels, 192, 320)[:, 0], block_means(pixels)[:, 0]
+    )
 
 
 def block_means(pixels: np.ndarray) -> np.ndarray:
     """Means over blocks of 2 columns and of 2 or 3 rows, one at a time."""
     edges = [y * 480 // 192 for y in range(193)]
-    rows = [pixels[a:b, :2].reshape(-1, 3).mean(axis=0) for a, b in zip(edges, edges[1:], strict=False)]
+    rows = [
+        pixels[a:b, :2].reshape(-1, 3).mean(axis=0) for a, b in zip(edges, edges[1:], strict=False)
+    ]
     return np.floor(np.stack(rows) + 0.5).astype(np.uint8)[:, None]
 
 
@@ -172,7 +195,9 @@ def test_prompts_that_are_not_recorded_have_no_thumbnails(tmp_path):
     assert {path.name for path in (tmp_path / MEDIA).iterdir()} == expected
 
 
-@pytest.mark.parametrize("name", ["", "..", "../config", "a" * 63, "A" * 64, "a" * 64 + "/", "a" * 64 + "\n", "g" * 64])
+@pytest.mark.parametrize(
+    "name", ["", "..", "../config", "a" * 63, "A" * 64, "a" * 64 + "/", "a" * 64 + "\n", "g" * 64]
+)
 def test_only_digests_are_names(run, name):
     assert thumbnails.find(run, name) is None and thumbnails.read(run, name) is None
 
@@ -181,9 +206,13 @@ def test_a_file_that_is_no_picture_is_not_read(tmp_path):
     folder = tmp_path / MEDIA
     folder.mkdir()
     (folder / f"{'a' * 64}.jpg").write_bytes(b"<script>")
-    (folder / f"{'b' * 64}.png").write_bytes(thumbnails.png(disc((1, 2, 3))) + bytes(thumbnails.MOST_BYTES))
+    (folder / f"{'b' * 64}.png").write_bytes(
+        thumbnails.png(disc((1, 2, 3))) + bytes(thumbnails.MOST_BYTES)
+    )
     (folder / f"{'c' * 64}.png").write_bytes(thumbnails.png(disc((1, 2, 3))))
-    assert thumbnails.read(tmp_path, "a" * 64) is None and thumbnails.read(tmp_path, "b" * 64) is None
+    assert (
+        thumbnails.read(tmp_path, "a" * 64) is None and thumbnails.read(tmp_path, "b" * 64) is None
+    )
     assert thumbnails.read(tmp_path, "c" * 64).kind == "image/png"
 
 
@@ -192,14 +221,22 @@ def test_pieces_stand_where_their_parts_stand(run):
     place, clip, strip = (item["digest"][:8] for item in lines(run)[8]["media"])
     assert shown == [
         f"Here is a place:\n[picture 640x480, 192 rows, digest {place}..]\nand here its sound:\n"
-        f"[sound 2.5 s, 16,000 Hz, 63 rows, digest {clip}..]\nWhat connects them, and what is on this strip?\n"
+        f"[sound 2.5 s, 16,000 Hz, 63 rows, digest {clip}..]\nWhat connects them, and what is on "
+        "this strip?\n"
         f"[picture 5000x4, 20 rows, digest {strip}..]"
     ]
 
 
-@pytest.mark.parametrize("media", [None, [], "x", [1], [{"kind": "video"}], [{"kind": "image", "width": "<b>"}]])
+@pytest.mark.parametrize(
+    "media", [None, [], "x", [1], [{"kind": "video"}], [{"kind": "image", "width": "<b>"}]]
+)
 def test_damaged_entries_of_a_line_are_shown_as_far_as_they_go(media):
-    record = {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text"}, 7]}], "media": media}
+    record = {
+        "prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text"}, 7]}],
+        "media": media,
+    }
     [(role, pieces)] = messages.messages(record, "prompt")
     assert role == "user" and messages.flat(pieces) == '[picture]\n{"type": "text"}7'
-    assert messages.start(record, "prompt", 60) == '[picture] {"type": "text"}7' and messages.identity(record)
+    assert messages.start(
+        record, "prompt", 60
+    ) == '[picture] {"type": "text"}7' and messages.identity(record)

@@ -1,4 +1,5 @@
-"""Spans of a run in a file that the viewers of traces read, and profiles of the steps that were asked for."""
+"""Spans of a run in a file that the viewers of traces read, and profiles of the steps that were
+asked for."""
 
 import errno
 import json
@@ -32,7 +33,9 @@ def test_spans_lie_within_their_step_and_a_run_goes_on_after_a_torn_line(tmp_pat
     Timeline(tmp_path, None).close()
     result = events(tmp_path)
     assert [event["name"] for event in result] == ["sampling", "step"] * 4
-    assert [event["args"] for event in result[1::2]] == [{"stage": "grpo", "step": step} for step in (1, 2, 3, 4)]
+    assert [event["args"] for event in result[1::2]] == [
+        {"stage": "grpo", "step": step} for step in (1, 2, 3, 4)
+    ]
     for inner, step in zip(result[::2], result[1::2], strict=True):
         assert step["ts"] <= inner["ts"] and inner["dur"] <= step["dur"]
 
@@ -44,7 +47,10 @@ def test_what_happens_next_to_the_run_has_rows_of_its_own(tmp_path):
     timeline.close()
     rows = {event["tid"]: event["args"]["name"] for event in events(tmp_path, "M")}
     result = {event["name"]: (rows[event["tid"]], event["args"]) for event in events(tmp_path)}
-    assert result["math"] == ("rewards 1", {"completions": 4}) and result["length"] == ("rewards 1", {"completions": 2})
+    assert result["math"] == ("rewards 1", {"completions": 4}) and result["length"] == (
+        "rewards 1",
+        {"completions": 2},
+    )
     assert result["writing a checkpoint"][0] == "checkpoints" and result["sampling"][0] == "run"
     assert [(e["ts"], e["dur"]) for e in events(tmp_path)[:2]] == [(12.5e6, 0.25e6), (13e6, 0.5e6)]
     assert len(events(tmp_path, "M")) == 3
@@ -81,7 +87,9 @@ def test_a_full_disk_costs_lines_of_the_file_and_nothing_else(tmp_path, monkeypa
     monkeypatch.setattr(os, "write", limited)
     for _ in range(4):
         timeline.past("sampling", 1.0, 0.5)
-    assert len(events(tmp_path)) == 1  # after a line that names its row; what was written of the next is gone
+    assert (
+        len(events(tmp_path)) == 1
+    )  # after a line that names its row; what was written of the next is gone
     room[0] = 10**6
     timeline.past("export", 2.0, 0.5)
     room[0] = 0

@@ -46,10 +46,17 @@ def test_a_built_in_tokenizer_is_an_ordinary_directory(source, tmp_path):
         assert ids == made.encode(text) and len(ids) == len(text)
         assert again.decode(ids) == text
         assert again.convert_ids_to_tokens(list(range(8))) == list(SPECIALS)
-        assert (again.pad_token_id, again.bos_token_id, again.eos_token_id, again.unk_token_id) == (0, 1, 2, 3)
+        assert (again.pad_token_id, again.bos_token_id, again.eos_token_id, again.unk_token_id) == (
+            0,
+            1,
+            2,
+            3,
+        )
         assert len(again) == len(made) == 8 + (len(ALPHABET) if source == "characters" else 256)
         chat = TALK[1:2]
-        assert again.apply_chat_template(chat, tokenize=False) == made.apply_chat_template(chat, tokenize=False)
+        assert again.apply_chat_template(chat, tokenize=False) == made.apply_chat_template(
+            chat, tokenize=False
+        )
 
 
 def test_bytes_bring_any_text_back_and_characters_mark_what_they_do_not_know(tokenizer):
@@ -68,7 +75,9 @@ def learned(tokenizer, row) -> str:
 def test_the_mask_covers_what_the_assistant_writes_and_nothing_else(tokenizer):
     [(ids, mask)] = encode_conversation(tokenizer, TALK)
     assert learned(tokenizer, (ids, mask)) == "é2<eos>3 <eos>"
-    marked = tokenizer.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
+    marked = tokenizer.apply_chat_template(
+        TALK, return_dict=True, return_assistant_tokens_mask=True
+    )
     assert (ids, mask) == (marked["input_ids"], marked["assistant_masks"])
 
 
@@ -78,18 +87,24 @@ def test_a_demonstration_continues_exactly_the_prompt_that_sampling_sees(tokeniz
         shown = render_prompt(tokenizer, prompt)
         assert ids[: len(shown)] == shown and mask == [0] * len(shown) + [1] * 3
         assert tokenizer.decode(ids[len(shown) :]) == "42<eos>"
-        assert encode_completion(tokenizer, prompt, "42", "all") == (ids, [0] + [1] * (len(ids) - 1))
+        assert encode_completion(tokenizer, prompt, "42", "all") == (
+            ids,
+            [0] + [1] * (len(ids) - 1),
+        )
 
 
 QWEN = (
     "{%- for m in messages -%}{%- set last = loop.last -%}<|{{ m.role }}|>\n"
-    "{%- if m.role == 'assistant' and last -%}<think>\n\n</think>\n\n{%- endif -%}{{ m.content }}<eos>\n{% endfor -%}"
+    "{%- if m.role == 'assistant' and last -%}<think>\n\n</think>\n\n{%- endif -%}{{ m.content "
+    "}}<eos>\n{% endfor -%}"
     "{%- if add_generation_prompt -%}<|assistant|>\n{%- endif -%}"
 )
 THOUGHT = "<think>\n\n</think>"
-# The prompt ends with the beginning of a thought, which a conversation does not have, and neither its thoughts (DeepSeek R1).
+# The prompt ends with the beginning of a thought, which a conversation does not have, and neither
+# its thoughts (DeepSeek R1).
 R1 = (
-    "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<eos>{%- endfor -%}"
+    "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<eos>{%- "
+    "endfor -%}"
     "{%- if add_generation_prompt -%}<|assistant|><think>\n{%- endif -%}"
 )
 COUNTS = "{{ messages | length }}{% for m in messages %}{{ m.content }}|{% endfor %}"
@@ -97,7 +112,10 @@ CASES = {
     "drops the thought of earlier turns": (QWEN, [f"{THOUGHT}3 <eos>", f"{THOUGHT}é2<eos>"]),
     "begins a thought in the prompt only": (R1, ["é2<eos>3 <eos>"]),
     "rewrites what came before": (COUNTS, ["3 |", "é2|"]),
-    "drops the assistant": ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", None),
+    "drops the assistant": (
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+        None,
+    ),
     "begins twice": ("<bos><bos>{% for m in messages %}{{ m.content }}<eos>{% endfor %}", None),
 }
 
@@ -114,7 +132,9 @@ def test_other_templates_are_masked_by_position_or_refused(name, tmp_path):
     rows = encode_conversation(tokenizer, TALK)
     assert [learned(tokenizer, row) for row in rows] == expected
     assert encode_conversation(tokenizer, TALK, history="last") == rows[:1]
-    assert encode_conversation(tokenizer, TALK, train_on="last_turn") == rows[:1] or name.startswith("begins")
+    assert encode_conversation(tokenizer, TALK, train_on="last_turn") == rows[
+        :1
+    ] or name.startswith("begins")
     full = tokenizer.apply_chat_template(TALK, tokenize=False)
     assert tokenizer.decode(rows[0][0]) == full
 
@@ -138,7 +158,11 @@ def test_an_answer_that_its_own_end_of_turn_contains_is_trained_on(tmp_path):
     tokenizer = load_tokenizer("bytes", chat_template=tmp_path / "chat.jinja")
     talk = [TALK[1], {"role": "assistant", "content": "e"}]
     assert learned(tokenizer, encode_conversation(tokenizer, talk)[0]) == "e<eos>"
-    for content in ("a", "assistant", "<b>"):  # letters of the header of the turn, and of what its prompt ends with
+    for content in (
+        "a",
+        "assistant",
+        "<b>",
+    ):  # letters of the header of the turn, and of what its prompt ends with
         talk = [TALK[1], {"role": "assistant", "content": content}]
         assert learned(tokenizer, encode_conversation(tokenizer, talk)[0]) == f"{content}<eos>"
 
@@ -147,19 +171,30 @@ def test_history_last_leaves_out_turns_that_are_rewritten(tmp_path):
     (tmp_path / "chat.jinja").write_text(QWEN)
     tokenizer = load_tokenizer("bytes", chat_template=tmp_path / "chat.jinja")
     talk = [*TALK[:4], TALK[4] | {"weight": 0}]
-    assert [learned(tokenizer, row) for row in encode_conversation(tokenizer, talk)] == [f"{THOUGHT}é2<eos>"]
+    assert [learned(tokenizer, row) for row in encode_conversation(tokenizer, talk)] == [
+        f"{THOUGHT}é2<eos>"
+    ]
     with pytest.raises(ChatError, match="changes every turn that is trained on"):
         encode_conversation(tokenizer, talk, history="last")
 
 
 def test_variables_and_the_date_of_a_run_reach_the_template(tmp_path):
-    template = "{{ strftime_now('%d %b %Y') }}{{ strftime_now( \"%Y\" ) }} {{ thinking }}{{ messages[0].content }}"
+    template = (
+        "{{ strftime_now('%d %b %Y') }}{{ strftime_now( \"%Y\" ) }} {{ thinking }}{{ "
+        "messages[0].content }}"
+    )
     (tmp_path / "chat.jinja").write_text(template)
     options = {"file": str(tmp_path / "chat.jinja"), "variables": {"thinking": False}}
-    values = {"model": "tiny", "max_length": 8, "stages": [{"algorithm": "sft", "steps": 1, "data": "rows.jsonl"}]}
+    values = {
+        "model": "tiny",
+        "max_length": 8,
+        "stages": [{"algorithm": "sft", "steps": 1, "data": "rows.jsonl"}],
+    }
 
     def prompt(**more):
-        config = RunConfig.model_validate(values | {"tokenizer": {"source": "bytes", "chat_template": options} | more})
+        config = RunConfig.model_validate(
+            values | {"tokenizer": {"source": "bytes", "chat_template": options} | more}
+        )
         tokenizer, _ = read_tokenizer(config)
         return tokenizer.decode(render_prompt(tokenizer, TALK[:1])), reads_date(config)
 
@@ -186,7 +221,9 @@ def test_a_run_that_is_continued_reads_the_date_of_its_start(tmp_path):
     config = load([tmp_path / "run.yml"])
     assert with_date(config).tokenizer.date == datetime.date.today().isoformat()
     (tmp_path / "run").mkdir()
-    started = config.model_copy(update={"tokenizer": config.tokenizer.model_copy(update={"date": "2026-01-31"})})
+    started = config.model_copy(
+        update={"tokenizer": config.tokenizer.model_copy(update={"date": "2026-01-31"})}
+    )
     (tmp_path / "run" / "config.yml").write_text(files.resolved_yaml(started))
     assert with_date(config).tokenizer.date == datetime.date.today().isoformat()  # it has no event
     (tmp_path / "run" / "events.jsonl").write_text("{}")
@@ -211,7 +248,9 @@ WITH_TOOLS = "{% if tools %}{{ tools | map(attribute='function.name') | join }}|
 
 
 def test_tools_reach_the_template_or_are_refused(tmp_path):
-    (tmp_path / "chat.jinja").write_text(WITH_TOOLS + "{% for m in messages %}{{ m.content }}<eos>{% endfor %}")
+    (tmp_path / "chat.jinja").write_text(
+        WITH_TOOLS + "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    )
     tokenizer = load_tokenizer("bytes", chat_template=tmp_path / "chat.jinja")
     with_tools = with_variables(tokenizer, tools=TOOLS)
     messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
@@ -247,7 +286,9 @@ def test_a_tokenizer_that_frames_its_text_keeps_its_beginning_and_loses_its_end(
         render_prompt(framed, "<bos>1")
 
 
-def test_stop_tokens_are_those_of_the_tokenizer_and_of_the_generation_configuration(tokenizer, tmp_path):
+def test_stop_tokens_are_those_of_the_tokenizer_and_of_the_generation_configuration(
+    tokenizer, tmp_path
+):
     assert stop_ids(tokenizer) == stop_ids(tokenizer, tmp_path) == (2,)
     for listed, result in ((7, (2, 7)), ([9, 2, 7], (2, 7, 9)), (None, (2,))):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
@@ -255,7 +296,10 @@ def test_stop_tokens_are_those_of_the_tokenizer_and_of_the_generation_configurat
 
 
 OUTER, INNER = {"eos_token_id": [5, 9]}, {"text_config": {"eos_token_id": [6, 9]}}
-THINKER = {"model_type": "qwen3_omni_moe", "architectures": ["Qwen3OmniMoeForConditionalGeneration"]}
+THINKER = {
+    "model_type": "qwen3_omni_moe",
+    "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+}
 
 
 @pytest.mark.parametrize(

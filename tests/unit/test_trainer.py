@@ -1,5 +1,5 @@
-"""Updates: what they compute does not depend on how the rows are cut, they happen in place, and they do what is
-promised.
+"""Updates: what they compute does not depend on how the rows are cut, they happen in place, and
+they do what is promised.
 """
 
 import dataclasses
@@ -30,7 +30,8 @@ from rollout import Generator, GeneratorOptions, SamplingParams
 
 @pytest.fixture
 def compilations():
-    """The seconds of every compilation, as they happen; a program read from the compilation cache counts too."""
+    """The seconds of every compilation, as they happen; a program read from the compilation cache
+    counts too."""
     result = []
 
     def calls(event, seconds, **_):
@@ -66,7 +67,9 @@ def assert_cut_changes_nothing(model, data, algorithm, cuts, **keys):
                     one[key], other[key], rtol=2e-6, atol=1e-6, err_msg=f"{key}, micro_batch {rows}"
                 )
         for key in full:
-            np.testing.assert_allclose(arrays[key], full[key], atol=1e-6, err_msg=f"{key}, micro_batch {rows}")
+            np.testing.assert_allclose(
+                arrays[key], full[key], atol=1e-6, err_msg=f"{key}, micro_batch {rows}"
+            )
     return full, result
 
 
@@ -83,7 +86,9 @@ def test_policy_gradient_updates_are_the_same_for_any_micro_batch():
         "top_entropy": 0.5,
         "correction": "token_truncate",
     }
-    assert_cut_changes_nothing(learners.dense(), batch(), options, cuts=[3], updates_per_step=2, prompts_per_step=2)
+    assert_cut_changes_nothing(
+        learners.dense(), batch(), options, cuts=[3], updates_per_step=2, prompts_per_step=2
+    )
 
 
 @pytest.mark.slow
@@ -105,7 +110,9 @@ def test_updates_of_experts_are_the_same_for_any_micro_batch_and_move_biases_by_
         moved = full[path] - before[path]  # two updates of 0.05 up, down or not at all
         np.testing.assert_allclose(moved / 0.05, np.rint(moved / 0.05), atol=1e-4)
         assert (moved > 0).any() and (moved < 0).any()
-    plain, unbalanced = updated(model, stage(router=router | {"balance_coef": 0.0}), data, updates=1)
+    plain, unbalanced = updated(
+        model, stage(router=router | {"balance_coef": 0.0}), data, updates=1
+    )
     difference = result[0]["loss"] - unbalanced[0]["loss"]
     np.testing.assert_allclose(difference, 0.3 * result[0]["moe/balance"], rtol=1e-5)
 
@@ -127,7 +134,9 @@ def test_every_aggregation_is_the_same_for_any_micro_batch(aggregation):
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_rollout_updates_of_experts_are_the_same_for_any_micro_batch(algorithm):
     router = {"bias_rate": 0.05, "balance_coef": 0.3}
-    assert_cut_changes_nothing(learners.experts(), batch(), algorithm, cuts=[1, 3, 4], router=router)
+    assert_cut_changes_nothing(
+        learners.experts(), batch(), algorithm, cuts=[1, 3, 4], router=router
+    )
 
 
 def test_an_update_happens_in_place_in_one_program(compilations):
@@ -136,18 +145,26 @@ def test_an_update_happens_in_place_in_one_program(compilations):
     data = batch()
     model.params = state.policy.params
     old = model.params
-    lowered = trainer.policy.executable.lower(state.policy, data, trainer.loss_inputs(data), micro_rows=8)
+    lowered = trainer.policy.executable.lower(
+        state.policy, data, trainer.loss_inputs(data), micro_rows=8
+    )
     aliased = lowered.compile().memory_analysis().alias_size_in_bytes
     leaves = sum(leaf.nbytes for leaf in jax.tree.leaves(state.policy))
-    assert aliased == leaves - 4  # the count of the schedule, which is the number of the update and not read
-    state, _ = trainer.update(state, data)  # the first weights may lie in memory of numpy, which nobody can give away
+    assert (
+        aliased == leaves - 4
+    )  # the count of the schedule, which is the number of the update and not read
+    state, _ = trainer.update(
+        state, data
+    )  # the first weights may lie in memory of numpy, which nobody can give away
     where = {path: array.unsafe_buffer_pointer() for path, array in state.policy.params.items()}
     assert compilations
     compilations.clear()
     for _ in range(3):
         state, _ = trainer.update(state, data)
         model.params = state.policy.params
-        assert {path: array.unsafe_buffer_pointer() for path, array in model.params.items()} == where
+        assert {
+            path: array.unsafe_buffer_pointer() for path, array in model.params.items()
+        } == where
     assert not compilations
     with pytest.raises(RuntimeError, match="deleted"):
         np.asarray(old["norm.weight"])
@@ -158,17 +175,23 @@ def test_the_generator_reads_the_arrays_that_the_update_wrote():
     data = batch()
     trainer, state = begin(learners.dense(), stage("grpo"))
     model = Model(learners.dense().graph, state.policy.params)
-    generator = Generator(model, max_length=16, slots=2, options=GeneratorOptions(tokens_per_dispatch=4))
+    generator = Generator(
+        model, max_length=16, slots=2, options=GeneratorOptions(tokens_per_dispatch=4)
+    )
     prompt, params = [3, 5, 7], SamplingParams(max_new_tokens=8, temperature=1.0)
     first = generator.generate([prompt], params)[0][0]
     for _ in range(2):
         state, _ = trainer.update(state, data)
     with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
-        generator.generate([prompt], params)  # not told of the new ones, it cannot go on with the old
+        generator.generate(
+            [prompt], params
+        )  # not told of the new ones, it cannot go on with the old
     model.params = state.policy.params
     written = generator.generate([prompt], params)[0][0]
     row = padded_batch([(prompt + written.tokens, [0] * 3 + [1] * 8)], 16)
-    np.testing.assert_allclose(trainer.logprobs(state.policy.params, row)[0][0, 3:11], written.logprobs, atol=1e-5)
+    np.testing.assert_allclose(
+        trainer.logprobs(state.policy.params, row)[0][0, 3:11], written.logprobs, atol=1e-5
+    )
     assert not np.allclose(first.logprobs, written.logprobs, atol=1e-3)
 
 
@@ -185,7 +208,8 @@ def test_an_update_that_is_not_finite_changes_no_bit_and_is_counted():
     assert same_bits(host(state), before)
     state, metrics = trainer.update(state, data)
     assert metrics["optim/skipped"] == 0 and not same_bits(host(state), before)
-    # Outside of a stage the learning rate is that of the updates made: count 1 of this constant schedule with warm-up.
+    # Outside of a stage the learning rate is that of the updates made: count 1 of this constant
+    # schedule with warm-up.
     assert metrics["optim/lr"] == np.float32(1e-2)
 
 
@@ -195,7 +219,9 @@ def test_equal_rewards_leave_everything_as_it_was():
     trainer, state = begin(model, stage("grpo", optimizer={"weight_decay": 0.1}))
     state, _ = trainer.update(state, data)
     before = host(state)
-    silent = data.replace(advantages=trainer.algorithm.advantages(np.full((4, 2), 0.7)).reshape(-1).astype(np.float32))
+    silent = data.replace(
+        advantages=trainer.algorithm.advantages(np.full((4, 2), 0.7)).reshape(-1).astype(np.float32)
+    )
     state, metrics = trainer.update(state, silent)
     assert (
         metrics["optim/grad_norm"] == 0
@@ -215,19 +241,29 @@ def test_a_row_without_a_score_is_as_good_as_absent():
     with_it, result = updated(model, options, data.without(unscored))
     alone, expected = updated(model, options, jax.tree.map(lambda a: a[~unscored], data))
     for key in expected[0].keys() - {"perf/packed_share"}:
-        np.testing.assert_allclose(result[0][key], expected[0][key], rtol=1e-5, atol=1e-6, err_msg=key)
+        np.testing.assert_allclose(
+            result[0][key], expected[0][key], rtol=1e-5, atol=1e-6, err_msg=key
+        )
     for key in alone:
         np.testing.assert_allclose(with_it[key], alone[key], atol=1e-6, err_msg=key)
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
-@pytest.mark.parametrize(("steps", "k", "warm"), [(20, 1, 4), (7, 3, 4), (5, 4, 0), (6, 2, 11), (3, 1, 9), (1, 1, 0)])
+@pytest.mark.parametrize(
+    ("steps", "k", "warm"), [(20, 1, 4), (7, 3, 4), (5, 4, 0), (6, 2, 11), (3, 1, 9), (1, 1, 0)]
+)
 def test_learning_rates_follow_from_the_number_of_the_update_by_the_formula(kind, steps, k, warm):
-    options = OptimizerOptions(learning_rate=0.5, schedule=kind, warmup_steps=warm, final_fraction=0.1)
+    options = OptimizerOptions(
+        learning_rate=0.5, schedule=kind, warmup_steps=warm, final_fraction=0.1
+    )
     rates = [learning_rate(options, steps, k, update) for update in range(steps * k)]
     compiled = jax.jit(schedule(options, steps, k))
-    np.testing.assert_allclose([compiled(np.int32(update)) for update in range(steps * k)], rates, rtol=2e-6)
-    np.testing.assert_allclose(rates[:warm], [0.5 * (u + 1) / (warm + 1) for u in range(warm)][: steps * k], rtol=1e-6)
+    np.testing.assert_allclose(
+        [compiled(np.int32(update)) for update in range(steps * k)], rates, rtol=2e-6
+    )
+    np.testing.assert_allclose(
+        rates[:warm], [0.5 * (u + 1) / (warm + 1) for u in range(warm)][: steps * k], rtol=1e-6
+    )
     if warm < steps * k:
         assert rates[warm] == 0.5
     if kind == "constant" or warm // k >= steps - 1:
@@ -241,7 +277,9 @@ def test_learning_rates_follow_from_the_number_of_the_update_by_the_formula(kind
 
 def test_a_schedule_without_warm_up_starts_at_its_peak_and_ends_at_its_end():
     options = OptimizerOptions(learning_rate=0.5, schedule="linear")
-    assert [float(schedule(options, 6)(update)) for update in range(6)] == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
+    assert [float(schedule(options, 6)(update)) for update in range(6)] == pytest.approx(
+        [0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
+    )
     rates = [learning_rate(options, 6, 1, update) for update in range(6)]
     assert drawn(rates) == "█▇▅▄▂▁  at most 0.5 (step 1), 0 in the last of 6 steps"
     assert len(drawn([0.1] * 1500, 3).partition(" ")[0]) == 40 and drawn([])
@@ -249,7 +287,11 @@ def test_a_schedule_without_warm_up_starts_at_its_peak_and_ends_at_its_end():
 
 def test_updates_that_change_nothing_do_not_hold_the_learning_rate():
     model, data = learners.dense(), batch()
-    options = stage("grpo", steps=4, optimizer={"learning_rate": 0.4, "schedule": "linear", "final_fraction": 0.25})
+    options = stage(
+        "grpo",
+        steps=4,
+        optimizer={"learning_rate": 0.4, "schedule": "linear", "final_fraction": 0.25},
+    )
     trainer, state = begin(model, options)
     silent = data.replace(advantages=np.zeros_like(data.advantages))
     rates = []
@@ -257,7 +299,9 @@ def test_updates_that_change_nothing_do_not_hold_the_learning_rate():
         state, metrics = trainer.update(state, each, number=number)
         rates.append(float(metrics["optim/lr"]))
     np.testing.assert_allclose(rates, [0.4, 0.3, 0.2, 0.1], rtol=1e-6)
-    assert int(updates_made(state.policy)) == 2  # AdamW corrects its moments by the updates that it made
+    assert (
+        int(updates_made(state.policy)) == 2
+    )  # AdamW corrects its moments by the updates that it made
     again, start = begin(model, options)
     start, _ = again.update(start, data, number=0)
     start, _ = again.update(start, data, number=3)
@@ -266,7 +310,9 @@ def test_updates_that_change_nothing_do_not_hold_the_learning_rate():
 
 def test_a_policy_counts_from_the_step_after_the_warm_up_of_its_critic():
     options = {"learning_rate": 0.4, "schedule": "linear", "final_fraction": 0.25}
-    trainer, _ = begin(learners.dense(), stage({"name": "ppo", "critic_warmup": 2}, steps=6, optimizer=options))
+    trainer, _ = begin(
+        learners.dense(), stage({"name": "ppo", "critic_warmup": 2}, steps=6, optimizer=options)
+    )
     assert trainer.policy._first_update == 2
     assert [float(trainer.policy.rate(u)) for u in range(4)] == pytest.approx([0.4, 0.3, 0.2, 0.1])
 
@@ -277,7 +323,9 @@ def test_weight_decay_acts_on_matrices_only():
     model, data = learners.experts(), batch()
     before, result = host(model.params), []
     for decay in (0.5, 0.0):
-        trainer, state = begin(model, stage("grpo", optimizer={"weight_decay": decay}, router={"bias_rate": 0.0}))
+        trainer, state = begin(
+            model, stage("grpo", optimizer={"weight_decay": decay}, router={"bias_rate": 0.0})
+        )
         result.append(host(trainer.update(state, data)[0].policy.params))
     decayed, plain = result
     for path, axes in model.graph.axes.items():
@@ -293,9 +341,13 @@ def test_weight_decay_acts_on_matrices_only():
 
 @pytest.mark.slow
 def test_small_steps_of_weights_in_bfloat16_add_up():
-    """Against AdamW of optax on the same weights in float32; without a copy in float32 most of them never move."""
+    """Against AdamW of optax on the same weights in float32; without a copy in float32 most of them
+    never move."""
     rng, adamw = np.random.default_rng(0), optax.adamw(1e-5, weight_decay=0.1)
-    kept, rounded = stored_as(adamw, "float32", master=True), stored_as(adamw, "bfloat16", master=False)
+    kept, rounded = (
+        stored_as(adamw, "float32", master=True),
+        stored_as(adamw, "bfloat16", master=False),
+    )
     first = {"a": jnp.asarray(rng.normal(size=200), jnp.bfloat16)}
     wide = {"a": first["a"].astype(jnp.float32)}
     result = [first, kept.init(first)], [wide, adamw.init(wide)], [first, rounded.init(first)]
@@ -323,20 +375,32 @@ def test_an_update_leaves_every_array_in_its_dtype(param_dtype, state_dtype):
     assert sizes == [np.dtype(state_dtype).itemsize] * (copies * len(new.params))
 
 
-@pytest.mark.parametrize("model", [learners.dense, pytest.param(learners.experts, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model", [learners.dense, pytest.param(learners.experts, marks=pytest.mark.slow)]
+)
 def test_weights_cast_before_a_pass_give_the_bits_of_those_cast_in_it(model):
     model, data = model(runtime=dataclasses.replace(learners.QUICK, dtype="bfloat16")), batch()
-    graph, step = model.graph, make_step(jnp.asarray(data.tokens), segments=jnp.asarray(data.segments))
+    graph, step = (
+        model.graph,
+        make_step(jnp.asarray(data.tokens), segments=jnp.asarray(data.segments)),
+    )
     still = {path: model.params[path] for path in graph.untrained}
     trained = {path: array for path, array in model.params.items() if path not in still}
 
     @jax.jit
     def gradient(weights):
-        return jax.value_and_grad(lambda w: graph.logprobs(w | still, data.tokens, step, 1.0)[0].sum())(weights)
+        return jax.value_and_grad(
+            lambda w: graph.logprobs(w | still, data.tokens, step, 1.0)[0].sum()
+        )(weights)
 
-    (expected, slopes), (result, cast) = gradient(trained), gradient(graph.cast_for_products(trained))
+    (expected, slopes), (result, cast) = (
+        gradient(trained),
+        gradient(graph.cast_for_products(trained)),
+    )
     assert result == expected
-    assert {path for path, slope in cast.items() if slope.dtype == jnp.bfloat16} == graph.inputs.keys()
+    assert {
+        path for path, slope in cast.items() if slope.dtype == jnp.bfloat16
+    } == graph.inputs.keys()
     for path, slope in slopes.items():
         np.testing.assert_array_equal(slope, cast[path].astype(jnp.float32), err_msg=path)
 
@@ -353,12 +417,16 @@ def test_gradients_are_clipped_as_optax_clips_them():
         )
 
     raw, norm = first_gradient(1e3)
-    assert norm == pytest.approx(float(optax.tree.norm(raw)), rel=1e-5)  # below the limit nothing is changed
+    assert norm == pytest.approx(
+        float(optax.tree.norm(raw)), rel=1e-5
+    )  # below the limit nothing is changed
     clip = optax.clip_by_global_norm(norm / 3)
     expected, _ = clip.update(raw, clip.init(raw))
     result, reported = first_gradient(norm / 3)
     assert reported == pytest.approx(norm, rel=1e-5)  # before clipping
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), result, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), result, expected
+    )
 
 
 def test_loss_and_adamw_are_those_of_torch(tmp_path):
@@ -369,7 +437,13 @@ def test_loss_and_adamw_are_those_of_torch(tmp_path):
     theirs = oracle("Llama", **learners.SIZES)
     model = policy.load(saved(theirs, tmp_path / "hf"))
     data = batch()
-    optimizer = {"learning_rate": 1e-2, "eps": 1e-4, "weight_decay": 0.1, "clip_norm": 0.5, "beta2": 0.95}
+    optimizer = {
+        "learning_rate": 1e-2,
+        "eps": 1e-4,
+        "weight_decay": 0.1,
+        "clip_norm": 0.5,
+        "beta2": 0.95,
+    }
     trainer, state = begin(model, stage(optimizer=optimizer))
     groups = [
         {"params": [p for p in theirs.parameters() if p.dim() > 1], "weight_decay": 0.1},
@@ -380,7 +454,9 @@ def test_loss_and_adamw_are_those_of_torch(tmp_path):
     for _ in range(3):
         state, metrics = trainer.update(state, data)
         adamw.zero_grad()
-        loss = theirs(torch.tensor(data.tokens), attention_mask=torch.tensor(data.segments), labels=labels).loss
+        loss = theirs(
+            torch.tensor(data.tokens), attention_mask=torch.tensor(data.segments), labels=labels
+        ).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         adamw.step()
@@ -423,7 +499,9 @@ def test_a_value_head_on_the_policys_states_learns_from_them_and_leaves_them_alo
     trainer, state = begin(model, stage(algorithm, critic={"learning_rate": 0.01}, micro_batch=3))
     assert state.critic.params.keys() == {"value_head"}
     jax.tree.map(
-        lambda s, a: (s.shape, s.sharding) == (a.shape, a.sharding) or pytest.fail(f"{s}"), trainer.abstract(), state
+        lambda s, a: (s.shape, s.sharding) == (a.shape, a.sharding) or pytest.fail(f"{s}"),
+        trainer.abstract(),
+        state,
     )
     head, policy_before = np.array(state.critic.params["value_head"]), host(state.policy)
 
@@ -431,7 +509,9 @@ def test_a_value_head_on_the_policys_states_learns_from_them_and_leaves_them_alo
     scale = np.asarray(model.params["norm.weight"])
     states = last / np.sqrt((last**2).mean(-1, keepdims=True) + model.config.norm.eps) * scale
     before = np.pad(states[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    for result, expected in zip(trainer.values(state, data), (before @ head, states @ head), strict=True):
+    for result, expected in zip(
+        trainer.values(state, data), (before @ head, states @ head), strict=True
+    ):
         np.testing.assert_allclose(result, expected * data.segments, atol=1e-5)
     error = (before @ head - data.returns) * data.mask / data.mask.sum()
     gradient = np.einsum("nt,nte->e", error, before)
@@ -446,8 +526,8 @@ def test_a_value_head_on_the_policys_states_learns_from_them_and_leaves_them_alo
 
 @pytest.mark.slow
 def test_a_value_head_learns_with_the_policy_what_it_learns_alone():
-    """In an update of both from packed rows in micro-batches: the head as if the policy stayed, the policy as if the
-    head did.
+    """In an update of both from packed rows in micro-batches: the head as if the policy stayed, the
+    policy as if the head did.
     """
     model, data = learners.dense(), batch()
     options = stage({"name": "ppo", "critic_trunk": "policy", "value_init_std": 1.0}, micro_batch=3)
@@ -461,14 +541,18 @@ def test_a_value_head_learns_with_the_policy_what_it_learns_alone():
     both, metrics = trainer.update(state, data)
     np.testing.assert_allclose(both.critic.params["value_head"], head, atol=1e-6)
     assert np.abs(head - before).max() > 1e-3 and int(both.critic.optimizer[-1].count) == 1
-    assert {name for name in metrics if name.startswith("value/")} == values.keys() and "value/gradient" not in metrics
+    assert {
+        name for name in metrics if name.startswith("value/")
+    } == values.keys() and "value/gradient" not in metrics
     for name, value in values.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
     trainer, state = begin(model, options)
     packing, R = trainer.packing_of(data)
     packed, start = packing.batch(data), host(state.policy)
-    still = jax.jit(partial(trainer.policy._update, micro_rows=R))(state.policy, packed, trainer.loss_inputs(packed))[0]
+    still = jax.jit(partial(trainer.policy._update, micro_rows=R))(
+        state.policy, packed, trainer.loss_inputs(packed)
+    )[0]
     moved = host(both.policy)
     assert not same_bits(moved, start)
     for path, array in host(still).items():
@@ -493,7 +577,9 @@ def test_the_kl_to_the_reference_starts_at_zero():
     trainer, state = begin(model, stage({"name": "grpo", "kl_coef": 0.1}, micro_batch=2))
     reference = trainer.logprobs(state.reference, data)[0]
     np.testing.assert_array_equal(reference, trainer.logprobs(state.policy.params, data)[0])
-    np.testing.assert_allclose(reference, model.logprobs(data.tokens, segments=data.segments)[0], atol=1e-5)
+    np.testing.assert_allclose(
+        reference, model.logprobs(data.tokens, segments=data.segments)[0], atol=1e-5
+    )
     kept = host(state.reference)
     kl = []
     for _ in range(2):
@@ -511,7 +597,10 @@ def test_the_kl_to_the_reference_starts_at_zero():
 def test_a_state_described_for_a_checkpoint_has_the_shapes_and_places_of_the_real_one():
     trainer, state = begin(learners.experts(), stage({"name": "ppo", "kl_coef": 0.1}))
     jax.tree.map(
-        lambda s, a: (s.shape, s.dtype, s.sharding) == (a.shape, a.dtype, a.sharding) or pytest.fail(f"{s} {a}"),
+        lambda s, a: (
+            (s.shape, s.dtype, s.sharding) == (a.shape, a.dtype, a.sharding)
+            or pytest.fail(f"{s} {a}")
+        ),
         trainer.abstract(),
         state,
     )
@@ -519,7 +608,9 @@ def test_a_state_described_for_a_checkpoint_has_the_shapes_and_places_of_the_rea
 
 def test_a_bias_moves_against_the_load():
     bias = jnp.array([0.0, 1.0, -1.0, 0.5])
-    np.testing.assert_allclose(bias_update(bias, jnp.array([4.0, 0.0, 2.0, 2.0]), 0.1), [-0.1, 1.1, -1.0, 0.5])
+    np.testing.assert_allclose(
+        bias_update(bias, jnp.array([4.0, 0.0, 2.0, 2.0]), 0.1), [-0.1, 1.1, -1.0, 0.5]
+    )
 
 
 ON_EIGHT_DEVICES = """
@@ -564,6 +655,10 @@ def test_updates_on_eight_devices_are_those_on_one():
         "PYTHONPATH": os.pathsep.join([str(tests), os.environ["PYTHONPATH"]]),
     }
     done = subprocess.run(
-        [sys.executable, "-c", ON_EIGHT_DEVICES], capture_output=True, text=True, env=environment, timeout=500
+        [sys.executable, "-c", ON_EIGHT_DEVICES],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=500,
     )
     assert done.stdout.startswith("equal"), done.stderr[-3000:]

@@ -1,4 +1,5 @@
-"""Trees of sequences with equal beginnings: how they are packed, and what a packed row says about them."""
+"""Trees of sequences with equal beginnings: how they are packed, and what a packed row says about
+them."""
 
 import numpy as np
 import pytest
@@ -15,22 +16,32 @@ from rl.training.packing.trees import Sharing, groups_of, plan_trees
 def batch_of(groups, T=24) -> Batch:
     """Rows of (tokens, trained), by group."""
     rows = [(number, *row) for number, group in enumerate(groups) for row in group]
-    tokens, segments, mask = (np.zeros((len(rows), T), kind) for kind in (np.int32, np.int32, np.float32))
+    tokens, segments, mask = (
+        np.zeros((len(rows), T), kind) for kind in (np.int32, np.int32, np.float32)
+    )
     for i, (_, ids, trained) in enumerate(rows):
         tokens[i, : len(ids)], segments[i, : len(ids)], mask[i, : len(ids)] = ids, 1, trained
-    return Batch(tokens=tokens, segments=segments, mask=mask, prompt=np.array([n for n, *_ in rows], np.int32))
+    return Batch(
+        tokens=tokens,
+        segments=segments,
+        mask=mask,
+        prompt=np.array([n for n, *_ in rows], np.int32),
+    )
 
 
 @st.composite
 def groups(draw):
-    """Rows of few different tokens, so that many begin equally, some of them trained in the middle."""
+    """Rows of few different tokens, so that many begin equally, some of them trained in the
+    middle."""
     result = []
     for _ in range(draw(st.integers(1, 4))):
         prompt = draw(st.lists(st.integers(0, 1), min_size=0, max_size=8))
         group = []
         for _ in range(draw(st.integers(1, 5))):
             ids = prompt + draw(st.lists(st.integers(0, 1), min_size=1, max_size=16))
-            trained = [0] * len(prompt) + draw(st.lists(st.integers(0, 1), min_size=16, max_size=16))
+            trained = [0] * len(prompt) + draw(
+                st.lists(st.integers(0, 1), min_size=16, max_size=16)
+            )
             group.append((ids, trained[: len(ids)]))
         result.append(group)
     return result
@@ -58,7 +69,9 @@ def test_a_packing_holds_every_token_once_and_the_chains_before_are_the_rows(row
     assert tree.count.sum() == len(real), "a place counts for all rows that share it"
     ends, starts = packing.runs
     assert (ends - starts).sum() == packing.distinct
-    flat_before = np.where(tree.before < 0, -1, tree.before + np.arange(len(tree.before))[:, None] * L).reshape(-1)
+    flat_before = np.where(
+        tree.before < 0, -1, tree.before + np.arange(len(tree.before))[:, None] * L
+    ).reshape(-1)
     for i in range(N):
         length = np.count_nonzero(data.segments[i])
         places = kept[i * T : i * T + length]
@@ -70,10 +83,18 @@ def test_a_packing_holds_every_token_once_and_the_chains_before_are_the_rows(row
         assert np.array_equal(tree.position.reshape(-1)[places], np.arange(length))
         row = places[0] // L
         at, own = places % L, tree.node[row]
-        sees = (own[None] <= own[at, None]) & (own[at, None] <= tree.last[row][None]) & (own[None] != 0)
+        sees = (
+            (own[None] <= own[at, None])
+            & (own[at, None] <= tree.last[row][None])
+            & (own[None] != 0)
+        )
         sees &= tree.position[row][None] <= tree.position[row][at, None]
-        assert [set(np.flatnonzero(each)) for each in sees] == [set(at[: n + 1]) for n in range(length)]
-        assert np.array_equal(packing.unpack(packing.pack(data.mask))[i] >= data.mask[i], np.ones(T, bool))
+        assert [set(np.flatnonzero(each)) for each in sees] == [
+            set(at[: n + 1]) for n in range(length)
+        ]
+        assert np.array_equal(
+            packing.unpack(packing.pack(data.mask))[i] >= data.mask[i], np.ones(T, bool)
+        )
     packed = packing.batch(data)
     assert packed.mask.sum() == data.mask.sum(), "a trained token has a place of its own"
     assert (packed.segments[packed.mask > 0] > 0).all()
@@ -96,7 +117,10 @@ def test_groups_that_stay_together_keep_the_order_of_their_sequences():
     own = packing.pack(np.where(mask > 0, np.arange(1, 7)[:, None] * 10 + segments, 0))
     for row in range(packing.filled_rows):
         pairs = {int(s): int(n) for s, n in zip(packing.segments[row], own[row], strict=True) if n}
-        assert all(pairs[k] % 10 == 2 - k % 2 and pairs[k] // 10 == pairs[k + k % 2 * 2 - 1] // 10 for k in pairs)
+        assert all(
+            pairs[k] % 10 == 2 - k % 2 and pairs[k] // 10 == pairs[k + k % 2 * 2 - 1] // 10
+            for k in pairs
+        )
 
 
 def test_a_cut_tree_fills_rows_and_repeats_its_beginning():
@@ -115,7 +139,8 @@ def test_groups_that_save_little_lie_flat():
 
 
 def test_a_turn_that_one_row_trains_on_is_shared_and_owned_by_it():
-    """Three levels: two rows share a turn that the first trains on, the third parts after the prompt."""
+    """Three levels: two rows share a turn that the first trains on, the third parts after the
+    prompt."""
     prompt, turn = [1, 2, 3, 4], [5, 6, 7]
     rows = [
         [

@@ -1,4 +1,5 @@
-"""Gated delta net and Engram over trees of sequences with equal beginnings, against the same sequences alone.
+"""Gated delta net and Engram over trees of sequences with equal beginnings, against the same
+sequences alone.
 
 B rows, L places of a row, S sequences, T tokens of a sequence, E hidden.
 """
@@ -34,8 +35,8 @@ from rl.training.packing.trees import Sharing, plan_trees
 
 
 class Forest(NamedTuple):
-    """Trees in rows. row, place: int[S, T], where each token of each sequence stands, -1 behind its end. first:
-    bool[S, T], true once for each place."""
+    """Trees in rows. row, place: int[S, T], where each token of each sequence stands, -1 behind its
+    end. first: bool[S, T], true once for each place."""
 
     tree: Tree
     row: np.ndarray
@@ -53,7 +54,8 @@ class Forest(NamedTuple):
 
 
 def forest(L: int, *rows) -> Forest:
-    """A row lists trees, (tokens of the root, those of each leaf, ...), and paddings, negative numbers."""
+    """A row lists trees, (tokens of the root, those of each leaf, ...), and paddings, negative
+    numbers."""
     names = ("node", "last", "position", "before", "count")
     arrays, sequences = {name: np.zeros((len(rows), L), np.int32) for name in names}, []
     arrays["before"] -= 1
@@ -70,12 +72,26 @@ def forest(L: int, *rows) -> Forest:
                 continue
             (size, *leaves), root = tree, np.arange(at, at + tree[0])
             node, at, last = node + 1, at + size, node + 1 + len(leaves)
-            run(root, node=node, last=last, position=root - root[0], before=root - 1, count=max(1, len(leaves)))
+            run(
+                root,
+                node=node,
+                last=last,
+                position=root - root[0],
+                before=root - 1,
+                count=max(1, len(leaves)),
+            )
             run(root[:1], before=-1)
             for leaf in leaves:
                 places = np.arange(at, at + leaf)
                 node, at = node + 1, at + leaf
-                run(places, node=node, last=node, position=size + places - places[0], before=places - 1, count=1)
+                run(
+                    places,
+                    node=node,
+                    last=node,
+                    position=size + places - places[0],
+                    before=places - 1,
+                    count=1,
+                )
                 run(places[:1], before=root[-1])
                 sequences.append((b, np.concatenate([root, places])))
             if not leaves:
@@ -93,9 +109,9 @@ def forest(L: int, *rows) -> Forest:
 
 @functools.cache
 def several_chunks() -> Forest:
-    """Roots that end inside a chunk of 64, at its border, just behind it, in the chunk of another root and after
-    several; leaves of a token, of more than a chunk, and at the end of a chunk; sequences alone; padding between trees
-    and at the end."""
+    """Roots that end inside a chunk of 64, at its border, just behind it, in the chunk of another
+    root and after several; leaves of a token, of more than a chunk, and at the end of a chunk;
+    sequences alone; padding between trees and at the end."""
     assert CHUNK == 64
     return forest(
         230,
@@ -116,13 +132,15 @@ def close(actual, expected, tolerance, name=""):
 
 
 def both(grown: Forest, call, weights, x_BLE, cotangent_STE):
-    """((outputs of the sequences [S, T, E], gradients) of trees, those of the sequences alone). `call` computes outputs
-    from weights, inputs and a tree or None."""
+    """((outputs of the sequences [S, T, E], gradients) of trees, those of the sequences alone).
+    `call` computes outputs from weights, inputs and a tree or None."""
 
     def gradients(compute):
         (_, out), grads = jax.jit(
             jax.value_and_grad(
-                lambda w, x: (jnp.sum((out := compute(w, x)) * cotangent_STE), out), (0, 1), has_aux=True
+                lambda w, x: (jnp.sum((out := compute(w, x)) * cotangent_STE), out),
+                (0, 1),
+                has_aux=True,
             )
         )(weights, x_BLE)
         return out, grads
@@ -135,11 +153,15 @@ def test_a_delta_net_goes_on_from_the_state_at_the_end_of_the_root():
     grown, weights = several_chunks(), random_weights()
     rng = np.random.default_rng(1)
     x = rng.normal(size=(*grown.tree.node.shape, E)).astype(np.float32)
-    cotangent = rng.normal(size=(*grown.place.shape, E)).astype(np.float32) * grown.segments[..., None]
+    cotangent = (
+        rng.normal(size=(*grown.place.shape, E)).astype(np.float32) * grown.segments[..., None]
+    )
 
     def call(weights, x, tree):
         step = (
-            a_step(grown.segments) if tree is None else make_step(grown.tree.node, tree=jax.tree.map(jnp.asarray, tree))
+            a_step(grown.segments)
+            if tree is None
+            else make_step(grown.tree.node, tree=jax.tree.map(jnp.asarray, tree))
         )
         return a_layer()[0](weights, x, step)[0]
 
@@ -157,7 +179,9 @@ MEMORY = {"max_ngram": 4, "vocab_bases": [50, 70, 90], "kernel_size": 3}
 @functools.cache
 def memory(streams=2):
     """The model of an n-gram memory and the path of its layer."""
-    return remembering(configured(streams=streams, ids=90, outer_norm=True, **MEMORY), runtime=learners.QUICK)
+    return remembering(
+        configured(streams=streams, ids=90, outer_norm=True, **MEMORY), runtime=learners.QUICK
+    )
 
 
 def memory_spec(model):
@@ -176,8 +200,12 @@ def a_step_of(grown: Forest, tokens_BL, tree):
 def test_ngrams_are_of_the_path(resets):
     grown, model = several_chunks(), memory()
     spec = replace(memory_spec(model), resets=resets)
-    classes = model.params["stacks.1.layers.0.lookup.classes"][0] % 9  # the one that ends a text is often met
-    tokens = np.random.default_rng(2).integers(0, model.graph.config.vocab_size, grown.tree.node.shape)
+    classes = (
+        model.params["stacks.1.layers.0.lookup.classes"][0] % 9
+    )  # the one that ends a text is often met
+    tokens = np.random.default_rng(2).integers(
+        0, model.graph.config.vocab_size, grown.tree.node.shape
+    )
     rows = jax.jit(lambda tree: ngram_rows(spec, classes, a_step_of(grown, tokens, tree)))
     together, alone = grown.alone(rows(jax.tree.map(jnp.asarray, grown.tree))), rows(None)
     real = grown.place >= 0
@@ -190,7 +218,9 @@ def test_a_memory_reads_the_path(streams):
     config, rng = model.graph.config, np.random.default_rng(3)
     path, shape = "stacks.1.layers.0.lookup.", grown.tree.node.shape
     with nnx.use_eager_sharding(False):
-        structure, state = nnx.split(nnx.eval_shape(lambda: NgramLookup(memory_spec(model), config, nnx.Rngs(0))))
+        structure, state = nnx.split(
+            nnx.eval_shape(lambda: NgramLookup(memory_spec(model), config, nnx.Rngs(0)))
+        )
     names = [".".join(map(str, name)) for name, _ in nnx.to_flat_state(state)]
     weights = {name: model.params[path + name][0] for name in names}
     constants = {"classes": weights.pop("classes")}
@@ -216,7 +246,8 @@ def test_a_memory_reads_the_path(streams):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["device", "host"])
 def test_an_update_moves_a_table_as_sequences_alone_do(memory):
-    """Trees of several levels, through the trainer; the rows of a table in host memory are read before the loss."""
+    """Trees of several levels, through the trainer; the rows of a table in host memory are read
+    before the loss."""
     config = configured(depth=2, outer_norm=True, **MEMORY)
     model = remembering(config, runtime=Runtime(table_memory=memory, remat="none", scan=False))
     data, moved = shared_prefixes.groups(config.vocab_size), []
@@ -224,7 +255,9 @@ def test_an_update_moves_a_table_as_sequences_alone_do(memory):
         before = jax.tree.map(np.array, state.policy.params)  # an update gives its arrays away
         logp, _ = trainer.logprobs(state.policy.params, data)
         state, metrics = trainer.update(state, data)
-        moved.append((logp, {path: np.asarray(a) - before[path] for path, a in state.policy.params.items()}))
+        moved.append(
+            (logp, {path: np.asarray(a) - before[path] for path, a in state.policy.params.items()})
+        )
     assert metrics["perf/shared_prefix"] > 1.2
     (expected, plain), (logp, trees) = moved
     np.testing.assert_allclose(logp, expected, atol=1e-5, rtol=0)
@@ -235,7 +268,9 @@ def test_an_update_moves_a_table_as_sequences_alone_do(memory):
 
 def test_a_cache_holds_no_trees():
     arrays = caches.create(a_config(), 1, 7, "float32", scan=True)[0][0][0]
-    step = make_step(jnp.ones((1, 3), int), tree=jax.tree.map(jnp.asarray, forest(3, [(1, 1, 1)]).tree))
+    step = make_step(
+        jnp.ones((1, 3), int), tree=jax.tree.map(jnp.asarray, forest(3, [(1, 1, 1)]).tree)
+    )
     with pytest.raises(ValueError, match="a cache holds no trees"):
         LayerCache.of(arrays, 0, step, None)
 
@@ -250,7 +285,10 @@ def sequences():
 
 def learned(runtime, packing):
     """([log-probabilities, entropies] [S, T], gradients by path) of the packed sequences."""
-    model, packed = random_model(families.read(short(KIND)), runtime=runtime), packing.batch(sequences())
+    model, packed = (
+        random_model(families.read(short(KIND)), runtime=runtime),
+        packing.batch(sequences()),
+    )
     graph = model.graph
     weights = {path: array for path, array in model.params.items() if path not in graph.untrained}
 
@@ -260,7 +298,10 @@ def learned(runtime, packing):
             step = make_step(packed.tokens, segments=packed.segments, tree=packed.tree)
             decoder = graph.decoder(model.params | weights)
             logp, entropy, _ = modes.train(decoder, packed.tokens, step, 1.0, graph.runtime)
-            return jnp.sum((logp + 0.1 * entropy) * packed.advantages * packed.mask), (logp, entropy)
+            return jnp.sum((logp + 0.1 * entropy) * packed.advantages * packed.mask), (
+                logp,
+                entropy,
+            )
 
         with graph.precision():
             return jax.grad(loss, has_aux=True)(weights)

@@ -51,7 +51,10 @@ class Served:
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
         self.url = self.process.stdout.readline().strip()
-        self.port, self.token = int(self.url.split(":")[2].split("/")[0]), self.url.split("#token=")[1]
+        self.port, self.token = (
+            int(self.url.split(":")[2].split("/")[0]),
+            self.url.split("#token=")[1],
+        )
         while self.json("/api/run")["total"] < samples:
             time.sleep(0.05)
 
@@ -75,11 +78,21 @@ class Server(Served):
 
     def __init__(self, run: Path):
         self.log = SampleLog(run)
-        (run / "config.yml").write_text(f"tokenizer: {{source: characters, alphabet: '{ALPHABET}'}}\n")
-        (run / "events.jsonl").write_text('{"stage":"grpo","step":61,"metrics":{"reward/mean":0.75}}\n{"torn')
+        (run / "config.yml").write_text(
+            f"tokenizer: {{source: characters, alphabet: '{ALPHABET}'}}\n"
+        )
+        (run / "events.jsonl").write_text(
+            '{"stage":"grpo","step":61,"metrics":{"reward/mean":0.75}}\n{"torn'
+        )
         write(self.log, range(1, 61))
         evil = sample(
-            61, 0, prompt=EVIL, completion=EVIL, reward_log={EVIL: EVIL}, columns={EVIL: EVIL}, finish="length"
+            61,
+            0,
+            prompt=EVIL,
+            completion=EVIL,
+            reward_log={EVIL: EVIL},
+            columns={EVIL: EVIL},
+            finish="length",
         )
         self.log.write([evil | {"faults": {EVIL: "timeout"}}], [tokens()])
         super().__init__(run, 121)
@@ -95,7 +108,11 @@ print(server.server_port, flush=True)
 server.serve_forever()
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", code],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     try:
         yield f"http://127.0.0.1:{process.stdout.readline().strip()}/"
@@ -118,14 +135,18 @@ def page(server):
         browser.wait("document.querySelectorAll('#list li').length === 50")
         yield browser
         assert browser.errors == []
-        assert all(address.startswith(f"http://127.0.0.1:{server.port}/") for address in browser.requests)
+        assert all(
+            address.startswith(f"http://127.0.0.1:{server.port}/") for address in browser.requests
+        )
 
 
 def test_a_request_needs_the_token_and_the_host(server):
     for path in ("/api/run", "/api/samples", "/api/sample/x", "/api/groups/1", "/api/events"):
         answer = server.get(path, **{"x-duet-token": "guess"})
         assert (
-            answer.status == 401 and b"rl view" in answer.read() and not answer.getheader("access-control-allow-origin")
+            answer.status == 401
+            and b"rl view" in answer.read()
+            and not answer.getheader("access-control-allow-origin")
         )
     for host in ("evil.example", "127.0.0.1.evil.example:80", ""):
         assert server.get("/", Host=host).status == 421
@@ -141,8 +162,13 @@ def test_names_of_a_server():
 def test_pages_hold_no_data_and_have_a_policy(server):
     for path in ("/", "/viewer.js", "/viewer.css"):
         answer = server.get(path, **{"x-duet-token": ""})
-        assert answer.status == 200 and "default-src 'none'" in answer.getheader("content-security-policy")
-        assert answer.getheader("x-content-type-options") == "nosniff" and b"timeout" not in answer.read()[:200]
+        assert answer.status == 200 and "default-src 'none'" in answer.getheader(
+            "content-security-policy"
+        )
+        assert (
+            answer.getheader("x-content-type-options") == "nosniff"
+            and b"timeout" not in answer.read()[:200]
+        )
     assert server.get("/../config.yml").status == server.get("/api/../config.yml").status == 404
 
 
@@ -152,7 +178,9 @@ def test_pages_of_fifty_do_not_overlap(server):
         answer = server.json(f"/api/samples?q=step%3C=60&after={after}")
         seen += [(item["step"], item["sample"]) for item in answer["items"]]
         after = answer["next"]
-    assert answer["matches"] == 120 and seen == [(step, number) for step in range(60, 0, -1) for number in (1, 0)]
+    assert answer["matches"] == 120 and seen == [
+        (step, number) for step in range(60, 0, -1) for number in (1, 0)
+    ]
     assert server.json("/api/samples?q=reward%3C1.5&sort=gap")["items"][0]["step"] == 60
 
 
@@ -160,16 +188,19 @@ def test_one_sample_its_group_and_events(server):
     item = server.json("/api/samples?q=step:9+sample:1")["items"][0]
     shown = server.json(f"/api/sample/{item['id']}")
     assert shown["tokens"]["id"] == [5, 6, 7, 8, 2] and shown["tokens"]["text"][3] == "0"
-    assert shown["tokens"]["gap"][3] == pytest.approx(-0.009, abs=1e-4) and shown["tokens"]["logp"][0] is None
+    assert (
+        shown["tokens"]["gap"][3] == pytest.approx(-0.009, abs=1e-4)
+        and shown["tokens"]["logp"][0] is None
+    )
     assert [(each["sample"], each["completion"]) for each in shown["group"]] == [
         (0, COMPLETION),
         (1, COMPLETION),
     ] and len(shown["others"]) == 118
     assert [each["step"] for each in server.json("/api/groups/9")["items"]] == [9, 9]
     events = server.json("/api/events")
-    assert [each["step"] for each in events["events"]] == [61] and server.json(f"/api/events?after={events['next']}")[
-        "events"
-    ] == []
+    assert [each["step"] for each in events["events"]] == [61] and server.json(
+        f"/api/events?after={events['next']}"
+    )["events"] == []
     # A run that continues truncates the file: an answer behind its end begins anew.
     assert server.json(f"/api/events?after={events['next'] + 1000}") == events
 
@@ -192,7 +223,10 @@ def test_bad_requests_say_why(server, path, status, message):
 
 def test_another_host_needs_a_token_file(tmp_path, server, capsys):
     run = str(server.run)
-    assert cli.main(["view", run, "--host", "0.0.0.0"]) == 2 and "--token-file" in capsys.readouterr().err
+    assert (
+        cli.main(["view", run, "--host", "0.0.0.0"]) == 2
+        and "--token-file" in capsys.readouterr().err
+    )
     (tmp_path / "short").write_text("secret\n")
     assert cli.main(["view", run, "--token-file", str(tmp_path / "short")]) == 2
     assert cli.main(["view", run, "--token-file", str(tmp_path / "none")]) == 2
@@ -202,14 +236,24 @@ def test_another_host_needs_a_token_file(tmp_path, server, capsys):
 
 @chromium
 def test_filter_open_and_hover(page):
-    page.evaluate("$('query').value = 'step:10-11 reward>1.5'; $('query').dispatchEvent(new Event('input'))")
+    page.evaluate(
+        "$('query').value = 'step:10-11 reward>1.5'; $('query').dispatchEvent(new Event('input'))"
+    )
     page.wait("document.querySelectorAll('#list li').length === 2")
     page.evaluate("document.querySelector('#list li').click()")
     page.wait("document.querySelector('#right h2')?.textContent === 'grpo step 11, prompt 11/0'")
     page.wait("document.querySelectorAll('#strip .t').length === 5")
     page.evaluate("document.querySelector('[data-colour=gap]').click()")
-    colours = page.evaluate("[...document.querySelectorAll('#strip .t')].map(node => node.style.backgroundColor)")
-    assert [bool(each) for each in colours] == [False, False, False, True, False] and "--low" in colours[3]
+    colours = page.evaluate(
+        "[...document.querySelectorAll('#strip .t')].map(node => node.style.backgroundColor)"
+    )
+    assert [bool(each) for each in colours] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+    ] and "--low" in colours[3]
     box = "document.querySelectorAll('#strip .t')[3].getBoundingClientRect()"
     page.mouse("mouseMoved", page.evaluate(f"{box}.x") + 3, page.evaluate(f"{box}.y") + 9)
     shown = page.wait("$('tip').hidden ? '' : $('tip').textContent")
@@ -224,14 +268,21 @@ def test_hostile_texts_show_as_text(page):
     page.wait("document.querySelectorAll('#list li').length === 1")
     page.evaluate("document.querySelector('#list li').click()")
     page.wait("document.querySelector('#right h2')?.textContent.startsWith('grpo step 61')")
-    assert page.evaluate("document.images.length") == 0 and page.evaluate("document.scripts.length") == 1
+    assert (
+        page.evaluate("document.images.length") == 0
+        and page.evaluate("document.scripts.length") == 1
+    )
     assert (
         page.evaluate(
-            "[...document.querySelectorAll('pre')].filter(node => node.textContent.includes('</script><img')).length"
+            "[...document.querySelectorAll('pre')].filter(node => "
+            "node.textContent.includes('</script><img')).length"
         )
         == 4
     )
-    assert "</script><img" in page.evaluate("$('list').textContent") and page.evaluate("document.title") != "1"
+    assert (
+        "</script><img" in page.evaluate("$('list').textContent")
+        and page.evaluate("document.title") != "1"
+    )
 
 
 @chromium
@@ -291,10 +342,18 @@ _SHOWN = "; setImmediate(() => console.log(nodes.error.hidden ? '' : nodes.error
 
 def shown(mode: str, protocol: str, path: str) -> str:
     """The error that the page shows after its start."""
-    place = {"protocol": protocol, "pathname": path, "hash": "", "search": "", "origin": "http://127.0.0.1:1"}
+    place = {
+        "protocol": protocol,
+        "pathname": path,
+        "hash": "",
+        "search": "",
+        "origin": "http://127.0.0.1:1",
+    }
     stubs = _STUBS.replace("MODE", json.dumps(mode)).replace("PLACE", json.dumps(place))
     script = (Path(static.__file__).parent / "viewer.js").read_text()
-    done = subprocess.run(["node", "-e", stubs + script + _SHOWN], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["node", "-e", stubs + script + _SHOWN], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

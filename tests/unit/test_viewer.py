@@ -1,4 +1,5 @@
-"""The filter language, the index of samples and `rl samples`: on files that grow, rotate and are truncated."""
+"""The filter language, the index of samples and `rl samples`: on files that grow, rotate and are
+truncated."""
 
 import contextlib
 import json
@@ -28,7 +29,11 @@ def sample(step: int, number: int = 0, **more) -> dict:
     reward = (step + number) % 2
     record = {"stage": "grpo", "step": step, "prompt_id": step, "sample": number, "version": step}
     record |= {"prompt": PROMPT, "completion": COMPLETION, "tokens": [7, 8, 2], "finish": "stop"}
-    record |= {"rewards": {"format": 1.0, "correct": float(reward)}, "reward": reward + 1.0, "advantage": reward - 0.5}
+    record |= {
+        "rewards": {"format": 1.0, "correct": float(reward)},
+        "reward": reward + 1.0,
+        "advantage": reward - 0.5,
+    }
     return record | {"columns": {"answer": "4"}} | more | {"n_prompt": 2, "n": 3}
 
 
@@ -43,14 +48,18 @@ def tokens(gap: float = 0.001) -> np.ndarray:
 
 def write(log: SampleLog, steps, count: int = 2, **more) -> None:
     for step in steps:
-        log.write([sample(step, number, **more) for number in range(count)], [tokens(step / 1000)] * count)
+        log.write(
+            [sample(step, number, **more) for number in range(count)], [tokens(step / 1000)] * count
+        )
 
 
 @pytest.fixture
 def run(tmp_path):
     """A run of 9 steps with two completions each, in three segments; the last step is special."""
     (tmp_path / "events.jsonl").write_text("")
-    (tmp_path / "config.yml").write_text("tokenizer: {source: characters, alphabet: '0123456789+= '}\n")
+    (tmp_path / "config.yml").write_text(
+        "tokenizer: {source: characters, alphabet: '0123456789+= '}\n"
+    )
     log = SampleLog(tmp_path, limit=1)
     for steps in (range(1, 4), range(4, 7)):
         write(log, steps)
@@ -67,14 +76,18 @@ def run(tmp_path):
         finish="length",
     )
     odd["rewards"] = {"format": 0.0, "correct": None}
-    greedy = sample(9, 0, prompt_id=1 << 30, prompt="held out", eval=True, advantage=None, columns={})
+    greedy = sample(
+        9, 0, prompt_id=1 << 30, prompt="held out", eval=True, advantage=None, columns={}
+    )
     log.write([odd, greedy], [tokens(), tokens()])
     log.close()
     return tmp_path
 
 
 def steps(index: Index, text: str, sort=None) -> list[int]:
-    return [place.record()["step"] for place in search.places(index, search.search(index, text, sort))]
+    return [
+        place.record()["step"] for place in search.places(index, search.search(index, text, sort))
+    ]
 
 
 def opened(run: Path) -> Index:
@@ -171,7 +184,9 @@ def test_an_index_is_kept_and_grows(run, monkeypatch):
     write(log, (10, 11))
     assert index.refresh() and index.total == 22 and steps(index, "step:10-") == [11, 11, 10, 10]
     assert len(steps(index, "/It is/")) == 21 and steps(index, "fault") == [9]
-    assert [each.record() for each in names] == [each.record() for each in search.places(index, range(18))]
+    assert [each.record() for each in names] == [
+        each.record() for each in search.places(index, range(18))
+    ]
 
 
 def test_a_torn_line_waits_until_it_is_complete(run):
@@ -182,7 +197,12 @@ def test_a_torn_line_waits_until_it_is_complete(run):
         file.flush()
         assert index.refresh() and index.total == 18
         file.write(line[50:] + "{torn\n")
-    assert index.refresh() and index.total == 19 and index.damaged == 1 and steps(index, "step:10") == [10]
+    assert (
+        index.refresh()
+        and index.total == 19
+        and index.damaged == 1
+        and steps(index, "step:10") == [10]
+    )
 
 
 def test_a_run_that_continues_replaces_what_it_truncated(run):
@@ -194,7 +214,9 @@ def test_a_run_that_continues_replaces_what_it_truncated(run):
     write(log, (8, 9), completion="Another")
     log.close()
     for each in (index, Index(run)):
-        assert each.refresh() and steps(each, "Another") == [9, 9, 8, 8] and steps(each, "fault") == []
+        assert (
+            each.refresh() and steps(each, "Another") == [9, 9, 8, 8] and steps(each, "fault") == []
+        )
     log = SampleLog(run)
     log.truncate_after(lambda row: row["step"] <= 3)  # removes a segment
     assert index.refresh() and steps(index, "") == [3, 3, 2, 2, 1, 1]
@@ -242,7 +264,9 @@ def test_old_runs_without_tokens(tmp_path):
 def test_a_group_and_the_same_row_at_other_steps(run):
     index = opened(run)
     place = search.places(index, search.search(index, "step:4 sample:1"))[0]
-    assert [(each.record()["step"], each.record()["sample"]) for each in records.group(index, place)] == [
+    assert [
+        (each.record()["step"], each.record()["sample"]) for each in records.group(index, place)
+    ] == [
         (4, 0),
         (4, 1),
     ]
@@ -271,7 +295,12 @@ def test_the_list_on_a_terminal(run, capsys):
     assert "4 of 18 samples, 3 shown" in out and "timeout" in out and "\x1b" not in out
     assert cli.main(["samples", str(run), "fault"]) == 0  # a single match is shown in full
     out = capsys.readouterr().out
-    assert "onerror" in out and "no fence" in out and "\u241b[2J" in out and "faults: correct: timeout" in out
+    assert (
+        "onerror" in out
+        and "no fence" in out
+        and "\u241b[2J" in out
+        and "faults: correct: timeout" in out
+    )
     assert cli.main(["samples", str(run), "step:7 sample:0", "--tokens"]) == 0
     assert "clipped low" in (out := capsys.readouterr().out) and "-0.007" in out
 
@@ -282,8 +311,12 @@ def _on_terminal(columns, kind, *arguments):
     main, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     code = f"import sys; from rl.commands import cli; sys.exit(cli.main({list(arguments)!r}))"
-    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
-    done = subprocess.Popen([sys.executable, "-c", code], stdout=end, env=environment | {"TERM": kind})
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")
+    }
+    done = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=end, env=environment | {"TERM": kind}
+    )
     os.close(end)
     written = b""
     with contextlib.suppress(OSError):  # the other end is closed
@@ -313,28 +346,43 @@ def test_the_list_is_not_cut_where_no_terminal_is(run, capsys, monkeypatch):
 
 
 def test_json_lines_of_samples(run, capsys):
-    assert cli.main(["samples", str(run), "--json", "--tokens", "--limit", "2", "--sort", "gap"]) == 0
+    assert (
+        cli.main(["samples", str(run), "--json", "--tokens", "--limit", "2", "--sort", "gap"]) == 0
+    )
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["step"] for line in lines] == [8, 8] and abs(lines[0]["gap"] - 0.008) < 1e-4
-    assert lines[0]["tokens"]["id"] == [5, 6, 7, 8, 2] and lines[0]["tokens"]["logp"][:3] == [None, None, -0.5]
+    assert lines[0]["tokens"]["id"] == [5, 6, 7, 8, 2] and lines[0]["tokens"]["logp"][:3] == [
+        None,
+        None,
+        -0.5,
+    ]
 
 
 def test_changed_rewards_are_run_over_samples(run, capsys):
     (run / "mine.py").write_text(
         "def short(completions, answer, completion_lengths, truncated):\n"
         "    assert len(set(completions)) == 1, 'a group in one call'\n"
-        "    return [(1.0 + (a == '4') - t, f'{n} tokens') for a, n, t in zip(answer, completion_lengths, truncated)]\n"
+        "    return [(1.0 + (a == '4') - t, f'{n} tokens') for a, n, t in zip(answer, "
+        "completion_lengths, truncated)]\n"
     )
     arguments = ["samples", str(run), "--rescore", f"{run}/mine.py:short", "--json", "-eval"]
     assert cli.main(arguments) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["samples"], result["changed"], result["up"], result["down"]) == (17, 9, 8, 0)
-    assert result["functions"]["correct"]["before"] == 0.5 and result["functions"]["short"]["after"] == pytest.approx(
-        33 / 17
+    assert result["functions"]["correct"]["before"] == 0.5 and result["functions"]["short"][
+        "after"
+    ] == pytest.approx(33 / 17)
+    assert result["groups_with_signal"] == {"before": 8, "after": 0} and result["unscored"] == {
+        "before": 1,
+        "after": 0,
+    }
+    assert result["changes"][0]["before"] is None and result["changes"][0]["reward_log"] == {
+        "short": "3 tokens"
+    }
+    assert (
+        cli.main([*arguments[:4], "-eval"]) == 0
+        and "9 changed (8 up, 0 down)" in capsys.readouterr().out
     )
-    assert result["groups_with_signal"] == {"before": 8, "after": 0} and result["unscored"] == {"before": 1, "after": 0}
-    assert result["changes"][0]["before"] is None and result["changes"][0]["reward_log"] == {"short": "3 tokens"}
-    assert cli.main([*arguments[:4], "-eval"]) == 0 and "9 changed (8 up, 0 down)" in capsys.readouterr().out
     assert cli.main(["samples", str(run), "--rescore", "numeric_anser"]) == 2
     assert "numeric_answer" in capsys.readouterr().err
 
@@ -342,13 +390,20 @@ def test_changed_rewards_are_run_over_samples(run, capsys):
 def test_rescore_hands_completions_over_in_the_form_of_their_prompts(tmp_path, capsys):
     """As in training: a message of the assistant after messages."""
     (tmp_path / "events.jsonl").write_text("")
-    (tmp_path / "config.yml").write_text("tokenizer: {source: characters, alphabet: '0123456789+= '}\n")
+    (tmp_path / "config.yml").write_text(
+        "tokenizer: {source: characters, alphabet: '0123456789+= '}\n"
+    )
     log = SampleLog(tmp_path, limit=1)
     write(log, (1,), prompt=[{"role": "user", "content": PROMPT}])
     log.close()
-    code = "def said(prompts, completions):\n    return [float(c[-1]['content'] == 'It is 4.') for c in completions]\n"
+    code = (
+        "def said(prompts, completions):\n    return [float(c[-1]['content'] == 'It is 4.') "
+        "for c in completions]\n"
+    )
     (tmp_path / "mine.py").write_text(code)
-    assert cli.main(["samples", str(tmp_path), "--rescore", f"{tmp_path}/mine.py:said", "--json"]) == 0
+    assert (
+        cli.main(["samples", str(tmp_path), "--rescore", f"{tmp_path}/mine.py:said", "--json"]) == 0
+    )
     said = json.loads(capsys.readouterr().out)["functions"]["said"]
     assert said["after"] == 1.0 and said["faults"] == 0
 

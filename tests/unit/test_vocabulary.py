@@ -1,5 +1,6 @@
-"""Tokenizer and model belong together: a tokenizer may be longer than the embedding by tokens that no row uses (Gemma 3
-1B is published so), and weights keep the tokenizer that they were trained with."""
+"""Tokenizer and model belong together: a tokenizer may be longer than the embedding by tokens that
+no row uses (Gemma 3 1B is published so), and weights keep the tokenizer that they were trained
+with."""
 
 import json
 
@@ -46,14 +47,20 @@ def demonstrations(config):
 def test_rows_whose_tokens_have_an_embedding_are_read(run):
     config = run({"prompt": "1+1=", "completion": "2"})
     assert len(demonstrations(config)) == 1
-    build._check(config, sources.preset("tiny-deepseek", {"vocab_size": EMBEDDED}), DataReader(config).tokenizer)
+    build._check(
+        config,
+        sources.preset("tiny-deepseek", {"vocab_size": EMBEDDED}),
+        DataReader(config).tokenizer,
+    )
 
 
 @pytest.mark.parametrize("text", ["prompt", "completion"])
 def test_a_row_with_another_token_is_named(run, text):
     good = {"prompt": "1+1=", "completion": "2"}
     config = run(good, good | {text: "\x00"})
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: token 196 .* is outside the model's vocabulary of 190"):
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:2: token 196 .* is outside the model's vocabulary of 190"
+    ):
         demonstrations(config)
 
 
@@ -64,11 +71,18 @@ def test_a_teacher_needs_the_ids_that_are_in_use(run, tmp_path):
     assert used == EMBEDDED
     for size in (EMBEDDED, EMBEDDED - 1):
         directory = tmp_path / str(size)
-        policy.save(oracles.random_model(families.read(oracles.configuration("Llama", vocab_size=size))), directory)
+        policy.save(
+            oracles.random_model(families.read(oracles.configuration("Llama", vocab_size=size))),
+            directory,
+        )
         tokenizer.save_pretrained(directory)
-    teacher.check_teacher(TeacherOptions(source=str(tmp_path / str(EMBEDDED))), tokenizer, (2,), used)
+    teacher.check_teacher(
+        TeacherOptions(source=str(tmp_path / str(EMBEDDED))), tokenizer, (2,), used
+    )
     with pytest.raises(ConfigError, match="has a vocabulary of 189, the run uses 190 tokens"):
-        teacher.check_teacher(TeacherOptions(source=str(tmp_path / str(EMBEDDED - 1))), tokenizer, (2,), used)
+        teacher.check_teacher(
+            TeacherOptions(source=str(tmp_path / str(EMBEDDED - 1))), tokenizer, (2,), used
+        )
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +107,18 @@ def of_model(directory, tmp_path, *overrides):
 
 
 def test_weights_keep_the_tokenizer_that_they_were_trained_with(trained, tmp_path):
-    with pytest.raises(ConfigError, match="bytes in place of the tokenizer of .*; leave `tokenizer` out"):
+    with pytest.raises(
+        ConfigError, match="bytes in place of the tokenizer of .*; leave `tokenizer` out"
+    ):
         read_tokenizer(of_model(trained, tmp_path, "tokenizer=bytes"))
     same = of_model(trained, tmp_path, "tokenizer={source: characters, alphabet: '0123456789+='}")
     assert len(read_tokenizer(same)[0]) == len(read_tokenizer(of_model(trained, tmp_path))[0])
 
 
 def test_a_chat_template_alone_is_that_of_the_models_tokenizer(trained, tmp_path):
-    (tmp_path / "own.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    (tmp_path / "own.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
     config = of_model(trained, tmp_path, f"tokenizer.chat_template={tmp_path / 'own.jinja'}")
     tokenizer = read_tokenizer(config)[0]
     assert tokenizer.encode("1+1=") == load_tokenizer(trained).encode("1+1=")

@@ -1,5 +1,6 @@
-"""Weight files as other tools leave them: adapters, pickles, pointers of git-lfs, files of two saves, names without the
-first word. Each is read as transformers reads it, or refused with what to do."""
+"""Weight files as other tools leave them: adapters, pickles, pointers of git-lfs, files of two
+saves, names without the first word. Each is read as transformers reads it, or refused with what to
+do."""
 
 import json
 import shutil
@@ -57,7 +58,9 @@ def test_files_of_two_saves_are_refused(directory):
     other = load_file(directory / SINGLE)
     in_shards(directory, 3)
     save_file(other, directory / "model-00001-of-00001.safetensors")
-    with pytest.raises(ModelFileError, match=r"files of 2 saves and no model\.safetensors\.index\.json"):
+    with pytest.raises(
+        ModelFileError, match=r"files of 2 saves and no model\.safetensors\.index\.json"
+    ):
         policy.load(directory)
 
 
@@ -75,7 +78,9 @@ def test_the_index_says_which_file_a_tensor_is_read_from(directory, saved):
     name = "model.norm.weight"
     holder = files[name]
     other = next(file for file in set(files.values()) if file != holder)
-    wrong = load_file(directory / other) | {name: np.full_like(load_file(directory / holder)[name], 7.0)}
+    wrong = load_file(directory / other) | {
+        name: np.full_like(load_file(directory / holder)[name], 7.0)
+    }
     save_file(wrong, directory / other, metadata={"format": "pt"})
     assert same(directory, saved)
 
@@ -91,7 +96,9 @@ def test_a_tensor_in_two_files_is_refused(directory):
 
 @pytest.mark.parametrize("name", ["config.json", SINGLE])
 def test_a_pointer_of_git_lfs_is_named(directory, name):
-    (directory / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n")
+    (directory / name).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
+    )
     with pytest.raises(ModelFileError, match=f"{name}: a pointer of git-lfs"):
         policy.load(directory)
 
@@ -108,14 +115,20 @@ def test_an_adapter_is_refused(directory, alone):
     (directory / "adapter_config.json").write_text("{}")
     if alone:
         (directory / "config.json").unlink()
-    with pytest.raises(UnsupportedModel, match="an adapter (and no model|next to a model).*merge_and_unload"):
+    with pytest.raises(
+        UnsupportedModel, match="an adapter (and no model|next to a model).*merge_and_unload"
+    ):
         sources.read_config(directory)
 
 
 def test_names_without_the_first_word_are_read(directory, saved):
-    """AutoModel.save_pretrained writes a model without its head so; the head of this one is the embedding."""
+    """AutoModel.save_pretrained writes a model without its head so; the head of this one is the
+    embedding."""
     tensors = load_file(directory / SINGLE)
-    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, directory / SINGLE)
+    save_file(
+        {name.removeprefix("model."): tensor for name, tensor in tensors.items()},
+        directory / SINGLE,
+    )
     assert same(directory, saved)
 
 
@@ -128,7 +141,8 @@ def test_another_gate_of_delta_nets_is_refused(kind):
 
 @pytest.mark.parametrize("left", [0, 20_000, None])
 def test_checks_before_a_run_read_the_headers_of_weight_files(directory, left):
-    """`--check`, `rl inspect` and `rl plan` refuse what a run refuses. left: bytes of the file; None: there is none."""
+    """`--check`, `rl inspect` and `rl plan` refuse what a run refuses. left: bytes of the file;
+    None: there is none."""
     models.check_files(str(directory))
     if left is None:
         (directory / SINGLE).unlink()
@@ -148,7 +162,11 @@ def tied(tmp_path):
 def with_head(directory, change) -> None:
     tensors = load_file(directory / SINGLE)
     embedding = tensors["model.embed_tokens.weight"]
-    save_file(tensors | {"lm_head.weight": change(embedding)}, directory / SINGLE, metadata={"format": "pt"})
+    save_file(
+        tensors | {"lm_head.weight": change(embedding)},
+        directory / SINGLE,
+        metadata={"format": "pt"},
+    )
 
 
 def test_a_head_that_equals_the_embedding_is_tied(tied, caplog):

@@ -1,4 +1,5 @@
-"""The vision tower of Qwen2.5-VL: attention in windows, and configurations that it does not compute."""
+"""The vision tower of Qwen2.5-VL: attention in windows, and configurations that it does not
+compute."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,14 @@ TEXT = {
     "num_key_value_heads": 2,
     "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]},
 }
-TOWER = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 8, "patch_size": 4, "window_size": 16}
+TOWER = {
+    "depth": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 8,
+    "patch_size": 4,
+    "window_size": 16,
+}
 
 
 def test_blocks_that_do_not_exist_are_ignored():
@@ -75,12 +83,24 @@ def test_blocks_that_do_not_exist_are_ignored():
     ("text", "tower", "message"),
     [
         ({"head_dim": 10}, {}, r"head_dim 10 must be hidden_size / num_attention_heads, 8"),
-        ({"num_attention_heads": 5}, {}, "hidden_size 32 is not a multiple of num_attention_heads 5"),
+        (
+            {"num_attention_heads": 5},
+            {},
+            "hidden_size 32 is not a multiple of num_attention_heads 5",
+        ),
         ({}, {"head_dim": 4}, "vision_config: head_dim 4 must be hidden_size / num_heads, 8"),
         ({}, {"num_heads": 3}, "hidden_size 16 of a tower is not a multiple of its 3 heads"),
         ({}, {"num_heads": 8}, "heads of 2 cannot turn by rows and columns"),
-        ({}, {"window_size": 7}, "window_size 7 must be at least spatial_merge_size times patch_size, 8"),
-        ({}, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear' is not supported"),
+        (
+            {},
+            {"window_size": 7},
+            "window_size 7 must be at least spatial_merge_size times patch_size, 8",
+        ),
+        (
+            {},
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "rope_type 'linear' is not supported",
+        ),
         ({}, {"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported"),
     ],
     ids=str,
@@ -95,8 +115,14 @@ def test_a_text_model_has_no_tower():
         families.read(TEXT, media=True)
 
 
-@pytest.mark.parametrize(("outer", "inner"), [(True, None), (None, True), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("outer", "inner"), [(True, None), (None, True), (False, True), (True, False)]
+)
 def test_either_part_of_a_configuration_ties_the_head(outer, inner):
     """The class takes a true value of the text model for the wrapper."""
-    hf = {"architectures": TEXT["architectures"], "tie_word_embeddings": outer, "vision_config": TOWER}
+    hf = {
+        "architectures": TEXT["architectures"],
+        "tie_word_embeddings": outer,
+        "vision_config": TOWER,
+    }
     assert families.read(hf | {"text_config": TEXT | {"tie_word_embeddings": inner}}).tied_head

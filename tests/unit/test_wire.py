@@ -20,7 +20,9 @@ def again(value):
 
 def test_values_come_back_as_they_were():
     example = Example(
-        [{"role": "user", "content": "é\n"}], columns={"answer": 3, "list": [1.5, None, True]}, where="a:1"
+        [{"role": "user", "content": "é\n"}],
+        columns={"answer": 3, "list": [1.5, None, True]},
+        where="a:1",
     )
     value = {
         3: (Problem(example, [1, 2]), Pair(([1], [0]), ([2], [1]), 0.25)),
@@ -47,8 +49,12 @@ def test_errors_keep_their_class_or_the_nearest_one_that_is_known():
     class Full(ResourceError):
         """Not among them."""
 
-    assert type(again(DataError("row 6"))) is DataError and str(again(DataError("row 6"))) == "row 6"
-    assert type(again(Full("disk"))) is ResourceError and type(again(FileExistsError("x"))) is OSError
+    assert (
+        type(again(DataError("row 6"))) is DataError and str(again(DataError("row 6"))) == "row 6"
+    )
+    assert (
+        type(again(Full("disk"))) is ResourceError and type(again(FileExistsError("x"))) is OSError
+    )
     assert type(again(CheckpointError("x"))) is CheckpointError
 
 

@@ -1,12 +1,12 @@
-"""The attention of DeepSeek V4 (transformers' DeepseekV4Attention): to the last tokens, and to entries that stand for a
-block of tokens each.
+"""The attention of DeepSeek V4 (transformers' DeepseekV4Attention): to the last tokens, and to
+entries that stand for a block of tokens each.
 
-All heads read one vector for each token, which is key and value at once. The scores of a query with the tokens that it
-sees and with the entries are computed together: T (C + n) of them for each head over C tokens and n entries, whatever
-the window and the choice of the indexer leave of them.
+All heads read one vector for each token, which is key and value at once. The scores of a query with
+the tokens that it sees and with the entries are computed together: T (C + n) of them for each head
+over C tokens and n entries, whatever the window and the choice of the indexer leave of them.
 
-B rows, T tokens, C visible tokens, n entries, E hidden, H heads, D head dimension, r rank of the query latent, G groups
-of heads, J = H D / G, L rank of a group.
+B rows, T tokens, C visible tokens, n entries, E hidden, H heads, D head dimension, r rank of the
+query latent, G groups of heads, J = H D / G, L rank of a group.
 """
 
 from __future__ import annotations
@@ -32,33 +32,52 @@ from policy.ops.parameter import normal, weight
 
 
 class EntryScorer(nnx.Module):
-    """Computes the queries of an indexer of entries; its keys are entries of its own compressor. Weights: compressor;
-    q_b_proj [r, H, D] and weights_proj [E, H] of its own heads. Its inputs are detached: which entries are chosen has
-    no gradient."""
+    """Computes the queries of an indexer of entries; its keys are entries of its own compressor.
+    Weights: compressor; q_b_proj [r, H, D] and weights_proj [E, H] of its own heads. Its inputs are
+    detached: which entries are chosen has no gradient."""
 
-    def __init__(self, spec: EntryIndexer, attention: CompressedAttention, config: DecoderConfig, rngs: nnx.Rngs):
-        self.spec, self.rope = spec, attention.rope
+    def __init__(
+        self,
+        spec: EntryIndexer,
+        attention: CompressedAttention,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+    ):
+        self.spec = spec
+        self.rope = attention.rope
         assert attention.compression is not None
-        E, H, D, init = config.hidden_size, spec.heads, spec.head_dim, normal(config.initializer_range)
+        E = config.hidden_size
+        H = spec.heads
+        D = spec.head_dim
+        init = normal(config.initializer_range)
         self.compressor = Compressor(D, attention.compression, attention.norm, config, rngs)
-        self.q_b_proj = weight(rngs, (attention.q_lora_rank, H, D), ("q_lora", "q_heads", "kv"), init)
+        self.q_b_proj = weight(
+            rngs, (attention.q_lora_rank, H, D), ("q_lora", "q_heads", "kv"), init
+        )
         self.weights_proj = weight(rngs, (E, H), ("embed", "q_heads"), init)
 
-    def __call__(self, x_BTE: jax.Array, q_latent_BTr: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
-        """Returns (queries [B, T, H, D], their weights float32[B, T, H]), in float32 as in policy/attention/indexer.py."""
+    def __call__(
+        self, x_BTE: jax.Array, q_latent_BTr: jax.Array, step: Step
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (queries [B, T, H, D], their weights float32[B, T, H]), in float32 as in
+        policy/attention/indexer.py."""
         x, q_latent = jax.lax.stop_gradient((x_BTE, q_latent_BTr))
         q = jnp.einsum("btr,rhd->bhtd", q_latent, self.q_b_proj[...].astype(x.dtype))
         q = turn(q, self.rope, step.rotation(self.rope))
-        w = jnp.dot(x.astype(jnp.float32), self.weights_proj[...].astype(jnp.float32), precision="highest")
+        w = jnp.dot(
+            x.astype(jnp.float32), self.weights_proj[...].astype(jnp.float32), precision="highest"
+        )
         return jnp.swapaxes(q, 1, 2), w * self.spec.heads**-0.5
 
 
 class TokensAndEntries(Mask):
-    """Allows the keys of two masks, one after the other. The queries of `tokens` are the first arrays of those of
-    `entries`."""
+    """Allows the keys of two masks, one after the other. The queries of `tokens` are the first
+    arrays of those of `entries`."""
 
     def __init__(self, tokens: Mask, entries: Mask):
-        self.tokens, self.entries, self.queries = tokens, entries, entries.queries
+        self.tokens = tokens
+        self.entries = entries
+        self.queries = entries.queries
 
     def of(self, *queries: jax.Array) -> jax.Array:
         """Returns the mask bool[B, T, C + n] of some queries."""
@@ -67,14 +86,19 @@ class TokensAndEntries(Mask):
 
 
 class CompressedMultiQueryAttention(nnx.Module):
-    """Computes the attention of DeepSeek V4, as `CompressedAttention` says. Weights: q_a_proj [E, r], q_a_norm [r],
-    q_b_proj [r, H, D], kv_proj [E, D], kv_norm [D], sinks [H], o_a_proj [G, J, L], o_b_proj [G, L, E]; compressor and
-    indexer where the layer has them."""
+    """Computes the attention of DeepSeek V4, as `CompressedAttention` says. Weights: q_a_proj [E,
+    r], q_a_norm [r], q_b_proj [r, H, D], kv_proj [E, D], kv_norm [D], sinks [H], o_a_proj [G, J,
+    L], o_b_proj [G, L, E]; compressor and indexer where the layer has them."""
 
     def __init__(self, spec: CompressedAttention, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
-        E, H, D, r = config.hidden_size, spec.heads, spec.head_dim, spec.q_lora_rank
-        G, L, init = spec.o_groups, spec.o_lora_rank, normal(config.initializer_range)
+        E = config.hidden_size
+        H = spec.heads
+        D = spec.head_dim
+        r = spec.q_lora_rank
+        G = spec.o_groups
+        L = spec.o_lora_rank
+        init = normal(config.initializer_range)
         self.q_a_proj = weight(rngs, (E, r), ("embed", "q_lora_up_proj"), init, inputs=(0,))
         self.q_a_norm = RMSNorm(r, spec.norm, rngs)
         self.q_b_proj = weight(rngs, (r, H, D), ("q_lora", "q_heads", "kv"), init, inputs=(0,))
@@ -82,7 +106,9 @@ class CompressedMultiQueryAttention(nnx.Module):
         self.kv_proj = weight(rngs, (E, D), ("embed", "kv"), init, inputs=(0,))
         self.kv_norm = RMSNorm(D, spec.norm, rngs)
         self.sinks = weight(rngs, (H,), ("q_heads",), init)
-        self.o_a_proj = weight(rngs, (G, H * D // G, L), ("heads", "embed", None), init, inputs=(1,))
+        self.o_a_proj = weight(
+            rngs, (G, H * D // G, L), ("heads", "embed", None), init, inputs=(1,)
+        )
         self.o_b_proj = weight(rngs, (G, L, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
         if spec.compression is not None:
             self.compressor = Compressor(D, spec.compression, spec.norm, config, rngs)
@@ -96,7 +122,8 @@ class CompressedMultiQueryAttention(nnx.Module):
         if in_explicit_mode():
             out, aux = with_auto_axes(self, x_BTE, step, runtime)
             return out, None, aux
-        spec, table = self.spec, step.rotation(self.spec.rope)
+        spec = self.spec
+        table = step.rotation(self.spec.rope)
         layout = row_layout(cache, runtime.layout)
         q_latent = self._query_latent(x_BTE, step, runtime)
         q = linear("btr,rhd->bhtd", q_latent, self.q_b_proj[...], runtime)
@@ -106,20 +133,40 @@ class CompressedMultiQueryAttention(nnx.Module):
         kv = turn(self.kv_norm(kv)[:, None], spec.rope, table)
         kv = checkpoint_name(replicate_length(kv[:, 0], runtime)[:, None], "key_proj")
         seen, cache = extend(cache, step, lookback=spec.window, kv=to_cache(kv, layout))
-        keys, mask = seen.arrays["kv"], Mask(step, seen, spec.window)
+        keys = seen.arrays["kv"]
+        mask = Mask(step, seen, spec.window)
         if spec.compression is not None:
             entries, of_entries, cache = self._entries(x_BTE, q_latent, step, cache, runtime)
-            keys, mask = jnp.concatenate([keys, entries], axis=2), TokensAndEntries(mask, of_entries)
-        out = attend(q * spec.head_dim**-0.5, keys, keys, mask, runtime.attention_chunk, None, self.sinks[...])
+            keys = jnp.concatenate([keys, entries], axis=2)
+            mask = TokensAndEntries(mask, of_entries)
+        out = attend(
+            q * spec.head_dim**-0.5,
+            keys,
+            keys,
+            mask,
+            runtime.attention_chunk,
+            None,
+            self.sinks[...],
+        )
         out = turn(from_cache(out, runtime.layout), spec.rope, table, back=True)
-        return checkpoint_name(self._projected(checkpoint_name(out, "context"), runtime), "out_proj"), cache, LayerAux()
+        return (
+            checkpoint_name(self._projected(checkpoint_name(out, "context"), runtime), "out_proj"),
+            cache,
+            LayerAux(),
+        )
 
     def _entries(
-        self, x_BTE: jax.Array, q_latent_BTr: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
+        self,
+        x_BTE: jax.Array,
+        q_latent_BTr: jax.Array,
+        step: Step,
+        cache: LayerCache | None,
+        runtime: Runtime,
     ) -> tuple[jax.Array, Mask, LayerCache | None]:
         """Returns (entries [B, 1, n, D], which of them queries see, cache)."""
         assert self.spec.compression is not None
-        indexer, layout = self.spec.compression.indexer, row_layout(cache, runtime.layout)
+        indexer = self.spec.compression.indexer
+        layout = row_layout(cache, runtime.layout)
         compressors = {"": (self.compressor, self._parts(self.compressor, x_BTE, runtime))}
         if indexer is not None:
             own = self.indexer.compressor
@@ -136,7 +183,9 @@ class CompressedMultiQueryAttention(nnx.Module):
         return replicate_length(compressor.parts(x_BTE, runtime.layout), runtime)
 
     def _query_latent(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array:
-        latent = decoded(linear("bte,er->btr", x_BTE, self.q_a_proj[...], runtime), step, runtime.layout)
+        latent = decoded(
+            linear("bte,er->btr", x_BTE, self.q_a_proj[...], runtime), step, runtime.layout
+        )
         return checkpoint_name(self.q_a_norm(checkpoint_name(latent, "query_wa_proj")), "mla_q")
 
     def _projected(self, out_BHTD: jax.Array, runtime: Runtime) -> jax.Array:

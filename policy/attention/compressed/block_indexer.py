@@ -1,4 +1,5 @@
-"""The indexer of blocks of keys in grouped-query attention (Qwen4ExpTextQSAIndexer of transformers).
+"""The indexer of blocks of keys in grouped-query attention (Qwen4ExpTextQSAIndexer of
+transformers).
 
 B rows, T queries, C visible keys, N blocks, E hidden, H index heads, D index dimension.
 """
@@ -24,15 +25,17 @@ from policy.ops.rope import rotate, rotation
 
 
 class BlockKeyIndexer(nnx.Module):
-    """Scores blocks of keys for every query, as BlockIndexer says. Weights: q_proj [E, H, D], k_proj [E, 1, D], q_norm
-    and k_norm [D].
+    """Scores blocks of keys for every query, as BlockIndexer says. Weights: q_proj [E, H, D],
+    k_proj [E, 1, D], q_norm and k_norm [D].
 
     Its input is detached. No loss trains it.
     """
 
     def __init__(self, spec: BlockIndexer, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
-        E, H, D = config.hidden_size, spec.heads, spec.head_dim
+        E = config.hidden_size
+        H = spec.heads
+        D = spec.head_dim
         init = normal(config.initializer_range)
         self.q_proj = weight(rngs, (E, H, D), ("embed", "q_heads", "kv"), init)
         self.k_proj = weight(rngs, (E, 1, D), ("embed", None, "kv"), init)
@@ -40,20 +43,24 @@ class BlockKeyIndexer(nnx.Module):
         self.k_norm = RMSNorm(D, spec.norm, rngs)
 
     def __call__(self, x_BTE: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
-        """Returns (queries [B, H, T, D], keys of the tokens [B, 1, T, D] before the mean over a block)."""
-        spec, x = self.spec, jax.lax.stop_gradient(x_BTE)
+        """Returns (queries [B, H, T, D], keys of the tokens [B, 1, T, D] before the mean over a
+        block)."""
+        spec = self.spec
+        x = jax.lax.stop_gradient(x_BTE)
         q, k = (
-            jnp.einsum("bte,ehd->bhtd", x, projection[...].astype(x.dtype)) for projection in (self.q_proj, self.k_proj)
+            jnp.einsum("bte,ehd->bhtd", x, projection[...].astype(x.dtype))
+            for projection in (self.q_proj, self.k_proj)
         )
         return rotate(self.q_norm(q), spec.rope, step.rotation(spec.rope)), k
 
     def blocks(self, step: Step, visible: Visible, in_cache: bool) -> KeyBlocks:
         """Returns the complete blocks of the tokens that are `visible`, by their keys "index".
 
-        The keys of all blocks are computed in every call: over a cache it reads the D index numbers of every token, next
-        to the keys and values of all heads.
+        The keys of all blocks are computed in every call: over a cache it reads the D index numbers
+        of every token, next to the keys and values of all heads.
         """
-        size, tokens = self.spec.block_size, visible.arrays["index"][:, 0]
+        size = self.spec.block_size
+        tokens = visible.arrays["index"][:, 0]
         if in_cache:
             B, C = visible.positions.shape
             N = C // size
@@ -62,9 +69,12 @@ class BlockKeyIndexer(nnx.Module):
             marks = ends, jnp.ones_like(ends)
         else:
             own = OwnBlocks.of(step, size, size)
-            ends, marks = own.ends, (own.ends, own.segments, *(() if own.last is None else (own.last,)))
+            ends = own.ends
+            marks = (own.ends, own.segments, *(() if own.last is None else (own.last,)))
             B, N, _ = own.tokens.shape
-            parts = jnp.take_along_axis(tokens, own.tokens.reshape(B, N * size, 1), axis=1).reshape(B, N, size, -1)
+            parts = jnp.take_along_axis(tokens, own.tokens.reshape(B, N * size, 1), axis=1).reshape(
+                B, N, size, -1
+            )
         means = jnp.mean(parts.astype(jnp.float32), axis=2).astype(tokens.dtype)
         table = rotation(self.spec.rope, jnp.maximum(ends - (size - 1), 0))
         keys = rotate(self.k_norm(means)[:, None], self.spec.rope, table)[:, 0]
@@ -72,16 +82,17 @@ class BlockKeyIndexer(nnx.Module):
 
 
 class KeyBlocks(NamedTuple):
-    """Blocks of keys: keys [B, N, D]; marks: position, segment (0: no block) and, in trees, `Tree.last` of the last
-    token of each, int32[B, N]."""
+    """Blocks of keys: keys [B, N, D]; marks: position, segment (0: no block) and, in trees,
+    `Tree.last` of the last token of each, int32[B, N]."""
 
     keys: jax.Array
     marks: tuple[jax.Array, ...]
 
 
 class BlockMask(Mask):
-    """Allows the tokens of the `spec.blocks` visible blocks with the largest index scores, and those of the query's own
-    block while that is not complete. At equal scores the earlier block wins."""
+    """Allows the tokens of the `spec.blocks` visible blocks with the largest index scores, and
+    those of the query's own block while that is not complete. At equal scores the earlier block
+    wins."""
 
     def __init__(
         self,
@@ -93,7 +104,9 @@ class BlockMask(Mask):
         layout: Layout | None = None,
     ):
         super().__init__(step, visible)
-        self.layout, self.spec, self.blocks = layout, spec, blocks
+        self.layout = layout
+        self.spec = spec
+        self.blocks = blocks
         self.queries: tuple[jax.Array, ...] = (*self.queries, jnp.swapaxes(q_BHTD, 1, 2))
 
     @staticmethod
@@ -102,23 +115,32 @@ class BlockMask(Mask):
         return length // spec.block_size > spec.blocks
 
     def of(self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array) -> jax.Array:
-        """Returns the mask bool[B, T, C] of some queries. The arguments are the arrays of `queries`, cut along T."""
+        """Returns the mask bool[B, T, C] of some queries. The arguments are the arrays of
+        `queries`, cut along T."""
         size = self.spec.block_size
         complete_BTN = Mask.of(self.between((), self.blocks.marks), positions_BT, segments_BT)
         numbers = self.blocks.marks[0] // size, self.keys[0] // size
-        chosen_BTC = by_rows(self._chosen, self.layout, complete_BTN, self.scores(q_BTHD), shared=numbers)
+        chosen_BTC = by_rows(
+            self._chosen, self.layout, complete_BTN, self.scores(q_BTHD), shared=numbers
+        )
         open_BTC = numbers[1][:, None] >= ((positions_BT + 1) // size)[..., None]
         return super().of(positions_BT, segments_BT) & (chosen_BTC | open_BTC)
 
     def scores(self, q_BTHD: jax.Array) -> jax.Array:
         """Returns the index scores of all blocks, visible or not, float32[B, T, N]."""
-        dots = jnp.einsum("bthd,bnd->bthn", q_BTHD, self.blocks.keys, preferred_element_type=jnp.float32)
+        dots = jnp.einsum(
+            "bthd,bnd->bthn", q_BTHD, self.blocks.keys, preferred_element_type=jnp.float32
+        )
         return jnp.sum(jax.nn.relu(dots), axis=2) * q_BTHD.shape[-1] ** -0.5
 
-    def choose(self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns (the columns of a cache that queries see int32[B, T, k], whether each counts bool[B, T, k]), with k of
-        `columns`. The arguments are the arrays of `queries`, cut along T."""
-        size, C = self.spec.block_size, self.keys[0].shape[1]
+    def choose(
+        self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (the columns of a cache that queries see int32[B, T, k], whether each counts
+        bool[B, T, k]), with k of `columns`. The arguments are the arrays of `queries`, cut along T.
+        """
+        size = self.spec.block_size
+        C = self.keys[0].shape[1]
         complete_BTN = Mask.of(self.between((), self.blocks.marks), positions_BT, segments_BT)
         best, counts = by_rows(self._best, self.layout, complete_BTN, self.scores(q_BTHD))
         opened = ((positions_BT + 1) // size)[..., None]
@@ -141,29 +163,38 @@ class BlockMask(Mask):
         return best, jnp.take_along_axis(complete_BTN, best, axis=-1)
 
     def _chosen(
-        self, complete_BTN: jax.Array, scores_BTN: jax.Array, numbers_BN: jax.Array, of_keys_BC: jax.Array
+        self,
+        complete_BTN: jax.Array,
+        scores_BTN: jax.Array,
+        numbers_BN: jax.Array,
+        of_keys_BC: jax.Array,
     ) -> jax.Array:
-        """Returns the keys in the best blocks, bool[B, T, C]. `numbers` are those of the blocks and of the keys' own:
-        on the path of a query each number stands for one block."""
+        """Returns the keys in the best blocks, bool[B, T, C]. `numbers` are those of the blocks and
+        of the keys' own: on the path of a query each number stands for one block."""
         B, T, _ = complete_BTN.shape
         best, counts = self._best(complete_BTN, scores_BTN)
         count = -(-of_keys_BC.shape[1] // self.spec.block_size)
-        number = jnp.where(counts, jnp.take_along_axis(numbers_BN[:, None], best, axis=-1), count)  # dropped
+        number = jnp.where(
+            counts, jnp.take_along_axis(numbers_BN[:, None], best, axis=-1), count
+        )  # dropped
         none = jnp.zeros((B, T, count), jnp.bool_)
-        chosen = none.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], number].set(True, mode="drop")
+        chosen = none.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], number].set(
+            True, mode="drop"
+        )
         return jnp.take_along_axis(chosen, of_keys_BC[:, None], axis=-1)
 
 
 def attend_blocks(
     q_BHTD: jax.Array, visible: Visible, mask: BlockMask, cache: LayerCache | None, chunk: int
 ) -> jax.Array:
-    """Computes softmax(q k^T) v over the keys that `mask` allows, [B, H, T, D], with the scale already in q. `chunk` as
-    in policy/attention/dot_product_attention.py.
+    """Computes softmax(q k^T) v over the keys that `mask` allows, [B, H, T, D], with the scale
+    already in q. `chunk` as in policy/attention/dot_product_attention.py.
 
-    Over a cache a few queries read copies of the keys and values that they see; otherwise all keys are scored and a mask
-    leaves those.
+    Over a cache a few queries read copies of the keys and values that they see; otherwise all keys
+    are scored and a mask leaves those.
     """
-    T, C = q_BHTD.shape[2], visible.positions.shape[1]
+    T = q_BHTD.shape[2]
+    C = visible.positions.shape[1]
     if cache is None or T * mask.columns >= C:
         return attend(q_BHTD, visible.arrays["k"], visible.arrays["v"], mask, chunk)
     columns, counts = mask.choose(*mask.queries)
@@ -171,5 +202,7 @@ def attend_blocks(
     B, H, _, D = q_BHTD.shape
     q = q_BHTD.reshape(B, keys.shape[1], -1, T, D)
     scores = jnp.einsum("bkgtd,bktcd->bkgtc", q, keys, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(jnp.where(counts[:, None, None], scores, MASKED), axis=-1).astype(values.dtype)
+    weights = jax.nn.softmax(jnp.where(counts[:, None, None], scores, MASKED), axis=-1).astype(
+        values.dtype
+    )
     return jnp.einsum("bkgtc,bktcd->bkgtd", weights, values).reshape(B, H, T, D)

@@ -20,12 +20,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     parser.add_argument("first", type=os.path.expanduser, metavar="RUN", help="folder of a run")
     parser.add_argument(
-        "others", nargs="+", type=os.path.expanduser, metavar="RUN", help="folders of the runs to compare it with"
+        "others",
+        nargs="+",
+        type=os.path.expanduser,
+        metavar="RUN",
+        help="folders of the runs to compare it with",
     )
     parser.add_argument(
-        "-o", "--output", type=os.path.expanduser, metavar="FILE", help="default: compare.html in the first folder"
+        "-o",
+        "--output",
+        type=os.path.expanduser,
+        metavar="FILE",
+        help="default: compare.html in the first folder",
     )
-    parser.add_argument("--text", action="store_true", help="print tables instead of writing a file")
+    parser.add_argument(
+        "--text", action="store_true", help="print tables instead of writing a file"
+    )
     add_shared(parser)
 
 
@@ -33,10 +43,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Compares the runs and returns the exit code."""
     from rl.views.report import command
 
-    runs, part = [arguments.first, *arguments.others], command.part_of(arguments.stage, arguments.steps)
+    runs = [arguments.first, *arguments.others]
+    part = command.part_of(arguments.stage, arguments.steps)
     if arguments.text:
         return command.compare_text(runs, part)
     options = command.ReportFlags(
-        output=arguments.output, samples=arguments.samples, part=part, json=arguments.json, open=arguments.open
+        output=arguments.output,
+        samples=arguments.samples,
+        part=part,
+        json=arguments.json,
+        open=arguments.open,
     )
     return command.report(runs, options)

@@ -1,4 +1,5 @@
-"""`rl explain`: a verdict on a run, in at most eight lines, or the numbers behind a configuration."""
+"""`rl explain`: a verdict on a run, in at most eight lines, or the numbers behind a
+configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ SUMMARY = "say what is wrong with a run, or what a configuration computes"
 DESCRIPTION = (
     "With the folder of a run, finished or not: names what is wrong with it in at most eight lines "
     "(docs/diagnose.md). With a "
-    "configuration: the loss of each stage with its numbers, batches, tokens, and what differs from the defaults."
+    "configuration: the loss of each stage with its numbers, batches, tokens, and what differs "
+    "from the defaults."
 )
 
 
@@ -26,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN | CONFIG | key=value",
         help="folder of a run, or files and overrides",
     )
-    parser.add_argument("--json", action="store_true", help="print every finding of a run with all its fields as JSON")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print every finding of a run with all its fields as JSON",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -17,7 +17,9 @@ exit codes: 0 done; 2 no run there; 3 damaged lines (the report is written, and 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument("runs", nargs="+", type=os.path.expanduser, metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "runs", nargs="+", type=os.path.expanduser, metavar="RUN", help="folder of a run"
+    )
     parser.add_argument(
         "-o",
         "--output",
@@ -26,18 +28,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: report.html in the folder; -: standard output",
     )
     parser.add_argument(
-        "--against", type=os.path.expanduser, metavar="RUN", help="a run to compare with: dashed curves, other keys"
+        "--against",
+        type=os.path.expanduser,
+        metavar="RUN",
+        help="a run to compare with: dashed curves, other keys",
     )
     add_shared(parser)
 
 
 def add_shared(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `rl report` and `rl compare` share."""
-    parser.add_argument("--samples", type=int, default=200, metavar="N", help="completions to show (default: 200)")
+    parser.add_argument(
+        "--samples", type=int, default=200, metavar="N", help="completions to show (default: 200)"
+    )
     parser.add_argument("--stage", help="only this stage, e.g. grpo")
     parser.add_argument("--steps", metavar="A:B", help="only steps A to B of each stage")
     parser.add_argument(
-        "--json", type=os.path.expanduser, metavar="FILE", help="write the numbers as JSON too; -: standard output"
+        "--json",
+        type=os.path.expanduser,
+        metavar="FILE",
+        help="write the numbers as JSON too; -: standard output",
     )
     parser.add_argument("--open", action="store_true", help="open the file in a browser")
 

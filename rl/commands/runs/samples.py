@@ -1,4 +1,5 @@
-"""`rl samples`: lists the samples of a run that meet a filter, with their tokens, or scores them again."""
+"""`rl samples`: lists the samples of a run that meet a filter, with their tokens, or scores them
+again."""
 
 from __future__ import annotations
 
@@ -28,16 +29,23 @@ exit codes: 0 done; 2 no run there, or a filter or a reward that cannot be used;
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument("run_directory", type=os.path.expanduser, metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "run_directory", type=os.path.expanduser, metavar="RUN", help="folder of a run"
+    )
     parser.add_argument("filter", nargs="*", metavar="FILTER", help="terms that a sample must meet")
-    parser.add_argument("--sort", choices=("reward", "gap", "len"), help="largest first (default: newest first)")
-    parser.add_argument("--limit", type=int, default=20, metavar="N", help="samples to show (default: 20)")
+    parser.add_argument(
+        "--sort", choices=("reward", "gap", "len"), help="largest first (default: newest first)"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=20, metavar="N", help="samples to show (default: 20)"
+    )
     parser.add_argument("--tokens", action="store_true", help="show every token with its numbers")
     parser.add_argument("--json", action="store_true", help="print one JSON object per sample")
     parser.add_argument(
         "--rescore",
         metavar="CONFIG_OR_REWARD",
-        help="score the samples with the rewards of a configuration, or with one reward, and show what changed",
+        help="score the samples with the rewards of a configuration, or with one reward, and show "
+        "what changed",
     )
 
 
@@ -49,7 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.limit < 1:
         raise ConfigError(f"--limit {arguments.limit}: write a number from 1 on")
     options = terminal.SamplesFlags(
-        " ".join(arguments.filter), arguments.sort, arguments.limit, arguments.tokens, arguments.json
+        " ".join(arguments.filter),
+        arguments.sort,
+        arguments.limit,
+        arguments.tokens,
+        arguments.json,
     )
     if arguments.rescore is None:
         return terminal.show(arguments.run_directory, options)
@@ -72,7 +84,13 @@ def _rewards(source: str, directory: str) -> tuple[Callable[[str], RunnerOptions
     from rl.run.load import load
 
     config = load([source])
-    settings = dict(zip(config.stage_names, (stage.rewards or config.rewards for stage in config.stages), strict=True))
+    settings = dict(
+        zip(
+            config.stage_names,
+            (stage.rewards or config.rewards for stage in config.stages),
+            strict=True,
+        )
+    )
 
     def options_of(stage: str) -> RunnerOptions:
         own = settings.get(stage, config.rewards)

@@ -1,4 +1,5 @@
-"""`rl stop`: ends a run after its step. The run saves, exports its weights and ends with exit code 0."""
+"""`rl stop`: ends a run after its step. The run saves, exports its weights and ends with exit code
+0."""
 
 from __future__ import annotations
 
@@ -28,8 +29,12 @@ _TAIL = 2**20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument("run_directory", type=os.path.expanduser, metavar="RUN", help="folder of a run")
-    parser.add_argument("--no-wait", action="store_true", help="ask, and do not wait until the run has ended")
+    parser.add_argument(
+        "run_directory", type=os.path.expanduser, metavar="RUN", help="folder of a run"
+    )
+    parser.add_argument(
+        "--no-wait", action="store_true", help="ask, and do not wait until the run has ended"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     path = Path(arguments.run_directory)
     check_run(path)
-    running, elsewhere = stop.in_use(path), _elsewhere(path)
+    running = stop.in_use(path)
+    elsewhere = _elsewhere(path)
     if not running and elsewhere is None:
         return _not_running(path)
     try:
@@ -49,37 +55,51 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise ResourceError(f"{path / stop.REQUEST} cannot be written: {error.strerror}") from None
     print(
-        f"{path} is asked to stop after its step{_last_step(path)}; it then saves and exports its weights", flush=True
+        f"{path} is asked to stop after its step{_last_step(path)}; it then saves and exports its "
+        "weights",
+        flush=True,
     )
     if arguments.no_wait:
         return 0
     if not running:
-        print(f"it was started on {elsewhere}; if it was killed there, end this command with Ctrl-C", flush=True)
+        print(
+            f"it was started on {elsewhere}; if it was killed there, end this command with Ctrl-C",
+            flush=True,
+        )
     if not _wait(path, running):
         raise ConfigError(
-            f"{path / stop.REQUEST} is gone, and the run goes on: the request was withdrawn, or the run was started again; "
+            f"{path / stop.REQUEST} is gone, and the run goes on: the request was withdrawn, or "
+            "the run was started again; "
             f"`rl stop {quoted(path)}` asks again"
         )
     if (path / "export").is_dir():
         return _ended(path)
     last = _last_attempt(path)
     if last is None or last.code is None:
-        raise ProcessLost(f"{path} was killed before it stopped; `rl-train {quoted(path)}` continues it")
+        raise ProcessLost(
+            f"{path} was killed before it stopped; `rl-train {quoted(path)}` continues it"
+        )
     if last.code:
-        print(f"{path} did not stop as asked: it ended with exit code {last.code}; its output says why")
+        print(
+            f"{path} did not stop as asked: it ended with exit code {last.code}; its output says "
+            "why"
+        )
         return last.code
     return _ended(path)
 
 
 def _wait(path: Path, running: bool) -> bool:
-    """Waits for the end of the run. Returns False if the run goes on although its request has been gone for _GONE_S."""
+    """Waits for the end of the run. Returns False if the run goes on although its request has been
+    gone for _GONE_S."""
     from rl.run.unfinished import stop
 
     asked = time.monotonic()
     while stop.in_use(path) or (not running and _elsewhere(path) is not None):
         if stop.is_asked(path):
             asked = time.monotonic()
-        elif time.monotonic() - asked > _GONE_S:  # a run that ends removes it shortly before its lock
+        elif (
+            time.monotonic() - asked > _GONE_S
+        ):  # a run that ends removes it shortly before its lock
             return False
         time.sleep(_PAUSE_S)
     return True
@@ -90,12 +110,14 @@ def _ended(path: Path) -> int:
     from rewards.text import quoted
     from rl.run.unfinished import stop
 
-    place, word = stop.stopped(path), quoted(path)
+    place = stop.stopped(path)
+    word = quoted(path)
     if place is None:
         print(f"{path} is finished: its final weights are in {path}/export")
     else:
         print(
-            f"{path} is stopped after step {place.step} of {place.stage}: its weights are in {path}/export; "
+            f"{path} is stopped after step {place.step} of {place.stage}: its weights are in "
+            f"{path}/export; "
             f"`rl-train {word}` continues it"
         )
     return 0
@@ -108,10 +130,12 @@ def _not_running(path: Path) -> int:
 
     if (path / "export").is_dir():
         return _ended(path)
-    last, word = _last_attempt(path), quoted(path)
+    last = _last_attempt(path)
+    word = quoted(path)
     how = "was killed" if last is None or last.code is None else f"ended with exit code {last.code}"
     raise ConfigError(
-        f"{path} is not running: it {how}. `rl-train {word}` continues it; `rl chat {word}` and `rl generate {word}` read "
+        f"{path} is not running: it {how}. `rl-train {word}` continues it; `rl chat {word}` and "
+        f"`rl generate {word}` read "
         "its newest checkpoint"
     )
 
@@ -123,8 +147,8 @@ def _last_attempt(path: Path) -> Attempt | None:
 
 
 def _elsewhere(path: Path) -> str | None:
-    """Returns the machine on which the run was started and, as far as its files say, is running, if it is another one:
-    not every shared file system shows locks of other machines."""
+    """Returns the machine on which the run was started and, as far as its files say, is running, if
+    it is another one: not every shared file system shows locks of other machines."""
     last = _last_attempt(path)
     host = None if last is None or last.end is not None else last.facts.get("host")
     return host if isinstance(host, str) and host != socket.gethostname() else None

@@ -18,17 +18,25 @@ exit codes: 0 done; 2 no run there, or another host without a token file; 5 the 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument("run_directory", type=os.path.expanduser, metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "run_directory", type=os.path.expanduser, metavar="RUN", help="folder of a run"
+    )
     parser.add_argument("--port", type=int, default=0, metavar="N", help="default: a free port")
-    parser.add_argument("--host", default="127.0.0.1", metavar="H", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="H", help="address to listen on (default: 127.0.0.1)"
+    )
     parser.add_argument(
         "--token-file",
         type=os.path.expanduser,
         metavar="F",
         help="file with the token that readers need (default: random)",
     )
-    parser.add_argument("--no-open", action="store_true", help="print the address without opening a browser")
-    parser.add_argument("--static", type=os.path.expanduser, metavar="DIR", help="write a folder instead of serving")
+    parser.add_argument(
+        "--no-open", action="store_true", help="print the address without opening a browser"
+    )
+    parser.add_argument(
+        "--static", type=os.path.expanduser, metavar="DIR", help="write a folder instead of serving"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,5 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     from rl.views.viewer import serve
 
     return serve.serve(
-        arguments.run_directory, arguments.host, arguments.port, arguments.token_file, not arguments.no_open
+        arguments.run_directory,
+        arguments.host,
+        arguments.port,
+        arguments.token_file,
+        not arguments.no_open,
     )

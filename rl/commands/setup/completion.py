@@ -1,6 +1,7 @@
 """`rl completion`: prints the script by which a shell completes the commands `rl` and `rl-train`.
 
-shtab writes the completion of verbs and options. For files and `key=value`, the scripts call `rl _complete`.
+shtab writes the completion of verbs and options. For files and `key=value`, the scripts call `rl
+_complete`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ SHELLS = ("bash", "zsh", "fish")
 
 _CALL = {"bash": "_duet_config", "zsh": "_duet_config", "fish": "(_duet_config)"}
 # What an argument is, by the name that the help gives it.
-_KINDS = {"FILE": "file", "MODEL": "directory", "RUN": "directory", "DIR": "directory", "REWARD": "file"}
+_KINDS = {
+    "FILE": "file",
+    "MODEL": "directory",
+    "RUN": "directory",
+    "DIR": "directory",
+    "REWARD": "file",
+}
 
 _BASH = r"""
 # Completes files, keys and values of a configuration. Bash cuts words at `=`, so a value goes without its key.
@@ -111,7 +118,8 @@ def script(shell: str) -> str:
     from rl.commands import cli
 
     parts = []
-    # The prefix of functions: the default one of rl-train is also the one of the verb `train` of rl.
+    # The prefix of functions: the default one of rl-train is also the one of the verb `train` of
+    # rl.
     for parser, prefix in ((cli.parser(), "rl"), (cli.train_parser(), "duet_train")):
         _mark(parser, shtab)
         parts.append(shtab.complete(parser, shell, root_prefix=prefix))
@@ -119,15 +127,25 @@ def script(shell: str) -> str:
         return "\n".join([*parts, _BASH])
     if shell == "fish":
         return "\n".join([_FISH, *parts])
-    return "\n".join(["#compdef rl rl-train", _without_start(parts[0], True), _without_start(parts[1], False), _ZSH])
+    return "\n".join(
+        [
+            "#compdef rl rl-train",
+            _without_start(parts[0], True),
+            _without_start(parts[1], False),
+            _ZSH,
+        ]
+    )
 
 
 def _without_start(part: str, has_verbs: bool) -> str:
     """Returns the functions of a script for zsh, without the lines that register or call them.
 
-    shtab completes only the first of several arguments (`(*)` excludes the others); `*` completes each of them.
+    shtab completes only the first of several arguments (`(*)` excludes the others); `*` completes
+    each of them.
     """
-    functions = part.partition("\ntypeset -A opt_args\n")[0].replace(f"{part.splitlines()[0]}\n", "", 1)
+    functions = part.partition("\ntypeset -A opt_args\n")[0].replace(
+        f"{part.splitlines()[0]}\n", "", 1
+    )
     if not has_verbs:  # the default arguments are for verbs
         functions = functions.replace("_defaults_added=0", "_defaults_added=1")
     return re.sub(r'^( *)"\(\*\):', r'\1"*:', functions, flags=re.MULTILINE)

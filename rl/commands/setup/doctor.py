@@ -1,4 +1,5 @@
-"""`rl doctor`: looks at the machine; with the folder of a run, also says what is wrong with that run."""
+"""`rl doctor`: looks at the machine; with the folder of a run, also says what is wrong with that
+run."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from pathlib import Path
 
 SUMMARY = "look at this machine, or at a run"
 DESCRIPTION = (
-    "Without RUN: versions, devices, disk, memory, limits, program cache, and which secrets are set (never their "
+    "Without RUN: versions, devices, disk, memory, limits, program cache, and which secrets are "
+    "set (never their "
     "values). With "
     "the folder of a run: the verdict of `rl explain`. Exit code 5 if the machine cannot run Duet."
 )
@@ -18,7 +20,9 @@ CACHE = "~/.cache/duet-rl/programs"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument("directory", nargs="?", type=os.path.expanduser, metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "directory", nargs="?", type=os.path.expanduser, metavar="RUN", help="folder of a run"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 

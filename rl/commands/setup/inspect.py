@@ -1,4 +1,5 @@
-"""`rl inspect`: shows the rows of a run token by token, and checks tokenizer, template, data and rewards."""
+"""`rl inspect`: shows the rows of a run token by token, and checks tokenizer, template, data and
+rewards."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from rl.commands.train import split_arguments
 
 SUMMARY = "show the rows of a run token by token, and check template, data and rewards"
 DESCRIPTION = (
-    "Reads tokenizer and data of a configuration, or of a run's folder, and no weights. Shows the first rows of each "
+    "Reads tokenizer and data of a configuration, or of a run's folder, and no weights. Shows the "
+    "first rows of each "
     "stage and "
-    "the findings of 18 checks (docs/diagnose.md). Exit code 3 if a run would be refused, with --strict also for "
+    "the findings of 18 checks (docs/diagnose.md). Exit code 3 if a run would be refused, with "
+    "--strict also for "
     "warnings."
 )
 
@@ -22,7 +25,11 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     parser.add_argument(
-        "config", nargs="+", type=os.path.expanduser, metavar="CONFIG | key=value", help="files first, then overrides"
+        "config",
+        nargs="+",
+        type=os.path.expanduser,
+        metavar="CONFIG | key=value",
+        help="files first, then overrides",
     )
     parser.add_argument("--stage", metavar="NAME", help="only this stage, e.g. sft or grpo-2")
     parser.add_argument("--rows", type=int, default=3, metavar="N", help="rows shown per stage (3)")
@@ -39,9 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="also load the model and sample N prompts with the settings of the first stage that samples",
+        help="also load the model and sample N prompts with the settings of the first stage that "
+        "samples",
     )
-    parser.add_argument("--no-rewards", action="store_true", help="do not score the demonstrations with the rewards")
+    parser.add_argument(
+        "--no-rewards", action="store_true", help="do not score the demonstrations with the rewards"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,7 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = load(*split_arguments(arguments.config))
     if arguments.stage not in (None, *config.stage_names):
-        raise ConfigError(f"--stage {arguments.stage}: the stages are {', '.join(config.stage_names)}")
+        raise ConfigError(
+            f"--stage {arguments.stage}: the stages are {', '.join(config.stage_names)}"
+        )
     inspection = inspect(config, arguments.stage, rewards=not arguments.no_rewards)
     probed = None
     if arguments.probe and not inspection.refused:
@@ -69,7 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
 
         notes = [*with_steps(config)[1], *read_held_out(config)]
     if arguments.json:
-        values = show.to_json(inspection, arguments.rows) | ({"probe": probed.to_json()} if probed else {})
+        values = show.to_json(inspection, arguments.rows) | (
+            {"probe": probed.to_json()} if probed else {}
+        )
         values |= {"notes": notes} if notes else {}
         print(json.dumps(values, indent=1, ensure_ascii=False))
     else:
@@ -81,7 +95,17 @@ def run(arguments: argparse.Namespace) -> int:
             print(*probed.lines(), *(f"refuse: {text}" for _, text in probed.problems()), sep="\n")
     if arguments.html:
         try:
-            arguments.html.write_text(show.page(inspection, arguments.rows), encoding="utf-8", errors="replace")
+            arguments.html.write_text(
+                show.page(inspection, arguments.rows), encoding="utf-8", errors="replace"
+            )
         except OSError as error:
-            raise ResourceError(f"--html {arguments.html}: cannot be written: {error.strerror}") from None
-    return 3 if inspection.refused or (probed and probed.problems()) or (arguments.strict and inspection.warned) else 0
+            raise ResourceError(
+                f"--html {arguments.html}: cannot be written: {error.strerror}"
+            ) from None
+    return (
+        3
+        if inspection.refused
+        or (probed and probed.problems())
+        or (arguments.strict and inspection.warned)
+        else 0
+    )

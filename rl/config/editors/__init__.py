@@ -1,1 +1,2 @@
-"""What editors and shells know of a configuration: JSON Schemas made from its models, and the completion of keys."""
+"""What editors and shells know of a configuration: JSON Schemas made from its models, and the
+completion of keys."""

@@ -1,4 +1,5 @@
-"""Writes the JSON Schema of `algorithm`: a name, a preset, or a name with the options of that algorithm."""
+"""Writes the JSON Schema of `algorithm`: a name, a preset, or a name with the options of that
+algorithm."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from rl.config.packaged import presets
 
 
 def algorithm(writer: SchemaWriter, partial: bool) -> Json:
-    """Returns the schema of the value. A partial one may have options only, which any of the algorithms has."""
+    """Returns the schema of the value. A partial one may have options only, which any of the
+    algorithms has."""
     options = {name: _options(writer, name) for name in rl.algorithms.known()}
     shared = Counter(repr(item) for each in options.values() for item in each.items())
 
@@ -32,13 +34,18 @@ def algorithm(writer: SchemaWriter, partial: bool) -> Json:
     for name, each in options.items():
         properties = by_reference(each)
         branches.append(
-            writer.reference(f"algorithm-{name}", lambda name=name, properties=properties: _named(name, properties))
+            writer.reference(
+                f"algorithm-{name}",
+                lambda name=name, properties=properties: _named(name, properties),
+            )
         )
         if names := of_algorithm[name]:
             branches.append(
                 writer.reference(
                     f"presets-{name}",
-                    lambda name=name, names=names, properties=properties: _preset(name, names, properties),
+                    lambda name=name, names=names, properties=properties: _preset(
+                        name, names, properties
+                    ),
                 )
             )
     if partial:
@@ -64,7 +71,12 @@ def _about(name: str) -> str:
 
 def _named(name: str, options: Json) -> Json:
     properties = {"name": {"const": name, "description": _about(name)}} | options
-    return {"type": "object", "required": ["name"], "properties": properties, "additionalProperties": False}
+    return {
+        "type": "object",
+        "required": ["name"],
+        "properties": properties,
+        "additionalProperties": False,
+    }
 
 
 def _presets() -> dict[str, list[str]]:
@@ -77,25 +89,37 @@ def _presets() -> dict[str, list[str]]:
 
 def _preset(name: str, names: list[str], options: Json) -> Json:
     about = "options of a paper, a file of configs/presets/; other keys of the stage go first"
-    own = {"preset": {"enum": names, "description": about}, "name": {"const": name, "description": _about(name)}}
-    return {"type": "object", "required": ["preset"], "properties": own | options, "additionalProperties": False}
+    own = {
+        "preset": {"enum": names, "description": about},
+        "name": {"const": name, "description": _about(name)},
+    }
+    return {
+        "type": "object",
+        "required": ["preset"],
+        "properties": own | options,
+        "additionalProperties": False,
+    }
 
 
 def _any_options(options: dict[str, Json]) -> Json:
-    """Returns the schema of options without a name: they are merged over an algorithm of another file."""
+    """Returns the schema of options without a name: they are merged over an algorithm of another
+    file."""
     forms: dict[str, list[Any]] = defaultdict(list)
     for each in options.values():
         for option, schema in each.items():
             if schema not in forms[option]:
                 forms[option].append(schema)
     properties = {
-        option: schemas[0] if len(schemas) == 1 else {"description": _common(schemas), "anyOf": schemas}
+        option: schemas[0]
+        if len(schemas) == 1
+        else {"description": _common(schemas), "anyOf": schemas}
         for option, schemas in forms.items()
     }
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def _common(schemas: list[Json]) -> str:
-    """Returns the description of an option that several algorithms have, without a default if it differs."""
+    """Returns the description of an option that several algorithms have, without a default if it
+    differs."""
     texts = [schema["description"] for schema in schemas]
     return texts[0] if len(set(texts)) == 1 else texts[0].split(" Default: ")[0]

@@ -1,6 +1,7 @@
 """Completes `key.path=value` and the names of files on a command line, from the shipped schema.
 
-A shell calls it at each press of Tab, so it imports neither pydantic nor the models of the configuration.
+A shell calls it at each press of Tab, so it imports neither pydantic nor the models of the
+configuration.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ Candidate = tuple[str, str]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints a candidate and its description, with a tab between, on each line. Returns the exit code.
+    """Prints a candidate and its description, with a tab between, on each line. Returns the exit
+    code.
 
-    arguments: the shell, then the words of the command line up to the cursor; the last one is to be completed.
+    arguments: the shell, then the words of the command line up to the cursor; the last one is to be
+    completed.
     """
     shell, *words = arguments
     escape = shell == "bash"  # zsh and fish quote what they insert
@@ -40,8 +43,8 @@ def main(arguments: Sequence[str]) -> int:
 def candidates(word: str, before: Sequence[str] = ()) -> list[Candidate]:
     """Returns what an argument of `rl-train` may be that begins with `word`.
 
-    A candidate that ends in `.`, `=` or `/` is not complete. before: earlier words of the line; files and overrides
-    among them tell the number of stages and their algorithms.
+    A candidate that ends in `.`, `=` or `/` is not complete. before: earlier words of the line;
+    files and overrides among them tell the number of stages and their algorithms.
     """
     schema = Schema(files.read(files.PARTIAL), _stages(before))
     key, equals, value = word.partition("=")
@@ -50,7 +53,11 @@ def candidates(word: str, before: Sequence[str] = ()) -> list[Candidate]:
         if values or not schema.takes_text(key):
             return values
         return [(f"{key}={path}", "") for path in _paths(value, ())]
-    return [*schema.keys(word), *((path, "") for path in _paths(word, _CONFIGS)), *_packaged(word, before)]
+    return [
+        *schema.keys(word),
+        *((path, "") for path in _paths(word, _CONFIGS)),
+        *_packaged(word, before),
+    ]
 
 
 class Schema:
@@ -62,7 +69,8 @@ class Schema:
         self._algorithms = algorithms
 
     def keys(self, prefix: str) -> Iterator[Candidate]:
-        """Yields keys that begin with a prefix, to the next dot or to the `=`, each with its description."""
+        """Yields keys that begin with a prefix, to the next dot or to the `=`, each with its
+        description."""
         parent, _, last = prefix.rpartition(".")
         parts = parent.split(".") if parent else []
         start = f"{parent}." if parent else ""
@@ -72,7 +80,10 @@ class Schema:
                 inner = list(self._flat(value))
                 ends = [
                     end
-                    for end, is_end in ((".", any(map(_holds_keys, inner))), ("=", any(map(_is_value, inner))))
+                    for end, is_end in (
+                        (".", any(map(_holds_keys, inner))),
+                        ("=", any(map(_is_value, inner))),
+                    )
                     if is_end
                 ]
                 for end in ends:
@@ -108,11 +119,22 @@ class Schema:
             nodes = [flat for node in nodes for flat in self._flat(node)]
         yield from nodes
 
-    def _children(self, node: dict[str, Any], parts: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields the keys of a mapping, or the indices of a list of sections, each with its schema."""
-        if parts[:1] == ["stages"] and parts[2:] == ["algorithm"] and not self._is_of(node, parts[1]):
+    def _children(
+        self, node: dict[str, Any], parts: Sequence[str]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yields the keys of a mapping, or the indices of a list of sections, each with its
+        schema."""
+        if (
+            parts[:1] == ["stages"]
+            and parts[2:] == ["algorithm"]
+            and not self._is_of(node, parts[1])
+        ):
             return
-        yield from ((name, value) for name, value in node.get("properties", {}).items() if "doNotSuggest" not in value)
+        yield from (
+            (name, value)
+            for name, value in node.get("properties", {}).items()
+            if "doNotSuggest" not in value
+        )
         entry = node.get("items")
         if entry is not None and any(_holds_keys(each) for each in self._flat(entry)):
             for index in range(max(1, len(self._algorithms)) if list(parts) == ["stages"] else 1):
@@ -161,10 +183,13 @@ def _is_value(node: dict[str, Any]) -> bool:
 
 
 def _paths(start: str, endings: Sequence[str]) -> Iterator[str]:
-    """Yields directories, with `/`, and files with one of the endings (none: all) whose path begins with `start`."""
+    """Yields directories, with `/`, and files with one of the endings (none: all) whose path begins
+    with `start`."""
     folder, slash, last = start.rpartition("/")
     try:
-        entries = sorted(os.scandir(Path(f"{folder}{slash}").expanduser()), key=lambda entry: entry.name)
+        entries = sorted(
+            os.scandir(Path(f"{folder}{slash}").expanduser()), key=lambda entry: entry.name
+        )
     except OSError:
         return
     for entry in entries:
@@ -176,7 +201,8 @@ def _paths(start: str, endings: Sequence[str]) -> Iterator[str]:
 
 
 def _packaged(start: str, before: Sequence[str]) -> Iterator[Candidate]:
-    """Yields the names of packaged runs that begin with `start`, unless files of this folder are meant."""
+    """Yields the names of packaged runs that begin with `start`, unless files of this folder are
+    meant."""
     from rl.config.packaged import run_names
 
     for name in sorted(run_names()):
@@ -185,7 +211,8 @@ def _packaged(start: str, before: Sequence[str]) -> Iterator[Candidate]:
 
 
 def _stages(words: Sequence[str]) -> list[str | None]:
-    """Returns the algorithm or preset of each stage, from the files and overrides of a command line."""
+    """Returns the algorithm or preset of each stage, from the files and overrides of a command
+    line."""
     algorithms: list[str | None] = []
     for word in words:
         if word.endswith(_CONFIGS) and "=" not in word:

@@ -1,7 +1,7 @@
 """Makes the JSON Schemas in configs/: `python -m rl.config.editors.documents` writes them.
 
-`RUN` describes a complete configuration, `PARTIAL` a file that is merged over another one, `PRESET` a file of
-configs/presets/, and `MODEL` a file of configs/models/.
+`RUN` describes a complete configuration, `PARTIAL` a file that is merged over another one, `PRESET`
+a file of configs/presets/, and `MODEL` a file of configs/models/.
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ _MERGED = ("every_stage", "if_present")
 _SECTIONS = {
     "vision_config": "the tower of pictures",
     "audio_config": "the tower of sounds",
-    "processor_config": "content of processor_config.json: how pictures and sounds become inputs of the towers",
+    "processor_config": "content of processor_config.json: how pictures and sounds become inputs "
+    "of the towers",
 }
 
 
 def documents() -> dict[str, Json]:
-    """Returns the name of each file -> its schema. Names of installed plugins are not part of them."""
+    """Returns the name of each file -> its schema. Names of installed plugins are not part of
+    them."""
     return {RUN: _run(), PARTIAL: _partial(), PRESET: _preset(), MODEL: _model()}
 
 
 def _run() -> Json:
     writer = _writer()
     root = writer.object(RunConfig, partial=False)
-    root["required"] = [name for name, field in RunConfig.model_fields.items() if field.is_required()]
+    root["required"] = [
+        name for name, field in RunConfig.model_fields.items() if field.is_required()
+    ]
     required = [name for name, field in StageOptions.model_fields.items() if field.is_required()]
     root["allOf"] = [_in_each_stage(name) for name in required]
     return _titled(RUN, "Duet: a run", "A complete configuration for rl-train.", root, writer)
@@ -45,20 +49,30 @@ def _run() -> Json:
 
 def _in_each_stage(name: str) -> Json:
     """Requires a key in each stage, unless `every_stage` sets it."""
-    given = {"required": ["every_stage"], "properties": {"every_stage": {"type": "object", "required": [name]}}}
-    return {"if": {"not": given}, "then": {"properties": {"stages": {"items": {"required": [name]}}}}}
+    given = {
+        "required": ["every_stage"],
+        "properties": {"every_stage": {"type": "object", "required": [name]}},
+    }
+    return {
+        "if": {"not": given},
+        "then": {"properties": {"stages": {"items": {"required": [name]}}}},
+    }
 
 
 def _partial() -> Json:
     writer = _writer()
     about = "A configuration that is merged over another one. No key is required."
-    return _titled(PARTIAL, "Duet: a part of a run", about, writer.object(RunConfig, partial=True), writer)
+    return _titled(
+        PARTIAL, "Duet: a part of a run", about, writer.object(RunConfig, partial=True), writer
+    )
 
 
 def _preset() -> Json:
     writer = _writer()
     root = writer.object(StageOptions, partial=True)
-    return _titled(PRESET, "Duet: a preset", "A file of configs/presets/: keys of a stage.", root, writer)
+    return _titled(
+        PRESET, "Duet: a preset", "A file of configs/presets/: keys of a stage.", root, writer
+    )
 
 
 def _titled(file: str, title: str, about: str, root: Json, writer: SchemaWriter) -> Json:
@@ -72,11 +86,17 @@ def _titled(file: str, title: str, about: str, root: Json, writer: SchemaWriter)
 
 
 def _model() -> Json:
-    """Returns the schema of the keys of a Hugging Face configuration that name its family; others depend on it."""
+    """Returns the schema of the keys of a Hugging Face configuration that name its family; others
+    depend on it."""
     modules = [families.get(name) for name in families.known()]
     kinds = sorted({kind for module in modules for kind in families.model_types(module)})
     classes = sorted({name for module in modules for name in module.ARCHITECTURES})
-    names = {key: None for file in model_presets().values() for key in _keys(file) if key.endswith("_size")}
+    names = {
+        key: None
+        for file in model_presets().values()
+        for key in _keys(file)
+        if key.endswith("_size")
+    }
     properties = {
         "architectures": {
             "type": "array",
@@ -107,7 +127,8 @@ def _model() -> Json:
 
 def _keys(file: Any) -> list[str]:
     """Returns the keys of a decoder: those of the file, or of its `text_config`."""
-    keys, section = [], None
+    keys = []
+    section = None
     for line in file.read_text(encoding="utf-8").splitlines():
         key = line.partition(":")[0].strip()
         if line[:1].isalpha():
@@ -120,7 +141,9 @@ def _keys(file: Any) -> list[str]:
 def _writer() -> SchemaWriter:
     values = {
         (RunConfig, "every_stage"): lambda writer, _: writer.section(StageOptions, partial=True),
-        (RunConfig, "if_present"): lambda writer, _: writer.reference("if_present", lambda: _if_present(writer)),
+        (RunConfig, "if_present"): lambda writer, _: writer.reference(
+            "if_present", lambda: _if_present(writer)
+        ),
         (StageOptions, "algorithm"): algorithm,
         (ModelOptions, "source"): lambda *_: _one_of_or_text(model_presets()),
         (ModelOptions, "remat_tensors"): lambda *_: _remat_tensors(),
@@ -129,7 +152,9 @@ def _writer() -> SchemaWriter:
         (RewardOptions, "name"): lambda writer, _: writer.reference(REWARD, reward_name),
         (EvaluationOptions, "k"): lambda writer, partial: writer.list_of(_COUNT, partial),
         (EvaluationOptions, "metrics"): lambda writer, partial: writer.list_of(PLUGIN, partial),
-        (ProfileOptions, "steps"): lambda writer, _: writer.list_of(_COUNT, False) | {"minItems": 2, "maxItems": 2},
+        (ProfileOptions, "steps"): lambda writer, _: (
+            writer.list_of(_COUNT, False) | {"minItems": 2, "maxItems": 2}
+        ),
         (MeshOptions, "rules"): lambda writer, _: writer.reference("rules", _rules),
         (GeneratorSection, "rules"): lambda writer, _: {
             "anyOf": [{"enum": ["stationary"]}, writer.reference("rules", _rules)]
@@ -150,7 +175,9 @@ _AXIS = {"anyOf": [_COUNT, {"const": -1}]}
 
 def _if_present(writer: SchemaWriter) -> Json:
     schema = writer.object(RunConfig, partial=True)
-    properties = {name: value for name, value in schema["properties"].items() if name not in _MERGED}
+    properties = {
+        name: value for name, value in schema["properties"].items() if name not in _MERGED
+    }
     return schema | {"properties": properties}
 
 

@@ -1,4 +1,5 @@
-"""Names and reads the shipped JSON Schemas. Imports neither pydantic nor the models that they are made from."""
+"""Names and reads the shipped JSON Schemas. Imports neither pydantic nor the models that they are
+made from."""
 
 from __future__ import annotations
 

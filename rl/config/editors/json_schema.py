@@ -1,7 +1,8 @@
 """Translates models of the configuration into JSON Schema.
 
-The dialect is draft-07, which every version of yaml-language-server reads. Defaults and descriptions are part of each
-property, and a description ends with the default, because editors show descriptions only.
+The dialect is draft-07, which every version of yaml-language-server reads. Defaults and
+descriptions are part of each property, and a description ends with the default, because editors
+show descriptions only.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _BOUNDS = {
 class SchemaWriter:
     """Writes schemas of models, and collects the definitions that they refer to.
 
-    A partial schema describes a file that is merged over others: it requires no key, and a mapping may change the
-    entries of a list by index.
+    A partial schema describes a file that is merged over others: it requires no key, and a mapping
+    may change the entries of a list by index.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class SchemaWriter:
         self._given_elsewhere = tuple(given_elsewhere)
 
     def reference(self, name: str, write: Callable[[], Json]) -> Json:
-        """Returns a reference to a definition, which `write` makes if there is none of this name."""
+        """Returns a reference to a definition, which `write` makes if there is none of this
+        name."""
         if name not in self.definitions:
             self.definitions[name] = {}  # keeps the order of first use
             self.definitions[name] = write()
@@ -73,22 +75,31 @@ class SchemaWriter:
     def object(self, model: type[BaseModel], partial: bool) -> Json:
         """Returns the schema of a model as a mapping of its keys."""
         fields = model.model_fields
-        properties = {name: self._field(model, name, partial) for name in fields} | self._more_keys.get(model, {})
+        properties = {
+            name: self._field(model, name, partial) for name in fields
+        } | self._more_keys.get(model, {})
         schema: Json = {"type": "object", "properties": properties, "additionalProperties": False}
         if not partial:
             required = [name for name, field in fields.items() if field.is_required()]
             if required and model not in self._given_elsewhere:
                 schema["required"] = required
             if names := exactly_one(model):
-                schema["oneOf"] = [{"required": [name], "properties": {name: {"not": _NULL}}} for name in names]
+                schema["oneOf"] = [
+                    {"required": [name], "properties": {name: {"not": _NULL}}} for name in names
+                ]
         return schema
 
     def options(self, fields: Mapping[str, FieldInfo], partial: bool = False) -> Json:
-        """Returns name -> schema of fields outside a section, such as the options of an algorithm."""
-        return {name: self._described(self.value(field, partial), field) for name, field in fields.items()}
+        """Returns name -> schema of fields outside a section, such as the options of an
+        algorithm."""
+        return {
+            name: self._described(self.value(field, partial), field)
+            for name, field in fields.items()
+        }
 
     def _field(self, model: type[BaseModel], name: str, partial: bool) -> Json:
-        field, kinds = model.model_fields[name], accepted_types(model.model_fields[name].annotation)
+        field = model.model_fields[name]
+        kinds = accepted_types(model.model_fields[name].annotation)
         if write := self._values.get((model, name)):
             schema = write(self, partial)
         else:
@@ -111,7 +122,8 @@ class SchemaWriter:
 
     def annotation(self, annotation: Any, partial: bool) -> Json:
         """Returns the schema of a type. Raises TypeError for a type that no configuration has."""
-        origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+        origin = typing.get_origin(annotation)
+        arguments = typing.get_args(annotation)
         if origin in (typing.Union, types.UnionType):
             members = [self.annotation(one, partial) for one in arguments if one is not type(None)]
             schema = members[0] if len(members) == 1 else {"anyOf": members}
@@ -122,12 +134,16 @@ class SchemaWriter:
             return self.list_of(self.annotation(arguments[0], partial), partial)
         if origin is dict:
             value = {} if arguments[1] is Any else self.annotation(arguments[1], partial)
-            return {"type": "object", "additionalProperties": value} if value else {"type": "object"}
+            return (
+                {"type": "object", "additionalProperties": value} if value else {"type": "object"}
+            )
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             return self.with_short_form(annotation, self.section(annotation, partial), partial)
         if annotation in _SCALARS:
             return {"type": _SCALARS[annotation]}
-        raise TypeError(f"no JSON Schema for the annotation {annotation}; teach SchemaWriter.annotation")
+        raise TypeError(
+            f"no JSON Schema for the annotation {annotation}; teach SchemaWriter.annotation"
+        )
 
     def with_short_form(self, model: type[BaseModel], schema: Json, partial: bool) -> Json:
         """Returns the schema of a section, or of the text that sets its one key."""
@@ -139,12 +155,22 @@ class SchemaWriter:
         return {"anyOf": [*text["anyOf"], schema] if "anyOf" in text else [text, schema]}
 
     def list_of(self, entry: Json, partial: bool) -> Json:
-        """Returns the schema of a list. A partial one may be a mapping that changes entries by index."""
+        """Returns the schema of a list. A partial one may be a mapping that changes entries by
+        index."""
         schema: Json = {"type": "array", "items": entry}
         if not partial:
             return schema
-        by_index = {"type": "object", "patternProperties": {INDEX: entry}, "additionalProperties": False}
-        return {"anyOf": [schema, by_index | {"description": "changes entries of the list by index, from 0"}]}
+        by_index = {
+            "type": "object",
+            "patternProperties": {INDEX: entry},
+            "additionalProperties": False,
+        }
+        return {
+            "anyOf": [
+                schema,
+                by_index | {"description": "changes entries of the list by index, from 0"},
+            ]
+        }
 
     def _described(self, schema: Json, field: FieldInfo, about: Iterable[str] = ()) -> Json:
         if "$ref" in schema:  # draft-07 ignores what stands next to a reference
@@ -172,10 +198,13 @@ class SchemaWriter:
 
 
 def _about(annotation: Any) -> list[str]:
-    """Returns the documentation of the sections in an annotation, which an editor shows with the key's description."""
+    """Returns the documentation of the sections in an annotation, which an editor shows with the
+    key's description."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         text = inspect.cleandoc(annotation.__doc__ or "")
-        return [] if text in ("", inspect.cleandoc(Strict.__doc__ or "")) else [" ".join(text.split())]
+        return (
+            [] if text in ("", inspect.cleandoc(Strict.__doc__ or "")) else [" ".join(text.split())]
+        )
     return [text for one in typing.get_args(annotation) for text in _about(one)]
 
 

@@ -1,5 +1,5 @@
-"""Writes the JSON Schema of what a configuration names: rewards and tasks, with the options of those that are built
-in.
+"""Writes the JSON Schema of what a configuration names: rewards and tasks, with the options of
+those that are built in.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ PLUGIN: Json = {"type": "string", "pattern": ":"}
 
 
 def reward_name() -> Json:
-    """Returns the schema of the name of a reward. Names of installed entry points are not part of it."""
+    """Returns the schema of the name of a reward. Names of installed entry points are not part of
+    it."""
     return {"anyOf": [{"enum": registry.builtin_names()}, PLUGIN]}
 
 
 def task_name() -> Json:
-    """Returns the schema of the name of a task. The tasks of reasoning-gym depend on its version."""
+    """Returns the schema of the name of a task. The tasks of reasoning-gym depend on its
+    version."""
     other = {"type": "string", "pattern": r"^[a-z][a-z0-9_]*$"}
     return {"anyOf": [{"enum": rl.tasks.names()}, PLUGIN, other]}
 
@@ -36,13 +38,18 @@ def task_name() -> Json:
 def add_options(writer: SchemaWriter) -> None:
     """Adds the options of each built-in reward and task to the sections that name one."""
     sections = {
-        "RewardOptions": ("name", {name: _reward_options(writer, name) for name in registry.builtin_names()}),
+        "RewardOptions": (
+            "name",
+            {name: _reward_options(writer, name) for name in registry.builtin_names()},
+        ),
         "DataOptions": ("task", {name: _task_options(writer, name) for name in rl.tasks.names()}),
     }
     for section, (key, options) in sections.items():
         for name in (section, f"{section}-partial"):
             if name in writer.definitions:
-                writer.definitions[name]["allOf"] = [_if_named(key, *item) for item in options.items()]
+                writer.definitions[name]["allOf"] = [
+                    _if_named(key, *item) for item in options.items()
+                ]
 
 
 def _if_named(key: str, name: str, options: Json) -> Json:
@@ -55,7 +62,8 @@ def _if_named(key: str, name: str, options: Json) -> Json:
 
 def _reward_options(writer: SchemaWriter, name: str) -> Json:
     function: Any = rewards.load(name)
-    hints, about = typing.get_type_hints(function), inspect.getdoc(function) or ""
+    hints = typing.get_type_hints(function)
+    about = inspect.getdoc(function) or ""
     result = {}
     for option, parameter in inspect.signature(function).parameters.items():
         # Columns of the data are lists; an option may replace one.
@@ -72,7 +80,8 @@ def _reward_options(writer: SchemaWriter, name: str) -> Json:
 
 def _task_options(writer: SchemaWriter, name: str) -> Json:
     module = importlib.import_module(f"rl.tasks.{name}")
-    hints, about = typing.get_type_hints(module.Options), _attribute_docs(Path(module.__file__ or ""), "Options")
+    hints = typing.get_type_hints(module.Options)
+    about = _attribute_docs(Path(module.__file__ or ""), "Options")
     result = {}
     for field in dataclasses.fields(module.Options):
         schema = writer.annotation(hints[field.name], False)
@@ -87,9 +96,15 @@ def _task_options(writer: SchemaWriter, name: str) -> Json:
 def _attribute_docs(file: Path, name: str) -> dict[str, str]:
     """Returns field -> the text under it, of a class in a file."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    body = next(
+        node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name
+    )
     result = {}
     for field, text in zip(body, body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+        ):
             result[field.target.id] = " ".join(ast.literal_eval(text.value).split())
     return result

@@ -1,7 +1,8 @@
-"""Checks tokenizer, chat template and rows of a run before anything is trained: 18 checks (docs/diagnose.md).
+"""Checks tokenizer, chat template and rows of a run before anything is trained: 18 checks
+(docs/diagnose.md).
 
-`inspect(config)` reads the data itself and reads no weights. `check_stages` checks rows that a run has read already.
-Imports no jax.
+`inspect(config)` reads the data itself and reads no weights. `check_stages` checks rows that a run
+has read already. Imports no jax.
 """
 
 from rl.data.inspect.checks import check_stages, end_of_turn_problem

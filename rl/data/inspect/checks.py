@@ -15,7 +15,8 @@ _ORDER = {"refuse": 0, "warn": 1, "note": 2}
 
 
 def check_stages(stages: Sequence[StageRows], random_weights: bool = False) -> list[Finding]:
-    """Returns the findings of all checks but that of the reward (13): refusals first, then in the order of the checks.
+    """Returns the findings of all checks but that of the reward (13): refusals first, then in the
+    order of the checks.
 
     random_weights: whether the run starts from random weights.
     """
@@ -26,7 +27,8 @@ def check_stages(stages: Sequence[StageRows], random_weights: bool = False) -> l
 
 
 def in_order(findings: Sequence[Finding]) -> list[Finding]:
-    """Sorts findings by level, then by number. Of findings with equal text, several stages share one."""
+    """Sorts findings by level, then by number. Of findings with equal text, several stages share
+    one."""
     kept: dict[tuple, Finding] = {}
     for each in findings:
         kept.setdefault((each.check, each.level, each.text), each)
@@ -48,7 +50,8 @@ def _stage(stage: StageRows) -> Iterator[Finding]:
 
 
 def _random(stages: Sequence[StageRows]) -> Iterator[Finding]:
-    """15: random weights without a stage that teaches from demonstrations before the first one that samples."""
+    """15: random weights without a stage that teaches from demonstrations before the first one that
+    samples."""
     first = next((number for number, stage in enumerate(stages) if stage.samples), None)
     taught = any(stage.kind == "supervised" for stage in stages[:first])
     if first is not None and not taught:

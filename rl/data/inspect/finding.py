@@ -18,8 +18,8 @@ class Refused(DataError):
 class Finding:
     """The result of a check that did not pass, or a remark.
 
-    check: its number in docs/diagnose.md. level: refuse (a run does not start), warn, note. text: what is wrong and
-    where.
+    check: its number in docs/diagnose.md. level: refuse (a run does not start), warn, note. text:
+    what is wrong and where.
     change: what to type. stage: name of the stage; None: the full run.
     """
 

@@ -1,4 +1,5 @@
-"""Cuts a row into the pieces that are shown: tokens, and the tokens of a picture or a sound as one piece."""
+"""Cuts a row into the pieces that are shown: tokens, and the tokens of a picture or a sound as one
+piece."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from rollout.media.reference import Reference
 class RowPiece(NamedTuple):
     """A token, or all tokens of a picture, a tile or a sound.
 
-    place: number of the first token. count: number of tokens. token: the id of the first. text: of the token, or what
-    stands there, in brackets.
+    place: number of the first token. count: number of tokens. token: the id of the first. text: of
+    the token, or what stands there, in brackets.
     """
 
     place: int
@@ -30,16 +31,21 @@ class RowPiece(NamedTuple):
 
 def pieces(stage: StageRows, row: Encoded) -> list[RowPiece]:
     """Returns the pieces of a row in order."""
-    kinds, decode = row.kinds(stage.stops), stage.tokenizer.decode
+    kinds = row.kinds(stage.stops)
+    decode = stage.tokenizer.decode
     names = [] if row.media is None else labels(row.media)
     result = []
     for item, places in itertools.groupby(range(len(row.ids)), key=_item_of(row)):
         group = list(places)
         if item is not None:
-            result.append(RowPiece(group[0], len(group), row.ids[group[0]], kinds[group[0]], names[item]))
+            result.append(
+                RowPiece(group[0], len(group), row.ids[group[0]], kinds[group[0]], names[item])
+            )
             continue
         texts = (decode([row.ids[place]], skip_special_tokens=False) for place in group)
-        result += [RowPiece(n, 1, row.ids[n], kinds[n], text) for n, text in zip(group, texts, strict=True)]
+        result += [
+            RowPiece(n, 1, row.ids[n], kinds[n], text) for n, text in zip(group, texts, strict=True)
+        ]
     return result
 
 
@@ -49,7 +55,9 @@ def text_of(stage: StageRows, row: Encoded) -> str:
     parts = []
     for item, places in itertools.groupby(range(len(row.ids)), key=_item_of(row)):
         ids = [row.ids[place] for place in places]
-        parts.append(stage.tokenizer.decode(ids, skip_special_tokens=False) if item is None else names[item])
+        parts.append(
+            stage.tokenizer.decode(ids, skip_special_tokens=False) if item is None else names[item]
+        )
     return "".join(parts)
 
 
@@ -63,9 +71,14 @@ def _item_of(row: Encoded) -> Any:
 
 
 def labels(media: Expanded) -> list[str]:
-    """Returns the text of each item, such as `[picture 1: 12x16 rows 0..191, 640x480 px, photo.png]`."""
-    owners, result, row = media.owners, [], 0
-    numbers = {kind: [n for n, each in enumerate(media.references) if each.kind == kind] for kind in KINDS}
+    """Returns the text of each item, such as `[picture 1: 12x16 rows 0..191, 640x480 px,
+    photo.png]`."""
+    owners = media.owners
+    result = []
+    row = 0
+    numbers = {
+        kind: [n for n, each in enumerate(media.references) if each.kind == kind] for kind in KINDS
+    }
     for place, item in enumerate(media.items):
         owner = owners[place]
         reference = media.references[owner]
@@ -73,13 +86,16 @@ def labels(media: Expanded) -> list[str]:
         if owners.count(owner) > 1:
             tile = f", tile {place - owners.index(owner) + 1}"
         name = f"{NOUNS[item.kind]} {numbers[item.kind].index(owner) + 1}{tile}"
-        result.append(f"[{name}: {_grid(item)}rows {row}..{row + item.rows - 1}, {_content(reference)}]")
+        result.append(
+            f"[{name}: {_grid(item)}rows {row}..{row + item.rows - 1}, {_content(reference)}]"
+        )
         row += item.rows
     return result
 
 
 def _grid(item: Extent) -> str:
-    """Returns the grid of rows of a picture, as height x width; empty where the rows are no grid."""
+    """Returns the grid of rows of a picture, as height x width; empty where the rows are no
+    grid."""
     height, width = item.shape
     joined = math.isqrt(height * width // item.rows)
     if item.kind != "image" or (height // joined) * (width // joined) != item.rows:
@@ -90,27 +106,39 @@ def _grid(item: Extent) -> str:
 def _content(reference: Reference) -> str:
     """Returns the size and the file of a content."""
     source = reference.source
-    name = source.name if isinstance(source, Path) else "bytes" if isinstance(source, bytes) else "array"
+    name = (
+        source.name
+        if isinstance(source, Path)
+        else "bytes"
+        if isinstance(source, bytes)
+        else "array"
+    )
     one, other = reference.size
-    size = f"{other}x{one} px" if reference.kind == "image" else f"{one / other:.2f} s at {other} Hz"
+    size = (
+        f"{other}x{one} px" if reference.kind == "image" else f"{one / other:.2f} s at {other} Hz"
+    )
     return f"{size}, {name}"
 
 
 def counts(media: Expanded | None) -> str:
-    """Returns how many pictures and sounds a row has and how many tokens they fill, to follow the row's own counts;
-    empty without any."""
+    """Returns how many pictures and sounds a row has and how many tokens they fill, to follow the
+    row's own counts; empty without any."""
     if media is None:
         return ""
     return f", {_named([each.kind for each in media.references])} of {media.rows} tokens"
 
 
 def statistics(rows: Sequence[Encoded]) -> str:
-    """Returns the pictures and sounds of all rows, and the tokens that they fill in a row; empty without any."""
+    """Returns the pictures and sounds of all rows, and the tokens that they fill in a row; empty
+    without any."""
     kinds = [each.kind for row in rows if row.media is not None for each in row.media.references]
     if not kinds:
         return ""
     filled = [0 if row.media is None else row.media.rows for row in rows]
-    return f", {_named(kinds)} of {sum(filled) / len(rows):.1f} tokens in a row on average, {max(filled)} at most"
+    return (
+        f", {_named(kinds)} of {sum(filled) / len(rows):.1f} tokens in a row on average, "
+        f"{max(filled)} at most"
+    )
 
 
 def _named(kinds: Sequence[str]) -> str:

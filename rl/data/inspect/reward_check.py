@@ -19,12 +19,15 @@ GOOD = 0.5
 
 
 def demonstrations_score(stage: StageRows, settings: RewardSettings) -> Iterator[Finding]:
-    """13: scores at most SCORED demonstrations with the reward functions; a right answer should get a good score.
+    """13: scores at most SCORED demonstrations with the reward functions; a right answer should get
+    a good score.
 
     Reward models are left out, because they need a device.
     """
     functions = tuple(
-        (each.name, each.weight, each.options) for each in settings.functions if each.name != REWARD_MODEL
+        (each.name, each.weight, each.options)
+        for each in settings.functions
+        if each.name != REWARD_MODEL
     )
     rows = [each for each in stage.examples if _answer(each)][:SCORED]
     if not rows or not functions:
@@ -45,7 +48,9 @@ def demonstrations_score(stage: StageRows, settings: RewardSettings) -> Iterator
         yield Finding(13, "refuse", f"rewards: {error}", "", stage.name)
         return
     try:
-        written = [in_form_of(each.prompt, answer) for each, answer in zip(rows, answers, strict=True)]
+        written = [
+            in_form_of(each.prompt, answer) for each, answer in zip(rows, answers, strict=True)
+        ]
         scores = runner.score([each.prompt for each in rows], written, values)
     except RewardError as error:
         if stage.samples:
@@ -61,7 +66,8 @@ def demonstrations_score(stage: StageRows, settings: RewardSettings) -> Iterator
         yield Finding(
             13,
             "warn",
-            f"{fault.function} fails ({fault.kind}) on {len(scores.faults)} of {len(rows)} demonstrations, first "
+            f"{fault.function} fails ({fault.kind}) on {len(scores.faults)} of {len(rows)} "
+            "demonstrations, first "
             f"{rows[fault.sample].where}: "
             f"{fault.traceback.strip().splitlines()[-1] if fault.traceback.strip() else ''}",
             f"rl reward test {quoted(fault.function)}",
@@ -74,7 +80,9 @@ def demonstrations_score(stage: StageRows, settings: RewardSettings) -> Iterator
             level,
             f"{len(scored)} demonstrations get a mean reward of {float(scored.mean()):.3g} "
             f"({float(scored.min()):.3g} to {float(scored.max()):.3g})",
-            "The reward or the column that it reads is wrong, or the answers are" if level == "warn" else "",
+            "The reward or the column that it reads is wrong, or the answers are"
+            if level == "warn"
+            else "",
             stage.name,
         )
 

@@ -31,8 +31,10 @@ def ends_trained(stage: StageRows) -> Iterator[Finding]:
     yield Finding(
         4,
         "refuse" if everywhere else "warn",
-        f"{len(endless)} of {len(trained)} rows do not train a stop as their last token, but {last!r} "
-        f"({endless[0].example.where})" + (": the policy never learns to end" if everywhere else ""),
+        f"{len(endless)} of {len(trained)} rows do not train a stop as their last token, but "
+        f"{last!r} "
+        f"({endless[0].example.where})"
+        + (": the policy never learns to end" if everywhere else ""),
         "Make the chat template end the assistant's turn with a stop, or add its end to "
         f"{stage.path}.sampling.stop_token_ids",
         stage.name,
@@ -72,7 +74,8 @@ def vocabulary(stage: StageRows) -> Iterator[Finding]:
         yield Finding(
             9,
             "warn",
-            f"{count / total:.1%} of the tokens are unknown to the tokenizer, e.g. in {affected[0].example.where}: "
+            f"{count / total:.1%} of the tokens are unknown to the tokenizer, e.g. in "
+            f"{affected[0].example.where}: "
             f"{_start_of(affected[0].example)!r}",
             "Use a tokenizer that knows these characters",
             stage.name,
@@ -99,11 +102,14 @@ def masks(stage: StageRows) -> Iterator[Finding]:
         yield Finding(
             11,
             "refuse",
-            f"{len(empty)} of {len(stage.rows)} rows have no token that is trained on, first {empty[0].example.where}",
+            f"{len(empty)} of {len(stage.rows)} rows have no token that is trained on, first "
+            f"{empty[0].example.where}",
             "Remove them, or check completion and roles",
             stage.name,
         )
-    share = sum(sum(row.mask) for row in stage.rows) / max(1, sum(len(row.text_ids) for row in stage.rows))
+    share = sum(sum(row.mask) for row in stage.rows) / max(
+        1, sum(len(row.text_ids) for row in stage.rows)
+    )
     if stage.train_on == "all" or all(row.n_prompt <= 1 for row in stage.rows):
         yield Finding(
             11,
@@ -114,25 +120,33 @@ def masks(stage: StageRows) -> Iterator[Finding]:
         )
     elif share < FEW_TRAINED:
         text = f"only {share:.1%} of the tokens are trained on"
-        yield Finding(11, "warn", text, "Check that the mask covers the answers (marks +)", stage.name)
+        yield Finding(
+            11, "warn", text, "Check that the mask covers the answers (marks +)", stage.name
+        )
     else:
         yield Finding(11, "note", f"{share:.0%} of the tokens are trained on", "", stage.name)
 
 
 def duplicates(stage: StageRows) -> Iterator[Finding]:
-    """12: prompts that occur twice, and prompts of the training that the evaluation, or `held_out`, has too."""
+    """12: prompts that occur twice, and prompts of the training that the evaluation, or `held_out`,
+    has too."""
     prompts = Counter(_identity(example) for example in stage.examples)
     repeated = sum(count - 1 for count in prompts.values())
     if repeated and not stage.task:  # a task draws its problems with repetition
         yield Finding(
-            12, "warn", f"{repeated} of {len(stage.examples)} prompts occur before", "Remove duplicates", stage.name
+            12,
+            "warn",
+            f"{repeated} of {len(stage.examples)} prompts occur before",
+            "Remove duplicates",
+            stage.name,
         )
     held_out = {_identity(example) for example in stage.held_out}
     if shared := sum(count for prompt, count in prompts.items() if prompt in held_out):
         yield Finding(
             12,
             "warn",
-            f"{shared} training prompts are in the evaluation ({len(held_out & prompts.keys())} of its "
+            f"{shared} training prompts are in the evaluation ({len(held_out & prompts.keys())} "
+            "of its "
             f"{len(held_out)})",
             "The evaluation then measures memory; remove them from the training data",
             stage.name,
@@ -142,7 +156,8 @@ def duplicates(stage: StageRows) -> Iterator[Finding]:
         yield Finding(
             12,
             "warn",
-            f"{shared} of {len(measured)} prompts of {stage.path}.held_out are among the training rows",
+            f"{shared} of {len(measured)} prompts of {stage.path}.held_out are among the training "
+            "rows",
             "Their loss then measures memory; remove them from one of the two",
             stage.name,
         )
@@ -154,13 +169,15 @@ def _identity(example: Any) -> tuple[str, ...]:
 
 
 def normalised(prompt: Any) -> str:
-    """Returns a prompt as text without differences of case, white space and Unicode form. Of messages, the last one."""
+    """Returns a prompt as text without differences of case, white space and Unicode form. Of
+    messages, the last one."""
     text = prompt if isinstance(prompt, str) else "".join(texts_in(prompt[-1])) if prompt else ""
     return re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text)).strip().casefold()
 
 
 def columns(stage: StageRows) -> Iterator[Finding]:
-    """14: constant columns, empty answers, types that differ between rows, special tokens as text."""
+    """14: constant columns, empty answers, types that differ between rows, special tokens as
+    text."""
     examples = stage.examples
     names = sorted({name for example in examples for name in example.columns})
     for name in names:
@@ -168,12 +185,28 @@ def columns(stage: StageRows) -> Iterator[Finding]:
         kinds = Counter(_kind(value) for value in values)
         if len(kinds) > 1:
             shown = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-            yield Finding(14, "warn", f"column `{name}` has several types: {shown}", "Make them one", stage.name)
-        elif len(values) >= CONSTANT_ROWS and len({repr(value) for value in values}) == 1 and not stage.task:
+            yield Finding(
+                14,
+                "warn",
+                f"column `{name}` has several types: {shown}",
+                "Make them one",
+                stage.name,
+            )
+        elif (
+            len(values) >= CONSTANT_ROWS
+            and len({repr(value) for value in values}) == 1
+            and not stage.task
+        ):
             text = f"column `{name}` is {_short(values[0])} in all {len(values)} rows"
             yield Finding(14, "warn", text, "A reward cannot tell rows apart by it", stage.name)
         if empty := sum(isinstance(value, str) and not value for value in values):
-            yield Finding(14, "warn", f"column `{name}` is empty in {empty} of {len(values)} rows", "", stage.name)
+            yield Finding(
+                14,
+                "warn",
+                f"column `{name}` is empty in {empty} of {len(values)} rows",
+                "",
+                stage.name,
+            )
     yield from _special_texts(stage, examples)
 
 
@@ -182,12 +215,15 @@ def _special_texts(stage: StageRows, examples: Sequence[Any]) -> Iterator[Findin
     if not specials:
         return
     pattern = re.compile("|".join(re.escape(text) for text in specials))
-    hits = [(example, match[0]) for example in examples if (match := pattern.search(_text(example)))]
+    hits = [
+        (example, match[0]) for example in examples if (match := pattern.search(_text(example)))
+    ]
     if hits:
         yield Finding(
             14,
             "warn",
-            f"{len(hits)} of {len(examples)} rows contain special tokens as text, first {hits[0][0].where}: "
+            f"{len(hits)} of {len(examples)} rows contain special tokens as text, first "
+            f"{hits[0][0].where}: "
             f"{hits[0][1]!r}",
             "They are read as control tokens; remove them from the text",
             stage.name,
@@ -196,8 +232,13 @@ def _special_texts(stage: StageRows, examples: Sequence[Any]) -> Iterator[Findin
 
 def _text(example: Any) -> str:
     """Returns all texts of an example that its author wrote."""
-    conversations = (() if isinstance(example.prompt, str) else example.prompt, example.messages or ())
-    messages = "\n".join(text for each in conversations for message in each for text in texts_in(message))
+    conversations = (
+        () if isinstance(example.prompt, str) else example.prompt,
+        example.messages or (),
+    )
+    messages = "\n".join(
+        text for each in conversations for message in each for text in texts_in(message)
+    )
     prompt = example.prompt if isinstance(example.prompt, str) else ""
     pair = "\n".join(answer if isinstance(answer, str) else "" for answer in example.pair or ())
     return "\n".join((prompt, example.completion or "", messages, pair))

@@ -1,4 +1,5 @@
-"""Checks of rows against settings: 17 (more prompts a step than rows) and 18 (roles of messages)."""
+"""Checks of rows against settings: 17 (more prompts a step than rows) and 18 (roles of
+messages)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def enough_rows(stage: StageRows) -> Iterator[Finding]:
         yield Finding(
             17,
             "warn",
-            f"the data has {rows}, and a step takes {stage.prompts_per_step:,}: every step has rows several times",
+            f"the data has {rows}, and a step takes {stage.prompts_per_step:,}: every step has "
+            "rows several times",
             f"Lower {stage.path}.prompts_per_step, or use more rows",
             stage.name,
         )
@@ -36,7 +38,12 @@ def roles(stage: StageRows) -> Iterator[Finding]:
 
 def _roles(example: Example) -> set[str]:
     conversations = [example.prompt, example.messages or (), *(example.pair or ())]
-    return {str(message["role"]) for each in conversations if not isinstance(each, str) for message in each}
+    return {
+        str(message["role"])
+        for each in conversations
+        if not isinstance(each, str)
+        for message in each
+    }
 
 
 SETTING_CHECKS = (enough_rows, roles)

@@ -55,17 +55,21 @@ def page(inspection: Inspection, rows: int) -> str:
     parts = [f"<p>{_spans(LEGEND)}</p>", "<h2>Findings</h2>", "<ul>"]
     parts += [f"<li>{html.escape(each.line())}</li>" for each in inspection.findings] + ["</ul>"]
     for stage in inspection.stages:
-        parts.append(f"<h2>{html.escape(stage.name)}: {stage.total} rows, {html.escape(_stops(stage))}</h2>")
+        parts.append(
+            f"<h2>{html.escape(stage.name)}: {stage.total} rows, {html.escape(_stops(stage))}</h2>"
+        )
         for row in stage.rows[:rows]:
             tokens = "".join(map(_span, pieces(stage, row)))
             parts.append(f"<h3>{html.escape(row.example.where)}</h3><pre>{tokens}</pre>")
     css = "".join(f".{kind}{{color:{color}}}" for kind, color in _CSS.items())
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>rl inspect</title>'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src '
+        "'unsafe-inline'\">"
         f"<style>body{{font-family:sans-serif;max-width:70rem;margin:2rem "
         f"auto}}pre{{white-space:pre-wrap;line-height:1.6}}"
-        f"pre span{{border-right:1px solid #ddd}}{css}</style><body>{''.join(parts)}</body></html>\n"
+        f"pre span{{border-right:1px solid "
+        f"#ddd}}{css}</style><body>{''.join(parts)}</body></html>\n"
     )
 
 
@@ -75,15 +79,21 @@ def _span(piece: RowPiece) -> str:
 
 
 def _row(stage: StageRows, row: Encoded, color: bool) -> Iterator[str]:
-    yield f"-- {row.example.where}: {len(row.ids)} tokens, {sum(row.mask)} trained on{counts(row.media)}"
+    yield (
+        f"-- {row.example.where}: {len(row.ids)} tokens, {sum(row.mask)} trained "
+        f"on{counts(row.media)}"
+    )
     yield textwrap.indent(for_terminal(text_of(stage, row)), "   | ", lambda _: True)
-    line, width = "  ", 2
+    line = "  "
+    width = 2
     for each in pieces(stage, row):
-        item, kind = for_terminal(each.text) if each.count > 1 else f"{each.token}:{each.text!r}", each.kind
+        item = for_terminal(each.text) if each.count > 1 else f"{each.token}:{each.text!r}"
+        kind = each.kind
         size = len(item) + 2
         if width + size > _WIDTH:
             yield line
-            line, width = "  ", 2
+            line = "  "
+            width = 2
         line += f" \x1b[{_COLORS[kind]}m{item}\x1b[0m" if color else f" {MARKS[kind]}{item}"
         width += size
     yield line
@@ -92,7 +102,8 @@ def _row(stage: StageRows, row: Encoded, color: bool) -> Iterator[str]:
 def _plain(stage: StageRows, row: Encoded) -> dict[str, Any]:
     """Returns a row for JSON. The tokens of a picture or sound are one entry with their `count`."""
     tokens = [
-        {"id": each.token, "kind": each.kind, "text": each.text} | ({"count": each.count} if each.count > 1 else {})
+        {"id": each.token, "kind": each.kind, "text": each.text}
+        | ({"count": each.count} if each.count > 1 else {})
         for each in pieces(stage, row)
     ]
     return {"where": row.example.where, "text": text_of(stage, row), "tokens": tokens}
@@ -106,7 +117,12 @@ def _stops(stage: StageRows) -> str:
 def _legend(color: bool) -> str:
     if not color:
         return LEGEND
-    names = {"prompt": "prompt", "trained": "trained on", "ignored": "ignored", "stop": "stop, trained on"}
+    names = {
+        "prompt": "prompt",
+        "trained": "trained on",
+        "ignored": "ignored",
+        "stop": "stop, trained on",
+    }
     return "   ".join(f"\x1b[{_COLORS[kind]}m{names[kind]}\x1b[0m" for kind in MARKS)
 
 

@@ -1,5 +1,5 @@
-"""Reads tokenizer and rows of a configuration and applies the checks. It reads no weights, and imports jax in a child
-process only (weights.py)."""
+"""Reads tokenizer and rows of a configuration and applies the checks. It reads no weights, and
+imports jax in a child process only (weights.py)."""
 
 from __future__ import annotations
 
@@ -64,10 +64,11 @@ class Inspection:
 def inspect(config: RunConfig, only: str | None = None, rewards: bool = True) -> Inspection:
     """Reads tokenizer and rows and applies all checks.
 
-    only: name of the one stage to look at. rewards: score demonstrations with the reward functions (check 13).
+    only: name of the one stage to look at. rewards: score demonstrations with the reward functions
+    (check 13).
 
-    Raises ConfigError for a tokenizer, file or task that cannot be used, ModelError for a directory of a model, teacher
-    or reward model that a run cannot read. Malformed rows are findings.
+    Raises ConfigError for a tokenizer, file or task that cannot be used, ModelError for a directory
+    of a model, teacher or reward model that a run cannot read. Malformed rows are findings.
     """
     inspection = _inspection(config, config.stage_names if only is None else (only,), rewards)
     weights.check(config, inspection.has_media)
@@ -78,7 +79,9 @@ def _inspection(config: RunConfig, names: Collection[str], rewards: bool) -> Ins
     """Applies the checks to the stages of these names."""
     models.check_files(config.model.source, config.model.sections)
     tokenizer, stops = read_tokenizer(config)
-    encoder = ExampleEncoder(tokenizer, read_processors(config, tokenizer), config.model.media_rows, history_of(config))
+    encoder = ExampleEncoder(
+        tokenizer, read_processors(config, tokenizer), config.model.media_rows, history_of(config)
+    )
     malformed: list[Finding] = []
     held_out = _held_out(config, malformed, encoder.processors)
     stages = []
@@ -87,10 +90,14 @@ def _inspection(config: RunConfig, names: Collection[str], rewards: bool) -> Ins
             try:
                 stages.append(_stage(config, index, encoder, stops, held_out))
             except DataError as error:
-                malformed.append(Finding(14, "refuse", _first_of(str(error).splitlines()), "", name))
+                malformed.append(
+                    Finding(14, "refuse", _first_of(str(error).splitlines()), "", name)
+                )
     results = malformed + check_stages(stages, random_weights(config)) + length_findings(config)
     for stage in stages:
-        if (settings := config.stages[int(stage.path.split(".")[1])].rewards or config.rewards) is None:
+        if (
+            settings := config.stages[int(stage.path.split(".")[1])].rewards or config.rewards
+        ) is None:
             continue
         refused = _column_findings(stage, settings)
         results += refused
@@ -100,8 +107,11 @@ def _inspection(config: RunConfig, names: Collection[str], rewards: bool) -> Ins
 
 
 def _column_findings(stage: StageRows, settings: RewardSettings) -> list[Finding]:
-    """Check 14: columns that the rewards of a stage cannot take, in its prompts and in those of the evaluation."""
-    held_out = () if stage.kind == "reward_model" else stage.held_out  # it trains no policy to evaluate
+    """Check 14: columns that the rewards of a stage cannot take, in its prompts and in those of the
+    evaluation."""
+    held_out = (
+        () if stage.kind == "reward_model" else stage.held_out
+    )  # it trains no policy to evaluate
     scored = [*(stage.examples if stage.samples else ()), *held_out]
     problems = list(datasets.column_problems(settings, scored))
     return [Finding(14, "refuse", _first_of(problems), "", stage.name)] if problems else []
@@ -114,8 +124,8 @@ def _first_of(problems: Sequence[str]) -> str:
 
 
 def length_findings(config: RunConfig) -> list[Finding]:
-    """Check 16: a max_length beyond the positions of the model: a warning for rotary positions, which go on, a refusal for
-    learned ones."""
+    """Check 16: a max_length beyond the positions of the model: a warning for rotary positions,
+    which go on, a refusal for learned ones."""
     made_for = models.positions(config.model)
     if made_for is None or (text := made_for.exceeded_by(config.max_length)) is None:
         return []
@@ -129,7 +139,8 @@ def random_weights(config: RunConfig) -> bool:
 
 
 def declared_stops(config: RunConfig) -> dict[str, list[int]]:
-    """Returns the ends of sequence in config.json and generation_config.json of the model's directory."""
+    """Returns the ends of sequence in config.json and generation_config.json of the model's
+    directory."""
     directory = models.directory(config.model.source)
     if directory is None:
         return {}
@@ -140,7 +151,8 @@ def stage_rows(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, 
     """Returns the description of a stage, without rows."""
     options = config.stages[index]
     algorithm = rl.algorithms.get(options.algorithm.name, **(options.algorithm.model_extra or {}))
-    samples, data = algorithm.stage == "online", options.data or config.data
+    samples = algorithm.stage == "online"
+    data = options.data or config.data
     stops = tuple(sorted({*stops, *options.sampling.stop_token_ids}))
     return StageRows(
         name=config.stage_names[index],
@@ -159,20 +171,29 @@ def stage_rows(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, 
     )
 
 
-def _held_out(config: RunConfig, malformed: list[Finding], processors: Processors | None) -> list[Example]:
+def _held_out(
+    config: RunConfig, malformed: list[Finding], processors: Processors | None
+) -> list[Example]:
     if config.evaluation is None:
         return []
     try:
-        return _loaded(config.evaluation.data, processors, held_out=True).examples[: config.evaluation.problems]
+        return _loaded(config.evaluation.data, processors, held_out=True).examples[
+            : config.evaluation.problems
+        ]
     except DataError as error:
         malformed.append(Finding(14, "refuse", f"evaluation: {str(error).splitlines()[0]}"))
         return []
 
 
 def _stage(
-    config: RunConfig, index: int, encoder: ExampleEncoder, stops: tuple[int, ...], held_out: list[Example]
+    config: RunConfig,
+    index: int,
+    encoder: ExampleEncoder,
+    stops: tuple[int, ...],
+    held_out: list[Example],
 ) -> StageRows:
-    stage, options = stage_rows(config, index, encoder.tokenizer, stops), config.stages[index].data or config.data
+    stage = stage_rows(config, index, encoder.tokenizer, stops)
+    options = config.stages[index].data or config.data
     if options is None:
         raise DataError("the stage has no data")
     pairs = stage.kind in ("preference", "reward_model")
@@ -184,7 +205,10 @@ def _stage(
     if encoder.processors is not None:
         decode_first(examples, encoder.processors)
     if len(examples) > ENCODED:
-        examples = [examples[n] for n in sorted(random.Random(config.seed).sample(range(len(examples)), ENCODED))]
+        examples = [
+            examples[n]
+            for n in sorted(random.Random(config.seed).sample(range(len(examples)), ENCODED))
+        ]
     encoded: list[list[Encoded]] = []
     problems: list[tuple[Example, str]] = []
     for example in examples:
@@ -201,7 +225,9 @@ def _stage(
             raise DataError(stage.limit.nothing_left(effect))
         encoded = fitting.rows
     rows = [row for each in encoded for row in each]
-    return replace(stage, rows=rows, problems=problems, total=dataset.total, held_out=held_out, effect=effect)
+    return replace(
+        stage, rows=rows, problems=problems, total=dataset.total, held_out=held_out, effect=effect
+    )
 
 
 def _limit(config: RunConfig, data: DataOptions | None, new_tokens: int) -> Limit:
@@ -223,14 +249,15 @@ def _cut(rows: list[Encoded], end: int) -> list[Encoded] | None:
 
 
 def _loaded(options: DataOptions, processors: Processors | None, **form: Any) -> datasets.Dataset:
-    """Loads a dataset in the `form` that `datasets.load` takes, with the columns that rewards get."""
+    """Loads a dataset in the `form` that `datasets.load` takes, with the columns that rewards
+    get."""
     dataset = datasets.load(options, processors=processors, **form)
     return replace(dataset, examples=with_lists(dataset.examples, kinds_of(dataset)))
 
 
 def _encoded(stage: StageRows, example: Example, encoder: ExampleEncoder) -> list[list[Encoded]]:
-    """Encodes an example as its stage does. Returns what the stage takes or leaves as one: each row of a demonstration, a
-    prompt, or both answers of a pair. Raises ValueError."""
+    """Encodes an example as its stage does. Returns what the stage takes or leaves as one: each row
+    of a demonstration, a prompt, or both answers of a pair. Raises ValueError."""
     if stage.samples:
         ids, media = encoder.prompt(example)
         return [[Encoded(example, ids, [0] * len(ids), media)]]
@@ -242,25 +269,34 @@ def _encoded(stage: StageRows, example: Example, encoder: ExampleEncoder) -> lis
 def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     """Reads the tokenizer and the first rows of each dataset, as a quick check. Scores nothing.
 
-    Returns notes about what was not read: datasets of the hub, which would be downloaded. Raises ConfigError for a
-    tokenizer, file, task or teacher that cannot be used, ModelError for the directory of a model, teacher or reward
-    model that a run cannot read, DataError for findings that refuse a run.
+    Returns notes about what was not read: datasets of the hub, which would be downloaded. Raises
+    ConfigError for a tokenizer, file, task or teacher that cannot be used, ModelError for the
+    directory of a model, teacher or reward model that a run cannot read, DataError for findings
+    that refuse a run.
     """
     _check_teachers(config)
     notes: list[str] = []
 
     def first(options: DataOptions | None) -> DataOptions | None:
         if options is None or options.path is None or hub_name(options.path, alone=True) is None:
-            return options and options.model_copy(update={"limit": min(count, options.limit or count)})
+            return options and options.model_copy(
+                update={"limit": min(count, options.limit or count)}
+            )
         notes.append(
-            f"{options.path} is a dataset of the hub{nearest_path(options.path)}: its rows were not read (rl inspect reads them)"
+            f"{options.path} is a dataset of the hub{nearest_path(options.path)}: its rows were "
+            "not read (rl inspect reads them)"
         )
         return None
 
     data = first(config.data)
     stages = [stage.model_copy(update={"data": first(stage.data)}) for stage in config.stages]
-    read = [data if stage.data is None else short.data for stage, short in zip(config.stages, stages, strict=True)]
-    names = [name for name, options in zip(config.stage_names, read, strict=True) if options is not None]
+    read = [
+        data if stage.data is None else short.data
+        for stage, short in zip(config.stages, stages, strict=True)
+    ]
+    names = [
+        name for name, options in zip(config.stage_names, read, strict=True) if options is not None
+    ]
     evaluation = config.evaluation
     if evaluation is not None:
         held_out = first(evaluation.data)
@@ -282,7 +318,8 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
 
 
 def _check_media(config: RunConfig, inspection: Inspection) -> None:
-    """Raises ConfigError if rows have pictures or sounds and the options of the run exclude them."""
+    """Raises ConfigError if rows have pictures or sounds and the options of the run exclude
+    them."""
     if not inspection.has_media:
         return
     if (directory := models.directory(config.model.source)) is not None:
@@ -297,9 +334,13 @@ def _check_media(config: RunConfig, inspection: Inspection) -> None:
 def _check_teachers(config: RunConfig) -> None:
     """Raises ConfigError or ModelError for a teacher that does not read the ids of the run."""
     for index, options in enumerate(config.stages):
-        algorithm = rl.algorithms.get(options.algorithm.name, **(options.algorithm.model_extra or {}))
+        algorithm = rl.algorithms.get(
+            options.algorithm.name, **(options.algorithm.model_extra or {})
+        )
         chosen = options.teacher or config.teacher
         if "teacher" in algorithm.inputs and chosen is not None and chosen.source is not None:
             tokenizer, stops = read_tokenizer(config)
             ends = stage_rows(config, index, tokenizer, stops).stops
-            teachers.check_teacher(chosen, tokenizer, ends, models.ids_in_use(tokenizer, config.model))
+            teachers.check_teacher(
+                chosen, tokenizer, ends, models.ids_in_use(tokenizer, config.model)
+            )

@@ -20,15 +20,19 @@ SOME = 100
 def texts_in(message: dict[str, Any]) -> list[str]:
     """Returns the texts of a message: its content, or those of its parts."""
     content = message["content"]
-    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+    return (
+        [content]
+        if isinstance(content, str)
+        else [part["text"] for part in content if part["type"] == "text"]
+    )
 
 
 @dataclass(frozen=True)
 class Encoded:
     """A sequence of tokens.
 
-    mask: 1 on the tokens that are trained on; all 0 for a prompt alone. media: its pictures and sounds; None: it has
-    none. n_prompt: tokens before the first that is trained on.
+    mask: 1 on the tokens that are trained on; all 0 for a prompt alone. media: its pictures and
+    sounds; None: it has none. n_prompt: tokens before the first that is trained on.
     """
 
     example: Example
@@ -47,11 +51,13 @@ class Encoded:
         if self.media is None:
             return self.ids
         index = self.media.index.tolist()
-        return [token for place, token in enumerate(self.ids) if place >= len(index) or index[place] < 0]
+        return [
+            token for place, token in enumerate(self.ids) if place >= len(index) or index[place] < 0
+        ]
 
     def kinds(self, stops: Sequence[int]) -> list[Kind]:
-        """Returns what each token is for the run: part of the prompt, trained on, ignored, or a stop that is trained
-        on.
+        """Returns what each token is for the run: part of the prompt, trained on, ignored, or a
+        stop that is trained on.
         """
         first = self.n_prompt
         result: list[Kind] = []
@@ -67,13 +73,14 @@ class Encoded:
 class StageRows:
     """The rows of one stage.
 
-    path: its dotted key, such as stages.0. kind: kind of the stage (supervised, online, preference, ...). built_in:
-    whether the chat template is the one of Duet's own tokenizers. stops: tokens that end a completion. rows: encoded
-    sequences. limit: how long a row may be. problems: (example, text) of rows that cannot be encoded. total: rows of
-    the data, of which `rows` may be a sample. held_out: examples of the evaluation. declared_stops: ends of sequence
-    by the file that declares them. task: whether the rows are problems made in code. effect: what happened to rows
-    that are too long; None: there were none. prompts_per_step: rows that a step takes. measured: examples whose loss is
-    measured (`held_out`).
+    path: its dotted key, such as stages.0. kind: kind of the stage (supervised, online, preference,
+    ...). built_in: whether the chat template is the one of Duet's own tokenizers. stops: tokens
+    that end a completion. rows: encoded sequences. limit: how long a row may be. problems:
+    (example, text) of rows that cannot be encoded. total: rows of the data, of which `rows` may be
+    a sample. held_out: examples of the evaluation. declared_stops: ends of sequence by the file
+    that declares them. task: whether the rows are problems made in code. effect: what happened to
+    rows that are too long; None: there were none. prompts_per_step: rows that a step takes.
+    measured: examples whose loss is measured (`held_out`).
     """
 
     name: str
@@ -114,4 +121,7 @@ class StageRows:
     @property
     def some_examples(self) -> list[Example]:
         """The first examples, those that cannot be encoded among them."""
-        return [*(example for example, _ in self.problems[:SOME]), *(row.example for row in self.rows[:SOME])]
+        return [
+            *(example for example, _ in self.problems[:SOME]),
+            *(row.example for row in self.rows[:SOME]),
+        ]

@@ -18,11 +18,13 @@ _MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 
 
 def beginnings(stage: StageRows) -> Iterator[Finding]:
-    """1: one beginning of sequence, at the front, and those with which the chat template opens turns.
+    """1: one beginning of sequence, at the front, and those with which the chat template opens
+    turns.
 
     Two at the front are refused when the row is encoded.
     """
-    bos, tokenizer = stage.tokenizer.bos_token_id, stage.tokenizer
+    bos = stage.tokenizer.bos_token_id
+    tokenizer = stage.tokenizer
     if bos is None or bos in stage.stops:
         return
     inside = [row for row in stage.rows if bos in row.ids[1:]]
@@ -43,7 +45,8 @@ def beginnings(stage: StageRows) -> Iterator[Finding]:
 def _has_stray_beginning(tokenizer: Any, row: Encoded, openings: tuple[str, ...]) -> bool:
     """Tells whether a beginning of sequence after the first token is in a text of the row's author.
 
-    In plain text, those that open a turn as the template does are none: another program has rendered the text.
+    In plain text, those that open a turn as the template does are none: another program has
+    rendered the text.
     """
     if not isinstance(row.example.prompt, str) or row.example.messages is not None:
         return any(tokenizer.bos_token in text for text in _strings(row.example))
@@ -53,7 +56,8 @@ def _has_stray_beginning(tokenizer: Any, row: Encoded, openings: tuple[str, ...]
 
 
 def _openings(tokenizer: Any) -> tuple[str, ...]:
-    """Returns what the chat template writes between the beginning of sequence that opens a turn and its content.
+    """Returns what the chat template writes between the beginning of sequence that opens a turn and
+    its content.
 
     Empty if the template has no turn after the first that begins so.
     """
@@ -72,7 +76,8 @@ def _openings(tokenizer: Any) -> tuple[str, ...]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yields all texts that the author of an example wrote as prompt, completion, messages or pair."""
+    """Yields all texts that the author of an example wrote as prompt, completion, messages or
+    pair."""
     match value:
         case Example():
             yield from _strings([value.prompt, value.completion, value.messages, value.pair])
@@ -86,19 +91,26 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def end_of_turn(tokenizer: Any) -> tuple[int | None, str]:
-    """Returns (the token that follows the content of an assistant's turn in the chat template, its text).
+    """Returns (the token that follows the content of an assistant's turn in the chat template, its
+    text).
 
-    The token is None where the template writes nothing there but white space. Raises ChatError for a template that
-    cannot render a turn.
+    The token is None where the template writes nothing there but white space. Raises ChatError for
+    a template that cannot render a turn.
     """
-    messages = [{"role": "user", "content": "DuetQuestion"}, {"role": "assistant", "content": _CONTENT}]
+    messages = [
+        {"role": "user", "content": "DuetQuestion"},
+        {"role": "assistant", "content": _CONTENT},
+    ]
     text = _rendered(tokenizer, messages)
     place = text.rfind(_CONTENT)
     if place < 0:
         raise chat.ChatError("the chat template drops the content of an assistant's turn")
     end = place + len(_CONTENT)
     if not getattr(tokenizer, "is_fast", True):  # it does not say where its tokens begin
-        written = ((token, decode_after(tokenizer, [token])) for token in encode_after(tokenizer, text[end:]))
+        written = (
+            (token, decode_after(tokenizer, [token]))
+            for token in encode_after(tokenizer, text[end:])
+        )
         return next(((token, piece) for token, piece in written if piece.strip()), (None, ""))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
@@ -110,7 +122,8 @@ def end_of_turn(tokenizer: Any) -> tuple[int | None, str]:
 def end_of_turn_problem(tokenizer: Any, stops: Sequence[int]) -> str | None:
     """Returns what is wrong with the end of an assistant's turn and how to mend it, or None.
 
-    A policy that writes the template's end of turn has to stop there, or every completion runs to its limit.
+    A policy that writes the template's end of turn has to stop there, or every completion runs to
+    its limit.
     """
     if not tokenizer.chat_template:
         return None
@@ -120,11 +133,17 @@ def end_of_turn_problem(tokenizer: Any, stops: Sequence[int]) -> str | None:
         return str(error)
     names = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in stops)
     if token is None:
-        text = "the chat template writes no token after an assistant's turn, so nothing says that it ends"
+        text = (
+            "the chat template writes no token after an assistant's turn, so nothing says that "
+            "it ends"
+        )
         return f"{text} (stops: {names})"
     if token in stops:
         return None
-    return f"the chat template ends an assistant's turn with {text!r} ({token}), which is no stop of the run ({names})"
+    return (
+        f"the chat template ends an assistant's turn with {text!r} ({token}), which is no stop "
+        f"of the run ({names})"
+    )
 
 
 def turn_ends(stage: StageRows) -> Iterator[Finding]:
@@ -136,13 +155,16 @@ def turn_ends(stage: StageRows) -> Iterator[Finding]:
     except chat.ChatError:
         token = None
     change = (
-        f"Set {stage.path}.sampling.stop_token_ids=[{token}]" if token is not None else "Mend tokenizer.chat_template"
+        f"Set {stage.path}.sampling.stop_token_ids=[{token}]"
+        if token is not None
+        else "Mend tokenizer.chat_template"
     )
     yield Finding(2, "refuse" if stage.samples else "warn", problem, change, stage.name)
 
 
 def stops_agree(stage: StageRows) -> Iterator[Finding]:
-    """3: the stops of tokenizer, config.json, generation_config.json and template are stops of the run."""
+    """3: the stops of tokenizer, config.json, generation_config.json and template are stops of the
+    run."""
     declared = dict(stage.declared_stops)
     if stage.messages and stage.tokenizer.chat_template:
         try:
@@ -171,9 +193,12 @@ def rewritten_turns(stage: StageRows) -> Iterator[Finding]:
         yield Finding(
             5,
             "warn",
-            f"the chat template rewrites earlier turns: {len(several)} of {len(rows)} conversations are "
-            f"{sum(several.values())} rows, so that each turn is learned as it was when it was the last (first {first})",
-            "To learn only turns that the full conversation leaves as they were, set tokenizer.chat_template.history=last",
+            f"the chat template rewrites earlier turns: {len(several)} of {len(rows)} "
+            "conversations are "
+            f"{sum(several.values())} rows, so that each turn is learned as it was when it was "
+            f"the last (first {first})",
+            "To learn only turns that the full conversation leaves as they were, set "
+            "tokenizer.chat_template.history=last",
             stage.name,
         )
 
@@ -185,15 +210,19 @@ def round_trips(stage: StageRows) -> Iterator[Finding]:
     for row in stage.rows[:SOME]:
         for text in _texts(row.example):
             ids = tokenizer.encode(text, add_special_tokens=False)
-            back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            back = tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
             if back != text and unknown not in ids:  # check 9 names unknown tokens
                 place = next(
-                    (n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back))
+                    (n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b),
+                    min(len(text), len(back)),
                 )
                 yield Finding(
                     6,
                     "warn",
-                    f"{row.example.where}: text -> ids -> text changes the text at character {place}: "
+                    f"{row.example.where}: text -> ids -> text changes the text at character "
+                    f"{place}: "
                     f"{text[place : place + 20]!r} becomes {back[place : place + 20]!r}",
                     "Rewards see the decoded text; normalise the data, or use another tokenizer",
                     stage.name,
@@ -221,13 +250,15 @@ def _markers(stage: StageRows) -> Iterator[Finding]:
             6,
             "warn",
             f"markers of the chat template are no single tokens: {', '.join(several)}",
-            "The template belongs to another tokenizer; set tokenizer.chat_template=FILE or tokenizer.source=DIRECTORY",
+            "The template belongs to another tokenizer; set tokenizer.chat_template=FILE or "
+            "tokenizer.source=DIRECTORY",
             stage.name,
         )
 
 
 def sampled_form(stage: StageRows) -> Iterator[Finding]:
-    """7: the generation prompt with the answer as sampled is the template's own conversation, token by token."""
+    """7: the generation prompt with the answer as sampled is the template's own conversation, token
+    by token."""
     tokenizer = stage.tokenizer
     for row in stage.rows[:SOME]:
         messages = _messages(row.example)
@@ -241,7 +272,9 @@ def sampled_form(stage: StageRows) -> Iterator[Finding]:
         ids = tokenizer.encode(full_text, add_special_tokens=False)
         answer = encode_after(tokenizer, messages[-1]["content"])
         sampled = [*prompt, *answer]
-        place = next((n for n, (a, b) in enumerate(zip(sampled, ids, strict=False)) if a != b), None)
+        place = next(
+            (n for n, (a, b) in enumerate(zip(sampled, ids, strict=False)) if a != b), None
+        )
         if place is None and len(ids) >= len(sampled):
             continue
         place = len(ids) if place is None else place
@@ -249,10 +282,12 @@ def sampled_form(stage: StageRows) -> Iterator[Finding]:
         yield Finding(
             7,
             "warn",
-            f"{row.example.where}: the answer as sampled differs from the template's conversation at token {place}: "
+            f"{row.example.where}: the answer as sampled differs from the template's conversation "
+            f"at token {place}: "
             f"{ours} when "
             f"sampled, {theirs} in the conversation",
-            "The template adds or changes something around the answer (a space, an empty think block); make its "
+            "The template adds or changes something around the answer (a space, an empty think "
+            "block); make its "
             "generation "
             "prompt the same",
             stage.name,
@@ -261,7 +296,8 @@ def sampled_form(stage: StageRows) -> Iterator[Finding]:
 
 
 def plain_prompts(stage: StageRows) -> Iterator[Finding]:
-    """8: plain prompts with a tokenizer that has a chat template. (Messages without one are refused when encoded.)"""
+    """8: plain prompts with a tokenizer that has a chat template. (Messages without one are refused
+    when encoded.)"""
     if stage.built_in or not stage.tokenizer.chat_template or stage.messages or not stage.rows:
         return
     yield Finding(
@@ -295,7 +331,19 @@ def _texts(example: Any) -> list[str]:
 
 
 def _token(tokenizer: Any, ids: Sequence[int], place: int) -> str:
-    return f"{tokenizer.decode(ids[place : place + 1])!r} ({ids[place]})" if place < len(ids) else "nothing"
+    return (
+        f"{tokenizer.decode(ids[place : place + 1])!r} ({ids[place]})"
+        if place < len(ids)
+        else "nothing"
+    )
 
 
-TEMPLATE_CHECKS = (beginnings, turn_ends, stops_agree, rewritten_turns, round_trips, sampled_form, plain_prompts)
+TEMPLATE_CHECKS = (
+    beginnings,
+    turn_ends,
+    stops_agree,
+    rewritten_turns,
+    round_trips,
+    sampled_form,
+    plain_prompts,
+)

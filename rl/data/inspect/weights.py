@@ -1,6 +1,8 @@
-"""Compares the tensors of the model directories of a run with their configurations. It reads headers of files.
+"""Compares the tensors of the model directories of a run with their configurations. It reads
+headers of files.
 
-The shapes of a model come from jax. A process that has not imported jax asks a child, so that it needs no device.
+The shapes of a model come from jax. A process that has not imported jax asks a child, so that it
+needs no device.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class DirectoryCheck:
 
 
 def check(config: RunConfig, media: bool, *, policy: bool = True) -> None:
-    """Checks the directories of the model, teachers and reward models of a run. `media`: the model has its towers.
-    policy: False leaves the model out. Raises ModelError."""
+    """Checks the directories of the model, teachers and reward models of a run. `media`: the model
+    has its towers. policy: False leaves the model out. Raises ModelError."""
     _check([*(_policy(config, media) if policy else ()), *_others(config)])
 
 
@@ -67,8 +69,8 @@ def _others(config: RunConfig) -> Iterator[DirectoryCheck]:
 
 
 def _with_weights(source: str, part: models.Part = "model") -> str | None:
-    """Returns the directory of a model; None for a name without files, and for a model of the hub whose weights are not
-    all here yet."""
+    """Returns the directory of a model; None for a name without files, and for a model of the hub
+    whose weights are not all here yet."""
     if Path(source).is_dir():
         return source
     if (directory := models.directory(source, part=part)) is None:
@@ -99,7 +101,10 @@ def _check(directories: list[DirectoryCheck]) -> None:
     )
     if process.returncode:
         parts = ", ".join(each.part for each in directories)
-        raise ModelError(f"{parts}: the files could not be checked; the child process says\n{process.stderr.strip()}")
+        raise ModelError(
+            f"{parts}: the files could not be checked; the child process "
+            f"says\n{process.stderr.strip()}"
+        )
     if text := json.loads(process.stdout.splitlines()[-1]):
         raise ModelError(text)
 
@@ -123,5 +128,6 @@ def _first_problem(directories: list[DirectoryCheck]) -> str | None:
 
 
 def main() -> None:
-    """Reads a list of directories as JSON from standard input, and prints the first problem or null."""
+    """Reads a list of directories as JSON from standard input, and prints the first problem or
+    null."""
     print(json.dumps(_first_problem([DirectoryCheck(**each) for each in json.load(sys.stdin)])))

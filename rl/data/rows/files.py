@@ -1,4 +1,5 @@
-"""Reads data files: JSONL, JSON, CSV, TSV and Parquet. A value stays what the file says: a text stays a text."""
+"""Reads data files: JSONL, JSON, CSV, TSV and Parquet. A value stays what the file says: a text
+stays a text."""
 
 from __future__ import annotations
 
@@ -28,10 +29,13 @@ _DEEPEST = 100
 """Most lists and objects inside each other in a row."""
 
 _LONGEST_CELL = 2**31 - 1
-"""Most characters of a cell of a CSV file. Python's own bound is 131,072, less than a long conversation."""
+"""Most characters of a cell of a CSV file. Python's own bound is 131,072, less than a long
+conversation."""
 
-_BATCH_BYTES, _BATCH_ROWS = 16 * 2**20, 1024
-"""Most bytes and rows of a Parquet file that are read at a time. Equal values count once in its metadata."""
+_BATCH_BYTES = 16 * 2**20
+_BATCH_ROWS = 1024
+"""Most bytes and rows of a Parquet file that are read at a time. Equal values count once in its
+metadata."""
 _BUFFER = 2**20
 """Bytes that are read at a time of each column of a Parquet file."""
 
@@ -53,12 +57,18 @@ def problem_of(value: Any, depth: int = 0) -> str | None:
             value.encode()
         except UnicodeEncodeError as error:
             wrong = f"{value[error.start]!r} at character {error.start} of {value[:20]!r}"
-            return f"a text holds half of a surrogate pair ({wrong}); remove it or write the full character"
+            return (
+                f"a text holds half of a surrogate pair ({wrong}); remove it or write the full "
+                "character"
+            )
     elif isinstance(value, (dict, list, tuple)):
         if depth > _DEEPEST:
             return f"nested more than {_DEEPEST} deep"
         parts = [*value, *value.values()] if isinstance(value, dict) else value
-        return next((problem for part in parts if (problem := problem_of(part, depth + 1)) is not None), None)
+        return next(
+            (problem for part in parts if (problem := problem_of(part, depth + 1)) is not None),
+            None,
+        )
     return None
 
 
@@ -113,13 +123,15 @@ def _json_rows(path: Path) -> Rows:
 
 
 def _not_one_row(value: dict[str, Any]) -> str | None:
-    """Returns what is wrong with an object that holds rows and is none itself, or None. A row may hold lists of messages,
-    and texts next to them."""
+    """Returns what is wrong with an object that holds rows and is none itself, or None. A row may
+    hold lists of messages, and texts next to them."""
     lists = [each for each in value.values() if isinstance(each, list)]
     if len(lists) != len(value) or not lists:
         return None
     has_objects = [any(isinstance(each, dict) for each in part) for part in lists]
-    is_messages = all(isinstance(each, dict) and {"role", "from"} & each.keys() for part in lists for each in part)
+    is_messages = all(
+        isinstance(each, dict) and {"role", "from"} & each.keys() for part in lists for each in part
+    )
     if is_messages:
         return None
     if len(lists) == 1 and all(has_objects):
@@ -144,7 +156,9 @@ def parse(text: str) -> Any:
     except RecursionError:
         return Malformed("not valid JSON: nested too deeply")
     except ValueError:  # Python refuses to read longer integers
-        return Malformed("not valid JSON: an integer has more than 4,300 digits; write it as a text")
+        return Malformed(
+            "not valid JSON: an integer has more than 4,300 digits; write it as a text"
+        )
 
 
 def _as_row(value: Any) -> dict[str, Any] | Malformed:
@@ -178,18 +192,24 @@ def _csv_rows(path: Path) -> Rows:
         except csv.Error as error:
             yield f"{path}:{first}", Malformed(f"not valid CSV: {error}")
             continue
-        wrong = [problems[number] for number in range(first, reader.line_num + 1) if number in problems]
+        wrong = [
+            problems[number] for number in range(first, reader.line_num + 1) if number in problems
+        ]
         if not cells:  # an empty line
             continue
         yield f"{path}:{first}", _csv_row(names, cells, wrong)
 
 
 def _header(path: Path, names: list[str], problems: dict[int, str]) -> list[str]:
-    """Returns the names of the columns. Raises DataError for names that are not UTF-8 or occur twice."""
+    """Returns the names of the columns. Raises DataError for names that are not UTF-8 or occur
+    twice."""
     if problems:
         raise DataError(f"{path}:{min(problems)}: {problems[min(problems)]}")
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise DataError(f"{path}:1: the header has the column `{twice[0]}` twice; give each column a name of its own")
+        raise DataError(
+            f"{path}:1: the header has the column `{twice[0]}` twice; give each column a name of "
+            "its own"
+        )
     return names
 
 
@@ -218,7 +238,8 @@ def _parquet_rows(path: Path) -> Rows:
 
 
 def _batch_size(metadata: Any) -> int:
-    """Returns the rows of a Parquet file that are read at a time: about _BATCH_BYTES, by the sizes in its metadata."""
+    """Returns the rows of a Parquet file that are read at a time: about _BATCH_BYTES, by the sizes
+    in its metadata."""
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
     widest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=1)
     return min(_BATCH_ROWS, max(1, _BATCH_BYTES // max(1, widest)))

@@ -1,4 +1,5 @@
-"""The data files of a folder, and the split of each by its name, as the package `datasets` assigns them."""
+"""The data files of a folder, and the split of each by its name, as the package `datasets` assigns
+them."""
 
 from __future__ import annotations
 
@@ -28,16 +29,18 @@ _PACKED = (".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip", ".arrow")
 def has_own_files(directory: Path) -> bool:
     """Returns whether a folder consists of files that read_file reads.
 
-    The package `datasets` reads others: a card (README.md) that names the files of each configuration, a folder of
-    pictures or sounds with `metadata.jsonl`, and packed files. Raises DataError for a folder with files of both kinds,
-    of which `datasets` would read those that are more.
+    The package `datasets` reads others: a card (README.md) that names the files of each
+    configuration, a folder of pictures or sounds with `metadata.jsonl`, and packed files. Raises
+    DataError for a folder with files of both kinds, of which `datasets` would read those that are
+    more.
     """
     files = _files(directory)
     own = [file for file in files if file.suffix.lower() in READERS]
     packed = [file for file in files if file.suffix.lower() in _PACKED]
     if own and packed:
         raise DataError(
-            f"{directory}: holds {own[0].relative_to(directory)} and {packed[0].relative_to(directory)}; unpack the "
+            f"{directory}: holds {own[0].relative_to(directory)} and "
+            f"{packed[0].relative_to(directory)}; unpack the "
             "files, or put those of one kind into a folder of their own"
         )
     described = any(file.stem == "metadata" for file in own) or _has_card(directory)
@@ -47,13 +50,15 @@ def has_own_files(directory: Path) -> bool:
 def read_folder(directory: Path, split: str) -> Rows:
     """Reads all files of a split, in the order of their names, each in its own form.
 
-    split: its name, or any of SPLITS. Raises DataError for a folder without it, and for a file that belongs to no
-    split where others do.
+    split: its name, or any of SPLITS. Raises DataError for a folder without it, and for a file that
+    belongs to no split where others do.
     """
     files = files_of_splits(directory)
     requested = split if split in files else SPLITS.get(split, split)
     if requested not in files:
-        raise DataError(f"{directory}: no split {split!r}, there are {', '.join(files)}; set data.split")
+        raise DataError(
+            f"{directory}: no split {split!r}, there are {', '.join(files)}; set data.split"
+        )
     for file in files[requested]:
         yield from read_file(file)
 
@@ -71,8 +76,10 @@ def files_of_splits(directory: Path) -> dict[str, list[Path]]:
             named.setdefault(split, []).append(file)
     if named and unnamed:
         raise DataError(
-            f"{directory}: {unnamed[0].relative_to(directory)} belongs to no split, because its name has none of the "
-            f"words {', '.join(SPLITS)}, and other names do. Rename it, move it away, or name one file in data.path"
+            f"{directory}: {unnamed[0].relative_to(directory)} belongs to no split, because its "
+            "name has none of the "
+            f"words {', '.join(SPLITS)}, and other names do. Rename it, move it away, or name one "
+            "file in data.path"
         )
     return named or {"train": unnamed}
 
@@ -92,7 +99,9 @@ def _files(directory: Path) -> list[Path]:
     def is_hidden(file: Path) -> bool:
         return any(part.startswith((".", "__")) for part in file.relative_to(directory).parts)
 
-    paths = (file for file in directory.rglob("*") if file.is_file() and file.name not in _DESCRIPTIONS)
+    paths = (
+        file for file in directory.rglob("*") if file.is_file() and file.name not in _DESCRIPTIONS
+    )
     return sorted(file for file in paths if not is_hidden(file))
 
 

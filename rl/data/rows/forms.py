@@ -1,7 +1,7 @@
 """Rows as examples: prompts, demonstrations, conversations, pairs and labelled answers.
 
-A row is malformed if it has none of the forms; the readers then raise ValueError, and `MissingColumn` for a column that
-the options ask for.
+A row is malformed if it has none of the forms; the readers then raise ValueError, and
+`MissingColumn` for a column that the options ask for.
 """
 
 from __future__ import annotations
@@ -28,10 +28,23 @@ _RESERVED = ("prompt", "prompts", "completion", "completions", "messages")
 _SHAREGPT = "conversations"
 """The column of conversations in files in ShareGPT's form."""
 
-_LABELS = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0}  # 1 and 1.0 equal True
+_LABELS = {
+    True: 1.0,
+    False: 0.0,
+    "true": 1.0,
+    "false": 0.0,
+    "1": 1.0,
+    "0": 0.0,
+}  # 1 and 1.0 equal True
 
 
-_ROLES_ELSEWHERE = {"gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant", "human": "user"}
+_ROLES_ELSEWHERE = {
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "ai": "assistant",
+    "human": "user",
+}
 
 _OTHER_NAMES = {
     "prompt": ("question", "instruction", "query", "problem", "input"),
@@ -46,17 +59,22 @@ class MissingColumn(ValueError):
     """A row lacks a column that the options ask for."""
 
 
-def read_example(where: str, row: dict[str, Any], options: DataOptions, demonstrations: bool = False) -> Example:
+def read_example(
+    where: str, row: dict[str, Any], options: DataOptions, demonstrations: bool = False
+) -> Example:
     """Reads a row with a prompt or a conversation. demonstrations: it must have an answer."""
     return _with_tools(_read_example(where, row, options, demonstrations), row)
 
 
-def _read_example(where: str, row: dict[str, Any], options: DataOptions, demonstrations: bool) -> Example:
+def _read_example(
+    where: str, row: dict[str, Any], options: DataOptions, demonstrations: bool
+) -> Example:
     columns = {key: value for key, value in row.items() if key not in _RESERVED}
     if _is_conversation(row, options, demonstrations):
         return _conversation(where, row, options, columns, demonstrations)
     name = options.columns.completion
-    prompt, completion = _prompt(row, options), row.get(name)
+    prompt = _prompt(row, options)
+    completion = row.get(name)
     if completion is None:
         if demonstrations:
             raise _missing(name, row, "demonstrations need it; set data.columns.completion=COLUMN")
@@ -72,28 +90,35 @@ def _read_example(where: str, row: dict[str, Any], options: DataOptions, demonst
 
 
 def read_pair(where: str, row: dict[str, Any], options: DataOptions) -> Example:
-    """Reads a preference. Without a prompt, the answers are full conversations; the prompt is their common start."""
+    """Reads a preference. Without a prompt, the answers are full conversations; the prompt is their
+    common start."""
     names = options.columns
     both = f"`{names.chosen}` and `{names.rejected}`"
-    chosen, rejected = _answer(row, names.chosen), _answer(row, names.rejected)
+    chosen = _answer(row, names.chosen)
+    rejected = _answer(row, names.rejected)
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError(f"{both} must both be texts, or both lists of messages")
     if isinstance(chosen, str) or isinstance(rejected, str):
-        prompt, pair = _prompt(row, options), (chosen, rejected)
+        prompt = _prompt(row, options)
+        pair = (chosen, rejected)
     elif _has_prompt(row, options) or chosen[0]["role"] == "assistant":
         asked = _prompt(row, options)
         better = _continued(asked, chosen, names.chosen)
         worse = _continued(asked, rejected, names.rejected)
         if _texts(better.prompt) != _texts(worse.prompt):
             raise ValueError(f"{both} do not have the same system message")
-        prompt, pair = better.prompt, (better.answer, worse.answer)
+        prompt = better.prompt
+        pair = (better.answer, worse.answer)
     else:
         shared = _common_start(chosen, rejected, names)
-        prompt, pair = chosen[:shared], (chosen[shared:], rejected[shared:])
+        prompt = chosen[:shared]
+        pair = (chosen[shared:], rejected[shared:])
     if pair[0] == pair[1]:
         raise ValueError(f"{both} are equal: there is nothing to learn from this pair")
     margin = _margin(row, names.margin)
-    return _with_tools(Example(_with_system(prompt, options), pair=pair, margin=margin, where=where), row)
+    return _with_tools(
+        Example(_with_system(prompt, options), pair=pair, margin=margin, where=where), row
+    )
 
 
 def read_labelled(where: str, row: dict[str, Any], options: DataOptions) -> Example:
@@ -121,7 +146,8 @@ def _label(value: Any) -> float | None:
 
 
 def _with_tools(example: Example, row: dict[str, Any]) -> Example:
-    """Returns an example of messages with the tools of its row. Without messages no template writes them."""
+    """Returns an example of messages with the tools of its row. Without messages no template writes
+    them."""
     if isinstance(example.prompt, str) or "tools" not in row:
         return example
     return replace(example, tools=read_tools(row["tools"]))
@@ -131,7 +157,11 @@ def _with_tools(example: Example, row: dict[str, Any]) -> Example:
 
 
 def _conversation(
-    where: str, row: dict[str, Any], options: DataOptions, columns: dict[str, Any], demonstrations: bool
+    where: str,
+    row: dict[str, Any],
+    options: DataOptions,
+    columns: dict[str, Any],
+    demonstrations: bool,
 ) -> Example:
     name = _messages_column(row, options.columns)
     said = read_messages(row[name], name)
@@ -140,14 +170,17 @@ def _conversation(
         raise ValueError(f"`{name}` holds an answer only")
     messages = _with_system(said, options)
     if demonstrations and not answered:
-        raise ValueError(f"the last of `{name}` must be the assistant's, to learn from; {_role_of(said[-1])}")
+        raise ValueError(
+            f"the last of `{name}` must be the assistant's, to learn from; {_role_of(said[-1])}"
+        )
     prompt, full = (messages[:-1], messages) if answered else (messages, None)
     return Example(prompt, messages=full, columns=columns, where=where)
 
 
 def _is_conversation(row: dict[str, Any], options: DataOptions, demonstrations: bool) -> bool:
-    """Returns whether a row is read as its messages. If it has a prompt as well, the prompt and its completion are read;
-    a demonstration that has a prompt and no completion is read as its messages."""
+    """Returns whether a row is read as its messages. If it has a prompt as well, the prompt and its
+    completion are read; a demonstration that has a prompt and no completion is read as its
+    messages."""
     names = options.columns
     if row.get(_messages_column(row, names)) is None or options.prompt_template is not None:
         return False
@@ -169,8 +202,9 @@ class _Answered:
 def _continued(prompt: str | Messages, answer: Messages, name: str) -> _Answered:
     """Returns the prompt and what follows it in the messages of column `name`.
 
-    The messages are the answer alone, or a full conversation that begins with the prompt (UltraFeedback), whose system
-    message is then the prompt's. Raises ValueError for messages that neither follow the prompt nor begin with it.
+    The messages are the answer alone, or a full conversation that begins with the prompt
+    (UltraFeedback), whose system message is then the prompt's. Raises ValueError for messages that
+    neither follow the prompt nor begin with it.
     """
     asked = _as_messages(prompt)
     first = answer[0]["role"]
@@ -185,8 +219,10 @@ def _continued(prompt: str | Messages, answer: Messages, name: str) -> _Answered
     if not system and asked[-1]["role"] == "assistant":
         return _Answered(asked, answer)
     raise ValueError(
-        f"`{name}` begins with a message of the {first} that is not the prompt's. It must be the answer alone, or a "
-        "conversation that begins with the prompt; data.columns.prompt=none reads conversations without a prompt"
+        f"`{name}` begins with a message of the {first} that is not the prompt's. It must be the "
+        "answer alone, or a "
+        "conversation that begins with the prompt; data.columns.prompt=none reads conversations "
+        "without a prompt"
     )
 
 
@@ -196,11 +232,15 @@ def _common_start(chosen: Messages, rejected: Messages, names: ColumnNames) -> i
     places = itertools.zip_longest(chosen, rejected)
     shared = next((place for place, (one, other) in enumerate(places) if one != other), len(chosen))
     if shared == 0:
-        raise ValueError(f"{both} do not begin with the same message, and there is no `{names.prompt}`")
+        raise ValueError(
+            f"{both} do not begin with the same message, and there is no `{names.prompt}`"
+        )
     if len(chosen) == len(rejected) == shared:
         raise ValueError(f"{both} are equal: there is nothing to learn from this pair")
     if shared == min(len(chosen), len(rejected)):
-        raise ValueError(f"one of {both} is the beginning of the other, and there is no `{names.prompt}`")
+        raise ValueError(
+            f"one of {both} is the beginning of the other, and there is no `{names.prompt}`"
+        )
     return shared
 
 
@@ -226,7 +266,11 @@ def _as_messages(prompt: str | Messages) -> Messages:
 
 def _answer(row: dict[str, Any], name: str) -> str | Messages:
     if name not in row:
-        raise _missing(name, row, "pairs need it; set data.columns.chosen=COLUMN and data.columns.rejected=COLUMN")
+        raise _missing(
+            name,
+            row,
+            "pairs need it; set data.columns.chosen=COLUMN and data.columns.rejected=COLUMN",
+        )
     if row[name] is None or row[name] == "":
         raise ValueError(f"`{name}` is empty")
     return row[name] if isinstance(row[name], str) else _answer_messages(row[name], name)
@@ -235,14 +279,18 @@ def _answer(row: dict[str, Any], name: str) -> str | Messages:
 def _answer_messages(value: Any, name: str) -> Messages:
     answer = read_messages(value, name)
     if answer[-1]["role"] != "assistant":
-        raise ValueError(f"the last message of `{name}` must be the assistant's; {_role_of(answer[-1])}")
+        raise ValueError(
+            f"the last message of `{name}` must be the assistant's; {_role_of(answer[-1])}"
+        )
     return answer
 
 
 def _role_of(message: dict[str, Any]) -> str:
     role = message["role"]
     meant = _ROLES_ELSEWHERE.get(role.strip().lower()) or misspelt(role)
-    return f"its role is {role!r}" + (f", here {meant!r}" if meant is not None and meant != role else "")
+    return f"its role is {role!r}" + (
+        f", here {meant!r}" if meant is not None and meant != role else ""
+    )
 
 
 def _margin(row: dict[str, Any], name: str) -> float:
@@ -267,7 +315,10 @@ def _prompt(row: dict[str, Any], options: DataOptions) -> str | Messages:
     name = options.columns.prompt
     if options.prompt_template is not None:
         prompt: Any = _filled(options.prompt_template, row)
-    elif row.get(name) is None and row.get(conversation := _messages_column(row, options.columns)) is not None:
+    elif (
+        row.get(name) is None
+        and row.get(conversation := _messages_column(row, options.columns)) is not None
+    ):
         return read_messages(row[conversation], conversation)
     elif name in row:
         prompt = row[name]
@@ -286,13 +337,18 @@ def _with_system(prompt: Messages, options: DataOptions) -> Messages: ...
 def _with_system(prompt: str | Messages, options: DataOptions) -> str | Messages: ...
 def _with_system(prompt: str | Messages, options: DataOptions) -> str | Messages:
     """Puts the system message of the options before messages that have none."""
-    if options.system is None or isinstance(prompt, str) or prompt[0]["role"] in ("system", "developer"):
+    if (
+        options.system is None
+        or isinstance(prompt, str)
+        or prompt[0]["role"] in ("system", "developer")
+    ):
         return prompt
     return [{"role": "system", "content": options.system}, *prompt]
 
 
 def _filled(template: str, row: dict[str, Any]) -> str:
-    """Replaces each {column} of `template`. Accepts plain names only, so that a template cannot read attributes."""
+    """Replaces each {column} of `template`. Accepts plain names only, so that a template cannot
+    read attributes."""
     parts = []
     try:
         fields = list(string.Formatter().parse(template))
@@ -303,7 +359,10 @@ def _filled(template: str, row: dict[str, Any]) -> str:
         if name is None:
             continue
         if specification or conversion or not name.isidentifier():
-            raise ConfigError(f"data.prompt_template: {{{name}}} is not the name of a column; write {{{{ for a brace")
+            raise ConfigError(
+                f"data.prompt_template: {{{name}}} is not the name of a column; write {{{{ for a "
+                "brace"
+            )
         if name not in row:
             raise _missing(name, row, "data.prompt_template asks for it")
         if row[name] is None:
@@ -318,5 +377,10 @@ def _missing(name: str, row: dict[str, Any], why: str) -> MissingColumn:
             why = why.replace(f"data.columns.{column}=COLUMN", f"data.columns.{column}={other}")
     only = next(iter(row)) if len(row) == 1 else ""
     if mark := next((mark for mark in ";\t|" if mark in only), None):
-        why = f"its only column has {mark!r} in its name; separate the columns of a CSV file with commas"
-    return MissingColumn(f"no column `{name}` (columns: {', '.join(f'`{key}`' for key in row) or 'none'}); {why}")
+        why = (
+            f"its only column has {mark!r} in its name; separate the columns of a CSV file with "
+            "commas"
+        )
+    return MissingColumn(
+        f"no column `{name}` (columns: {', '.join(f'`{key}`' for key in row) or 'none'}); {why}"
+    )

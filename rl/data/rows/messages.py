@@ -26,12 +26,14 @@ _WEIGHTS = ("weight", "train", "loss_mask")
 
 
 def read_messages(value: Any, name: str) -> Messages:
-    """Returns the messages in column `name` as mappings of `role`, `content` and further keys of the template.
+    """Returns the messages in column `name` as mappings of `role`, `content` and further keys of
+    the template.
 
-    Keys that are null are left out, because Arrow gives all messages the same keys. The content of a call of tools may
-    be null, and its arguments may be JSON texts (OpenAI); they become objects, which chat templates expect. A turn of
-    the assistant with `weight: 0` (`train: false`, `loss_mask: 0`) keeps `weight: 0`. A text is read as JSON, for CSV
-    files. Raises ValueError for anything else.
+    Keys that are null are left out, because Arrow gives all messages the same keys. The content of
+    a call of tools may be null, and its arguments may be JSON texts (OpenAI); they become objects,
+    which chat templates expect. A turn of the assistant with `weight: 0` (`train: false`,
+    `loss_mask: 0`) keeps `weight: 0`. A text is read as JSON, for CSV files. Raises ValueError for
+    anything else.
     """
     if isinstance(value, str):
         value = _from_text(value, name, "a list of messages")
@@ -107,34 +109,41 @@ def _tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _with_weight(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the message with `weight: 0` if one of _WEIGHTS says so, and none of these keys otherwise."""
+    """Returns the message with `weight: 0` if one of _WEIGHTS says so, and none of these keys
+    otherwise."""
     weights = {key: message[key] for key in _WEIGHTS if key in message}
     rest = {key: value for key, value in message.items() if key not in _WEIGHTS}
     for key, weight in weights.items():
         if weight not in (0, 1):
             raise ValueError(f"{where}: `{key}` must be 0 or 1, got {weight!r}")
         if weight and rest["role"] != "assistant" and key != "loss_mask":
-            raise ValueError(f"{where}: `{key}: {weight}`, but only turns of the assistant are trained on")
+            raise ValueError(
+                f"{where}: `{key}: {weight}`, but only turns of the assistant are trained on"
+            )
     if rest["role"] == "assistant" and 0 in weights.values():
         return {**rest, "weight": 0}
     return rest
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Returns the tools in the column `tools` of a row of messages: JSON schemas of functions as chat templates take
-    them, in a list or as its JSON text. Null and an empty list are None. Raises ValueError for anything else."""
+    """Returns the tools in the column `tools` of a row of messages: JSON schemas of functions as
+    chat templates take them, in a list or as its JSON text. Null and an empty list are None. Raises
+    ValueError for anything else."""
     is_text = isinstance(value, str)
     if is_text and value:
         value = _from_text(value, "tools", "a list of JSON schemas of functions")
     if value is None or value in ("", []):
         return None
     if not isinstance(value, (list, tuple)) or not all(isinstance(each, Mapping) for each in value):
-        raise ValueError("`tools` must be a list of JSON schemas of functions; give another column another name")
+        raise ValueError(
+            "`tools` must be a list of JSON schemas of functions; give another column another name"
+        )
     return list(value) if is_text else [_without_nulls(each) for each in value]
 
 
 def _without_nulls(value: Any) -> Any:
-    """Returns a value without the keys that are null: Arrow gives all objects of a column the same keys."""
+    """Returns a value without the keys that are null: Arrow gives all objects of a column the same
+    keys."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -25,8 +25,8 @@ _STATES = ("state.json", "dataset_dict.json")
 def read_rows(options: DataOptions, held_out: bool) -> Rows:
     """Reads the rows of a task, a file, a folder or a dataset of the Hugging Face hub.
 
-    Rows with a text that UTF-8 cannot hold, and rows that are nested too deeply, are Malformed. Pictures and sounds of
-    the package `datasets` are {bytes, path}; it decodes none.
+    Rows with a text that UTF-8 cannot hold, and rows that are nested too deeply, are Malformed.
+    Pictures and sounds of the package `datasets` are {bytes, path}; it decodes none.
     held_out: read the split of an evaluation.
     Raises ConfigError for a name that does not exist, DataError for a source that cannot be read.
     """
@@ -43,8 +43,9 @@ def _readable(rows: Rows) -> Rows:
 
 
 def folder_of(options: DataOptions) -> Path:
-    """Returns the folder that paths in rows start from: that of the data file, of a saved dataset, or of the file of a
-    task. Rows of other tasks and of the hub start from the working directory."""
+    """Returns the folder that paths in rows start from: that of the data file, of a saved dataset,
+    or of the file of a task. Rows of other tasks and of the hub start from the working directory.
+    """
     name = options.path or (options.task or "").rpartition(":")[0]
     path = _existing(name)
     if path.is_dir() and options.path is not None:
@@ -53,7 +54,8 @@ def folder_of(options: DataOptions) -> Path:
 
 
 def _existing(name: str) -> Path:
-    """Returns the path of a file or folder that exists, also one that the package has; any other path as it is."""
+    """Returns the path of a file or folder that exists, also one that the package has; any other
+    path as it is."""
     from rl.config.packaged import packaged
 
     path = Path(name)
@@ -63,7 +65,9 @@ def _existing(name: str) -> Path:
 def _task_rows(task: str, options: DataOptions, held_out: bool) -> Rows:
     split = options.split or ("eval" if held_out else "train")
     try:
-        problems = tasks.problems(task, options.options, cast(tasks.Split, split))  # another split is a ValueError
+        problems = tasks.problems(
+            task, options.options, cast(tasks.Split, split)
+        )  # another split is a ValueError
     except ValueError as error:
         raise ConfigError(f"data: {error}") from None
     for number, problem in enumerate(problems):
@@ -82,7 +86,9 @@ def _path_rows(name: str, options: DataOptions, held_out: bool) -> Rows:
             return folders.read_folder(path, split)
         return _library_rows(options, split, path)
     if hub_name(name, alone=True) is None:
-        raise ConfigError(f"no such file or directory: {name} (from {Path.cwd()}){nearest_path(name)}")
+        raise ConfigError(
+            f"no such file or directory: {name} (from {Path.cwd()}){nearest_path(name)}"
+        )
     return _library_rows(options, split, None)
 
 
@@ -92,7 +98,8 @@ def _is_saved(directory: Path) -> bool:
 
 
 def _library_rows(options: DataOptions, split: str, directory: Path | None) -> Rows:
-    """Reads a saved dataset, a folder that only `datasets` reads, or (directory None) the hub, with that package."""
+    """Reads a saved dataset, a folder that only `datasets` reads, or (directory None) the hub, with
+    that package."""
     import datasets
 
     name = str(directory or options.path)
@@ -102,28 +109,38 @@ def _library_rows(options: DataOptions, split: str, directory: Path | None) -> R
             if isinstance(dataset, datasets.DatasetDict):
                 if split not in dataset:
                     raise DataError(
-                        f"{directory}: no split {split!r}, there are {', '.join(map(str, dataset))}; set data.split"
+                        f"{directory}: no split {split!r}, there are "
+                        f"{', '.join(map(str, dataset))}; set data.split"
                     )
                 dataset = dataset[split]
             elif options.split is not None:
-                raise DataError(f"{directory}: holds one dataset without splits, so data.split cannot be {split!r}")
+                raise DataError(
+                    f"{directory}: holds one dataset without splits, so data.split cannot be "
+                    f"{split!r}"
+                )
         else:
             repository = None if directory else hub_name(name, alone=True)
             source, revision = repository or (name, None)
             dataset = datasets.load_dataset(source, options.subset, split=split, revision=revision)
     except DataError:
         raise
-    except Exception as error:  # `datasets` raises its own errors, and errors of pyarrow, fsspec and the network
+    except (
+        Exception
+    ) as error:  # `datasets` raises its own errors, and errors of pyarrow, fsspec and the network
         where = (
             directory
-            or f"{options.path} (no such file here{nearest_path(name)}, so looked for on the Hugging Face hub)"
+            or f"{options.path} (no such file here{nearest_path(name)}, so looked for on the "
+            "Hugging Face hub)"
         )
-        raise DataError(f"{where}: split {split!r} cannot be loaded: {type(error).__name__}: {error}") from None
+        raise DataError(
+            f"{where}: split {split!r} cannot be loaded: {type(error).__name__}: {error}"
+        ) from None
     return _numbered(_undecoded(dataset), name)
 
 
 def _undecoded(dataset: Any) -> Iterable[dict[str, Any]]:
-    """Returns the rows of a dataset with pictures and sounds as {bytes, path}, also inside lists and mappings.
+    """Returns the rows of a dataset with pictures and sounds as {bytes, path}, also inside lists
+    and mappings.
 
     `Dataset.cast` would write a copy of a dataset with lists of pictures.
     """
@@ -153,5 +170,9 @@ def _numbered(rows: Iterable[dict[str, Any]], name: str) -> Rows:
     try:
         for number, row in enumerate(rows):
             yield f"{name}: row {number}", dict(row)
-    except Exception as error:  # of pyarrow, of a decoder of the package `datasets`, or of the network
-        raise DataError(f"{name}: no row after row {number} can be read: {type(error).__name__}: {error}") from None
+    except (
+        Exception
+    ) as error:  # of pyarrow, of a decoder of the package `datasets`, or of the network
+        raise DataError(
+            f"{name}: no row after row {number} can be read: {type(error).__name__}: {error}"
+        ) from None

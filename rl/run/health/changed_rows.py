@@ -1,7 +1,7 @@
 """Tells rows of data that changed between the first start of a run and its continuation.
 
-run.json holds a fingerprint of the rows of each stage and of the held-out problems. It is the sum of a hash of each row
-with its number, so that it does not depend on the number of processes.
+run.json holds a fingerprint of the rows of each stage and of the held-out problems. It is the sum
+of a hash of each row with its number, so that it does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ HELD_OUT = "evaluation"
 _BITS = 128
 
 Fingerprints = Mapping[str, Mapping[str, Any]]
-"""Name of a stage, or HELD_OUT -> {"rows": their number, "sha256": sum of the hashes of the rows}."""
+"""Name of a stage, or HELD_OUT -> {"rows": their number, "sha256": sum of the hashes of the
+rows}."""
 
 
 def fingerprints(stages: Sequence[StageKind], held_out: Sequence[Any]) -> Fingerprints:
     """Returns the fingerprints of the rows. All processes call it in the same order."""
     sums: dict[int, int] = {}
-    shards = {stage.name: rows for stage in stages if isinstance(rows := getattr(stage, "rows", None), Shard)}
+    shards = {
+        stage.name: rows
+        for stage in stages
+        if isinstance(rows := getattr(stage, "rows", None), Shard)
+    }
     held = {_held_out_of(stage.name): getattr(stage, "held_out_rows", None) for stage in stages}
     shards |= {name: rows for name, rows in held.items() if isinstance(rows, Shard)}
     for shard in shards.values():
@@ -51,13 +56,20 @@ def fingerprints(stages: Sequence[StageKind], held_out: Sequence[Any]) -> Finger
     return result
 
 
-def check(config: RunConfig, now: Fingerprints, directory: Path, first_stage: int, ended: bool) -> str | None:
-    """Compares the rows with those of the newest attempt in run.json. Returns a note if changed ones are allowed.
+def check(
+    config: RunConfig, now: Fingerprints, directory: Path, first_stage: int, ended: bool
+) -> str | None:
+    """Compares the rows with those of the newest attempt in run.json. Returns a note if changed
+    ones are allowed.
 
-    first_stage: index of the stage that goes on. ended: whether that stage is over. Raises DataError for rows of it or
-    of a later stage that changed.
+    first_stage: index of the stage that goes on. ended: whether that stage is over. Raises
+    DataError for rows of it or of a later stage that changed.
     """
-    recorded = [entry["data"] for entry in attempt_entries(directory, []) if isinstance(entry.get("data"), dict)]
+    recorded = [
+        entry["data"]
+        for entry in attempt_entries(directory, [])
+        if isinstance(entry.get("data"), dict)
+    ]
     names = config.stage_names[first_stage + ended :]
     if not recorded or not names:
         return None
@@ -71,15 +83,26 @@ def check(config: RunConfig, now: Fingerprints, directory: Path, first_stage: in
     if config.run.changed_data == "allow":
         return f"run.changed_data: allow: {'; '.join(changed)}"
     raise DataError(
-        "\n".join([*changed, "restore the rows, or set run.changed_data=allow to go on with the rows as they are now"])
+        "\n".join(
+            [
+                *changed,
+                "restore the rows, or set run.changed_data=allow to go on with the rows as they "
+                "are now",
+            ]
+        )
     )
 
 
 def _difference(what: str, then: Any, now: Any) -> str | None:
-    if not isinstance(then, dict) or now is None or then == now:  # an older version recorded nothing
+    if (
+        not isinstance(then, dict) or now is None or then == now
+    ):  # an older version recorded nothing
         return None
     if then.get("rows") != now["rows"]:
-        return f"{what} changed: {then.get('rows'):,} rows when the run was last started, {now['rows']:,} now"
+        return (
+            f"{what} changed: {then.get('rows'):,} rows when the run was last started, "
+            f"{now['rows']:,} now"
+        )
     return f"{what} changed: {now['rows']:,} rows as before, with other contents"
 
 
@@ -98,7 +121,8 @@ def _described(config: RunConfig, name: str) -> str:
         if name == stage:
             data = options.data or config.data
         elif name == _held_out_of(stage) and options.held_out is not None:
-            data, rows = options.held_out.data, f"the held-out rows of {stage}"
+            data = options.held_out.data
+            rows = f"the held-out rows of {stage}"
     return rows if data is None else f"{rows} ({data.path or f'task {data.task}'})"
 
 
@@ -117,11 +141,14 @@ def _sum(numbered: Iterable[tuple[int, Any]]) -> int:
 
 def _hash(number: int, row: Any) -> int:
     text = json.dumps([number, row], default=_plain, separators=(",", ":"))
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[: _BITS // 8], "big")
+    return int.from_bytes(
+        hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[: _BITS // 8], "big"
+    )
 
 
 def _plain(value: Any) -> Any:
-    """Returns what counts of an object of a row: tokens, columns, and the digests of pictures and sounds."""
+    """Returns what counts of an object of a row: tokens, columns, and the digests of pictures and
+    sounds."""
     if isinstance(value, Example):  # its prompt and answers are the tokens
         return [value.columns, value.margin]
     if isinstance(value, Expanded):

@@ -9,21 +9,30 @@ _EXTRA = {"gpu": "cuda", "tpu": "tpu"}
 
 
 def check(platform: str) -> None:
-    """Starts jax. Raises ResourceError if its devices are not of the platform `platform`; `auto` takes any.
+    """Starts jax. Raises ResourceError if its devices are not of the platform `platform`; `auto`
+    takes any.
 
     Without a driver or the package of an accelerator jax itself may go on with the CPU.
     """
     import jax
 
     try:
-        used, says = jax.devices()[0].platform, ""
+        used = jax.devices()[0].platform
+        says = ""
     except (RuntimeError, AssertionError) as error:  # AssertionError: no backend was registered
-        used, says = None, f" jax says: {error}" if str(error) else ""
+        used = None
+        says = f" jax says: {error}" if str(error) else ""
     if used is not None and platform in ("auto", used):
         return
     have = "" if used is None else f"; jax finds only: {used}"
-    install = f"install it with `pip install 'duet-rl[{_EXTRA[platform]}]'`, or " if platform in _EXTRA else ""
-    raise ResourceError(f"platform: {platform} cannot be used here{have}; {install}set platform=cpu.{says}")
+    install = (
+        f"install it with `pip install 'duet-rl[{_EXTRA[platform]}]'`, or "
+        if platform in _EXTRA
+        else ""
+    )
+    raise ResourceError(
+        f"platform: {platform} cannot be used here{have}; {install}set platform=cpu.{says}"
+    )
 
 
 def line() -> str:

@@ -1,4 +1,5 @@
-"""Says once per stage that most groups have equal rewards, from which a group-relative algorithm learns nothing.
+"""Says once per stage that most groups have equal rewards, from which a group-relative algorithm
+learns nothing.
 
 P prompts, G completions of each.
 """
@@ -16,11 +17,13 @@ from rewards.workers.rounding import all_equal
 from rl.records.equal_groups import EQUAL_SHARE
 from rl.stages.stage import StageKind
 
-RECENT, MOST = 10, 8
-"""Steps that are looked at, and how many of them must have a share of equal groups of EQUAL_SHARE or more."""
+RECENT = 10
+MOST = 8
+"""Steps that are looked at, and how many of them must have a share of equal groups of EQUAL_SHARE
+or more."""
 SOLVED = 0.8
-"""Share of the reward of a correct completion (`evaluation.correct_at`) from which equal rewards mean solved
-problems.
+"""Share of the reward of a correct completion (`evaluation.correct_at`) from which equal rewards
+mean solved problems.
 """
 
 
@@ -28,12 +31,16 @@ class EqualRewards:
     """Watches `reward/frac_zero_std` over the steps of a stage."""
 
     def __init__(self, stage: StageKind, fresh: bool):
-        """Watches nothing if the stage does not sample, or its algorithm learns from groups of equal rewards.
+        """Watches nothing if the stage does not sample, or its algorithm learns from groups of
+        equal rewards.
 
         fresh: whether the stage begins with the next step, so that all its rewards are seen.
         """
         self._one_reward = fresh  # so far
-        self._stage, self._watches = stage, stage.samples_completions and _learns_from_differences(stage)
+        self._stage, self._watches = (
+            stage,
+            stage.samples_completions and _learns_from_differences(stage),
+        )
         self._correct_at = stage.config.evaluation.correct_at if stage.config.evaluation else 1.0
         self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT)
 
@@ -45,7 +52,9 @@ class EqualRewards:
         if not self._watches or not math.isfinite(metrics.get("reward/mean", math.nan)):
             return None
         self._recent.append(metrics)
-        one = metrics["reward/std"] == 0 and all_equal([metrics["reward/mean"], self._recent[0]["reward/mean"]])
+        one = metrics["reward/std"] == 0 and all_equal(
+            [metrics["reward/mean"], self._recent[0]["reward/mean"]]
+        )
         self._one_reward = self._one_reward and one
         equal = [each["reward/frac_zero_std"] for each in self._recent]
         rewards = [each["reward/mean"] for each in self._recent]
@@ -58,19 +67,24 @@ class EqualRewards:
         return self._text(float(np.mean(equal)), float(np.mean(rewards)))
 
     def _text(self, share: float, mean: float) -> str:
-        stage, key = self._stage, f"stages.{self._stage.index}"
-        begins = f"{stage.name}: {share:.0%} of the groups of the last {RECENT} steps have equal rewards"
+        stage = self._stage
+        key = f"stages.{self._stage.index}"
+        begins = (
+            f"{stage.name}: {share:.0%} of the groups of the last {RECENT} steps have equal rewards"
+        )
         if self._one_reward:
             return (
                 f"{begins}, every one {mean:.3g}: there is nothing to learn from them. Read some "
-                f"completions (`rl samples {quoted(stage.config.run.dir)}`), and test the reward with `rl reward test`; if "
+                f"completions (`rl samples {quoted(stage.config.run.dir)}`), and test the reward "
+                "with `rl reward test`; if "
                 "all problems "
                 "are solved, use harder ones"
             )
         dynamic = "" if stage.algorithm.dynamic_batches else f", or {key}.algorithm.dynamic_batches"
         easier = "easier problems" if mean < 0.5 * self._correct_at else "other problems"
         return (
-            f"{begins} (reward/mean {mean:.3g}): there is nothing to learn from them. Use {easier}, a finer reward, "
+            f"{begins} (reward/mean {mean:.3g}): there is nothing to learn from them. Use "
+            f"{easier}, a finer reward, "
             "more "
             f"{key}.samples_per_prompt (now {stage.options.samples_per_prompt}){dynamic}"
         )
@@ -82,7 +96,9 @@ def _learns_from_differences(stage: StageKind) -> bool:
     if G == 1:
         return False
     try:
-        advantages_PG = stage.algorithm.advantages(np.repeat([[1.0], [0.0]], G, axis=1), np.ones((2, G), int))
+        advantages_PG = stage.algorithm.advantages(
+            np.repeat([[1.0], [0.0]], G, axis=1), np.ones((2, G), int)
+        )
     except (AttributeError, TypeError, ValueError):  # it needs a critic or greedy completions
         return False
     return not np.any(advantages_PG)

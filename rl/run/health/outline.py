@@ -1,5 +1,5 @@
-"""Explains a configuration: the loss of each stage with its numbers, batch arithmetic, and what differs from the
-defaults.
+"""Explains a configuration: the loss of each stage with its numbers, batch arithmetic, and what
+differs from the defaults.
 
 Imports no jax.
 """
@@ -36,9 +36,16 @@ _KL = {"k1": "-d", "k2": "d^2 / 2", "k3": "exp(d) - d - 1", "unbiased": "R (exp(
 
 def lines(config: RunConfig) -> Iterator[str]:
     """Yields the explanation of a configuration."""
-    weights = f"random weights (seed {config.seed})" if random_weights(config) else "the weights of this model"
+    weights = (
+        f"random weights (seed {config.seed})"
+        if random_weights(config)
+        else "the weights of this model"
+    )
     yield f"model {config.model.source}: starts from {weights}; computes in {config.model.dtype}"
-    yield f"random: order of the data, every sampled token, and new weights; all follow from seed {config.seed}"
+    yield (
+        "random: order of the data, every sampled token, and new weights; all follow from seed "
+        f"{config.seed}"
+    )
     for index in range(len(config.stages)):
         yield from _stage(config, index)
     for change in config.changes:
@@ -46,39 +53,64 @@ def lines(config: RunConfig) -> Iterator[str]:
 
 
 def _stage(config: RunConfig, index: int) -> Iterator[str]:
-    stage, name = config.stages[index], config.stage_names[index]
-    algorithm, samples = algorithm_of(stage), kind_of(stage).samples_completions
+    stage = config.stages[index]
+    name = config.stage_names[index]
+    algorithm = algorithm_of(stage)
+    samples = kind_of(stage).samples_completions
     sequences = stage.prompts_per_step * (stage.samples_per_prompt if samples else 1)
     unit = "completions" if samples else "rows"
     yield f"== {name}: {_first_sentence(algorithm)}"
-    factors = f"{stage.prompts_per_step} prompts x {stage.samples_per_prompt} samples = " if samples else ""
+    factors = (
+        f"{stage.prompts_per_step} prompts x {stage.samples_per_prompt} samples = "
+        if samples
+        else ""
+    )
     per_update = sequences // stage.updates_per_step
-    updates = f"{stage.updates_per_step} update{'s' * (stage.updates_per_step > 1)} of {per_update:,}"
-    yield f"  step     {factors}{sequences:,} {unit}, {updates}; at most {sequences * config.max_length:,} tokens"
+    updates = (
+        f"{stage.updates_per_step} update{'s' * (stage.updates_per_step > 1)} of {per_update:,}"
+    )
+    yield (
+        f"  step     {factors}{sequences:,} {unit}, {updates}; at most "
+        f"{sequences * config.max_length:,} tokens"
+    )
     until = f", or until {stage.until.metric} reaches its bound" if stage.until else ""
     yield f"  in all   {_in_all(stage, sequences, unit, samples)}{until}"
     if settings := (stage.rewards or config.rewards) if samples else None:
-        yield f"  reward   r = {' + '.join(f'{each.weight:g} {each.name}' for each in settings.functions)}"
-    yield from (f"  {text}" for text in _loss(algorithm, stage.sampling.temperature if samples else 1.0))
+        yield (
+            "  reward   r = "
+            f"{' + '.join(f'{each.weight:g} {each.name}' for each in settings.functions)}"
+        )
+    yield from (
+        f"  {text}" for text in _loss(algorithm, stage.sampling.temperature if samples else 1.0)
+    )
     optimizer = stage.optimizer
-    warm = f", over the first {optimizer.warmup_steps} updates from 0" if optimizer.warmup_steps else ""
+    warm = (
+        f", over the first {optimizer.warmup_steps} updates from 0"
+        if optimizer.warmup_steps
+        else ""
+    )
     clip = f"; gradients are clipped to norm {optimizer.clip_norm:g}" if optimizer.clip_norm else ""
     yield f"  AdamW    learning rate {optimizer.learning_rate:g}, {optimizer.schedule}{warm}{clip}"
     changed = _changed(algorithm)
-    yield f"  changed  {', '.join(changed) if changed else 'nothing: every option of the algorithm has its default'}"
+    yield (
+        "  changed  "
+        f"{', '.join(changed) if changed else 'nothing: every option of the algorithm has its default'}"
+    )
 
 
 def _in_all(stage: StageOptions, sequences: int, unit: str, samples: bool) -> str:
     if stage.steps is None:
         return f"{stage.epochs:g} epochs of the rows (`rl-train --check` says the steps)"
     total = stage.steps * sequences
-    sampled = f", at most {total * stage.sampling.max_new_tokens:,} sampled tokens" if samples else ""
+    sampled = (
+        f", at most {total * stage.sampling.max_new_tokens:,} sampled tokens" if samples else ""
+    )
     return f"{stage.steps:,} steps, {total:,} {unit}{sampled}"
 
 
 def _loss(algorithm: Any, temperature: float) -> Iterator[str]:
-    """Yields the loss as a formula where it is the standard one, otherwise the description of the algorithm's
-    options.
+    """Yields the loss as a formula where it is the standard one, otherwise the description of the
+    algorithm's options.
     """
     if algorithm.name == "sft" and algorithm.loss_type == "nll":
         yield "loss     L = mean of -log p(token) over the tokens that are trained on"
@@ -86,15 +118,24 @@ def _loss(algorithm: Any, temperature: float) -> Iterator[str]:
     if algorithm.name == "dpo" and algorithm.loss_type == "sigmoid":
         smooth = algorithm.label_smoothing
         yield "loss     L = " + (
-            f"-{1 - smooth:g} log sigmoid(m) - {smooth:g} log sigmoid(-m)" if smooth else "-log sigmoid(m)"
+            f"-{1 - smooth:g} log sigmoid(m) - {smooth:g} log sigmoid(-m)"
+            if smooth
+            else "-log sigmoid(m)"
         )
-        yield f"         m = {algorithm.beta:g} (w - l); w, l: log p - log p_ref of the chosen and the rejected answer"
+        yield (
+            f"         m = {algorithm.beta:g} (w - l); w, l: log p - log p_ref of the chosen "
+            "and the rejected answer"
+        )
         return
     if algorithm.name not in ("grpo", "dapo", "dr_grpo"):
-        options = [f"{each.name}: {getattr(algorithm, each.name)}" for each in dataclasses.fields(algorithm)]
+        options = [
+            f"{each.name}: {getattr(algorithm, each.name)}"
+            for each in dataclasses.fields(algorithm)
+        ]
         yield f"loss     see docs/algorithms.md, with {', '.join(options)}"
         return
-    low, high = algorithm.epsilon, algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
+    low = algorithm.epsilon
+    high = algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
     kl = f" + {algorithm.kl_coef:g} KL" if algorithm.kl_coef else ""
     entropy = f" - {algorithm.entropy_coef:g} H" if algorithm.entropy_coef else ""
     mean = _AGGREGATION[algorithm.aggregation]
@@ -105,8 +146,18 @@ def _loss(algorithm: Any, temperature: float) -> Iterator[str]:
         yield f"         A = {_SCALE[algorithm.scale].format(std_eps=algorithm.std_eps)}"
     if algorithm.kl_coef:
         yield f"         KL = {_KL[algorithm.kl]}, d = log p_ref - log p"
-    others = ("delta", "dual_clip", "correction", "rejection", "off_policy_delta", "entropy_target", "top_entropy")
-    if used := [f"{key}: {getattr(algorithm, key)}" for key in others if getattr(algorithm, key) is not None]:
+    others = (
+        "delta",
+        "dual_clip",
+        "correction",
+        "rejection",
+        "off_policy_delta",
+        "entropy_target",
+        "top_entropy",
+    )
+    if used := [
+        f"{key}: {getattr(algorithm, key)}" for key in others if getattr(algorithm, key) is not None
+    ]:
         yield f"         also {', '.join(used)} (docs/algorithms.md)"
 
 
@@ -114,7 +165,8 @@ def _changed(algorithm: Any) -> list[str]:
     """Returns the options that differ from the algorithm's defaults."""
     default = rl.algorithms.get(algorithm.name)
     pairs = (
-        (each.name, getattr(algorithm, each.name), getattr(default, each.name)) for each in dataclasses.fields(default)
+        (each.name, getattr(algorithm, each.name), getattr(default, each.name))
+        for each in dataclasses.fields(default)
     )
     return [f"{name} {value} (default {usual})" for name, value, usual in pairs if value != usual]
 

@@ -34,8 +34,9 @@ _COMPARED = 8
 def before_first_step(run: Run, stage: StageKind) -> None:
     """Probes the first stage of a run that samples, as `run.probe` says, and notes the result.
 
-    Raises DataError for a stage that cannot learn from what it samples, where `run.probe` is a number. Unset, the run
-    goes on with a warning: it probes DEFAULT prompts if its weights were read, and none if they are random.
+    Raises DataError for a stage that cannot learn from what it samples, where `run.probe` is a
+    number. Unset, the run goes on with a warning: it probes DEFAULT prompts if its weights were
+    read, and none if they are random.
     """
     asked = run.config.run.probe
     count = (0 if random_weights(run.config) else DEFAULT) if asked is None else asked
@@ -58,27 +59,41 @@ def before_first_step(run: Run, stage: StageKind) -> None:
 
 
 def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> ProbeResult:
-    """Builds the model of a configuration and probes a stage with its starting weights, without a run.
+    """Builds the model of a configuration and probes a stage with its starting weights, without a
+    run.
 
-    count: number of prompts. name: the stage; None: the first one that samples. Raises ConfigError without such a
-    stage.
+    count: number of prompts. name: the stage; None: the first one that samples. Raises ConfigError
+    without such a stage.
     """
     prepared = prepare(config)
     try:
-        stage = next((each for each in prepared.stages if each.samples_completions and name in (None, each.name)), None)
+        stage = next(
+            (
+                each
+                for each in prepared.stages
+                if each.samples_completions and name in (None, each.name)
+            ),
+            None,
+        )
         if stage is None:
             raise ConfigError(f"--probe: {name or 'no stage of this run'} samples nothing")
         has_media = prepared.data.has_media
         model = build.model(config, prepared, with_weights=True, media=has_media)
-        options = replace(build.generator_options(config), record_values=False, record_routes=False, record_kept=0)
+        options = replace(
+            build.generator_options(config), record_values=False, record_routes=False, record_kept=0
+        )
         generator = build.generator(config, model, prepared.tokenizer, options)
         if stage.runner.sources:
-            raise ConfigError("--probe: reward models are loaded in a run only; set run.probe, or leave them out")
+            raise ConfigError(
+                "--probe: reward models are loaded in a run only; set run.probe, or leave them out"
+            )
         source = Source(generator, stage.runner)
         params = stage_rollouts.sampling_params(
             stage.options.sampling, prepared.stop_ids, n=stage.options.samples_per_prompt
         )
-        problems, table, prompts = _problems(stage, count, has_media), None, None
+        problems = _problems(stage, count, has_media)
+        table = None
+        prompts = None
         if has_media:
             documents = [problem.media for problem in problems]
             table = build.media_tables(config, prepared, model.graph).of(model.params, documents)
@@ -106,27 +121,35 @@ def _refusal(stage: str, problems: Sequence[str]) -> str:
 
 
 def _problems(stage: Any, count: int, has_media: bool) -> list[Any]:
-    """Returns the first `count` problems in the order of the stage, without drawing them; with pictures or sounds at
-    most those of a step, because no table holds more."""
+    """Returns the first `count` problems in the order of the stage, without drawing them; with
+    pictures or sounds at most those of a step, because no table holds more."""
     total = stage.rows.total
     count = min(count, stage.options.prompts_per_step) if has_media else count
     return stage.rows.take(stage.order(total, range(min(count, total))))
 
 
 def _gap(model: Model, made: Rollouts, temperature: float, table: StepTable | None = None) -> float:
-    """Returns the mean of |log-probability by the trainer - by the generator| over the tokens of some completions.
-    table: the pictures and sounds of the prompts."""
+    """Returns the mean of |log-probability by the trainer - by the generator| over the tokens of
+    some completions. table: the pictures and sounds of the prompts."""
     chosen = made.flat[:: max(1, len(made.flat) // _COMPARED)][:_COMPARED]
     rows = [[*made.problems[p].ids, *completion.tokens] for p, completion in chosen]
-    batch, shown = padded_batch([(row, [1] * len(row)) for row in rows], max(map(len, rows))), {}
+    batch = padded_batch([(row, [1] * len(row)) for row in rows], max(map(len, rows)))
+    shown = {}
     if table is not None:
-        batch = table.add(batch, [(row, 0, made.problems[p].media) for row, (p, _) in enumerate(chosen)])
+        batch = table.add(
+            batch, [(row, 0, made.problems[p].media) for row, (p, _) in enumerate(chosen)]
+        )
         assert batch.places is not None
         shown = batch.places.inputs(table.table)._asdict()
-    logp, _ = model.logprobs(batch.tokens, segments=batch.segments, temperature=temperature, **shown)
+    logp, _ = model.logprobs(
+        batch.tokens, segments=batch.segments, temperature=temperature, **shown
+    )
     logp = np.asarray(logp)
     differences = [
-        np.abs(logp[number, len(row) - len(completion.tokens) : len(row)] - np.asarray(completion.logprobs))
+        np.abs(
+            logp[number, len(row) - len(completion.tokens) : len(row)]
+            - np.asarray(completion.logprobs)
+        )
         for number, (row, (_, completion)) in enumerate(zip(rows, chosen, strict=True))
     ]
     return float(np.concatenate(differences).mean())

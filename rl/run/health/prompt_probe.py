@@ -1,5 +1,5 @@
-"""Samples a few prompts with the settings of a stage before its first step, and tells whether it can learn from
-them.
+"""Samples a few prompts with the settings of a stage before its first step, and tells whether it
+can learn from them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ if TYPE_CHECKING:
     from rollout import SamplingParams
 
 FIRST_ID = 3 << 29
-"""First prompt id of a probe. Neither training nor evaluations draw from these ids, so a probe changes no number."""
-MOST_CUT, MOST_UNSCORED = 0.9, 0.5
+"""First prompt id of a probe. Neither training nor evaluations draw from these ids, so a probe
+changes no number."""
+MOST_CUT = 0.9
+MOST_UNSCORED = 0.5
 
 
 @dataclass(frozen=True)
 class ProbeResult:
     """What the completions of a probe show.
 
-    cut: share that ran into max_new_tokens. stops: share that ended with each stop. reward_mean, reward_std: over the
-    scored completions; None without one. scored: share with a score. signal: share of groups whose rewards differ; None
-    for groups of one. faults: failed scores. seconds: time of the probe. gap: mean difference of the log-probabilities
-    of generator and trainer; None where it was not measured.
+    cut: share that ran into max_new_tokens. stops: share that ended with each stop. reward_mean,
+    reward_std: over the scored completions; None without one. scored: share with a score. signal:
+    share of groups whose rewards differ; None for groups of one. faults: failed scores. seconds:
+    time of the probe. gap: mean difference of the log-probabilities of generator and trainer; None
+    where it was not measured.
     """
 
     stage: str
@@ -52,33 +55,43 @@ class ProbeResult:
     def lines(self) -> list[str]:
         """Returns the result as text."""
         ends = ", ".join(f"{name} {share:.0%}" for name, share in self.stops.items()) or "no stop"
-        reward = "no score" if self.reward_mean is None else f"{self.reward_mean:.3g} +- {self.reward_std:.2g}"
+        reward = (
+            "no score"
+            if self.reward_mean is None
+            else f"{self.reward_mean:.3g} +- {self.reward_std:.2g}"
+        )
         signal = "" if self.signal is None else f", {self.signal:.0%} of the groups differ"
         gap = "" if self.gap is None else f"; generator against trainer {self.gap:.2g} per token"
         return [
-            f"probe of {self.stage}: {self.prompts} prompts, {self.completions} completions in {self.seconds:.1f} "
+            f"probe of {self.stage}: {self.prompts} prompts, {self.completions} completions in "
+            f"{self.seconds:.1f} "
             f"s{gap}",
-            f"  ended by {ends}; {self.cut:.0%} cut off at {self.max_new_tokens} tokens; mean length "
+            f"  ended by {ends}; {self.cut:.0%} cut off at {self.max_new_tokens} tokens; mean "
+            "length "
             f"{self.mean_length:.1f}",
             f"  reward {reward}{signal}; {self.scored:.0%} have a score, {self.faults} faults",
         ]
 
     def problems(self) -> list[tuple[str, str]]:
-        """Returns (illness as `rl explain` names it, reason and what to change) for each cause of learning nothing."""
+        """Returns (illness as `rl explain` names it, reason and what to change) for each cause of
+        learning nothing."""
         result = []
         if self.cut > MOST_CUT:
             result.append(
                 (
                     "clipped completions",
-                    f"{self.cut:.0%} of the completions are cut off at {self.max_new_tokens} tokens: raise "
-                    "sampling.max_new_tokens, or check chat template and stop tokens with `rl inspect`",
+                    f"{self.cut:.0%} of the completions are cut off at {self.max_new_tokens} "
+                    "tokens: raise "
+                    "sampling.max_new_tokens, or check chat template and stop tokens with `rl "
+                    "inspect`",
                 )
             )
         if self.scored < 1 - MOST_UNSCORED:
             result.append(
                 (
                     "reward faults" if self.faults else "no scores",
-                    f"{1 - self.scored:.0%} of the completions have no score ({self.faults} faults): read the "
+                    f"{1 - self.scored:.0%} of the completions have no score ({self.faults} "
+                    "faults): read the "
                     "tracebacks above, "
                     "then `rl reward test FUNCTION`",
                 )
@@ -87,15 +100,19 @@ class ProbeResult:
             result.append(
                 (
                     "equal rewards",
-                    f"all {self.completions} rewards are {self.reward_mean:g}: test the reward on demonstrations with "
-                    "`rl inspect`, use easier problems, or start from weights that solve some (stage sft)",
+                    f"all {self.completions} rewards are {self.reward_mean:g}: test the reward on "
+                    "demonstrations with "
+                    "`rl inspect`, use easier problems, or start from weights that solve some "
+                    "(stage sft)",
                 )
             )
         return result
 
     def to_json(self) -> dict[str, Any]:
         """Returns all fields as values that JSON can hold."""
-        return asdict(self) | {"problems": [{"illness": name, "text": text} for name, text in self.problems()]}
+        return asdict(self) | {
+            "problems": [{"illness": name, "text": text} for name, text in self.problems()]
+        }
 
 
 def probe(
@@ -113,7 +130,11 @@ def probe(
     groups = scores.total.reshape(len(problems), params.n)
     scored = scores.total[np.isfinite(scores.total)]
     differ = [not all_equal(group) for group in groups if np.isfinite(group).any()]
-    ends = Counter(_end(completion, params, tokenizer) for completion in completions if completion.finish == "stop")
+    ends = Counter(
+        _end(completion, params, tokenizer)
+        for completion in completions
+        if completion.finish == "stop"
+    )
     result = ProbeResult(
         stage=stage,
         prompts=len(problems),

@@ -28,20 +28,28 @@ def start_checks(config: RunConfig, data: DataReader, stages: Sequence[StageKind
     """
     described = [_described(config, data, stage) for stage in stages]
     findings = check_stages(described, random_weights(config)) + length_findings(config)
-    # Ids outside the vocabulary and too many positions are errors of the configuration; the build of the model raises
-    # them.
+    # Ids outside the vocabulary and too many positions are errors of the configuration; the build
+    # of the model raises them.
     refusals = [each for each in findings if each.level == "refuse" and each.check not in (9, 16)]
     if refusals:
         lines = [each.line().removeprefix("refuse") for each in refusals]
         raise Refused(
-            "\n".join([*(f"check{line}" for line in lines), "see each token with `rl inspect`, same arguments"])
+            "\n".join(
+                [
+                    *(f"check{line}" for line in lines),
+                    "see each token with `rl inspect`, same arguments",
+                ]
+            )
         )
     return findings
 
 
 def write(findings: Sequence[Finding], directory: Path) -> None:
-    """Writes the findings to inspection.json in the folder of the run, where `rl explain` reads them."""
-    text = json.dumps({"findings": [each.to_json() for each in findings]}, indent=1, ensure_ascii=False)
+    """Writes the findings to inspection.json in the folder of the run, where `rl explain` reads
+    them."""
+    text = json.dumps(
+        {"findings": [each.to_json() for each in findings]}, indent=1, ensure_ascii=False
+    )
     (directory / FILE).write_text(text + "\n", encoding="utf-8")
 
 
@@ -53,14 +61,26 @@ def _described(config: RunConfig, data: DataReader, stage: StageKind) -> StageRo
     chosen = range(len(shard.own))
     if len(shard.own) > ENCODED:
         chosen = sorted(random.Random(config.seed).sample(chosen, ENCODED))
-    rows = [row for n in chosen for row in _encoded(shard.own[n], shard.examples[n] if shard.examples else Example(""))]
+    rows = [
+        row
+        for n in chosen
+        for row in _encoded(shard.own[n], shard.examples[n] if shard.examples else Example(""))
+    ]
     held_out = [problem.example for problem in data.held_out]
     measured = () if stage.held_out_rows is None else stage.held_out_rows.examples
-    return replace(described, rows=rows, total=shard.total, held_out=held_out, measured=measured, effect=shard.effect)
+    return replace(
+        described,
+        rows=rows,
+        total=shard.total,
+        held_out=held_out,
+        measured=measured,
+        effect=shard.effect,
+    )
 
 
 def _encoded(each: Any, example: Example) -> list[Encoded]:
-    """Returns the sequences of one entry of a Shard: a problem, a row, a pair, or labelled answers."""
+    """Returns the sequences of one entry of a Shard: a problem, a row, a pair, or labelled
+    answers."""
     if isinstance(each, Problem):
         return [Encoded(each.example, each.ids, [0] * len(each.ids), each.media)]
     if isinstance(each, Pair):

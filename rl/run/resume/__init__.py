@@ -1,1 +1,2 @@
-"""A run that goes on: what may differ from its saved configuration, and from which step on it holds."""
+"""A run that goes on: what may differ from its saved configuration, and from which step on it
+holds."""

@@ -1,4 +1,5 @@
-"""The best step of a stage by a metric (`stages.N.best`), whose checkpoint stays on the disk. Free of jax."""
+"""The best step of a stage by a metric (`stages.N.best`), whose checkpoint stays on the disk. Free
+of jax."""
 
 from __future__ import annotations
 
@@ -21,14 +22,16 @@ class BestStep(NamedTuple):
 
 
 class BestSteps:
-    """The best steps of a stage so far, each better than the one before it. Only the last two are kept: the second last
-    is the best one if the checkpoint of the last cannot be written."""
+    """The best steps of a stage so far, each better than the one before it. Only the last two are
+    kept: the second last is the best one if the checkpoint of the last cannot be written."""
 
     def __init__(self, options: BestOptions | None, host: Mapping[str, Any] | None):
         """host: the host part of the checkpoint that the stage goes on from; None: it starts."""
         self.options = options
         saved = None if host is None else host.get(KEY)
-        self._steps: list[BestStep] = [] if options is None or saved is None else [BestStep(**saved)]
+        self._steps: list[BestStep] = (
+            [] if options is None or saved is None else [BestStep(**saved)]
+        )
 
     @property
     def newest(self) -> BestStep | None:
@@ -40,8 +43,8 @@ class BestSteps:
         self._steps = [each for each in self._steps if each.number in numbers]
 
     def improved(self, number: int, step: int, value: float | None) -> bool:
-        """Returns whether a step is the best so far. One without the metric (None) or with one that is not finite never
-        is."""
+        """Returns whether a step is the best so far. One without the metric (None) or with one that
+        is not finite never is."""
         if self.options is None or value is None or not math.isfinite(value):
             return False
         sign = 1 if self.options.mode == "max" else -1
@@ -56,5 +59,6 @@ class BestSteps:
 
 
 def named_by(host: Mapping[str, Any]) -> Iterable[int]:
-    """Returns the numbers of the checkpoints that a checkpoint with this host part needs, besides itself."""
+    """Returns the numbers of the checkpoints that a checkpoint with this host part needs, besides
+    itself."""
     return [host[KEY]["number"]] if KEY in host else []

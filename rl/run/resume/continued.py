@@ -1,7 +1,8 @@
 """Compares a configuration with that of the run which it continues. Free of jax.
 
-Keys of `rl.config.changes.changeable` may differ: they hold from the next step on, and `changes` lists what held before.
-Other keys under `run`, and `profile`, change what is kept and shown. All other keys must be the same.
+Keys of `rl.config.changes.changeable` may differ: they hold from the next step on, and `changes`
+lists what held before. Other keys under `run`, and `profile`, change what is kept and shown. All
+other keys must be the same.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ _FREE = ("run", "profile", "changes")
 
 
 class Place(NamedTuple):
-    """Where a run goes on: after `step` steps of a stage. steps: those that the stage was to have when they were made;
-    None: unknown. ended: whether the stage ended with this step. until: whether its `until` ended it."""
+    """Where a run goes on: after `step` steps of a stage. steps: those that the stage was to have
+    when they were made; None: unknown. ended: whether the stage ended with this step. until:
+    whether its `until` ended it."""
 
     stage: int = 0
     step: int = 0
@@ -44,10 +46,13 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, host: Mapping[str, Any]) -> Place:
         """Returns the place of a checkpoint with this host part (host.json)."""
-        return cls(host["stage"], host["step"], host.get("steps"), host["ended"], bool(host.get("until")))
+        return cls(
+            host["stage"], host["step"], host.get("steps"), host["ended"], bool(host.get("until"))
+        )
 
     def is_over(self, steps: int) -> bool:
-        """Whether the stage is over if it has so many steps: more steps extend one that ended with its last step."""
+        """Whether the stage is over if it has so many steps: more steps extend one that ended with
+        its last step."""
         return self.ended and not (self.has_all_steps and self.step < steps)
 
     @property
@@ -58,33 +63,41 @@ class Place(NamedTuple):
 
 def saved(directory: Path) -> RunConfig | None:
     """Returns the configuration of the run in this folder; None if it has not written an event."""
-    file, events = directory / files.RESOLVED, directory / EVENTS
+    file = directory / files.RESOLVED
+    events = directory / EVENTS
     if file.exists() and events.exists() and events.stat().st_size:
         return load([file])
     return None
 
 
 def seen(directory: Path) -> tuple[Any, ...]:
-    """Returns what tells whether another process has continued the run: its configuration and its checkpoints."""
+    """Returns what tells whether another process has continued the run: its configuration and its
+    checkpoints."""
     file = directory / files.RESOLVED
     text = file.read_text(encoding="utf-8") if file.exists() else None
     return text, *(path.name for _, path in complete(directory / CHECKPOINTS))
 
 
 def is_counted(config: RunConfig) -> bool:
-    """Whether all stages have `steps`: those with `epochs` get them when their rows have been read."""
+    """Whether all stages have `steps`: those with `epochs` get them when their rows have been
+    read."""
     return all(stage.steps is not None for stage in config.stages)
 
 
 def continued(config: RunConfig, *, locked: bool = False) -> RunConfig:
-    """Returns the configuration with all changes of its run, those that it brings included; itself for a new run, and
-    for stages with `epochs`, whose steps are not known. locked: whether this process holds the lock of the run.
+    """Returns the configuration with all changes of its run, those that it brings included; itself
+    for a new run, and for stages with `epochs`, whose steps are not known. locked: whether this
+    process holds the lock of the run.
 
-    Raises ConfigError for a key that may not change, and for one that no longer has an effect, ModelError if the step
-    that the run goes on from is unknown since all checkpoints are damaged, ResourceError for changes of a run that
-    another process holds.
+    Raises ConfigError for a key that may not change, and for one that no longer has an effect,
+    ModelError if the step that the run goes on from is unknown since all checkpoints are damaged,
+    ResourceError for changes of a run that another process holds.
     """
-    if config.run.dir is None or not is_counted(config) or (before := saved(config.directory)) is None:
+    if (
+        config.run.dir is None
+        or not is_counted(config)
+        or (before := saved(config.directory)) is None
+    ):
         return config
     check_same(before, config)
     if not differences(before, config):
@@ -99,14 +112,16 @@ def continued(config: RunConfig, *, locked: bool = False) -> RunConfig:
 def on_all(config: RunConfig) -> RunConfig:
     """Returns `continued(config)` on all processes. The first one reads the folder of the run."""
     changes = on_first(lambda: [change.model_dump() for change in continued(config).changes])
-    return config.model_copy(update={"changes": [Change.model_validate(change) for change in changes]})
+    return config.model_copy(
+        update={"changes": [Change.model_validate(change) for change in changes]}
+    )
 
 
 def listed(before: RunConfig, config: RunConfig, place: Place) -> list[Change]:
     """Returns the changes of a run that goes on from a place with the values of `config`.
 
-    What was changed after this place never held, as the steps after it are made again. After the last step of the run
-    nothing holds any more.
+    What was changed after this place never held, as the steps after it are made again. After the
+    last step of the run nothing holds any more.
     """
     if place.stage == len(config.stages) - 1 and place.is_over(config.stages[-1].total_steps):
         return before.changes
@@ -124,7 +139,8 @@ def listed(before: RunConfig, config: RunConfig, place: Place) -> list[Change]:
 
 
 def newest_place(directory: Path) -> Place:
-    """Returns the place of the newest undamaged checkpoint of a run; that of the beginning if there is none.
+    """Returns the place of the newest undamaged checkpoint of a run; that of the beginning if there
+    is none.
 
     Raises ModelError if all are damaged.
     """
@@ -135,68 +151,94 @@ def newest_place(directory: Path) -> Place:
             return Place.of(json.loads((path / "host.json").read_text()))
     if checkpoints:
         raise ModelError(
-            f"{directory}: all checkpoints are damaged, so the run cannot go on. Restore {CHECKPOINTS} from a backup, or "
+            f"{directory}: all checkpoints are damaged, so the run cannot go on. Restore "
+            f"{CHECKPOINTS} from a backup, or "
             "start a new run in another directory"
         )
     return Place()
 
 
 def _check_changes(before: RunConfig, config: RunConfig, place: Place) -> None:
-    """Raises ConfigError for changes that would have no effect: in a stage that is over, or of steps that are done."""
-    index, name, export = place.stage, config.stage_names[place.stage], f"{config.directory}/export"
+    """Raises ConfigError for changes that would have no effect: in a stage that is over, or of
+    steps that are done."""
+    index = place.stage
+    name = config.stage_names[place.stage]
+    export = f"{config.directory}/export"
     changed = differences(before, config)
     for key, (old, new) in changed.items():
         if (stage := stage_of(key)) is not None and stage < index:
             raise ConfigError(
-                f"{key}: {old} there, {new} here, but {config.stage_names[stage]} is over: the run goes on after step "
-                f"{place.step} of {name}. Leave the key as it was, or start a new run in another run.dir"
+                f"{key}: {old} there, {new} here, but {config.stage_names[stage]} is over: the "
+                "run goes on after step "
+                f"{place.step} of {name}. Leave the key as it was, or start a new run in another "
+                "run.dir"
             )
         if stage is None or kind_of(config.stages[stage]).trains_policy:
             continue
         if (written := reward_model_of(config, config.stage_names[stage])).is_dir():
             raise ConfigError(
-                f"{key}: {old} there, {new} here, but {written} has been written, and a stage that has trained a reward "
-                "model cannot be changed or extended. Leave the key as it was, or start a new run in another run.dir"
+                f"{key}: {old} there, {new} here, but {written} has been written, and a stage "
+                "that has trained a reward "
+                "model cannot be changed or extended. Leave the key as it was, or start a new run "
+                "in another run.dir"
             )
-    own, key = [each for each in changed if stage_of(each) == index], f"stages.{index}.steps"
+    own = [each for each in changed if stage_of(each) == index]
+    key = f"stages.{index}.steps"
     steps = config.stages[index].total_steps
     if steps < place.step:
         raise ConfigError(
-            f"{key}: {steps}, but {place.step} steps of {name} are done. Set {place.step} or more, or start a new run in "
+            f"{key}: {steps}, but {place.step} steps of {name} are done. Set {place.step} or "
+            "more, or start a new run in "
             "another run.dir"
         )
     if not (own and place.ended):
         return
     if not place.has_all_steps:
-        by = "its `until`" if place.steps is not None else "its `until` or its last step (the checkpoint does not say)"
+        by = (
+            "its `until`"
+            if place.steps is not None
+            else "its `until` or its last step (the checkpoint does not say)"
+        )
         raise ConfigError(
-            f"{own[0]}: {name} is over, since {by} ended it after step {place.step}. To train its weights "
+            f"{own[0]}: {name} is over, since {by} ended it after step {place.step}. To train its "
+            "weights "
             f"further, give {export} to a new run as `model`"
         )
     if steps == place.step:
         raise ConfigError(
-            f"{own[0]}: {name} is over, after {place.step} steps, so the change would have no effect. Raise {key} as "
+            f"{own[0]}: {name} is over, after {place.step} steps, so the change would have no "
+            f"effect. Raise {key} as "
             f"well, or give {export} to a new run as `model`"
         )
     if not kind_of(config.stages[index]).trains_policy:
-        raise ConfigError(f"{key}: a stage that has trained a reward model cannot be extended; start a new run")
+        raise ConfigError(
+            f"{key}: a stage that has trained a reward model cannot be extended; start a new run"
+        )
 
 
 def check_same(before: RunConfig, config: RunConfig) -> None:
     """Raises ConfigError if a key differs that may not change."""
     date = before.tokenizer and before.tokenizer.date
-    if date is not None and not (config.tokenizer and config.tokenizer.date):  # the run takes that of its first start
+    if date is not None and not (
+        config.tokenizer and config.tokenizer.date
+    ):  # the run takes that of its first start
         tokenizer = (config.tokenizer or TokenizerOptions()).model_copy(update={"date": date})
         config = config.model_copy(update={"tokenizer": tokenizer})
-    theirs, ours = _fixed(before), _fixed(config)
-    different = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
+    theirs = _fixed(before)
+    ours = _fixed(config)
+    different = sorted(
+        key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)
+    )
     if config.changes and before.changes[: len(config.changes)] != config.changes:
         different.append("changes")
         theirs["changes"], ours["changes"] = _shown(before.changes), _shown(config.changes)
     if different:
-        shown = "; ".join(f"{key}: {theirs.get(key)} there, {ours.get(key)} here" for key in different[:5])
+        shown = "; ".join(
+            f"{key}: {theirs.get(key)} there, {ours.get(key)} here" for key in different[:5]
+        )
         raise ConfigError(
-            f"{config.directory} holds a run with another configuration ({shown}). Continue that one with "
+            f"{config.directory} holds a run with another configuration ({shown}). Continue that "
+            "one with "
             f"`rl-train {quoted(config.directory)}`, or choose another run.dir"
         )
 
@@ -207,7 +249,8 @@ def _shown(changes: list[Change]) -> str:
 
 def _fixed(config: RunConfig) -> dict[str, object]:
     """Returns every value that identifies the run and may not change, by dotted key."""
-    free, flat = changeable(config), {}
+    free = changeable(config)
+    flat = {}
 
     def walk(value: Any, path: str) -> None:
         if isinstance(value, Mapping) and value:

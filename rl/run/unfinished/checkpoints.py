@@ -16,13 +16,14 @@ from rl.run.checkpoint import HOST
 from rl.run.manifest import complete
 from rl.run.unfinished import stop
 
-_TRIES, _PAUSE_S = 5, 0.05
+_TRIES = 5
+_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A finished checkpoint, after step `step` of the `steps` of stage number `stage`; all are -1 where host.json cannot
-    be read."""
+    """A finished checkpoint, after step `step` of the `steps` of stage number `stage`; all are -1
+    where host.json cannot be read."""
 
     number: int
     path: Path
@@ -32,10 +33,14 @@ class StoredCheckpoint:
 
 
 def stored(directory: Path) -> list[StoredCheckpoint]:
-    """Returns the checkpoints in the folder `checkpoints` of a run, newest first. One that the run removes meanwhile is
-    left out."""
+    """Returns the checkpoints in the folder `checkpoints` of a run, newest first. One that the run
+    removes meanwhile is left out."""
     for _ in range(_TRIES):
-        result = [each for number, path in complete(directory) if (each := _read(number, path)) is not None]
+        result = [
+            each
+            for number, path in complete(directory)
+            if (each := _read(number, path)) is not None
+        ]
         if result or not directory.is_dir():
             break
         time.sleep(_PAUSE_S)  # the run may have replaced its only one while the folder was listed
@@ -46,22 +51,26 @@ def _read(number: int, path: Path) -> StoredCheckpoint | None:
     try:
         host = json.loads((path / HOST).read_text(encoding="utf-8"))
         step = int(host["step"])
-        return StoredCheckpoint(number, path, int(host["stage"]), step, int(host.get("steps", step)))
+        return StoredCheckpoint(
+            number, path, int(host["stage"]), step, int(host.get("steps", step))
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return StoredCheckpoint(number, path) if path.is_dir() else None
 
 
 def chosen(run: Path, config: RunConfig, step: str | None) -> list[StoredCheckpoint]:
-    """Returns the checkpoints of a run that may be read, the best first: all of them without a step, else those after
-    this step, `N` (of the last stage that has one) or `STAGE:N`.
+    """Returns the checkpoints of a run that may be read, the best first: all of them without a
+    step, else those after this step, `N` (of the last stage that has one) or `STAGE:N`.
 
-    Raises ConfigError for a step without a checkpoint, with those that there are, ModelError if there are none.
+    Raises ConfigError for a step without a checkpoint, with those that there are, ModelError if
+    there are none.
     """
     every = stored(run / "checkpoints")
     if step is None and not every:
         raise ModelError(
             f"{run}: no export and no checkpoint yet. The run writes a checkpoint every "
-            f"{config.run.checkpoint_every} steps (run.checkpoint_every), after the last step of a stage, and when it is "
+            f"{config.run.checkpoint_every} steps (run.checkpoint_every), after the last step of "
+            "a stage, and when it is "
             "stopped"
         )
     if step is None:
@@ -77,31 +86,48 @@ def _parsed(text: str, names: Sequence[str]) -> tuple[int | None, int]:
     """Returns (number of the stage or None, step). Raises ConfigError."""
     name, _, digits = text.rpartition(":")
     if not digits.isdecimal():
-        raise ConfigError(f"--step {text}: write a number of steps, N, or STAGE:N such as {names[-1]}:10")
+        raise ConfigError(
+            f"--step {text}: write a number of steps, N, or STAGE:N such as {names[-1]}:10"
+        )
     if name and name not in names:
         raise ConfigError(f"--step {text}: the run has no stage {name}{nearest(name, names)}")
     return names.index(name) if name else None, int(digits)
 
 
-def _absent(run: Path, config: RunConfig, every: Sequence[StoredCheckpoint], stage: int | None, step: int) -> str:
+def _absent(
+    run: Path, config: RunConfig, every: Sequence[StoredCheckpoint], stage: int | None, step: int
+) -> str:
     """Says which weights there are in place of those after a step."""
-    names, known = config.stage_names, [each for each in every if each.stage >= 0]
+    names = config.stage_names
+    known = [each for each in every if each.stage >= 0]
     of = range(len(names)) if stage is None else [stage]
-    kept = [run / f"export-{names[index]}-{step}" for index in of if _holds_step(run, config, index, step)]
+    kept = [
+        run / f"export-{names[index]}-{step}"
+        for index in of
+        if _holds_step(run, config, index, step)
+    ]
     if held := [str(folder) for folder in kept if folder.is_dir()]:
         return f"no checkpoint, but {held[-1]} holds these weights: name that folder as MODEL"
     if not known:
         return f"{run} has no checkpoint"
-    near = min(known, key=lambda each: (stage not in (None, each.stage), abs(each.step - step), -each.number))
+    near = min(
+        known,
+        key=lambda each: (stage not in (None, each.stage), abs(each.step - step), -each.number),
+    )
     listed = ", ".join(f"{names[each.stage]}:{each.step}" for each in reversed(known))
-    text = f"{run} has no checkpoint after this step. There are {listed} (nearest: {names[near.stage]}:{near.step})"
-    exported = " Without --step, the weights are read from export/." if (run / "export").is_dir() else ""
+    text = (
+        f"{run} has no checkpoint after this step. There are {listed} (nearest: "
+        f"{names[near.stage]}:{near.step})"
+    )
+    exported = (
+        " Without --step, the weights are read from export/." if (run / "export").is_dir() else ""
+    )
     return f"{text}; run.keep_checkpoints says how many a run keeps.{exported}"
 
 
 def _holds_step(run: Path, config: RunConfig, stage: int, step: int) -> bool:
-    """Whether export-STAGE-STEP has the weights after this step. Where a stage ended with `best`, it has those of its best
-    step, unless `rl stop` ended it there."""
+    """Whether export-STAGE-STEP has the weights after this step. Where a stage ended with `best`,
+    it has those of its best step, unless `rl stop` ended it there."""
     best = config.stages[stage].best
     if best is None or best.take == "last":
         return True

@@ -1,7 +1,9 @@
-"""Files in the folder of a run by which other processes see whether it is running, and ask it to stop. Imports no jax.
+"""Files in the folder of a run by which other processes see whether it is running, and ask it to
+stop. Imports no jax.
 
-The run holds a lock on LOCK. It looks for REQUEST after each step, and removes it at its start and at its end. STOPPED
-says that `export/` holds the weights of a run that was stopped before its end; the next start moves that folder.
+The run holds a lock on LOCK. It looks for REQUEST after each step, and removes it at its start and
+at its end. STOPPED says that `export/` holds the weights of a run that was stopped before its end;
+the next start moves that folder.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-LOCK, REQUEST, STOPPED = ".lock", "stop.request", "stopped.json"
+LOCK = ".lock"
+REQUEST = "stop.request"
+STOPPED = "stopped.json"
 IN_USE = "{} is in use by another process; choose another run.dir"
 
 

@@ -1,5 +1,5 @@
-"""The policy of a run at one of its checkpoints, for `rl chat` and `rl generate`. Reads no other arrays: neither
-moments, nor a reference, nor a critic. The run may go on meanwhile."""
+"""The policy of a run at one of its checkpoints, for `rl chat` and `rl generate`. Reads no other
+arrays: neither moments, nor a reference, nor a critic. The run may go on meanwhile."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _log = logging.getLogger("duet.checkpoint")
 class CheckpointWeights:
     """The weights of a run after a step, or of its newest checkpoint.
 
-    Raises ConfigError for a configuration that cannot be read and for a step without a checkpoint, ModelError for a run
-    without checkpoints and for a model or tokenizer that cannot be read.
+    Raises ConfigError for a configuration that cannot be read and for a step without a checkpoint,
+    ModelError for a run without checkpoints and for a model or tokenizer that cannot be read.
     """
 
     def __init__(self, directory: Path, step: str | None = None):
@@ -73,8 +73,8 @@ class CheckpointWeights:
         return read_processors(self.config, tokenizer)
 
     def load(self, dtype: Literal["float32", "bfloat16"], *, media: bool = False) -> Model:
-        """Reads the newest checkpoint that is not damaged, or that of the step, and says on standard error which it
-        is. `media`: with the towers of pictures and sounds.
+        """Reads the newest checkpoint that is not damaged, or that of the step, and says on
+        standard error which it is. `media`: with the towers of pictures and sounds.
 
         Raises ModelError for damaged files, and for towers that the checkpoint does not hold.
         """
@@ -84,7 +84,8 @@ class CheckpointWeights:
             if model is not None:
                 return model
         raise ModelError(
-            f"{self.directory}: each checkpoint was removed before it was read. Raise run.keep_checkpoints or "
+            f"{self.directory}: each checkpoint was removed before it was read. Raise "
+            "run.keep_checkpoints or "
             "run.checkpoint_every"
         )
 
@@ -96,7 +97,8 @@ class CheckpointWeights:
             raise ModelError(f"model {self.config.model.source}: {error}") from None
 
     def _newest(self, graph: Graph) -> Model | None:
-        """Reads the first good one of the chosen checkpoints. Returns None if the run removed it meanwhile."""
+        """Reads the first good one of the chosen checkpoints. Returns None if the run removed it
+        meanwhile."""
         problems = []
         for each in chosen(self.directory, self.config, self._step):
             manifest, wrong = examine(each.path)
@@ -110,9 +112,13 @@ class CheckpointWeights:
                 _log.warning("%s. An earlier checkpoint is looked for.", problems[-1])
         raise none_undamaged(problems, "Name another one with --step, or another model.")
 
-    def _read(self, checkpoint: StoredCheckpoint, arrays: Mapping[str, Any], graph: Graph) -> Model | None:
+    def _read(
+        self, checkpoint: StoredCheckpoint, arrays: Mapping[str, Any], graph: Graph
+    ) -> Model | None:
         template = {
-            f"{_PREFIX}{path}": jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=graph.sharding(path))
+            f"{_PREFIX}{path}": jax.ShapeDtypeStruct(
+                shape.shape, shape.dtype, sharding=graph.sharding(path)
+            )
             for path, shape in graph.shapes.items()
         }
         _check(checkpoint.path, arrays, template)
@@ -130,26 +136,40 @@ class CheckpointWeights:
 
     def _line(self, checkpoint: StoredCheckpoint) -> str:
         """Says which weights are read."""
-        stage, name = self.config.stages[checkpoint.stage], self.config.stage_names[checkpoint.stage]
-        text = f"{self.directory}: the weights after step {checkpoint.step} of {checkpoint.steps} of {name}"
+        stage = self.config.stages[checkpoint.stage]
+        name = self.config.stage_names[checkpoint.stage]
+        text = (
+            f"{self.directory}: the weights after step {checkpoint.step} of {checkpoint.steps} "
+            f"of {name}"
+        )
         if not kind_of(stage).trains_policy:
             text += ", which trains a reward model: the policy is as it was before"
         if in_use(self.directory):
             return f"{text}. The run goes on"
         ended = (self.directory / "export").is_dir()
-        return text if ended else f"{text}. The run is not finished: `rl-train {quoted(self.directory)}` continues it"
+        return (
+            text
+            if ended
+            else f"{text}. The run is not finished: `rl-train {quoted(self.directory)}` continues "
+            "it"
+        )
 
 
-def _check(path: Path, stored: Mapping[str, Any], requested: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Raises ModelError for towers that a checkpoint lacks, CheckpointError for other weights, or of other shapes."""
+def _check(
+    path: Path, stored: Mapping[str, Any], requested: Mapping[str, jax.ShapeDtypeStruct]
+) -> None:
+    """Raises ModelError for towers that a checkpoint lacks, CheckpointError for other weights, or
+    of other shapes."""
     for name, array in requested.items():
         if name not in stored and is_tower(name.removeprefix(_PREFIX)):
             raise ModelError(
-                f"{path}: the run reads text only, so its checkpoints hold no towers of pictures and sounds; its export "
+                f"{path}: the run reads text only, so its checkpoints hold no towers of pictures "
+                "and sounds; its export "
                 "will have them"
             )
         if name not in stored or tuple(stored[name]["shape"]) != array.shape:
             here = stored[name]["shape"] if name in stored else "missing"
             raise CheckpointError(
-                f"{path}: {name.removeprefix(_PREFIX)}: {here}, and {list(array.shape)} by the run's config.yml and model"
+                f"{path}: {name.removeprefix(_PREFIX)}: {here}, and {list(array.shape)} by the "
+                "run's config.yml and model"
             )

@@ -1,7 +1,8 @@
-"""Measures the loss of a stage on held-out rows, with the programs of the stage and without a gradient.
+"""Measures the loss of a stage on held-out rows, with the programs of the stage and without a
+gradient.
 
-The rows are computed in blocks of as many rows as an update has. The sums of a block are divided by the counts of all
-rows, so that the blocks add up to the metrics of one mini-batch of all rows.
+The rows are computed in blocks of as many rows as an update has. The sums of a block are divided by
+the counts of all rows, so that the blocks add up to the metrics of one mini-batch of all rows.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ class HeldOutLoss:
         return None if stage.options.held_out is None else cls(stage)
 
     def due(self, step: int) -> bool:
-        """Whether step number `step` (from 1) is followed by a measurement, apart from the last step."""
+        """Whether step number `step` (from 1) is followed by a measurement, apart from the last
+        step."""
         options = self._stage.options.held_out
         return options is not None and bool(options.every) and step % options.every == 0
 
     def run(self, state: Any) -> dict[str, float]:
-        """Returns held_out/NAME for each metric NAME of the loss under the weights of a state, and time/held_out."""
-        began, stage = time.perf_counter(), self._stage
-        flops, blocks = stage.trainer.total_flops, []
+        """Returns held_out/NAME for each metric NAME of the loss under the weights of a state, and
+        time/held_out."""
+        began = time.perf_counter()
+        stage = self._stage
+        flops = stage.trainer.total_flops
+        blocks = []
         coefs = stage.context.progress.adaptive_coefs
         with stage.context.timeline.span("held-out loss", stage=stage.name):
             for batch, documents in self._batches():
@@ -51,7 +56,9 @@ class HeldOutLoss:
                 options = {"table": table and table.table, "adaptive_coefs": coefs}
                 blocks.append(stage.trainer.held_out_loss(state, batch, self._counts, **options))
         stage.trainer.total_flops = flops  # those of training
-        values = reduce_metrics({name: np.asarray([block[name] for block in blocks]) for name in blocks[0]})
+        values = reduce_metrics(
+            {name: np.asarray([block[name] for block in blocks]) for name in blocks[0]}
+        )
         metrics = {f"held_out/{name}": float(value) for name, value in values.items()}
         return metrics | {"time/held_out": time.perf_counter() - began}
 

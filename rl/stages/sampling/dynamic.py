@@ -1,4 +1,5 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): drops groups whose rewards are all equal and samples others.
+"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): drops groups whose rewards are all equal
+and samples others.
 
 P prompts of a step, G completions of each, F reward functions.
 """
@@ -30,8 +31,8 @@ _KEPT = ("finish", "text", "raw", "steps")
 class ScoredGroup:
     """The completions of one prompt with their scores.
 
-    row: row of the prompt in the stage's data. version: policy version that sampled the completions. faults and
-    logs: those of its `Scores`, completions counted from 0.
+    row: row of the prompt in the stage's data. version: policy version that sampled the
+    completions. faults and logs: those of its `Scores`, completions counted from 0.
     """
 
     row: int
@@ -50,7 +51,10 @@ class ScoredGroup:
     def to_json(self) -> dict:
         """Returns all fields as values that JSON can hold."""
         completions = [
-            {"tokens": [int(token) for token in one.tokens], "logprobs": [float(logp) for logp in one.logprobs]}
+            {
+                "tokens": [int(token) for token in one.tokens],
+                "logprobs": [float(logp) for logp in one.logprobs],
+            }
             | {name: getattr(one, name) for name in _KEPT}
             | _filters_to_json(one)
             for one in self.completions
@@ -66,13 +70,16 @@ class ScoredGroup:
 
     @classmethod
     def from_json(cls, plain: dict) -> ScoredGroup:
-        """Returns the group that `to_json` wrote, also one of a version that kept no faults and logs."""
+        """Returns the group that `to_json` wrote, also one of a version that kept no faults and
+        logs."""
         from rollout.types import Completion
 
         return cls(
             **plain
             | {
-                "completions": [Completion(**one | _filters_from_json(one)) for one in plain["completions"]],
+                "completions": [
+                    Completion(**one | _filters_from_json(one)) for one in plain["completions"]
+                ],
                 "rewards": np.asarray(plain["rewards"]),
                 "total": np.asarray(plain["total"]),
                 "faults": [Fault(**one) for one in plain.get("faults", ())],
@@ -82,12 +89,14 @@ class ScoredGroup:
 
 
 def _filters_to_json(completion: Completion) -> dict:
-    """Returns what the completion says about filters; its ids as compressed text, since they are many."""
+    """Returns what the completion says about filters; its ids as compressed text, since they are
+    many."""
     if completion.kept is None:
         return {}
     assert completion.kept_counts is not None and completion.filtered_logprobs is not None
     ids = base64.b64encode(zlib.compress(np.ascontiguousarray(completion.kept, "<i4").tobytes()))
-    logprobs, counts = map(float, completion.filtered_logprobs), map(int, completion.kept_counts)
+    logprobs = map(float, completion.filtered_logprobs)
+    counts = map(int, completion.kept_counts)
     return {"filtered_logprobs": list(logprobs), "kept_counts": list(counts), "kept": ids.decode()}
 
 
@@ -113,25 +122,37 @@ class ReadyScores:
 class DynamicSampling:
     """Fills steps with groups whose rewards differ.
 
-    most: calls of `sample` per step, at most. reward: the function whose scores have to differ, None: the weighted sum.
-    problems: returns the problems of rows of the data.
+    most: calls of `sample` per step, at most. reward: the function whose scores have to differ,
+    None: the weighted sum. problems: returns the problems of rows of the data.
     """
 
     def __init__(
-        self, most: int, reward: str | None, problems: Callable[[list[int]], Sequence[Problem]], runner: Runner
+        self,
+        most: int,
+        reward: str | None,
+        problems: Callable[[list[int]], Sequence[Problem]],
+        runner: Runner,
     ):
-        self._most, self._problems, self._names = most, problems, runner.names
+        self._most = most
+        self._problems = problems
+        self._names = runner.names
         self._column = None if reward is None else runner.names.index(reward)
 
     def fill(
-        self, count: int, carried: list[ScoredGroup], sample: Callable[[], tuple[Rollouts, list[int]]]
+        self,
+        count: int,
+        carried: list[ScoredGroup],
+        sample: Callable[[], tuple[Rollouts, list[int]]],
     ) -> tuple[Rollouts, list[ScoredGroup], dict[str, float]]:
         """Returns (rollouts of `count` groups, groups left over for the next step, metrics).
 
-        Takes `carried` first; then `sample()` returns further rollouts, and the rows of their prompts in the data. If
-        that is not enough, groups without a difference fill the step: they have no advantage.
+        Takes `carried` first; then `sample()` returns further rollouts, and the rows of their
+        prompts in the data. If that is not enough, groups without a difference fill the step: they
+        have no advantage.
         """
-        kept, dropped, taken = list(carried), [], []
+        kept = list(carried)
+        dropped = []
+        taken = []
         while len(kept) < count and len(taken) < self._most:
             rollouts, rows = sample()
             scores = rollouts.scores.result()
@@ -151,12 +172,23 @@ class DynamicSampling:
             metrics["dynamic/reward_mean"] = float(np.nanmean(totals))
         return self._together(groups, taken), kept[count:], metrics
 
-    def _together(self, groups: Sequence[ScoredGroup], taken: Sequence[tuple[Rollouts, Scores]]) -> Rollouts:
-        """Returns rollouts of these groups, with the counts, times and reward metrics of all calls in `taken`."""
+    def _together(
+        self, groups: Sequence[ScoredGroup], taken: Sequence[tuple[Rollouts, Scores]]
+    ) -> Rollouts:
+        """Returns rollouts of these groups, with the counts, times and reward metrics of all calls
+        in `taken`."""
         names = sorted({name for _, scores in taken for name in scores.metrics})
-        metrics = {name: float(np.mean([s.metrics[name] for _, s in taken if name in s.metrics])) for name in names}
-        rewards, total = (np.concatenate([getattr(group, name) for group in groups]) for name in ("rewards", "total"))
-        G, faults, logs = len(groups[0].completions), [], {}
+        metrics = {
+            name: float(np.mean([s.metrics[name] for _, s in taken if name in s.metrics]))
+            for name in names
+        }
+        rewards, total = (
+            np.concatenate([getattr(group, name) for group in groups])
+            for name in ("rewards", "total")
+        )
+        G = len(groups[0].completions)
+        faults = []
+        logs = {}
         for number, group in enumerate(groups):
             faults += [replace(fault, sample=number * G + fault.sample) for fault in group.faults]
             logs |= {number * G + sample: texts for sample, texts in group.logs.items()}
@@ -188,8 +220,16 @@ def _split(rollouts: Rollouts, scores: Scores, rows: Sequence[int]) -> list[Scor
                 rollouts.completions[p],
                 scores.rewards[own],
                 scores.total[own],
-                [replace(fault, sample=fault.sample - p * G) for fault in scores.faults if fault.sample // G == p],
-                {sample - p * G: texts for sample, texts in scores.logs.items() if sample // G == p},
+                [
+                    replace(fault, sample=fault.sample - p * G)
+                    for fault in scores.faults
+                    if fault.sample // G == p
+                ],
+                {
+                    sample - p * G: texts
+                    for sample, texts in scores.logs.items()
+                    if sample // G == p
+                },
             )
         )
     return result

@@ -26,20 +26,25 @@ SEED_OFFSET = 1 << 30
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Returns an unbiased estimate of the chance that one of k samples is correct (arXiv 2107.03374, eq. 1)."""
+    """Returns an unbiased estimate of the chance that one of k samples is correct (arXiv
+    2107.03374, eq. 1)."""
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def params_of(options: EvaluationOptions, params: SamplingParams) -> tuple[SamplingParams, SamplingParams]:
-    """Returns how greedy and sampled completions of an evaluation are drawn. params: lengths and stops. Raises
-    ValueError for settings of the evaluation that are out of range or do not fit these lengths."""
+def params_of(
+    options: EvaluationOptions, params: SamplingParams
+) -> tuple[SamplingParams, SamplingParams]:
+    """Returns how greedy and sampled completions of an evaluation are drawn. params: lengths and
+    stops. Raises ValueError for settings of the evaluation that are out of range or do not fit
+    these lengths."""
     unfiltered = replace(params, n=1, top_k=0, top_p=1.0, min_p=0.0, **options.processors)
     greedy = replace(unfiltered, temperature=0)
     return greedy, replace(unfiltered, n=max(1, options.samples), temperature=options.temperature)
 
 
 class Evaluation:
-    """Evaluates the policy on held-out problems. A completion is correct from the reward `correct_at` on."""
+    """Evaluates the policy on held-out problems. A completion is correct from the reward
+    `correct_at` on."""
 
     def __init__(
         self,
@@ -52,25 +57,32 @@ class Evaluation:
     ):
         """Computes nothing yet.
 
-        collect: completes and scores (problems, params, prompt ids). params: lengths and stops; temperatures come from
-        `options`. record: gets (step, completions, scores) of each call. block: problems of one call, whose pictures are
-        on the devices at a time; None: all.
+        collect: completes and scores (problems, params, prompt ids). params: lengths and stops;
+        temperatures come from `options`. record: gets (step, completions, scores) of each call.
+        block: problems of one call, whose pictures are on the devices at a time; None: all.
         """
         self._block = block or max(1, len(problems))
-        self.options, self.problems, self._collect, self._params = options, problems, collect, params
+        self.options = options
+        self.problems = problems
+        self._collect = collect
+        self._params = params
         self._record = record
 
     def due(self, step: int) -> bool:
-        """Whether step number `step` (from 1) of a stage is followed by an evaluation, apart from its last."""
+        """Whether step number `step` (from 1) of a stage is followed by an evaluation, apart from
+        its last."""
         return bool(self.options.every and step % self.options.every == 0)
 
     def run(self, step: int = 0) -> dict[str, float]:
-        """Returns eval/greedy_accuracy, eval/reward_mean and eval/pass@k after a step, and what they count.
+        """Returns eval/greedy_accuracy, eval/reward_mean and eval/pass@k after a step, and what
+        they count.
 
-        A completion without a score is in none of them, and counted in eval/unscored and eval/unscored_samples. A
-        problem with fewer than k scored samples is not in pass@k. A metric of no completion is absent.
+        A completion without a score is in none of them, and counted in eval/unscored and
+        eval/unscored_samples. A problem with fewer than k scored samples is not in pass@k. A metric
+        of no completion is absent.
         """
-        began, options = time.perf_counter(), self.options
+        began = time.perf_counter()
+        options = self.options
         greedy, sampled = params_of(options, self._params)
         completions, totals = self._rollouts(greedy, step)
         metrics = {
@@ -85,7 +97,8 @@ class Evaluation:
             metrics |= _own_metric(name, self.problems, completions, totals)
         if options.samples:
             totals = self._rollouts(sampled, step)[1].reshape(len(self.problems), options.samples)
-            scored, correct = np.isfinite(totals).sum(axis=1), at_least(totals, options.correct_at).sum(axis=1)
+            scored = np.isfinite(totals).sum(axis=1)
+            correct = at_least(totals, options.correct_at).sum(axis=1)
             counts = list(zip(scored.tolist(), correct.tolist(), strict=True))
             metrics["eval/samples"] = float(options.samples)
             metrics["eval/unscored_samples"] = float(np.sum(~np.isfinite(totals)))
@@ -96,7 +109,8 @@ class Evaluation:
 
     def _rollouts(self, params: SamplingParams, step: int) -> tuple[list[Completion], np.ndarray]:
         """Returns (completions, rewards float[problems * n]); NaN where there is no score."""
-        completions, totals = [], []
+        completions = []
+        totals = []
         for start in range(0, len(self.problems), self._block):
             problems = self.problems[start : start + self._block]
             first = SEED_OFFSET + start
@@ -111,15 +125,20 @@ class Evaluation:
 def _own_metric(
     name: str, problems: Sequence[Problem], completions: list[Completion], rewards: np.ndarray
 ) -> dict[str, float]:
-    """Returns a user-defined metric of greedy completions: one number eval/<function>, or several by name.
+    """Returns a user-defined metric of greedy completions: one number eval/<function>, or several
+    by name.
 
-    The function takes lists (prompts, completions, raw, rewards, **columns), completions as texts and raw as texts with
-    special tokens, or the part of these that it names. Raises
-    DataError for a result that is no finite number.
+    The function takes lists (prompts, completions, raw, rewards, **columns), completions as texts
+    and raw as texts with special tokens, or the part of these that it names. Raises DataError for a
+    result that is no finite number.
     """
     function = plugins.load(name, "evaluation metric")
     examples = [problem.example for problem in problems]
-    columns = {key: [each.columns.get(key) for each in examples] for each in examples for key in each.columns}
+    columns = {
+        key: [each.columns.get(key) for each in examples]
+        for each in examples
+        for key in each.columns
+    }
     values = columns | {
         "prompts": [each.prompt for each in examples],
         "completions": [each.text for each in completions],
@@ -131,10 +150,15 @@ def _own_metric(
         values = {key: value for key, value in values.items() if key in parameters}
     result = function(**values)
     short = name.rpartition(":")[2]
-    named = {f"{short}/{key}": value for key, value in result.items()} if isinstance(result, dict) else {short: result}
+    named = (
+        {f"{short}/{key}": value for key, value in result.items()}
+        if isinstance(result, dict)
+        else {short: result}
+    )
     try:
         return {f"eval/{key}": float(value) for key, value in named.items()}
     except (TypeError, ValueError):
         raise DataError(
-            f"evaluation metric {name}: gave {result!r}, which is no number and no mapping to numbers"
+            f"evaluation metric {name}: gave {result!r}, which is no number and no mapping to "
+            "numbers"
         ) from None

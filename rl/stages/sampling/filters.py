@@ -1,9 +1,9 @@
-"""The ids that filters of the sampler (top_k, top_p, min_p) and forbidden tokens (bad_words, min_tokens) left, in the
-batch of a step.
+"""The ids that filters of the sampler (top_k, top_p, min_p) and forbidden tokens (bad_words,
+min_tokens) left, in the batch of a step.
 
-Samples come from a distribution over a part of the vocabulary. With the ids of that part at each token, every
-log-probability of the loss is of the same distribution (policy/heads/kept.py), and the gradient is that of the expected
-reward of the samples.
+Samples come from a distribution over a part of the vocabulary. With the ids of that part at each
+token, every log-probability of the loss is of the same distribution (policy/heads/kept.py), and the
+gradient is that of the expected reward of the samples.
 
 N rows, T tokens, K ids, V vocabulary.
 """
@@ -21,18 +21,22 @@ if TYPE_CHECKING:
     from rl.training.batch import Batch
     from rollout.types import Completion
 
-# Batches whose tokens have few ids have narrower arrays, of 1 / NARROW of the largest width; each width is a program.
+# Batches whose tokens have few ids have narrower arrays, of 1 / NARROW of the largest width; each
+# width is a program.
 NARROW = 4
 
 
 def filters(sampling: SamplingOptions) -> bool:
     """Tells whether tokens are drawn from a part of the distribution."""
     forbids = bool(sampling.bad_words or sampling.min_tokens)
-    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or forbids)
+    return sampling.temperature > 0 and (
+        sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or forbids
+    )
 
 
 def recorded(sampling: SamplingOptions) -> int:
-    """Returns the most ids of a token that a stage with these options records; 0: its loss is over all ids."""
+    """Returns the most ids of a token that a stage with these options records; 0: its loss is over
+    all ids."""
     if sampling.filters == "ignore" or not filters(sampling):
         return 0
     return min(sampling.max_kept, sampling.top_k) if sampling.top_k else sampling.max_kept
@@ -41,23 +45,29 @@ def recorded(sampling: SamplingOptions) -> int:
 def with_kept(
     batch: Batch, completions: Sequence[Completion], most: int, vocabulary: int
 ) -> tuple[Batch, dict[str, float]]:
-    """Returns the batch with `kept` and the log-probabilities of the sampler among these ids, and metrics.
+    """Returns the batch with `kept` and the log-probabilities of the sampler among these ids, and
+    metrics.
 
-    A token with more than `most` ids leaves the mask, unless the record names those that are left out, at most `most`,
-    or its filters left the vocabulary: it then has the distribution over all ids. So has the token of a completion that
-    was sampled without a record, such as one in a checkpoint of an earlier version. Row i of the batch is completion i;
-    its mask covers the completion.
+    A token with more than `most` ids leaves the mask, unless the record names those that are left
+    out, at most `most`, or its filters left the vocabulary: it then has the distribution over all
+    ids. So has the token of a completion that was sampled without a record, such as one in a
+    checkpoint of an earlier version. Row i of the batch is completion i; its mask covers the
+    completion.
     """
     counts = [np.asarray(each.kept_counts or [0] * len(each.tokens)) for each in completions]
-    named = [_named(each, count, vocabulary) for each, count in zip(completions, counts, strict=True)]
-    every, sizes = np.concatenate(counts), np.concatenate(named)
+    named = [
+        _named(each, count, vocabulary) for each, count in zip(completions, counts, strict=True)
+    ]
+    every = np.concatenate(counts)
+    sizes = np.concatenate(named)
     if not every.any():
         return batch, {}
     overflows = (sizes > most) & (every < vocabulary)
     K = width(int(sizes[sizes <= most].max(initial=1)), min(most, vocabulary))
     kept_NTK = np.full((*batch.mask.shape, K), -1, np.int32)
     assert batch.sampler_logp is not None
-    logp_NT, mask_NT = batch.sampler_logp.copy(), batch.mask.copy()
+    logp_NT = batch.sampler_logp.copy()
+    mask_NT = batch.mask.copy()
     for row, (completion, count, size) in enumerate(zip(completions, counts, named, strict=True)):
         if completion.kept is None:
             continue
@@ -75,7 +85,8 @@ def with_kept(
 
 
 def _named(completion: Completion, counts: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Returns how many ids the record of each token has to name: those that are kept, or those that are left out."""
+    """Returns how many ids the record of each token has to name: those that are kept, or those that
+    are left out."""
     return np.where(_names_left_out(completion), vocabulary - counts, counts)
 
 
@@ -87,6 +98,7 @@ def _names_left_out(completion: Completion) -> np.ndarray:
 
 
 def width(longest: int, most: int) -> int:
-    """Returns the width of the arrays of a batch whose tokens have up to `longest` ids, of `most` that are possible."""
+    """Returns the width of the arrays of a batch whose tokens have up to `longest` ids, of `most`
+    that are possible."""
     narrow = -(-most // NARROW)
     return narrow if longest <= narrow else most

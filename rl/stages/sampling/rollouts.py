@@ -32,30 +32,43 @@ LONGEST_COLUMN = 1024  # bytes of a text of the data that is kept with each samp
 def operations(rollouts: Rollouts, of: Operations) -> float:
     """Returns the FLOPs of these prompts and completions.
 
-    Groups that dynamic sampling dropped are counted by their tokens only; their attention FLOPs are left out.
+    Groups that dynamic sampling dropped are counted by their tokens only; their attention FLOPs are
+    left out.
     """
-    lengths = [len(rollouts.problems[p].ids) + len(completion.tokens) for p, completion in rollouts.flat]
+    lengths = [
+        len(rollouts.problems[p].ids) + len(completion.tokens) for p, completion in rollouts.flat
+    ]
     return of.forward(lengths, weighed=rollouts.counts["prefill"] + rollouts.counts["useful"])
 
 
-def to_batch(rollouts: Rollouts, limit: int, *, replay: bool = False, values: bool = False) -> Batch:
-    """Returns one row (prompt and completion) per completion. The mask covers the completion, its stop token included.
+def to_batch(
+    rollouts: Rollouts, limit: int, *, replay: bool = False, values: bool = False
+) -> Batch:
+    """Returns one row (prompt and completion) per completion. The mask covers the completion, its
+    stop token included.
 
-    limit: length of the longest row allowed. replay: adds the experts that the generator sent each token to. values:
-    adds the values of a critic, if the generator computed them.
+    limit: length of the longest row allowed. replay: adds the experts that the generator sent each
+    token to. values: adds the values of a critic, if the generator computed them.
     """
     from rl.training.batch import padded_batch, scatter_to_mask
 
     rows = [
-        (rollouts.problems[p].ids + c.tokens, [0] * len(rollouts.problems[p].ids) + [1] * len(c.tokens))
+        (
+            rollouts.problems[p].ids + c.tokens,
+            [0] * len(rollouts.problems[p].ids) + [1] * len(c.tokens),
+        )
         for p, c in rollouts.flat
     ]
-    batch, recorded = padded_batch(rows, limit), [c.values for _, c in rollouts.flat if c.values is not None]
+    batch = padded_batch(rows, limit)
+    recorded = [c.values for _, c in rollouts.flat if c.values is not None]
     return batch.replace(
         prompt=np.asarray([p for p, _ in rollouts.flat], np.int32),
         sampler_logp=scatter_to_mask([c.logprobs for _, c in rollouts.flat], batch.mask),
-        version=np.asarray([rollouts.versions[p] for p, _ in rollouts.flat], np.int32)[:, None] * (batch.mask != 0),
-        old_values=scatter_to_mask(recorded, batch.mask) if values and len(recorded) == len(rows) else None,
+        version=np.asarray([rollouts.versions[p] for p, _ in rollouts.flat], np.int32)[:, None]
+        * (batch.mask != 0),
+        old_values=scatter_to_mask(recorded, batch.mask)
+        if values and len(recorded) == len(rows)
+        else None,
         routes=routes_of([c for _, c in rollouts.flat], batch.tokens.shape[1]) if replay else None,
     )
 
@@ -70,7 +83,10 @@ def routes_of(completions: Sequence[Completion], length: int) -> dict[str, np.nd
     from policy.cache.step import UNKNOWN
 
     first = completions[0].routes or {}
-    result = {path: np.full((len(completions), length, *a.shape[1:]), UNKNOWN, a.dtype) for path, a in first.items()}
+    result = {
+        path: np.full((len(completions), length, *a.shape[1:]), UNKNOWN, a.dtype)
+        for path, a in first.items()
+    }
     for row, completion in enumerate(completions):
         assert completion.routes is not None, "the generator records routes if a stage replays them"
         for path, experts in completion.routes.items():
@@ -78,7 +94,9 @@ def routes_of(completions: Sequence[Completion], length: int) -> dict[str, np.nd
     return result
 
 
-def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes: Any) -> SamplingParams:
+def sampling_params(
+    options: SamplingOptions, stop_ids: Sequence[int], **changes: Any
+) -> SamplingParams:
     """Returns the parameters of the configuration, with the tokenizer's stop tokens added."""
     from rollout import SamplingParams
 
@@ -97,8 +115,8 @@ def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes
 
 
 def greedy_params(options: SamplingOptions, stop_ids: Sequence[int]) -> SamplingParams:
-    """Returns the parameters of greedy completions that are compared with samples: one of each prompt, without filters
-    and forbidden tokens."""
+    """Returns the parameters of greedy completions that are compared with samples: one of each
+    prompt, without filters and forbidden tokens."""
     unfiltered = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "bad_words": ()}
     return sampling_params(options, stop_ids, n=1, temperature=0.0, **unfiltered)
 
@@ -108,18 +126,20 @@ def records(
 ) -> list[dict[str, Any]]:
     """Returns a line of samples.jsonl for each completion; rl/records/samples.py adds `at`.
 
-    In a line, `prompt` is the text or the messages of the prompt, `raw` the completion with its special tokens, if it
-    has any, `prompt_id` the running number of the prompt in the run, and `sample` the number of the completion in its
-    group. `media` describes the pictures and sounds of the prompt; their contents are in no line.
+    In a line, `prompt` is the text or the messages of the prompt, `raw` the completion with its
+    special tokens, if it has any, `prompt_id` the running number of the prompt in the run, and
+    `sample` the number of the completion in its group. `media` describes the pictures and sounds of
+    the prompt; their contents are in no line.
 
-    advantages: float[P * G], the advantage of each completion or the mean over its tokens; None: the completions of an
-    evaluation.
+    advantages: float[P * G], the advantage of each completion or the mean over its tokens; None:
+    the completions of an evaluation.
     """
     faults: dict[int, dict[str, str]] = defaultdict(dict)
     for fault in scores.faults:
         faults[fault.sample][fault.function] = fault.kind
     media = [entries(problem.media) for problem in rollouts.problems]
-    lines, sample_of = [], Counter()
+    lines = []
+    sample_of = Counter()
     for i, (p, completion) in enumerate(rollouts.flat):
         problem = rollouts.problems[p]
         line = {
@@ -137,7 +157,9 @@ def records(
             "rewards": dict(zip(scores.names, scores.rewards[i].tolist(), strict=True)),
             "reward": float(scores.total[i]),
             "advantage": None if advantages is None else float(advantages[i]),
-            "columns": {name: value for name, value in problem.example.columns.items() if _is_short(value)},
+            "columns": {
+                name: value for name, value in problem.example.columns.items() if _is_short(value)
+            },
             # Between `columns` and `n_prompt` a search looks for words (rl/views/viewer/index.py).
             **({"reward_log": log} if (log := scores.logs.get(i)) else {}),
             "n_prompt": len(problem.ids),
@@ -149,9 +171,13 @@ def records(
     return lines
 
 
-def record_evaluation(events: Events, stage: str, step: int, rollouts: Rollouts, scores: Scores) -> None:
+def record_evaluation(
+    events: Events, stage: str, step: int, rollouts: Rollouts, scores: Scores
+) -> None:
     """Writes the completions of an evaluation."""
-    events.samples(records(rollouts, scores, stage, step), token_records(rollouts), references(rollouts))
+    events.samples(
+        records(rollouts, scores, stage, step), token_records(rollouts), references(rollouts)
+    )
 
 
 def references(rollouts: Rollouts) -> list[Reference]:
@@ -175,8 +201,8 @@ def token_records(
 ) -> list[np.ndarray]:
     """Returns TOKEN[n_prompt + n] (rl/records/samples.py) of each completion.
 
-    batch: the rows of the step, one for each completion. outputs: arrays [N,T] of `TokenOutputs`, and `gap`; None or
-    empty: no update of the policy saw the batch.
+    batch: the rows of the step, one for each completion. outputs: arrays [N,T] of `TokenOutputs`,
+    and `gap`; None or empty: no update of the policy saw the batch.
     """
     result = []
     for i, (p, completion) in enumerate(rollouts.flat):
@@ -193,7 +219,9 @@ def token_records(
         if batch is not None:
             assert batch.advantages is not None
             tokens["flags"][new] |= np.where(batch.mask[i, new] != 0, TRAINED, 0).astype(np.uint8)
-            tokens["advantage"][new] = batch.advantages[i] if batch.advantages.ndim == 1 else batch.advantages[i, new]
+            tokens["advantage"][new] = (
+                batch.advantages[i] if batch.advantages.ndim == 1 else batch.advantages[i, new]
+            )
             if outputs and batch.segments[i].any():
                 tokens["gap"][new] = outputs["gap"][i, new]
                 tokens["entropy"][new] = outputs["entropy"][i, new]
@@ -203,8 +231,8 @@ def token_records(
 
 
 def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, float]:
-    """Returns rewards and lengths of a step, by the names of docs/metrics.md. If nothing was scored, `reward/mean` is
-    NaN, and the other statistics of rewards are absent.
+    """Returns rewards and lengths of a step, by the names of docs/metrics.md. If nothing was
+    scored, `reward/mean` is NaN, and the other statistics of rewards are absent.
 
     drafted: adds the tokens that drafts gained.
     """
@@ -228,9 +256,13 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
     if scored.size:
         with_a_score = totals[np.isfinite(totals).any(axis=1)]
         result["reward/std"] = 0.0 if all_equal(scored) else float(scored.std(ddof=1))
-        result["reward/frac_zero_std"] = float(np.mean([all_equal(group) for group in with_a_score]))
+        result["reward/frac_zero_std"] = float(
+            np.mean([all_equal(group) for group in with_a_score])
+        )
     if "checked" in rollouts.counts:
-        result["generator/replaced_share"] = rollouts.counts["replaced"] / max(1, rollouts.counts["checked"])
+        result["generator/replaced_share"] = rollouts.counts["replaced"] / max(
+            1, rollouts.counts["checked"]
+        )
     if rollouts.scoring:
         result["time/reward_models"] = rollouts.scoring
     if drafted:

@@ -1,7 +1,9 @@
-"""Tables of the pictures and sounds of a step, which the generator, the passes and the updates share.
+"""Tables of the pictures and sounds of a step, which the generator, the passes and the updates
+share.
 
-A picture is encoded once in a step, whatever the number of prompts and completions that show it. Towers that no stage
-trains give the same rows in every step, so the rows of the last table are also taken again.
+A picture is encoded once in a step, whatever the number of prompts and completions that show it.
+Towers that no stage trains give the same rows in every step, so the rows of the last table are also
+taken again.
 
 N rows of a batch, T tokens, M rows of a table.
 """
@@ -43,7 +45,8 @@ if TYPE_CHECKING:
 
 
 def table_rows(rows: Iterable[Sequence[Expanded]], count: int) -> int:
-    """Returns how many rows a table needs, a power of 2, to hold the items of any `count` of these rows of data.
+    """Returns how many rows a table needs, a power of 2, to hold the items of any `count` of these
+    rows of data.
 
     All processes must call this, each with the rows of data that it holds.
     """
@@ -60,19 +63,23 @@ def table_rows(rows: Iterable[Sequence[Expanded]], count: int) -> int:
 
 
 def planned_rows(config: RunConfig) -> int:
-    """Returns the rows of the tables of a run by its configuration alone; 0: it plans no pictures and sounds."""
+    """Returns the rows of the tables of a run by its configuration alone; 0: it plans no pictures
+    and sounds."""
     return _power_of_2(evaluated_at_once(config) * (config.model.media_rows or 0))
 
 
 def evaluated_at_once(config: RunConfig) -> int:
-    """Returns how many problems of an evaluation with pictures or sounds are completed in one call: as many as the
-    largest step has prompts."""
+    """Returns how many problems of an evaluation with pictures or sounds are completed in one call:
+    as many as the largest step has prompts."""
     return max(stage.prompts_per_step for stage in config.stages)
 
 
 def trains_towers(graph: Graph, stage: StageOptions) -> bool:
     """Whether a stage of the policy trains a weight of a tower."""
-    return any(is_tower(path) for path in trained_paths(graph.paths, graph.runtime, frozen_names(graph, stage)))
+    return any(
+        is_tower(path)
+        for path in trained_paths(graph.paths, graph.runtime, frozen_names(graph, stage))
+    )
 
 
 @dataclass(frozen=True)
@@ -95,12 +102,15 @@ class StepTable:
         """Returns the row of the table at each token of a document, int32[T], -1 at text."""
         rows = [np.arange(item.rows) + self.first[item.key] for item in expanded.items]
         own = np.concatenate(rows) if rows else np.zeros(1, int)
-        return np.where(expanded.index >= 0, own[np.maximum(expanded.index, 0)], -1).astype(np.int32)
+        return np.where(expanded.index >= 0, own[np.maximum(expanded.index, 0)], -1).astype(
+            np.int32
+        )
 
     def document(self, expanded: Expanded) -> DocumentMedia:
         """Returns the pictures and sounds of a document, with the arrays that the decoder reads."""
         positions = np.arange(len(expanded.tokens), dtype=np.int32)
-        turns, until = expanded.turns, expanded.until
+        turns = expanded.turns
+        until = expanded.until
         if self._decoder.has_sections and turns is None:
             turns = np.repeat(positions[:, None], 3, axis=1)
         if self._decoder.looks_ahead and until is None:
@@ -112,30 +122,40 @@ class StepTable:
         if expanded is None:
             return ids
         parts = [(item.digest, number) for item in expanded.items for number in range(item.rows)]
-        keys = prefix_keys(ids, [None if row < 0 else parts[row] for row in expanded.index.tolist()])
+        keys = prefix_keys(
+            ids, [None if row < 0 else parts[row] for row in expanded.index.tolist()]
+        )
         return MediaPrompt(tuple(ids), self.document(expanded), keys)
 
     def add(self, batch: Batch, documents: Documents) -> Batch:
-        """Returns the batch with `media`, `turns` and `until`, and 0 in place of the ids of placeholders.
+        """Returns the batch with `media`, `turns` and `until`, and 0 in place of the ids of
+        placeholders.
 
-        documents: of the sequences with pictures or sounds; a sequence may go on with text after the tokens of its
-        document. All other sequences are text.
+        documents: of the sequences with pictures or sounds; a sequence may go on with text after
+        the tokens of its document. All other sequences are text.
         """
         positions = _positions(batch.segments)
         media = np.full(batch.tokens.shape, -1, np.int32)
         turns = np.repeat(positions[..., None], 3, axis=2) if self._decoder.has_sections else None
         until = positions.copy() if self._decoder.looks_ahead else None
-        made: dict[int, DocumentMedia] = {}  # by the identity of a document: the completions of a prompt share one
+        made: dict[
+            int, DocumentMedia
+        ] = {}  # by the identity of a document: the completions of a prompt share one
         for row, start, expanded in documents:
             if expanded is None:
                 continue
-            document = made.get(id(expanded)) or made.setdefault(id(expanded), self.document(expanded))
+            document = made.get(id(expanded)) or made.setdefault(
+                id(expanded), self.document(expanded)
+            )
             length = int(np.count_nonzero(batch.segments[row] == batch.segments[row, start]))
-            columns, spans = slice(start, start + length), document.span(0, length)
+            columns = slice(start, start + length)
+            spans = document.span(0, length)
             for array, values in zip((media, turns, until), spans, strict=True):
                 if array is not None and values is not None:
                     array[row, columns] = values
-        tokens = np.where(media >= 0, 0, batch.tokens)  # ids at these places may lie outside the vocabulary
+        tokens = np.where(
+            media >= 0, 0, batch.tokens
+        )  # ids at these places may lie outside the vocabulary
         return batch.replace(tokens=tokens.astype(np.int32), media=media, turns=turns, until=until)
 
     def update_media(self, batch: Batch) -> UpdateMedia:
@@ -144,19 +164,24 @@ class StepTable:
             return UpdateMedia(self.table)
         assert batch.media is not None
         used = set(np.unique(batch.media).tolist())
-        chosen = [(item, self.first[key]) for key, item in self.items.items() if self.first[key] in used]
-        return UpdateMedia(self.table, self.encoder.pieces(chosen, len(self.table.rows), round_up=True))
+        chosen = [
+            (item, self.first[key]) for key, item in self.items.items() if self.first[key] in used
+        ]
+        return UpdateMedia(
+            self.table, self.encoder.pieces(chosen, len(self.table.rows), round_up=True)
+        )
 
 
 @dataclass
 class MediaTables:
     """Makes the tables of a run.
 
-    loader: decodes the contents. M: rows of every table. trained: whether the current stage trains a tower. sizes: kinds
-    and shapes of the items of the run. block: problems of an evaluation that are completed at once.
+    loader: decodes the contents. M: rows of every table. trained: whether the current stage trains
+    a tower. sizes: kinds and shapes of the items of the run. block: problems of an evaluation that
+    are completed at once.
 
-    `forget` drops the last table after an update that changes the towers; `start_stage` drops it where the training of
-    towers begins or ends, since the tables of such stages alone hold `items`.
+    `forget` drops the last table after an update that changes the towers; `start_stage` drops it
+    where the training of towers begins or ends, since the tables of such stages alone hold `items`.
     """
 
     encoder: MediaEncoder
@@ -169,7 +194,9 @@ class MediaTables:
     _counts: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of_blocks(cls, graph: Graph, processors: Processors, blocks: Iterable[Sequence[Any]]) -> MediaTables:
+    def of_blocks(
+        cls, graph: Graph, processors: Processors, blocks: Iterable[Sequence[Any]]
+    ) -> MediaTables:
         """Returns what makes the tables of blocks of rows of data, each with a table of its own."""
         M = max(table_rows([media_of(row) for row in block], len(block)) for block in blocks)
         return cls(MediaEncoder(graph), Loader(processors), M)
@@ -181,10 +208,14 @@ class MediaTables:
         self.trained = trained
 
     def of(
-        self, params: Mapping[str, jax.Array], documents: Sequence[Expanded | None], *, again: bool = False
+        self,
+        params: Mapping[str, jax.Array],
+        documents: Sequence[Expanded | None],
+        *,
+        again: bool = False,
     ) -> StepTable:
-        """Returns the table of the pictures and sounds of these documents. again: the metrics have counted these
-        documents before.
+        """Returns the table of the pictures and sounds of these documents. again: the metrics have
+        counted these documents before.
 
         Raises DataError for a content that cannot be decoded.
         """
@@ -193,33 +224,48 @@ class MediaTables:
         extents: dict[Key, Extent] = {}
         for document in shown:
             extents.update({item.key: item for item in document.items})
-        first = dict(zip(extents, np.cumsum([0, *(item.rows for item in extents.values())]).tolist(), strict=False))
+        first = dict(
+            zip(
+                extents,
+                np.cumsum([0, *(item.rows for item in extents.values())]).tolist(),
+                strict=False,
+            )
+        )
         if self._last is not None and self._last.first == first:
             self._count(counted, 0, 0.0, 0.0)
             return self._last
         known = {} if self._last is None else self._last.first
         new = {key for key in extents if key not in known}
-        loaded, waited = self._load(shown, [extents[key] for key in (extents if self.trained else new)])
+        loaded, waited = self._load(
+            shown, [extents[key] for key in (extents if self.trained else new)]
+        )
         began = perf_counter()
         table = self._copied({key: extents[key] for key in extents if key in known}, first)
-        pieces = self.encoder.pieces([(loaded[key], first[key]) for key in sorted(new, key=first.__getitem__)], self.M)
+        pieces = self.encoder.pieces(
+            [(loaded[key], first[key]) for key in sorted(new, key=first.__getitem__)], self.M
+        )
         table = jax.block_until_ready(self.encoder.write(params, table, pieces))
         self._count(counted, len(new), perf_counter() - began, waited)
         self._last = StepTable(table, first, self.encoder, loaded if self.trained else None)
         return self._last
 
-    def with_weights(self, params: Mapping[str, jax.Array], table: StepTable | None) -> MediaTable | None:
-        """Returns the table of the same items for `params`: encoded again if the stage trains a tower, else the table as
-        it is. None: there is no table."""
+    def with_weights(
+        self, params: Mapping[str, jax.Array], table: StepTable | None
+    ) -> MediaTable | None:
+        """Returns the table of the same items for `params`: encoded again if the stage trains a
+        tower, else the table as it is. None: there is no table."""
         if table is None or table.items is None:
             return table and table.table
-        pieces = self.encoder.pieces([(item, table.first[key]) for key, item in table.items.items()], self.M)
+        pieces = self.encoder.pieces(
+            [(item, table.first[key]) for key, item in table.items.items()], self.M
+        )
         return self.encoder.write(params, self.encoder.empty(self.M), pieces)
 
     def compile_ahead(self, params: Mapping[str, jax.Array]) -> int:
         """Compiles the programs that encode the items of the run. Returns their number."""
         sizes: set[tuple[Kind, int]] = {
-            (kind, padded_inputs(self.encoder.spec(kind), math.prod(shape))) for kind, shape in self.sizes
+            (kind, padded_inputs(self.encoder.spec(kind), math.prod(shape)))
+            for kind, shape in self.sizes
         }
         return self.encoder.compile_ahead(params, sizes, self.M)
 
@@ -235,13 +281,17 @@ class MediaTables:
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics since the last call."""
-        counts, self._counts = self._counts, {}
+        counts = self._counts
+        self._counts = {}
         if not counts:
             return {}
-        distinct, pictures = counts.pop("distinct"), counts["media/pictures"]
+        distinct = counts.pop("distinct")
+        pictures = counts["media/pictures"]
         return counts | {"media/distinct": distinct / pictures if pictures else 1.0}
 
-    def _load(self, documents: Sequence[Expanded], asked: Iterable[Extent]) -> tuple[dict[Key, Item], float]:
+    def _load(
+        self, documents: Sequence[Expanded], asked: Iterable[Extent]
+    ) -> tuple[dict[Key, Item], float]:
         contents = {extent.content for extent in asked}
         references = {
             (reference.kind, reference.digest): reference
@@ -251,7 +301,9 @@ class MediaTables:
         }
         waited = self.loader.waited
         try:
-            items: dict[Key, Item] = dict(self.loader.items(list(references.values()))) if references else {}
+            items: dict[Key, Item] = (
+                dict(self.loader.items(list(references.values()))) if references else {}
+            )
         except ValueError as error:  # a MediaError, which names file and row
             raise DataError(str(error)) from None
         return items, self.loader.waited - waited
@@ -267,7 +319,9 @@ class MediaTables:
             sources[first[key] : first[key] + item.rows] = np.arange(start, start + item.rows)
         return self.encoder.copied(self._last.table, sources)
 
-    def _count(self, shown: Sequence[Expanded], encoded: int, seconds: float, waited: float) -> None:
+    def _count(
+        self, shown: Sequence[Expanded], encoded: int, seconds: float, waited: float
+    ) -> None:
         items = [item for document in shown for item in document.items]
         added = {
             "media/pictures": len(items),

@@ -1,8 +1,10 @@
-"""Pictures and sounds in updates: the table among the arguments of a loss, and the gradients of trained towers.
+"""Pictures and sounds in updates: the table among the arguments of a loss, and the gradients of
+trained towers.
 
-The table of frozen towers is a constant of the update. If a tower is trained, the update encodes the items itself; the
-gradient of the table is summed over the micro-batches, and then goes backward through the towers in pieces. So the
-activations of a few items are on the device at a time, whatever the size of the batch.
+The table of frozen towers is a constant of the update. If a tower is trained, the update encodes
+the items itself; the gradient of the table is summed over the micro-batches, and then goes backward
+through the towers in pieces. So the activations of a few items are on the device at a time,
+whatever the size of the batch.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from policy.execution.encoding import MediaEncoder, PaddedInputs, tower_params
 from policy.model import Graph
 from rl.training.batch import Places
 
-ROWS, DEEP = "media.rows", "media.deep"
+ROWS = "media.rows"
+DEEP = "media.deep"
 """Names of the arrays of a table next to the paths of weights."""
 
 
@@ -27,8 +30,8 @@ ROWS, DEEP = "media.rows", "media.deep"
 class UpdateMedia:
     """The pictures and sounds of a mini-batch.
 
-    table: its rows, by the weights before the step. pieces: the items for the towers that the update trains; None: it
-    trains none.
+    table: its rows, by the weights before the step. pieces: the items for the towers that the
+    update trains; None: it trains none.
     """
 
     table: MediaTable
@@ -49,14 +52,18 @@ def inputs_of(params: dict[str, jax.Array], places: Places | None) -> MediaInput
 class TowerGradients:
     """Gradients of an update, through the towers that it trains.
 
-    arguments: (what the loss is differentiated by, its constants), by path. If towers are trained, a float32 table is
-    among the first, and their weights, which the loss does not read, are among the second: a decoder needs all its
-    weights.
+    arguments: (what the loss is differentiated by, its constants), by path. If towers are trained,
+    a float32 table is among the first, and their weights, which the loss does not read, are among
+    the second: a decoder needs all its weights.
     """
 
-    def __init__(self, graph: Graph, trained: dict, constants: dict, pieces: Sequence[PaddedInputs] | None):
-        """Encodes the `pieces`, while the update is traced; None: it trains no tower, and nothing changes."""
-        self._pieces, self.arguments = pieces, (trained, constants)
+    def __init__(
+        self, graph: Graph, trained: dict, constants: dict, pieces: Sequence[PaddedInputs] | None
+    ):
+        """Encodes the `pieces`, while the update is traced; None: it trains no tower, and nothing
+        changes."""
+        self._pieces = pieces
+        self.arguments = (trained, constants)
         if pieces is None:
             return
         self._encoder = MediaEncoder(graph)
@@ -70,11 +77,14 @@ class TowerGradients:
         self.arguments = rest | as_params(table), kept | self._trained
 
     def gradients(self, grads: dict) -> dict:
-        """Returns the gradients by path, with those of the towers in the place of those of the table."""
+        """Returns the gradients by path, with those of the towers in the place of those of the
+        table."""
         if self._pieces is None:
             return grads
         towers = {path: jnp.zeros(a.shape, jnp.float32) for path, a in self._trained.items()}
         table = MediaTable(grads[ROWS], grads.get(DEEP))
         for piece in self._pieces:
-            towers = jax.tree.map(jnp.add, towers, self._encoder.gradients(self._trained, self._others, table, piece))
+            towers = jax.tree.map(
+                jnp.add, towers, self._encoder.gradients(self._trained, self._others, table, piece)
+            )
         return {path: grad for path, grad in grads.items() if path not in (ROWS, DEEP)} | towers

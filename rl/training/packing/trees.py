@@ -1,10 +1,11 @@
 """Packs sequences with equal beginnings so that each beginning is computed once.
 
-The sequences of a group, the completions of a prompt or the answers of a pair, make trees (policy/cache/paths.py). A
-node ends where its sequences differ in tokens, pictures or known routes, where a second of them begins to be trained
-on, and before the last token of any of them. So each place has at most one term of the loss, and each sequence has a
-node of its own. Two things end a node earlier: prediction modules (`Sharing.ahead`), and a picture whose tokens see each
-other, which no node cuts. For recurrent layers (`Sharing.one_level`) sequences are alone after the first node.
+The sequences of a group, the completions of a prompt or the answers of a pair, make trees
+(policy/cache/paths.py). A node ends where its sequences differ in tokens, pictures or known routes,
+where a second of them begins to be trained on, and before the last token of any of them. So each
+place has at most one term of the loss, and each sequence has a node of its own. Two things end a
+node earlier: prediction modules (`Sharing.ahead`), and a picture whose tokens see each other, which
+no node cuts. For recurrent layers (`Sharing.one_level`) sequences are alone after the first node.
 
 N rows of a batch, S sequences of a group, T tokens, R packed rows.
 """
@@ -33,10 +34,11 @@ LEAST_SAVED = 0.05
 class Sharing:
     """How the sequences of a stage share beginnings.
 
-    length_factor: tokens of a packed row over those of a row of the batch, at least 1. ahead: shared
-    nodes end this many tokens early, the depth of prediction modules, since module d also reads the token d places on. one_level:
-    trees have no nodes between root and leaves, as recurrent layers need it. together: the sequences of a group stay in
-    one packed row, in their order.
+    length_factor: tokens of a packed row over those of a row of the batch, at least 1. ahead:
+    shared nodes end this many tokens early, the depth of prediction modules, since module d also
+    reads the token d places on. one_level: trees have no nodes between root and leaves, as
+    recurrent layers need it. together: the sequences of a group stay in one packed row, in their
+    order.
     """
 
     length_factor: Fraction | int = 1
@@ -64,7 +66,8 @@ def has_state(config: DecoderConfig) -> bool:
 
 @dataclass
 class Node:
-    """A run of tokens, from `start` up to `end` along its sequences. sequences: their numbers in the group."""
+    """A run of tokens, from `start` up to `end` along its sequences. sequences: their numbers in
+    the group."""
 
     start: int
     end: int
@@ -78,7 +81,9 @@ class Node:
 
     def only(self, kept: set[int]) -> Node:
         """Returns the tree of some of the sequences."""
-        children = [child.only(kept) for child in self.children if kept.intersection(child.sequences)]
+        children = [
+            child.only(kept) for child in self.children if kept.intersection(child.sequences)
+        ]
         return Node(self.start, self.end, [s for s in self.sequences if s in kept], children)
 
 
@@ -86,9 +91,9 @@ class Node:
 class Sequences:
     """The sequences of a group, as arrays padded to the longest.
 
-    columns: of each sequence, its places in the flat batch. equal: arrays [S, T, ...] that have to agree where
-    sequences share tokens. routes: int[S, T, ...], where known ones have to agree too. trained: bool[S, T]. until: int[S, T], the
-    end of each token's block of a picture, or None.
+    columns: of each sequence, its places in the flat batch. equal: arrays [S, T, ...] that have to
+    agree where sequences share tokens. routes: int[S, T, ...], where known ones have to agree too.
+    trained: bool[S, T]. until: int[S, T], the end of each token's block of a picture, or None.
     """
 
     columns: list[np.ndarray]
@@ -106,7 +111,9 @@ class Sequences:
         def read(array: Any) -> np.ndarray:
             return np.asarray(array).reshape(-1, *np.shape(array)[2:])[index]
 
-        equal = [read(a) for a in (batch.tokens, batch.media, batch.turns, batch.until) if a is not None]
+        equal = [
+            read(a) for a in (batch.tokens, batch.media, batch.turns, batch.until) if a is not None
+        ]
         routes = [read(a) for a in (batch.routes or {}).values()]
         until = None if batch.until is None else read(batch.until)
         return cls(columns, equal, routes, read(batch.mask) > 0, until)
@@ -116,9 +123,11 @@ class Sequences:
         return [len(self.columns[s]) for s in sequences]
 
     def trees(self, sharing: Sharing) -> list[Node]:
-        """Returns the trees of the group; sequences alone if trees save less than LEAST_SAVED of the tokens."""
+        """Returns the trees of the group; sequences alone if trees save less than LEAST_SAVED of
+        the tokens."""
         every = list(range(len(self.columns)))
-        total, trees = sum(self.lengths(every)), list(self._from(every, 0, sharing, 0))
+        total = sum(self.lengths(every))
+        trees = list(self._from(every, 0, sharing, 0))
         if sum(tree.size for tree in trees) > (1 - LEAST_SAVED) * total:
             return [self._alone(s, 0) for s in every]
         return trees
@@ -126,7 +135,9 @@ class Sequences:
     def _alone(self, s: int, start: int) -> Node:
         return Node(start, len(self.columns[s]), [s])
 
-    def _from(self, sequences: list[int], start: int, sharing: Sharing, level: int) -> Iterator[Node]:
+    def _from(
+        self, sequences: list[int], start: int, sharing: Sharing, level: int
+    ) -> Iterator[Node]:
         """Yields the trees, from `start` on, of sequences that are equal up to `start`."""
         if len(sequences) == 1 or (level and sharing.one_level):
             yield from (self._alone(s, start) for s in sequences)
@@ -138,7 +149,9 @@ class Sequences:
         if len(parts) == 1:  # equal here, but a second begins to be trained on
             parts = [[s] for s in sequences]
         below = [
-            tree for part in parts for tree in self._from(part, max(start, end), sharing, level + (node is not None))
+            tree
+            for part in parts
+            for tree in self._from(part, max(start, end), sharing, level + (node is not None))
         ]
         if node is None:
             yield from below
@@ -157,18 +170,21 @@ class Sequences:
         for array in self.routes:
             own = array[sequences, columns]
             known = own != UNKNOWN
-            most, least = own.max(axis=0), np.where(known, own, np.iinfo(own.dtype).max).min(axis=0)
+            most = own.max(axis=0)
+            least = np.where(known, own, np.iinfo(own.dtype).max).min(axis=0)
             same &= _flat(((most == least) | ~known.any(axis=0))[None])
         return len(same) if same.all() else int(np.argmin(same))
 
     def _outside_blocks(self, s: int, start: int, end: int) -> int:
-        """Returns the last place up to `end` that is not inside a block of a picture whose tokens look ahead."""
+        """Returns the last place up to `end` that is not inside a block of a picture whose tokens
+        look ahead."""
         while self.until is not None and end > start and self.until[s, end - 1] > end - 1:
             end -= 1
         return end
 
     def _parts(self, sequences: list[int], at: int) -> list[list[int]]:
-        """Parts sequences by their tokens at a place: equal ones stay together, one of them trained at most."""
+        """Parts sequences by their tokens at a place: equal ones stay together, one of them trained
+        at most."""
         parts: list[list[int]] = []
         for s in sequences:
             alone = at >= len(self.columns[s]) - 1
@@ -180,12 +196,18 @@ class Sequences:
         return parts
 
     def _fits(self, part: list[int], s: int, at: int) -> bool:
-        if at >= len(self.columns[part[0]]) - 1 or (self.trained[s, at] and self.trained[part, at].any()):
+        if at >= len(self.columns[part[0]]) - 1 or (
+            self.trained[s, at] and self.trained[part, at].any()
+        ):
             return False
         if any((array[s, at] != array[part[0], at]).any() for array in self.equal):
             return False
         return all(
-            ((array[part, at] == array[s, at]) | (array[part, at] == UNKNOWN) | (array[s, at] == UNKNOWN)).all()
+            (
+                (array[part, at] == array[s, at])
+                | (array[part, at] == UNKNOWN)
+                | (array[s, at] == UNKNOWN)
+            ).all()
             for array in self.routes
         )
 
@@ -199,9 +221,9 @@ def _flat(same_STx: np.ndarray) -> np.ndarray:
 class _Rows:
     """Packed rows while trees are put in, and the arrays of a Packing.
 
-    length: tokens of a row, of which trees fill at most `limit`. arrays: of each packed token its row, place and
-    segment, and the fields of a Tree; of each token of a sequence `source`, `target` and `writes`; of each node `start`
-    and `end`.
+    length: tokens of a row, of which trees fill at most `limit`. arrays: of each packed token its
+    row, place and segment, and the fields of a Tree; of each token of a sequence `source`, `target`
+    and `writes`; of each node `start` and `end`.
     """
 
     length: int
@@ -222,12 +244,17 @@ class _Rows:
         for tree in trees:
             self._place(group, tree, r, -1, number)
 
-    def _place(self, group: Sequences, node: Node, r: int, before: int, number: dict[int, int]) -> None:
-        size, place = node.end - node.start, self.limit - self.free[r]
+    def _place(
+        self, group: Sequences, node: Node, r: int, before: int, number: dict[int, int]
+    ) -> None:
+        size = node.end - node.start
+        place = self.limit - self.free[r]
         self.free[r] -= size
         self.nodes[r] += 1
-        own, steps = self.nodes[r], np.arange(size)
-        places, trained = place + steps, group.trained[node.sequences, node.start : node.end]
+        own = self.nodes[r]
+        steps = np.arange(size)
+        places = place + steps
+        trained = group.trained[node.sequences, node.start : node.end]
         writer = np.argmax(trained, axis=0)  # the first, if none is trained on
         owned = trained.any(axis=0) | (len(node.sequences) == 1)
         arrays = {
@@ -245,7 +272,10 @@ class _Rows:
         for child in node.children:
             self._place(group, child, r, int(places[-1]), number)
         self._append(
-            **arrays, last=np.full(size, self.nodes[r]), end=np.array([node.end]), start=np.array([node.start])
+            **arrays,
+            last=np.full(size, self.nodes[r]),
+            end=np.array([node.end]),
+            start=np.array([node.start]),
         )
 
     def _append(self, **arrays: np.ndarray) -> None:
@@ -260,7 +290,8 @@ class _Rows:
 def groups_of(batch: Batch) -> list[Sequences]:
     """Returns the groups of a batch on the host, in the order of their prompts."""
     rows: dict[int, list[np.ndarray]] = {}
-    segments, T = np.asarray(batch.segments), batch.segments.shape[1]
+    segments = np.asarray(batch.segments)
+    T = batch.segments.shape[1]
     for row in np.argsort(batch.prompt, kind="stable").tolist():
         for number in range(1, int(segments[row].max(initial=0)) + 1):
             if len(columns := np.flatnonzero(segments[row] == number)):
@@ -269,12 +300,12 @@ def groups_of(batch: Batch) -> list[Sequences]:
 
 
 def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: int = 1) -> Packing:
-    """Packs the sequences of a batch as trees, the largest first, each into the packed row with the least room that is
-    enough.
+    """Packs the sequences of a batch as trees, the largest first, each into the packed row with the
+    least room that is enough.
 
-    Where no row has room for a tree, the emptiest takes as many of its sequences as fit, with the tokens that they share;
-    if none fits, a new row does. The others wait as another tree. There are at most `Sharing.most_rows` packed rows;
-    plan_packing explains `counts` and `multiple`.
+    Where no row has room for a tree, the emptiest takes as many of its sequences as fit, with the
+    tokens that they share; if none fits, a new row does. The others wait as another tree. There are
+    at most `Sharing.most_rows` packed rows; plan_packing explains `counts` and `multiple`.
     """
     N, T = batch.segments.shape
     limit = sharing.packed_length(T)
@@ -286,7 +317,8 @@ def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: 
     waiting.sort(key=lambda each: -sum(tree.size for tree in each[1]))
     while waiting:
         group, trees = waiting.pop(0)
-        room, size = rows.free, sum(tree.size for tree in trees)
+        room = rows.free
+        size = sum(tree.size for tree in trees)
         if enough := [(free, r) for r, free in enumerate(room) if free >= size]:
             rows.add(group, trees, min(enough)[1])
             continue
@@ -303,14 +335,16 @@ def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: 
         if rest := set(trees[0].sequences) - fitting:
             tree = trees[0].only(rest)
             place = next(
-                (i for i, each in enumerate(waiting) if sum(t.size for t in each[1]) < tree.size), len(waiting)
+                (i for i, each in enumerate(waiting) if sum(t.size for t in each[1]) < tree.size),
+                len(waiting),
             )
             waiting.insert(place, (group, [tree]))
     return _packing(rows, (N, T), counts)
 
 
 def _fitting(tree: Node, room: int) -> set[int]:
-    """Returns the sequences of a tree that fit into `room`, those with the longest ends of their own first."""
+    """Returns the sequences of a tree that fit into `room`, those with the longest ends of their
+    own first."""
     own = {}
     for node in _nodes(tree):
         for s in node.sequences:
@@ -330,7 +364,8 @@ def _nodes(tree: Node) -> Iterator[Node]:
 
 def _packing(rows: _Rows, unpacked_shape: tuple[int, int], counts: Sequence[int]) -> Packing:
     """Returns the Packing of trees in rows."""
-    arrays, filled = rows.joined() if rows.arrays else {}, len(rows.free)
+    arrays = rows.joined() if rows.arrays else {}
+    filled = len(rows.free)
     shape = next(count for count in counts if count >= filled), rows.length
     nothing = np.zeros(0, np.int64)
     at = arrays.get("row", nothing) * rows.length + arrays.get("place", nothing)

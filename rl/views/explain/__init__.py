@@ -1,7 +1,7 @@
 """Diagnoses a run from its folder: `verdict` returns at most eight lines. Imports no jax.
 
-record.py reads the folder, series.py measures trends, and each rule is a function that knows one illness.
-docs/diagnose.md lists the rules with the source of each threshold.
+record.py reads the folder, series.py measures trends, and each rule is a function that knows one
+illness. docs/diagnose.md lists the rules with the source of each threshold.
 """
 
 from rl.views.explain.finding import Finding

@@ -28,20 +28,26 @@ MARKERS = re.compile(
 @stage_rule
 def length(stage: StageRecord) -> Iterator[Finding]:
     """Names a length that runs away, or shrinks to nothing."""
-    lengths, cut = stage.series("completion/mean_length"), stage.series("completion/truncated_ratio")
+    lengths = stage.series("completion/mean_length")
+    cut = stage.series("completion/truncated_ratio")
     if len(lengths) < MIN_STEPS:
         return
     start = min(lengths.values[: lengths.window])
     limit = stage.option("sampling.max_new_tokens", 256)
     paid = length_paid(stage)
-    if lengths.last >= LENGTH_GROWTH * start and lengths.since(lambda value: value >= LENGTH_GROWTH * start):
+    if lengths.last >= LENGTH_GROWTH * start and lengths.since(
+        lambda value: value >= LENGTH_GROWTH * start
+    ):
         useless = (
-            (cut and cut.last >= TRUNCATED_SHARE) or paid >= LENGTH_PAID or not (stage.improved or stage.reward_rose)
+            (cut and cut.last >= TRUNCATED_SHARE)
+            or paid >= LENGTH_PAID
+            or not (stage.improved or stage.reward_rose)
         )
         if useless:
             yield Finding(
                 "length runaway",
-                f"completion/mean_length grew from {start:.3g} to {lengths.last:.3g} of {limit} tokens",
+                f"completion/mean_length grew from {start:.3g} to {lengths.last:.3g} of {limit} "
+                "tokens",
                 "The reward pays for length"
                 if paid >= LENGTH_PAID
                 else "Longer completions do not score better, or are cut",
@@ -50,10 +56,16 @@ def length(stage: StageRecord) -> Iterator[Finding]:
                 lengths.since(lambda value: value >= LENGTH_GROWTH * start),
                 severity=0.78,
             )
-    elif lengths.last * 3 <= lengths.values[0] and lengths.last < 4 and lengths.falls() and not stage.improved:
+    elif (
+        lengths.last * 3 <= lengths.values[0]
+        and lengths.last < 4
+        and lengths.falls()
+        and not stage.improved
+    ):
         yield Finding(
             "length collapse",
-            f"completion/mean_length fell from {lengths.values[0]:.3g} to {lengths.last:.3g} tokens",
+            f"completion/mean_length fell from {lengths.values[0]:.3g} to {lengths.last:.3g} "
+            "tokens",
             "The policy ends at once",
             "Check that the reward does not pay for silence, and lower the learning rate",
             stage.name,
@@ -63,12 +75,19 @@ def length(stage: StageRecord) -> Iterator[Finding]:
 
 
 def length_paid(stage: StageRecord) -> float:
-    """Returns the mean correlation of reward and length within the newest groups; 0 without groups that differ."""
+    """Returns the mean correlation of reward and length within the newest groups; 0 without groups
+    that differ."""
     groups: dict[tuple, list[tuple[float, float]]] = defaultdict(list)
     for sample in stage.samples:
-        tokens = sample.get("n") or len(sample.get("tokens") or ()) or len(str(sample.get("completion") or ""))
+        tokens = (
+            sample.get("n")
+            or len(sample.get("tokens") or ())
+            or len(str(sample.get("completion") or ""))
+        )
         if isinstance(sample.get("reward"), (int, float)):
-            groups[sample.get("step"), sample.get("prompt_id")].append((float(tokens), float(sample["reward"])))
+            groups[sample.get("step"), sample.get("prompt_id")].append(
+                (float(tokens), float(sample["reward"]))
+            )
     measured = [
         correlation([length for length, _ in group], [reward for _, reward in group])
         for group in groups.values()
@@ -80,7 +99,8 @@ def length_paid(stage: StageRecord) -> float:
 @stage_rule
 def truncated(stage: StageRecord) -> Iterator[Finding]:
     """Names completions that are cut off, and turns that never end."""
-    cut, ended = stage.series("completion/truncated_ratio"), stage.series("completion/mean_terminated_length")
+    cut = stage.series("completion/truncated_ratio")
+    ended = stage.series("completion/mean_terminated_length")
     if len(cut) < MIN_STEPS or cut.last < TRUNCATED_SHARE:
         return
     limit = stage.option("sampling.max_new_tokens", 256)
@@ -92,11 +112,17 @@ def truncated(stage: StageRecord) -> Iterator[Finding]:
         yield Finding(
             "wrong template or stop token",
             f"{cut.last:.0%} of the completions run into max_new_tokens ({limit})"
-            + (f", and {marked:.0%} go on with a marker of another turn" if marked >= MARKER_SHARE else ""),
-            "The policy's end of turn is no stop, the prompt is not rendered by the template it was trained with, or "
+            + (
+                f", and {marked:.0%} go on with a marker of another turn"
+                if marked >= MARKER_SHARE
+                else ""
+            ),
+            "The policy's end of turn is no stop, the prompt is not rendered by the template it "
+            "was trained with, or "
             "it "
             "never learned to end",
-            f"Run `rl inspect {quoted(stage.run.path)}`; set {stage.key('sampling.stop_token_ids')}, tokenizer.chat_template "
+            f"Run `rl inspect {quoted(stage.run.path)}`; set "
+            f"{stage.key('sampling.stop_token_ids')}, tokenizer.chat_template "
             "or data.chat",
             stage.name,
             cut.steps[0],
@@ -106,9 +132,11 @@ def truncated(stage: StageRecord) -> Iterator[Finding]:
         usual = f"; those that end have {ended.last:.0f} tokens" if ended else ""
         yield Finding(
             "clipped completions",
-            f"{cut.last:.0%} of the completions are cut at {limit} tokens (completion/truncated_ratio){usual}",
+            f"{cut.last:.0%} of the completions are cut at {limit} tokens "
+            f"(completion/truncated_ratio){usual}",
             "They get no score for what they would have said, and the policy never sees their end",
-            f"Raise {stage.named('sampling.max_new_tokens')} and max_length, or set algorithm.mask_truncated: true",
+            f"Raise {stage.named('sampling.max_new_tokens')} and max_length, or set "
+            "algorithm.mask_truncated: true",
             stage.name,
             cut.since(lambda value: value >= TRUNCATED_SHARE),
             severity=0.7,
@@ -118,4 +146,6 @@ def truncated(stage: StageRecord) -> Iterator[Finding]:
 def marker_share(stage: StageRecord) -> float:
     """Returns the share of the newest completions that contain a marker of another turn."""
     texts = [str(sample.get("completion") or "") for sample in stage.samples]
-    return sum(bool(MARKERS.search(text)) for text in texts) / len(texts) if len(texts) >= 8 else 0.0
+    return (
+        sum(bool(MARKERS.search(text)) for text in texts) / len(texts) if len(texts) >= 8 else 0.0
+    )

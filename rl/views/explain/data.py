@@ -11,11 +11,18 @@ from rl.views.explain.finding import Finding, run_rule, stage_rule
 from rl.views.explain.learning import MIN_STEPS
 from rl.views.explain.record import RunRecord, StageRecord
 
-EPOCHS_SFT, EPOCHS_RL = 4.0, 10.0
-MASK_NONE, UNTRAINED_TOKENS = 0.01, 1.5
+EPOCHS_SFT = 4.0
+EPOCHS_RL = 10.0
+MASK_NONE = 0.01
+UNTRAINED_TOKENS = 1.5
 EMPTY_SHARE = 0.5
 GAP = 0.15
-INSPECTION = {2: "wrong template or stop token", 4: "wrong mask", 5: "wrong template or stop token", 11: "wrong mask"}
+INSPECTION = {
+    2: "wrong template or stop token",
+    4: "wrong mask",
+    5: "wrong template or stop token",
+    11: "wrong mask",
+}
 """Check of rl/data/inspect -> the illness that it announces."""
 
 
@@ -29,7 +36,9 @@ def mask(stage: StageRecord) -> Iterator[Finding]:
     change = f"Set {stage.key('algorithm.train_on')}: assistant; {see}"
     if learns_from_answers and (everything or _prompts_are_trained_on(stage)):
         shown = (
-            f"{share.typical:.0%} of the tokens are trained on" if share else "every token but the first is trained on"
+            f"{share.typical:.0%} of the tokens are trained on"
+            if share
+            else "every token but the first is trained on"
         )
         yield Finding(
             "wrong mask",
@@ -52,8 +61,16 @@ def mask(stage: StageRecord) -> Iterator[Finding]:
         )
     empty = stage.series("sequences/empty")
     per_update = stage.completions_per_step / max(1, int(stage.option("updates_per_step", 1)))
-    if stage.samples_completions and len(empty) >= MIN_STEPS and empty.last >= EMPTY_SHARE * per_update:
-        cut = " (mask_truncated leaves out those that were cut)" if stage.algorithm.get("mask_truncated") else ""
+    if (
+        stage.samples_completions
+        and len(empty) >= MIN_STEPS
+        and empty.last >= EMPTY_SHARE * per_update
+    ):
+        cut = (
+            " (mask_truncated leaves out those that were cut)"
+            if stage.algorithm.get("mask_truncated")
+            else ""
+        )
         yield Finding(
             "wrong mask",
             f"{empty.last / per_update:.0%} of the completions have no token in the loss{cut}",
@@ -66,13 +83,16 @@ def mask(stage: StageRecord) -> Iterator[Finding]:
 
 
 def _prompts_are_trained_on(stage: StageRecord) -> bool:
-    """Tells whether at most UNTRAINED_TOKENS of a sequence are left out in an SFT: its first token has no
-    prediction.
+    """Tells whether at most UNTRAINED_TOKENS of a sequence are left out in an SFT: its first token
+    has no prediction.
     """
-    share, tokens = stage.series("batch/trained_share"), stage.series("perf/step_tokens")
+    share = stage.series("batch/trained_share")
+    tokens = stage.series("perf/step_tokens")
     if stage.algorithm.get("name") != "sft" or not share or not tokens:
         return False
-    return (1 - share.typical) * tokens.typical / int(stage.option("prompts_per_step", 32)) <= UNTRAINED_TOKENS
+    return (1 - share.typical) * tokens.typical / int(
+        stage.option("prompts_per_step", 32)
+    ) <= UNTRAINED_TOKENS
 
 
 @stage_rule
@@ -82,7 +102,8 @@ def exhausted(stage: StageRecord) -> Iterator[Finding]:
     limit = EPOCHS_RL if stage.samples_completions else EPOCHS_SFT
     if stage.steps < MIN_STEPS or epochs <= limit or stage.improving and epochs <= 4 * limit:
         return
-    reward, accuracy = stage.series("reward/mean"), stage.evaluated("eval/greedy_accuracy")
+    reward = stage.series("reward/mean")
+    accuracy = stage.evaluated("eval/greedy_accuracy")
     gap = (
         f"; reward/mean {reward.last:.2g}, eval/greedy_accuracy {accuracy.values[-1]:.2g}"
         if reward and accuracy
@@ -103,8 +124,10 @@ def exhausted(stage: StageRecord) -> Iterator[Finding]:
 
 @stage_rule
 def training_below_evaluation(stage: StageRecord) -> Iterator[Finding]:
-    """Names training prompts that score far below the evaluation of the same weights, before the first update."""
-    reward, before = stage.series("reward/mean"), stage.evaluated("eval/reward_mean")
+    """Names training prompts that score far below the evaluation of the same weights, before the
+    first update."""
+    reward = stage.series("reward/mean")
+    before = stage.evaluated("eval/reward_mean")
     if len(reward) < MIN_STEPS or not before or before.steps[0] != 0:
         return
     start = before.values[0]
@@ -117,9 +140,12 @@ def training_below_evaluation(stage: StageRecord) -> Iterator[Finding]:
         return
     yield Finding(
         "wrong template",
-        f"reward/mean is {reward.values[0]:.2g} at step {reward.steps[0]}, eval/reward_mean {start:.2g} before it",
-        "The same weights do far worse on the training prompts, which are rendered in another form, or are harder",
-        f"Compare both with `rl inspect {quoted(stage.run.path)}`; set {stage.setting('data')[1]}.chat, system or "
+        f"reward/mean is {reward.values[0]:.2g} at step {reward.steps[0]}, eval/reward_mean "
+        f"{start:.2g} before it",
+        "The same weights do far worse on the training prompts, which are rendered in another "
+        "form, or are harder",
+        f"Compare both with `rl inspect {quoted(stage.run.path)}`; set "
+        f"{stage.setting('data')[1]}.chat, system or "
         "prompt_template",
         stage.name,
         reward.steps[0],
@@ -128,15 +154,18 @@ def training_below_evaluation(stage: StageRecord) -> Iterator[Finding]:
 
 
 def _share_of_greedy(stage: StageRecord) -> float:
-    """Returns how often a sample of the first step is about what the policy writes greedily, as the evaluation does:
-    exp(-entropy of a completion). Samples of a policy that is not sure of its words score less in any form."""
-    entropy, length = stage.series("entropy"), stage.series("completion/mean_length")
+    """Returns how often a sample of the first step is about what the policy writes greedily, as the
+    evaluation does: exp(-entropy of a completion). Samples of a policy that is not sure of its
+    words score less in any form."""
+    entropy = stage.series("entropy")
+    length = stage.series("completion/mean_length")
     return exp(-entropy.values[0] * length.values[0]) if entropy and length else 1.0
 
 
 @run_rule
 def templates(run: RunRecord) -> Iterator[Finding]:
-    """Names stages whose prompts are rendered in different ways, and evaluations that differ from the training."""
+    """Names stages whose prompts are rendered in different ways, and evaluations that differ from
+    the training."""
     previous: tuple[StageRecord, Mapping[str, Any]] | None = None
     for stage in run.stages:
         if not (shape := _rendering(stage.setting("data")[0])):
@@ -151,7 +180,9 @@ def templates(run: RunRecord) -> Iterator[Finding]:
     stage, shape = previous
     # Rows of another file may have another form, which needs another rendering.
     trained = stage.setting("data")[0]
-    if _rendering(data) != shape and all(data.get(key) == trained.get(key) for key in ("path", "task")):
+    if _rendering(data) != shape and all(
+        data.get(key) == trained.get(key) for key in ("path", "task")
+    ):
         yield _different(stage, f"{stage.name} and its evaluation", shape, _rendering(data))
 
 
@@ -160,10 +191,16 @@ def _rendering(data: Mapping[str, Any]) -> Mapping[str, Any]:
     if not data:
         return {}
     chat = bool(data.get("chat") or data.get("system"))
-    return {"chat": chat, "system": data.get("system"), "prompt_template": data.get("prompt_template")}
+    return {
+        "chat": chat,
+        "system": data.get("system"),
+        "prompt_template": data.get("prompt_template"),
+    }
 
 
-def _different(stage: StageRecord, who: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Finding:
+def _different(
+    stage: StageRecord, who: str, one: Mapping[str, Any], other: Mapping[str, Any]
+) -> Finding:
     keys = [key for key in one if one[key] != other[key]]
     shown = ", ".join(f"{key}: {one[key]} and {other[key]}" for key in keys)
     return Finding(

@@ -13,9 +13,10 @@ from rl.views.explain.record import RunRecord, StageRecord
 class Finding:
     """One illness of a run, or a remark about it.
 
-    illness: name of the illness, as in docs/diagnose.md. stage, step: where it begins; None: it concerns the full run.
-    number: the measurement. cause: the likely reason. change: the key to change, or the command to type. severity: 0 to
-    1; a root cause has a higher one than what follows from it. alarm: False for a remark about a healthy run.
+    illness: name of the illness, as in docs/diagnose.md. stage, step: where it begins; None: it
+    concerns the full run. number: the measurement. cause: the likely reason. change: the key to
+    change, or the command to type. severity: 0 to 1; a root cause has a higher one than what
+    follows from it. alarm: False for a remark about a healthy run.
     """
 
     illness: str
@@ -29,8 +30,13 @@ class Finding:
 
     def line(self) -> str:
         """Returns the finding as one line."""
-        place = " ".join(filter(None, (self.stage, f"step {self.step}" if self.step is not None else "")))
-        return f"{self.illness}{f' ({place})' if place else ''}: {self.number}. {self.cause}. {self.change}"
+        place = " ".join(
+            filter(None, (self.stage, f"step {self.step}" if self.step is not None else ""))
+        )
+        return (
+            f"{self.illness}{f' ({place})' if place else ''}: {self.number}. {self.cause}. "
+            f"{self.change}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns all fields as values that JSON can hold."""

@@ -1,4 +1,5 @@
-"""Rules about the policy: learning rate, divergence from the reference, entropy, disagreement with the generator."""
+"""Rules about the policy: learning rate, divergence from the reference, entropy, disagreement with
+the generator."""
 
 from __future__ import annotations
 
@@ -12,26 +13,35 @@ from rl.views.explain.series import Series
 MIN_STEPS = 3
 """Fewest steps for a rule about a level: configs/tiny.yml makes two, of random weights."""
 WEIGHT_STD = 0.02
-"""`initializer_range` of the Hugging Face configurations: AdamW moves each weight by about the learning rate per
-update.
+"""`initializer_range` of the Hugging Face configurations: AdamW moves each weight by about the
+learning rate per update.
 """
 LOSS_RISE = 1.25
 REWARD_LOSS = 0.5
-KL_LEVEL, KL_RISING, KL_UPDATE = 1.0, 0.3, 0.1
+KL_LEVEL = 1.0
+KL_RISING = 0.3
+KL_UPDATE = 0.1
 CLIPPED_RATIO = 0.2
-ENTROPY_LEFT, ENTROPY_NONE = 0.25, 0.02
-ENTROPY_FAST_STEPS, ENTROPY_SUDDEN_STEPS = 25, 8
-"""Steps of a fall that is an illness, and of one that is an illness even while the evaluation improves."""
+ENTROPY_LEFT = 0.25
+ENTROPY_NONE = 0.02
+ENTROPY_FAST_STEPS = 25
+ENTROPY_SUDDEN_STEPS = 8
+"""Steps of a fall that is an illness, and of one that is an illness even while the evaluation
+improves."""
 
 
 @stage_rule
 def learning_rate(stage: StageRecord) -> Iterator[Finding]:
-    """Names a learning rate that destroys the policy: updates that are not finite, a loss that rises, a reward that
-    falls, or steps as large as the weights."""
+    """Names a learning rate that destroys the policy: updates that are not finite, a loss that
+    rises, a reward that falls, or steps as large as the weights."""
     if stage.steps < MIN_STEPS:
         return
     evidence = (
-        _skipped(stage) or _loss_rises(stage) or _reward_falls(stage) or _large_steps(stage) or _far_updates(stage)
+        _skipped(stage)
+        or _loss_rises(stage)
+        or _reward_falls(stage)
+        or _large_steps(stage)
+        or _far_updates(stage)
     )
     if evidence is None:
         return
@@ -40,7 +50,8 @@ def learning_rate(stage: StageRecord) -> Iterator[Finding]:
         "learning rate too high",
         number,
         "The updates destroy what the policy knew",
-        f"Set {stage.named('optimizer.learning_rate')} to a tenth or less, or add optimizer.warmup_steps",
+        f"Set {stage.named('optimizer.learning_rate')} to a tenth or less, or add "
+        "optimizer.warmup_steps",
         stage.name,
         step,
         severity=0.95,
@@ -52,12 +63,15 @@ def _skipped(stage: StageRecord) -> tuple[int, str] | None:
     share = skipped.share(lambda value: value > 0)
     if share < 0.1:
         return None
-    first = next(step for step, value in zip(skipped.steps, skipped.values, strict=True) if value > 0)
+    first = next(
+        step for step, value in zip(skipped.steps, skipped.values, strict=True) if value > 0
+    )
     return first, f"{share:.0%} of the steps skipped an update that was not finite (optim/skipped)"
 
 
 def _loss_rises(stage: StageRecord) -> tuple[int, str] | None:
-    """Compares three consecutive losses with the first: the first loss is measured before any update."""
+    """Compares three consecutive losses with the first: the first loss is measured before any
+    update."""
     loss = stage.series("loss")
     if stage.samples_completions or len(loss) < MIN_STEPS or loss.values[0] <= 0:
         return None
@@ -69,18 +83,24 @@ def _loss_rises(stage: StageRecord) -> tuple[int, str] | None:
 
 
 def _reward_falls(stage: StageRecord) -> tuple[int, str] | None:
-    """Compares reward and accuracy at the end with the start: a fall by half, and by more than four standard errors."""
-    reward, spread = stage.series("reward/mean"), stage.series("reward/std")
+    """Compares reward and accuracy at the end with the start: a fall by half, and by more than four
+    standard errors."""
+    reward = stage.series("reward/mean")
+    spread = stage.series("reward/std")
     if len(reward) >= MIN_STEPS and spread:
         start = reward.values[0]
         error = spread.values[0] / max(1, stage.completions_per_step) ** 0.5
         if start - reward.last > max(4 * error, REWARD_LOSS * abs(start)):
             step = reward.since(lambda value: start - value > REWARD_LOSS * abs(start))
-            return step or reward.steps[-1], f"reward/mean fell from {start:.3g} to {reward.last:.3g}"
-    accuracy, problems = stage.evaluated("eval/greedy_accuracy"), stage.run.evaluation_problems
+            return step or reward.steps[
+                -1
+            ], f"reward/mean fell from {start:.3g} to {reward.last:.3g}"
+    accuracy = stage.evaluated("eval/greedy_accuracy")
+    problems = stage.run.evaluation_problems
     if len(accuracy) < 2:
         return None
-    start, end = accuracy.values[0], accuracy.values[-1]
+    start = accuracy.values[0]
+    end = accuracy.values[-1]
     error = (max(start * (1 - start), 0.01) / problems) ** 0.5
     if start - end > max(4 * error, REWARD_LOSS * start) and not stage.memorised:
         return accuracy.steps[-1], f"eval/greedy_accuracy fell from {start:.3g} to {end:.3g}"
@@ -92,18 +112,27 @@ def _large_steps(stage: StageRecord) -> tuple[int, str] | None:
     if not rate or rate.largest < WEIGHT_STD:
         return None
     step = rate.steps[rate.values.index(rate.largest)]
-    return step, f"optim/lr {rate.largest:.2g} moves every weight by about its own size ({WEIGHT_STD}) in one update"
+    return (
+        step,
+        f"optim/lr {rate.largest:.2g} moves every weight by about its own size ({WEIGHT_STD}) in "
+        "one update",
+    )
 
 
 def _far_updates(stage: StageRecord) -> tuple[int, str] | None:
-    moved, clipped = stage.series("kl/approx_update"), stage.series("clip_ratio/region_mean")
+    moved = stage.series("kl/approx_update")
+    clipped = stage.series("clip_ratio/region_mean")
     for name, series, limit in (
         ("kl/approx_update", moved, KL_UPDATE),
         ("clip_ratio/region_mean", clipped, CLIPPED_RATIO),
     ):
         if len(series) >= MIN_STEPS and series.last > limit:
             step = series.since(lambda value, limit=limit: value > limit) or series.steps[-1]
-            return step, f"the updates of a step move the policy far: {name} {series.last:.2g}, above {limit}"
+            return (
+                step,
+                f"the updates of a step move the policy far: {name} {series.last:.2g}, above "
+                f"{limit}",
+            )
     return None
 
 
@@ -114,7 +143,11 @@ def divergence(stage: StageRecord) -> Iterator[Finding]:
         series = stage.series(metric)
         if len(series) < MIN_STEPS:
             continue
-        rising = series.last >= KL_RISING and series.last >= 3 * max(series.first, 0.01) and series.rises()
+        rising = (
+            series.last >= KL_RISING
+            and series.last >= 3 * max(series.first, 0.01)
+            and series.rises()
+        )
         if series.last < KL_LEVEL and not rising:
             continue
         yield Finding(
@@ -146,7 +179,8 @@ def entropy(stage: StageRecord) -> Iterator[Finding]:
                 f"entropy fell from {start:.2g} to {series.last:.2g} nats per token"
                 + (f" within {steps} steps" if fast else ""),
                 "The samples of a group become equal, and nothing is explored",
-                f"Lower {stage.named('optimizer.learning_rate')}, raise algorithm.epsilon_high, or set "
+                f"Lower {stage.named('optimizer.learning_rate')}, raise algorithm.epsilon_high, "
+                "or set "
                 "algorithm.entropy_coef; check what the reward pays for",
                 stage.name,
                 series.since(lambda value: value <= ENTROPY_LEFT * start),
@@ -165,7 +199,8 @@ def entropy(stage: StageRecord) -> Iterator[Finding]:
 
 
 def _steps_of_fall(series: Series, start: float) -> int | None:
-    """Returns the steps between the last value of at least 3/4 of `start` and the next one of at most ENTROPY_LEFT."""
+    """Returns the steps between the last value of at least 3/4 of `start` and the next one of at
+    most ENTROPY_LEFT."""
     end = next((n for n, value in enumerate(series.values) if value <= ENTROPY_LEFT * start), None)
     if end is None:
         return None
@@ -188,7 +223,8 @@ def disagreement(stage: StageRecord) -> Iterator[Finding]:
         "generator and trainer disagree",
         f"sampler/logp_diff_mean is {series.last:.2g}, above {limit:g}",
         "They compute different probabilities for the same tokens",
-        f"Set {stage.key('algorithm.correction')}: token_truncate, generator.exact: true, or a wider model.dtype",
+        f"Set {stage.key('algorithm.correction')}: token_truncate, generator.exact: true, or a "
+        "wider model.dtype",
         stage.name,
         series.since(lambda value: value > limit),
         severity=0.6,

@@ -1,6 +1,8 @@
-"""Reads the folder of a run for the rules: configuration, metrics, a part of the samples, memory of programs.
+"""Reads the folder of a run for the rules: configuration, metrics, a part of the samples, memory of
+programs.
 
-It takes what is there and does without the rest, so that folders of older versions and of runs that go on are read too.
+It takes what is there and does without the rest, so that folders of older versions and of runs that
+go on are read too.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from typing import Any
 from rl.config.stage_names import stage_names
 from rl.errors import ConfigError
 from rl.records.messages import identity
-from rl.records.run_files import Damage, attempts, check_run, read_config, read_json, sample_files, steps
+from rl.records.run_files import (
+    Damage,
+    attempts,
+    check_run,
+    read_config,
+    read_json,
+    sample_files,
+    steps,
+)
 from rl.views.explain.series import Series
 
 SAMPLE_BYTES = 2 * 2**20
@@ -28,8 +38,9 @@ SAMPLE_BYTES = 2 * 2**20
 class StageRecord:
     """One stage of a run.
 
-    index: its number in `stages`. options: its section of config.yml. rows: (step, metrics) of each step from 1 on.
-    evaluations: (step, metrics) of the steps with an evaluation, step 0 included. run: the run that it belongs to.
+    index: its number in `stages`. options: its section of config.yml. rows: (step, metrics) of each
+    step from 1 on. evaluations: (step, metrics) of the steps with an evaluation, step 0 included.
+    run: the run that it belongs to.
     """
 
     name: str
@@ -44,7 +55,8 @@ class StageRecord:
         return _series(self.rows, metric)
 
     def evaluated(self, metric: str) -> Series:
-        """Returns the finite values of a metric of evaluations, the one before the first step included."""
+        """Returns the finite values of a metric of evaluations, the one before the first step
+        included."""
         return _series(self.evaluations, metric)
 
     @property
@@ -69,7 +81,8 @@ class StageRecord:
         return len(self.rows)
 
     def option(self, dotted: str, default: Any) -> Any:
-        """Returns an option of the stage by its dotted key, or `default` where it is absent or null."""
+        """Returns an option of the stage by its dotted key, or `default` where it is absent or
+        null."""
         return lookup(self.options, dotted, default)
 
     def key(self, dotted: str) -> str:
@@ -77,16 +90,24 @@ class StageRecord:
         return f"stages.{self.index}.{dotted}"
 
     def named(self, dotted: str) -> str:
-        """Returns the key of an option with the value that the run had, and whether that is the default."""
+        """Returns the key of an option with the value that the run had, and whether that is the
+        default."""
         value = self.option(dotted, None)
         if not isinstance(value, (bool, int, float, str)):
             return self.key(dotted)
-        shown = f"{value:g}" if isinstance(value, float) else str(value).lower() if value in (True, False) else value
+        shown = (
+            f"{value:g}"
+            if isinstance(value, float)
+            else str(value).lower()
+            if value in (True, False)
+            else value
+        )
         is_default = self.run.changed is not None and self.key(dotted) not in self.run.changed
         return f"{self.key(dotted)} ({'by default ' if is_default else 'now '}{shown})"
 
     def setting(self, section: str) -> tuple[Mapping[str, Any], str]:
-        """Returns (section of the stage, or else of the run; its dotted key): `data` or `rewards`."""
+        """Returns (section of the stage, or else of the run; its dotted key): `data` or
+        `rewards`."""
         own = self.options.get(section)
         if isinstance(own, Mapping):
             return own, self.key(section)
@@ -96,17 +117,21 @@ class StageRecord:
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
         """The newest training samples of the stage that are read."""
-        return [row for row in self.run.samples if row.get("stage") == self.name and not row.get("eval")]
+        return [
+            row for row in self.run.samples if row.get("stage") == self.name and not row.get("eval")
+        ]
 
     @property
     def improved(self) -> bool | None:
-        """Whether the evaluation got better over the stage, by more than its sampling error; None without two of
-        them.
+        """Whether the evaluation got better over the stage, by more than its sampling error; None
+        without two of them.
         """
         accuracy = self.evaluated("eval/greedy_accuracy")
         if len(accuracy) < 2:
             return None
-        return accuracy.values[-1] - accuracy.values[0] > 2 * self._accuracy_error(accuracy.values[-1])
+        return accuracy.values[-1] - accuracy.values[0] > 2 * self._accuracy_error(
+            accuracy.values[-1]
+        )
 
     @property
     def improving(self) -> bool:
@@ -120,10 +145,14 @@ class StageRecord:
     @property
     def reward_rose(self) -> bool:
         """Whether the mean reward rose by more than four standard errors."""
-        reward, spread = self.series("reward/mean"), self.series("reward/std")
+        reward = self.series("reward/mean")
+        spread = self.series("reward/std")
         if not reward or not spread:
             return False
-        return reward.last - reward.first > 4 * spread.typical / max(1, self.completions_per_step) ** 0.5
+        return (
+            reward.last - reward.first
+            > 4 * spread.typical / max(1, self.completions_per_step) ** 0.5
+        )
 
     @property
     def memorised(self) -> bool:
@@ -131,33 +160,45 @@ class StageRecord:
         accuracy = self.evaluated("eval/greedy_accuracy")
         if len(accuracy) < 2 or not self.reward_rose:
             return False
-        return accuracy.values[0] - accuracy.values[-1] > 2 * self._accuracy_error(accuracy.values[0])
+        return accuracy.values[0] - accuracy.values[-1] > 2 * self._accuracy_error(
+            accuracy.values[0]
+        )
 
     @property
     def solved(self) -> bool:
-        """Whether most problems are solved: an accuracy, or a reward, of at least 0.8 of what counts as correct."""
+        """Whether most problems are solved: an accuracy, or a reward, of at least 0.8 of what
+        counts as correct."""
         top = float(lookup(self.run.config, "evaluation.correct_at", 1.0))
-        reward, accuracy = self.series("reward/mean"), self.evaluated("eval/greedy_accuracy")
+        reward = self.series("reward/mean")
+        accuracy = self.evaluated("eval/greedy_accuracy")
         if accuracy:
             return accuracy.values[-1] >= 0.8
         return bool(reward) and top > 0 and reward.last >= 0.8 * top
 
     @cached_property
     def epochs(self) -> float:
-        """How often the stage has gone over its data, at least; 0 where the number of rows is unknown.
+        """How often the stage has gone over its data, at least; 0 where the number of rows is
+        unknown.
 
-        Rows that repeat each other count once, as far as the samples show it; `data/epoch` counts them all.
+        Rows that repeat each other count once, as far as the samples show it; `data/epoch` counts
+        them all.
         """
-        recorded, rows = self.series("data/epoch"), self._rows_of_data()
+        recorded = self.series("data/epoch")
+        rows = self._rows_of_data()
         distinct = self.steps * int(self.option("prompts_per_step", 32)) / rows if rows else 0.0
         return max([distinct, *recorded.values[-1:]])
 
     def step_of_epoch(self, epochs: float) -> int | None:
         """Returns the step at which the stage had gone over its data `epochs` times."""
-        return min(self.steps, int(self.steps * epochs / self.epochs) + 1) if self.epochs > epochs else None
+        return (
+            min(self.steps, int(self.steps * epochs / self.epochs) + 1)
+            if self.epochs > epochs
+            else None
+        )
 
     def _rows_of_data(self) -> int:
-        """Returns the most rows that the data can have: `limit`, or the prompts of the samples if they occur twice."""
+        """Returns the most rows that the data can have: `limit`, or the prompts of the samples if
+        they occur twice."""
         prompts = {sample.get("prompt_id"): identity(sample) for sample in self.samples}
         distinct = len(set(prompts.values()))
         limit = self.setting("data")[0].get("limit")
@@ -167,7 +208,8 @@ class StageRecord:
         return min(known, default=0)
 
     def _accuracy_error(self, share: float) -> float:
-        """Returns the standard error of an accuracy, sqrt(p (1 - p) / n), with one problem at least on either side."""
+        """Returns the standard error of an accuracy, sqrt(p (1 - p) / n), with one problem at least
+        on either side."""
         n = self.run.evaluation_problems
         p = min(max(share, 1 / n), 1 - 1 / n) if n > 1 else 0.5
         return math.sqrt(p * (1 - p) / n)
@@ -177,10 +219,12 @@ class StageRecord:
 class RunRecord:
     """A run as its folder shows it.
 
-    config: config.yml as plain values; {} if it cannot be read. damaged: numbers of the lines of events.jsonl that
-    cannot be read. ends: exit codes of the attempts that ended, as far as they are recorded. inspection: findings of
-    the checks at the start of the run. probed: the probe before the first step.
-    changed: dotted keys whose values differ from the defaults; None for a run of an older version, which records none.
+    config: config.yml as plain values; {} if it cannot be read. damaged: numbers of the lines of
+    events.jsonl that cannot be read. ends: exit codes of the attempts that ended, as far as they
+    are recorded. inspection: findings of the checks at the start of the run. probed: the probe
+    before the first step.
+    changed: dotted keys whose values differ from the defaults; None for a run of an older version,
+    which records none.
     """
 
     path: Path
@@ -210,13 +254,16 @@ class RunRecord:
 
 def read(directory: str | Path) -> RunRecord:
     """Reads the folder of a run. Raises ConfigError if there is no run, or no event of it."""
-    path, damage = Path(directory), list[Damage]()
+    path = Path(directory)
+    damage = list[Damage]()
     check_run(path)
     read_steps = steps(path, damage)
     if not read_steps:
         raise ConfigError(f"{path}: the run has no event yet; wait for its first step")
     last = attempts(path, [])[-1:]
-    recorded = [each.facts["changed"] for each in last if isinstance(each.facts.get("changed"), list)]
+    recorded = [
+        each.facts["changed"] for each in last if isinstance(each.facts.get("changed"), list)
+    ]
     record = RunRecord(
         path,
         read_config(path, []),
@@ -234,13 +281,15 @@ def read(directory: str | Path) -> RunRecord:
         index = names.index(name) if name in names else len(record.stages)
         options = record.config["stages"][index] if name in names else {}
         evaluations = [each for each in rows if any(key.startswith("eval/") for key in each[1])]
-        record.stages.append(StageRecord(name, index, options, [r for r in rows if r[0] > 0], evaluations, record))
+        record.stages.append(
+            StageRecord(name, index, options, [r for r in rows if r[0] > 0], evaluations, record)
+        )
     return record
 
 
 def _newest_samples(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the samples at the end of the newest file: samples.jsonl, or the last segment samples/*.jsonl before
-    it.
+    """Yields the samples at the end of the newest file: samples.jsonl, or the last segment
+    samples/*.jsonl before it.
     """
     files = [file for file in sample_files(path) if file.stat().st_size]
     if not files:

@@ -1,4 +1,5 @@
-"""Rules about rewards: faults, equal rewards, rewards that are exploited, groups that older weights sampled."""
+"""Rules about rewards: faults, equal rewards, rewards that are exploited, groups that older weights
+sampled."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from rl.views.explain.learning import MIN_STEPS
 from rl.views.explain.record import StageRecord
 
 FAULTY_SHARE = 0.005
-STALE_MEAN, STALE_MOST = 1.0, 4
+STALE_MEAN = 1.0
+STALE_MOST = 4
 FEWEST_FAULTS = 2
 UNSCORED_SHARE = 0.05
 
@@ -19,19 +21,25 @@ UNSCORED_SHARE = 0.05
 @stage_rule
 def faults(stage: StageRecord) -> Iterator[Finding]:
     """Names reward functions that fail, and completions without a score."""
-    failed, late = stage.series("reward/faults"), stage.series("reward/timeouts")
+    failed = stage.series("reward/faults")
+    late = stage.series("reward/timeouts")
     if not failed:
         return
     rounds = stage.series("dynamic/batches").values or [1.0] * len(failed)
     completions = sum(max(1.0, count) for count in rounds) * stage.completions_per_step
     total = sum(failed.values)
-    unscored = [step for step, metrics in stage.rows if "reward/mean" in metrics and metrics["reward/mean"] is None]
+    unscored = [
+        step
+        for step, metrics in stage.rows
+        if "reward/mean" in metrics and metrics["reward/mean"] is None
+    ]
     if len(unscored) * 2 > stage.steps and total == 0:
         yield Finding(
             "no scores",
             f"no completion has a score in {len(unscored)} of {stage.steps} steps",
             "Every reward function returned None (not applicable)",
-            f"Check the columns that {_functions(stage)} reads, with `rl inspect {quoted(stage.run.path)}`",
+            f"Check the columns that {_functions(stage)} reads, with `rl inspect "
+            f"{quoted(stage.run.path)}`",
             stage.name,
             unscored[0],
             severity=0.98,
@@ -43,8 +51,10 @@ def faults(stage: StageRecord) -> Iterator[Finding]:
     first = next(step for step, value in zip(failed.steps, failed.values, strict=True) if value > 0)
     yield Finding(
         "reward faults",
-        f"{total / completions:.1%} of the scores are missing ({total:.0f} faults, {timeouts:.0f} of them timeouts)",
-        f"{_functions(stage)} {'does not answer in time' if slow else 'raises or returns no number'}",
+        f"{total / completions:.1%} of the scores are missing ({total:.0f} faults, {timeouts:.0f} "
+        "of them timeouts)",
+        f"{_functions(stage)} "
+        f"{'does not answer in time' if slow else 'raises or returns no number'}",
         (
             f"Raise {stage.setting('rewards')[1]}.timeout_s or make it faster"
             if slow
@@ -59,17 +69,21 @@ def faults(stage: StageRecord) -> Iterator[Finding]:
 @stage_rule
 def unscored_evaluations(stage: StageRecord) -> Iterator[Finding]:
     """Names evaluations whose accuracy leaves out completions without a score."""
-    unscored, problems = stage.evaluated("eval/unscored"), stage.evaluated("eval/problems")
+    unscored = stage.evaluated("eval/unscored")
+    problems = stage.evaluated("eval/problems")
     if not unscored or not problems:
         return
-    count, every = unscored.values[-1], problems.values[-1]
+    count = unscored.values[-1]
+    every = problems.values[-1]
     if count < max(FEWEST_FAULTS, UNSCORED_SHARE * every):
         return
     yield Finding(
         "evaluation without scores",
-        f"{count:.0f} of {every:.0f} completions of the last evaluation have no score (eval/unscored)",
+        f"{count:.0f} of {every:.0f} completions of the last evaluation have no score "
+        "(eval/unscored)",
         "A reward fails on them or does not apply, and the accuracy is that of the others",
-        f"Read some (`rl samples {quoted(stage.run.path)} 'eval unscored'`), then `rl reward test FUNCTION`",
+        f"Read some (`rl samples {quoted(stage.run.path)} 'eval unscored'`), then `rl reward test "
+        "FUNCTION`",
         stage.name,
         unscored.since(lambda value: value > 0),
         severity=0.6,
@@ -86,7 +100,8 @@ def _functions(stage: StageRecord) -> str:
 @stage_rule
 def equal_rewards(stage: StageRecord) -> Iterator[Finding]:
     """Names groups with equal rewards, which teach nothing."""
-    equal, spread = stage.series("reward/frac_zero_std"), stage.series("reward/std")
+    equal = stage.series("reward/frac_zero_std")
+    spread = stage.series("reward/std")
     if len(equal) < MIN_STEPS:
         return
     constant = len(spread) >= MIN_STEPS and spread.largest == 0
@@ -106,7 +121,8 @@ def equal_rewards(stage: StageRecord) -> Iterator[Finding]:
         (
             f"Test {_functions(stage)} with `rl reward test`, and its column with `rl inspect`"
             if constant
-            else f"Use other problems, a finer reward, or more {stage.named('samples_per_prompt')}{dynamic}"
+            else "Use other problems, a finer reward, or more "
+            f"{stage.named('samples_per_prompt')}{dynamic}"
         ),
         stage.name,
         equal.steps[0] if constant else step,
@@ -117,15 +133,18 @@ def equal_rewards(stage: StageRecord) -> Iterator[Finding]:
 @stage_rule
 def exploited(stage: StageRecord) -> Iterator[Finding]:
     """Names a reward that rises while the held-out accuracy falls."""
-    reward, accuracy = stage.series("reward/mean"), stage.evaluated("eval/greedy_accuracy")
+    reward = stage.series("reward/mean")
+    accuracy = stage.evaluated("eval/greedy_accuracy")
     if len(reward) < MIN_STEPS or len(accuracy) < 2 or not stage.memorised or stage.epochs > 4:
         return
     yield Finding(
         "reward exploited",
-        f"reward/mean rose from {reward.first:.3g} to {reward.last:.3g}, eval/greedy_accuracy fell from "
+        f"reward/mean rose from {reward.first:.3g} to {reward.last:.3g}, eval/greedy_accuracy "
+        "fell from "
         f"{accuracy.values[0]:.3g} to {accuracy.values[-1]:.3g}",
         "The policy learns something that the reward pays for and the evaluation does not",
-        f"Read the best samples (`rl samples {quoted(stage.run.path)} --sort reward`), and mend the reward",
+        f"Read the best samples (`rl samples {quoted(stage.run.path)} --sort reward`), and mend "
+        "the reward",
         stage.name,
         accuracy.steps[-1],
         severity=0.7,
@@ -135,7 +154,8 @@ def exploited(stage: StageRecord) -> Iterator[Finding]:
 @stage_rule
 def stale_groups(stage: StageRecord) -> Iterator[Finding]:
     """Names completions that are trained on long after they were sampled."""
-    mean, most = stage.series("async/staleness_mean"), stage.series("async/staleness_max")
+    mean = stage.series("async/staleness_mean")
+    most = stage.series("async/staleness_max")
     if len(most) < MIN_STEPS:
         return
     means = dict(zip(mean.steps, mean.values, strict=True))
@@ -148,10 +168,13 @@ def stale_groups(stage: StageRecord) -> Iterator[Finding]:
         return
     yield Finding(
         "stale groups",
-        f"{len(old)} of {len(most)} steps train on tokens that are up to {most.largest:.0f} updates old "
+        f"{len(old)} of {len(most)} steps train on tokens that are up to {most.largest:.0f} "
+        "updates old "
         f"(mean {mean.largest:.2g})",
-        f"Groups are carried over to later steps, and each step makes {stage.option('updates_per_step', 1)} updates",
-        f"Lower {stage.named('updates_per_step')}, raise prompts_per_step, or set algorithm.correction: token_truncate",
+        "Groups are carried over to later steps, and each step makes "
+        f"{stage.option('updates_per_step', 1)} updates",
+        f"Lower {stage.named('updates_per_step')}, raise prompts_per_step, or set "
+        "algorithm.correction: token_truncate",
         stage.name,
         most.steps[old[0]],
         severity=0.6,

@@ -1,4 +1,5 @@
-"""Measures the level and the trend of one metric over the steps of a stage, robust against single spikes."""
+"""Measures the level and the trend of one metric over the steps of a stage, robust against single
+spikes."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from dataclasses import dataclass
 from statistics import median
 
 TREND_STEPS = 6
-"""Fewest values that have a trend. A rank correlation of 0.6 or more occurs by chance in 1 of 8 series of 6, and in 1
-of 400 series of 20; so a trend alone never raises an alarm, and every rule also asks for a size."""
+"""Fewest values that have a trend. A rank correlation of 0.6 or more occurs by chance in 1 of 8
+series of 6, and in 1 of 400 series of 20; so a trend alone never raises an alarm, and every rule
+also asks for a size."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Series:
         return first
 
     def rank_correlation(self) -> float:
-        """Returns Spearman's correlation of the values with time, -1 to 1; 0 for fewer than TREND_STEPS values."""
+        """Returns Spearman's correlation of the values with time, -1 to 1; 0 for fewer than
+        TREND_STEPS values."""
         if len(self) < TREND_STEPS:
             return 0.0
         return correlation(list(range(len(self))), ranks(self.values))
@@ -88,7 +91,8 @@ class Series:
 def ranks(values: Sequence[float]) -> list[float]:
     """Returns the rank of each value; equal values share the mean of their ranks."""
     order = sorted(range(len(values)), key=values.__getitem__)
-    result, start = [0.0] * len(values), 0
+    result = [0.0] * len(values)
+    start = 0
     while start < len(order):
         end = start
         while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
@@ -104,7 +108,9 @@ def correlation(first: Sequence[float], second: Sequence[float]) -> float:
     n = len(first)
     if n < 2:
         return 0.0
-    a, b = sum(first) / n, sum(second) / n
-    x, y = [value - a for value in first], [value - b for value in second]
+    a = sum(first) / n
+    b = sum(second) / n
+    x = [value - a for value in first]
+    y = [value - b for value in second]
     size = (sum(value * value for value in x) * sum(value * value for value in y)) ** 0.5
     return sum(p * q for p, q in zip(x, y, strict=True)) / size if size > 0 else 0.0

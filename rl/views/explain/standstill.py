@@ -1,5 +1,5 @@
-"""Rules about stages that do not move: a learning rate that is too low, a KL penalty that is too high, dropped
-groups.
+"""Rules about stages that do not move: a learning rate that is too low, a KL penalty that is too
+high, dropped groups.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from rl.views.explain.learning import MIN_STEPS, WEIGHT_STD
 from rl.views.explain.record import StageRecord
 
 SMALLEST_RATE = 1e-8
-"""A step of AdamW below 2^-24 of a weight of 1 is lost in float32, and 1e-8 of WEIGHT_STD takes 20,000 updates to
-1%.
+"""A step of AdamW below 2^-24 of a weight of 1 is lost in float32, and 1e-8 of WEIGHT_STD takes
+20,000 updates to 1%.
 """
 MOVED = 1e-3
-LOSS_STAYS, STAYS_STEPS = 0.98, 20
-HELD_COEF, HELD_STEPS = 1.0, 10
+LOSS_STAYS = 0.98
+STAYS_STEPS = 20
+HELD_COEF = 1.0
+HELD_STEPS = 10
 """Published runs use a `kl_coef` of 0.001 to 0.1."""
-KEPT_SHARE, UNFILLED_SHARE = 0.2, 0.5
+KEPT_SHARE = 0.2
+UNFILLED_SHARE = 0.5
 
 
 @stage_rule
 def learning_rate_too_low(stage: StageRecord) -> Iterator[Finding]:
     """Names a learning rate that leaves the weights where they are."""
-    rate, peak = stage.series("optim/lr"), stage.option("optimizer.learning_rate", None)
+    rate = stage.series("optim/lr")
+    peak = stage.option("optimizer.learning_rate", None)
     if len(rate) < MIN_STEPS or not isinstance(peak, (int, float)):
         return
     moved = sum(rate.values) * int(stage.option("updates_per_step", 1))
@@ -37,7 +41,8 @@ def learning_rate_too_low(stage: StageRecord) -> Iterator[Finding]:
         return
     yield Finding(
         "learning rate too low",
-        f"optim/lr is at most {rate.largest:.2g}, so {stage.steps} steps moved a weight by at most {moved:.2g}{stays}",
+        f"optim/lr is at most {rate.largest:.2g}, so {stage.steps} steps moved a weight by at "
+        f"most {moved:.2g}{stays}",
         "The policy stays what it was",
         f"Raise {stage.named('optimizer.learning_rate')}; usual are 1e-6 to 1e-5 for full models",
         stage.name,
@@ -47,26 +52,47 @@ def learning_rate_too_low(stage: StageRecord) -> Iterator[Finding]:
 
 
 def _what_stays(stage: StageRecord) -> str:
-    """Returns the end of a sentence about a loss of demonstrations or a reward that does not change; empty: it does."""
-    loss, reward = stage.series("loss"), stage.series("reward/mean")
+    """Returns the end of a sentence about a loss of demonstrations or a reward that does not
+    change; empty: it does."""
+    loss = stage.series("loss")
+    reward = stage.series("reward/mean")
     if stage.algorithm.get("name") == "sft" and loss and loss.last > LOSS_STAYS * loss.first > 0:
         return f"; the loss stays at {loss.last:.3g}"
-    if stage.samples_completions and reward and not (stage.reward_rose or stage.improved or stage.solved):
+    if (
+        stage.samples_completions
+        and reward
+        and not (stage.reward_rose or stage.improved or stage.solved)
+    ):
         return f"; the reward stays at {reward.last:.3g}"
     return ""
 
 
 @stage_rule
 def held_by_the_reference(stage: StageRecord) -> Iterator[Finding]:
-    """Names a KL penalty that outweighs the rewards: the policy may not leave its reference model."""
+    """Names a KL penalty that outweighs the rewards: the policy may not leave its reference
+    model."""
     for name, metric in (("kl_coef", "kl/ref"), ("kl_reward_coef", "kl/reward")):
-        coefficient, divergence = stage.algorithm.get(name), stage.series(metric)
-        if not isinstance(coefficient, (int, float)) or coefficient < HELD_COEF or len(divergence) < HELD_STEPS:
+        coefficient = stage.algorithm.get(name)
+        divergence = stage.series(metric)
+        if (
+            not isinstance(coefficient, (int, float))
+            or coefficient < HELD_COEF
+            or len(divergence) < HELD_STEPS
+        ):
             continue
-        if stage.reward_rose or stage.improved or stage.solved or stage.algorithm.get("kl_target") is not None:
+        if (
+            stage.reward_rose
+            or stage.improved
+            or stage.solved
+            or stage.algorithm.get("kl_target") is not None
+        ):
             continue
         reward = stage.series("reward/mean")
-        level = f"; reward/mean {reward.first:.3g} at first, {reward.last:.3g} at last" if reward else ""
+        level = (
+            f"; reward/mean {reward.first:.3g} at first, {reward.last:.3g} at last"
+            if reward
+            else ""
+        )
         yield Finding(
             "KL penalty too high",
             f"{name} is {coefficient:g}, and {metric} {divergence.last:.2g} nats per token{level}",
@@ -81,7 +107,8 @@ def held_by_the_reference(stage: StageRecord) -> Iterator[Finding]:
 @stage_rule
 def dropped_groups(stage: StageRecord) -> Iterator[Finding]:
     """Names dynamic sampling that drops nearly all groups."""
-    kept, unfilled = stage.series("dynamic/kept_share"), stage.series("dynamic/without_difference")
+    kept = stage.series("dynamic/kept_share")
+    unfilled = stage.series("dynamic/without_difference")
     if len(kept) < MIN_STEPS or not unfilled or stage.solved:
         return
     prompts = int(stage.option("prompts_per_step", 32))
@@ -89,11 +116,13 @@ def dropped_groups(stage: StageRecord) -> Iterator[Finding]:
         return
     yield Finding(
         "groups dropped",
-        f"dynamic sampling keeps {kept.last:.0%} of the groups, so {unfilled.last:.0f} of the {prompts} groups of a "
+        f"dynamic sampling keeps {kept.last:.0%} of the groups, so {unfilled.last:.0f} of the "
+        f"{prompts} groups of a "
         "step "
         "have equal rewards",
         "Hardly a problem is neither too hard nor too easy, or the reward is constant",
-        f"Read samples (`rl samples {quoted(stage.run.path)}`) and test the reward; use other problems, or more "
+        f"Read samples (`rl samples {quoted(stage.run.path)}`) and test the reward; use other "
+        "problems, or more "
         f"{stage.named('samples_per_prompt')}",
         stage.name,
         kept.since(lambda share: share <= KEPT_SHARE) or kept.steps[0],

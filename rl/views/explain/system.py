@@ -11,11 +11,17 @@ from rl.views.explain.series import TREND_STEPS
 
 MEMORY_SHARE = 0.92
 CODES = {
-    1: ("a bug of Duet or of a plugin: the traceback is in the console log", "Report it with the log"),
+    1: (
+        "a bug of Duet or of a plugin: the traceback is in the console log",
+        "Report it with the log",
+    ),
     2: ("the configuration", "Read the message, then `rl-train --check`"),
     3: ("the data", "Run `rl inspect`"),
     4: ("the model, or no update was finite", "Read the message; lower the learning rate"),
-    5: ("devices, memory or disk", "Run `rl plan` for what the run needs, and `rl doctor` for what the machine has"),
+    5: (
+        "devices, memory or disk",
+        "Run `rl plan` for what the run needs, and `rl doctor` for what the machine has",
+    ),
     6: ("a reward", "Read the traceback, then `rl reward test FUNCTION`"),
     76: ("another process of the run was lost", "Start all processes again: the run continues"),
 }
@@ -29,7 +35,8 @@ def memory(stage: StageRecord) -> Iterator[Finding]:
         (
             "perf/device_memory_share",
             "device memory",
-            f"Lower {stage.named('micro_batch')} or generator.slots, set model.remat: full; `rl plan` compares settings",
+            f"Lower {stage.named('micro_batch')} or generator.slots, set model.remat: full; `rl "
+            "plan` compares settings",
         ),
         (
             "perf/host_memory_share",
@@ -42,7 +49,12 @@ def memory(stage: StageRecord) -> Iterator[Finding]:
             continue
         left = max(1, int(stage.option("steps", stage.steps)) - series.steps[-1])
         per_step = (series.values[-1] - series.first) / max(1, series.steps[-1] - series.steps[0])
-        grows = len(series) >= TREND_STEPS and series.rises(0.9) and series.values[-1] >= 0.5 and per_step > 0
+        grows = (
+            len(series) >= TREND_STEPS
+            and series.rises(0.9)
+            and series.values[-1] >= 0.5
+            and per_step > 0
+        )
         soon = (1 - series.values[-1]) / per_step if grows else float("inf")
         if series.last < MEMORY_SHARE and soon > left:
             continue
@@ -64,7 +76,13 @@ def failed(run: RunRecord) -> Iterator[Finding]:
     code = run.ends[-1] if run.ends else 0
     if code in CODES:
         cause, change = CODES[code]
-        yield Finding(f"exit code {code}", "the last attempt failed", f"The reason is {cause}", change, severity=0.99)
+        yield Finding(
+            f"exit code {code}",
+            "the last attempt failed",
+            f"The reason is {cause}",
+            change,
+            severity=0.99,
+        )
     elif code == 75:
         yield Finding(
             "interrupted",

@@ -30,8 +30,8 @@ def findings(run_dir: str | Path) -> list[Finding]:
 
 
 def verdict(run_dir: str | Path) -> list[str]:
-    """Returns at most eight lines about a run: a summary, then its illnesses with step, number, cause and key to
-    change.
+    """Returns at most eight lines about a run: a summary, then its illnesses with step, number,
+    cause and key to change.
 
     Raises ConfigError if there is no run or no event of it.
     """

@@ -1,4 +1,5 @@
-"""Makes the charts of one or several runs: the headline charts in their order, then every other metric."""
+"""Makes the charts of one or several runs: the headline charts in their order, then every other
+metric."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ _FUNCTIONS = 6  # reward functions in one chart
 
 @dataclass(frozen=True)
 class Drawn:
-    """A line of a chart. low, high: float[n], the band of a deviation or an interval, or None; dots: a mark at each
-    value. tone: number of its colour. reference: a run to compare with, drawn thin."""
+    """A line of a chart. low, high: float[n], the band of a deviation or an interval, or None;
+    dots: a mark at each value. tone: number of its colour. reference: a run to compare with, drawn
+    thin."""
 
     label: str
     metric: str
@@ -33,7 +35,8 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines with one scale. limits: (value, label) of horizontal lines. first, last: positions on the axis."""
+    """Lines with one scale. limits: (value, label) of horizontal lines. first, last: positions on
+    the axis."""
 
     key: str
     title: str
@@ -64,11 +67,14 @@ def choose(
     against: RecordedRun | None = None,
     buckets: tuple[int, int] = (BUCKETS, BUCKETS),
 ) -> Charts:
-    """Returns the charts of one run with all their lines, or of several with the first line of each chart per run.
+    """Returns the charts of one run with all their lines, or of several with the first line of each
+    chart per run.
 
-    against: a run whose first lines are drawn as a reference. buckets: of the headline charts, and of the others.
+    against: a run whose first lines are drawn as a reference. buckets: of the headline charts, and
+    of the others.
     """
-    result, drawn = Charts(), set()
+    result = Charts()
+    drawn = set()
     for plan in [_filled(each, runs) for each in PLANS]:
         shown = plan if len(runs) == 1 else _one_line(plan, runs)
         lines = tuple(_lines(shown, runs, axis, against, buckets[0]))
@@ -76,7 +82,9 @@ def choose(
         drawn |= {line.deviation for line in plan.lines if line.deviation}
         if not lines:
             continue
-        if plan.quiet and all(not line.curve.high.any() and not line.curve.low.any() for line in lines):
+        if plan.quiet and all(
+            not line.curve.high.any() and not line.curve.low.any() for line in lines
+        ):
             result.zero.append(plan.title.lower())
             continue
         first, last = _span(axis, [line.curve for line in lines])
@@ -104,28 +112,43 @@ def _filled(plan: ChartPlan, runs: Sequence[RecordedRun]) -> ChartPlan:
     names = sorted({name for run in runs for name in run.metrics})
     if plan.key == "parts":
         parts = [each[1] for name in names if (each := re.fullmatch(r"rewards/(.+)/mean", name))]
-        lines = tuple(ChartLine(f"rewards/{each}/mean", each) for each in parts[:_FUNCTIONS]) if len(parts) > 1 else ()
+        lines = (
+            tuple(ChartLine(f"rewards/{each}/mean", each) for each in parts[:_FUNCTIONS])
+            if len(parts) > 1
+            else ()
+        )
     elif plan.key == "evaluation":
-        ks = sorted(int(each[1]) for name in names if (each := re.fullmatch(r"eval/pass@(\d+)", name)))
+        ks = sorted(
+            int(each[1]) for name in names if (each := re.fullmatch(r"eval/pass@(\d+)", name))
+        )
         lines = (*plan.lines, *(ChartLine(f"eval/pass@{k}", f"pass@{k}") for k in ks))
     elif plan.key == "memory":
-        lines = tuple(ChartLine(name, name.partition("/")[2]) for name in names if name.startswith("memory/"))
+        lines = tuple(
+            ChartLine(name, name.partition("/")[2]) for name in names if name.startswith("memory/")
+        )
     else:
         return plan
     return replace(plan, lines=lines)
 
 
 def _one_line(plan: ChartPlan, runs: Sequence[RecordedRun]) -> ChartPlan:
-    """Returns the chart that compares runs: its first metric that one of them has; for parts of a step, their sum."""
+    """Returns the chart that compares runs: its first metric that one of them has; for parts of a
+    step, their sum."""
     if plan.stacked:
         lines: tuple[ChartLine, ...] = (ChartLine("time/step", "time/step"),)
     else:
-        lines = tuple(line for line in plan.lines if any(line.metric in run.metrics for run in runs))[:1]
+        lines = tuple(
+            line for line in plan.lines if any(line.metric in run.metrics for run in runs)
+        )[:1]
     return replace(plan, lines=lines, stacked=False)
 
 
 def _lines(
-    plan: ChartPlan, runs: Sequence[RecordedRun], axis: Axis, against: RecordedRun | None = None, buckets: int = BUCKETS
+    plan: ChartPlan,
+    runs: Sequence[RecordedRun],
+    axis: Axis,
+    against: RecordedRun | None = None,
+    buckets: int = BUCKETS,
 ) -> Iterator[Drawn]:
     tone = 0
     runs = [_complete(run, plan) for run in runs] if plan.stacked else runs
@@ -133,18 +156,24 @@ def _lines(
         for line in plan.lines:
             if line.metric in run.metrics:
                 shown = line if len(runs) == 1 else ChartLine(line.metric, run.name)
-                yield _drawn(shown, run, axis, number if len(runs) > 1 else tone, buckets, plan.stacked)
+                yield _drawn(
+                    shown, run, axis, number if len(runs) > 1 else tone, buckets, plan.stacked
+                )
                 tone += 1
     if against is not None:
         line = ChartLine("time/step", "") if plan.stacked else plan.lines[0] if plan.lines else None
         if line and line.metric in against.metrics and tone:
-            shown = _drawn(ChartLine(line.metric, against.name), against, axis, 0, buckets, bare=True)
+            shown = _drawn(
+                ChartLine(line.metric, against.name), against, axis, 0, buckets, bare=True
+            )
             yield replace(shown, reference=True)
 
 
 def _complete(run: RecordedRun, plan: ChartPlan) -> RecordedRun:
     """Returns the run with the parts of its steps at equal steps; a part that a step lacks is 0."""
-    parts = {line.metric: run.metrics[line.metric] for line in plan.lines if line.metric in run.metrics}
+    parts = {
+        line.metric: run.metrics[line.metric] for line in plan.lines if line.metric in run.metrics
+    }
     if not parts:
         return run
     every = np.unique(np.concatenate([_place(each) for each in parts.values()]))
@@ -163,7 +192,9 @@ def _place(metric: Metric) -> np.ndarray:
     return metric.stage * _MOST_STEPS + metric.step
 
 
-def _drawn(line: ChartLine, run: RecordedRun, axis: Axis, tone: int, buckets: int, bare: bool) -> Drawn:
+def _drawn(
+    line: ChartLine, run: RecordedRun, axis: Axis, tone: int, buckets: int, bare: bool
+) -> Drawn:
     """Returns a line of a chart. bare: without bands and dots."""
     metric = run.metrics[line.metric]
     x, stage = axis.positions(run, metric)
@@ -180,12 +211,14 @@ def _drawn(line: ChartLine, run: RecordedRun, axis: Axis, tone: int, buckets: in
         same = np.isin(_place(other), _place(metric)[np.isfinite(metric.value)])
         spread = curve(*axis.positions(run, other), np.where(same, other.value, np.nan), buckets)
         if len(spread.x) == len(result.x):
-            low, high = result.mean - spread.mean, result.mean + spread.mean
+            low = result.mean - spread.mean
+            high = result.mean + spread.mean
     return Drawn(line.label, line.metric, result, tone, low, high, dots=len(result.x) <= 2)
 
 
 def _problems(run: RecordedRun, shown: Curve, axis: Axis) -> np.ndarray | float | None:
-    """Returns the number of scored problems of each evaluation, from the events, or of all from the configuration."""
+    """Returns the number of scored problems of each evaluation, from the events, or of all from the
+    configuration."""
     if (metric := run.metrics.get("eval/problems")) is not None and np.isfinite(metric.value).any():
         x, _ = axis.positions(run, metric)
         scored = metric.value
@@ -212,9 +245,15 @@ def _limits(plan: ChartPlan, runs: Sequence[RecordedRun]) -> tuple[tuple[float, 
     config = runs[0].config
     stages = config.get("stages")
     bounds = (
-        [each.get("max_logp_diff") for each in stages if isinstance(each, dict)] if isinstance(stages, list) else []
+        [each.get("max_logp_diff") for each in stages if isinstance(each, dict)]
+        if isinstance(stages, list)
+        else []
     )
-    limits = [(float(each), "max_logp_diff") for each in dict.fromkeys(bounds) if isinstance(each, (int, float))]
+    limits = [
+        (float(each), "max_logp_diff")
+        for each in dict.fromkeys(bounds)
+        if isinstance(each, (int, float))
+    ]
     model = config.get("model")
     if isinstance(model, dict) and model.get("dtype") == "float32":
         return (*limits, (1e-4, "float32: above is a fault"))

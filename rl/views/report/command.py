@@ -35,14 +35,17 @@ def part_of(stage: str | None, steps: str | None) -> Part:
     match = re.fullmatch(r"(\d*):(\d*)", steps)
     first, last = (int(match[1] or 0), float(match[2] or "inf")) if match else (1, 0.0)
     if first > last:
-        raise ConfigError(f"--steps {steps}: not a range of steps; write first:last, e.g. 100:200, or 100:")
+        raise ConfigError(
+            f"--steps {steps}: not a range of steps; write first:last, e.g. 100:200, or 100:"
+        )
     return Part(stage, first, last)
 
 
 def report(directories: Sequence[str], options: ReportFlags) -> int:
     """Writes the report of a run, or of several together. Returns the exit code.
 
-    Raises ConfigError if a folder holds no run, DataError after writing a report that leaves damaged lines out.
+    Raises ConfigError if a folder holds no run, DataError after writing a report that leaves
+    damaged lines out.
     """
     runs = _read(directories, options.part)
     against = _read([options.against], options.part)[0] if options.against is not None else None
@@ -54,11 +57,18 @@ def report(directories: Sequence[str], options: ReportFlags) -> int:
     verdicts = [verdict(run) for run in runs]
     created = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     shown = page.page(page.ReportPage(runs, axis, chosen, verdicts, against, created))
-    output = options.output or str(runs[0].path / ("report.html" if len(runs) == 1 else "compare.html"))
+    output = options.output or str(
+        runs[0].path / ("report.html" if len(runs) == 1 else "compare.html")
+    )
     _write(output, shown)
     if options.json:
-        values = [summary.numbers(run, axis, lines) for run, lines in zip(runs, verdicts, strict=True)]
-        _write(options.json, json.dumps(values[0] if len(values) == 1 else {"runs": values}, indent=1) + "\n")
+        values = [
+            summary.numbers(run, axis, lines) for run, lines in zip(runs, verdicts, strict=True)
+        ]
+        _write(
+            options.json,
+            json.dumps(values[0] if len(values) == 1 else {"runs": values}, indent=1) + "\n",
+        )
     if output != "-":
         print(f"{output} ({len(shown.encode('utf-8', 'replace')) / 1e6:.2f} MB)", file=sys.stderr)
     if options.open and output != "-":
@@ -113,10 +123,14 @@ def _write(output: str, content: str) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise ResourceError(f"{path}: cannot be written: {error.strerror}. Choose another file with -o") from None
+        raise ResourceError(
+            f"{path}: cannot be written: {error.strerror}. Choose another file with -o"
+        ) from None
 
 
 def _refuse(damage: Sequence[Damage], output: str | None) -> None:
     if damage:
         written = f"{output} is written without them.\n" if output not in (None, "-") else ""
-        raise DataError(f"{len(damage)} places could not be read. {written}{damage_text(list(damage))}")
+        raise DataError(
+            f"{len(damage)} places could not be read. {written}{damage_text(list(damage))}"
+        )

@@ -12,18 +12,32 @@ from rl.views.report.read import RecordedRun
 from rl.views.report.series import esc, text
 
 _PEEK = 140  # characters of a completion that its line shows
-_CAPS = (60_000, 20_000, 8_000, 4_000, 2_000, 1_000, 500, 200, 60)  # bytes of a text, tried in this order
-_EXPLAINED = (
-    """best and worst reward, largest gap between generator and trainer, longest, cut off, faulted, and random"""
-)
+_CAPS = (
+    60_000,
+    20_000,
+    8_000,
+    4_000,
+    2_000,
+    1_000,
+    500,
+    200,
+    60,
+)  # bytes of a text, tried in this order
+_EXPLAINED = """best and worst reward, largest gap between generator and trainer, longest, cut off, faulted, and random"""
 
 
-def listing(runs: Sequence[RecordedRun], chosen: Sequence[samples.Chosen], embedded: Embedded, room: int) -> str:
-    """Returns the section of samples in at most `room` bytes. chosen: for each run. embedded: pictures of the page."""
-    every = [(run, record) for run, each in zip(runs, chosen, strict=True) for record in each.records]
+def listing(
+    runs: Sequence[RecordedRun], chosen: Sequence[samples.Chosen], embedded: Embedded, room: int
+) -> str:
+    """Returns the section of samples in at most `room` bytes. chosen: for each run. embedded:
+    pictures of the page."""
+    every = [
+        (run, record) for run, each in zip(runs, chosen, strict=True) for record in each.records
+    ]
     if not every or room < 2000:
         return ""
-    items, size = [], 0
+    items = []
+    size = 0
     sizes = [len(content) for _, record in every for content in _texts(record)]
     write = lambda run, record, cap: _sample(run if len(runs) > 1 else None, record, embedded, cap)  # noqa: E731
     for cap in _CAPS:
@@ -43,26 +57,48 @@ def listing(runs: Sequence[RecordedRun], chosen: Sequence[samples.Chosen], embed
         for kind, count in counts.items()
         if count
     )
-    partial = " of the part of the files that was read" if any(each.partial for each in chosen) else ""
+    partial = (
+        " of the part of the files that was read" if any(each.partial for each in chosen) else ""
+    )
     total = sum(each.total for each in chosen)
-    shown = f" {len(embedded.names)} of their {embedded.total} pictures are in the page." if embedded.total else ""
+    shown = (
+        f" {len(embedded.names)} of their {embedded.total} pictures are in the page."
+        if embedded.total
+        else ""
+    )
     return (
-        f'<section id="samples"><h2>Samples</h2><p class="about">{len(items)} of {total:,} recorded completions'
-        f'{partial}: {_EXPLAINED}.{shown}</p><div class="tools" hidden><button data-kind="" aria-pressed="true">all '
+        f'<section id="samples"><h2>Samples</h2><p class="about">{len(items)} of {total:,} '
+        "recorded completions"
+        f'{partial}: {_EXPLAINED}.{shown}</p><div class="tools" hidden><button data-kind="" '
+        'aria-pressed="true">all '
         f"{len(items)}</button>"
-        f'{buttons}<input type="search" id="words" placeholder="text in a sample" aria-label="text in a sample"></div>'
+        f'{buttons}<input type="search" id="words" placeholder="text in a sample" '
+        'aria-label="text in a sample"></div>'
         f'<div class="samples">{"".join(items)}</div></section>'
     )
 
 
-def _sample(run: RecordedRun | None, record: Mapping[str, Any], embedded: Embedded, cap: int) -> str:
+def _sample(
+    run: RecordedRun | None, record: Mapping[str, Any], embedded: Embedded, cap: int
+) -> str:
     """Returns one completion, folded. cap: bytes of each text."""
-    where = f"{record.get('stage', '')} {record.get('step', '')}" + (f" · {run.name}" if run else "")
+    where = f"{record.get('stage', '')} {record.get('step', '')}" + (
+        f" · {run.name}" if run else ""
+    )
     reward = record.get("reward")
-    score = f"reward {text(reward)}" if isinstance(reward, (int, float)) else "unscored" if "reward" in record else ""
+    score = (
+        f"reward {text(reward)}"
+        if isinstance(reward, (int, float))
+        else "unscored"
+        if "reward" in record
+        else ""
+    )
     tags = "".join(f'<span class="tag {kind.split()[0]}">{kind}</span>' for kind in record["why"])
     tags += '<span class="tag">evaluation</span>' if record.get("eval") is True else ""
-    peek = f"<i>{esc(start(record, 'prompt', _PEEK // 2))} → </i>{esc(start(record, 'completion', _PEEK))}"
+    peek = (
+        f"<i>{esc(start(record, 'prompt', _PEEK // 2))} → "
+        f"</i>{esc(start(record, 'completion', _PEEK))}"
+    )
     facts = _facts(record)
     body = "".join(
         f"<h3>{esc(name + (': ' + role if role else ''))}</h3>{_message(pieces, embedded, cap)}"
@@ -88,7 +124,8 @@ def _message(pieces: Sequence[Piece], embedded: Embedded, cap: int) -> str:
     """Returns the texts of a message, and its pictures and sounds in their places."""
     texts = [piece for piece in pieces if not isinstance(piece, str) or piece.strip()] or [""]
     return "".join(
-        f"<pre>{_cut(piece, cap)}</pre>" if isinstance(piece, str) else figure(piece, embedded) for piece in texts
+        f"<pre>{_cut(piece, cap)}</pre>" if isinstance(piece, str) else figure(piece, embedded)
+        for piece in texts
     )
 
 

@@ -1,8 +1,8 @@
 """Writes the report: one HTML file that asks for nothing, of at most 2 MB however long the run was.
 
-The page holds one style and one script, each named by its hash in a Content-Security-Policy that refuses everything
-else, but for data URIs of pictures where samples have some. All texts of a run are escaped: in HTML, and in the JSON of
-the charts, where `<` is written as \\u003c.
+The page holds one style and one script, each named by its hash in a Content-Security-Policy that
+refuses everything else, but for data URIs of pictures where samples have some. All texts of a run
+are escaped: in HTML, and in the JSON of the charts, where `<` is written as \\u003c.
 """
 
 from __future__ import annotations
@@ -46,19 +46,23 @@ class ReportPage:
 def page(report: ReportPage) -> str:
     """Returns the HTML of a report, at most MOST_BYTES long in UTF-8."""
     charts = figures(report.runs, report.axis, report.against)
-    script, style = _asset("report.js"), _asset("report.css")
+    script = _asset("report.js")
+    style = _asset("report.css")
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
     if any(pictures(record) for chosen in report.samples for record in chosen.records):
         policy += "; img-src data:"
     head = (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" '
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta '
+        'http-equiv="Content-Security-Policy" '
         f"content=\"{policy}; base-uri 'none'; form-action 'none'\">\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{esc(report.title)} - rl report</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{esc(report.title)} - rl "
+        f"report</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
     )
     before = head + _before(report) + charts.html + _evaluations(report)
     after = (
-        f'{_after(report)}</main>\n<script type="application/json" id="data">{charts.numbers}</script>\n'
+        f'{_after(report)}</main>\n<script type="application/json" '
+        f'id="data">{charts.numbers}</script>\n'
         f"<script>{script}</script>\n</body>\n</html>\n"
     )
     room = MOST_BYTES - len((before + after).encode("utf-8", "replace"))
@@ -69,10 +73,12 @@ def page(report: ReportPage) -> str:
 
 def _before(report: ReportPage) -> str:
     """Returns the head of the page: name, state, verdict, damage, headline numbers, stages."""
-    runs, one = report.runs, report.runs[0]
+    runs = report.runs
+    one = report.runs[0]
     head = f"<h1>{esc(report.title)}</h1>{sections.pill(one) if len(runs) == 1 else ''}"
     about = "".join(
-        f'<p class="about">{esc(run.name) + ": " if len(runs) > 1 else ""}{sections.about(run)}</p>' for run in runs
+        f'<p class="about">{esc(run.name) + ": " if len(runs) > 1 else ""}{sections.about(run)}</p>'
+        for run in runs
     )
     if report.against is not None:
         other = f"dashed: {esc(report.against.name)}, {sections.about(report.against)}"
@@ -83,7 +89,8 @@ def _before(report: ReportPage) -> str:
             parts.append(_verdict(run, lines, f": {run.name}" if len(runs) > 1 else ""))
     if damage := [each for run in runs for each in run.damage]:
         parts.append(
-            f'<section class="card warn"><h2>Damaged: this report leaves out what could not be read</h2>'
+            '<section class="card warn"><h2>Damaged: this report leaves out what could not be '
+            "read</h2>"
             f'<pre class="mono">{esc(damage_text(damage))}</pre></section>'
         )
     if len(runs) == 1:
@@ -96,10 +103,13 @@ def _before(report: ReportPage) -> str:
 
 
 def _verdict(run: RecordedRun, lines: Sequence[str], name: str) -> str:
-    """Returns the card of the verdict: the summary without the folder that it starts with, then a list."""
+    """Returns the card of the verdict: the summary without the folder that it starts with, then a
+    list."""
     summary, *findings = lines
     items = "".join(f"<li>{esc(line)}</li>" for line in findings)
-    body = f"<p>{esc(summary.removeprefix(f'{run.path}: '))}</p>" + (f"<ul>{items}</ul>" if items else "")
+    body = f"<p>{esc(summary.removeprefix(f'{run.path}: '))}</p>" + (
+        f"<ul>{items}</ul>" if items else ""
+    )
     return f'<section class="card verdict"><h2>Verdict{esc(name)}</h2>{body}</section>'
 
 
@@ -109,7 +119,11 @@ def _nav(report: ReportPage) -> str:
         places.append(("evaluation", "Evaluation"))
     if any(chosen.records for chosen in report.samples):
         places.append(("samples", "Samples"))
-    places += [("configuration", "Configuration"), ("programs", "Programs and memory"), ("versions", "Versions")]
+    places += [
+        ("configuration", "Configuration"),
+        ("programs", "Programs and memory"),
+        ("versions", "Versions"),
+    ]
     known = {
         "configuration": any(run.config for run in report.runs),
         "programs": any(run.programs for run in report.runs),
@@ -135,7 +149,10 @@ def _after(report: ReportPage) -> str:
         ("versions", "Versions", sections.versions),
     ):
         shown = [(run, each) for run in report.runs if (each := write(run))]
-        body = "".join((f"<h3>{esc(run.name)}</h3>" if len(report.runs) > 1 else "") + each for run, each in shown)
+        body = "".join(
+            (f"<h3>{esc(run.name)}</h3>" if len(report.runs) > 1 else "") + each
+            for run, each in shown
+        )
         parts.append(f'<section id="{key}"><h2>{title}</h2>{body}</section>' if body else "")
     made = f" on {esc(report.created)}" if report.created else ""
     return "".join(parts) + f"<footer>Written by <code>rl report</code>{made}.</footer>"

@@ -16,10 +16,11 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class ChartPlan:
-    """A headline chart. better: "up" or "down" if the first line has a direction. stacked: areas on each other.
+    """A headline chart. better: "up" or "down" if the first line has a direction. stacked: areas on
+    each other.
 
-    share: the values lie in 0..1. quiet: a chart of nothing but zeros is named in a line instead of being drawn. log:
-    the scale is logarithmic if all values are positive, however little they span.
+    share: the values lie in 0..1. quiet: a chart of nothing but zeros is named in a line instead of
+    being drawn. log: the scale is logarithmic if all values are positive, however little they span.
     """
 
     key: str
@@ -43,7 +44,9 @@ PLANS: tuple[ChartPlan, ...] = (
         (ChartLine("reward/mean", "mean", "reward/std"),),
         "up",
     ),
-    ChartPlan("parts", "Reward by function", "Mean score of each function, before its weight.", (), "up"),
+    ChartPlan(
+        "parts", "Reward by function", "Mean score of each function, before its weight.", (), "up"
+    ),
     ChartPlan(
         "pairs",
         "Pairs ranked right",
@@ -90,7 +93,10 @@ PLANS: tuple[ChartPlan, ...] = (
         "length",
         "Completion length",
         "Tokens of a completion, its stop token included.",
-        (ChartLine("completion/mean_length", "mean"), ChartLine("completion/max_length", "longest")),
+        (
+            ChartLine("completion/mean_length", "mean"),
+            ChartLine("completion/max_length", "longest"),
+        ),
         unit="tokens",
     ),
     ChartPlan(
@@ -118,7 +124,10 @@ PLANS: tuple[ChartPlan, ...] = (
         "mismatch",
         "Generator against trainer",
         "Absolute difference of the log-probabilities of sampled tokens, for the same weights.",
-        (ChartLine("sampler/logp_diff_mean", "mean"), ChartLine("sampler/logp_diff_max", "largest")),
+        (
+            ChartLine("sampler/logp_diff_mean", "mean"),
+            ChartLine("sampler/logp_diff_max", "largest"),
+        ),
         "down",
         log=True,
     ),
@@ -138,7 +147,11 @@ PLANS: tuple[ChartPlan, ...] = (
         "loss",
         "Loss",
         "Near 0 by construction under GRPO and PPO, where it means little.",
-        (ChartLine("loss", "loss"), ChartLine("held_out/loss", "held-out rows"), ChartLine("value/loss", "critic")),
+        (
+            ChartLine("loss", "loss"),
+            ChartLine("held_out/loss", "held-out rows"),
+            ChartLine("value/loss", "critic"),
+        ),
         "down",
     ),
     ChartPlan(
@@ -219,5 +232,9 @@ PLANS: tuple[ChartPlan, ...] = (
     ),
     ChartPlan("memory", "Memory", "As recorded by the run.", ()),
 )
-HEADLINES = tuple(dict.fromkeys(plan.lines[0].metric for plan in PLANS if plan.lines)) + ("time/step",)
-BETTER = {line.metric: plan.better for plan in PLANS for line in plan.lines if plan.better} | {"time/step": "down"}
+HEADLINES = tuple(dict.fromkeys(plan.lines[0].metric for plan in PLANS if plan.lines)) + (
+    "time/step",
+)
+BETTER = {line.metric: plan.better for plan in PLANS for line in plan.lines if plan.better} | {
+    "time/step": "down"
+}

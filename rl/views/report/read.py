@@ -1,4 +1,5 @@
-"""Reads the folder of a run: metrics, attempts, configuration and programs. Files and keys may be missing.
+"""Reads the folder of a run: metrics, attempts, configuration and programs. Files and keys may be
+missing.
 
 rl/records/run_files.py reads the files; here the metrics become arrays.
 """
@@ -32,7 +33,8 @@ _SHOWN = 20  # damaged places that a message lists
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric over the steps that have it. stage: int[n], index in Run.stages; step: int[n]; value: float[n].
+    """One metric over the steps that have it. stage: int[n], index in Run.stages; step: int[n];
+    value: float[n].
 
     A value that is null in the file is NaN.
     """
@@ -46,9 +48,10 @@ class Metric:
 class RecordedRun:
     """What the folder of a run holds.
 
-    steps maps a stage to its (first, last) recorded step. restarts lists the (stage, step) that a later attempt wrote
-    first. seconds maps (stage, step) to the seconds of all steps and evaluations up to it; by the clock, pauses
-    included, in a run without `time/step`. times maps it to its Unix seconds, if they are recorded.
+    steps maps a stage to its (first, last) recorded step. restarts lists the (stage, step) that a
+    later attempt wrote first. seconds maps (stage, step) to the seconds of all steps and
+    evaluations up to it; by the clock, pauses included, in a run without `time/step`. times maps it
+    to its Unix seconds, if they are recorded.
     """
 
     path: Path
@@ -85,7 +88,8 @@ class Part:
 
 
 def read_run(directory: str | Path, part: Part | None = None) -> RecordedRun:
-    """Reads a run folder. Raises ConfigError if there is no run, or no stage of the requested name."""
+    """Reads a run folder. Raises ConfigError if there is no run, or no stage of the requested
+    name."""
     part = part or Part()
     path = Path(directory)
     check_run(path)
@@ -97,7 +101,9 @@ def read_run(directory: str | Path, part: Part | None = None) -> RecordedRun:
     run.attempts = attempts(path, run.damage)
     run.info = dict(run.attempts[-1].facts) if run.attempts else {}
     programs = read_json(path / PROGRAMS, run.damage).get("programs")
-    run.programs = [each for each in programs if isinstance(each, dict)] if isinstance(programs, list) else []
+    run.programs = (
+        [each for each in programs if isinstance(each, dict)] if isinstance(programs, list) else []
+    )
     run.restarts = _restarts(run)
     return run
 
@@ -108,7 +114,10 @@ def check_steps(run: RecordedRun, part: Part) -> None:
         return
     names = sorted({stage for stage, _ in steps(run.path, [])})
     if part.stage is not None and part.stage not in names:
-        raise ConfigError(f"--stage {part.stage}: {run.path} has no such stage (valid: {', '.join(names) or 'none'})")
+        raise ConfigError(
+            f"--stage {part.stage}: {run.path} has no such stage (valid: "
+            f"{', '.join(names) or 'none'})"
+        )
     raise ConfigError(f"--steps: {run.path} recorded no step there")
 
 
@@ -117,7 +126,8 @@ def _fill(run: RecordedRun, shown: Mapping[tuple[str, int], RecordedStep]) -> No
     run.stages = list(dict.fromkeys(stage for stage, _ in shown))
     index = {name: number for number, name in enumerate(run.stages)}
     places = sorted(shown, key=lambda each: (index[each[0]], each[1]))
-    # Most steps have the metrics of the step before, so rows of equal keys are turned into columns together.
+    # Most steps have the metrics of the step before, so rows of equal keys are turned into columns
+    # together.
     groups: dict[tuple[str, ...], list[int]] = {}
     spent = 0.0
     for row, place in enumerate(places):
@@ -133,7 +143,9 @@ def _fill(run: RecordedRun, shown: Mapping[tuple[str, int], RecordedStep]) -> No
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     for names, rows in groups.items():
         for name, column in zip(
-            names, zip(*(shown[places[row]].metrics.values() for row in rows), strict=True), strict=True
+            names,
+            zip(*(shown[places[row]].metrics.values() for row in rows), strict=True),
+            strict=True,
         ):
             value, known = _column(column)
             if known.any():
@@ -147,8 +159,8 @@ def _fill(run: RecordedRun, shown: Mapping[tuple[str, int], RecordedStep]) -> No
 
 
 def _column(values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers of a metric, float[n] with NaN for null, and which of its values are numbers or null,
-    bool[n].
+    """Returns the numbers of a metric, float[n] with NaN for null, and which of its values are
+    numbers or null, bool[n].
     """
     if all(type(value) is float for value in values):
         return np.asarray(values, np.float64), np.ones(len(values), bool)
@@ -160,8 +172,15 @@ def _column(values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
 def _restarts(run: RecordedRun) -> list[tuple[str, int]]:
     """Returns the first (stage, step) of each attempt after the first, by their times."""
     starts = [each.start for each in run.attempts[1:] if each.start is not None]
-    places = [next((place for place, time in run.times.items() if time >= start), None) for start in starts]
-    return [place for place in dict.fromkeys(places) if place is not None and place != next(iter(run.times))]
+    places = [
+        next((place for place, time in run.times.items() if time >= start), None)
+        for start in starts
+    ]
+    return [
+        place
+        for place in dict.fromkeys(places)
+        if place is not None and place != next(iter(run.times))
+    ]
 
 
 def evaluation_problems(run: RecordedRun) -> int | None:

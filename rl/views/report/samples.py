@@ -1,9 +1,9 @@
-"""Chooses completions that are worth reading: best, worst, longest, cut off, faulted, random, and those on which
-generator and trainer differ most.
+"""Chooses completions that are worth reading: best, worst, longest, cut off, faulted, random, and
+those on which generator and trainer differ most.
 
-Choosing needs a few numbers of every completion. Lines of small files are parsed. In large files the numbers are cut
-out of the bytes, and only the chosen lines are parsed: inside a JSON text a quotation mark is escaped, so `"reward":`
-is a key.
+Choosing needs a few numbers of every completion. Lines of small files are parsed. In large files
+the numbers are cut out of the bytes, and only the chosen lines are parsed: inside a JSON text a
+quotation mark is escaped, so `"reward":` is a key.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ _BLOCKS = 64
 
 @dataclass
 class Chosen:
-    """records: the chosen completions, the newest first, each with its reasons in `why` and `gap` if it is known.
+    """records: the chosen completions, the newest first, each with its reasons in `why` and `gap`
+    if it is known.
 
-    total: completions of which they were chosen; partial: whether there were too many to look at all.
+    total: completions of which they were chosen; partial: whether there were too many to look at
+    all.
     """
 
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -43,7 +45,8 @@ class Chosen:
 
 @dataclass
 class _Index:
-    """Numbers of every completion, one entry each; a gap is NaN where it is unknown, a reward where there is none."""
+    """Numbers of every completion, one entry each; a gap is NaN where it is unknown, a reward where
+    there is none."""
 
     file: list[int] = field(default_factory=list)
     offset: list[int] = field(default_factory=list)
@@ -99,12 +102,15 @@ def pick(
     count: int,
     seed: int = 0,
 ) -> dict[int, set[str]]:
-    """Returns the chosen rows, each with its reasons. Each kind has an equal share of `count`, random ones the rest.
+    """Returns the chosen rows, each with its reasons. Each kind has an equal share of `count`,
+    random ones the rest.
 
-    Equal values are in an order drawn from `seed`. A completion is chosen once, for all the reasons it has.
+    Equal values are in an order drawn from `seed`. A completion is chosen once, for all the reasons
+    it has.
     """
     total = len(reward)
-    rewards, lengths = np.asarray(reward, float), np.asarray(length, float)
+    rewards = np.asarray(reward, float)
+    lengths = np.asarray(length, float)
     order = np.random.default_rng(seed).permutation(total)
     ranked = {
         "best": _top(rewards, order),
@@ -143,7 +149,8 @@ def _top(values: np.ndarray, order: np.ndarray) -> np.ndarray:
 
 
 def _ranges(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns the parts (file, first byte, last byte) that are read: all, or blocks spread evenly over the files."""
+    """Returns the parts (file, first byte, last byte) that are read: all, or blocks spread evenly
+    over the files."""
     if sum(sizes) <= _READ:
         return [(number, 0, size) for number, size in enumerate(sizes)]
     bounds = np.r_[0, np.cumsum(sizes)]
@@ -173,7 +180,8 @@ def _scan(
             file.readline()  # the end of a line that begins before
         offset = file.tell()
         for line_number, line in enumerate(file, 1):
-            start, offset = offset, offset + len(line)
+            start = offset
+            offset = offset + len(line)
             if start >= last:
                 return
             if not line.endswith(b"\n"):
@@ -182,7 +190,9 @@ def _scan(
             if values is None:
                 if line.strip():
                     where = line_number if not first else 0
-                    damage.append(Damage(path, where, "damaged line; delete it, or restore it from a backup"))
+                    damage.append(
+                        Damage(path, where, "damaged line; delete it, or restore it from a backup")
+                    )
                 continue
             stage, step, reward, length, cut, faulted, at = values
             if not every and not part.holds(stage, step):
@@ -199,14 +209,21 @@ def _scan(
 
 
 def _parsed(line: bytes) -> tuple[str, int, float, int, bool, bool, int] | None:
-    """Returns (stage, step, reward, tokens, cut off, faulted, place in the .bin file or -1); None: damaged."""
+    """Returns (stage, step, reward, tokens, cut off, faulted, place in the .bin file or -1); None:
+    damaged."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict) or not isinstance(row.get("stage"), str) or not isinstance(row.get("step"), int):
+    if (
+        not isinstance(row, dict)
+        or not isinstance(row.get("stage"), str)
+        or not isinstance(row.get("step"), int)
+    ):
         return None
-    reward, faults, at = row.get("reward"), row.get("faults"), row.get("at")
+    reward = row.get("reward")
+    faults = row.get("faults")
+    at = row.get("at")
     scored = isinstance(reward, (int, float))
     return (
         row["stage"],
@@ -221,7 +238,8 @@ def _parsed(line: bytes) -> tuple[str, int, float, int, bool, bool, int] | None:
 
 def sample_length(row: dict[str, Any]) -> int:
     """Returns the tokens of a completion: their recorded number, or the length of their list."""
-    count, tokens = row.get("n"), row.get("tokens")
+    count = row.get("n")
+    tokens = row.get("tokens")
     if isinstance(count, int):
         return count
     return len(tokens) if isinstance(tokens, list) else len(str(row.get("completion") or ""))
@@ -232,9 +250,12 @@ def _cut_out(line: bytes) -> tuple[str, int, float, int, bool, bool, int] | None
     if not line.startswith(b"{") or not line.endswith((b"}\n", b"}\r\n")):
         return None
     tokens = line.find(b'"tokens":')
-    behind = line.find(b"]", tokens) if tokens >= 0 else 0  # the numbers of a completion follow its token ids
+    behind = (
+        line.find(b"]", tokens) if tokens >= 0 else 0
+    )  # the numbers of a completion follow its token ids
     try:
-        stage, step = _value(line, line.find(b'"stage":')), int(_value(line, line.find(b'"step":')))
+        stage = _value(line, line.find(b'"stage":'))
+        step = int(_value(line, line.find(b'"step":')))
         value = _value(line, _last(line, b'"reward":', behind))
         reward = math.nan if value in (b"", b"null") else float(value)
         if tokens >= 0:
@@ -247,7 +268,15 @@ def _cut_out(line: bytes) -> tuple[str, int, float, int, bool, bool, int] | None
     faults = line.rfind(b'"faults":', behind)
     faulted = faults >= 0 and line[faults + 9 : faults + 24].lstrip()[:2] not in (b"{}", b"nu")
     cut = _value(line, _last(line, b'"finish":', behind)) == b'"length"'
-    return stage.strip(b'"').decode(errors="replace"), step, reward, length, cut, faulted or value == b"null", at
+    return (
+        stage.strip(b'"').decode(errors="replace"),
+        step,
+        reward,
+        length,
+        cut,
+        faulted or value == b"null",
+        at,
+    )
 
 
 def _last(line: bytes, key: bytes, behind: int) -> int:
@@ -268,12 +297,14 @@ def _value(line: bytes, start: int) -> bytes:
 
 
 def _gaps(index: _Index, files: Sequence[Path]) -> np.ndarray:
-    """Returns for each completion the largest difference between generator and trainer, from the .bin files.
+    """Returns for each completion the largest difference between generator and trainer, from the
+    .bin files.
 
     A completion extends to the place of the next one. Only tokens of the mask count.
     """
     result = np.full(len(index.file), np.nan)
-    of_file, at = np.asarray(index.file, np.int64), np.asarray(index.at, np.int64)
+    of_file = np.asarray(index.file, np.int64)
+    at = np.asarray(index.at, np.int64)
     for number, file in enumerate(files):
         binary = tokens_file(file)
         rows = np.flatnonzero((of_file == number) & (at >= 0))

@@ -20,12 +20,19 @@ _LONGEST = 40_000  # characters of a configuration
 _ROWS = 12  # rows of a table of programs before the rest is folded
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[int] = (), kind: str = "scroll") -> str:
-    """Returns a table. Cells are HTML; `numeric` lists the columns that are aligned to the right."""
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numeric: Sequence[int] = (),
+    kind: str = "scroll",
+) -> str:
+    """Returns a table. Cells are HTML; `numeric` lists the columns that are aligned to the
+    right."""
     mark = lambda number: ' class="n"' if number in numeric else ""  # noqa: E731
     top = "".join(f"<th{mark(n)}>{esc(name)}</th>" for n, name in enumerate(head))
     body = "".join(
-        "<tr>" + "".join(f"<td{mark(n)}>{cell}</td>" for n, cell in enumerate(row)) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td{mark(n)}>{cell}</td>" for n, cell in enumerate(row)) + "</tr>"
+        for row in rows
     )
     top = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
     return f'<div class="{kind}"><table>{top}<tbody>{body}</tbody></table></div>'
@@ -44,7 +51,9 @@ def about(run: RecordedRun) -> str:
     source = model.get("source") if isinstance(model, dict) else model
     if source:
         weights = run.info.get("weights")
-        random = " (random weights)" if isinstance(weights, str) and weights.startswith("random") else ""
+        random = (
+            " (random weights)" if isinstance(weights, str) and weights.startswith("random") else ""
+        )
         parts.append(f"{source}{random}")
     if run.stages:
         parts.append(" → ".join(run.stages))
@@ -58,7 +67,8 @@ def about(run: RecordedRun) -> str:
 
 
 def device_text(run: RecordedRun) -> str:
-    """Returns the devices of the run, e.g. `8 x TPU v5p`; the platform of the configuration if they are unknown."""
+    """Returns the devices of the run, e.g. `8 x TPU v5p`; the platform of the configuration if they
+    are unknown."""
     devices = run.info.get("devices")
     if isinstance(devices, dict) and "kind" in devices:
         return f"{devices.get('count', 1)} x {devices['kind']}"
@@ -76,26 +86,46 @@ def moment(seconds: float | None) -> str:
 def tiles(run: RecordedRun, samples: int) -> str:
     """Returns the headline numbers of a run as tiles, each only if the run has it."""
     made = []
-    accuracy, reward = summary.headline(run, ACCURACY), summary.headline(run, "reward/mean")
+    accuracy = summary.headline(run, ACCURACY)
+    reward = summary.headline(run, "reward/mean")
     if accuracy:
         last = summary.evaluations(run)
         bounds = next((each.interval for each in reversed(last) if each.interval), None)
         shown = f", 95%: {text(bounds[0])} to {text(bounds[1])}" if bounds else ""
         made.append(("Accuracy", text(accuracy.last[0]), f"from {text(accuracy.first[0])}{shown}"))
     if reward:
-        made.append(("Reward", text(reward.last[0]), f"from {text(reward.first[0])}, best {text(_best(reward))}"))
-    for name, title in (("rewards/accuracies", "Pairs ranked right"), ("reward_model/accuracy", "Pairs ranked right")):
+        made.append(
+            (
+                "Reward",
+                text(reward.last[0]),
+                f"from {text(reward.first[0])}, best {text(_best(reward))}",
+            )
+        )
+    for name, title in (
+        ("rewards/accuracies", "Pairs ranked right"),
+        ("reward_model/accuracy", "Pairs ranked right"),
+    ):
         if (pairs := summary.headline(run, name)) and len(made) < 3:
             made.append((title, text(pairs.last[0]), f"from {text(pairs.first[0])}"))
     if not made and (loss := summary.headline(run, "loss")):
         made.append(("Loss", text(loss.last[0]), f"from {text(loss.first[0])}"))
     steps = {name: last for name, (_, last) in run.steps.items()}
     if steps:
-        each = ", ".join(f"{name} {count:,}" for name, count in steps.items()) if len(steps) > 1 else next(iter(steps))
+        each = (
+            ", ".join(f"{name} {count:,}" for name, count in steps.items())
+            if len(steps) > 1
+            else next(iter(steps))
+        )
         made.append(("Steps", f"{sum(steps.values()):,}", each))
     if spent := summary.total_seconds(run):
         usual = summary.typical(run, "time/step")
-        made.append(("Time in steps", seconds_text(spent), f"{seconds_text(usual)} a step at the end" if usual else ""))
+        made.append(
+            (
+                "Time in steps",
+                seconds_text(spent),
+                f"{seconds_text(usual)} a step at the end" if usual else "",
+            )
+        )
     if speed := summary.typical(run, "perf/step_tokens_per_s"):
         made.append(("Tokens per second", text(speed), "per device, full step"))
     if samples:
@@ -116,7 +146,8 @@ def overview(runs: Sequence[RecordedRun]) -> str:
     """Returns the headline numbers of several runs as a table, with the colour of each run."""
     rows = []
     for number, run in enumerate(runs):
-        accuracy, reward = summary.headline(run, ACCURACY), summary.headline(run, "reward/mean")
+        accuracy = summary.headline(run, ACCURACY)
+        reward = summary.headline(run, "reward/mean")
         rows.append(
             [
                 f'<span class="dot t{number % TONES}"></span>{esc(run.name)}',
@@ -130,14 +161,25 @@ def overview(runs: Sequence[RecordedRun]) -> str:
                 pill(run),
             ]
         )
-    head = ("run", "stages", "steps", "time in steps", "accuracy", "best", "reward", "tokens/s", "state")
+    head = (
+        "run",
+        "stages",
+        "steps",
+        "time in steps",
+        "accuracy",
+        "best",
+        "reward",
+        "tokens/s",
+        "state",
+    )
     return f'<div class="card">{table(head, rows, (2, 3, 4, 5, 6, 7))}</div>'
 
 
 def stages(runs: Sequence[RecordedRun]) -> str:
     """Returns the tables of stages and attempts."""
     named = ["run"] if len(runs) > 1 else []
-    shift, result = len(named), ""
+    shift = len(named)
+    result = ""
     rows = [[*([esc(run.name)] * shift), *row] for run in runs for row in _stage_rows(run)]
     if rows:
         head = (*named, "stage", "steps", "time in steps", "metric", "first", "last")
@@ -156,19 +198,30 @@ def stages(runs: Sequence[RecordedRun]) -> str:
 def _change_rows(run: RecordedRun) -> list[list[str]]:
     """Returns a row for each value that the run changed when it was continued."""
     return [
-        [esc(each.stage), f"{each.step:,}", f'<span class="mono">{esc(each.key)}</span>', *map(_setting, each.values)]
+        [
+            esc(each.stage),
+            f"{each.step:,}",
+            f'<span class="mono">{esc(each.key)}</span>',
+            *map(_setting, each.values),
+        ]
         for each in settings.run_changes(run)
     ]
 
 
 def _stage_rows(run: RecordedRun) -> list[list[str]]:
-    entries, rows = run.config.get("stages"), []
+    entries = run.config.get("stages")
+    rows = []
     planned = entries if isinstance(entries, list) else []
     for number, name in enumerate(_stage_names(run)):
-        entry = planned[number] if number < len(planned) and isinstance(planned[number], dict) else {}
+        entry = (
+            planned[number] if number < len(planned) and isinstance(planned[number], dict) else {}
+        )
         _, last = run.steps.get(name, (0, 0))
         spent = [run.seconds[place] for place in run.seconds if place[0] == name]
-        before = max((run.seconds[place] for place in run.seconds if _earlier(run, place[0], name)), default=0.0)
+        before = max(
+            (run.seconds[place] for place in run.seconds if _earlier(run, place[0], name)),
+            default=0.0,
+        )
         done = f"{last:,}" if name in run.steps else "not started"
         if isinstance(steps := entry.get("steps"), int) and name in run.steps and steps != last:
             done += f" of {steps:,}"
@@ -176,7 +229,14 @@ def _stage_rows(run: RecordedRun) -> list[list[str]]:
             if (taken := each.best(name)) is not None:
                 done += f"; best: {taken}"
                 break
-        rows.append([esc(name), done, seconds_text(max(spent) - before) if spent else "-", *_change(run, name)])
+        rows.append(
+            [
+                esc(name),
+                done,
+                seconds_text(max(spent) - before) if spent else "-",
+                *_change(run, name),
+            ]
+        )
     return rows
 
 
@@ -185,7 +245,13 @@ def _attempt_rows(run: RecordedRun) -> list[list[str]]:
     for number, each in enumerate(run.attempts, 1):
         length = each.end - each.start if each.start and each.end else None
         rows.append(
-            [str(number), moment(each.start), moment(each.end), seconds_text(length), esc(summary.ending(each))]
+            [
+                str(number),
+                moment(each.start),
+                moment(each.end),
+                seconds_text(length),
+                esc(summary.ending(each)),
+            ]
         )
     return rows[-50:]
 
@@ -202,7 +268,14 @@ def _earlier(run: RecordedRun, stage: str, than: str) -> bool:
 
 def _change(run: RecordedRun, stage: str) -> tuple[str, str, str]:
     """Returns (metric, first, last) of the metric that says most about a stage."""
-    for name in (ACCURACY, "reward/mean", "rewards/accuracies", "reward_model/accuracy", "kto/correct_side", "loss"):
+    for name in (
+        ACCURACY,
+        "reward/mean",
+        "rewards/accuracies",
+        "reward_model/accuracy",
+        "kto/correct_side",
+        "loss",
+    ):
         if (metric := run.metrics.get(name)) is not None and stage in run.stages:
             values = metric.value[metric.stage == run.stages.index(stage)]
             values = [each for each in values.tolist() if math.isfinite(each)]
@@ -213,7 +286,8 @@ def _change(run: RecordedRun, stage: str) -> tuple[str, str, str]:
 
 def evaluation_table(runs: Sequence[RecordedRun]) -> str:
     """Returns the table of all evaluations, or "" without any."""
-    rows, every = [], [(run, each) for run in runs for each in summary.evaluations(run)]
+    rows = []
+    every = [(run, each) for run in runs for each in summary.evaluations(run)]
     passes = sorted({k for _, each in every for k in each.passes})
     others = sorted({name for _, each in every for name in each.others})[:8]
     for run, each in _spread(every):
@@ -221,17 +295,31 @@ def evaluation_table(runs: Sequence[RecordedRun]) -> str:
         cells = [esc(each.stage), f"{each.step:,}", text(each.accuracy), between, _bar(each)]
         for k in passes:
             value, low, high = each.passes.get(k, (math.nan, None, None))
-            cells.append(text(value) + (f" ({text(low)} to {text(high)})" if low is not None else ""))
+            cells.append(
+                text(value) + (f" ({text(low)} to {text(high)})" if low is not None else "")
+            )
         cells += [text(each.reward), *(text(each.others.get(name)) for name in others)]
         cells.append("-" if each.problems is None else f"{each.problems:,}")
         rows.append([esc(run.name), *cells] if len(runs) > 1 else cells)
     if not rows:
         return ""
-    head = ["stage", "step", "accuracy", "95% interval", "", *(f"pass@{k}" for k in passes), "mean reward", *others]
+    head = [
+        "stage",
+        "step",
+        "accuracy",
+        "95% interval",
+        "",
+        *(f"pass@{k}" for k in passes),
+        "mean reward",
+        *others,
+    ]
     head = [*(["run"] if len(runs) > 1 else []), *head, "problems"]
     shift = len(runs) > 1
     right = [n + shift for n in (1, 2)] + list(range(5 + shift, len(head)))
-    return f'<div class="card">{table(head, rows, right, "scroll tall" if len(rows) > 14 else "scroll")}</div>'
+    return (
+        "<div "
+        f'class="card">{table(head, rows, right, "scroll tall" if len(rows) > 14 else "scroll")}</div>'
+    )
 
 
 def _spread(every: Sequence[Any]) -> Sequence[Any]:
@@ -247,7 +335,8 @@ def _bar(each: summary.EvaluationSummary) -> str:
     low, high = each.interval or (each.accuracy, each.accuracy)
     value = max(0.0, min(1.0, each.accuracy))
     return (
-        '<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true"><rect width="100" '
+        '<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" '
+        'aria-hidden="true"><rect width="100" '
         f'height="10"/><rect class="v" width="{value * 100:.1f}" height="10"/>'
         f'<rect class="i" x="{low * 100:.1f}" width="{(high - low) * 100:.1f}" height="10"/></svg>'
     )
@@ -263,24 +352,34 @@ def configuration(runs: Sequence[RecordedRun]) -> str:
         ]
         head = ("key", *(run.name for run in runs))
         shown = (
-            table(head, rows, kind="scroll tall" if len(rows) > 16 else "scroll") if rows else "<p>No key differs.</p>"
+            table(head, rows, kind="scroll tall" if len(rows) > 16 else "scroll")
+            if rows
+            else "<p>No key differs.</p>"
         )
         parts.append(f'<h3>Difference of the runs</h3><div class="card">{shown}</div>')
     for run in runs:
         if not run.config:
             continue
         texts = settings.yaml_text(settings.changed(run.config)), settings.yaml_text(run.config)
-        short, full = (each if len(each) <= _LONGEST else f"{each[:_LONGEST]}\n... (see config.yml)" for each in texts)
+        short, full = (
+            each if len(each) <= _LONGEST else f"{each[:_LONGEST]}\n... (see config.yml)"
+            for each in texts
+        )
         title = "Changed from the defaults" + (f": {esc(run.name)}" if len(runs) > 1 else "")
         body = f'<pre class="block">{esc(short)}</pre>'
-        fold = f'<details class="fold"><summary>All keys</summary><pre class="block">{esc(full)}</pre></details>'
+        fold = (
+            '<details class="fold"><summary>All keys</summary><pre '
+            f'class="block">{esc(full)}</pre></details>'
+        )
         parts.append(f'<h3>{title}</h3><div class="card">{body}{fold}</div>')
     return "".join(parts)
 
 
 def _setting(value: Any) -> str:
     return (
-        '<span class="mono">' + (esc(json.dumps(value, ensure_ascii=False)) if value is not None else "-") + "</span>"
+        '<span class="mono">'
+        + (esc(json.dumps(value, ensure_ascii=False)) if value is not None else "-")
+        + "</span>"
     )
 
 
@@ -291,17 +390,24 @@ def programs(run: RecordedRun) -> str:
         [
             esc(each.get("name", "?")),
             esc(" x ".join(map(str, each.get("shape") or []))),
-            *(f"{size(each, key) / 2**20:,.2f}" for key in ("arguments", "temporaries", "outputs", "peak")),
+            *(
+                f"{size(each, key) / 2**20:,.2f}"
+                for key in ("arguments", "temporaries", "outputs", "peak")
+            ),
         ]
         for each in sorted(run.programs, key=lambda each: -size(each, "peak"))[:200]
     ]
     if not rows:
         return ""
     head = ("program", "shape", "arguments", "temporaries", "outputs", "peak")
-    shown, rest = table(head, rows[:_ROWS], (2, 3, 4, 5)), ""
+    shown = table(head, rows[:_ROWS], (2, 3, 4, 5))
+    rest = ""
     if len(rows) > _ROWS:
         more = table(head, rows[_ROWS:], (2, 3, 4, 5))
-        rest = f'<details class="fold"><summary>{len(rows) - _ROWS} more programs</summary>{more}</details>'
+        rest = (
+            f'<details class="fold"><summary>{len(rows) - _ROWS} more '
+            f"programs</summary>{more}</details>"
+        )
     return f'<p class="about lead">MiB per device.</p><div class="card">{shown}{rest}</div>'
 
 
@@ -317,6 +423,10 @@ def versions(run: RecordedRun) -> str:
 
 def _short(value: Any) -> str:
     shown = (
-        value if isinstance(value, str) else " ".join(map(str, value)) if isinstance(value, list) else json.dumps(value)
+        value
+        if isinstance(value, str)
+        else " ".join(map(str, value))
+        if isinstance(value, list)
+        else json.dumps(value)
     )
     return shown if len(shown) <= 2000 else shown[:2000] + " ..."

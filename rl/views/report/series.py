@@ -1,4 +1,5 @@
-"""Turns metrics into curves: one axis of steps for all stages and runs, buckets, intervals, ticks, texts."""
+"""Turns metrics into curves: one axis of steps for all stages and runs, buckets, intervals, ticks,
+texts."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Axis:
-    """The steps of all stages, one after the other. The last step of a stage and step 0 of the next coincide."""
+    """The steps of all stages, one after the other. The last step of a stage and step 0 of the next
+    coincide."""
 
     stages: tuple[Stage, ...]
 
@@ -44,7 +46,8 @@ class Axis:
         return home.start + step - home.first
 
     def positions(self, run: RecordedRun, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (position, index of the stage on the axis) of each value of a metric, int[n] each."""
+        """Returns (position, index of the stage on the axis) of each value of a metric, int[n]
+        each."""
         index = {each.name: number for number, each in enumerate(self.stages)}
         stage = np.asarray([index[name] for name in run.stages], np.int64)[metric.stage]
         shift = np.asarray([each.start - each.first for each in self.stages], np.int64)
@@ -52,14 +55,18 @@ class Axis:
 
 
 def axis(runs: Sequence[RecordedRun]) -> Axis:
-    """Returns the axis of these runs. Stages of equal names share a place, as long as the longest of them."""
+    """Returns the axis of these runs. Stages of equal names share a place, as long as the longest
+    of them."""
     names: list[str] = []
     for run in runs:
         names += [name for name in run.stages if name not in names]
-    stages, start = [], 0
+    stages = []
+    start = 0
     for name in names:
         spans = [run.steps[name] for run in runs if name in run.steps]
-        stages.append(Stage(name, min(first for first, _ in spans), max(last for _, last in spans), start))
+        stages.append(
+            Stage(name, min(first for first, _ in spans), max(last for _, last in spans), start)
+        )
         start = stages[-1].end
     return Axis(tuple(stages))
 
@@ -68,9 +75,9 @@ def axis(runs: Sequence[RecordedRun]) -> Axis:
 class Curve:
     """A metric in buckets of steps, n of them, those without a finite value left out.
 
-    x: float[n], mean position; mean, low, high: float[n], of the finite values; count: int[n], values in a bucket;
-    stage: int[n], index on the axis: a line has a gap where it changes; lost: float[m], positions of values that are
-    not finite.
+    x: float[n], mean position; mean, low, high: float[n], of the finite values; count: int[n],
+    values in a bucket; stage: int[n], index on the axis: a line has a gap where it changes; lost:
+    float[m], positions of values that are not finite.
     """
 
     x: np.ndarray
@@ -90,11 +97,14 @@ class Curve:
 def curve(x: np.ndarray, stage: np.ndarray, value: np.ndarray, count: int = BUCKETS) -> Curve:
     """Makes at most `count` buckets (and one more for each further stage) of equal width in steps.
 
-    x, stage: int[n], ascending; value: float[n], NaN where there is none. With at most `count` values each is a bucket.
+    x, stage: int[n], ascending; value: float[n], NaN where there is none. With at most `count`
+    values each is a bucket.
     """
     finite = np.isfinite(value)
     lost = x[~finite]
-    x, stage, value = x[finite], stage[finite], value[finite]
+    x = x[finite]
+    stage = stage[finite]
+    value = value[finite]
     if len(x) <= count:
         ones = np.ones(len(x), np.int64)
         return Curve(x.astype(float), value, value, value, ones, stage, lost.astype(float))
@@ -104,44 +114,61 @@ def curve(x: np.ndarray, stage: np.ndarray, value: np.ndarray, count: int = BUCK
     sizes = np.diff(np.r_[starts, len(x)])
     with np.errstate(over="ignore"):
         mean = np.add.reduceat(value, starts) / sizes
-    low, high = np.minimum.reduceat(value, starts), np.maximum.reduceat(value, starts)
+    low = np.minimum.reduceat(value, starts)
+    high = np.maximum.reduceat(value, starts)
     position = np.add.reduceat(x, starts) / sizes
-    return Curve(position, np.clip(mean, low, high), low, high, sizes, stage[starts], lost.astype(float))
+    return Curve(
+        position, np.clip(mean, low, high), low, high, sizes, stage[starts], lost.astype(float)
+    )
 
 
 def wilson(share: np.ndarray, problems: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the lower and upper bound of the 95% interval of a share measured on `problems` problems (Wilson).
+    """Returns the lower and upper bound of the 95% interval of a share measured on `problems`
+    problems (Wilson).
 
-    It is exact enough near 0 and 1. For pass@k, a mean of numbers in 0..1, it is an upper bound of the width.
+    It is exact enough near 0 and 1. For pass@k, a mean of numbers in 0..1, it is an upper bound of
+    the width.
     """
     n = np.maximum(np.asarray(problems, float), 1)
     middle = (share + _Z * _Z / (2 * n)) / (1 + _Z * _Z / n)
-    spread = _Z * np.sqrt(np.maximum(share * (1 - share), 0) / n + _Z * _Z / (4 * n * n)) / (1 + _Z * _Z / n)
+    spread = (
+        _Z
+        * np.sqrt(np.maximum(share * (1 - share), 0) / n + _Z * _Z / (4 * n * n))
+        / (1 + _Z * _Z / n)
+    )
     return np.clip(middle - spread, 0, 1), np.clip(middle + spread, 0, 1)
 
 
 def nice_step(width: float, count: int) -> float:
-    """Returns the step 1, 2 or 5 times a power of ten that divides `width` into at most `count` parts."""
+    """Returns the step 1, 2 or 5 times a power of ten that divides `width` into at most `count`
+    parts."""
     if not width > 0 or not math.isfinite(width):
         return 1.0
     rough = width / count
     power = 10.0 ** math.floor(math.log10(rough))
-    return next((power * factor for factor in (1, 2, 5) if power * factor >= rough * (1 - 1e-9)), power * 10)
+    return next(
+        (power * factor for factor in (1, 2, 5) if power * factor >= rough * (1 - 1e-9)), power * 10
+    )
 
 
 def ticks(low: float, high: float, log: bool = False, count: int = 4) -> list[float]:
-    """Returns the ticks of a value axis: nice numbers within low .. high; on a log scale powers of ten."""
+    """Returns the ticks of a value axis: nice numbers within low .. high; on a log scale powers of
+    ten."""
     if log:
-        first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+        first = math.ceil(math.log10(low) - 1e-9)
+        last = math.floor(math.log10(high) + 1e-9)
         every = max(1, math.ceil((last - first + 1) / (count + 1)))
         return [10.0**power for power in range(first, last + 1, every)]
     step = nice_step(high - low, count)
     first = math.ceil(low / step - 1e-9)
-    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)][: count + 3]
+    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)][
+        : count + 3
+    ]
 
 
 def is_log(low: float, high: float) -> bool:
-    """Tells whether a scale is logarithmic by default: all values positive, and the largest 1000 times the smallest."""
+    """Tells whether a scale is logarithmic by default: all values positive, and the largest 1000
+    times the smallest."""
     return low > 0 and high / low >= 1000
 
 
@@ -171,7 +198,11 @@ def seconds_text(seconds: float | None) -> str:
     if seconds < 10:
         return f"{seconds:.2g} s"
     rounded = round(seconds)
-    for unit, size, small, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+    for unit, size, small, part in (
+        ("d", 86400, "h", 3600),
+        ("h", 3600, "min", 60),
+        ("min", 60, "s", 1),
+    ):
         if rounded >= size:
             rest = rounded % size // part
             return f"{rounded // size} {unit}" + (f" {rest} {small}" if rest else "")
@@ -179,6 +210,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def esc(value: object) -> str:
-    """Escapes a text for HTML. Control characters are shown by their pictures; half a surrogate pair becomes ?."""
+    """Escapes a text for HTML. Control characters are shown by their pictures; half a surrogate
+    pair becomes ?."""
     clean = str(value).encode("utf-8", "replace").decode()
     return html.escape(_CONTROL.sub(lambda match: chr(0x2400 + min(ord(match[0]), 33)), clean))

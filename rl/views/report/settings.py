@@ -17,7 +17,8 @@ _FREE = ("run.", "profile.")  # change what is kept and shown, and no number
 
 
 def changed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the part of a saved configuration that differs from the defaults. A key of an older version stays."""
+    """Returns the part of a saved configuration that differs from the defaults. A key of an older
+    version stays."""
     from rl.config.run import RunConfig
 
     return _changed(config, RunConfig)
@@ -50,14 +51,17 @@ def _changed(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any
             if inner or default is None:
                 result[key] = inner
         elif section is not None and isinstance(value, list):
-            result[key] = [_changed(each, section) if isinstance(each, Mapping) else each for each in value]
+            result[key] = [
+                _changed(each, section) if isinstance(each, Mapping) else each for each in value
+            ]
         elif value != default:
             result[key] = value
     return result
 
 
 def _algorithm(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns name and changed options of an algorithm; all options of one that this version does not know."""
+    """Returns name and changed options of an algorithm; all options of one that this version does
+    not know."""
     import rl.algorithms
 
     try:
@@ -65,12 +69,17 @@ def _algorithm(value: Mapping[str, Any]) -> dict[str, Any]:
     except Exception:  # an algorithm of a file that is gone, or of an older version
         return dict(value)
     # A default that a class computes is shown as it is: comparing it needs the arguments.
-    return {key: each for key, each in value.items() if key == "name" or key not in defaults or each != defaults[key]}
+    return {
+        key: each
+        for key, each in value.items()
+        if key == "name" or key not in defaults or each != defaults[key]
+    }
 
 
 @dataclasses.dataclass(frozen=True)
 class RunChange:
-    """A value that a run changed when it was continued. step: the first with the new value. values: before, after."""
+    """A value that a run changed when it was continued. step: the first with the new value. values:
+    before, after."""
 
     stage: str
     step: int
@@ -79,16 +88,27 @@ class RunChange:
 
 
 def run_changes(run: RecordedRun) -> list[RunChange]:
-    """Returns what the configuration of a run lists under `changes`, in order; a damaged entry is left out."""
-    names, values, result = stage_names(run.config), dict(flat(run.config)), []
+    """Returns what the configuration of a run lists under `changes`, in order; a damaged entry is
+    left out."""
+    names = stage_names(run.config)
+    values = dict(flat(run.config))
+    result = []
     entries = run.config.get("changes")
     for entry in reversed(entries) if isinstance(entries, list) else ():
         was, stage, step = (
-            (entry.get(key) for key in ("was", "stage", "step")) if isinstance(entry, dict) else [None] * 3
+            (entry.get(key) for key in ("was", "stage", "step"))
+            if isinstance(entry, dict)
+            else [None] * 3
         )
-        if isinstance(was, dict) and isinstance(step, int) and isinstance(stage, int) and 0 <= stage < len(names):
+        if (
+            isinstance(was, dict)
+            and isinstance(step, int)
+            and isinstance(stage, int)
+            and 0 <= stage < len(names)
+        ):
             result = [
-                RunChange(names[stage], step + 1, key, (old, values.get(key))) for key, old in was.items()
+                RunChange(names[stage], step + 1, key, (old, values.get(key)))
+                for key, old in was.items()
             ] + result
             values |= was
     return result
@@ -107,10 +127,11 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Any]]]:
-    """Returns (dotted key, value in each run) of the keys whose values differ; None where a run has no such key.
+    """Returns (dotted key, value in each run) of the keys whose values differ; None where a run has
+    no such key.
 
-    Keys of `run` and `profile` are left out, and keys that one version of Duet writes as null, false or empty and
-    another does not have.
+    Keys of `run` and `profile` are left out, and keys that one version of Duet writes as null,
+    false or empty and another does not have.
     """
     tables = [dict(flat(run.config)) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table if not key.startswith(_FREE))
@@ -119,5 +140,7 @@ def differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Any]]]:
         (key, values)
         for key, values in rows
         if any(value != values[0] for value in values)
-        and (any(value not in _NOTHING for value in values) or all(key in table for table in tables))
+        and (
+            any(value not in _NOTHING for value in values) or all(key in table for table in tables)
+        )
     ]

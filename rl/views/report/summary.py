@@ -1,6 +1,7 @@
 """Reduces runs to their headline numbers, and writes the tables of `rl compare --text`.
 
-Headline numbers are the first, last and best value of each metric, the evaluations, and the time to each accuracy.
+Headline numbers are the first, last and best value of each metric, the evaluations, and the time to
+each accuracy.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ CODES = {
 
 @dataclass(frozen=True)
 class Headline:
-    """First, last and best finite value of a metric, each with its (stage, step). best is None without a direction."""
+    """First, last and best finite value of a metric, each with its (stage, step). best is None
+    without a direction."""
 
     metric: str
     first: tuple[float, str, int]
@@ -45,7 +47,8 @@ class Headline:
 
 @dataclass(frozen=True)
 class EvaluationSummary:
-    """An evaluation. interval: 95% bounds of the accuracy, or None if the number of problems is unknown.
+    """An evaluation. interval: 95% bounds of the accuracy, or None if the number of problems is
+    unknown.
 
     passes maps k to (pass@k, lower, upper); others holds the further metrics by name.
     """
@@ -61,7 +64,8 @@ class EvaluationSummary:
 
 
 def headline(run: RecordedRun, name: str) -> Headline | None:
-    """Summarises a metric: an evaluation over all stages, any other over the last stage that has it."""
+    """Summarises a metric: an evaluation over all stages, any other over the last stage that has
+    it."""
     metric = run.metrics.get(name)
     if metric is None:
         return None
@@ -82,7 +86,9 @@ def headlines(runs: Sequence[RecordedRun]) -> list[str]:
     """Returns the names of the headline metrics that a run has, in the order of the page."""
     names = {name for run in runs for name in run.metrics}
     passes = sorted(name for name in names if name.startswith("eval/pass@"))
-    ordered = [name for each in HEADLINES for name in ((each, *passes) if each == ACCURACY else (each,))]
+    ordered = [
+        name for each in HEADLINES for name in ((each, *passes) if each == ACCURACY else (each,))
+    ]
     return [name for name in ordered if name in names]
 
 
@@ -96,16 +102,23 @@ def evaluations(run: RecordedRun) -> list[EvaluationSummary]:
     rows: dict[tuple[int, int], dict[str, float]] = {}
     for name in names:
         metric = run.metrics[name]
-        for stage, step, value in zip(metric.stage.tolist(), metric.step.tolist(), metric.value.tolist(), strict=True):
+        for stage, step, value in zip(
+            metric.stage.tolist(), metric.step.tolist(), metric.value.tolist(), strict=True
+        ):
             rows.setdefault((stage, step), {})[name] = value
     return [_evaluation(run, *place, values) for place, values in sorted(rows.items())]
 
 
-def _evaluation(run: RecordedRun, stage: int, step: int, values: dict[str, float]) -> EvaluationSummary:
+def _evaluation(
+    run: RecordedRun, stage: int, step: int, values: dict[str, float]
+) -> EvaluationSummary:
     recorded = values.pop("eval/problems", math.nan)
     problems = int(recorded) if math.isfinite(recorded) else evaluation_problems(run)
-    accuracy, reward = values.pop(ACCURACY, math.nan), values.pop("eval/reward_mean", None)
-    unscored, unscored_samples = (values.pop(f"eval/{name}", 0) for name in ("unscored", "unscored_samples"))
+    accuracy = values.pop(ACCURACY, math.nan)
+    reward = values.pop("eval/reward_mean", None)
+    unscored, unscored_samples = (
+        values.pop(f"eval/{name}", 0) for name in ("unscored", "unscored_samples")
+    )
     scored = None if problems is None else problems - int(unscored)
     passes = {}
     for name in [name for name in values if name.startswith("eval/pass@") and name[10:].isdigit()]:
@@ -130,7 +143,8 @@ def interval(share: float, problems: int | None) -> tuple[float, float] | None:
 
 
 def reached(run: RecordedRun) -> list[tuple[float, str, int, float | None]]:
-    """Returns (tenth, stage, step, seconds) of the first evaluation at each tenth of accuracy that the run reached."""
+    """Returns (tenth, stage, step, seconds) of the first evaluation at each tenth of accuracy that
+    the run reached."""
     result: list[tuple[float, str, int, float | None]] = []
     for each in evaluations(run):
         while len(result) < 10 and each.accuracy >= (len(result) + 1) / 10 - 1e-12:
@@ -170,21 +184,29 @@ def state(run: RecordedRun) -> tuple[str, str]:
             return "open", f"stopped after {run.attempts[-1].stopped}"
         if code == 0:
             return "good", "finished"
-        return ("open" if code in (75, 130) else "bad"), f"exit {code}: {CODES.get(code, 'stopped by a signal')}"
+        return (
+            "open" if code in (75, 130) else "bad"
+        ), f"exit {code}: {CODES.get(code, 'stopped by a signal')}"
     if run.exported:
         return "good", "finished"
     return "open", "not finished"
 
 
 def numbers(run: RecordedRun, axis: Axis, verdict: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the numbers of the report for a program: plain values, null for numbers that are not finite."""
+    """Returns the numbers of the report for a program: plain values, null for numbers that are not
+    finite."""
     lines = [headline(run, name) for name in headlines([run])]
     value = {
         "run": str(run.path),
         "state": state(run)[1],
         "verdict": list(verdict),
-        "stages": [{"stage": name, "first": run.steps[name][0], "last": run.steps[name][1]} for name in run.stages],
-        "attempts": [{"start": each.start, "end": each.end, "code": each.code} for each in run.attempts],
+        "stages": [
+            {"stage": name, "first": run.steps[name][0], "last": run.steps[name][1]}
+            for name in run.stages
+        ],
+        "attempts": [
+            {"start": each.start, "end": each.end, "code": each.code} for each in run.attempts
+        ],
         "seconds": total_seconds(run),
         "headline": {line.metric: _headline_numbers(line) for line in lines if line},
         "evaluations": [_evaluation_numbers(each) for each in evaluations(run)],
@@ -192,7 +214,9 @@ def numbers(run: RecordedRun, axis: Axis, verdict: Sequence[str] = ()) -> dict[s
             {"accuracy": tenth, "stage": stage, "step": step, "seconds": seconds}
             for tenth, stage, step, seconds in reached(run)
         ],
-        "series": {name: _series(run, axis, metric) for name, metric in sorted(run.metrics.items())},
+        "series": {
+            name: _series(run, axis, metric) for name, metric in sorted(run.metrics.items())
+        },
         "damaged": [str(each) for each in run.damage],
     }
     return _finite(value)
@@ -200,7 +224,10 @@ def numbers(run: RecordedRun, axis: Axis, verdict: Sequence[str] = ()) -> dict[s
 
 def _headline_numbers(line: Headline) -> dict[str, Any]:
     parts = {"first": line.first, "last": line.last, "best": line.best}
-    return {key: {"value": part[0], "stage": part[1], "step": part[2]} if part else None for key, part in parts.items()}
+    return {
+        key: {"value": part[0], "stage": part[1], "step": part[2]} if part else None
+        for key, part in parts.items()
+    }
 
 
 def _evaluation_numbers(each: EvaluationSummary) -> dict[str, Any]:
@@ -214,7 +241,8 @@ def _evaluation_numbers(each: EvaluationSummary) -> dict[str, Any]:
         "high": high,
         "reward_mean": each.reward,
         "pass": {
-            str(k): {"value": value, "low": lower, "high": upper} for k, (value, lower, upper) in each.passes.items()
+            str(k): {"value": value, "low": lower, "high": upper}
+            for k, (value, lower, upper) in each.passes.items()
         },
         **each.others,
     }
@@ -225,7 +253,10 @@ def _series(run: RecordedRun, axis: Axis, metric: Metric) -> dict[str, Any]:
     stages = [axis.stages[number] for number in shown.stage.tolist()]
     return {
         "stage": [stage.name for stage in stages],
-        "step": [round(x - stage.start + stage.first, 1) for x, stage in zip(shown.x.tolist(), stages, strict=True)],
+        "step": [
+            round(x - stage.start + stage.first, 1)
+            for x, stage in zip(shown.x.tolist(), stages, strict=True)
+        ],
         "mean": shown.mean.tolist(),
         "min": shown.low.tolist(),
         "max": shown.high.tolist(),
@@ -242,7 +273,8 @@ def _finite(value: Any) -> Any:
 
 
 def compare(runs: Sequence[RecordedRun]) -> str:
-    """Returns tables of metrics (first, last, best), accuracies reached, and keys of the configuration that differ."""
+    """Returns tables of metrics (first, last, best), accuracies reached, and keys of the
+    configuration that differ."""
     return "\n\n".join(part for part in (_metrics(runs), _reached(runs), _settings(runs)) if part)
 
 
@@ -256,7 +288,16 @@ def _metrics(runs: Sequence[RecordedRun]) -> str:
                 continue
             best = text(line.best[0]) if line.best else "-"
             where = f"{line.best[1]} {line.best[2]:,}" if line.best else ""
-            rows.append([name if not number else "", run.name, text(line.first[0]), text(line.last[0]), best, where])
+            rows.append(
+                [
+                    name if not number else "",
+                    run.name,
+                    text(line.first[0]),
+                    text(line.last[0]),
+                    best,
+                    where,
+                ]
+            )
     return _table(["metric", "run", "first", "last", "best", "best at step"], rows, (2, 3, 4))
 
 

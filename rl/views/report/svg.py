@@ -1,7 +1,9 @@
-"""Draws a chart as SVG, readable without a script, and gives the script the numbers to draw it again.
+"""Draws a chart as SVG, readable without a script, and gives the script the numbers to draw it
+again.
 
-The outer SVG has no viewBox: labels keep their size at any width. The inner one stretches the paths. Colours are
-classes of report.css. Coordinates of paths are integers and relative, which keeps a chart near 5 kB.
+The outer SVG has no viewBox: labels keep their size at any width. The inner one stretches the
+paths. Colours are classes of report.css. Coordinates of paths are integers and relative, which
+keeps a chart near 5 kB.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import numpy as np
 from rl.views.report.charts import Chart, Drawn
 from rl.views.report.series import Axis, Curve, esc, is_log, nice_step, text, ticks
 
-WIDTH, HEIGHT = 2000, 1000
+WIDTH = 2000
+HEIGHT = 1000
 TONES = 7  # colours of report.css
 _X_TICKS = 6
 _CHARACTER = 0.018  # width of a character of a stage's name, as a share of a narrow chart
@@ -34,30 +37,51 @@ class Scale:
 
     def y(self, values: np.ndarray | float) -> np.ndarray:
         """Returns heights from the top, 0..HEIGHT, as integers."""
-        low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
+        low, high = (
+            (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
+        )
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            shown = np.log10(np.maximum(values, self.low)) if self.log else np.asarray(values, float)
+            shown = (
+                np.log10(np.maximum(values, self.low)) if self.log else np.asarray(values, float)
+            )
             return np.rint(np.clip((high - shown) / (high - low), -1, 2) * HEIGHT).astype(np.int64)
 
 
 def scale_of(chart: Chart) -> Scale:
     """Returns the value axis that holds all values, bands and limits of a chart.
 
-    Areas on each other have a bound at 1.5 times their 98th percentile: a step that compiles takes 100 times as long.
+    Areas on each other have a bound at 1.5 times their 98th percentile: a step that compiles takes
+    100 times as long.
     """
     if chart.stacked:
         total = np.sum([line.curve.mean for line in chart.lines if not line.reference], axis=0)
         top = float(total.max()) if len(total) else 1.0
-        bound = 1.5 * float(np.percentile(total[2:] if len(total) > 20 else total, 98)) if len(total) else 1.0
+        bound = (
+            1.5 * float(np.percentile(total[2:] if len(total) > 20 else total, 98))
+            if len(total)
+            else 1.0
+        )
         clipped = top > 2 * bound > 0
         return Scale(0.0, (bound if clipped else top * 1.04) or 1.0, False, clipped)
-    lows = [part for line in chart.lines for part in (line.curve.low, line.low) if part is not None and len(part)]
-    highs = [part for line in chart.lines for part in (line.curve.high, line.high) if part is not None and len(part)]
+    lows = [
+        part
+        for line in chart.lines
+        for part in (line.curve.low, line.low)
+        if part is not None and len(part)
+    ]
+    highs = [
+        part
+        for line in chart.lines
+        for part in (line.curve.high, line.high)
+        if part is not None and len(part)
+    ]
     if not highs:
         return Scale(0.0, 1.0, False)
     limits = [value for value, _ in chart.limits]
-    data_low, data_high = min(float(each.min()) for each in lows), max(float(each.max()) for each in highs)
-    low, high = min([data_low, *limits]), max([data_high, *limits])
+    data_low = min(float(each.min()) for each in lows)
+    data_high = max(float(each.max()) for each in highs)
+    low = min([data_low, *limits])
+    high = max([data_high, *limits])
     if is_log(low, high) or (chart.log and low > 0 and high > low):
         return Scale(low / 1.15, high * 1.15, True)
     if chart.share and low >= 0 and high <= 1:
@@ -67,19 +91,24 @@ def scale_of(chart: Chart) -> Scale:
     elif high <= 0 and 0.5 * low < high:
         high = 0.0
     space = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-    return Scale(low - space if low else 0.0, high + space if high else (0.0 if low else 1.0), False)
+    return Scale(
+        low - space if low else 0.0, high + space if high else (0.0 if low else 1.0), False
+    )
 
 
-def draw(chart: Chart, axis: Axis, number: int | None, marks: Mapping[float, str] = MappingProxyType({})) -> str:
-    """Returns the SVG of a chart. number: its index in the data of the script; None: it has none. marks: position ->
-    text of vertical lines."""
+def draw(
+    chart: Chart, axis: Axis, number: int | None, marks: Mapping[float, str] = MappingProxyType({})
+) -> str:
+    """Returns the SVG of a chart. number: its index in the data of the script; None: it has none.
+    marks: position -> text of vertical lines."""
     scale = scale_of(chart)
     data = "" if number is None else f' data-c="{number}"'
     kind = "plot" + " small" * chart.small + " stacked" * chart.stacked
     return (
         f'<svg class="{kind}" role="img" aria-label="{esc(description(chart))}"{data}>'
         f"{_grid(scale, 2 if chart.small else 4)}{_steps(chart, axis, marks)}"
-        f'<svg class="ink" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" width="100%" height="100%">'
+        f'<svg class="ink" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" width="100%" '
+        'height="100%">'
         f"{_ink(chart, scale)}</svg></svg>"
     )
 
@@ -102,7 +131,10 @@ def _grid(scale: Scale, count: int) -> str:
     for value in ticks(scale.low, scale.high, scale.log, count):
         y = _percent(float(scale.y(value)) / HEIGHT)
         label = text(value) if scale.log or abs(value) > 1e-12 * scale.high else "0"
-        marks.append(f'<line x1="0" x2="100%" y1="{y}" y2="{y}"/><text x="-7" y="{y}" dy=".32em">{esc(label)}</text>')
+        marks.append(
+            f'<line x1="0" x2="100%" y1="{y}" y2="{y}"/><text x="-7" y="{y}" '
+            f'dy=".32em">{esc(label)}</text>'
+        )
     return f'<g class="grid">{"".join(marks)}</g>'
 
 
@@ -116,21 +148,30 @@ def _steps(chart: Chart, axis: Axis, marked: Mapping[float, str]) -> str:
         for local in range(math.ceil(stage.first / step) * step, stage.last + 1, step):
             share = (stage.start + local - stage.first - chart.first) / width
             end = (stage.end - chart.first) / width
-            near = stage is not visible[-1] and end - share < 0.06  # leaves room for the next stage's first tick
+            near = (
+                stage is not visible[-1] and end - share < 0.06
+            )  # leaves room for the next stage's first tick
             if -1e-9 <= share <= 1 + 1e-9 and not near:
                 marks.append(f'<text x="{_percent(share)}" y="100%" dy="16">{local:,}</text>')
         if stage.start > chart.first:
             x = _percent((stage.start - chart.first) / width)
             marks.append(f'<line class="stage" x1="{x}" x2="{x}" y1="0" y2="100%"/>')
         room = (stage.end - max(stage.start, chart.first)) / width
-        if len(visible) > 1 and not chart.small and (room > _CHARACTER * len(stage.name) or stage is visible[-1]):
+        if (
+            len(visible) > 1
+            and not chart.small
+            and (room > _CHARACTER * len(stage.name) or stage is visible[-1])
+        ):
             x = _percent((max(stage.start, chart.first) - chart.first) / width)
-            marks.append(f'<text class="stage" x="{x}" dx="1" y="0" dy="-5">{esc(stage.name)}</text>')
+            marks.append(
+                f'<text class="stage" x="{x}" dx="1" y="0" dy="-5">{esc(stage.name)}</text>'
+            )
     for x, title in marked.items():
         if chart.first < x < chart.last:
             at = _percent((x - chart.first) / width)
             marks.append(
-                f'<line class="restart" x1="{at}" x2="{at}" y1="0" y2="100%"><title>{esc(title)}</title></line>'
+                f'<line class="restart" x1="{at}" x2="{at}" y1="0" '
+                f'y2="100%"><title>{esc(title)}</title></line>'
             )
     return f'<g class="steps">{"".join(marks)}</g>'
 
@@ -143,14 +184,20 @@ def _ink(chart: Chart, scale: Scale) -> str:
         parts += _areas(chart, scale, place)
     else:
         for line in chart.lines:
-            tone, x = line.tone % TONES, place(line.curve.x)
+            tone = line.tone % TONES
+            x = place(line.curve.x)
             if line.low is not None and line.high is not None:
-                parts.append(f'<path class="b b{tone} wide" d="{_band(line.curve, x, line.low, line.high, scale)}"/>')
+                parts.append(
+                    f'<path class="b b{tone} wide" '
+                    f'd="{_band(line.curve, x, line.low, line.high, scale)}"/>'
+                )
             if line.curve.bucketed and not line.reference:
                 band = _band(line.curve, x, line.curve.low, line.curve.high, scale)
                 parts.append(f'<path class="b b{tone}" d="{band}"/>')
         for line in sorted(chart.lines, key=lambda each: (not each.reference, -each.tone)):
-            tone, x, y = line.tone % TONES, place(line.curve.x), scale.y(line.curve.mean)
+            tone = line.tone % TONES
+            x = place(line.curve.x)
+            y = scale.y(line.curve.mean)
             kind = "l ref" if line.reference else f"l l{tone}"
             parts.append(f'<path class="{kind}" d="{_path(line.curve, x, y)}"/>')
             if line.dots:
@@ -166,14 +213,16 @@ def _ink(chart: Chart, scale: Scale) -> str:
 
 def _areas(chart: Chart, scale: Scale, place: Any) -> list[str]:
     shown = [line for line in chart.lines if not line.reference]
-    below, parts = np.zeros(len(shown[0].curve.x)), []
+    below = np.zeros(len(shown[0].curve.x))
+    parts = []
     for line in shown:
         above = below + line.curve.mean
         band = _band(line.curve, place(line.curve.x), below, above, scale)
         parts.append(f'<path class="a a{line.tone % TONES}" d="{band}"/>')
         below = above
     parts += [
-        f'<path class="l ref" d="{_path(line.curve, place(line.curve.x), scale.y(line.curve.mean))}"/>'
+        '<path class="l ref" '
+        f'd="{_path(line.curve, place(line.curve.x), scale.y(line.curve.mean))}"/>'
         for line in chart.lines
         if line.reference
     ]
@@ -195,7 +244,8 @@ def _path(shown: Curve, x: np.ndarray, y: np.ndarray) -> str:
 
 
 def _band(shown: Curve, x: np.ndarray, low: np.ndarray, high: np.ndarray, scale: Scale) -> str:
-    top, bottom = scale.y(high), scale.y(low)
+    top = scale.y(high)
+    bottom = scale.y(low)
     parts = []
     for part in _spans(shown):
         around = np.r_[top[part], bottom[part][::-1]]
@@ -205,13 +255,15 @@ def _band(shown: Curve, x: np.ndarray, low: np.ndarray, high: np.ndarray, scale:
 
 def _move(x: np.ndarray, y: np.ndarray) -> str:
     """Returns a path through points: absolute start, then relative lines."""
-    dx, dy = np.diff(x).tolist(), np.diff(y).tolist()
+    dx = np.diff(x).tolist()
+    dy = np.diff(y).tolist()
     rest = "".join(f"{a}{b}" if b < 0 else f"{a} {b}" for a, b in _spaced(dx, dy))
     return f"M{x[0]} {y[0]}" + (f"l{rest.strip()}" if rest else "")
 
 
 def _spaced(dx: list[int], dy: list[int]) -> Iterable[tuple[str, int]]:
-    """Yields each pair with the space that its first number needs: a minus sign separates already."""
+    """Yields each pair with the space that its first number needs: a minus sign separates
+    already."""
     return ((str(a) if a < 0 else f" {a}", b) for a, b in zip(dx, dy, strict=True))
 
 
@@ -257,7 +309,11 @@ class Data:
             "g": (np.flatnonzero(shown.stage[1:] != shown.stage[:-1]) + 1).tolist(),
         }
         if shown.bucketed:
-            entry |= {"lo": numbers(shown.low), "hi": numbers(shown.high), "c": int(shown.count.max())}
+            entry |= {
+                "lo": numbers(shown.low),
+                "hi": numbers(shown.high),
+                "c": int(shown.count.max()),
+            }
         if line.low is not None and line.high is not None:
             entry |= {"bl": numbers(line.low), "bh": numbers(line.high)}
         if len(shown.lost):

@@ -1,8 +1,9 @@
 """An index of the samples of a run: the numbers of every completion, and where its line lies.
 
-It is built once, kept as samples/index.npz, and grows with the run. A file is recognised by its first line, since it
-is renamed when it is full, and by the bytes before the indexed end, since a run that continues truncates it: what no
-longer matches is read again. Without a place to write, the index stays in memory.
+It is built once, kept as samples/index.npz, and grows with the run. A file is recognised by its
+first line, since it is renamed when it is full, and by the bytes before the indexed end, since a
+run that continues truncates it: what no longer matches is read again. Without a place to write, the
+index stays in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ ROW = np.dtype(
     [
         ("offset", "<i8"),
         ("size", "<i4"),  # bytes of the line
-        ("spans", "<i4", (3, 2)),  # first and last byte within the line: of prompt, completion, columns and reward logs
+        (
+            "spans",
+            "<i4",
+            (3, 2),
+        ),  # first and last byte within the line: of prompt, completion, columns and reward logs
         ("same", "<u8"),  # hash of the prompt: equal for the same row of the data
         ("at", "<i8"),  # place in tokens.bin, or -1
         ("prompt", "<i8"),
@@ -57,8 +62,8 @@ _CHUNK = 8 << 20  # bytes of lines that are indexed before others may look
 
 @dataclass
 class Segment:
-    """The index of one file. rows: ROW[n]; scores: function -> float32[n], NaN where there is none; end: indexed
-    bytes.
+    """The index of one file. rows: ROW[n]; scores: function -> float32[n], NaN where there is none;
+    end: indexed bytes.
     """
 
     path: Path
@@ -100,19 +105,26 @@ class Index:
         return sorted({name for segment in self.segments for name in segment.scores})
 
     def refresh(self, seconds: float = math.inf) -> bool:
-        """Indexes what the run has written, the newest file first. Returns whether all of it is indexed.
+        """Indexes what the run has written, the newest file first. Returns whether all of it is
+        indexed.
 
         Stops after `seconds`, and continues at the next call.
         """
-        deadline, segments = time.monotonic() + seconds, []
+        deadline = time.monotonic() + seconds
+        segments = []
         for path in sample_files(self.directory):
-            with contextlib.suppress(OSError):  # the run has moved or removed it; the next call sees the new name
+            with contextlib.suppress(
+                OSError
+            ):  # the run has moved or removed it; the next call sees the new name
                 if (segment := self._opened(path)) is not None:
                     segments.append(segment)
         if [each.key for each in segments] != [each.key for each in self.segments]:
             self.generation += 1
-        self.segments, self._known = segments, {each.key: each for each in segments}
-        self._seen = {state: each for state, each in self._seen.items() if self._known.get(each.key) is each}
+        self.segments = segments
+        self._known = {each.key: each for each in segments}
+        self._seen = {
+            state: each for state, each in self._seen.items() if self._known.get(each.key) is each
+        }
         complete = True
         for segment in reversed(segments):
             while True:
@@ -134,9 +146,16 @@ class Index:
             arrays[f"rows{number}"] = each.rows
             for place, name in enumerate(each.scores):
                 arrays[f"scores{number}.{place}"] = each.scores[name]
-            about.append({"key": each.key, "end": each.end, "tail": each.tail, "damaged": each.damaged})
+            about.append(
+                {"key": each.key, "end": each.end, "tail": each.tail, "damaged": each.damaged}
+            )
             about[-1]["scores"] = list(each.scores)
-        header = {"version": _VERSION, "row": str(ROW.descr), "names": self.names, "segments": about}
+        header = {
+            "version": _VERSION,
+            "row": str(ROW.descr),
+            "names": self.names,
+            "segments": about,
+        }
         temporary = folder / f".{INDEX}.{os.getpid()}.npz"
         try:
             folder.mkdir(exist_ok=True)
@@ -155,17 +174,27 @@ class Index:
                 if header["version"] != _VERSION or header["row"] != str(ROW.descr):
                     return
                 for number, each in enumerate(header["segments"]):
-                    scores = {name: arrays[f"scores{number}.{place}"] for place, name in enumerate(each["scores"])}
+                    scores = {
+                        name: arrays[f"scores{number}.{place}"]
+                        for place, name in enumerate(each["scores"])
+                    }
                     rows = arrays[f"rows{number}"]
                     self._known[each["key"]] = Segment(
-                        Path(), each["key"], rows, scores, each["end"], each["tail"], each["damaged"]
+                        Path(),
+                        each["key"],
+                        rows,
+                        scores,
+                        each["end"],
+                        each["tail"],
+                        each["damaged"],
                     )
                 self.names = {name: list(values) for name, values in header["names"].items()}
         except Exception:  # missing, torn or of another version: it is built again
             self._known = {}
 
     def _opened(self, path: Path) -> Segment | None:
-        """Returns the segment of a file: a known one if the file still begins and goes on as it did."""
+        """Returns the segment of a file: a known one if the file still begins and goes on as it
+        did."""
         about = path.stat()
         state = (about.st_ino, about.st_size, about.st_mtime_ns)
         if (known := self._seen.get(state)) is not None and self._known.get(known.key) is known:
@@ -213,7 +242,11 @@ class Index:
         return more
 
     def _append(self, segment: Segment, data: bytes) -> None:
-        lines = data.splitlines(keepends=True) if b"\r" not in data else data.replace(b"\r", b" ").splitlines(True)
+        lines = (
+            data.splitlines(keepends=True)
+            if b"\r" not in data
+            else data.replace(b"\r", b" ").splitlines(True)
+        )
         rows: list[tuple] = []
         scores: dict[str, list[float]] = {}
         offset = segment.end
@@ -238,8 +271,12 @@ class Index:
             new = np.full(len(fresh), np.nan, np.float32)
             column = scores.get(name, [])
             new[: len(column)] = column
-            merged[name] = np.concatenate([segment.scores.get(name, np.full(old, np.nan, np.float32)), new])
-        segment.rows, segment.scores, segment.end = np.concatenate([segment.rows, fresh]), merged, offset
+            merged[name] = np.concatenate(
+                [segment.scores.get(name, np.full(old, np.nan, np.float32)), new]
+            )
+        segment.rows = np.concatenate([segment.rows, fresh])
+        segment.scores = merged
+        segment.end = offset
 
     def _row(self, record: dict[str, Any], line: bytes, offset: int) -> tuple:
         faults = record.get("faults")
@@ -297,20 +334,27 @@ def columns(segments: Iterable[Segment], name: str) -> np.ndarray:
     """Returns a column of all rows, the oldest first; `reward.NAME`: the scores of a function."""
     function = name.partition(".")[2]
     if function:
-        parts = [each.scores.get(function, np.full(len(each.rows), np.nan, np.float32)) for each in segments]
+        parts = [
+            each.scores.get(function, np.full(len(each.rows), np.nan, np.float32))
+            for each in segments
+        ]
     else:
         parts = [each.rows[name] for each in segments]
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def _spans(line: bytes) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Returns where a line has its texts. Inside a JSON text a quotation mark is escaped, so `"tokens":` is a key."""
-    prompt, tokens = line.find(b'"prompt":'), line.find(b'"tokens":')
+    """Returns where a line has its texts. Inside a JSON text a quotation mark is escaped, so
+    `"tokens":` is a key."""
+    prompt = line.find(b'"prompt":')
+    tokens = line.find(b'"tokens":')
     end = tokens if tokens >= 0 else line.rfind(b"}")
     completion = line.find(b'"completion":', prompt, end)
     if prompt < 0 or completion < 0:
         return (0, end), (end, end), (end, end)
-    more = [place for key in (b'"columns":', b'"reward_log":') if (place := line.find(key, end)) >= 0]
+    more = [
+        place for key in (b'"columns":', b'"reward_log":') if (place := line.find(key, end)) >= 0
+    ]
     until = line.find(b'"n_prompt":', min(more)) if more else -1
     rest = (min(more) + 10, until) if until >= 0 else (end, end)
     return (prompt + 9, completion), (completion + 13, end), rest

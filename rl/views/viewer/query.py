@@ -1,6 +1,8 @@
-"""The filter language of `rl samples` and `rl view`: one line of terms, all of which a sample must meet.
+"""The filter language of `rl samples` and `rl view`: one line of terms, all of which a sample must
+meet.
 
-    step:100-200 reward<0.5 reward.format=0 len>800 finish:length fault:timeout eval prompt:123 "some words" /regex/
+    step:100-200 reward<0.5 reward.format=0 len>800 finish:length fault:timeout eval prompt:123
+    "some words" /regex/
 
 A term with a leading `-` is one that a sample must not meet.
 """
@@ -27,7 +29,10 @@ NUMBERS = {
 """Word of a filter -> column of the index. `reward.NAME` is the score of one function."""
 WORDS = ("stage", "finish", "fault")
 FLAGS = ("eval", "fault", "unscored", "signal")
-EXAMPLE = 'step:100-200 reward<0.5 reward.format=0 len>800 finish:length fault:timeout eval "some words" /regex/'
+EXAMPLE = (
+    'step:100-200 reward<0.5 reward.format=0 len>800 finish:length fault:timeout eval "some '
+    'words" /regex/'
+)
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _TERM = re.compile(
     r"""(?P<not>-?)(?:
@@ -46,9 +51,11 @@ class FilterError(ConfigError):
 
 @dataclass(frozen=True)
 class NumberTerm:
-    """A column of numbers within low .. high; open_low, open_high: the bounds themselves are outside.
+    """A column of numbers within low .. high; open_low, open_high: the bounds themselves are
+    outside.
 
-    outside: a number that is not within (`reward!=0`). A sample without a number meets neither, but meets `negated`.
+    outside: a number that is not within (`reward!=0`). A sample without a number meets neither, but
+    meets `negated`.
     """
 
     column: str
@@ -71,8 +78,8 @@ class Word:
 
 @dataclass(frozen=True)
 class Flag:
-    """eval: of an evaluation; fault: a function gave no score; unscored: no reward; signal: an advantage other than
-    0.
+    """eval: of an evaluation; fault: a function gave no score; unscored: no reward; signal: an
+    advantage other than 0.
     """
 
     name: str
@@ -110,7 +117,9 @@ def parse(text: str) -> tuple[Term, ...]:
         if match is None:
             rest = text[place:].split()[0]
             hint = "a text ends with a quotation mark, a pattern with a slash"
-            raise FilterError(f"filter: {rest!r} at character {place + 1}: {hint}; for example {EXAMPLE}")
+            raise FilterError(
+                f"filter: {rest!r} at character {place + 1}: {hint}; for example {EXAMPLE}"
+            )
         terms.append(_term(match))
         place = match.end()
     return tuple(terms)
@@ -144,13 +153,16 @@ def _bare(word: str, negated: bool) -> Term:
 def _compared(field: str, op: str, value: str, negated: bool) -> Term:
     if field in WORDS:
         if op not in (":", "=", "!="):
-            raise FilterError(f"filter: {field}{op}{value}: a name has no order; write {field}:{value}")
+            raise FilterError(
+                f"filter: {field}{op}{value}: a name has no order; write {field}:{value}"
+            )
         return Word(field, value, negated ^ (op == "!="))
     if field in NUMBERS or (field.startswith("reward.") and field != "reward."):
         return _number(NUMBERS.get(field, field), field, op, value, negated)
     hint = nearest(field, [*NUMBERS, *WORDS, "reward.NAME"])
     raise FilterError(
-        f'filter: {field}{op}{value}: no such field{hint}; to look for this text, write "{field}{op}{value}"'
+        f"filter: {field}{op}{value}: no such field{hint}; to look for this text, write "
+        f'"{field}{op}{value}"'
     )
 
 
@@ -162,13 +174,22 @@ def _number(column: str, field: str, op: str, value: str, negated: bool) -> Numb
         if single:
             return NumberTerm(column, float(value), float(value), outside=outside, negated=negated)
         if span and (span[1] or span[2]):
-            low, high = float(span[1] or "-inf"), float(span[2] or "inf")
+            low = float(span[1] or "-inf")
+            high = float(span[2] or "inf")
             if low > high:
-                raise FilterError(f"filter: {field}{op}{value}: the range is empty; write {field}:{span[2]}-{span[1]}")
+                raise FilterError(
+                    f"filter: {field}{op}{value}: the range is empty; write "
+                    f"{field}:{span[2]}-{span[1]}"
+                )
             return NumberTerm(column, low, high, outside=outside, negated=negated)
-        raise FilterError(f"filter: {field}{op}{value}: {value!r} is no number and no range; write {field}:100-200")
+        raise FilterError(
+            f"filter: {field}{op}{value}: {value!r} is no number and no range; write "
+            f"{field}:100-200"
+        )
     if not single:
-        raise FilterError(f"filter: {field}{op}{value}: {value!r} is no number; write {field}{op}0.5")
+        raise FilterError(
+            f"filter: {field}{op}{value}: {value!r} is no number; write {field}{op}0.5"
+        )
     bound = float(value)
     if op[0] == "<":
         return NumberTerm(column, float("-inf"), bound, open_high=op == "<", negated=negated)

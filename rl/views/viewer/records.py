@@ -1,4 +1,5 @@
-"""Describes samples as JSON: short ones for lists, complete ones with their tokens, and their relatives."""
+"""Describes samples as JSON: short ones for lists, complete ones with their tokens, and their
+relatives."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _MOST = 500  # relatives of a sample that are listed
 def short(index: Index, place: SamplePlace) -> dict[str, Any]:
     """Returns the numbers of a sample, without its texts and without reading its line."""
     row = place.segment.rows[place.row]
-    bits, kinds = int(row["fault"]), index.names["fault"]
+    bits = int(row["fault"])
+    kinds = index.names["fault"]
     return {
         "id": place.id,
         "stage": index.names["stage"][row["stage"]],
@@ -30,7 +32,9 @@ def short(index: Index, place: SamplePlace) -> dict[str, Any]:
         "sample": int(row["sample"]),
         "version": int(row["version"]),
         "reward": number(row["reward"]),
-        "rewards": {name: number(values[place.row]) for name, values in place.segment.scores.items()},
+        "rewards": {
+            name: number(values[place.row]) for name, values in place.segment.scores.items()
+        },
         "advantage": number(row["advantage"]),
         "gap": number(row["gap"]),
         "len": int(row["len"]),
@@ -50,29 +54,38 @@ def listed(index: Index, place: SamplePlace) -> dict[str, Any]:
 
 
 def full(index: Index, place: SamplePlace, most: int = _MOST) -> dict[str, Any]:
-    """Returns everything about a sample: record, pieces of its messages, tokens without their texts, its group, and the
-    same row of the data at other steps.
+    """Returns everything about a sample: record, pieces of its messages, tokens without their
+    texts, its group, and the same row of the data at other steps.
 
     most: listed relatives of each kind. Raises as `Place.record`.
     """
     record = place.record()
     own = place.tokens(record)
-    result = short(index, place) | {"record": {key: value for key, value in record.items() if key != "tokens"}}
+    result = short(index, place) | {
+        "record": {key: value for key, value in record.items() if key != "tokens"}
+    }
     result["messages"] = {
-        name: [[role, [_shown(index, piece) for piece in pieces]] for role, pieces in messages(record, name)]
+        name: [
+            [role, [_shown(index, piece) for piece in pieces]]
+            for role, pieces in messages(record, name)
+        ]
         for name in ("prompt", "completion")
     }
     ids = own["id"].tolist() if len(own) else record.get("tokens")
-    result["tokens"] = token_texts.numbers(own) if len(own) else {"id": ids if isinstance(ids, list) else []}
+    result["tokens"] = (
+        token_texts.numbers(own) if len(own) else {"id": ids if isinstance(ids, list) else []}
+    )
     siblings = group(index, place, most)
-    result["group"] = [(listed if number < _READ else short)(index, each) for number, each in enumerate(siblings)]
+    result["group"] = [
+        (listed if number < _READ else short)(index, each) for number, each in enumerate(siblings)
+    ]
     result["others"] = [short(index, each) for each in others(index, place, most)]
     return result
 
 
 def _shown(index: Index, piece: Piece) -> Piece:
-    """Returns a piece of a message; a picture or sound with its text `about`, and the name of its `thumbnail` or
-    None.
+    """Returns a piece of a message; a picture or sound with its text `about`, and the name of its
+    `thumbnail` or None.
     """
     if isinstance(piece, str):
         return piece
@@ -86,18 +99,24 @@ def with_texts(sample: dict[str, Any], texts: token_texts.TokenTexts) -> dict[st
 
 
 def group(index: Index, place: SamplePlace, most: int = _MOST) -> list[SamplePlace]:
-    """Returns the completions of the same prompt at the same step, this one included, at most `most`."""
+    """Returns the completions of the same prompt at the same step, this one included, at most
+    `most`."""
     row = place.segment.rows[place.row]
-    mask = (columns(index.segments, "prompt") == row["prompt"]) & (columns(index.segments, "step") == row["step"])
+    mask = (columns(index.segments, "prompt") == row["prompt"]) & (
+        columns(index.segments, "step") == row["step"]
+    )
     mask &= columns(index.segments, "stage") == row["stage"]
     return places(index, np.flatnonzero(mask)[:most])
 
 
 def others(index: Index, place: SamplePlace, most: int = _MOST) -> list[SamplePlace]:
-    """Returns the completions of the same row of the data at other steps, the newest first, at most `most`."""
+    """Returns the completions of the same row of the data at other steps, the newest first, at most
+    `most`."""
     row = place.segment.rows[place.row]
     mask = columns(index.segments, "same") == row["same"]
-    away = (columns(index.segments, "step") != row["step"]) | (columns(index.segments, "stage") != row["stage"])
+    away = (columns(index.segments, "step") != row["step"]) | (
+        columns(index.segments, "stage") != row["stage"]
+    )
     return places(index, np.flatnonzero(mask & away)[::-1][:most])
 
 

@@ -24,7 +24,8 @@ _BATCH = 2048  # samples that are scored together; groups stay together
 
 @dataclass(frozen=True)
 class Rescored:
-    """One sample with its recorded rewards (`record`) and its new ones. A score is NaN where there is none."""
+    """One sample with its recorded rewards (`record`) and its new ones. A score is NaN where there
+    is none."""
 
     place: SamplePlace
     record: dict[str, Any]
@@ -48,17 +49,23 @@ class Rescored:
 
 
 def rescore(
-    index: Index, rows: np.ndarray, options_of: Callable[[str], RunnerOptions], limits: dict[str, int]
+    index: Index,
+    rows: np.ndarray,
+    options_of: Callable[[str], RunnerOptions],
+    limits: dict[str, int],
 ) -> Iterator[Rescored]:
-    """Yields the samples with their new scores, stage by stage, the completions of a prompt in one call.
+    """Yields the samples with their new scores, stage by stage, the completions of a prompt in one
+    call.
 
-    rows: numbers of the samples. options_of: the rewards of a stage. limits: stage -> max_new_tokens, for rewards that
-    take it. Raises ConfigError for rewards that cannot be run here, DataError for a sample that has changed.
+    rows: numbers of the samples. options_of: the rewards of a stage. limits: stage ->
+    max_new_tokens, for rewards that take it. Raises ConfigError for rewards that cannot be run
+    here, DataError for a sample that has changed.
     """
     every = sorted(
         places(index, rows),
         key=lambda place: tuple(
-            int(place.segment.rows[name][place.row]) for name in ("stage", "step", "prompt", "sample")
+            int(place.segment.rows[name][place.row])
+            for name in ("stage", "step", "prompt", "sample")
         ),
     )
     start = 0
@@ -72,9 +79,14 @@ def rescore(
         start = end
 
 
-def _stage(every: Sequence[SamplePlace], options: RunnerOptions, limit: int | None) -> Iterator[Rescored]:
+def _stage(
+    every: Sequence[SamplePlace], options: RunnerOptions, limit: int | None
+) -> Iterator[Rescored]:
     if any(name == REWARD_MODEL for name, _, _ in options.functions):
-        raise ConfigError("--rescore: the reward `reward_model` needs its model; leave it out of the configuration")
+        raise ConfigError(
+            "--rescore: the reward `reward_model` needs its model; leave it out of the "
+            "configuration"
+        )
     try:
         runner = Runner(options)
     except RewardError as error:
@@ -101,7 +113,9 @@ def _batches(every: Sequence[SamplePlace]) -> Iterator[Sequence[SamplePlace]]:
 def _batch(runner: Runner, batch: Sequence[SamplePlace], limit: int | None) -> Iterator[Rescored]:
     records = [_record(each) for each in batch]
     names = list(dict.fromkeys(name for record in records for name in record.get("columns") or {}))
-    columns: dict[str, Any] = {name: [(each.get("columns") or {}).get(name) for each in records] for name in names}
+    columns: dict[str, Any] = {
+        name: [(each.get("columns") or {}).get(name) for each in records] for name in names
+    }
     columns["completion_lengths"] = [sample_length(each) for each in records]
     columns["raw"] = [each.get("raw", each["completion"]) for each in records]
     columns["truncated"] = [each.get("finish") == "length" for each in records]
@@ -118,15 +132,23 @@ def _batch(runner: Runner, batch: Sequence[SamplePlace], limit: int | None) -> I
     for number, (place, record) in enumerate(zip(batch, records, strict=True)):
         own = dict(zip(scores.names, scores.rewards[number].tolist(), strict=True))
         yield Rescored(
-            place, record, float(scores.total[number]), own, faults.get(number, {}), scores.logs.get(number, {})
+            place,
+            record,
+            float(scores.total[number]),
+            own,
+            faults.get(number, {}),
+            scores.logs.get(number, {}),
         )
 
 
 def summary(every: Sequence[Rescored]) -> dict[str, Any]:
-    """Returns counts, means and the groups that have a signal, before and after. Means leave out unscored samples."""
+    """Returns counts, means and the groups that have a signal, before and after. Means leave out
+    unscored samples."""
     before = np.array([each.before for each in every])
     after = np.array([each.reward for each in every])
-    names = sorted({name for each in every for name in (*each.scores, *(each.record.get("rewards") or {}))})
+    names = sorted(
+        {name for each in every for name in (*each.scores, *(each.record.get("rewards") or {}))}
+    )
     functions = {}
     for name in names:
         old = [(each.record.get("rewards") or {}).get(name) for each in every]
@@ -150,7 +172,10 @@ def summary(every: Sequence[Rescored]) -> dict[str, Any]:
         "reward": {"before": _mean(before), "after": _mean(after)},
         "functions": functions,
         "groups": len(members),
-        "groups_with_signal": {"before": _signals(before, members), "after": _signals(after, members)},
+        "groups_with_signal": {
+            "before": _signals(before, members),
+            "after": _signals(after, members),
+        },
         "faults": dict(Counter(kind for each in every for kind in each.faults.values())),
     }
 
@@ -178,4 +203,6 @@ def _record(place: SamplePlace) -> dict[str, Any]:
     try:
         return place.record()
     except (OSError, ValueError):
-        raise DataError(f"{place.segment.path}: the run has changed its samples in the meantime; try again") from None
+        raise DataError(
+            f"{place.segment.path}: the run has changed its samples in the meantime; try again"
+        ) from None

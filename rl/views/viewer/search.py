@@ -36,7 +36,8 @@ class SamplePlace:
         return f"{self.segment.key}-{self.segment.rows['offset'][self.row]}"
 
     def record(self) -> dict[str, Any]:
-        """Reads the line. Raises ValueError if the run has changed it since, OSError if it is gone."""
+        """Reads the line. Raises ValueError if the run has changed it since, OSError if it is
+        gone."""
         own = self.segment.rows[self.row]
         with self.segment.path.open("rb") as file:
             file.seek(int(own["offset"]))
@@ -53,8 +54,8 @@ class SamplePlace:
 def matching(index: Index, terms: Sequence[Term], sort: str | None = None) -> np.ndarray:
     """Returns the numbers of the samples that meet all terms, int64[n].
 
-    The newest come first; with sort, the largest reward, gap or length, and those without a value last. Raises
-    FilterError for a reward function that the run does not have.
+    The newest come first; with sort, the largest reward, gap or length, and those without a value
+    last. Raises FilterError for a reward function that the run does not have.
     """
     segments = list(index.segments)
     counts = [len(each.rows) for each in segments]
@@ -78,7 +79,9 @@ def matching(index: Index, terms: Sequence[Term], sort: str | None = None) -> np
 
 def places(index: Index, rows: Sequence[int] | np.ndarray) -> list[SamplePlace]:
     """Returns the places of samples by their numbers."""
-    starts = np.concatenate([[0], np.cumsum([len(each.rows) for each in index.segments])]).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum([len(each.rows) for each in index.segments])]).astype(
+        np.int64
+    )
     result = []
     for row in rows:
         number = int(np.searchsorted(starts, row, side="right")) - 1
@@ -108,11 +111,15 @@ def number_of(index: Index, place: SamplePlace) -> int:
 
 
 def _numbers(index: Index, segments: list[Segment], term: Term) -> np.ndarray:
-    """Returns for each sample whether it meets a term about numbers or names, without its negation."""
+    """Returns for each sample whether it meets a term about numbers or names, without its
+    negation."""
     if isinstance(term, NumberTerm):
         function = term.column.partition(".")[2]
         if function and index.functions and function not in index.functions:
-            raise FilterError(f"filter: {term.column}: no such reward function{nearest(function, index.functions)}")
+            raise FilterError(
+                f"filter: {term.column}: no such reward "
+                f"function{nearest(function, index.functions)}"
+            )
         values = columns(segments, term.column)
         above = values > term.low if term.open_low else values >= term.low
         within = above & (values < term.high if term.open_high else values <= term.high)
@@ -135,7 +142,9 @@ def _named(index: Index, segments: list[Segment], term: Word) -> np.ndarray:
     values = columns(segments, term.column)
     if term.value not in names:
         if term.column == "stage" and names:
-            raise FilterError(f"filter: stage:{term.value}: no such stage{nearest(term.value, names)}")
+            raise FilterError(
+                f"filter: stage:{term.value}: no such stage{nearest(term.value, names)}"
+            )
         return np.zeros(len(values), bool)
     number = names.index(term.value)
     if term.column == "fault":
@@ -144,7 +153,8 @@ def _named(index: Index, segments: list[Segment], term: Word) -> np.ndarray:
 
 
 def _texts(segment: Segment, term: Text | Regex, candidates: np.ndarray) -> np.ndarray:
-    """Returns for each row of a file whether its text matches. Rows that are no candidates may be left out."""
+    """Returns for each row of a file whether its text matches. Rows that are no candidates may be
+    left out."""
     result = np.zeros(len(candidates), bool)
     with contextlib.suppress(OSError, ValueError), segment.path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:
@@ -157,7 +167,9 @@ def _texts(segment: Segment, term: Text | Regex, candidates: np.ndarray) -> np.n
             spans = (segment.rows["spans"] + segment.rows["offset"][:, None, None]).tolist()
             for row in np.flatnonzero(candidates).tolist():
                 values = (data[first:last] for first, last in spans[row][:2])
-                result[row] = any(term.pattern.search(text) for value in values for text in _strings(value))
+                result[row] = any(
+                    term.pattern.search(text) for value in values for text in _strings(value)
+                )
     return result
 
 
@@ -174,14 +186,17 @@ def _word_rows(rows: np.ndarray, data: mmap.mmap, words: str) -> Iterator[int]:
         chunk = data[start:end].lower()
         begin = (offsets[first:last] - start).tolist()
         spans = rows["spans"][first:last].tolist()
-        row, place = 0, chunk.find(needle)
+        row = 0
+        place = chunk.find(needle)
         while place >= 0:
             row = _row_of(begin, place, row)
             inside = place - begin[row]
             span = next((each for each in spans[row] if each[0] <= inside < each[1]), None)
             if span is None:
                 place = chunk.find(needle, place + 1)
-            elif span in spans[row][:2] and not _in_texts(chunk[begin[row] + span[0] : begin[row] + span[1]], needle):
+            elif span in spans[row][:2] and not _in_texts(
+                chunk[begin[row] + span[0] : begin[row] + span[1]], needle
+            ):
                 place = chunk.find(needle, begin[row] + span[1])
             else:
                 yield first + row
@@ -192,7 +207,8 @@ def _word_rows(rows: np.ndarray, data: mmap.mmap, words: str) -> Iterator[int]:
 
 
 def _in_texts(value: bytes, needle: bytes) -> bool:
-    """Tells whether words that are in a prompt or completion are in its texts, not in a key, a role or a type."""
+    """Tells whether words that are in a prompt or completion are in its texts, not in a key, a role
+    or a type."""
     if value.lstrip().startswith(b'"'):
         return True
     return any(needle in _escaped(text) for text in _strings(value))
@@ -240,5 +256,6 @@ def _contents(value: Any) -> Iterator[str]:
 
 
 def search(index: Index, text: str, sort: str | None = None) -> np.ndarray:
-    """Returns the numbers of the samples that meet a filter, as `matching` does. Raises FilterError."""
+    """Returns the numbers of the samples that meet a filter, as `matching` does. Raises
+    FilterError."""
     return matching(index, query.parse(text), sort)

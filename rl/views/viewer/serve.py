@@ -25,12 +25,16 @@ except ModuleNotFoundError as error:
 def serve(directory: str, host: str, port: int, token_file: str | None, browse: bool) -> int:
     """Serves the samples of a run. Returns 0 after Ctrl-C.
 
-    Raises ConfigError if there is no run, or for another host without a token; ResourceError if the port is in use.
+    Raises ConfigError if there is no run, or for another host without a token; ResourceError if the
+    port is in use.
     """
     path = Path(directory)
     terminal.check(path)
     if not loopback(host) and token_file is None:
-        raise ConfigError(f"--host {host}: other machines could read the samples; name a token with --token-file FILE")
+        raise ConfigError(
+            f"--host {host}: other machines could read the samples; name a token with "
+            "--token-file FILE"
+        )
     token = _token(token_file) if token_file is not None else secrets.token_urlsafe(24)
     listener = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
@@ -43,7 +47,11 @@ def serve(directory: str, host: str, port: int, token_file: str | None, browse: 
         if browse:
             webbrowser.open(opened.enter_context(_redirect(f"{address}#token={token}")))
         config = uvicorn.Config(
-            application(viewer, token, host), log_level="warning", access_log=False, lifespan="off", server_header=False
+            application(viewer, token, host),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
         )
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
@@ -54,11 +62,14 @@ def serve(directory: str, host: str, port: int, token_file: str | None, browse: 
 def _redirect(url: str) -> Iterator[str]:
     """Yields the address of a file that sends a browser to `url`. Only its owner can read it.
 
-    The command line of a browser, which every user of the machine can list, does not show the token then.
+    The command line of a browser, which every user of the machine can list, does not show the token
+    then.
     """
     with tempfile.TemporaryDirectory(prefix="duet-view-") as folder:
         page = Path(folder) / "open.html"
-        page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(url)}">')
+        page.write_text(
+            f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(url)}">'
+        )
         yield page.as_uri()
 
 
@@ -77,7 +88,9 @@ def _token(file: str) -> str:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -87,5 +100,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except socket.gaierror as error:
         raise ConfigError(f"--host {host}: {error.strerror}") from None
     except OSError as error:
-        raise ResourceError(f"{host}:{port}: {error.strerror}; choose another --port, or leave it out") from None
+        raise ResourceError(
+            f"{host}:{port}: {error.strerror}; choose another --port, or leave it out"
+        ) from None
     return listener

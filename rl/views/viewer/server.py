@@ -1,9 +1,9 @@
-"""Serves the page of `rl view` and what it reads: /api/run, samples, sample, groups, events as JSON, and the files of
-/api/media by digest.
+"""Serves the page of `rl view` and what it reads: /api/run, samples, sample, groups, events as
+JSON, and the files of /api/media by digest.
 
-Every answer of /api needs the token as a header, so that no other page and no other user reads the samples. A Host
-header that does not name this server is refused (DNS rebinding), no other origin is allowed, and the policy of the page
-lets it load its own script and style only.
+Every answer of /api needs the token as a header, so that no other page and no other user reads the
+samples. A Host header that does not name this server is refused (DNS rebinding), no other origin is
+allowed, and the policy of the page lets it load its own script and style only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from rl.views.viewer.tokens import TokenTexts
 PAGE = 50
 TOKEN_HEADER = "x-duet-token"
 CSP = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data: blob:; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data: "
+    "blob:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 FILES = {"viewer.js": "text/javascript", "viewer.css": "text/css"}
@@ -47,7 +48,10 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
 }
 _EVENTS = 1 << 20  # bytes of events.jsonl in one answer
-_SLICE, _PAUSE = 0.2, 1.0  # seconds of indexing before a request may pass, and between looks at a complete index
+_SLICE, _PAUSE = (
+    0.2,
+    1.0,
+)  # seconds of indexing before a request may pass, and between looks at a complete index
 
 
 class Viewer:
@@ -87,10 +91,15 @@ class Viewer:
         Raises FilterError, and LookupError if `after` is no longer among them.
         """
         with self._lock:
-            rows, start = self._matching(text, sort), 0
+            rows = self._matching(text, sort)
+            start = 0
             if after:
                 last = search.place(self.index, after)
-                numbers = np.flatnonzero(rows == search.number_of(self.index, last)) if last is not None else []
+                numbers = (
+                    np.flatnonzero(rows == search.number_of(self.index, last))
+                    if last is not None
+                    else []
+                )
                 if not len(numbers):
                     raise LookupError(after)
                 start = int(numbers[0]) + 1
@@ -98,7 +107,10 @@ class Viewer:
             for place in search.places(self.index, rows[start : start + PAGE]):
                 try:
                     items.append(records.listed(self.index, place))
-                except (OSError, ValueError):  # the run truncates its file; the next refresh sees it
+                except (
+                    OSError,
+                    ValueError,
+                ):  # the run truncates its file; the next refresh sees it
                     continue
             more = start + PAGE < len(rows) and bool(items)
             return {
@@ -124,10 +136,19 @@ class Viewer:
 
     def group(self, prompt: int, stage: str | None, step: int | None) -> dict[str, Any]:
         """Returns the completions of a prompt."""
-        text = f"prompt:{prompt}" + (f" step:{step}" if step is not None else "") + (f" stage:{stage}" if stage else "")
+        text = (
+            f"prompt:{prompt}"
+            + (f" step:{step}" if step is not None else "")
+            + (f" stage:{stage}" if stage else "")
+        )
         with self._lock:
             rows = self._matching(text, None)[::-1]
-            return {"items": [records.short(self.index, each) for each in search.places(self.index, rows[:500])]}
+            return {
+                "items": [
+                    records.short(self.index, each)
+                    for each in search.places(self.index, rows[:500])
+                ]
+            }
 
     def events(self, after: int) -> dict[str, Any]:
         """Returns the lines of events.jsonl from a byte on, and the byte from which to ask next.
@@ -185,13 +206,20 @@ def application(viewer: Viewer, token: str, host: str) -> ASGIApp:
         except ConfigError as error:
             return _error(400, str(error))
         except LookupError:
-            return _error(404, f"after={asked.get('after')}: no longer among the samples; start at the first page")
+            return _error(
+                404,
+                f"after={asked.get('after')}: no longer among the samples; start at the first page",
+            )
 
     def sample(request: Request) -> Response:
         try:
             return JSONResponse(viewer.sample(request.path_params["id"]))
         except LookupError:
-            return _error(404, f"no sample {request.path_params['id']}; the run may have removed it when it continued")
+            return _error(
+                404,
+                f"no sample {request.path_params['id']}; the run may have removed it when it "
+                "continued",
+            )
 
     def groups(request: Request) -> Response:
         asked = request.query_params
@@ -200,7 +228,9 @@ def application(viewer: Viewer, token: str, host: str) -> ASGIApp:
             return _error(400, f"step={step}: not a number")
         try:
             return JSONResponse(
-                viewer.group(request.path_params["prompt"], asked.get("stage"), int(step) if step else None)
+                viewer.group(
+                    request.path_params["prompt"], asked.get("stage"), int(step) if step else None
+                )
             )
         except ConfigError as error:
             return _error(400, str(error))
@@ -247,7 +277,8 @@ def loopback(host: str) -> bool:
 def names_server(header: str, host: str) -> bool:
     """Tells whether a Host header names a server that listens on `host`.
 
-    A server on all addresses takes any address and the names of this machine, for an attack by DNS needs another name.
+    A server on all addresses takes any address and the names of this machine, for an attack by DNS
+    needs another name.
     """
     name = header.rpartition(":")[0] if header.rpartition(":")[2].isdecimal() else header
     name = name.strip("[]").lower()
@@ -277,16 +308,24 @@ class _Guard:
 
         async def guarded(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] += [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+                message["headers"] += [
+                    (name.encode(), value.encode()) for name, value in _HEADERS.items()
+                ]
             await send(message)
 
         answer: ASGIApp = self._inner
         if not names_server(headers.get(b"host", b"").decode("latin-1"), self._host):
-            answer = _error(421, f"the Host header does not name this server; open http://{self._host}:PORT/")
+            answer = _error(
+                421, f"the Host header does not name this server; open http://{self._host}:PORT/"
+            )
         elif scope["path"].startswith("/api/") and not hmac.compare_digest(
             headers.get(TOKEN_HEADER.encode(), b""), self._token
         ):
-            answer = _error(401, f"the header {TOKEN_HEADER} lacks the token; open the address that `rl view` printed")
+            answer = _error(
+                401,
+                f"the header {TOKEN_HEADER} lacks the token; open the address that `rl view` "
+                "printed",
+            )
         await answer(scope, receive, guarded)
 
 

@@ -1,5 +1,5 @@
-"""Writes the page of `rl view` as a folder that any file server shows: lists and samples as JSON files of a size to
-load.
+"""Writes the page of `rl view` as a folder that any file server shows: lists and samples as JSON
+files of a size to load.
 
 The page asks for complete files only, so the server needs no byte ranges.
 """
@@ -30,42 +30,63 @@ _POLICY = (
 def write(directory: str, target: str, text: str = "") -> int:
     """Writes the samples that meet a filter. Returns the exit code.
 
-    Raises ConfigError if there is no run or the folder has other files, ResourceError if it cannot be written.
+    Raises ConfigError if there is no run or the folder has other files, ResourceError if it cannot
+    be written.
     """
-    terms, folder = query.parse(text), Path(target)
+    terms = query.parse(text)
+    folder = Path(target)
     if folder.exists() and (
         not folder.is_dir() or (any(folder.iterdir()) and not (folder / "data/run.json").is_file())
     ):
-        raise ConfigError(f"--static {folder}: it exists and is no folder of `rl view`; name a new one")
+        raise ConfigError(
+            f"--static {folder}: it exists and is no folder of `rl view`; name a new one"
+        )
     index = terminal.opened(directory)
     every = search.places(index, search.matching(index, terms))
     numbers = {place.id: str(number) for number, place in enumerate(every)}
-    texts, pages = TokenTexts(index.directory), -(-len(every) // PER_CHUNK)
+    texts = TokenTexts(index.directory)
+    pages = -(-len(every) // PER_CHUNK)
     try:
         (folder / "data").mkdir(parents=True, exist_ok=True)
         for page in range(pages):
             chunk = every[page * PER_CHUNK : (page + 1) * PER_CHUNK]
             lists = [records.listed(index, place) for place in chunk]
-            samples = [records.with_texts(records.full(index, place, RELATIVES), texts) for place in chunk]
+            samples = [
+                records.with_texts(records.full(index, place, RELATIVES), texts) for place in chunk
+            ]
             for sample in samples:
                 for name in ("group", "others"):
-                    sample[name] = [_numbered(each, numbers) for each in sample[name] if each["id"] in numbers]
+                    sample[name] = [
+                        _numbered(each, numbers) for each in sample[name] if each["id"] in numbers
+                    ]
                 _write_thumbnails(folder, index.directory, sample)
             _write(folder / f"data/list-{page}.json", [_numbered(each, numbers) for each in lists])
-            _write(folder / f"data/samples-{page}.json", [_numbered(each, numbers) for each in samples])
+            _write(
+                folder / f"data/samples-{page}.json", [_numbered(each, numbers) for each in samples]
+            )
             if page % 100 == 99:
                 print(f"\r{page + 1:,} of {pages:,} pages ", end="", file=sys.stderr, flush=True)
-        _write(folder / "data/run.json", {"name": index.directory.resolve().name, "total": len(every), "pages": pages})
+        _write(
+            folder / "data/run.json",
+            {"name": index.directory.resolve().name, "total": len(every), "pages": pages},
+        )
         for name in ("viewer.js", "viewer.css"):
             (folder / name).write_bytes(_file(name))
-        page = _file("viewer.html").decode().replace(_MODE.format("server"), _MODE.format("static") + "\n" + _POLICY)
+        page = (
+            _file("viewer.html")
+            .decode()
+            .replace(_MODE.format("server"), _MODE.format("static") + "\n" + _POLICY)
+        )
         (folder / "index.html").write_text(page, encoding="utf-8")
     except ValueError:
-        raise DataError(f"{directory}: the run has changed its samples in the meantime; try again") from None
+        raise DataError(
+            f"{directory}: the run has changed its samples in the meantime; try again"
+        ) from None
     except OSError as error:
         raise ResourceError(f"--static {folder}: cannot be written: {error.strerror}") from None
     print(
-        f"{folder}/index.html: {len(every):,} samples; for example: python -m http.server -d {quoted(folder)}",
+        f"{folder}/index.html: {len(every):,} samples; for example: python -m http.server -d "
+        f"{quoted(folder)}",
         file=sys.stderr,
     )
     return 0
@@ -73,11 +94,14 @@ def write(directory: str, target: str, text: str = "") -> int:
 
 def _write_thumbnails(folder: Path, run: Path, sample: dict[str, Any]) -> None:
     """Writes the thumbnails that a sample of `records.full` names, each once."""
-    pieces = [piece for message in sample["messages"].values() for _, own in message for piece in own]
+    pieces = [
+        piece for message in sample["messages"].values() for _, own in message for piece in own
+    ]
     for piece in pieces:
         if isinstance(piece, str) or not piece["thumbnail"]:
             continue
-        path, thumbnail = folder / MEDIA / piece["thumbnail"], thumbnails.read(run, piece["digest"])
+        path = folder / MEDIA / piece["thumbnail"]
+        thumbnail = thumbnails.read(run, piece["digest"])
         if thumbnail is not None and not path.exists():
             thumbnails.write(path, thumbnail.content)
 
@@ -87,7 +111,11 @@ def _numbered(item: dict[str, Any], numbers: dict[str, str]) -> dict[str, Any]:
 
 
 def _write(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False, separators=(",", ":")), encoding="utf-8", errors="replace")
+    path.write_text(
+        json.dumps(value, ensure_ascii=False, separators=(",", ":")),
+        encoding="utf-8",
+        errors="replace",
+    )
 
 
 def _file(name: str) -> bytes:

@@ -1,4 +1,5 @@
-"""Shows samples on a terminal: a list, one in full with its tokens, and what changed rewards change."""
+"""Shows samples on a terminal: a list, one in full with its tokens, and what changed rewards
+change."""
 
 from __future__ import annotations
 
@@ -41,18 +42,27 @@ class SamplesFlags:
 
 
 def opened(directory: str) -> Index:
-    """Returns the complete index of a run. Raises ConfigError if there is no run, or it recorded no samples."""
+    """Returns the complete index of a run. Raises ConfigError if there is no run, or it recorded no
+    samples."""
     path = Path(directory)
     check(path)
-    index, told = Index(path), False
+    index = Index(path)
+    told = False
     while not index.refresh(_SLOW):
         told = True
-        print(f"\rindexing samples: {index.pending / 1e6:,.0f} MB to go ", end="", file=sys.stderr, flush=True)
+        print(
+            f"\rindexing samples: {index.pending / 1e6:,.0f} MB to go ",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
     if told:
         print("\r" + " " * 50, end="\r", file=sys.stderr)
     index.save()
     if not index.total:
-        raise ConfigError(f"{path}: it has no samples; `rl-train` writes them after its first evaluation or step")
+        raise ConfigError(
+            f"{path}: it has no samples; `rl-train` writes them after its first evaluation or step"
+        )
     return index
 
 
@@ -88,17 +98,28 @@ def show(directory: str, options: SamplesFlags) -> int:
 
 
 def show_rescored(
-    directory: str, options: SamplesFlags, options_of: Callable[[str], RunnerOptions], limits: dict[str, int]
+    directory: str,
+    options: SamplesFlags,
+    options_of: Callable[[str], RunnerOptions],
+    limits: dict[str, int],
 ) -> int:
-    """Scores the samples that meet the filter with other rewards, and prints what changed. Returns the exit code."""
+    """Scores the samples that meet the filter with other rewards, and prints what changed. Returns
+    the exit code."""
     terms = query.parse(options.filter)
     index = opened(directory)
     rows = search.matching(index, terms, options.sort)
     every = list(rescore.rescore(index, rows, options_of, limits))
     summary = rescore.summary(every)
-    changed = sorted((each for each in every if each.changed), key=_change, reverse=True)[: options.limit]
+    changed = sorted((each for each in every if each.changed), key=_change, reverse=True)[
+        : options.limit
+    ]
     if options.json:
-        print(json.dumps(summary | {"changes": [_rescored_json(each) for each in changed]}, ensure_ascii=False))
+        print(
+            json.dumps(
+                summary | {"changes": [_rescored_json(each) for each in changed]},
+                ensure_ascii=False,
+            )
+        )
         return 0
     console = _console()
     _print_summary(console, summary)
@@ -112,7 +133,9 @@ def record_of(place: search.SamplePlace) -> dict[str, Any]:
     try:
         return place.record()
     except (OSError, ValueError):
-        raise DataError(f"{place.segment.path}: the run has changed its samples in the meantime; try again") from None
+        raise DataError(
+            f"{place.segment.path}: the run has changed its samples in the meantime; try again"
+        ) from None
 
 
 def _count(total: int, listed: int, index: Index) -> str:
@@ -134,7 +157,8 @@ def _has_edge(console: Console) -> bool:
 
 
 def _print_table(console: Console, table: Table) -> None:
-    """Prints a table whose last column ends at the edge of the terminal, or holds full texts without a terminal."""
+    """Prints a table whose last column ends at the edge of the terminal, or holds full texts
+    without a terminal."""
     if _has_edge(console):
         console.print(table)
         return
@@ -159,20 +183,34 @@ def _table(index: Index, chosen: Sequence[search.SamplePlace], console: Console)
             *(["eval"] if own["eval"] else []),
         ]
         peek = Text("".join(f"[{for_terminal(mark)}] " for mark in marks), style="yellow")
-        peek.append(for_terminal(start(record, "prompt", max(20, width // 4))) + " → ", style="default dim")
+        peek.append(
+            for_terminal(start(record, "prompt", max(20, width // 4))) + " → ", style="default dim"
+        )
         peek.append(for_terminal(start(record, "completion", width)), style="default")
-        cells = (own["stage"], own["step"], f"{own['prompt_id']}/{own['sample']}", _real(own["reward"]))
+        cells = (
+            own["stage"],
+            own["step"],
+            f"{own['prompt_id']}/{own['sample']}",
+            _real(own["reward"]),
+        )
         cells += (_real(own["advantage"]), _real(own["gap"]), own["len"])
         table.add_row(*(Text(for_terminal(cell)) for cell in cells), peek)
     return table
 
 
-def _print_full(console: Console, index: Index, place: search.SamplePlace, texts: TokenTexts | None) -> None:
-    own, record = records.short(index, place), record_of(place)
+def _print_full(
+    console: Console, index: Index, place: search.SamplePlace, texts: TokenTexts | None
+) -> None:
+    own = records.short(index, place)
+    record = record_of(place)
     about = (
-        f"{own['stage']} step {own['step']}  prompt {own['prompt_id']}/{own['sample']}  reward {_real(own['reward'])}"
+        f"{own['stage']} step {own['step']}  prompt {own['prompt_id']}/{own['sample']}  "
+        f"reward {_real(own['reward'])}"
     )
-    about += f"  advantage {_real(own['advantage'])}  gap {_real(own['gap'])}  {own['len']} tokens, {own['finish']}"
+    about += (
+        f"  advantage {_real(own['advantage'])}  gap {_real(own['gap'])}  {own['len']} "
+        f"tokens, {own['finish']}"
+    )
     console.print(Text(for_terminal(about) + ("  eval" if own["eval"] else ""), style="bold"))
     for name in ("prompt", "completion"):
         for role, pieces in messages(record, name):
@@ -186,7 +224,9 @@ def _print_full(console: Console, index: Index, place: search.SamplePlace, texts
     ):
         values = record.get(key)
         for name, value in values.items() if isinstance(values, dict) else ():
-            console.print(Text.assemble((for_terminal(f"{title}: {name}: "), "dim"), for_terminal(value)))
+            console.print(
+                Text.assemble((for_terminal(f"{title}: {name}: "), "dim"), for_terminal(value))
+            )
     if texts is not None:
         console.print(_token_table(place.tokens(record), texts))
     console.print()
@@ -201,7 +241,13 @@ def _token_table(tokens: np.ndarray, texts: TokenTexts) -> Table | Text:
     pieces = texts.texts(tokens["id"].tolist())
     values = numbers(tokens)
     for place in range(len(tokens)):
-        style = "dim" if values["turn"][place] == 0 else "red" if abs(values["gap"][place] or 0) > 0.1 else ""
+        style = (
+            "dim"
+            if values["turn"][place] == 0
+            else "red"
+            if abs(values["gap"][place] or 0) > 0.1
+            else ""
+        )
         piece = json.dumps(pieces[place], ensure_ascii=False)[1:-1] if pieces is not None else ""
         cells = [str(place), str(values["id"][place]), for_terminal(piece)]
         cells += [_real(values[name][place]) for name in ("logp", "gap", "entropy", "advantage")]
@@ -221,9 +267,18 @@ def _print_summary(console: Console, summary: dict[str, Any]) -> None:
     for name in ("", "before", "after", "faults"):
         table.add_column(name, justify="left" if not name else "right")
     faults = sum(summary["faults"].values())
-    table.add_row("reward, mean", *(_real(summary["reward"][when]) for when in ("before", "after")), str(faults))
+    table.add_row(
+        "reward, mean",
+        *(_real(summary["reward"][when]) for when in ("before", "after")),
+        str(faults),
+    )
     for name, each in summary["functions"].items():
-        table.add_row(Text(for_terminal(f"  {name}")), _real(each["before"]), _real(each["after"]), str(each["faults"]))
+        table.add_row(
+            Text(for_terminal(f"  {name}")),
+            _real(each["before"]),
+            _real(each["after"]),
+            str(each["faults"]),
+        )
     for title, key in (
         ("unscored", "unscored"),
         (f"groups with signal, of {summary['groups']:,}", "groups_with_signal"),
@@ -242,7 +297,12 @@ def _changes(index: Index, changed: Sequence[rescore.Rescored], console: Console
         peek = Text(for_terminal(start(each.record, "completion", console.width)))
         why = [*(f"{name}: {kind}" for name, kind in each.faults.items()), *each.log.values()]
         peek.append("".join(f" [{for_terminal(one)}]" for one in why), style="yellow")
-        cells = (own["step"], f"{own['prompt_id']}/{own['sample']}", _real(each.before), _real(each.reward))
+        cells = (
+            own["step"],
+            f"{own['prompt_id']}/{own['sample']}",
+            _real(each.before),
+            _real(each.reward),
+        )
         table.add_row(*(Text(for_terminal(cell)) for cell in cells), peek)
     return table
 

@@ -14,26 +14,37 @@ from rl.data.hub import cached_snapshots, hub_name
 from rl.records.run_files import read_config
 from rl.records.samples import CLIPPED_HIGH, CLIPPED_LOW, DROPPED, STOP, TRAINED
 
-FLAGS = {TRAINED: "trained", STOP: "stop", CLIPPED_LOW: "clipped low", CLIPPED_HIGH: "clipped high", DROPPED: "dropped"}
+FLAGS = {
+    TRAINED: "trained",
+    STOP: "stop",
+    CLIPPED_LOW: "clipped low",
+    CLIPPED_HIGH: "clipped high",
+    DROPPED: "dropped",
+}
 _REPLACEMENT = "\ufffd"
 
 
 class TokenTexts:
-    """Texts of token ids. The tokenizer is loaded at the first use, since transformers is slow to import."""
+    """Texts of token ids. The tokenizer is loaded at the first use, since transformers is slow to
+    import."""
 
     def __init__(self, directory: Path):
-        self._directory, self._tokenizer, self._loaded = directory, None, False
+        self._directory = directory
+        self._tokenizer = None
+        self._loaded = False
         self._lock = threading.Lock()
         self.source = ""
 
     def texts(self, ids: Sequence[int]) -> list[str] | None:
-        """Returns the text of each token, those of a character in several tokens with its last one; None: no tokenizer.
+        """Returns the text of each token, those of a character in several tokens with its last one;
+        None: no tokenizer.
 
         Joined, they are the text of all tokens, special ones included.
         """
         with self._lock:
             if not self._loaded:
-                self._tokenizer, self._loaded = self._load(), True
+                self._tokenizer = self._load()
+                self._loaded = True
             if self._tokenizer is None:
                 return None
             return _pieces(self._tokenizer, [int(each) for each in ids])
@@ -44,21 +55,26 @@ class TokenTexts:
         for source, *more in self._sources():
             try:
                 tokenizer = load_tokenizer(source, *more)
-            except Exception:  # no tokenizer there, a damaged one, or one that needs a package that is not installed
+            # no tokenizer there, a damaged one, or one that needs a package that is not installed
+            except Exception:
                 continue
             self.source = str(source)
             return tokenizer
         return None
 
     def _sources(self) -> list[tuple[Any, ...]]:
-        """Lists what may be the tokenizer: the exported one, that of config.yml, that of the model."""
+        """Lists what may be the tokenizer: the exported one, that of config.yml, that of the
+        model."""
         result: list[tuple[Any, ...]] = [(self._directory / "export",)]
         config = read_config(self._directory, [])
-        named, model = config.get("tokenizer"), config.get("model")
+        named = config.get("tokenizer")
+        model = config.get("model")
         source = model.get("source") if isinstance(model, dict) else None
         if isinstance(named, dict) and isinstance(named.get("source"), str):
             media = _media_tokens(source) if named["source"] in ("bytes", "characters") else None
-            result += [(each, named.get("alphabet"), None, media) for each in _places(named["source"])]
+            result += [
+                (each, named.get("alphabet"), None, media) for each in _places(named["source"])
+            ]
         if isinstance(source, str):
             result += [(each,) for each in _places(source)]
         return result
@@ -68,7 +84,10 @@ def numbers(tokens: np.ndarray) -> dict[str, list[Any]]:
     """Returns the columns of TOKEN[n] as lists of JSON; None where there is no number."""
     result: dict[str, list[Any]] = {"id": tokens["id"].tolist()}
     for name in ("logp", "gap", "entropy", "advantage"):
-        result[name] = [float(f"{x:.5g}") if math.isfinite(x) else None for x in tokens[name].astype(float).tolist()]
+        result[name] = [
+            float(f"{x:.5g}") if math.isfinite(x) else None
+            for x in tokens[name].astype(float).tolist()
+        ]
     return result | {"flags": tokens["flags"].tolist(), "turn": tokens["turn"].tolist()}
 
 
@@ -79,21 +98,28 @@ def flag_text(flags: int) -> str:
 
 def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
     """Decodes token by token: the text of the last tokens with each, less the text without it."""
-    pieces, start, shown = [], 0, ""
+    pieces = []
+    start = 0
+    shown = ""
     for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = tokenizer.decode(
+            ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         if text.endswith(_REPLACEMENT) and end < len(ids) and end - start < 8:
             pieces.append("")  # a part of a character, which the next tokens complete
             continue
         pieces.append(text[len(shown) :] if text.startswith(shown) else text)
         # One token of context: some tokenizers drop the space at the beginning of a text.
         start = end - 1
-        shown = tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        shown = tokenizer.decode(
+            ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
     return pieces
 
 
 def _media_tokens(source: Any) -> Any:
-    """Returns the special tokens that a built-in tokenizer has for a model with towers, without a download."""
+    """Returns the special tokens that a built-in tokenizer has for a model with towers, without a
+    download."""
     if not isinstance(source, str) or hub_name(source) is not None:
         return None
     from rl.config.model import ModelOptions
@@ -106,6 +132,7 @@ def _media_tokens(source: Any) -> Any:
 
 
 def _places(source: str) -> list[str | Path]:
-    """Lists a directory, or the folders of a name on the hub in the local cache. Downloads nothing."""
+    """Lists a directory, or the folders of a name on the hub in the local cache. Downloads
+    nothing."""
     repository = hub_name(source)
     return [source] if repository is None else [*cached_snapshots(repository)]

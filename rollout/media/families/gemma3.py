@@ -43,7 +43,8 @@ class Gemma3(Processor):
         return self.count
 
     def text(self, size: tuple[int, int]) -> str:
-        """Returns the rows between their borders and blank lines. The line breaks merge with those of the text."""
+        """Returns the rows between their borders and blank lines. The line breaks merge with those
+        of the text."""
         return f"\n\n{self.marker}{self.row_token * self.count}{self.end}\n\n"
 
     def values(self, content: np.ndarray, rate: int) -> list[np.ndarray]:
@@ -58,14 +59,22 @@ def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any
     processor: the other keys of processor_config.json, and `vision_config` of config.json.
     """
     if stored.get("do_pan_and_scan"):
-        raise MediaError("do_pan_and_scan: true is not supported; set it to false in the processor's configuration")
+        raise MediaError(
+            "do_pan_and_scan: true is not supported; set it to false in the processor's "
+            "configuration"
+        )
     size = stored.get("size") or {"height": 224, "width": 224}
     if size["height"] != size["width"]:
-        raise MediaError(f"pictures of Gemma 3 are squares, the processor says {size['height']}x{size['width']}")
+        raise MediaError(
+            f"pictures of Gemma 3 are squares, the processor says {size['height']}x{size['width']}"
+        )
     patch = processor.get("vision_config", {}).get("patch_size", 14)
     if size["height"] % patch:
-        raise MediaError(f"pictures of {size['height']} pixels are no multiple of the patches of {patch}")
-    boi, row = special(tokenizer, "boi_token"), special(tokenizer, "image_token")
+        raise MediaError(
+            f"pictures of {size['height']} pixels are no multiple of the patches of {patch}"
+        )
+    boi = special(tokenizer, "boi_token")
+    row = special(tokenizer, "image_token")
     end = special(tokenizer, "eoi_token")
     return Gemma3(
         marker=boi,

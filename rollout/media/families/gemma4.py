@@ -1,6 +1,7 @@
 """Pictures of Gemma 4: a grid of patches with a bounded area, pooled to rows.
 
-Equal to `Gemma4ImageProcessor` of transformers in its Pillow form, to the last bit, without its padding.
+Equal to `Gemma4ImageProcessor` of transformers in its Pillow form, to the last bit, without its
+padding.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _BOUNDS = (70, 140, 280, 560, 1120)  # rows of a picture that released models we
 
 @dataclass(frozen=True)
 class Gemma4(Processor):
-    """Pictures as grids of patches of `patch` pixels, `pool` x `pool` patches to a row and at most `most` rows."""
+    """Pictures as grids of patches of `patch` pixels, `pool` x `pool` patches to a row and at most
+    `most` rows."""
 
     kind: ClassVar[Kind] = "image"
 
@@ -37,7 +39,8 @@ class Gemma4(Processor):
     looks_ahead: bool = False
 
     def shapes(self, size: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-        """Returns one shape, (height, width) in patches. Raises MediaError for a picture that is too long."""
+        """Returns one shape, (height, width) in patches. Raises MediaError for a picture that is
+        too long."""
         height, width = self._resized(*size)
         return ((height // self.patch, width // self.patch),)
 
@@ -52,19 +55,26 @@ class Gemma4(Processor):
     def values(self, content: np.ndarray, rate: int) -> list[np.ndarray]:
         """Returns float32[N, y * x * channel], row by row."""
         pixels = picture.resize(content, *self._resized(*content.shape[:2]), self.resample)
-        return [picture.patches(picture.apply_levels(self.table, pixels), self.patch, channels_last=True)]
+        return [
+            picture.patches(
+                picture.apply_levels(self.table, pixels), self.patch, channels_last=True
+            )
+        ]
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
-        """Returns the largest sides of about the same ratio that are multiples of a pooled square and fit the rows."""
+        """Returns the largest sides of about the same ratio that are multiples of a pooled square
+        and fit the rows."""
         square = self.pool * self.patch
         area = self.most * square**2
         factor = math.sqrt(area / (height * width))
         high = math.floor(factor * height / square) * square
         wide = math.floor(factor * width / square) * square
         if high == 0:
-            high, wide = square, min(width // height, self.most) * square
+            high = square
+            wide = min(width // height, self.most) * square
         elif wide == 0:
-            high, wide = min(height // width, self.most) * square, square
+            high = min(height // width, self.most) * square
+            wide = square
         if high * wide > area or not high * wide:
             raise MediaError(f"a picture of {height}x{width} pixels does not fit {self.most} rows")
         return high, wide
@@ -77,10 +87,15 @@ def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any
     """
     most = stored.get("max_soft_tokens", 280)
     if most not in _BOUNDS:
-        raise MediaError(f"max_soft_tokens must be one of {', '.join(map(str, _BOUNDS))}, is {most}")
+        raise MediaError(
+            f"max_soft_tokens must be one of {', '.join(map(str, _BOUNDS))}, is {most}"
+        )
     if not stored.get("do_resize", True):
-        raise MediaError("do_resize: false is not supported, because sides must be multiples of a pooled square")
-    marker, begin = special(tokenizer, "image_token"), special(tokenizer, "boi_token")
+        raise MediaError(
+            "do_resize: false is not supported, because sides must be multiples of a pooled square"
+        )
+    marker = special(tokenizer, "image_token")
+    begin = special(tokenizer, "boi_token")
     end = special(tokenizer, "eoi_token")
     return Gemma4(
         marker=marker,

@@ -1,4 +1,5 @@
-"""Sounds of Gemma 4 E2B and E4B: log-mel frames by `Gemma4AudioFeatureExtractor` of transformers, which is numpy."""
+"""Sounds of Gemma 4 E2B and E4B: log-mel frames by `Gemma4AudioFeatureExtractor` of transformers,
+which is numpy."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ _MULTIPLE = 128  # of samples, which the extractor pads to
 class Gemma4Audio(Processor):
     """Sounds as frames of log-mel values, four frames to a row.
 
-    rate: in Hz. frame, hop: samples of a frame, and from one frame to the next. seconds: of the longest sound.
-    stored: keys of the extractor as JSON.
+    rate: in Hz. frame, hop: samples of a frame, and from one frame to the next. seconds: of the
+    longest sound. stored: keys of the extractor as JSON.
     """
 
     kind: ClassVar[Kind] = "audio"
@@ -38,17 +39,23 @@ class Gemma4Audio(Processor):
     stored: str
 
     def shapes(self, size: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-        """Returns ((frames, 1),). Raises MediaError for a sound without a full frame or of more than `seconds`."""
+        """Returns ((frames, 1),). Raises MediaError for a sound without a full frame or of more
+        than `seconds`."""
         samples = sound.resampled_length(*size, self.rate)
         if samples > self.seconds * self.rate:
-            raise MediaError(f"a sound of {samples / self.rate:.1f} s is too long: at most {self.seconds} s; cut it")
+            raise MediaError(
+                f"a sound of {samples / self.rate:.1f} s is too long: at most {self.seconds} s; "
+                "cut it"
+            )
         padded = -(-samples // _MULTIPLE) * _MULTIPLE
         left = self.frame // 2  # zeros before the first sample
         frames = (padded + left - self.frame - 1) // self.hop + 1
         # Frame i counts if its last sample, i * hop + frame, is one of the sound.
         real = min(frames, -(-(samples + left - self.frame) // self.hop))
         if real <= 0:
-            raise MediaError(f"a sound of {samples} samples is too short: at least {self.frame - left + 1}")
+            raise MediaError(
+                f"a sound of {samples} samples is too short: at least {self.frame - left + 1}"
+            )
         return ((real, 1),)
 
     def rows(self, shape: tuple[int, int]) -> int:
@@ -70,12 +77,14 @@ class Gemma4Audio(Processor):
 
 
 def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any) -> Gemma4Audio:
-    """Reads the processor from its stored keys. Raises MediaError for a tokenizer without tokens of sounds.
+    """Reads the processor from its stored keys. Raises MediaError for a tokenizer without tokens of
+    sounds.
 
     processor: the other keys of processor_config.json.
     """
     rate = stored.get("sampling_rate", 16_000)
-    marker, begin = special(tokenizer, "audio_token"), special(tokenizer, "boa_token")
+    marker = special(tokenizer, "audio_token")
+    begin = special(tokenizer, "boa_token")
     end = special(tokenizer, "eoa_token")
     return Gemma4Audio(
         marker=marker,
@@ -86,7 +95,9 @@ def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any
         rate=rate,
         frame=round(rate * stored.get("frame_length_ms", 20.0) / 1000),
         hop=round(rate * stored.get("hop_length_ms", 10.0) / 1000),
-        seconds=processor.get("audio_seq_length", 750) * processor.get("audio_ms_per_token", 40) // 1000,
+        seconds=processor.get("audio_seq_length", 750)
+        * processor.get("audio_ms_per_token", 40)
+        // 1000,
         # Noise would give the same sound other features each time.
         stored=json.dumps({**stored, "dither": 0.0}, sort_keys=True),
     )

@@ -1,7 +1,7 @@
 """Pictures of Llama 4: tiles, and the full picture as the last tile. An item is a tile.
 
-transformers has this processor for torch only. Its rules are written here with numpy and Pillow: pixels differ from it
-where Pillow rounds another way than torchvision.
+transformers has this processor for torch only. Its rules are written here with numpy and Pillow:
+pixels differ from it where Pillow rounds another way than torchvision.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _TOKENS = {
 
 @dataclass(frozen=True)
 class Llama4(Processor):
-    """Pictures as at most `most` tiles of `side` x `side` pixels, in patches of `patch` pixels and `count` rows.
+    """Pictures as at most `most` tiles of `side` x `side` pixels, in patches of `patch` pixels and
+    `count` rows.
 
     tokens: keys of processor_config.json to the tokens of the expansion.
     stretch: enlarge a picture up to its canvas; otherwise up to one tile at most.
@@ -52,7 +53,8 @@ class Llama4(Processor):
     def shapes(self, size: tuple[int, int]) -> tuple[tuple[int, int], ...]:
         """Returns the square of patches, for each tile and the full picture."""
         high, wide = self._tiles(*size)
-        tiles, patches = high * wide, self.side // self.patch
+        tiles = high * wide
+        patches = self.side // self.patch
         return ((patches, patches),) * (tiles + (tiles > 1))
 
     def rows(self, shape: tuple[int, int]) -> int:
@@ -60,15 +62,20 @@ class Llama4(Processor):
         return self.count
 
     def text(self, size: tuple[int, int]) -> str:
-        """Returns the rows of the tiles with separators, then those of the full picture, between start and end."""
+        """Returns the rows of the tiles with separators, then those of the full picture, between
+        start and end."""
         high, wide = self._tiles(*size)
-        rows, tokens = self.row_token * self.count, self.tokens
-        line = tokens["tile_x_separator_token"].join([rows] * wide) + tokens["tile_y_separator_token"]
+        rows = self.row_token * self.count
+        tokens = self.tokens
+        line = (
+            tokens["tile_x_separator_token"].join([rows] * wide) + tokens["tile_y_separator_token"]
+        )
         tiles = line * high if high * wide > 1 else ""
         return f"{tokens['start_of_image_token']}{tiles}{tokens['image_token']}{rows}{tokens['end_of_image_token']}"
 
     def values(self, content: np.ndarray, rate: int) -> list[np.ndarray]:
-        """Returns float32[N, channel * y * x] of each tile, row by row of tiles, with the full picture last.
+        """Returns float32[N, channel * y * x] of each tile, row by row of tiles, with the full
+        picture last.
 
         The numbers are those of bfloat16, in which the reference computes.
         """
@@ -77,17 +84,24 @@ class Llama4(Processor):
         height, width = self._resized(height, width, high, wide)
         canvas = np.zeros((high * self.side, wide * self.side, 3), np.uint8)
         canvas[:height, :width] = picture.resize(content, height, width, self.resample)
-        cut = canvas.reshape(high, self.side, wide, self.side, 3).swapaxes(1, 2).reshape(-1, self.side, self.side, 3)
+        cut = (
+            canvas.reshape(high, self.side, wide, self.side, 3)
+            .swapaxes(1, 2)
+            .reshape(-1, self.side, self.side, 3)
+        )
         tiles = list(cut)
         if len(tiles) > 1:
             tiles.append(picture.resize(content, self.side, self.side, self.resample))
-        return [picture.patches(picture.apply_levels(self.table, tile), self.patch) for tile in tiles]
+        return [
+            picture.patches(picture.apply_levels(self.table, tile), self.patch) for tile in tiles
+        ]
 
     def _tiles(self, height: int, width: int) -> tuple[int, int]:
-        """Returns (rows, columns) of tiles: the canvas that needs the least enlargement, else the least reduction.
+        """Returns (rows, columns) of tiles: the canvas that needs the least enlargement, else the
+        least reduction.
 
-        Of canvases with the same scale the smallest is taken, of those the first in the order of the reference, which
-        sorts them by ratio. Scales are compared in float32, as there.
+        Of canvases with the same scale the smallest is taken, of those the first in the order of
+        the reference, which sorts them by ratio. Scales are compared in float32, as there.
         """
         canvases = _canvases(self.most)
         sides = np.array(canvases, np.float32) * np.float32(self.side)
@@ -97,10 +111,14 @@ class Llama4(Processor):
             scale = larger.max() if self.stretch else larger.min()
         else:
             scale = scales.max()
-        return min((c for c, s in zip(canvases, scales, strict=True) if s == scale), key=lambda c: c[0] * c[1])
+        return min(
+            (c for c, s in zip(canvases, scales, strict=True) if s == scale),
+            key=lambda c: c[0] * c[1],
+        )
 
     def _resized(self, height: int, width: int, high: int, wide: int) -> tuple[int, int]:
-        """Returns the sides of the picture on its canvas of `high` x `wide` tiles, at the ratio of the picture."""
+        """Returns the sides of the picture on its canvas of `high` x `wide` tiles, at the ratio of
+        the picture."""
         most_high, by_height = self._scale(height, high * self.side)
         most_wide, by_width = self._scale(width, wide * self.side)
         if np.float32(by_width) < np.float32(by_height):
@@ -108,8 +126,8 @@ class Llama4(Processor):
         return most_high, max(min(_scaled(width, by_height), most_wide), 1)
 
     def _scale(self, length: int, canvas: int) -> tuple[int, float | np.float32]:
-        """Returns (the most pixels of a side, its scale). As in the reference, the scale is a float32 where the canvas
-        bounds the side, and a float64 elsewhere."""
+        """Returns (the most pixels of a side, its scale). As in the reference, the scale is a
+        float32 where the canvas bounds the side, and a float64 elsewhere."""
         requested = max(length, self.side)
         if self.stretch or requested > canvas:
             return canvas, np.float32(canvas) / np.float32(length)
@@ -123,11 +141,17 @@ def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any
     """
     size = stored.get("size") or {"height": 336, "width": 336}
     if size["height"] != size["width"] or not stored.get("do_resize", True):
-        raise MediaError("tiles of Llama 4 are squares that pictures are resized to; do_resize: false is not supported")
+        raise MediaError(
+            "tiles of Llama 4 are squares that pictures are resized to; do_resize: false is not "
+            "supported"
+        )
     tokens = {key: processor.get(key, default) for key, default in _TOKENS.items()}
-    patch, ratio = processor.get("patch_size", 14), processor.get("pixel_shuffle_ratio", 0.5)
+    patch = processor.get("patch_size", 14)
+    ratio = processor.get("pixel_shuffle_ratio", 0.5)
     if size["height"] % patch:
-        raise MediaError(f"tiles of {size['height']} pixels are no multiple of the patches of {patch}")
+        raise MediaError(
+            f"tiles of {size['height']} pixels are no multiple of the patches of {patch}"
+        )
     return Llama4(
         marker=tokens["fake_image_token"],
         row_token=tokens["patch_token"],
@@ -144,12 +168,14 @@ def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any
 
 
 def _scaled(length: int, scale: float | np.float32) -> int:
-    """Returns the pixels of a scaled side, rounded down. The product has the precision of the scale."""
+    """Returns the pixels of a scaled side, rounded down. The product has the precision of the
+    scale."""
     return math.floor(type(scale)(length) * scale)
 
 
 def _canvases(most: int) -> list[tuple[int, int]]:
-    """Lists (rows, columns) of up to `most` tiles, from many down. Canvases of one ratio follow the first of them."""
+    """Lists (rows, columns) of up to `most` tiles, from many down. Canvases of one ratio follow the
+    first of them."""
     ratios: dict[float, list[tuple[int, int]]] = {}
     for tiles in range(most, 0, -1):
         for high in range(1, tiles + 1):
@@ -159,11 +185,14 @@ def _canvases(most: int) -> list[tuple[int, int]]:
 
 
 def _levels(stored: Mapping[str, Any]) -> np.ndarray:
-    """Returns float32[3, 256] as `picture.levels`, each step rounded to bfloat16 where both steps are asked for."""
+    """Returns float32[3, 256] as `picture.levels`, each step rounded to bfloat16 where both steps
+    are asked for."""
     half = (0.5, 0.5, 0.5)
     if not (stored.get("do_rescale", True) and stored.get("do_normalize", True)):
         return picture.levels(stored, half, half)
-    table = np.tile(np.arange(256, dtype=np.float32), (3, 1)) * np.float32(stored.get("rescale_factor", 1 / 255))
+    table = np.tile(np.arange(256, dtype=np.float32), (3, 1)) * np.float32(
+        stored.get("rescale_factor", 1 / 255)
+    )
     mean = _bfloat16(np.asarray(stored.get("image_mean") or half, np.float32)[:, None])
     std = _bfloat16(np.asarray(stored.get("image_std") or half, np.float32)[:, None])
     return _bfloat16(_bfloat16(_bfloat16(table) - mean) / std)

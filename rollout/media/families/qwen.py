@@ -1,6 +1,7 @@
 """Pictures of Qwen3-VL, Qwen3.5 and Qwen3-Omni: any grid of patches, merged in blocks to rows.
 
-Equal to `Qwen2VLImageProcessor` of transformers in its Pillow form, to the last bit. Pillow is needed to resize only.
+Equal to `Qwen2VLImageProcessor` of transformers in its Pillow form, to the last bit. Pillow is
+needed to resize only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 from rollout.media import picture
 from rollout.media.item import Kind, MediaError, Processor, special
 
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _LONGEST = 200  # times the shorter side, which transformers accepts
 
 
@@ -58,31 +60,41 @@ class Qwen(Processor):
         return self.row_token * self.rows(self.shapes(size)[0])
 
     def values(self, content: np.ndarray, rate: int) -> list[np.ndarray]:
-        """Returns float32[N, channel * frame * y * x] in the order of the blocks: block row, block column, row and
-        column in the block."""
+        """Returns float32[N, channel * frame * y * x] in the order of the blocks: block row, block
+        column, row and column in the block."""
         height, width = self._resized(*content.shape[:2])
-        pixels = picture.apply_levels(self.table, picture.resize(content, height, width, self.resample))
-        merge, patch = self.merge, self.patch
-        blocks_high, blocks_wide = height // patch // merge, width // patch // merge
-        cut = pixels.reshape(3, blocks_high, merge, patch, blocks_wide, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
+        pixels = picture.apply_levels(
+            self.table, picture.resize(content, height, width, self.resample)
+        )
+        merge = self.merge
+        patch = self.patch
+        blocks_high = height // patch // merge
+        blocks_wide = width // patch // merge
+        cut = pixels.reshape(3, blocks_high, merge, patch, blocks_wide, merge, patch).transpose(
+            1, 4, 2, 5, 0, 3, 6
+        )
         repeated = np.repeat(cut[:, :, :, :, :, None], self.frames, axis=5)
         return [repeated.reshape(height * width // patch**2, -1)]
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
-        """Returns the sides after resizing: multiples of a block, with `least` to `most` pixels in all."""
+        """Returns the sides after resizing: multiples of a block, with `least` to `most` pixels in
+        all."""
         if max(height, width) > _LONGEST * min(height, width):
             raise MediaError(
-                f"a picture of {height}x{width} pixels is too long: at most {_LONGEST} times its other side"
+                f"a picture of {height}x{width} pixels is too long: at most {_LONGEST} times its "
+                "other side"
             )
         block = self.patch * self.merge
-        high, wide = round(height / block) * block, round(width / block) * block
+        high = round(height / block) * block
+        wide = round(width / block) * block
         if high * wide > self.most:
             shrink = math.sqrt(height * width / self.most)
             high = max(block, math.floor(height / shrink / block) * block)
             wide = max(block, math.floor(width / shrink / block) * block)
         elif high * wide < self.least:
             grow = math.sqrt(self.least / (height * width))
-            high, wide = math.ceil(height * grow / block) * block, math.ceil(width * grow / block) * block
+            high = math.ceil(height * grow / block) * block
+            wide = math.ceil(width * grow / block) * block
         return high, wide
 
 
@@ -92,11 +104,23 @@ def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any
     processor: the other keys of processor_config.json.
     """
     if not stored.get("do_resize", True):
-        raise MediaError("do_resize: false is not supported, because sides must be multiples of a merged block")
-    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280} | dict(stored.get("size") or {})
+        raise MediaError(
+            "do_resize: false is not supported, because sides must be multiples of a merged block"
+        )
+    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280} | dict(
+        stored.get("size") or {}
+    )
     pad = special(tokenizer, "image_token", "<|image_pad|>")
-    start = special(tokenizer, "vision_start_token", getattr(tokenizer, "vision_bos_token", None) or "<|vision_start|>")
-    end = special(tokenizer, "vision_end_token", getattr(tokenizer, "vision_eos_token", None) or "<|vision_end|>")
+    start = special(
+        tokenizer,
+        "vision_start_token",
+        getattr(tokenizer, "vision_bos_token", None) or "<|vision_start|>",
+    )
+    end = special(
+        tokenizer,
+        "vision_end_token",
+        getattr(tokenizer, "vision_eos_token", None) or "<|vision_end|>",
+    )
     return Qwen(
         marker=pad,
         row_token=pad,

@@ -1,7 +1,7 @@
 """Sounds of Qwen3-Omni: the log-mel frames of Whisper (arXiv 2212.04356), in numpy.
 
-`WhisperFeatureExtractor` of transformers computes with torch where torch is installed, and rounds differently without.
-These frames do not depend on it.
+`WhisperFeatureExtractor` of transformers computes with torch where torch is installed, and rounds
+differently without. These frames do not depend on it.
 """
 
 from __future__ import annotations
@@ -40,16 +40,19 @@ class QwenAudio(Processor):
     hop: int
 
     def shapes(self, size: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-        """Returns ((frames, 1),). Raises MediaError for a sound that is shorter than half a window."""
+        """Returns ((frames, 1),). Raises MediaError for a sound that is shorter than half a
+        window."""
         samples = sound.resampled_length(*size, self.rate)
         if samples <= self.fft // 2:
             raise MediaError(
-                f"a sound of {samples} samples is too short: at least {self.fft // 2 + 1} at {self.rate} Hz"
+                f"a sound of {samples} samples is too short: at least {self.fft // 2 + 1} at "
+                f"{self.rate} Hz"
             )
         return ((samples // self.hop, 1),)
 
     def rows(self, shape: tuple[int, int]) -> int:
-        """Returns 13 for each full chunk of 100 frames, and what three convolutions of stride 2 leave of the rest."""
+        """Returns 13 for each full chunk of 100 frames, and what three convolutions of stride 2
+        leave of the rest."""
         full, rest = divmod(shape[0], _CHUNK)
         for _ in range(3):
             rest = (rest - 1) // 2 + 1
@@ -92,11 +95,14 @@ def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any
 
 @functools.lru_cache(maxsize=4)
 def _filters(fft: int, bins: int, rate: int) -> np.ndarray:
-    """Returns float64[fft // 2 + 1, bins]: the triangular filters of Slaney's mel scale up to 8 kHz."""
+    """Returns float64[fft // 2 + 1, bins]: the triangular filters of Slaney's mel scale up to 8
+    kHz."""
     from transformers.audio_utils import mel_filter_bank
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # below 16 kHz, filters above half the rate are empty
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # below 16 kHz, filters above half the rate are empty
         return mel_filter_bank(
             num_frequency_bins=fft // 2 + 1,
             num_mel_filters=bins,
