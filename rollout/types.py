@@ -196,10 +196,8 @@ class SamplingParams:
     min_tokens: int = option(
         0,
         ge=0,
-        description="So many tokens of a completion come before the one that ends it: its first "
-        "tokens are no "
-        "stop_token_ids and no end of sequence, and complete no string of stop that counts "
-        "(min_new_tokens).",
+        description="Until a completion has so many tokens, stop_token_ids and the end of sequence "
+        "are not drawn, and strings of stop do not count (min_new_tokens).",
     )
     bad_words: tuple[str, ...] = option(
         (),

@@ -232,10 +232,12 @@ ABSENT: dict[str, str] = {
     "tensor_model_parallel_size": "training and rollouts share one mesh: leave this out, and see "
     "`mesh.tensor`",
     **dict.fromkeys(
-        (*("num_iterations", "ppo_epochs", "max_epochs"),),
+        ("num_iterations", "ppo_epochs"),
         "each completion is used once: leave this out; `stages.N.updates_per_step` splits the "
         "completions of a step",
     ),
+    "max_epochs": "for SFT, DPO, KTO and reward models write `stages.N.epochs`; a completion is used "
+    "once: `stages.N.updates_per_step` splits the completions of a step",
     **dict.fromkeys(
         (
             *(

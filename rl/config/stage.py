@@ -34,8 +34,8 @@ class SamplingOptions(Section):
     max_kept: int = Field(
         default=128,
         ge=1,
-        description="most ids of a token under renormalise; a token with more leaves the loss "
-        "(sampler/kept_overflow)",
+        description="most ids that are recorded for a token under renormalise, and at most top_k "
+        "where it is set; a token with more leaves the loss (sampler/kept_overflow)",
     )
 
 
@@ -241,7 +241,10 @@ class StageOptions(Strict):
 
     algorithm: AlgorithmOptions = Field(description="its name, or its name and options")
     steps: int | None = Field(
-        default=None, ge=0, description="steps of the stage; each makes updates_per_step updates"
+        default=None,
+        ge=0,
+        description="steps of the stage; each makes updates_per_step updates. A stage has `steps` "
+        "or `epochs`",
     )
     epochs: float | None = Field(
         default=None,
