@@ -54,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> dict[int, dict[str, float]]:
     model = policy.create(config, runtime=Runtime(**how))
     print(
         f"{options.model}, {config.vocab_size} ids, {PROMPTS} x {SAMPLES} completions of "
-        f"{COMPLETION} tokens; seconds are "
-        f"medians of {options.repeats} turns"
+        f"{COMPLETION} tokens; seconds are medians of {options.repeats} turns"
     )
     results = {}
     for K in options.kept:
@@ -65,9 +64,8 @@ def main(argv: Sequence[str] | None = None) -> dict[int, dict[str, float]]:
         print(
             f"K {K:>3}: update {numbers['plain']:.3f} s, with ids {numbers['kept']:.3f} s, ratio "
             f"{numbers['update_ratio']:.3f}; sampling {numbers['unfiltered']:.3f} s, filtered "
-            f"{numbers['filtered']:.3f} s, "
-            f"recorded {numbers['recorded']:.3f} s, ratios {numbers['filtered_ratio']:.3f} and "
-            f"{numbers['recorded_ratio']:.3f}"
+            f"{numbers['filtered']:.3f} s, recorded {numbers['recorded']:.3f} s, ratios "
+            f"{numbers['filtered_ratio']:.3f} and {numbers['recorded_ratio']:.3f}"
         )
     return results
 

@@ -99,17 +99,14 @@ def show(name: str, peer: str, mine: Sequence[dict], others: Sequence[dict]) -> 
     print(
         f"{name}: generation {median('generation'):.3f} s, update {update:.3f} s, the rest "
         f"{median('step') - median('generation') - update:.3f} s; the update reaches {share:.0%} "
-        "of the "
-        "matrix-product bound "
-        f"({median('rate') / 1e9:.0f} GFLOP/s) on real tokens, {median('packed'):.0%} of those "
-        "computed"
+        f"of the matrix-product bound ({median('rate') / 1e9:.0f} GFLOP/s) on real tokens, "
+        f"{median('packed'):.0%} of those computed"
     )
     lengths = [statistics.mean(step["length"] for step in steps) for steps in (mine, others)]
     memory = [max(step["memory"] for step in steps) / 2**20 for steps in (mine, others)]
     print(
         f"  mean lengths {lengths[0]:.1f} and {lengths[1]:.1f} ({NAMES[peer]}); peak "
-        f"{memory[0]:,.0f} and "
-        f"{memory[1]:,.0f} MiB"
+        f"{memory[0]:,.0f} and {memory[1]:,.0f} MiB"
     )
 
 

@@ -366,9 +366,8 @@ def line(one: dict) -> str:
     samples, seconds, accuracy = one["curve"][-1]
     return (
         f"{one['method']}, seed {one['seed']}: {one['curve'][0][2]:.3f} -> {accuracy:.3f}, "
-        f"{samples} samples, "
-        f"{seconds:.0f} s; "
-        f"besides {one['besides']:.0f} s, warm-up {one['warm_up'][1]:.0f} s"
+        f"{samples} samples, {seconds:.0f} s; besides {one['besides']:.0f} s, warm-up "
+        f"{one['warm_up'][1]:.0f} s"
     )
 
 

@@ -111,8 +111,7 @@ def shipped(selected: set[str]) -> None:
     """Prints one line per program of each shipped configuration."""
     print(
         "| configuration, slice | program | arguments | temporaries | other | peak of all | moved "
-        "| ratio | "
-        "exchanged | per step | at least |"
+        "| ratio | exchanged | per step | at least |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for name, topology in SHIPPED:

@@ -53,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> list[Cost]:
     full = next((cost for cost in costs if cost.policy == "full"), costs[0])
     print(
         f"{options.model}, {options.rows} rows of {options.length} tokens, float32, layers "
-        "scanned; x: over "
-        f"{full.policy}"
+        f"scanned; x: over {full.policy}"
     )
     print(f"{'policy':40} {'device MiB':>11} {'host MiB':>9} {'operations':>11} {'time':>7}")
     for cost in costs:

@@ -261,8 +261,7 @@ class HyperConnections:
         if self.variant == "lite" and self.streams > MAX_PERMUTED_STREAMS:
             raise ValueError(
                 "variant lite mixes all permutations of the streams, so at most "
-                f"{MAX_PERMUTED_STREAMS}"
-                " (120 permutations)"
+                f"{MAX_PERMUTED_STREAMS} (120 permutations)"
             )
 
 

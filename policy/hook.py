@@ -222,8 +222,7 @@ def _graph(model: Model, record: tuple[str, ...] = (), *, media: bool = False) -
     if (shards := graph.layout.mesh.shape[AXIS]) > 1:
         raise compatibility.Conflict(
             f"the engine hook does not go with mesh.{AXIS}={shards}: a row is one token, and "
-            "there is no sequence to "
-            f"shard; build the model on a mesh with {AXIS}=1"
+            f"there is no sequence to shard; build the model on a mesh with {AXIS}=1"
         )
     return graph.at(record=record)
 

@@ -343,8 +343,7 @@ class Model:
         ):
             raise ValueError(
                 f"values must be [items, inputs, {input_width(spec)}] and shapes [items, 2], got "
-                f"{values.shape} and "
-                f"{shapes.shape}"
+                f"{values.shape} and {shapes.shape}"
             )
         return self._encode(self.params, kind, values, shapes)
 

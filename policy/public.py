@@ -101,8 +101,7 @@ def save(
         if source is None:
             _LOG.warning(
                 "%s: the towers of the model are not written, and transformers will draw random "
-                "ones; give `source`, a "
-                "directory that holds them",
+                "ones; give `source`, a directory that holds them",
                 os.fspath(directory),
             )
     model_directory.write(directory, model.graph, model.params, source=source)

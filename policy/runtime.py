@@ -70,8 +70,7 @@ class Runtime:
     remat: str = option(
         "full",
         description="which activations are recomputed: full keeps only the input of each layer, "
-        "none keeps all; "
-        "docs/memory.md describes the others",
+        "none keeps all; docs/memory.md describes the others",
     )
     remat_tensors: tuple[tuple[str, str], ...] = option(
         (),
@@ -89,14 +88,12 @@ class Runtime:
     table_memory: Literal["device", "host"] = option(
         "device",
         description="where n-gram tables and the table of Gemma 4's embeddings for each layer "
-        "live; host: only the "
-        "rows that are looked up are copied to the device",
+        "live; host: only the rows that are looked up are copied to the device",
     )
     train_layer_embeddings: bool = option(
         False,
         description="whether the table of Gemma 4's embeddings for each layer is trained; it is "
-        "most of the weights of "
-        "a small Gemma 4",
+        "most of the weights of a small Gemma 4",
     )
     host_parameters: bool = option(
         False, description="weights live in host memory; one layer at a time is on the device"
@@ -105,8 +102,7 @@ class Runtime:
         None,
         ge=1,
         description="chunks of tokens whose logits are computed one by one; null: as few as have "
-        "at most "
-        "2^24 logits each",
+        "at most 2^24 logits each",
     )
     expert_parallel: Literal["auto", "gather", "all_to_all", "hidden"] = option(
         "auto",
@@ -122,22 +118,19 @@ class Runtime:
     context_load_balance: bool = option(
         False,
         description="each device of the axis `context` takes an early and a late part of a "
-        "sequence; for "
-        "all_gather and ring",
+        "sequence; for all_gather and ring",
     )
     batch_split: bool = option(
         False,
         description="an update splits the rows of each device in two halves, so that in layers "
-        "with experts the "
-        "collectives of one run during the products of the other; the rows of a micro-batch "
-        "become even on each device",
+        "with experts the collectives of one run during the products of the other; the rows of a "
+        "micro-batch become even on each device",
     )
     expert_gradients: Literal["float8_e5m2"] | None = option(
         None,
         description="type in which gradients are sent back to the devices of the experts (gather "
-        "and hidden); null: "
-        "`dtype`. It halves the bytes of bfloat16 gradients and rounds each number by up to an "
-        "eighth",
+        "and hidden); null: `dtype`. It halves the bytes of bfloat16 gradients and rounds each "
+        "number by up to an eighth",
     )
     quantization: Quantization | None = option(
         None,

@@ -204,8 +204,7 @@ def parameters(function: RewardFunction, spec: str) -> Parameters:
     if hidden or not parameters.takes("completions"):
         raise RewardError(
             f"reward {spec}: its signature is {signature}; arguments are passed by name, so it "
-            "must be "
-            "`def f(prompts, completions, **columns)`, or name the columns that it uses"
+            "must be `def f(prompts, completions, **columns)`, or name the columns that it uses"
         )
     return parameters
 
@@ -238,8 +237,7 @@ def check(spec: str, options: dict | None = None, columns: Iterable[str] | None 
         if taken := [name for name in GIVEN if name in columns and takes.takes(name)]:
             raise RewardError(
                 f"reward {spec}: the data has a column {taken[0]!r}, but this argument is given "
-                "by the run; rename the "
-                "column in the data"
+                "by the run; rename the column in the data"
             )
         require_columns(spec, takes, options, {*columns, *GIVEN})
     hook = getattr(function, "__duet_hooks__", Hooks()).check

@@ -428,10 +428,9 @@ class Runner:
                 self._told.add(self.names[slot])
                 _LOG.warning(
                     "reward %s failed on a group of completions (%s): %s\nIt was called again "
-                    "with each completion alone. "
-                    "This is slower, and a function that compares completions sees one of them; "
-                    "later such calls are only "
-                    "counted, in reward/retried",
+                    "with each completion alone. This is slower, and a function that compares "
+                    "completions sees one of them; later such calls are only counted, in "
+                    "reward/retried",
                     *(self.names[slot], cause.kind, cause.text.strip()),
                 )
 

@@ -180,8 +180,7 @@ class Request:
         if len(self.prompt) + self.params.max_new_tokens > max_length:
             return (
                 f"has {len(self.prompt)} tokens; with max_new_tokens {self.params.max_new_tokens} "
-                "it is longer than "
-                f"max_length {max_length}"
+                f"it is longer than max_length {max_length}"
             )
         return None
 

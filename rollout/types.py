@@ -23,16 +23,14 @@ class GeneratorOptions:
     cache: Literal["contiguous", "paged"] = option(
         "contiguous",
         description="contiguous: max_length tokens for every slot; paged: pages of page_size "
-        "tokens that slots "
-        "allocate as they need them.",
+        "tokens that slots allocate as they need them.",
     )
     page_size: int = option(32, ge=1, description="Tokens of a page.")
     pages: int | None = option(
         None,
         ge=2,
         description="Number of pages; null: as many as full slots need, or as half of the memory "
-        "that is left has room "
-        "for.",
+        "that is left has room for.",
     )
     sliding_window_cache: bool = option(
         False,
@@ -44,8 +42,7 @@ class GeneratorOptions:
         128,
         ge=1,
         description="Most decoding steps of one multi-step decode (num_scheduler_steps): the host "
-        "looks at the tokens "
-        "after so many.",
+        "looks at the tokens after so many.",
     )
     prefill_budget: int | None = option(
         None,
@@ -57,15 +54,13 @@ class GeneratorOptions:
     batch_sizes: Sequence[int] | None = option(
         None,
         description="Numbers of rows, besides all slots, that a decode program is compiled for; "
-        "null: 1, 4, 8, 16 "
-        "and so on.",
+        "null: 1, 4, 8, 16 and so on.",
     )
     speculative: int = option(
         0,
         ge=0,
         description="Tokens that the model's prediction modules draft at each step; 0: no "
-        "speculative decoding. "
-        "Samples stay the same.",
+        "speculative decoding. Samples stay the same.",
     )
     weights: StoredType | None = option(
         None,
@@ -80,36 +75,30 @@ class GeneratorOptions:
     rules: Mapping[str, Sequence[str]] | None = option(
         None,
         description="Mesh axes by logical axis while the generator computes, on top of the rules "
-        "of the mesh "
-        "(docs/meshes.md); weights whose sharding they change are copied when they have changed. "
-        "null: the generator "
-        "reads the model's own arrays.",
+        "of the mesh (docs/meshes.md); weights whose sharding they change are copied when they "
+        "have changed. null: the generator reads the model's own arrays.",
     )
     exact: bool = option(
         False,
         description="Completions depend on the weights, the prompt and (seed, prompt id, sample) "
-        "only, to the last "
-        "bit, and log-probabilities equal Model.logprobs: the scoring programs verify each "
-        "completion (docs/exact.md).",
+        "only, to the last bit, and log-probabilities equal Model.logprobs: the scoring programs "
+        "verify each completion (docs/exact.md).",
     )
     record_routes: bool = option(
         False,
         description="Completions say which experts computed each of their tokens (models with a "
-        "mixture of experts "
-        "only).",
+        "mixture of experts only).",
     )
     record_values: bool = option(
         False,
         description="Completions have the value of the state that each token was drawn from, by "
-        "the head of "
-        "Generator.set_value_head.",
+        "the head of Generator.set_value_head.",
     )
     record_kept: int = option(
         0,
         ge=0,
         description="Most ids that the filters of a completion (top_k, top_p, min_p) leave which "
-        "it has for each "
-        "token, and then its log-probability among them; 0: none.",
+        "it has for each token, and then its log-probability among them; 0: none.",
     )
 
     @property
@@ -202,8 +191,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = option(
         (),
         description="Texts that a completion does not hold, each with and without a blank in "
-        "front: the last token of "
-        "one is never drawn after its other tokens.",
+        "front: the last token of one is never drawn after its other tokens.",
     )
     logit_bias: Mapping[int, float] | None = option(
         None,
@@ -213,8 +201,7 @@ class SamplingParams:
         1.0,
         gt=0.0,
         description="Logits of tokens in prompt or completion are divided by it where they are "
-        "positive, else "
-        "multiplied; 1: none.",
+        "positive, else multiplied; 1: none.",
     )
     presence_penalty: float = option(
         0.0,

@@ -65,10 +65,8 @@ def check(config: DecoderConfig, runtime: Runtime, layout: Layout) -> None:
             if of_device % parts and (of_device > 1 or what == "query"):
                 raise ValueError(
                     f"context_parallel ulysses cuts the {of_device} {what} heads of a device over "
-                    f"the {parts} devices "
-                    "along the mesh axis context, which do not divide them; choose another number "
-                    "of devices, or "
-                    "all_gather or ring"
+                    f"the {parts} devices along the mesh axis context, which do not divide them; "
+                    "choose another number of devices, or all_gather or ring"
                 )
 
 

@@ -138,10 +138,8 @@ def check(config: DecoderConfig, runtime: Runtime, layout: Layout) -> None:
         if size % parts:
             raise ValueError(
                 f"expert_parallel {runtime.expert_parallel} cuts the {what} of the experts, "
-                f"{size}, over the {parts} "
-                "devices along the mesh axis expert, which do not divide it; choose another "
-                "number of them, or "
-                "expert_parallel auto"
+                f"{size}, over the {parts} devices along the mesh axis expert, which do not "
+                "divide it; choose another number of them, or expert_parallel auto"
             )
 
 

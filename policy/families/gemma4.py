@@ -267,8 +267,7 @@ def _layer_embedding(hf: dict) -> LayerEmbedding | None:
     if rows < needed:
         raise UnsupportedModel(
             f"gemma4: vocab_size_per_layer_input {rows}: it must be at least vocab_size, "
-            f"{needed}, since every token "
-            "looks up a row"
+            f"{needed}, since every token looks up a row"
         )
     return LayerEmbedding(
         hf["hidden_size_per_layer_input"], rows, activation(hf, "hidden_activation")

@@ -151,8 +151,7 @@ def _kinds(hf: dict) -> list[str]:
         if sorted([*full, *linear]) != list(range(1, layers + 1)):
             raise UnsupportedModel(
                 "linear_attn_config: full_attn_layers and kda_layers together must have each of "
-                "the numbers "
-                f"1 to {layers} once"
+                f"the numbers 1 to {layers} once"
             )
         derived = [FULL if i + 1 in full else LINEAR for i in range(layers)]
     return layer_types(hf, (LINEAR, FULL), derived)

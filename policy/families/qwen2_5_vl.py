@@ -92,6 +92,5 @@ def _check_heads(hf: dict) -> None:
     if head_dim(hf) * heads != width:
         raise UnsupportedModel(
             f"head_dim {hf['head_dim']} must be hidden_size / num_attention_heads, "
-            f"{width // heads}: the class of "
-            "transformers computes no other"
+            f"{width // heads}: the class of transformers computes no other"
         )

@@ -80,8 +80,7 @@ def read(stored: dict) -> DecoderConfig:
     if hf.get("output_gate_type") not in (None, "swish", "silu"):
         raise UnsupportedModel(
             f"output_gate_type {hf['output_gate_type']!r} is not supported: the gated delta nets "
-            "of this family have "
-            "the gate 'swish'"
+            "of this family have the gate 'swish'"
         )
     feed_forward = _experts(hf) if is_moe else Mlp(hf["intermediate_size"], activation(hf))
     layers = [LayerSpec(mixer, feed_forward) for mixer in hybrid_mixers(hf, SECTIONS)]

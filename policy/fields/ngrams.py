@@ -157,8 +157,7 @@ def _per_layer_embedding(hf: dict, index: int) -> Engram:
     if min(longest - 1, heads, width) < 1 or width % ((longest - 1) * heads):
         raise UnsupportedModel(
             f"ple_embed_dim: {width} numbers cannot be cut among heads_per_ngram {heads} for each "
-            "length from 2 to "
-            f"ngram_size {longest}"
+            f"length from 2 to ngram_size {longest}"
         )
     ends = hf["eos_token_id"]
     end = next(iter(ends), None) if isinstance(ends, list) else ends
@@ -190,8 +189,7 @@ def _per_layer_embedding(hf: dict, index: int) -> Engram:
     if spec.table_rows >= 2**31:
         raise UnsupportedModel(
             f"ngram_vocab_size_base: {hf['ngram_vocab_size_base']} makes a table of "
-            f"{spec.table_rows} rows, of at most "
-            f"{2**31 - 1}"
+            f"{spec.table_rows} rows, of at most {2**31 - 1}"
         )
     return spec
 

@@ -39,8 +39,7 @@ def grid_vision(config: dict, deepstack: tuple[int, ...] = ()) -> GridVision:
     if list(features) != sorted(set(features)) or any(not 0 <= n < hf["depth"] for n in features):
         raise UnsupportedModel(
             f"vision_config: deepstack_visual_indexes {list(features)} must be ascending numbers "
-            "of the "
-            f"{hf['depth']} blocks"
+            f"of the {hf['depth']} blocks"
         )
     encoder = _encoder(hf, "depth", "num_heads", eps=1e-6)
     if encoder.head_dim % 4:
@@ -96,8 +95,7 @@ def window_vision(config: dict) -> WindowVision:
     if window < 1:
         raise UnsupportedModel(
             f"vision_config: window_size {hf['window_size']} must be at least spatial_merge_size "
-            "times patch_size, "
-            f"{merge * patch}"
+            f"times patch_size, {merge * patch}"
         )
     return WindowVision(
         depth=encoder.depth,
@@ -241,8 +239,7 @@ def chunked_audio(config: dict) -> ChunkedAudio:
     if hf["n_window"] != 50 or hf["n_window_infer"] % 100:
         raise UnsupportedModel(
             f"audio_config: n_window {hf['n_window']} must be 50, of which the number of rows is "
-            "a function, and "
-            f"n_window_infer {hf['n_window_infer']} a multiple of 100"
+            f"a function, and n_window_infer {hf['n_window_infer']} a multiple of 100"
         )
     shared = {
         "hidden_size": "d_model",
@@ -286,8 +283,7 @@ def conformer(config: dict) -> Conformer:
     if right or chunk != left - 1:
         raise UnsupportedModel(
             f"audio_config: attention_chunk_size {chunk} must be attention_context_left {left} "
-            "less 1, and "
-            f"attention_context_right {right} must be 0"
+            f"less 1, and attention_context_right {right} must be 0"
         )
     if hf["hidden_size"] % hf["num_attention_heads"]:
         raise UnsupportedModel(

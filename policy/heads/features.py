@@ -50,8 +50,7 @@ def pairs_of(
         if student.keys() != teacher.keys():
             raise ValueError(
                 f"features: the student has them at layers {sorted(student)} and the teacher at "
-                f"{sorted(teacher)}; "
-                "name the pairs of layers"
+                f"{sorted(teacher)}; name the pairs of layers"
             )
         pairs = [(n, n) for n in student]
     if not pairs:
@@ -98,8 +97,7 @@ def feature_loss(
         if s.shape[-1] != t.shape[-1]:
             raise ValueError(
                 f"features: layer {n} of the student has width {s.shape[-1]}, layer {m} of the "
-                f"teacher {t.shape[-1]}; "
-                "a projection is needed"
+                f"teacher {t.shape[-1]}; a projection is needed"
             )
         total += _cosine(s, t) if kind == "cosine" else jnp.square(s - t).mean(axis=-1)
     return jnp.where(mask_BT != 0, total / len(chosen), 0.0)

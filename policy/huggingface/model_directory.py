@@ -114,8 +114,7 @@ class StoredWeight:
             last = files.own_name(tensors[-1])
             raise ModelFileError(
                 f"{files.directory}: tensors {first} to {last} have {count} rows together, "
-                f"expected {shape[0]} by "
-                "config.json"
+                f"expected {shape[0]} by config.json"
             )
 
     def _stored_shape(self, stored: names.Stored) -> names.Shape:
@@ -355,11 +354,10 @@ def _absent_modules(config: DecoderConfig, files: TensorFiles, missing: Missing)
     says = f"config.json says {announced}" if announced else "config.json announces none"
     raise ModelFileError(
         f"{files.directory}: missing tensor {prefix.format(n=min(absent))}eh_proj.weight: "
-        "multi_token_prediction has "
-        f"depth {part.depth}, and of its {part.depth} modules the files hold "
-        f"{len(held)}{where and f' ({where})'}; "
-        f"{says}. To start the missing ones from random weights, set "
-        f"`model.multi_token_prediction: {{depth: {part.depth}, missing: fresh}}`"
+        f"multi_token_prediction has depth {part.depth}, and of its {part.depth} modules the "
+        f"files hold {len(held)}{where and f' ({where})'}; {says}. To start the missing ones from "
+        f"random weights, set `model.multi_token_prediction: {{depth: {part.depth}, missing: "
+        f"fresh}}`"
     )
 
 

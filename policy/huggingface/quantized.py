@@ -250,8 +250,7 @@ class Fp4:
         if values.ndim != 2 or scales.shape != expected:
             raise QuantizationError(
                 f"{name} has shape {list(scales.shape)}, expected {list(expected)}: one for each "
-                f"{GROUP} columns of a "
-                f"row of 4-bit floats int8{list(values.shape)}"
+                f"{GROUP} columns of a row of 4-bit floats int8{list(values.shape)}"
             )
         self.shape = (rows, columns)
         self._values = values.view(np.uint8)

@@ -240,8 +240,7 @@ def _has_own_head(directory: str, family_name: str, stamp: tuple) -> bool:
         return False
     _LOG.warning(
         "%s: tie_word_embeddings is true, but the files hold a head that is not the embedding. "
-        "The head is read, as "
-        "transformers does; what is saved has tie_word_embeddings: false",
+        "The head is read, as transformers does; what is saved has tie_word_embeddings: false",
         directory,
     )
     return True

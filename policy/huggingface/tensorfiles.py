@@ -159,8 +159,7 @@ class TensorFiles:
         if tuple(tensor.shape) != tuple(shape):
             raise ModelFileError(
                 f"{self._file(name)}: tensor {self.own_name(name)} has shape "
-                f"{list(tensor.shape)}, expected "
-                f"{list(shape)} by config.json"
+                f"{list(tensor.shape)}, expected {list(shape)} by config.json"
             )
         return tensor
 

@@ -255,10 +255,8 @@ def _slices(devices: Sequence, across: dict[str, int]) -> list[list]:
     if len(present) > 1 and requested > 0 and requested != len(present):
         raise ValueError(
             f"mesh.dcn: {requested} slice{'s' * (requested > 1)} by its sizes, but the TPUs are "
-            f"in {len(present)}, "
-            f"which a slow network joins; say which axis goes over them, as `dcn: {{data: "
-            f"{len(present)}}}`, or "
-            "{data: -1} for as many as there are"
+            f"in {len(present)}, which a slow network joins; say which axis goes over them, as "
+            f"`dcn: {{data: {len(present)}}}`, or {{data: -1}} for as many as there are"
         )
     if requested == 1:
         return [list(devices)]

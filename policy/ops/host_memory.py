@@ -49,8 +49,7 @@ def in_host_memory(sharding: NamedSharding) -> NamedSharding:
         raise NoHostMemory(
             f"{device.platform} devices have no {HOST} memory, so nothing can be kept there: set "
             "model.host_parameters and optimizer.host_memory to false, and model.remat to a "
-            "policy that offloads "
-            "nothing"
+            "policy that offloads nothing"
         )
     return sharding.with_memory_kind(HOST)
 

@@ -67,9 +67,8 @@ class PolicyGradient(Sampled):
     old_logp: Literal["trainer", "sampler"] = Field(
         "trainer",
         description="source of the old log-probabilities. trainer: a forward pass of the training "
-        "graph, or the update "
-        "itself if a step makes one update. sampler: the generator, which saves that pass; "
-        "nothing is then corrected",
+        "graph, or the update itself if a step makes one update. sampler: the generator, which "
+        "saves that pass; nothing is then corrected",
     )
     kl_coef: float = Field(
         0.0, ge=0, description="weight of the KL term; 0 needs no reference model"
@@ -101,8 +100,7 @@ class PolicyGradient(Sampled):
     rejection: Rejection | None = Field(
         None,
         description="drop tokens or sequences where d = old_logp - sampler_logp is too large: d^2 "
-        "/ 2 (k2), "
-        "exp(d) - d - 1 (k3), or any token's exp(|d|) (ratio)",
+        "/ 2 (k2), exp(d) - d - 1 (k3), or any token's exp(|d|) (ratio)",
     )
     rejection_max: float | None = Field(None, gt=0, description="above this they are dropped")
     rejection_changes_denominator: bool = Field(
@@ -112,8 +110,7 @@ class PolicyGradient(Sampled):
         None,
         gt=0,
         description="drop completions with A < 0 whose mean log-probability per token has fallen "
-        "by more than this "
-        "since they were sampled",
+        "by more than this since they were sampled",
     )
     entropy_coef: float = Field(
         0.0, description="weight of the entropy bonus; with entropy_target, its first value"
@@ -330,10 +327,8 @@ class Clipped(PolicyGradient):
     ratio: Literal["token", "sequence", "sequence_token", "sequence_sum"] = Field(
         "token",
         description="what the ratio is of. token: each token. sequence: exp of the mean log-ratio "
-        "of the sequence "
-        "(GSPO, arXiv:2507.18071). sequence_token: the value of sequence with the gradient of the "
-        "token. sequence_sum: "
-        "exp of the summed log-ratio (RLOO, arXiv:2402.14740)",
+        "of the sequence (GSPO, arXiv:2507.18071). sequence_token: the value of sequence with the "
+        "gradient of the token. sequence_sum: exp of the summed log-ratio (RLOO, arXiv:2402.14740)",
     )
 
     @model_validator(mode="after")
@@ -377,10 +372,9 @@ class KLReward(_Mixin):
     kl_target: float | None = Field(
         None,
         gt=0,
-        description="target of kl/reward. After each step kl_reward_coef is multiplied by "
-        "1 + e min(1, completions / kl_horizon), where e = kl/reward / kl_target - 1, clipped to "
-        "-0.2 .. 0.2 "
-        "(arXiv:1909.08593); null: kl_reward_coef is constant",
+        description="target of kl/reward. After each step kl_reward_coef is multiplied by 1 + e "
+        "min(1, completions / kl_horizon), where e = kl/reward / kl_target - 1, clipped to -0.2 "
+        ".. 0.2 (arXiv:1909.08593); null: kl_reward_coef is constant",
     )
     kl_horizon: int = Field(10000, ge=1, description="completions per change of at most a fifth")
 
@@ -466,17 +460,15 @@ class GroupRelative(_Mixin):
     scale: Literal["group", "batch", "none", "others"] = Field(
         "group",
         description="standard deviation that rewards minus the mean of their group are divided "
-        "by. group: of the "
-        "group. batch: of all rewards of the step. none: no division (Dr.GRPO, arXiv:2503.20783). "
-        "others: mean and "
-        "standard deviation are of the other completions of the group",
+        "by. group: of the group. batch: of all rewards of the step. none: no division (Dr.GRPO, "
+        "arXiv:2503.20783). others: mean and standard deviation are of the other completions of "
+        "the group",
     )
     std_eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
     combine: Literal["sum", "normalize_then_sum"] = Field(
         "sum",
         description="several reward functions: by their weighted sum; or each first normalised in "
-        "its group, then "
-        "their weighted sum over the batch (GDPO, arXiv:2601.05242)",
+        "its group, then their weighted sum over the batch (GDPO, arXiv:2601.05242)",
     )
 
     @model_validator(mode="after")

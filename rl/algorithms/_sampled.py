@@ -36,9 +36,8 @@ class Sampled:
         0,
         ge=0,
         description="generation batches at most, to fill a step with groups whose rewards differ; "
-        "the others are "
-        "dropped, those too many kept for the next step (DAPO, arXiv:2503.14476); 0: every group "
-        "is kept",
+        "the others are dropped, those too many kept for the next step (DAPO, arXiv:2503.14476); "
+        "0: every group is kept",
     )
     dynamic_reward: str | None = Field(
         None, description="the reward function that has to differ; null: their weighted sum"

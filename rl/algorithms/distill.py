@@ -38,9 +38,8 @@ class Algorithm(Supervised):
     divergence: Literal["forward", "reverse", "jsd"] = Field(
         "forward",
         description="forward: KL(teacher || policy), covers what the teacher does; reverse: "
-        "KL(policy || teacher), "
-        "avoids what the teacher does not do; jsd: the Jensen-Shannon divergence of GKD "
-        "(arXiv:2306.13649)",
+        "KL(policy || teacher), avoids what the teacher does not do; jsd: the Jensen-Shannon "
+        "divergence of GKD (arXiv:2306.13649)",
     )
     beta: float = Field(0.5, gt=0, lt=1, description="jsd: weight of the teacher in the mixture")
     alpha: float = Field(
@@ -69,8 +68,7 @@ class Algorithm(Supervised):
         None,
         ge=1,
         description="compares only so many of the teacher's likeliest tokens; null: all. Files of "
-        "`rl teach` hold so "
-        "many as they were written with",
+        "`rl teach` hold so many as they were written with",
     )
     tail: Literal["none", "renormalise", "tail"] = Field(
         "renormalise",
@@ -82,8 +80,7 @@ class Algorithm(Supervised):
         0.0,
         ge=0,
         description="weight of the distance between the outputs of both models' mixers; 0: not "
-        "computed. Learned "
-        "matrices project those of a policy of another width than the teacher",
+        "computed. Learned matrices project those of a policy of another width than the teacher",
     )
     features_coef_end: float | None = Field(
         None, ge=0, description="features_coef at the end of the stage; null: constant"

@@ -62,9 +62,8 @@ class Algorithm(KLReward, Clipped):
     critic_trunk: Literal["own", "policy"] = Field(
         "own",
         description="the input of the value head. own: the final hidden states of a second "
-        "decoder, which starts as a "
-        "copy of the policy and is trained. policy: those of the policy, detached; no second "
-        "model in memory",
+        "decoder, which starts as a copy of the policy and is trained. policy: those of the "
+        "policy, detached; no second model in memory",
     )
     critic_warmup: int = Field(0, ge=0, description="first steps in which only the critic learns")
 

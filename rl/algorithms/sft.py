@@ -23,8 +23,7 @@ class Algorithm(Supervised):
     train_on: Literal["assistant", "last_turn", "all"] = Field(
         "assistant",
         description="which tokens: what the assistant writes, and of a plain row the completion; "
-        "of a conversation its "
-        "last turn only; prompts too",
+        "of a conversation its last turn only; prompts too",
     )
 
     def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:

@@ -33,9 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="FILE",
         help="*.jsonl: on each line an object with `prompt`, a text or a list of messages; "
-        "*.json, *.csv, *.tsv and "
-        "*.parquet: rows with `prompt`; any other file, or - for standard input: a prompt on each "
-        "line",
+        "*.json, *.csv, *.tsv and *.parquet: rows with `prompt`; any other file, or - for "
+        "standard input: a prompt on each line",
     )
     parser.add_argument(
         "--output",

@@ -292,9 +292,8 @@ def _logit_bias(text: str) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in values.items()}
     except (AttributeError, ConfigError, TypeError, ValueError):
         raise argparse.ArgumentTypeError(
-            "must be a mapping of token ids to numbers such as {198: -100, 40: 2.5}, with a blank "
-            "after each colon, got "
-            f"{text!r}"
+            f"must be a mapping of token ids to numbers such as {{198: -100, 40: 2.5}}, with a "
+            f"blank after each colon, got {text!r}"
         ) from None
 
 
@@ -321,7 +320,6 @@ def _source(name: str, step: str | None) -> ModelFiles | CheckpointWeights:
     if directory is None or not (directory / "config.json").is_file():
         raise ModelError(
             f"{name}: no config.json there{nearest_path(name)}; name a Hugging Face directory, "
-            "the folder of a run, or a "
-            "model on the Hugging Face hub as org/name"
+            "the folder of a run, or a model on the Hugging Face hub as org/name"
         )
     return ModelFiles(directory)

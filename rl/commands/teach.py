@@ -11,10 +11,9 @@ from rl.commands.train import split_arguments
 SUMMARY = "write a teacher's likeliest tokens for the rows of a distill stage"
 DESCRIPTION = (
     "Runs the teacher of a stage once over the rows of its data and writes the K likeliest tokens "
-    "in each place that "
-    "is trained on, with their log-probabilities. Runs with `teacher: {files: DIR}` then load no "
-    "teacher "
-    "(docs/distillation.md). A command that was stopped goes on after the last file that is full."
+    "in each place that is trained on, with their log-probabilities. Runs with `teacher: {files: "
+    "DIR}` then load no teacher (docs/distillation.md). A command that was stopped goes on after "
+    "the last file that is full."
 )
 
 

@@ -119,8 +119,7 @@ def _notes_on_filters(config: RunConfig) -> list[str]:
     older = [] if config.run.dir is None else files.older_filters(config.directory)
     return [
         f"{config.directory / files.RESOLVED}: stages.{index}.sampling has no `filters`, as "
-        "before 0.2.0: the run goes on "
-        "with `ignore`, the loss that it had (docs/sampling.md)"
+        "before 0.2.0: the run goes on with `ignore`, the loss that it had (docs/sampling.md)"
         for index in older
         if index < len(config.stages) and config.stages[index].sampling.filters == "ignore"
     ]

@@ -91,8 +91,7 @@ class DataOptions(Strict):
     path: Annotated[str | None, HOME] = Field(
         default=None,
         description="file, folder, or a dataset of the Hugging Face hub: org/name, or "
-        "hf://org/name@revision; relative "
-        "paths start at the working directory",
+        "hf://org/name@revision; relative paths start at the working directory",
     )
     subset: str | None = Field(
         default=None, description="configuration of a hub dataset that has several"
@@ -214,6 +213,5 @@ class RewardSettings(Strict):
         default=2,
         ge=0,
         description="steps in a row in which no completion has a score, after which the run ends "
-        "with exit code 6; a "
-        "stage with fewer steps ends so after its last; 0: never",
+        "with exit code 6; a stage with fewer steps ends so after its last; 0: never",
     )

@@ -276,8 +276,7 @@ def cut_texts(paths: Sequence[str | Path]) -> list[str]:
                 dotted = ".".join(map(str, path))
                 notes.append(
                     f"{where}: {dotted}: the text ends before ` #`, where a comment begins: "
-                    f"{value!r}; if it goes on, "
-                    "quote the full text"
+                    f"{value!r}; if it goes on, quote the full text"
                 )
     return notes
 

@@ -171,17 +171,14 @@ _NOTES: dict[str, str] = {
     ),
     "beta kl_loss_coef init_kl_coef init_coef": (
         "weight of the KL term in the loss. For DPO write `stages.N.algorithm.beta`; for a KL "
-        "term in the "
-        "rewards `kl_reward_coef`"
+        "term in the rewards `kl_reward_coef`"
     ),
     "kl_loss_type estimator": "`k3` is `low_var_kl` of verl; `k2` is `mse`; `k1` is only logged",
     "clip_ratio_high": "null: equal to `epsilon`",
     "loss_type loss_agg_mode": (
         "TRL: `grpo` is `sequence`, `dapo` is `token`, `dr_grpo` is `constant`. verl: "
-        "`token-mean` is "
-        "`token`, `seq-mean-token-sum` is `sequence_sum`, `seq-mean-token-mean` is `sequence`. "
-        "For DPO and "
-        "KTO write `stages.N.algorithm.loss_type`"
+        "`token-mean` is `token`, `seq-mean-token-sum` is `sequence_sum`, `seq-mean-token-mean` "
+        "is `sequence`. For DPO and KTO write `stages.N.algorithm.loss_type`"
     ),
     "scale_rewards": "`group`, `batch` or `none`; verl: `norm_adv_by_std_in_grpo: false` is `none`",
     "vllm_importance_sampling_correction rollout_is": (
@@ -248,8 +245,7 @@ ABSENT: dict[str, str] = {
             *("micro_batch_size", "train_micro_batch_size", "gradient_accumulation_steps"),
         ),
         "leave this out: `stages.N.prompts_per_step` sets the batch, and `stages.N.micro_batch` "
-        "changes speed and "
-        "memory only",
+        "changes speed and memory only",
     ),
     **dict.fromkeys(("optim", "optim_type"), OPTIMIZER),
     **dict.fromkeys(

@@ -48,15 +48,13 @@ class MeshOptions(Section):
     shard_optimizer_over_data: bool = Field(
         default=False,
         description="moments and sums of gradients are sharded over `data` as well, where weights "
-        "are replicated "
-        "(ZeRO stage 1)",
+        "are replicated (ZeRO stage 1)",
     )
     shard_mode: Literal["auto", "explicit"] = Field(
         default="auto",
         description="auto: shardings are hints, and the partitioner decides; explicit: the "
-        "decoder's shardings are "
-        "types in training and scoring, where an operation that leaves its sharding open is an "
-        "error (docs/meshes.md)",
+        "decoder's shardings are types in training and scoring, where an operation that leaves "
+        "its sharding open is an error (docs/meshes.md)",
     )
     sharding_tolerance: float = Field(
         default=0.02,

@@ -54,8 +54,7 @@ class MultiTokenPredictionOptions(Section):
     missing: Literal["refuse", "fresh"] = Field(
         default="refuse",
         description="modules that the files should hold and lack: refuse the directory, or start "
-        "them from random "
-        "weights",
+        "them from random weights",
     )
 
 
@@ -69,8 +68,7 @@ class ModelOptions(Section):
 
     source: Annotated[str, HOME] = Field(
         description="Hugging Face directory, the name of a file in configs/models/ (random "
-        "weights), or a model on the "
-        "Hugging Face hub: org/name, or hf://org/name@revision"
+        "weights), or a model on the Hugging Face hub: org/name, or hf://org/name@revision"
     )
     overrides: Annotated[dict[str, Any], FINITE] = Field(
         default={},
@@ -79,8 +77,7 @@ class ModelOptions(Section):
     remat: Literal[REMAT_POLICIES] = Field(  # pyright: ignore[reportInvalidTypeForm]
         default="full",
         description="which activations are recomputed: full keeps only the input of each layer, "
-        "none keeps all; "
-        "memory.md describes the others",
+        "none keeps all; memory.md describes the others",
     )
     remat_tensors: dict[str, Literal["device", "offload", "remat"]] = Field(
         default={},
@@ -103,15 +100,13 @@ class ModelOptions(Section):
     media: Literal["auto", "never"] = Field(
         default="auto",
         description="pictures and sounds: auto reads those of the data with the towers of the "
-        "model; never reads no "
-        "tower, and refuses rows with them",
+        "model; never reads no tower, and refuses rows with them",
     )
     media_rows: int | None = Field(
         default=None,
         ge=1,
         description="most embeddings that the pictures and sounds of one row of data may fill; "
-        "longer rows are "
-        "refused. null: as many as max_length has room for",
+        "longer rows are refused. null: as many as max_length has room for",
     )
 
     @property
@@ -148,10 +143,8 @@ class ChatTemplateOptions(Strict):
     history: Literal["template", "last"] = Field(
         default="template",
         description="turns of a demonstration that the template rewrites when the next message is "
-        "added: template: "
-        "each is learned in a row of its own, as it was when it was the last; last: only turns "
-        "that the "
-        "full conversation leaves as they were are learned",
+        "added: template: each is learned in a row of its own, as it was when it was the last; "
+        "last: only turns that the full conversation leaves as they were are learned",
     )
 
 
@@ -182,8 +175,7 @@ class TokenizerOptions(Strict):
     date: Annotated[str | None, AfterValidator(_as_date)] = Field(
         default=None,
         description="the day that chat templates read as today, as 2026-01-31; null: the day on "
-        "which the run first "
-        "starts",
+        "which the run first starts",
     )
 
 
@@ -197,9 +189,8 @@ class TeacherOptions(Strict):
     source: Annotated[str | None, HOME] = Field(
         default=None,
         description="Hugging Face directory with the tokenizer of the run, the directory of a "
-        "finished run, or a model "
-        "on the hub; or the name of a file in configs/models/ (random weights, to try a "
-        "configuration)",
+        "finished run, or a model on the hub; or the name of a file in configs/models/ (random "
+        "weights, to try a configuration)",
     )
     files: Annotated[str | None, HOME] = Field(
         default=None,
@@ -216,8 +207,7 @@ class TeacherOptions(Strict):
     weights: StoredType | None = Field(
         default=None,
         description="type in which the weights of its products are stored, with a scale per "
-        "output channel; null: "
-        "dtype",
+        "output channel; null: dtype",
     )
     host_memory: bool = Field(
         default=False,

@@ -67,8 +67,7 @@ class RunOptions(Strict):
     dir: Annotated[str | None, HOME] = Field(
         default=None,
         description="local folder of the run; an existing run there is continued; null: "
-        "runs/FILE-NUMBER, by the name "
-        "of the configuration file and the first number that is free",
+        "runs/FILE-NUMBER, by the name of the configuration file and the first number that is free",
     )
     checkpoint_every: int = Field(
         default=50, ge=0, description="steps between checkpoints; 0: only at the end of a stage"
@@ -80,17 +79,13 @@ class RunOptions(Strict):
         default=None,
         ge=0,
         description="prompts sampled before the first step of the first stage that samples; a "
-        "number: the run ends "
-        "with exit "
-        "code 3 if it cannot learn from them (docs/diagnose.md); 0: none; null: 32 with a warning "
-        "only, none for "
-        "random weights",
+        "number: the run ends with exit code 3 if it cannot learn from them (docs/diagnose.md); "
+        "0: none; null: 32 with a warning only, none for random weights",
     )
     changed_data: Literal["refuse", "allow"] = Field(
         default="refuse",
         description="rows, or held-out rows, that have changed since the run was last started: "
-        "refuse them with exit "
-        "code 3, or allow the run to go on with them",
+        "refuse them with exit code 3, or allow the run to go on with them",
     )
     samples: SampleRecords = Field(
         default=SampleRecords(), description="which completions are kept"
@@ -105,8 +100,7 @@ class RunOptions(Strict):
     program_cache: str | None = Field(
         default="~/.cache/duet-rl/programs",
         description="folder of compiled programs, kept for later runs; JAX_COMPILATION_CACHE_DIR "
-        "goes first; "
-        "null: none is kept",
+        "goes first; null: none is kept",
     )
 
 
@@ -132,22 +126,18 @@ class GeneratorSection(Section):
         default=64,
         ge=1,
         description="most completions decoded at the same time (max_num_seqs); fewer if a step "
-        "and an evaluation need "
-        "fewer",
+        "and an evaluation need fewer",
     )
     strict_shapes: bool = Field(
         default=False,
         description="all programs are compiled before the first step, and a late one is an error; "
-        "false: in the "
-        "background, and a step waits for its own",
+        "false: in the background, and a step waits for its own",
     )
     rules: dict[str, list[str]] | None = Field(
         default=None,
         description="logical axis: mesh axes, merged over `mesh.rules` while rollouts decode; or "
-        "`stationary`, rules "
-        "under which no weight is sent. Weights are copied to these shardings once per step "
-        "(docs/meshes.md); "
-        "null: the trained shardings",
+        "`stationary`, rules under which no weight is sent. Weights are copied to these shardings "
+        "once per step (docs/meshes.md); null: the trained shardings",
     )
 
     @field_validator("rules", mode="before")

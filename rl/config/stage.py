@@ -26,10 +26,9 @@ class SamplingOptions(Section):
     filters: Literal["renormalise", "ignore"] = Field(
         default="renormalise",
         description="log-probabilities, entropy and KL of the loss where top_k, top_p or min_p "
-        "filter, or bad_words or "
-        "min_tokens forbid tokens. renormalise: over the ids that these left for each token, "
-        "which the sampler records. "
-        "ignore: over all ids; the gradient is then biased",
+        "filter, or bad_words or min_tokens forbid tokens. renormalise: over the ids that these "
+        "left for each token, which the sampler records. ignore: over all ids; the gradient is "
+        "then biased",
     )
     max_kept: int = Field(
         default=128,
@@ -59,16 +58,14 @@ class OptimizerOptions(Strict):
         default=0,
         ge=0,
         description="updates, not steps, over which the learning rate rises in a line; a step "
-        "makes "
-        "updates_per_step updates",
+        "makes updates_per_step updates",
     )
     final_fraction: float = Field(
         default=0.0,
         ge=0.0,
         le=1.0,
         description="learning rate of the last step with linear and cosine, as a share of the "
-        "peak; 0: the last step "
-        "changes nothing",
+        "peak; 0: the last step changes nothing",
     )
     weight_decay: float = Field(
         default=0.0,
@@ -110,8 +107,7 @@ class RouterOptions(Strict):
     balance: Literal["sequence", "batch"] = Field(
         default="sequence",
         description="even use within each sequence, or over all tokens of an update (with "
-        "micro-batches one more "
-        "forward pass)",
+        "micro-batches one more forward pass)",
     )
     capacity_factor: float | None = Field(
         default=None,
@@ -123,8 +119,7 @@ class RouterOptions(Strict):
         default=None,
         gt=0.0,
         description="sft with expert_parallel all_to_all: a device has room for so many times its "
-        "even share of all "
-        "choices, and drops the rest; null: for the worst case",
+        "even share of all choices, and drops the rest; null: for the worst case",
     )
 
 
@@ -180,8 +175,7 @@ class HeldOutOptions(Strict):
 
     data: DataOptions = Field(
         description="the rows, in the form of the rows of the stage; without a `split`, `eval` of "
-        "a task and `test` of a "
-        "dataset of the hub"
+        "a task and `test` of a dataset of the hub"
     )
     every: int = Field(default=0, ge=0, description="steps; 0: only first and last")
 
@@ -195,8 +189,7 @@ class BestOptions(Strict):
 
     metric: str = Field(
         description="a metric of an evaluation or of held-out rows (docs/metrics.md), e.g. "
-        "held_out/loss or "
-        "eval/greedy_accuracy"
+        "held_out/loss or eval/greedy_accuracy"
     )
     mode: Literal["max", "min"] = Field(description="whether larger or smaller values are better")
     take: Literal["best", "last"] = Field(
@@ -250,10 +243,8 @@ class StageOptions(Strict):
         default=None,
         gt=0,
         description="passes over the rows of the data, in place of `steps`: the stage makes "
-        "epochs * rows / "
-        "prompts_per_step steps, rounded up; rows as the stage takes them (docs/data.md). The "
-        "saved config.yml has the "
-        "steps",
+        "epochs * rows / prompts_per_step steps, rounded up; rows as the stage takes them "
+        "(docs/data.md). The saved config.yml has the steps",
     )
     until: UntilOptions | None = Field(
         default=None, description="end the stage earlier, when a metric reaches a bound"
@@ -283,8 +274,7 @@ class StageOptions(Strict):
         default=None,
         gt=0,
         description="stop the run where generator and trainer differ by more in the mean "
-        "log-probability of a token; "
-        "null: never",
+        "log-probability of a token; null: never",
     )
     micro_batch: int | None = Field(
         default=None,
@@ -302,9 +292,8 @@ class StageOptions(Strict):
     freeze: list[str] | None = Field(
         default=None,
         description="weights that updates of the policy leave as they are, by the parts at the "
-        "beginning of their "
-        "paths, such as image.blocks or embed_tokens; null: the towers of pictures and sounds "
-        "(image, audio); []: none",
+        "beginning of their paths, such as image.blocks or embed_tokens; null: the towers of "
+        "pictures and sounds (image, audio); []: none",
     )
     diagnostics: bool = Field(
         default=False,

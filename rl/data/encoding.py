@@ -115,9 +115,8 @@ class ExampleEncoder:
         if self.media_rows is not None and expanded.rows > self.media_rows:
             raise MediaError(
                 f"its pictures and sounds fill {expanded.rows} embeddings, more than "
-                "model.media_rows "
-                f"({self.media_rows}); leave the row out, scale its pictures down, or raise "
-                "model.media_rows"
+                f"model.media_rows ({self.media_rows}); leave the row out, scale its pictures "
+                "down, or raise model.media_rows"
             )
         return expanded
 

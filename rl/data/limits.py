@@ -50,8 +50,7 @@ class Limit:
         )
         text = (
             f"{len(long)} of {len(lengths)} rows are longer than the {self.tokens} tokens that "
-            f"fit{room}: first "
-            f"{places[long[0]]} with {lengths[long[0]]} tokens"
+            f"fit{room}: first {places[long[0]]} with {lengths[long[0]]} tokens"
         )
         if longest != long[0]:
             text = f"{text}; the longest, {places[longest]}, has {lengths[longest]}"

@@ -157,8 +157,7 @@ def conflicts(config: RunConfig, decoder: DecoderConfig) -> Iterator[str]:
     if config.generator.speculative:
         yield (
             "generator.speculative does not go with pictures or sounds: a prediction module "
-            "embeds the next token, "
-            "which may stand for a part of a picture; leave it out"
+            "embeds the next token, which may stand for a part of a picture; leave it out"
         )
 
 
@@ -223,9 +222,8 @@ def _refuse_columns(row: dict[str, Any], base: Path) -> None:
             if _holds_content(row.get(name), base):
                 raise ValueError(
                     f"the row has a {NOUNS[kind]} in column {name!r}, "
-                    f"{_UNREAD.format(NOUNS[kind])}. Set `model` to one "
-                    "that reads them (docs/pictures.md), or give the column another name to use "
-                    "the text alone"
+                    f"{_UNREAD.format(NOUNS[kind])}. Set `model` to one that reads them "
+                    "(docs/pictures.md), or give the column another name to use the text alone"
                 )
 
 

@@ -258,11 +258,9 @@ def _unreachable(repository: HubName, cache: str, error: Exception) -> str:
         )
     return (
         f"{here}, which did not give it: {type(error).__name__}: {str(error).strip()}. The cache "
-        f"{cache} does not "
-        "hold it "
-        "either. Check the name and the connection, log in with `hf auth login` if it is gated or "
-        "private, "
-        f"{_download(repository)}, or name a local directory"
+        f"{cache} does not hold it either. Check the name and the connection, log in with `hf "
+        f"auth login` if it is gated or private, {_download(repository)}, or name a local "
+        "directory"
     )
 
 

@@ -39,9 +39,8 @@ def directory_of(options: TeacherOptions, *, weights: bool = False) -> Path | No
     if result is None or not (result / "config.json").is_file():
         raise ModelError(
             f"teacher {options.source}: no directory with a config.json, no finished run and no "
-            "file of that name in "
-            f"configs/models/{nearest_path(options.source)}; train the teacher first, or set "
-            "`teacher.source` to a model"
+            f"file of that name in configs/models/{nearest_path(options.source)}; train the "
+            "teacher first, or set `teacher.source` to a model"
         )
     return result
 
@@ -147,8 +146,7 @@ def _feature_problems(
     if pairs is None and mixing[0] != mixing[1]:
         yield (
             f"features_coef compares layer by layer, but the policy has {len(mixing[0])} and this "
-            "teacher "
-            f"{len(mixing[1])} layers; name pairs of layers in features_layers"
+            f"teacher {len(mixing[1])} layers; name pairs of layers in features_layers"
         )
     if repeated := [pair for n, pair in enumerate(pairs or ()) if pair in (pairs or ())[:n]]:
         yield f"features_layers names the pair {repeated[0]} twice; leave one out"
@@ -184,8 +182,7 @@ def check_teacher(
     except (ValueError, OSError) as error:
         raise ConfigError(
             f"{where}: its tokenizer cannot be read, so nothing shows that it reads the ids of "
-            "the run; save the "
-            f"tokenizer in {directory}. {error}"
+            f"the run; save the tokenizer in {directory}. {error}"
         ) from None
     try:
         their_stops = stop_ids(theirs, directory)
@@ -208,10 +205,8 @@ def check_vocabulary(
         shared = len(vocabulary.items() & own.items())
         raise ConfigError(
             f"{where} was trained with another tokenizer ({len(different)} entries differ, e.g. "
-            f"{different[0][0]!r}; "
-            f"{shared} of {len(own)} are the same); a student learns the distribution over its "
-            "own ids, so both must "
-            "have the same"
+            f"{different[0][0]!r}; {shared} of {len(own)} are the same); a student learns the "
+            "distribution over its own ids, so both must have the same"
         )
     check_stops(where, their_stops, tokenizer, stops)
 
@@ -224,9 +219,8 @@ def check_stops(
         raise ConfigError(
             f"{where} ends a completion with {_named(their_stops, tokenizer)}, the run with "
             f"{_named(stops, tokenizer)}: the student would not learn to stop. Give the same chat "
-            "template and "
-            "eos_token_id to both (tokenizer, generation_config.json), or name the further ids in "
-            "stages.N.sampling.stop_token_ids"
+            "template and eos_token_id to both (tokenizer, generation_config.json), or name the "
+            "further ids in stages.N.sampling.stop_token_ids"
         )
 
 

@@ -116,8 +116,7 @@ class TeacherWriter:
         if partial.exists() and partial.read_text(encoding="utf-8") != text:
             raise ConfigError(
                 f"--output {directory} was begun with another teacher, data or options "
-                f"({partial}); choose another "
-                "directory, or remove it to start over"
+                f"({partial}); choose another directory, or remove it to start over"
             )
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -239,10 +238,9 @@ class TeacherFiles:
             if not np.array_equal(hashes[part][place], row_sha256(row)):
                 raise DataError(
                     f"row {number} of the data has other tokens, or other tokens that are trained "
-                    "on, than row "
-                    f"{number} of {self.directory}: tokenizer, template, order of the data or "
-                    "train_on are not those "
-                    "of `rl teach`; run it again with this configuration"
+                    f"on, than row {number} of {self.directory}: tokenizer, template, order of "
+                    "the data or train_on are not those of `rl teach`; run it again with this "
+                    "configuration"
                 )
 
     def take(self, number: int, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

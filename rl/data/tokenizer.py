@@ -172,6 +172,5 @@ def _refuse_in_place_of_its_own(
     if any(own.get(token) != number for token, number in tokenizer.get_vocab().items()):
         raise ConfigError(
             f"tokenizer: {name} in place of the tokenizer of {model}, whose weights know other "
-            "ids; leave `tokenizer` "
-            "out of the file, or set tokenizer=null"
+            "ids; leave `tokenizer` out of the file, or set tokenizer=null"
         )

@@ -109,9 +109,8 @@ def plan_search(config: RunConfig, options: PlanFlags) -> int:
         assert target.memory is not None  # the search refuses unknown memory
         print(
             f"none of those compiled fits {target.memory / GIB:g} GiB per device "
-            f"({target.device}); what the run keeps "
-            f"takes {result.least / GIB:.1f} GiB per device at least; take more devices, or a "
-            "higher --candidates"
+            f"({target.device}); what the run keeps takes {result.least / GIB:.1f} GiB per device "
+            "at least; take more devices, or a higher --candidates"
         )
     if options.file is not None:
         rows = [
@@ -136,8 +135,7 @@ def _learning_rates(config: RunConfig) -> str:
         if stage.options.steps is None:
             lines.append(
                 f"  {stage.name}: {stage.options.epochs:g} epochs of rows that a plan does not "
-                "read; the steps: "
-                "rl-train --check"
+                "read; the steps: rl-train --check"
             )
             continue
         for key in stage.optimizers:

@@ -102,8 +102,7 @@ class Thumbnails:
             self._noted = True
             self._note(
                 f"{self._folder}: a thumbnail cannot be written: {self._failures[0]}. The run "
-                "goes on; samples show "
-                "the size of such a picture only"
+                "goes on; samples show the size of such a picture only"
             )
 
 

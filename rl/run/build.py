@@ -301,10 +301,8 @@ def check_cut(graph: Graph, tolerance: float) -> Graph:
         listed = ", ".join(f"{path} ({number})" for path, number in largest_first)
         raise ConfigError(
             f"mesh: {share:.1%} of the weights would be replicated on every device, more than "
-            "mesh.sharding_tolerance "
-            f"{tolerance:.0%}: {listed}. Choose degrees that divide their dimensions, give them a "
-            "rule in mesh.rules, "
-            "or raise the tolerance"
+            f"mesh.sharding_tolerance {tolerance:.0%}: {listed}. Choose degrees that divide their "
+            "dimensions, give them a rule in mesh.rules, or raise the tolerance"
         )
     return graph
 

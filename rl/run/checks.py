@@ -34,8 +34,7 @@ _BUILT_IN_TOKENIZERS = ("bytes", "characters")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _NO_LOCAL_PATH = (
     "{} is no local path, and a run directory is one; use a folder that all machines of the run "
-    "see, e.g. "
-    "run.dir=runs/NAME, and copy it when the run has ended"
+    "see, e.g. run.dir=runs/NAME, and copy it when the run has ended"
 )
 
 
@@ -212,8 +211,7 @@ def _memory(model: ModelOptions, platform: str) -> Iterator[tuple[tuple, str]]:
         yield (
             ("model", "remat"),
             "none keeps every layer's weights on the device until the backward pass, so "
-            "host_parameters saves nothing; "
-            "set full, or another policy",
+            "host_parameters saves nothing; set full, or another policy",
         )
     if model.host_parameters and not model.scan and platform == "tpu":
         yield (
@@ -252,8 +250,7 @@ def _quantization(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         yield (
             ("generator", "weights"),
             f"{weights} weights cannot be multiplied by the {rule} activations of "
-            "model.quantization; "
-            "leave it out, or use the same numbers",
+            "model.quantization; leave it out, or use the same numbers",
         )
 
 

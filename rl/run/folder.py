@@ -139,8 +139,7 @@ class RunFolder:
             room = disk_room(directory.parent, size)
             raise ResourceError(
                 f"{directory}: the final weights cannot be written: {error}. Make room, then "
-                "`rl-train "
-                f"{quoted(self.path)}` ({room})"
+                f"`rl-train {quoted(self.path)}` ({room})"
             ) from None
 
     @property
@@ -157,8 +156,7 @@ class RunFolder:
         if meanwhile and continued(unchanged, locked=True).changes != self._config.changes:
             raise ResourceError(
                 f"{self.path}: another process has started or continued this run in the meantime; "
-                "start again with "
-                f"`rl-train {quoted(self.path)}`"
+                f"start again with `rl-train {quoted(self.path)}`"
             )
         check_same(before, unchanged)
         if (

@@ -35,9 +35,8 @@ to train those weights further, give them to a new run: model={1}/export"""
 _STOP = "rl stop"
 _RANDOM = (
     "model {0} names an architecture without weights: the weights are random (seed {1}). To train "
-    "from weights, set "
-    "model=org/name (a model on the Hugging Face hub) or model=DIRECTORY (a directory with "
-    "config.json and safetensors)"
+    "from weights, set model=org/name (a model on the Hugging Face hub) or model=DIRECTORY (a "
+    "directory with config.json and safetensors)"
 )
 
 
@@ -143,9 +142,8 @@ class Run(Context):
         ):
             raise ModelError(
                 f"teacher {options.source or options.files}: its files have changed since the "
-                "first steps of "
-                f"{stage.name} (config.json, or the weights). Restore them, or start a new run in "
-                "another run.dir"
+                f"first steps of {stage.name} (config.json, or the weights). Restore them, or "
+                "start a new run in another run.dir"
             )
 
     def save(
@@ -313,8 +311,7 @@ class Run(Context):
         exported = self._export(stage, partial(stage.export_at, state), place)
         self.events.note(
             f"stopped after step {step} of {stage.name}, as `rl stop` asked; weights in "
-            f"{exported}; continue with "
-            f"`rl-train {quoted(self.folder.path)}`"
+            f"{exported}; continue with `rl-train {quoted(self.folder.path)}`"
         )
         return place
 
@@ -327,8 +324,7 @@ class Run(Context):
             path = self.folder.path
             raise ResourceError(
                 f"{path}: the last events have no room; make some, and continue with `rl-train "
-                f"{quoted(path)}` "
-                f"({disk_room(path)})"
+                f"{quoted(path)}` ({disk_room(path)})"
             )
         stage.check_finite(self.model.params)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(self.model.params))

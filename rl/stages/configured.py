@@ -182,8 +182,7 @@ class ConfiguredStage:
             yield (
                 (*self.path, "router_replay"),
                 "`generator.exact: true` takes log-probabilities under the trainer's own routes, "
-                "and replay takes them "
-                "under the generator's routes; leave one out",
+                "and replay takes them under the generator's routes; leave one out",
             )
         yield from self._check_kind()
         yield from self._check_forbidden()
@@ -234,10 +233,8 @@ class ConfiguredStage:
         if self.samples_completions and sampling.filters == "ignore" and filters.filters(sampling):
             yield (
                 f"stages.{self.index}.sampling.filters: ignore: completions come from the "
-                "filtered distribution and the "
-                "log-probabilities of the loss from the full one, so the gradient is biased; "
-                "renormalise takes both from "
-                "the filtered one"
+                "filtered distribution and the log-probabilities of the loss from the full one, "
+                "so the gradient is biased; renormalise takes both from the filtered one"
             )
         yield from self._best_remarks()
         if self.options.steps is None:
@@ -248,8 +245,7 @@ class ConfiguredStage:
             if warmup and warmup >= updates > 0:
                 yield (
                     f"stages.{self.index}.{key}.warmup_steps: {warmup:,} updates, and the stage "
-                    f"makes {updates:,}: "
-                    "the learning rate never reaches its peak"
+                    f"makes {updates:,}: the learning rate never reaches its peak"
                 )
 
     def _best_remarks(self) -> Iterator[str]:
@@ -270,9 +266,8 @@ class ConfiguredStage:
         ):
             yield (
                 f"stages.{self.index}.best: {best.metric} is measured after the last step alone "
-                f"({key}: "
-                f"{measured.every}), so no two steps are compared; set {key} below the steps of "
-                "the stage"
+                f"({key}: {measured.every}), so no two steps are compared; set {key} below the "
+                "steps of the stage"
             )
 
     def _check_kind(self) -> ConfigProblems:
@@ -288,8 +283,7 @@ class ConfiguredStage:
                 yield (
                     (*self.path, "sampling", name),
                     f"{self.options.algorithm.name} samples no completions to learn from, and "
-                    "evaluations have "
-                    f"`evaluation.{name}`; leave it out",
+                    f"evaluations have `evaluation.{name}`; leave it out",
                 )
         try:
             SamplingParams(max_new_tokens=sampling.max_new_tokens, **own)
@@ -303,8 +297,7 @@ class ConfiguredStage:
             yield (
                 (*self.path, "router_replay"),
                 f"{self.options.algorithm.name} learns from data that no generator routed; leave "
-                "it out, or set it in "
-                "stages that sample",
+                "it out, or set it in stages that sample",
             )
         if self.config.evaluation and self.trains_policy:
             yield from self._check_room()
@@ -323,10 +316,8 @@ class ConfiguredStage:
             yield (
                 (*self.path, "router", key),
                 f"{self.options.algorithm.name} compares the policy with a model that drops "
-                "nothing (the "
-                f"generator's, or the reference), but with {key} it would give tokens other "
-                "probabilities. Leave "
-                f"{key} out, or use it in sft stages only",
+                f"nothing (the generator's, or the reference), but with {key} it would give "
+                f"tokens other probabilities. Leave {key} out, or use it in sft stages only",
             )
 
 
@@ -336,8 +327,6 @@ def _cache_remarks(config: RunConfig) -> Iterator[str]:
     if window is not None and config.max_length > window + generator.prefill_chunk:
         yield (
             "generator.sliding_window_cache: false, so the cache of compressed attention keeps "
-            "the parts of entries of "
-            f"all {config.max_length:,} tokens, not of the last {window} alone; set it to true "
-            "unless prompts share long "
-            "prefixes (docs/caches.md)"
+            f"the parts of entries of all {config.max_length:,} tokens, not of the last {window} "
+            "alone; set it to true unless prompts share long prefixes (docs/caches.md)"
         )

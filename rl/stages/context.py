@@ -83,10 +83,9 @@ class Progress:
             stored = "nothing" if values is None else ", ".join(values)
             raise ModelError(
                 "the newest checkpoint was written by another version of Duet: of the run's "
-                "progress it holds "
-                f"{stored}, where this version reads {', '.join(sorted(names))}. Continue the run "
-                "with that version, "
-                "or start a new one in another run.dir"
+                f"progress it holds {stored}, where this version reads "
+                f"{', '.join(sorted(names))}. Continue the run with that version, or start a new "
+                "one in another run.dir"
             )
         fields: dict[str, Any] = dict(values)
         for name, key in _JSON_KEYS.items():

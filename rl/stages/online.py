@@ -238,9 +238,8 @@ class Stage(StageKind):
             self._overflow_noted = True
             self.context.events.note(
                 f"{self.name}: the filters leave {share:.0%} of the tokens more than "
-                f"{self.max_kept} ids each, and these "
-                "tokens leave the loss; add sampling.top_k, or raise sampling.max_kept "
-                "(docs/sampling.md)"
+                f"{self.max_kept} ids each, and these tokens leave the loss; add sampling.top_k, "
+                "or raise sampling.max_kept (docs/sampling.md)"
             )
 
     def _add_inputs(self, data: StepData) -> None:
@@ -393,9 +392,8 @@ def _unscored_text(stage: str, steps: int, scores: Scores) -> str:
         )
     return (
         f"{stage}: no completion of the last {steps} steps has a score, so there is nothing to "
-        f"learn: {cause}. Test "
-        "the "
-        "function with `rl reward test`, or set rewards.unscored_steps=0 to go on"
+        f"learn: {cause}. Test the function with `rl reward test`, or set "
+        "rewards.unscored_steps=0 to go on"
     )
 
 
@@ -419,10 +417,8 @@ def _check_difference(limit: float | None, difference: float | None) -> None:
     if limit is not None and difference is not None and not difference <= limit:
         raise ModelError(
             f"the log-probabilities of generator and trainer differ by {difference:.3g} per token "
-            "in the mean, more "
-            f"than max_logp_diff ({limit:g}). Use `generator.exact: true`, `router_replay: true` "
-            "or a wider dtype; the "
-            "last checkpoint is from before this step"
+            f"in the mean, more than max_logp_diff ({limit:g}). Use `generator.exact: true`, "
+            "`router_replay: true` or a wider dtype; the last checkpoint is from before this step"
         )
 
 

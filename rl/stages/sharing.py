@@ -115,7 +115,6 @@ def describe(stage: ConfiguredStage, graph: Graph, sharing: Sharing | None) -> s
         )
     return (
         f"shared prefix: {group.sequences} sequences share {group.shared} tokens{assumed} and "
-        f"have {group.own} each of "
-        f"their own: {computed} of {group.tokens} tokens computed, "
+        f"have {group.own} each of their own: {computed} of {group.tokens} tokens computed, "
         f"{group.tokens / computed:.1f}x; rows of {length}"
     )

@@ -446,8 +446,7 @@ class StageKind(ConfiguredStage, ABC):
         key = f"stages.{self.index}.optimizer.learning_rate"
         raise ModelError(
             f"{self.name}: {what}. Nothing is exported. If the weights were finite at the start, "
-            f"set a smaller {key}, or "
-            "model.dtype=float32, and start a new run"
+            f"set a smaller {key}, or model.dtype=float32, and start a new run"
         )
 
     # Files.

@@ -137,10 +137,9 @@ class Stage(StageKind):
         if outside > MOST_OUTSIDE:
             raise ModelError(
                 f"teacher {self.teacher.source} has {vocabulary} ids, the policy "
-                f"{graph.config.vocab_size}, and gives "
-                f"those beyond a probability of {outside:.2g} (most: {MOST_OUTSIDE:g}); the "
-                "divergence does not see "
-                "them. Train the policy on texts first (sft), or use models of the same width"
+                f"{graph.config.vocab_size}, and gives those beyond a probability of "
+                f"{outside:.2g} (most: {MOST_OUTSIDE:g}); the divergence does not see them. Train "
+                "the policy on texts first (sft), or use models of the same width"
             )
 
     def with_inputs(self, state: RunState, batch: Batch, table: StepTable | None) -> Batch:

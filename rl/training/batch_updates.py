@@ -259,12 +259,9 @@ class BatchUpdates:
         if metrics.get("optim/skipped") == 1.0 and not int(updates_made(learner)):
             raise ModelError(
                 "no update of this stage changed the weights: in the last step none was finite, "
-                "and each earlier one "
-                "was not finite or had a gradient of 0. Look for what grows in the events of the "
-                "stage: "
-                "`loss`, `optim/grad_norm`, `reward/mean`. Weights that are not finite, huge "
-                "rewards and a narrow "
-                "dtype are usual causes"
+                "and each earlier one was not finite or had a gradient of 0. Look for what grows "
+                "in the events of the stage: `loss`, `optim/grad_norm`, `reward/mean`. Weights "
+                "that are not finite, huge rewards and a narrow dtype are usual causes"
             )
 
     def step_of(self, params: dict[str, jax.Array], micro: Batch) -> Step:

@@ -161,8 +161,7 @@ class Trainer(BatchUpdates):
         if self._value_model is None:
             raise ValueError(
                 f"this trainer has no critic, so it computes no values: {self.algorithm.name} "
-                "names no input `values`, "
-                "or Trainer was made without state={'critic'}"
+                f"names no input `values`, or Trainer was made without state={{'critic'}}"
             )
         return self._value_model
 

@@ -254,8 +254,7 @@ class DecoderPrograms:
         if (block := media.longest_block) > self.chunk:
             return (
                 f"has a picture of {block} tokens that see each other, longer than a call of "
-                f"{self.chunk} tokens; "
-                f"set prefill_chunk to at least {block}"
+                f"{self.chunk} tokens; set prefill_chunk to at least {block}"
             )
         return next(compatibility.conflicts(config, self.graph.runtime, media=True), None)
 

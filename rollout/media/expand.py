@@ -206,9 +206,8 @@ def refuse_reserved(messages: Messages, processors: Processors) -> None:
                 if any(token in part for part in parts if part):
                     raise MediaError(
                         f"message {number} contains {token!r}, which stands for a "
-                        f"{NOUNS[processor.kind]}; "
-                        f"remove it from the text, or give the {NOUNS[processor.kind]} as a part "
-                        "of the message"
+                        f"{NOUNS[processor.kind]}; remove it from the text, or give the "
+                        f"{NOUNS[processor.kind]} as a part of the message"
                     )
 
 
@@ -265,8 +264,7 @@ def _replaced(
         if (written := text.count(processor.marker)) != given:
             raise MediaError(
                 f"{given} {NOUNS[kind]}s, but the chat template wrote {written} times "
-                f"{processor.marker!r}; "
-                "each needs one part in the messages"
+                f"{processor.marker!r}; each needs one part in the messages"
             )
     if not markers:
         return [text], [0], []
@@ -304,8 +302,7 @@ def _index(
         names = " and ".join(repr(processors.of(kind).row_token) for kind in sorted(kinds))
         raise MediaError(
             f"{rows} rows of pictures and sounds, but {at_row.sum()} tokens {names} in the "
-            "prompt: the tokenizer must "
-            "know each as one token, and no text may contain one"
+            "prompt: the tokenizer must know each as one token, and no text may contain one"
         )
     index[at_row] = np.arange(rows)
     return index

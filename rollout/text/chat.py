@@ -138,8 +138,7 @@ def render_answer(tokenizer: Any, messages: Messages, first: int) -> Rendered:
     if len(renderings) > 1:
         raise ChatError(
             "the chat template changes a turn of the answer when the next one is added, so no "
-            "rendering has both; use "
-            "answers of one turn, or a template that only appends"
+            "rendering has both; use answers of one turn, or a template that only appends"
         )
     return renderings[0]
 
@@ -240,8 +239,7 @@ def refuse_weights(messages: Messages, train_on: str) -> None:
     if train_on == "all" and any(message.get("weight") == 0 for message in messages):
         raise ChatError(
             "a turn has weight 0 (train: false), but algorithm.train_on=all trains on every "
-            "token; set "
-            "algorithm.train_on=assistant or remove the weight"
+            "token; set algorithm.train_on=assistant or remove the weight"
         )
 
 
@@ -278,8 +276,7 @@ def render_text(tokenizer: Any, messages: Messages, add_generation_prompt: bool)
     if isinstance(templates, dict) and "default" not in templates:
         raise ChatError(
             f"the tokenizer has the chat templates {', '.join(sorted(templates))} and none of the "
-            "name default; set "
-            "tokenizer.chat_template=FILE"
+            "name default; set tokenizer.chat_template=FILE"
         )
     from jinja2 import TemplateError
 
@@ -287,8 +284,7 @@ def render_text(tokenizer: Any, messages: Messages, add_generation_prompt: bool)
     if variables.get("tools") and not _reads_tools(templates):
         raise ChatError(
             "the row has tools, but the chat template does not write them; set "
-            "tokenizer.chat_template=FILE to one that "
-            "does, or give the column another name"
+            "tokenizer.chat_template=FILE to one that does, or give the column another name"
         )
     messages = _in_parts(messages) if _wants_parts(tokenizer) else list(messages)
     try:

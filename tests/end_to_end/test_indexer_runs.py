@@ -19,8 +19,7 @@ stages:
 """
 GRPO = (
     "{algorithm: grpo, steps: 2, prompts_per_step: 4, samples_per_prompt: 4, sampling: "
-    "{max_new_tokens: 6}, "
-    "indexer: {training: sparse}}"
+    "{max_new_tokens: 6}, indexer: {training: sparse}}"
 )
 
 

@@ -37,8 +37,7 @@ pytestmark = pytest.mark.xdist_group("plan")
 MESH = ("mesh.fsdp=2", "mesh.tensor=2")
 ONE = (
     "model={source: qwen3-0.6b, overrides: {vocab_size: 32, num_attention_heads: 4, "
-    "num_key_value_heads: 2, head_dim: "
-    "8}}",
+    "num_key_value_heads: 2, head_dim: 8}}",
     "stages=[{algorithm: sft, steps: 1, prompts_per_step: 8, micro_batch: 8, sampling: "
     "{max_new_tokens: 6}}]",
 )

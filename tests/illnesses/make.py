@@ -21,8 +21,7 @@ SUMS = "{task: arithmetic, options: {operations: ['+'], max_operand: 99, style: 
 BASE = [
     "configs/quickstart.yml",
     "stages=[{algorithm: sft, steps: 165, prompts_per_step: 128, optimizer: {learning_rate: "
-    "3.0e-3, warmup_steps: 20}, "
-    "router: {bias_rate: 0.01}, sampling: {max_new_tokens: 6}}]",
+    "3.0e-3, warmup_steps: 20}, router: {bias_rate: 0.01}, sampling: {max_new_tokens: 6}}]",
 ]
 
 

@@ -31,11 +31,9 @@ PLAIN = [
 ]
 # As TRL wants it: a template that marks what the assistant writes.
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<eos>{% endgeneration %}{% else "
-    "%}{{ m.content "
-    "}}<eos>{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ "
+    "m.content }}<eos>{% endgeneration %}{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}{% "
+    "if add_generation_prompt %}<assistant>{% endif %}"
 )
 TALKS = [["1+1?", "2", "And +1?", "3 <eos>"], ["<eos>?", "no"], ["x", "y"]]
 TALK = [

@@ -84,8 +84,7 @@ NOT_RUN = {
     "rl-train my_run.yml",
     "rl generate runs/quickstart --prompts prompts.txt",
     "chromium --headless --hide-scrollbars --window-size=1280,1110 "
-    "--screenshot=docs/pictures/report.png "
-    "runs/quickstart/report.html",
+    "--screenshot=docs/pictures/report.png runs/quickstart/report.html",
     "rl compare runs/a runs/b",
     "rl compare runs/a runs/b --text",
     "until rl-train configs/quickstart.yml run.dir=runs/first; [ $? -ne 75 ]; do sleep 1; done",

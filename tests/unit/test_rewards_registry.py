@@ -106,8 +106,7 @@ def test_an_installed_entry_point_loads(folder, monkeypatch):
 def test_a_class_with_a_call_is_a_reward(folder):
     (folder / "own.py").write_text(
         "class Scorer:\n    def __call__(self, completions, plus=0.0):\n        return [1.0 + "
-        "plus]\nscorer = "
-        "Scorer()\n"
+        "plus]\nscorer = Scorer()\n"
     )
     assert scored("own.py:scorer", plus=0.5) == 1.5
 

@@ -96,16 +96,14 @@ def test_a_demonstration_continues_exactly_the_prompt_that_sampling_sees(tokeniz
 QWEN = (
     "{%- for m in messages -%}{%- set last = loop.last -%}<|{{ m.role }}|>\n"
     "{%- if m.role == 'assistant' and last -%}<think>\n\n</think>\n\n{%- endif -%}{{ m.content "
-    "}}<eos>\n{% endfor -%}"
-    "{%- if add_generation_prompt -%}<|assistant|>\n{%- endif -%}"
+    "}}<eos>\n{% endfor -%}{%- if add_generation_prompt -%}<|assistant|>\n{%- endif -%}"
 )
 THOUGHT = "<think>\n\n</think>"
 # The prompt ends with the beginning of a thought, which a conversation does not have, and neither
 # its thoughts (DeepSeek R1).
 R1 = (
     "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<eos>{%- "
-    "endfor -%}"
-    "{%- if add_generation_prompt -%}<|assistant|><think>\n{%- endif -%}"
+    "endfor -%}{%- if add_generation_prompt -%}<|assistant|><think>\n{%- endif -%}"
 )
 COUNTS = "{{ messages | length }}{% for m in messages %}{{ m.content }}|{% endfor %}"
 CASES = {

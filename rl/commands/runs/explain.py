@@ -12,10 +12,9 @@ from rl.commands.train import split_arguments
 
 SUMMARY = "say what is wrong with a run, or what a configuration computes"
 DESCRIPTION = (
-    "With the folder of a run, finished or not: names what is wrong with it in at most eight lines "
-    "(docs/diagnose.md). With a "
-    "configuration: the loss of each stage with its numbers, batches, tokens, and what differs "
-    "from the defaults."
+    "With the folder of a run, finished or not: names what is wrong with it in at most eight "
+    "lines (docs/diagnose.md). With a configuration: the loss of each stage with its numbers, "
+    "batches, tokens, and what differs from the defaults."
 )
 
 

@@ -69,8 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not _wait(path, running):
         raise ConfigError(
             f"{path / stop.REQUEST} is gone, and the run goes on: the request was withdrawn, or "
-            "the run was started again; "
-            f"`rl stop {quoted(path)}` asks again"
+            f"the run was started again; `rl stop {quoted(path)}` asks again"
         )
     if (path / "export").is_dir():
         return _ended(path)
@@ -117,8 +116,7 @@ def _ended(path: Path) -> int:
     else:
         print(
             f"{path} is stopped after step {place.step} of {place.stage}: its weights are in "
-            f"{path}/export; "
-            f"`rl-train {word}` continues it"
+            f"{path}/export; `rl-train {word}` continues it"
         )
     return 0
 
@@ -135,8 +133,7 @@ def _not_running(path: Path) -> int:
     how = "was killed" if last is None or last.code is None else f"ended with exit code {last.code}"
     raise ConfigError(
         f"{path} is not running: it {how}. `rl-train {word}` continues it; `rl chat {word}` and "
-        f"`rl generate {word}` read "
-        "its newest checkpoint"
+        f"`rl generate {word}` read its newest checkpoint"
     )
 
 

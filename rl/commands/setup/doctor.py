@@ -11,9 +11,8 @@ from pathlib import Path
 SUMMARY = "look at this machine, or at a run"
 DESCRIPTION = (
     "Without RUN: versions, devices, disk, memory, limits, program cache, and which secrets are "
-    "set (never their "
-    "values). With "
-    "the folder of a run: the verdict of `rl explain`. Exit code 5 if the machine cannot run Duet."
+    "set (never their values). With the folder of a run: the verdict of `rl explain`. Exit code 5 "
+    "if the machine cannot run Duet."
 )
 CACHE = "~/.cache/duet-rl/programs"
 

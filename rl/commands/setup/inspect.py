@@ -14,11 +14,8 @@ from rl.commands.train import split_arguments
 SUMMARY = "show the rows of a run token by token, and check template, data and rewards"
 DESCRIPTION = (
     "Reads tokenizer and data of a configuration, or of a run's folder, and no weights. Shows the "
-    "first rows of each "
-    "stage and "
-    "the findings of 18 checks (docs/diagnose.md). Exit code 3 if a run would be refused, with "
-    "--strict also for "
-    "warnings."
+    "first rows of each stage and the findings of 18 checks (docs/diagnose.md). Exit code 3 if a "
+    "run would be refused, with --strict also for warnings."
 )
 
 

@@ -67,8 +67,7 @@ def demonstrations_score(stage: StageRows, settings: RewardSettings) -> Iterator
             13,
             "warn",
             f"{fault.function} fails ({fault.kind}) on {len(scores.faults)} of {len(rows)} "
-            "demonstrations, first "
-            f"{rows[fault.sample].where}: "
+            f"demonstrations, first {rows[fault.sample].where}: "
             f"{fault.traceback.strip().splitlines()[-1] if fault.traceback.strip() else ''}",
             f"rl reward test {quoted(fault.function)}",
             stage.name,

@@ -32,8 +32,7 @@ def ends_trained(stage: StageRows) -> Iterator[Finding]:
         4,
         "refuse" if everywhere else "warn",
         f"{len(endless)} of {len(trained)} rows do not train a stop as their last token, but "
-        f"{last!r} "
-        f"({endless[0].example.where})"
+        f"{last!r} ({endless[0].example.where})"
         + (": the policy never learns to end" if everywhere else ""),
         "Make the chat template end the assistant's turn with a stop, or add its end to "
         f"{stage.path}.sampling.stop_token_ids",
@@ -75,8 +74,7 @@ def vocabulary(stage: StageRows) -> Iterator[Finding]:
             9,
             "warn",
             f"{count / total:.1%} of the tokens are unknown to the tokenizer, e.g. in "
-            f"{affected[0].example.where}: "
-            f"{_start_of(affected[0].example)!r}",
+            f"{affected[0].example.where}: {_start_of(affected[0].example)!r}",
             "Use a tokenizer that knows these characters",
             stage.name,
         )
@@ -146,8 +144,7 @@ def duplicates(stage: StageRows) -> Iterator[Finding]:
             12,
             "warn",
             f"{shared} training prompts are in the evaluation ({len(held_out & prompts.keys())} "
-            "of its "
-            f"{len(held_out)})",
+            f"of its {len(held_out)})",
             "The evaluation then measures memory; remove them from the training data",
             stage.name,
         )
@@ -223,8 +220,7 @@ def _special_texts(stage: StageRows, examples: Sequence[Any]) -> Iterator[Findin
             14,
             "warn",
             f"{len(hits)} of {len(examples)} rows contain special tokens as text, first "
-            f"{hits[0][0].where}: "
-            f"{hits[0][1]!r}",
+            f"{hits[0][0].where}: {hits[0][1]!r}",
             "They are read as control tokens; remove them from the text",
             stage.name,
         )

@@ -194,9 +194,8 @@ def rewritten_turns(stage: StageRows) -> Iterator[Finding]:
             5,
             "warn",
             f"the chat template rewrites earlier turns: {len(several)} of {len(rows)} "
-            "conversations are "
-            f"{sum(several.values())} rows, so that each turn is learned as it was when it was "
-            f"the last (first {first})",
+            f"conversations are {sum(several.values())} rows, so that each turn is learned as it "
+            f"was when it was the last (first {first})",
             "To learn only turns that the full conversation leaves as they were, set "
             "tokenizer.chat_template.history=last",
             stage.name,
@@ -222,8 +221,7 @@ def round_trips(stage: StageRows) -> Iterator[Finding]:
                     6,
                     "warn",
                     f"{row.example.where}: text -> ids -> text changes the text at character "
-                    f"{place}: "
-                    f"{text[place : place + 20]!r} becomes {back[place : place + 20]!r}",
+                    f"{place}: {text[place : place + 20]!r} becomes {back[place : place + 20]!r}",
                     "Rewards see the decoded text; normalise the data, or use another tokenizer",
                     stage.name,
                 )
@@ -283,13 +281,9 @@ def sampled_form(stage: StageRows) -> Iterator[Finding]:
             7,
             "warn",
             f"{row.example.where}: the answer as sampled differs from the template's conversation "
-            f"at token {place}: "
-            f"{ours} when "
-            f"sampled, {theirs} in the conversation",
+            f"at token {place}: {ours} when sampled, {theirs} in the conversation",
             "The template adds or changes something around the answer (a space, an empty think "
-            "block); make its "
-            "generation "
-            "prompt the same",
+            "block); make its generation prompt the same",
             stage.name,
         )
         return

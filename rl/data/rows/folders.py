@@ -77,9 +77,8 @@ def files_of_splits(directory: Path) -> dict[str, list[Path]]:
     if named and unnamed:
         raise DataError(
             f"{directory}: {unnamed[0].relative_to(directory)} belongs to no split, because its "
-            "name has none of the "
-            f"words {', '.join(SPLITS)}, and other names do. Rename it, move it away, or name one "
-            "file in data.path"
+            f"name has none of the words {', '.join(SPLITS)}, and other names do. Rename it, move "
+            "it away, or name one file in data.path"
         )
     return named or {"train": unnamed}
 

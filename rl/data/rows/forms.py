@@ -220,9 +220,8 @@ def _continued(prompt: str | Messages, answer: Messages, name: str) -> _Answered
         return _Answered(asked, answer)
     raise ValueError(
         f"`{name}` begins with a message of the {first} that is not the prompt's. It must be the "
-        "answer alone, or a "
-        "conversation that begins with the prompt; data.columns.prompt=none reads conversations "
-        "without a prompt"
+        "answer alone, or a conversation that begins with the prompt; data.columns.prompt=none "
+        "reads conversations without a prompt"
     )
 
 

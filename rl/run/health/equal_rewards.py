@@ -76,17 +76,14 @@ class EqualRewards:
             return (
                 f"{begins}, every one {mean:.3g}: there is nothing to learn from them. Read some "
                 f"completions (`rl samples {quoted(stage.config.run.dir)}`), and test the reward "
-                "with `rl reward test`; if "
-                "all problems "
-                "are solved, use harder ones"
+                "with `rl reward test`; if all problems are solved, use harder ones"
             )
         dynamic = "" if stage.algorithm.dynamic_batches else f", or {key}.algorithm.dynamic_batches"
         easier = "easier problems" if mean < 0.5 * self._correct_at else "other problems"
         return (
             f"{begins} (reward/mean {mean:.3g}): there is nothing to learn from them. Use "
-            f"{easier}, a finer reward, "
-            "more "
-            f"{key}.samples_per_prompt (now {stage.options.samples_per_prompt}){dynamic}"
+            f"{easier}, a finer reward, more {key}.samples_per_prompt (now "
+            f"{stage.options.samples_per_prompt}){dynamic}"
         )
 
 

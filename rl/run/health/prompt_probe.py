@@ -64,11 +64,9 @@ class ProbeResult:
         gap = "" if self.gap is None else f"; generator against trainer {self.gap:.2g} per token"
         return [
             f"probe of {self.stage}: {self.prompts} prompts, {self.completions} completions in "
-            f"{self.seconds:.1f} "
-            f"s{gap}",
+            f"{self.seconds:.1f} s{gap}",
             f"  ended by {ends}; {self.cut:.0%} cut off at {self.max_new_tokens} tokens; mean "
-            "length "
-            f"{self.mean_length:.1f}",
+            f"length {self.mean_length:.1f}",
             f"  reward {reward}{signal}; {self.scored:.0%} have a score, {self.faults} faults",
         ]
 
@@ -81,9 +79,8 @@ class ProbeResult:
                 (
                     "clipped completions",
                     f"{self.cut:.0%} of the completions are cut off at {self.max_new_tokens} "
-                    "tokens: raise "
-                    "sampling.max_new_tokens, or check chat template and stop tokens with `rl "
-                    "inspect`",
+                    "tokens: raise sampling.max_new_tokens, or check chat template and stop "
+                    "tokens with `rl inspect`",
                 )
             )
         if self.scored < 1 - MOST_UNSCORED:
@@ -91,9 +88,7 @@ class ProbeResult:
                 (
                     "reward faults" if self.faults else "no scores",
                     f"{1 - self.scored:.0%} of the completions have no score ({self.faults} "
-                    "faults): read the "
-                    "tracebacks above, "
-                    "then `rl reward test FUNCTION`",
+                    "faults): read the tracebacks above, then `rl reward test FUNCTION`",
                 )
             )
         elif self.reward_std == 0 and self.completions > 1:
@@ -101,9 +96,8 @@ class ProbeResult:
                 (
                     "equal rewards",
                     f"all {self.completions} rewards are {self.reward_mean:g}: test the reward on "
-                    "demonstrations with "
-                    "`rl inspect`, use easier problems, or start from weights that solve some "
-                    "(stage sft)",
+                    "demonstrations with `rl inspect`, use easier problems, or start from weights "
+                    "that solve some (stage sft)",
                 )
             )
         return result

@@ -152,8 +152,7 @@ def newest_place(directory: Path) -> Place:
     if checkpoints:
         raise ModelError(
             f"{directory}: all checkpoints are damaged, so the run cannot go on. Restore "
-            f"{CHECKPOINTS} from a backup, or "
-            "start a new run in another directory"
+            f"{CHECKPOINTS} from a backup, or start a new run in another directory"
         )
     return Place()
 
@@ -169,18 +168,16 @@ def _check_changes(before: RunConfig, config: RunConfig, place: Place) -> None:
         if (stage := stage_of(key)) is not None and stage < index:
             raise ConfigError(
                 f"{key}: {old} there, {new} here, but {config.stage_names[stage]} is over: the "
-                "run goes on after step "
-                f"{place.step} of {name}. Leave the key as it was, or start a new run in another "
-                "run.dir"
+                f"run goes on after step {place.step} of {name}. Leave the key as it was, or "
+                "start a new run in another run.dir"
             )
         if stage is None or kind_of(config.stages[stage]).trains_policy:
             continue
         if (written := reward_model_of(config, config.stage_names[stage])).is_dir():
             raise ConfigError(
                 f"{key}: {old} there, {new} here, but {written} has been written, and a stage "
-                "that has trained a reward "
-                "model cannot be changed or extended. Leave the key as it was, or start a new run "
-                "in another run.dir"
+                "that has trained a reward model cannot be changed or extended. Leave the key as "
+                "it was, or start a new run in another run.dir"
             )
     own = [each for each in changed if stage_of(each) == index]
     key = f"stages.{index}.steps"
@@ -188,8 +185,7 @@ def _check_changes(before: RunConfig, config: RunConfig, place: Place) -> None:
     if steps < place.step:
         raise ConfigError(
             f"{key}: {steps}, but {place.step} steps of {name} are done. Set {place.step} or "
-            "more, or start a new run in "
-            "another run.dir"
+            "more, or start a new run in another run.dir"
         )
     if not (own and place.ended):
         return
@@ -201,14 +197,12 @@ def _check_changes(before: RunConfig, config: RunConfig, place: Place) -> None:
         )
         raise ConfigError(
             f"{own[0]}: {name} is over, since {by} ended it after step {place.step}. To train its "
-            "weights "
-            f"further, give {export} to a new run as `model`"
+            f"weights further, give {export} to a new run as `model`"
         )
     if steps == place.step:
         raise ConfigError(
             f"{own[0]}: {name} is over, after {place.step} steps, so the change would have no "
-            f"effect. Raise {key} as "
-            f"well, or give {export} to a new run as `model`"
+            f"effect. Raise {key} as well, or give {export} to a new run as `model`"
         )
     if not kind_of(config.stages[index]).trains_policy:
         raise ConfigError(
@@ -238,8 +232,7 @@ def check_same(before: RunConfig, config: RunConfig) -> None:
         )
         raise ConfigError(
             f"{config.directory} holds a run with another configuration ({shown}). Continue that "
-            "one with "
-            f"`rl-train {quoted(config.directory)}`, or choose another run.dir"
+            f"one with `rl-train {quoted(config.directory)}`, or choose another run.dir"
         )
 
 

@@ -70,8 +70,7 @@ def chosen(run: Path, config: RunConfig, step: str | None) -> list[StoredCheckpo
         raise ModelError(
             f"{run}: no export and no checkpoint yet. The run writes a checkpoint every "
             f"{config.run.checkpoint_every} steps (run.checkpoint_every), after the last step of "
-            "a stage, and when it is "
-            "stopped"
+            "a stage, and when it is stopped"
         )
     if step is None:
         return every

@@ -85,8 +85,7 @@ class CheckpointWeights:
                 return model
         raise ModelError(
             f"{self.directory}: each checkpoint was removed before it was read. Raise "
-            "run.keep_checkpoints or "
-            "run.checkpoint_every"
+            "run.keep_checkpoints or run.checkpoint_every"
         )
 
     def _graph(self, dtype: Literal["float32", "bfloat16"], media: bool) -> Graph:
@@ -164,8 +163,7 @@ def _check(
         if name not in stored and is_tower(name.removeprefix(_PREFIX)):
             raise ModelError(
                 f"{path}: the run reads text only, so its checkpoints hold no towers of pictures "
-                "and sounds; its export "
-                "will have them"
+                "and sounds; its export will have them"
             )
         if name not in stored or tuple(stored[name]["shape"]) != array.shape:
             here = stored[name]["shape"] if name in stored else "missing"

@@ -118,12 +118,9 @@ def truncated(stage: StageRecord) -> Iterator[Finding]:
                 else ""
             ),
             "The policy's end of turn is no stop, the prompt is not rendered by the template it "
-            "was trained with, or "
-            "it "
-            "never learned to end",
+            "was trained with, or it never learned to end",
             f"Run `rl inspect {quoted(stage.run.path)}`; set "
-            f"{stage.key('sampling.stop_token_ids')}, tokenizer.chat_template "
-            "or data.chat",
+            f"{stage.key('sampling.stop_token_ids')}, tokenizer.chat_template or data.chat",
             stage.name,
             cut.steps[0],
             severity=0.88,

@@ -145,8 +145,7 @@ def training_below_evaluation(stage: StageRecord) -> Iterator[Finding]:
         "The same weights do far worse on the training prompts, which are rendered in another "
         "form, or are harder",
         f"Compare both with `rl inspect {quoted(stage.run.path)}`; set "
-        f"{stage.setting('data')[1]}.chat, system or "
-        "prompt_template",
+        f"{stage.setting('data')[1]}.chat, system or prompt_template",
         stage.name,
         reward.steps[0],
         severity=0.92,

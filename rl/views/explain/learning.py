@@ -180,8 +180,7 @@ def entropy(stage: StageRecord) -> Iterator[Finding]:
                 + (f" within {steps} steps" if fast else ""),
                 "The samples of a group become equal, and nothing is explored",
                 f"Lower {stage.named('optimizer.learning_rate')}, raise algorithm.epsilon_high, "
-                "or set "
-                "algorithm.entropy_coef; check what the reward pays for",
+                "or set algorithm.entropy_coef; check what the reward pays for",
                 stage.name,
                 series.since(lambda value: value <= ENTROPY_LEFT * start),
                 severity=0.75,

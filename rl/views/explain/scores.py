@@ -140,8 +140,7 @@ def exploited(stage: StageRecord) -> Iterator[Finding]:
     yield Finding(
         "reward exploited",
         f"reward/mean rose from {reward.first:.3g} to {reward.last:.3g}, eval/greedy_accuracy "
-        "fell from "
-        f"{accuracy.values[0]:.3g} to {accuracy.values[-1]:.3g}",
+        f"fell from {accuracy.values[0]:.3g} to {accuracy.values[-1]:.3g}",
         "The policy learns something that the reward pays for and the evaluation does not",
         f"Read the best samples (`rl samples {quoted(stage.run.path)} --sort reward`), and mend "
         "the reward",
@@ -169,8 +168,7 @@ def stale_groups(stage: StageRecord) -> Iterator[Finding]:
     yield Finding(
         "stale groups",
         f"{len(old)} of {len(most)} steps train on tokens that are up to {most.largest:.0f} "
-        "updates old "
-        f"(mean {mean.largest:.2g})",
+        f"updates old (mean {mean.largest:.2g})",
         "Groups are carried over to later steps, and each step makes "
         f"{stage.option('updates_per_step', 1)} updates",
         f"Lower {stage.named('updates_per_step')}, raise prompts_per_step, or set "

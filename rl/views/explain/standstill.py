@@ -117,13 +117,10 @@ def dropped_groups(stage: StageRecord) -> Iterator[Finding]:
     yield Finding(
         "groups dropped",
         f"dynamic sampling keeps {kept.last:.0%} of the groups, so {unfilled.last:.0f} of the "
-        f"{prompts} groups of a "
-        "step "
-        "have equal rewards",
+        f"{prompts} groups of a step have equal rewards",
         "Hardly a problem is neither too hard nor too easy, or the reward is constant",
         f"Read samples (`rl samples {quoted(stage.run.path)}`) and test the reward; use other "
-        "problems, or more "
-        f"{stage.named('samples_per_prompt')}",
+        f"problems, or more {stage.named('samples_per_prompt')}",
         stage.name,
         kept.since(lambda share: share <= KEPT_SHARE) or kept.steps[0],
         severity=0.8,

@@ -36,8 +36,7 @@ PAGE = 50
 TOKEN_HEADER = "x-duet-token"
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data: "
-    "blob:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 FILES = {"viewer.js": "text/javascript", "viewer.css": "text/css"}
 _HEADERS = {
