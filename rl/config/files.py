@@ -26,7 +26,7 @@ from rl.config.packaged import packaged, presets, run_names
 from rl.config.run import RunConfig
 from rl.config.schema import Strict, accepted_types
 from rl.config.stage import AlgorithmOptions, OptimizerOptions
-from rl.config.yaml_tree import Located, Rules
+from rl.config.yaml_tree import PlacedValue, Rules
 from rl.errors import ConfigError
 
 RESOLVED = "config.yml"
@@ -80,7 +80,7 @@ def _changed(config: RunConfig) -> dict[str, Any]:
 # Layers
 
 
-def _merged(paths: list[str | Path], overrides: list[str]) -> Located:
+def _merged(paths: list[str | Path], overrides: list[str]) -> PlacedValue:
     """Merges files and overrides. Raises ConfigError with all problems."""
     layers = []
     run_dir = None
@@ -113,12 +113,16 @@ def _merged(paths: list[str | Path], overrides: list[str]) -> Located:
             problems.append(str(error))
     if run_dir is not None:
         layers.append(
-            Located(
-                {"run": Located({"dir": Located(run_dir, run_dir, run_dir)}, run_dir, run_dir)},
+            PlacedValue(
+                {
+                    "run": PlacedValue(
+                        {"dir": PlacedValue(run_dir, run_dir, run_dir)}, run_dir, run_dir
+                    )
+                },
                 run_dir,
             )
         )
-    tree: Located | None = None
+    tree: PlacedValue | None = None
     for layer in layers:
         try:
             tree = _with_if_present(
@@ -131,7 +135,7 @@ def _merged(paths: list[str | Path], overrides: list[str]) -> Located:
     return _with_presets(tree)
 
 
-def _read(path: str | Path, is_run: bool = False) -> Located:
+def _read(path: str | Path, is_run: bool = False) -> PlacedValue:
     file = Path(path)
     if file.is_dir() or is_run:
         if not file.is_dir():
@@ -192,7 +196,7 @@ def older_filters(directory: Path) -> list[int]:
         return []  # `_read` reports it
 
 
-def _without_filters(tree: Located) -> list[int]:
+def _without_filters(tree: PlacedValue) -> list[int]:
     plain = yaml_tree.plain(tree)
     stages = plain.get("stages") if isinstance(plain, dict) else None
     result = []
@@ -205,7 +209,7 @@ def _without_filters(tree: Located) -> list[int]:
     return result
 
 
-def _with_older_filters(tree: Located) -> Located:
+def _with_older_filters(tree: PlacedValue) -> PlacedValue:
     """Adds `filters: ignore` where a saved configuration of an older version filters."""
     if not (older := _without_filters(tree)):
         return tree
@@ -214,17 +218,21 @@ def _with_older_filters(tree: Located) -> Located:
     for index in older:
         stage = stages[index]
         sampling = stages[index].value["sampling"]
-        ignore = Located("ignore", sampling.where, sampling.key_where)
-        sampling = Located(sampling.value | {"filters": ignore}, sampling.where, sampling.key_where)
-        stages[index] = Located(stage.value | {"sampling": sampling}, stage.where, stage.key_where)
-    return Located(
-        tree.value | {"stages": Located(stages, every.where, every.key_where)},
+        ignore = PlacedValue("ignore", sampling.where, sampling.key_where)
+        sampling = PlacedValue(
+            sampling.value | {"filters": ignore}, sampling.where, sampling.key_where
+        )
+        stages[index] = PlacedValue(
+            stage.value | {"sampling": sampling}, stage.where, stage.key_where
+        )
+    return PlacedValue(
+        tree.value | {"stages": PlacedValue(stages, every.where, every.key_where)},
         tree.where,
         tree.key_where,
     )
 
 
-def _override(text: str, place: str) -> Located:
+def _override(text: str, place: str) -> PlacedValue:
     key, equals, value = text.partition("=")
     key = key.strip()
     place = f"{place}: {text.strip()}"
@@ -240,9 +248,9 @@ def _override(text: str, place: str) -> Located:
     value = value.lstrip() if text.partition("=")[0].endswith(" ") else value  # `key = value`
     item = yaml_tree.typed_value(value, where)
     if isinstance(item.value, (dict, list)) and _takes_texts_only(parts):
-        item = Located(value, where)
+        item = PlacedValue(value, where)
     for part in reversed(parts):
-        item = Located({part: Located(item.value, where, where)}, where)
+        item = PlacedValue({part: PlacedValue(item.value, where, where)}, where)
     return item
 
 
@@ -291,7 +299,7 @@ def _is_choice(path: tuple) -> bool:
     return any(typing.get_origin(one) is typing.Literal for one in arguments)
 
 
-def _with_every_stage(tree: Located) -> Located:
+def _with_every_stage(tree: PlacedValue) -> PlacedValue:
     over = tree.value.get("every_stage")
     if over is None or over.value in (None, {}):
         return tree
@@ -305,21 +313,23 @@ def _with_every_stage(tree: Located) -> Located:
         )
     merged = [yaml_tree.merge(s, over, rules_at, ("stages", i)) for i, s in enumerate(stages.value)]
     rest = {key: item for key, item in tree.value.items() if key != "every_stage"}
-    return Located(rest | {"stages": Located(merged, stages.where, stages.key_where)}, tree.where)
+    return PlacedValue(
+        rest | {"stages": PlacedValue(merged, stages.where, stages.key_where)}, tree.where
+    )
 
 
-def _with_presets(tree: Located) -> Located:
+def _with_presets(tree: PlacedValue) -> PlacedValue:
     """Merges each stage whose algorithm names a preset into that file of configs/presets/."""
     stages = tree.value.get("stages")
     if stages is None or not isinstance(stages.value, list):
         return tree
     merged = [_over_preset(stage, ("stages", i)) for i, stage in enumerate(stages.value)]
-    return Located(
-        tree.value | {"stages": Located(merged, stages.where, stages.key_where)}, tree.where
+    return PlacedValue(
+        tree.value | {"stages": PlacedValue(merged, stages.where, stages.key_where)}, tree.where
     )
 
 
-def _over_preset(stage: Located, path: tuple) -> Located:
+def _over_preset(stage: PlacedValue, path: tuple) -> PlacedValue:
     algorithm = stage.value.get("algorithm") if isinstance(stage.value, dict) else None
     if (
         algorithm is None
@@ -339,20 +349,20 @@ def _over_preset(stage: Located, path: tuple) -> Located:
         known[preset.value].read_text(encoding="utf-8"),
         lambda line: f"configs/presets/{preset.value}.yml:{line}",
     )
-    own = Located(
+    own = PlacedValue(
         {key: item for key, item in algorithm.value.items() if key != "preset"},
         algorithm.where,
         algorithm.key_where,
     )
     return yaml_tree.merge(
         base,
-        Located(stage.value | {"algorithm": own}, stage.where, stage.key_where),
+        PlacedValue(stage.value | {"algorithm": own}, stage.where, stage.key_where),
         rules_at,
         path,
     )
 
 
-def _with_if_present(tree: Located) -> Located:
+def _with_if_present(tree: PlacedValue) -> PlacedValue:
     over = tree.value.get("if_present")
     if over is None or over.value in (None, {}):
         return tree
@@ -376,10 +386,10 @@ def _with_if_present(tree: Located) -> Located:
         for key, item in over.value.items()
         if key in tree.value and tree.value[key].value is not None
     }
-    rest = Located(
+    rest = PlacedValue(
         {key: item for key, item in tree.value.items() if key != "if_present"}, tree.where
     )
-    return yaml_tree.merge(rest, Located(present, over.where), rules_at) if present else rest
+    return yaml_tree.merge(rest, PlacedValue(present, over.where), rules_at) if present else rest
 
 
 def rules_at(path: tuple) -> Rules:
@@ -416,7 +426,7 @@ def _is_model(kind: Any) -> bool:
 # Problems
 
 
-def validate(tree: Located) -> tuple[RunConfig | None, list[Problem]]:
+def validate(tree: PlacedValue) -> tuple[RunConfig | None, list[Problem]]:
     """Validates a tree. Returns (configuration, problems).
 
     Validates again without the refused keys, so that names and paths can be checked too. The
@@ -525,7 +535,7 @@ _MESSAGES = {
 }
 
 
-def _report(tree: Located, problems: list[Problem]) -> str:
+def _report(tree: PlacedValue, problems: list[Problem]) -> str:
     lines: dict[tuple, str] = {}
     for path, text in problems:
         place = yaml_tree.locate(tree, path)

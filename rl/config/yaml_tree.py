@@ -76,9 +76,9 @@ for _first_character, _pairs in yaml.SafeDumper.yaml_implicit_resolvers.items():
 
 
 @dataclass(frozen=True)
-class Located:
+class PlacedValue:
     """A value and the place where it was written ("file:line", "override 2"). A mapping or list
-    holds Items."""
+    holds PlacedValues."""
 
     value: Any
     where: str
@@ -91,7 +91,7 @@ class Located:
         return self.key_where or self.where
 
 
-def parse(text: str, place: Callable[[int], str]) -> Located:
+def parse(text: str, place: Callable[[int], str]) -> PlacedValue:
     """Parses one YAML document. `place(line)` returns the name of a line (from 1) for messages.
 
     Raises ConfigError for text that is not YAML, a key that is written twice, a tag that is not a
@@ -99,13 +99,13 @@ def parse(text: str, place: Callable[[int], str]) -> Located:
     """
     node = _composed(text, place)
     reader = _Reader(place)
-    tree = Located(None, place(1)) if node is None else reader.item(node, ())
+    tree = PlacedValue(None, place(1)) if node is None else reader.item(node, ())
     if reader.problems:
         raise ConfigError("\n".join(reader.problems))
     return tree
 
 
-def typed_value(text: str, place: str) -> Located:
+def typed_value(text: str, place: str) -> PlacedValue:
     """Returns the value of an override: of a text, all of it.
 
     YAML of numbers, booleans, null, lists, mappings and quoted texts has its value. Any other text
@@ -122,7 +122,7 @@ def typed_value(text: str, place: str) -> Located:
     sharp = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
     value = text.strip(" \t").replace("#", sharp)
     if value.startswith("!") and not value.startswith("!!"):
-        return Located(text, place)
+        return PlacedValue(text, place)
     if value.startswith('"'):
         value = re.sub(r"(?<!\\)\n", r"\\n", value)  # YAML would fold the lines of a quoted text
     try:
@@ -131,17 +131,17 @@ def typed_value(text: str, place: str) -> Located:
         closing = {"[": "]", "{": "}"}.get(value[0])
         if closing and closing not in value:
             raise
-        return Located(text, place)
+        return PlacedValue(text, place)
     item = _replaced_text(item, sharp, "#")
     if not isinstance(item.value, str):
         return item
     if value.startswith("'"):
-        return Located(value[1:-1].replace("''", "'").replace(sharp, "#"), place)
+        return PlacedValue(value[1:-1].replace("''", "'").replace(sharp, "#"), place)
     is_block = value[0] in "|>" and "\n" in value
-    return item if is_block or value.startswith(('"', "!!str ")) else Located(text, place)
+    return item if is_block or value.startswith(('"', "!!str ")) else PlacedValue(text, place)
 
 
-def _replaced_text(item: Located, old: str, new: str) -> Located:
+def _replaced_text(item: PlacedValue, old: str, new: str) -> PlacedValue:
     """Returns the tree with `new` for `old` in every key and text."""
     value = item.value
     if isinstance(value, str):
@@ -152,7 +152,7 @@ def _replaced_text(item: Located, old: str, new: str) -> Located:
         value = {
             key.replace(old, new): _replaced_text(child, old, new) for key, child in value.items()
         }
-    return Located(value, item.where, item.key_where)
+    return PlacedValue(value, item.where, item.key_where)
 
 
 _CUT = re.compile(r"(?: |\t)#|[ \t]+#+[^\s#]")
@@ -201,7 +201,7 @@ def _composed(text: str, place: Callable[[int], str]) -> yaml.Node | None:
 
 
 class _Reader:
-    """Turns nodes into Items, collects their problems, and counts them."""
+    """Turns nodes into PlacedValues, collects their problems, and counts them."""
 
     def __init__(self, place: Callable[[int], str]):
         self.problems: list[str] = []
@@ -210,11 +210,11 @@ class _Reader:
 
     def item(
         self, node: yaml.Node, parents: tuple[yaml.Node, ...], key_where: str | None = None
-    ) -> Located:
+    ) -> PlacedValue:
         where = self._place(node.start_mark.line + 1)
         if node in parents:
             self.problems.append(f"{where}: an alias (*) stands inside what it stands for")
-            return Located(None, where, key_where)
+            return PlacedValue(None, where, key_where)
         self._count += 1
         if self._count > MAX_VALUES:
             raise ConfigError(
@@ -224,15 +224,17 @@ class _Reader:
             raise _too_deep(where)
         parents = (*parents, node)
         if isinstance(node, yaml.MappingNode):
-            return Located(self._mapping(node, parents), where, key_where)
+            return PlacedValue(self._mapping(node, parents), where, key_where)
         if isinstance(node, yaml.SequenceNode):
-            return Located([self.item(child, parents) for child in node.value], where, key_where)
-        return Located(_scalar(node, where, self.problems), where, key_where)
+            return PlacedValue(
+                [self.item(child, parents) for child in node.value], where, key_where
+            )
+        return PlacedValue(_scalar(node, where, self.problems), where, key_where)
 
     def _mapping(
         self, node: yaml.MappingNode, parents: tuple[yaml.Node, ...]
-    ) -> dict[str, Located]:
-        mapping: dict[str, Located] = {}
+    ) -> dict[str, PlacedValue]:
+        mapping: dict[str, PlacedValue] = {}
         for key, child in node.value:
             where = self._place(key.start_mark.line + 1)
             if not isinstance(key, yaml.ScalarNode):
@@ -284,7 +286,7 @@ def dump(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def plain(item: Located) -> Any:
+def plain(item: PlacedValue) -> Any:
     """Returns the values of a tree without their places."""
     if isinstance(item.value, dict):
         return {key: plain(child) for key, child in item.value.items()}
@@ -293,7 +295,7 @@ def plain(item: Located) -> Any:
     return item.value
 
 
-def locate(tree: Located, path: tuple) -> str:
+def locate(tree: PlacedValue, path: tuple) -> str:
     """Returns the place of the value at `path`, or of its nearest ancestor that was written."""
     for part in path:
         value = tree.value
@@ -318,8 +320,8 @@ class Rules(NamedTuple):
 
 
 def merge(
-    base: Located, over: Located, rules_at: Callable[[tuple], Rules], path: tuple = ()
-) -> Located:
+    base: PlacedValue, over: PlacedValue, rules_at: Callable[[tuple], Rules], path: tuple = ()
+) -> PlacedValue:
     """Merges `over` into `base`: mappings merge key by key, any other value replaces.
 
     A mapping changes the entries of a list by index (`stages: {1: {steps: 3}}`).
@@ -328,8 +330,10 @@ def merge(
     key = rules.shorthand
     if key and (isinstance(base.value, dict) or isinstance(over.value, dict)):
         base, over = (
-            Located(
-                {key: Located(side.value, side.where, side.key_where)}, side.where, side.key_where
+            PlacedValue(
+                {key: PlacedValue(side.value, side.where, side.key_where)},
+                side.where,
+                side.key_where,
             )
             if isinstance(side.value, str)
             else side
@@ -344,21 +348,23 @@ def merge(
             merged[name] = (
                 merge(merged[name], child, rules_at, (*path, name)) if name in merged else child
             )
-        return Located(merged, base.where, base.key_where)
+        return PlacedValue(merged, base.where, base.key_where)
     if isinstance(base.value, list):
         entries = list(base.value)
         for name, child in over.value.items():
             if not (name.isdecimal() and int(name) < len(entries)):
                 raise _no_entry(".".join(map(str, path)), entries, name, child)
             entries[int(name)] = merge(entries[int(name)], child, rules_at, (*path, int(name)))
-        return Located(entries, base.where, base.key_where)
+        return PlacedValue(entries, base.where, base.key_where)
     return over
 
 
-def _replaced(base: Mapping[str, Located], over: Mapping[str, Located], rules: Rules) -> set[str]:
+def _replaced(
+    base: Mapping[str, PlacedValue], over: Mapping[str, PlacedValue], rules: Rules
+) -> set[str]:
     """Returns the keys of `base` that keys of `over` replace."""
 
-    def is_set(side: Mapping[str, Located], name: str) -> bool:
+    def is_set(side: Mapping[str, PlacedValue], name: str) -> bool:
         return name in side and side[name].value is not None
 
     return {
@@ -371,7 +377,7 @@ def _replaced(base: Mapping[str, Located], over: Mapping[str, Located], rules: R
     }
 
 
-def _entry_names(entries: list[Located]) -> list[str]:
+def _entry_names(entries: list[PlacedValue]) -> list[str]:
     """Returns what entries of a list are called: stages as in reports (grpo, grpo-2), rewards by
     their name."""
     names = []
@@ -384,7 +390,9 @@ def _entry_names(entries: list[Located]) -> list[str]:
     return numbered(names)
 
 
-def _no_entry(dotted: str, entries: list[Located], name: str, child: Located) -> ConfigError:
+def _no_entry(
+    dotted: str, entries: list[PlacedValue], name: str, child: PlacedValue
+) -> ConfigError:
     """Returns the error about a list that has no entry `name`, with the override to write
     instead."""
     count = len(entries)

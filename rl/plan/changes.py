@@ -22,7 +22,7 @@ _HEADS = ("heads", "kv_heads", "key_heads", "value_heads")
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingsChange:
     """Settings by dotted key. results: whether they change what the run computes beyond
     rounding."""
 
@@ -33,8 +33,8 @@ class Change:
         """Writes the settings as overrides of a command line."""
         return " ".join(f"{key}={_text(value)}" for key, value in self.settings.items())
 
-    def __or__(self, other: Change) -> Change:
-        return Change(self.settings | other.settings, self.results or other.results)
+    def __or__(self, other: SettingsChange) -> SettingsChange:
+        return SettingsChange(self.settings | other.settings, self.results or other.results)
 
     def of(self, config: RunConfig) -> RunConfig | None:
         """Applies the settings to a configuration. Returns None if a value is not valid there."""
@@ -67,7 +67,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def knobs(config: RunConfig, meshes: list[dict[str, int]]) -> list[list[Change]]:
+def knobs(config: RunConfig, meshes: list[dict[str, int]]) -> list[list[SettingsChange]]:
     """Lists settings that reduce memory, each with its values from the smallest change to the
     largest.
 
@@ -76,7 +76,7 @@ def knobs(config: RunConfig, meshes: list[dict[str, int]]) -> list[list[Change]]
     micro = _micro(config)
     choices = [
         [
-            Change({f"stages.{i}.micro_batch": max(1, rows // 2**n) for i, rows in micro})
+            SettingsChange({f"stages.{i}.micro_batch": max(1, rows // 2**n) for i, rows in micro})
             for n in _halvings(micro)
         ]
     ]
@@ -85,23 +85,27 @@ def knobs(config: RunConfig, meshes: list[dict[str, int]]) -> list[list[Change]]
         for key in ("slots", "prefill_chunk"):
             value = getattr(config.generator, key)
             choices.append(
-                [Change({f"generator.{key}": value // 2**n}) for n in (1, 2, 3) if value // 2**n]
+                [
+                    SettingsChange({f"generator.{key}": value // 2**n})
+                    for n in (1, 2, 3)
+                    if value // 2**n
+                ]
             )
     choices.append(_moments(config))
     if not config.model.host_parameters and config.model.remat != "none":
-        choices.append([Change({"model.host_parameters": True})])
+        choices.append([SettingsChange({"model.host_parameters": True})])
     choices.append(
-        [Change({f"mesh.{axis}": size for axis, size in mesh.items()}) for mesh in meshes]
+        [SettingsChange({f"mesh.{axis}": size for axis, size in mesh.items()}) for mesh in meshes]
     )
     if config.model.param_dtype == "float32":
-        choices.append([Change({"model.param_dtype": "bfloat16"}, results=True)])
+        choices.append([SettingsChange({"model.param_dtype": "bfloat16"}, results=True)])
     lengths = [config.max_length // 2**n for n in range(1, config.max_length.bit_length() - 1)]
-    return [*choices, [Change({"max_length": length}, results=True) for length in lengths]]
+    return [*choices, [SettingsChange({"max_length": length}, results=True) for length in lengths]]
 
 
-def together(most_aggressive: list[Change]) -> list[Change]:
+def together(most_aggressive: list[SettingsChange]) -> list[SettingsChange]:
     """Combines the first two of these changes, the first three, and so on."""
-    return list(accumulate(most_aggressive, Change.__or__))[1:]
+    return list(accumulate(most_aggressive, SettingsChange.__or__))[1:]
 
 
 def meshes(config: RunConfig, devices: int, divisors: dict[str, int]) -> Iterator[dict[str, int]]:
@@ -153,23 +157,23 @@ def _halvings(micro: list[tuple[int, int]]) -> range:
     return range(1, max(rows for _, rows in micro).bit_length())
 
 
-def _remat(config: RunConfig) -> list[Change]:
+def _remat(config: RunConfig) -> list[SettingsChange]:
     now = config.model.remat
     choices = []
     if now in REMAT:
-        choices = [Change({"model.remat": name}) for name in REMAT[REMAT.index(now) + 1 :]]
+        choices = [SettingsChange({"model.remat": name}) for name in REMAT[REMAT.index(now) + 1 :]]
     elif now != "custom":
-        choices = [Change({"model.remat": "full"})]
+        choices = [SettingsChange({"model.remat": "full"})]
     if now != "custom":
         choices.append(
-            Change(
+            SettingsChange(
                 {"model.remat": "custom", "model.remat_tensors": {"decoder_layer_input": "offload"}}
             )
         )
     return choices
 
 
-def _moments(config: RunConfig) -> list[Change]:
+def _moments(config: RunConfig) -> list[SettingsChange]:
     parts = [
         (i, name) for i, stage in enumerate(rl.stages.create(config)) for name in stage.optimizers
     ]
@@ -178,4 +182,4 @@ def _moments(config: RunConfig) -> list[Change]:
         for i, name in parts
         if not getattr(config.stages[i], name).host_memory
     ]
-    return [Change(dict.fromkeys(here, True))] if here else []
+    return [SettingsChange(dict.fromkeys(here, True))] if here else []

@@ -12,7 +12,7 @@ from rl.config import yaml_tree
 from rl.config.run import RunConfig
 from rl.errors import ConfigError
 from rl.plan import changes
-from rl.plan.changes import REMAT, Change
+from rl.plan.changes import REMAT, SettingsChange
 from rl.plan.children import AT_A_TIME, Costs, Target, Trial, attempted, estimated
 from rl.plan.compiled import ProgramReport
 from rl.plan.suggest import corrected
@@ -26,7 +26,7 @@ class Choice:
     same mesh.
     """
 
-    change: Change
+    change: SettingsChange
     config: RunConfig
     costs: Costs
     size: tuple[int, int]
@@ -123,7 +123,7 @@ def _as_large(other: Choice, choice: Choice) -> bool:
     )
 
 
-def _changes(config: RunConfig, target: Target) -> Iterator[tuple[Change, tuple[int, int]]]:
+def _changes(config: RunConfig, target: Target) -> Iterator[tuple[SettingsChange, tuple[int, int]]]:
     rows_of_stages = [stage.rows_per_update for stage in rl.stages.create(config)]
     parts = [2**n for n in range(max(rows_of_stages).bit_length())]
     policies = REMAT if config.model.remat in REMAT else (config.model.remat, *REMAT)
@@ -136,10 +136,10 @@ def _changes(config: RunConfig, target: Target) -> Iterator[tuple[Change, tuple[
                 if config.model.remat_tensors and remat != "custom":
                     settings["model.remat_tensors"] = {}
                 settings |= {f"stages.{i}.micro_batch": each for i, each in enumerate(rows)}
-                yield Change(settings), (max(rows), -number)
+                yield SettingsChange(settings), (max(rows), -number)
 
 
-def as_yaml(change: Change) -> str:
+def as_yaml(change: SettingsChange) -> str:
     """Writes the settings as a YAML file that can be merged over the configuration."""
     tree: dict = {}
     for key, value in change.settings.items():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from rl.config.run import RunConfig
 from rl.plan import changes
-from rl.plan.changes import Change
+from rl.plan.changes import SettingsChange
 from rl.plan.children import AT_A_TIME, Costs, Target, Trial, attempted, estimated
 from rl.plan.compiled import ProgramReport
 
@@ -28,7 +28,7 @@ class Candidate:
 
     knob: int
     step: int
-    change: Change
+    change: SettingsChange
     config: RunConfig
     resident: float
     needs: float
@@ -43,7 +43,7 @@ class Suggestions:
     by the same estimate.
     """
 
-    fitting: list[tuple[Change, Trial]]
+    fitting: list[tuple[SettingsChange, Trial]]
     strongest: list[Candidate]
     needs: float
 
@@ -74,7 +74,7 @@ def suggestions(
         for each in left
         if not each.change.results and "mesh.fsdp" not in each.change.settings
     }
-    fitting: list[tuple[Change, Trial]] = []
+    fitting: list[tuple[SettingsChange, Trial]] = []
     while most > 0 and len(fitting) < ENOUGH:
         if not several and not any(
             each.needs <= memory and not each.change.results for each in left
@@ -126,7 +126,10 @@ def _next(left: Sequence[Candidate], memory: float, most: int) -> list[Candidate
 
 
 def _candidates(
-    config: RunConfig, target: Target, failed: Sequence[ProgramReport], knobs: list[list[Change]]
+    config: RunConfig,
+    target: Target,
+    failed: Sequence[ProgramReport],
+    knobs: list[list[SettingsChange]],
 ) -> tuple[float, list[Candidate]]:
     """Returns the estimated bytes of the failed programs, and candidates that reduce them, each
     step of a knob more than the last."""
@@ -157,7 +160,7 @@ def _candidates(
     return base.needs(corrections, names), candidates
 
 
-def _knobs(config: RunConfig, target: Target) -> list[list[Change]]:
+def _knobs(config: RunConfig, target: Target) -> list[list[SettingsChange]]:
     others = sorted(
         changes.meshes(config, target.inside(config), changes.divisors(config)),
         key=lambda mesh: _distance(config, mesh),

@@ -192,7 +192,7 @@ def test_changes_are_overrides_that_the_configuration_takes(tmp_path):
             ]
             if "custom" not in str(change):
                 assert load([tmp_path / "made.yml"], overrides) == changed, change
-    assert not changes.possible(changes.Change({"max_length": 16}).of(made)), (
+    assert not changes.possible(changes.SettingsChange({"max_length": 16}).of(made)), (
         "completions have 16 tokens"
     )
     named = {key for change in every if change.results for key in change.settings}

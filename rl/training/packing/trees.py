@@ -88,7 +88,7 @@ class Node:
 
 
 @dataclass
-class Sequences:
+class GroupSequences:
     """The sequences of a group, as arrays padded to the longest.
 
     columns: of each sequence, its places in the flat batch. equal: arrays [S, T, ...] that have to
@@ -103,7 +103,7 @@ class Sequences:
     until: np.ndarray | None
 
     @classmethod
-    def of(cls, batch: Batch, columns: list[np.ndarray]) -> Sequences:
+    def of(cls, batch: Batch, columns: list[np.ndarray]) -> GroupSequences:
         """Reads the sequences at these places of the batch."""
         T = max(map(len, columns))
         index = np.stack([np.pad(each, (0, T - len(each)), mode="edge") for each in columns])
@@ -233,7 +233,7 @@ class _Rows:
     nodes: list[int] = field(default_factory=list)
     sequences: list[int] = field(default_factory=list)
 
-    def add(self, group: Sequences, trees: Sequence[Node], r: int) -> None:
+    def add(self, group: GroupSequences, trees: Sequence[Node], r: int) -> None:
         """Places trees in packed row r."""
         if r == len(self.free):
             for each, first in ((self.free, self.limit), (self.nodes, 0), (self.sequences, 0)):
@@ -245,7 +245,7 @@ class _Rows:
             self._place(group, tree, r, -1, number)
 
     def _place(
-        self, group: Sequences, node: Node, r: int, before: int, number: dict[int, int]
+        self, group: GroupSequences, node: Node, r: int, before: int, number: dict[int, int]
     ) -> None:
         size = node.end - node.start
         place = self.limit - self.free[r]
@@ -287,7 +287,7 @@ class _Rows:
         return {name: np.concatenate(parts) for name, parts in self.arrays.items()}
 
 
-def groups_of(batch: Batch) -> list[Sequences]:
+def groups_of(batch: Batch) -> list[GroupSequences]:
     """Returns the groups of a batch on the host, in the order of their prompts."""
     rows: dict[int, list[np.ndarray]] = {}
     segments = np.asarray(batch.segments)
@@ -296,7 +296,7 @@ def groups_of(batch: Batch) -> list[Sequences]:
         for number in range(1, int(segments[row].max(initial=0)) + 1):
             if len(columns := np.flatnonzero(segments[row] == number)):
                 rows.setdefault(int(batch.prompt[row]), []).append(row * T + columns)
-    return [Sequences.of(batch, columns) for columns in rows.values()]
+    return [GroupSequences.of(batch, columns) for columns in rows.values()]
 
 
 def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: int = 1) -> Packing:

@@ -18,7 +18,7 @@ _FUNCTIONS = 6  # reward functions in one chart
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnChart:
     """A line of a chart. low, high: float[n], the band of a deviation or an interval, or None;
     dots: a mark at each value. tone: number of its colour. reference: a run to compare with, drawn
     thin."""
@@ -41,7 +41,7 @@ class Chart:
     key: str
     title: str
     note: str
-    lines: tuple[Drawn, ...]
+    lines: tuple[DrawnChart, ...]
     first: float
     last: float
     limits: tuple[tuple[float, str], ...] = ()
@@ -149,7 +149,7 @@ def _lines(
     axis: Axis,
     against: RecordedRun | None = None,
     buckets: int = BUCKETS,
-) -> Iterator[Drawn]:
+) -> Iterator[DrawnChart]:
     tone = 0
     runs = [_complete(run, plan) for run in runs] if plan.stacked else runs
     for number, run in enumerate(runs):
@@ -194,18 +194,20 @@ def _place(metric: Metric) -> np.ndarray:
 
 def _drawn(
     line: ChartLine, run: RecordedRun, axis: Axis, tone: int, buckets: int, bare: bool
-) -> Drawn:
+) -> DrawnChart:
     """Returns a line of a chart. bare: without bands and dots."""
     metric = run.metrics[line.metric]
     x, stage = axis.positions(run, metric)
     result = curve(x, stage, metric.value, buckets)
     low = high = None
     if bare:
-        return Drawn(line.label, line.metric, result, tone)
+        return DrawnChart(line.label, line.metric, result, tone)
     if line.metric == ACCURACY or line.metric.startswith("eval/pass@"):
         if (problems := _problems(run, result, axis)) is not None:
             low, high = wilson(result.mean, problems)
-        return Drawn(line.label, line.metric, result, tone, low, high, dots=len(result.x) <= 60)
+        return DrawnChart(
+            line.label, line.metric, result, tone, low, high, dots=len(result.x) <= 60
+        )
     if line.deviation in run.metrics:
         other = run.metrics[line.deviation]
         same = np.isin(_place(other), _place(metric)[np.isfinite(metric.value)])
@@ -213,7 +215,7 @@ def _drawn(
         if len(spread.x) == len(result.x):
             low = result.mean - spread.mean
             high = result.mean + spread.mean
-    return Drawn(line.label, line.metric, result, tone, low, high, dots=len(result.x) <= 2)
+    return DrawnChart(line.label, line.metric, result, tone, low, high, dots=len(result.x) <= 2)
 
 
 def _problems(run: RecordedRun, shown: Curve, axis: Axis) -> np.ndarray | float | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.views.report.charts import Chart, Drawn
+from rl.views.report.charts import Chart, DrawnChart
 from rl.views.report.series import Axis, Curve, esc, is_log, nice_step, text, ticks
 
 WIDTH = 2000
@@ -295,7 +295,7 @@ class Data:
         )
         return len(self.charts) - 1
 
-    def _line(self, line: Drawn) -> dict[str, Any]:
+    def _line(self, line: DrawnChart) -> dict[str, Any]:
         shown = line.curve
         x = tuple(round(float(each), 1) for each in shown.x)
         if x not in self._index:
