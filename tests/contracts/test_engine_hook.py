@@ -123,7 +123,7 @@ def decode_by_hook(model, caches, state, limit):
 
 
 @pytest.mark.parametrize("name", by_kind(CASES, always=ALWAYS))
-def test_rows_that_decode_have_the_bits_of_the_generators_program(name):
+def test_rows_that_decode_have_the_bits_of_the_generators_program(name, all_optimizations):
     model, functions, cache, state = decoding(name)
     caches, new, logp = jax.jit(decode_by_hook)(model, hook.by_layer(cache), state, STEPS)
     cache, _, output = jax.jit(functions.decode)(

@@ -154,7 +154,7 @@ def test_greedy_tokens_are_those_of_transformers_for_every_cut(kind, options, ca
 
 
 @pytest.mark.slow
-def test_exact_completions_have_the_bits_of_log_probabilities(case):
+def test_exact_completions_have_the_bits_of_log_probabilities(case, all_optimizations):
     """Also the samples of one prompt, of a text next to it, and whatever the cache: exact
     completions are a function of the prompt."""
     model, (first, second), _ = case("Qwen3VLMoe")
