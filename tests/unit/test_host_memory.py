@@ -74,7 +74,8 @@ def assert_same_updates(kind, sizes, algorithm, **runtime):
             shards = sum(
                 leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.policy)
             )
-            assert stats.alias_size_in_bytes + stats.host_alias_size_in_bytes == shards
+            # The count of the schedule, which is the number of the update, is not read.
+            assert stats.alias_size_in_bytes + stats.host_alias_size_in_bytes == shards - 4
     for name, expected in result[False][0].items():
         np.testing.assert_allclose(
             result[True][0][name], expected, atol=2e-6, rtol=2e-6, err_msg=name
