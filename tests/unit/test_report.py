@@ -17,7 +17,8 @@ import pytest
 
 from rl.commands import cli
 from rl.errors import ConfigError
-from rl.views.report import charts, read, samples, series, settings, svg
+from rl.records.run_files import Attempt
+from rl.views.report import charts, read, samples, sections, series, settings, svg
 
 EVIL = '</script><img src=x onerror="document.title=1"><!-- \u2028 \x00 & "quotes"'
 
@@ -649,3 +650,12 @@ def test_ten_thousand_steps_of_eighty_metrics_keep_their_spikes_within_two_megab
             max(shown["hi"]) == pytest.approx(run.metrics[name].value.max(), rel=1e-3)
             and max(shown["hi"]) > 20
         )
+
+
+def test_a_stage_that_got_more_steps_shows_the_best_step_of_its_last_attempt():
+    def attempt(step: int, value: float) -> Attempt:
+        return Attempt(facts={"best": {"sft": {"step": step, "metric": "loss", "value": value}}})
+
+    run = read.RecordedRun(Path("run"), "run", ["sft"], {"sft": (1, 110)})
+    run.attempts = [attempt(100, 3.41), attempt(110, 0.43), Attempt()]
+    assert sections._stage_rows(run)[0][1] == "110; best: step 110 (loss 0.43)"

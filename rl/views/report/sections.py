@@ -225,7 +225,7 @@ def _stage_rows(run: RecordedRun) -> list[list[str]]:
         done = f"{last:,}" if name in run.steps else "not started"
         if isinstance(steps := entry.get("steps"), int) and name in run.steps and steps != last:
             done += f" of {steps:,}"
-        for each in run.attempts:
+        for each in reversed(run.attempts):  # a stage that got more steps has a newer one
             if (taken := each.best(name)) is not None:
                 done += f"; best: {taken}"
                 break
