@@ -42,6 +42,7 @@ from rl.records.timeline import CHECKPOINTS, Timeline
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
 from rl.run.health import changed_rows
+from rl.run.manifest import CHECKPOINT_FOLDER
 from rl.run.prepare import Prepared
 from rl.run.resume import best
 from rl.run.signals import StopSignal
@@ -72,7 +73,7 @@ def run(
     """
     writing = partial(timeline.span, "writing a checkpoint", CHECKPOINTS)
     checkpoints = Checkpoints(
-        folder.path / "checkpoints", config.run.keep_checkpoints, writing, best.named_by
+        folder.path / CHECKPOINT_FOLDER, config.run.keep_checkpoints, writing, best.named_by
     )
     with timeline.span("looking for a checkpoint"):
         saved = checkpoints.host()

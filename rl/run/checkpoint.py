@@ -37,10 +37,9 @@ from policy.mesh import processes, serialization
 from rl.cluster.launch import on_first
 from rl.errors import ModelError, disk_room
 from rl.run.arrays import ArrayStore, by_name, description, is_storage_error
-from rl.run.manifest import complete, examine, seal, sync_directory
+from rl.run.manifest import HOST, complete, examine, seal, sync_directory
 
 ARRAYS = "arrays"
-HOST = "host.json"
 _UNFINISHED = re.compile(r"\d+(\.replaced)?\.tmp-.+")
 _log = logging.getLogger("duet.checkpoint")
 
@@ -326,9 +325,9 @@ class Checkpoints:
                 )
         problems = []
         for number, path in self._complete():
-            manifest, wrong = examine(path)
-            if manifest is not None and not wrong:
-                return _Good(number, path, manifest, json.loads((path / HOST).read_text()))
+            good, wrong = _examined(number, path)
+            if good is not None:
+                return good
             self._damaged.add(path.name)
             problems.append(damaged(number, path, wrong))
             _log.warning("%s. An earlier checkpoint is looked for.", problems[-1])
@@ -343,11 +342,10 @@ class Checkpoints:
         for each, path in self._complete():
             if each != number:
                 continue
-            manifest, wrong = examine(path)
-            if manifest is not None and not wrong:
-                return _Good(number, path, manifest, json.loads((path / HOST).read_text()))
-            _log.warning("%s", damaged(number, path, wrong))
-            return None
+            good, wrong = _examined(number, path)
+            if good is None:
+                _log.warning("%s", damaged(number, path, wrong))
+            return good
         _log.warning("%s holds no checkpoint %d", self.directory, number)
         return None
 
@@ -356,6 +354,14 @@ class Checkpoints:
 
     def _entries(self, pattern: re.Pattern[str]) -> Iterator[Path]:
         return iter(_matching(self.directory, pattern))
+
+
+def _examined(number: int, path: Path) -> tuple[_Good | None, Sequence[str]]:
+    """Returns (the checkpoint, None if it is damaged; what is wrong with it)."""
+    manifest, wrong = examine(path)
+    if manifest is None or wrong:
+        return None, wrong
+    return _Good(number, path, manifest, json.loads((path / HOST).read_text())), wrong
 
 
 def damaged(number: int, path: Path, wrong: Sequence[str]) -> str:

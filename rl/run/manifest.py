@@ -17,6 +17,8 @@ from typing import Any
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+CHECKPOINT_FOLDER = "checkpoints"  # of a run
+HOST = "host.json"  # of a checkpoint: what it holds besides arrays
 _COMPLETE = re.compile(r"(\d+)(\.replaced)?")
 # A network file system answers many reads at once; one core hashes about 1 GB a second.
 _THREADS = 8

@@ -26,6 +26,7 @@ from rl.records.run_files import EVENTS
 from rl.run.health.changed_rows import Fingerprints, fingerprints
 from rl.run.health.start_checks import start_checks
 from rl.run.load import load
+from rl.run.manifest import CHECKPOINT_FOLDER
 from rl.stages.stage import StageKind
 
 
@@ -210,4 +211,4 @@ def _with_steps(config: RunConfig, stages: Sequence[StageKind]) -> tuple[RunConf
 
 
 def _has_checkpoints(config: RunConfig) -> bool:
-    return config.run.dir is not None and (Path(config.run.dir) / "checkpoints").exists()
+    return config.run.dir is not None and (Path(config.run.dir) / CHECKPOINT_FOLDER).exists()

@@ -21,12 +21,10 @@ from rl.config.run import Change, RunConfig
 from rl.errors import ConfigError, ModelError, ResourceError
 from rl.records.run_files import EVENTS
 from rl.run.load import load
-from rl.run.manifest import complete, examine
+from rl.run.manifest import CHECKPOINT_FOLDER, HOST, complete, examine
 from rl.run.unfinished import stop
 from rl.stages import kind_of
 from rl.stages.scorers import reward_model_of
-
-CHECKPOINTS = "checkpoints"
 
 # Keys that may differ when a run is continued: they change what is kept and shown, and no number.
 _FREE = ("run", "profile", "changes")
@@ -75,7 +73,7 @@ def seen(directory: Path) -> tuple[Any, ...]:
     checkpoints."""
     file = directory / files.RESOLVED
     text = file.read_text(encoding="utf-8") if file.exists() else None
-    return text, *(path.name for _, path in complete(directory / CHECKPOINTS))
+    return text, *(path.name for _, path in complete(directory / CHECKPOINT_FOLDER))
 
 
 def is_counted(config: RunConfig) -> bool:
@@ -144,15 +142,15 @@ def newest_place(directory: Path) -> Place:
 
     Raises ModelError if all are damaged.
     """
-    checkpoints = complete(directory / CHECKPOINTS)
+    checkpoints = complete(directory / CHECKPOINT_FOLDER)
     for _, path in checkpoints:
         manifest, wrong = examine(path)
         if manifest is not None and not wrong:
-            return Place.of(json.loads((path / "host.json").read_text()))
+            return Place.of(json.loads((path / HOST).read_text()))
     if checkpoints:
         raise ModelError(
             f"{directory}: all checkpoints are damaged, so the run cannot go on. Restore "
-            f"{CHECKPOINTS} from a backup, or start a new run in another directory"
+            f"{CHECKPOINT_FOLDER} from a backup, or start a new run in another directory"
         )
     return Place()
 

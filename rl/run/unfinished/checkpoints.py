@@ -12,8 +12,7 @@ from rewards.suggest import nearest
 from rl.config.run import RunConfig
 from rl.errors import ConfigError, ModelError
 from rl.records.run_files import attempts
-from rl.run.checkpoint import HOST
-from rl.run.manifest import complete
+from rl.run.manifest import CHECKPOINT_FOLDER, HOST, complete
 from rl.run.unfinished import stop
 
 _TRIES = 5
@@ -65,7 +64,7 @@ def chosen(run: Path, config: RunConfig, step: str | None) -> list[StoredCheckpo
     Raises ConfigError for a step without a checkpoint, with those that there are, ModelError if
     there are none.
     """
-    every = stored(run / "checkpoints")
+    every = stored(run / CHECKPOINT_FOLDER)
     if step is None and not every:
         raise ModelError(
             f"{run}: no export and no checkpoint yet. The run writes a checkpoint every "
