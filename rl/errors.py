@@ -1,4 +1,5 @@
-"""Defines the errors that end a run in a known way, each with its exit code.
+"""Defines the errors that end a run in a known way, each with its exit code, and `Fault`, which
+says what is wrong with a configuration, the data, a run or the machine.
 
 The command line prints such an error as plain text and exits with its code. Any other exception is
 a bug: Python shows its traceback and exits with code 1.
@@ -11,10 +12,16 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rewards.registry import RewardError, RewardFailed
 
+Level = Literal["refuse", "warn", "note"]
+"""How bad a fault is: `refuse` keeps a run from starting, `note` is a remark."""
+Key = tuple[str | int, ...]
+"""The keys and indices that lead to a value of a configuration, as ("stages", 0, "steps")."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -79,6 +86,48 @@ class Interrupted(DuetError):
 
     exit_code = 75
     heading = "interrupted"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a configuration, the data, a run or the machine, or a remark on it.
+
+    text: what is wrong, with its numbers. change: what to type or to do. cause: the likely reason.
+    level: how bad it is. severity: 0 to 1, among the faults of a run: a root cause has a higher one
+    than what follows from it.
+
+    Where it is: file, with the line, and key in a configuration; check, the number of a check of the
+    data, or name, of the illness of a run (both as in docs/diagnose.md) or of a part of the machine;
+    stage and step of a run, None if it concerns the full run.
+    """
+
+    text: str
+    change: str = ""
+    cause: str = ""
+    level: Level = "refuse"
+    severity: float = 0.5
+    file: str = ""
+    key: Key = ()
+    check: int = 0
+    name: str = ""
+    stage: str | None = None
+    step: int | None = None
+
+    @property
+    def place(self) -> str:
+        """Where it is: `file:line: key`, `name (stage step N)`, or the parts of these that it
+        has."""
+        step = "" if self.step is None else f"step {self.step}"
+        in_run = " ".join(filter(None, (self.stage, step)))
+        if self.name and in_run:
+            in_run = f"({in_run})"
+        named = " ".join(filter(None, (self.name, in_run)))
+        return ": ".join(filter(None, (self.file, ".".join(map(str, self.key)), named)))
+
+    def message(self) -> str:
+        """Returns `place: text. cause. change`."""
+        sentences = ". ".join(filter(None, (self.text, self.cause, self.change)))
+        return ": ".join(filter(None, (self.place, sentences)))
 
 
 def no_room(error: BaseException) -> bool:

@@ -17,15 +17,15 @@ add_arguments = plan.add_arguments
 def run(arguments: argparse.Namespace) -> int:
     """Plans the run, or searches for its mesh, and returns the exit code."""
     from rl.data.inspect import weights
-    from rl.data.inspect.source import length_findings
+    from rl.data.inspect.source import length_faults
     from rl.plan import command
     from rl.run.load import load
 
     config = load(*split_arguments(arguments.config))
-    for finding in length_findings(config):
-        if finding.level == "refuse":
-            raise ConfigError(finding.message())
-        print(f"warning: {finding.message()}", file=sys.stderr)
+    for fault in length_faults(config):
+        if fault.level == "refuse":
+            raise ConfigError(fault.message())
+        print(f"warning: {fault.message()}", file=sys.stderr)
     weights.check(config, media=config.model.media_rows is not None)
     options = command.PlanFlags(
         arguments.topology, arguments.memory, arguments.candidates, arguments.json

@@ -12,6 +12,7 @@ import numpy as np
 from rl.config.data import DataOptions
 from rl.config.run import RunConfig
 from rl.data.encoded import Pair, Row
+from rl.errors import Fault
 
 T = TypeVar("T")
 FIT = 0.99
@@ -36,7 +37,7 @@ class Limit:
         """Returns the most tokens of a row."""
         return self.max_length - self.new_tokens
 
-    def refusal(self, lengths: Sequence[int], places: Sequence[str]) -> Refusal | None:
+    def fault(self, lengths: Sequence[int], places: Sequence[str]) -> Fault | None:
         """Returns why rows of these lengths, at these places, are refused; None: all fit, or none
         is refused."""
         long = [number for number, length in enumerate(lengths) if length > self.tokens]
@@ -63,7 +64,7 @@ class Limit:
         if self.key is not None:
             change = f"{change}; {self.key}=drop leaves the long ones out"
             change = change if self.new_tokens else f"{change}, {self.key}=truncate cuts their ends"
-        return Refusal(text, change)
+        return Fault(text, change)
 
     def nothing_left(self, effect: str | None) -> str:
         """Returns the refusal of data of which no row fits."""
@@ -91,22 +92,10 @@ def too_long_key(config: RunConfig, source: DataOptions) -> str:
     return "data.too_long"
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Why rows are refused, and what to type."""
-
-    text: str
-    change: str
-
-    def message(self) -> str:
-        """Returns both as one text."""
-        return f"{self.text}. {self.change}"
-
-
-def outside_vocabulary(tokenizer: Any, token: int, where: str, size: int) -> Refusal:
+def outside_vocabulary(tokenizer: Any, token: int, where: str, size: int) -> Fault:
     """Returns why a row at a place with this token is refused by a model with `size` tokens."""
     text = tokenizer.convert_ids_to_tokens(token)
-    return Refusal(
+    return Fault(
         f"{where}: token {token} ({text!r}) is outside the model's vocabulary of {size}",
         "Use the model's own tokenizer or leave the row out (random weights: set "
         "model.overrides.vocab_size)",

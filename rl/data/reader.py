@@ -75,9 +75,9 @@ def _refuse_long(
     rows = list(zip(numbers, lengths, places, strict=True))
     if limit.key is not None:
         rows = sorted(itertools.chain(*processes.all_gather_object(rows)))
-    refusal = limit.refusal([length for _, length, _ in rows], [place for _, _, place in rows])
-    assert refusal is not None
-    raise DataError(refusal.message())
+    fault = limit.fault([length for _, length, _ in rows], [place for _, _, place in rows])
+    assert fault is not None
+    raise DataError(fault.message())
 
 
 def _check_reward_models(names: Sequence[str], tokenizer: Any, used: int) -> None:

@@ -68,7 +68,7 @@ def run(config: RunConfig) -> int:
                 with build.run(config, prepared, folder, stop, timeline) as open_run:
                     for note in prepared.notes:
                         open_run.events.note(note)
-                    open_run.note_inspection(prepared.findings)
+                    open_run.note_inspection(prepared.faults)
                     facts = {
                         "devices": device_facts(),
                         "weights": open_run.weights,

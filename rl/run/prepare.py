@@ -18,10 +18,10 @@ from rl.config.model import TokenizerOptions
 from rl.config.run import RunConfig
 from rl.data.encoded import Problem
 from rl.data.hub import hub_name
-from rl.data.inspect import Finding, weights
+from rl.data.inspect import weights
 from rl.data.reader import DataReader
 from rl.data.tokenizer import reads_date
-from rl.errors import DataError, ModelError
+from rl.errors import DataError, Fault, ModelError
 from rl.records.run_files import EVENTS
 from rl.run.health.changed_rows import Fingerprints, fingerprints
 from rl.run.health.start_checks import start_checks
@@ -33,14 +33,14 @@ from rl.stages.stage import StageKind
 @dataclass(frozen=True)
 class Prepared:
     """The configuration with the steps of every stage, the stages with their data, the problems of
-    evaluations, and the findings of the checks of the data. notes: how the steps follow from
+    evaluations, and what the checks of the data say (faults). notes: how the steps follow from
     `epochs`."""
 
     config: RunConfig
     data: DataReader
     stages: Sequence[StageKind]
     notes: Sequence[str] = ()
-    findings: Sequence[Finding] = ()
+    faults: Sequence[Fault] = ()
 
     @property
     def tokenizer(self) -> Any:
@@ -109,13 +109,13 @@ def _prepared(config: RunConfig) -> Prepared:
     for stage in stages:
         stage.prepare(data)
     try:
-        findings = start_checks(config, data, stages)
+        faults = start_checks(config, data, stages)
         # Checkpoints bring the weights of the policy.
         weights.check(config, data.has_media, policy=not _has_checkpoints(config))
         counted, notes = _with_steps(config, stages)
         for stage in stages:
             stage.config, stage.options = counted, counted.stages[stage.index]
-        return Prepared(counted, data, stages, [*notes, *_effects(stages)], findings)
+        return Prepared(counted, data, stages, [*notes, *_effects(stages)], faults)
     except (DataError, ModelError):
         data.close()
         raise

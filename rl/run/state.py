@@ -15,8 +15,8 @@ from rl.cluster.launch import on_first
 from rl.config import changes
 from rl.data import models
 from rl.data import teacher as teachers
-from rl.data.inspect import Finding
-from rl.errors import Interrupted, ModelError, ResourceError, disk_room
+from rl.data.inspect import listing
+from rl.errors import Fault, Interrupted, ModelError, ResourceError, disk_room
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
 from rl.run.health import start_checks
@@ -257,7 +257,7 @@ class Run(Context):
         requests = processes.all_gather_object(self.stop.received or (_STOP if asked else None))
         return min(filter(None, requests), key=lambda request: request == _STOP, default=None)
 
-    def note_inspection(self, findings: Sequence[Finding]) -> None:
+    def note_inspection(self, faults: Sequence[Fault]) -> None:
         """Writes inspection.json, and shows remarks on settings and the warnings of the checks of
         the data (`events.note`)."""
         if not processes.first():
@@ -266,12 +266,12 @@ class Run(Context):
             for remark in stage.remarks():
                 self.events.note(remark)
         try:
-            start_checks.write(findings, self.folder.path)
+            start_checks.write(faults, self.folder.path)
         except OSError as error:
             self.events.note(f"{start_checks.FILE} cannot be written: {error.strerror}")
-        for each in findings:
+        for each in faults:
             if each.level == "warn":
-                self.events.note(each.line())
+                self.events.note(listing.line(each))
 
     def note_programs(self, stage: StageKind) -> None:
         """Records the memory of programs that were compiled since the last call, and shows the

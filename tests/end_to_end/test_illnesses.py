@@ -24,7 +24,7 @@ import make  # noqa: E402
     ],
 )
 def test_an_illness_is_named(tmp_path, name, illness):
-    named = [each.illness for each in findings(make.make(name, tmp_path)) if each.alarm]
+    named = [each.name for each in findings(make.make(name, tmp_path)) if each.level != "note"]
     assert named[:1] == ([illness] if illness else [])
 
 
@@ -42,7 +42,7 @@ def test_every_illness_but_one_at_most_is_named(tmp_path):
     missed = [
         name
         for name, each in ill.items()
-        if each not in {f.illness for f in findings(make.make(name, tmp_path))}
+        if each not in {f.name for f in findings(make.make(name, tmp_path))}
     ]
     assert not missed
 

@@ -32,7 +32,7 @@ def test_what_is_short_is_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (256, 65536))
     monkeypatch.setattr(doctor.memory, "host", lambda: {"perf/host_memory_share": 0.97})
-    levels = {line.topic: line for line in doctor.machine(tmp_path / "runs", None)}
+    levels = {fault.name: fault for fault in doctor.machine(tmp_path / "runs", None)}
     for topic in ("run folder", "shared memory", "open files", "program cache", "host memory"):
         assert levels[topic].level == "warn" and levels[topic].change, topic
     assert levels["open files"].change == "ulimit -n 65536"
@@ -94,7 +94,7 @@ def test_a_probe_that_can_learn():
         0.75,
         0.5,
     )
-    assert result.problems() == [] and "<2> 75%; 25% cut off at 4 tokens" in result.lines()[1]
+    assert result.check() == [] and "<2> 75%; 25% cut off at 4 tokens" in result.lines()[1]
 
 
 @pytest.mark.parametrize(
@@ -107,5 +107,5 @@ def test_a_probe_that_can_learn():
     ],
 )
 def test_a_probe_that_cannot_learn(totals, finish, faults, illness):
-    problems = result_of(totals, [finish] * 4, faults).problems()
-    assert [name for name, _ in problems] == [illness]
+    said = result_of(totals, [finish] * 4, faults).check()
+    assert [fault.name for fault in said] == [illness]

@@ -51,11 +51,9 @@ def test_an_ill_run_is_named_with_number_step_and_key(name):
     lines = verdict(RUNS / name)
     assert 2 <= len(lines) <= 8
     assert any(line.startswith(ILL[name]) for line in lines[1:]), lines
-    first = next(each for each in findings(RUNS / name) if each.illness == ILL[name])
+    first = next(each for each in findings(RUNS / name) if each.name == ILL[name])
     assert first.stage and first.step is not None and len(first.change) > 10
-    assert (
-        any(character.isdigit() for character in first.number) or first.illness == "wrong template"
-    )
+    assert any(character.isdigit() for character in first.text) or first.name == "wrong template"
 
 
 def test_advice_tells_a_default_from_a_value_that_was_set(tmp_path):
@@ -83,7 +81,7 @@ def test_advice_tells_a_default_from_a_value_that_was_set(tmp_path):
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_raises_no_alarm(name):
-    assert not [each.line() for each in findings(RUNS / name) if each.alarm]
+    assert not [each.message() for each in findings(RUNS / name) if each.level != "note"]
     assert verdict(RUNS / name)[0].endswith("no illness")
 
 
@@ -109,7 +107,7 @@ def run(directory: Path, rows: list[dict], stage: str = "grpo", **files: str) ->
 
 
 def named(directory: Path) -> list[str]:
-    return [each.illness for each in findings(directory)]
+    return [each.name for each in findings(directory)]
 
 
 def test_two_steps_say_little(tmp_path):

@@ -63,7 +63,7 @@ def inspected(tmp_path):
             values["tokenizer"]["chat_template"] = str(tmp_path / "template.jinja")
         (tmp_path / "run.yml").write_text(json.dumps(values))
         config = load([tmp_path / "run.yml"], list(overrides))
-        return inspect(config, rewards=False).findings
+        return inspect(config, rewards=False).faults
 
     return findings
 
@@ -174,9 +174,7 @@ def test_3_stops_that_disagree(tmp_path):
         "stages": [{"algorithm": "sft", "steps": 1}],
     }
     (tmp_path / "run.yml").write_text(json.dumps(values))
-    [disagree] = [
-        each for each in inspect(load([tmp_path / "run.yml"])).findings if each.check == 3
-    ]
+    [disagree] = [each for each in inspect(load([tmp_path / "run.yml"])).faults if each.check == 3]
     assert "tokenizer [2], config.json [5], generation_config.json [2, 7]" in disagree.text
 
 

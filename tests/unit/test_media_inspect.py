@@ -87,27 +87,27 @@ def test_checks_see_texts_and_pictures_of_rows(run, model):
     """One text with two pictures is no repetition, and the tokens of rows are no text."""
     rows = [row("<image>Is it?", name) for name in ("photo.png", "tall.png")]
     inspection = inspect(load([run(*rows)], []))
-    findings, [stage] = inspection.findings, inspection.stages
+    findings, [stage] = inspection.faults, inspection.stages
     assert not [each for each in findings if each.level != "note" and each.check in (6, 9, 11, 12)]
     placeholder = stage.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert all(placeholder in each.ids and placeholder not in each.text_ids for each in stage.rows)
     assert "2 demonstrations get a mean reward of 0.5 (0 to 1)" in [
         each.text for each in findings if each.check == 13
     ]
-    again = inspect(load([run(*rows, rows[0])], []), rewards=False).findings
+    again = inspect(load([run(*rows, rows[0])], []), rewards=False).faults
     assert [each.text for each in again if each.check == 12] == ["1 of 3 prompts occur before"]
     special = inspect(
         load([run(row("<image>Is <eos> it?", "photo.png"))], []), rewards=False
-    ).findings
+    ).faults
     assert any("contain special tokens as text" in each.text for each in special)
-    bad = inspect(load([run(row("<image>Is it?", "none.png"))], []), rewards=False).findings
+    bad = inspect(load([run(row("<image>Is it?", "none.png"))], []), rewards=False).faults
     assert any(
         "rows.jsonl:1: picture 1: no such file" in each.text and each.level == "refuse"
         for each in bad
     )
     file = run(row("<image>Is it?", "cut.png"))
     file.with_name("cut.png").write_bytes(png(3)[:-30])
-    bad = inspect(load([file], []), rewards=False).findings
+    bad = inspect(load([file], []), rewards=False).faults
     assert any(
         "rows.jsonl:1: picture 1: " in each.text
         and "cut.png: broken picture" in each.text
@@ -120,7 +120,7 @@ def test_a_small_share_of_trained_tokens_counts_texts_only(run, tmp_path):
     file = run(row("<image>?", "large.png"))
     (tmp_path / "large.png").write_bytes(png(5, (128, 128)))  # 64 rows, 4 tokens of an answer
     [finding] = [
-        each for each in inspect(load([file], []), rewards=False).findings if each.check == 11
+        each for each in inspect(load([file], []), rewards=False).faults if each.check == 11
     ]
     shown = int(finding.text.split("%")[0])
     assert finding.level == "note" and shown > 10, finding

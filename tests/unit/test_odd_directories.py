@@ -23,7 +23,7 @@ from policy.huggingface.tensorfiles import ModelFileError, TensorFiles
 from policy.model import Graph
 from rl.commands import cli
 from rl.config.run import RunConfig
-from rl.data.inspect.source import length_findings
+from rl.data.inspect.source import length_faults
 from rollout.text.chat import ChatError, encode_conversation, render_prompt
 from rollout.text.tokenizer import byte_level, load_tokenizer
 
@@ -233,7 +233,7 @@ def test_more_tokens_than_positions(kind, keys, length, levels, tmp_path):
         "max_length": length,
         "stages": [stage],
     }
-    assert [each.level for each in length_findings(RunConfig.model_validate(run))] == levels
+    assert [each.level for each in length_faults(RunConfig.model_validate(run))] == levels
 
 
 @pytest.fixture(scope="module")

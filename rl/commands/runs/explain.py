@@ -47,10 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def explain_run(directory: str, as_json: bool) -> int:
     """Prints the verdict on a run. Returns 0."""
-    from rl.views.explain import findings, verdict
+    from rl.views.explain import findings, to_json, verdict
 
     if as_json:
-        print(json.dumps([each.to_json() for each in findings(directory)], indent=1))
+        print(json.dumps([to_json(each) for each in findings(directory)], indent=1))
     else:
         print(*verdict(directory), sep="\n")
     return 0

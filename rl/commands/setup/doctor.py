@@ -34,9 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
     from rl.run.health import doctor
 
     cache = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or CACHE)
-    lines = doctor.machine(Path("runs"), cache)
+    faults = doctor.machine(Path("runs"), cache)
     if arguments.json:
-        print(json.dumps(doctor.to_json(lines), indent=1))
+        print(json.dumps([doctor.to_json(each) for each in faults], indent=1))
     else:
-        print(*lines, sep="\n")
-    return 5 if any(line.level == "error" for line in lines) else 0
+        print(*(doctor.line(each) for each in faults), sep="\n")
+    return 5 if any(each.level == "refuse" for each in faults) else 0

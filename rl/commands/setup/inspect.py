@@ -89,7 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
         for line in notes:
             print(line)
         if probed:
-            print(*probed.lines(), *(f"refuse: {text}" for _, text in probed.problems()), sep="\n")
+            print(
+                *probed.lines(),
+                *(f"{each.level}: {each.text}" for each in probed.check()),
+                sep="\n",
+            )
     if arguments.html:
         try:
             arguments.html.write_text(
@@ -102,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     return (
         3
         if inspection.refused
-        or (probed and probed.problems())
+        or (probed and probed.check())
         or (arguments.strict and inspection.warned)
         else 0
     )

@@ -6,13 +6,12 @@ has read already. Imports no jax.
 """
 
 from rl.data.inspect.checks import check_stages, end_of_turn_problem
-from rl.data.inspect.finding import Finding, Refused
+from rl.data.inspect.listing import Refused
 from rl.data.inspect.source import Inspection, check_first_rows, inspect
 from rl.data.inspect.stage_rows import Encoded, StageRows
 
 __all__ = [
     "Encoded",
-    "Finding",
     "Inspection",
     "Refused",
     "StageRows",

@@ -11,14 +11,14 @@ from rewards.registry import REWARD_MODEL
 from rewards.text import in_form_of, quoted
 from rl.config.data import RewardSettings
 from rl.data.datasets import Example
-from rl.data.inspect.finding import Finding
 from rl.data.inspect.stage_rows import StageRows
+from rl.errors import Fault
 
 SCORED = 64
 GOOD = 0.5
 
 
-def demonstrations_score(stage: StageRows, settings: RewardSettings) -> Iterator[Finding]:
+def demonstrations_score(stage: StageRows, settings: RewardSettings) -> Iterator[Fault]:
     """13: scores at most SCORED demonstrations with the reward functions; a right answer should get
     a good score.
 
@@ -45,7 +45,7 @@ def demonstrations_score(stage: StageRows, settings: RewardSettings) -> Iterator
     try:
         runner = Runner(RunnerOptions(functions, settings.workers, settings.timeout_s))
     except RewardError as error:
-        yield Finding(13, "refuse", f"rewards: {error}", "", stage.name)
+        yield Fault(f"rewards: {error}", check=13, stage=stage.name)
         return
     try:
         written = [
@@ -54,35 +54,40 @@ def demonstrations_score(stage: StageRows, settings: RewardSettings) -> Iterator
         scores = runner.score([each.prompt for each in rows], written, values)
     except RewardError as error:
         if stage.samples:
-            yield Finding(13, "refuse", f"rewards: {error}", "", stage.name)
+            yield Fault(f"rewards: {error}", check=13, stage=stage.name)
         else:  # the stage calls no reward
-            yield Finding(13, "note", f"the demonstrations are not scored: {error}", "", stage.name)
+            yield Fault(
+                f"the demonstrations are not scored: {error}",
+                level="note",
+                check=13,
+                stage=stage.name,
+            )
         return
     finally:
         runner.close()
     scored = scores.total[np.isfinite(scores.total)]
     if scores.faults:
         fault = scores.faults[0]
-        yield Finding(
-            13,
-            "warn",
+        yield Fault(
             f"{fault.function} fails ({fault.kind}) on {len(scores.faults)} of {len(rows)} "
             f"demonstrations, first {rows[fault.sample].where}: "
             f"{fault.traceback.strip().splitlines()[-1] if fault.traceback.strip() else ''}",
             f"rl reward test {quoted(fault.function)}",
-            stage.name,
+            level="warn",
+            check=13,
+            stage=stage.name,
         )
     if scored.size:
         level = "warn" if float(scored.mean()) < GOOD else "note"
-        yield Finding(
-            13,
-            level,
+        yield Fault(
             f"{len(scored)} demonstrations get a mean reward of {float(scored.mean()):.3g} "
             f"({float(scored.min()):.3g} to {float(scored.max()):.3g})",
             "The reward or the column that it reads is wrong, or the answers are"
             if level == "warn"
             else "",
-            stage.name,
+            level=level,
+            check=13,
+            stage=stage.name,
         )
 
 

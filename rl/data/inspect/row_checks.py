@@ -6,11 +6,12 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rl.data.inspect.finding import Finding
 from rl.data.inspect.stage_rows import Encoded, StageRows, texts_in
 from rl.data.limits import outside_vocabulary
+from rl.errors import Fault
 
 UNKNOWN_SHARE = 0.01
 FEW_TRAINED = 0.02
@@ -18,7 +19,7 @@ CONSTANT_ROWS = 10
 """Rows from which on a column with one value is worth a remark."""
 
 
-def ends_trained(stage: StageRows) -> Iterator[Finding]:
+def ends_trained(stage: StageRows) -> Iterator[Fault]:
     """4: the end of sequence is trained on, as the last token of the mask."""
     trained = [row for row in stage.rows if 1 in row.mask]
     if stage.samples or not trained:
@@ -28,15 +29,15 @@ def ends_trained(stage: StageRows) -> Iterator[Finding]:
         return
     last = stage.tokenizer.decode([_last_trained(endless[0])])
     everywhere = len(endless) == len(trained)
-    yield Finding(
-        4,
-        "refuse" if everywhere else "warn",
+    yield Fault(
         f"{len(endless)} of {len(trained)} rows do not train a stop as their last token, but "
         f"{last!r} ({endless[0].example.where})"
         + (": the policy never learns to end" if everywhere else ""),
         "Make the chat template end the assistant's turn with a stop, or add its end to "
         f"{stage.path}.sampling.stop_token_ids",
-        stage.name,
+        level="refuse" if everywhere else "warn",
+        check=4,
+        stage=stage.name,
     )
 
 
@@ -44,7 +45,7 @@ def _last_trained(row: Encoded) -> int:
     return row.ids[len(row.mask) - 1 - row.mask[::-1].index(1)]
 
 
-def vocabulary(stage: StageRows) -> Iterator[Finding]:
+def vocabulary(stage: StageRows) -> Iterator[Fault]:
     """9: ids lie in the model's vocabulary, and few tokens are unknown."""
     if stage.vocab_size is not None:
         outside = (
@@ -53,15 +54,15 @@ def vocabulary(stage: StageRows) -> Iterator[Finding]:
             for token in row.text_ids
             if token >= stage.vocab_size
         )
-        if (refusal := next(outside, None)) is not None:
-            yield Finding(9, "refuse", refusal.text, refusal.change, stage.name)
+        if (fault := next(outside, None)) is not None:
+            yield replace(fault, check=9, stage=stage.name)
         elif len(stage.tokenizer) > stage.vocab_size:
-            yield Finding(
-                9,
-                "warn",
+            yield Fault(
                 f"the tokenizer has {len(stage.tokenizer)} tokens, the model {stage.vocab_size}",
                 "Check that they belong together",
-                stage.name,
+                level="warn",
+                check=9,
+                stage=stage.name,
             )
     unknown = stage.tokenizer.unk_token_id
     if unknown is None or unknown in stage.stops:
@@ -70,93 +71,98 @@ def vocabulary(stage: StageRows) -> Iterator[Finding]:
     affected = [row for row in stage.rows if unknown in row.text_ids]
     count = sum(row.text_ids.count(unknown) for row in affected)
     if total and count / total > UNKNOWN_SHARE:
-        yield Finding(
-            9,
-            "warn",
+        yield Fault(
             f"{count / total:.1%} of the tokens are unknown to the tokenizer, e.g. in "
             f"{affected[0].example.where}: {_start_of(affected[0].example)!r}",
             "Use a tokenizer that knows these characters",
-            stage.name,
+            level="warn",
+            check=9,
+            stage=stage.name,
         )
 
 
-def lengths(stage: StageRows) -> Iterator[Finding]:
+def lengths(stage: StageRows) -> Iterator[Fault]:
     """10: rows fit into max_length, prompts with room for a completion."""
     sizes: dict[str, int] = {}
     for row in stage.rows:
         sizes[row.example.where] = max(len(row.ids), sizes.get(row.example.where, 0))
-    if refusal := stage.limit.refusal(list(sizes.values()), list(sizes)):
-        yield Finding(10, "refuse", refusal.text, refusal.change, stage.name)
+    if fault := stage.limit.fault(list(sizes.values()), list(sizes)):
+        yield replace(fault, check=10, stage=stage.name)
     if stage.effect is not None:
-        yield Finding(10, "note", stage.effect, "", stage.name)
+        yield Fault(stage.effect, level="note", check=10, stage=stage.name)
 
 
-def masks(stage: StageRows) -> Iterator[Finding]:
+def masks(stage: StageRows) -> Iterator[Fault]:
     """11: every row has tokens that are trained on, and prompts are not."""
     if stage.samples or not stage.rows:
         return
     empty = [row for row in stage.rows if 1 not in row.mask]
     if empty:
-        yield Finding(
-            11,
-            "refuse",
+        yield Fault(
             f"{len(empty)} of {len(stage.rows)} rows have no token that is trained on, first "
             f"{empty[0].example.where}",
             "Remove them, or check completion and roles",
-            stage.name,
+            check=11,
+            stage=stage.name,
         )
     share = sum(sum(row.mask) for row in stage.rows) / max(
         1, sum(len(row.text_ids) for row in stage.rows)
     )
     if stage.train_on == "all" or all(row.n_prompt <= 1 for row in stage.rows):
-        yield Finding(
-            11,
-            "warn",
+        yield Fault(
             f"{share:.0%} of the tokens are trained on, prompts too",
             f"Set {stage.path}.algorithm.train_on=assistant to train on answers only",
-            stage.name,
+            level="warn",
+            check=11,
+            stage=stage.name,
         )
     elif share < FEW_TRAINED:
         text = f"only {share:.1%} of the tokens are trained on"
-        yield Finding(
-            11, "warn", text, "Check that the mask covers the answers (marks +)", stage.name
+        yield Fault(
+            text,
+            "Check that the mask covers the answers (marks +)",
+            level="warn",
+            check=11,
+            stage=stage.name,
         )
     else:
-        yield Finding(11, "note", f"{share:.0%} of the tokens are trained on", "", stage.name)
+        yield Fault(
+            f"{share:.0%} of the tokens are trained on", level="note", check=11, stage=stage.name
+        )
 
 
-def duplicates(stage: StageRows) -> Iterator[Finding]:
+def duplicates(stage: StageRows) -> Iterator[Fault]:
     """12: prompts that occur twice, and prompts of the training that the evaluation, or `held_out`,
     has too."""
     prompts = Counter(_identity(example) for example in stage.examples)
     repeated = sum(count - 1 for count in prompts.values())
     if repeated and not stage.task:  # a task draws its problems with repetition
-        yield Finding(
-            12,
-            "warn",
+        yield Fault(
             f"{repeated} of {len(stage.examples)} prompts occur before",
             "Remove duplicates",
-            stage.name,
+            level="warn",
+            check=12,
+            stage=stage.name,
         )
     held_out = {_identity(example) for example in stage.held_out}
     if shared := sum(count for prompt, count in prompts.items() if prompt in held_out):
-        yield Finding(
-            12,
-            "warn",
+        yield Fault(
             f"{shared} training prompts are in the evaluation ({len(held_out & prompts.keys())} "
             f"of its {len(held_out)})",
             "The evaluation then measures memory; remove them from the training data",
-            stage.name,
+            level="warn",
+            check=12,
+            stage=stage.name,
         )
     measured = {_identity(example) for example in stage.measured}
     if shared := len(measured & prompts.keys()):
-        yield Finding(
-            12,
-            "warn",
+        yield Fault(
             f"{shared} of {len(measured)} prompts of {stage.path}.held_out are among the training "
             "rows",
             "Their loss then measures memory; remove them from one of the two",
-            stage.name,
+            level="warn",
+            check=12,
+            stage=stage.name,
         )
 
 
@@ -172,7 +178,7 @@ def normalised(prompt: Any) -> str:
     return re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text)).strip().casefold()
 
 
-def columns(stage: StageRows) -> Iterator[Finding]:
+def columns(stage: StageRows) -> Iterator[Fault]:
     """14: constant columns, empty answers, types that differ between rows, special tokens as
     text."""
     examples = stage.examples
@@ -182,12 +188,12 @@ def columns(stage: StageRows) -> Iterator[Finding]:
         kinds = Counter(_kind(value) for value in values)
         if len(kinds) > 1:
             shown = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-            yield Finding(
-                14,
-                "warn",
+            yield Fault(
                 f"column `{name}` has several types: {shown}",
                 "Make them one",
-                stage.name,
+                level="warn",
+                check=14,
+                stage=stage.name,
             )
         elif (
             len(values) >= CONSTANT_ROWS
@@ -195,19 +201,24 @@ def columns(stage: StageRows) -> Iterator[Finding]:
             and not stage.task
         ):
             text = f"column `{name}` is {_short(values[0])} in all {len(values)} rows"
-            yield Finding(14, "warn", text, "A reward cannot tell rows apart by it", stage.name)
+            yield Fault(
+                text,
+                "A reward cannot tell rows apart by it",
+                level="warn",
+                check=14,
+                stage=stage.name,
+            )
         if empty := sum(isinstance(value, str) and not value for value in values):
-            yield Finding(
-                14,
-                "warn",
+            yield Fault(
                 f"column `{name}` is empty in {empty} of {len(values)} rows",
-                "",
-                stage.name,
+                level="warn",
+                check=14,
+                stage=stage.name,
             )
     yield from _special_texts(stage, examples)
 
 
-def _special_texts(stage: StageRows, examples: Sequence[Any]) -> Iterator[Finding]:
+def _special_texts(stage: StageRows, examples: Sequence[Any]) -> Iterator[Fault]:
     specials = [text for text in stage.tokenizer.all_special_tokens if len(text) > 2]
     if not specials:
         return
@@ -216,13 +227,13 @@ def _special_texts(stage: StageRows, examples: Sequence[Any]) -> Iterator[Findin
         (example, match[0]) for example in examples if (match := pattern.search(_text(example)))
     ]
     if hits:
-        yield Finding(
-            14,
-            "warn",
+        yield Fault(
             f"{len(hits)} of {len(examples)} rows contain special tokens as text, first "
             f"{hits[0][0].where}: {hits[0][1]!r}",
             "They are read as control tokens; remove them from the text",
-            stage.name,
+            level="warn",
+            check=14,
+            stage=stage.name,
         )
 
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rewards.text import for_terminal
-from rl.data.inspect.finding import Finding
+from rl.data.inspect import listing
 from rl.data.inspect.pieces import RowPiece, counts, pieces, statistics, text_of
 from rl.data.inspect.source import Inspection
 from rl.data.inspect.stage_rows import Encoded, Kind, StageRows
+from rl.errors import Fault
 
 MARKS: dict[Kind, str] = {"prompt": ".", "trained": "+", "ignored": "-", "stop": "!"}
 """Mark of a token in plain text."""
@@ -22,7 +23,7 @@ _WIDTH = 118
 
 
 def lines(inspection: Inspection, rows: int, color: bool) -> Iterator[str]:
-    """Yields the text of an inspection: the first rows of each stage, then the findings.
+    """Yields the text of an inspection: the first rows of each stage, then the faults.
 
     rows: rows shown per stage. color: use the colors of a terminal in place of marks.
     """
@@ -32,12 +33,12 @@ def lines(inspection: Inspection, rows: int, color: bool) -> Iterator[str]:
             yield from _row(stage, row, color)
     if rows and inspection.stages:
         yield _legend(color)
-    yield f"== {_count(inspection.findings)}"
-    yield from (for_terminal(each.line()) for each in inspection.findings)
+    yield f"== {_count(inspection.faults)}"
+    yield from (for_terminal(listing.line(each)) for each in inspection.faults)
 
 
 def to_json(inspection: Inspection, rows: int) -> dict[str, Any]:
-    """Returns rows and findings as values that JSON can hold."""
+    """Returns rows and faults as values that JSON can hold."""
     stages = [
         {
             "stage": stage.name,
@@ -47,13 +48,14 @@ def to_json(inspection: Inspection, rows: int) -> dict[str, Any]:
         }
         for stage in inspection.stages
     ]
-    return {"stages": stages, "findings": [each.to_json() for each in inspection.findings]}
+    return {"stages": stages, "findings": [listing.to_json(each) for each in inspection.faults]}
 
 
 def page(inspection: Inspection, rows: int) -> str:
     """Returns the inspection as one HTML page that loads nothing."""
     parts = [f"<p>{_spans(LEGEND)}</p>", "<h2>Findings</h2>", "<ul>"]
-    parts += [f"<li>{html.escape(each.line())}</li>" for each in inspection.findings] + ["</ul>"]
+    parts += [f"<li>{html.escape(listing.line(each))}</li>" for each in inspection.faults]
+    parts.append("</ul>")
     for stage in inspection.stages:
         parts.append(
             f"<h2>{html.escape(stage.name)}: {stage.total} rows, {html.escape(_stops(stage))}</h2>"
@@ -133,8 +135,8 @@ def _spans(legend: str) -> str:
     )
 
 
-def _count(findings: Sequence[Finding]) -> str:
-    counts = [(sum(each.level == level for each in findings), name) for level, name in _LEVELS]
+def _count(faults: Sequence[Fault]) -> str:
+    counts = [(sum(each.level == level for each in faults), name) for level, name in _LEVELS]
     return ", ".join(f"{count} {name if count == 1 else name + 's'}" for count, name in counts)
 
 

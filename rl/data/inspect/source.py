@@ -21,14 +21,13 @@ from rl.data.encoding import ExampleEncoder
 from rl.data.hub import hub_name
 from rl.data.inspect import weights
 from rl.data.inspect.checks import check_stages, in_order
-from rl.data.inspect.finding import Finding
 from rl.data.inspect.reward_check import demonstrations_score
 from rl.data.inspect.stage_rows import Encoded, StageRows
 from rl.data.limits import Limit, cut_row, fit, never_cut, too_long_key
 from rl.data.media import conflicts, decode_first, kinds_of, read_processors, with_lists
 from rl.data.rows.forms import read_labelled
 from rl.data.tokenizer import history_of, read_tokenizer
-from rl.errors import ConfigError, DataError
+from rl.errors import ConfigError, DataError, Fault
 from rollout.media.processors import Processors
 from rollout.text.tokenizer import CHAT_TEMPLATE
 
@@ -41,7 +40,7 @@ class Inspection:
     """The rows of each stage, and what the checks say."""
 
     stages: list[StageRows]
-    findings: list[Finding]
+    faults: list[Fault]
     held_out: list[Example] = field(default_factory=list)
 
     @property
@@ -53,12 +52,12 @@ class Inspection:
     @property
     def refused(self) -> bool:
         """Whether a run would not start."""
-        return any(each.level == "refuse" for each in self.findings)
+        return any(each.level == "refuse" for each in self.faults)
 
     @property
     def warned(self) -> bool:
         """Whether there is a warning."""
-        return any(each.level == "warn" for each in self.findings)
+        return any(each.level == "warn" for each in self.faults)
 
 
 def inspect(config: RunConfig, only: str | None = None, rewards: bool = True) -> Inspection:
@@ -68,7 +67,7 @@ def inspect(config: RunConfig, only: str | None = None, rewards: bool = True) ->
     (check 13).
 
     Raises ConfigError for a tokenizer, file or task that cannot be used, ModelError for a directory
-    of a model, teacher or reward model that a run cannot read. Malformed rows are findings.
+    of a model, teacher or reward model that a run cannot read. Malformed rows are faults.
     """
     inspection = _inspection(config, config.stage_names if only is None else (only,), rewards)
     weights.check(config, inspection.has_media)
@@ -82,7 +81,7 @@ def _inspection(config: RunConfig, names: Collection[str], rewards: bool) -> Ins
     encoder = ExampleEncoder(
         tokenizer, read_processors(config, tokenizer), config.model.media_rows, history_of(config)
     )
-    malformed: list[Finding] = []
+    malformed: list[Fault] = []
     held_out = _held_out(config, malformed, encoder.processors)
     stages = []
     for index, name in enumerate(config.stage_names):
@@ -90,23 +89,21 @@ def _inspection(config: RunConfig, names: Collection[str], rewards: bool) -> Ins
             try:
                 stages.append(_stage(config, index, encoder, stops, held_out))
             except DataError as error:
-                malformed.append(
-                    Finding(14, "refuse", _first_of(str(error).splitlines()), "", name)
-                )
-    results = malformed + check_stages(stages, random_weights(config)) + length_findings(config)
+                malformed.append(Fault(_first_of(str(error).splitlines()), check=14, stage=name))
+    results = malformed + check_stages(stages, random_weights(config)) + length_faults(config)
     for stage in stages:
         if (
             settings := config.stages[int(stage.path.split(".")[1])].rewards or config.rewards
         ) is None:
             continue
-        refused = _column_findings(stage, settings)
+        refused = _column_faults(stage, settings)
         results += refused
         if rewards and not refused:
             results += demonstrations_score(stage, settings)
     return Inspection(stages, in_order(results), held_out)
 
 
-def _column_findings(stage: StageRows, settings: RewardSettings) -> list[Finding]:
+def _column_faults(stage: StageRows, settings: RewardSettings) -> list[Fault]:
     """Check 14: columns that the rewards of a stage cannot take, in its prompts and in those of the
     evaluation."""
     held_out = (
@@ -114,7 +111,7 @@ def _column_findings(stage: StageRows, settings: RewardSettings) -> list[Finding
     )  # it trains no policy to evaluate
     scored = [*(stage.examples if stage.samples else ()), *held_out]
     problems = list(datasets.column_problems(settings, scored))
-    return [Finding(14, "refuse", _first_of(problems), "", stage.name)] if problems else []
+    return [Fault(_first_of(problems), check=14, stage=stage.name)] if problems else []
 
 
 def _first_of(problems: Sequence[str]) -> str:
@@ -123,14 +120,21 @@ def _first_of(problems: Sequence[str]) -> str:
     return f"{problems[0]}{more}"
 
 
-def length_findings(config: RunConfig) -> list[Finding]:
+def length_faults(config: RunConfig) -> list[Fault]:
     """Check 16: a max_length beyond the positions of the model: a warning for rotary positions,
     which go on, a refusal for learned ones."""
     made_for = models.positions(config.model)
     if made_for is None or (text := made_for.exceeded_by(config.max_length)) is None:
         return []
     level = "refuse" if made_for.learned else "warn"
-    return [Finding(16, level, f"max_length: {text}", f"Set max_length={made_for.number} or less")]
+    return [
+        Fault(
+            f"max_length: {text}",
+            f"Set max_length={made_for.number} or less",
+            level=level,
+            check=16,
+        )
+    ]
 
 
 def random_weights(config: RunConfig) -> bool:
@@ -172,7 +176,7 @@ def stage_rows(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, 
 
 
 def _held_out(
-    config: RunConfig, malformed: list[Finding], processors: Processors | None
+    config: RunConfig, malformed: list[Fault], processors: Processors | None
 ) -> list[Example]:
     if config.evaluation is None:
         return []
@@ -181,7 +185,7 @@ def _held_out(
             : config.evaluation.problems
         ]
     except DataError as error:
-        malformed.append(Finding(14, "refuse", f"evaluation: {str(error).splitlines()[0]}"))
+        malformed.append(Fault(f"evaluation: {str(error).splitlines()[0]}", check=14))
         return []
 
 
@@ -271,7 +275,7 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
 
     Returns notes about what was not read: datasets of the hub, which would be downloaded. Raises
     ConfigError for a tokenizer, file, task or teacher that cannot be used, ModelError for the
-    directory of a model, teacher or reward model that a run cannot read, DataError for findings
+    directory of a model, teacher or reward model that a run cannot read, DataError for faults
     that refuse a run.
     """
     _check_teachers(config)
@@ -304,13 +308,13 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     short = config.model_copy(update={"data": data, "stages": stages, "evaluation": evaluation})
     inspection = _inspection(short, names, rewards=False)
     _check_media(config, inspection)
-    refused = [each.message() for each in inspection.findings if each.level == "refuse"]
+    refused = [each.message() for each in inspection.faults if each.level == "refuse"]
     if refused:
         raise DataError("\n".join(dict.fromkeys(refused)))
     all_read = {stage.name for stage in inspection.stages if stage.total < count}
     notes += [
         each.message()
-        for each in inspection.findings
+        for each in inspection.faults
         if each.check == 18 and each.level == "warn" or each.check == 17 and each.stage in all_read
     ]
     weights.check(config, inspection.has_media)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl.data.encoded import Example
-from rl.data.inspect.finding import Finding
 from rl.data.inspect.stage_rows import SOME, Encoded, StageRows, texts_in
+from rl.errors import Fault
 from rollout.text import chat
 from rollout.text.spelling import decode_after, encode_after
 
@@ -17,7 +17,7 @@ _CONTENT = "DuetAnswer"
 _MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 
 
-def beginnings(stage: StageRows) -> Iterator[Finding]:
+def beginnings(stage: StageRows) -> Iterator[Fault]:
     """1: one beginning of sequence, at the front, and those with which the chat template opens
     turns.
 
@@ -31,14 +31,13 @@ def beginnings(stage: StageRows) -> Iterator[Finding]:
     openings = _openings(tokenizer) if inside else ()
     stray = [row for row in inside if _has_stray_beginning(tokenizer, row, openings)]
     if stray:
-        yield Finding(
-            1,
-            "refuse",
+        yield Fault(
             f"{len(stray)} of {len(stage.rows)} rows have a beginning of sequence "
             f"({tokenizer.bos_token}) after their first token that no chat template wrote, "
             f"first {stray[0].example.where}",
             "Remove it from the text",
-            stage.name,
+            check=1,
+            stage=stage.name,
         )
 
 
@@ -146,7 +145,7 @@ def end_of_turn_problem(tokenizer: Any, stops: Sequence[int]) -> str | None:
     )
 
 
-def turn_ends(stage: StageRows) -> Iterator[Finding]:
+def turn_ends(stage: StageRows) -> Iterator[Fault]:
     """2: the token after an assistant's turn is a stop."""
     if not stage.messages or (problem := end_of_turn_problem(stage.tokenizer, stage.stops)) is None:
         return
@@ -159,10 +158,12 @@ def turn_ends(stage: StageRows) -> Iterator[Finding]:
         if token is not None
         else "Mend tokenizer.chat_template"
     )
-    yield Finding(2, "refuse" if stage.samples else "warn", problem, change, stage.name)
+    yield Fault(
+        problem, change, level="refuse" if stage.samples else "warn", check=2, stage=stage.name
+    )
 
 
-def stops_agree(stage: StageRows) -> Iterator[Finding]:
+def stops_agree(stage: StageRows) -> Iterator[Fault]:
     """3: the stops of tokenizer, config.json, generation_config.json and template are stops of the
     run."""
     declared = dict(stage.declared_stops)
@@ -175,34 +176,34 @@ def stops_agree(stage: StageRows) -> Iterator[Finding]:
     missing = {name: ids for name, ids in declared.items() if set(ids) - set(stage.stops)}
     if missing:
         shown = ", ".join(f"{name} {ids}" for name, ids in declared.items())
-        yield Finding(
-            3,
-            "warn",
+        yield Fault(
             f"the stops disagree: {shown}; the run stops at {list(stage.stops)}",
             f"Add those that should end a completion to {stage.path}.sampling.stop_token_ids",
-            stage.name,
+            level="warn",
+            check=3,
+            stage=stage.name,
         )
 
 
-def rewritten_turns(stage: StageRows) -> Iterator[Finding]:
+def rewritten_turns(stage: StageRows) -> Iterator[Fault]:
     """5: the chat template leaves earlier turns as they were when the next message is added."""
     rows = Counter(row.example.where for row in stage.rows if row.example.messages is not None)
     several = {where: count for where, count in rows.items() if count > 1}
     if several and stage.kind == "supervised":
         first = next(iter(several))
-        yield Finding(
-            5,
-            "warn",
+        yield Fault(
             f"the chat template rewrites earlier turns: {len(several)} of {len(rows)} "
             f"conversations are {sum(several.values())} rows, so that each turn is learned as it "
             f"was when it was the last (first {first})",
             "To learn only turns that the full conversation leaves as they were, set "
             "tokenizer.chat_template.history=last",
-            stage.name,
+            level="warn",
+            check=5,
+            stage=stage.name,
         )
 
 
-def round_trips(stage: StageRows) -> Iterator[Finding]:
+def round_trips(stage: StageRows) -> Iterator[Fault]:
     """6: text -> ids -> text gives the text, and markers of the template are single tokens."""
     tokenizer = stage.tokenizer
     unknown = tokenizer.unk_token_id
@@ -217,13 +218,13 @@ def round_trips(stage: StageRows) -> Iterator[Finding]:
                     (n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b),
                     min(len(text), len(back)),
                 )
-                yield Finding(
-                    6,
-                    "warn",
+                yield Fault(
                     f"{row.example.where}: text -> ids -> text changes the text at character "
                     f"{place}: {text[place : place + 20]!r} becomes {back[place : place + 20]!r}",
                     "Rewards see the decoded text; normalise the data, or use another tokenizer",
-                    stage.name,
+                    level="warn",
+                    check=6,
+                    stage=stage.name,
                 )
                 break
         else:
@@ -233,7 +234,7 @@ def round_trips(stage: StageRows) -> Iterator[Finding]:
         yield from _markers(stage)
 
 
-def _markers(stage: StageRows) -> Iterator[Finding]:
+def _markers(stage: StageRows) -> Iterator[Fault]:
     prompt = next(each.prompt for each in stage.some_examples if not isinstance(each.prompt, str))
     text = _rendered(stage.tokenizer, prompt, generation=True)
     several = sorted(
@@ -244,17 +245,17 @@ def _markers(stage: StageRows) -> Iterator[Finding]:
         }
     )
     if several:
-        yield Finding(
-            6,
-            "warn",
+        yield Fault(
             f"markers of the chat template are no single tokens: {', '.join(several)}",
             "The template belongs to another tokenizer; set tokenizer.chat_template=FILE or "
             "tokenizer.source=DIRECTORY",
-            stage.name,
+            level="warn",
+            check=6,
+            stage=stage.name,
         )
 
 
-def sampled_form(stage: StageRows) -> Iterator[Finding]:
+def sampled_form(stage: StageRows) -> Iterator[Fault]:
     """7: the generation prompt with the answer as sampled is the template's own conversation, token
     by token."""
     tokenizer = stage.tokenizer
@@ -277,29 +278,29 @@ def sampled_form(stage: StageRows) -> Iterator[Finding]:
             continue
         place = len(ids) if place is None else place
         ours, theirs = (_token(tokenizer, each, place) for each in (sampled, ids))
-        yield Finding(
-            7,
-            "warn",
+        yield Fault(
             f"{row.example.where}: the answer as sampled differs from the template's conversation "
             f"at token {place}: {ours} when sampled, {theirs} in the conversation",
             "The template adds or changes something around the answer (a space, an empty think "
             "block); make its generation prompt the same",
-            stage.name,
+            level="warn",
+            check=7,
+            stage=stage.name,
         )
         return
 
 
-def plain_prompts(stage: StageRows) -> Iterator[Finding]:
+def plain_prompts(stage: StageRows) -> Iterator[Fault]:
     """8: plain prompts with a tokenizer that has a chat template. (Messages without one are refused
     when encoded.)"""
     if stage.built_in or not stage.tokenizer.chat_template or stage.messages or not stage.rows:
         return
-    yield Finding(
-        8,
-        "warn",
+    yield Fault(
         "the prompts are plain text, but the tokenizer has a chat template",
         "A chat model expects its template: set data.chat: true; leave it for a base model",
-        stage.name,
+        level="warn",
+        check=8,
+        stage=stage.name,
     )
 
 

@@ -48,14 +48,14 @@ def before_first_step(run: Run, stage: StageKind) -> None:
         collected = partial(stage.collect, counted=False)
         problems = _problems(stage, count, has_media=run.media is not None)
         result, _ = probe(stage.name, problems, params, collected, run.tokenizer)
-    said = [text for _, text in result.problems()]
+    faults = [each.text for each in result.check()]
     if processes.first():
         text = json.dumps(result.to_json(), indent=1, ensure_ascii=False)
         (run.folder.path / FILE).write_text(text + "\n", encoding="utf-8")
-        for line in [*result.lines(), *(f"warn: {problem}" for problem in said)]:
+        for line in [*result.lines(), *(f"warn: {fault}" for fault in faults)]:
             run.events.note(line)
-    if said and asked is not None:
-        raise DataError(_refusal(stage.name, said))
+    if faults and asked is not None:
+        raise DataError(_refusal(stage.name, faults))
 
 
 def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> ProbeResult:
@@ -110,11 +110,11 @@ def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> Pro
         prepared.close()
 
 
-def _refusal(stage: str, problems: Sequence[str]) -> str:
+def _refusal(stage: str, faults: Sequence[str]) -> str:
     return "\n".join(
         [
             f"the probe before the first step of {stage} shows that it cannot learn:",
-            *problems,
+            *faults,
             "run.probe=0 leaves it out",
         ]
     )

@@ -14,6 +14,7 @@ import numpy as np
 
 from rewards.workers.rounding import all_equal
 from rl.data.encoded import Problem
+from rl.errors import Fault
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
@@ -70,34 +71,34 @@ class ProbeResult:
             f"  reward {reward}{signal}; {self.scored:.0%} have a score, {self.faults} faults",
         ]
 
-    def problems(self) -> list[tuple[str, str]]:
-        """Returns (illness as `rl explain` names it, reason and what to change) for each cause of
-        learning nothing."""
+    def check(self) -> list[Fault]:
+        """Returns a fault, with the name of the illness in `rl explain`, for each cause of learning
+        nothing."""
         result = []
         if self.cut > MOST_CUT:
             result.append(
-                (
-                    "clipped completions",
+                Fault(
                     f"{self.cut:.0%} of the completions are cut off at {self.max_new_tokens} "
                     "tokens: raise sampling.max_new_tokens, or check chat template and stop "
                     "tokens with `rl inspect`",
+                    name="clipped completions",
                 )
             )
         if self.scored < 1 - MOST_UNSCORED:
             result.append(
-                (
-                    "reward faults" if self.faults else "no scores",
+                Fault(
                     f"{1 - self.scored:.0%} of the completions have no score ({self.faults} "
                     "faults): read the tracebacks above, then `rl reward test FUNCTION`",
+                    name="reward faults" if self.faults else "no scores",
                 )
             )
         elif self.reward_std == 0 and self.completions > 1:
             result.append(
-                (
-                    "equal rewards",
+                Fault(
                     f"all {self.completions} rewards are {self.reward_mean:g}: test the reward on "
                     "demonstrations with `rl inspect`, use easier problems, or start from weights "
                     "that solve some (stage sft)",
+                    name="equal rewards",
                 )
             )
         return result
@@ -105,7 +106,7 @@ class ProbeResult:
     def to_json(self) -> dict[str, Any]:
         """Returns all fields as values that JSON can hold."""
         return asdict(self) | {
-            "problems": [{"illness": name, "text": text} for name, text in self.problems()]
+            "problems": [{"illness": each.name, "text": each.text} for each in self.check()]
         }
 
 

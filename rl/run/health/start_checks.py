@@ -12,27 +12,28 @@ from typing import Any
 from rl.config.run import RunConfig
 from rl.data.datasets import Example
 from rl.data.encoded import Pair, Problem
-from rl.data.inspect import Encoded, Finding, Refused, StageRows, check_stages
-from rl.data.inspect.source import ENCODED, length_findings, random_weights, stage_rows
+from rl.data.inspect import Encoded, Refused, StageRows, check_stages, listing
+from rl.data.inspect.source import ENCODED, length_faults, random_weights, stage_rows
 from rl.data.reader import DataReader
 from rl.data.shard import Shard
+from rl.errors import Fault
 from rl.stages.stage import StageKind
 
 FILE = "inspection.json"
 
 
-def start_checks(config: RunConfig, data: DataReader, stages: Sequence[StageKind]) -> list[Finding]:
+def start_checks(config: RunConfig, data: DataReader, stages: Sequence[StageKind]) -> list[Fault]:
     """Returns the warnings and notes of all checks but the one that scores demonstrations.
 
     Raises Refused, a DataError, with every refusal.
     """
     described = [_described(config, data, stage) for stage in stages]
-    findings = check_stages(described, random_weights(config)) + length_findings(config)
+    faults = check_stages(described, random_weights(config)) + length_faults(config)
     # Ids outside the vocabulary and too many positions are errors of the configuration; the build
     # of the model raises them.
-    refusals = [each for each in findings if each.level == "refuse" and each.check not in (9, 16)]
+    refusals = [each for each in faults if each.level == "refuse" and each.check not in (9, 16)]
     if refusals:
-        lines = [each.line().removeprefix("refuse") for each in refusals]
+        lines = [listing.line(each).removeprefix("refuse") for each in refusals]
         raise Refused(
             "\n".join(
                 [
@@ -41,14 +42,14 @@ def start_checks(config: RunConfig, data: DataReader, stages: Sequence[StageKind
                 ]
             )
         )
-    return findings
+    return faults
 
 
-def write(findings: Sequence[Finding], directory: Path) -> None:
-    """Writes the findings to inspection.json in the folder of the run, where `rl explain` reads
+def write(faults: Sequence[Fault], directory: Path) -> None:
+    """Writes the faults to inspection.json in the folder of the run, where `rl explain` reads
     them."""
     text = json.dumps(
-        {"findings": [each.to_json() for each in findings]}, indent=1, ensure_ascii=False
+        {"findings": [listing.to_json(each) for each in faults]}, indent=1, ensure_ascii=False
     )
     (directory / FILE).write_text(text + "\n", encoding="utf-8")
 

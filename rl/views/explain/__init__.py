@@ -4,7 +4,7 @@ record.py reads the folder, series.py measures trends, and each rule is a functi
 illness. docs/diagnose.md lists the rules with the source of each threshold.
 """
 
-from rl.views.explain.finding import Finding
+from rl.views.explain.rules import to_json
 from rl.views.explain.verdict import findings, verdict
 
-__all__ = ["Finding", "findings", "verdict"]
+__all__ = ["findings", "to_json", "verdict"]

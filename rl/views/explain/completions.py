@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from rewards.text import quoted
-from rl.views.explain.finding import Finding, stage_rule
+from rl.errors import Fault
 from rl.views.explain.learning import MIN_STEPS
 from rl.views.explain.record import StageRecord
+from rl.views.explain.rules import stage_rule
 from rl.views.explain.series import correlation
 
 TRUNCATED_SHARE = 0.25
@@ -26,7 +27,7 @@ MARKERS = re.compile(
 
 
 @stage_rule
-def length(stage: StageRecord) -> Iterator[Finding]:
+def length(stage: StageRecord) -> Iterator[Fault]:
     """Names a length that runs away, or shrinks to nothing."""
     lengths = stage.series("completion/mean_length")
     cut = stage.series("completion/truncated_ratio")
@@ -44,17 +45,18 @@ def length(stage: StageRecord) -> Iterator[Finding]:
             or not (stage.improved or stage.reward_rose)
         )
         if useless:
-            yield Finding(
-                "length runaway",
+            yield Fault(
                 f"completion/mean_length grew from {start:.3g} to {lengths.last:.3g} of {limit} "
                 "tokens",
-                "The reward pays for length"
+                cause="The reward pays for length"
                 if paid >= LENGTH_PAID
                 else "Longer completions do not score better, or are cut",
-                "Add the reward `soft_overlong` or `length`, and check what the reward counts",
-                stage.name,
-                lengths.since(lambda value: value >= LENGTH_GROWTH * start),
+                change="Add the reward `soft_overlong` or `length`, and check what the reward counts",
+                name="length runaway",
+                stage=stage.name,
+                step=lengths.since(lambda value: value >= LENGTH_GROWTH * start),
                 severity=0.78,
+                level="warn",
             )
     elif (
         lengths.last * 3 <= lengths.values[0]
@@ -62,15 +64,16 @@ def length(stage: StageRecord) -> Iterator[Finding]:
         and lengths.falls()
         and not stage.improved
     ):
-        yield Finding(
-            "length collapse",
+        yield Fault(
             f"completion/mean_length fell from {lengths.values[0]:.3g} to {lengths.last:.3g} "
             "tokens",
-            "The policy ends at once",
-            "Check that the reward does not pay for silence, and lower the learning rate",
-            stage.name,
-            lengths.since(lambda value: value * 3 <= lengths.values[0]),
+            cause="The policy ends at once",
+            change="Check that the reward does not pay for silence, and lower the learning rate",
+            name="length collapse",
+            stage=stage.name,
+            step=lengths.since(lambda value: value * 3 <= lengths.values[0]),
             severity=0.6,
+            level="warn",
         )
 
 
@@ -97,7 +100,7 @@ def length_paid(stage: StageRecord) -> float:
 
 
 @stage_rule
-def truncated(stage: StageRecord) -> Iterator[Finding]:
+def truncated(stage: StageRecord) -> Iterator[Fault]:
     """Names completions that are cut off, and turns that never end."""
     cut = stage.series("completion/truncated_ratio")
     ended = stage.series("completion/mean_terminated_length")
@@ -109,34 +112,36 @@ def truncated(stage: StageRecord) -> Iterator[Finding]:
     first = stage.series("completion/mean_length")
     grew = bool(first) and first.last >= LENGTH_GROWTH * min(first.values[: first.window])
     if never or marked >= MARKER_SHARE:
-        yield Finding(
-            "wrong template or stop token",
+        yield Fault(
             f"{cut.last:.0%} of the completions run into max_new_tokens ({limit})"
             + (
                 f", and {marked:.0%} go on with a marker of another turn"
                 if marked >= MARKER_SHARE
                 else ""
             ),
-            "The policy's end of turn is no stop, the prompt is not rendered by the template it "
+            cause="The policy's end of turn is no stop, the prompt is not rendered by the template it "
             "was trained with, or it never learned to end",
-            f"Run `rl inspect {quoted(stage.run.path)}`; set "
+            change=f"Run `rl inspect {quoted(stage.run.path)}`; set "
             f"{stage.key('sampling.stop_token_ids')}, tokenizer.chat_template or data.chat",
-            stage.name,
-            cut.steps[0],
+            name="wrong template or stop token",
+            stage=stage.name,
+            step=cut.steps[0],
             severity=0.88,
+            level="warn",
         )
     elif not grew:
         usual = f"; those that end have {ended.last:.0f} tokens" if ended else ""
-        yield Finding(
-            "clipped completions",
+        yield Fault(
             f"{cut.last:.0%} of the completions are cut at {limit} tokens "
             f"(completion/truncated_ratio){usual}",
-            "They get no score for what they would have said, and the policy never sees their end",
-            f"Raise {stage.named('sampling.max_new_tokens')} and max_length, or set "
+            cause="They get no score for what they would have said, and the policy never sees their end",
+            change=f"Raise {stage.named('sampling.max_new_tokens')} and max_length, or set "
             "algorithm.mask_truncated: true",
-            stage.name,
-            cut.since(lambda value: value >= TRUNCATED_SHARE),
+            name="clipped completions",
+            stage=stage.name,
+            step=cut.since(lambda value: value >= TRUNCATED_SHARE),
             severity=0.7,
+            level="warn",
         )
 
 

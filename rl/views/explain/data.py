@@ -7,9 +7,10 @@ from math import exp
 from typing import Any
 
 from rewards.text import quoted
-from rl.views.explain.finding import Finding, run_rule, stage_rule
+from rl.errors import Fault
 from rl.views.explain.learning import MIN_STEPS
 from rl.views.explain.record import RunRecord, StageRecord
+from rl.views.explain.rules import run_rule, stage_rule
 
 EPOCHS_SFT = 4.0
 EPOCHS_RL = 10.0
@@ -27,7 +28,7 @@ INSPECTION = {
 
 
 @stage_rule
-def mask(stage: StageRecord) -> Iterator[Finding]:
+def mask(stage: StageRecord) -> Iterator[Fault]:
     """Names a mask that covers prompts, or hardly anything."""
     share = stage.series("batch/trained_share")
     learns_from_answers = not stage.samples_completions and stage.steps >= MIN_STEPS
@@ -40,24 +41,26 @@ def mask(stage: StageRecord) -> Iterator[Finding]:
             if share
             else "every token but the first is trained on"
         )
-        yield Finding(
-            "wrong mask",
+        yield Fault(
             f"{shown}{' (train_on: all)' if everything else ''}",
-            "The loss covers the prompts too, so the policy learns to write problems",
-            change,
-            stage.name,
-            1,
+            cause="The loss covers the prompts too, so the policy learns to write problems",
+            change=change,
+            name="wrong mask",
+            stage=stage.name,
+            step=1,
             severity=0.83,
+            level="warn",
         )
     elif learns_from_answers and share and share.typical <= MASK_NONE:
-        yield Finding(
-            "wrong mask",
+        yield Fault(
             f"{share.typical:.1%} of the tokens are trained on",
-            "The mask leaves out the answers",
-            change,
-            stage.name,
-            1,
+            cause="The mask leaves out the answers",
+            change=change,
+            name="wrong mask",
+            stage=stage.name,
+            step=1,
             severity=0.83,
+            level="warn",
         )
     empty = stage.series("sequences/empty")
     per_update = stage.completions_per_step / max(1, int(stage.option("updates_per_step", 1)))
@@ -71,14 +74,15 @@ def mask(stage: StageRecord) -> Iterator[Finding]:
             if stage.algorithm.get("mask_truncated")
             else ""
         )
-        yield Finding(
-            "wrong mask",
+        yield Fault(
             f"{empty.last / per_update:.0%} of the completions have no token in the loss{cut}",
-            "Completions without a score, or that the mask leaves out, teach nothing",
-            f"Raise {stage.named('sampling.max_new_tokens')}, or mend the reward",
-            stage.name,
-            empty.since(lambda value: value >= EMPTY_SHARE * per_update),
+            cause="Completions without a score, or that the mask leaves out, teach nothing",
+            change=f"Raise {stage.named('sampling.max_new_tokens')}, or mend the reward",
+            name="wrong mask",
+            stage=stage.name,
+            step=empty.since(lambda value: value >= EMPTY_SHARE * per_update),
             severity=0.8,
+            level="warn",
         )
 
 
@@ -96,7 +100,7 @@ def _prompts_are_trained_on(stage: StageRecord) -> bool:
 
 
 @stage_rule
-def exhausted(stage: StageRecord) -> Iterator[Finding]:
+def exhausted(stage: StageRecord) -> Iterator[Fault]:
     """Names a stage that goes over its data again and again."""
     epochs = stage.epochs
     limit = EPOCHS_RL if stage.samples_completions else EPOCHS_SFT
@@ -111,19 +115,20 @@ def exhausted(stage: StageRecord) -> Iterator[Finding]:
     )
     loss = stage.series("nll")
     gap = gap or (f"; nll fell to {loss.last:.2g}" if loss else "")
-    yield Finding(
-        "data exhausted",
+    yield Fault(
         f"the stage has gone over its data {epochs:.0f} times{gap}",
-        "The policy memorises the rows",
-        f"Add rows to {stage.setting('data')[1]}, or lower {stage.named('steps')}",
-        stage.name,
-        stage.step_of_epoch(limit),
+        cause="The policy memorises the rows",
+        change=f"Add rows to {stage.setting('data')[1]}, or lower {stage.named('steps')}",
+        name="data exhausted",
+        stage=stage.name,
+        step=stage.step_of_epoch(limit),
         severity=0.72,
+        level="warn",
     )
 
 
 @stage_rule
-def training_below_evaluation(stage: StageRecord) -> Iterator[Finding]:
+def training_below_evaluation(stage: StageRecord) -> Iterator[Fault]:
     """Names training prompts that score far below the evaluation of the same weights, before the
     first update."""
     reward = stage.series("reward/mean")
@@ -138,17 +143,18 @@ def training_below_evaluation(stage: StageRecord) -> Iterator[Finding]:
         or stage.series("reward/faults").values[:1] not in ([], [0.0])
     ):
         return
-    yield Finding(
-        "wrong template",
+    yield Fault(
         f"reward/mean is {reward.values[0]:.2g} at step {reward.steps[0]}, eval/reward_mean "
         f"{start:.2g} before it",
-        "The same weights do far worse on the training prompts, which are rendered in another "
+        cause="The same weights do far worse on the training prompts, which are rendered in another "
         "form, or are harder",
-        f"Compare both with `rl inspect {quoted(stage.run.path)}`; set "
+        change=f"Compare both with `rl inspect {quoted(stage.run.path)}`; set "
         f"{stage.setting('data')[1]}.chat, system or prompt_template",
-        stage.name,
-        reward.steps[0],
+        name="wrong template",
+        stage=stage.name,
+        step=reward.steps[0],
         severity=0.92,
+        level="warn",
     )
 
 
@@ -162,7 +168,7 @@ def _share_of_greedy(stage: StageRecord) -> float:
 
 
 @run_rule
-def templates(run: RunRecord) -> Iterator[Finding]:
+def templates(run: RunRecord) -> Iterator[Fault]:
     """Names stages whose prompts are rendered in different ways, and evaluations that differ from
     the training."""
     previous: tuple[StageRecord, Mapping[str, Any]] | None = None
@@ -199,47 +205,50 @@ def _rendering(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _different(
     stage: StageRecord, who: str, one: Mapping[str, Any], other: Mapping[str, Any]
-) -> Finding:
+) -> Fault:
     keys = [key for key in one if one[key] != other[key]]
     shown = ", ".join(f"{key}: {one[key]} and {other[key]}" for key in keys)
-    return Finding(
-        "wrong template",
+    return Fault(
         f"the prompts of {who} are rendered in different ways ({shown})",
-        "The policy is asked in another form than it was taught",
-        f"Give both the same {', '.join(f'data.{key}' for key in keys)}",
-        stage.name,
-        1,
+        cause="The policy is asked in another form than it was taught",
+        change=f"Give both the same {', '.join(f'data.{key}' for key in keys)}",
+        name="wrong template",
+        stage=stage.name,
+        step=1,
         severity=0.82,
+        level="warn",
     )
 
 
 @run_rule
-def inspection(run: RunRecord) -> Iterator[Finding]:
+def inspection(run: RunRecord) -> Iterator[Fault]:
     """Repeats the warnings of the checks at the start of the run that announce an illness."""
     for each in run.inspection:
         illness = INSPECTION.get(each.get("check", 0))
         if illness and each.get("level") in ("warn", "refuse"):
-            yield Finding(
-                illness,
+            yield Fault(
                 str(each.get("text")),
-                f"Check {each['check']} at the start of the run",
-                str(each.get("change") or f"Run `rl inspect {quoted(run.path)}`"),
-                each.get("stage"),
-                0,
+                cause=f"Check {each['check']} at the start of the run",
+                change=str(each.get("change") or f"Run `rl inspect {quoted(run.path)}`"),
+                name=illness,
+                stage=each.get("stage"),
+                step=0,
                 severity=0.6,
+                level="warn",
             )
 
 
 @run_rule
-def probe(run: RunRecord) -> Iterator[Finding]:
+def probe(run: RunRecord) -> Iterator[Fault]:
     """Repeats what the probe before the first step showed."""
     for problem in run.probed.get("problems") or ():
-        yield Finding(
-            str(problem.get("illness")),
+        yield Fault(
             str(problem.get("text")),
-            "The probe before the first step shows it",
-            f"Run `rl inspect {quoted(run.path)} --probe 64`",
-            run.probed.get("stage"),
-            0,
+            cause="The probe before the first step shows it",
+            change=f"Run `rl inspect {quoted(run.path)} --probe 64`",
+            name=str(problem.get("illness")),
+            stage=run.probed.get("stage"),
+            step=0,
             severity=0.3,
+            level="warn",
         )

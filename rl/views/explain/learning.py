@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from rl.views.explain.finding import Finding, stage_rule
+from rl.errors import Fault
 from rl.views.explain.record import StageRecord
+from rl.views.explain.rules import stage_rule
 from rl.views.explain.series import Series
 
 MIN_STEPS = 3
@@ -31,7 +32,7 @@ improves."""
 
 
 @stage_rule
-def learning_rate(stage: StageRecord) -> Iterator[Finding]:
+def learning_rate(stage: StageRecord) -> Iterator[Fault]:
     """Names a learning rate that destroys the policy: updates that are not finite, a loss that
     rises, a reward that falls, or steps as large as the weights."""
     if stage.steps < MIN_STEPS:
@@ -46,15 +47,16 @@ def learning_rate(stage: StageRecord) -> Iterator[Finding]:
     if evidence is None:
         return
     step, number = evidence
-    yield Finding(
-        "learning rate too high",
+    yield Fault(
         number,
-        "The updates destroy what the policy knew",
-        f"Set {stage.named('optimizer.learning_rate')} to a tenth or less, or add "
+        cause="The updates destroy what the policy knew",
+        change=f"Set {stage.named('optimizer.learning_rate')} to a tenth or less, or add "
         "optimizer.warmup_steps",
-        stage.name,
-        step,
+        name="learning rate too high",
+        stage=stage.name,
+        step=step,
         severity=0.95,
+        level="warn",
     )
 
 
@@ -137,7 +139,7 @@ def _far_updates(stage: StageRecord) -> tuple[int, str] | None:
 
 
 @stage_rule
-def divergence(stage: StageRecord) -> Iterator[Finding]:
+def divergence(stage: StageRecord) -> Iterator[Fault]:
     """Names a policy that leaves its reference model."""
     for metric, coefficient in (("kl/ref", "kl_coef"), ("kl/reward", "kl_reward_coef")):
         series = stage.series(metric)
@@ -150,19 +152,20 @@ def divergence(stage: StageRecord) -> Iterator[Finding]:
         )
         if series.last < KL_LEVEL and not rising:
             continue
-        yield Finding(
-            "KL blow-up",
+        yield Fault(
             f"{metric} is {series.last:.2g} nats per token (at first {series.values[0]:.2g})",
-            "The policy has left the reference model",
-            f"Raise {stage.named(f'algorithm.{coefficient}')}, or lower the learning rate",
-            stage.name,
-            series.since(lambda value: value >= KL_RISING),
+            cause="The policy has left the reference model",
+            change=f"Raise {stage.named(f'algorithm.{coefficient}')}, or lower the learning rate",
+            name="KL blow-up",
+            stage=stage.name,
+            step=series.since(lambda value: value >= KL_RISING),
             severity=0.8,
+            level="warn",
         )
 
 
 @stage_rule
-def entropy(stage: StageRecord) -> Iterator[Finding]:
+def entropy(stage: StageRecord) -> Iterator[Fault]:
     """Names an entropy that collapses, or rises without end."""
     series = stage.series("entropy")
     if not stage.samples_completions or len(series) < MIN_STEPS:
@@ -174,26 +177,28 @@ def entropy(stage: StageRecord) -> Iterator[Finding]:
         sudden = steps is not None and steps <= ENTROPY_SUDDEN_STEPS
         useless = fast or series.last < ENTROPY_NONE or not stage.solved
         if sudden or (useless and not stage.improved):
-            yield Finding(
-                "entropy collapse",
+            yield Fault(
                 f"entropy fell from {start:.2g} to {series.last:.2g} nats per token"
                 + (f" within {steps} steps" if fast else ""),
-                "The samples of a group become equal, and nothing is explored",
-                f"Lower {stage.named('optimizer.learning_rate')}, raise algorithm.epsilon_high, "
+                cause="The samples of a group become equal, and nothing is explored",
+                change=f"Lower {stage.named('optimizer.learning_rate')}, raise algorithm.epsilon_high, "
                 "or set algorithm.entropy_coef; check what the reward pays for",
-                stage.name,
-                series.since(lambda value: value <= ENTROPY_LEFT * start),
+                name="entropy collapse",
+                stage=stage.name,
+                step=series.since(lambda value: value <= ENTROPY_LEFT * start),
                 severity=0.75,
+                level="warn",
             )
     elif series.last >= 2 * series.values[0] and series.rises() and not stage.improved:
-        yield Finding(
-            "entropy rises",
+        yield Fault(
             f"entropy rose from {series.values[0]:.2g} to {series.last:.2g} nats per token",
-            "The policy becomes random",
-            f"Lower {stage.named('optimizer.learning_rate')} or algorithm.entropy_coef",
-            stage.name,
-            series.since(lambda value: value >= 2 * series.values[0]),
+            cause="The policy becomes random",
+            change=f"Lower {stage.named('optimizer.learning_rate')} or algorithm.entropy_coef",
+            name="entropy rises",
+            stage=stage.name,
+            step=series.since(lambda value: value >= 2 * series.values[0]),
             severity=0.7,
+            level="warn",
         )
 
 
@@ -208,7 +213,7 @@ def _steps_of_fall(series: Series, start: float) -> int | None:
 
 
 @stage_rule
-def disagreement(stage: StageRecord) -> Iterator[Finding]:
+def disagreement(stage: StageRecord) -> Iterator[Fault]:
     """Names a generator whose log-probabilities differ from the trainer's."""
     series = stage.series("sampler/logp_diff_mean")
     limit = 1e-3 if stage.run.float32 else 0.05
@@ -218,13 +223,14 @@ def disagreement(stage: StageRecord) -> Iterator[Finding]:
         or stage.series("async/staleness_max").share(lambda v: v > 0) > 0.5
     ):
         return
-    yield Finding(
-        "generator and trainer disagree",
+    yield Fault(
         f"sampler/logp_diff_mean is {series.last:.2g}, above {limit:g}",
-        "They compute different probabilities for the same tokens",
-        f"Set {stage.key('algorithm.correction')}: token_truncate, generator.exact: true, or a "
+        cause="They compute different probabilities for the same tokens",
+        change=f"Set {stage.key('algorithm.correction')}: token_truncate, generator.exact: true, or a "
         "wider model.dtype",
-        stage.name,
-        series.since(lambda value: value > limit),
+        name="generator and trainer disagree",
+        stage=stage.name,
+        step=series.since(lambda value: value > limit),
         severity=0.6,
+        level="warn",
     )

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rewards.text import quoted
+from rl.errors import Fault
 from rl.records.equal_groups import EQUAL_SHARE
-from rl.views.explain.finding import Finding, stage_rule
 from rl.views.explain.learning import MIN_STEPS
 from rl.views.explain.record import StageRecord
+from rl.views.explain.rules import stage_rule
 
 FAULTY_SHARE = 0.005
 STALE_MEAN = 1.0
@@ -19,7 +20,7 @@ UNSCORED_SHARE = 0.05
 
 
 @stage_rule
-def faults(stage: StageRecord) -> Iterator[Finding]:
+def faults(stage: StageRecord) -> Iterator[Fault]:
     """Names reward functions that fail, and completions without a score."""
     failed = stage.series("reward/faults")
     late = stage.series("reward/timeouts")
@@ -34,40 +35,40 @@ def faults(stage: StageRecord) -> Iterator[Finding]:
         if "reward/mean" in metrics and metrics["reward/mean"] is None
     ]
     if len(unscored) * 2 > stage.steps and total == 0:
-        yield Finding(
-            "no scores",
+        yield Fault(
             f"no completion has a score in {len(unscored)} of {stage.steps} steps",
-            "Every reward function returned None (not applicable)",
-            f"Check the columns that {_functions(stage)} reads, with `rl inspect "
+            cause="Every reward function returned None (not applicable)",
+            change=f"Check the columns that {_functions(stage)} reads, with `rl inspect "
             f"{quoted(stage.run.path)}`",
-            stage.name,
-            unscored[0],
+            name="no scores",
+            stage=stage.name,
+            step=unscored[0],
             severity=0.98,
+            level="warn",
         )
     if total < FEWEST_FAULTS or total / completions < FAULTY_SHARE:
         return
     timeouts = sum(late.values)
     slow = timeouts * 2 > total
     first = next(step for step, value in zip(failed.steps, failed.values, strict=True) if value > 0)
-    yield Finding(
-        "reward faults",
+    yield Fault(
         f"{total / completions:.1%} of the scores are missing ({total:.0f} faults, {timeouts:.0f} "
         "of them timeouts)",
-        f"{_functions(stage)} "
+        cause=f"{_functions(stage)} "
         f"{'does not answer in time' if slow else 'raises or returns no number'}",
-        (
-            f"Raise {stage.setting('rewards')[1]}.timeout_s or make it faster"
-            if slow
-            else "Read the first tracebacks in the console log, then `rl reward test FUNCTION`"
-        ),
-        stage.name,
-        first,
+        change=f"Raise {stage.setting('rewards')[1]}.timeout_s or make it faster"
+        if slow
+        else "Read the first tracebacks in the console log, then `rl reward test FUNCTION`",
+        name="reward faults",
+        stage=stage.name,
+        step=first,
         severity=0.97 if unscored else 0.85,
+        level="warn",
     )
 
 
 @stage_rule
-def unscored_evaluations(stage: StageRecord) -> Iterator[Finding]:
+def unscored_evaluations(stage: StageRecord) -> Iterator[Fault]:
     """Names evaluations whose accuracy leaves out completions without a score."""
     unscored = stage.evaluated("eval/unscored")
     problems = stage.evaluated("eval/problems")
@@ -77,16 +78,17 @@ def unscored_evaluations(stage: StageRecord) -> Iterator[Finding]:
     every = problems.values[-1]
     if count < max(FEWEST_FAULTS, UNSCORED_SHARE * every):
         return
-    yield Finding(
-        "evaluation without scores",
+    yield Fault(
         f"{count:.0f} of {every:.0f} completions of the last evaluation have no score "
         "(eval/unscored)",
-        "A reward fails on them or does not apply, and the accuracy is that of the others",
-        f"Read some (`rl samples {quoted(stage.run.path)} 'eval unscored'`), then `rl reward test "
+        cause="A reward fails on them or does not apply, and the accuracy is that of the others",
+        change=f"Read some (`rl samples {quoted(stage.run.path)} 'eval unscored'`), then `rl reward test "
         "FUNCTION`",
-        stage.name,
-        unscored.since(lambda value: value > 0),
+        name="evaluation without scores",
+        stage=stage.name,
+        step=unscored.since(lambda value: value > 0),
         severity=0.6,
+        level="warn",
     )
 
 
@@ -98,7 +100,7 @@ def _functions(stage: StageRecord) -> str:
 
 
 @stage_rule
-def equal_rewards(stage: StageRecord) -> Iterator[Finding]:
+def equal_rewards(stage: StageRecord) -> Iterator[Fault]:
     """Names groups with equal rewards, which teach nothing."""
     equal = stage.series("reward/frac_zero_std")
     spread = stage.series("reward/std")
@@ -112,46 +114,46 @@ def equal_rewards(stage: StageRecord) -> Iterator[Finding]:
     reward = stage.series("reward/mean")
     dynamic = "" if stage.algorithm.get("dynamic_batches") else ", or algorithm.dynamic_batches"
     level = f", reward/mean {reward.last:.3g}" if reward else ""
-    yield Finding(
-        "equal rewards",
+    yield Fault(
         f"{equal.last:.0%} of the groups have equal rewards{level}"
         + (" and no completion of the stage ever got another one" if constant else ""),
-        "Nothing can be learned from such a group: "
+        cause="Nothing can be learned from such a group: "
         + ("the reward is constant" if constant else "problems too hard or too easy"),
-        (
-            f"Test {_functions(stage)} with `rl reward test`, and its column with `rl inspect`"
-            if constant
-            else "Use other problems, a finer reward, or more "
-            f"{stage.named('samples_per_prompt')}{dynamic}"
-        ),
-        stage.name,
-        equal.steps[0] if constant else step,
+        change=f"Test {_functions(stage)} with `rl reward test`, and its column with `rl inspect`"
+        if constant
+        else "Use other problems, a finer reward, or more "
+        f"{stage.named('samples_per_prompt')}{dynamic}",
+        name="equal rewards",
+        stage=stage.name,
+        step=equal.steps[0] if constant else step,
         severity=0.79 if constant else 0.65,
+        level="warn",
     )
 
 
 @stage_rule
-def exploited(stage: StageRecord) -> Iterator[Finding]:
+def exploited(stage: StageRecord) -> Iterator[Fault]:
     """Names a reward that rises while the held-out accuracy falls."""
     reward = stage.series("reward/mean")
     accuracy = stage.evaluated("eval/greedy_accuracy")
     if len(reward) < MIN_STEPS or len(accuracy) < 2 or not stage.memorised or stage.epochs > 4:
         return
-    yield Finding(
-        "reward exploited",
+    yield Fault(
         f"reward/mean rose from {reward.first:.3g} to {reward.last:.3g}, eval/greedy_accuracy "
         f"fell from {accuracy.values[0]:.3g} to {accuracy.values[-1]:.3g}",
-        "The policy learns something that the reward pays for and the evaluation does not",
-        f"Read the best samples (`rl samples {quoted(stage.run.path)} --sort reward`), and mend "
+        cause="The policy learns something that the reward pays for and the evaluation does not",
+        change=f"Read the best samples (`rl samples {quoted(stage.run.path)} --sort reward`), and mend "
         "the reward",
-        stage.name,
-        accuracy.steps[-1],
+        name="reward exploited",
+        stage=stage.name,
+        step=accuracy.steps[-1],
         severity=0.7,
+        level="warn",
     )
 
 
 @stage_rule
-def stale_groups(stage: StageRecord) -> Iterator[Finding]:
+def stale_groups(stage: StageRecord) -> Iterator[Fault]:
     """Names completions that are trained on long after they were sampled."""
     mean = stage.series("async/staleness_mean")
     most = stage.series("async/staleness_max")
@@ -165,15 +167,16 @@ def stale_groups(stage: StageRecord) -> Iterator[Finding]:
     ]
     if not old:
         return
-    yield Finding(
-        "stale groups",
+    yield Fault(
         f"{len(old)} of {len(most)} steps train on tokens that are up to {most.largest:.0f} "
         f"updates old (mean {mean.largest:.2g})",
-        "Groups are carried over to later steps, and each step makes "
+        cause="Groups are carried over to later steps, and each step makes "
         f"{stage.option('updates_per_step', 1)} updates",
-        f"Lower {stage.named('updates_per_step')}, raise prompts_per_step, or set "
+        change=f"Lower {stage.named('updates_per_step')}, raise prompts_per_step, or set "
         "algorithm.correction: token_truncate",
-        stage.name,
-        most.steps[old[0]],
+        name="stale groups",
+        stage=stage.name,
+        step=most.steps[old[0]],
         severity=0.6,
+        level="warn",
     )

@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rewards.text import quoted
-from rl.views.explain.finding import Finding, stage_rule
+from rl.errors import Fault
 from rl.views.explain.learning import MIN_STEPS, WEIGHT_STD
 from rl.views.explain.record import StageRecord
+from rl.views.explain.rules import stage_rule
 
 SMALLEST_RATE = 1e-8
 """A step of AdamW below 2^-24 of a weight of 1 is lost in float32, and 1e-8 of WEIGHT_STD takes
@@ -26,7 +27,7 @@ UNFILLED_SHARE = 0.5
 
 
 @stage_rule
-def learning_rate_too_low(stage: StageRecord) -> Iterator[Finding]:
+def learning_rate_too_low(stage: StageRecord) -> Iterator[Fault]:
     """Names a learning rate that leaves the weights where they are."""
     rate = stage.series("optim/lr")
     peak = stage.option("optimizer.learning_rate", None)
@@ -39,15 +40,16 @@ def learning_rate_too_low(stage: StageRecord) -> Iterator[Finding]:
         peak = max(peak, rate.largest)
     if peak >= SMALLEST_RATE and not stays:
         return
-    yield Finding(
-        "learning rate too low",
+    yield Fault(
         f"optim/lr is at most {rate.largest:.2g}, so {stage.steps} steps moved a weight by at "
         f"most {moved:.2g}{stays}",
-        "The policy stays what it was",
-        f"Raise {stage.named('optimizer.learning_rate')}; usual are 1e-6 to 1e-5 for full models",
-        stage.name,
-        rate.steps[0],
+        cause="The policy stays what it was",
+        change=f"Raise {stage.named('optimizer.learning_rate')}; usual are 1e-6 to 1e-5 for full models",
+        name="learning rate too low",
+        stage=stage.name,
+        step=rate.steps[0],
         severity=0.7,
+        level="warn",
     )
 
 
@@ -68,7 +70,7 @@ def _what_stays(stage: StageRecord) -> str:
 
 
 @stage_rule
-def held_by_the_reference(stage: StageRecord) -> Iterator[Finding]:
+def held_by_the_reference(stage: StageRecord) -> Iterator[Fault]:
     """Names a KL penalty that outweighs the rewards: the policy may not leave its reference
     model."""
     for name, metric in (("kl_coef", "kl/ref"), ("kl_reward_coef", "kl/reward")):
@@ -93,19 +95,20 @@ def held_by_the_reference(stage: StageRecord) -> Iterator[Finding]:
             if reward
             else ""
         )
-        yield Finding(
-            "KL penalty too high",
+        yield Fault(
             f"{name} is {coefficient:g}, and {metric} {divergence.last:.2g} nats per token{level}",
-            "The penalty outweighs the rewards, so the policy stays at the reference model",
-            f"Lower {stage.named(f'algorithm.{name}')} to 0.1 or less",
-            stage.name,
-            divergence.steps[0],
+            cause="The penalty outweighs the rewards, so the policy stays at the reference model",
+            change=f"Lower {stage.named(f'algorithm.{name}')} to 0.1 or less",
+            name="KL penalty too high",
+            stage=stage.name,
+            step=divergence.steps[0],
             severity=0.68,
+            level="warn",
         )
 
 
 @stage_rule
-def dropped_groups(stage: StageRecord) -> Iterator[Finding]:
+def dropped_groups(stage: StageRecord) -> Iterator[Fault]:
     """Names dynamic sampling that drops nearly all groups."""
     kept = stage.series("dynamic/kept_share")
     unfilled = stage.series("dynamic/without_difference")
@@ -114,14 +117,15 @@ def dropped_groups(stage: StageRecord) -> Iterator[Finding]:
     prompts = int(stage.option("prompts_per_step", 32))
     if kept.last > KEPT_SHARE or unfilled.last < UNFILLED_SHARE * prompts:
         return
-    yield Finding(
-        "groups dropped",
+    yield Fault(
         f"dynamic sampling keeps {kept.last:.0%} of the groups, so {unfilled.last:.0f} of the "
         f"{prompts} groups of a step have equal rewards",
-        "Hardly a problem is neither too hard nor too easy, or the reward is constant",
-        f"Read samples (`rl samples {quoted(stage.run.path)}`) and test the reward; use other "
+        cause="Hardly a problem is neither too hard nor too easy, or the reward is constant",
+        change=f"Read samples (`rl samples {quoted(stage.run.path)}`) and test the reward; use other "
         f"problems, or more {stage.named('samples_per_prompt')}",
-        stage.name,
-        kept.since(lambda share: share <= KEPT_SHARE) or kept.steps[0],
+        name="groups dropped",
+        stage=stage.name,
+        step=kept.since(lambda share: share <= KEPT_SHARE) or kept.steps[0],
         severity=0.8,
+        level="warn",
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rewards.text import quoted
-from rl.views.explain.finding import Finding, run_rule, stage_rule
+from rl.errors import Fault
 from rl.views.explain.record import RunRecord, StageRecord
+from rl.views.explain.rules import run_rule, stage_rule
 from rl.views.explain.series import TREND_STEPS
 
 MEMORY_SHARE = 0.92
@@ -29,7 +30,7 @@ CODES = {
 
 
 @stage_rule
-def memory(stage: StageRecord) -> Iterator[Finding]:
+def memory(stage: StageRecord) -> Iterator[Fault]:
     """Names memory that is nearly used up, on the devices or on the host."""
     for metric, where, change in (
         (
@@ -59,50 +60,53 @@ def memory(stage: StageRecord) -> Iterator[Finding]:
         if series.last < MEMORY_SHARE and soon > left:
             continue
         until = f", full in about {soon:.0f} steps" if soon <= left else ""
-        yield Finding(
-            "memory near its end",
+        yield Fault(
             f"{series.last:.0%} of the {where} is in use{until} ({metric})",
-            "A longer batch, or growth, ends the run with exit code 5 or a kill by the system",
-            change,
-            stage.name,
-            series.since(lambda value: value >= MEMORY_SHARE) or series.steps[-1],
+            cause="A longer batch, or growth, ends the run with exit code 5 or a kill by the system",
+            change=change,
+            name="memory near its end",
+            stage=stage.name,
+            step=series.since(lambda value: value >= MEMORY_SHARE) or series.steps[-1],
             severity=0.77,
+            level="warn",
         )
 
 
 @run_rule
-def failed(run: RunRecord) -> Iterator[Finding]:
+def failed(run: RunRecord) -> Iterator[Fault]:
     """Names the exit code of the last attempt, if it failed."""
     code = run.ends[-1] if run.ends else 0
     if code in CODES:
         cause, change = CODES[code]
-        yield Finding(
-            f"exit code {code}",
+        yield Fault(
             "the last attempt failed",
-            f"The reason is {cause}",
-            change,
+            cause=f"The reason is {cause}",
+            change=change,
+            name=f"exit code {code}",
             severity=0.99,
+            level="warn",
         )
     elif code == 75:
-        yield Finding(
-            "interrupted",
+        yield Fault(
             "the last attempt was asked to stop",
-            "Its state is saved",
-            f"`rl-train {quoted(run.path)}` continues it",
+            cause="Its state is saved",
+            change=f"`rl-train {quoted(run.path)}` continues it",
+            name="interrupted",
             severity=0.1,
-            alarm=False,
+            level="note",
         )
 
 
 @run_rule
-def damaged(run: RunRecord) -> Iterator[Finding]:
+def damaged(run: RunRecord) -> Iterator[Fault]:
     """Names lines of the record that cannot be read."""
     if run.damaged:
         lines = ", ".join(map(str, run.damaged[:5]))
-        yield Finding(
-            "damaged record",
+        yield Fault(
             f"{len(run.damaged)} lines of events.jsonl cannot be read (lines {lines})",
-            "The verdict leaves them out",
-            "Check the disk; delete these lines to continue the run",
+            cause="The verdict leaves them out",
+            change="Check the disk; delete these lines to continue the run",
+            name="damaged record",
             severity=0.3,
+            level="warn",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rewards.text import quoted
+from rl.errors import Fault
 from rl.views.explain import (  # noqa: F401  registers the rules
     completions,
     data,
@@ -13,16 +14,16 @@ from rl.views.explain import (  # noqa: F401  registers the rules
     standstill,
     system,
 )
-from rl.views.explain.finding import RUN_RULES, STAGE_RULES, Finding
 from rl.views.explain.learning import MIN_STEPS
 from rl.views.explain.record import RunRecord, read
+from rl.views.explain.rules import RUN_RULES, STAGE_RULES
 
 LINES = 8
 """Most lines of a verdict."""
 
 
-def findings(run_dir: str | Path) -> list[Finding]:
-    """Returns the findings of all rules, the gravest first, one for each illness and stage.
+def findings(run_dir: str | Path) -> list[Fault]:
+    """Returns the faults that all rules see, the gravest first, one for each illness and stage.
 
     Raises ConfigError if there is no run or no event of it.
     """
@@ -37,21 +38,21 @@ def verdict(run_dir: str | Path) -> list[str]:
     """
     run = read(run_dir)
     every = _findings(run)
-    alarms = [each for each in every if each.alarm]
-    lines = [_summary(run, len(alarms)), *(each.line() for each in every)]
+    alarms = [each for each in every if each.level != "note"]
+    lines = [_summary(run, len(alarms)), *(each.message() for each in every)]
     if len(lines) > LINES:
         more = len(lines) - LINES + 1
         lines = [*lines[: LINES - 1], f"... and {more} more: rl explain {quoted(run.path)} --json"]
     return lines
 
 
-def _findings(run: RunRecord) -> list[Finding]:
+def _findings(run: RunRecord) -> list[Fault]:
     every = [each for rule in RUN_RULES for each in rule(run)]
     every += [each for stage in run.stages for rule in STAGE_RULES for each in rule(stage)]
-    every.sort(key=lambda each: (not each.alarm, -each.severity))
-    kept: dict[tuple[str, str | None], Finding] = {}
+    every.sort(key=lambda each: (each.level == "note", -each.severity))
+    kept: dict[tuple[str, str | None], Fault] = {}
     for each in every:
-        kept.setdefault((each.illness, each.stage), each)
+        kept.setdefault((each.name, each.stage), each)
     return list(kept.values())
 
 
