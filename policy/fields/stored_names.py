@@ -21,14 +21,20 @@ PREFIXES = (
 def renamed(family: ModuleType) -> Callable[[str], str]:
     """Returns a function from stored names to the names of the tables, without the prefixes of
     multimodal wrappers and of the family."""
-    multimodal = ((stored, ours) for ours, stored in getattr(family, "MULTIMODAL", ()))
-    prefixes = (*getattr(family, "PREFIXES", ()), *multimodal, *PREFIXES, *_without_base(family))
+    pairs = prefixes(family)
 
     def rename(name: str) -> str:
-        old, new = next(((old, new) for old, new in prefixes if name.startswith(old)), ("", ""))
+        old, new = next(((old, new) for old, new in pairs if name.startswith(old)), ("", ""))
         return new + name.removeprefix(old)
 
     return rename
+
+
+def prefixes(family: ModuleType) -> list[tuple[str, str]]:
+    """Returns pairs of a prefix of stored names and its replacement in the tables of a family; the
+    first that fits is taken."""
+    multimodal = [(stored, ours) for ours, stored in getattr(family, "MULTIMODAL", ())]
+    return [*getattr(family, "PREFIXES", ()), *multimodal, *PREFIXES, *_without_base(family)]
 
 
 def _without_base(family: ModuleType) -> list[tuple[str, str]]:

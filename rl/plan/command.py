@@ -248,8 +248,7 @@ def table(reports: Sequence[ProgramReport], chip: chips.Chip | None) -> str:
         if each.teacher:
             work = f"{each.teacher[0]:.2e} FLOP and {_bytes(each.teacher[1])} moved"
             notes.append(f"{each.name} contains the teacher's passes, about {work} of it")
-        if each.shared:
-            notes.append(f"{each.name}: {each.shared}")
+        notes += [f"{each.name}: {note}" for note in each.notes]
     if chip is not None:
         total = sum(each.times * bound(each, chip) for each in reports)
         far = any(kind.endswith(BETWEEN) for each in reports for kind in each.exchanged)

@@ -50,7 +50,7 @@ class ProgramReport:
     on the device. operations: of products. moved: bytes of HBM traffic. exchanged: [bytes, number]
     by kind of collective. kernels: calls of each kernel. times: runs per step. seconds: compile
     time. teacher: estimates of [operations, bytes of HBM traffic] of a teacher's passes in it.
-    shared: what its sequences share, as a line.
+    notes: what the plan says of it, in lines.
     """
 
     name: str
@@ -68,7 +68,7 @@ class ProgramReport:
     times: float
     seconds: float
     teacher: list[float] | None = None
-    shared: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def needs(self) -> int:
@@ -172,7 +172,7 @@ def _report(planned: Planned, topology: Topology, dump: Path, cache: Path | None
         "non_argument": planned.non_argument,
         "times": planned.times,
         "teacher": teacher_work(planned),
-        "shared": planned.shared,
+        "notes": planned.notes,
     }
     fields |= counted
     return ProgramReport(**fields)

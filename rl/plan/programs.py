@@ -53,7 +53,7 @@ class Planned:
     that hold tokens), each with `micro_rows` rows; None: all. dispatch: most steps of one run of a
     multi-step decode; `times` and counts are per step. kernels and occupancy: as in rl/plan/hlo.py.
     graph: the model that it computes. teacher: a further model, whose forward pass it contains.
-    shared: what its sequences share, as a line.
+    notes: what the plan says of it, in lines.
     """
 
     stage: str
@@ -70,7 +70,7 @@ class Planned:
     occupancy: float = 1.0
     graph: Graph | None = None
     teacher: Graph | None = None
-    shared: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def rows_at_once(self) -> int:
@@ -133,7 +133,7 @@ def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
             resident += sampling.rolling if each.rollout_memory else sampling.bytes
         other = resident - on_a_device(each.resident)
         loop = {"trip_count": each.trip_count, "micro_rows": each.micro_rows}
-        models = {"graph": each.graph, "teacher": each.teacher, "shared": each.shared}
+        models = {"graph": each.graph, "teacher": each.teacher, "notes": each.notes}
         made = Planned(
             own.name,
             each.kind,

@@ -21,17 +21,15 @@ from policy.huggingface import sources
 from policy.huggingface.tensorfiles import ModelFileError
 from policy.layers import batch_split
 from policy.layers.engram import set_classes
-from policy.media import Kind, is_tower
+from policy.media import Kind
 from policy.mesh import processes
 from policy.mesh.sharding import Layout, layout
 from policy.model import Graph, Model
 from policy.ops.host_memory import NoHostMemory, in_host_memory
-from rewards.suggest import nearest
 from rl.accounting.program_memory import ProgramMemoryLog
 from rl.cluster.launch import on_first
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
-from rl.config.stage import StageOptions
 from rl.data import models, towers
 from rl.data.encoded import media_of
 from rl.data.media import conflicts
@@ -56,8 +54,7 @@ from rl.training.media.tables import (
     table_rows,
     trains_towers,
 )
-from rl.training.trainable import is_named, trained_paths
-from rl.training.updater import frozen_names
+from rl.training.trainable import check_freeze
 from rollout import Generator, GeneratorOptions
 from rollout.engine import speculative
 from rollout.text.classes import token_classes
@@ -148,25 +145,6 @@ def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTa
     loader = prepared.data.loader
     assert loader is not None  # rows with pictures or sounds come with processors
     return MediaTables(MediaEncoder(graph), loader, M, sizes=frozenset(sizes), block=block)
-
-
-def check_freeze(graph: Graph, stages: Sequence[StageOptions]) -> Graph:
-    """Returns the graph. Raises ConfigError for a name in `freeze` that no weight has, and if
-    nothing is left to train. Names of weights of towers go with a model that was built without
-    towers, for rows of text."""
-    has_towers = any(map(is_tower, graph.paths))
-    for number, stage in enumerate(stages):
-        where = f"stages.{number}.freeze"
-        for name in stage.freeze or ():
-            absent = is_tower(name) and not has_towers
-            if not absent and not any(is_named(path, name) for path in graph.paths):
-                parts = sorted({path.partition(".")[0] for path in graph.paths})
-                raise ConfigError(
-                    f"{where}: the path of no weight begins with {name!r}{nearest(name, parts)}"
-                )
-        if not trained_paths(graph.paths, graph.runtime, frozen_names(graph, stage)):
-            raise ConfigError(f"{where}: no weight is left to train; name fewer parts")
-    return graph
 
 
 def model(

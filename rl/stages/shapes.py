@@ -46,6 +46,12 @@ def abstract_rows(stage: StageKind, updates: int) -> PackedRows:
     return PackedRows((rows, -(-length // multiple) * multiple), R, -(-full // R))
 
 
+def update_notes(stage: StageKind) -> tuple[str, ...]:
+    """Returns what a plan says of the programs that compute the loss of a stage, in lines."""
+    shared = describe(stage, stage.trainer.graph, stage.trainer.sharing)
+    return () if shared is None else (shared,)
+
+
 def update_program(
     stage: StageKind,
     kind: str,
@@ -85,7 +91,7 @@ def update_program(
 
     teacher = None if kind != "update" or trainer.teacher is None else trainer.teacher.model
     loop = {"trip_count": rows.trip_count, "micro_rows": rows.micro_rows}
-    more = {"teacher": teacher, "shared": describe(stage, trainer.graph, trainer.sharing)}
+    more = {"teacher": teacher, "notes": update_notes(stage)}
     return Program(
         kind, batch.tokens.shape, lower, trainer.graph, (resident, table), times, **loop, **more
     )
@@ -116,7 +122,7 @@ def held_out_program(
         return executable.lower(params, batch, loss_inputs, table, micro_rows=rows.micro_rows)
 
     loop = {"trip_count": rows.trip_count, "micro_rows": rows.micro_rows}
-    more: Any = {"shared": describe(stage, trainer.graph, trainer.sharing)}
+    more: Any = {"notes": update_notes(stage)}
     times = (
         1.0 / options.every if options.every else 0.0
     )  # blocks of rows in each measurement: a plan reads no rows

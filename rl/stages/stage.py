@@ -67,7 +67,7 @@ class Program:
     of `micro_rows` rows (None: one iteration of all rows). The program computes this number, so the
     compiler does not know it. rollout_memory: whether the generator's resharded weights
     (`Context.resharded`) are on the devices while it runs. teacher: the model whose forward pass it
-    contains. shared: what its sequences share, as a line of a plan.
+    contains. notes: what a plan says of it, in lines.
     """
 
     kind: str
@@ -80,7 +80,7 @@ class Program:
     micro_rows: int | None = None
     rollout_memory: bool = False
     teacher: Graph | None = None
-    shared: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 class StageKind(ConfiguredStage, ABC):

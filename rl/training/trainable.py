@@ -5,10 +5,16 @@ All other weights stay bit-identical: no gradient, no weight decay, no moments, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from policy.config import Runtime
 from policy.layers.layer_embeddings import TABLE
+from policy.media import TOWERS, is_tower
+from policy.model import Graph
+from rewards.suggest import nearest
+from rl.config.stage import StageOptions
+from rl.errors import ConfigError
 
 INDEXER = ".indexer."
 """Is part of the path of every weight of a key indexer (policy/attention/indexer.py)."""
@@ -43,3 +49,30 @@ def trained_paths(
         return runtime.indexer != ("off" if INDEXER in path else "dense_warmup")
 
     return frozenset(filter(is_trained, paths))
+
+
+def frozen_names(model: Any, stage: StageOptions) -> Sequence[str]:
+    """Returns the names of weights that a stage does not train; only a policy has names that can be
+    frozen."""
+    if not isinstance(model, Graph):
+        return ()
+    return TOWERS if stage.freeze is None else stage.freeze
+
+
+def check_freeze(graph: Graph, stages: Sequence[StageOptions]) -> Graph:
+    """Returns the graph. Raises ConfigError for a name in `freeze` that no weight has, and if
+    nothing is left to train. Names of weights of towers go with a model that was built without
+    towers, for rows of text."""
+    has_towers = any(map(is_tower, graph.paths))
+    for number, stage in enumerate(stages):
+        where = f"stages.{number}.freeze"
+        for name in stage.freeze or ():
+            absent = is_tower(name) and not has_towers
+            if not absent and not any(is_named(path, name) for path in graph.paths):
+                parts = sorted({path.partition(".")[0] for path in graph.paths})
+                raise ConfigError(
+                    f"{where}: the path of no weight begins with {name!r}{nearest(name, parts)}"
+                )
+        if not trained_paths(graph.paths, graph.runtime, frozen_names(graph, stage)):
+            raise ConfigError(f"{where}: no weight is left to train; name fewer parts")
+    return graph

@@ -22,7 +22,6 @@ from policy import modes
 from policy.execution import row_tables
 from policy.execution.encoding import PaddedInputs
 from policy.layers import batch_split
-from policy.media import TOWERS
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.modes import VALUE_HEAD
@@ -39,7 +38,7 @@ from rl.training.media.towers import TowerGradients
 from rl.training.optimizer import adamw, at_once, at_update, by_layer, schedule, start
 from rl.training.optimizer import norm as norm_of
 from rl.training.teacher import FeatureProjections
-from rl.training.trainable import MODULES, trained_paths
+from rl.training.trainable import MODULES, frozen_names, trained_paths
 
 
 @jax.tree_util.register_dataclass
@@ -50,14 +49,6 @@ class ParamState:
 
     params: dict[str, jax.Array]
     optimizer: Any
-
-
-def frozen_names(model: Graph | Critic | FeatureProjections, stage: StageOptions) -> Sequence[str]:
-    """Returns the names of weights that a stage does not train; only a policy has names that can be
-    frozen."""
-    if not isinstance(model, Graph):
-        return ()
-    return TOWERS if stage.freeze is None else stage.freeze
 
 
 def _first_step(model: Graph | Critic | FeatureProjections, stage: StageOptions) -> int:

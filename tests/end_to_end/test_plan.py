@@ -164,7 +164,7 @@ def test_a_run_says_what_its_own_programs_take_and_a_plan_had_said_so(plan, tmp_
     assert_ran_as_planned(
         tmp_path / "run", {name: each for name, each in planned.items() if name not in left_out}
     )
-    assert planned["grpo: update"]["shared"].startswith("shared prefix: 4 sequences share ")
+    assert planned["grpo: update"]["notes"][0].startswith("shared prefix: 4 sequences share ")
     assert (
         planned["grpo: quantised copy"]["aliased"] > 0
         and planned["grpo: quantised copy"]["times"] == 2

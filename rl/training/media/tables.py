@@ -26,8 +26,7 @@ from policy.mesh import processes
 from rl.data.encoded import media_of
 from rl.errors import DataError
 from rl.training.media.towers import UpdateMedia
-from rl.training.trainable import trained_paths
-from rl.training.updater import frozen_names
+from rl.training.trainable import frozen_names, trained_paths
 from rollout.media.loader import Loader
 from rollout.request import MediaPrompt, prefix_keys
 
