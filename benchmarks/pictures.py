@@ -66,13 +66,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Sequence[float]]:
 
 def pictures(spec: Any, count: int, side: int) -> list[Any]:
     """Returns pictures of noise."""
-    from policy.media import input_width, rows_of
     from rollout.media.item import Item
 
     rng = np.random.default_rng(0)
     cells = side // spec.patch
-    rows = rows_of(spec, (cells, cells))
-    values = rng.normal(size=(count, cells * cells, input_width(spec))).astype(np.float32)
+    rows = spec.rows_of((cells, cells))
+    values = rng.normal(size=(count, cells * cells, spec.input_width)).astype(np.float32)
     return [
         Item("image", str(number), (cells, cells), rows, each) for number, each in enumerate(values)
     ]

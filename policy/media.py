@@ -3,6 +3,8 @@ embeddings. Frozen, hashable and free of jax.
 
 An item is a picture, a tile of a picture, or a clip of sound. A tower reads its patches or frames,
 which are its inputs, and makes fewer rows of them.
+
+Each tower is a subclass of `Tower`, which says what the others ask of it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,91 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from policy.specs import Activation
+
+Kind = Literal["image", "audio"]
+TOWERS: tuple[Kind, ...] = ("image", "audio")
+"""The first parts of the paths of weights of towers."""
+SHORTEST = 64
+STEP = 2
+"""Inputs of the smallest item after padding, and the factor from one size to the next."""
+
+
+def is_tower(path: str) -> bool:
+    """Whether a weight belongs to a tower."""
+    return path.partition(".")[0] in TOWERS
+
+
+class Tower:
+    """A tower as data; a subclass is a frozen dataclass.
+
+    initializer_range: standard deviation of random weights.
+    """
+
+    initializer_range: float
+
+    @property
+    def input_width(self) -> int:
+        """Returns how many numbers an input has: those of a patch or of a frame."""
+        raise NotImplementedError
+
+    def rows_of(self, shape: tuple[int, int]) -> int:
+        """Returns how many rows an item has: `shape` is (height, width) in patches, or (frames,
+        1).
+
+        Processors (rollout/media/families) count the same from their own configuration; tests
+        compare the two.
+        """
+        raise NotImplementedError
+
+    def padded_inputs(self, inputs: int) -> int:
+        """Returns the number of inputs after padding: the next of 64, 128, 256, ..., or what the
+        tower says instead."""
+        return _padded(inputs)
+
+    def largest_inputs(self, rows: int) -> int:
+        """Returns the number of inputs, after padding, of an item with so many rows."""
+        raise NotImplementedError
+
+
+class GridTower(Tower):
+    """A tower of pictures of any size, which joins squares of patches to rows."""
+
+    @property
+    def row_side(self) -> int:
+        """Returns the patches of a side of such a square."""
+        raise NotImplementedError
+
+    def rows_of(self, shape: tuple[int, int]) -> int:
+        height, width = shape
+        return (height // self.row_side) * (width // self.row_side)
+
+    def padded_inputs(self, inputs: int) -> int:
+        """Returns the next of 64, 128, 256, ..., each rounded up to full squares."""
+        return _padded(inputs, self.row_side**2)
+
+    def largest_inputs(self, rows: int) -> int:
+        return self.padded_inputs(rows * self.row_side**2)
+
+
+class SquareTower(Tower):
+    """A tower of squares of `side` x `side` patches, which joins smaller squares to rows."""
+
+    side: int
+
+    @property
+    def row_side(self) -> int:
+        """Returns the patches of a side of a smaller square."""
+        raise NotImplementedError
+
+    def rows_of(self, shape: tuple[int, int]) -> int:
+        return (self.side // self.row_side) ** 2
+
+    def padded_inputs(self, inputs: int) -> int:
+        """Returns the patches of the square."""
+        return self.side**2
+
+    def largest_inputs(self, rows: int) -> int:
+        return self.side**2
 
 
 @dataclass(frozen=True)
@@ -34,7 +121,7 @@ class Encoder:
 
 
 @dataclass(frozen=True)
-class GridVision:
+class GridVision(GridTower):
     """The tower of Qwen3-VL, Qwen3.5 and Qwen3-Omni (arXiv 2511.21631): patches of any grid, rotary
     positions of rows and columns, and `merge` x `merge` patches joined to a row.
 
@@ -54,9 +141,21 @@ class GridVision:
     frames: int = 2
     theta: float = 1e4
 
+    @property
+    def initializer_range(self) -> float:
+        return self.encoder.initializer_range
+
+    @property
+    def input_width(self) -> int:
+        return self.channels * self.patch**2 * self.frames
+
+    @property
+    def row_side(self) -> int:
+        return self.merge
+
 
 @dataclass(frozen=True)
-class WindowVision:
+class WindowVision(GridTower):
     """The tower of Qwen2.5-VL (arXiv 2502.13923): inputs, rotary positions and rows as in
     GridVision; blocks with RMS norms and gated feed-forwards, whose attention stays within windows
     of `window` x `window` rows, except in the blocks `full`."""
@@ -86,9 +185,17 @@ class WindowVision:
         """Returns how many patches a complete window has."""
         return (self.window * self.merge) ** 2
 
+    @property
+    def input_width(self) -> int:
+        return self.channels * self.patch**2 * self.frames
+
+    @property
+    def row_side(self) -> int:
+        return self.merge
+
 
 @dataclass(frozen=True)
-class Siglip:
+class Siglip(SquareTower):
     """The tower of Gemma 3: SigLIP (arXiv 2303.15343) on a square of `side` x `side` patches, the
     mean over squares of `pool` x `pool` outputs, a norm and a projection. An input is a patch
     flattened as (channel, y, x), row by row."""
@@ -99,9 +206,21 @@ class Siglip:
     pool: int
     channels: int = 3
 
+    @property
+    def initializer_range(self) -> float:
+        return self.encoder.initializer_range
+
+    @property
+    def input_width(self) -> int:
+        return self.channels * self.patch**2
+
+    @property
+    def row_side(self) -> int:
+        return self.pool
+
 
 @dataclass(frozen=True)
-class TileVision:
+class TileVision(SquareTower):
     """The tower of Llama 4: tiles of `side` x `side` patches and a class token, rotary positions of
     columns and rows, and `merge` x `merge` outputs joined to a row by an adapter of widths `inner`
     and `out`. An input is a patch flattened as (channel, y, x), row by row."""
@@ -115,9 +234,21 @@ class TileVision:
     channels: int = 3
     theta: float = 1e4
 
+    @property
+    def initializer_range(self) -> float:
+        return self.encoder.initializer_range
+
+    @property
+    def input_width(self) -> int:
+        return self.channels * self.patch**2
+
+    @property
+    def row_side(self) -> int:
+        return self.merge
+
 
 @dataclass(frozen=True)
-class PooledVision:
+class PooledVision(GridTower):
     """The vision tower of Gemma 4: patches of any grid, a learned vector for each column and each
     row, blocks like those of its text model, and the mean over squares of `pool` x `pool` outputs.
 
@@ -143,9 +274,17 @@ class PooledVision:
     channels: int = 3
     initializer_range: float = 0.02
 
+    @property
+    def input_width(self) -> int:
+        return self.channels * self.patch**2
+
+    @property
+    def row_side(self) -> int:
+        return self.pool
+
 
 @dataclass(frozen=True)
-class Conformer:
+class Conformer(Tower):
     """The audio tower of Gemma 4: two convolutions of stride 2 and `channels`, then blocks of a
     feed-forward, attention to the last `context` rows, a causal convolution over `kernel` rows and
     a second feed-forward.
@@ -175,9 +314,19 @@ class Conformer:
         """Returns the dimension of a head."""
         return self.width // self.heads
 
+    @property
+    def input_width(self) -> int:
+        return self.mels
+
+    def rows_of(self, shape: tuple[int, int]) -> int:
+        return halved(shape[0], 2)  # two convolutions of stride 2
+
+    def largest_inputs(self, rows: int) -> int:
+        return self.padded_inputs(rows * 4)
+
 
 @dataclass(frozen=True)
-class ChunkedAudio:
+class ChunkedAudio(Tower):
     """The audio tower of Qwen3-Omni (arXiv 2509.17765): chunks of `chunk` frames through three
     convolutions of stride 2 and `channels`, then blocks that attend within windows of `window`
     chunks.
@@ -197,53 +346,20 @@ class ChunkedAudio:
         """Returns the rows of a full chunk."""
         return halved(self.chunk, 3)
 
+    @property
+    def initializer_range(self) -> float:
+        return self.encoder.initializer_range
 
-Kind = Literal["image", "audio"]
-TOWERS: tuple[Kind, ...] = ("image", "audio")
-"""The first parts of the paths of weights of towers."""
-SHORTEST = 64
-STEP = 2
-"""Inputs of the smallest item after padding, and the factor from one size to the next."""
+    @property
+    def input_width(self) -> int:
+        return self.mels
 
-Tower = GridVision | WindowVision | Siglip | TileVision | PooledVision | Conformer | ChunkedAudio
+    def rows_of(self, shape: tuple[int, int]) -> int:
+        chunks, rest = divmod(shape[0], self.chunk)
+        return self.chunk_rows * chunks + halved(rest, 3)
 
-
-def initializer_range(spec: Tower | Encoder) -> float:
-    """Returns the standard deviation of a tower's random weights."""
-    return (
-        spec.initializer_range
-        if isinstance(spec, Encoder | WindowVision | PooledVision | Conformer)
-        else spec.encoder.initializer_range
-    )
-
-
-def rows_of(spec: Tower, shape: tuple[int, int]) -> int:
-    """Returns how many rows an item has: `shape` is (height, width) in patches, or (frames, 1).
-
-    Processors (rollout/media/families) count the same from their own configuration; tests compare
-    the two.
-    """
-    height, width = shape
-    match spec:
-        case GridVision(merge=k) | WindowVision(merge=k) | PooledVision(pool=k):
-            return (height // k) * (width // k)
-        case Siglip(side=side, pool=k) | TileVision(side=side, merge=k):
-            return (side // k) ** 2
-        case Conformer():  # two convolutions of stride 2
-            return halved(height, 2)
-        case ChunkedAudio():
-            return spec.chunk_rows * (height // spec.chunk) + halved(height % spec.chunk, 3)
-
-
-def input_width(spec: Tower) -> int:
-    """Returns how many numbers an input has: those of a patch or of a frame."""
-    if isinstance(spec, Conformer | ChunkedAudio):
-        return spec.mels
-    return (
-        spec.channels
-        * spec.patch**2
-        * (spec.frames if isinstance(spec, GridVision | WindowVision) else 1)
-    )
+    def largest_inputs(self, rows: int) -> int:
+        return self.padded_inputs(-(-rows // self.chunk_rows) * self.chunk)
 
 
 def halved(length: Any, times: int) -> Any:
@@ -254,37 +370,10 @@ def halved(length: Any, times: int) -> Any:
     return length
 
 
-def padded_inputs(spec: Tower, inputs: int) -> int:
-    """Returns the number of inputs after padding: that of a full item for towers of one size, else
-    the next of 64, 128, 256, ..., each rounded up to a multiple of the inputs of a row where a
-    tower joins them (GridVision, WindowVision, PooledVision).
-    """
-    match spec:
-        case Siglip(side=side) | TileVision(side=side):
-            return side**2
-        case GridVision(merge=side) | WindowVision(merge=side) | PooledVision(pool=side):
-            unit = side**2
-        case _:
-            unit = 1
+def _padded(inputs: int, unit: int = 1) -> int:
+    """Returns the first of 64, 128, 256, ..., each rounded up to a multiple of `unit`, that is
+    not less than `inputs`."""
     size = SHORTEST
     while (padded := -(-size // unit) * unit) < inputs:
         size *= STEP
     return padded
-
-
-def largest_inputs(spec: Tower, rows: int) -> int:
-    """Returns the number of inputs, after padding, of an item with so many rows."""
-    match spec:
-        case GridVision(merge=side) | WindowVision(merge=side) | PooledVision(pool=side):
-            return padded_inputs(spec, rows * side**2)
-        case ChunkedAudio():
-            return padded_inputs(spec, -(-rows // spec.chunk_rows) * spec.chunk)
-        case Conformer():
-            return padded_inputs(spec, rows * 4)
-        case _:
-            return padded_inputs(spec, 0)
-
-
-def is_tower(path: str) -> bool:
-    """Whether a weight belongs to a tower."""
-    return path.partition(".")[0] in TOWERS

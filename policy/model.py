@@ -29,7 +29,6 @@ from policy.experts import expert_parallel
 from policy.heads import features, head
 from policy.intermediates import Aux
 from policy.layers import batch_split
-from policy.media import input_width
 from policy.mesh.sharding import Layout
 from policy.ops.host_memory import belongs_there, fetch, in_host_memory
 from policy.ops.parameter import Constant, RowTable
@@ -325,8 +324,8 @@ class Model:
 
         `values` [R, N, K] are the inputs of R items in the order of the tower (policy/media.py),
         padded to N, `shapes` int[R, 2] are (height, width) in patches or (frames, 1). The first
-        `policy.media.rows_of` rows of an item are its own. Raises ValueError if the model was
-        loaded without such a tower or an array has another shape.
+        `rows_of` of an item's shape are its own (`policy.media.Tower`). Raises ValueError if the
+        model was loaded without such a tower or an array has another shape.
         """
         spec = getattr(self.config, kind)
         if spec is None:
@@ -338,11 +337,11 @@ class Model:
         shapes = jnp.asarray(shapes, jnp.int32)
         if (
             values.ndim != 3
-            or values.shape[2] != input_width(spec)
+            or values.shape[2] != spec.input_width
             or shapes.shape != (len(values), 2)
         ):
             raise ValueError(
-                f"values must be [items, inputs, {input_width(spec)}] and shapes [items, 2], got "
+                f"values must be [items, inputs, {spec.input_width}] and shapes [items, 2], got "
                 f"{values.shape} and {shapes.shape}"
             )
         return self._encode(self.params, kind, values, shapes)

@@ -16,7 +16,6 @@ from towers import GRID as VISION
 import policy
 from policy import families
 from policy.cache.media import DocumentMedia, Media, MediaTable
-from policy.media import input_width, rows_of
 from rollout.media.item import Item
 
 IMAGE, SOUND = 150, 154
@@ -264,8 +263,8 @@ def drawn(spec, shapes, seed: int = 0) -> list[Item]:
             "image",
             f"{seed}.{n}",
             (h, w),
-            rows_of(spec, (h, w)),
-            rng.normal(size=(h * w, input_width(spec))).astype(np.float32),
+            spec.rows_of((h, w)),
+            rng.normal(size=(h * w, spec.input_width)).astype(np.float32),
         )
         for n, (h, w) in enumerate(shapes)
     ]

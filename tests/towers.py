@@ -9,9 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from policy.fields import tower_fields as fields
-from policy.fields import tower_names as names
-from policy.media import rows_of
+from policy.fields import tower_files as files
 
 VISION = {
     "hidden_size": 24,
@@ -305,11 +303,11 @@ POOLED = VISION | {
 }
 _SHAPES = ((4, 6), (2, 2), (6, 4), (2, 10))
 KINDS = {
-    "grid": Kind(GRID, fields.grid_vision, names.GRID_VISION, build_grid, call_grid, _SHAPES, 32),
+    "grid": Kind(GRID, files.grid_vision, files.GRID_VISION, build_grid, call_grid, _SHAPES, 32),
     "grid_of_omni": Kind(
         GRID,
-        fields.grid_vision,
-        names.GRID_VISION_OF_OMNI,
+        files.grid_vision,
+        files.GRID_VISION_OF_OMNI,
         build_grid_of_omni,
         call_grid,
         _SHAPES,
@@ -318,8 +316,8 @@ KINDS = {
     "grid_of_qwen3_5": Kind(
         {key: value for key, value in GRID.items() if key != "deepstack_visual_indexes"}
         | {"depth": 2},
-        fields.grid_vision,
-        names.GRID_VISION,
+        files.grid_vision,
+        files.GRID_VISION,
         build_grid_of_qwen3_5,
         call_grid,
         _SHAPES,
@@ -328,8 +326,8 @@ KINDS = {
     # Pictures of one window, and of several that its sides cut.
     "windows": Kind(
         WINDOWS,
-        fields.window_vision,
-        names.WINDOW_VISION,
+        files.window_vision,
+        files.WINDOW_VISION,
         build_windows,
         call_grid,
         ((10, 14), (2, 2), (6, 6), (2, 26), (18, 4)),
@@ -337,8 +335,8 @@ KINDS = {
     ),
     "windows_of_a_row": Kind(
         WINDOWS | {"depth": 1, "num_heads": 3, "window_size": 8, "fullatt_block_indexes": [1]},
-        fields.window_vision,
-        names.WINDOW_VISION,
+        files.window_vision,
+        files.WINDOW_VISION,
         build_windows,
         call_grid,
         _SHAPES,
@@ -346,23 +344,23 @@ KINDS = {
     ),
     "siglip": Kind(
         VISION | {"image_size": 24},
-        functools.partial(fields.siglip, rows=9),
-        names.SIGLIP,
+        functools.partial(files.siglip, rows=9),
+        files.SIGLIP,
         build_siglip,
         call_siglip,
         ((6, 6),) * 3,
         40,
     ),
     "tiles": Kind(
-        TILES, fields.tile_vision, names.TILE_VISION, build_tiles, call_tiles, ((6, 6),) * 3, 40
+        TILES, files.tile_vision, files.TILE_VISION, build_tiles, call_tiles, ((6, 6),) * 3, 40
     ),
     "pooled": Kind(
-        POOLED, fields.pooled_vision, names.POOLED_VISION, build_pooled, call_pooled, _SHAPES, 32
+        POOLED, files.pooled_vision, files.POOLED_VISION, build_pooled, call_pooled, _SHAPES, 32
     ),
     "pooled_clipped": Kind(
         POOLED | {"standardize": False, "use_clipped_linears": True},
-        fields.pooled_vision,
-        names.POOLED_VISION,
+        files.pooled_vision,
+        files.POOLED_VISION,
         build_pooled,
         call_pooled,
         _SHAPES,
@@ -370,8 +368,8 @@ KINDS = {
     ),
     "chunked": Kind(
         CHUNKED,
-        fields.chunked_audio,
-        names.CHUNKED_AUDIO,
+        files.chunked_audio,
+        files.CHUNKED_AUDIO,
         build_chunked,
         call_chunked,
         ((150, 1), (100, 1), (333, 1)),
@@ -379,8 +377,8 @@ KINDS = {
     ),
     "conformer": Kind(
         CONFORMER,
-        fields.conformer,
-        names.CONFORMER,
+        files.conformer,
+        files.CONFORMER,
         build_conformer,
         call_conformer,
         ((37, 1), (64, 1), (9, 1)),
@@ -430,7 +428,7 @@ class Pair:
             rows, features = self.call(weights, values, shapes, Runtime(**options))
             total = 0.0
             for at in range(len(self.items)):
-                count = rows_of(self.spec, self.kind.shapes[at])
+                count = self.spec.rows_of(self.kind.shapes[at])
                 total += (rows[at, :count] * factors[at]).sum()
                 total += (
                     0.0 if features is None else (features[:, at, :count] * deep_factors[at]).sum()
@@ -474,7 +472,7 @@ class Pair:
 
     def own(self, rows, features, at, number):
         """The rows and features of item `number`, which is at place `at` of a batch."""
-        count = rows_of(self.spec, self.kind.shapes[number])
+        count = self.spec.rows_of(self.kind.shapes[number])
         assert len(self.expected[number][0]) == count
         return np.asarray(rows[at, :count]), None if features is None else np.asarray(
             features[:, at, :count]
@@ -521,7 +519,6 @@ def pair(name: str) -> Pair:
     from flax import nnx
 
     from policy import towers as modules
-    from policy.media import input_width
 
     kind = KINDS[name]
     torch.manual_seed(0)
@@ -531,7 +528,7 @@ def pair(name: str) -> Pair:
         module = nnx.eval_shape(lambda: modules.create(spec, E, nnx.Rngs(0)))
     tensors = {key: value.detach().numpy() for key, value in theirs.state_dict().items()}
     rng, lengths = np.random.default_rng(1), [h * w for h, w in kind.shapes]
-    items = [rng.normal(size=(n, input_width(spec))).astype(np.float32) for n in lengths]
+    items = [rng.normal(size=(n, spec.input_width)).astype(np.float32) for n in lengths]
     with torch.no_grad():
         expected = [
             tuple(None if each is None else each.numpy() for each in rows)

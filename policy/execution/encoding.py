@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.cache.media import MediaTable
-from policy.media import Kind, Tower, input_width, is_tower, padded_inputs
+from policy.media import Kind, Tower, is_tower
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.programs.compiled_cache import CompiledCache
@@ -117,7 +117,7 @@ class MediaEncoder:
         """
         groups: dict[tuple[Kind, int], list[tuple[TowerInput, int]]] = defaultdict(list)
         for item, first in items:
-            groups[item.kind, padded_inputs(self.spec(item.kind), len(item.values))].append(
+            groups[item.kind, self.spec(item.kind).padded_inputs(len(item.values))].append(
                 (item, first)
             )
         return [
@@ -132,7 +132,7 @@ class MediaEncoder:
         G = -(-len(items) // R)
         m = self._padded_rows(kind, N)
         G = 1 << (G - 1).bit_length() if round_up else G
-        values = np.zeros((G * R, N, input_width(spec)), np.float32)
+        values = np.zeros((G * R, N, spec.input_width), np.float32)
         shapes = np.ones((G * R, 2), np.int32)
         targets = np.full((G * R, m), M, np.int32)
         for i, (item, first) in enumerate(items):
@@ -145,7 +145,7 @@ class MediaEncoder:
     def _padded_rows(self, kind: Kind, N: int) -> int:
         """Returns m, the rows that the tower makes of N inputs."""
         if (kind, N) not in self._rows:
-            inputs = jax.ShapeDtypeStruct((1, N, input_width(self.spec(kind))), jnp.float32)
+            inputs = jax.ShapeDtypeStruct((1, N, self.spec(kind).input_width), jnp.float32)
             shapes = jax.ShapeDtypeStruct((1, 2), jnp.int32)
             rows, _ = jax.eval_shape(
                 lambda p, v, s: self.graph.encode(p, kind, v, s), self.graph.shapes, inputs, shapes
@@ -191,7 +191,7 @@ class MediaEncoder:
     def _abstract_piece(self, kind: Kind, N: int) -> PaddedInputs:
         R = self.items_per_call(N)
         m = self._padded_rows(kind, N)
-        values = jax.ShapeDtypeStruct((1, R, N, input_width(self.spec(kind))), jnp.float32)
+        values = jax.ShapeDtypeStruct((1, R, N, self.spec(kind).input_width), jnp.float32)
         return PaddedInputs(
             kind, values, *(jax.ShapeDtypeStruct((1, R, n), jnp.int32) for n in (2, m))
         )

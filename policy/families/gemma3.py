@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from policy.config import SANDWICH_NORM, Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.fields import names, tower_fields, tower_names
+from policy.fields import names, tower_files
 from policy.fields.config_fields import (
     UnsupportedModel,
     activation,
@@ -26,7 +26,7 @@ MULTIMODAL = (("model.", "language_model.model."), ("lm_head.", "language_model.
 PREFIXES = tuple(
     (f"{outer}vision_tower.vision_model.", "vision_tower.") for outer in ("", "model.")
 )
-TOWERS = {"image": tower_names.SIGLIP}
+TOWERS = {"image": tower_files.SIGLIP}
 NAMES = names.ATTENTION | names.MLP | names.NORMS_BY_ROLE
 
 # The values of absent keys, by the class of transformers. Files of multimodal models leave many
@@ -116,7 +116,7 @@ def _rope_parameters(hf: dict) -> dict:
 def towers(stored: dict) -> dict[str, Any]:
     """Reads the vision tower of a complete configuration."""
     return {
-        "image": tower_fields.siglip(
+        "image": tower_files.siglip(
             stored["vision_config"], first(stored, "mm_tokens_per_image", default=256)
         )
     }

@@ -22,7 +22,7 @@ from policy.config import (
     NormName,
     Router,
 )
-from policy.fields import names, tower_fields, tower_names
+from policy.fields import names, tower_files
 from policy.fields.config_fields import (
     UnsupportedModel,
     activation,
@@ -39,7 +39,7 @@ MODEL_TYPES = ("gemma4_text", "gemma4")
 KINDS = ("full_attention", "sliding_attention")
 _TOWERS = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
 MULTIMODAL = (*((name, f"model.{name}") for name in _TOWERS), ("model.", "model.language_model."))
-TOWERS = {"image": tower_names.POOLED_VISION, "audio": tower_names.CONFORMER}
+TOWERS = {"image": tower_files.POOLED_VISION, "audio": tower_files.CONFORMER}
 _EXPERTS = "feed_forward.experts."
 NAMES = (
     names.ATTENTION
@@ -292,8 +292,8 @@ def _feed_forward(hf: dict, norm: Norm) -> Mlp | DenseAndExperts:
 def towers(stored: dict) -> dict[str, Any]:
     """Reads the towers of a complete configuration, which may lack one."""
     readers = {
-        "vision_config": ("image", tower_fields.pooled_vision),
-        "audio_config": ("audio", tower_fields.conformer),
+        "vision_config": ("image", tower_files.pooled_vision),
+        "audio_config": ("audio", tower_files.conformer),
     }
     return {
         field: read(stored[key])

@@ -19,7 +19,7 @@ from policy.config import (
     QueryTemperature,
     Router,
 )
-from policy.fields import names, tower_fields, tower_names
+from policy.fields import names, tower_files
 from policy.fields.config_fields import (
     UnsupportedModel,
     activation,
@@ -55,7 +55,7 @@ NAMES = (
 )
 
 MULTIMODAL = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
-TOWERS = {"image": tower_names.TILE_VISION}
+TOWERS = {"image": tower_files.TILE_VISION}
 KINDS = ("chunked_attention", "full_attention")
 # The values of absent keys, by the class of transformers.
 DEFAULTS = {
@@ -142,4 +142,4 @@ def _experts(hf: dict) -> Moe:
 
 def towers(stored: dict) -> dict[str, Any]:
     """Reads the vision tower of a complete configuration."""
-    return {"image": tower_fields.tile_vision(stored["vision_config"])}
+    return {"image": tower_files.tile_vision(stored["vision_config"])}

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from policy.config import DecoderConfig, LayerSpec, Mlp
-from policy.fields import names, tower_fields, tower_names
+from policy.fields import names, tower_files
 from policy.fields.config_fields import (
     UnsupportedModel,
     activation,
@@ -26,7 +26,7 @@ MODEL_TYPES = ("qwen2_5_vl", "qwen2_5_vl_text")
 # The files have the names of the tables, as released and as transformers writes them.
 WRAPPED = ("", "")
 MULTIMODAL = ()
-TOWERS = {"image": names.moved(tower_names.WINDOW_VISION, ("", ""), ("", "visual."))}
+TOWERS = {"image": names.moved(tower_files.WINDOW_VISION, ("", ""), ("", "visual."))}
 NAMES = names.ATTENTION | names.MLP
 
 # The values of absent keys, by the class of transformers. `head_dim` is not declared there.
@@ -66,7 +66,7 @@ def read(stored: dict) -> DecoderConfig:
 
 def towers(stored: dict) -> dict[str, Any]:
     """Reads the vision tower of a complete configuration."""
-    return {"image": tower_fields.window_vision(stored["vision_config"])}
+    return {"image": tower_files.window_vision(stored["vision_config"])}
 
 
 def _tied(stored: dict) -> dict:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.fields import names, tower_fields, tower_names
+from policy.fields import names, tower_files
 from policy.fields.config_fields import UnsupportedModel, activation, decoder, first, hybrid_mixers
 
 ARCHITECTURES = (
@@ -68,7 +68,7 @@ MOE = _DEFAULTS | {
 EXPERTS = 256
 SECTIONS = (11, 11, 10)
 MULTIMODAL = (("visual.", "model.visual."), ("model.", "model.language_model."))
-TOWERS = {"image": names.moved(tower_names.GRID_VISION, ("", ""), ("", "visual."))}
+TOWERS = {"image": names.moved(tower_files.GRID_VISION, ("", ""), ("", "visual."))}
 
 
 def read(stored: dict) -> DecoderConfig:
@@ -98,4 +98,4 @@ def _experts(hf: dict) -> Moe:
 
 def towers(stored: dict) -> dict[str, Any]:
     """Reads the vision tower of a complete configuration."""
-    return {"image": tower_fields.grid_vision(stored["vision_config"])}
+    return {"image": tower_files.grid_vision(stored["vision_config"])}

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.fields import names, tower_fields, tower_names
+from policy.fields import names, tower_files
 from policy.fields.config_fields import (
     activation,
     attention,
@@ -33,8 +33,8 @@ SKIP = (r"talker\..*", r"code2wav\..*")
 WRAPPED = ("", "")
 MULTIMODAL = ()
 TOWERS = {
-    "image": names.moved(tower_names.GRID_VISION_OF_OMNI, ("", ""), ("", "visual.")),
-    "audio": names.moved(tower_names.CHUNKED_AUDIO, ("", ""), ("", "audio_tower.")),
+    "image": names.moved(tower_files.GRID_VISION_OF_OMNI, ("", ""), ("", "visual.")),
+    "audio": names.moved(tower_files.CHUNKED_AUDIO, ("", ""), ("", "audio_tower.")),
 }
 NAMES = names.ATTENTION | names.MLP | names.MOE
 
@@ -86,7 +86,7 @@ def towers(stored: dict) -> dict[str, Any]:
     """Reads the towers of a complete configuration, which may lack one."""
     result: dict[str, Any] = {}
     if stored.get("vision_config") is not None:
-        result["image"] = tower_fields.grid_vision(stored["vision_config"], DEEPSTACK)
+        result["image"] = tower_files.grid_vision(stored["vision_config"], DEEPSTACK)
     if stored.get("audio_config") is not None:
-        result["audio"] = tower_fields.chunked_audio(stored["audio_config"])
+        result["audio"] = tower_files.chunked_audio(stored["audio_config"])
     return result

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Norm
-from policy.fields import names, tower_fields, tower_names
+from policy.fields import names, tower_files
 from policy.fields.config_fields import (
     activation,
     attention,
@@ -22,7 +22,7 @@ ARCHITECTURES = ("Qwen3VLForConditionalGeneration",)
 MODEL_TYPES = ("qwen3_vl", "qwen3_vl_text")
 WRAPPED = ("model.", "model.language_model.")
 MULTIMODAL = (("visual.", "model.visual."), WRAPPED)
-TOWERS = {"image": names.moved(tower_names.GRID_VISION, ("", ""), ("", "visual."))}
+TOWERS = {"image": names.moved(tower_files.GRID_VISION, ("", ""), ("", "visual."))}
 NAMES = names.ATTENTION | names.MLP
 
 # The values of absent keys, by the class of transformers.
@@ -56,4 +56,4 @@ def read(stored: dict) -> DecoderConfig:
 
 def towers(stored: dict) -> dict[str, Any]:
     """Reads the vision tower of a complete configuration."""
-    return {"image": tower_fields.grid_vision(stored["vision_config"], DEEPSTACK)}
+    return {"image": tower_files.grid_vision(stored["vision_config"], DEEPSTACK)}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.fields import names, tower_fields, tower_names
+from policy.fields import names, tower_files
 from policy.fields.config_fields import (
     activation,
     attention,
@@ -26,7 +26,7 @@ ARCHITECTURES = ("Qwen3VLMoeForConditionalGeneration",)
 MODEL_TYPES = ("qwen3_vl_moe", "qwen3_vl_moe_text")
 WRAPPED = ("model.", "model.language_model.")
 MULTIMODAL = (("visual.", "model.visual."), WRAPPED)
-TOWERS = {"image": names.moved(tower_names.GRID_VISION, ("", ""), ("", "visual."))}
+TOWERS = {"image": names.moved(tower_files.GRID_VISION, ("", ""), ("", "visual."))}
 
 
 def _either(written: Table, released: Table) -> Table:
@@ -95,4 +95,4 @@ def read(stored: dict) -> DecoderConfig:
 
 def towers(stored: dict) -> dict[str, Any]:
     """Reads the vision tower of a complete configuration."""
-    return {"image": tower_fields.grid_vision(stored["vision_config"], DEEPSTACK)}
+    return {"image": tower_files.grid_vision(stored["vision_config"], DEEPSTACK)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
-from policy.fields import names, tower_names
+from policy.fields import names, tower_files
 
 # Prefixes of stored names -> prefixes in the tables, for text models inside multimodal ones and for
 # towers, as all versions of transformers spell them. A family's PREFIXES are tried first.
@@ -14,7 +14,7 @@ PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
     ("language_model.", "model."),
-    *((f"model.{root}.", f"{root}.") for root in tower_names.ROOTS),
+    *((f"model.{root}.", f"{root}.") for root in tower_files.ROOTS),
 )
 
 

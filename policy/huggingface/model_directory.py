@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from policy import families
 from policy.config import DecoderConfig, LayerSpec, Runtime
-from policy.fields import extensions, names, tower_names
+from policy.fields import extensions, names, tower_files
 from policy.fields.stored_names import different_prefixes, renamed
 from policy.huggingface import sources
 from policy.huggingface.quantized import Scheme
@@ -41,7 +41,7 @@ Missing = Literal["refuse", "fresh"]
 # Tensors that a text model does not need: the towers of other modalities (unless they are read),
 # heads that predict further tokens, copies of embedding and head in prediction modules, and tables
 # of old files that follow from the configuration.
-TOWERS = rf"(model\.)?({'|'.join(tower_names.ROOTS)})\..*"
+TOWERS = rf"(model\.)?({'|'.join(tower_files.ROOTS)})\..*"
 HEADS = r"mtp\..*"
 COPIES = r".*\.\d+\.(embed_tokens|shared_head\.head)\.weight"
 TABLES = r".*rotary_emb\.inv_freq"

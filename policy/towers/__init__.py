@@ -4,7 +4,7 @@ and policy/media.py describes each as data.
 A module is created by `(spec, out_width, rngs)`. A call takes values float32[R, N, K], the inputs
 of R items padded to N, and shapes int32[R, 2], (height, width) in patches or (frames, 1). It
 returns rows [R, M, E] and deepstack features [S, R, M, E] or None. The first
-`policy.media.rows_of(spec, shape)` rows of an item are its own; the others stand for padding.
+`spec.rows_of(shape)` rows of an item are its own; the others stand for padding.
 Padding changes no row of an item, nor does another item.
 """
 

@@ -20,7 +20,7 @@ from policy.cache.layer_cache import Visible
 from policy.cache.step import Step
 from policy.config import LayerNorm, Rope, Runtime
 from policy.experts.mlp import ACTIVATIONS
-from policy.media import Encoder, initializer_range
+from policy.media import Encoder
 from policy.mesh.sharding import constrain
 from policy.ops.linear import linear
 from policy.ops.norms import MeanNorm
@@ -58,7 +58,7 @@ class Projections(nnx.Module):
         setattr(
             self,
             f"{name}_proj",
-            weight(rngs, inputs + outputs, rows + columns, normal(initializer_range(self.spec))),
+            weight(rngs, inputs + outputs, rows + columns, normal(self.spec.initializer_range)),
         )
         if bias:
             named = tuple("norm" if axis == "embed" else axis for axis in columns)

@@ -13,7 +13,7 @@ from flax import nnx
 
 from policy.config import LayerNorm, Runtime
 from policy.experts.mlp import ACTIVATIONS
-from policy.media import ChunkedAudio, halved, initializer_range
+from policy.media import ChunkedAudio, halved
 from policy.ops.norms import MeanNorm
 from policy.ops.parameter import normal, stacked, weight, zeros
 from policy.ops.rope import sinusoids
@@ -46,7 +46,7 @@ class ChunkedAudioTower(Projections):
                     rngs,
                     (3, 3, inputs, C),
                     (None, None, None, "mlp"),
-                    normal(initializer_range(spec)),
+                    normal(spec.initializer_range),
                 ),
             )
             setattr(self, f"{name}_bias", weight(rngs, (C,), ("mlp",), zeros))

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from policy.attention.dot_product_attention import MASKED
 from policy.config import Norm, Runtime
 from policy.experts.mlp import ACTIVATIONS
-from policy.media import Conformer, halved, initializer_range
+from policy.media import Conformer, halved
 from policy.ops.norms import RMSNorm
 from policy.ops.parameter import normal, ones, stacked, weight, zeros
 from policy.ops.rope import sinusoids
@@ -95,7 +95,7 @@ class LightConvolution(Projections):
         self.spec, D, norm = spec, spec.width, Norm(spec.eps, "before_cast")
         self.input_norm, self.norm = RMSNorm(D, norm, rngs), RMSNorm(D, norm, rngs)
         self.add(rngs, "up", ((D,), (2 * D,)), (("embed",), ("mlp",)), clipped=spec.clipped)
-        self.conv = weight(rngs, (spec.kernel, D), (None, "norm"), normal(initializer_range(spec)))
+        self.conv = weight(rngs, (spec.kernel, D), (None, "norm"), normal(spec.initializer_range))
         self.add(rngs, "down", ((D,), (D,)), (("mlp",), ("embed",)), clipped=spec.clipped)
 
     def __call__(self, x_RTD: jax.Array, runtime: Runtime) -> jax.Array:
@@ -149,10 +149,10 @@ class ConformerTower(Projections):
     def __init__(self, spec: Conformer, out_width: int, rngs: nnx.Rngs):
         self.spec, D, (first, second) = spec, spec.width, spec.channels
         self.first_conv = weight(
-            rngs, (3, 3, 1, first), (None, None, None, "mlp"), normal(initializer_range(spec))
+            rngs, (3, 3, 1, first), (None, None, None, "mlp"), normal(spec.initializer_range)
         )
         self.second_conv = weight(
-            rngs, (3, 3, first, second), (None, None, None, "mlp"), normal(initializer_range(spec))
+            rngs, (3, 3, first, second), (None, None, None, "mlp"), normal(spec.initializer_range)
         )
         self.first_norm = CenteredScale(first, spec.eps, rngs)
         self.second_norm = CenteredScale(second, spec.eps, rngs)

@@ -14,7 +14,7 @@ from flax import nnx
 
 from policy.config import LayerNorm, Runtime
 from policy.experts.mlp import ACTIVATIONS
-from policy.media import GridVision, initializer_range
+from policy.media import GridVision
 from policy.ops.norms import MeanNorm
 from policy.ops.parameter import normal, stacked, weight
 from policy.towers.blocks import (
@@ -62,7 +62,7 @@ class GridVisionTower(Projections):
         self.patch_shape = (spec.channels, spec.frames, spec.patch, spec.patch)
         self.add(rngs, "patch", (self.patch_shape, (D,)), ((None,) * 4, ("embed",)), bias=True)
         self.positions = weight(
-            rngs, (spec.side**2, D), (None, "embed"), normal(initializer_range(spec))
+            rngs, (spec.side**2, D), (None, "embed"), normal(spec.initializer_range)
         )
         self.blocks = stacked(partial(TowerBlock, spec.encoder), rngs, spec.encoder.depth)
         self.merger = Merger(spec, out_width, False, rngs)

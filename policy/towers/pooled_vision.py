@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from policy.attention.dot_product_attention import Mask
 from policy.config import Norm, Runtime
 from policy.experts.mlp import ACTIVATIONS
-from policy.media import PooledVision, initializer_range
+from policy.media import PooledVision
 from policy.ops.norms import RMSNorm
 from policy.ops.parameter import Constant, normal, ones, stacked, weight, zeros
 from policy.towers.blocks import (
@@ -89,7 +89,7 @@ class PooledVisionTower(Projections):
         self.patch_shape = (spec.patch, spec.patch, spec.channels)
         self.add(rngs, "patch", (self.patch_shape, (D,)), ((None,) * 3, ("embed",)))
         self.positions = weight(
-            rngs, (2, spec.positions, D), (None, None, "embed"), normal(initializer_range(spec))
+            rngs, (2, spec.positions, D), (None, None, "embed"), normal(spec.initializer_range)
         )
         self.blocks = stacked(partial(PooledBlock, spec), rngs, spec.depth)
         if spec.standardized:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from policy.config import LayerNorm, Norm, Runtime
-from policy.media import Siglip, initializer_range
+from policy.media import Siglip
 from policy.ops.norms import MeanNorm, RMSNorm
 from policy.ops.parameter import normal, stacked, weight
 from policy.towers.blocks import Projections, TowerBlock, for_towers, prepared, run, within
@@ -28,7 +28,7 @@ class SiglipTower(Projections):
         self.patch_shape = (spec.channels, spec.patch, spec.patch)
         self.add(rngs, "patch", (self.patch_shape, (D,)), ((None,) * 3, ("embed",)), bias=True)
         self.positions = weight(
-            rngs, (spec.side**2, D), (None, "embed"), normal(initializer_range(spec))
+            rngs, (spec.side**2, D), (None, "embed"), normal(spec.initializer_range)
         )
         self.blocks = stacked(partial(TowerBlock, spec.encoder), rngs, spec.encoder.depth)
         self.norm = MeanNorm(D, LayerNorm(eps), rngs)

@@ -13,7 +13,7 @@ from flax import nnx
 
 from policy.config import LayerNorm, Runtime
 from policy.experts.mlp import ACTIVATIONS
-from policy.media import TileVision, initializer_range
+from policy.media import TileVision
 from policy.ops.norms import MeanNorm
 from policy.ops.parameter import normal, stacked, weight
 from policy.towers.blocks import (
@@ -37,9 +37,9 @@ class TileVisionTower(Projections):
         self.patch_shape = (spec.channels, spec.patch, spec.patch)
         joined = spec.merge**2 * D
         self.add(rngs, "patch", (self.patch_shape, (D,)), ((None,) * 3, ("embed",)))
-        self.class_token = weight(rngs, (D,), ("norm",), normal(initializer_range(spec)))
+        self.class_token = weight(rngs, (D,), ("norm",), normal(spec.initializer_range))
         self.positions = weight(
-            rngs, (spec.side**2 + 1, D), (None, "embed"), normal(initializer_range(spec))
+            rngs, (spec.side**2 + 1, D), (None, "embed"), normal(spec.initializer_range)
         )
         self.first_norm = MeanNorm(D, LayerNorm(spec.encoder.eps), rngs)
         self.blocks = stacked(partial(TowerBlock, spec.encoder), rngs, spec.encoder.depth)

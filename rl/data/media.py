@@ -12,7 +12,7 @@ from typing import Any
 from policy import compatibility
 from policy.config import DecoderConfig
 from policy.huggingface import sources
-from policy.media import Tower, rows_of
+from policy.media import Tower
 from rewards.text import text_of
 from rewards.workers.media import Content, Picture, Sound
 from rl.config.run import RunConfig
@@ -98,7 +98,7 @@ def _other_sizes(processor: Processor, tower: Tower) -> str | None:
                 "the same"
             )
     shape = processor.shapes((1024, 768))[0]
-    if (theirs := rows_of(tower, shape)) != (ours := processor.rows(shape)):
+    if (theirs := tower.rows_of(shape)) != (ours := processor.rows(shape)):
         return (
             f"a picture has {theirs} rows by vision_config and {ours} by its processor; make "
             "them the same"

@@ -24,7 +24,7 @@ from policy.cache.pages import Pool
 from policy.config import LayerSpec
 from policy.execution.encoding import MediaEncoder, tower_params
 from policy.experts.expert_shards import ExpertShards
-from policy.media import Kind, largest_inputs
+from policy.media import Kind
 from policy.mesh.sharding import Layout
 from policy.model import Graph
 from policy.ops.host_memory import on_a_device
@@ -157,7 +157,7 @@ def _encoding(stage: StageKind) -> Iterator[Program]:
     most = stage.config.model.media_rows
     kind: Kind = "audio" if encoder.graph.config.image is None else "image"
     assert most is not None  # without it a plan has no table
-    N = largest_inputs(encoder.spec(kind), most)
+    N = encoder.spec(kind).largest_inputs(most)
     R = encoder.items_per_call(N)
     params = tower_params(stage.abstract().policy.params)
 

@@ -3,26 +3,25 @@ config.json."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rewards.suggest import nearest
-from rollout.media.families import gemma3, gemma4, gemma4_audio, llama4, qwen, qwen_audio
+from rollout.media import families
 from rollout.media.item import NOUNS, Kind, MediaError, Processor
 
 _Reader = Callable[[Mapping[str, Any], Mapping[str, Any], Any], Processor]
 
-_READERS: dict[str, _Reader] = {
-    "Qwen2VLImageProcessor": qwen.read,
-    "Gemma3ImageProcessor": gemma3.read,
-    "Gemma4ImageProcessor": gemma4.read,
-    "Llama4ImageProcessor": llama4.read,
-    "WhisperFeatureExtractor": qwen_audio.read,
-    "Gemma4AudioFeatureExtractor": gemma4_audio.read,
-}
+_FILES = [
+    importlib.import_module(f"{families.__name__}.{each.name}")
+    for each in pkgutil.iter_modules(families.__path__)
+]
+_READERS: dict[str, _Reader] = {file.CLASS: file.read for file in _FILES}
 """Classes of transformers, without the suffixes Fast and Pil, to the readers of their
 configurations."""
 _SUFFIXES = ("Fast", "Pil")

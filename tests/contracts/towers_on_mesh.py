@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from policy import families
-from policy.media import input_width
 from policy.mesh.sharding import layout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,7 +36,7 @@ def results(kind: str, mesh) -> tuple:
     shapes = np.asarray(SHAPES.get(kind, [(6, 6)] * 4), np.int32)
     rng = np.random.default_rng(0)
     values = rng.normal(
-        size=(4, max(36, shapes.prod(-1).max()), input_width(model.config.image))
+        size=(4, max(36, shapes.prod(-1).max()), model.config.image.input_width)
     ).astype(np.float32)
     rows, _ = model.encode("image", values, shapes)
     factors = rng.normal(size=rows.shape).astype(np.float32)

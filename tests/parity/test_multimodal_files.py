@@ -14,7 +14,6 @@ from safetensors.numpy import load_file, save_file
 
 import policy
 from policy import families
-from policy.media import rows_of
 
 pytest.importorskip(
     "torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'"
@@ -60,7 +59,7 @@ def test_logits_of_a_document_with_pictures_and_sounds(model):
     document = media_oracles.document(kind, theirs)
     values, shapes = pictures(kind, document.inputs)
     rows, deep = ours.encode("image", values, shapes)
-    own = [slice(rows_of(ours.config.image, tuple(shape))) for shape in shapes]
+    own = [slice(ours.config.image.rows_of(tuple(shape))) for shape in shapes]
     table = np.concatenate([np.asarray(rows[r, part]) for r, part in enumerate(own)])
     if deep is not None:
         deep = np.concatenate([np.asarray(deep[:, r, part]) for r, part in enumerate(own)], axis=1)

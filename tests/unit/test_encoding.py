@@ -9,7 +9,7 @@ from media_oracles import drawn, random_policy
 
 from policy.execution import encoding
 from policy.execution.encoding import MediaEncoder
-from policy.media import Encoder, GridVision, padded_inputs
+from policy.media import Encoder, GridVision
 
 SHAPES = {kind: [(4, 6), (2, 2), (4, 6), (10, 8)] for kind in ("Qwen3VL", "Qwen2_5_VL")}
 SHAPES |= {"Gemma4": [(4, 6), (2, 2)], "Gemma3": [(6, 6)] * 2}
@@ -38,7 +38,7 @@ def test_the_table_holds_the_rows_of_each_item(case):
     assert encoder.encoded == len(items)
     free = np.ones(M, bool)
     for item, first in chosen:
-        N = padded_inputs(model.config.image, len(item.values))
+        N = model.config.image.padded_inputs(len(item.values))
         values = np.zeros((1, N, item.values.shape[1]), np.float32)
         values[0, : len(item.values)] = item.values
         rows, deep = model.encode("image", values, np.asarray([item.shape]))
@@ -91,4 +91,4 @@ def test_gradients_in_pieces_equal_those_of_one_backward_pass(case, monkeypatch)
 @pytest.mark.parametrize("merge, padded", [(1, 64), (2, 64), (3, 72), (5, 75)])
 def test_a_picture_is_padded_to_full_rows(merge, padded):
     spec = GridVision(Encoder(1, 8, 2, 8, "gelu", 1e-6), patch=2, merge=merge, side=4)
-    assert padded_inputs(spec, merge**2) == padded
+    assert spec.padded_inputs(merge**2) == padded

@@ -118,8 +118,6 @@ def test_a_preset_with_towers_has_the_tensors_of_the_class_of_transformers(name)
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_describes_the_processor_of_its_towers(name, tmp_path):
     """Rows that the processor announces are those that the towers make."""
-    from policy.media import rows_of
-
     config, processors = (
         sources.preset(name, media=True),
         towers.read_processors(ModelOptions(source=name), tokenizer_of(name)),
@@ -131,7 +129,7 @@ def test_a_preset_describes_the_processor_of_its_towers(name, tmp_path):
             continue
         size = (321, 654) if kind == "image" else (5 * 16000, 16000)
         for extent in processor.extents("", size):
-            assert rows_of(tower, extent.shape) == extent.rows > 0
+            assert tower.rows_of(extent.shape) == extent.rows > 0
         assert kind == "audio" or processor.looks_ahead == any(
             getattr(layer.mixer, "looks_ahead", False) for layer in config.layers
         )

@@ -8,7 +8,7 @@ import pytest
 
 from policy import families
 from policy.attention.dot_product_attention import attend
-from policy.fields import tower_fields
+from policy.fields import tower_files
 from policy.fields.config_fields import UnsupportedModel
 from policy.towers.blocks import within
 from policy.towers.window_vision import window_attention
@@ -74,9 +74,9 @@ TOWER = {
 
 def test_blocks_that_do_not_exist_are_ignored():
     """As the class does, whose default has numbers past the last block of a small tower."""
-    read = tower_fields.window_vision(TOWER | {"fullatt_block_indexes": [7, 1, -1]})
+    read = tower_files.window_vision(TOWER | {"fullatt_block_indexes": [7, 1, -1]})
     assert read.full == (1,) and read.window == 2
-    assert tower_fields.window_vision(TOWER).full == ()
+    assert tower_files.window_vision(TOWER).full == ()
 
 
 @pytest.mark.parametrize(

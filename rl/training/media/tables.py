@@ -21,7 +21,7 @@ import numpy as np
 
 from policy.cache.media import DocumentMedia, MediaTable
 from policy.execution.encoding import MediaEncoder
-from policy.media import Kind, is_tower, padded_inputs
+from policy.media import Kind, is_tower
 from policy.mesh import processes
 from rl.data.encoded import media_of
 from rl.errors import DataError
@@ -263,7 +263,7 @@ class MediaTables:
     def compile_ahead(self, params: Mapping[str, jax.Array]) -> int:
         """Compiles the programs that encode the items of the run. Returns their number."""
         sizes: set[tuple[Kind, int]] = {
-            (kind, padded_inputs(self.encoder.spec(kind), math.prod(shape)))
+            (kind, self.encoder.spec(kind).padded_inputs(math.prod(shape)))
             for kind, shape in self.sizes
         }
         return self.encoder.compile_ahead(params, sizes, self.M)

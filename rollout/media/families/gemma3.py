@@ -14,6 +14,7 @@ import numpy as np
 from rollout.media import picture
 from rollout.media.item import Kind, MediaError, Processor, special
 
+CLASS = "Gemma3ImageProcessor"
 _HALF = (0.5, 0.5, 0.5)
 
 

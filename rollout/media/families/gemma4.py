@@ -16,6 +16,7 @@ import numpy as np
 from rollout.media import picture
 from rollout.media.item import Kind, MediaError, Processor, special
 
+CLASS = "Gemma4ImageProcessor"
 _BOUNDS = (70, 140, 280, 560, 1120)  # rows of a picture that released models were trained with
 
 

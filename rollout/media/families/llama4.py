@@ -16,6 +16,7 @@ import numpy as np
 from rollout.media import picture
 from rollout.media.item import Kind, MediaError, Processor
 
+CLASS = "Llama4ImageProcessor"
 _TOKENS = {
     "fake_image_token": "<|image|>",
     "image_token": "<|image|>",

@@ -16,6 +16,7 @@ import numpy as np
 from rollout.media import picture
 from rollout.media.item import Kind, MediaError, Processor, special
 
+CLASS = "Qwen2VLImageProcessor"
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _LONGEST = 200  # times the shorter side, which transformers accepts

@@ -17,6 +17,7 @@ import numpy as np
 from rollout.media import sound
 from rollout.media.item import Kind, MediaError, Processor, special
 
+CLASS = "WhisperFeatureExtractor"
 _CHUNK = 100  # frames of a chunk of the tower
 _CHUNK_ROWS = 13  # rows of a full chunk
 _DECADES = 8.0  # below the loudest value, where log-mel values are cut
