@@ -19,9 +19,9 @@ from rewards.registry import RewardError, RewardFailed, RewardFunction, known, l
 from rewards.text import text_of
 
 __all__ = [
-    "Fault",
     "RewardError",
     "RewardFailed",
+    "RewardFault",
     "RewardFunction",
     "Runner",
     "RunnerOptions",
@@ -33,11 +33,13 @@ __all__ = [
     "text_of",
 ]
 
-_NEEDS_NUMPY = ("Fault", "Runner", "RunnerOptions", "Scores", "Share")
+_NEEDS_NUMPY = ("RewardFault", "Runner", "RunnerOptions", "Scores", "Share")
 
 
 def __getattr__(name: str) -> Any:
     """Imports the runner, and with it numpy, on first use: worker processes start without numpy."""
+    if name == "Fault":  # an older name that callers import
+        name = "RewardFault"
     if name in _NEEDS_NUMPY:
         return getattr(import_module("rewards.runner"), name)
     raise AttributeError(f"module 'rewards' has no attribute {name!r}")

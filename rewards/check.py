@@ -26,7 +26,7 @@ from pathlib import Path
 from rewards import registry
 from rewards.registry import RewardError
 from rewards.runner import Runner, RunnerOptions
-from rewards.workers.scores import Fault, Scores
+from rewards.workers.scores import RewardFault, Scores
 
 Convert = Callable[[dict, Path], dict]
 """(example, folder that relative paths start from) -> example."""
@@ -59,7 +59,7 @@ class Outcome:
     example: dict
     expected: float | None
     got: float | None
-    fault: Fault | None
+    fault: RewardFault | None
     passed: bool
 
 

@@ -36,7 +36,7 @@ from rewards import registry
 from rewards.registry import RewardError, RewardFailed
 from rewards.workers.columns import plain, split_groups
 from rewards.workers.rounding import all_equal, without_rounding
-from rewards.workers.scores import Fault, Scores
+from rewards.workers.scores import RewardFault, Scores
 from rewards.workers.threads import Call, Failure, Function, Result, ScoringBatch, WorkerThread
 
 _LOG = logging.getLogger("duet.rewards")
@@ -343,7 +343,9 @@ class Runner:
         prompts = batch.inputs["prompts"]
         completions = batch.inputs["completions"]
         faults = [
-            Fault(name, sample, result.kind, result.text, prompts[sample], completions[sample])
+            RewardFault(
+                name, sample, result.kind, result.text, prompts[sample], completions[sample]
+            )
             for slot, name in enumerate(self.names)
             for sample, result in enumerate(row[slot] for row in batch.results)
             if isinstance(result, Failure)
@@ -405,7 +407,7 @@ class Runner:
             row[largest] = Failure("not_finite", text)
             del size[largest]
 
-    def _show(self, faults: list[Fault]) -> None:
+    def _show(self, faults: list[RewardFault]) -> None:
         for fault in faults:
             self._shown[fault.function] += 1
             number = self._shown[fault.function]
@@ -435,7 +437,7 @@ class Runner:
                 )
 
     def _metrics(
-        self, batch: ScoringBatch, rewards: np.ndarray, faults: list[Fault]
+        self, batch: ScoringBatch, rewards: np.ndarray, faults: list[RewardFault]
     ) -> dict[str, float]:
         metrics = {}
         for slot, name in enumerate(self.names):

@@ -13,7 +13,7 @@ _SHOWN_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
-class Fault:
+class RewardFault:
     """A sample to which a function gave no score.
 
     kind: raised, timeout, died (the process ended), wrong_type, wrong_length, not_finite, or load
@@ -50,7 +50,7 @@ class Scores:
     rewards: np.ndarray
     total: np.ndarray
     names: tuple[str, ...]
-    faults: list[Fault]
+    faults: list[RewardFault]
     metrics: dict[str, float]
     logs: dict[int, dict[str, str]] = field(default_factory=dict)
     causes: dict[str, str] = field(default_factory=dict)

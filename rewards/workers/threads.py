@@ -32,7 +32,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Failure:
-    """The result of a sample without a score. `kind`: as in `scores.Fault`, or "closed" if the
+    """The result of a sample without a score. `kind`: as in `scores.RewardFault`, or "closed" if the
     runner was closed."""
 
     kind: str

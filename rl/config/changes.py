@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rl.config.run import Change, RunConfig
+from rl.errors import Fault, Key
 
 RATES = ("learning_rate", "schedule", "warmup_steps", "final_fraction")
 """Keys of an optimizer that a continued run may change."""
@@ -87,14 +88,12 @@ def notes(config: RunConfig, stage: int, step: int) -> list[str]:
     ]
 
 
-def problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
-    """Yields (path of keys, message) for each problem of `changes`."""
+def faults(config: RunConfig) -> Iterator[Fault]:
+    """Yields the faults of `changes`."""
     changes: Sequence[Change] = config.changes
-    wrong = list(_order_problems(config, changes))
+    wrong = list(_order_faults(config, changes))
     for number, change in enumerate(changes):
-        wrong += [
-            (("changes", number, "was", key), text) for key, text in _key_problems(config, change)
-        ]
+        wrong += _key_faults(config, change, ("changes", number, "was"))
     yield from wrong
     if wrong:
         return
@@ -104,45 +103,51 @@ def problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         try:
             config = _with_values(config, change.was)
         except ValueError as error:
-            yield (*path, "was"), str(error)
+            yield Fault(str(error), key=(*path, "was"))
             return
         if change.step > (steps := config.stages[change.stage].total_steps):
-            yield (*path, "step"), f"{change.step}, but the stage had {steps} steps then"
+            yield Fault(f"{change.step}, but the stage had {steps} steps then", key=(*path, "step"))
 
 
-def _order_problems(config: RunConfig, changes: Sequence[Change]) -> Iterator[tuple[tuple, str]]:
+def _order_faults(config: RunConfig, changes: Sequence[Change]) -> Iterator[Fault]:
     before = (-1, 0)
     for number, change in enumerate(changes):
         path = ("changes", number)
         if change.stage >= len(config.stages):
-            yield (*path, "stage"), f"there is no stage {change.stage}; leave the change out"
+            yield Fault(
+                f"there is no stage {change.stage}; leave the change out", key=(*path, "stage")
+            )
         elif (steps := config.stages[change.stage].steps) is None:
-            yield (
-                (*path, "stage"),
+            yield Fault(
                 f"stages.{change.stage} has `epochs`, and changes go with `steps`; leave the "
                 "change out",
+                key=(*path, "stage"),
             )
         elif change.step > steps:
-            yield (
-                (*path, "step"),
+            yield Fault(
                 f"{change.step}, but stages.{change.stage}.steps is {steps}; leave the change out",
+                key=(*path, "step"),
             )
         if change.place <= before:
-            yield path, "changes stand in the order of their stages and steps, one for a step"
+            yield Fault(
+                "changes stand in the order of their stages and steps, one for a step", key=path
+            )
         before = change.place
 
 
-def _key_problems(config: RunConfig, change: Change) -> Iterator[tuple[str, str]]:
+def _key_faults(config: RunConfig, change: Change, path: Key) -> Iterator[Fault]:
     allowed = changeable(config)
     for key in change.was:
         if key not in allowed:
-            yield (
-                key,
+            yield Fault(
                 "a run that goes on does not change this key (docs/resume.md says which may "
                 "change)",
+                key=(*path, key),
             )
         elif stage_of(key) not in (None, change.stage):
-            yield key, f"a change in stage {change.stage} has keys of this stage only"
+            yield Fault(
+                f"a change in stage {change.stage} has keys of this stage only", key=(*path, key)
+            )
 
 
 def _with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Merges configuration files and overrides, and validates the result. Reports all problems at once.
+"""Merges configuration files and overrides, and validates the result. Reports all faults at once.
 
 Layers merge from left to right: the files in their order, then the overrides `a.b=value`, whose
 values are YAML without comments: a text is the full text.
@@ -27,14 +27,10 @@ from rl.config.run import RunConfig
 from rl.config.schema import Strict, accepted_types
 from rl.config.stage import AlgorithmOptions, OptimizerOptions
 from rl.config.yaml_tree import PlacedValue, Rules
-from rl.errors import ConfigError
+from rl.errors import ConfigError, Fault, Key
 
 RESOLVED = "config.yml"
 """Name of the resolved configuration inside a run's directory."""
-
-
-Problem = tuple[tuple, str]
-"""(path of keys and indices, message)."""
 
 
 def resolved_yaml(config: RunConfig) -> str:
@@ -80,8 +76,8 @@ def _changed(config: RunConfig) -> dict[str, Any]:
 # Layers
 
 
-def _merged(paths: list[str | Path], overrides: list[str]) -> PlacedValue:
-    """Merges files and overrides. Raises ConfigError with all problems."""
+def merged(paths: list[str | Path], overrides: list[str]) -> PlacedValue:
+    """Merges files and overrides. Raises ConfigError with all that is wrong."""
     layers = []
     run_dir = None
     problems = []
@@ -423,11 +419,11 @@ def _is_model(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-# Problems
+# Faults
 
 
-def validate(tree: PlacedValue) -> tuple[RunConfig | None, list[Problem]]:
-    """Validates a tree. Returns (configuration, problems).
+def validate(tree: PlacedValue) -> tuple[RunConfig | None, list[Fault]]:
+    """Validates a tree. Returns the configuration and its faults.
 
     Validates again without the refused keys, so that names and paths can be checked too. The
     configuration is None if that fails, for instance because a required key is wrong.
@@ -438,13 +434,13 @@ def validate(tree: PlacedValue) -> tuple[RunConfig | None, list[Problem]]:
     except ValidationError as error:
         # A misspelt key is also a missing one: report the misspelling first.
         errors = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")
-    problems = [problem for one in errors for problem in _problems(one)]
-    if not all(_left_out(values, path) for path, _ in problems):
-        return None, problems
+    faults = [fault for one in errors for fault in _faults(one)]
+    if not all(_left_out(values, fault.key) for fault in faults):
+        return None, faults
     try:
-        return RunConfig.model_validate(values), problems
+        return RunConfig.model_validate(values), faults
     except ValidationError:
-        return None, problems
+        return None, faults
 
 
 def _left_out(values: Any, path: tuple) -> bool:
@@ -457,57 +453,48 @@ def _left_out(values: Any, path: tuple) -> bool:
     return True
 
 
-def _problems(error: Mapping[str, Any]) -> list[Problem]:
-    """Returns the problems of one error of pydantic."""
+def _faults(error: Mapping[str, Any]) -> list[Fault]:
+    """Returns the faults of one error of pydantic: several where a validator checks a model of its
+    own."""
     path = tuple(error["loc"])
+    if error["type"] != "value_error":
+        return [Fault(_text(error, path), key=path)]
+    cause = error["ctx"]["error"]
+    if isinstance(cause, ValidationError):
+        inner = [fault for one in cause.errors() for fault in _faults(one)]
+        return [dataclasses.replace(fault, key=path + fault.key) for fault in inner]
+    return [Fault(str(cause), key=(*path, "name") if _model_at(path) is AlgorithmOptions else path)]
+
+
+def _text(error: Mapping[str, Any], path: Key) -> str:
+    """Returns what is wrong with the value at `path`, by the type of the error of pydantic."""
     kind = error["type"]
     if kind == "extra_forbidden":
         model = _model_at(path[:-1])
         if path[-1] in RENAMED:
-            return [(path, f"this key is called `{RENAMED[path[-1]]}` now")]
-        return [
-            (path, unknown_key(path, error["input"], list(model.model_fields) if model else []))
-        ]
+            return f"this key is called `{RENAMED[path[-1]]}` now"
+        return unknown_key(path, error["input"], list(model.model_fields) if model else [])
     if kind == "missing":
-        return [(path, "this key is required")]
+        return "this key is required"
     if kind == "too_short":
-        return [(path, _empty(path, error))]
+        return _empty(path, error)
     if kind == "literal_error":
         choices = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        return [(path, f"must not be {error['input']!r}{nearest(error['input'], choices)}")]
-    if kind == "value_error":
-        cause = error["ctx"]["error"]
-        if isinstance(cause, ValidationError):
-            return [
-                (path + inner, text) for one in cause.errors() for inner, text in _problems(one)
-            ]
-        return [((*path, "name") if _model_at(path) is AlgorithmOptions else path, str(cause))]
+        return f"must not be {error['input']!r}{nearest(error['input'], choices)}"
     if kind == "unknown_option":
         if path[-1] in RENAMED:
-            return [(path, f"this option is called `{RENAMED[path[-1]]}` now")]
-        return [(path, unknown_option(path, error["ctx"]["algorithm"]))]
+            return f"this option is called `{RENAMED[path[-1]]}` now"
+        return unknown_option(path, error["ctx"]["algorithm"])
     value = error["input"]
     if kind == "model_type" and _model_at(path) is OptimizerOptions:
-        return [(path, f"must be a mapping of keys to values, got {value!r}; {foreign.OPTIMIZER}")]
+        return f"must be a mapping of keys to values, got {value!r}; {foreign.OPTIMIZER}"
     if kind == "list_type" and path == ("stages",):
-        return [
-            (
-                path,
-                f"must be a list with an entry for each stage, {_A_STAGE}, got a "
-                f"{type(value).__name__}",
-            )
-        ]
-    shown = (
-        repr(value)
-        if value is None or isinstance(value, (str, int, float, bool))
-        else f"a {type(value).__name__}"
-    )
-    return [
-        (
-            path,
-            f"{_MESSAGES.get(kind) or error['msg'].replace('Input should', 'must')}, got {shown}",
+        return (
+            f"must be a list with an entry for each stage, {_A_STAGE}, got a {type(value).__name__}"
         )
-    ]
+    is_plain = value is None or isinstance(value, (str, int, float, bool))
+    shown = repr(value) if is_plain else f"a {type(value).__name__}"
+    return f"{_MESSAGES.get(kind) or error['msg'].replace('Input should', 'must')}, got {shown}"
 
 
 _A_STAGE = "such as `- {algorithm: sft, steps: 100}`"
@@ -535,16 +522,18 @@ _MESSAGES = {
 }
 
 
-def _report(tree: PlacedValue, problems: list[Problem]) -> str:
+def report(tree: PlacedValue, faults: list[Fault]) -> str:
+    """Returns the messages of the faults, each with its `file:line`."""
     lines: dict[tuple, str] = {}
-    for path, text in problems:
-        place = yaml_tree.locate(tree, path)
-        dotted = ".".join(map(str, path))
+    for fault in faults:
+        path = fault.key
+        file = yaml_tree.locate(tree, path)
         if path[:1] == ("stages",) and path[1:]:
-            shown = text.replace("stages.N", f"stages.{path[1]}")
+            text = fault.text.replace("stages.N", f"stages.{path[1]}")
         else:
-            shown = text + " (N: number of the stage, from 0)" * ("stages.N" in text)
+            text = fault.text + " (N: number of the stage, from 0)" * ("stages.N" in fault.text)
         # Report a wrong line of `every_stage` once, not for every stage.
-        key = (place, text, path[2:] if path[:1] == ("stages",) else path)
-        lines.setdefault(key, f"{place}: {dotted}: {shown}".replace("\n", "\n    "))
+        key = (file, fault.text, path[2:] if path[:1] == ("stages",) else path)
+        message = dataclasses.replace(fault, file=file, text=text).message()
+        lines.setdefault(key, message.replace("\n", "\n    "))
     return "\n".join(lines.values())

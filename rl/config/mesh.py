@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from policy.mesh.axes import AXES, DEFAULT_RULES, DESCRIPTIONS, REPLICATED, UNUSED
 from rl.config.schema import AnySection, Section, with_keys
+from rl.errors import Fault, Key
 
 
 def _with_axes(**sizes: int) -> Callable[[type[AnySection]], type[AnySection]]:
@@ -82,30 +83,32 @@ class MeshOptions(Section):
         return {axis: getattr(self, axis) for axis in AXES}
 
 
-def problems(mesh: MeshOptions) -> Iterator[tuple[tuple, str]]:
-    """Yields (path of the key, problem)."""
+def faults(mesh: MeshOptions) -> Iterator[Fault]:
+    """Yields the faults of the sizes of axes and of the rules."""
     for where, section in ((("mesh",), mesh), (("mesh", "dcn"), mesh.dcn)):
         sizes = {} if section is None else {axis: getattr(section, axis) for axis in AXES}
         for axis, size in sizes.items():
             if size < 1 and size != -1:
-                yield (*where, axis), f"must be at least 1, or -1 for what is left, got {size}"
+                yield Fault(
+                    f"must be at least 1, or -1 for what is left, got {size}", key=(*where, axis)
+                )
         if sum(size == -1 for size in sizes.values()) > 1:
-            yield (
-                where,
+            yield Fault(
                 "only one axis can be -1"
                 + (" (fsdp is, unless it is set)" if section is mesh else ""),
+                key=where,
             )
-    yield from rule_problems(mesh.rules, ("mesh", "rules"))
+    yield from rule_faults(mesh.rules, ("mesh", "rules"))
 
 
-def rule_problems(rules: dict[str, list[str]], path: tuple) -> Iterator[tuple[tuple, str]]:
-    """Yields the problems of the rules at `path`."""
+def rule_faults(rules: dict[str, list[str]], path: Key) -> Iterator[Fault]:
+    """Yields the faults of the rules at `path`."""
     from rewards.suggest import nearest
 
     for logical, names in rules.items():
         if logical not in DEFAULT_RULES and logical not in REPLICATED:
             known = [*DEFAULT_RULES, *REPLICATED]
-            yield (*path, logical), f"no logical axis {logical}{nearest(logical, known)}"
+            yield Fault(f"no logical axis {logical}{nearest(logical, known)}", key=(*path, logical))
         for name in names:
             if name not in AXES and name not in UNUSED:
-                yield (*path, logical), f"no mesh axis {name}{nearest(name, AXES)}"
+                yield Fault(f"no mesh axis {name}{nearest(name, AXES)}", key=(*path, logical))

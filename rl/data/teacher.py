@@ -14,7 +14,7 @@ from policy.huggingface.tensorfiles import ModelFileError
 from rewards.suggest import nearest_path
 from rl.config.model import TeacherOptions
 from rl.data import models
-from rl.errors import ConfigError, ModelError
+from rl.errors import ConfigError, Fault, Key, ModelError
 from rollout.text.tokenizer import load_tokenizer, stop_ids
 
 # What `identity` reads of a file, in bytes: its start, and pieces.
@@ -87,23 +87,30 @@ def decoder_of(options: TeacherOptions) -> DecoderConfig:
         raise ModelError(f"teacher {options.source}: {error}") from None
 
 
-def problems(
-    options: TeacherOptions, algorithm: Any, student: DecoderConfig | None, max_length: int
-) -> Iterator[tuple[str, str]]:
-    """Yields (key of the teacher, message) for each problem that the files of both models show.
+def faults(
+    path: Key,
+    options: TeacherOptions,
+    algorithm: Any,
+    student: DecoderConfig | None,
+    max_length: int,
+) -> Iterator[Fault]:
+    """Yields the faults that the files of both models show.
 
-    student: the decoder of the policy, if it can be read. A teacher that is not there yet has no
-    problem: `check_teacher` and the start of the stage refuse it.
+    path: the key of the teacher. student: the decoder of the policy, if it can be read. A teacher
+    that is not there yet has no fault: `check_teacher` and the start of the stage refuse it.
     """
     if options.files is not None:
         for key in ("overrides", "dtype", "weights", "host_memory"):
             if getattr(options, key):
-                yield (
-                    key,
+                yield Fault(
                     "files hold the numbers of a teacher, which is not loaded; leave this out",
+                    key=(*path, key),
                 )
         if algorithm.has_features:
-            yield "files", "files hold no outputs of layers; set features_coef: 0, or give `source`"
+            yield Fault(
+                "files hold no outputs of layers; set features_coef: 0, or give `source`",
+                key=(*path, "files"),
+            )
         if algorithm.tail != "renormalise" and {
             algorithm.temperature,
             algorithm.temperature_end,
@@ -112,31 +119,31 @@ def problems(
                 f"files hold probabilities at temperature 1, which tail: {algorithm.tail} "
                 "takes as they are"
             )
-            yield "files", f"{text}; set temperature: 1.0, or tail: renormalise"
+            yield Fault(f"{text}; set temperature: 1.0, or tail: renormalise", key=(*path, "files"))
         return
     if options.overrides and options.source not in sources.presets():
-        yield (
-            "overrides",
+        yield Fault(
             f"{options.source} is no file in configs/models/; only random weights take overrides",
+            key=(*path, "overrides"),
         )
     try:
         teacher = decoder_of(options)
     except ModelError:
         return
     if teacher.max_positions is not None and max_length > teacher.max_positions:
-        yield (
-            "source",
+        yield Fault(
             f"max_length {max_length} is more than the {teacher.max_positions} positions of this "
             "teacher",
+            key=(*path, "source"),
         )
     if algorithm.has_features and student is not None:
         yield from (
-            ("source", text)
-            for text in _feature_problems(algorithm.features_layers, student, teacher)
+            Fault(text, key=(*path, "source"))
+            for text in _feature_faults(algorithm.features_layers, student, teacher)
         )
 
 
-def _feature_problems(
+def _feature_faults(
     pairs: list[list[int]] | None, student: DecoderConfig, teacher: DecoderConfig
 ) -> Iterator[str]:
     mixing = [

@@ -56,7 +56,7 @@ def possible(config: RunConfig) -> bool:
     milliseconds."""
     from rl.run import checks
 
-    return not checks.problems(config)
+    return not checks.faults(config)
 
 
 def _text(value: Any) -> str:

@@ -26,7 +26,7 @@ from rl.config.run import RunConfig
 from rl.data import models
 from rl.data import teacher as teachers
 from rl.data.hub import hub_name
-from rl.errors import DuetError
+from rl.errors import DuetError, Fault, Key
 from rl.stages import metric_names
 from rollout.types import SamplingParams
 
@@ -38,31 +38,31 @@ _NO_LOCAL_PATH = (
 )
 
 
-def problems(config: RunConfig) -> list[tuple[tuple, str]]:
-    """Returns (path of keys, message) for each problem of a configuration."""
-    return list(_problems(config))
+def faults(config: RunConfig) -> list[Fault]:
+    """Returns the faults of a configuration that its schema accepts, each with its key."""
+    return list(_faults(config))
 
 
-def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+def _faults(config: RunConfig) -> Iterator[Fault]:
     directory = config.run.dir
     if directory is not None and _URL.match(directory):
-        yield ("run", "dir"), _NO_LOCAL_PATH.format(directory)
+        yield Fault(_NO_LOCAL_PATH.format(directory), key=("run", "dir"))
     elif directory is not None and Path(directory).exists() and not Path(directory).is_dir():
-        yield ("run", "dir"), f"{directory} exists and is not a directory"
+        yield Fault(f"{directory} exists and is not a directory", key=("run", "dir"))
     yield from _model(config)
     yield from _features(config)
     yield from _quantization(config)
     yield from _pages(config)
     yield from _tokenizer(config)
-    yield from mesh.problems(config.mesh)
-    yield from mesh.rule_problems(config.generator.rules or {}, ("generator", "rules"))
+    yield from mesh.faults(config.mesh)
+    yield from mesh.rule_faults(config.generator.rules or {}, ("generator", "rules"))
     if config.data:
         yield from _data(("data",), config.data)
     if config.rewards:
         yield from _rewards(("rewards",), config.rewards)
     if config.evaluation:
         yield from _evaluation(config, config.evaluation)
-    yield from changes.problems(config)
+    yield from changes.faults(config)
     stages = rl.stages.create(config)
     trained = [stage.name for stage in stages if not stage.trains_policy]
     for stage in stages:
@@ -77,9 +77,9 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         yield from _reward_models(config, stage, trained)
         yield from _teacher(config, stage)
     if config.teacher and not any(stage.teacher for stage in stages):
-        yield (
-            ("teacher",),
+        yield Fault(
             "no stage learns from a teacher; leave it out, or add a stage of distill",
+            key=("teacher",),
         )
 
 
@@ -93,7 +93,7 @@ def decoder_of(model: ModelOptions) -> DecoderConfig | None:
         return None
 
 
-def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+def _features(config: RunConfig) -> Iterator[Fault]:
     """Checks that model, stages and generator fit each other."""
     if (decoder := decoder_of(config.model)) is None:
         return
@@ -102,18 +102,18 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         "media": config.model.media_rows is not None,
     }
     reported = set(compatibility.conflicts(decoder, config.model.runtime, **calls))
-    yield from ((("model",), text) for text in sorted(reported))
+    yield from (Fault(text, key=("model",)) for text in sorted(reported))
     if config.generator.speculative and decoder.multi_token_prediction is None:
-        yield ("generator", "speculative"), _NO_MODULES
+        yield Fault(_NO_MODULES, key=("generator", "speculative"))
     if config.generator.sliding_window_cache and not any(
         getattr(mixer, key, None)
         for spec in decoder.layers
         for mixer in spec.mixers
         for key in ("window", "chunk")
     ):
-        yield (
-            ("generator", "sliding_window_cache"),
+        yield Fault(
             "no layer of this model looks back a window only; leave it out",
+            key=("generator", "sliding_window_cache"),
         )
     indexers = [
         spec.mixer.indexer for spec in decoder.layers if isinstance(spec.mixer, LatentAttention)
@@ -121,10 +121,10 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     indexers = [indexer for indexer in indexers if indexer is not None]
     biased = config.evaluation.logit_bias if config.evaluation else None
     if outside := [token for token in biased or () if not 0 <= token < decoder.vocab_size]:
-        yield (
-            ("evaluation", "logit_bias"),
+        yield Fault(
             f"{outside[0]} is no token: the vocabulary of the model has the ids 0 to "
             f"{decoder.vocab_size - 1}",
+            key=("evaluation", "logit_bias"),
         )
     for number, stage in enumerate(config.stages):
         path = ("stages", number)
@@ -133,38 +133,38 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
             decoder, replace(config.model.runtime, **stage.runtime), **calls
         ):
             if text not in reported:
-                yield path, text
+                yield Fault(text, key=path)
         outside = [
             each for each in stage.sampling.stop_token_ids if not 0 <= each < decoder.vocab_size
         ]
         if outside:
-            yield (
-                (*path, "sampling", "stop_token_ids"),
+            yield Fault(
                 f"{outside[0]} is no token: the vocabulary of the model has the ids 0 to "
                 f"{decoder.vocab_size - 1}",
+                key=(*path, "sampling", "stop_token_ids"),
             )
         if stage.mtp and decoder.multi_token_prediction is None:
-            yield (*path, "mtp"), _NO_MODULES
+            yield Fault(_NO_MODULES, key=(*path, "mtp"))
         if stage.router_replay and not any(spec.moe for spec in decoder.layers):
-            yield (
-                (*path, "router_replay"),
+            yield Fault(
                 "this model has no experts, so there are no routes to replay; leave it out",
+                key=(*path, "router_replay"),
             )
         if training != "off" and not indexers:
-            yield (
-                (*path, "indexer", "training"),
+            yield Fault(
                 f"{training}, but this model has no indexer that can be trained (DeepSeek-V3.2 "
                 "has); leave it off",
+                key=(*path, "indexer", "training"),
             )
         elif (
             training == "sparse"
             and (topk := min(each.topk for each in indexers)) >= config.max_length
         ):
-            yield (
-                (*path, "indexer", "training"),
+            yield Fault(
                 f"sparse, but with max_length {config.max_length} every query sees all keys: "
                 f"the indexers select {topk}; raise max_length, lower model.overrides.index_topk, "
                 "or use dense_warmup",
+                key=(*path, "indexer", "training"),
             )
 
 
@@ -174,7 +174,7 @@ _NO_MODULES = (
 )
 
 
-def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+def _model(config: RunConfig) -> Iterator[Fault]:
     from rl.config.packaged import model_presets
 
     yield from _memory(config.model, config.platform)
@@ -186,54 +186,58 @@ def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         return
     if not directory.exists() and not on_hub:
         hint = nearest_path(source) or nearest(source, list(model_presets()))
-        yield path, f"no directory {source}, and no model of that name in configs/models/{hint}"
+        yield Fault(
+            f"no directory {source}, and no model of that name in configs/models/{hint}", key=path
+        )
     elif not on_hub and not (directory / "config.json").is_file():
-        yield path, f"{source} holds no config.json, so it is no Hugging Face model directory"
+        yield Fault(
+            f"{source} holds no config.json, so it is no Hugging Face model directory", key=path
+        )
     elif config.model.overrides and (on_hub or any(directory.glob("*.safetensors"))):
-        yield (
-            ("model", "overrides"),
+        yield Fault(
             f"{source} holds weights; overrides change the shape of a model that starts from "
             "random weights only",
+            key=("model", "overrides"),
         )
     else:
         for name in set(config.model.sections) - {
             "multi_token_prediction"
         }:  # its weights may lie there unread
-            yield (
-                ("model", name),
+            yield Fault(
                 f"{source} is a model directory, whose config.json says what parts it has; leave "
                 "this out",
+                key=("model", name),
             )
 
 
-def _memory(model: ModelOptions, platform: str) -> Iterator[tuple[tuple, str]]:
+def _memory(model: ModelOptions, platform: str) -> Iterator[Fault]:
     if model.host_parameters and model.remat == "none":
-        yield (
-            ("model", "remat"),
+        yield Fault(
             "none keeps every layer's weights on the device until the backward pass, so "
             "host_parameters saves nothing; set full, or another policy",
+            key=("model", "remat"),
         )
     if model.host_parameters and not model.scan and platform == "tpu":
-        yield (
-            ("model", "scan"),
+        yield Fault(
             "TPUs cannot add up gradients of unrolled layers in host memory; host_parameters "
             "needs scan: true",
+            key=("model", "scan"),
         )
     if model.remat == "custom":
         for name in model.remat_tensors:
             if name not in remat.TENSORS:
-                yield (
-                    ("model", "remat_tensors", name),
+                yield Fault(
                     f"no tensor {name}{nearest(name, list(remat.TENSORS))}",
+                    key=("model", "remat_tensors", name),
                 )
     elif model.remat_tensors:
-        yield (
-            ("model", "remat_tensors"),
+        yield Fault(
             f"{model.remat} says itself what is kept; set `remat: custom`, or leave this out",
+            key=("model", "remat_tensors"),
         )
 
 
-def _quantization(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+def _quantization(config: RunConfig) -> Iterator[Fault]:
     """Checks quantised rollouts: with a training rule the generator must store the types that the
     rule multiplies, and exact completions need the trained weights."""
     rule = config.model.quantization
@@ -241,97 +245,97 @@ def _quantization(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     if config.generator.exact:
         for name in ("weights", "kv_cache"):
             if kind := getattr(config.generator, name):
-                yield (
-                    ("generator", name),
+                yield Fault(
                     f"{kind}, but exact: true gives the tokens of the trained weights; leave one "
                     "of them out",
+                    key=("generator", name),
                 )
     if rule and weights and not rule.startswith(weights):
-        yield (
-            ("generator", "weights"),
+        yield Fault(
             f"{weights} weights cannot be multiplied by the {rule} activations of "
             "model.quantization; leave it out, or use the same numbers",
+            key=("generator", "weights"),
         )
 
 
-def _pages(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+def _pages(config: RunConfig) -> Iterator[Fault]:
     options = config.generator
     if options.cache == "contiguous":
         for key in ("page_size", "pages"):
             if getattr(options, key) != type(options).model_fields[key].default:
-                yield (
-                    ("generator", key),
+                yield Fault(
                     "a contiguous cache has no pages; add `cache: paged`, or leave this out",
+                    key=("generator", key),
                 )
         return
     least = 1 + -(-(config.max_length + options.speculative) // options.page_size)
     if options.pages is not None and options.pages < least:
-        yield (
-            ("generator", "pages"),
+        yield Fault(
             f"{options.pages} pages of {options.page_size} tokens hold no completion of max_length "
             f"{config.max_length}; at least {least} are needed, one of which stays empty",
+            key=("generator", "pages"),
         )
 
 
-def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+def _tokenizer(config: RunConfig) -> Iterator[Fault]:
     if config.tokenizer is None or config.tokenizer.source is None:
         try:
             directory = models.directory(config.model.source) or Path(config.model.source)
         except DuetError:
             return  # `load` raises it
         if not any((directory / name).is_file() for name in models.TOKENIZER_FILES):
-            yield (
-                ("tokenizer",),
+            yield Fault(
                 f"{directory} holds no tokenizer; name a directory that does, or `bytes`",
+                key=("tokenizer",),
             )
     if config.tokenizer is None:
         return
     template = config.tokenizer.chat_template and config.tokenizer.chat_template.file
     if template is not None and not Path(template).is_file():
-        yield (
-            ("tokenizer", "chat_template", "file"),
+        yield Fault(
             f"no such file: {template}{nearest_path(template)}",
+            key=("tokenizer", "chat_template", "file"),
         )
     source = config.tokenizer.source
     alphabet = config.tokenizer.alphabet
     if source is None:
         if alphabet is not None:
-            yield (
-                ("tokenizer", "alphabet"),
+            yield Fault(
                 "only `characters` takes an alphabet; set tokenizer.source=characters",
+                key=("tokenizer", "alphabet"),
             )
         return
     if source == "characters" and not alphabet:
-        yield (
-            ("tokenizer", "alphabet"),
+        yield Fault(
             "`characters` needs an alphabet: the characters that exist, as one text",
+            key=("tokenizer", "alphabet"),
         )
     if source != "characters" and alphabet is not None:
-        yield (
-            ("tokenizer", "alphabet"),
+        yield Fault(
             f"only `characters` takes an alphabet, the tokenizer is {source}",
+            key=("tokenizer", "alphabet"),
         )
     if alphabet is not None and len(set(alphabet)) < len(alphabet):
-        yield ("tokenizer", "alphabet"), "a character occurs twice"
+        yield Fault("a character occurs twice", key=("tokenizer", "alphabet"))
     if source not in _BUILT_IN_TOKENIZERS:
         try:
             directory = models.directory(source, part="tokenizer")
         except DuetError:
             return  # `load` raises it
         if directory is None:
-            yield (
-                ("tokenizer", "source"),
+            yield Fault(
                 "no directory "
                 f"{source}{nearest_path(source) or nearest(source, _BUILT_IN_TOKENIZERS)}",
+                key=("tokenizer", "source"),
             )
         elif not any((directory / name).is_file() for name in models.TOKENIZER_FILES):
-            yield (
-                ("tokenizer", "source"),
+            yield Fault(
                 f"{source} holds none of {', '.join(models.TOKENIZER_FILES)}",
+                key=("tokenizer", "source"),
             )
 
 
-def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:
+def _data(path: Key, data: DataOptions) -> Iterator[Fault]:
     if data.task is not None:
         import rl.tasks
 
@@ -339,31 +343,36 @@ def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:
             rl.tasks.check(data.task, data.options)
         except ValueError as error:
             options = [key for key in data.options if f"`{key}`" in str(error)]
-            yield (*path, *(("options", *options[:1]) if options else ("task",))), str(error)
+            yield Fault(
+                str(error), key=(*path, *(("options", *options[:1]) if options else ("task",)))
+            )
         for key in ("subset", "prompt_template"):
             if getattr(data, key) is not None:
-                yield (*path, key), f"a task takes no {key}; its own options stand under `options`"
+                yield Fault(
+                    f"a task takes no {key}; its own options stand under `options`",
+                    key=(*path, key),
+                )
     else:
         from rl.config.packaged import packaged
 
         assert data.path is not None  # DataOptions has a task or a path
         if data.options:
-            yield (*path, "options"), "only a task takes options"
+            yield Fault("only a task takes options", key=(*path, "options"))
         for key in ("split", "subset"):
             if getattr(data, key) is not None and Path(data.path).is_file():
-                yield (
-                    (*path, key),
+                yield Fault(
                     f"the file {data.path} is read as it is and has no {key}s; write {key}: null",
+                    key=(*path, key),
                 )
         if (
             not Path(data.path).exists()
             and not packaged(data.path)
             and hub_name(data.path, alone=True) is None
         ):
-            yield (
-                (*path, "path"),
+            yield Fault(
                 f"no such file or directory: {data.path} (from "
                 f"{Path.cwd()}){nearest_path(data.path)}{_address(data.path)}",
+                key=(*path, "path"),
             )
 
 
@@ -383,7 +392,7 @@ def _address(path: str) -> str:
     )
 
 
-def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str]]:
+def _rewards(path: Key, settings: RewardSettings) -> Iterator[Fault]:
     from rewards.registry import REWARD_MODEL, RewardError, check
 
     for number, reward in enumerate(settings.functions):
@@ -392,11 +401,13 @@ def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str
         except RewardError as error:
             text = str(error)
             option = [("options", key) for key in reward.options if f"option {key!r}" in text]
-            yield (*path, "functions", number, *(option[0] if option else ("name",))), text
+            yield Fault(
+                text, key=(*path, "functions", number, *(option[0] if option else ("name",)))
+            )
     if not any(reward.weight for reward in settings.functions):
-        yield (
-            (*path, "functions"),
+        yield Fault(
             "every reward has weight 0, so no completion is better than another",
+            key=(*path, "functions"),
         )
     names = [
         (reward.name, reward.options.get("source") if reward.name == REWARD_MODEL else None)
@@ -404,33 +415,31 @@ def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str
     ]
     for number, name in enumerate(names):
         if name in names[:number]:
-            yield (*path, "functions", number, "name"), f"{name[0]} is listed twice"
+            yield Fault(f"{name[0]} is listed twice", key=(*path, "functions", number, "name"))
 
 
-def _metrics(stage: Any) -> Iterator[tuple[tuple, str]]:
+def _metrics(stage: Any) -> Iterator[Fault]:
     """Checks names of metrics and of the reward function of dynamic sampling."""
     until = stage.options.until
     rewards = metric_names.reward_names(stage)
     if until and (text := metric_names.problem(stage, until.metric)):
-        yield (*stage.path, "until", "metric"), text
+        yield Fault(text, key=(*stage.path, "until", "metric"))
     best = stage.options.best
     if best and not best.metric.startswith(("eval/", "held_out/")):
         text = (
             f"{best.metric!r} is no metric of an evaluation (eval/...) or of held-out rows "
             "(held_out/...)"
         )
-        yield (*stage.path, "best", "metric"), text
+        yield Fault(text, key=(*stage.path, "best", "metric"))
     elif best and (text := metric_names.problem(stage, best.metric)):
-        yield (*stage.path, "best", "metric"), text
+        yield Fault(text, key=(*stage.path, "best", "metric"))
     dynamic = getattr(stage.algorithm, "dynamic_reward", None)
     if dynamic is not None and stage.rewards and dynamic not in rewards:
         path = (*stage.path, "algorithm", "dynamic_reward")
-        yield path, f"no reward function {dynamic!r}{nearest(dynamic, rewards)}"
+        yield Fault(f"no reward function {dynamic!r}{nearest(dynamic, rewards)}", key=path)
 
 
-def _reward_models(
-    config: RunConfig, stage: Any, trained: list[str]
-) -> Iterator[tuple[tuple, str]]:
+def _reward_models(config: RunConfig, stage: Any, trained: list[str]) -> Iterator[Fault]:
     """Checks the sources of the reward models that a stage's rewards use.
 
     trained: names of the stages that train a reward model. Any other source is a directory.
@@ -447,10 +456,10 @@ def _reward_models(
             continue
         here = (*path, "functions", place, "options", "source")
         if source is None:
-            yield (
-                here[:-1],
+            yield Fault(
                 "reward_model needs `source`: a stage of the run that trains one, a directory, or "
                 "org/name",
+                key=here[:-1],
             )
         elif source in trained:
             if names.index(source) >= stage.index:
@@ -458,17 +467,19 @@ def _reward_models(
                     f"{stage.name} comes before stage {source}; name it under `rewards` of the "
                     "stages that follow it"
                 )
-                yield here, text
+                yield Fault(text, key=here)
         else:
-            yield from ((here, text) for text in _reward_model_directory(config, source, trained))
+            yield from (
+                Fault(text, key=here) for text in _reward_model_directory(config, source, trained)
+            )
 
 
-def _teacher(config: RunConfig, stage: Any) -> Iterator[tuple[tuple, str]]:
+def _teacher(config: RunConfig, stage: Any) -> Iterator[Fault]:
     """Checks the teacher of a stage, if it has one, against the policy."""
     if stage.teacher is None:
         if "teacher" in stage.inputs:
             text = "needs a teacher: set `teacher: {source: DIRECTORY}`, here or for all stages"
-            yield (*stage.path, "teacher"), f"{stage.algorithm.name} {text}"
+            yield Fault(f"{stage.algorithm.name} {text}", key=(*stage.path, "teacher"))
         return
     path = (*stage.path, "teacher") if stage.options.teacher else ("teacher",)
     if stage.teacher.weights and config.mesh.shard_mode == "explicit":
@@ -476,17 +487,16 @@ def _teacher(config: RunConfig, stage: Any) -> Iterator[tuple[tuple, str]]:
             "explicit sharding takes no weights of few bits, and these are "
             f"{stage.teacher.weights}; leave one out"
         )
-        yield (*path, "weights"), text
+        yield Fault(text, key=(*path, "weights"))
     if stage.teacher.files and stage.samples_completions:
-        yield (
-            (*path, "files"),
+        yield Fault(
             f"files hold numbers for rows of data, and {stage.name} samples its tokens; give "
             "`source`",
+            key=(*path, "files"),
         )
         return
     student = decoder_of(config.model)
-    for key, text in teachers.problems(stage.teacher, stage.algorithm, student, config.max_length):
-        yield (*path, key), text
+    yield from teachers.faults(path, stage.teacher, stage.algorithm, student, config.max_length)
 
 
 def _reward_model_directory(config: RunConfig, source: str, trained: list[str]) -> Iterator[str]:
@@ -512,15 +522,15 @@ def _reward_model_directory(config: RunConfig, source: str, trained: list[str]) 
         )
 
 
-def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[tuple[tuple, str]]:
+def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[Fault]:
     yield from _data(("evaluation", "data"), evaluation.data)
     yield from _held_out_share(config, evaluation.data)
     if config.rewards is None and not all(stage.rewards for stage in config.stages):
-        yield ("evaluation",), "needs rewards to tell correct completions; add `rewards`"
+        yield Fault("needs rewards to tell correct completions; add `rewards`", key=("evaluation",))
     if evaluation.samples == 0 and "k" in evaluation.model_fields_set and evaluation.k != [1]:
-        yield (
-            ("evaluation", "samples"),
+        yield Fault(
             "pass@k needs sampled completions, at least as many as the largest k",
+            key=("evaluation", "samples"),
         )
     for number, name in enumerate(evaluation.metrics):
         try:
@@ -528,25 +538,25 @@ def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[tu
                 raise ValueError(f"{name!r} is no file.py:function and no package.module:function")
             plugins.load(name, "evaluation metric")
         except ValueError as error:
-            yield ("evaluation", "metrics", number), str(error)
+            yield Fault(str(error), key=("evaluation", "metrics", number))
     for k in evaluation.k:
         if k < 1 or (evaluation.samples and k > evaluation.samples):
-            yield (
-                ("evaluation", "k"),
+            yield Fault(
                 f"each k lies between 1 and samples ({evaluation.samples}), got {k}",
+                key=("evaluation", "k"),
             )
     shortest = min((stage.sampling.max_new_tokens for stage in config.stages), default=1)
     try:
         SamplingParams(max_new_tokens=shortest, **evaluation.processors)
     except ValueError as error:
         text = str(error).removeprefix("SamplingParams: ")
-        yield (
-            ("evaluation", text.split()[0]),
+        yield Fault(
             f"{text}, {shortest}" if text.endswith("max_new_tokens") else text,
+            key=("evaluation", text.split()[0]),
         )
 
 
-def _held_out_share(config: RunConfig, held_out: DataOptions) -> Iterator[tuple[tuple, str]]:
+def _held_out_share(config: RunConfig, held_out: DataOptions) -> Iterator[Fault]:
     """Checks that training and evaluation have the same `eval_share`, which decides the problems
     that are held out."""
     for data in [config.data, *(stage.data for stage in config.stages)]:
@@ -554,8 +564,8 @@ def _held_out_share(config: RunConfig, held_out: DataOptions) -> Iterator[tuple[
             shares = [one.options.get("eval_share") for one in (data, held_out)]
             if shares[0] != shares[1]:
                 path = ("evaluation", "data", "options", "eval_share")
-                yield (
-                    path,
+                yield Fault(
                     f"{shares[1]} here and {shares[0]} in training (None: the default); they must "
                     "be the same",
+                    key=path,
                 )

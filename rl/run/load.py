@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rewards.registry import REWARD_MODEL
 from rl.config.data import RewardSettings
-from rl.config.files import _merged, _report, validate
+from rl.config.files import merged, report, validate
 from rl.config.run import RunConfig
 from rl.data import models
 from rl.errors import ConfigError
@@ -28,36 +28,35 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> RunConfi
         first path.
 
     Raises:
-        ConfigError: with one line per problem, `file:line: key.path: what (hint)`.
+        ConfigError: with one line per fault, `file:line: key.path: what (hint)`.
         ModelError: a model, reward model or tokenizer of the Hugging Face hub cannot be read, and
         there is no other
             problem.
     """
     from rl.run import checks
 
-    tree = _merged(list(paths), list(overrides))
-    config, problems = validate(tree)
+    tree = merged(list(paths), list(overrides))
+    config, faults = validate(tree)
     if config is not None:
-        # The schema refused some values, which have their defaults here: ignore problems near them.
-        left_out = [path[:-1] for path, text in problems if not text.startswith("unknown")]
-        checked = checks.problems(config)
-        problems += [
-            one
-            for one in checked
-            if not any(near and one[0][: len(near)] == near for near in left_out)
+        # The schema refused some values, which have their defaults here: ignore faults near them.
+        left_out = [each.key[:-1] for each in faults if not each.text.startswith("unknown")]
+        faults += [
+            each
+            for each in checks.faults(config)
+            if not any(near and each.key[: len(near)] == near for near in left_out)
         ]
-    if problems or config is None:
-        raise ConfigError(_report(tree, problems))
+    if faults or config is None:
+        raise ConfigError(report(tree, faults))
     return _pinned(config)
 
 
 def saved(directory: Path) -> RunConfig:
     """Reads the configuration of a run's folder. Checks only values, since files of the data and of
     rewards that it names may be gone. Raises ConfigError."""
-    tree = _merged([directory], [])
-    config, problems = validate(tree)
-    if problems or config is None:
-        raise ConfigError(_report(tree, problems))
+    tree = merged([directory], [])
+    config, faults = validate(tree)
+    if faults or config is None:
+        raise ConfigError(report(tree, faults))
     return config
 
 

@@ -8,16 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl.data import models
+from rl.errors import Fault
 from rl.stages import algorithm_of
 from rl.stages.sampling import filters
 from rollout.types import SamplingParams
 
 if TYPE_CHECKING:
     from rl.config.run import RunConfig
-
-ConfigProblems = Iterator[tuple[tuple, str]]
-"""(path of keys, message that says what is wrong and what to change) of each problem in a
-configuration."""
 
 
 @dataclass(frozen=True)
@@ -165,24 +162,26 @@ class ConfiguredStage:
             if getattr(router, key) is not None
         ]
 
-    def check(self) -> ConfigProblems:
-        """Yields the problems of the stage in this configuration. It is quick and does not import
+    def check(self) -> Iterator[Fault]:
+        """Yields the faults of the stage in this configuration. It is quick and does not import
         jax."""
         stage = self.options
         config = self.config
         name = self.options.algorithm.name
         if not self.data:
-            yield (*self.path, "data"), f"{name} needs data, here or for all stages (`data`)"
+            yield Fault(
+                f"{name} needs data, here or for all stages (`data`)", key=(*self.path, "data")
+            )
         if stage.indexer.training == "dense_warmup" and name != "sft":
-            yield (
-                (*self.path, "indexer", "training"),
+            yield Fault(
                 f"a dense_warmup learns from texts alone and has no use for {name}; use sft",
+                key=(*self.path, "indexer", "training"),
             )
         if stage.router_replay and config.generator.exact:
-            yield (
-                (*self.path, "router_replay"),
+            yield Fault(
                 "`generator.exact: true` takes log-probabilities under the trainer's own routes, "
                 "and replay takes them under the generator's routes; leave one out",
+                key=(*self.path, "router_replay"),
             )
         yield from self._check_kind()
         yield from self._check_forbidden()
@@ -190,27 +189,29 @@ class ConfiguredStage:
             stage.router.ragged_buffer_factor is not None
             and config.model.expert_parallel != "all_to_all"
         ):
-            yield (
-                (*self.path, "router", "ragged_buffer_factor"),
+            yield Fault(
                 "only `model.expert_parallel: all_to_all` has this buffer, the scheme is "
                 f"{config.model.expert_parallel}",
+                key=(*self.path, "router", "ragged_buffer_factor"),
             )
         if stage.shared_prefix == "always" and self.unshared is not None:
             excluded, reason = self.unshared
-            yield (
-                (*self.path, "shared_prefix"),
+            yield Fault(
                 f"always does not go with {excluded}: {reason}; use auto",
+                key=(*self.path, "shared_prefix"),
             )
         if stage.teacher and "teacher" not in self.inputs:
-            yield (
-                (*self.path, "teacher"),
+            yield Fault(
                 f"{name} learns from no teacher; leave it out, or use distill",
+                key=(*self.path, "teacher"),
             )
         if stage.held_out and (reason := self._unheld()):
-            yield (*self.path, "held_out"), f"{name} {reason}; leave it out, or use `evaluation`"
+            yield Fault(
+                f"{name} {reason}; leave it out, or use `evaluation`", key=(*self.path, "held_out")
+            )
         if stage.micro_batch and stage.micro_batch > (rows := self.rows_per_update):
             text = f"{stage.micro_batch} rows, but one update has {rows}; leave it out or lower it"
-            yield (*self.path, "micro_batch"), text
+            yield Fault(text, key=(*self.path, "micro_batch"))
 
     def _unheld(self) -> str | None:
         """Returns why the stage has no loss on held-out rows, or None."""
@@ -270,54 +271,54 @@ class ConfiguredStage:
                 "steps of the stage"
             )
 
-    def _check_kind(self) -> ConfigProblems:
-        """Yields the problems that only this kind of stage can have."""
+    def _check_kind(self) -> Iterator[Fault]:
+        """Yields the faults that only this kind of stage can have."""
         yield from ()
 
-    def _check_forbidden(self) -> ConfigProblems:
-        """Yields the problems of `bad_words` and `min_tokens`."""
+    def _check_forbidden(self) -> Iterator[Fault]:
+        """Yields the faults of `bad_words` and `min_tokens`."""
         sampling = self.options.sampling
         own = {"min_tokens": sampling.min_tokens, "bad_words": tuple(sampling.bad_words)}
         for name, value in own.items():
             if value and not self.samples_completions:
-                yield (
-                    (*self.path, "sampling", name),
+                yield Fault(
                     f"{self.options.algorithm.name} samples no completions to learn from, and "
                     f"evaluations have `evaluation.{name}`; leave it out",
+                    key=(*self.path, "sampling", name),
                 )
         try:
             SamplingParams(max_new_tokens=sampling.max_new_tokens, **own)
         except ValueError as error:
             text = str(error).removeprefix("SamplingParams: ")
-            yield (*self.path, "sampling", text.split()[0]), text
+            yield Fault(text, key=(*self.path, "sampling", text.split()[0]))
 
-    def _check_offline(self) -> ConfigProblems:
-        """Yields the problems of a stage that samples nothing."""
+    def _check_offline(self) -> Iterator[Fault]:
+        """Yields the faults of a stage that samples nothing."""
         if self.options.router_replay:
-            yield (
-                (*self.path, "router_replay"),
+            yield Fault(
                 f"{self.options.algorithm.name} learns from data that no generator routed; leave "
                 "it out, or set it in stages that sample",
+                key=(*self.path, "router_replay"),
             )
         if self.config.evaluation and self.trains_policy:
             yield from self._check_room()
 
-    def _check_room(self) -> ConfigProblems:
+    def _check_room(self) -> Iterator[Fault]:
         new = self.options.sampling.max_new_tokens
         limit = self.config.max_length
         if new >= limit:
             text = f"{new} leaves no room for a prompt in max_length ({limit})"
-            yield (*self.path, "sampling", "max_new_tokens"), text
+            yield Fault(text, key=(*self.path, "sampling", "max_new_tokens"))
 
-    def _check_no_capacity(self) -> ConfigProblems:
+    def _check_no_capacity(self) -> Iterator[Fault]:
         """Yields an error for each option that lets updates drop tokens which the compared model
         keeps."""
         for key in self._capacities:
-            yield (
-                (*self.path, "router", key),
+            yield Fault(
                 f"{self.options.algorithm.name} compares the policy with a model that drops "
                 f"nothing (the generator's, or the reference), but with {key} it would give "
                 f"tokens other probabilities. Leave {key} out, or use it in sft stages only",
+                key=(*self.path, "router", key),
             )
 
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl.accounting.flops import memory_share, rates
-from rl.errors import ModelError, RewardStop
+from rl.errors import Fault, ModelError, RewardStop
 from rl.stages import inputs
-from rl.stages.configured import ConfigProblems
 from rl.stages.inputs import StepData
 from rl.stages.sampling import filters, rollouts
 from rl.stages.sampling.dynamic import DynamicSampling
@@ -67,33 +66,33 @@ class Stage(StageKind):
         on_policy = "values" in self.inputs and self.algorithm.critic_trunk == "policy"
         return on_policy and not self.algorithm.dynamic_batches
 
-    def _check_kind(self) -> ConfigProblems:
+    def _check_kind(self) -> Iterator[Fault]:
         stage = self.options
         name = self.options.algorithm.name
         if not self.rewards:
-            yield (
-                (*self.path, "rewards"),
+            yield Fault(
                 f"{name} needs rewards, here or for all stages (`rewards`)",
+                key=(*self.path, "rewards"),
             )
         if stage.samples_per_prompt == 1 and (
             self.algorithm.dynamic_batches or _compares_groups(self.algorithm)
         ):
-            yield (
-                (*self.path, "samples_per_prompt"),
+            yield Fault(
                 f"{name} compares the completions of a prompt, and a single one teaches nothing; "
                 "use 2 or more",
+                key=(*self.path, "samples_per_prompt"),
             )
         if stage.sampling.temperature == 0:
-            yield (
-                (*self.path, "sampling", "temperature"),
+            yield Fault(
                 "0 is greedy: nothing to learn from equal completions",
+                key=(*self.path, "sampling", "temperature"),
             )
         if self.max_kept and stage.sampling.top_k > stage.sampling.max_kept:
-            yield (
-                (*self.path, "sampling", "max_kept"),
+            yield Fault(
                 f"{stage.sampling.max_kept} ids of a token are recorded, but top_k leaves "
                 f"{stage.sampling.top_k}, and such "
                 "a token leaves the loss; raise max_kept to at least top_k",
+                key=(*self.path, "sampling", "max_kept"),
             )
         yield from self._check_no_capacity()
         yield from self._check_room()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.data.tokenizer import write_tokenizer
-from rl.stages.configured import ConfigProblems
+from rl.errors import Fault
 from rl.stages.preference import pairs_with_documents
 from rl.stages.scorers import reward_model_of
 from rl.stages.shapes import abstract_batch, abstract_rows, held_out_program, update_program
@@ -34,7 +34,7 @@ class Stage(StageKind):
     sequences_per_row = 2
     answers_share_prompts = True
 
-    def _check_kind(self) -> ConfigProblems:
+    def _check_kind(self) -> Iterator[Fault]:
         stage = self.options
         options = {
             "mtp": stage.mtp is not None,
@@ -46,7 +46,7 @@ class Stage(StageKind):
                 f"{stage.algorithm.name} does not update the policy, so this option has no "
                 "effect; leave it out"
             )
-            yield (*self.path, key), text
+            yield Fault(text, key=(*self.path, key))
         yield from self._check_offline()
         yield from self._check_no_capacity()
 

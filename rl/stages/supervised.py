@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl.data import teacher as teachers
 from rl.data.teacher_files import TeacherFiles, vocabulary_sha256
-from rl.errors import ConfigError, ModelError
+from rl.errors import ConfigError, Fault, ModelError
 from rl.stages import inputs
-from rl.stages.configured import ConfigProblems
 from rl.stages.scorers import bound_teacher
 from rl.stages.shapes import abstract_batch, abstract_rows, held_out_program, policy_update
 from rl.stages.sharing import sharing_of
@@ -38,7 +37,7 @@ have."""
 class Stage(StageKind):
     """Updates the policy on examples of a dataset."""
 
-    def _check_kind(self) -> ConfigProblems:
+    def _check_kind(self) -> Iterator[Fault]:
         yield from self._check_offline()
         if self.options.algorithm.name != "sft":
             yield from self._check_no_capacity()

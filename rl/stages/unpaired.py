@@ -6,6 +6,7 @@ answer of a pair is an example of its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,8 +14,8 @@ import numpy as np
 from rl.data.encoded import Row
 from rl.data.limits import cut_row
 from rl.data.rows.forms import label_of, read_labelled
+from rl.errors import Fault
 from rl.stages import inputs, supervised
-from rl.stages.configured import ConfigProblems
 from rl.stages.shapes import abstract_batch
 from rl.stages.supervised import documents_of
 
@@ -41,13 +42,13 @@ class Stage(supervised.Stage):
 
     sequences_per_row = 2
 
-    def _check_kind(self) -> ConfigProblems:
+    def _check_kind(self) -> Iterator[Fault]:
         yield from super()._check_kind()
         if "old_logp" in self.inputs and self.rows_per_update < 2:
-            yield (
-                (*self.path, "prompts_per_step"),
+            yield Fault(
                 "the KL is estimated from answers to other prompts, so an update needs at least 2 "
                 "rows",
+                key=(*self.path, "prompts_per_step"),
             )
 
     def read(self, reader: DataReader, source: DataOptions, held_out: bool = False) -> Shard:

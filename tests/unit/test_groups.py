@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewards import Fault, Scores
+from rewards import RewardFault, Scores
 from rl.errors import ModelError, RewardStop
 from rl.stages import online
 from rl.stages.context import Progress
@@ -149,7 +149,7 @@ def test_a_resumed_stage_goes_on_counting_steps_without_a_score():
 def test_faults_and_logs_go_with_their_completions():
     sampled, rows = source([[[1, 1, 1], [0, 1, np.nan], [np.nan, 1, 0]]])()
     faults = [
-        Fault("right", sample, kind, "", "", "")
+        RewardFault("right", sample, kind, "", "", "")
         for sample, kind in ((2, "died"), (5, "timeout"), (6, "raised"))
     ]
     scores = replace(

@@ -23,7 +23,7 @@ from policy.cache.layer_cache import LayerCache, Visible, gather_entries
 from policy.config import Indexer
 from policy.mesh.sharding import layout
 from rl.config.run import RunConfig
-from rl.run.checks import problems
+from rl.run.checks import faults
 from rollout import Generator, SamplingParams
 
 ROUTER = {"bias_rate": 0.1, "balance_coef": 0.3}
@@ -244,20 +244,20 @@ def config(source="tiny-deepseek-v32", **stage) -> RunConfig:
 def test_what_cannot_be_trained_is_refused():
     warm, sparse = ({"indexer": {"training": training}} for training in ("dense_warmup", "sparse"))
     assert (
-        problems(config(**warm))
-        == problems(config(**sparse))
-        == problems(config("tiny-deepseek"))
-        == []
+        faults(config(**warm)) == faults(config(**sparse)) == faults(config("tiny-deepseek")) == []
     )
-    [(path, said)] = problems(config(algorithm="grpo", **warm))
-    assert path == ("stages", 0, "indexer", "training") and "use sft" in said
-    [(path, said)] = problems(config("tiny-deepseek", **warm))
-    assert path == ("stages", 0, "indexer", "training") and said.startswith(
+    [fault] = faults(config(algorithm="grpo", **warm))
+    assert fault.key == ("stages", 0, "indexer", "training") and "use sft" in fault.text
+    [fault] = faults(config("tiny-deepseek", **warm))
+    assert fault.key == ("stages", 0, "indexer", "training") and fault.text.startswith(
         "dense_warmup, but this model has no indexer"
     )
     short = config(**sparse).model_copy(update={"max_length": 6})
-    [(path, said)] = problems(short)
-    assert path == ("stages", 0, "indexer", "training") and "select 6; raise max_length" in said
+    [fault] = faults(short)
+    assert (
+        fault.key == ("stages", 0, "indexer", "training")
+        and "select 6; raise max_length" in fault.text
+    )
 
 
 if __name__ == "__main__":

@@ -136,13 +136,13 @@ def test_every_feature_of_the_table_can_be_switched_on_alone():
         config = run(feature)
         decoder = sources.preset(config.model.source, config.model.changes)
         assert feature in compatibility.features(decoder, runtime(feature))
-        assert checks.problems(config) == []
+        assert checks.faults(config) == []
 
 
 @pytest.mark.parametrize("pair", OF_RUNS, ids=" + ".join)
 def test_a_pair_is_refused_with_both_names_and_the_reason(pair):
     config = run(*pair)
-    said = [text for _, text in checks.problems(config)]
+    said = [each.text for each in checks.faults(config)]
     assert said == [f"{pair[0]} does not go with {pair[1]}: {compatibility.INCOMPATIBLE[pair]}"]
     decoder = sources.preset(config.model.source, config.model.changes)
     with pytest.raises(compatibility.Conflict, match=pair[0]):
@@ -226,4 +226,4 @@ def test_a_configuration_that_plans_pictures_is_refused_before_its_data_is_read(
     )
     pair = (compatibility.MEDIA, compatibility.EXPLICIT)
     text = f"{pair[0]} does not go with {pair[1]}: {compatibility.INCOMPATIBLE[pair]}"
-    assert text in [said for _, said in checks.problems(pictures)] and checks.problems(config) == []
+    assert text in [each.text for each in checks.faults(pictures)] and checks.faults(config) == []

@@ -413,8 +413,8 @@ def test_a_run_that_has_nothing_to_replay_is_refused(source, algorithm, exact, s
             ],
         }
     )
-    ((path, text),) = checks.problems(run)
-    assert path == ("stages", 0, "router_replay") and said in text
+    (fault,) = checks.faults(run)
+    assert fault.key == ("stages", 0, "router_replay") and said in fault.text
 
 
 @SLOW

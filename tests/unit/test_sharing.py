@@ -80,15 +80,16 @@ def test_the_configuration_decides(stage, sharing):
 )
 def test_always_is_refused_with_what_excludes_it(stage, name):
     [made] = rl.stages.create(config(stage | {"shared_prefix": "always"}))
-    [(path, text)] = [each for each in made.check() if each[0][-1] == "shared_prefix"]
-    assert path == ("stages", 0, "shared_prefix") and f"always does not go with {name}" in text
+    [fault] = [each for each in made.check() if each.key[-1] == "shared_prefix"]
+    assert fault.key == ("stages", 0, "shared_prefix")
+    assert f"always does not go with {name}" in fault.text
 
 
 def test_other_messages_still_name_the_algorithm():
     [made] = rl.stages.create(
         config({"dropout": 0.1, "shared_prefix": "always", "teacher": {"source": "tiny"}})
     )
-    [text] = [text for path, text in made.check() if path[-1] == "teacher"]
+    [text] = [each.text for each in made.check() if each.key[-1] == "teacher"]
     assert text.startswith("grpo learns from no teacher")
 
 
