@@ -32,8 +32,8 @@ class Function:
 
 @dataclass(frozen=True)
 class Failure:
-    """The result of a sample without a score. `kind`: as in `scores.RewardFault`, or "closed" if the
-    runner was closed."""
+    """The result of a sample without a score. `kind`: as in `scores.RewardFault`, or "closed" if
+    the runner was closed."""
 
     kind: str
     text: str
