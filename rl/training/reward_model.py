@@ -41,7 +41,7 @@ from rl.training.media import towers
 from rl.training.media.towers import UpdateMedia
 from rl.training.packing.packing import plan_packing
 from rl.training.packing.trees import Sharing, plan_trees
-from rl.training.updater import OptimizerStep, ParamState
+from rl.training.updater import LossOutput, OptimizerStep, ParamState
 
 # Tokens that one device scores at a time, unless it is a CPU.
 SCORED_TOKENS = 16384
@@ -121,11 +121,10 @@ class RewardModelTrainer(BatchUpdates):
         batch = shard_rows(packing.batch(batch), self.graph.layout)
         table = towers.as_params(media and media.table)
         inputs = self.loss_inputs(batch)
-        learner, _, metrics, _ = self.reward_model(
-            state.reward_model, batch, inputs, R, table, number=number
-        )
-        metrics |= {LOSS_TOKENS: inputs.num_tokens} | packing.metrics(R, self.sharing is not None)
-        return RewardModelState(state.policy, learner), metrics
+        output = self.reward_model(state.reward_model, batch, inputs, R, table, number=number)
+        metrics = output.metrics | {LOSS_TOKENS: inputs.num_tokens}
+        metrics |= packing.metrics(R, self.sharing is not None)
+        return RewardModelState(state.policy, output.learner), metrics
 
     def held_out_loss(
         self, state: RewardModelState, batch: Batch, counts: Mapping[str, float], **options: Any
@@ -133,10 +132,10 @@ class RewardModelTrainer(BatchUpdates):
         """Returns the metrics of the loss of the reward model; arguments as in `losses`."""
         return self.losses(self.reward_model, state.reward_model.params, batch, counts, **options)
 
-    def _score_loss(self, params, micro: Batch, inputs: PolicyInputs):
+    def _score_loss(self, params, micro: Batch, inputs: PolicyInputs) -> LossOutput:
         scores, aux = self.model.scores(params, micro.tokens, self.step_of(params, micro))
         loss, metrics = self.algorithm.loss(replace(inputs, scores=scores))
-        return loss, metrics, aux, None, {}
+        return LossOutput(loss=loss, metrics=metrics, aux=aux)
 
     def export(self, state: RewardModelState, pad_id: int | None, directory: Path) -> None:
         """Writes the reward model as transformers stores a sequence classification model, without a

@@ -39,7 +39,7 @@ from rl.training.media import towers
 from rl.training.media.towers import UpdateMedia
 from rl.training.packing.packing import Packing
 from rl.training.teacher import Student, Teacher
-from rl.training.updater import OptimizerStep, ParamState
+from rl.training.updater import LossOutput, OptimizerStep, ParamState
 
 
 @jax.tree_util.register_dataclass
@@ -263,8 +263,9 @@ class Trainer(BatchUpdates):
         if separate_critic:
             assert self.critic is not None and state.critic is not None  # the state has a critic
             trunk = self.value_model.extra_params(state.policy.params) | table
-            critic, _, result, _ = self.critic(state.critic, batch, inputs, R, trunk, number=number)
-            state = replace(state, critic=critic)
+            output = self.critic(state.critic, batch, inputs, R, trunk, number=number)
+            state = replace(state, critic=output.learner)
+            result = dict(output.metrics)
             del result[
                 "loss"
             ]  # the sum of value/loss and value/moe/balance, which are both reported
@@ -274,13 +275,11 @@ class Trainer(BatchUpdates):
             own = {} if (name := self.companion) is None else {name: getattr(state, name)}
             pieces = None if media is None else media.pieces
             companions = next(iter(own.values()), None), pieces
-            policy, companion, result, tokens = self.policy(
-                state.policy, batch, inputs, R, frozen, *companions, number
-            )
-            state = replace(state, policy=policy, **dict.fromkeys(own, companion))
-            metrics |= result
-            if on_tokens is not None and tokens:
-                on_tokens(TokenOutputs(tokens, packing))
+            output = self.policy(state.policy, batch, inputs, R, frozen, *companions, number)
+            state = replace(state, policy=output.learner, **dict.fromkeys(own, output.companion))
+            metrics |= output.metrics
+            if on_tokens is not None and output.tokens:
+                on_tokens(TokenOutputs(output.tokens, packing))
         return state, metrics
 
     def held_out_loss(
@@ -289,18 +288,13 @@ class Trainer(BatchUpdates):
         """Returns the metrics of the loss of the policy; arguments as in `losses`."""
         return self.losses(self.policy, state.policy.params, batch, counts, **options)
 
-    def _auxiliary_only_loss(self, params, micro: Batch, inputs: PolicyInputs):
+    def _auxiliary_only_loss(self, params, micro: Batch, inputs: PolicyInputs) -> LossOutput:
         """Returns a policy loss of 0 and the Aux of the layers: only auxiliary losses train.
         Computes no logits."""
-        return (
-            jnp.float32(0.0),
-            {},
-            self._update_graph.aux(params, micro.tokens, self.step_of(params, micro)),
-            None,
-            {},
-        )
+        aux = self._update_graph.aux(params, micro.tokens, self.step_of(params, micro))
+        return LossOutput(loss=jnp.float32(0.0), metrics={}, aux=aux)
 
-    def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs):
+    def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs) -> LossOutput:
         params, frozen = (params, {}) if self.teacher is None else self.teacher.split(params)
         step = self.step_of(params, micro)
         logp, entropy, aux = self._update_graph.logprobs(
@@ -318,7 +312,13 @@ class Trainer(BatchUpdates):
                 params[VALUE_HEAD], aux.states, micro, inputs
             )
             metrics |= head_metrics
-        return loss, metrics, aux, head_gradient, self._token_outputs(inputs, logp, entropy)
+        return LossOutput(
+            loss=loss,
+            metrics=metrics,
+            aux=aux,
+            tokens=self._token_outputs(inputs, logp, entropy),
+            head_gradient=head_gradient,
+        )
 
     def _token_outputs(
         self, inputs: PolicyInputs, logp: jax.Array, entropy: jax.Array
@@ -343,11 +343,11 @@ class Trainer(BatchUpdates):
 
         return jax.grad(loss, has_aux=True)(jax.lax.stop_gradient(head_E))
 
-    def _critic_loss(self, params, micro: Batch, inputs: PolicyInputs):
+    def _critic_loss(self, params, micro: Batch, inputs: PolicyInputs) -> LossOutput:
         routed = micro if self.value_model.shared else micro.replace(routes=None)
         values, _, aux = self.value_model.values(params, micro.tokens, step_of(params, routed))
         loss, metrics = self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
-        return loss, metrics, aux, None, {}
+        return LossOutput(loss=loss, metrics=metrics, aux=aux)
 
     def logprobs(
         self, params: dict[str, jax.Array], batch: Batch, table: MediaTable | None = None

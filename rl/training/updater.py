@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ import rl.algorithms
 from policy import modes
 from policy.execution import row_tables
 from policy.execution.encoding import PaddedInputs
+from policy.intermediates import Aux, Routing
 from policy.layers import batch_split
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
@@ -51,6 +52,56 @@ class ParamState:
     optimizer: Any
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossOutput:
+    """The loss of a micro-batch of R rows and T tokens.
+
+    loss: float32 scalar, the share of the micro-batch in the loss of the mini-batch: the update
+    sums it over micro-batches. metrics: scalars by name, without a gradient, which
+    `rl.algorithms.reduce_metrics` reduces. aux: the outputs of the layers. tokens: arrays [R, T] by
+    name, for the record of a run. head_gradient: of the loss of a value head; None: there is none.
+    """
+
+    loss: jax.Array
+    metrics: dict[str, jax.Array]
+    aux: Aux
+    tokens: dict[str, jax.Array] = field(default_factory=dict)
+    head_gradient: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class UpdateOutput:
+    """The results of an update.
+
+    learner, companion: the weights after it. metrics: scalars on the device. tokens: arrays [N, T]
+    of the loss, before the weights changed.
+    """
+
+    learner: ParamState
+    companion: ParamState | None
+    metrics: dict[str, jax.Array]
+    tokens: dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Terms:
+    """What the micro-batches of an update give besides gradients, each stacked over them, or
+    reduced.
+
+    routing, activations: outputs of layers, by path of the layer. The other fields are as in
+    LossOutput; `loss` has the auxiliary losses too.
+    """
+
+    loss: jax.Array
+    metrics: dict[str, jax.Array]
+    routing: dict[str, Routing]
+    activations: dict[str, jax.Array]
+    tokens: dict[str, jax.Array]
+    head_gradient: jax.Array | None
+
+
 def _first_step(model: Graph | Critic | FeatureProjections, stage: StageOptions) -> int:
     """Returns the steps of a stage before the first update of the model: a policy waits while only
     its critic learns."""
@@ -68,7 +119,7 @@ class OptimizerStep:
     def __init__(
         self,
         model: Graph | Critic | FeatureProjections,
-        loss: Callable,
+        loss: Callable[..., LossOutput],
         options: OptimizerOptions,
         stage: StageOptions,
         seed: int,
@@ -78,9 +129,7 @@ class OptimizerStep:
 
         Args:
           model: the model of the weights.
-          loss: (params, micro-batch, its PolicyInputs) -> (scalar, metrics, Aux, gradient of the
-          value head or None,
-            token outputs: arrays [R, T] by name). The update sums the scalar over micro-batches.
+          loss: (params, micro-batch, its PolicyInputs) -> LossOutput.
           options: settings of AdamW.
           stage: settings of the stage.
           seed: seed of the run, for dropout.
@@ -212,7 +261,9 @@ class OptimizerStep:
         update = jax.jit(
             self._update,
             donate_argnums=(0, 4),
-            out_shardings=(self.shardings, self.companion and self.companion.shardings, None, None),
+            out_shardings=UpdateOutput(
+                self.shardings, self.companion and self.companion.shardings, None, None
+            ),
             static_argnames="micro_rows",
             compiler_options=batch_split.compiler_options(self._graph.runtime),
         )
@@ -228,9 +279,8 @@ class OptimizerStep:
         companion: ParamState | None = None,
         pieces: Sequence[PaddedInputs] | None = None,
         number: int | None = None,
-    ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
-        """Returns (learner, companion, metrics on the device) after one update, and the token
-        outputs of the loss.
+    ) -> UpdateOutput:
+        """Makes one update, which donates the arrays of `learner` and `companion`.
 
         batch: a mini-batch, a multiple of `micro_rows` rows. inputs: its PolicyInputs.
         extra_params: frozen weights that the loss reads, by path. companion: the weights of
@@ -257,7 +307,7 @@ class OptimizerStep:
         number=None,
         *,
         micro_rows: int,
-    ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
+    ) -> UpdateOutput:
         trained, others = self._split(learner.params)
         if self._seed is not None:
             batch = batch.replace(
@@ -269,22 +319,26 @@ class OptimizerStep:
             constants = constants | joint
             joint = {}
         towers = TowerGradients(self._graph, trained | joint, constants, pieces)
-        sums, tokens = self._gradients(*towers.arguments, batch, inputs, micro_rows)
-        grads, head_gradient, loss, metrics, routing = sums
+        grads, terms = self._gradients(*towers.arguments, batch, inputs, micro_rows)
         grads = towers.gradients(grads)
+        metrics = terms.metrics
         if companion is not None:  # then there is an update for it
             step = cast(Any, self.companion)
-            gradients = {path: grads.pop(path) for path in joint} or {VALUE_HEAD: head_gradient}
+            gradients = {path: grads.pop(path) for path in joint}
             companion, more = step.apply(
-                companion, gradients, metrics.get("value/loss", loss), {}, number
+                companion,
+                gradients or {VALUE_HEAD: terms.head_gradient},
+                metrics.get("value/loss", terms.loss),
+                {},
+                number,
             )
             metrics |= {
                 f"{step.model.metrics}/{name}": value
                 for name, value in more.items()
                 if name != "loss"
             }
-        learner, step_metrics = self.apply(learner, grads, loss, routing, number)
-        return learner, companion, metrics | step_metrics, tokens
+        learner, step_metrics = self.apply(learner, grads, terms.loss, terms.routing, number)
+        return UpdateOutput(learner, companion, metrics | step_metrics, terms.tokens)
 
     def apply(
         self,
@@ -368,8 +422,8 @@ class OptimizerStep:
 
         def micro_step(_, xs):
             _, looked_up = self._looked_up(trained | constants, xs[0])
-            loss, metrics, *_ = self._loss(multiplied | looked_up | constants, *xs)
-            return (), (loss, metrics)
+            output = self._loss(multiplied | looked_up | constants, *xs)
+            return (), (output.loss, output.metrics)
 
         scan = (
             jax.lax.scan
@@ -405,12 +459,11 @@ class OptimizerStep:
         )
         return row_tables.read_rows(self._graph, params, step, self._tables)
 
-    def _gradients(self, trained, constants, batch: Batch, inputs, R: int):
-        """Returns (float32 sums over micro-batches, token outputs).
-
-        The sums are (gradients, gradient of the value head or None, loss, metrics, Routing by path
-        of the layer).
-        """
+    def _gradients(
+        self, trained: dict, constants: dict, batch: Batch, inputs, R: int
+    ) -> tuple[dict, _Terms]:
+        """Returns (float32 gradients by path, further terms): sums over micro-batches, of tokens
+        arrays [N, T]."""
         M = batch.tokens.shape[0] // R
         N = M * R
         micros = self._micro_batches((batch, inputs), R)
@@ -419,27 +472,24 @@ class OptimizerStep:
             # An extra forward pass, of which XLA drops the head: the balance loss of every
             # micro-batch needs the token count of each expert in the mini-batch.
             def count(_, xs):
-                return None, {
-                    path: each.counts
-                    for path, each in self._loss(trained | constants, *xs)[2]
-                    .by_layer("routing")
-                    .items()
-                }
+                routing = self._loss(trained | constants, *xs).aux.by_layer("routing")
+                return None, {path: each.counts for path, each in routing.items()}
 
             counts = jax.tree.map(lambda a: a.sum(axis=0), jax.lax.scan(count, None, micros)[1])
             batch_totals = replace(batch_totals, counts=counts)
 
         def objective(weights, micro, inputs):
-            loss, metrics, aux, head_gradient, tokens = self._loss(
-                weights | constants, micro, inputs
-            )
+            output = self._loss(weights | constants, micro, inputs)
+            aux = output.aux
             auxiliary, auxiliary_metrics = auxiliary_loss(self._stage, aux, micro, batch_totals)
-            return loss + auxiliary, (
-                metrics | auxiliary_metrics,
-                aux.by_layer("routing"),
-                aux.by_layer("activations") if self._diagnostics else {},
-                head_gradient,
-                tokens,
+            loss = output.loss + auxiliary
+            return loss, _Terms(
+                loss=loss,
+                metrics=output.metrics | auxiliary_metrics,
+                routing=aux.by_layer("routing"),
+                activations=aux.by_layer("activations") if self._diagnostics else {},
+                tokens=output.tokens,
+                head_gradient=output.head_gradient,
             )
 
         dense = {path: weight for path, weight in trained.items() if path not in self._tables}
@@ -447,16 +497,11 @@ class OptimizerStep:
 
         def micro_step(total, xs):
             rows, looked_up = self._looked_up(trained | constants, xs[0])
-            (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(
-                multiplied | looked_up, *xs
-            )
+            grads, terms = jax.grad(objective, has_aux=True)(multiplied | looked_up, *xs)
             table_grads = row_tables.gradients(
                 self._graph, rows, {path: grads.pop(path) for path in looked_up}
             )
-            return _accumulated(total, self._shard_as_moments(fetch(grads))), (
-                table_grads,
-                (loss, *rest),
-            )
+            return _accumulated(total, self._shard_as_moments(fetch(grads))), (table_grads, terms)
 
         # Gradients of tables in host memory stay in host memory. There, only a scan can stack
         # arrays.
@@ -465,18 +510,26 @@ class OptimizerStep:
             if self._tables
             else partial(_scan_first, count=_num_filled(micros[0].filled))
         )
-        grads, (table_grads, outputs) = scan(
+        grads, (table_grads, stacked) = scan(
             micro_step, self._shard_as_moments(_zeros(dense)), micros
         )
-        loss, metrics, routing, activations, head_gradients, tokens = outputs
-        metrics = rl.algorithms.reduce_metrics(metrics)
+        metrics = rl.algorithms.reduce_metrics(stacked.metrics)
         if self._diagnostics:
             metrics |= activation_metrics(
-                activations, batch.filled.reshape(M, R, -1), self._graph.config
+                stacked.activations, batch.filled.reshape(M, R, -1), self._graph.config
             )
-        head_gradient, routing = jax.tree.map(lambda a: a.sum(axis=0), (head_gradients, routing))
-        tokens = {name: array.reshape(N, -1) for name, array in tokens.items()}
-        return (grads | table_grads, head_gradient, loss.sum(), metrics, routing), tokens
+        head_gradient, routing = jax.tree.map(
+            lambda a: a.sum(axis=0), (stacked.head_gradient, stacked.routing)
+        )
+        terms = replace(
+            stacked,
+            loss=stacked.loss.sum(),
+            metrics=metrics,
+            routing=routing,
+            tokens={name: array.reshape(N, -1) for name, array in stacked.tokens.items()},
+            head_gradient=head_gradient,
+        )
+        return grads | table_grads, terms
 
 
 def _clipping(

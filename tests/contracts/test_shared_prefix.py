@@ -40,11 +40,11 @@ def results(trainer, params, data) -> tuple:
     }
 
     def loss(weights):
-        loss, metrics, aux, _, _ = trainer._policy_loss(params | weights, batch, inputs)
-        auxiliary, more = auxiliary_loss(trainer.stage, aux, batch, counted)
-        return loss + auxiliary, (
-            metrics | more,
-            {p: each.counts for p, each in aux.by_layer("routing").items()},
+        output = trainer._policy_loss(params | weights, batch, inputs)
+        auxiliary, more = auxiliary_loss(trainer.stage, output.aux, batch, counted)
+        return output.loss + auxiliary, (
+            output.metrics | more,
+            {p: each.counts for p, each in output.aux.by_layer("routing").items()},
         )
 
     (value, (metrics, counts)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(floats)

@@ -366,7 +366,7 @@ def gradient(trainer, params, batch):
     packing = trainer.packing_of(batch)[0]
     packed = packing.batch(batch)
     inputs = trainer.loss_inputs(packed)
-    objective = jax.jit(jax.grad(lambda params: trainer._policy_loss(params, packed, inputs)[0]))
+    objective = jax.jit(jax.grad(lambda params: trainer._policy_loss(params, packed, inputs).loss))
     return packing, objective(params)
 
 

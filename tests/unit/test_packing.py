@@ -182,18 +182,18 @@ def test_updates_are_those_of_separate_rows(create, algorithm):
     data = uneven()
     options = stage(algorithm, router={"bias_rate": 0.05, "balance_coef": 0.3})
     trainer, state = begin(create(), options, fresh=True)
-    apart, _, result, _ = trainer.policy(state.policy, data, trainer.loss_inputs(data), 12)
+    apart = trainer.policy(state.policy, data, trainer.loss_inputs(data), 12)
     if trainer.critic:
-        critic, _, values, _ = trainer.critic(state.critic, data, trainer.loss_inputs(data), 12)
+        critic = trainer.critic(state.critic, data, trainer.loss_inputs(data), 12)
     trainer, state = begin(create(), options)
     together, metrics = trainer.update(state, data)
     assert 0.5 < metrics["perf/packed_share"] <= 1
-    for key in result:
-        np.testing.assert_allclose(metrics[key], result[key], rtol=2e-5, atol=1e-6, err_msg=key)
-    pairs = [(apart, together.policy)]
+    for key, value in apart.metrics.items():
+        np.testing.assert_allclose(metrics[key], value, rtol=2e-5, atol=1e-6, err_msg=key)
+    pairs = [(apart.learner, together.policy)]
     if trainer.critic:
-        np.testing.assert_allclose(metrics["value/loss"], values["value/loss"], rtol=1e-5)
-        pairs.append((critic, together.critic))
+        np.testing.assert_allclose(metrics["value/loss"], critic.metrics["value/loss"], rtol=1e-5)
+        pairs.append((critic.learner, together.critic))
     for one, other in pairs:
         one, other = host(one), host(other)
         for key in one:

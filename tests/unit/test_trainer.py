@@ -368,7 +368,7 @@ def test_an_update_leaves_every_array_in_its_dtype(param_dtype, state_dtype):
     trainer, state = begin(model, stage("grpo", optimizer={"state_dtype": state_dtype}))
     data = batch()
     update = partial(trainer.policy._update, micro_rows=8)
-    new = jax.eval_shape(update, state.policy, data, trainer.loss_inputs(data))[0]
+    new = jax.eval_shape(update, state.policy, data, trainer.loss_inputs(data)).learner
     assert jax.tree.map(lambda a: a.dtype, new) == jax.tree.map(lambda a: a.dtype, state.policy)
     sizes = [np.dtype(a.dtype).itemsize for a in jax.tree.leaves(new.optimizer) if a.ndim]
     copies = 3 if (param_dtype, state_dtype) == ("bfloat16", "float32") else 2
@@ -552,7 +552,7 @@ def test_a_value_head_learns_with_the_policy_what_it_learns_alone():
     packed, start = packing.batch(data), host(state.policy)
     still = jax.jit(partial(trainer.policy._update, micro_rows=R))(
         state.policy, packed, trainer.loss_inputs(packed)
-    )[0]
+    ).learner
     moved = host(both.policy)
     assert not same_bits(moved, start)
     for path, array in host(still).items():
