@@ -57,11 +57,11 @@ ORDER = {
         "check",
     ],
     "rollout": [
+        "text",
+        "media",
         "types",
         "request",
         "logits_processors",
-        "text",
-        "media",
         "engine",
         "generator",
         "collect",

@@ -1,7 +1,7 @@
-"""Groups of completions from prompts: calls the generator and starts to compute the rewards of what
+"""Groups of trajectories from prompts: calls the generator and starts to compute the rewards of what
 it returns.
 
-Stages get completions only through `collect`. They also set the generator's value head and read the
+Stages get trajectories only through `collect`. They also set the generator's value head and read the
 size of its weights. Scores are numbers for completions, from reward functions and reward models. P
 prompts, G completions of each.
 """
@@ -15,46 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rewards import Runner, Scores
 from rewards.text import in_form_of
+from rollout.types import Group, Problem, Segment, Trajectory
 
 if TYPE_CHECKING:
     from rollout.generator import Generator
-    from rollout.media.expand import Expanded
-    from rollout.types import Completion, SamplingParams
-
-
-class Example(Protocol):
-    """A row of data: its prompt, as text or as messages, and its other columns, which rewards may
-    take."""
-
-    @property
-    def prompt(self) -> Any:
-        """Text, or messages of a chat."""
-        ...
-
-    @property
-    def columns(self) -> Mapping[str, Any]:
-        """The other columns by name."""
-        ...
-
-
-class Problem(Protocol):
-    """A prompt to complete, with its row of data. (A task of rl/tasks makes problems; here a
-    problem can be any row.)"""
-
-    @property
-    def example(self) -> Example:
-        """The row of data."""
-        ...
-
-    @property
-    def ids(self) -> list[int]:
-        """The prompt as token ids."""
-        ...
-
-    @property
-    def media(self) -> Expanded | None:
-        """Its pictures and sounds; None: it has none."""
-        ...
+    from rollout.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -81,31 +46,53 @@ class PendingScores(Protocol):
 
 
 @dataclass(frozen=True)
-class Rollouts:
-    """The completions of one step, with their pending scores.
+class BatchRow:
+    """A row of a batch: a segment of a trajectory.
 
-    problems: the prompts with their rows of data. prompt_ids: the running number of each prompt in
-    the run, for the random draws. completions: [P][G]. versions: policy version (number of updates)
-    that sampled each group. counts: what the generator counted (Generator.counts) in the calls that
-    sampled the groups, and the `tokens` of its completions; the greedy completions of
-    `greedy_reward` are not counted. With dynamic sampling (rl/stages/sampling/dynamic.py) they
-    include the groups that it dropped. seconds: time of sampling. scoring: time of the reward
-    models after it.
+    group and trajectory: numbers among the groups and among all trajectories of the step.
     """
 
-    problems: Sequence[Problem]
-    prompt_ids: Sequence[int]
-    completions: list[list[Completion]]
+    group: int
+    trajectory: int
+    segment: Segment
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The groups of one step, with their pending scores.
+
+    groups: equally many trajectories of each prompt. scores: one for each trajectory, group by
+    group. counts: what the generator counted (Generator.counts) in the calls that sampled the
+    groups, and the `tokens` that the policy wrote; the greedy completions of `greedy_reward` are
+    not counted. With dynamic sampling (rl/stages/sampling/dynamic.py) they include the groups that
+    it dropped. seconds: time of sampling. scoring: time of the reward models after it.
+    """
+
+    groups: Sequence[Group]
     scores: PendingScores
     counts: Mapping[str, int]
     seconds: float
-    versions: Sequence[int]
     scoring: float = 0.0
 
     @property
-    def flat(self) -> list[tuple[int, Completion]]:
-        """Returns (index of the prompt, completion) of each sample, group by group."""
-        return [(p, completion) for p, group in enumerate(self.completions) for completion in group]
+    def trajectories(self) -> list[Trajectory]:
+        """Returns all trajectories, group by group."""
+        return [each for group in self.groups for each in group.trajectories]
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Returns the prompt of each group."""
+        return [group.problem for group in self.groups]
+
+    @property
+    def rows(self) -> list[BatchRow]:
+        """Returns the rows of a batch: the segments of each trajectory, group by group."""
+        owners = [p for p, group in enumerate(self.groups) for _ in group.trajectories]
+        return [
+            BatchRow(owners[number], number, segment)
+            for number, trajectory in enumerate(self.trajectories)
+            for segment in trajectory.segments
+        ]
 
 
 def collect(
@@ -138,38 +125,42 @@ def collect(
     columns["max_new_tokens"] = (
         params.max_new_tokens
     )  # one number for all; the other columns have a value per completion
-    groups = [p for p in range(len(problems)) for _ in range(G)]
+    calls = [p for p in range(len(problems)) for _ in range(G)]
     handle = source.runner.open(
-        [example.prompt for example in examples], columns, groups, on_calls=source.on_calls
+        [example.prompt for example in examples], columns, calls, on_calls=source.on_calls
     )
     generator.reset_prefix_cache()
     before = generator.counts
-    completions: list[list[Any]] = [[None] * G for _ in problems]
+    made: dict[tuple[int, int], Trajectory] = {}
 
     def reward(p: int, sample: int, **more: Any) -> None:
-        completion = completions[p][sample]
-        text = in_form_of(problems[p].example.prompt, completion.text)
+        trajectory = made[p, sample]
+        text = in_form_of(problems[p].example.prompt, trajectory.text)
         known = {
-            "completion_lengths": len(completion.tokens),
-            "truncated": completion.finish == "length",
+            "completion_lengths": trajectory.length,
+            "truncated": trajectory.truncated,
         }
-        known["raw"] = completion.text if completion.raw is None else completion.raw
+        known["raw"] = trajectory.text if trajectory.raw is None else trajectory.raw
         handle.add(p * G + sample, text, **known, **more)
 
     prompts = [problem.ids for problem in problems] if prompts is None else prompts
     for p, sample, completion in generator.stream(prompts, params, ids=prompt_ids):
-        completions[p][sample] = completion
+        made[p, sample] = Trajectory.of_completion(problems[p].ids, completion, version)
         if not source.scorers:
             reward(p, sample)
     counts = {name: count - before[name] for name, count in generator.counts.items()}
-    counts["tokens"] = sum(len(completion.tokens) for group in completions for completion in group)
+    counts["tokens"] = sum(trajectory.length for trajectory in made.values())
+    groups = [
+        Group(problem, int(prompt_id), [made[p, sample] for sample in range(G)])
+        for p, (problem, prompt_id) in enumerate(zip(problems, prompt_ids, strict=True))
+    ]
     seconds = time.perf_counter() - began
     scoring = 0.0
     if source.scorers:
         sequences = [
-            problems[p].ids + completion.tokens
-            for p, group in enumerate(completions)
-            for completion in group
+            trajectory.only_segment("a reward model").tokens.tolist()
+            for group in groups
+            for trajectory in group.trajectories
         ]
         scores = {name: scorer(sequences) for name, scorer in source.scorers.items()}
         scoring = time.perf_counter() - began - seconds
@@ -177,13 +168,4 @@ def collect(
             reward(
                 *divmod(i, G), reward_model_scores={name: each[i] for name, each in scores.items()}
             )
-    return Rollouts(
-        problems,
-        prompt_ids,
-        completions,
-        handle,
-        counts,
-        seconds,
-        [version] * len(problems),
-        scoring,
-    )
+    return Rollouts(groups, handle, counts, seconds, scoring)

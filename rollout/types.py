@@ -1,16 +1,26 @@
-"""The options of a generator, the parameters of a call, and the completions that it returns."""
+"""The options of a generator, the parameters of a call, the completions that it returns, and
+trajectories: what a stage learns from.
+
+A generator returns a `Completion`, the tokens after a prompt. A stage takes a `Trajectory`: all
+tokens of one sample of a prompt, with what is known about each of them, who wrote it first of all.
+"""
 
 from __future__ import annotations
 
+import base64
 import math
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 
 from policy.config import StoredType
 from policy.options import option
+
+if TYPE_CHECKING:
+    from rollout.media.expand import Expanded
 
 
 @dataclass(frozen=True)
@@ -307,3 +317,336 @@ class Completion:
     filtered_logprobs: list[float] | None = None
     kept: np.ndarray | None = None
     kept_counts: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy wrote before it was somebody else's turn: the tokens from `start` up to but
+    not including `end` of a segment.
+
+    finish: "stop", if its last token ended it, or "length". text, raw and steps: as in `Completion`.
+    """
+
+    start: int
+    end: int
+    finish: str
+    text: str | None = None
+    raw: str | None = None
+    steps: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What filters of the sampler left at each of the n tokens that the policy wrote in a segment,
+    in their order (GeneratorOptions.record_kept).
+
+    ids: int32[n, K], as `Completion.kept`. counts: int32[n], how many ids they left. logprobs:
+    float32[n], the log-probability of the token among these.
+    """
+
+    ids: np.ndarray
+    counts: np.ndarray
+    logprobs: np.ndarray
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the record as values that JSON can hold; the ids as compressed text, since they
+        are many."""
+        ids = zlib.compress(np.ascontiguousarray(self.ids, "<i4").tobytes())
+        return {
+            "ids": base64.b64encode(ids).decode(),
+            "counts": self.counts.tolist(),
+            "logprobs": self.logprobs.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Kept:
+        """Returns the record that `to_json` wrote."""
+        return cls(
+            cls.ids_from_json(plain["ids"], len(plain["counts"])),
+            np.asarray(plain["counts"], np.int32),
+            np.asarray(plain["logprobs"], np.float32),
+        )
+
+    @staticmethod
+    def ids_from_json(text: str, count: int) -> np.ndarray:
+        """Returns int32[count, K], the ids of so many tokens, from compressed text."""
+        return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i4").reshape(count, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Token ids that only grow, with what is known about each of its T tokens; n of them are the
+    policy's. A segment is a row of a batch.
+
+    tokens: int32[T], the prompt included. policy: bool[T], whether the policy wrote the token; the
+    others are of the prompt, of a template or of an environment. logprobs: float32[T], as in
+    `Completion`, 0 where the policy did not write. versions: int32[T], the version (number of
+    updates) of the weights that drew the token, 0 where none did. turns: in their order.
+    values: float32[T], of the state that the token was drawn from, 0 where none was; None: not
+    recorded. routes: int[T', R, k] by path of the layer, the experts of the first T' tokens; the
+    last token of a segment was never fed, so T' is T - 1. kept: what filters left.
+    Raises ValueError for arrays of several lengths.
+    """
+
+    tokens: np.ndarray
+    policy: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    turns: tuple[Turn, ...]
+    values: np.ndarray | None = None
+    routes: Mapping[str, np.ndarray] | None = None
+    kept: Kept | None = None
+
+    def __post_init__(self) -> None:
+        shapes = {np.shape(a) for a in (self.tokens, self.policy, self.logprobs, self.versions)}
+        if len(shapes) > 1:
+            raise ValueError(f"Segment: arrays of several shapes, {sorted(shapes)}")
+        if self.kept is not None and len(self.kept.ids) != np.count_nonzero(self.policy):
+            raise ValueError(
+                f"Segment: the policy wrote {np.count_nonzero(self.policy)} tokens, and kept has "
+                f"{len(self.kept.ids)}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the segment as values that JSON can hold, without routes, which are large."""
+        result = {
+            "tokens": self.tokens.tolist(),
+            "policy": _spans(self.policy),
+            "logprobs": self.logprobs[self.policy].tolist(),
+            "versions": as_versions(self.policy, self.versions),
+            "turns": [asdict(turn) for turn in self.turns],
+        }
+        if self.values is not None:
+            result["values"] = self.values[self.policy].tolist()
+        if self.kept is not None:
+            result["kept"] = self.kept.to_json()
+        return result
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Segment:
+        """Returns the segment that `to_json` wrote. Raises KeyError, TypeError or ValueError for
+        another value."""
+        tokens = np.asarray(plain["tokens"], np.int32)
+        policy = np.zeros(len(tokens), bool)
+        for start, end in plain["policy"]:
+            policy[start:end] = True
+
+        def placed(numbers: Sequence[float]) -> np.ndarray:
+            array = np.zeros(len(tokens), np.float32)
+            array[policy] = numbers
+            return array
+
+        return cls(
+            tokens=tokens,
+            policy=policy,
+            logprobs=placed(plain["logprobs"]),
+            versions=from_versions(policy, plain["versions"]),
+            turns=tuple(Turn(**turn) for turn in plain["turns"]),
+            values=placed(plain["values"]) if "values" in plain else None,
+            kept=Kept.from_json(plain["kept"]) if "kept" in plain else None,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One sample of a prompt, from the first token of the prompt to its end.
+
+    segments: one, and a further one wherever the history before a turn was rewritten, so that the
+    ids did not only grow. finish: why it ended: "stop" or "length", as in `Completion`, or the word
+    of an environment. rewards: what the environment itself gave after each turn, None for nothing;
+    (): there is no environment.
+    """
+
+    segments: tuple[Segment, ...]
+    finish: str
+    rewards: tuple[float | None, ...] = ()
+
+    @classmethod
+    def of_completion(
+        cls, prompt: Sequence[int], completion: Completion, version: int = 0
+    ) -> Trajectory:
+        """Returns the trajectory of one turn: a completion that weights of this version drew after
+        a prompt."""
+        start = len(prompt)
+        T = start + len(completion.tokens)
+        policy = np.arange(T) >= start
+
+        def placed(numbers: Sequence[float]) -> np.ndarray:
+            array = np.zeros(T, np.float32)
+            array[start:] = numbers
+            return array
+
+        kept = None
+        if completion.kept is not None:
+            kept = Kept(
+                np.asarray(completion.kept, np.int32),
+                np.asarray(completion.kept_counts, np.int32),
+                np.asarray(completion.filtered_logprobs, np.float32),
+            )
+        turn = Turn(start, T, completion.finish, completion.text, completion.raw, completion.steps)
+        segment = Segment(
+            tokens=np.asarray([*prompt, *completion.tokens], np.int32),
+            policy=policy,
+            logprobs=placed(completion.logprobs),
+            versions=np.where(policy, version, 0).astype(np.int32),
+            turns=(turn,),
+            values=None if completion.values is None else placed(completion.values),
+            routes=completion.routes,
+            kept=kept,
+        )
+        return cls((segment,), completion.finish)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Returns the turns of all segments in their order."""
+        return [turn for segment in self.segments for turn in segment.turns]
+
+    @property
+    def prompt_length(self) -> int:
+        """Returns how many tokens stand before the first turn."""
+        return self.segments[0].turns[0].start
+
+    @property
+    def length(self) -> int:
+        """Returns how many tokens the policy wrote."""
+        return sum(int(np.count_nonzero(segment.policy)) for segment in self.segments)
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """Returns all tokens after the prompt, those of an environment and of further segments
+        included."""
+        every = np.concatenate([segment.tokens for segment in self.segments])
+        return every[self.prompt_length :].tolist()
+
+    @property
+    def truncated(self) -> bool:
+        """Returns whether a limit of length cut it off."""
+        return self.finish == "length"
+
+    @property
+    def steps(self) -> int:
+        """Returns how many decoder passes wrote it."""
+        return sum(turn.steps for turn in self.turns)
+
+    @property
+    def text(self) -> str | None:
+        """Returns the texts of its turns, one after the other; None without a tokenizer."""
+        texts = [turn.text for turn in self.turns]
+        return None if None in texts else "".join(filter(None, texts))
+
+    @property
+    def raw(self) -> str | None:
+        """Returns the texts of its turns with special tokens, one after the other; of a turn that
+        has none recorded the text. None if no turn has."""
+        if all(turn.raw is None for turn in self.turns):
+            return None
+        return "".join((turn.text if turn.raw is None else turn.raw) or "" for turn in self.turns)
+
+    @property
+    def versions(self) -> int | list[list[int]]:
+        """Returns the version of the weights that drew its tokens, or [first token, version] pairs
+        where it changes; tokens are counted over all segments, the prompt included."""
+        return as_versions(
+            np.concatenate([segment.policy for segment in self.segments]),
+            np.concatenate([segment.versions for segment in self.segments]),
+        )
+
+    def only_segment(self, reader: str) -> Segment:
+        """Returns its segment. Raises ValueError, which names the reader, if it has several."""
+        if len(self.segments) > 1:
+            raise ValueError(
+                f"{reader} reads one segment of a trajectory, and this one has {len(self.segments)}"
+            )
+        return self.segments[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the trajectory as values that JSON can hold, without routes."""
+        return {
+            "segments": [segment.to_json() for segment in self.segments],
+            "finish": self.finish,
+            "rewards": list(self.rewards),
+        }
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Trajectory:
+        """Returns the trajectory that `to_json` wrote. Raises as `Segment.from_json`."""
+        segments = tuple(Segment.from_json(segment) for segment in plain["segments"])
+        return cls(segments, plain["finish"], tuple(plain["rewards"]))
+
+
+def as_versions(policy: np.ndarray, versions: np.ndarray) -> int | list[list[int]]:
+    """Returns the version of the tokens that the policy wrote: one number, or [first token, version]
+    pairs where it changes. policy: bool[T]. versions: int[T]."""
+    places = np.flatnonzero(policy)
+    drawn = versions[places]
+    changes = np.flatnonzero(np.diff(drawn, prepend=-1))
+    pairs = [[int(places[each]), int(drawn[each])] for each in changes]
+    if len(pairs) > 1:
+        return pairs
+    return pairs[0][1] if pairs else 0
+
+
+def from_versions(policy: np.ndarray, plain: int | Sequence[Sequence[int]]) -> np.ndarray:
+    """Returns int32[T], the versions that `as_versions` wrote for these tokens."""
+    if isinstance(plain, int):
+        return np.where(policy, plain, 0).astype(np.int32)
+    versions = np.zeros(len(policy), np.int32)
+    for first, version in plain:
+        versions[first:] = version
+    return np.where(policy, versions, 0).astype(np.int32)
+
+
+def _spans(policy: np.ndarray) -> list[list[int]]:
+    """Returns the [start, end] of each run of True in bool[T]."""
+    edges = np.flatnonzero(np.diff(policy, prepend=False, append=False))
+    return edges.reshape(-1, 2).tolist()
+
+
+class Example(Protocol):
+    """A row of data: its prompt, as text or as messages, and its other columns, which rewards may
+    take."""
+
+    @property
+    def prompt(self) -> Any:
+        """Text, or messages of a chat."""
+        ...
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """The other columns by name."""
+        ...
+
+
+class Problem(Protocol):
+    """A prompt to complete, with its row of data. (A task of rl/tasks makes problems; here a
+    problem can be any row.)"""
+
+    @property
+    def example(self) -> Example:
+        """The row of data."""
+        ...
+
+    @property
+    def ids(self) -> list[int]:
+        """The prompt as token ids."""
+        ...
+
+    @property
+    def media(self) -> Expanded | None:
+        """Its pictures and sounds; None: it has none."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The trajectories of one prompt.
+
+    problem: the prompt with its row of data. prompt_id: the running number of the prompt in the
+    run, for the random draws. row: index of the prompt in the data of the stage; None: it is not of
+    that data.
+    """
+
+    problem: Problem
+    prompt_id: int
+    trajectories: Sequence[Trajectory]
+    row: int | None = None

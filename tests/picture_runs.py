@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import trajectories
 
 from rewards import Scores
 from rl.config.run import RunConfig
@@ -111,8 +112,9 @@ def step(problems, first_id: int, count: int = 2) -> tuple[Rollouts, Scores]:
     right = np.asarray([[float(n % 2 == 0) for n in range(count)] for _ in answers])
     scores = Scores(right.reshape(-1, 1), right.reshape(-1), ("exact_answer",), [], {})
     ids = list(range(first_id, first_id + len(problems)))
-    return Rollouts(
-        problems, ids, completions, ReadyScores(scores), {}, 0.5, [first_id] * len(problems)
+    versions = [first_id] * len(problems)
+    return trajectories.rollouts(
+        problems, ids, completions, ReadyScores(scores), {}, versions
     ), scores
 
 

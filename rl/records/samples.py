@@ -25,7 +25,8 @@ SEGMENT_BYTES = 64 * 2**20
 TOKEN = np.dtype(
     [
         ("id", "<u4"),
-        ("logp", "<f4"),  # log-probability that the generator gave; NaN for a token of the prompt
+        # log-probability that the generator gave; NaN for a token that the policy did not write
+        ("logp", "<f4"),
         # The trainer's log-probability minus the generator's (the difference of
         # sampler/logp_diff_mean), under the same weights; NaN where no such number was computed.
         ("gap", "<f2"),
@@ -37,16 +38,21 @@ TOKEN = np.dtype(
         ),
         ("advantage", "<f2"),  # NaN in an evaluation
         ("flags", "u1"),
-        ("turn", "u1"),  # 0: the prompt, 1: the completion
+        # 0: before the first turn of a segment; k: from the first token of the k-th turn of the
+        # policy up to the next turn, so that the answer of an environment has the number of the
+        # turn before it
+        ("turn", "u1"),
     ]
 )
 """One token of tokens.bin, little-endian."""
+LAST_TURN = 255
+"""The number of this turn and of all later ones."""
 TRAINED = 1
 STOP = 2
 CLIPPED_LOW = 4
 CLIPPED_HIGH = 8
 DROPPED = 16
-"""Flags of a token: in the mask of the loss; the stop of its completion; its gradient is cut off
+"""Flags of a token: in the mask of the loss; the stop of its turn; its gradient is cut off
 because its ratio is too low or too high; the correction for the sampler's log-probability drops it.
 """
 
@@ -177,6 +183,13 @@ def read_tokens(path: Path, sample: Mapping[str, Any]) -> np.ndarray:
     count = sample["n_prompt"] + sample["n"]
     start = sample["at"] * TOKEN.itemsize
     return np.fromfile(tokens_file(path), TOKEN, count, offset=start)
+
+
+def first_version(sample: Mapping[str, Any]) -> int:
+    """Returns the version of the weights that drew the first token of a sample; -1 if it is not
+    recorded."""
+    version = sample.get("version", -1)
+    return int(version[0][1] if isinstance(version, list) else version)
 
 
 def _kept_bytes(path: Path, keep: Callable[[dict[str, Any]], bool]) -> tuple[int, int]:

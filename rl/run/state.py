@@ -186,6 +186,7 @@ class Run(Context):
             }
             if until:
                 host["until"] = True
+            self.progress.producer = stage.producer_state()
             host |= {"progress": self.progress.to_json()} | (
                 {"teacher": self.teacher} if self.teacher else {}
             )

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl.errors import ModelError
-from rl.stages.sampling.dynamic import ScoredGroup
 
 if TYPE_CHECKING:
     from policy.model import Model
@@ -44,8 +43,9 @@ class Progress:
 
     - examples_drawn: how many examples of its shuffled data it has taken. The order goes on from
       here.
-    - carried: groups of completions that dynamic sampling (DAPO) has sampled beyond the need of a
-      step. The next step uses them first.
+    - producer: state of what makes the groups of a step, as values that JSON can hold: `carried`,
+      the groups that dynamic sampling (DAPO) has sampled beyond the need of a step. Of the
+      checkpoint that was read or is to be written (`StageKind.producer_state`).
     - adaptive_coefs: scalars that the algorithm adapts from update to update.
     - unscored_steps: how many steps in a row, up to the last one, had no completion with a score
       (`rewards.unscored_steps`).
@@ -54,31 +54,30 @@ class Progress:
     next_prompt_id: int = 0
     version: int = 0
     examples_drawn: int = 0
-    carried: list[ScoredGroup] = field(default_factory=list)
+    producer: dict[str, Any] = field(default_factory=dict)
     adaptive_coefs: dict[str, float] = field(default_factory=dict)
     unscored_steps: int = 0
 
     def start_stage(self, coefs: dict[str, float]) -> None:
         """Resets the fields of the stage. `coefs`: initial `adaptive_coefs`."""
-        self.examples_drawn, self.carried, self.adaptive_coefs, self.unscored_steps = (
-            0,
-            [],
-            dict(coefs),
-            0,
-        )
+        self.examples_drawn = 0
+        self.producer = {}
+        self.adaptive_coefs = dict(coefs)
+        self.unscored_steps = 0
 
     def to_json(self) -> dict:
         """Returns the progress as values that JSON can hold."""
-        carried = [group.to_json() for group in self.carried]
-        values = dataclasses.asdict(dataclasses.replace(self, carried=[])) | {"carried": carried}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {_JSON_KEYS.get(name, name): value for name, value in values.items()}
 
     @classmethod
     def from_json(cls, values: dict | None) -> Progress:
-        """Reads the output of `to_json`. Raises ModelError for values that another version of Duet
-        wrote."""
+        """Reads the output of `to_json`, also that of a version whose only state of a producer was
+        `carried`. Raises ModelError for values that another version of Duet wrote."""
         names = cls().to_json().keys()
         values = None if values is None else _ADDED | values
+        if values is not None and "carried" in values and "producer" not in values:
+            values["producer"] = {"carried": values.pop("carried")}
         if values is None or values.keys() != names:
             stored = "nothing" if values is None else ", ".join(values)
             raise ModelError(
@@ -90,7 +89,6 @@ class Progress:
         fields: dict[str, Any] = dict(values)
         for name, key in _JSON_KEYS.items():
             fields[name] = fields.pop(key)
-        fields["carried"] = [ScoredGroup.from_json(each) for each in values["carried"]]
         return cls(**fields)
 
 

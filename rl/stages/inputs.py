@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rl.accounting.flops import rates
-from rl.stages.sampling.rollouts import greedy_params
+from rl.stages.sampling.rollouts import by_row, greedy_params, one_row_each
 from rl.stages.shapes import abstract_batch, abstract_rows, with_structure
 from rl.stages.stage import Program, StageKind
 
@@ -206,7 +206,9 @@ def greedy_reward(stage: StageKind, data: StepData) -> None:
     """Adds the argument `greedy`, float[P]: the reward of the greedy completion of each prompt."""
     assert data.rollouts is not None
     params = greedy_params(stage.options.sampling, stage.context.stop_ids)
-    greedy = stage.collect(data.rollouts.problems, params, data.rollouts.prompt_ids, again=True)
+    groups = data.rollouts.groups
+    prompt_ids = [group.prompt_id for group in groups]
+    greedy = stage.collect(data.rollouts.problems, params, prompt_ids, again=True)
     scores = greedy.scores.result()
     data.arguments["greedy"] = total = scores.total
     data.metrics["reward/greedy"] = (
@@ -307,7 +309,8 @@ def values(stage: StageKind, data: StepData) -> None:
     too.
     """
     assert data.rollouts is not None
-    truncated = [completion.finish == "length" for _, completion in data.rollouts.flat]
+    one_row_each(data.rollouts, "a critic")
+    truncated = [trajectory.truncated for trajectory in data.rollouts.trajectories]
     if data.batch.old_values is not None and not (
         stage.algorithm.bootstrap_truncated and any(truncated)
     ):
@@ -343,7 +346,8 @@ def each_reward(stage: StageKind, data: StepData) -> None:
 @provides("completion_mask", when=REWARDS)
 def completion_mask(stage: StageKind, data: StepData) -> None:
     """Adds the argument `mask`, float[P,G,T], for advantages of tokens."""
-    assert data.rewards is not None
+    assert data.rewards is not None and data.rollouts is not None
+    one_row_each(data.rollouts, "an algorithm that asks for the mask of completions")
     data.arguments["mask"] = data.batch.mask.reshape(*data.rewards.shape[:2], -1)
 
 
@@ -363,7 +367,6 @@ def token_kl(stage: StageKind, data: StepData) -> None:
 def correct(stage: StageKind, data: StepData) -> None:
     """Adds `correct`, float[N,T]: 1 on the tokens of completions that the loss treats as
     demonstrations, else 0."""
-    assert data.scores is not None
-    data.batch = data.batch.replace(
-        correct=stage.algorithm.correct(data.scores.total, data.batch.mask)
-    )
+    assert data.scores is not None and data.rollouts is not None
+    total = by_row(data.rollouts, data.scores.total)
+    data.batch = data.batch.replace(correct=stage.algorithm.correct(total, data.batch.mask))

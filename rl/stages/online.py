@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from rl.errors import Fault, ModelError, RewardStop
 from rl.stages import inputs
 from rl.stages.inputs import StepData
 from rl.stages.sampling import filters, rollouts
-from rl.stages.sampling.dynamic import DynamicSampling
+from rl.stages.sampling.dynamic import DynamicSampling, ScoredGroup
 from rl.stages.scorers import bound_teacher
 from rl.stages.shapes import abstract_batch, abstract_rows, policy_update, update_program
 from rl.stages.sharing import sharing_of
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from policy.model import Graph
     from rewards import Scores
     from rl.data.reader import DataReader
+    from rl.stages.context import Context
     from rl.training.batch import Batch
     from rl.training.trainer import RunState
 
@@ -41,6 +43,7 @@ class Stage(StageKind):
     samples."""
 
     samples_completions = True
+    dynamic: DynamicSampling | None
     _overflow_noted = False
 
     @property
@@ -162,6 +165,23 @@ class Stage(StageKind):
         state = self._renew_reference(state, n)
         return state, self._log(data, advantages, updated, n, flops_before)
 
+    def start(self, context: Context, restored: RunState | None = None) -> RunState:
+        state = super().start(context, restored)
+        algorithm = self.algorithm
+        self.dynamic = None
+        if algorithm.dynamic_batches:
+            self.dynamic = DynamicSampling(
+                algorithm.dynamic_batches, algorithm.dynamic_reward, self.runner
+            )
+            carried = context.progress.producer.get("carried", [])
+            self.dynamic.carried = [ScoredGroup.from_json(each, self.rows.take) for each in carried]
+        return state
+
+    def producer_state(self) -> dict[str, Any]:
+        if self.dynamic is None:
+            return {}
+        return {"carried": [group.to_json() for group in self.dynamic.carried]}
+
     def _sample(self, data: StepData) -> None:
         """Samples completions of the step's prompts. Rewards are computed at the same time."""
         context = self.context
@@ -177,31 +197,29 @@ class Stage(StageKind):
 
     def _groups(self) -> tuple[Rollouts, dict[str, float]]:
         """Returns the groups of a step, and metrics of how they were chosen."""
-        algorithm = self.algorithm
+        if self.dynamic is None:
+            return self._sample_groups(), {}
+        rollouts, metrics = self.dynamic.fill(self.options.prompts_per_step, self._sample_groups)
+        if self.options.router_replay:
+            # Routes are large: a checkpoint does not hold them, so groups that are left over are
+            # dropped.
+            self.dynamic.carried = []
+        return rollouts, metrics
+
+    def _sample_groups(self) -> Rollouts:
+        """Draws the next prompts of the data and completes them."""
         progress = self.context.progress
         params = self.sampling_params(n=self.options.samples_per_prompt)
-
-        def sample() -> tuple[Rollouts, list[int]]:
-            rows = self.draw_examples(self.examples)  # indices in the data
-            # Numbers for the random draws. They go on through the run: a prompt that comes again is
-            # drawn differently.
-            ids = range(progress.next_prompt_id, progress.next_prompt_id + len(rows))
-            progress.next_prompt_id += len(rows)
-            with self.context.timeline.span("data"):
-                problems = self.rows.take(rows)
-            return self.collect(problems, params, ids), rows
-
-        if not algorithm.dynamic_batches:
-            return sample()[0], {}
-        reward = algorithm.dynamic_reward
-        sampling = DynamicSampling(algorithm.dynamic_batches, reward, self.rows.take, self.runner)
-        groups, left_over, metrics = sampling.fill(
-            self.options.prompts_per_step, progress.carried, sample
-        )
-        # Routes are large: a checkpoint does not hold them, so groups that are left over are
-        # dropped.
-        progress.carried = [] if self.options.router_replay else left_over
-        return groups, metrics
+        rows = self.draw_examples(self.examples)  # indices in the data
+        # Numbers for the random draws. They go on through the run: a prompt that comes again is
+        # drawn differently.
+        ids = range(progress.next_prompt_id, progress.next_prompt_id + len(rows))
+        progress.next_prompt_id += len(rows)
+        with self.context.timeline.span("data"):
+            problems = self.rows.take(rows)
+        rollouts = self.collect(problems, params, ids)
+        groups = [replace(group, row=row) for group, row in zip(rollouts.groups, rows, strict=True)]
+        return replace(rollouts, groups=groups)
 
     def _make_batch(self, data: StepData) -> None:
         """Puts the completions into rows for the device."""
@@ -213,22 +231,29 @@ class Stage(StageKind):
         with context.timeline.span("batch"):
             batch = rollouts.to_batch(data.rollouts, length, replay=replay, values=values)
             if self.max_kept:
-                completions = [each for _, each in data.rollouts.flat]
+                segments = [row.segment for row in data.rollouts.rows]
                 vocabulary = self.trainer.graph.config.vocab_size
-                batch, metrics = filters.with_kept(batch, completions, self.max_kept, vocabulary)
+                batch, metrics = filters.with_kept(batch, segments, self.max_kept, vocabulary)
                 data.metrics |= metrics
                 self._note_overflow(metrics.get("sampler/kept_overflow", 0.0))
         if self.algorithm.mask_truncated:
-            complete = np.asarray(
-                [[completion.finish != "length"] for _, completion in data.rollouts.flat],
-                np.float32,
-            )
-            batch = batch.replace(mask=batch.mask * complete)
+            complete_N = [not trajectory.truncated for trajectory in data.rollouts.trajectories]
+            complete_N = rollouts.by_row(data.rollouts, np.asarray(complete_N, np.float32))
+            batch = batch.replace(mask=batch.mask * complete_N[:, None])
+        self._check_rows(data.rollouts)
         data.batch = batch
         if context.media is not None:
-            documents = [problem.media for problem in data.rollouts.problems]
+            documents = [group.problem.media for group in data.rollouts.groups]
             data.table = context.media_table(documents, again=True)
             data.batch = data.table.add(batch, rollouts.documents(data.rollouts))
+
+    def _check_rows(self, sampled: Rollouts) -> None:
+        """Raises ValueError for trajectories of several rows where losses or mini-batches count
+        rows."""
+        if self.options.updates_per_step > 1:
+            rollouts.one_row_each(sampled, "updates_per_step above 1")
+        if getattr(self.algorithm, "aggregation", None) != "token":
+            rollouts.one_row_each(sampled, "a loss that counts sequences")
 
     def _note_overflow(self, share: float) -> None:
         """Shows, once a stage, that many tokens leave the loss because filters leave more ids than
@@ -251,9 +276,10 @@ class Stage(StageKind):
             data.scores = scores = data.rollouts.scores.result()
         data.metrics["time/reward"] = span.seconds
         _check_scored(self, scores)
-        data.batch = data.batch.without(~np.isfinite(scores.total))
+        unscored_N = rollouts.by_row(data.rollouts, ~np.isfinite(scores.total))
+        data.batch = data.batch.without(unscored_N)
         data.rewards = scores.total.reshape(
-            len(data.rollouts.completions), self.options.samples_per_prompt
+            len(data.rollouts.groups), self.options.samples_per_prompt
         )
         inputs.provide(self, data, inputs.REWARDS)
         data.stale, staleness = _staleness(data.batch, context.progress.version)
@@ -287,19 +313,22 @@ class Stage(StageKind):
 
     def _advantages(self, data: StepData) -> np.ndarray:
         """Adds `advantages`, float[N] or float[N,T], and `returns` to the batch. Returns each
-        completion's mean."""
+        trajectory's mean."""
         batch = data.batch
         rewards = data.rewards
         assert data.rollouts is not None and rewards is not None
         algorithm = self.algorithm.with_coefs(self.context.progress.adaptive_coefs)
-        lengths = np.asarray([len(completion.tokens) for _, completion in data.rollouts.flat])
+        lengths = np.asarray([trajectory.length for trajectory in data.rollouts.trajectories])
         lengths = lengths.reshape(rewards.shape[:2])
         with self.context.timeline.span("advantages"):
             advantages, returns, metrics = algorithm.estimate(
                 rewards, lengths, batch, **data.arguments
             )
         per_sample = advantages
-        if advantages.ndim == 2:
+        if advantages.ndim == 1:
+            advantages = rollouts.by_row(data.rollouts, advantages)
+        else:
+            rollouts.one_row_each(data.rollouts, "an algorithm with advantages of tokens")
             per_sample = advantages.sum(axis=1) / np.maximum((batch.mask != 0).sum(axis=1), 1)
         returns = batch.returns if returns is None else returns.astype(np.float32)
         data.batch = batch.replace(advantages=advantages.astype(np.float32), returns=returns)

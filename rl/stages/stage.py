@@ -250,6 +250,11 @@ class StageKind(ConfiguredStage, ABC):
         context.progress.start_stage(self.algorithm.adaptive_coefs)
         return self.trainer.start(context.model.params, self.config.seed + self.index)
 
+    def producer_state(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of the groups that later steps train on, as values that
+        JSON can hold. It is `Progress.producer` when the stage goes on."""
+        return {}
+
     def load_scorers(self, context: Context) -> None:
         """Loads the teacher, and the reward models that the rewards call."""
         from rl.stages.scorers import load_scorers, load_teacher

@@ -20,6 +20,7 @@ from policy.mesh.sharding import layout
 from rl.stages.sampling.rollouts import routes_of
 from rl.training.trainer import Trainer
 from rollout import Generator, GeneratorOptions, SamplingParams
+from rollout.types import Trajectory
 
 MESHES = {
     "one": (None, {}),
@@ -41,10 +42,11 @@ def run(degrees, how) -> dict:
         slots=4,
         options=GeneratorOptions(record_routes=True, tokens_per_dispatch=4),
     )
+    completions = generator.generate(PROMPTS, SamplingParams(n=2, max_new_tokens=6))
     made = [
-        c
-        for group in generator.generate(PROMPTS, SamplingParams(n=2, max_new_tokens=6))
-        for c in group
+        Trajectory.of_completion(prompt, completion).segments[0]
+        for prompt, group in zip(PROMPTS, completions, strict=True)
+        for completion in group
     ]
     data, rng = learners.batch(), np.random.default_rng(0)
     given = rng.permuted(np.broadcast_to(np.arange(8), (*data.tokens.shape, 1, 8)), axis=-1)[
@@ -59,7 +61,7 @@ def run(degrees, how) -> dict:
         np.asarray(state.policy.params[path]).ravel() for path in sorted(state.policy.params)
     ]
     return {
-        "tokens": np.concatenate([c.tokens for c in made]),
+        "tokens": np.concatenate([segment.tokens for segment in made]),
         "recorded": routes_of(made, 16)["stacks.1.layers.0"],
         "logp": logp,
         "weights": np.concatenate(weights),

@@ -204,7 +204,7 @@ def test_the_export_holds_the_last_weights_and_the_tokenizer(uninterrupted, tmp_
     checkpoints = Checkpoints(uninterrupted / "checkpoints", 2)
     number, state, host = checkpoints.restore(stage.abstract())
     checkpoints.close()
-    progress = {"prompts": 16, "version": 3 + 3 * 2 + 2, "drawn": 4, "carried": [], "controls": {}}
+    progress = {"prompts": 16, "version": 3 + 3 * 2 + 2, "drawn": 4, "producer": {}, "controls": {}}
     progress["unscored_steps"] = 0
     assert (number, host) == (
         9,

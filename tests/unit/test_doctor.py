@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import trajectories
 
 from rl.accounting import memory
 from rl.commands import cli
 from rl.run.health import doctor
 from rl.run.health.prompt_probe import FIRST_ID, probe
+from rollout import Completion
 
 
 def test_the_machine_is_described_without_values_of_secrets(tmp_path, monkeypatch, capsys):
@@ -70,16 +72,14 @@ TOKENIZER = SimpleNamespace(convert_ids_to_tokens=lambda token: f"<{token}>")
 
 def result_of(totals, finishes, faults=0):
     """Probes two problems whose completions end like this and have these rewards."""
-    completions = [SimpleNamespace(finish=finish, tokens=[5, 2], text="5") for finish in finishes]
+    completions = [Completion([5, 2], [0.0, 0.0], finish, "5") for finish in finishes]
     scores = SimpleNamespace(total=np.asarray(totals, float), faults=[None] * faults)
     asked = []
 
     def collect(problems, params, ids):
         asked.extend(ids)
-        return SimpleNamespace(
-            scores=SimpleNamespace(result=lambda: scores),
-            flat=[(n // 2, each) for n, each in enumerate(completions)],
-        )
+        pending = SimpleNamespace(result=lambda: scores)
+        return trajectories.rollouts(problems, ids, [completions[:2], completions[2:]], pending)
 
     result = probe("grpo", ["a", "b"], PARAMS, collect, TOKENIZER)[0]
     assert asked == [FIRST_ID, FIRST_ID + 1]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import learners
 import numpy as np
 import pytest
+from trajectories import rollouts
 
 from policy.config import LogitScaling
 from policy.heads import kept, vocab_tiles
@@ -21,6 +22,8 @@ from policy.heads.vocab_tiles import Tiles
 from policy.mesh.sharding import layout
 from policy.modes import make_step
 from rl.config.run import RunConfig
+from rl.data.datasets import Example
+from rl.data.encoded import Problem
 from rl.run.build import generator_options
 from rl.stages import create
 from rl.stages.sampling import filters
@@ -29,6 +32,7 @@ from rl.training.batch import Batch
 from rl.training.packing.trees import Sharing
 from rollout import Completion, SamplingParams
 from rollout.engine.sampling import Draws, choose
+from rollout.types import Trajectory
 
 V, E, M = 23, 6, 7
 
@@ -223,6 +227,12 @@ def test_a_draw_records_the_ids_that_its_filters_left(all_optimizations):
         assert drawn.filtered_logprobs[row] == drawn.logprobs[row]
 
 
+def segment(tokens, kept=None, counts=None):
+    """A segment of one token of the prompt and these tokens."""
+    (one,) = Trajectory.of_completion([0], completion(tokens, kept, counts)).segments
+    return one
+
+
 def completion(tokens, kept=None, counts=None):
     logprobs = [-1.0] * len(tokens)
     recorded = {}
@@ -239,17 +249,17 @@ def completion(tokens, kept=None, counts=None):
 
 
 def test_a_batch_has_the_ids_of_each_token_and_leaves_out_those_with_more():
-    completions = [
-        completion([4, 9, 2], [[4, 6], [9], [1, 2, 3]]),
-        completion([5, 5, 6], [[5], [0, 1, 2, 3], [0, 1, 2, 3]], [1, 7, V]),
-        completion([8, 8, 8]),
+    segments = [
+        segment([4, 9, 2], [[4, 6], [9], [1, 2, 3]]),
+        segment([5, 5, 6], [[5], [0, 1, 2, 3], [0, 1, 2, 3]], [1, 7, V]),
+        segment([8, 8, 8]),
     ]
     mask = np.tile(np.array([0, 1, 1, 1, 0], np.float32), (3, 1))
     tokens = np.zeros((3, 5), np.int32)
     batch = Batch(
         tokens=tokens, segments=tokens, mask=mask, prompt=np.arange(3), sampler_logp=-mask
     )
-    out, metrics = filters.with_kept(batch, completions, 4, V)
+    out, metrics = filters.with_kept(batch, segments, 4, V)
     assert out.kept.shape == (3, 5, 4)
     left = [[[i for i in ids if i >= 0] for ids in row] for row in out.kept.tolist()]
     assert left == [[[], [4, 6], [9], [1, 2, 3], []], [[], [5], [], [], []], [[]] * 5]
@@ -261,9 +271,9 @@ def test_a_batch_has_the_ids_of_each_token_and_leaves_out_those_with_more():
         "sampler/kept_overflow": pytest.approx(1 / 9),
         "sampler/kept_mean": pytest.approx((14 + V) / 6),
     }
-    assert filters.with_kept(batch, completions[2:] * 3, 4, V) == (batch, {})
-    forbidden = completion([8, 8, 8], [[-2 - 7, -2 - 1], [-1], [-2 - 3]], [V - 2, 0, V - 1])
-    out, metrics = filters.with_kept(batch, [completions[0], forbidden, completions[2]], 4, V)
+    assert filters.with_kept(batch, segments[2:] * 3, 4, V) == (batch, {})
+    forbidden = segment([8, 8, 8], [[-2 - 7, -2 - 1], [-1], [-2 - 3]], [V - 2, 0, V - 1])
+    out, metrics = filters.with_kept(batch, [segments[0], forbidden, segments[2]], 4, V)
     assert [[i for i in ids if i != -1] for ids in out.kept[1].tolist()] == [
         [],
         [-9, -3],
@@ -278,12 +288,19 @@ def test_a_batch_has_the_ids_of_each_token_and_leaves_out_those_with_more():
 
 
 def test_a_group_that_a_checkpoint_holds_keeps_its_ids():
+    problem = Problem(Example("a"), [0])
     one = completion([4, 9], [[4, 6], [9]])
-    group = ScoredGroup(0, 1, 2, [one, completion([7])], np.ones((2, 1)), np.ones(2))
-    read, other = ScoredGroup.from_json(json.loads(json.dumps(group.to_json()))).completions
-    np.testing.assert_array_equal(read.kept, one.kept)
-    assert (read.kept_counts, read.filtered_logprobs) == (one.kept_counts, one.filtered_logprobs)
-    assert other.kept is None and other.filtered_logprobs is None
+    made = rollouts([problem], [1], [[one, completion([7])]], versions=[2])
+    group = ScoredGroup(made.groups[0], np.ones((2, 1)), np.ones(2))
+    plain = json.loads(json.dumps(group.to_json()))
+    read, other = ScoredGroup.from_json(plain, lambda rows: [problem]).group.trajectories
+    kept = read.segments[0].kept
+    np.testing.assert_array_equal(kept.ids, one.kept)
+    assert (kept.counts.tolist(), kept.logprobs.tolist()) == (
+        one.kept_counts,
+        one.filtered_logprobs,
+    )
+    assert other.segments[0].kept is None
 
 
 # One token after each of two prompts: the expected reward is a sum over the ids that the filters

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import trajectories
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rewards import RewardFault, Scores
+from rl.data.datasets import Example
+from rl.data.encoded import Problem
 from rl.errors import ModelError, RewardStop
 from rl.stages import online
 from rl.stages.context import Progress
 from rl.stages.sampling.dynamic import DynamicSampling, ReadyScores, ScoredGroup
 from rollout import Completion
-from rollout.collect import Rollouts
+from rollout.types import Turn
 
 
 class Runner:
@@ -25,7 +28,7 @@ class Runner:
 
 def source(batches, problems=100):
     """A `sample` that gives these batches of groups' rewards [P][G], the second function always
-    differing, and what it gave.
+    differing.
     """
     given, rows = iter(batches), iter(range(problems))
 
@@ -49,33 +52,49 @@ def source(batches, problems=100):
             [],
             {"rewards/right/mean": float(right.mean())},
         )
-        counts = {"useful": 1, "rows": 2}
-        return Rollouts(
-            [f"p{r}" for r in taken],
-            [10 + r for r in taken],
+        sampled = trajectories.rollouts(
+            problems_of(taken),
+            [10 + row for row in taken],
             completions,
             ReadyScores(scores),
-            counts,
-            0.5,
+            {"useful": 1, "rows": 2},
             [3] * len(taken),
-        ), taken
+        )
+        groups = [replace(group, row=row) for group, row in zip(sampled.groups, taken, strict=True)]
+        return replace(sampled, groups=groups)
 
     return sample
 
 
-def dynamic(most=10, reward=None):
-    return DynamicSampling(most, reward, lambda rows: [f"p{row}" for row in rows], Runner)
+def problems_of(rows):
+    return [Problem(Example(f"p{row}"), [100 + row]) for row in rows]
+
+
+def dynamic(most=10, reward=None, carried=()):
+    sampling = DynamicSampling(most, reward, Runner)
+    sampling.carried = list(carried)
+    return sampling
+
+
+def stored(group):
+    """The group as a checkpoint gives it back."""
+    return ScoredGroup.from_json(json.loads(json.dumps(group.to_json())), problems_of)
+
+
+def prompt_ids(rollouts):
+    return [group.prompt_id for group in rollouts.groups]
 
 
 def test_groups_without_a_difference_make_room_for_others():
     sample = source([[[1, 1], [0, 1], [0, 0]], [[1, 0], [0, 1], [1, 0]]])
-    result, left, metrics = dynamic().fill(3, [], sample)
-    assert result.prompt_ids == [11, 13, 14]
-    assert result.problems == ["p1", "p3", "p4"]
-    assert [group[0].tokens for group in result.completions] == [[1, 0], [3, 0], [4, 0]]
+    sampling = dynamic()
+    result, metrics = sampling.fill(3, sample)
+    assert prompt_ids(result) == [11, 13, 14]
+    assert [problem.example.prompt for problem in result.problems] == ["p1", "p3", "p4"]
+    assert [each.new_tokens for each in result.trajectories[::2]] == [[1, 0], [3, 0], [4, 0]]
     assert result.scores.result().total.tolist() == [0, 1, 1, 0, 0, 1]
     assert (result.counts["rows"], result.seconds) == (4, 1.0)
-    assert [group.row for group in left] == [5]
+    assert [each.group.row for each in sampling.carried] == [5]
     assert metrics == pytest.approx(
         {
             "dynamic/batches": 2,
@@ -85,43 +104,79 @@ def test_groups_without_a_difference_make_room_for_others():
             "dynamic/reward_mean": 0.5,
         }
     )
-    result, left, metrics = dynamic().fill(1, left, sample)
-    assert (result.prompt_ids, left, result.counts["rows"]) == ([15], [], 0)
+    result, metrics = sampling.fill(1, sample)
+    assert (prompt_ids(result), sampling.carried, result.counts["rows"]) == ([15], [], 0)
     assert metrics["dynamic/carried"] == 1 and metrics["dynamic/batches"] == 0
 
 
 def test_where_too_few_differ_others_fill_the_step():
-    result, left, metrics = dynamic(most=2).fill(
-        2, [], source([[[1, 1], [0, 0]], [[0, 0], [0, 1]]])
-    )
-    assert (result.prompt_ids, left) == ([13, 10], [])
+    sampling = dynamic(most=2)
+    result, metrics = sampling.fill(2, source([[[1, 1], [0, 0]], [[0, 0], [0, 1]]]))
+    assert (prompt_ids(result), sampling.carried) == ([13, 10], [])
     assert metrics["dynamic/without_difference"] == 1
 
 
 def test_the_function_that_has_to_differ_can_be_named():
-    result, _, metrics = dynamic(reward="style").fill(2, [], source([[[1, 1], [0, 0]]]))
-    assert result.prompt_ids == [10, 11]
+    result, metrics = dynamic(reward="style").fill(2, source([[[1, 1], [0, 0]]]))
+    assert prompt_ids(result) == [10, 11]
     assert metrics["dynamic/kept_share"] == 1
 
 
 def test_a_group_without_scores_does_not_differ():
     nothing = np.full((2, 2), np.nan)
-    assert not ScoredGroup(0, 0, 0, [], nothing, nothing[:, 0]).differs(None)
+    assert not ScoredGroup(None, nothing, nothing[:, 0]).differs(None)
     lone = np.array([[1.0, 0.0], [np.nan, 1.0]])
-    assert not ScoredGroup(0, 0, 0, [], lone, lone[:, 0]).differs(None)
+    assert not ScoredGroup(None, lone, lone[:, 0]).differs(None)
 
 
 def test_a_group_survives_a_checkpoint():
-    _, (group,), _ = dynamic().fill(1, [], source([[[0, 0, 1], [np.nan, 0.7, 1 / 3]]]))
-    again = ScoredGroup.from_json(json.loads(json.dumps(group.to_json())))
-    assert again.completions == group.completions
-    assert (again.row, again.prompt_id, again.version) == (
-        group.row,
-        group.prompt_id,
-        group.version,
-    )
-    np.testing.assert_array_equal(again.rewards, group.rewards)
-    np.testing.assert_array_equal(again.total, group.total)
+    sampling = dynamic()
+    sampling.fill(1, source([[[0, 0, 1], [np.nan, 0.7, 1 / 3]]]))
+    (scored,) = sampling.carried
+    again = stored(scored)
+    assert (again.group.row, again.group.prompt_id) == (1, 11)
+    assert again.group.problem == scored.group.problem
+    for read, own in zip(again.group.trajectories, scored.group.trajectories, strict=True):
+        assert read.to_json() == own.to_json()
+        assert (read.versions, read.text, read.new_tokens) == (3, own.text, own.new_tokens)
+    np.testing.assert_array_equal(again.rewards, scored.rewards)
+    np.testing.assert_array_equal(again.total, scored.total)
+
+
+# A group in a checkpoint of the version that kept completions, `version` and no prompt.
+OLD = """{"row": 4, "prompt_id": 17, "version": 6, "completions": [
+{"tokens": [5, 9], "logprobs": [-0.5, -0.25], "finish": "stop", "text": "59", "raw": null,
+ "steps": 2},
+{"tokens": [8], "logprobs": [-1.5], "finish": "length", "text": "8", "raw": "<8>", "steps": 1,
+ "filtered_logprobs": [-0.125], "kept_counts": [2], "kept": "eJxjYWBg4ABiAABIAA0="}],
+"rewards": [[1.0, 0.0], [0.0, 1.0]], "total": [1.0, 0.5], "logs": {"1": {"right": "no"}},
+"faults": []}"""
+
+
+def test_a_checkpoint_of_an_earlier_version_holds_completions():
+    plain = json.loads(OLD)
+    values = {"prompts": 18, "version": 6, "drawn": 20, "carried": [plain], "controls": {}}
+    (carried,) = Progress.from_json(values | {"unscored_steps": 0}).producer["carried"]
+    read = ScoredGroup.from_json(carried, problems_of)
+    first, second = (each.segments[0] for each in read.group.trajectories)
+    assert (first.tokens.tolist(), second.tokens.tolist()) == ([104, 5, 9], [104, 8])
+    assert first.policy.tolist() == [False, True, True]
+    assert first.logprobs.tolist() == [0, -0.5, -0.25] and first.versions.tolist() == [0, 6, 6]
+    assert first.turns == (Turn(1, 3, "stop", "59", None, 2),) and first.kept is None
+    assert second.turns == (Turn(1, 2, "length", "8", "<8>", 1),)
+    assert second.kept.ids.tolist() == [[4, 8]] and second.kept.counts.tolist() == [2]
+    assert second.kept.logprobs.tolist() == [-0.125]
+    assert (read.group.row, read.group.prompt_id, read.total.tolist()) == (4, 17, [1.0, 0.5])
+    assert read.logs == {1: {"right": "no"}}
+
+
+@pytest.mark.parametrize("missing", ["row", "completions", "version"])
+def test_a_group_of_another_form_is_refused_by_name(missing):
+    plain = json.loads(OLD)
+    del plain[missing]
+    with pytest.raises(ModelError, match="a group that it carries to the next step") as raised:
+        ScoredGroup.from_json(plain, problems_of)
+    assert raised.value.exit_code == 4
 
 
 def test_a_resumed_stage_goes_on_counting_steps_without_a_score():
@@ -147,7 +202,7 @@ def test_a_resumed_stage_goes_on_counting_steps_without_a_score():
 
 
 def test_faults_and_logs_go_with_their_completions():
-    sampled, rows = source([[[1, 1, 1], [0, 1, np.nan], [np.nan, 1, 0]]])()
+    sampled = source([[[1, 1, 1], [0, 1, np.nan], [np.nan, 1, 0]]])()
     faults = [
         RewardFault("right", sample, kind, "", "", "")
         for sample, kind in ((2, "died"), (5, "timeout"), (6, "raised"))
@@ -156,13 +211,14 @@ def test_faults_and_logs_go_with_their_completions():
         sampled.scores.result(), faults=faults, logs={3: {"right": "three"}, 8: {"right": "eight"}}
     )
     sampled = replace(sampled, scores=ReadyScores(scores))
-    result, left, _ = dynamic().fill(1, [], lambda: (sampled, rows))
+    sampling = dynamic()
+    result, _ = sampling.fill(1, lambda: sampled)
     (fault,) = result.scores.result().faults
     assert (fault.sample, fault.kind) == (2, "timeout") and result.scores.result().logs == {
         0: {"right": "three"}
     }
-    left = [ScoredGroup.from_json(json.loads(json.dumps(group.to_json()))) for group in left]
-    result, _, _ = dynamic().fill(2, left, source([[[0, 1, 0]]]))
+    left = [stored(group) for group in sampling.carried]
+    result, _ = dynamic(carried=left).fill(2, source([[[0, 1, 0]]]))
     (fault,) = result.scores.result().faults
     assert (fault.sample, fault.kind) == (0, "raised") and result.scores.result().logs == {
         2: {"right": "eight"}
@@ -170,9 +226,8 @@ def test_faults_and_logs_go_with_their_completions():
     plain = {
         name: value for name, value in left[0].to_json().items() if name not in ("faults", "logs")
     }
-    assert (
-        ScoredGroup.from_json(plain).faults == [] and ScoredGroup.from_json(plain).logs == {}
-    )  # of an older version
+    earlier = ScoredGroup.from_json(plain, problems_of)  # of an older version
+    assert earlier.faults == [] and earlier.logs == {}
 
 
 @pytest.mark.parametrize("kept", [None, ["prompts", "version", "drawn"], ["seen"]])
@@ -201,10 +256,13 @@ def test_every_group_that_differs_is_used_once_and_in_order(differences, request
     expected = [
         10 + row for row, differs in enumerate(d for batch in differences for d in batch) if differs
     ]
-    used, left = [], []
+    used = []
+    sampling = dynamic(most=10)
     for _ in range(3):
-        result, left, metrics = dynamic(most=10).fill(requested, left, sample)
-        assert len(result.prompt_ids) == requested or metrics["dynamic/batches"] == 10
-        used += result.prompt_ids[: requested - int(metrics["dynamic/without_difference"])]
+        result, metrics = sampling.fill(requested, sample)
+        assert len(result.groups) == requested or metrics["dynamic/batches"] == 10
+        used += prompt_ids(result)[: requested - int(metrics["dynamic/without_difference"])]
     assert used == expected[: len(used)]
-    assert [group.prompt_id for group in left] == expected[len(used) : len(used) + len(left)]
+    assert [each.group.prompt_id for each in sampling.carried] == expected[
+        len(used) : len(used) + len(sampling.carried)
+    ]

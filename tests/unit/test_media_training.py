@@ -21,6 +21,7 @@ from rl.training.media.tables import MediaTables, table_rows
 from rl.training.reward_model import RewardModelScorer
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.media.expand import Expanded
+from rollout.types import Trajectory
 
 SHAPES = {kind: [(4, 6), (2, 2)] for kind in ("Qwen3VL", "Qwen3VLMoe", "Qwen2_5_VL")} | {
     "Gemma3": [(6, 6), (6, 6)]
@@ -306,7 +307,11 @@ def test_routes_of_prompts_with_pictures_are_replayed_and_quantised_rollouts_lea
         for each, c in zip(shown, completions, strict=True)
     ]
     batch = table.add(padded_batch(rows, 48), [(row, 0, each) for row, each in enumerate(shown)])
-    batch = batch.replace(routes=rollouts.routes_of(completions, batch.tokens.shape[1]))
+    segments = [
+        Trajectory.of_completion(each.tokens.tolist(), completion).segments[0]
+        for each, completion in zip(shown, completions, strict=True)
+    ]
+    batch = batch.replace(routes=rollouts.routes_of(segments, batch.tokens.shape[1]))
     trainer, state = learners.begin(one.model, learners.stage("grpo", router_replay=True))
     logp, _ = trainer.logprobs(state.policy.params, batch, table.table)
     for row, (each, completion) in enumerate(zip(shown, completions, strict=True)):

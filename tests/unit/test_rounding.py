@@ -3,13 +3,13 @@ metric."""
 
 import numpy as np
 import pytest
+import trajectories
 
 import rl.algorithms
 from rewards import Runner, RunnerOptions, Scores
 from rewards.workers.rounding import all_equal, at_least, without_rounding
 from rl.stages.sampling.dynamic import ScoredGroup
 from rl.stages.sampling.rollouts import metrics
-from rollout.collect import Rollouts
 from rollout.types import Completion
 
 ALMOST = [[0.3, 0.1 + 0.2, 0.3, 0.3]]
@@ -76,18 +76,10 @@ def test_remax_and_raft_take_rounding_for_equal():
 def test_filters_and_metrics_take_rounding_for_equal():
     completion = Completion([1], [0.0], "stop", "a", 1)
     total = np.array(ALMOST[0])
-    group = ScoredGroup(0, 0, 0, [completion] * 4, total[:, None], total)
+    rollouts = trajectories.rollouts([None], [0], [[completion] * 4])
+    group = ScoredGroup(rollouts.groups[0], total[:, None], total)
     assert not group.differs(None) and not group.differs(0)
     scores = Scores(total[:, None], total, ("own",), [], {})
-    rollouts = Rollouts(
-        [None],
-        [0],
-        [[completion] * 4],
-        None,
-        {"useful": 4, "rows": 4, "prefill": 1, "preempted": 0},
-        1.0,
-        [0],
-    )
     result = metrics(rollouts, scores, drafted=False)
     assert (
         result["reward/frac_zero_std"] == 1.0
@@ -98,8 +90,7 @@ def test_filters_and_metrics_take_rounding_for_equal():
 
 def test_groups_without_a_score_are_in_no_statistic():
     completion = Completion([1], [0.0], "stop", "a", 1)
-    counts = {"useful": 4, "rows": 4, "prefill": 1, "preempted": 0}
-    rollouts = Rollouts([None] * 2, [0, 1], [[completion] * 2] * 2, None, counts, 1.0, [0, 0])
+    rollouts = trajectories.rollouts([None] * 2, [0, 1], [[completion] * 2] * 2)
     for total, expected in (
         ([np.nan, np.nan, 1.0, 0.0], 0.0),
         ([np.nan, np.nan, 1.0, 1.0], 1.0),

@@ -10,6 +10,7 @@ import launch
 import learners
 import numpy as np
 import pytest
+import trajectories
 from learners import batch, begin, host, stage
 from oracles import configuration, random_model, short
 
@@ -27,7 +28,6 @@ from rl.stages.sampling.rollouts import routes_of, to_batch
 from rl.training.batch import padded_batch
 from rl.training.packing.packing import plan_packing
 from rollout import Generator, GeneratorOptions, SamplingParams
-from rollout.collect import Rollouts
 
 SLOW = pytest.mark.slow
 
@@ -118,7 +118,10 @@ def assert_those_of_the_forward_pass(model, completions):
     ]
     data = padded_batch([(ids, [0] * len(ids)) for ids, _ in rows], 64)
     expected = own_routes(model, data.tokens, data.segments)
-    result = routes_of([c for _, c in rows], data.tokens.shape[1])
+    made = trajectories.rollouts(
+        [Problem(None, ids) for ids in PROMPTS], range(len(PROMPTS)), completions
+    )
+    result = routes_of([row.segment for row in made.rows], data.tokens.shape[1])
     fed = np.arange(data.tokens.shape[1]) < np.asarray([len(ids) - 1 for ids, _ in rows])[:, None]
     assert result.keys() == expected.keys() and result
     for path, routes in result.items():
@@ -253,8 +256,7 @@ def test_the_trainer_agrees_with_the_generator_until_its_weights_move():
     model = learners.experts()
     _, result = recorded(model)
     problems = [Problem(None, ids) for ids in PROMPTS]
-    samples = Rollouts(problems, range(len(PROMPTS)), result, None, {}, 0.0, [0] * len(PROMPTS))
-    data = to_batch(samples, 64, replay=True)
+    data = to_batch(trajectories.rollouts(problems, range(len(PROMPTS)), result), 64, replay=True)
     advantages = np.random.default_rng(0).normal(size=len(data.tokens)).astype(np.float32)
     trainer, state = begin(
         model, stage("grpo", router_replay=True, optimizer={"learning_rate": 0.1})

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import trajectories
 
 from rewards import Runner, RunnerOptions, Scores
 from rl.commands import cli
@@ -14,7 +15,7 @@ from rl.records import messages
 from rl.records.samples import TOKEN, SampleLog
 from rl.stages.sampling.rollouts import records
 from rollout import Completion, SamplingParams
-from rollout.collect import Rollouts, Source, collect
+from rollout.collect import Source, collect
 from rollout.generator import Generator
 from rollout.request import Request
 from rollout.text.tokenizer import characters
@@ -70,7 +71,7 @@ def test_rewards_that_name_raw_get_it(tokenizer):
 def test_samples_and_the_viewer_show_special_tokens(tokenizer, tmp_path, capsys):
     completions = [completed(tokenizer, RAW), completed(tokenizer, "1+1=2")]
     scores = Scores(np.ones((2, 1)), np.ones(2), ("own",), [], {})
-    rollouts = Rollouts([Problem(Example("1+1="), [7])], [0], [completions], None, {}, 1.0, [0])
+    rollouts = trajectories.rollouts([Problem(Example("1+1="), [7])], [0], [completions])
     special, plain = records(rollouts, scores, "grpo", 1, np.zeros(2))
     assert (special["completion"], special["raw"]) == ("1+12", RAW) and "raw" not in plain
     assert (

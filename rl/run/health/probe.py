@@ -131,13 +131,16 @@ def _problems(stage: Any, count: int, has_media: bool) -> list[Any]:
 def _gap(model: Model, made: Rollouts, temperature: float, table: StepTable | None = None) -> float:
     """Returns the mean of |log-probability by the trainer - by the generator| over the tokens of
     some completions. table: the pictures and sounds of the prompts."""
-    chosen = made.flat[:: max(1, len(made.flat) // _COMPARED)][:_COMPARED]
-    rows = [[*made.problems[p].ids, *completion.tokens] for p, completion in chosen]
-    batch = padded_batch([(row, [1] * len(row)) for row in rows], max(map(len, rows)))
+    rows = made.rows
+    chosen = rows[:: max(1, len(rows) // _COMPARED)][:_COMPARED]
+    segments = [row.segment for row in chosen]
+    longest = max(len(segment.tokens) for segment in segments)
+    batch = padded_batch([(segment.tokens, segment.policy) for segment in segments], longest)
     shown = {}
     if table is not None:
         batch = table.add(
-            batch, [(row, 0, made.problems[p].media) for row, (p, _) in enumerate(chosen)]
+            batch,
+            [(n, 0, made.groups[row.group].problem.media) for n, row in enumerate(chosen)],
         )
         assert batch.places is not None
         shown = batch.places.inputs(table.table)._asdict()
@@ -147,9 +150,9 @@ def _gap(model: Model, made: Rollouts, temperature: float, table: StepTable | No
     logp = np.asarray(logp)
     differences = [
         np.abs(
-            logp[number, len(row) - len(completion.tokens) : len(row)]
-            - np.asarray(completion.logprobs)
+            logp[number, : len(segment.tokens)][segment.policy]
+            - segment.logprobs[segment.policy].astype(np.float64)
         )
-        for number, (row, (_, completion)) in enumerate(zip(rows, chosen, strict=True))
+        for number, segment in enumerate(segments)
     ]
     return float(np.concatenate(differences).mean())

@@ -19,6 +19,7 @@ from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
     from rollout import SamplingParams
+    from rollout.types import Trajectory
 
 FIRST_ID = 3 << 29
 """First prompt id of a probe. Neither training nor evaluations draw from these ids, so a probe
@@ -121,26 +122,26 @@ def probe(
     began = time.perf_counter()
     rollouts = collect(problems, params, range(FIRST_ID, FIRST_ID + len(problems)))
     scores = rollouts.scores.result()
-    completions = [completion for _, completion in rollouts.flat]
+    trajectories = rollouts.trajectories
     groups = scores.total.reshape(len(problems), params.n)
     scored = scores.total[np.isfinite(scores.total)]
     differ = [not all_equal(group) for group in groups if np.isfinite(group).any()]
     ends = Counter(
-        _end(completion, params, tokenizer)
-        for completion in completions
-        if completion.finish == "stop"
+        _end(trajectory, params, tokenizer)
+        for trajectory in trajectories
+        if not trajectory.truncated
     )
     result = ProbeResult(
         stage=stage,
         prompts=len(problems),
-        completions=len(completions),
-        cut=float(np.mean([completion.finish == "length" for completion in completions])),
-        stops={name: count / len(completions) for name, count in ends.most_common()},
-        mean_length=float(np.mean([len(completion.tokens) for completion in completions])),
+        completions=len(trajectories),
+        cut=float(np.mean([trajectory.truncated for trajectory in trajectories])),
+        stops={name: count / len(trajectories) for name, count in ends.most_common()},
+        mean_length=float(np.mean([trajectory.length for trajectory in trajectories])),
         max_new_tokens=params.max_new_tokens,
         reward_mean=float(scored.mean()) if scored.size else None,
         reward_std=float(scored.std()) if scored.size else None,
-        scored=scored.size / len(completions),
+        scored=scored.size / len(trajectories),
         signal=float(np.mean(differ)) if params.n > 1 and differ else None,
         faults=len(scores.faults),
         seconds=time.perf_counter() - began,
@@ -148,9 +149,11 @@ def probe(
     return result, rollouts
 
 
-def _end(completion: Any, params: SamplingParams, tokenizer: Any) -> str:
-    """Returns the name of the stop that ended a completion."""
-    last = completion.tokens[-1]
+def _end(trajectory: Trajectory, params: SamplingParams, tokenizer: Any) -> str:
+    """Returns the name of the stop that ended a trajectory."""
+    last = int(trajectory.segments[-1].tokens[-1])
     if last in params.stop_token_ids:
         return str(tokenizer.convert_ids_to_tokens(last))
-    return next((repr(text) for text in params.stop if text in completion.text), "a stop text")
+    return next(
+        (repr(text) for text in params.stop if text in (trajectory.text or "")), "a stop text"
+    )

@@ -6,39 +6,28 @@ P prompts of a step, G completions of each, F reward functions.
 
 from __future__ import annotations
 
-import base64
-import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from rewards import Fault, Runner, Scores
 from rewards.workers.rounding import all_equal
-from rl.data.encoded import Problem
+from rl.errors import ModelError
 from rollout.collect import Rollouts
-
-if TYPE_CHECKING:
-    from rollout.types import Completion
-
-# Fields of a completion that a checkpoint holds besides tokens and log-probabilities.
-_KEPT = ("finish", "text", "raw", "steps")
+from rollout.types import Completion, Group, Kept, Problem, Trajectory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ScoredGroup:
-    """The completions of one prompt with their scores.
+    """The trajectories of one prompt with their scores.
 
-    row: row of the prompt in the stage's data. version: policy version that sampled the
-    completions. faults and logs: those of its `Scores`, completions counted from 0.
+    faults and logs: those of its `Scores`, trajectories counted from 0.
     """
 
-    row: int
-    prompt_id: int
-    version: int
-    completions: list[Completion]
+    group: Group
     rewards: np.ndarray  # float64[G, F]
     total: np.ndarray  # float64[G]
     faults: list[Fault] = field(default_factory=list)
@@ -48,64 +37,56 @@ class ScoredGroup:
         """Whether its scores, of one reward function or in sum, differ by more than rounding."""
         return not all_equal(self.total if column is None else self.rewards[:, column])
 
-    def to_json(self) -> dict:
-        """Returns all fields as values that JSON can hold."""
-        completions = [
-            {
-                "tokens": [int(token) for token in one.tokens],
-                "logprobs": [float(logp) for logp in one.logprobs],
-            }
-            | {name: getattr(one, name) for name in _KEPT}
-            | _filters_to_json(one)
-            for one in self.completions
-        ]
-        scores = {"rewards": self.rewards.tolist(), "total": self.total.tolist(), "logs": self.logs}
-        scores["faults"] = [asdict(fault) for fault in self.faults]
+    def to_json(self) -> dict[str, Any]:
+        """Returns the group as values that JSON can hold, without its problem: `row` says which one
+        of the stage's data it is."""
         return {
-            "row": self.row,
-            "prompt_id": self.prompt_id,
-            "version": self.version,
-            "completions": completions,
-        } | scores
+            "row": self.group.row,
+            "prompt_id": self.group.prompt_id,
+            "trajectories": [each.to_json() for each in self.group.trajectories],
+            "rewards": self.rewards.tolist(),
+            "total": self.total.tolist(),
+            "faults": [asdict(fault) for fault in self.faults],
+            "logs": self.logs,
+        }
 
     @classmethod
-    def from_json(cls, plain: dict) -> ScoredGroup:
-        """Returns the group that `to_json` wrote, also one of a version that kept no faults and
-        logs."""
-        from rollout.types import Completion
-
-        return cls(
-            **plain
-            | {
-                "completions": [
-                    Completion(**one | _filters_from_json(one)) for one in plain["completions"]
-                ],
-                "rewards": np.asarray(plain["rewards"]),
-                "total": np.asarray(plain["total"]),
-                "faults": [Fault(**one) for one in plain.get("faults", ())],
-                "logs": {int(sample): texts for sample, texts in plain.get("logs", {}).items()},
-            }
-        )
-
-
-def _filters_to_json(completion: Completion) -> dict:
-    """Returns what the completion says about filters; its ids as compressed text, since they are
-    many."""
-    if completion.kept is None:
-        return {}
-    assert completion.kept_counts is not None and completion.filtered_logprobs is not None
-    ids = base64.b64encode(zlib.compress(np.ascontiguousarray(completion.kept, "<i4").tobytes()))
-    logprobs = map(float, completion.filtered_logprobs)
-    counts = map(int, completion.kept_counts)
-    return {"filtered_logprobs": list(logprobs), "kept_counts": list(counts), "kept": ids.decode()}
+    def from_json(
+        cls, plain: Mapping[str, Any], problems: Callable[[list[int]], Sequence[Problem]]
+    ) -> ScoredGroup:
+        """Returns the group that `to_json` wrote, also one of a version that kept completions in
+        the place of trajectories, or no faults and logs. problems: returns the problems of rows of
+        the data. Raises ModelError for a group of another form."""
+        try:
+            (problem,) = problems([plain["row"]])
+            if "completions" in plain:
+                trajectories = [
+                    _of_completion(problem, each, plain["version"]) for each in plain["completions"]
+                ]
+            else:
+                trajectories = [Trajectory.from_json(each) for each in plain["trajectories"]]
+            return cls(
+                group=Group(problem, plain["prompt_id"], trajectories, plain["row"]),
+                rewards=np.asarray(plain["rewards"], np.float64),
+                total=np.asarray(plain["total"], np.float64),
+                faults=[Fault(**each) for each in plain.get("faults", ())],
+                logs={int(sample): texts for sample, texts in plain.get("logs", {}).items()},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelError(
+                "the newest checkpoint was written by another version of Duet: this version "
+                f"cannot read a group that it carries to the next step ({error!r}). Continue the "
+                "run with that version, or start a new one in another run.dir"
+            ) from None
 
 
-def _filters_from_json(plain: dict) -> dict:
-    """Returns `kept` of a completion as an array."""
-    if "kept" not in plain:
-        return {}
-    ids = np.frombuffer(zlib.decompress(base64.b64decode(plain["kept"])), "<i4")
-    return {"kept": ids.reshape(len(plain["tokens"]), -1)}
+def _of_completion(problem: Problem, plain: Mapping[str, Any], version: int) -> Trajectory:
+    """Returns the trajectory of a completion as checkpoints of earlier versions hold it."""
+    fields = dict(plain)
+    kept = fields.get("kept")
+    if kept is not None:
+        fields["kept"] = Kept.ids_from_json(kept, len(plain["tokens"]))
+    return Trajectory.of_completion(problem.ids, Completion(**fields), version)
 
 
 @dataclass(frozen=True)
@@ -123,54 +104,44 @@ class DynamicSampling:
     """Fills steps with groups whose rewards differ.
 
     most: calls of `sample` per step, at most. reward: the function whose scores have to differ,
-    None: the weighted sum. problems: returns the problems of rows of the data.
+    None: the weighted sum. carried: groups that steps before have sampled beyond their need.
     """
 
-    def __init__(
-        self,
-        most: int,
-        reward: str | None,
-        problems: Callable[[list[int]], Sequence[Problem]],
-        runner: Runner,
-    ):
+    def __init__(self, most: int, reward: str | None, runner: Runner):
         self._most = most
-        self._problems = problems
         self._names = runner.names
         self._column = None if reward is None else runner.names.index(reward)
+        self.carried: list[ScoredGroup] = []
 
-    def fill(
-        self,
-        count: int,
-        carried: list[ScoredGroup],
-        sample: Callable[[], tuple[Rollouts, list[int]]],
-    ) -> tuple[Rollouts, list[ScoredGroup], dict[str, float]]:
-        """Returns (rollouts of `count` groups, groups left over for the next step, metrics).
+    def fill(self, count: int, sample: Callable[[], Rollouts]) -> tuple[Rollouts, dict[str, float]]:
+        """Returns (rollouts of `count` groups, metrics), and keeps the groups that are left over
+        for the next step.
 
-        Takes `carried` first; then `sample()` returns further rollouts, and the rows of their
-        prompts in the data. If that is not enough, groups without a difference fill the step: they
-        have no advantage.
+        Takes `carried` first; then `sample()` returns further rollouts. If that is not enough,
+        groups without a difference fill the step: they have no advantage.
         """
-        kept = list(carried)
+        kept = list(self.carried)
         dropped = []
         taken = []
         while len(kept) < count and len(taken) < self._most:
-            rollouts, rows = sample()
+            rollouts = sample()
             scores = rollouts.scores.result()
             taken.append((rollouts, scores))
-            for group in _split(rollouts, scores, rows):
+            for group in _split(rollouts, scores):
                 (kept if group.differs(self._column) else dropped).append(group)
         groups = kept[:count] + dropped[: max(0, count - len(kept))]
         totals = np.concatenate([scores.total for _, scores in taken]) if taken else np.zeros(0)
-        tried = sum(len(rollouts.problems) for rollouts, _ in taken)
+        tried = sum(len(rollouts.groups) for rollouts, _ in taken)
         metrics = {
             "dynamic/batches": float(len(taken)),
             "dynamic/kept_share": 1.0 - len(dropped) / tried if tried else 1.0,
-            "dynamic/carried": float(len(carried)),
+            "dynamic/carried": float(len(self.carried)),
             "dynamic/without_difference": float(max(0, count - len(kept))),
         }
         if np.isfinite(totals).any():
             metrics["dynamic/reward_mean"] = float(np.nanmean(totals))
-        return self._together(groups, taken), kept[count:], metrics
+        self.carried = kept[count:]
+        return self._together(groups, taken), metrics
 
     def _together(
         self, groups: Sequence[ScoredGroup], taken: Sequence[tuple[Rollouts, Scores]]
@@ -182,54 +153,51 @@ class DynamicSampling:
             name: float(np.mean([s.metrics[name] for _, s in taken if name in s.metrics]))
             for name in names
         }
-        rewards, total = (
-            np.concatenate([getattr(group, name) for group in groups])
-            for name in ("rewards", "total")
-        )
-        G = len(groups[0].completions)
         faults = []
         logs = {}
-        for number, group in enumerate(groups):
-            faults += [replace(fault, sample=number * G + fault.sample) for fault in group.faults]
-            logs |= {number * G + sample: texts for sample, texts in group.logs.items()}
+        first = 0
+        for each in groups:
+            faults += [replace(fault, sample=first + fault.sample) for fault in each.faults]
+            logs |= {first + sample: texts for sample, texts in each.logs.items()}
+            first += len(each.total)
+        scores = Scores(
+            np.concatenate([each.rewards for each in groups]),
+            np.concatenate([each.total for each in groups]),
+            self._names,
+            faults,
+            metrics,
+            logs,
+        )
         counts = Counter()
         for rollouts, _ in taken:
             counts.update(rollouts.counts)
         return Rollouts(
-            problems=self._problems([group.row for group in groups]),
-            prompt_ids=[group.prompt_id for group in groups],
-            completions=[group.completions for group in groups],
-            scores=ReadyScores(Scores(rewards, total, self._names, faults, metrics, logs)),
+            groups=[each.group for each in groups],
+            scores=ReadyScores(scores),
             counts=counts,
             seconds=sum(rollouts.seconds for rollouts, _ in taken),
             scoring=sum(rollouts.scoring for rollouts, _ in taken),
-            versions=[group.version for group in groups],
         )
 
 
-def _split(rollouts: Rollouts, scores: Scores, rows: Sequence[int]) -> list[ScoredGroup]:
-    G = len(rollouts.completions[0])
+def _split(rollouts: Rollouts, scores: Scores) -> list[ScoredGroup]:
+    """Returns each group with its own scores."""
     result = []
-    for p, (row, prompt_id) in enumerate(zip(rows, rollouts.prompt_ids, strict=True)):
-        own = slice(p * G, (p + 1) * G)
+    first = 0
+    for group in rollouts.groups:
+        own = range(first, first + len(group.trajectories))
         result.append(
             ScoredGroup(
-                row,
-                int(prompt_id),
-                rollouts.versions[p],
-                rollouts.completions[p],
-                scores.rewards[own],
-                scores.total[own],
+                group,
+                scores.rewards[own.start : own.stop],
+                scores.total[own.start : own.stop],
                 [
-                    replace(fault, sample=fault.sample - p * G)
+                    replace(fault, sample=fault.sample - first)
                     for fault in scores.faults
-                    if fault.sample // G == p
+                    if fault.sample in own
                 ],
-                {
-                    sample - p * G: texts
-                    for sample, texts in scores.logs.items()
-                    if sample // G == p
-                },
+                {sample - first: texts for sample, texts in scores.logs.items() if sample in own},
             )
         )
+        first = own.stop
     return result

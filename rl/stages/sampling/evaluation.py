@@ -19,7 +19,8 @@ from rl.errors import DataError
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
-    from rollout import Completion, SamplingParams
+    from rollout import SamplingParams
+    from rollout.types import Trajectory
 
 # Evaluation draws from keys of its own, so that training sees the same numbers with and without it.
 SEED_OFFSET = 1 << 30
@@ -84,7 +85,7 @@ class Evaluation:
         began = time.perf_counter()
         options = self.options
         greedy, sampled = params_of(options, self._params)
-        completions, totals = self._rollouts(greedy, step)
+        trajectories, totals = self._rollouts(greedy, step)
         metrics = {
             "eval/problems": float(len(self.problems)),
             "eval/unscored": float(np.sum(~np.isfinite(totals))),
@@ -94,7 +95,7 @@ class Evaluation:
             metrics["eval/greedy_accuracy"] = float(np.mean(at_least(scored, options.correct_at)))
             metrics["eval/reward_mean"] = float(np.mean(scored))
         for name in options.metrics:
-            metrics |= _own_metric(name, self.problems, completions, totals)
+            metrics |= _own_metric(name, self.problems, trajectories, totals)
         if options.samples:
             totals = self._rollouts(sampled, step)[1].reshape(len(self.problems), options.samples)
             scored = np.isfinite(totals).sum(axis=1)
@@ -107,9 +108,9 @@ class Evaluation:
                     metrics[f"eval/pass@{k}"] = float(np.mean(chances))
         return metrics | {"time/eval": time.perf_counter() - began}
 
-    def _rollouts(self, params: SamplingParams, step: int) -> tuple[list[Completion], np.ndarray]:
-        """Returns (completions, rewards float[problems * n]); NaN where there is no score."""
-        completions = []
+    def _rollouts(self, params: SamplingParams, step: int) -> tuple[list[Trajectory], np.ndarray]:
+        """Returns (trajectories, rewards float[problems * n]); NaN where there is no score."""
+        trajectories = []
         totals = []
         for start in range(0, len(self.problems), self._block):
             problems = self.problems[start : start + self._block]
@@ -117,13 +118,13 @@ class Evaluation:
             rollouts = self._collect(problems, params, range(first, first + len(problems)))
             scores = rollouts.scores.result()
             self._record(step, rollouts, scores)
-            completions += [completion for _, completion in rollouts.flat]
+            trajectories += rollouts.trajectories
             totals.append(scores.total)
-        return completions, np.concatenate(totals)
+        return trajectories, np.concatenate(totals)
 
 
 def _own_metric(
-    name: str, problems: Sequence[Problem], completions: list[Completion], rewards: np.ndarray
+    name: str, problems: Sequence[Problem], trajectories: list[Trajectory], rewards: np.ndarray
 ) -> dict[str, float]:
     """Returns a user-defined metric of greedy completions: one number eval/<function>, or several
     by name.
@@ -141,8 +142,8 @@ def _own_metric(
     }
     values = columns | {
         "prompts": [each.prompt for each in examples],
-        "completions": [each.text for each in completions],
-        "raw": [each.text if each.raw is None else each.raw for each in completions],
+        "completions": [each.text for each in trajectories],
+        "raw": [each.text if each.raw is None else each.raw for each in trajectories],
         "rewards": rewards.tolist(),
     }
     parameters = inspect.signature(function).parameters

@@ -19,7 +19,7 @@ from rl.config.stage import SamplingOptions
 
 if TYPE_CHECKING:
     from rl.training.batch import Batch
-    from rollout.types import Completion
+    from rollout.types import Segment
 
 # Batches whose tokens have few ids have narrower arrays, of 1 / NARROW of the largest width; each
 # width is a program.
@@ -43,20 +43,19 @@ def recorded(sampling: SamplingOptions) -> int:
 
 
 def with_kept(
-    batch: Batch, completions: Sequence[Completion], most: int, vocabulary: int
+    batch: Batch, segments: Sequence[Segment], most: int, vocabulary: int
 ) -> tuple[Batch, dict[str, float]]:
     """Returns the batch with `kept` and the log-probabilities of the sampler among these ids, and
     metrics.
 
     A token with more than `most` ids leaves the mask, unless the record names those that are left
     out, at most `most`, or its filters left the vocabulary: it then has the distribution over all
-    ids. So has the token of a completion that was sampled without a record, such as one in a
-    checkpoint of an earlier version. Row i of the batch is completion i; its mask covers the
-    completion.
+    ids. So has the token of a segment that was sampled without a record, such as one in a
+    checkpoint of an earlier version. Row i of the batch is segment i.
     """
-    counts = [np.asarray(each.kept_counts or [0] * len(each.tokens)) for each in completions]
+    counts = [_counts(segment) for segment in segments]
     named = [
-        _named(each, count, vocabulary) for each, count in zip(completions, counts, strict=True)
+        _named(segment, count, vocabulary) for segment, count in zip(segments, counts, strict=True)
     ]
     every = np.concatenate(counts)
     sizes = np.concatenate(named)
@@ -68,33 +67,40 @@ def with_kept(
     assert batch.sampler_logp is not None
     logp_NT = batch.sampler_logp.copy()
     mask_NT = batch.mask.copy()
-    for row, (completion, count, size) in enumerate(zip(completions, counts, named, strict=True)):
-        if completion.kept is None:
+    for row, (segment, count, size) in enumerate(zip(segments, counts, named, strict=True)):
+        if segment.kept is None:
             continue
-        columns = np.flatnonzero(batch.mask[row])
+        columns = np.flatnonzero(segment.policy)
         cut = (size <= most) & (count < vocabulary)
-        ids = np.asarray(completion.kept)[cut, :K]
+        ids = segment.kept.ids[cut, :K]
         kept_NTK[row, columns[cut], : ids.shape[1]] = ids
-        logp_NT[row, columns[cut]] = np.asarray(completion.filtered_logprobs, np.float32)[cut]
+        logp_NT[row, columns[cut]] = segment.kept.logprobs[cut]
         mask_NT[row, columns[(size > most) & (count < vocabulary)]] = 0
     metrics = {"sampler/kept_overflow": float(overflows.mean())}
-    names_kept = ~np.concatenate([_names_left_out(each) for each in completions]) & (every > 0)
+    names_kept = ~np.concatenate([_names_left_out(each) for each in segments]) & (every > 0)
     if names_kept.any():
         metrics["sampler/kept_mean"] = float(every[names_kept].mean())
     return batch.replace(kept=kept_NTK, sampler_logp=logp_NT, mask=mask_NT), metrics
 
 
-def _named(completion: Completion, counts: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Returns how many ids the record of each token has to name: those that are kept, or those that
-    are left out."""
-    return np.where(_names_left_out(completion), vocabulary - counts, counts)
+def _counts(segment: Segment) -> np.ndarray:
+    """Returns how many ids the filters left at each token of the policy; 0 without a record."""
+    if segment.kept is None:
+        return np.zeros(np.count_nonzero(segment.policy), np.int32)
+    return segment.kept.counts
 
 
-def _names_left_out(completion: Completion) -> np.ndarray:
-    """Returns of which tokens the record names the ids that are left out, bool[tokens]."""
-    if completion.kept is None or not completion.kept.size:
-        return np.zeros(len(completion.tokens), bool)
-    return completion.kept[:, 0] < -1
+def _named(segment: Segment, counts: np.ndarray, vocabulary: int) -> np.ndarray:
+    """Returns how many ids the record of each token of the policy has to name: those that are kept,
+    or those that are left out."""
+    return np.where(_names_left_out(segment), vocabulary - counts, counts)
+
+
+def _names_left_out(segment: Segment) -> np.ndarray:
+    """Returns of which tokens of the policy the record names the ids that are left out."""
+    if segment.kept is None or not segment.kept.ids.size:
+        return np.zeros(np.count_nonzero(segment.policy), bool)
+    return segment.kept.ids[:, 0] < -1
 
 
 def width(longest: int, most: int) -> int:

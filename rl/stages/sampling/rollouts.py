@@ -1,12 +1,13 @@
 """Turns rollouts into rows for the device, lines of samples.jsonl, and metrics.
 
-P prompts, G completions of each, N = P G rows, T tokens.
+P prompts, G trajectories of each; N rows, one for each segment of a trajectory (P G of them where
+each has one); T tokens.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,80 +17,96 @@ from rewards.workers.rounding import all_equal, without_rounding
 from rl.accounting.flops import Operations
 from rl.config.stage import SamplingOptions
 from rl.records.messages import entries, is_data_uri, without_contents
-from rl.records.samples import STOP, TOKEN, TRAINED
+from rl.records.samples import LAST_TURN, STOP, TOKEN, TRAINED
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
     from rl.records.events import Events
     from rl.training.batch import Batch
-    from rollout import Completion, SamplingParams
+    from rollout import SamplingParams
     from rollout.media.expand import Expanded
     from rollout.media.reference import Reference
+    from rollout.types import Segment, Trajectory
 
 LONGEST_COLUMN = 1024  # bytes of a text of the data that is kept with each sample
 
 
 def operations(rollouts: Rollouts, of: Operations) -> float:
-    """Returns the FLOPs of these prompts and completions.
+    """Returns the FLOPs of these trajectories.
 
     Groups that dynamic sampling dropped are counted by their tokens only; their attention FLOPs are
     left out.
     """
-    lengths = [
-        len(rollouts.problems[p].ids) + len(completion.tokens) for p, completion in rollouts.flat
-    ]
+    lengths = [len(row.segment.tokens) for row in rollouts.rows]
     return of.forward(lengths, weighed=rollouts.counts["prefill"] + rollouts.counts["useful"])
 
 
 def to_batch(
     rollouts: Rollouts, limit: int, *, replay: bool = False, values: bool = False
 ) -> Batch:
-    """Returns one row (prompt and completion) per completion. The mask covers the completion, its
-    stop token included.
+    """Returns one row for each segment (`Rollouts.rows`). The mask covers the tokens that the
+    policy wrote.
 
     limit: length of the longest row allowed. replay: adds the experts that the generator sent each
     token to. values: adds the values of a critic, if the generator computed them.
     """
-    from rl.training.batch import padded_batch, scatter_to_mask
+    from rl.training.batch import padded_batch
 
-    rows = [
-        (
-            rollouts.problems[p].ids + c.tokens,
-            [0] * len(rollouts.problems[p].ids) + [1] * len(c.tokens),
-        )
-        for p, c in rollouts.flat
-    ]
-    batch = padded_batch(rows, limit)
-    recorded = [c.values for _, c in rollouts.flat if c.values is not None]
+    rows = rollouts.rows
+    segments = [row.segment for row in rows]
+    batch = padded_batch([(segment.tokens, segment.policy) for segment in segments], limit)
+    shape = batch.tokens.shape
+
+    def padded(arrays: Iterable[np.ndarray], dtype: type) -> np.ndarray:
+        result = np.zeros(shape, dtype)
+        for row, array in enumerate(arrays):
+            result[row, : len(array)] = array
+        return result
+
+    recorded = [segment.values for segment in segments if segment.values is not None]
+    has_values = values and len(recorded) == len(segments)
     return batch.replace(
-        prompt=np.asarray([p for p, _ in rollouts.flat], np.int32),
-        sampler_logp=scatter_to_mask([c.logprobs for _, c in rollouts.flat], batch.mask),
-        version=np.asarray([rollouts.versions[p] for p, _ in rollouts.flat], np.int32)[:, None]
-        * (batch.mask != 0),
-        old_values=scatter_to_mask(recorded, batch.mask)
-        if values and len(recorded) == len(rows)
-        else None,
-        routes=routes_of([c for _, c in rollouts.flat], batch.tokens.shape[1]) if replay else None,
+        prompt=np.asarray([row.group for row in rows], np.int32),
+        sampler_logp=padded((segment.logprobs for segment in segments), np.float32),
+        version=padded((segment.versions for segment in segments), np.int32),
+        old_values=padded(recorded, np.float32) if has_values else None,
+        routes=routes_of(segments, shape[1]) if replay else None,
     )
 
 
 def documents(rollouts: Rollouts) -> list[tuple[int, int, Expanded | None]]:
     """Returns (row, first column, pictures and sounds of the prompt) of each row of `to_batch`."""
-    return [(row, 0, rollouts.problems[p].media) for row, (p, _) in enumerate(rollouts.flat)]
+    media = [group.problem.media for group in rollouts.groups]
+    if any(media):
+        for trajectory in rollouts.trajectories:
+            trajectory.only_segment("a batch with pictures or sounds")
+    return [(number, 0, media[row.group]) for number, row in enumerate(rollouts.rows)]
 
 
-def routes_of(completions: Sequence[Completion], length: int) -> dict[str, np.ndarray]:
-    """Returns Batch.routes of these completions after their prompts, in rows of `length` tokens."""
+def by_row(rollouts: Rollouts, values_N: Any) -> np.ndarray:
+    """Returns for each row of `to_batch` the value of its trajectory. values_N: array[N, ...], of
+    each trajectory."""
+    return np.asarray(values_N)[[row.trajectory for row in rollouts.rows]]
+
+
+def one_row_each(rollouts: Rollouts, reader: str) -> None:
+    """Raises ValueError, which names the reader, unless each trajectory is one row."""
+    for trajectory in rollouts.trajectories:
+        trajectory.only_segment(reader)
+
+
+def routes_of(segments: Sequence[Segment], length: int) -> dict[str, np.ndarray]:
+    """Returns Batch.routes of these segments, in rows of `length` tokens."""
     from policy.cache.step import UNKNOWN
 
-    first = completions[0].routes or {}
+    first = segments[0].routes or {}
     result = {
-        path: np.full((len(completions), length, *a.shape[1:]), UNKNOWN, a.dtype)
+        path: np.full((len(segments), length, *a.shape[1:]), UNKNOWN, a.dtype)
         for path, a in first.items()
     }
-    for row, completion in enumerate(completions):
-        assert completion.routes is not None, "the generator records routes if a stage replays them"
-        for path, experts in completion.routes.items():
+    for row, segment in enumerate(segments):
+        assert segment.routes is not None, "the generator records routes if a stage replays them"
+        for path, experts in segment.routes.items():
             result[path][row, : len(experts)] = experts
     return result
 
@@ -124,51 +141,68 @@ def greedy_params(options: SamplingOptions, stop_ids: Sequence[int]) -> Sampling
 def records(
     rollouts: Rollouts, scores: Scores, stage: str, step: int, advantages: np.ndarray | None = None
 ) -> list[dict[str, Any]]:
-    """Returns a line of samples.jsonl for each completion; rl/records/samples.py adds `at`.
+    """Returns a line of samples.jsonl for each trajectory; rl/records/samples.py adds `at`.
 
     In a line, `prompt` is the text or the messages of the prompt, `raw` the completion with its
     special tokens, if it has any, `prompt_id` the running number of the prompt in the run, and
-    `sample` the number of the completion in its group. `media` describes the pictures and sounds of
+    `sample` the number of the trajectory in its group. `version` is a number, or [first token,
+    version] pairs where weights changed before its end. `tokens` are all ids after the prompt, and
+    `segments` their lengths where there are several. `media` describes the pictures and sounds of
     the prompt; their contents are in no line.
 
-    advantages: float[P * G], the advantage of each completion or the mean over its tokens; None:
-    the completions of an evaluation.
+    advantages: float[P * G], the advantage of each trajectory or the mean over its tokens; None:
+    the trajectories of an evaluation.
     """
     faults: dict[int, dict[str, str]] = defaultdict(dict)
     for fault in scores.faults:
         faults[fault.sample][fault.function] = fault.kind
-    media = [entries(problem.media) for problem in rollouts.problems]
     lines = []
-    sample_of = Counter()
-    for i, (p, completion) in enumerate(rollouts.flat):
-        problem = rollouts.problems[p]
-        line = {
-            "stage": stage,
-            "step": step,
-            "prompt_id": int(rollouts.prompt_ids[p]),
-            "sample": sample_of[p],
-            "version": rollouts.versions[p],
-            "prompt": without_contents(problem.example.prompt),
-            "completion": completion.text,
-            # Up to `tokens` a search looks for words of the completion (rl/views/viewer/index.py).
-            **({"raw": raw} if (raw := completion.raw) not in (None, completion.text) else {}),
-            "tokens": completion.tokens,
-            "finish": completion.finish,
-            "rewards": dict(zip(scores.names, scores.rewards[i].tolist(), strict=True)),
-            "reward": float(scores.total[i]),
-            "advantage": None if advantages is None else float(advantages[i]),
-            "columns": {
-                name: value for name, value in problem.example.columns.items() if _is_short(value)
-            },
-            # Between `columns` and `n_prompt` a search looks for words (rl/views/viewer/index.py).
-            **({"reward_log": log} if (log := scores.logs.get(i)) else {}),
-            "n_prompt": len(problem.ids),
-            "n": len(completion.tokens),
-        }
-        optional = {"faults": faults.get(i), "eval": advantages is None, "media": media[p]}
-        lines.append(line | {name: value for name, value in optional.items() if value})
-        sample_of[p] += 1
+    for group in rollouts.groups:
+        problem = group.problem
+        for sample, trajectory in enumerate(group.trajectories):
+            i = len(lines)
+            tokens = trajectory.new_tokens
+            line = {
+                "stage": stage,
+                "step": step,
+                "prompt_id": group.prompt_id,
+                "sample": sample,
+                "version": trajectory.versions,
+                "prompt": without_contents(problem.example.prompt),
+                "completion": trajectory.text,
+                # Up to `tokens` a search looks for words of the completion
+                # (rl/views/viewer/index.py).
+                **({"raw": raw} if (raw := trajectory.raw) not in (None, trajectory.text) else {}),
+                "tokens": tokens,
+                "finish": trajectory.finish,
+                "rewards": dict(zip(scores.names, scores.rewards[i].tolist(), strict=True)),
+                "reward": float(scores.total[i]),
+                "advantage": None if advantages is None else float(advantages[i]),
+                "columns": {
+                    name: value
+                    for name, value in problem.example.columns.items()
+                    if _is_short(value)
+                },
+                # Between `columns` and `n_prompt` a search looks for words
+                # (rl/views/viewer/index.py).
+                **({"reward_log": log} if (log := scores.logs.get(i)) else {}),
+                "n_prompt": trajectory.prompt_length,
+                "n": len(tokens),
+            }
+            optional = {
+                "faults": faults.get(i),
+                "eval": advantages is None,
+                "media": entries(problem.media),
+                "segments": _lengths(trajectory),
+            }
+            lines.append(line | {name: value for name, value in optional.items() if value})
     return lines
+
+
+def _lengths(trajectory: Trajectory) -> list[int]:
+    """Returns the lengths of several segments, the prompt included; [] for a single one."""
+    lengths = [len(segment.tokens) for segment in trajectory.segments]
+    return lengths if len(lengths) > 1 else []
 
 
 def record_evaluation(
@@ -182,7 +216,7 @@ def record_evaluation(
 
 def references(rollouts: Rollouts) -> list[Reference]:
     """Returns the pictures and sounds of all prompts, with repeats."""
-    shown = [problem.media for problem in rollouts.problems if problem.media is not None]
+    shown = [media for group in rollouts.groups if (media := group.problem.media) is not None]
     return [reference for media in shown for reference in media.references]
 
 
@@ -199,35 +233,56 @@ def _is_short(value: Any) -> bool:
 def token_records(
     rollouts: Rollouts, batch: Batch | None = None, outputs: Mapping[str, np.ndarray] | None = None
 ) -> list[np.ndarray]:
-    """Returns TOKEN[n_prompt + n] (rl/records/samples.py) of each completion.
+    """Returns TOKEN[n_prompt + n] (rl/records/samples.py) of each trajectory: those of its
+    segments, one after the other.
 
-    batch: the rows of the step, one for each completion. outputs: arrays [N,T] of `TokenOutputs`,
-    and `gap`; None or empty: no update of the policy saw the batch.
+    batch: the rows of the step. outputs: arrays [N,T] of `TokenOutputs`, and `gap`; None or empty:
+    no update of the policy saw the batch.
     """
-    result = []
-    for i, (p, completion) in enumerate(rollouts.flat):
-        ids = [*rollouts.problems[p].ids, *completion.tokens]
-        new = slice(len(rollouts.problems[p].ids), len(ids))
-        tokens = np.zeros(len(ids), TOKEN)
-        tokens["id"] = ids
-        tokens["turn"][new] = 1
-        for name in ("logp", "gap", "entropy", "advantage"):
-            tokens[name] = np.nan
-        tokens["logp"][new] = completion.logprobs
-        if completion.finish == "stop" and completion.tokens:
-            tokens["flags"][-1] |= STOP
+    parts: list[list[np.ndarray]] = [[] for _ in rollouts.trajectories]
+    turns: Counter[int] = Counter()
+    for number, row in enumerate(rollouts.rows):
+        tokens = _token_record(row.segment, turns[row.trajectory])
         if batch is not None:
-            assert batch.advantages is not None
-            tokens["flags"][new] |= np.where(batch.mask[i, new] != 0, TRAINED, 0).astype(np.uint8)
-            tokens["advantage"][new] = (
-                batch.advantages[i] if batch.advantages.ndim == 1 else batch.advantages[i, new]
-            )
-            if outputs and batch.segments[i].any():
-                tokens["gap"][new] = outputs["gap"][i, new]
-                tokens["entropy"][new] = outputs["entropy"][i, new]
-                tokens["flags"][new] |= outputs["flags"][i, new] if "flags" in outputs else 0
-        result.append(tokens)
-    return result
+            _add_outputs(tokens, row.segment.policy, batch, outputs, number)
+        turns[row.trajectory] += len(row.segment.turns)
+        parts[row.trajectory].append(tokens)
+    return [np.concatenate(own) for own in parts]
+
+
+def _token_record(segment: Segment, turns_before: int) -> np.ndarray:
+    """Returns TOKEN[T] of a segment as the generator left it. turns_before: turns of the segments
+    before it in its trajectory."""
+    tokens = np.zeros(len(segment.tokens), TOKEN)
+    tokens["id"] = segment.tokens
+    for name in ("gap", "entropy", "advantage"):
+        tokens[name] = np.nan
+    tokens["logp"] = np.where(segment.policy, segment.logprobs, np.float32(np.nan))
+    for number, turn in enumerate(segment.turns, turns_before + 1):
+        tokens["turn"][turn.start :] = min(number, LAST_TURN)
+        if turn.finish == "stop" and turn.end > turn.start:
+            tokens["flags"][turn.end - 1] |= STOP
+    return tokens
+
+
+def _add_outputs(
+    tokens: np.ndarray,
+    policy: np.ndarray,
+    batch: Batch,
+    outputs: Mapping[str, np.ndarray] | None,
+    row: int,
+) -> None:
+    """Adds what the step computed about the tokens that the policy wrote in a row of the batch."""
+    assert batch.advantages is not None
+    new = np.flatnonzero(policy)
+    tokens["flags"][new] |= np.where(batch.mask[row, new] != 0, TRAINED, 0).astype(np.uint8)
+    tokens["advantage"][new] = (
+        batch.advantages[row] if batch.advantages.ndim == 1 else batch.advantages[row, new]
+    )
+    if outputs and batch.segments[row].any():
+        tokens["gap"][new] = outputs["gap"][row, new]
+        tokens["entropy"][new] = outputs["entropy"][row, new]
+        tokens["flags"][new] |= outputs["flags"][row, new] if "flags" in outputs else 0
 
 
 def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, float]:
@@ -236,11 +291,12 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
 
     drafted: adds the tokens that drafts gained.
     """
-    G = len(rollouts.completions[0])
+    G = len(rollouts.groups[0].trajectories)
+    trajectories = rollouts.trajectories
     totals = without_rounding(scores.total.reshape(-1, G))
     scored = totals[np.isfinite(totals)]
-    lengths = np.asarray([len(c.tokens) for _, c in rollouts.flat])
-    ended = np.asarray([c.finish == "stop" for _, c in rollouts.flat])
+    lengths = np.asarray([trajectory.length for trajectory in trajectories])
+    ended = np.asarray([not trajectory.truncated for trajectory in trajectories])
     result = {
         "reward/mean": float(scored.mean()) if scored.size else float("nan"),
         "reward/unscored": float(np.sum(~np.isfinite(totals))),
@@ -266,7 +322,7 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
     if rollouts.scoring:
         result["time/reward_models"] = rollouts.scoring
     if drafted:
-        steps = sum(c.steps for _, c in rollouts.flat)
+        steps = sum(trajectory.steps for trajectory in trajectories)
         result["speculative/accepted_per_step"] = float(lengths.sum() / steps - 1)
     if ended.any():
         result |= {

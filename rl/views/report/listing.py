@@ -138,7 +138,8 @@ def _facts(record: Mapping[str, Any]) -> str:
             values.append((key, text(value)))
     values.append(("tokens", f"{samples.sample_length(dict(record)):,}"))
     for key in ("finish", "prompt_id", "sample", "version"):
-        if isinstance(value := record.get(key), (int, str)):
+        # The version is a list of pairs where it changes within a sample.
+        if isinstance(value := record.get(key), (int, str, list)):
             values.append((key, str(value)))
     for key, value in record["faults"].items() if isinstance(record.get("faults"), dict) else ():
         values.append((f"fault of {key}", str(value)))

@@ -24,7 +24,7 @@ import numpy as np
 
 from rl.records.messages import identity
 from rl.records.run_files import SEGMENTS, sample_files, tokens_file
-from rl.records.samples import TOKEN, TRAINED
+from rl.records.samples import TOKEN, TRAINED, first_version
 from rl.views.report.samples import sample_length
 
 INDEX = "index.npz"
@@ -293,7 +293,7 @@ class Index:
             int(record.get("prompt_id", -1)),
             int(record["step"]),
             int(record.get("sample", 0)),
-            int(record.get("version", -1)),
+            first_version(record),
             int(record.get("n_prompt", 0)),
             sample_length(record),
             self._name("stage", str(record["stage"])),

@@ -243,7 +243,7 @@ def _token_table(tokens: np.ndarray, texts: TokenTexts) -> Table | Text:
     for place in range(len(tokens)):
         style = (
             "dim"
-            if values["turn"][place] == 0
+            if values["turn"][place] == 0 or values["logp"][place] is None
             else "red"
             if abs(values["gap"][place] or 0) > 0.1
             else ""

@@ -285,7 +285,7 @@ function strip(s) {
   if (!t.id.length) return [make("h3", {}, "tokens"), make("p", {class: "empty"}, "No tokens were recorded.")];
   const buttons = t.logp ? Object.entries(COLOURS).map(([key, name]) => make("button", {"data-colour": key, "aria-pressed": key === state.colour, onclick: () => { state.colour = key; paint(); }}, name)) : [];
   const nodes = runs(s).map(([place, times]) => {
-    const id = t.id[place], kind = t.turn && t.turn[place] === 0 ? " prompt" : "";
+    const id = t.id[place], kind = given(t, place) ? " prompt" : "";
     const more = times > 1 ? make("u", {}, ` × ${count(times)}`) : null;
     if (!t.text) return make("span", {class: "t id" + kind, "data-place": place}, String(id), more);
     const parts = t.text[place].split("\n").flatMap((text, number) => number ? [make("u", {}, "⏎"), "\n", text] : [text]);
@@ -299,11 +299,16 @@ function strip(s) {
   return [make("h3", {}, `tokens${t.text ? "" : " (ids: the run has no tokenizer here)"}`), make("div", {class: "tools"}, ...buttons), box, make("p", {class: "legend", id: "legend"})];
 }
 
+// Returns whether a token is of the prompt or of an environment, not of the policy, whose tokens have a log-probability.
+function given(t, place) {
+  return t.turn && (t.turn[place] === 0 || t.logp && t.logp[place] === null);
+}
+
 // Returns [place, times] of the tokens that are shown: the rows of a picture or sound have one token, which is shown once.
 function runs(s) {
   const t = s.tokens, shown = [], rows = (s.record.media || []).length > 0;
   for (let place = 0; place < t.id.length; place++) {
-    const last = shown[shown.length - 1], prompt = t.turn && t.turn[place] === 0;
+    const last = shown[shown.length - 1], prompt = given(t, place);
     if (rows && prompt && last && t.id[last[0]] === t.id[place]) last[1]++;
     else shown.push([place, 1]);
   }
