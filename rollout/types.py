@@ -431,18 +431,13 @@ class Segment:
         for start, end in plain["policy"]:
             policy[start:end] = True
 
-        def placed(numbers: Sequence[float]) -> np.ndarray:
-            array = np.zeros(len(tokens), np.float32)
-            array[policy] = numbers
-            return array
-
         return cls(
             tokens=tokens,
             policy=policy,
-            logprobs=placed(plain["logprobs"]),
+            logprobs=_where(policy, plain["logprobs"]),
             versions=from_versions(policy, plain["versions"]),
             turns=tuple(Turn(**turn) for turn in plain["turns"]),
-            values=placed(plain["values"]) if "values" in plain else None,
+            values=_where(policy, plain["values"]) if "values" in plain else None,
             kept=Kept.from_json(plain["kept"]) if "kept" in plain else None,
         )
 
@@ -471,11 +466,6 @@ class Trajectory:
         T = start + len(completion.tokens)
         policy = np.arange(T) >= start
 
-        def placed(numbers: Sequence[float]) -> np.ndarray:
-            array = np.zeros(T, np.float32)
-            array[start:] = numbers
-            return array
-
         kept = None
         if completion.kept is not None:
             kept = Kept(
@@ -487,10 +477,10 @@ class Trajectory:
         segment = Segment(
             tokens=np.asarray([*prompt, *completion.tokens], np.int32),
             policy=policy,
-            logprobs=placed(completion.logprobs),
+            logprobs=_where(policy, completion.logprobs),
             versions=np.where(policy, version, 0).astype(np.int32),
             turns=(turn,),
-            values=None if completion.values is None else placed(completion.values),
+            values=None if completion.values is None else _where(policy, completion.values),
             routes=completion.routes,
             kept=kept,
         )
@@ -594,6 +584,14 @@ def from_versions(policy: np.ndarray, plain: int | Sequence[Sequence[int]]) -> n
     for first, version in plain:
         versions[first:] = version
     return np.where(policy, versions, 0).astype(np.int32)
+
+
+def _where(policy: np.ndarray, numbers: Sequence[float]) -> np.ndarray:
+    """Returns float32[T]: the numbers, in their order, of the tokens that the policy wrote; 0
+    elsewhere."""
+    array = np.zeros(len(policy), np.float32)
+    array[policy] = numbers
+    return array
 
 
 def _spans(policy: np.ndarray) -> list[list[int]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rewards import Fault, Runner, Scores
+from rewards import RewardFault, Runner, Scores
 from rewards.workers.rounding import all_equal
 from rl.errors import ModelError
 from rollout.collect import Rollouts
@@ -30,7 +30,7 @@ class ScoredGroup:
     group: Group
     rewards: np.ndarray  # float64[G, F]
     total: np.ndarray  # float64[G]
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[RewardFault] = field(default_factory=list)
     logs: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def differs(self, column: int | None) -> bool:
@@ -69,7 +69,7 @@ class ScoredGroup:
                 group=Group(problem, plain["prompt_id"], trajectories, plain["row"]),
                 rewards=np.asarray(plain["rewards"], np.float64),
                 total=np.asarray(plain["total"], np.float64),
-                faults=[Fault(**each) for each in plain.get("faults", ())],
+                faults=[RewardFault(**each) for each in plain.get("faults", ())],
                 logs={int(sample): texts for sample, texts in plain.get("logs", {}).items()},
             )
         except (KeyError, TypeError, ValueError) as error:
