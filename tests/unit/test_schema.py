@@ -9,7 +9,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from referencing import Registry, Resource
 
+from rl.commands import cli
 from rl.config import yaml_tree
 from rl.config.editors import documents, files
 from rl.errors import ConfigError
@@ -153,14 +155,26 @@ RIGHT = [
 ]
 
 
+FILES = (files.RUN, files.PARTIAL, files.PRESET, files.MODEL)
+
+
+def retrieved(uri: str) -> Resource:
+    """Reads what a schema refers to: the file of this name in configs/."""
+    place = uri.removeprefix((ROOT / "configs").as_uri()).removeprefix("/")
+    return Resource.from_contents(json.loads((ROOT / "configs" / place).read_text()))
+
+
 @pytest.fixture(scope="module")
 def validators():
-    """Name of a shipped schema -> its validator."""
+    """Name of a shipped schema -> its validator, which reads the definitions by their relative
+    path."""
     result = {}
-    for name in (files.RUN, files.PARTIAL, files.PRESET, files.MODEL):
-        schema = json.loads((ROOT / "configs" / name).read_text())
-        jsonschema.Draft7Validator.check_schema(schema)
-        result[name] = jsonschema.Draft7Validator(schema)
+    registry = Registry(retrieve=retrieved)
+    for name in FILES:
+        uri = (ROOT / "configs" / name).as_uri()
+        jsonschema.Draft7Validator.check_schema(retrieved(uri).contents)
+        result[name] = jsonschema.Draft7Validator({"$ref": uri}, registry=registry)
+    jsonschema.Draft7Validator.check_schema(retrieved(files.DEFINITIONS).contents)
     return result
 
 
@@ -194,6 +208,37 @@ def test_the_shipped_schemas_are_what_the_code_makes():
     made = {name: files.text_of(document) for name, document in documents.documents().items()}
     shipped = {path.name: path.read_text() for path in (ROOT / "configs").glob("*.json")}
     assert made == shipped, "python -m rl.config.editors.documents"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_printed_schema_needs_no_other_file(name, capsys):
+    flag = {files.PARTIAL: ["--partial"], files.PRESET: ["--preset"], files.MODEL: ["--model"]}
+    assert cli.main(["schema", *flag.get(name, [])]) == 0
+    printed = capsys.readouterr().out
+    references = {*re.findall(r'"\$ref": "([^"]*)"', printed)}
+    schema = json.loads(printed)
+    assert references and all(each.startswith("#/$defs/") for each in references)
+    assert {each.removeprefix("#/$defs/") for each in references} == schema["$defs"].keys()
+    assert schema["$comment"] == files.COMMENT
+
+
+def test_a_schema_behind_an_address_finds_its_definitions():
+    folder = "https://example.org/duet/configs"
+    registry = Registry(retrieve=lambda uri: retrieved(uri.removeprefix(folder)))
+    validator = jsonschema.Draft7Validator({"$ref": f"{folder}/{files.RUN}"}, registry=registry)
+    assert problems(validator, BASE) == []
+    assert problems(validator, edited("stages.0.optimizer.lr", 1e-3))
+
+
+def test_every_stage_may_set_what_each_stage_must_have(validators):
+    config = edited("every_stage", {"algorithm": "sft", "steps": 2})
+    config["stages"] = [{}, {"steps": 3}]
+    assert problems(validators[files.RUN], config) == []
+    for name in ("algorithm", "steps"):
+        config = edited("every_stage", {"algorithm": "sft", "steps": 2})
+        config["stages"] = [{}]
+        del config["every_stage"][name]
+        assert problems(validators[files.RUN], config)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -276,7 +321,7 @@ def test_a_part_of_a_run_follows_its_schema_only(text, validators, tmp_path):
     assert problems(validators[files.RUN], parsed(text))
 
 
-def test_every_key_has_a_description_and_shows_its_default(validators):
+def test_every_key_has_a_description_and_shows_its_default():
     def properties(schema):
         if isinstance(schema, dict):
             for key, value in schema.get("properties", {}).items():
@@ -288,8 +333,11 @@ def test_every_key_has_a_description_and_shows_its_default(validators):
             for value in schema:
                 yield from properties(value)
 
-    definitions = validators[files.RUN].schema["definitions"]
-    sections = {name: part for name, part in definitions.items() if name.endswith("Options")}
+    definitions = files.read(files.RUN)["$defs"]
+    sections = {}
+    for name, part in definitions.items():
+        if name.endswith("Options"):  # with a short form the section is the last of the forms
+            sections[name] = part["anyOf"][-1] if "anyOf" in part else part
     assert len(sections) > 15
     described = [
         pair

@@ -1,125 +1,87 @@
-"""Writes the JSON Schema of `algorithm`: a name, a preset, or a name with the options of that
-algorithm."""
+"""Makes the type of `algorithm`: a name, or a name or preset with the options of that algorithm."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections import Counter, defaultdict
-from typing import Any
+from collections import defaultdict
+from typing import Annotated, Any, Literal, Union
 
 import yaml
+from pydantic import BaseModel, Field
+from pydantic.fields import FieldInfo
 
 import rl.algorithms
-from rl.config.editors.json_schema import Json, SchemaWriter
+from rl.config.editors.json_schema import options_model
 from rl.config.packaged import presets
 
-
-def algorithm(writer: SchemaWriter, partial: bool) -> Json:
-    """Returns the schema of the value. A partial one may have options only, which any of the
-    algorithms has."""
-    options = {name: _options(writer, name) for name in rl.algorithms.known()}
-    shared = Counter(repr(item) for each in options.values() for item in each.items())
-
-    def by_reference(each: Json) -> Json:
-        return {
-            option: writer.reference(f"option-{option}", lambda schema=schema: schema)
-            if _is_first(options, option, schema) and shared[repr((option, schema))] > 1
-            else schema
-            for option, schema in each.items()
-        }
-
-    branches: list[Json] = [{"enum": list(options)}]
-    of_algorithm = _presets()
-    for name, each in options.items():
-        properties = by_reference(each)
-        branches.append(
-            writer.reference(
-                f"algorithm-{name}",
-                lambda name=name, properties=properties: _named(name, properties),
-            )
-        )
-        if names := of_algorithm[name]:
-            branches.append(
-                writer.reference(
-                    f"presets-{name}",
-                    lambda name=name, names=names, properties=properties: _preset(
-                        name, names, properties
-                    ),
-                )
-            )
-    if partial:
-        branches.append(writer.reference("algorithm-options", lambda: _any_options(options)))
-    return {"anyOf": branches}
+_PRESET = "options of a paper, a file of configs/presets/; other keys of the stage go first"
 
 
-def _is_first(options: dict[str, Json], option: str, schema: Json) -> bool:
-    """Whether the first shared form of an option is this one: only one form has a definition."""
-    forms = [repr(each[option]) for each in options.values() if option in each]
-    return next((form for form in forms if forms.count(form) > 1), None) == repr(schema)
+def algorithm() -> Any:
+    """Returns the type of the value in a complete configuration."""
+    names = rl.algorithms.known()
+    return Union[Literal[*names], *(_named(name) for name in names), *_presets()]  # noqa: UP007
 
 
-def _options(writer: SchemaWriter, name: str) -> Json:
-    return writer.options(type(rl.algorithms.get(name)).__pydantic_fields__)
+def algorithm_part() -> Any:
+    """Returns the type of the value in a part of a run: options alone are merged over an algorithm
+    of another file."""
+    return algorithm() | options_model("algorithm-options", _of_any())
+
+
+def _named(name: str) -> type[BaseModel]:
+    fields = {"name": (Literal[name], Field(description=_about(name)))}
+    return options_model(f"algorithm-{name}", fields | _options(name))
+
+
+def _presets() -> list[type[BaseModel]]:
+    names = defaultdict(list)
+    for preset, file in presets().items():
+        names[yaml.safe_load(file.read_text(encoding="utf-8"))["algorithm"]["name"]].append(preset)
+    return [_preset(name, own) for name, own in sorted(names.items())]
+
+
+def _preset(name: str, own: list[str]) -> type[BaseModel]:
+    fields = {
+        "preset": (Literal[*own], Field(description=_PRESET)),
+        # A factory: no default is shown, and the key is not required.
+        "name": (Literal[name], Field(default_factory=str, description=_about(name))),
+    }
+    return options_model(f"presets-{name}", fields | _options(name))
+
+
+def _options(name: str) -> dict[str, tuple[Any, FieldInfo]]:
+    """Returns the options of an algorithm: key -> (type, field)."""
+    fields = type(rl.algorithms.get(name)).__pydantic_fields__
+    return {key: (field.annotation, field) for key, field in fields.items()}
 
 
 def _about(name: str) -> str:
     """Returns the first paragraph of the documentation of an algorithm's file."""
     text = inspect.cleandoc(importlib.import_module(f"rl.algorithms.{name}").__doc__ or "")
-    return " ".join(text.split("\n\n")[0].split()).removesuffix(":")
+    return " ".join(text.split("\n\n")[0].split()).rstrip(":.")
 
 
-def _named(name: str, options: Json) -> Json:
-    properties = {"name": {"const": name, "description": _about(name)}} | options
-    return {
-        "type": "object",
-        "required": ["name"],
-        "properties": properties,
-        "additionalProperties": False,
-    }
+def _of_any() -> dict[str, tuple[Any, FieldInfo]]:
+    """Returns the options of all algorithms. One that several have accepts what any of them does,
+    and has a default if all have this one."""
+    forms: dict[str, list[tuple[Any, FieldInfo]]] = defaultdict(list)
+    for name in rl.algorithms.known():
+        for key, (annotation, field) in _options(name).items():
+            forms[key].append((annotation, field))
+    return {key: _joined(each) for key, each in forms.items()}
 
 
-def _presets() -> dict[str, list[str]]:
-    """Returns the names of the presets of each algorithm."""
-    result = defaultdict(list)
-    for preset, file in presets().items():
-        result[yaml.safe_load(file.read_text(encoding="utf-8"))["algorithm"]["name"]].append(preset)
-    return result
+def _joined(forms: list[tuple[Any, FieldInfo]]) -> tuple[Any, FieldInfo]:
+    """Returns a field that accepts what any of the fields does."""
+    annotation, first = forms[0]
+    types = {_with_bounds(*form): None for form in forms}
+    defaults = {repr(field.default) for _, field in forms}
+    if len(types) == len(defaults) == 1:
+        return annotation, first
+    return Union[*types], Field(default_factory=str, description=first.description)  # noqa: UP007
 
 
-def _preset(name: str, names: list[str], options: Json) -> Json:
-    about = "options of a paper, a file of configs/presets/; other keys of the stage go first"
-    own = {
-        "preset": {"enum": names, "description": about},
-        "name": {"const": name, "description": _about(name)},
-    }
-    return {
-        "type": "object",
-        "required": ["preset"],
-        "properties": own | options,
-        "additionalProperties": False,
-    }
-
-
-def _any_options(options: dict[str, Json]) -> Json:
-    """Returns the schema of options without a name: they are merged over an algorithm of another
-    file."""
-    forms: dict[str, list[Any]] = defaultdict(list)
-    for each in options.values():
-        for option, schema in each.items():
-            if schema not in forms[option]:
-                forms[option].append(schema)
-    properties = {
-        option: schemas[0]
-        if len(schemas) == 1
-        else {"description": _common(schemas), "anyOf": schemas}
-        for option, schemas in forms.items()
-    }
-    return {"type": "object", "properties": properties, "additionalProperties": False}
-
-
-def _common(schemas: list[Json]) -> str:
-    """Returns the description of an option that several algorithms have, without a default if it
-    differs."""
-    texts = [schema["description"] for schema in schemas]
-    return texts[0] if len(set(texts)) == 1 else texts[0].split(" Default: ")[0]
+def _with_bounds(annotation: Any, field: FieldInfo) -> Any:
+    return Annotated[annotation, *field.metadata] if field.metadata else annotation

@@ -104,11 +104,14 @@ class Schema:
 
     def takes_text(self, path: str) -> bool:
         """Whether the value of a key may be any text, such as a path."""
-        return any("string" in _types(node) for node in self._nodes(path.split(".")))
+        return any(
+            "string" in _types(node) and not {"enum", "const"} & node.keys()
+            for node in self._nodes(path.split("."))
+        )
 
     def _nodes(self, parts: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yields the alternatives of the value at a path."""
-        nodes = [self._root]
+        nodes = [*self._flat(self._root)]
         for number, part in enumerate(parts):
             nodes = [
                 value
@@ -153,7 +156,7 @@ class Schema:
     def _flat(self, node: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yields the alternatives of a schema, references resolved."""
         if "$ref" in node:
-            yield from self._flat(self._root["definitions"][node["$ref"].rpartition("/")[2]])
+            yield from self._flat(self._root["$defs"][node["$ref"].rpartition("/")[2]])
             return
         yield {key: value for key, value in node.items() if key not in ("anyOf", "allOf")}
         for branch in (*node.get("anyOf", ()), *node.get("allOf", ())):

@@ -1,6 +1,5 @@
-"""Writes the JSON Schema of what a configuration names: rewards and tasks, with the options of
-those that are built in.
-"""
+"""Makes models of the options of built-in rewards and tasks, and types of the names that a
+configuration may give them."""
 
 from __future__ import annotations
 
@@ -11,86 +10,73 @@ import inspect
 import re
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+from typing_extensions import TypeAliasType
 
 import rewards
 import rl.tasks
 from rewards import registry
-from rl.config.editors.json_schema import Json, SchemaWriter
+from rl.config.editors.files import REWARD
+from rl.config.editors.json_schema import options_model
 
-PLUGIN: Json = {"type": "string", "pattern": ":"}
+Plugin = Annotated[str, Field(pattern=":")]
 """`file.py:function` or `package.module:function`."""
 
 
-def reward_name() -> Json:
-    """Returns the schema of the name of a reward. Names of installed entry points are not part of
+def reward_name() -> Any:
+    """Returns the type of the name of a reward. Names of installed entry points are not part of
     it."""
-    return {"anyOf": [{"enum": registry.builtin_names()}, PLUGIN]}
+    return TypeAliasType(REWARD, Literal[*registry.builtin_names()] | Plugin)
 
 
-def task_name() -> Json:
-    """Returns the schema of the name of a task. The tasks of reasoning-gym depend on its
-    version."""
-    other = {"type": "string", "pattern": r"^[a-z][a-z0-9_]*$"}
-    return {"anyOf": [{"enum": rl.tasks.names()}, PLUGIN, other]}
+def task_name() -> Any:
+    """Returns the type of the name of a task. The tasks of reasoning-gym depend on its version."""
+    other = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+    return Literal[*rl.tasks.names()] | Plugin | other | None
 
 
-def add_options(writer: SchemaWriter) -> None:
-    """Adds the options of each built-in reward and task to the sections that name one."""
-    sections = {
-        "RewardOptions": (
-            "name",
-            {name: _reward_options(writer, name) for name in registry.builtin_names()},
-        ),
-        "DataOptions": ("task", {name: _task_options(writer, name) for name in rl.tasks.names()}),
-    }
-    for section, (key, options) in sections.items():
-        for name in (section, f"{section}-partial"):
-            if name in writer.definitions:
-                writer.definitions[name]["allOf"] = [
-                    _if_named(key, *item) for item in options.items()
-                ]
+def reward_options() -> dict[str, type[BaseModel]]:
+    """Returns the name of each built-in reward -> the model of its options."""
+    return {name: _of_reward(name) for name in registry.builtin_names()}
 
 
-def _if_named(key: str, name: str, options: Json) -> Json:
-    accepted = {"type": ["object", "null"], "properties": options, "additionalProperties": False}
-    return {
-        "if": {"required": [key], "properties": {key: {"const": name}}},
-        "then": {"properties": {"options": accepted}},
-    }
+def task_options() -> dict[str, type[BaseModel]]:
+    """Returns the name of each task -> the model of its options."""
+    return {name: _of_task(name) for name in rl.tasks.names()}
 
 
-def _reward_options(writer: SchemaWriter, name: str) -> Json:
+def _of_reward(name: str) -> type[BaseModel]:
     function: Any = rewards.load(name)
     hints = typing.get_type_hints(function)
     about = inspect.getdoc(function) or ""
-    result = {}
+    fields: dict[str, Any] = {}
     for option, parameter in inspect.signature(function).parameters.items():
-        # Columns of the data are lists; an option may replace one.
         if option in (*registry.TEXTS, *registry.GIVEN):
             continue
-        is_column = typing.get_origin(hints.get(option)) is list or hints.get(option) is list
-        result[option] = {} if is_column else writer.annotation(hints[option], False)
-        if text := re.search(rf"^{option}: (.+(?:\n    .+)*)", about, re.MULTILINE):
-            result[option] = {"description": " ".join(text[1].split())} | result[option]
-        if parameter.default is not parameter.empty:
-            result[option]["default"] = parameter.default
-    return result
+        # Columns of the data are lists; an option may replace one.
+        is_column = list in (hints[option], typing.get_origin(hints[option]))
+        text = re.search(rf"^{option}: (.+(?:\n(?!\w+: ).+)*)", about, re.MULTILINE)
+        default = parameter.default
+        # A factory: the data may have what has no default, so it is not required.
+        given = {"default_factory": str} if default is parameter.empty else {"default": default}
+        described = {"description": " ".join(text[1].split())} if text else {}
+        fields[option] = (Any if is_column else hints[option], Field(**given, **described))
+    return options_model(f"reward-{name}", fields)
 
 
-def _task_options(writer: SchemaWriter, name: str) -> Json:
+def _of_task(name: str) -> type[BaseModel]:
     module = importlib.import_module(f"rl.tasks.{name}")
     hints = typing.get_type_hints(module.Options)
     about = _attribute_docs(Path(module.__file__ or ""), "Options")
-    result = {}
+    fields: dict[str, Any] = {}
     for field in dataclasses.fields(module.Options):
-        schema = writer.annotation(hints[field.name], False)
-        if field.name in about:
-            schema = {"description": about[field.name]} | schema
-        if field.default is not dataclasses.MISSING:
-            schema["default"] = field.default
-        result[field.name] = schema
-    return result
+        given: dict[str, Any] = {"default": field.default}
+        if field.default is dataclasses.MISSING:
+            given = {"default_factory": field.default_factory}
+        fields[field.name] = (hints[field.name], Field(**given, description=about.get(field.name)))
+    return options_model(f"task-{name}", fields)
 
 
 def _attribute_docs(file: Path, name: str) -> dict[str, str]:
