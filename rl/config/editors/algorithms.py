@@ -80,7 +80,8 @@ def _joined(forms: list[tuple[Any, FieldInfo]]) -> tuple[Any, FieldInfo]:
     defaults = {repr(field.default) for _, field in forms}
     if len(types) == len(defaults) == 1:
         return annotation, first
-    return Union[*types], Field(default_factory=str, description=first.description)  # noqa: UP007
+    field: Any = Field(default_factory=str, description=first.description)
+    return Union[*types], field  # noqa: UP007
 
 
 def _with_bounds(annotation: Any, field: FieldInfo) -> Any:

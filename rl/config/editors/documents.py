@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.json_schema import JsonSchemaValue
-from typing_extensions import TypeAliasType
 
 from policy import families, remat
 from policy.mesh.axes import AXES, DEFAULT_RULES, DESCRIPTIONS, REPLICATED, UNUSED
@@ -32,7 +31,7 @@ from rl.config.editors.files import (
     needed,
     text_of,
 )
-from rl.config.editors.json_schema import ConfigSchema, PartSchema, one_of, options_model
+from rl.config.editors.json_schema import ConfigSchema, PartSchema, named, one_of, options_model
 from rl.config.mesh import MeshOptions, SliceOptions
 from rl.config.model import ModelOptions, TokenizerOptions
 from rl.config.packaged import PACKAGED, model_presets
@@ -109,7 +108,7 @@ def _unless_every_stage_has(keys: tuple[str, ...], demand: JsonSchemaValue) -> J
 
 
 def _definitions() -> dict[str, JsonSchemaValue]:
-    fields = {
+    fields: Any = {
         name: (field.annotation, field)
         for name, field in RunConfig.model_fields.items()
         if name not in _MERGED
@@ -205,8 +204,9 @@ def _types() -> dict[tuple[type, str], Any]:
 
 def _rules() -> type[BaseModel]:
     """Returns the model of sharding rules: logical axis -> mesh axes."""
-    axes = (TypeAliasType("axes", list[Literal[*AXES, *UNUSED]]), Field(default_factory=list))
-    return options_model("rules", dict.fromkeys((*DEFAULT_RULES, *REPLICATED), axes))
+    axes: Any = Literal[*AXES, *UNUSED]
+    optional = (named("axes", list[axes]), Field(default_factory=list))
+    return options_model("rules", dict.fromkeys((*DEFAULT_RULES, *REPLICATED), optional))
 
 
 def _remat_tensors() -> type[BaseModel]:
@@ -246,7 +246,7 @@ def _architecture() -> type[BaseModel]:
         "text_config": optional(text, about),
         **{key: optional(dict[str, Any] | None, about) for key, about in _SECTIONS.items()},
     }
-    either = {"anyOf": [{"required": ["architectures"]}, {"required": ["model_type"]}]}
+    either: Any = {"anyOf": [{"required": ["architectures"]}, {"required": ["model_type"]}]}
     config = config | ConfigDict(json_schema_extra=either)
     return create_model("architecture", __config__=config, **fields)
 

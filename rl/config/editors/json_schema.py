@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
+from typing_extensions import TypeAliasType
 
 from rl.config.schema import Strict, accepted_types
 
@@ -71,7 +72,10 @@ class ConfigSchema(GenerateJsonSchema):
         if model in self._choices:
             key, options = self._choices[model]
             result["allOf"] = [self._if_named(key, *item) for item in options.items()]
-        return result if model.shorthand is None else self._with_text(model, result)
+        if model.shorthand is None:
+            return result
+        text = self.of_type(self._types.get((model, model.shorthand), str))
+        return self.get_union_of_schemas([text, result])
 
     def set_demands(self, model: type[Strict], schema: JsonSchemaValue) -> None:
         """Sets which keys a section must have."""
@@ -106,11 +110,6 @@ class ConfigSchema(GenerateJsonSchema):
         if text and "$ref" in schema:  # draft-07 ignores what stands next to a reference
             schema["allOf"] = [{"$ref": schema.pop("$ref")}]
         return schema | {"description": f"{text}."} if text else schema
-
-    def _with_text(self, model: type[Strict], schema: JsonSchemaValue) -> JsonSchemaValue:
-        return self.get_union_of_schemas(
-            [self.of_type(self._types.get((model, model.shorthand), str)), schema]
-        )
 
     def _if_named(self, key: str, name: str, options: type[BaseModel]) -> JsonSchemaValue:
         return {
@@ -169,5 +168,11 @@ _OPTIONS = ConfigDict(extra="forbid", protected_namespaces=())
 def options_model(name: str, fields: Mapping[str, tuple[Any, Any]]) -> type[BaseModel]:
     """Returns a model of options that are declared outside a section. fields: key -> (type, pydantic
     field)."""
-    model: Any = create_model(name, __config__=_OPTIONS, **dict(fields))
-    return model
+    keys: Any = fields
+    return create_model(name, __config__=_OPTIONS, **keys)
+
+
+def named(name: str, annotation: Any) -> Any:
+    """Returns a type whose schema is a definition with this name."""
+    alias: Any = TypeAliasType
+    return alias(name, annotation)

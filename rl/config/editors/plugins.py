@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
-from typing_extensions import TypeAliasType
 
 import rewards
 import rl.tasks
 from rewards import registry
 from rl.config.editors.files import REWARD
-from rl.config.editors.json_schema import options_model
+from rl.config.editors.json_schema import named, options_model
 
 Plugin = Annotated[str, Field(pattern=":")]
 """`file.py:function` or `package.module:function`."""
@@ -28,13 +27,15 @@ Plugin = Annotated[str, Field(pattern=":")]
 def reward_name() -> Any:
     """Returns the type of the name of a reward. Names of installed entry points are not part of
     it."""
-    return TypeAliasType(REWARD, Literal[*registry.builtin_names()] | Plugin)
+    names: Any = Literal[*registry.builtin_names()]
+    return named(REWARD, names | Plugin)
 
 
 def task_name() -> Any:
     """Returns the type of the name of a task. The tasks of reasoning-gym depend on its version."""
     other = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
-    return Literal[*rl.tasks.names()] | Plugin | other | None
+    names: Any = Literal[*rl.tasks.names()]
+    return names | Plugin | other | None
 
 
 def reward_options() -> dict[str, type[BaseModel]]:
@@ -58,11 +59,12 @@ def _of_reward(name: str) -> type[BaseModel]:
         # Columns of the data are lists; an option may replace one.
         is_column = list in (hints[option], typing.get_origin(hints[option]))
         text = re.search(rf"^{option}: (.+(?:\n(?!\w+: ).+)*)", about, re.MULTILINE)
-        default = parameter.default
-        # A factory: the data may have what has no default, so it is not required.
-        given = {"default_factory": str} if default is parameter.empty else {"default": default}
-        described = {"description": " ".join(text[1].split())} if text else {}
-        fields[option] = (Any if is_column else hints[option], Field(**given, **described))
+        given: dict[str, Any] = {"default": parameter.default}
+        if parameter.default is parameter.empty:  # the data may have it, so it is not required
+            given = {"default_factory": str}
+        if text:
+            given["description"] = " ".join(text[1].split())
+        fields[option] = (Any if is_column else hints[option], Field(**given))
     return options_model(f"reward-{name}", fields)
 
 
