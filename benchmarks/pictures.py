@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -42,17 +43,23 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Sequence[float]]:
 
     config = sources.preset(MODEL, {"max_position_embeddings": 4096}, media=True)
     model = policy.create(config, runtime=Runtime(remat="none"))
-    items = pictures(config.image, options.prompts, options.side)
+    shown = pictures(config.image, options.prompts, options.side)
+    rows = next(iter(shown)).rows
     encoder = MediaEncoder(model.graph)
-    M = 1 << (options.prompts * items[0].rows - 1).bit_length()
+    M = 1 << (options.prompts * rows - 1).bit_length()
 
     def encode(times: int) -> Callable[[], Any]:
-        chosen = [(item, number * item.rows) for number, item in enumerate(items)] * times
+        inputs = {}
+        first = {}
+        for copy in range(times):
+            for number, (item, values) in enumerate(shown.items()):
+                own = replace(item, digest=f"{item.digest}.{copy}")
+                inputs[own] = values
+                first[own] = number * rows
         return lambda: jax.block_until_ready(
-            encoder.write(model.params, encoder.empty(M), encoder.pieces(chosen, M))
+            encoder.write(model.params, encoder.empty(M), encoder.padded(inputs, first, M))
         )
 
-    rows = items[0].rows
     table = encode(1)()
     updates = update(model, options, rows, table), update(model, options, rows, None)
     seconds = dict(
@@ -64,17 +71,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Sequence[float]]:
     return seconds
 
 
-def pictures(spec: Any, count: int, side: int) -> list[Any]:
+def pictures(spec: Any, count: int, side: int) -> dict[Any, np.ndarray]:
     """Returns pictures of noise."""
-    from rollout.media.item import Item
+    from policy.media import Item
 
     rng = np.random.default_rng(0)
     cells = side // spec.patch
     rows = spec.rows_of((cells, cells))
     values = rng.normal(size=(count, cells * cells, spec.input_width)).astype(np.float32)
-    return [
-        Item("image", str(number), (cells, cells), rows, each) for number, each in enumerate(values)
-    ]
+    return {
+        Item("image", str(number), (cells, cells), rows): each for number, each in enumerate(values)
+    }
 
 
 def update(model: Any, options: argparse.Namespace, rows: int, table: Any) -> Callable[[], Any]:

@@ -1,8 +1,7 @@
 """Towers as data: what turns a picture or a sound into rows that stand in the place of token
 embeddings. Frozen, hashable and free of jax.
 
-An item is a picture, a tile of a picture, or a clip of sound. A tower reads its patches or frames,
-which are its inputs, and makes fewer rows of them.
+A tower reads the patches or frames of an item, which are its inputs, and makes fewer rows of them.
 
 Each tower is a subclass of `Tower`, which says what the others ask of it.
 """
@@ -25,6 +24,32 @@ STEP = 2
 def is_tower(path: str) -> bool:
     """Whether a weight belongs to a tower."""
     return path.partition(".")[0] in TOWERS
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a tower reads at once: a picture, a tile of a picture, or a clip of sound. It is known
+    before the content is decoded; its place in a table follows from it.
+
+    digest: sha256 of the content; of a tile also "-" and its number.
+    shape: (height, width) in patches, or (frames, 1).
+    rows: how many rows the tower makes of it.
+    """
+
+    kind: Kind
+    digest: str
+    shape: tuple[int, int]
+    rows: int
+
+    @property
+    def content(self) -> tuple[Kind, str]:
+        """Returns (kind, digest) of the content, which its tiles share."""
+        return self.kind, self.digest.partition("-")[0]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the items of a content begin with this one."""
+        return self.digest.partition("-")[2] in ("", "0")
 
 
 class Tower:

@@ -16,7 +16,7 @@ from towers import GRID as VISION
 import policy
 from policy import families
 from policy.cache.media import DocumentMedia, Media, MediaTable
-from rollout.media.item import Item
+from policy.media import Item
 
 IMAGE, SOUND = 150, 154
 SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -255,19 +255,15 @@ def random_policy(kind: str):
     return policy.create(families.read(hf, media=True), seed=3)
 
 
-def drawn(spec, shapes, seed: int = 0) -> list[Item]:
-    """Random pictures of these sizes in patches."""
+def drawn(spec, shapes, seed: int = 0) -> dict[Item, np.ndarray]:
+    """Random pictures of these sizes in patches, with what the tower reads of each."""
     rng = np.random.default_rng(seed)
-    return [
-        Item(
-            "image",
-            f"{seed}.{n}",
-            (h, w),
-            spec.rows_of((h, w)),
-            rng.normal(size=(h * w, spec.input_width)).astype(np.float32),
-        )
+    return {
+        Item("image", f"{seed}.{n}", (h, w), spec.rows_of((h, w))): rng.normal(
+            size=(h * w, spec.input_width)
+        ).astype(np.float32)
         for n, (h, w) in enumerate(shapes)
-    ]
+    }
 
 
 @dataclass(frozen=True, eq=False)

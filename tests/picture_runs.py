@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import trajectories
 
+from policy.media import Item
 from rewards import Scores
 from rl.config.run import RunConfig
 from rl.records.events import Events
@@ -15,7 +16,6 @@ from rl.stages.sampling.dynamic import ReadyScores
 from rollout import Completion
 from rollout.collect import Rollouts
 from rollout.media.expand import Expanded
-from rollout.media.item import Extent
 from rollout.media.reference import Reference, refer
 
 COLOURS = {
@@ -59,7 +59,7 @@ def expanded(*contents: tuple[Reference, tuple[int, ...]]) -> Expanded:
     for reference, rows in contents:
         for number, count in enumerate(rows):
             digest = reference.digest if len(rows) == 1 else f"{reference.digest}-{number}"
-            items.append(Extent(reference.kind, digest, (count, 1), count))
+            items.append(Item(reference.kind, digest, (count, 1), count))
     tokens = np.asarray([1, *(MARKER for item in items for _ in range(item.rows)), 2], np.int32)
     references = tuple(reference for reference, _ in contents)
     return Expanded(

@@ -12,17 +12,17 @@ rows of an item after padding, M rows of the table, E hidden, D layers with deep
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from policy.cache.media import MediaTable
-from policy.media import Kind, Tower, is_tower
+from policy.media import Item, Kind, Tower, is_tower
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.programs.compiled_cache import CompiledCache
@@ -32,30 +32,6 @@ Params = Mapping[str, jax.Array]
 INPUTS = 4096
 """Inputs of all items of a program, unless one item has more or the mesh has more shards of
 rows."""
-
-
-class TowerInput(Protocol):
-    """What a tower reads (rollout/media/item.py)."""
-
-    @property
-    def kind(self) -> Kind:
-        """The tower that reads it."""
-        ...
-
-    @property
-    def values(self) -> np.ndarray:
-        """Its inputs, float32[n, K]."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(Height, width) in patches, or (frames, 1)."""
-        ...
-
-    @property
-    def rows(self) -> int:
-        """How many rows it has."""
-        ...
 
 
 @jax.tree_util.register_dataclass
@@ -108,38 +84,45 @@ class MediaEncoder:
         deep = jax.ShapeDtypeStruct((self._features, M, E), dtype, sharding=replicated)
         return MediaTable(rows, deep if self._features else None)
 
-    def pieces(
-        self, items: Sequence[tuple[TowerInput, int]], M: int, *, round_up: bool = False
+    def padded(
+        self,
+        inputs: Mapping[Item, np.ndarray],
+        first: Mapping[Item, int],
+        M: int,
+        *,
+        round_up: bool = False,
     ) -> list[PaddedInputs]:
-        """Returns the items, each with its first row in a table of M rows, as arguments of `write`.
+        """Returns the inputs of items, float32[n, K] each, as arguments of `write`.
 
-        round_up: the calls of a piece are 1, 2, 4, 8, ..., so that few numbers of them occur.
+        first: the first row of each item in a table of M rows. round_up: the calls of a program
+        are 1, 2, 4, 8, ..., so that few numbers of them occur.
         """
-        groups: dict[tuple[Kind, int], list[tuple[TowerInput, int]]] = defaultdict(list)
-        for item, first in items:
-            groups[item.kind, self.spec(item.kind).padded_inputs(len(item.values))].append(
-                (item, first)
+        groups: dict[tuple[Kind, int], list[Item]] = defaultdict(list)
+        for item, values in inputs.items():
+            N = self.spec(item.kind).padded_inputs(len(values))
+            groups[item.kind, N].append(item)
+        result = []
+        for (kind, N), items in sorted(groups.items()):
+            G = -(-len(items) // self.items_per_call(N))
+            padded = self._no_inputs(kind, N, 1 << (G - 1).bit_length() if round_up else G, M)
+            values, shapes, targets = (
+                a.reshape(-1, *a.shape[2:]) for a in (padded.values, padded.shapes, padded.targets)
             )
-        return [
-            self._piece(kind, N, group, M, round_up) for (kind, N), group in sorted(groups.items())
-        ]
+            for i, item in enumerate(items):
+                values[i, : len(inputs[item])] = inputs[item]
+                shapes[i] = item.shape
+                targets[i, : item.rows] = np.arange(first[item], first[item] + item.rows)
+            result.append(padded)
+        return result
 
-    def _piece(
-        self, kind: Kind, N: int, items: Sequence[tuple[TowerInput, int]], M: int, round_up: bool
-    ) -> PaddedInputs:
-        spec = self.spec(kind)
+    def _no_inputs(self, kind: Kind, N: int, G: int, M: int) -> PaddedInputs:
+        """Returns G calls of padding."""
         R = self.items_per_call(N)
-        G = -(-len(items) // R)
-        m = self._padded_rows(kind, N)
-        G = 1 << (G - 1).bit_length() if round_up else G
-        values = np.zeros((G * R, N, spec.input_width), np.float32)
-        shapes = np.ones((G * R, 2), np.int32)
-        targets = np.full((G * R, m), M, np.int32)
-        for i, (item, first) in enumerate(items):
-            values[i, : len(item.values)] = item.values
-            shapes[i], targets[i, : item.rows] = item.shape, np.arange(first, first + item.rows)
         return PaddedInputs(
-            kind, *(a.reshape(G, R, *a.shape[1:]) for a in (values, shapes, targets))
+            kind,
+            np.zeros((G, R, N, self.spec(kind).input_width), np.float32),
+            np.ones((G, R, 2), np.int32),
+            np.full((G, R, self._padded_rows(kind, N)), M, np.int32),
         )
 
     def _padded_rows(self, kind: Kind, N: int) -> int:
@@ -158,15 +141,13 @@ class MediaEncoder:
         return block_on_cpu_mesh(self._empty(M), self._layout)
 
     def write(
-        self, params: Params, table: MediaTable, pieces: Iterable[PaddedInputs]
+        self, params: Params, table: MediaTable, padded: Iterable[PaddedInputs]
     ) -> MediaTable:
         """Encodes items into the table, whose arrays are donated."""
         towers = tower_params(params)
-        for piece in pieces:
-            for i in range(len(piece.values)):
-                call = PaddedInputs(
-                    piece.kind, *(a[i : i + 1] for a in (piece.values, piece.shapes, piece.targets))
-                )
+        for inputs in padded:
+            for i in range(len(inputs.values)):
+                call = jax.tree.map(lambda a, i=i: a[i : i + 1], inputs)
                 table = block_on_cpu_mesh(self.executable(towers, table, call), self._layout)
                 self.encoded += int(np.count_nonzero(call.targets[0, :, 0] < len(table.rows)))
         return table
@@ -181,14 +162,14 @@ class MediaEncoder:
         towers = tower_params(params)
         distinct = sorted(set(sizes))
         for kind, N in distinct:
-            self.executable.compile(towers, self.abstract(M), self._abstract_piece(kind, N))
+            self.executable.compile(towers, self.abstract(M), self._abstract_inputs(kind, N))
         return len(distinct)
 
     def lower(self, params: Params, table: MediaTable, kind: Kind, N: int) -> jax.stages.Lowered:
         """Traces the program that encodes items of this size. The arguments may be abstract."""
-        return self.executable.lower(tower_params(params), table, self._abstract_piece(kind, N))
+        return self.executable.lower(tower_params(params), table, self._abstract_inputs(kind, N))
 
-    def _abstract_piece(self, kind: Kind, N: int) -> PaddedInputs:
+    def _abstract_inputs(self, kind: Kind, N: int) -> PaddedInputs:
         R = self.items_per_call(N)
         m = self._padded_rows(kind, N)
         values = jax.ShapeDtypeStruct((1, R, N, self.spec(kind).input_width), jnp.float32)
@@ -196,19 +177,19 @@ class MediaEncoder:
             kind, values, *(jax.ShapeDtypeStruct((1, R, n), jnp.int32) for n in (2, m))
         )
 
-    def encoded_into(self, params: Params, table: MediaTable, piece: PaddedInputs) -> MediaTable:
-        """Encodes a piece, one call after the other. Rows are rounded to the table's dtype. Traced
+    def encoded_into(self, params: Params, table: MediaTable, inputs: PaddedInputs) -> MediaTable:
+        """Encodes items, one call after the other. Rows are rounded to the table's dtype. Traced
         by a caller's program."""
 
         def call(table, xs):
             values, shapes, targets = xs
-            rows, deep = self._encode(params, piece.kind, values, shapes)
+            rows, deep = self._encode(params, inputs.kind, values, shapes)
             return _written(table, rows, deep, targets), None
 
-        return jax.lax.scan(call, table, (piece.values, piece.shapes, piece.targets))[0]
+        return jax.lax.scan(call, table, (inputs.values, inputs.shapes, inputs.targets))[0]
 
     def gradients(
-        self, trained: Params, others: Params, grads: MediaTable, piece: PaddedInputs
+        self, trained: Params, others: Params, grads: MediaTable, inputs: PaddedInputs
     ) -> dict[str, jax.Array]:
         """Returns the float32 gradients of the weights `trained` of towers, given those of the
         table.
@@ -218,14 +199,14 @@ class MediaEncoder:
         def call(total, xs):
             values, shapes, targets = xs
             outputs, pull = jax.vjp(
-                lambda own: self._encode(own | dict(others), piece.kind, values, shapes), trained
+                lambda own: self._encode(own | dict(others), inputs.kind, values, shapes), trained
             )
             back = jax.tree.map(
                 lambda out, grad: grad.astype(out.dtype), outputs, _taken(grads, targets, outputs)
             )
             return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, pull(back)[0]), None
 
-        return jax.lax.scan(call, zeros, (piece.values, piece.shapes, piece.targets))[0]
+        return jax.lax.scan(call, zeros, (inputs.values, inputs.shapes, inputs.targets))[0]
 
     def _encode(self, params: Params, kind: Kind, values_RNK, shapes_R2):
         values = constrain(values_RNK, ("batch", None, None), self._layout)
@@ -244,7 +225,9 @@ class MediaEncoder:
         """Returns the compiled programs of `write`."""
         jitted = jax.jit(self.encoded_into, donate_argnums=1, out_shardings=self._layout.replicated)
         return CompiledCache(
-            jitted, self._layout.platform, shape_of=lambda _, table, piece: piece.values.shape[1:3]
+            jitted,
+            self._layout.platform,
+            shape_of=lambda _, table, inputs: inputs.values.shape[1:3],
         )
 
     @cached_property

@@ -170,7 +170,7 @@ def decode_first(examples: Iterable[Example], read: Processors) -> None:
     references = (reference for example in examples for reference in example.references)
     try:
         for reference in itertools.islice(references, _DECODED):
-            reference.items(read.of(reference.kind))
+            reference.inputs(read.of(reference.kind))
     except MediaError as error:
         raise DataError(str(error)) from None
 

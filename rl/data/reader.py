@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from policy.huggingface import sources
+from policy.media import Item
 from policy.mesh import processes, serialization
 from rewards import RewardError, Runner, RunnerOptions, Share
 from rewards.workers.media import Picture, Sound
@@ -37,7 +38,6 @@ from rl.data.shard import Shard
 from rl.data.tokenizer import history_of, read_tokenizer
 from rl.errors import ConfigError, DataError
 from rollout.media.expand import Expanded
-from rollout.media.item import Extent
 from rollout.media.loader import Loader
 from rollout.media.processors import Processors
 from rollout.media.reference import Reference
@@ -48,7 +48,7 @@ T = TypeVar("T")
 # Types that the processes of a run send to each other: rows of data with their pictures and sounds,
 # calls of rewards, and scores that failed.
 serialization.register_type(Example, Problem, Row, Pair, Call, Failure)
-serialization.register_type(Reference, Extent, Expanded, Picture, Sound)
+serialization.register_type(Reference, Item, Expanded, Picture, Sound)
 
 
 def _runner(settings: RewardSettings) -> Runner:

@@ -273,7 +273,7 @@ class Trainer(BatchUpdates):
         if not critic_only:
             frozen = table if self.teacher is None else self.teacher.params | table
             own = {} if (name := self.companion) is None else {name: getattr(state, name)}
-            pieces = None if media is None else media.pieces
+            pieces = None if media is None else media.inputs
             companions = next(iter(own.values()), None), pieces
             output = self.policy(state.policy, batch, inputs, R, frozen, *companions, number)
             state = replace(state, policy=output.learner, **dict.fromkeys(own, output.companion))

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout.media.item import KINDS, NOUNS, Extent, Kind, MediaError
+from policy.media import Item
+from rollout.media.item import KINDS, NOUNS, Kind, MediaError
 from rollout.media.processors import Processors
 from rollout.media.reference import Reference
 from rollout.text import chat
@@ -51,7 +52,7 @@ class Expanded:
     turns: np.ndarray | None
     until: np.ndarray | None
     delta: int
-    items: tuple[Extent, ...]
+    items: tuple[Item, ...]
     starts: np.ndarray
     references: tuple[Reference, ...] = ()
 
@@ -221,12 +222,10 @@ def expand_text(
     of a row.
     """
     pieces, starts, ordered = _replaced(text, references, processors)
-    extents: list[tuple[Extent, ...]] = []
-    for reference in ordered:
-        extents.append(processors.of(reference.kind).extents(reference.digest, reference.size))
+    groups = [processors.of(each.kind).items(each.digest, each.size) for each in ordered]
     encoded = tokenizer("".join(pieces), add_special_tokens=False, return_offsets_mapping=True)
     tokens = np.asarray(encoded["input_ids"], np.int32)
-    items = tuple(extent for group in extents for extent in group)
+    items = tuple(item for each in groups for item in each)
     index = _index(tokenizer, tokens, items, processors)
     where = {row: place for place, row in enumerate(index.tolist()) if row >= 0}
     turns, after = _turns(index, items, where, processors)
@@ -288,7 +287,7 @@ def _replaced(
 
 
 def _index(
-    tokenizer: Any, tokens: np.ndarray, items: Sequence[Extent], processors: Processors
+    tokenizer: Any, tokens: np.ndarray, items: Sequence[Item], processors: Processors
 ) -> np.ndarray:
     """Numbers the tokens of rows. Raises MediaError if they are not as many as the rows of the
     items."""
@@ -309,7 +308,7 @@ def _index(
 
 
 def _turns(
-    index: np.ndarray, items: Sequence[Extent], where: dict[int, int], processors: Processors
+    index: np.ndarray, items: Sequence[Item], where: dict[int, int], processors: Processors
 ) -> tuple[np.ndarray | None, int]:
     """Returns (int32[T, 3] or None, rotary position after the last token).
 
@@ -339,7 +338,7 @@ def _turns(
 
 
 def _until(
-    length: int, items: Sequence[Extent], where: dict[int, int], processors: Processors
+    length: int, items: Sequence[Item], where: dict[int, int], processors: Processors
 ) -> np.ndarray | None:
     if not any(processors.of(item.kind).looks_ahead for item in items):
         return None

@@ -1,4 +1,4 @@
-"""What a tower reads, and what a processor of a family must offer.
+"""What a processor of a family must offer, and its errors.
 
 Axes: N inputs of a tower (patches or frames), K numbers of an input, H and W sides of a picture in
 pixels.
@@ -7,20 +7,17 @@ pixels.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from policy.media import Kind
+from policy.media import Item, Kind
 
 if TYPE_CHECKING:
     import numpy as np
 
 KINDS: tuple[Kind, ...] = ("image", "audio")
 NOUNS: dict[str, str] = {"image": "picture", "audio": "sound"}
-"""What messages call an item of a kind."""
-Key = tuple[Kind, str]
-"""(kind, digest) of an item or of a content."""
+"""What messages call a content of a kind."""
 
 
 class MediaError(ValueError):
@@ -36,46 +33,6 @@ def require(module: str, extra: str, need: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError:
         raise MediaError(f"{need}; pip install 'duet-rl[{extra}]'") from None
-
-
-@dataclass(frozen=True)
-class Extent:
-    """An item of a prompt before it is decoded: its place in a table follows from it.
-
-    digest: sha256 of the content; of a tile also "-" and its number.
-    shape: (height, width) in patches, or (frames, 1).
-    rows: how many rows of the table it fills.
-    """
-
-    kind: Kind
-    digest: str
-    shape: tuple[int, int]
-    rows: int
-
-    @property
-    def key(self) -> Key:
-        """Returns (kind, digest), by which a table knows equal items."""
-        return self.kind, self.digest
-
-    @property
-    def content(self) -> Key:
-        """Returns (kind, digest) of the content, which its tiles share."""
-        return self.kind, self.digest.partition("-")[0]
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the items of a content begin with this one."""
-        return self.digest.partition("-")[2] in ("", "0")
-
-
-@dataclass(frozen=True, eq=False)
-class Item(Extent):
-    """A picture, a tile of a picture, or a clip of sound, as its tower reads it.
-
-    values: float32[N, K] in the order of the tower; N is the product of `shape`.
-    """
-
-    values: np.ndarray
 
 
 class Processor:
@@ -119,11 +76,11 @@ class Processor:
         """
         raise NotImplementedError
 
-    def extents(self, digest: str, size: tuple[int, int]) -> tuple[Extent, ...]:
+    def items(self, digest: str, size: tuple[int, int]) -> tuple[Item, ...]:
         """Returns the items of a content from its size alone. Raises MediaError as `shapes`."""
         shapes = self.shapes(size)
         return tuple(
-            Extent(
+            Item(
                 self.kind,
                 digest if len(shapes) == 1 else f"{digest}-{number}",
                 shape,

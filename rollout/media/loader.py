@@ -10,17 +10,22 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from rollout.media.item import Item, Key, MediaError
+import numpy as np
+
+from policy.media import Item
+from rollout.media.item import MediaError
 from rollout.media.processors import Processors
 from rollout.media.reference import Reference
 
 CACHED_BYTES = 1 << 31
 """Bytes of prepared contents that are kept: 80 pictures of 1024 rows of Qwen3-VL, 25 MB each."""
 _MOST_THREADS = 8
+Inputs = dict[Item, np.ndarray]
+"""What the towers read of items, float32[N, K]."""
 
 
 class Loader:
-    """Contents as items of the towers. Equal references, from any row, are decoded once.
+    """Contents as the inputs of towers. Equal references, from any row, are decoded once.
 
     The contents used longest ago leave the cache, so that prefetched ones stay until they are used
     as long as a step's contents fit. Use it as a context manager, or call `close`.
@@ -31,7 +36,7 @@ class Loader:
     ):
         """Starts no thread before the first content.
 
-        cached_bytes: bound of the cache; the items that a call returns are held by its caller.
+        cached_bytes: bound of the cache; the arrays that a call returns are held by its caller.
         threads: threads that decode; None: one per CPU core, at most 8.
         """
         self._processors = processors
@@ -40,11 +45,11 @@ class Loader:
             threads or min(_MOST_THREADS, os.cpu_count() or 1), "media"
         )
         self._lock = threading.Lock()
-        self._cache: OrderedDict[Reference, list[Item]] = OrderedDict()
+        self._cache: OrderedDict[Reference, Inputs] = OrderedDict()
         self._bytes = 0
-        self._pending: dict[Reference, Future[list[Item]]] = {}
+        self._pending: dict[Reference, Future[Inputs]] = {}
         self.waited = 0.0
-        """Seconds that `items` has waited in all."""
+        """Seconds that `inputs` has waited in all."""
 
     def __enter__(self) -> Loader:
         return self
@@ -62,9 +67,8 @@ class Loader:
                 else:
                     self._started(reference)
 
-    def items(self, references: Iterable[Reference]) -> dict[Key, Item]:
-        """Returns the items of these contents by (kind, digest of the item), and waits until they
-        are there.
+    def inputs(self, references: Iterable[Reference]) -> Inputs:
+        """Returns the inputs of the items of these contents, and waits until they are there.
 
         Raises MediaError, with file and row, for a content that cannot be decoded.
         """
@@ -91,7 +95,7 @@ class Loader:
                     ready[reference] = self._prepared(reference)
         finally:
             self.waited += time.perf_counter() - began
-        return {item.key: item for reference in needed for item in ready[reference]}
+        return {item: each for reference in needed for item, each in ready[reference].items()}
 
     def close(self) -> None:
         """Ends the threads, without the contents that they have not begun, and empties the
@@ -101,31 +105,31 @@ class Loader:
             self._cache.clear()
             self._bytes = 0
 
-    def _started(self, reference: Reference) -> Future[list[Item]]:
+    def _started(self, reference: Reference) -> Future[Inputs]:
         """Returns the running or queued preparation of a content. The caller holds the lock."""
         if reference not in self._pending:
             self._pending[reference] = self._threads.submit(self._kept, reference)
         return self._pending[reference]
 
-    def _kept(self, reference: Reference) -> list[Item]:
+    def _kept(self, reference: Reference) -> Inputs:
         """Prepares a content and puts it into the cache."""
         try:
-            items = self._prepared(reference)
+            inputs = self._prepared(reference)
         except BaseException:
             with self._lock:
                 del self._pending[reference]
             raise
         with self._lock:
             del self._pending[reference]
-            self._cache[reference] = items
-            self._bytes += _size(items)
+            self._cache[reference] = inputs
+            self._bytes += _size(inputs)
             while self._bytes > self._bound and self._cache:
                 self._bytes -= _size(self._cache.popitem(last=False)[1])
-        return items
+        return inputs
 
-    def _prepared(self, reference: Reference) -> list[Item]:
-        return reference.items(self._processors.of(reference.kind))
+    def _prepared(self, reference: Reference) -> Inputs:
+        return reference.inputs(self._processors.of(reference.kind))
 
 
-def _size(items: list[Item]) -> int:
-    return sum(item.values.nbytes for item in items)
+def _size(inputs: Inputs) -> int:
+    return sum(each.nbytes for each in inputs.values())

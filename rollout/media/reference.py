@@ -19,8 +19,9 @@ from urllib.parse import unquote, unquote_to_bytes
 
 import numpy as np
 
+from policy.media import Item
 from rollout.media import picture, sound
-from rollout.media.item import NOUNS, Item, Kind, MediaError, Processor
+from rollout.media.item import NOUNS, Kind, MediaError, Processor
 
 _PLACES = ("path", "image", "image_url", "audio", "audio_url", "input_audio", "url", "data")
 
@@ -58,14 +59,12 @@ class Reference:
         except MediaError as error:
             raise MediaError(f"{self.where}: {error}" if self.where else str(error)) from None
 
-    def items(self, processor: Processor) -> list[Item]:
-        """Decodes the content and returns what the tower reads. Raises MediaError as `decode`."""
+    def inputs(self, processor: Processor) -> dict[Item, np.ndarray]:
+        """Decodes the content and returns what the tower reads: float32[N, K] of each item, N
+        inputs of K numbers. Raises MediaError as `decode`."""
         rate = self.size[1] if self.kind == "audio" else 0
         values = processor.values(self.decode(), rate)
-        extents = processor.extents(self.digest, self.size)
-        return [
-            Item(e.kind, e.digest, e.shape, e.rows, v) for e, v in zip(extents, values, strict=True)
-        ]
+        return dict(zip(processor.items(self.digest, self.size), values, strict=True))
 
 
 def decode(

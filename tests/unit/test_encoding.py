@@ -27,44 +27,45 @@ def case(request):
 
 
 def with_rows(items):
-    firsts = np.cumsum([2, *(item.rows for item in items)]).tolist()
-    return list(zip(items, firsts, strict=False)), 1 << int(firsts[-1]).bit_length()
+    starts = np.cumsum([2, *(item.rows for item in items)]).tolist()
+    return dict(zip(items, starts, strict=False)), 1 << int(starts[-1]).bit_length()
 
 
 def test_the_table_holds_the_rows_of_each_item(case):
-    model, encoder, items = case
-    chosen, M = with_rows(items)
-    table = encoder.write(model.params, encoder.empty(M), encoder.pieces(chosen, M))
-    assert encoder.encoded == len(items)
+    model, encoder, inputs = case
+    first, M = with_rows(inputs)
+    table = encoder.write(model.params, encoder.empty(M), encoder.padded(inputs, first, M))
+    assert encoder.encoded == len(inputs)
     free = np.ones(M, bool)
-    for item, first in chosen:
-        N = model.config.image.padded_inputs(len(item.values))
-        values = np.zeros((1, N, item.values.shape[1]), np.float32)
-        values[0, : len(item.values)] = item.values
+    for item, each in inputs.items():
+        N = model.config.image.padded_inputs(len(each))
+        values = np.zeros((1, N, each.shape[1]), np.float32)
+        values[0, : len(each)] = each
         rows, deep = model.encode("image", values, np.asarray([item.shape]))
-        own = slice(first, first + item.rows)
+        own = slice(first[item], first[item] + item.rows)
         free[own] = False
         np.testing.assert_allclose(table.rows[own], rows[0, : item.rows], atol=1e-5)
         if deep is not None:
             np.testing.assert_allclose(table.deep[:, own], deep[:, 0, : item.rows], atol=1e-5)
     assert not np.asarray(table.rows)[free].any()
     # Another table, other neighbours: the same bits.
-    alone = encoder.write(model.params, encoder.empty(M), encoder.pieces([(items[1], 0)], M))
-    first = chosen[1][1]
-    assert np.array_equal(alone.rows[: items[1].rows], table.rows[first : first + items[1].rows])
-    back = encoder.copied(table, np.r_[np.arange(first, first + items[1].rows), np.full(3, -1)])
-    assert np.array_equal(back.rows[: items[1].rows], alone.rows[: items[1].rows]) and not np.any(
-        back.rows[-3:]
-    )
+    item = list(inputs)[1]
+    padded = encoder.padded({item: inputs[item]}, {item: 0}, M)
+    alone = encoder.write(model.params, encoder.empty(M), padded)
+    start, end = first[item], first[item] + item.rows
+    assert np.array_equal(alone.rows[: item.rows], table.rows[start:end])
+    back = encoder.copied(table, np.r_[np.arange(start, end), np.full(3, -1)])
+    assert np.array_equal(back.rows[: item.rows], alone.rows[: item.rows])
+    assert not np.any(back.rows[-3:])
 
 
 @pytest.mark.slow
 def test_gradients_in_pieces_equal_those_of_one_backward_pass(case, monkeypatch):
     monkeypatch.setattr(encoding, "INPUTS", 1)  # a call for each item
-    model, encoder, items = case
-    chosen, M = with_rows(items)
-    pieces = encoder.pieces(chosen, M, round_up=True)
-    assert len(pieces[0].values) > 1
+    model, encoder, inputs = case
+    first, M = with_rows(inputs)
+    padded = encoder.padded(inputs, first, M, round_up=True)
+    assert len(padded[0].values) > 1
     towers = {path: array for path, array in model.params.items() if path.startswith("image.")}
     empty = encoder.empty(M)
     rng = np.random.default_rng(1)
@@ -72,15 +73,15 @@ def test_gradients_in_pieces_equal_those_of_one_backward_pass(case, monkeypatch)
 
     def loss(own):
         table = empty
-        for piece in pieces:
-            table = encoder.encoded_into(own, table, piece)
+        for each in padded:
+            table = encoder.encoded_into(own, table, each)
         return sum(jnp.sum(a * w) for a, w in zip(table, weights, strict=True) if a is not None)
 
     constants = {path: towers[path] for path in towers if path in model.graph.untrained}
     trained = {path: array for path, array in towers.items() if path not in constants}
     expected = jax.jit(jax.grad(lambda own: loss(own | constants)))(trained)
     parts = jax.jit(
-        lambda own: [encoder.gradients(own, constants, weights, piece) for piece in pieces]
+        lambda own: [encoder.gradients(own, constants, weights, each) for each in padded]
     )(trained)
     parts = jax.tree.map(lambda *each: sum(each), *parts)
     assert any(np.any(np.asarray(g)) for g in expected.values())

@@ -157,8 +157,8 @@ def test_rows_of_nine_patches_are_those_of_transformers(kind, tmp_path, capsys):
         prompts.read_prompts(str(file)), ExampleEncoder(tokenizer, processors), tmp_path
     )
     expected = processor([noise], return_tensors="pt", input_data_format="channels_last")
-    (item,) = problem.media.references[0].items(processors.image)
-    np.testing.assert_array_equal(item.values, expected["pixel_values"])
+    [(item, values)] = problem.media.references[0].inputs(processors.image).items()
+    np.testing.assert_array_equal(values, expected["pixel_values"])
     assert item.shape == tuple(expected["image_grid_thw"][0][1:].tolist())
     assert (
         item.rows

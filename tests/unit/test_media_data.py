@@ -445,10 +445,10 @@ def test_unusual_pictures_are_read_by_header_and_content(content, folder, reader
     (folder / "a.bin").write_bytes(content)
     one = reader(lines(folder / "d.jsonl", {"prompt": "a", "image": "a.bin"}))
     [problem] = problems(one)
-    items = one.loader.items(problem.media.references)
-    assert [(item.kind, item.digest) for item in problem.media.items] == list(items)
-    [item] = items.values()
-    assert item.values.shape == (item.rows * 4, 96) and np.isfinite(item.values).all()
+    inputs = one.loader.inputs(problem.media.references)
+    assert problem.media.items == tuple(inputs)
+    [(item, values)] = inputs.items()
+    assert values.shape == (item.rows * 4, 96) and np.isfinite(values).all()
 
 
 # Refusals

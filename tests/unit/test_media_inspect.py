@@ -7,6 +7,7 @@ import pytest
 from media_rows import model_directory, pixels, png
 from media_tokenizers import tokenizer
 
+from policy.media import Item
 from rl.commands import cli
 from rl.data import media
 from rl.data.encoding import ExampleEncoder
@@ -16,7 +17,6 @@ from rl.data.prompts import problems, read_prompts
 from rl.errors import DataError
 from rl.run.load import load
 from rollout.media.expand import Expanded
-from rollout.media.item import Extent
 from rollout.media.reference import Reference
 
 IMAGE = {"type": "image"}
@@ -129,8 +129,8 @@ def test_a_small_share_of_trained_tokens_counts_texts_only(run, tmp_path):
 def test_tiles_of_one_picture_and_sounds_are_named():
     kinds = [Reference("image", d, (30, 40), b"", "") for d in ("aa", "aa", "bb")]
     sound = Reference("audio", "cc", (4000, 8000), np.zeros(4000, np.float32), "")
-    extents = [Extent("image", f"aa-{n}", (4, 4), 4) for n in (0, 1, 0, 1)]
-    items = (*extents, Extent("audio", "cc", (50, 1), 13), Extent("image", "bb", (2, 4), 2))
+    tiles = [Item("image", f"aa-{n}", (4, 4), 4) for n in (0, 1, 0, 1)]
+    items = (*tiles, Item("audio", "cc", (50, 1), 13), Item("image", "bb", (2, 4), 2))
     index = np.arange(31, dtype=np.int32)
     expanded = Expanded(index, index, None, None, 0, items, index, (*kinds[:2], sound, kinds[2]))
     assert expanded.owners == [0, 0, 1, 1, 2, 3]

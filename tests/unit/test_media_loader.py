@@ -33,21 +33,19 @@ def decoded(monkeypatch):
     return calls
 
 
-def test_items_are_those_of_the_processor(processors, tmp_path):
+def test_inputs_are_those_of_the_processor(processors, tmp_path):
     (tmp_path / "a.png").write_bytes(png(3))
     references = [
         refer("image", "a.png", tmp_path),
         refer("image", pixels(200, (24, 16)), tmp_path),
     ]
     with Loader(processors) as loader:
-        items = loader.items(references)
+        inputs = loader.inputs(references)
         assert loader.waited > 0
     for reference in references:
-        [expected] = reference.items(processors.image)
-        [extent] = processors.image.extents(reference.digest, reference.size)
-        item = items[extent.kind, extent.digest]
-        np.testing.assert_array_equal(item.values, expected.values)
-        assert (item.shape, item.rows) == (extent.shape, extent.rows)
+        [(item, expected)] = reference.inputs(processors.image).items()
+        assert processors.image.items(reference.digest, reference.size) == (item,)
+        np.testing.assert_array_equal(inputs[item], expected)
 
 
 def test_equal_contents_are_decoded_once_and_in_other_threads(processors, tmp_path, decoded):
@@ -56,21 +54,21 @@ def test_equal_contents_are_decoded_once_and_in_other_threads(processors, tmp_pa
     ]
     with Loader(processors, threads=2) as loader:
         loader.prefetch(references)
-        assert len(loader.items(references)) == 3
+        assert len(loader.inputs(references)) == 3
         loader.prefetch(references)
-        loader.items(references[:2])
+        loader.inputs(references[:2])
     assert sorted(digest for digest, _ in decoded) == sorted({each.digest for each in references})
     assert all(name.startswith("media") for _, name in decoded)
 
 
 def test_the_contents_used_longest_ago_leave_a_full_cache(processors, tmp_path, decoded):
     one, two, three = (refer("image", png(shade), tmp_path) for shade in (1, 2, 3))
-    [item] = one.items(processors.image)
+    [values] = one.inputs(processors.image).values()
     decoded.clear()
-    with Loader(processors, cached_bytes=2 * item.values.nbytes) as loader:
+    with Loader(processors, cached_bytes=2 * values.nbytes) as loader:
         for each in (one, two, one, three, one, two):  # three takes the place of two
-            assert len(loader.items([each])) == 1
-        assert len(loader.items([one, two, three])) == 3  # more than the cache holds
+            assert len(loader.inputs([each])) == 1
+        assert len(loader.inputs([one, two, three])) == 3  # more than the cache holds
     assert [digest for digest, _ in decoded[:4]] == [
         one.digest,
         two.digest,
@@ -92,10 +90,10 @@ def test_an_error_names_file_and_row_and_is_tried_again(processors, tmp_path):
         with pytest.raises(
             MediaError, match=r"d.jsonl:0: picture 1: .*a.png has changed since the run read it"
         ):
-            loader.items([first])
-        assert len(loader.items([second])) == 1  # equal, from a file that is as it was
+            loader.inputs([first])
+        assert len(loader.inputs([second])) == 1  # equal, from a file that is as it was
         (tmp_path / "a.png").write_bytes(png(9))
-        assert len(loader.items([first])) == 1
+        assert len(loader.inputs([first])) == 1
 
 
 def test_a_content_whose_equal_is_broken_is_read_from_its_own_file(
@@ -116,4 +114,4 @@ def test_a_content_whose_equal_is_broken_is_read_from_its_own_file(
     with Loader(processors) as loader:
         loader.prefetch([first])
         threading.Timer(0.05, waiting.set).start()
-        assert len(loader.items([second])) == 1
+        assert len(loader.inputs([second])) == 1

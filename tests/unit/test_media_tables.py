@@ -13,11 +13,11 @@ from test_media_training import CLOSE, Loader, case, document
 import policy
 from policy.config import Runtime
 from policy.execution.encoding import MediaEncoder
+from policy.media import Item
 from policy.mesh import processes
 from rl.training.batch import padded_batch
 from rl.training.media.tables import MediaTables, table_rows
 from rollout import Generator, MediaPrompt, SamplingParams
-from rollout.media.item import Extent
 
 
 def logprobs_of(model, documents, table) -> np.ndarray:
@@ -52,7 +52,7 @@ def test_a_mini_batch_without_a_picture_leaves_a_trained_tower_as_it_is():
     table = one.tables(trained=True).of(one.model.params, one.documents)
     text = one.add(table).rows(slice(2, 3))
     media = table.update_media(text)
-    assert media.pieces == []
+    assert media.inputs == []
     options = learners.stage("sft", freeze=[], optimizer={"weight_decay": 0.0})
     trainer, state = learners.begin(one.model, options)
     before = learners.host(state.policy.params)
@@ -66,25 +66,17 @@ def test_a_mini_batch_without_a_picture_leaves_a_trained_tower_as_it_is():
 
 def test_a_picture_that_occurs_twice_and_pictures_that_touch_have_the_rows_of_copies():
     one = case("Qwen3VL")
-    first, second = drawn(one.model.config.image, [(4, 6), (2, 2)])
+    first, second = inputs = drawn(one.model.config.image, [(4, 6), (2, 2)])
     copies = [dataclasses.replace(first, digest=f"copy.{n}") for n in range(3)]
     shown = [
         document("Qwen3VL", (3, first, first, 2), 0),
         document("Qwen3VL", (1, first, 2, second, second, 3), 1),
     ]
-    parts = [
-        (3, first, copies[0], 2),
-        (1, copies[1], 2, second, dataclasses.replace(second, digest="copy"), 3),
-    ]
+    other = dataclasses.replace(second, digest="copy")
+    inputs |= dict.fromkeys(copies, inputs[first]) | {other: inputs[second]}
+    parts = [(3, first, copies[0], 2), (1, copies[1], 2, second, other, 3)]
     apart = [document("Qwen3VL", each, seed) for seed, each in enumerate(parts)]
-    tables = [
-        MediaTables(
-            MediaEncoder(one.model.graph),
-            Loader({i.digest: i for each in docs for i in each.items}),
-            32,
-        )
-        for docs in (shown, apart)
-    ]
+    tables = [MediaTables(MediaEncoder(one.model.graph), Loader(inputs), 32) for _ in range(2)]
     ours, theirs = (
         each.of(one.model.params, docs) for each, docs in zip(tables, (shown, apart), strict=True)
     )
@@ -110,25 +102,24 @@ def test_text_prompts_are_completed_between_prompts_with_pictures():
         assert alone.tokens == completion.tokens
 
 
-def test_a_stage_that_trains_a_tower_reads_items_and_one_that_does_not_encodes_none():
-    """In any order: the table of a frozen stage holds no items, so a stage that trains cannot go on
+def test_a_stage_that_trains_a_tower_reads_inputs_and_one_that_does_not_encodes_none():
+    """In any order: the table of a frozen stage holds no inputs, so a stage that trains cannot go on
     with it."""
     one = case("Qwen3VL")
     tables = one.tables()
     frozen = tables.of(one.model.params, one.documents)
-    assert frozen.update_media(one.add(frozen)).pieces is None
+    assert frozen.update_media(one.add(frozen)).inputs is None
     tables.start_stage(trained=True)
     trained = tables.of(one.model.params, one.documents)
-    assert trained is not frozen and len(trained.update_media(one.add(trained)).pieces) > 0
+    assert trained is not frozen and len(trained.update_media(one.add(trained)).inputs) > 0
     tables.forget()
     assert tables.of(one.model.params, one.documents) is not trained
     tables.start_stage(trained=False)
     again, encoded = tables.of(one.model.params, one.documents), tables.encoder.encoded
     tables.forget()
     assert tables.of(one.model.params, one.documents) is again and tables.encoder.encoded == encoded
-    assert (
-        tables.of(one.model.params, one.documents[:1]).update_media(one.add(again)).pieces is None
-    )
+    alone = tables.of(one.model.params, one.documents[:1])
+    assert alone.update_media(one.add(again)).inputs is None
 
 
 def test_planned_rows_hold_every_batch(monkeypatch):
@@ -137,7 +128,7 @@ def test_planned_rows_hold_every_batch(monkeypatch):
     rng = np.random.default_rng(0)
     for _ in range(200):
         pool = [
-            Extent("image", str(n), (1, 1), int(rng.integers(1, 40)))
+            Item("image", str(n), (1, 1), int(rng.integers(1, 40)))
             for n in range(rng.integers(1, 12))
         ]
         rows = []
@@ -188,8 +179,7 @@ def test_an_update_of_everything_does_not_depend_on_how_it_is_computed(how):
         (Runtime(**({"remat": "none"} | how)), 1),
     ):
         model = policy.create(one.model.config, seed=3, runtime=runtime)
-        known = {item.digest: item for each in one.documents if each for item in each.items}
-        table = MediaTables(MediaEncoder(model.graph), Loader(known), 32, trained=True).of(
+        table = MediaTables(MediaEncoder(model.graph), Loader(one.inputs), 32, trained=True).of(
             model.params, one.documents
         )
         trainer, state = learners.begin(

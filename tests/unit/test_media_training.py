@@ -31,15 +31,15 @@ CLOSE = 2e-5
 
 @dataclasses.dataclass
 class Loader:
-    """Contents that are items already."""
+    """Contents that are items, and what the towers read of them."""
 
     known: dict
     asked: list = dataclasses.field(default_factory=list)
     waited: float = 0.0
 
-    def items(self, references):
+    def inputs(self, references):
         self.asked += [each.digest for each in references]
-        return {(each.kind, each.digest): self.known[each.digest] for each in references}
+        return {each: self.known[each] for each in references}
 
 
 def document(kind: str, parts, seed: int) -> Expanded:
@@ -83,13 +83,13 @@ class Case:
 
     kind: str
     model: object
+    inputs: dict
     documents: list
     answers: list
     batch: object
 
     def tables(self, trained: bool = False, M: int = 32) -> MediaTables:
-        known = {item.digest: item for each in self.documents if each for item in each.items}
-        return MediaTables(MediaEncoder(self.model.graph), Loader(known), M, trained)
+        return MediaTables(MediaEncoder(self.model.graph), Loader(self.inputs), M, trained)
 
     def add(self, table):
         return table.add(self.batch, [(row, 0, each) for row, each in enumerate(self.documents)])
@@ -98,7 +98,7 @@ class Case:
 @functools.cache
 def case(kind: str) -> Case:
     model = random_policy(kind)
-    one, two = drawn(model.config.image, SHAPES[kind])
+    one, two = inputs = drawn(model.config.image, SHAPES[kind])
     parts = [(3, one, 2), (2, two, 1, one, 3), None, (1, two, 4)]
     documents = [
         None if each is None else document(kind, each, seed) for seed, each in enumerate(parts)
@@ -110,7 +110,7 @@ def case(kind: str) -> Case:
         prompt = [] if each is None else each.tokens.tolist()
         rows.append((prompt + answer, [0] * len(prompt) + [1] * len(answer)))
     batch = padded_batch(rows, 64)
-    return Case(kind, model, documents, answers, batch)
+    return Case(kind, model, inputs, documents, answers, batch)
 
 
 KINDS = pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_equal_pictures_are_encoded_once_and_other_tables_take_their_rows():
     )
     alone = tables.of(one.model.params, one.documents[3:])
     assert tables.encoder.encoded == 2
-    rows = first.first["image", "0.1"]
+    rows = first.first[list(one.inputs)[1]]
     assert np.array_equal(alone.table.rows[:1], first.table.rows[rows : rows + 1])
     assert tables.metrics()["media/encoded"] == 0
     assert table_rows([[each] for each in one.documents if each], 2) == 8
@@ -191,12 +191,12 @@ def test_the_gradient_of_a_trained_tower_is_that_of_one_backward_pass(kind):
     batch = one.add(table)
     options = {"learning_rate": 1.0, "eps": 1.0, "clip_norm": None, "weight_decay": 0.0}
     encoder, M = tables.encoder, tables.M
-    pieces = table.update_media(batch).pieces
+    inputs = table.update_media(batch).inputs
 
     def loss(params):
         made = encoder.empty(M)
-        for piece in pieces:
-            made = encoder.encoded_into(params, made, piece)
+        for each in inputs:
+            made = encoder.encoded_into(params, made, each)
         how = {
             "media": Media(batch.media, made.rows, made.deep),
             "turns": batch.turns,

@@ -128,8 +128,8 @@ def test_a_preset_describes_the_processor_of_its_towers(name, tmp_path):
         if tower is None:
             continue
         size = (321, 654) if kind == "image" else (5 * 16000, 16000)
-        for extent in processor.extents("", size):
-            assert tower.rows_of(extent.shape) == extent.rows > 0
+        for item in processor.items("", size):
+            assert tower.rows_of(item.shape) == item.rows > 0
         assert kind == "audio" or processor.looks_ahead == any(
             getattr(layer.mixer, "looks_ahead", False) for layer in config.layers
         )

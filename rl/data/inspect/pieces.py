@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from policy.media import Item
 from rl.data.inspect.stage_rows import Encoded, Kind, StageRows
 from rollout.media.expand import Expanded
-from rollout.media.item import KINDS, NOUNS, Extent
+from rollout.media.item import KINDS, NOUNS
 from rollout.media.reference import Reference
 
 
@@ -93,7 +94,7 @@ def labels(media: Expanded) -> list[str]:
     return result
 
 
-def _grid(item: Extent) -> str:
+def _grid(item: Item) -> str:
     """Returns the grid of rows of a picture, as height x width; empty where the rows are no
     grid."""
     height, width = item.shape

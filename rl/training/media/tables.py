@@ -21,7 +21,7 @@ import numpy as np
 
 from policy.cache.media import DocumentMedia, MediaTable
 from policy.execution.encoding import MediaEncoder
-from policy.media import Kind, is_tower
+from policy.media import Item, Kind, is_tower
 from policy.mesh import processes
 from rl.data.encoded import media_of
 from rl.errors import DataError
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from rl.config.stage import StageOptions
     from rl.training.batch import Batch
     from rollout.media.expand import Expanded
-    from rollout.media.item import Extent, Item, Key
     from rollout.media.processors import Processors
 
     Documents = Sequence[tuple[int, int, Expanded | None]]
@@ -49,13 +48,13 @@ def table_rows(rows: Iterable[Sequence[Expanded]], count: int) -> int:
 
     All processes must call this, each with the rows of data that it holds.
     """
-    distinct: dict[Key, int] = {}
+    distinct: set[Item] = set()
     each = []
     for expanded in rows:
-        own: dict[Key, int] = {item.key: item.rows for one in expanded for item in one.items}
+        own = {item for one in expanded for item in one.items}
         distinct |= own
-        each.append(sum(own.values()))
-    parts = processes.all_gather_object((sorted(each)[-count:], sum(distinct.values())))
+        each.append(_rows_of(own))
+    parts = processes.all_gather_object((sorted(each)[-count:], _rows_of(distinct)))
     most = sum(sorted(number for numbers, _ in parts for number in numbers)[-count:])
     needed = min(most, sum(total for _, total in parts))
     return _power_of_2(needed)
@@ -85,13 +84,13 @@ def trains_towers(graph: Graph, stage: StageOptions) -> bool:
 class StepTable:
     """A table of media embeddings, and where each item begins in it.
 
-    items: what the towers read; None: the stage trains no tower.
+    inputs: what the towers read of each item; None: the stage trains no tower.
     """
 
     table: MediaTable
-    first: Mapping[Key, int]
+    first: Mapping[Item, int]
     encoder: MediaEncoder
-    items: Mapping[Key, Item] | None = None
+    inputs: Mapping[Item, np.ndarray] | None = None
 
     @property
     def _decoder(self) -> Any:
@@ -99,7 +98,7 @@ class StepTable:
 
     def index(self, expanded: Expanded) -> np.ndarray:
         """Returns the row of the table at each token of a document, int32[T], -1 at text."""
-        rows = [np.arange(item.rows) + self.first[item.key] for item in expanded.items]
+        rows = [np.arange(item.rows) + self.first[item] for item in expanded.items]
         own = np.concatenate(rows) if rows else np.zeros(1, int)
         return np.where(expanded.index >= 0, own[np.maximum(expanded.index, 0)], -1).astype(
             np.int32
@@ -159,16 +158,13 @@ class StepTable:
 
     def update_media(self, batch: Batch) -> UpdateMedia:
         """Returns what an update on this batch takes."""
-        if self.items is None:
+        if self.inputs is None:
             return UpdateMedia(self.table)
         assert batch.media is not None
         used = set(np.unique(batch.media).tolist())
-        chosen = [
-            (item, self.first[key]) for key, item in self.items.items() if self.first[key] in used
-        ]
-        return UpdateMedia(
-            self.table, self.encoder.pieces(chosen, len(self.table.rows), round_up=True)
-        )
+        shown = {item: each for item, each in self.inputs.items() if self.first[item] in used}
+        M = len(self.table.rows)
+        return UpdateMedia(self.table, self.encoder.padded(shown, self.first, M, round_up=True))
 
 
 @dataclass
@@ -180,7 +176,7 @@ class MediaTables:
     are completed at once.
 
     `forget` drops the last table after an update that changes the towers; `start_stage` drops it
-    where the training of towers begins or ends, since the tables of such stages alone hold `items`.
+    where the training of towers begins or ends, since the tables of such stages alone hold `inputs`.
     """
 
     encoder: MediaEncoder
@@ -220,30 +216,19 @@ class MediaTables:
         """
         shown = [document for document in documents if document is not None]
         counted = [] if again else shown
-        extents: dict[Key, Extent] = {}
-        for document in shown:
-            extents.update({item.key: item for item in document.items})
-        first = dict(
-            zip(
-                extents,
-                np.cumsum([0, *(item.rows for item in extents.values())]).tolist(),
-                strict=False,
-            )
-        )
+        items = dict.fromkeys(item for document in shown for item in document.items)
+        starts = np.cumsum([0, *(item.rows for item in items)]).tolist()
+        first = dict(zip(items, starts, strict=False))
         if self._last is not None and self._last.first == first:
             self._count(counted, 0, 0.0, 0.0)
             return self._last
         known = {} if self._last is None else self._last.first
-        new = {key for key in extents if key not in known}
-        loaded, waited = self._load(
-            shown, [extents[key] for key in (extents if self.trained else new)]
-        )
+        new = [item for item in items if item not in known]
+        loaded, waited = self._load(shown, items if self.trained else new)
         began = perf_counter()
-        table = self._copied({key: extents[key] for key in extents if key in known}, first)
-        pieces = self.encoder.pieces(
-            [(loaded[key], first[key]) for key in sorted(new, key=first.__getitem__)], self.M
-        )
-        table = jax.block_until_ready(self.encoder.write(params, table, pieces))
+        table = self._copied([item for item in items if item in known], first)
+        padded = self.encoder.padded({item: loaded[item] for item in new}, first, self.M)
+        table = jax.block_until_ready(self.encoder.write(params, table, padded))
         self._count(counted, len(new), perf_counter() - began, waited)
         self._last = StepTable(table, first, self.encoder, loaded if self.trained else None)
         return self._last
@@ -253,12 +238,10 @@ class MediaTables:
     ) -> MediaTable | None:
         """Returns the table of the same items for `params`: encoded again if the stage trains a
         tower, else the table as it is. None: there is no table."""
-        if table is None or table.items is None:
+        if table is None or table.inputs is None:
             return table and table.table
-        pieces = self.encoder.pieces(
-            [(item, table.first[key]) for key, item in table.items.items()], self.M
-        )
-        return self.encoder.write(params, self.encoder.empty(self.M), pieces)
+        padded = self.encoder.padded(table.inputs, table.first, self.M)
+        return self.encoder.write(params, self.encoder.empty(self.M), padded)
 
     def compile_ahead(self, params: Mapping[str, jax.Array]) -> int:
         """Compiles the programs that encode the items of the run. Returns their number."""
@@ -289,9 +272,9 @@ class MediaTables:
         return counts | {"media/distinct": distinct / pictures if pictures else 1.0}
 
     def _load(
-        self, documents: Sequence[Expanded], asked: Iterable[Extent]
-    ) -> tuple[dict[Key, Item], float]:
-        contents = {extent.content for extent in asked}
+        self, documents: Sequence[Expanded], items: Iterable[Item]
+    ) -> tuple[dict[Item, np.ndarray], float]:
+        contents = {item.content for item in items}
         references = {
             (reference.kind, reference.digest): reference
             for document in documents
@@ -300,22 +283,20 @@ class MediaTables:
         }
         waited = self.loader.waited
         try:
-            items: dict[Key, Item] = (
-                dict(self.loader.items(list(references.values()))) if references else {}
-            )
+            inputs = self.loader.inputs(list(references.values())) if references else {}
         except ValueError as error:  # a MediaError, which names file and row
             raise DataError(str(error)) from None
-        return items, self.loader.waited - waited
+        return inputs, self.loader.waited - waited
 
-    def _copied(self, kept: Mapping[Key, Extent], first: Mapping[Key, int]) -> MediaTable:
+    def _copied(self, kept: Sequence[Item], first: Mapping[Item, int]) -> MediaTable:
         """Returns a new table with the rows of items that the last one holds."""
         if not kept:
             return self.encoder.empty(self.M)
         assert self._last is not None
         sources = np.full(self.M, -1, np.int32)
-        for key, item in kept.items():
-            start = self._last.first[key]
-            sources[first[key] : first[key] + item.rows] = np.arange(start, start + item.rows)
+        for item in kept:
+            start = self._last.first[item]
+            sources[first[item] : first[item] + item.rows] = np.arange(start, start + item.rows)
         return self.encoder.copied(self._last.table, sources)
 
     def _count(
@@ -325,13 +306,17 @@ class MediaTables:
         added = {
             "media/pictures": len(items),
             "media/rows": sum(item.rows for item in items),
-            "distinct": len({item.key for item in items}),
+            "distinct": len(set(items)),
             "media/encoded": encoded,
             "media/encode_seconds": seconds,
             "media/wait_seconds": waited,
         }
         for name, number in added.items():
             self._counts[name] = self._counts.get(name, 0.0) + number
+
+
+def _rows_of(items: Iterable[Item]) -> int:
+    return sum(item.rows for item in items)
 
 
 def _power_of_2(rows: int) -> int:

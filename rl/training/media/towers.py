@@ -3,7 +3,7 @@ trained towers.
 
 The table of frozen towers is a constant of the update. If a tower is trained, the update encodes
 the items itself; the gradient of the table is summed over the micro-batches, and then goes backward
-through the towers in pieces. So the activations of a few items are on the device at a time,
+through the towers a few items at a time. So the activations of a few items are on the device at a time,
 whatever the size of the batch.
 """
 
@@ -30,12 +30,12 @@ DEEP = "media.deep"
 class UpdateMedia:
     """The pictures and sounds of a mini-batch.
 
-    table: its rows, by the weights before the step. pieces: the items for the towers that the
+    table: its rows, by the weights before the step. inputs: of the items, for the towers that the
     update trains; None: it trains none.
     """
 
     table: MediaTable
-    pieces: Sequence[PaddedInputs] | None = None
+    inputs: Sequence[PaddedInputs] | None = None
 
 
 def as_params(table: MediaTable | None) -> dict[str, Any]:
@@ -58,20 +58,20 @@ class TowerGradients:
     """
 
     def __init__(
-        self, graph: Graph, trained: dict, constants: dict, pieces: Sequence[PaddedInputs] | None
+        self, graph: Graph, trained: dict, constants: dict, inputs: Sequence[PaddedInputs] | None
     ):
-        """Encodes the `pieces`, while the update is traced; None: it trains no tower, and nothing
+        """Encodes the `inputs`, while the update is traced; None: it trains no tower, and nothing
         changes."""
-        self._pieces = pieces
+        self._inputs = inputs
         self.arguments = (trained, constants)
-        if pieces is None:
+        if inputs is None:
             return
         self._encoder = MediaEncoder(graph)
         self._trained, self._others = tower_params(trained), tower_params(constants)
         table = MediaTable(constants[ROWS], constants.get(DEEP))
         table = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), table)
-        for piece in pieces:
-            table = self._encoder.encoded_into(self._trained | self._others, table, piece)
+        for each in inputs:
+            table = self._encoder.encoded_into(self._trained | self._others, table, each)
         rest = {path: array for path, array in trained.items() if path not in self._trained}
         kept = {path: array for path, array in constants.items() if path not in (ROWS, DEEP)}
         self.arguments = rest | as_params(table), kept | self._trained
@@ -79,12 +79,12 @@ class TowerGradients:
     def gradients(self, grads: dict) -> dict:
         """Returns the gradients by path, with those of the towers in the place of those of the
         table."""
-        if self._pieces is None:
+        if self._inputs is None:
             return grads
         towers = {path: jnp.zeros(a.shape, jnp.float32) for path, a in self._trained.items()}
         table = MediaTable(grads[ROWS], grads.get(DEEP))
-        for piece in self._pieces:
+        for each in self._inputs:
             towers = jax.tree.map(
-                jnp.add, towers, self._encoder.gradients(self._trained, self._others, table, piece)
+                jnp.add, towers, self._encoder.gradients(self._trained, self._others, table, each)
             )
         return {path: grad for path, grad in grads.items() if path not in (ROWS, DEEP)} | towers
