@@ -65,14 +65,16 @@ class Rollouts:
     group. counts: what the generator counted (Generator.counts) in the calls that sampled the
     groups, and the `tokens` that the policy wrote; the greedy completions of `greedy_reward` are
     not counted. With dynamic sampling (rl/stages/sampling/dynamic.py) they include the groups that
-    it dropped. seconds: time of sampling. scoring: time of the reward models after it.
+    it dropped. None: no generator was called. seconds: time of sampling. scoring: time of the reward
+    models after it. metrics: of how the groups were chosen, by the names of docs/metrics.md.
     """
 
     groups: Sequence[Group]
     scores: PendingScores
-    counts: Mapping[str, int]
+    counts: Mapping[str, int] | None
     seconds: float
     scoring: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def trajectories(self) -> list[Trajectory]:

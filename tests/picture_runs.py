@@ -12,7 +12,7 @@ from rewards import Scores
 from rl.config.run import RunConfig
 from rl.records.events import Events
 from rl.stages.sampling import rollouts
-from rl.stages.sampling.dynamic import ReadyScores
+from rl.stages.sampling.scored import ReadyScores
 from rollout import Completion
 from rollout.collect import Rollouts
 from rollout.media.expand import Expanded

@@ -111,9 +111,7 @@ def stages(
             config, stage.rewards, graph, stage.trainer.sharing
         )
         planned_stage = PlannedStage(stage, graph)
-        if sampling is None and (
-            stage.samples_completions or (config.evaluation and stage.trains_policy)
-        ):
+        if sampling is None and (stage.generates or (config.evaluation and stage.trains_policy)):
             sampling = Sampling(config, planned_stage, memory)
         yield planned_stage, sampling
 
@@ -171,9 +169,7 @@ def _encoding(stage: StageKind) -> Iterator[Program]:
 def _reward_models(stage: StageKind) -> Iterator[Program]:
     """Yields the programs of reward models, on full rows of all completions of a step."""
     completions = (
-        stage.options.prompts_per_step
-        * stage.options.samples_per_prompt
-        * stage.samples_completions
+        stage.options.prompts_per_step * stage.options.samples_per_prompt * stage.generates
     )
     for source, scorer in stage.scorers.items():
         shape, lower = scorer.lowered(stage.config.max_length)
@@ -218,9 +214,9 @@ class PlannedStage:
         return self.stage.name
 
     @property
-    def samples_completions(self) -> bool:
-        """Whether a step samples completions."""
-        return self.stage.samples_completions
+    def generates(self) -> bool:
+        """Whether a step calls the generator."""
+        return self.stage.generates
 
     @property
     def options(self) -> StageOptions:
@@ -291,7 +287,7 @@ class Sampling:
     def used_by(self, stage: PlannedStage) -> bool:
         """Whether `stage` lists the programs: a stage that samples, or the first that evaluates if
         none samples."""
-        return stage.samples_completions or self._shown_with == stage.name
+        return stage.generates or self._shown_with == stage.name
 
     def programs(self, stage: PlannedStage) -> Iterator[Planned]:
         """Yields the largest program of each kind."""
@@ -305,7 +301,7 @@ class Sampling:
         if self._weights and self._copy:
             yield self._copying(self._weights, stage, held)
         params = weights | self._copy
-        P *= stage.samples_completions  # a step excludes evaluations
+        P *= stage.generates  # a step excludes evaluations
         steps = options.sampling.max_new_tokens * -(-P * options.samples_per_prompt // slots)
         longest = self.config.max_length if self._prefills_completions else prompts
         lengths = {
@@ -395,7 +391,7 @@ class Sampling:
         params = {path: stage.state.policy.params[path] for path in copies.paths}
         lower = lambda: copies.lower(params, again=not self._dropped)  # noqa: E731
         kind, times = (
-            (RESHARD, int(stage.samples_completions))
+            (RESHARD, int(stage.generates))
             if self._dropped
             else ("quantised copy", stage.options.updates_per_step)
         )

@@ -22,6 +22,7 @@ import numpy as np
 
 from rl.accounting.flops import rates
 from rl.stages.sampling.rollouts import by_row, greedy_params, one_row_each
+from rl.stages.sampling.staleness import stale_tokens
 from rl.stages.shapes import abstract_batch, abstract_rows, with_structure
 from rl.stages.stage import Program, StageKind
 
@@ -53,14 +54,15 @@ class StepData:
 
     state: the RunState of the stage. batch: all rows of the step, before they are split into
     mini-batches and packed. table: that of a batch with pictures or sounds.
-    rollouts: the completions. scores: the scores of each reward function, and their weighted sums.
+    rollouts: the groups. scores: the scores of each reward function, and their weighted sums.
     rewards: float[P,G], the sums as `advantages` takes them (float[P,G,F], each function, under
     `each_reward`). arguments: keyword arguments of `Algorithm.estimate`, which passes them to
     `advantages`. stale: whether older weights sampled a token that is trained on. current: the
     batch with the log-probabilities under the current policy, if `current_logp` provides them.
     trainer_logp: float32[N,T], log-probabilities under the weights before the updates, if a pass of
     the training graph computed them. token_outputs: arrays [N,T] that the updates computed, by
-    name, and `gap` of tokens.bin.
+    name, and `gap` of tokens.bin. advantages: of each trajectory, the mean over its tokens.
+    flops_before: `total_flops` of the trainer before the step.
     """
 
     state: Any
@@ -69,12 +71,14 @@ class StepData:
     rollouts: Rollouts | None = None
     scores: Scores | None = None
     rewards: np.ndarray | None = None
+    advantages: np.ndarray | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     stale: bool = False
     current: Any = None
     trainer_logp: np.ndarray | None = None
     token_outputs: dict[str, np.ndarray] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    flops_before: float = 0.0
 
     @property
     def media_rows(self) -> MediaTable | None:
@@ -273,11 +277,6 @@ def current_logp(stage: StageKind, data: StepData) -> None:
         )
         data.current = data.batch.replace(old_logp=logp, entropy=entropy)
         data.trainer_logp = logp
-
-
-def stale_tokens(batch: Any, version: int) -> np.ndarray:
-    """Returns bool[N, T]: the tokens of the mask that a policy older than `version` sampled."""
-    return (batch.mask != 0) & (batch.version != version)
 
 
 @provides(

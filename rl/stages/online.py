@@ -1,23 +1,26 @@
-"""A stage that samples completions, gets their rewards and trains on them.
+"""A stage that takes groups of trajectories from a producer, gets their rewards and trains on them.
 
-P prompts, G completions of each, N = P G in all, T tokens.
+P prompts, G trajectories of each; N rows of a batch, one for each segment; T tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl.accounting.flops import memory_share, rates
-from rl.errors import Fault, ModelError, RewardStop
+from rl.errors import Fault
 from rl.stages import inputs
 from rl.stages.inputs import StepData
 from rl.stages.sampling import filters, rollouts
-from rl.stages.sampling.dynamic import DynamicSampling, ScoredGroup
+from rl.stages.sampling.dynamic import DynamicSampling
+from rl.stages.sampling.staleness import check_difference, difference, gap, stale_tokens, staleness
+from rl.stages.sampling.synchronous import Synchronous
+from rl.stages.sampling.unscored import check_scored
 from rl.stages.scorers import bound_teacher
 from rl.stages.shapes import abstract_batch, abstract_rows, policy_update, update_program
 from rl.stages.sharing import sharing_of
@@ -26,9 +29,9 @@ from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
     from policy.model import Graph
-    from rewards import Scores
     from rl.data.reader import DataReader
     from rl.stages.context import Context
+    from rl.stages.sampling.producer import Producer
     from rl.training.batch import Batch
     from rl.training.trainer import RunState
 
@@ -43,7 +46,7 @@ class Stage(StageKind):
     samples."""
 
     samples_completions = True
-    dynamic: DynamicSampling | None
+    producer: Producer
     _overflow_noted = False
 
     @property
@@ -52,7 +55,7 @@ class Stage(StageKind):
         exact = self.config.generator.exact and self.algorithm.old_logp == "trainer"
         compared = exact or self.options.max_logp_diff is not None
         return super().inputs | (
-            {"current_logp"} if self.algorithm.dynamic_batches and compared else frozenset()
+            {"current_logp"} if compared and not self.create_producer().on_policy else frozenset()
         )
 
     @property
@@ -66,8 +69,8 @@ class Stage(StageKind):
         It can if the critic shares the policy's trunk and the current weights sample every
         completion.
         """
-        on_policy = "values" in self.inputs and self.algorithm.critic_trunk == "policy"
-        return on_policy and not self.algorithm.dynamic_batches
+        shared = "values" in self.inputs and self.algorithm.critic_trunk == "policy"
+        return shared and self.create_producer().on_policy
 
     def _check_kind(self) -> Iterator[Fault]:
         stage = self.options
@@ -149,77 +152,61 @@ class Stage(StageKind):
             if not sampled or self.algorithm.bootstrap_truncated:
                 yield each
 
-    def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
-        """Samples groups, gets their rewards, and makes `updates_per_step` updates, each on
-        complete groups."""
-        data = StepData(state)
-        flops_before = self.trainer.total_flops
-        self._sample(data)
-        self._make_batch(data)
-        self._add_inputs(data)
-        advantages = self._advantages(data)
-        state, updated = self._update(data, n)
-        # else the mean says nothing; `log_probabilities` has checked the tokens that are not stale
-        if not data.stale:
-            _check_difference(self.options.max_logp_diff, updated.get("sampler/logp_diff_mean"))
-        state = self._renew_reference(state, n)
-        return state, self._log(data, advantages, updated, n, flops_before)
+    def create_producer(self) -> Producer:
+        """Returns what makes the groups of a step. `start` restores its state."""
+        producer = Synchronous(self)
+        if self.algorithm.dynamic_batches:
+            return DynamicSampling(producer, self)
+        return producer
+
+    @property
+    def generates(self) -> bool:
+        return self.create_producer().generates or inputs.any_at(self, inputs.SAMPLING)
 
     def start(self, context: Context, restored: RunState | None = None) -> RunState:
         state = super().start(context, restored)
-        algorithm = self.algorithm
-        self.dynamic = None
-        if algorithm.dynamic_batches:
-            self.dynamic = DynamicSampling(
-                algorithm.dynamic_batches, algorithm.dynamic_reward, self.runner
-            )
-            carried = context.progress.producer.get("carried", [])
-            self.dynamic.carried = [ScoredGroup.from_json(each, self.rows.take) for each in carried]
+        self.producer = self.create_producer()
+        self.producer.restore(context.progress.producer)
         return state
 
     def producer_state(self) -> dict[str, Any]:
-        if self.dynamic is None:
-            return {}
-        return {"carried": [group.to_json() for group in self.dynamic.carried]}
+        return self.producer.state()
 
-    def _sample(self, data: StepData) -> None:
-        """Samples completions of the step's prompts. Rewards are computed at the same time."""
+    def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
+        """Takes groups from the producer and trains on them."""
+        data = StepData(state, flops_before=self.trainer.total_flops)
+        self._take(data)
+        return self._train(data, n)
+
+    def _take(self, data: StepData) -> None:
+        """Takes the groups of the step. Their rewards are computed at the same time."""
         context = self.context
         if self.sampled_values and context.generator.options.record_values:
             from policy.modes import VALUE_HEAD
 
             context.generator.set_value_head(data.state.critic.params[VALUE_HEAD])
-        with context.resharded() as metrics, context.timeline.span("sampling"):
-            data.rollouts, group_metrics = self._groups()
-            data.metrics |= group_metrics
+        weights = context.resharded() if self.generates else contextlib.nullcontext({})
+        with weights as metrics, context.timeline.span("sampling"):
+            data.rollouts = self.producer.take(self.options.prompts_per_step)
+            data.metrics |= data.rollouts.metrics
             inputs.provide(self, data, inputs.SAMPLING)
         data.metrics |= metrics
 
-    def _groups(self) -> tuple[Rollouts, dict[str, float]]:
-        """Returns the groups of a step, and metrics of how they were chosen."""
-        if self.dynamic is None:
-            return self._sample_groups(), {}
-        rollouts, metrics = self.dynamic.fill(self.options.prompts_per_step, self._sample_groups)
-        if self.options.router_replay:
-            # Routes are large: a checkpoint does not hold them, so groups that are left over are
-            # dropped.
-            self.dynamic.carried = []
-        return rollouts, metrics
+    def _train(self, data: StepData, n: int) -> tuple[RunState, dict[str, float]]:
+        """Makes `updates_per_step` updates, each on complete groups, and writes the samples.
 
-    def _sample_groups(self) -> Rollouts:
-        """Draws the next prompts of the data and completes them."""
-        progress = self.context.progress
-        params = self.sampling_params(n=self.options.samples_per_prompt)
-        rows = self.draw_examples(self.examples)  # indices in the data
-        # Numbers for the random draws. They go on through the run: a prompt that comes again is
-        # drawn differently.
-        ids = range(progress.next_prompt_id, progress.next_prompt_id + len(rows))
-        progress.next_prompt_id += len(rows)
-        with self.context.timeline.span("data"):
-            problems = self.rows.take(rows)
-        rollouts = self.collect(problems, params, ids)
-        groups = [replace(group, row=row) for group, row in zip(rollouts.groups, rows, strict=True)]
-        return replace(rollouts, groups=groups)
+        Returns the new state and the metrics of the step.
+        """
+        self._make_batch(data)
+        self._add_inputs(data)
+        self._add_advantages(data)
+        state, updated = self._update(data, n)
+        # else the mean says nothing; `log_probabilities` has checked the tokens that are not stale
+        if not data.stale:
+            check_difference(self.options.max_logp_diff, updated.get("sampler/logp_diff_mean"))
+        state = self._renew_reference(state, n)
+        self._write_samples(data, n)
+        return state, self._metrics(data) | updated
 
     def _make_batch(self, data: StepData) -> None:
         """Puts the completions into rows for the device."""
@@ -275,15 +262,15 @@ class Stage(StageKind):
         with context.timeline.span("waiting for rewards") as span:
             data.scores = scores = data.rollouts.scores.result()
         data.metrics["time/reward"] = span.seconds
-        _check_scored(self, scores)
+        check_scored(self, scores)
         unscored_N = rollouts.by_row(data.rollouts, ~np.isfinite(scores.total))
         data.batch = data.batch.without(unscored_N)
         data.rewards = scores.total.reshape(
             len(data.rollouts.groups), self.options.samples_per_prompt
         )
         inputs.provide(self, data, inputs.REWARDS)
-        data.stale, staleness = _staleness(data.batch, context.progress.version)
-        data.metrics |= staleness
+        data.stale, metrics = staleness(data.batch, context.progress.version)
+        data.metrics |= metrics
 
     def log_probabilities(self, data: StepData) -> None:
         """Adds the old, reference and critic outputs that the algorithm asks for.
@@ -292,9 +279,8 @@ class Stage(StageKind):
         """
         inputs.run_model_passes(self, data)
         if data.current is not None:
-            _check_difference(
-                self.options.max_logp_diff, _difference(data.current, self.context.progress.version)
-            )
+            apart = difference(data.current, self.context.progress.version)
+            check_difference(self.options.max_logp_diff, apart)
         data.batch = self._with_old_logp(data.batch, data.current)
 
     def _with_old_logp(self, batch: Batch, current: Batch | None = None) -> Batch:
@@ -307,13 +293,13 @@ class Stage(StageKind):
             return batch.replace(old_logp=self.algorithm.select_old_logp(batch))
         old_logp = batch.sampler_logp
         if current is not None:
-            stale_NT = inputs.stale_tokens(batch, self.context.progress.version)
+            stale_NT = stale_tokens(batch, self.context.progress.version)
             old_logp = np.where(stale_NT, self.algorithm.select_old_logp(current), old_logp)
         return batch.replace(old_logp=old_logp)
 
-    def _advantages(self, data: StepData) -> np.ndarray:
-        """Adds `advantages`, float[N] or float[N,T], and `returns` to the batch. Returns each
-        trajectory's mean."""
+    def _add_advantages(self, data: StepData) -> None:
+        """Adds `advantages`, float[N] or float[N,T], and `returns` to the batch, and each
+        trajectory's mean to the data."""
         batch = data.batch
         rewards = data.rewards
         assert data.rollouts is not None and rewards is not None
@@ -324,16 +310,16 @@ class Stage(StageKind):
             advantages, returns, metrics = algorithm.estimate(
                 rewards, lengths, batch, **data.arguments
             )
-        per_sample = advantages
+        data.advantages = advantages
         if advantages.ndim == 1:
             advantages = rollouts.by_row(data.rollouts, advantages)
         else:
             rollouts.one_row_each(data.rollouts, "an algorithm with advantages of tokens")
-            per_sample = advantages.sum(axis=1) / np.maximum((batch.mask != 0).sum(axis=1), 1)
+            counts = np.maximum((batch.mask != 0).sum(axis=1), 1)
+            data.advantages = advantages.sum(axis=1) / counts
         returns = batch.returns if returns is None else returns.astype(np.float32)
         data.batch = batch.replace(advantages=advantages.astype(np.float32), returns=returns)
         data.metrics |= metrics
-        return per_sample
 
     def _update(self, data: StepData, n: int) -> tuple[RunState, dict[str, float]]:
         """Makes the updates of the step and adapts the coefficients. The critic's warm-up updates
@@ -350,7 +336,8 @@ class Stage(StageKind):
         parts = [each.on_host() for each in outputs]
         data.token_outputs = _concatenated(parts)
         if parts:
-            data.token_outputs["gap"] = _gap(data, parts[0]["logp"], version)
+            first_logp = parts[0]["logp"]
+            data.token_outputs["gap"] = gap(batch, data.trainer_logp, first_logp, version)
         if not critic_only and batch.mask.any():  # otherwise no update changed the policy
             coefs = self.algorithm.adapt_after_step(
                 progress.adaptive_coefs, data.metrics, len(batch.mask)
@@ -367,62 +354,38 @@ class Stage(StageKind):
         with self.context.timeline.span("new reference"):
             return self.trainer.renew_reference(state, self.algorithm.reference_mix)
 
-    def _log(
-        self, data: StepData, advantages: np.ndarray, updated: dict, n: int, flops_before: float
-    ) -> dict[str, float]:
-        """Writes the samples. Returns the metrics of the step.
-
-        flops_before: total_flops of the trainer at the start of the step.
-        """
+    def _write_samples(self, data: StepData, n: int) -> None:
+        """Writes the trajectories of the step, if `run.samples` keeps them."""
         sampled = data.rollouts
-        scores = data.scores
+        assert sampled is not None and data.scores is not None
+        if not self.config.run.samples.keeps_step(n):
+            return
+        with self.context.timeline.span("writing samples"):
+            lines = rollouts.records(sampled, data.scores, self.name, n, data.advantages)
+            tokens = rollouts.token_records(sampled, data.batch, data.token_outputs)
+            self.context.events.samples(lines, tokens, rollouts.references(sampled))
+
+    def _metrics(self, data: StepData) -> dict[str, float]:
+        """Returns the metrics of the step, without those of its updates."""
+        sampled = data.rollouts
+        advantages = data.advantages
         context = self.context
-        assert sampled is not None and scores is not None
-        if self.config.run.samples.keeps_step(n):
-            with context.timeline.span("writing samples"):
-                lines = rollouts.records(sampled, scores, self.name, n, advantages)
-                tokens = rollouts.token_records(sampled, data.batch, data.token_outputs)
-                context.events.samples(lines, tokens, rollouts.references(sampled))
+        assert sampled is not None and data.scores is not None and advantages is not None
         metrics = data.metrics
-        layout = context.model.graph.layout
         flops = rollouts.operations(sampled, self.trainer.flops)
-        seconds = sampled.seconds
-        metrics |= rates("sample", flops, sampled.counts["tokens"], seconds, layout)
-        metrics |= memory_share(
-            sampled.counts["steps"] * context.generator.weight_bytes, seconds, layout
-        )
+        if sampled.counts is not None:
+            layout = context.model.graph.layout
+            read = sampled.counts["steps"] * context.generator.weight_bytes
+            metrics |= rates("sample", flops, sampled.counts["tokens"], sampled.seconds, layout)
+            metrics |= memory_share(read, sampled.seconds, layout)
         metrics |= {
             f"advantage/{name}": float(getattr(advantages, name)())
             for name in ("mean", "std", "min", "max")
         }
-        metrics["perf/step_tflop"] = (flops + self.trainer.total_flops - flops_before) / 1e12
+        flops += self.trainer.total_flops - data.flops_before
+        metrics["perf/step_tflop"] = flops / 1e12
         drafted = self.config.generator.speculative > 0
-        return rollouts.metrics(sampled, scores, drafted=drafted) | metrics | updated
-
-
-def _check_scored(stage: Stage, scores: Scores) -> None:
-    """Raises RewardStop after `rewards.unscored_steps` steps in a row without one score."""
-    progress = stage.context.progress
-    progress.unscored_steps = 0 if np.isfinite(scores.total).any() else progress.unscored_steps + 1
-    limit = min(stage.rewards.unscored_steps, stage.options.total_steps)
-    if limit and progress.unscored_steps >= limit:
-        raise RewardStop(_unscored_text(stage.name, progress.unscored_steps, scores))
-
-
-def _unscored_text(stage: str, steps: int, scores: Scores) -> str:
-    """Returns the message about steps without a score, with the first fault of the last one."""
-    cause = "every function returned None (not applicable)"
-    if scores.faults:
-        fault = scores.faults[0]
-        cause = (
-            f"{fault.function} failed ({fault.kind}): "
-            f"{fault.traceback.strip().rpartition(chr(10))[2]}"
-        )
-    return (
-        f"{stage}: no completion of the last {steps} steps has a score, so there is nothing to "
-        f"learn: {cause}. Test the function with `rl reward test`, or set "
-        "rewards.unscored_steps=0 to go on"
-    )
+        return rollouts.metrics(sampled, data.scores, drafted=drafted) | metrics
 
 
 def _compares_groups(algorithm: Any) -> bool:
@@ -439,65 +402,8 @@ def _compares_groups(algorithm: Any) -> bool:
     return not np.any(advantages)
 
 
-def _check_difference(limit: float | None, difference: float | None) -> None:
-    """Raises ModelError where generator and trainer differ by more than `limit`, which is
-    `max_logp_diff`."""
-    if limit is not None and difference is not None and not difference <= limit:
-        raise ModelError(
-            f"the log-probabilities of generator and trainer differ by {difference:.3g} per token "
-            f"in the mean, more than max_logp_diff ({limit:g}). Use `generator.exact: true`, "
-            "`router_replay: true` or a wider dtype; the last checkpoint is from before this step"
-        )
-
-
-def _staleness(batch: Batch, version: int) -> tuple[bool, dict[str, float]]:
-    """Counts the updates between the weights that sampled each token of the mask and the current
-    weights.
-
-    Returns (whether any token is stale, metrics).
-    """
-    assert batch.version is not None
-    stale = version - batch.version[batch.mask != 0]
-    if not stale.size:
-        return False, {}
-    metrics = {
-        "async/staleness_mean": float(stale.mean()),
-        "async/staleness_max": float(stale.max()),
-    }
-    return bool(stale.any()), metrics
-
-
-def _gap(data: StepData, first_logp: np.ndarray, version: int) -> np.ndarray:
-    """Returns float32[N,T]: log-probabilities of the trainer minus those of the generator, under
-    the same weights.
-
-    first_logp: what the first update computed before it changed the weights. It is used if the step
-    ran no pass for `trainer_logp`. The tokens of later updates are then NaN: their
-    log-probabilities include the change of the policy. So are tokens that a policy older than
-    `version` sampled.
-    """
-    batch = data.batch
-    logp = data.trainer_logp
-    if logp is None:
-        logp = np.full(batch.mask.shape, np.nan, np.float32)
-        logp[: len(first_logp)] = first_logp
-    return np.where(batch.version == version, logp - batch.sampler_logp, np.float32(np.nan))
-
-
 def _concatenated(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Returns the rows of all updates of a step, by name."""
     return {
         name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())
     }
-
-
-def _difference(batch: Batch, version: int) -> float | None:
-    """Returns the mean |old_logp - sampler_logp| of the tokens of the mask that are not stale; None
-    if all are."""
-    assert batch.old_logp is not None and batch.sampler_logp is not None
-    on_policy_NT = (batch.mask != 0) & ~inputs.stale_tokens(batch, version)
-    return (
-        float(np.abs(batch.old_logp - batch.sampler_logp)[on_policy_NT].mean())
-        if on_policy_NT.any()
-        else None
-    )

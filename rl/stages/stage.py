@@ -250,6 +250,11 @@ class StageKind(ConfiguredStage, ABC):
         context.progress.start_stage(self.algorithm.adaptive_coefs)
         return self.trainer.start(context.model.params, self.config.seed + self.index)
 
+    @property
+    def generates(self) -> bool:
+        """Whether a step calls the generator."""
+        return self.samples_completions
+
     def producer_state(self) -> dict[str, Any]:
         """Returns what a checkpoint holds of the groups that later steps train on, as values that
         JSON can hold. It is `Progress.producer` when the stage goes on."""
@@ -332,14 +337,14 @@ class StageKind(ConfiguredStage, ABC):
         seed = self.config.seed * 1000 + self.index
         return [datasets.order(seed, total, number) for number in numbers]
 
-    def draw_examples(self, total: int) -> list[int]:
-        """Draws the next `prompts_per_step` of the `total` examples, in shuffled order, and counts
-        them as drawn.
+    def draw_examples(self, total: int, count: int | None = None) -> list[int]:
+        """Draws the next `count` of the `total` examples, in shuffled order, and counts them as
+        drawn. None: `prompts_per_step`.
 
         Returns their indices in the data.
         """
         progress = self.context.progress
-        count = self.options.prompts_per_step
+        count = self.options.prompts_per_step if count is None else count
         start = progress.examples_drawn
         progress.examples_drawn += count
         self.rows_of_data = total

@@ -27,7 +27,7 @@ from rl.data.encoded import Problem
 from rl.run.build import generator_options
 from rl.stages import create
 from rl.stages.sampling import filters
-from rl.stages.sampling.dynamic import ScoredGroup
+from rl.stages.sampling.scored import ScoredGroup
 from rl.training.batch import Batch
 from rl.training.packing.trees import Sharing
 from rollout import Completion, SamplingParams

@@ -17,7 +17,9 @@ from rl.data.encoded import Problem
 from rl.errors import ModelError, RewardStop
 from rl.stages import online
 from rl.stages.context import Progress
-from rl.stages.sampling.dynamic import DynamicSampling, ReadyScores, ScoredGroup
+from rl.stages.sampling.dynamic import DynamicSampling
+from rl.stages.sampling.scored import ReadyScores, ScoredGroup
+from rl.stages.sampling.unscored import check_scored
 from rollout import Completion
 from rollout.types import Turn
 
@@ -27,12 +29,11 @@ class Runner:
 
 
 def source(batches, problems=100):
-    """A `sample` that gives these batches of groups' rewards [P][G], the second function always
-    differing.
-    """
+    """A producer that gives these batches of groups' rewards [P][G], whatever it is asked for, the
+    second function always differing."""
     given, rows = iter(batches), iter(range(problems))
 
-    def sample():
+    def take(count):
         right = np.asarray(next(given), float)
         rewards = np.stack(
             [right, np.broadcast_to(np.arange(right.shape[1]), right.shape)], axis=-1
@@ -63,16 +64,22 @@ def source(batches, problems=100):
         groups = [replace(group, row=row) for group, row in zip(sampled.groups, taken, strict=True)]
         return replace(sampled, groups=groups)
 
-    return sample
+    return SimpleNamespace(generates=True, take=take)
 
 
 def problems_of(rows):
     return [Problem(Example(f"p{row}"), [100 + row]) for row in rows]
 
 
-def dynamic(most=10, reward=None, carried=()):
-    sampling = DynamicSampling(most, reward, Runner)
-    sampling.carried = list(carried)
+def dynamic(producer, most=10, reward=None, carried=(), router_replay=False):
+    stage = SimpleNamespace(
+        algorithm=SimpleNamespace(dynamic_batches=most, dynamic_reward=reward),
+        options=SimpleNamespace(router_replay=router_replay),
+        runner=Runner,
+        rows=SimpleNamespace(take=problems_of),
+    )
+    sampling = DynamicSampling(producer, stage)
+    sampling.restore(json.loads(json.dumps({"carried": [group.to_json() for group in carried]})))
     return sampling
 
 
@@ -86,16 +93,15 @@ def prompt_ids(rollouts):
 
 
 def test_groups_without_a_difference_make_room_for_others():
-    sample = source([[[1, 1], [0, 1], [0, 0]], [[1, 0], [0, 1], [1, 0]]])
-    sampling = dynamic()
-    result, metrics = sampling.fill(3, sample)
+    sampling = dynamic(source([[[1, 1], [0, 1], [0, 0]], [[1, 0], [0, 1], [1, 0]]]))
+    result = sampling.take(3)
     assert prompt_ids(result) == [11, 13, 14]
     assert [problem.example.prompt for problem in result.problems] == ["p1", "p3", "p4"]
     assert [each.new_tokens for each in result.trajectories[::2]] == [[1, 0], [3, 0], [4, 0]]
     assert result.scores.result().total.tolist() == [0, 1, 1, 0, 0, 1]
     assert (result.counts["rows"], result.seconds) == (4, 1.0)
     assert [each.group.row for each in sampling.carried] == [5]
-    assert metrics == pytest.approx(
+    assert result.metrics == pytest.approx(
         {
             "dynamic/batches": 2,
             "dynamic/kept_share": 4 / 6,
@@ -104,22 +110,28 @@ def test_groups_without_a_difference_make_room_for_others():
             "dynamic/reward_mean": 0.5,
         }
     )
-    result, metrics = sampling.fill(1, sample)
+    result = sampling.take(1)
     assert (prompt_ids(result), sampling.carried, result.counts["rows"]) == ([15], [], 0)
-    assert metrics["dynamic/carried"] == 1 and metrics["dynamic/batches"] == 0
+    assert result.metrics["dynamic/carried"] == 1 and result.metrics["dynamic/batches"] == 0
+
+
+def test_groups_with_routes_are_not_carried_over():
+    sampling = dynamic(source([[[1, 0], [0, 1]]]), router_replay=True)
+    sampling.take(1)
+    assert sampling.carried == [] and sampling.state() == {"carried": []}
 
 
 def test_where_too_few_differ_others_fill_the_step():
-    sampling = dynamic(most=2)
-    result, metrics = sampling.fill(2, source([[[1, 1], [0, 0]], [[0, 0], [0, 1]]]))
+    sampling = dynamic(source([[[1, 1], [0, 0]], [[0, 0], [0, 1]]]), most=2)
+    result = sampling.take(2)
     assert (prompt_ids(result), sampling.carried) == ([13, 10], [])
-    assert metrics["dynamic/without_difference"] == 1
+    assert result.metrics["dynamic/without_difference"] == 1
 
 
 def test_the_function_that_has_to_differ_can_be_named():
-    result, metrics = dynamic(reward="style").fill(2, source([[[1, 1], [0, 0]]]))
+    result = dynamic(source([[[1, 1], [0, 0]]]), reward="style").take(2)
     assert prompt_ids(result) == [10, 11]
-    assert metrics["dynamic/kept_share"] == 1
+    assert result.metrics["dynamic/kept_share"] == 1
 
 
 def test_a_group_without_scores_does_not_differ():
@@ -130,8 +142,8 @@ def test_a_group_without_scores_does_not_differ():
 
 
 def test_a_group_survives_a_checkpoint():
-    sampling = dynamic()
-    sampling.fill(1, source([[[0, 0, 1], [np.nan, 0.7, 1 / 3]]]))
+    sampling = dynamic(source([[[0, 0, 1], [np.nan, 0.7, 1 / 3]]]))
+    sampling.take(1)
     (scored,) = sampling.carried
     again = stored(scored)
     assert (again.group.row, again.group.prompt_id) == (1, 11)
@@ -191,10 +203,10 @@ def test_a_resumed_stage_goes_on_counting_steps_without_a_score():
     unscored, scored = (
         Scores(np.full((2, 1), each), np.full(2, each), ("f",), [], {}) for each in (np.nan, 1.0)
     )
-    online._check_scored(stage, unscored)
+    check_scored(stage, unscored)
     with pytest.raises(RewardStop, match="grpo: no completion of the last 4 steps has a score"):
-        online._check_scored(stage, unscored)
-    online._check_scored(stage, scored)
+        check_scored(stage, unscored)
+    check_scored(stage, scored)
     assert progress.unscored_steps == 0
     progress.unscored_steps = 2
     progress.start_stage({})
@@ -202,7 +214,7 @@ def test_a_resumed_stage_goes_on_counting_steps_without_a_score():
 
 
 def test_faults_and_logs_go_with_their_completions():
-    sampled = source([[[1, 1, 1], [0, 1, np.nan], [np.nan, 1, 0]]])()
+    sampled = source([[[1, 1, 1], [0, 1, np.nan], [np.nan, 1, 0]]]).take(3)
     faults = [
         RewardFault("right", sample, kind, "", "", "")
         for sample, kind in ((2, "died"), (5, "timeout"), (6, "raised"))
@@ -211,14 +223,14 @@ def test_faults_and_logs_go_with_their_completions():
         sampled.scores.result(), faults=faults, logs={3: {"right": "three"}, 8: {"right": "eight"}}
     )
     sampled = replace(sampled, scores=ReadyScores(scores))
-    sampling = dynamic()
-    result, _ = sampling.fill(1, lambda: sampled)
+    sampling = dynamic(SimpleNamespace(take=lambda count: sampled))
+    result = sampling.take(1)
     (fault,) = result.scores.result().faults
     assert (fault.sample, fault.kind) == (2, "timeout") and result.scores.result().logs == {
         0: {"right": "three"}
     }
-    left = [stored(group) for group in sampling.carried]
-    result, _ = dynamic(carried=left).fill(2, source([[[0, 1, 0]]]))
+    left = sampling.carried
+    result = dynamic(source([[[0, 1, 0]]]), carried=left).take(2)
     (fault,) = result.scores.result().faults
     assert (fault.sample, fault.kind) == (0, "raised") and result.scores.result().logs == {
         2: {"right": "eight"}
@@ -250,16 +262,17 @@ def test_progress_that_another_version_wrote_is_a_clear_error(kept):
 )
 def test_every_group_that_differs_is_used_once_and_in_order(differences, requested):
     """Over several steps, with batches of three groups, some of which differ."""
-    sample = source(
+    producer = source(
         [[[0, int(differs)] for differs in batch] for batch in differences], problems=200
     )
     expected = [
         10 + row for row, differs in enumerate(d for batch in differences for d in batch) if differs
     ]
     used = []
-    sampling = dynamic(most=10)
+    sampling = dynamic(producer, most=10)
     for _ in range(3):
-        result, metrics = sampling.fill(requested, sample)
+        result = sampling.take(requested)
+        metrics = result.metrics
         assert len(result.groups) == requested or metrics["dynamic/batches"] == 10
         used += prompt_ids(result)[: requested - int(metrics["dynamic/without_difference"])]
     assert used == expected[: len(used)]

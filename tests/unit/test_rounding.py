@@ -8,8 +8,8 @@ import trajectories
 import rl.algorithms
 from rewards import Runner, RunnerOptions, Scores
 from rewards.workers.rounding import all_equal, at_least, without_rounding
-from rl.stages.sampling.dynamic import ScoredGroup
 from rl.stages.sampling.rollouts import metrics
+from rl.stages.sampling.scored import ScoredGroup
 from rollout.types import Completion
 
 ALMOST = [[0.3, 0.1 + 0.2, 0.3, 0.3]]

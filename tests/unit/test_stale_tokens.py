@@ -12,6 +12,7 @@ import pytest
 
 from rl.errors import ModelError
 from rl.stages import inputs, online
+from rl.stages.sampling import staleness
 
 NOW = 3
 
@@ -105,9 +106,9 @@ def test_the_gap_of_a_token_leaves_out_changes_of_the_policy(algorithm, exact, p
     it = case(algorithm, off=0.25, updates_per_step=2)
     data, half = it.data(exact=exact), len(it.own) // 2
     assert (data.trainer_logp is not None) == passes
-    gap = online._gap(
-        data, it.own[:half] + (7 if passes else 0), NOW
-    )  # the first update's numbers, unless a pass ran
+    # the first update's numbers, unless a pass ran
+    first_logp = it.own[:half] + (7 if passes else 0)
+    gap = staleness.gap(it.batch, data.trainer_logp, first_logp, NOW)
     known = (it.batch.mask != 0) & (np.arange(len(it.own)) % 2 == 0)[:, None]
     if not passes:
         known[half:] = False

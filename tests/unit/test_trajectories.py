@@ -17,7 +17,7 @@ from rl.records.samples import STOP, TRAINED
 from rl.stages import online
 from rl.stages.inputs import StepData
 from rl.stages.sampling import filters, rollouts
-from rl.stages.sampling.dynamic import ReadyScores
+from rl.stages.sampling.scored import ReadyScores
 from rl.views.viewer.tokens import numbers
 from rollout import Completion
 from rollout.collect import Rollouts
@@ -255,6 +255,7 @@ def test_every_row_of_a_trajectory_has_its_advantage():
     )
     batch = rollouts.to_batch(made, 8)
     data = StepData(None, batch=batch, rollouts=made, rewards=np.array([[1.0, 0.0]]))
-    assert stage._advantages(data).tolist() == [1.0, -1.0]
+    stage._add_advantages(data)
+    assert data.advantages.tolist() == [1.0, -1.0]
     assert data.batch.advantages.tolist() == [1.0, 1.0, -1.0]
     assert lengths == [[[5, 2]]]

@@ -40,7 +40,7 @@ def before_first_step(run: Run, stage: StageKind) -> None:
     """
     asked = run.config.run.probe
     count = (0 if random_weights(run.config) else DEFAULT) if asked is None else asked
-    first = next((each for each in run.stages if each.samples_completions), None)
+    first = next((each for each in run.stages if each.generates), None)
     if not count or stage is not first:
         return
     with run.resharded(), run.timeline.span("probe", stage=stage.name):
@@ -68,11 +68,7 @@ def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> Pro
     prepared = prepare(config)
     try:
         stage = next(
-            (
-                each
-                for each in prepared.stages
-                if each.samples_completions and name in (None, each.name)
-            ),
+            (each for each in prepared.stages if each.generates and name in (None, each.name)),
             None,
         )
         if stage is None:

@@ -1,137 +1,58 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): drops groups whose rewards are all equal
-and samples others.
-
-P prompts of a step, G completions of each, F reward functions.
+"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): a filter over a producer, which leaves
+out groups whose rewards are all equal and takes others.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from rewards import RewardFault, Runner, Scores
-from rewards.workers.rounding import all_equal
-from rl.errors import ModelError
+from rl.stages.sampling.scored import ScoredGroup, joined, split
 from rollout.collect import Rollouts
-from rollout.types import Completion, Group, Kept, Problem, Trajectory
 
-
-@dataclass(frozen=True, eq=False)
-class ScoredGroup:
-    """The trajectories of one prompt with their scores.
-
-    faults and logs: those of its `Scores`, trajectories counted from 0.
-    """
-
-    group: Group
-    rewards: np.ndarray  # float64[G, F]
-    total: np.ndarray  # float64[G]
-    faults: list[RewardFault] = field(default_factory=list)
-    logs: dict[int, dict[str, str]] = field(default_factory=dict)
-
-    def differs(self, column: int | None) -> bool:
-        """Whether its scores, of one reward function or in sum, differ by more than rounding."""
-        return not all_equal(self.total if column is None else self.rewards[:, column])
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the group as values that JSON can hold, without its problem: `row` says which one
-        of the stage's data it is."""
-        return {
-            "row": self.group.row,
-            "prompt_id": self.group.prompt_id,
-            "trajectories": [each.to_json() for each in self.group.trajectories],
-            "rewards": self.rewards.tolist(),
-            "total": self.total.tolist(),
-            "faults": [asdict(fault) for fault in self.faults],
-            "logs": self.logs,
-        }
-
-    @classmethod
-    def from_json(
-        cls, plain: Mapping[str, Any], problems: Callable[[list[int]], Sequence[Problem]]
-    ) -> ScoredGroup:
-        """Returns the group that `to_json` wrote, also one of a version that kept completions in
-        the place of trajectories, or no faults and logs. problems: returns the problems of rows of
-        the data. Raises ModelError for a group of another form."""
-        try:
-            (problem,) = problems([plain["row"]])
-            if "completions" in plain:
-                trajectories = [
-                    _of_completion(problem, each, plain["version"]) for each in plain["completions"]
-                ]
-            else:
-                trajectories = [Trajectory.from_json(each) for each in plain["trajectories"]]
-            return cls(
-                group=Group(problem, plain["prompt_id"], trajectories, plain["row"]),
-                rewards=np.asarray(plain["rewards"], np.float64),
-                total=np.asarray(plain["total"], np.float64),
-                faults=[RewardFault(**each) for each in plain.get("faults", ())],
-                logs={int(sample): texts for sample, texts in plain.get("logs", {}).items()},
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ModelError(
-                "the newest checkpoint was written by another version of Duet: this version "
-                f"cannot read a group that it carries to the next step ({error!r}). Continue the "
-                "run with that version, or start a new one in another run.dir"
-            ) from None
-
-
-def _of_completion(problem: Problem, plain: Mapping[str, Any], version: int) -> Trajectory:
-    """Returns the trajectory of a completion as checkpoints of earlier versions hold it."""
-    fields = dict(plain)
-    kept = fields.get("kept")
-    if kept is not None:
-        fields["kept"] = Kept.ids_from_json(kept, len(plain["tokens"]))
-    return Trajectory.of_completion(problem.ids, Completion(**fields), version)
-
-
-@dataclass(frozen=True)
-class ReadyScores:
-    """Scores that are computed already, in place of a handle."""
-
-    scores: Scores
-
-    def result(self) -> Scores:
-        """Returns the scores at once."""
-        return self.scores
+if TYPE_CHECKING:
+    from rl.stages.sampling.producer import Producer
+    from rl.stages.stage import StageKind
 
 
 class DynamicSampling:
-    """Fills steps with groups whose rewards differ.
+    """Takes groups of another producer and leaves out those whose rewards are equal.
 
-    most: calls of `sample` per step, at most. reward: the function whose scores have to differ,
-    None: the weighted sum. carried: groups that steps before have sampled beyond their need.
+    It keeps their order. Groups beyond the need of a step are carried over to the next one, which
+    takes them first: older weights sampled them. The state in a checkpoint is `carried`.
     """
 
-    def __init__(self, most: int, reward: str | None, runner: Runner):
-        self._most = most
-        self._names = runner.names
-        self._column = None if reward is None else runner.names.index(reward)
+    on_policy: ClassVar[bool] = False
+
+    def __init__(self, producer: Producer, stage: StageKind):
+        self._producer = producer
+        self._stage = stage
         self.carried: list[ScoredGroup] = []
 
-    def fill(self, count: int, sample: Callable[[], Rollouts]) -> tuple[Rollouts, dict[str, float]]:
-        """Returns (rollouts of `count` groups, metrics), and keeps the groups that are left over
-        for the next step.
+    @property
+    def generates(self) -> bool:
+        """Whether the other producer does."""
+        return self._producer.generates
 
-        Takes `carried` first; then `sample()` returns further rollouts. If that is not enough,
-        groups without a difference fill the step: they have no advantage.
-        """
+    def take(self, count: int) -> Rollouts:
+        """Returns `count` groups, after at most `dynamic_batches` batches of the other producer. If
+        that is not enough, groups without a difference fill the step: they have no advantage."""
+        algorithm = self._stage.algorithm
+        reward = algorithm.dynamic_reward
+        column = None if reward is None else self._stage.runner.names.index(reward)
         kept = list(self.carried)
         dropped = []
         taken = []
-        while len(kept) < count and len(taken) < self._most:
-            rollouts = sample()
-            scores = rollouts.scores.result()
-            taken.append((rollouts, scores))
-            for group in _split(rollouts, scores):
-                (kept if group.differs(self._column) else dropped).append(group)
+        while len(kept) < count and len(taken) < algorithm.dynamic_batches:
+            rollouts = self._producer.take(count)
+            taken.append(rollouts)
+            for group in split(rollouts):
+                (kept if group.differs(column) else dropped).append(group)
         groups = kept[:count] + dropped[: max(0, count - len(kept))]
-        totals = np.concatenate([scores.total for _, scores in taken]) if taken else np.zeros(0)
-        tried = sum(len(rollouts.groups) for rollouts, _ in taken)
+        totals = np.asarray([x for each in taken for x in each.scores.result().total])
+        tried = sum(len(rollouts.groups) for rollouts in taken)
         metrics = {
             "dynamic/batches": float(len(taken)),
             "dynamic/kept_share": 1.0 - len(dropped) / tried if tried else 1.0,
@@ -140,64 +61,15 @@ class DynamicSampling:
         }
         if np.isfinite(totals).any():
             metrics["dynamic/reward_mean"] = float(np.nanmean(totals))
-        self.carried = kept[count:]
-        return self._together(groups, taken), metrics
+        # Routes are large: a checkpoint does not hold them, so groups that are left over are
+        # dropped.
+        self.carried = [] if self._stage.options.router_replay else kept[count:]
+        result = joined(groups, taken, self._stage.runner.names)
+        return replace(result, metrics={**result.metrics, **metrics})
 
-    def _together(
-        self, groups: Sequence[ScoredGroup], taken: Sequence[tuple[Rollouts, Scores]]
-    ) -> Rollouts:
-        """Returns rollouts of these groups, with the counts, times and reward metrics of all calls
-        in `taken`."""
-        names = sorted({name for _, scores in taken for name in scores.metrics})
-        metrics = {
-            name: float(np.mean([s.metrics[name] for _, s in taken if name in s.metrics]))
-            for name in names
-        }
-        faults = []
-        logs = {}
-        first = 0
-        for each in groups:
-            faults += [replace(fault, sample=first + fault.sample) for fault in each.faults]
-            logs |= {first + sample: texts for sample, texts in each.logs.items()}
-            first += len(each.total)
-        scores = Scores(
-            np.concatenate([each.rewards for each in groups]),
-            np.concatenate([each.total for each in groups]),
-            self._names,
-            faults,
-            metrics,
-            logs,
-        )
-        counts = Counter()
-        for rollouts, _ in taken:
-            counts.update(rollouts.counts)
-        return Rollouts(
-            groups=[each.group for each in groups],
-            scores=ReadyScores(scores),
-            counts=counts,
-            seconds=sum(rollouts.seconds for rollouts, _ in taken),
-            scoring=sum(rollouts.scoring for rollouts, _ in taken),
-        )
+    def state(self) -> dict[str, Any]:
+        return {"carried": [group.to_json() for group in self.carried]}
 
-
-def _split(rollouts: Rollouts, scores: Scores) -> list[ScoredGroup]:
-    """Returns each group with its own scores."""
-    result = []
-    first = 0
-    for group in rollouts.groups:
-        own = range(first, first + len(group.trajectories))
-        result.append(
-            ScoredGroup(
-                group,
-                scores.rewards[own.start : own.stop],
-                scores.total[own.start : own.stop],
-                [
-                    replace(fault, sample=fault.sample - first)
-                    for fault in scores.faults
-                    if fault.sample in own
-                ],
-                {sample - first: texts for sample, texts in scores.logs.items() if sample in own},
-            )
-        )
-        first = own.stop
-    return result
+    def restore(self, state: dict[str, Any]) -> None:
+        carried = state.get("carried", [])
+        self.carried = [ScoredGroup.from_json(each, self._stage.rows.take) for each in carried]

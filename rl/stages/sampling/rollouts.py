@@ -32,13 +32,16 @@ LONGEST_COLUMN = 1024  # bytes of a text of the data that is kept with each samp
 
 
 def operations(rollouts: Rollouts, of: Operations) -> float:
-    """Returns the FLOPs of these trajectories.
+    """Returns the FLOPs of the generator for these trajectories; 0 where none was called.
 
     Groups that dynamic sampling dropped are counted by their tokens only; their attention FLOPs are
     left out.
     """
+    counts = rollouts.counts
+    if counts is None:
+        return 0.0
     lengths = [len(row.segment.tokens) for row in rollouts.rows]
-    return of.forward(lengths, weighed=rollouts.counts["prefill"] + rollouts.counts["useful"])
+    return of.forward(lengths, weighed=counts["prefill"] + counts["useful"])
 
 
 def to_batch(
@@ -305,19 +308,19 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
         "completion/max_length": float(lengths.max()),
         "completion/truncated_ratio": float(1 - ended.mean()),
         "time/sample": rollouts.seconds,
-        "generator/useful_rows": rollouts.counts["useful"] / max(1, rollouts.counts["rows"]),
-        "generator/prompt_tokens_read": float(rollouts.counts["prefill"]),
-        "generator/preempted": float(rollouts.counts["preempted"]),
     }
+    counts = rollouts.counts
+    if counts is not None:
+        result["generator/useful_rows"] = counts["useful"] / max(1, counts["rows"])
+        result["generator/prompt_tokens_read"] = float(counts["prefill"])
+        result["generator/preempted"] = float(counts["preempted"])
+        if "checked" in counts:
+            result["generator/replaced_share"] = counts["replaced"] / max(1, counts["checked"])
     if scored.size:
         with_a_score = totals[np.isfinite(totals).any(axis=1)]
         result["reward/std"] = 0.0 if all_equal(scored) else float(scored.std(ddof=1))
         result["reward/frac_zero_std"] = float(
             np.mean([all_equal(group) for group in with_a_score])
-        )
-    if "checked" in rollouts.counts:
-        result["generator/replaced_share"] = rollouts.counts["replaced"] / max(
-            1, rollouts.counts["checked"]
         )
     if rollouts.scoring:
         result["time/reward_models"] = rollouts.scoring

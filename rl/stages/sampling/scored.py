@@ -1,0 +1,161 @@
+"""Groups with their scores: those of a call taken apart, and groups of several calls put together.
+
+P prompts of a step, G trajectories of each, F reward functions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rewards import RewardFault, Scores
+from rewards.workers.rounding import all_equal
+from rl.errors import ModelError
+from rollout.collect import Rollouts
+from rollout.types import Completion, Group, Kept, Problem, Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredGroup:
+    """The trajectories of one prompt with their scores.
+
+    faults and logs: those of its `Scores`, trajectories counted from 0.
+    """
+
+    group: Group
+    rewards: np.ndarray  # float64[G, F]
+    total: np.ndarray  # float64[G]
+    faults: list[RewardFault] = field(default_factory=list)
+    logs: dict[int, dict[str, str]] = field(default_factory=dict)
+
+    def differs(self, column: int | None) -> bool:
+        """Whether its scores, of one reward function or in sum, differ by more than rounding."""
+        return not all_equal(self.total if column is None else self.rewards[:, column])
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the group as values that JSON can hold, without its problem: `row` says which one
+        of the stage's data it is."""
+        return {
+            "row": self.group.row,
+            "prompt_id": self.group.prompt_id,
+            "trajectories": [each.to_json() for each in self.group.trajectories],
+            "rewards": self.rewards.tolist(),
+            "total": self.total.tolist(),
+            "faults": [asdict(fault) for fault in self.faults],
+            "logs": self.logs,
+        }
+
+    @classmethod
+    def from_json(
+        cls, plain: Mapping[str, Any], problems: Callable[[list[int]], Sequence[Problem]]
+    ) -> ScoredGroup:
+        """Returns the group that `to_json` wrote, also one of a version that kept completions in
+        the place of trajectories, or no faults and logs. problems: returns the problems of rows of
+        the data. Raises ModelError for a group of another form."""
+        try:
+            (problem,) = problems([plain["row"]])
+            if "completions" in plain:
+                trajectories = [
+                    _of_completion(problem, each, plain["version"]) for each in plain["completions"]
+                ]
+            else:
+                trajectories = [Trajectory.from_json(each) for each in plain["trajectories"]]
+            return cls(
+                group=Group(problem, plain["prompt_id"], trajectories, plain["row"]),
+                rewards=np.asarray(plain["rewards"], np.float64),
+                total=np.asarray(plain["total"], np.float64),
+                faults=[RewardFault(**each) for each in plain.get("faults", ())],
+                logs={int(sample): texts for sample, texts in plain.get("logs", {}).items()},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelError(
+                "the newest checkpoint was written by another version of Duet: this version "
+                f"cannot read a group that it carries to the next step ({error!r}). Continue the "
+                "run with that version, or start a new one in another run.dir"
+            ) from None
+
+
+def _of_completion(problem: Problem, plain: Mapping[str, Any], version: int) -> Trajectory:
+    """Returns the trajectory of a completion as checkpoints of earlier versions hold it."""
+    fields = dict(plain)
+    kept = fields.get("kept")
+    if kept is not None:
+        fields["kept"] = Kept.ids_from_json(kept, len(plain["tokens"]))
+    return Trajectory.of_completion(problem.ids, Completion(**fields), version)
+
+
+@dataclass(frozen=True)
+class ReadyScores:
+    """Scores that are computed already, in place of a handle."""
+
+    scores: Scores
+
+    def result(self) -> Scores:
+        """Returns the scores at once."""
+        return self.scores
+
+
+def split(rollouts: Rollouts) -> list[ScoredGroup]:
+    """Waits for the scores, and returns each group with its own."""
+    scores = rollouts.scores.result()
+    result = []
+    first = 0
+    for group in rollouts.groups:
+        own = range(first, first + len(group.trajectories))
+        result.append(
+            ScoredGroup(
+                group,
+                scores.rewards[own.start : own.stop],
+                scores.total[own.start : own.stop],
+                [
+                    replace(fault, sample=fault.sample - first)
+                    for fault in scores.faults
+                    if fault.sample in own
+                ],
+                {sample - first: texts for sample, texts in scores.logs.items() if sample in own},
+            )
+        )
+        first = own.stop
+    return result
+
+
+def joined(
+    groups: Sequence[ScoredGroup], taken: Sequence[Rollouts], names: tuple[str, ...]
+) -> Rollouts:
+    """Returns rollouts of these groups, with the counts, times and reward metrics of all calls in
+    `taken`. names: of the reward functions."""
+    own = [rollouts.scores.result() for rollouts in taken]
+    metrics = {
+        name: float(np.mean([scores.metrics[name] for scores in own if name in scores.metrics]))
+        for name in sorted({name for scores in own for name in scores.metrics})
+    }
+    faults = []
+    logs = {}
+    first = 0
+    for each in groups:
+        faults += [replace(fault, sample=first + fault.sample) for fault in each.faults]
+        logs |= {first + sample: texts for sample, texts in each.logs.items()}
+        first += len(each.total)
+    scores = Scores(
+        np.concatenate([each.rewards for each in groups]),
+        np.concatenate([each.total for each in groups]),
+        names,
+        faults,
+        metrics,
+        logs,
+    )
+    counts = Counter()
+    for rollouts in taken:
+        counts.update(rollouts.counts or {})
+    return Rollouts(
+        groups=[each.group for each in groups],
+        scores=ReadyScores(scores),
+        counts=counts,
+        seconds=sum(rollouts.seconds for rollouts in taken),
+        scoring=sum(rollouts.scoring for rollouts in taken),
+        metrics={name: value for each in taken for name, value in each.metrics.items()},
+    )
