@@ -134,12 +134,12 @@ def _checked(config: RunConfig) -> tuple[RunConfig, list[str]]:
     import rl.stages
     from rl.config import changes
     from rl.data.inspect import check_first_rows
-    from rl.run.resume.continued import continued, is_counted
+    from rl.run.resume.continued import continued, has_known_steps
 
     notes = check_first_rows(config)
     counted = config
     steps = []
-    if not is_counted(config) or any(stage.held_out for stage in config.stages):
+    if not has_known_steps(config) or any(stage.held_out for stage in config.stages):
         from rl.run.prepare import read_held_out, with_steps  # imports jax
 
         notes += read_held_out(config, first=100, hub=False)

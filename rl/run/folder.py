@@ -17,7 +17,7 @@ from rl.cluster.launch import on_first
 from rl.config import files
 from rl.config.run import RunConfig
 from rl.errors import ResourceError, disk_room, no_room
-from rl.run.resume.continued import check_same, continued, saved, seen
+from rl.run.resume.continued import check_same, continued, folder_state, saved
 from rl.run.unfinished import stop
 
 
@@ -34,8 +34,8 @@ class RunFolder:
     """
 
     def __init__(self, config: RunConfig, before: tuple | None = None):
-        """before: what `seen` returned when the changes of the configuration were made; None: it
-        has not changed."""
+        """before: what `folder_state` returned when the changes of the configuration were made;
+        None: it has not changed."""
         self.path = config.directory
         self._config = config
         self._before = before
@@ -152,7 +152,7 @@ class RunFolder:
         if (before := saved(self.path)) is None:
             self._begin()
             return
-        meanwhile = self._before is not None and seen(self.path) != self._before
+        meanwhile = self._before is not None and folder_state(self.path) != self._before
         if meanwhile and continued(unchanged, locked=True).changes != self._config.changes:
             raise ResourceError(
                 f"{self.path}: another process has started or continued this run in the meantime; "

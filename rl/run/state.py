@@ -46,8 +46,8 @@ class Run(Context):
 
     held_out: problems of the evaluations. programs: the log of the memory of compiled programs.
     saved: (number, host part) of the checkpoint that the run goes on from, or None. teacher:
-    identity of the teacher of the current stage. best: the best steps of the current stage. taken:
-    the best steps that the run went on with, by stage, for run.json.
+    identity of the teacher of the current stage. best: the best steps of the current stage.
+    chosen_steps: the best steps that the run went on with, by stage, for run.json.
     """
 
     stages: Sequence[StageKind]
@@ -59,7 +59,7 @@ class Run(Context):
     saved: tuple[int, dict] | None
     teacher: str | None = None
     best: BestSteps = field(default_factory=lambda: BestSteps(None, None))
-    taken: dict[str, dict[str, Any]] = field(default_factory=dict)
+    chosen_steps: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def weights(self) -> str:
@@ -243,7 +243,7 @@ class Run(Context):
             self.model.params = state.policy.params
             if self.media is not None:
                 self.media.forget()
-        self.taken[stage.name] = {
+        self.chosen_steps[stage.name] = {
             "step": newest.step,
             "metric": options.metric,
             "value": newest.value,

@@ -9,9 +9,9 @@ import pytest
 from policy.mesh import processes
 from rl.config.stage import BestOptions, UntilOptions
 from rl.run.checkpoint import Checkpoints
-from rl.run.loop import _reached
 from rl.run.resume.best import BestStep, BestSteps, named_by
 from rl.run.state import Run
+from rl.run.steps.until import is_reached
 
 NAN = float("nan")
 
@@ -110,4 +110,4 @@ def test_the_first_process_decides_which_step_is_best(monkeypatch, own, first, d
 @pytest.mark.parametrize(("first", "reached"), [(0.95, True), (0.5, False), (None, False)])
 def test_the_first_process_decides_whether_until_is_reached(monkeypatch, own, first, reached):
     monkeypatch.setattr(processes, "broadcast", lambda value: first)
-    assert _reached(UntilOptions(metric="reward/mean", at_least=0.9), own) == reached
+    assert is_reached(UntilOptions(metric="reward/mean", at_least=0.9), own) == reached

@@ -16,7 +16,7 @@ from rl.records import trackers
 from rl.records.events import EventLog, Events, read
 from rl.records.run_files import EVENTS, SAMPLES, TOKENS
 from rl.records.samples import TOKEN
-from rl.run.outlook import Outlook
+from rl.run.steps.outlook import Outlook
 
 STAGES = ["sft", "grpo"]
 

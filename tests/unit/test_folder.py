@@ -13,7 +13,7 @@ from rl.errors import ConfigError, ResourceError
 from rl.records.run_files import EVENTS
 from rl.run.folder import RunFolder
 from rl.run.load import load
-from rl.run.resume.continued import seen
+from rl.run.resume.continued import folder_state
 from rl.run.signals import StopSignal
 from rl.run.unfinished import stop
 
@@ -80,7 +80,7 @@ def test_a_run_may_be_continued_with_another_way_of_keeping_it(tmp_path):
 
 def test_a_run_that_another_process_has_continued_in_the_meantime_is_left_alone(tmp_path):
     made = begun(tmp_path)
-    before = seen(tmp_path)
+    before = folder_state(tmp_path)
     with RunFolder(made, before):
         (tmp_path / "checkpoints" / "0000000002").mkdir(parents=True)
     with RunFolder(made, before) as folder:  # the other one has saved, and nothing is changed
@@ -93,7 +93,7 @@ def test_a_run_that_another_process_has_continued_in_the_meantime_is_left_alone(
         RunFolder(made, before),
     ):
         pass
-    with RunFolder(made, seen(tmp_path)):
+    with RunFolder(made, folder_state(tmp_path)):
         pass
 
 

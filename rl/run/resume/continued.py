@@ -68,7 +68,7 @@ def saved(directory: Path) -> RunConfig | None:
     return None
 
 
-def seen(directory: Path) -> tuple[Any, ...]:
+def folder_state(directory: Path) -> tuple[Any, ...]:
     """Returns what tells whether another process has continued the run: its configuration and its
     checkpoints."""
     file = directory / files.RESOLVED
@@ -76,7 +76,7 @@ def seen(directory: Path) -> tuple[Any, ...]:
     return text, *(path.name for _, path in complete(directory / CHECKPOINT_FOLDER))
 
 
-def is_counted(config: RunConfig) -> bool:
+def has_known_steps(config: RunConfig) -> bool:
     """Whether all stages have `steps`: those with `epochs` get them when their rows have been
     read."""
     return all(stage.steps is not None for stage in config.stages)
@@ -93,7 +93,7 @@ def continued(config: RunConfig, *, locked: bool = False) -> RunConfig:
     """
     if (
         config.run.dir is None
-        or not is_counted(config)
+        or not has_known_steps(config)
         or (before := saved(config.directory)) is None
     ):
         return config
@@ -107,7 +107,7 @@ def continued(config: RunConfig, *, locked: bool = False) -> RunConfig:
     return config.model_copy(update={"changes": listed(before, config, place)})
 
 
-def on_all(config: RunConfig) -> RunConfig:
+def continued_on_all(config: RunConfig) -> RunConfig:
     """Returns `continued(config)` on all processes. The first one reads the folder of the run."""
     changes = on_first(lambda: [change.model_dump() for change in continued(config).changes])
     return config.model_copy(
