@@ -51,7 +51,7 @@ def trained_paths(
     return frozenset(filter(is_trained, paths))
 
 
-def frozen_names(model: Any, stage: StageOptions) -> Sequence[str]:
+def frozen_weights(model: Any, stage: StageOptions) -> Sequence[str]:
     """Returns the names of weights that a stage does not train; only a policy has names that can be
     frozen."""
     if not isinstance(model, Graph):
@@ -73,6 +73,6 @@ def check_freeze(graph: Graph, stages: Sequence[StageOptions]) -> Graph:
                 raise ConfigError(
                     f"{where}: the path of no weight begins with {name!r}{nearest(name, parts)}"
                 )
-        if not trained_paths(graph.paths, graph.runtime, frozen_names(graph, stage)):
+        if not trained_paths(graph.paths, graph.runtime, frozen_weights(graph, stage)):
             raise ConfigError(f"{where}: no weight is left to train; name fewer parts")
     return graph

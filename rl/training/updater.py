@@ -39,7 +39,7 @@ from rl.training.media.towers import TowerGradients
 from rl.training.optimizer import adamw, at_once, at_update, by_layer, schedule, start
 from rl.training.optimizer import norm as norm_of
 from rl.training.teacher import FeatureProjections
-from rl.training.trainable import MODULES, frozen_names, trained_paths
+from rl.training.trainable import MODULES, frozen_weights, trained_paths
 
 
 @jax.tree_util.register_dataclass
@@ -143,7 +143,7 @@ class OptimizerStep:
         self._options = options
         self._stage = stage
         self.companion = companion
-        self._trained_paths = trained_paths(model.axes, model.runtime, frozen_names(model, stage))
+        self._trained_paths = trained_paths(model.axes, model.runtime, frozen_weights(model, stage))
         self._tables = model.tables & self._trained_paths
         self._seed, self._diagnostics = (
             seed if stage.dropout else None,

@@ -26,7 +26,7 @@ from policy.mesh import processes
 from rl.data.encoded import media_of
 from rl.errors import DataError
 from rl.training.media.towers import UpdateMedia
-from rl.training.trainable import frozen_names, trained_paths
+from rl.training.trainable import frozen_weights, trained_paths
 from rollout.media.loader import Loader
 from rollout.request import MediaPrompt, prefix_keys
 
@@ -76,7 +76,7 @@ def trains_towers(graph: Graph, stage: StageOptions) -> bool:
     """Whether a stage of the policy trains a weight of a tower."""
     return any(
         is_tower(path)
-        for path in trained_paths(graph.paths, graph.runtime, frozen_names(graph, stage))
+        for path in trained_paths(graph.paths, graph.runtime, frozen_weights(graph, stage))
     )
 
 
