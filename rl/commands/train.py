@@ -137,6 +137,11 @@ def _checked(config: RunConfig) -> tuple[RunConfig, list[str]]:
     from rl.run.resume.continued import continued, has_known_steps
 
     notes = check_first_rows(config)
+    if any(stage.freeze for stage in config.stages):
+        choose_platform("cpu")
+        from rl.run import build  # imports jax
+
+        build.check_frozen(config)
     counted = config
     steps = []
     if not has_known_steps(config) or any(stage.held_out for stage in config.stages):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 import rl.algorithms
 import rollout.types
@@ -291,9 +292,10 @@ class StageOptions(Strict):
     )
     freeze: list[str] | None = Field(
         default=None,
-        description="weights that updates of the policy leave as they are, by the parts at the "
-        "beginning of their paths, such as image.blocks or embed_tokens; null: the towers of "
-        "pictures and sounds (image, audio); []: none",
+        description="weights that updates leave as they are: parts at the beginning of their "
+        "paths, such as image.blocks or embed_tokens, or regular expressions that are searched in "
+        "the names of the Hugging Face files, such as model.layers.0 (docs/freeze.md); null: the "
+        "towers of pictures and sounds (image, audio); []: none",
     )
     diagnostics: bool = Field(
         default=False,
@@ -353,6 +355,16 @@ class StageOptions(Strict):
             "capacity_factor": self.router.capacity_factor,
             "ragged_buffer_factor": self.router.ragged_buffer_factor,
         }
+
+    @field_validator("freeze")
+    @classmethod
+    def _patterns(cls, names: list[str] | None) -> list[str] | None:
+        for name in names or ():
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise ValueError(f"{name!r} is no regular expression: {error}") from None
+        return names
 
     @model_validator(mode="after")
     def _even(self):

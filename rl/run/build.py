@@ -13,7 +13,7 @@ import numpy as np
 import policy
 import rl.stages
 from policy.attention import context_parallel
-from policy.config import DecoderConfig
+from policy.config import DecoderConfig, Runtime
 from policy.execution.encoding import MediaEncoder
 from policy.experts import expert_parallel
 from policy.fields.config_fields import UnsupportedModel
@@ -228,6 +228,19 @@ def graph(config: RunConfig, mesh: Layout) -> Graph:
         check_cut(Graph(decoder, config.runtime, mesh), config.mesh.sharding_tolerance),
         config.stages,
     )
+
+
+def check_frozen(config: RunConfig) -> None:
+    """Raises ConfigError as `model` does for names in `freeze`, on one device and without
+    weights."""
+    options = config.model
+    models.check_files(options.source, options.sections)
+    tokenizer = read_tokenizer(config)[0] if options.engram is not None else None
+    try:
+        decoder = decoder_of(options, tokenizer)[0]
+    except (ModelFileError, UnsupportedModel) as error:
+        raise ModelError(f"model {options.source}: {error}") from None
+    check_freeze(Graph(decoder, Runtime(), layout({"fsdp": -1})), config.stages)
 
 
 def generator(

@@ -46,10 +46,19 @@ def abstract_rows(stage: StageKind, updates: int) -> PackedRows:
     return PackedRows((rows, -(-length // multiple) * multiple), R, -(-full // R))
 
 
-def update_notes(stage: StageKind) -> tuple[str, ...]:
-    """Returns what a plan says of the programs that compute the loss of a stage, in lines."""
-    shared = describe(stage, stage.trainer.graph, stage.trainer.sharing)
-    return () if shared is None else (shared,)
+def update_notes(stage: StageKind, learner: Any = None) -> tuple[str, ...]:
+    """Returns what a plan says of the programs that compute the loss of a stage, in lines.
+
+    learner: the ParamState that the program trains; None: it trains nothing.
+    """
+    from policy.modes import VALUE_HEAD
+    from rl.training.trainable import frozen_weights
+
+    graph = stage.trainer.graph
+    notes = [describe(stage, graph, stage.trainer.sharing)]
+    if learner is not None and not (stage.trains_policy and VALUE_HEAD in learner.params):
+        notes.append(frozen_weights(graph, stage.options).note(learner.optimizer))
+    return tuple(note for note in notes if note is not None)
 
 
 def update_program(
@@ -91,7 +100,7 @@ def update_program(
 
     teacher = None if kind != "update" or trainer.teacher is None else trainer.teacher.model
     loop = {"trip_count": rows.trip_count, "micro_rows": rows.micro_rows}
-    more = {"teacher": teacher, "notes": update_notes(stage)}
+    more = {"teacher": teacher, "notes": update_notes(stage, learner)}
     return Program(
         kind, batch.tokens.shape, lower, trainer.graph, (resident, table), times, **loop, **more
     )

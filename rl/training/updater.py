@@ -143,7 +143,8 @@ class OptimizerStep:
         self._options = options
         self._stage = stage
         self.companion = companion
-        self._trained_paths = trained_paths(model.axes, model.runtime, frozen_weights(model, stage))
+        self._frozen = frozen_weights(model, stage)
+        self._trained_paths = trained_paths(model.axes, model.runtime, self._frozen)
         self._tables = model.tables & self._trained_paths
         self._seed, self._diagnostics = (
             seed if stage.dropout else None,
@@ -162,7 +163,8 @@ class OptimizerStep:
         self.rate = schedule(
             self._options, max(0, (stage.steps or 0) - first), stage.updates_per_step
         )
-        self._transform = adamw(self._options, self.rate, model.axes, model.runtime.param_dtype)
+        transform = adamw(self._options, self.rate, model.axes, model.runtime.param_dtype)
+        self._transform = self._frozen.without_changes(transform)
 
     def with_rates(
         self, options: OptimizerOptions, stage: StageOptions, companion: OptimizerStep | None = None
@@ -354,6 +356,7 @@ class OptimizerStep:
             updates_made(learner) if number is None else jnp.maximum(number - self._first_update, 0)
         )
         trained, others = self._split(learner.params)
+        grads = self._frozen.filled(grads, 0.0)
         squares = to_device(joined(on_each_memory(_squares, self._tables, grads)))
         part_norms = gradient_norms(squares) if self._diagnostics else {}
         detach = self._stage.mtp is not None and self._stage.mtp.detach
@@ -368,6 +371,7 @@ class OptimizerStep:
         )
         biases = {path: array for path, array in others.items() if path in self._trained_paths}
         new_biases = updated_biases(biases, routing, self._stage.router.bias_rate)
+        new_biases = self._frozen.filled(new_biases, biases)
         others = others | jax.tree.map(lambda a, b: jnp.where(good, a, b), new_biases, biases)
         metrics = {
             "loss": loss,
