@@ -101,7 +101,9 @@ def test_the_first_process_decides_which_step_is_best(monkeypatch, own, first, d
     )
     options = SimpleNamespace(best=best.options)
     settings = SimpleNamespace(run=SimpleNamespace(checkpoint_every=0))
-    stage = SimpleNamespace(index=0, name="grpo", options=options, config=settings)
+    stage = SimpleNamespace(
+        index=0, name="grpo", options=options, config=settings, producer_state=dict
+    )
     assert not Run.save(run, stage, None, 2, False, own)
     assert saves == ([2] if due else []) and best.newest.value == (2.0 if due else 1.0)
 
