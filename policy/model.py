@@ -213,7 +213,7 @@ class Graph:
 
     @property
     def parameters(self) -> int:
-        """Returns the number of weights."""
+        """The number of weights, counted without allocating them."""
         return sum(math.prod(size) for size in self.sizes.values())
 
     @property
@@ -252,7 +252,7 @@ class Model:
 
     @property
     def config(self) -> DecoderConfig:
-        """Returns the decoder as data."""
+        """The description of the decoder, as `config.json` gives it."""
         return self.graph.config
 
     def logits(

@@ -63,7 +63,8 @@ class Rope:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """All frequencies divided by `factor`."""
+    """Position interpolation (arXiv 2306.15595): all frequencies are divided by `factor`, as by
+    `rope_type: linear` of transformers."""
 
     factor: float
 
@@ -339,7 +340,7 @@ class KimiDeltaAttention:
 
     @property
     def value_heads(self) -> int:
-        """Returns the number of heads."""
+        """The number of heads, each with a value vector of its own."""
         return self.heads
 
     @property
@@ -413,7 +414,7 @@ class Mamba2:
 
     @property
     def value_heads(self) -> int:
-        """Returns the number of heads."""
+        """The number of heads, each with a value vector of its own."""
         return self.heads
 
     @property

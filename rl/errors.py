@@ -125,7 +125,8 @@ class Fault:
         return ": ".join(filter(None, (self.file, ".".join(map(str, self.key)), named)))
 
     def message(self) -> str:
-        """Returns `place: text. cause. change`."""
+        """Returns the fault as text: `place: text. cause. change`, without the parts that it
+        lacks."""
         sentences = ". ".join(filter(None, (self.text, self.cause, self.change)))
         return ": ".join(filter(None, (self.place, sentences)))
 

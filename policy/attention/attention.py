@@ -75,7 +75,8 @@ class GroupedQueryAttention(nnx.Module):
             self.indexer = BlockKeyIndexer(spec.indexer, config, rngs)
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
-        """Returns (x_BTE, cache, LayerAux)."""
+        """Returns what attention adds to x_BTE [B, T, E], the cache with the entries of these
+        tokens, and the values that the layer reports."""
         if self.spec.indexer is not None and in_explicit_mode():
             out, aux = with_auto_axes(self, x_BTE, step, runtime)
             return out, None, aux

@@ -207,7 +207,7 @@ def _take(a: jax.Array, row: jax.Array, block: jax.Array, size: int, axis: int) 
 
 
 def _put(a: jax.Array, part: jax.Array, row: jax.Array, block: jax.Array, axis: int) -> jax.Array:
-    """Writes what `_take` reads."""
+    """Returns `a` with the block that `_take` reads there replaced by `part`."""
     starts = [
         row if i == 0 else block * part.shape[axis] if i == axis else 0 for i in range(a.ndim)
     ]

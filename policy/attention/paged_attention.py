@@ -268,7 +268,8 @@ def latent_kernel(
 
 
 def _latent_kernel(lengths, table, q, pool, out, *scratch):
-    """Computes one row."""
+    """Computes the attention of row `program_id(0)`, page block by page block, for all its
+    heads."""
     b, P, (H, rank) = pl.program_id(0), pool.shape[2], out.shape
     blocks = PageBlocks(table, (pool,), scratch, lambda row, page: page * P < lengths[row])
 

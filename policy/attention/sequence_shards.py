@@ -206,7 +206,7 @@ class FlatRows:
         return constrain(rows, ("batch", *[None] * (rows.ndim - 1)), self.layout)
 
     def back(self, rows: jax.Array) -> jax.Array:
-        """Inverts `flat`."""
+        """Returns rows [B T, ...] of `flat` as [B, T, ...]."""
         more = rows.shape[1:]
         if not self._is_cut:
             return rows.reshape(self.B, self.T, *more)

@@ -8,7 +8,8 @@ from typing import Any
 
 
 class ArrayIdentity:
-    """Remembers arrays by weak references."""
+    """Tells whether arrays are the same objects as those of the last call. It holds them by weak
+    references, so that it keeps no array alive."""
 
     def __init__(self) -> None:
         self._seen: list[weakref.ref] = []

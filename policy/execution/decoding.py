@@ -84,7 +84,7 @@ class DecodingWeights:
         return others
 
     def release(self) -> None:
-        """Gives up the copies."""
+        """Drops the copies of stacked weights; the next `prepare` makes them again."""
         self._identity = ArrayIdentity()
         self._copies: dict[str, tuple] = {}
 

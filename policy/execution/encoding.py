@@ -116,7 +116,8 @@ class MediaEncoder:
         return result
 
     def _no_inputs(self, kind: Kind, N: int, G: int, M: int) -> PaddedInputs:
-        """Returns G calls of padding."""
+        """Returns inputs of G calls without an item, each with room for as many items of N inputs
+        as a call takes. M: as a target, no row of the table."""
         R = self.items_per_call(N)
         return PaddedInputs(
             kind,
@@ -137,7 +138,7 @@ class MediaEncoder:
         return self._rows[kind, N]
 
     def empty(self, M: int) -> MediaTable:
-        """Returns a table of zeros."""
+        """Returns a table of M rows that no item has written."""
         return block_on_cpu_mesh(self._empty(M), self._layout)
 
     def write(

@@ -61,7 +61,8 @@ def known() -> list[str]:
 
 
 def get(name: str) -> ModuleType:
-    """Imports the family `name`."""
+    """Returns the module of a family. Raises ModuleNotFoundError for a name that is no file of this
+    folder."""
     return importlib.import_module(f"policy.families.{name}")
 
 

@@ -66,7 +66,8 @@ def grid_vision(config: dict, deepstack: tuple[int, ...] = ()) -> GridVision:
 
 
 def window_vision(config: dict) -> WindowVision:
-    """Reads the `vision_config` of Qwen2.5-VL."""
+    """Returns the tower of a `vision_config` of Qwen2.5-VL, with the defaults of
+    Qwen2_5_VLVisionConfig."""
     hf: dict[str, Any] = {
         "depth": 32,
         "hidden_size": 3584,
@@ -231,7 +232,9 @@ def pooled_vision(config: dict) -> PooledVision:
 
 
 def chunked_audio(config: dict) -> ChunkedAudio:
-    """Reads the `audio_config` of Qwen3-Omni."""
+    """Returns the tower of an `audio_config` of Qwen3-Omni, with the defaults of
+    Qwen3OmniMoeAudioEncoderConfig. Raises UnsupportedModel for windows that the number of rows does
+    not follow."""
     hf: dict[str, Any] = {
         "num_mel_bins": 128,
         "encoder_layers": 32,

@@ -54,7 +54,7 @@ class Tiles:
         return self.constrain_tiles(weight_VE.reshape(self.parts, self.count, self.width, E))
 
     def join(self, cut_PnWE: jax.Array) -> jax.Array:
-        """Inverts `cut`."""
+        """Returns tiles [P, n, W, E] of `cut` as the projection [V, E], without padding."""
         return cut_PnWE.reshape(-1, cut_PnWE.shape[-1])[: self.vocab]
 
     def tile(

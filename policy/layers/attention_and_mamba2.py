@@ -26,7 +26,8 @@ class AttentionAndMamba2Mixer(nnx.Module):
     def __call__(
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
     ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
-        """Computes (x_BTE, cache, LayerAux)."""
+        """Returns the sum of both mixers [B, T, E], each scaled, the cache with the entries of
+        these tokens, and the values that both report."""
         attention = self.spec.attention_scales
         mamba = self.spec.mamba_scales
         attended, cache, aux = self.attention(scaled(x_BTE, attention.input), step, cache, runtime)

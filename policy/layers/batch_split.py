@@ -117,7 +117,7 @@ def split(x_BTE: jax.Array, runtime: Runtime) -> tuple[jax.Array, ...]:
 
 
 def merge(parts: tuple[jax.Array, ...]) -> jax.Array:
-    """Inverts `split`."""
+    """Returns the batch [B, T, E] of the micro-batches of `split`."""
     stacked = jnp.stack(parts, axis=1)
     return stacked.reshape(-1, *stacked.shape[2:])
 
@@ -243,7 +243,7 @@ class Stages:
         return self._on_devices(stage, (self._here, self._here), self._here)(weights, routed)
 
     def down(self, weights: Weights, inner: Routed) -> Routed:
-        """Computes the third product."""
+        """Computes the third product of the experts, back to the hidden size."""
         stage = partial(experts.down, runtime=self.shards.runtime)
         return self._on_devices(stage, (self._here, self._here), self._here)(weights, inner)
 

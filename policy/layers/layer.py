@@ -92,7 +92,8 @@ class Layer(nnx.Module):
     def __call__(
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
     ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
-        """Computes (x_BTE, cache, LayerAux)."""
+        """Returns the residual stream after the layer, in the shape of x_BTE, the cache with the
+        entries of these tokens, and the values that the layer reports."""
         spec = self.spec
         aux = LayerAux()
         if spec.engram is not None:

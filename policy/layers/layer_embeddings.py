@@ -84,7 +84,8 @@ class LayerEmbeddingReader(nnx.Module):
         self.norm = norm(E, config.norm, rngs)
 
     def __call__(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array:
-        """Returns [B, T, E]."""
+        """Returns what the layer adds to its residual stream, [B, T, E], from x_BTE and the layer's
+        embeddings of the tokens in `step`."""
         assert step.layer_embeddings is not None, "the decoder makes them"
         gate = ACTIVATIONS[self.spec.activation](
             linear("bte,en->btn", x_BTE, self.gate[...], runtime)

@@ -79,7 +79,7 @@ class CompiledCache:
 
     @property
     def number(self) -> int:
-        """How many programs are compiled."""
+        """The number of programs that this object has compiled so far."""
         return len(self._compiled)
 
     @property

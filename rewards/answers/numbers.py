@@ -44,7 +44,7 @@ _OPENS_NUMBER = (*"=([{,:<>", r"\le", r"\ge", r"\approx", r"\ne")
 
 
 class NoNumber(ValueError):
-    """A text is no number."""
+    """A text that was to be read as a number is none."""
 
 
 _ERRORS = (NoNumber, OverflowError, ZeroDivisionError, RecursionError)

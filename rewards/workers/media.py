@@ -103,7 +103,8 @@ def dump(message: dict) -> str:
 
 
 def parse(text: bytes) -> dict:
-    """Reads a message of `dump`."""
+    """Returns the message that `dump` wrote, with the contents of pictures and sounds in their
+    places."""
     message = json.loads(text)
     if _CONTENTS not in message:
         return message

@@ -44,7 +44,7 @@ class Tokens:
 
     @property
     def log_ratio(self) -> jax.Array:
-        """Returns logp - old."""
+        """log(pi / pi_old) of each token [N,T]."""
         return self.logp - self.old
 
     def mean(self, values_NT: jax.Array) -> jax.Array:

@@ -76,7 +76,7 @@ class Ratios:
 
     @property
     def difference(self) -> jax.Array:
-        """Returns w - l."""
+        """The margin w - l of each pair [N,K]."""
         return self.chosen - self.rejected
 
     @property
@@ -103,7 +103,8 @@ def _robust(options: Any, r: Ratios) -> jax.Array:
 
 
 def _hinge(options: Any, r: Ratios) -> jax.Array:
-    """SLiC, arXiv:2305.10425, on the log-ratios."""
+    """The hinge loss of SLiC-HF (arXiv:2305.10425) with a margin of 1, on log-ratios instead of
+    log-probabilities, as `loss_type: hinge` of TRL."""
     return jax.nn.relu(1 - options.beta * r.difference)
 
 
@@ -128,7 +129,8 @@ def _exo_pair(options: Any, r: Ratios) -> jax.Array:
 
 
 def _nca_pair(options: Any, r: Ratios) -> jax.Array:
-    """arXiv:2402.05369."""
+    """NCA for pairs (arXiv:2402.05369): the chosen answer gets likelier, and both are kept from
+    getting likelier without bound."""
     chosen = options.beta * r.chosen
     rejected = options.beta * r.rejected
     return -log_sigmoid(chosen) - 0.5 * log_sigmoid(-chosen) - 0.5 * log_sigmoid(-rejected)

@@ -79,7 +79,8 @@ def _add_missing_times(folder: Path) -> None:
 
 
 def default_program_cache() -> str | None:
-    """Returns the default of `run.program_cache`."""
+    """Returns the folder of compiled programs where no configuration names another; None: none is
+    kept."""
     from rl.config.run import RunOptions
 
     return RunOptions.model_validate({}).program_cache

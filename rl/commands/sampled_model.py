@@ -223,7 +223,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _seed(text: str) -> int:
-    """Reads a seed. Raises ArgumentTypeError."""
     if not (text.isdecimal() and int(text) < SEEDS):
         raise argparse.ArgumentTypeError(f"{text}: a seed is a number from 0 to {SEEDS - 1}")
     return int(text)

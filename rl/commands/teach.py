@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Writes the files."""
+    """Writes the files of the teacher's probabilities. Raises ConfigError for numbers out of range,
+    and what reading a configuration or a model raises."""
     from rl.commands.environment import choose_platform, use_program_cache
     from rl.errors import ConfigError
     from rl.run.health import devices

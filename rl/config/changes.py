@@ -89,7 +89,8 @@ def notes(config: RunConfig, stage: int, step: int) -> list[str]:
 
 
 def faults(config: RunConfig) -> Iterator[Fault]:
-    """Yields the faults of `changes`."""
+    """Yields what is wrong with the list `changes`: its order, keys that may not change, and old
+    values that do not go with the rest."""
     changes: Sequence[Change] = config.changes
     wrong = list(_order_faults(config, changes))
     for number, change in enumerate(changes):

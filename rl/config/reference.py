@@ -50,7 +50,8 @@ If a section has a *short form*, a plain text sets that one key: `model: tiny-de
 
 
 def markdown() -> str:
-    """Returns the document."""
+    """Returns docs/configuration.md: a table of each section with its keys, and of each algorithm
+    with its options."""
     parts = [_INTRODUCTION]
     for model, paths in _sections().items():
         parts.append(_section(model, paths))

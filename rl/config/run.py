@@ -169,7 +169,7 @@ class Change(Strict):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Returns (stage, step)."""
+        """Stage and step as a pair, by which changes are ordered."""
         return self.stage, self.step
 
 

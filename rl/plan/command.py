@@ -203,7 +203,9 @@ def _strongest(result: Suggestions, memory: float) -> str:
 
 
 def table(reports: Sequence[ProgramReport], chip: chips.Chip | None) -> str:
-    """Formats one line per program."""
+    """Returns the table of `rl plan`: for each program its memory per device, its operations and
+    bytes per call, its calls per step, and the least time that the chip takes for them (if
+    `chip`)."""
     sizes = ("arguments", "temporary", "peak", "other")
     lines = [["program", *sizes, "FLOP", "moved", "ratio", "exchanged", "per step", "at least"]]
     for each in reports:

@@ -220,7 +220,6 @@ class PlannedStage:
 
     @property
     def options(self) -> StageOptions:
-        """The settings of the stage."""
         return self.stage.options
 
     def with_options(self, options: StageOptions) -> PlannedStage:

@@ -206,7 +206,7 @@ class Events:
         return processes.broadcast(self.log is not None and self.log.sync())
 
     def rotate(self) -> None:
-        """Calls `EventLog.rotate`."""
+        """Moves full files of samples to samples/. Call it after a checkpoint."""
         if self.log is not None:
             self.log.rotate()
 

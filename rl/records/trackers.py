@@ -42,7 +42,8 @@ by construction."""
 
 
 class Mirror(Protocol):
-    """Interface of a mirror."""
+    """What shows the events of a run elsewhere: the console, TensorBoard or Weights & Biases.
+    `Events` calls these methods in its own methods of the same names."""
 
     def start_stage(self, name: str, steps: int, first_step: int) -> None: ...
 

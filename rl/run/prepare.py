@@ -60,11 +60,10 @@ class Prepared:
 
     @property
     def held_out(self) -> list[Problem]:
-        """Returns the problems of evaluations."""
         return self.data.held_out
 
     def close(self) -> None:
-        """Ends the reward workers."""
+        """Ends the workers of the rewards that the data started."""
         self.data.close()
 
 

@@ -118,7 +118,8 @@ class CompressedMultiQueryAttention(nnx.Module):
     def __call__(
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
     ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
-        """Computes (x_BTE, cache, LayerAux)."""
+        """Returns what attention adds to x_BTE [B, T, E], the cache with the entries of these
+        tokens, and the values that the layer reports."""
         if in_explicit_mode():
             out, aux = with_auto_axes(self, x_BTE, step, runtime)
             return out, None, aux

@@ -265,7 +265,6 @@ def _keys(file: Any) -> list[str]:
 
 
 def main() -> None:
-    """Writes the schemas into configs/."""
     for name, document in documents().items():
         (PACKAGED / name).write_text(text_of(document), encoding="utf-8")
 

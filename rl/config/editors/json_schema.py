@@ -24,7 +24,7 @@ _SCALARS = {int, float, str, bool}
 
 
 class ConfigSchema(GenerateJsonSchema):
-    """Schemas of complete sections."""
+    """The JSON Schemas of sections that stand in a file with all their required keys."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class PartSchema(ConfigSchema):
     may change the entries of a list by index."""
 
     def set_demands(self, model: type[Strict], schema: JsonSchemaValue) -> None:
-        """Requires no key."""
+        """Lets a section stand without its required keys: another file may hold them."""
         schema.pop("required", None)
 
     def list_schema(self, schema: core_schema.ListSchema) -> JsonSchemaValue:

@@ -56,7 +56,7 @@ class Inspection:
 
     @property
     def warned(self) -> bool:
-        """Whether there is a warning."""
+        """Whether a check warns. `rl inspect --strict` then exits with code 3."""
         return any(each.level == "warn" for each in self.faults)
 
 

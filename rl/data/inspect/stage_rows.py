@@ -104,7 +104,7 @@ class StageRows:
 
     @property
     def samples(self) -> bool:
-        """Whether the stage samples completions."""
+        """Whether the stage samples completions, so that its rows are prompts without an answer."""
         return self.kind == "online"
 
     @property

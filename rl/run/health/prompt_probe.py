@@ -55,7 +55,7 @@ class ProbeResult:
     gap: float | None = None
 
     def lines(self) -> list[str]:
-        """Returns the result as text."""
+        """Returns three lines: what was sampled, how completions ended, and their rewards."""
         ends = ", ".join(f"{name} {share:.0%}" for name, share in self.stops.items()) or "no stop"
         reward = (
             "no score"

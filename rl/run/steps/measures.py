@@ -17,7 +17,7 @@ class Measures:
     """The evaluation and the held-out loss of a stage, of those that its configuration asks for."""
 
     def __init__(self, run: Run, stage: StageKind):
-        """Measures nothing yet."""
+        """Measures nothing yet. The stage has started in the run."""
         self._run = run
         self._stage = stage
         self._evaluation = stage.evaluation(run.held_out)

@@ -55,7 +55,7 @@ def is_asked(run: Path) -> bool:
 
 
 def withdraw(run: Path) -> None:
-    """Removes the request."""
+    """Removes the request to stop, if there is one."""
     (run / REQUEST).unlink(missing_ok=True)
 
 

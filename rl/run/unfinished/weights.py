@@ -134,7 +134,6 @@ class CheckpointWeights:
         return Model(graph, {name.removeprefix(_PREFIX): array for name, array in read.items()})
 
     def _line(self, checkpoint: StoredCheckpoint) -> str:
-        """Says which weights are read."""
         stage = self.config.stages[checkpoint.stage]
         name = self.config.stage_names[checkpoint.stage]
         text = (

@@ -67,7 +67,7 @@ class StageRecord:
 
     @property
     def samples_completions(self) -> bool:
-        """Whether its steps sample completions."""
+        """Whether steps of the stage sampled completions, as far as events say."""
         return any("completion/mean_length" in metrics for _, metrics in self.rows)
 
     @property
@@ -77,7 +77,7 @@ class StageRecord:
 
     @property
     def steps(self) -> int:
-        """Steps that were made."""
+        """How many steps of the stage have an event."""
         return len(self.rows)
 
     def option(self, dotted: str, default: Any) -> Any:

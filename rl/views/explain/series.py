@@ -33,12 +33,12 @@ class Series:
 
     @property
     def first(self) -> float:
-        """Median of the first values."""
+        """The median of the first `window` values."""
         return median(self.values[: self.window])
 
     @property
     def last(self) -> float:
-        """Median of the last values."""
+        """The median of the last `window` values."""
         return median(self.values[-self.window :])
 
     @property
@@ -51,7 +51,7 @@ class Series:
 
     @property
     def typical(self) -> float:
-        """Median of all values."""
+        """The median of all values: what the series is like most of the time."""
         return median(self.values)
 
     def share(self, accept: Callable[[float], bool]) -> float:

@@ -29,7 +29,7 @@ class Stage:
 
     @property
     def end(self) -> int:
-        """Position of the last step."""
+        """The place of the last step on the axis of the chart, which goes on over all stages."""
         return self.start + self.last - self.first
 
 

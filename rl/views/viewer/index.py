@@ -91,7 +91,7 @@ class Index:
 
     @property
     def total(self) -> int:
-        """The number of indexed samples."""
+        """The number of samples in all segments that the index has read so far."""
         return sum(len(segment.rows) for segment in self.segments)
 
     @property

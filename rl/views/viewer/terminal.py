@@ -32,7 +32,8 @@ _NO_EDGE = 10**7  # columns of an output that is no terminal: nothing is cut or 
 
 @dataclass(frozen=True)
 class SamplesFlags:
-    """The flags of `rl samples`."""
+    """What `rl samples` shows: which samples (filter), in which order (sort), how many (limit),
+    with their tokens or as JSON."""
 
     filter: str = ""
     sort: str | None = None
