@@ -389,7 +389,7 @@ class DecoderConfig:
             spec for stack in self.stacks for _ in range(stack.repeats) for spec in stack.pattern
         )
 
-    def numbers(self, path: str) -> list[int]:
+    def layer_numbers(self, path: str) -> list[int]:
         """Returns the numbers (from 0) of the layers whose weights are stacked at `path`,
         "stacks.S.layers.I"."""
         _, s, _, i = path.split(".")

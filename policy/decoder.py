@@ -25,14 +25,13 @@ from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig, LearnedPositions, Runtime, Stack
 from policy.intermediates import Aux, LayerAux
-from policy.layers import batch_split, media_rows, shared_index
+from policy.layers import batch_split, media_rows, shared_index, shared_keys
 from policy.layers.layer import Layer
 from policy.layers.layer_embeddings import LayerEmbeddings
 from policy.layers.prediction_module import PredictionModule
 from policy.layers.residual import streams
-from policy.layers.shared_keys import hand_on
 from policy.mesh.explicit import in_explicit_mode, with_explicit_axes
-from policy.mesh.sharding import Layout, axes_of, constrain, decoded, own_rows, row_major
+from policy.mesh.sharding import Layout, axes_of, constrain, decoded, row_major, sharded_lookup
 from policy.ops.dropout import drop
 from policy.ops.host_memory import fetch_layer, lies_on_host
 from policy.ops.norms import norm
@@ -239,10 +238,14 @@ def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
             layout,
         )
     if vocab_axes is not None and layout.decodes:
-        rows_BTE = own_rows(table_VE, tokens_BT, layout).astype(runtime.dtype)
+        rows_BTE = sharded_lookup(table_VE, tokens_BT, layout).astype(runtime.dtype)
     else:
         rows_BTE = table_VE[tokens_BT].astype(runtime.dtype)
-    return constrain(rows_BTE, ("batch", "length", None), layout) if layout.rows_move else rows_BTE
+    return (
+        constrain(rows_BTE, ("batch", "length", None), layout)
+        if layout.cache_rows_differ
+        else rows_BTE
+    )
 
 
 def _read_rows(
@@ -404,10 +407,10 @@ class Decoder(nnx.Module):
             paths = [f"stacks.{s}.layers.{i}" for i in range(len(stack.layers))]
             stack_step = replace(step, routes=[(step.routes or {}).get(path) for path in paths])
             x, part, outputs = stack(x, stack_step, None if cache is None else cache[s], runtime)
-            step, outputs = hand_on(step, outputs, part, layout)
+            step, outputs = shared_keys.for_later_stacks(step, outputs, part, layout)
             specs = self.config.stacks[s].pattern
             recorded = "selection" in runtime.record
-            step, outputs = shared_index.hand_on(specs, step, outputs, recorded)
+            step, outputs = shared_index.for_later_stacks(specs, step, outputs, recorded)
             caches.append(part)
             layers |= dict(zip(paths, outputs, strict=True))
         x = x if self.streams is None else self.streams.reduce(x)

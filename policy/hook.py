@@ -240,5 +240,5 @@ def _by_number(config: DecoderConfig, layers: dict[str, LayerAux], name: str) ->
         n: jax.tree.map(lambda array, r=r: of_repeat(array, r), value)
         for path, layer in layers.items()
         if (value := getattr(layer, name)) is not None
-        for r, n in enumerate(config.numbers(path))
+        for r, n in enumerate(config.layer_numbers(path))
     }

@@ -183,9 +183,9 @@ class Graph:
         temperature: ArrayLike,
         kept_BTK: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, Aux]:
-        """Runs modes.train with these weights: (logp, entropy, Aux)."""
+        """Runs modes.logprobs with these weights: (logp, entropy, Aux)."""
         with self.precision():
-            return modes.train(
+            return modes.logprobs(
                 self.decoder(params), tokens_BT, step, temperature, self.runtime, kept_BTK
             )
 

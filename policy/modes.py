@@ -1,4 +1,4 @@
-"""The modes of the one forward pass: train, prefill, decode one token (next_token_states), verify
+"""The modes of the one forward pass: logprobs, prefill, decode one token (next_token_states), verify
 drafts.
 
 B rows, T tokens, E hidden, V vocabulary.
@@ -64,7 +64,7 @@ def make_step(
 VALUE_HEAD = "value_head"
 
 
-def train(
+def logprobs(
     decoder: Decoder,
     tokens_BT: jax.Array,
     step: Step,
@@ -100,7 +100,7 @@ def logprobs_of_states(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp, entropy), float32[B, T], of tokens that are predicted from `states`, the
     states one token earlier. For tokens [B, T, K], several in one place, logp has their shape.
-    kept_BTK: as in `train`, for tokens [B, T]."""
+    kept_BTK: as in `logprobs`, for tokens [B, T]."""
     rows = FlatRows(runtime.layout, *tokens_BT.shape[:2])
     hidden = rows.flat(states_BTE)
     targets = rows.flat(tokens_BT)
@@ -203,7 +203,7 @@ def logits(decoder: Decoder, hidden: jax.Array, runtime: Runtime) -> jax.Array:
     device that samples from it."""
     out = head.logits(hidden, decoder.head_weight, decoder.config.logit_scaling)
     layout = runtime.layout
-    if layout is None or not layout.rows_move:
+    if layout is None or not layout.cache_rows_differ:
         return out
     for rows in (
         "batch",

@@ -87,7 +87,7 @@ class GroupedQueryAttention(nnx.Module):
         k = self._project(x_BTE, "k", step, runtime) if own else None
         v = k if spec.values_are_keys or not own else self._project(x_BTE, "v", step, runtime)
         q, gate = jnp.split(q, 2, axis=-1) if spec.gate else (q, None)
-        q, k = self._place(q, k, step)
+        q, k = self._norm_and_rotate(q, k, step)
         if spec.v_norm and v is not None:
             v = self.v_norm(v)
         if spec.temperature:
@@ -187,7 +187,7 @@ class GroupedQueryAttention(nnx.Module):
             out = out + getattr(self, f"{name}_bias")[...].astype(x_BTE.dtype)[None, :, None]
         return out
 
-    def _place(
+    def _norm_and_rotate(
         self, q_BHTD: jax.Array, k_BKTD: jax.Array | None, step: Step
     ) -> tuple[jax.Array, jax.Array | None]:
         """Norms and rotates queries and keys, in the order that `qk_norm_over` says. The keys may

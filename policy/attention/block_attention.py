@@ -68,7 +68,11 @@ def served(step: Step, runtime: Runtime) -> bool:
     """Tells whether blocks serve a call over its own tokens."""
     T = step.segments.shape[1]
     layout = runtime.layout
-    if not step.contiguous or 2 * _size(runtime) > T or (layout is not None and layout.rows_move):
+    if (
+        not step.contiguous
+        or 2 * _size(runtime) > T
+        or (layout is not None and layout.cache_rows_differ)
+    ):
         return False
     flat = runtime.skip_blocks and T >= SHORTEST_FLAT and _platform(runtime) == "cpu"
     return step.tree is not None or flat
@@ -232,25 +236,25 @@ def _scores(spec: BlockSpec, q_1KGSD: jax.Array, k_1KSD: jax.Array, queries: tup
 def _attend_blocks(
     spec: BlockSpec, q_BKGTD, k_BKTD, v_BKTV, queries: tuple, keys: tuple
 ) -> jax.Array:
-    return _sums(spec, q_BKGTD, k_BKTD, v_BKTV, queries, keys)[0]
+    return _attend_pairs(spec, q_BKGTD, k_BKTD, v_BKTV, queries, keys)[0]
 
 
 def _forward(spec: BlockSpec, q, k, v, queries: tuple, keys: tuple):
     # Rules of gradients may be traced outside the caller's context of precision.
     with _precision(q):
-        return _sums(spec, q, k, v, queries, keys)
+        return _attend_pairs(spec, q, k, v, queries, keys)
 
 
 def _backward(spec: BlockSpec, saved: tuple, g_out: jax.Array):
     with _precision(g_out):
-        return *_slopes(spec, saved, g_out), None, None
+        return *_gradients(spec, saved, g_out), None, None
 
 
 def _precision(a: jax.Array):
     return jax.default_matmul_precision("highest" if a.dtype == jnp.float32 else "default")
 
 
-def _sums(spec: BlockSpec, q, k, v, queries: tuple, keys: tuple):
+def _attend_pairs(spec: BlockSpec, q, k, v, queries: tuple, keys: tuple):
     """Returns (softmax(q k^T) v, what the backward pass reads)."""
     listed = pairs(spec, queries, keys)
 
@@ -288,7 +292,7 @@ def _sums(spec: BlockSpec, q, k, v, queries: tuple, keys: tuple):
     return out, (q, k, v, queries, keys, listed, out, lse)
 
 
-def _slopes(
+def _gradients(
     spec: BlockSpec, saved: tuple, g_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the gradients of queries, keys and values, pair by pair.

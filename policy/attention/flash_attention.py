@@ -114,7 +114,7 @@ def _on_mesh(kernel, layout: Layout, q_BHTD, k_BKTD, v_BKTV, tokens, sinks_H) ->
     """
     rows, heads, kv_heads = (
         ("cache_batch", *["cache_heads"] * 2)
-        if layout.rows_move
+        if layout.cache_rows_differ
         else ("batch", "heads", "kv_heads")
     )
     q_spec = layout.spec((rows, heads, None, None), q_BHTD.shape)

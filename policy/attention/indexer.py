@@ -73,7 +73,8 @@ def by_rows(
     if layout is None or layout.mesh.size == 1:
         return select(*arrays_BTC, *shared)
     queries = layout.spec(
-        ("cache_batch" if layout.rows_move else "batch", "length", None), arrays_BTC[0].shape
+        ("cache_batch" if layout.cache_rows_differ else "batch", "length", None),
+        arrays_BTC[0].shape,
     )
     specs = (*[queries] * len(arrays_BTC), *[PartitionSpec(queries[0])] * len(shared))
     return jax.shard_map(
@@ -101,7 +102,7 @@ class IndexedMask(Mask):
         self.layout = layout
         self.step = step
         self.own = visible
-        if layout is not None and layout.rows_move:
+        if layout is not None and layout.cache_rows_differ:
             q, w = (constrain(a, ("cache_batch", *[None] * (a.ndim - 1)), layout) for a in queries)
             queries = q, w
         self.queries: tuple[jax.Array, ...] = (*self.queries, *queries)

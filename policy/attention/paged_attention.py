@@ -165,7 +165,7 @@ def _served(
         )
     # The kernel of a device reads its own pages only.
     own_pages = not (cache.anywhere and runtime.layout.spec(pages.AXES, pool.shape)[2])
-    return here and floats and own_pages and _together(q.shape, pool.shape, runtime.layout)
+    return here and floats and own_pages and _same_shards(q.shape, pool.shape, runtime.layout)
 
 
 def _pool(cache: LayerCache, name: str) -> jax.Array:
@@ -173,7 +173,7 @@ def _pool(cache: LayerCache, name: str) -> jax.Array:
     return cast(pages.Pool, cache.arrays[name]).array
 
 
-def _together(queries: tuple[int, ...], pool: tuple[int, ...], layout: Layout) -> bool:
+def _same_shards(queries: tuple[int, ...], pool: tuple[int, ...], layout: Layout) -> bool:
     """Tells whether queries are cut over the devices as the pool is: rows as its pages, and heads
     as its heads.
 
@@ -186,7 +186,7 @@ def _together(queries: tuple[int, ...], pool: tuple[int, ...], layout: Layout) -
 
 def _places(layout: Layout) -> tuple[str, str]:
     """Returns the logical axes of the rows and heads of queries."""
-    return ("cache_batch", "cache_heads") if layout.rows_move else ("batch", "heads")
+    return ("cache_batch", "cache_heads") if layout.cache_rows_differ else ("batch", "heads")
 
 
 def _pages_of_block(size: int, width: int) -> int:

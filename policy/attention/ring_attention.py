@@ -179,10 +179,10 @@ def _around_forward(plan: AttentionPlan, q, where, parts, weights, sinks):
 def _around_backward(plan: AttentionPlan, saved, g_out):
     # The backward pass is traced outside the caller's context of precision.
     with jax.default_matmul_precision("highest" if g_out.dtype == jnp.float32 else "default"):
-        return _slopes(plan, saved, g_out)
+        return _gradients(plan, saved, g_out)
 
 
-def _slopes(plan: AttentionPlan, saved, g_out):
+def _gradients(plan: AttentionPlan, saved, g_out):
     """Computes the gradients of queries, parts, weights and sinks, block by block.
 
     With the softmax sums known, each block of keys is independent: the sum of exp(score - lse) (g v
@@ -245,7 +245,7 @@ def _slopes(plan: AttentionPlan, saved, g_out):
 def _surrogate(
     plan: AttentionPlan, here: TokenPositions, there: TokenPositions, known, q, parts, weights
 ) -> jax.Array:
-    """Returns the sum whose gradient is that block's part of the gradient of attention; `_slopes`
+    """Returns the sum whose gradient is that block's part of the gradient of attention; `_gradients`
     gives the formula."""
     k, v = plan.make(parts, weights)
     mask = plan.mask(here, there)

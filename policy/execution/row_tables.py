@@ -77,7 +77,7 @@ def read_rows(
             continue
         layer = path.removesuffix(".lookup.table")
         repeats = range(graph.shapes[path].shape[0])
-        spec = graph.config.layers[graph.config.numbers(layer)[0]].engram
+        spec = graph.config.layers[graph.config.layer_numbers(layer)[0]].engram
         classes = f"{layer}.lookup.classes"
         assert spec is not None, "a table belongs to a layer with n-gram tables"
         row_numbers = [

@@ -224,10 +224,11 @@ class ExpertShards:
         tokens differ.
         """
         return {
-            name: self._place(name, cast(jax.Array, array).shape) for name, array in weights.items()
+            name: self._partition_spec(name, cast(jax.Array, array).shape)
+            for name, array in weights.items()
         }
 
-    def _place(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+    def _partition_spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         names = experts.AXES[name]
         dims = []
         for logical, stored, size in zip(

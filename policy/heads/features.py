@@ -30,7 +30,7 @@ def by_number(
     layers = {
         n: a[r]
         for path, a in aux.by_layer(name).items()
-        for r, n in enumerate(config.numbers(path))
+        for r, n in enumerate(config.layer_numbers(path))
     }
     return dict(sorted(layers.items()))
 

@@ -146,27 +146,27 @@ def run(
 
     with first():
         half0, read0, shared0, mixed0 = _mix(layer, x0, steps[0], runtime)
-    x1, read0, shared0 = _together(x1, read0, shared0)
+    x1, read0, shared0 = _behind_barrier(x1, read0, shared0)
     with first():
         chosen0, routing0 = _choose(layer, read0, steps[0], runtime)
         tokens0 = stages.collect(chosen0)
     with second():
         half1, read1, shared1, mixed1 = _mix(layer, x1, steps[1], runtime)
-    tokens0, read1, shared1, weights = _together(tokens0, read1, shared1, weights)
+    tokens0, read1, shared1, weights = _behind_barrier(tokens0, read1, shared1, weights)
     with second():
         chosen1, routing1 = _choose(layer, read1, steps[1], runtime)
         tokens1 = stages.collect(chosen1)
     with first():
         inner0 = stages.gate_and_up(weights, stages.sort(tokens0))
-    inner0, tokens1 = _together(inner0, tokens1)
+    inner0, tokens1 = _behind_barrier(inner0, tokens1)
     with first():
         sums0 = stages.unroute(stages.down(weights, inner0))
-    sums0, tokens1, weights = _together(sums0, tokens1, weights)
+    sums0, tokens1, weights = _behind_barrier(sums0, tokens1, weights)
     with first():
         out0 = stages.hand_back(sums0)
     with second():
         inner1 = stages.gate_and_up(weights, stages.sort(tokens1))
-    out0, inner1 = _together(out0, inner1)
+    out0, inner1 = _behind_barrier(out0, inner1)
     with second():
         out1 = stages.hand_back(stages.unroute(stages.down(weights, inner1)))
 
@@ -200,7 +200,7 @@ def _leave(layer, half, out: jax.Array, shared: jax.Array | None, step: Step) ->
     return layer.leave(x, out if shared is None else out + shared, step, mix)
 
 
-def _together(*values):
+def _behind_barrier(*values):
     """Returns the values behind a barrier: none is used before all are ready."""
     return jax.lax.optimization_barrier(values)
 

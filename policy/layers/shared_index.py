@@ -20,7 +20,7 @@ def after_layer(spec: LayerSpec, step: Step, aux: LayerAux) -> Step:
     return replace(step, selection=aux.selection) if spec.keeps_index else step
 
 
-def hand_on(
+def for_later_stacks(
     specs: Sequence[LayerSpec], step: Step, outputs: tuple[LayerAux, ...], recorded: bool
 ) -> tuple[Step, tuple[LayerAux, ...]]:
     """Returns the step for later stacks, with the last choice of a stack, and the outputs of the

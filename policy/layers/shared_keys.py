@@ -31,7 +31,7 @@ class SharedKeys(NamedTuple):
     cache: LayerCache | None
 
 
-def hand_on(
+def for_later_stacks(
     step: Step, outputs: tuple[LayerAux, ...], cache: tuple | None, layout: Layout | None
 ) -> tuple[Step, tuple[LayerAux, ...]]:
     """Returns the step for later stacks, with the keys and values that the layers of a stack keep,

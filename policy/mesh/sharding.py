@@ -139,7 +139,7 @@ class Layout:
         return len({device.process_index for device in self.mesh.devices.flat})
 
     @property
-    def rows_move(self) -> bool:
+    def cache_rows_differ(self) -> bool:
         """Tells whether rollouts shard the rows of a cache differently from rows of activations.
 
         Queries and new entries are then sent to the cache, and the results of attention are sent
@@ -338,14 +338,14 @@ def row_major(x: jax.Array, layout: Layout | None) -> jax.Array:
 def to_cache(x: jax.Array, layout: Layout | None) -> jax.Array:
     """Sends queries or new entries [B, H, ...] to the devices that have the rows and heads of the
     cache."""
-    if layout is None or not layout.rows_move:
+    if layout is None or not layout.cache_rows_differ:
         return x
     return constrain(x, ("cache_batch", "cache_heads", *[None] * (x.ndim - 2)), layout)
 
 
 def from_cache(x: jax.Array, layout: Layout | None) -> jax.Array:
     """Sends results of attention [B, H, ...] to the devices that have the rows of activations."""
-    if layout is None or not layout.rows_move:
+    if layout is None or not layout.cache_rows_differ:
         return x
     return constrain(x, ("batch", "heads", *[None] * (x.ndim - 2)), layout)
 
@@ -361,12 +361,12 @@ def decoded(
     first gather the inputs of its products, or their weights. Prompts are left to the partitioner:
     with many tokens, a norm on too few devices costs more than an exchange.
     """
-    if layout is None or not layout.rows_move or step.anywhere:
+    if layout is None or not layout.cache_rows_differ or step.anywhere:
         return x
     return constrain(x, ("batch", heads, *[None] * (x.ndim - 2)), layout)
 
 
-def own_rows(table_VE: jax.Array, tokens_BT: jax.Array, layout: Layout) -> jax.Array:
+def sharded_lookup(table_VE: jax.Array, tokens_BT: jax.Array, layout: Layout) -> jax.Array:
     """Returns table[tokens] where the mesh cuts the table along V.
 
     Each device reads its own rows, and zeros for others, and the devices sum. The partitioner would

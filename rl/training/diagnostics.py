@@ -71,7 +71,7 @@ def activation_metrics(
             jnp.sum(share * (jnp.square(each.std) + jnp.square(each.mean - mean)), axis=0)
         )
         numbers = (
-            config.numbers(path)
+            config.layer_numbers(path)
             if path.startswith("stacks.")
             else [f"mtp{d + 1}" for d in range(mean.size)]
         )

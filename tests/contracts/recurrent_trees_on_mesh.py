@@ -43,7 +43,7 @@ def computed(keys: dict, packing, data, mesh):
     def loss(packed, weights):
         step = modes.make_step(packed.tokens, segments=packed.segments, tree=packed.tree)
         decoder = graph.decoder(model.params | weights)
-        logp, _, _ = modes.train(decoder, packed.tokens, step, 1.0, graph.runtime)
+        logp, _, _ = modes.logprobs(decoder, packed.tokens, step, 1.0, graph.runtime)
         return jnp.sum(logp * packed.advantages * packed.mask), logp
 
     with graph.precision():

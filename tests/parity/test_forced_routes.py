@@ -82,7 +82,9 @@ def test_given_routes_give_what_transformers_gives_with_the_same(kind, keys, tmp
     ours, row = policy.load(saved(theirs, tmp_path / "model")), tokens(B, T, seed=4)
     routes = random_routes(ours.config, np.random.default_rng(1))
     numbered = {
-        n: a[:, :, r] for path, a in routes.items() for r, n in enumerate(ours.config.numbers(path))
+        n: a[:, :, r]
+        for path, a in routes.items()
+        for r, n in enumerate(ours.config.layer_numbers(path))
     }
     step = replace(make_step(row), routes=routes)
 

@@ -46,7 +46,7 @@ def test_the_output_of_each_mixer(kind, tmp_path):
         )(model.params)
         for path, stacked in aux.by_layer("mixed").items():
             assert stacked.shape == (
-                len(graph.config.numbers(path)),
+                len(graph.config.layer_numbers(path)),
                 2,
                 9,
                 graph.config.hidden_size,

@@ -159,7 +159,7 @@ def test_recorded_outputs_go_by_the_number_of_the_layer(name):
     assert sorted(recorded["routes"]) == with_experts
     _, aux = stepwise.forward(model, TEXT, record=("routes",))
     for path, routes in aux.by_layer("routes").items():
-        for r, n in enumerate(model.config.numbers(path)):
+        for r, n in enumerate(model.config.layer_numbers(path)):
             chosen, full = np.sort(recorded["routes"][n]), np.sort(np.asarray(routes)[r])
             same = [
                 np.mean(chosen[row, :length] == full[row, :length])

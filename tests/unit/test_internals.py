@@ -110,7 +110,10 @@ def test_activations_are_those_of_the_hidden_states_without_padding():
         [result[0].layers[f"stacks.0.layers.{i}"].hidden[r] for r in range(2) for i in range(2)]
     )
     np.testing.assert_allclose(model.hidden_states(rows, segments=segments), order, atol=2e-5)
-    assert [model.config.numbers(f"stacks.0.layers.{i}") for i in range(2)] == [[0, 2], [1, 3]]
+    assert [model.config.layer_numbers(f"stacks.0.layers.{i}") for i in range(2)] == [
+        [0, 2],
+        [1, 3],
+    ]
 
 
 @pytest.mark.slow

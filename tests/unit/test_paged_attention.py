@@ -162,7 +162,7 @@ def test_a_kernel_serves_heads_that_are_cut_as_those_of_the_cache(kv_heads, rule
     which are not cut."""
     mesh = Layout(jax.sharding.AbstractMesh((1, 2, 4, 1, 1), AXES), tuple(DEFAULT_RULES.items()))
     mesh = mesh.for_rollouts(rules, "auto") if rules else mesh
-    assert paged_attention._together((8, 8, 1, 128), (kv_heads, 1, 64, 16, 128), mesh) == served
+    assert paged_attention._same_shards((8, 8, 1, 128), (kv_heads, 1, 64, 16, 128), mesh) == served
 
 
 @pytest.mark.parametrize("anywhere", [False, True])

@@ -172,9 +172,12 @@ def test_under_stationary_rules_outputs_are_cut_and_no_row_along_the_same_axis()
     mesh = EightDevices()
     mesh.shape = {"data": 2, "fsdp": 4, "tensor": 2, "expert": 2, "context": 1}
     plain = Layout(mesh, tuple(DEFAULT_RULES.items()))
-    assert not plain.rows_move and not plain.for_rollouts({"mlp": ["fsdp"]}, "auto").rows_move
+    assert (
+        not plain.cache_rows_differ
+        and not plain.for_rollouts({"mlp": ["fsdp"]}, "auto").cache_rows_differ
+    )
     sharded = plain.for_rollouts(STATIONARY_RULES, "auto")
-    assert sharded.rows_move and sharded.spec(("batch", "length", None), (16, 1, 32)) == P(
+    assert sharded.cache_rows_differ and sharded.spec(("batch", "length", None), (16, 1, 32)) == P(
         ("data", "expert"), None, None
     )
     assert sharded.spec(("layers", "embed", "mlp"), (2, 32, 48)) == P(

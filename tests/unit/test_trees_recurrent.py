@@ -297,7 +297,7 @@ def learned(runtime, packing):
         def loss(weights):
             step = make_step(packed.tokens, segments=packed.segments, tree=packed.tree)
             decoder = graph.decoder(model.params | weights)
-            logp, entropy, _ = modes.train(decoder, packed.tokens, step, 1.0, graph.runtime)
+            logp, entropy, _ = modes.logprobs(decoder, packed.tokens, step, 1.0, graph.runtime)
             return jnp.sum((logp + 0.1 * entropy) * packed.advantages * packed.mask), (
                 logp,
                 entropy,
