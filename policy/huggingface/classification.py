@@ -7,7 +7,7 @@ The score is the product of the final hidden state of the last token with SCORE,
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,10 +22,19 @@ from policy.model import Graph
 SCORE = "score.weight"
 
 
-def read(
-    directory: str | os.PathLike, runtime: Runtime, mesh: Layout
-) -> tuple[Graph, dict, np.ndarray]:
-    """Reads (graph of the trunk, its weights, SCORE as float32[E]). Raises ModelFileError and
+class Classifier(NamedTuple):
+    """A decoder with a score instead of a head.
+
+    graph: of the trunk. params: its weights. score: SCORE as float32[E].
+    """
+
+    graph: Graph
+    params: dict[str, jax.Array]
+    score: np.ndarray
+
+
+def read(directory: str | os.PathLike, runtime: Runtime, mesh: Layout) -> Classifier:
+    """Reads a directory that `write`, or transformers, wrote. Raises ModelFileError and
     UnsupportedModel."""
     graph = Graph(sources.classifier(directory), runtime, mesh)
     params, _ = model_directory.read_weights(directory, graph, ignore=(SCORE,))
@@ -33,7 +42,7 @@ def read(
     score = TensorFiles(directory, scheme=sources.scheme(directory)).read(
         SCORE, shape, (slice(None), slice(None))
     )
-    return graph, params, np.asarray(score[0], np.float32)
+    return Classifier(graph, params, np.asarray(score[0], np.float32))
 
 
 def check(directory: str | os.PathLike) -> None:

@@ -31,7 +31,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -191,6 +191,18 @@ class TeacherWriter:
         return self._directory / f"part-{number:05d}.safetensors"
 
 
+class StoredTokens(NamedTuple):
+    """The likeliest tokens at m places of a row.
+
+    ids: int32[m, k]. logp: float32[m, k], their log-probabilities. rest: float32[m], the logarithm
+    of the probability of all others.
+    """
+
+    ids: np.ndarray
+    logp: np.ndarray
+    rest: np.ndarray
+
+
 class TeacherFiles:
     """Reads a directory of teacher files."""
 
@@ -243,9 +255,8 @@ class TeacherFiles:
                     "configuration"
                 )
 
-    def take(self, number: int, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns (ids int32[m, k], log-probabilities float32[m, k], logarithm of the rest
-        float32[m]) of a row.
+    def take(self, number: int, k: int) -> StoredTokens:
+        """Returns the k likeliest tokens of a row.
 
         Of more than k stored tokens, the least likely ones go to the rest. Raises DataError for a
         damaged row.
@@ -263,7 +274,8 @@ class TeacherFiles:
         logp = arrays[1].astype(np.float32)
         rest = arrays[2].astype(np.float32)
         others = np.logaddexp.reduce(np.concatenate([logp[:, k:], rest[:, None]], axis=1), axis=1)
-        return ids[:, :k], logp[:, :k], np.maximum(others, LEAST_REST).astype(np.float32)
+        rest = np.maximum(others, LEAST_REST).astype(np.float32)
+        return StoredTokens(ids[:, :k], logp[:, :k], rest)
 
     def arrays(
         self, numbers: Sequence[int], mask_NT: np.ndarray, top_k: int | None

@@ -58,11 +58,11 @@ def test_a_round_trip_gives_every_number_back(tmp_path):
     ]
     for number, (logp, ids, rest) in enumerate(zip(*numbers(), strict=True)):
         read = files.take(number, K)
-        np.testing.assert_array_equal(read[0], ids)
-        np.testing.assert_array_equal(read[1], logp)
-        np.testing.assert_allclose(read[2], rest, rtol=1e-6)
+        np.testing.assert_array_equal(read.ids, ids)
+        np.testing.assert_array_equal(read.logp, logp)
+        np.testing.assert_allclose(read.rest, rest, rtol=1e-6)
         fewer = files.take(number, 1)  # the others join the rest
-        np.testing.assert_allclose(np.exp(fewer[1][:, 0]) + np.exp(fewer[2]), 1.0, rtol=1e-6)
+        np.testing.assert_allclose(np.exp(fewer.logp[:, 0]) + np.exp(fewer.rest), 1.0, rtol=1e-6)
     mask = np.zeros((2, 6), np.float32)
     mask[0, :5], mask[1, :2] = ROWS[2][1], ROWS[1][1]
     arrays = files.arrays([2, 1], mask, None)
@@ -78,13 +78,13 @@ def test_a_round_trip_gives_every_number_back(tmp_path):
 def test_half_precision_is_within_its_rounding_and_all_tokens_leave_no_rest(tmp_path):
     files = written(tmp_path, dtype="float16")
     for number, logp in enumerate(numbers()[0]):
-        np.testing.assert_allclose(files.take(number, K)[1], logp, atol=5e-4 * np.abs(logp).max())
+        np.testing.assert_allclose(files.take(number, K).logp, logp, atol=5e-4 * np.abs(logp).max())
     writer = TeacherWriter(tmp_path / "all", facts(rows=1))
     writer.write(
         0, ROWS[1:2], [np.log([[0.5, 0.25, 0.25]])], [np.array([[3, 1, 2]])], [np.array([-np.inf])]
     )
     writer.finish()
-    np.testing.assert_allclose(TeacherFiles(tmp_path / "all").take(0, 3)[2], [LEAST_REST])
+    np.testing.assert_allclose(TeacherFiles(tmp_path / "all").take(0, 3).rest, [LEAST_REST])
 
 
 def test_rows_with_other_tokens_or_masks_are_refused(tmp_path):

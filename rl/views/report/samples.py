@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -168,7 +168,7 @@ def _scan(
     path: Path,
     number: int,
     span: tuple[int, int],
-    extract: Callable[[bytes], tuple[str, int, float, int, bool, bool, int] | None],
+    extract: Callable[[bytes], SampleNumbers | None],
     part: Part,
     damage: list[Damage],
 ) -> None:
@@ -186,31 +186,46 @@ def _scan(
                 return
             if not line.endswith(b"\n"):
                 return  # torn: a process is writing it, or was killed while it did
-            values = extract(line)
-            if values is None:
+            sample = extract(line)
+            if sample is None:
                 if line.strip():
                     where = line_number if not first else 0
                     damage.append(
                         Damage(path, where, "damaged line; delete it, or restore it from a backup")
                     )
                 continue
-            stage, step, reward, length, cut, faulted, at = values
-            if not every and not part.holds(stage, step):
+            if not every and not part.holds(sample.stage, sample.step):
                 continue
             index.file.append(number)
             index.offset.append(start)
             index.size.append(len(line))
             index.line.append(line_number)
-            index.reward.append(reward)
-            index.length.append(length)
-            index.cut.append(cut)
-            index.faulted.append(faulted)
-            index.at.append(at)
+            index.reward.append(sample.reward)
+            index.length.append(sample.length)
+            index.cut.append(sample.cut)
+            index.faulted.append(sample.faulted)
+            index.at.append(sample.at)
 
 
-def _parsed(line: bytes) -> tuple[str, int, float, int, bool, bool, int] | None:
-    """Returns (stage, step, reward, tokens, cut off, faulted, place in the .bin file or -1); None:
-    damaged."""
+class SampleNumbers(NamedTuple):
+    """What the report reads of a line of samples.jsonl.
+
+    reward: NaN without a score. length: tokens of the completion. cut: whether it ended at the
+    limit of tokens. faulted: whether a reward function failed on it. at: its place in the .bin
+    file, -1 without one.
+    """
+
+    stage: str
+    step: int
+    reward: float
+    length: int
+    cut: bool
+    faulted: bool
+    at: int
+
+
+def _parsed(line: bytes) -> SampleNumbers | None:
+    """Parses a line; None: it is damaged."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -225,14 +240,14 @@ def _parsed(line: bytes) -> tuple[str, int, float, int, bool, bool, int] | None:
     faults = row.get("faults")
     at = row.get("at")
     scored = isinstance(reward, (int, float))
-    return (
-        row["stage"],
-        row["step"],
-        float(reward) if scored else math.nan,
-        sample_length(row),
-        row.get("finish") == "length",
-        bool(faults) or ("reward" in row and not scored),
-        at if isinstance(at, int) else -1,
+    return SampleNumbers(
+        stage=row["stage"],
+        step=row["step"],
+        reward=float(reward) if scored else math.nan,
+        length=sample_length(row),
+        cut=row.get("finish") == "length",
+        faulted=bool(faults) or ("reward" in row and not scored),
+        at=at if isinstance(at, int) else -1,
     )
 
 
@@ -245,7 +260,7 @@ def sample_length(row: dict[str, Any]) -> int:
     return len(tokens) if isinstance(tokens, list) else len(str(row.get("completion") or ""))
 
 
-def _cut_out(line: bytes) -> tuple[str, int, float, int, bool, bool, int] | None:
+def _cut_out(line: bytes) -> SampleNumbers | None:
     """Returns what `_parsed` does, without parsing the line."""
     if not line.startswith(b"{") or not line.endswith((b"}\n", b"}\r\n")):
         return None
@@ -268,14 +283,14 @@ def _cut_out(line: bytes) -> tuple[str, int, float, int, bool, bool, int] | None
     faults = line.rfind(b'"faults":', behind)
     faulted = faults >= 0 and line[faults + 9 : faults + 24].lstrip()[:2] not in (b"{}", b"nu")
     cut = _value(line, _last(line, b'"finish":', behind)) == b'"length"'
-    return (
-        stage.strip(b'"').decode(errors="replace"),
-        step,
-        reward,
-        length,
-        cut,
-        faulted or value == b"null",
-        at,
+    return SampleNumbers(
+        stage=stage.strip(b'"').decode(errors="replace"),
+        step=step,
+        reward=reward,
+        length=length,
+        cut=cut,
+        faulted=faulted or value == b"null",
+        at=at,
     )
 
 

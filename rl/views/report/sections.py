@@ -92,13 +92,15 @@ def tiles(run: RecordedRun, samples: int) -> str:
         last = summary.evaluations(run)
         bounds = next((each.interval for each in reversed(last) if each.interval), None)
         shown = f", 95%: {text(bounds[0])} to {text(bounds[1])}" if bounds else ""
-        made.append(("Accuracy", text(accuracy.last[0]), f"from {text(accuracy.first[0])}{shown}"))
+        made.append(
+            ("Accuracy", text(accuracy.last.value), f"from {text(accuracy.first.value)}{shown}")
+        )
     if reward:
         made.append(
             (
                 "Reward",
-                text(reward.last[0]),
-                f"from {text(reward.first[0])}, best {text(_best(reward))}",
+                text(reward.last.value),
+                f"from {text(reward.first.value)}, best {text(_best(reward))}",
             )
         )
     for name, title in (
@@ -106,9 +108,9 @@ def tiles(run: RecordedRun, samples: int) -> str:
         ("reward_model/accuracy", "Pairs ranked right"),
     ):
         if (pairs := summary.headline(run, name)) and len(made) < 3:
-            made.append((title, text(pairs.last[0]), f"from {text(pairs.first[0])}"))
+            made.append((title, text(pairs.last.value), f"from {text(pairs.first.value)}"))
     if not made and (loss := summary.headline(run, "loss")):
-        made.append(("Loss", text(loss.last[0]), f"from {text(loss.first[0])}"))
+        made.append(("Loss", text(loss.last.value), f"from {text(loss.first.value)}"))
     steps = {name: last for name, (_, last) in run.steps.items()}
     if steps:
         each = (
@@ -139,7 +141,7 @@ def tiles(run: RecordedRun, samples: int) -> str:
 
 
 def _best(line: summary.Headline) -> float:
-    return line.best[0] if line.best else line.last[0]
+    return line.best.value if line.best else line.last.value
 
 
 def overview(runs: Sequence[RecordedRun]) -> str:
@@ -154,9 +156,9 @@ def overview(runs: Sequence[RecordedRun]) -> str:
                 esc(" → ".join(run.stages)),
                 f"{sum(last for _, last in run.steps.values()):,}",
                 seconds_text(summary.total_seconds(run)),
-                text(accuracy.last[0]) if accuracy else "-",
+                text(accuracy.last.value) if accuracy else "-",
                 text(_best(accuracy)) if accuracy else "-",
-                text(reward.last[0]) if reward else "-",
+                text(reward.last.value) if reward else "-",
                 text(summary.typical(run, "perf/step_tokens_per_s")),
                 pill(run),
             ]

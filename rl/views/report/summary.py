@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,14 +35,22 @@ CODES = {
 
 
 @dataclass(frozen=True)
+class RecordedValue:
+    """A value of a metric, and the step of a stage that it is of."""
+
+    value: float
+    stage: str
+    step: int
+
+
+@dataclass(frozen=True)
 class Headline:
-    """First, last and best finite value of a metric, each with its (stage, step). best is None
-    without a direction."""
+    """First, last and best finite value of a metric. best is None without a direction."""
 
     metric: str
-    first: tuple[float, str, int]
-    last: tuple[float, str, int]
-    best: tuple[float, str, int] | None
+    first: RecordedValue
+    last: RecordedValue
+    best: RecordedValue | None
 
 
 @dataclass(frozen=True)
@@ -92,8 +100,9 @@ def headlines(runs: Sequence[RecordedRun]) -> list[str]:
     return [name for name in ordered if name in names]
 
 
-def _at(run: RecordedRun, metric: Metric, row: int) -> tuple[float, str, int]:
-    return float(metric.value[row]), run.stages[int(metric.stage[row])], int(metric.step[row])
+def _at(run: RecordedRun, metric: Metric, row: int) -> RecordedValue:
+    stage = run.stages[int(metric.stage[row])]
+    return RecordedValue(float(metric.value[row]), stage, int(metric.step[row]))
 
 
 def evaluations(run: RecordedRun) -> list[EvaluationSummary]:
@@ -224,10 +233,7 @@ def numbers(run: RecordedRun, axis: Axis, verdict: Sequence[str] = ()) -> dict[s
 
 def _headline_numbers(line: Headline) -> dict[str, Any]:
     parts = {"first": line.first, "last": line.last, "best": line.best}
-    return {
-        key: {"value": part[0], "stage": part[1], "step": part[2]} if part else None
-        for key, part in parts.items()
-    }
+    return {key: asdict(part) if part else None for key, part in parts.items()}
 
 
 def _evaluation_numbers(each: EvaluationSummary) -> dict[str, Any]:
@@ -286,14 +292,14 @@ def _metrics(runs: Sequence[RecordedRun]) -> str:
             if line is None:
                 rows.append([name if not number else "", run.name, "-", "-", "-", "-"])
                 continue
-            best = text(line.best[0]) if line.best else "-"
-            where = f"{line.best[1]} {line.best[2]:,}" if line.best else ""
+            best = text(line.best.value) if line.best else "-"
+            where = f"{line.best.stage} {line.best.step:,}" if line.best else ""
             rows.append(
                 [
                     name if not number else "",
                     run.name,
-                    text(line.first[0]),
-                    text(line.last[0]),
+                    text(line.first.value),
+                    text(line.last.value),
                     best,
                     where,
                 ]
