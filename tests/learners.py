@@ -13,7 +13,7 @@ from oracles import TINY, configuration, random_model
 import rl.algorithms
 from policy import families
 from policy.config import Runtime
-from rl.config.stage import StageOptions
+from rl.config.stage import OPTIMIZERS, StageOptions
 from rl.stages import inputs
 from rl.training.batch import Batch
 from rl.training.reward_model import RewardModelTrainer
@@ -62,7 +62,9 @@ def indexed(**how):
 def stage(algorithm="sft", **keys) -> StageOptions:
     """Options of a stage; `optimizer` and `sampling` may be given in part. AdamW's eps is large, so
     that a gradient of 0 up to rounding is not blown up to a step of the learning rate."""
-    optimizer = {"learning_rate": 1e-2, "eps": 1e-3} | keys.pop("optimizer", {})
+    optimizer = {"learning_rate": 1e-2} | keys.pop("optimizer", {})
+    if "eps" in OPTIMIZERS[optimizer.get("name", "adamw")]:
+        optimizer = {"eps": 1e-3} | optimizer
     critic = {"learning_rate": 1e-2, "eps": 1e-3} | keys.pop("critic", {})
     sampling = {"max_new_tokens": 8} | keys.pop("sampling", {})
     options = {

@@ -20,12 +20,12 @@ from pydantic import BaseModel, ValidationError
 
 import rl.algorithms
 from rewards.suggest import nearest, nearest_path
-from rl.config import foreign, yaml_tree
+from rl.config import yaml_tree
 from rl.config.keys import RENAMED, unknown_key, unknown_option
 from rl.config.packaged import packaged, presets, run_names
 from rl.config.run import RunConfig
 from rl.config.schema import Strict, accepted_types
-from rl.config.stage import AlgorithmOptions, OptimizerOptions
+from rl.config.stage import OPTIMIZERS, AlgorithmOptions
 from rl.config.yaml_tree import PlacedValue, Rules
 from rl.errors import ConfigError, Fault, Key
 
@@ -70,6 +70,10 @@ def _changed(config: RunConfig) -> dict[str, Any]:
         extra = stage.algorithm.model_extra or {}
         options = {key: value for key, value in extra.items() if value != defaults[key]}
         shown["algorithm"] = {"name": stage.algorithm.name} | options
+        for key in ("optimizer", "critic"):
+            own = OPTIMIZERS[getattr(stage, key).name]
+            values = {k: v for k, v in shown.pop(key, {}).items() if k not in own or own[k] != v}
+            shown |= {key: values} if values else {}
     return changed
 
 
@@ -486,8 +490,6 @@ def _text(error: Mapping[str, Any], path: Key) -> str:
             return f"this option is called `{RENAMED[path[-1]]}` now"
         return unknown_option(path, error["ctx"]["algorithm"])
     value = error["input"]
-    if kind == "model_type" and _model_at(path) is OptimizerOptions:
-        return f"must be a mapping of keys to values, got {value!r}; {foreign.OPTIMIZER}"
     if kind == "list_type" and path == ("stages",):
         return (
             f"must be a list with an entry for each stage, {_A_STAGE}, got a {type(value).__name__}"

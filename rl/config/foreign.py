@@ -26,6 +26,8 @@ FOREIGN: dict[str, str] = {
     "lr_warmup_steps": "stages.N.optimizer.warmup_steps",
     "warmup_ratio": "stages.N.optimizer.warmup_steps",
     "lr_warmup_steps_ratio": "stages.N.optimizer.warmup_steps",
+    "optim": "stages.N.optimizer.name",
+    "optim_type": "stages.N.optimizer.name",
     "weight_decay": "stages.N.optimizer.weight_decay",
     "adam_beta1": "stages.N.optimizer.beta1",
     "adam_beta2": "stages.N.optimizer.beta2",
@@ -198,6 +200,7 @@ _NOTES: dict[str, str] = {
     "eval_dataset": "for the loss; `evaluation.data` for the accuracy of completions",
     "steps_per_generation": "TRL: `steps_per_generation / gradient_accumulation_steps`",
     "reward_funcs reward_functions custom_reward_function": "`file.py:function`",
+    "optim optim_type": "`adamw`, `muon`, `lion`, `sgd` or `adafactor`",
     "bf16 torch_dtype": "`bfloat16` or `float32` (default)",
     "dataset dataset_name train_files prompt_data": "a file, a folder, or a dataset on the hub",
     "gradient_checkpointing": "`none`, `full`, and policies between them",
@@ -205,11 +208,6 @@ _NOTES: dict[str, str] = {
 NOTES = {word: note for words, note in _NOTES.items() for word in words.split()}
 """Last part of the other framework's key -> how its value becomes that of the key of Duet: the last
 column of the table in docs/from_other_frameworks.md."""
-
-OPTIMIZER = (
-    "Duet trains with AdamW: leave this out, or write its keys, such as `optimizer: "
-    "{learning_rate: 1.0e-5}`"
-)
 
 ABSENT: dict[str, str] = {
     **dict.fromkeys(
@@ -247,7 +245,6 @@ ABSENT: dict[str, str] = {
         "leave this out: `stages.N.prompts_per_step` sets the batch, and `stages.N.micro_batch` "
         "changes speed and memory only",
     ),
-    **dict.fromkeys(("optim", "optim_type"), OPTIMIZER),
     **dict.fromkeys(
         ("peft_config", "lora_r", "lora_rank"),
         "Duet has no adapters and trains all weights: leave this out",

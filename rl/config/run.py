@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, LiteralString, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 import rollout.types
 from policy.mesh.axes import STATIONARY_RULES
@@ -22,7 +23,7 @@ from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.mesh import MeshOptions
 from rl.config.model import ModelOptions, TeacherOptions, TokenizerOptions
 from rl.config.schema import FINITE, HOME, Section, Strict, fields_of
-from rl.config.stage import StageOptions
+from rl.config.stage import BY_MATRIX, StageOptions
 from rl.config.stage_names import numbered
 from rl.errors import ConfigError
 
@@ -227,6 +228,36 @@ class RunConfig(Strict):
         default={},
         description="merged over the sections that the files before have, e.g. evaluation",
     )
+
+    @model_validator(mode="after")
+    def _matrices_on_the_device(self):
+        """Refuses optimizers that compute with a matrix at a time where weights are in host
+        memory."""
+        weights = [
+            key
+            for key, in_host_memory in (
+                ("model.host_parameters: true", self.model.host_parameters),
+                ("model.table_memory: host", self.model.table_memory == "host"),
+            )
+            if in_host_memory
+        ]
+        refused = [
+            ("stages", index, key, "name")
+            for index, stage in enumerate(self.stages)
+            for key in ("optimizer", "critic")
+            if getattr(stage, key).name in BY_MATRIX
+        ]
+        if weights and refused:
+            text = f"must be adamw, lion or sgd with {' and '.join(weights)}"
+            kind = PydanticCustomError("weights_in_host_memory", cast(LiteralString, text))
+            raise ValidationError.from_exception_data(
+                "RunConfig",
+                [
+                    {"type": kind, "loc": path, "input": getattr(self.stages[path[1]], path[2]).name}
+                    for path in refused
+                ],
+            )
+        return self
 
     @property
     def runtime(self) -> Runtime:

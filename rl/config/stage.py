@@ -39,8 +39,34 @@ class SamplingOptions(Section):
     )
 
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
+    "muon": {
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_steps": 5,
+        "update_scale": "match_rms_adamw",
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "eps": 1e-8,
+    },
+    "lion": {"beta1": 0.9, "beta2": 0.99},
+    "sgd": {"momentum": 0.9, "nesterov": False},
+    "adafactor": {"decay_rate": 0.8, "clip_threshold": 1.0, "scale_parameter": False},
+}
+"""Name of an optimizer -> default of each option that it reads besides those that all read
+(rl/training/optimizer.py)."""
+BY_MATRIX = ("muon", "adafactor")
+"""Optimizers whose change of a number depends on the other numbers of its matrix."""
+
+
 class OptimizerOptions(Strict):
-    """AdamW. Weight decay acts on matrices only.
+    """The optimizer, its learning rates and where its moments live ([optimizers.md](optimizers.md)).
+    Weight decay acts on matrices only.
+
+    Options from `beta1` to `scale_parameter` belong to some optimizers. Such an option is null
+    where its optimizer does not read it, and a value is refused there; the optimizer's own default
+    takes the place of null where it does.
 
     The learning rate follows from the number of the step in its stage and of the update in the
     step, also where updates before it changed nothing. Update u of a stage (from 0, with k =
@@ -51,6 +77,9 @@ class OptimizerOptions(Strict):
     first step after critic_warmup. `rl plan` and the report draw it.
     """
 
+    name: Literal["adamw", "muon", "lion", "sgd", "adafactor"] = Field(
+        default="adamw", description="the rule of an update"
+    )
     learning_rate: float = Field(default=1e-5, gt=0.0, description="at its peak")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="after the warm-up, by the formula above"
@@ -73,11 +102,65 @@ class OptimizerOptions(Strict):
         ge=0.0,
         description="times the learning rate, taken off the matrices at each update",
     )
-    beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="decay of the mean of gradients")
-    beta2: float = Field(
-        default=0.999, ge=0.0, lt=1.0, description="decay of the mean of squared gradients"
+    beta1: float | None = Field(
+        default=None,
+        ge=0.0,
+        lt=1.0,
+        description="decay of the mean of gradients (adamw, muon for weights that are no matrices: "
+        "0.9); share of the mean in the sign (lion: 0.9)",
     )
-    eps: float = Field(default=1e-8, gt=0.0, description="added to the root of the mean of squares")
+    beta2: float | None = Field(
+        default=None,
+        ge=0.0,
+        lt=1.0,
+        description="decay of the mean of squared gradients (adamw, muon for weights that are no "
+        "matrices: 0.999), or of the mean of gradients (lion: 0.99)",
+    )
+    eps: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="added to the root of the mean of squares (adamw, muon for weights that are no "
+        "matrices: 1e-8)",
+    )
+    momentum: float | None = Field(
+        default=None,
+        ge=0.0,
+        lt=1.0,
+        description="decay of the sum of gradients (muon: 0.95; sgd: 0.9, and 0 keeps no sum)",
+    )
+    nesterov: bool | None = Field(
+        default=None,
+        description="the momentum is decayed and added to the gradient once more (muon: true; sgd: "
+        "false)",
+    )
+    ns_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Newton-Schulz iterations that make the momentum of a matrix nearly orthogonal "
+        "(muon: 5)",
+    )
+    update_scale: Literal["match_rms_adamw", "original"] | None = Field(
+        default=None,
+        description="factor of an orthogonal matrix (muon). match_rms_adamw, the default: 0.2 * "
+        "sqrt(max(d_in, d_out)), which suits learning rates of AdamW; original: sqrt(max(1, d_out "
+        "/ d_in)), for rates near 0.02",
+    )
+    decay_rate: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="update t decays the mean of squares by 1 - t^-decay_rate (adafactor: 0.8)",
+    )
+    clip_threshold: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="largest root mean square of the change of a matrix, before the learning rate "
+        "(adafactor: 1)",
+    )
+    scale_parameter: bool | None = Field(
+        default=None,
+        description="the change of a matrix is proportional to the root mean square of its weights "
+        "(adafactor: false)",
+    )
     clip_norm: float | None = Field(
         default=1.0,
         gt=0.0,
@@ -90,8 +173,37 @@ class OptimizerOptions(Strict):
     )
     host_memory: bool = Field(
         default=False,
-        description="its moments live in host memory; an update takes them a layer at a time",
+        description="its moments live in host memory; an update takes them a layer at a time "
+        "(adamw, lion, sgd)",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_mapping(cls, values: Any) -> Any:
+        if isinstance(values, str):
+            raise ValueError(f"must be a mapping of keys to values; write {{name: {values}}}")
+        return values
+
+    @model_validator(mode="after")
+    def _own_options(self):
+        """Refuses options that the optimizer does not read, and fills in the defaults of others."""
+        own = OPTIMIZERS[self.name]
+        others = {option for options in OPTIMIZERS.values() for option in options} - own.keys()
+        for option in sorted(others):
+            if getattr(self, option) is not None:
+                raise ValueError(
+                    f"{self.name} does not read `{option}`, only {', '.join(own)} and the options "
+                    "of all optimizers; leave it out, or set it to null"
+                )
+        if self.host_memory and self.name in BY_MATRIX:
+            raise ValueError(
+                f"{self.name} computes with a matrix at a time, and `host_memory` takes a layer "
+                "apart; leave it out, or use adamw, lion or sgd"
+            )
+        for option, default in own.items():
+            if getattr(self, option) is None:
+                object.__setattr__(self, option, default)
+        return self
 
 
 class RouterOptions(Strict):

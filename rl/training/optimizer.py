@@ -2,18 +2,22 @@
 weights and moments in host memory.
 
 Weights and gradients are flat dicts by path. The state of the optax transformation must consist of
-counters and such dicts. The transformation must be elementwise, as AdamW is: one that takes the
-norm of an array cannot run layer by layer.
+counters and such dicts. Layer by layer, the transformation must be elementwise, as AdamW is: one
+that takes the norm of an array cannot run there.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from policy.ops.host_memory import fetch, put_back
 from rl.config.stage import OptimizerOptions
@@ -43,7 +47,7 @@ def schedule(options: OptimizerOptions, steps: int, updates_per_step: int = 1) -
 
 
 def at_update(state: Any, update: jax.Array) -> Any:
-    """Returns the state of `adamw` whose next step has the learning rate of this update.
+    """Returns the state of `optimizer` whose next step has the learning rate of this update.
 
     Its own count leaves out updates that changed nothing.
     """
@@ -56,19 +60,64 @@ def at_update(state: Any, update: jax.Array) -> Any:
     )
 
 
-def adamw(
-    options: OptimizerOptions, rate: optax.Schedule, axes: dict, param_dtype: str
+@dataclass(frozen=True)
+class WeightAxes:
+    """What the rules of optimizers know of weights, by path.
+
+    names: logical axes of each weight. inputs: dimensions that the products of a weight sum over
+    (`Graph.inputs`); a weight without products, such as a norm or an embedding, has none. mesh: of
+    the devices.
+
+    A matrix of a weight is what a product sums over times what it gives, with heads joined. Layers,
+    experts, and groups of heads with inputs of their own are separate matrices.
+    """
+
+    names: dict[str, tuple[str | None, ...]]
+    inputs: dict[str, tuple[int, ...]]
+    mesh: Mesh
+
+    def rows(self, path: str) -> tuple[int, ...]:
+        """Returns the dimensions of the rows of a matrix: those that products sum over, or the ids
+        of a table. () if the weight is no matrix."""
+        if path in self.inputs:
+            return self.inputs[path]
+        names = self.names[path]
+        return tuple(range(len(names) - 1)) if names[-1] in _TABLE_ROWS else ()
+
+    def columns(self, path: str) -> tuple[int, ...]:
+        """Returns the dimensions of a matrix that are neither rows nor numbers of matrices; of
+        another weight all dimensions but the layers and experts."""
+        rows = self.rows(path)
+        stacks = _STACKS if rows else _STACKS[:2]
+        return tuple(
+            dim
+            for dim, name in enumerate(self.names[path])
+            if dim not in rows and name not in stacks
+        )
+
+
+_STACKS = ("layers", "exp", "heads")
+"""Axes that count matrices, unless a product sums over them. Results of attention have `heads`:
+where a product does not sum over them, each group of heads has a matrix of its own."""
+_TABLE_ROWS = ("embed_vocab", "engram_row")
+"""Last axis of a table whose rows are looked up by ids."""
+
+
+def optimizer(
+    options: OptimizerOptions, rate: optax.Schedule, axes: WeightAxes, param_dtype: str
 ) -> optax.GradientTransformation:
-    """Returns AdamW for weights in `param_dtype`. Weight decay acts on matrices only, not on
-    vectors."""
-    decayed = {path: len([a for a in names if a != "layers"]) > 1 for path, names in axes.items()}
-    transform = optax.adamw(
-        rate,
-        b1=options.beta1,
-        b2=options.beta2,
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        mask=lambda params: {path: decayed[path] for path in cast(dict, params)},
+    """Returns the optimizer for weights in `param_dtype`. Weight decay acts on matrices only, not
+    on vectors."""
+    decayed = {
+        path: len([a for a in names if a != "layers"]) > 1 for path, names in axes.names.items()
+    }
+    transform = optax.chain(
+        RULES[options.name](options, axes),
+        optax.add_decayed_weights(
+            options.weight_decay,
+            mask=lambda params: {path: decayed[path] for path in cast(dict, params)},
+        ),
+        optax.scale_by_learning_rate(rate),
     )
     if param_dtype == options.state_dtype == "float32":
         return transform
@@ -77,6 +126,228 @@ def adamw(
         options.state_dtype,
         master=param_dtype != "float32" and options.state_dtype == "float32",
     )
+
+
+def _adamw(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformation:
+    return optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps)
+
+
+def _lion(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformation:
+    return optax.scale_by_lion(b1=options.beta1, b2=options.beta2)
+
+
+def _sgd(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformation:
+    if not options.momentum:
+        return _counted(optax.identity())
+    return _counted(optax.trace(options.momentum, nesterov=options.nesterov))
+
+
+class Counted(NamedTuple):
+    """count: updates that changed the weights. inner: state of the rule."""
+
+    count: jax.Array
+    inner: Any
+
+
+def _counted(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns a rule that counts updates, for one that does not."""
+
+    def init(weights):
+        return Counted(jnp.zeros([], jnp.int32), rule.init(weights))
+
+    def update(grads, state, weights=None):
+        changes, inner = rule.update(grads, state.inner, weights)
+        return changes, Counted(optax.safe_increment(state.count), inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+class Muon(NamedTuple):
+    """momentum: of matrices, by path. adam: state of Adam for all other weights."""
+
+    momentum: dict[str, jax.Array]
+    adam: optax.ScaleByAdamState
+
+
+def _muon(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformation:
+    """Muon (https://kellerjordan.github.io/posts/muon): the momentum M of a matrix, made nearly
+    orthogonal, times a scale; Adam for all weights that products do not multiply.
+
+    M <- b M + (1 - b) G, for gradients G and b = momentum. With `nesterov`, b M + (1 - b) G takes
+    the place of M. The scale is 0.2 sqrt(max(d_in, d_out)), which gives a change the root mean
+    square of one of AdamW (arXiv:2502.16982, section 2.2), or sqrt(max(1, d_out / d_in)).
+    """
+    adam = _adamw(options, axes)
+    decay = options.momentum
+
+    def split(arrays):
+        matrices = {path: a for path, a in arrays.items() if path in axes.inputs}
+        return matrices, {path: a for path, a in arrays.items() if path not in matrices}
+
+    def mean(momentum, grad):
+        return decay * momentum + (1 - decay) * grad
+
+    def change(path, momentum):
+        rows = math.prod(momentum.shape[dim] for dim in axes.rows(path))
+        columns = math.prod(momentum.shape[dim] for dim in axes.columns(path))
+        scale = {
+            "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns)),
+            "original": math.sqrt(max(1.0, columns / rows)),
+        }[options.update_scale]
+        return scale * orthogonalized(path, momentum, axes, options.ns_steps)
+
+    def init(weights):
+        matrices, others = split(weights)
+        return Muon(jax.tree.map(jnp.zeros_like, matrices), adam.init(others))
+
+    def update(grads, state, weights=None):
+        matrices, others = split(grads)
+        momentum = jax.tree.map(mean, state.momentum, matrices)
+        ahead = jax.tree.map(mean, momentum, matrices) if options.nesterov else momentum
+        changes = {path: change(path, each) for path, each in ahead.items()}
+        other_changes, adam_state = adam.update(others, state.adam)
+        return changes | other_changes, Muon(momentum, adam_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients a, b, c of X <- a X + b (X X^T) X + c (X X^T)^2 X. They raise small singular values
+fastest, and leave all of them between about 0.7 and 1.2."""
+
+
+def orthogonalized(path: str, weight: jax.Array, axes: WeightAxes, steps: int) -> jax.Array:
+    """Returns nearly U V^T of each matrix U S V^T of an array of the shape of the weight at `path`.
+
+    On a mesh each device computes its share of the matrices in full, so that products in the
+    iteration exchange nothing. N matrices, R rows, C columns.
+    """
+    rows, columns = axes.rows(path), axes.columns(path)
+    stack = tuple(dim for dim in range(weight.ndim) if dim not in rows + columns)
+    order = stack + rows + columns
+    size = math.prod(weight.shape[dim] for dim in rows)
+    permuted = weight.transpose(order)
+    x_NRC = permuted.reshape(math.prod(weight.shape[dim] for dim in stack), size, -1)
+    count = len(x_NRC)
+    devices = axes.mesh.size
+    if devices > 1:
+        x_NRC = jnp.pad(x_NRC, ((0, -count % devices), (0, 0), (0, 0)))
+        by_device = PartitionSpec(axes.mesh.axis_names)
+        x_NRC = jax.lax.with_sharding_constraint(x_NRC, NamedSharding(axes.mesh, by_device))
+    x_NRC = _newton_schulz(x_NRC, steps)[:count]
+    return x_NRC.reshape(permuted.shape).transpose([order.index(dim) for dim in range(len(order))])
+
+
+def _newton_schulz(x_NRC: jax.Array, steps: int) -> jax.Array:
+    a, b, c = NEWTON_SCHULZ
+    wide = x_NRC.shape[1] <= x_NRC.shape[2]
+    x = x_NRC if wide else x_NRC.mT
+    x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if wide else x.mT
+
+
+class Adafactor(NamedTuple):
+    """count: updates that changed the weights. Means of squared gradients by path: of each row and
+    of each column of matrices, whose other dimensions have length 1, and of every number of other
+    weights."""
+
+    count: jax.Array
+    rows: dict[str, jax.Array]
+    columns: dict[str, jax.Array]
+    squares: dict[str, jax.Array]
+
+
+def _adafactor(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformation:
+    """Adafactor (arXiv:1804.04235) without momentum. The mean of squares of a matrix is the product
+    of its row means and its column means over the mean of all."""
+
+    def mean(array, dims):
+        return jnp.mean(array, axis=dims, keepdims=True)
+
+    def is_matrix(path):
+        return bool(axes.rows(path))
+
+    def init(weights):
+        shapes = {path: a for path, a in weights.items() if is_matrix(path)}
+        rows = {path: jnp.zeros_like(mean(a, axes.columns(path))) for path, a in shapes.items()}
+        columns = {path: jnp.zeros_like(mean(a, axes.rows(path))) for path, a in shapes.items()}
+        squares = {path: jnp.zeros_like(a) for path, a in weights.items() if path not in shapes}
+        return Adafactor(jnp.zeros([], jnp.int32), rows, columns, squares)
+
+    def direction(path, grad, state):
+        if not is_matrix(path):
+            return grad * jax.lax.rsqrt(state.squares[path])
+        rows = state.rows[path]
+        rows = rows / mean(rows, axes.rows(path))
+        return grad * jax.lax.rsqrt(rows) * jax.lax.rsqrt(state.columns[path])
+
+    def change(path, grad, state, weight):
+        dims = axes.rows(path) + axes.columns(path)
+        change = direction(path, grad, state)
+        rms = jnp.sqrt(mean(jnp.square(change), dims))
+        change = change / jnp.maximum(1.0, rms / options.clip_threshold)
+        if not options.scale_parameter:
+            return change
+        return change * jnp.maximum(1e-3, jnp.sqrt(mean(jnp.square(weight), dims)))
+
+    def update(grads, state, weights):
+        count = optax.safe_increment(state.count)
+        decay = 1.0 - count.astype(jnp.float32) ** -options.decay_rate
+        squared = {path: jnp.square(grad) + 1e-30 for path, grad in grads.items()}
+
+        def updated(means, dims_of):
+            return {
+                path: decay * old + (1.0 - decay) * mean(squared[path], dims_of(path))
+                for path, old in means.items()
+            }
+
+        new = Adafactor(
+            count,
+            updated(state.rows, axes.columns),
+            updated(state.columns, axes.rows),
+            updated(state.squares, lambda path: ()),
+        )
+        changes = {path: change(path, grad, new, weights[path]) for path, grad in grads.items()}
+        return changes, new
+
+    return optax.GradientTransformation(init, update)
+
+
+RULES: dict[str, Callable[[OptimizerOptions, WeightAxes], optax.GradientTransformation]] = {
+    "adamw": _adamw,
+    "muon": _muon,
+    "lion": _lion,
+    "sgd": _sgd,
+    "adafactor": _adafactor,
+}
+"""Name of an optimizer -> its change of the weights, before weight decay and the learning rate."""
+
+
+def update_count(state: Any) -> jax.Array:
+    """Returns the number of updates that changed the weights, from the state of an optimizer."""
+
+    def counts(entry):
+        fields = getattr(entry, "_fields", ())
+        return "count" in fields and not isinstance(entry, optax.ScaleByScheduleState)
+
+    return next(entry.count for entry in jax.tree.leaves(state, is_leaf=counts) if counts(entry))
+
+
+def sharding_of_moment(
+    weight: NamedSharding, shape: tuple[int, ...], weight_shape: tuple[int, ...]
+) -> NamedSharding:
+    """Returns the sharding of a moment of a weight: the weight's, but dimensions that the moment
+    has a mean over, of length 1, are not cut."""
+    if shape == weight_shape:
+        return weight
+    kept = [
+        cut if size == full else None
+        for cut, size, full in zip(weight.spec, shape, weight_shape, strict=True)
+    ]
+    return NamedSharding(weight.mesh, PartitionSpec(*kept))
 
 
 def stored_as(

@@ -14,7 +14,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding
 
 import rl.algorithms
@@ -36,7 +35,17 @@ from rl.training.critic import Critic
 from rl.training.diagnostics import activation_metrics, gradient_norms
 from rl.training.host_memory import joined, on_each_memory
 from rl.training.media.towers import TowerGradients
-from rl.training.optimizer import adamw, at_once, at_update, by_layer, schedule, start
+from rl.training.optimizer import (
+    WeightAxes,
+    at_once,
+    at_update,
+    by_layer,
+    optimizer,
+    schedule,
+    sharding_of_moment,
+    start,
+    update_count,
+)
 from rl.training.optimizer import norm as norm_of
 from rl.training.teacher import FeatureProjections
 from rl.training.trainable import MODULES, frozen_weights, trained_paths
@@ -111,7 +120,7 @@ def _first_step(model: Graph | Critic | FeatureProjections, stage: StageOptions)
 class OptimizerStep:
     """Compiles one optimiser update of some weights: of the policy, a critic or a reward model.
 
-    It sums gradients over micro-batches, clips them, runs AdamW and updates the selection biases of
+    It sums gradients over micro-batches, clips them, runs the optimizer and updates the selection biases of
     routers.
     An update that is not finite, or whose gradient is exactly 0, changes nothing.
     """
@@ -130,7 +139,7 @@ class OptimizerStep:
         Args:
           model: the model of the weights.
           loss: (params, micro-batch, its PolicyInputs) -> LossOutput.
-          options: settings of AdamW.
+          options: settings of the optimizer.
           stage: settings of the stage.
           seed: seed of the run, for dropout.
           companion: update of other weights that learn in the same program, which `loss` reads from
@@ -155,7 +164,7 @@ class OptimizerStep:
         self._set_rates()
 
     def _set_rates(self) -> None:
-        """Defines the learning rate and AdamW from the options."""
+        """Defines the learning rate and the optimizer from the options."""
         stage = self._stage
         model = self.model
         first = _first_step(model, stage)  # a plan does not know the steps of `epochs`
@@ -163,7 +172,13 @@ class OptimizerStep:
         self.rate = schedule(
             self._options, max(0, (stage.steps or 0) - first), stage.updates_per_step
         )
-        transform = adamw(self._options, self.rate, model.axes, model.runtime.param_dtype)
+        inputs = self._graph.inputs
+        axes = WeightAxes(
+            names=model.axes,
+            inputs={path: inputs[path] for path in model.axes if path in inputs},
+            mesh=self.layout.mesh,
+        )
+        transform = optimizer(self._options, self.rate, axes, model.runtime.param_dtype)
         self._transform = self._frozen.without_changes(transform)
 
     def with_rates(
@@ -211,7 +226,7 @@ class OptimizerStep:
         """
         weights = self.model.shardings
 
-        def sharding(path, _):
+        def sharding(path, entry):
             keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
             if not keys:
                 return self.layout.replicated
@@ -219,10 +234,14 @@ class OptimizerStep:
             moment = self._moment_shardings.get(
                 weight, NamedSharding(self.layout.mesh, weights[weight].spec)
             )
+            moment = sharding_of_moment(moment, entry.shape, self.model.sizes[weight])
             hosted = self._options.host_memory and belongs_there(self.model.axes[weight])
             return in_host_memory(moment) if hosted or weight in self.model.tables else moment
 
-        trained = {k: jax.ShapeDtypeStruct((1,), jnp.float32) for k in self._split(weights)[0]}
+        trained = {
+            path: jax.ShapeDtypeStruct(self.model.sizes[path], jnp.float32)
+            for path in self._split(weights)[0]
+        }
         return ParamState(
             cast(Any, weights),
             jax.tree_util.tree_map_with_path(
@@ -571,10 +590,7 @@ def _is_finite(loss: jax.Array, norm: jax.Array, norms: dict[str, jax.Array]) ->
 
 def updates_made(learner: ParamState) -> jax.Array:
     """Returns the number of updates that changed the weights."""
-    moments = next(
-        entry for entry in learner.optimizer if isinstance(entry, optax.ScaleByAdamState)
-    )
-    return cast(jax.Array, moments.count)
+    return update_count(learner.optimizer)
 
 
 def _num_filled(filled_MRT: jax.Array) -> jax.Array | int:

@@ -227,6 +227,22 @@ def test_moments_cut_over_copies_of_the_weights(mode):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "lion", "sgd", "adafactor"])
+def test_updates_of_every_optimizer(name):
+    """Those of one device, within rounding. An orthogonal matrix of momentum magnifies rounding as
+    it does a small singular value: 1e-3 of a change of about learning_rate."""
+    degrees = (
+        {"fsdp": 8},
+        {"fsdp": 2, "tensor": 2, "expert": 2},
+        {"data": 2, "fsdp": 2, "tensor": 2},
+    )
+    cases = [["moments", each, {"optimizer": {"name": name}}] for each in degrees]
+    for case, result in zip(cases, run(*cases), strict=True):
+        assert result["weights"] < 1e-5 and result["metrics"] < 1e-4, (case, result)
+        assert result["same"], (case, result)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_completions_where_devices_share_the_rows(mode):
     cases = [

@@ -358,15 +358,20 @@ FOREIGN_KEYS = [
     ),
     (
         "stages.0.optim=adafactor",
-        "unknown key; Duet trains with AdamW: leave this out, or write its keys, such as",
+        "unknown key; Duet calls it `stages.0.optimizer.name`: `adamw`, `muon`, `lion`, `sgd` or "
+        "`adafactor`",
     ),
     (
-        "stages.0.optim={lr: 1.0}",
+        "stages.0.policy={lr: 1.0}",
         "unknown key; of its keys, `lr` is `stages.0.optimizer.learning_rate`",
     ),
     (
         "stages.0.optimizer=adafactor",
-        "must be a mapping of keys to values, got 'adafactor'; Duet trains with AdamW: leave",
+        "must be a mapping of keys to values; write {name: adafactor}",
+    ),
+    (
+        "stages.0.optimizer={name: adafacto}",
+        "must not be 'adafacto' (nearest: adafactor; valid: adafactor, adamw, lion, muon, sgd)",
     ),
     (
         "stages=[]",

@@ -114,7 +114,7 @@ WRONG = [
     ("stages.1.sampling.top_p", 1.1),
     ("stages.1.max_length", 64),
     ("stages.2.algorithm.lam", "0.9"),
-    ("stages.2.critic.momentum", 0.9),
+    ("stages.2.critic.velocity", 0.9),
     ("every_stage.stpes", 2),
     ("every_stage.sampling.max_new_tokens", 0),
     ("if_present.evaluaton", {"problems": 4}),

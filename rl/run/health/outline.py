@@ -25,6 +25,8 @@ _AGGREGATION = {
     "constant": "sum over all tokens / (completions x max_length)",
     "prompt": "mean over the prompts of their token means",
 }
+_OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
+"""Names of optimizers that are written in capitals."""
 _SCALE = {
     "group": "(r - mean of the group) / (std of the group + {std_eps:g})",
     "batch": "(r - mean of the group) / (std of the batch + {std_eps:g})",
@@ -90,7 +92,8 @@ def _stage(config: RunConfig, index: int) -> Iterator[str]:
         else ""
     )
     clip = f"; gradients are clipped to norm {optimizer.clip_norm:g}" if optimizer.clip_norm else ""
-    yield f"  AdamW    learning rate {optimizer.learning_rate:g}, {optimizer.schedule}{warm}{clip}"
+    name = _OPTIMIZERS.get(optimizer.name, optimizer.name.capitalize())
+    yield f"  {name:8} learning rate {optimizer.learning_rate:g}, {optimizer.schedule}{warm}{clip}"
     changed = _changed(algorithm)
     yield (
         "  changed  "
