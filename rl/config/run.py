@@ -253,7 +253,11 @@ class RunConfig(Strict):
             raise ValidationError.from_exception_data(
                 "RunConfig",
                 [
-                    {"type": kind, "loc": path, "input": getattr(self.stages[path[1]], path[2]).name}
+                    {
+                        "type": kind,
+                        "loc": path,
+                        "input": getattr(self.stages[path[1]], path[2]).name,
+                    }
                     for path in refused
                 ],
             )

@@ -335,6 +335,38 @@ def moments(degrees: dict, options: dict) -> dict:
     }
 
 
+def optimizer(degrees: dict, options: dict) -> dict:
+    """Two steps of an optimizer by random gradients on a mesh, whose `data` cuts moments further,
+    against one device: the largest difference of a weight, the largest change of one, and bytes of
+    moments that a device has as a share of all. Two layers with experts."""
+    result = []
+    for mesh in (None, on_mesh(degrees, moments_over_data=True)):
+        model = learners.experts(**({} if mesh is None else {"mesh": mesh}))
+        trainer, state = learners.begin(model, learners.stage(optimizer=options), fresh=True)
+        step = jax.jit(
+            trainer.policy.apply, out_shardings=(trainer.policy.shardings, None), donate_argnums=()
+        )
+        learner = state.policy
+        rng = np.random.default_rng(0)
+        before = learners.host(learner.params)
+        for _ in range(2):
+            grads = {
+                path: rng.normal(size=size).astype(np.float32)
+                for path, size in sorted(model.graph.sizes.items())
+                if path not in model.graph.untrained
+            }
+            learner, _ = step(learner, grads, jnp.float32(0.0), {})
+        result.append(learners.host(learner.params))
+    moments = [array for array in jax.tree.leaves(learner.optimizer) if array.ndim]
+    one, many = result
+    return {
+        "weights": max(float(np.abs(many[path] - one[path]).max()) for path in one),
+        "change": max(float(np.abs(one[path] - before[path]).max()) for path in one),
+        "share": sum(a.addressable_shards[0].data.nbytes for a in moments)
+        / sum(a.nbytes for a in moments),
+    }
+
+
 def completions(kind: str, degrees: dict, options: dict, how: dict | None = None) -> dict:
     """Greedy completions on a mesh against one device: whether the tokens are equal, the largest
     difference of a log-probability, and into how many parts the slots were cut. `how`: fields of

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from devices import on_devices
 
+from rl.config.stage import OPTIMIZERS
+
 MESHES = {
     "data8": {"data": 8},
     "fsdp8": {"fsdp": 8},
@@ -227,19 +229,14 @@ def test_moments_cut_over_copies_of_the_weights(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["muon", "lion", "sgd", "adafactor"])
-def test_updates_of_every_optimizer(name):
-    """Those of one device, within rounding. An orthogonal matrix of momentum magnifies rounding as
-    it does a small singular value: 1e-3 of a change of about learning_rate."""
-    degrees = (
-        {"fsdp": 8},
-        {"fsdp": 2, "tensor": 2, "expert": 2},
-        {"data": 2, "fsdp": 2, "tensor": 2},
-    )
-    cases = [["moments", each, {"optimizer": {"name": name}}] for each in degrees]
+def test_steps_of_every_optimizer():
+    """Those of one device, within rounding, from moments that are cut; the means of Adafactor are
+    over dimensions that are cut, so a device has more of them."""
+    meshes = {"fsdp": 8}, {"fsdp": 2, "tensor": 2, "expert": 2}, {"data": 4, "tensor": 2}
+    cases = [["optimizer", each, {"name": name}] for name in OPTIMIZERS for each in meshes]
     for case, result in zip(cases, run(*cases), strict=True):
-        assert result["weights"] < 1e-5 and result["metrics"] < 1e-4, (case, result)
-        assert result["same"], (case, result)
+        assert result["weights"] < 1e-4 * result["change"], (case, result)
+        assert result["share"] < (0.7 if "adafactor" in case[2].values() else 0.2), (case, result)
 
 
 @pytest.mark.slow
