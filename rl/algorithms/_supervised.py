@@ -26,6 +26,9 @@ class Supervised:
         """Returns the values of `adaptive_coefs` for the next update: the same."""
         return coefs
 
+    def token_flags(self, inputs: Any) -> None:
+        """Returns which tokens the loss cuts off: None, it cuts off none."""
+
     def with_totals(self, inputs: Any) -> Any:
         """Returns the `PolicyInputs` of a mini-batch with its counts; see
         `PolicyGradient.with_totals`."""

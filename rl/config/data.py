@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    TypeAdapter,
+    ValidationInfo,
+    WrapValidator,
+    field_validator,
+)
 
 import rollout.types
 from rewards.registry import REWARD_MODEL
@@ -71,6 +82,11 @@ class ColumnNames(Strict):
         default="margin",
         description="by how much the scores of a pair are to differ (reward_model); absent: 0",
     )
+    source: str | None = Field(
+        default=None,
+        description="column that says where a row came from, such as data_source; metrics and "
+        "samples go by it (docs/data.md); null: the name of the dataset in a list of datasets",
+    )
 
 
 class DataOptions(Strict):
@@ -119,13 +135,112 @@ class DataOptions(Strict):
     )
 
 
-def _refuses_long_rows(options: DataOptions) -> DataOptions:
-    if options.too_long != "refuse":
+class NamedDataOptions(DataOptions):
+    """A dataset of a list of datasets: the keys of one dataset, and its name."""
+
+    name: str | None = Field(
+        default=None,
+        description="name of the dataset in metrics, samples and messages: letters, digits and "
+        "_ . -; null: the last part of its path without the ending, or its task",
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _plain(cls, name: str | None) -> str | None:
+        if name is not None and name != source_name(name):
+            raise ValueError(f"has letters, digits and _ . - only, got {name!r}")
+        return name
+
+    @property
+    def label(self) -> str:
+        """Returns the name of the dataset."""
+        if self.name is not None:
+            return self.name
+        if self.path is None:
+            return source_name(str(self.task).rpartition(":")[2])
+        path = PurePath(self.path.rpartition("@")[0] or self.path)
+        is_file = path.suffix.lower() in _ENDINGS
+        return source_name(path.stem if is_file else path.name)
+
+
+class WeightedDataOptions(NamedDataOptions):
+    """A dataset of a list of datasets that a stage draws from: the keys of one dataset, its name
+    and its weight."""
+
+    weight: float | None = Field(
+        default=None,
+        gt=0,
+        description="share of the rows that come from it, in relation to the weights of the "
+        "others; all datasets of a list have one, or none has: each row then comes equally often",
+    )
+
+
+_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+
+
+def source_name(text: str) -> str:
+    """Returns a text as the name of a source in metrics: other characters than letters, digits and
+    _ . - become -."""
+    return re.sub(r"[^\w.-]+", "-", text) or "-"
+
+
+AnyDataset = TypeVar("AnyDataset", bound=NamedDataOptions)
+
+
+def _one_or_list_of(kind: type[AnyDataset]) -> WrapValidator:
+    """Returns the validator of one dataset, a list of datasets, or none. It looks at the form of
+    the value first, so that errors are about the form that was written."""
+    entries = TypeAdapter(list[kind])
+
+    def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
+        if isinstance(value, list):
+            return _checked_list(entries.validate_python(value))
+        return handler(None) if value is None else DataOptions.model_validate(value)
+
+    return WrapValidator(validate)
+
+
+def _checked_list(options: list[AnyDataset]) -> list[AnyDataset]:
+    if not options:
+        raise ValueError("a list of datasets has one or more, got none")
+    labels = Counter(each.label for each in options)
+    if repeated := next((label for label, count in labels.items() if count > 1), None):
+        raise ValueError(f"two datasets are called {repeated!r}; give each a `name`")
+    weights = [each.weight for each in options if isinstance(each, WeightedDataOptions)]
+    if None in weights and any(weight is not None for weight in weights):
+        label = next(each.label for each in options if getattr(each, "weight", None) is None)
+        raise ValueError(f"{label} has no weight and others have one; give all a `weight`, or none")
+    return options
+
+
+TrainedData = Annotated[
+    DataOptions | list[WeightedDataOptions] | None, _one_or_list_of(WeightedDataOptions)
+]
+"""Data of stages: one dataset, or several that are drawn from by weight."""
+
+
+HeldOutData = Annotated[DataOptions | list[NamedDataOptions], _one_or_list_of(NamedDataOptions)]
+"""Data that nothing is trained on: one dataset, or several with numbers of their own."""
+
+
+def datasets_of(
+    data: DataOptions | Sequence[NamedDataOptions] | None,
+) -> list[DataOptions]:
+    """Returns the datasets of a section of data; [] without one."""
+    if data is None:
+        return []
+    return [data] if isinstance(data, DataOptions) else list(data)
+
+
+def _refuses_long_rows(
+    data: DataOptions | list[NamedDataOptions],
+) -> DataOptions | list[NamedDataOptions]:
+    if any(each.too_long != "refuse" for each in datasets_of(data)):
         raise ValueError(
             "`too_long` cannot change held-out rows: the numbers of an evaluation are those of "
             "all its rows"
         )
-    return options
+    return data
 
 
 def _by_token_id(biases: Any) -> Any:
@@ -142,11 +257,12 @@ def _by_token_id(biases: Any) -> Any:
 class EvaluationOptions(Section):
     """Before the first and after the last step of every stage, and every `every` steps."""
 
-    data: Annotated[DataOptions, AfterValidator(_refuses_long_rows)] = Field(
-        description="the held-out problems"
+    data: Annotated[HeldOutData, AfterValidator(_refuses_long_rows)] = Field(
+        description="the held-out problems: a dataset, or a list of datasets, which are also "
+        "measured one by one (eval/NAME/greedy_accuracy)"
     )
     every: int = Field(default=0, ge=0, description="steps; 0: only first and last")
-    problems: int = Field(default=256, ge=1, description="the first ones of the data, at most")
+    problems: int = Field(default=256, ge=1, description="the first ones of each dataset, at most")
     samples: int = Field(
         default=0,
         ge=0,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -410,13 +411,25 @@ def _model_at(path: tuple) -> type[BaseModel] | None:
     annotation: Any = RunConfig
     for part in path:
         models = [kind for kind in accepted_types(annotation) if _is_model(kind)]
+        entries = _entries_of(annotation)
         if models and str(part) in models[0].model_fields:
             annotation = models[0].model_fields[str(part)].annotation
-        elif not models and str(part).isdecimal() and typing.get_origin(annotation) is list:
-            annotation = typing.get_args(annotation)[0]
+        elif entries is not None and str(part).isdecimal():
+            annotation = entries
         else:
             return None
     return next((kind for kind in accepted_types(annotation) if _is_model(kind)), None)
+
+
+def _entries_of(annotation: Any) -> Any:
+    """Returns the type of the entries of a list, also of one among other types; None without a
+    list."""
+    if typing.get_origin(annotation) is list:
+        return typing.get_args(annotation)[0]
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return None
+    entries = map(_entries_of, typing.get_args(annotation))
+    return next((each for each in entries if each is not None), None)
 
 
 def _is_model(kind: Any) -> bool:

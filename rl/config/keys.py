@@ -48,7 +48,8 @@ def models_in(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
         yield annotation, False
     for argument in typing.get_args(annotation):
         yield from (
-            (model, typing.get_origin(annotation) is list) for model, _ in models_in(argument)
+            (model, is_entry or typing.get_origin(annotation) is list)
+            for model, is_entry in models_in(argument)
         )
 
 

@@ -91,7 +91,13 @@ def _section(model: type[BaseModel], paths: list[str]) -> str:
         lines += ["The name of an algorithm, and the options of that algorithm, which follow.", ""]
     if shorthand := getattr(model, "shorthand", None):
         lines += [f"Short form: `{shorthand}`.", ""]
-    return "\n".join([*lines, *_table(model.model_fields), ""])
+    own = model.model_fields
+    sections = _sections()
+    if extended := next((base for base in model.__mro__[1:] if base in sections), None):
+        names = ", ".join(f"`{path}`" for path in sections[extended])
+        lines += [f"The keys of {names}, and:", ""]
+        own = {name: field for name, field in own.items() if name not in extended.model_fields}
+    return "\n".join([*lines, *_table(own), ""])
 
 
 def _algorithm(name: str) -> str:

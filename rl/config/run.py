@@ -19,7 +19,7 @@ import rollout.types
 from policy.mesh.axes import STATIONARY_RULES
 from policy.ops.seeds import SEEDS
 from policy.runtime import Runtime
-from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
+from rl.config.data import EvaluationOptions, RewardSettings, TrainedData
 from rl.config.mesh import MeshOptions
 from rl.config.model import ModelOptions, TeacherOptions, TokenizerOptions
 from rl.config.schema import FINITE, HOME, Section, Strict, fields_of
@@ -205,7 +205,10 @@ class RunConfig(Strict):
         ge=2,
         description="tokens of a prompt and its completion together; the cache's length",
     )
-    data: DataOptions | None = Field(default=None, description="what all stages learn from")
+    data: TrainedData = Field(
+        default=None,
+        description="what all stages learn from: a dataset, or a list of datasets with weights",
+    )
     rewards: RewardSettings | None = Field(default=None, description="how completions are scored")
     teacher: TeacherOptions | None = Field(
         default=None, description="the model that stages of `distill` learn from"

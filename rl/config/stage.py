@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 import rl.algorithms
 import rollout.types
-from rl.config.data import DataOptions, RewardSettings
+from rl.config.data import HeldOutData, RewardSettings, TrainedData
 from rl.config.model import TeacherOptions
 from rl.config.schema import Section, Strict, accepted_types, as_integer, fields_of
 
@@ -286,9 +286,10 @@ class HeldOutOptions(Strict):
     """The loss on rows that the stage does not train on, without a gradient: before the first step
     of the stage, after its last one, and every `every` steps (sft, dpo, kto, reward_model)."""
 
-    data: DataOptions = Field(
-        description="the rows, in the form of the rows of the stage; without a `split`, `eval` of "
-        "a task and `test` of a dataset of the hub"
+    data: HeldOutData = Field(
+        description="the rows, in the form of the rows of the stage: a dataset, or a list of "
+        "datasets, which are also measured one by one (held_out/NAME/loss); without a `split`, "
+        "`eval` of a task and `test` of a dataset of the hub"
     )
     every: int = Field(default=0, ge=0, description="steps; 0: only first and last")
 
@@ -440,7 +441,9 @@ class StageOptions(Strict):
         default=SamplingOptions(),
         description="of completions; sft: of its evaluations, which are greedy",
     )
-    data: DataOptions | None = Field(default=None, description="instead of the run's data")
+    data: TrainedData = Field(
+        default=None, description="instead of the run's data; a dataset, or a list of datasets"
+    )
     rewards: RewardSettings | None = Field(default=None, description="instead of the run's rewards")
     teacher: TeacherOptions | None = Field(
         default=None, description="instead of the run's teacher (distill)"

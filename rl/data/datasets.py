@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from rewards import RewardError, registry
 from rewards.workers.columns import plain
-from rl.config.data import DataOptions, RewardSettings
+from rl.config.data import DataOptions, NamedDataOptions, RewardSettings, source_name
 from rl.data import media
 from rl.data.encoded import Example
 from rl.data.rows.files import Malformed
@@ -100,7 +101,7 @@ def load(
             problems.add(where, row.text)
             continue
         try:
-            example = read(where, row, options)
+            example = _with_source(read(where, row, options), _source_of(row, options))
             if processors is None:
                 examples.append(media.refuse(example, row, base))
             else:
@@ -115,20 +116,46 @@ def load(
     return Dataset(examples, name, total)
 
 
-def order(seed: int, rows: int, index: int) -> int:
+def has_sources(options: DataOptions) -> bool:
+    """Whether rows of a dataset know where they came from."""
+    return isinstance(options, NamedDataOptions) or options.columns.source is not None
+
+
+def _source_of(row: Mapping[str, Any], options: DataOptions) -> str | None:
+    """Returns where a row came from, as in `Example.source`. Raises MissingColumn."""
+    column = options.columns.source
+    if column is None:
+        return options.label if isinstance(options, NamedDataOptions) else None
+    if row.get(column) is None:
+        raise MissingColumn(
+            f"no column {column!r}, which `columns.source` names; there are "
+            f"{', '.join(map(str, row)) or 'none'}"
+        )
+    return source_name(str(row[column]))
+
+
+def _with_source(example: Example, source: str | None) -> Example:
+    """Returns an example that knows where it came from. Rewards get it as the column `source`,
+    unless the row has one."""
+    if source is None:
+        return example
+    return replace(example, source=source, columns={"source": source} | example.columns)
+
+
+def order(seed: int, rows: int, index: int, part: int = 0) -> int:
     """Returns the row of the `index`-th prompt of a run: each epoch is a permutation of all rows.
 
-    The result depends on the arguments only, so that a resumed run continues with the next prompt.
+    part: number of the dataset among several; they have different orders. The result depends on the
+    arguments only, so that a resumed run continues with the next prompt.
     """
     epoch, place = divmod(index, rows)
-    return int(_permutation(seed, rows, epoch)[place])
+    return int(_permutation(seed, rows, epoch, part)[place])
 
 
-@functools.lru_cache(maxsize=8)
-def _permutation(seed: int, rows: int, epoch: int) -> np.ndarray:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(
-        rows
-    )
+@functools.lru_cache(maxsize=32)
+def _permutation(seed: int, rows: int, epoch: int, part: int) -> np.ndarray:
+    sequence = np.random.SeedSequence([seed, epoch] if part == 0 else [seed, epoch, part])
+    return np.random.Generator(np.random.Philox(sequence)).permutation(rows)
 
 
 def column_problems(settings: RewardSettings, examples: Sequence[Example]) -> Iterator[str]:

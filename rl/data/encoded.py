@@ -34,6 +34,8 @@ class Example:
     parts.
     tools: JSON schemas of the tools that the chat template describes, or None.
     first: the number of the message from which on turns of the assistant are trained on.
+    source: where the row came from: the name of its dataset, or the text of a column; None: the
+    data have one source.
     """
 
     prompt: str | Messages
@@ -46,6 +48,7 @@ class Example:
     references: tuple[Reference, ...] = ()
     tools: list[dict[str, Any]] | None = None
     first: int = 0
+    source: str | None = None
 
 
 class Row(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from rl.config.data import DataOptions
+from rl.config.data import DataOptions, datasets_of
 from rl.config.run import RunConfig
 from rl.data.encoded import Pair, Row
 from rl.errors import Fault
@@ -82,13 +82,14 @@ class Limit:
 def too_long_key(config: RunConfig, source: DataOptions) -> str:
     """Returns the dotted key of `too_long` for a section of data of the run: this object, not one
     that is equal."""
-    if source is config.data:
-        return "data.too_long"
+    sections = {"data": config.data}
     for number, stage in enumerate(config.stages):
-        sections = {"data": stage.data, "held_out.data": stage.held_out and stage.held_out.data}
-        for key, section in sections.items():
-            if section is source:
-                return f"stages.{number}.{key}.too_long"
+        sections[f"stages.{number}.data"] = stage.data
+        sections[f"stages.{number}.held_out.data"] = stage.held_out and stage.held_out.data
+    for key, section in sections.items():
+        for index, each in enumerate(datasets_of(section)):
+            if each is source:
+                return f"{key}.too_long" if each is section else f"{key}.{index}.too_long"
     return "data.too_long"
 
 

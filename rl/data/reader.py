@@ -16,7 +16,7 @@ from rewards import RewardError, Runner, RunnerOptions, Share
 from rewards.workers.media import Picture, Sound
 from rewards.workers.threads import Call, Failure
 from rl.cluster.launch import raise_on_all
-from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
+from rl.config.data import DataOptions, EvaluationOptions, RewardSettings, datasets_of
 from rl.config.model import TeacherOptions
 from rl.config.run import RunConfig
 from rl.config.stage import StageOptions
@@ -60,6 +60,11 @@ def _runner(settings: RewardSettings) -> Runner:
         )
     except RewardError as error:
         raise ConfigError(f"rewards: {error}") from None
+
+
+def _identity(source: DataOptions) -> str:
+    """Returns a text that is equal for two datasets with the same rows."""
+    return source.model_dump_json(exclude={"weight"})
 
 
 def _refuse_long(
@@ -146,7 +151,11 @@ class DataReader:
         ConfigError for a bad word of theirs that the tokenizer has no tokens for."""
         self.check_words(options.bad_words, "evaluation")
         longest = max(stages, key=lambda stage: stage.sampling.max_new_tokens)
-        self.held_out = list(self.problems(options.data, longest, held_out=options.problems).own)
+        self.held_out = [
+            problem
+            for each in datasets_of(options.data)
+            for problem in self.problems(each, longest, held_out=options.problems).own
+        ]
 
     def check_words(self, words: Iterable[str], section: str) -> None:
         """Raises ConfigError for a bad word of a section that the tokenizer has no tokens for."""
@@ -201,7 +210,7 @@ class DataReader:
         evaluated = held_out is not None
         dataset = self._load(source, everywhere=evaluated, held_out=evaluated)
         dataset = replace(dataset, examples=dataset.examples[:held_out])
-        key = ("problems", source.model_dump_json(), held_out)
+        key = ("problems", _identity(source), held_out)
         encoded = raise_on_all(
             partial(self._once, key, lambda: [self._problem(example) for example in dataset])
         )
@@ -268,7 +277,7 @@ class DataReader:
         dataset = self._load(source, **form)
         read = partial(
             self._once,
-            (*key, *form.items(), source.model_dump_json()),
+            (*key, *form.items(), _identity(source)),
             lambda: [encode(example) for example in dataset],
         )
         encoded = raise_on_all(read)
@@ -330,7 +339,7 @@ class DataReader:
         """Loads a dataset. everywhere: every process loads all rows, as of an evaluation, because
         it samples completions for all of them."""
         part = (0, 1) if everywhere else (processes.index(), processes.count())
-        key = ("data", everywhere, source.model_dump_json(), *form.items())
+        key = ("data", everywhere, _identity(source), *form.items())
         return self._once(key, lambda: self._checked(source, part=part, **form))
 
     def _checked(self, source: DataOptions, **form: Any) -> datasets.Dataset:

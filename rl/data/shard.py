@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from policy.mesh import processes
+from rl.config.data import DataOptions, NamedDataOptions
+from rl.data.datasets import has_sources
+from rl.data.drawing.mixture import Part
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,9 @@ class Shard:
     of the process on,
         for n processes.
     effect: what happened to rows that were too long; None: there were none.
+    parts: the datasets that the rows come from, one after the other; (): one dataset.
+    sources: where each row of all processes came from, as in `Example.source`; None: from one
+    source.
     """
 
     own: Sequence[Any]
@@ -28,6 +35,8 @@ class Shard:
     examples: Sequence[Any] = ()
     numbers: Sequence[int] | None = None
     effect: str | None = None
+    parts: Sequence[Part] = ()
+    sources: Sequence[str] | None = None
 
     def numbered(self) -> dict[int, Any]:
         """Returns the rows of this process by their number among all."""
@@ -55,3 +64,45 @@ class Shard:
             for number, row in part.items()
         }
         return [rows[number] for number in numbers]
+
+
+def joined(shards: Sequence[Shard], options: Sequence[DataOptions]) -> Shard:
+    """Returns the rows of one or several datasets with these options, one dataset after the other.
+    All processes call it at the same time."""
+    if not any(map(has_sources, options)):
+        return shards[0]
+    starts = list(itertools.accumulate((shard.total for shard in shards), initial=0))
+    numbered = [
+        (start + number, row, example)
+        for start, shard in zip(starts, shards, strict=False)
+        for (number, row), example in zip(shard.numbered().items(), shard.examples, strict=True)
+    ]
+    numbers = [number for number, _, _ in numbered]
+    own = [example.source for _, _, example in numbered]
+    sources = [""] * starts[-1]
+    for part in processes.all_gather_object(list(zip(numbers, own, strict=True))):
+        for number, source in part:
+            sources[number] = source
+    return Shard(
+        own=[row for _, row, _ in numbered],
+        total=starts[-1],
+        examples=[example for _, _, example in numbered],
+        numbers=numbers,
+        effect=_effects(shards, options),
+        parts=[
+            Part(each.label, shard.total, getattr(each, "weight", None))
+            for each, shard in zip(options, shards, strict=True)
+            if isinstance(each, NamedDataOptions)
+        ],
+        sources=sources,
+    )
+
+
+def _effects(shards: Sequence[Shard], options: Sequence[DataOptions]) -> str | None:
+    """Returns what happened to rows that were too long, by the name of their dataset."""
+    texts = [
+        f"of {each.label} {shard.effect}" if isinstance(each, NamedDataOptions) else shard.effect
+        for each, shard in zip(options, shards, strict=True)
+        if shard.effect is not None
+    ]
+    return "; ".join(texts) or None

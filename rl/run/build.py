@@ -28,6 +28,7 @@ from policy.model import Graph, Model
 from policy.ops.host_memory import NoHostMemory, in_host_memory
 from rl.accounting.program_memory import ProgramMemoryLog
 from rl.cluster.launch import on_first
+from rl.config.data import datasets_of
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
 from rl.data import models, towers
@@ -260,7 +261,8 @@ def slots(config: RunConfig, layout: Layout) -> int:
     sampled = [each for each in config.stages if rl.stages.kind_of(each).samples_completions]
     counts = [each.prompts_per_step * each.samples_per_prompt for each in sampled]
     if evaluation is not None:
-        counts.append(evaluation.problems * max(1, evaluation.samples))
+        problems = evaluation.problems * len(datasets_of(evaluation.data))
+        counts.append(problems * max(1, evaluation.samples))
     most = max(counts, default=1)
     return min(options.slots, max(1 << (most - 1).bit_length(), layout.mesh.size))
 

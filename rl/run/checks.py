@@ -8,7 +8,7 @@ The checks are fast and import no jax. They run before anything is built, and fo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,13 @@ from policy.huggingface import sources
 from rewards import plugins
 from rewards.suggest import nearest, nearest_path
 from rl.config import changes, mesh
-from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
+from rl.config.data import (
+    DataOptions,
+    EvaluationOptions,
+    NamedDataOptions,
+    RewardSettings,
+    datasets_of,
+)
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
 from rl.data import models
@@ -56,8 +62,7 @@ def _faults(config: RunConfig) -> Iterator[Fault]:
     yield from _tokenizer(config)
     yield from mesh.faults(config.mesh)
     yield from mesh.rule_faults(config.generator.rules or {}, ("generator", "rules"))
-    if config.data:
-        yield from _data(("data",), config.data)
+    yield from _datasets(("data",), config.data)
     if config.rewards:
         yield from _rewards(("rewards",), config.rewards)
     if config.evaluation:
@@ -66,10 +71,9 @@ def _faults(config: RunConfig) -> Iterator[Fault]:
     stages = rl.stages.create(config)
     trained = [stage.name for stage in stages if not stage.trains_policy]
     for stage in stages:
-        if stage.options.data:
-            yield from _data((*stage.path, "data"), stage.options.data)
+        yield from _datasets((*stage.path, "data"), stage.options.data)
         if stage.options.held_out:
-            yield from _data((*stage.path, "held_out", "data"), stage.options.held_out.data)
+            yield from _datasets((*stage.path, "held_out", "data"), stage.options.held_out.data)
         if stage.options.rewards:
             yield from _rewards((*stage.path, "rewards"), stage.options.rewards)
         yield from stage.check()
@@ -335,6 +339,12 @@ def _tokenizer(config: RunConfig) -> Iterator[Fault]:
             )
 
 
+def _datasets(path: Key, data: DataOptions | Sequence[NamedDataOptions] | None) -> Iterator[Fault]:
+    """Checks one dataset, or each of a list."""
+    for number, each in enumerate(datasets_of(data)):
+        yield from _data(path if each is data else (*path, number), each)
+
+
 def _data(path: Key, data: DataOptions) -> Iterator[Fault]:
     if data.task is not None:
         import rl.tasks
@@ -523,8 +533,10 @@ def _reward_model_directory(config: RunConfig, source: str, trained: list[str]) 
 
 
 def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[Fault]:
-    yield from _data(("evaluation", "data"), evaluation.data)
-    yield from _held_out_share(config, evaluation.data)
+    yield from _datasets(("evaluation", "data"), evaluation.data)
+    for number, each in enumerate(datasets_of(evaluation.data)):
+        place = () if each is evaluation.data else (number,)
+        yield from _held_out_share(config, each, ("evaluation", "data", *place))
     if config.rewards is None and not all(stage.rewards for stage in config.stages):
         yield Fault("needs rewards to tell correct completions; add `rewards`", key=("evaluation",))
     if evaluation.samples == 0 and "k" in evaluation.model_fields_set and evaluation.k != [1]:
@@ -556,16 +568,17 @@ def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[Fa
         )
 
 
-def _held_out_share(config: RunConfig, held_out: DataOptions) -> Iterator[Fault]:
+def _held_out_share(config: RunConfig, held_out: DataOptions, path: Key) -> Iterator[Fault]:
     """Checks that training and evaluation have the same `eval_share`, which decides the problems
     that are held out."""
     for data in [config.data, *(stage.data for stage in config.stages)]:
-        if data and data.task == held_out.task is not None:
-            shares = [one.options.get("eval_share") for one in (data, held_out)]
+        for trained in datasets_of(data):
+            if trained.task != held_out.task or held_out.task is None:
+                continue
+            shares = [one.options.get("eval_share") for one in (trained, held_out)]
             if shares[0] != shares[1]:
-                path = ("evaluation", "data", "options", "eval_share")
                 yield Fault(
                     f"{shares[1]} here and {shares[0]} in training (None: the default); they must "
                     "be the same",
-                    key=path,
+                    key=(*path, "options", "eval_share"),
                 )

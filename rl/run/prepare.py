@@ -13,7 +13,7 @@ import rl.stages
 from policy.mesh import processes
 from rl.cluster.launch import raise_on_all
 from rl.config import files
-from rl.config.data import DataOptions
+from rl.config.data import DataOptions, datasets_of
 from rl.config.model import TokenizerOptions
 from rl.config.run import RunConfig
 from rl.data.encoded import Problem
@@ -128,7 +128,7 @@ def with_steps(config: RunConfig, *, hub: bool = True) -> tuple[RunConfig, list[
     """
     stages = [stage for stage in rl.stages.create(config) if stage.options.epochs is not None]
     if not hub:
-        stages = [stage for stage in stages if not _on_hub(stage.data)]
+        stages = [stage for stage in stages if not any(map(_on_hub, stage.datasets))]
     if not stages:
         return config, []
     data = DataReader(config)
@@ -152,17 +152,23 @@ def read_held_out(config: RunConfig, *, first: int | None = None, hub: bool = Tr
     for index, options in enumerate(config.stages):
         if (held_out := options.held_out) is None:
             continue
-        source = held_out.data
-        if not hub and _on_hub(source):
-            notes.append(
-                f"{source.path} is a dataset of the hub: its rows were not read (rl inspect reads "
-                "them)"
-            )
+        sources = []
+        for each in datasets_of(held_out.data):
+            if not hub and _on_hub(each):
+                notes.append(
+                    f"{each.path} is a dataset of the hub: its rows were not read (rl inspect "
+                    "reads them)"
+                )
+            elif first is None:
+                sources.append(each)
+            else:
+                sources.append(each.model_copy(update={"limit": min(first, each.limit or first)}))
+        if not sources:
             continue
         chosen.append(index)
         if first is not None:
-            short = source.model_copy(update={"limit": min(first, source.limit or first)})
-            held_out = held_out.model_copy(update={"data": short})
+            data = sources if isinstance(held_out.data, list) else sources[0]
+            held_out = held_out.model_copy(update={"data": data})
             stages[index] = options.model_copy(update={"held_out": held_out})
     if not chosen:
         return notes

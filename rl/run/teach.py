@@ -58,7 +58,8 @@ def teach(config: RunConfig, options: TeachOptions) -> None:
     stops = tuple(sorted({*reader.stop_ids, *stage.options.sampling.stop_token_ids}))
     used = models.ids_in_use(reader.tokenizer, config.model)
     teachers.check_teacher(teacher_options, reader.tokenizer, stops, used)
-    rows = reader.demonstrations(stage.data, stage.algorithm.train_on).own
+    stage.read_rows(reader)
+    rows = stage.rows.own
     if (seen := next((row for row in rows if row.media is not None), None)) is not None:
         raise DataError(
             f"{seen.media.references[0].where}: `rl teach` reads texts only; set model.media: never"

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rl.config.data import datasets_of
 from rl.data import models
+from rl.data.datasets import has_sources
 from rl.errors import Fault
 from rl.stages import algorithm_of
 from rl.stages.sampling import filters
 from rollout.types import SamplingParams
 
 if TYPE_CHECKING:
+    from rl.config.data import DataOptions
     from rl.config.run import RunConfig
 
 
@@ -73,9 +76,14 @@ class ConfiguredStage:
         return self.algorithm.inputs | repeated
 
     @property
-    def data(self) -> Any:
-        """Returns the DataOptions of the stage, or of the run."""
-        return self.options.data or self.config.data
+    def datasets(self) -> list[DataOptions]:
+        """Returns the datasets of the stage, or of the run; [] without one."""
+        return datasets_of(self.options.data or self.config.data)
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether rows of the stage know where they came from."""
+        return any(map(has_sources, self.datasets))
 
     @property
     def rewards(self) -> Any:
@@ -168,7 +176,7 @@ class ConfiguredStage:
         stage = self.options
         config = self.config
         name = self.options.algorithm.name
-        if not self.data:
+        if not self.datasets:
             yield Fault(
                 f"{name} needs data, here or for all stages (`data`)", key=(*self.path, "data")
             )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rewards.registry import RewardError, locate
 from rewards.suggest import nearest
+from rl.config.data import DataOptions, NamedDataOptions, datasets_of
 from rl.stages.configured import ConfiguredStage
 
 NAMES = (
@@ -18,6 +19,7 @@ NAMES = (
     "eval/reward_mean",
     "eval/pass@<k>",
     "eval/unscored_samples",
+    "eval/<source>/<metric>",
     "held_out/<metric>",
     "reward/mean",
     "reward/std",
@@ -49,6 +51,12 @@ NAMES = (
     "async/staleness_mean",
     "async/staleness_max",
     "data/epoch",
+    "source/<source>/rows",
+    "source/<source>/epoch",
+    "source/<source>/reward_mean",
+    "source/<source>/frac_zero_std",
+    "source/<source>/mean_length",
+    "source/<source>/nll",
     "batch/trained_share",
     "media/pictures",
     "media/rows",
@@ -196,6 +204,15 @@ NAMES = (
 """The names of docs/metrics.md. In `rewards/<name>/mean`, `<name>` is a reward function; k, layer
 and part as there."""
 
+_OF_EVALUATED_SOURCES = (
+    "greedy_accuracy",
+    "reward_mean",
+    "problems",
+    "unscored",
+    "unscored_samples",
+)
+"""Metrics of an evaluation that each source has, besides pass@k."""
+
 _OF_LOSSES = {
     "supervised": r"loss|nll|entropy",
     "preference": r"loss|nll|entropy|rewards/(chosen|rejected|margins|accuracies)|logps/.+",
@@ -230,6 +247,20 @@ _CONDITIONS = (
         "(reward|advantage|completion|dynamic|async|sampler|clip_ratio)/|rewards/.+/|time/sample$",
         lambda stage: stage.samples_completions,
         "this stage samples no completions",
+    ),
+    _Condition("source/", lambda stage: stage.has_sources, "its data have one source"),
+    _Condition(
+        "source/.+/epoch$", lambda stage: len(stage.datasets) > 1, "its data are one dataset"
+    ),
+    _Condition(
+        "source/.+/(reward_mean|frac_zero_std|mean_length)$",
+        lambda stage: stage.samples_completions,
+        "this stage samples no completions",
+    ),
+    _Condition(
+        "source/.+/nll$",
+        lambda stage: stage.algorithm.stage == "supervised",
+        "only sft and distill have it",
     ),
     _Condition(
         "held_out/|time/held_out$", lambda stage: stage.options.held_out, "`held_out` is null"
@@ -287,6 +318,15 @@ def reward_names(stage: ConfiguredStage) -> list[str]:
     return names
 
 
+def _sources(datasets: Sequence[DataOptions]) -> list[str]:
+    """Returns the names of the sources of these datasets; <source> for those of a column."""
+    return [
+        "<source>" if each.columns.source is not None else each.label
+        for each in datasets
+        if isinstance(each, NamedDataOptions) or each.columns.source is not None
+    ]
+
+
 def _excluded(stage: ConfiguredStage, metric: str) -> str | None:
     """Returns why a stage never has a metric, or None."""
     for condition in _CONDITIONS:
@@ -302,20 +342,23 @@ def _general(metric: str) -> str:
     name = re.sub(r"^rewards/[^/]+/", "rewards/<name>/", metric)
     name = re.sub(r"^(activation/\w+)/\w+$", r"\1/<layer>", name)
     name = re.sub(r"^held_out/.+$", "held_out/<metric>", name)
+    name = re.sub(r"^source/[^/]+/", "source/<source>/", name)
     return re.sub(r"@\d+$", "@<k>", re.sub(r"^grad_norm/\w+$", "grad_norm/<part>", name))
 
 
 def _patterns(stage: ConfiguredStage) -> Iterator[str]:
     """Yields patterns of the names that a stage can have."""
     for name in _examples(stage):
-        yield re.escape(name).replace("<layer>", r"\w+").replace("<part>", r"\w+")
+        pattern = re.escape(name).replace("<layer>", r"\w+").replace("<part>", r"\w+")
+        yield pattern.replace("<source>", "[^/]+")
     evaluation = stage.config.evaluation
     for name in evaluation.metrics if evaluation and stage.trains_policy else ():
         yield f"eval/{re.escape(name.rpartition(':')[2])}(/.+)?"
 
 
 def _examples(stage: ConfiguredStage) -> Iterator[str]:
-    """Yields the names that a stage can have, with `<layer>` and `<part>`."""
+    """Yields the names that a stage can have, with `<layer>`, `<part>`, and `<source>` where a
+    column of the rows names it."""
     yield from getattr(stage.algorithm, "metric_names", ())
     evaluation = stage.config.evaluation
     for name in NAMES:
@@ -323,12 +366,20 @@ def _examples(stage: ConfiguredStage) -> Iterator[str]:
             continue
         if name == "eval/pass@<k>":
             yield from (f"eval/pass@{k}" for k in (evaluation.k if evaluation else ()))
+        elif name == "eval/<source>/<metric>":
+            metrics = [f"pass@{k}" for k in evaluation.k] if evaluation.samples else []
+            for source in _sources(datasets_of(evaluation.data)):
+                yield from (f"eval/{source}/{each}" for each in (*_OF_EVALUATED_SOURCES, *metrics))
         elif name == "held_out/<metric>":
-            yield from (
-                f"held_out/{each}"
-                for each in NAMES
-                if re.fullmatch(_OF_LOSSES[stage.algorithm.stage], each)
-            )
+            held_out = datasets_of(stage.options.held_out.data)
+            losses = [
+                each for each in NAMES if re.fullmatch(_OF_LOSSES[stage.algorithm.stage], each)
+            ]
+            yield from (f"held_out/{each}" for each in losses)
+            for source in _sources(held_out):
+                yield from (f"held_out/{source}/{each}" for each in losses)
+        elif name.startswith("source/"):
+            yield from (name.replace("<source>", each) for each in _sources(stage.datasets))
         elif "<name>" in name:
             yield from (name.replace("<name>", reward) for reward in reward_names(stage))
         else:

@@ -16,7 +16,7 @@ from rl.accounting.flops import memory_share, rates
 from rl.errors import Fault
 from rl.stages import inputs
 from rl.stages.inputs import StepData
-from rl.stages.sampling import filters, rollouts
+from rl.stages.sampling import by_source, filters, rollouts
 from rl.stages.sampling.dynamic import DynamicSampling
 from rl.stages.sampling.staleness import check_difference, difference, gap, stale_tokens, staleness
 from rl.stages.sampling.synchronous import Synchronous
@@ -29,7 +29,9 @@ from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
     from policy.model import Graph
+    from rl.config.data import DataOptions
     from rl.data.reader import DataReader
+    from rl.data.shard import Shard
     from rl.stages.context import Context
     from rl.stages.sampling.producer import Producer
     from rl.training.batch import Batch
@@ -103,8 +105,11 @@ class Stage(StageKind):
         yield from self._check_no_capacity()
         yield from self._check_room()
 
+    def read(self, reader: DataReader, source: DataOptions, held_out: bool = False) -> Shard:
+        return reader.problems(source, self.options)
+
     def prepare(self, reader: DataReader) -> None:
-        self.rows = reader.problems(self.data, self.options)
+        self.read_rows(reader)
         self.prepare_rewards(reader, self.prompts())
         reader.check_teacher(self.teacher, self.options.sampling.stop_token_ids)
         reader.check_words(self.options.sampling.bad_words, f"stages.{self.index}.sampling")
@@ -385,6 +390,7 @@ class Stage(StageKind):
         flops += self.trainer.total_flops - data.flops_before
         metrics["perf/step_tflop"] = flops / 1e12
         drafted = self.config.generator.speculative > 0
+        metrics |= by_source.of_rollouts(sampled, data.scores)
         return rollouts.metrics(sampled, data.scores, drafted=drafted) | metrics
 
 

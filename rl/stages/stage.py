@@ -20,7 +20,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import ceil, isfinite
@@ -30,12 +30,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from rl.accounting.flops import rates
+from rl.config.data import datasets_of
 from rl.data import datasets, models, towers
+from rl.data.drawing.mixture import Mixture
+from rl.data.shard import joined
 from rl.data.tokenizer import write_tokenizer
 from rl.errors import ModelError
 from rl.stages import generation
 from rl.stages.configured import ConfiguredStage
-from rl.stages.sampling import rollouts
+from rl.stages.sampling import by_source, rollouts
 from rl.stages.sampling.evaluation import Evaluation
 from rl.stages.sharing import sharing_of
 from rollout.collect import Rollouts, Source, collect
@@ -113,24 +116,27 @@ class StageKind(ConfiguredStage, ABC):
         """Reads the rows of the stage. Raises ConfigError or DataError."""
 
     def read(self, reader: DataReader, source: DataOptions, held_out: bool = False) -> Shard:
-        """Reads the rows of a source in the form of this stage. held_out: they are not trained
+        """Reads the rows of a dataset in the form of this stage. held_out: they are not trained
         on."""
         raise NotImplementedError(f"{self.name} has no rows with answers")
 
     def read_rows(self, reader: DataReader) -> None:
         """Reads the rows of the stage, and those that its loss is measured on."""
-        self.rows = self.read(reader, self.data)
+        self.rows = joined([self.read(reader, each) for each in self.datasets], self.datasets)
         self.read_held_out(reader)
 
     def read_held_out(self, reader: DataReader) -> None:
         """Reads the rows of `held_out`, if the stage has such rows."""
         if self.options.held_out is not None:
-            self.held_out_rows = self.read(reader, self.options.held_out.data, held_out=True)
+            sources = datasets_of(self.options.held_out.data)
+            shards = [self.read(reader, each, held_out=True) for each in sources]
+            self.held_out_rows = joined(shards, sources)
 
-    def held_out_examples(self) -> list[Any]:
-        """Returns the held-out rows of all processes, in the form of `to_batch`."""
+    def held_out_examples(self, numbers: Sequence[int]) -> list[Any]:
+        """Returns the held-out rows with these numbers of all processes, in the form of
+        `to_batch`."""
         assert self.held_out_rows is not None
-        return self.held_out_rows.take(range(self.held_out_rows.total))
+        return self.held_out_rows.take(numbers)
 
     def to_batch(self, rows: Sequence[Any]) -> tuple[Batch, Documents]:
         """Returns (a batch with these rows of data, the pictures and sounds of its sequences)."""
@@ -335,7 +341,25 @@ class StageKind(ConfiguredStage, ABC):
         """Returns the indices in the data of the examples that a stage takes as number 0, 1, 2, ...
         of its `total`."""
         seed = self.config.seed * 1000 + self.index
+        if (mixture := self._mixture(total)) is not None:
+            return mixture.order(seed, numbers)
         return [datasets.order(seed, total, number) for number in numbers]
+
+    @property
+    def step_sources(self) -> list[str]:
+        """Returns where each example of the current step came from, in data with sources."""
+        sources = self.rows.sources
+        assert sources is not None
+        per_row = self.rows_of_data // self.rows.total
+        return [sources[number // per_row] for number in self.example_numbers]
+
+    def _mixture(self, total: int) -> Mixture | None:
+        """Returns the order of the `total` examples of several datasets; None for one dataset."""
+        parts = self.rows.parts
+        if len(parts) < 2:
+            return None
+        per_row = total // self.rows.total
+        return Mixture([replace(part, rows=part.rows * per_row) for part in parts])
 
     def draw_examples(self, total: int, count: int | None = None) -> list[int]:
         """Draws the next `count` of the `total` examples, in shuffled order, and counts them as
@@ -413,6 +437,11 @@ class StageKind(ConfiguredStage, ABC):
         means["batch/trained_share"] = float(np.count_nonzero(batch.mask)) / max(1, batch.real)
         if self.rows_of_data:
             means["data/epoch"] = progress.examples_drawn / self.rows_of_data
+            if (mixture := self._mixture(self.rows_of_data)) is not None:
+                epochs = mixture.epochs(progress.examples_drawn)
+                means |= {f"source/{name}/epoch": value for name, value in epochs.items()}
+        if self.has_sources and not self.samples_completions:
+            means |= by_source.of_rows(self.step_sources)
         flops = self.trainer.total_flops - flops_before
         means |= {} if context.media is None else context.media.metrics()
         return state, coefs | means | rates(

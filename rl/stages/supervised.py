@@ -8,10 +8,13 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rl.data import teacher as teachers
 from rl.data.teacher_files import TeacherFiles, vocabulary_sha256
 from rl.errors import ConfigError, Fault, ModelError
 from rl.stages import inputs
+from rl.stages.sampling import by_source
 from rl.stages.scorers import bound_teacher
 from rl.stages.shapes import abstract_batch, abstract_rows, held_out_program, policy_update
 from rl.stages.sharing import sharing_of
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from rl.training.batch import Batch
     from rl.training.media.tables import Documents, StepTable
     from rl.training.teacher import Teacher
-    from rl.training.trainer import RunState
+    from rl.training.trainer import RunState, TokenOutputs
 
 MOST_OUTSIDE = 1e-3
 """Largest probability that the policy may give to ids that a teacher's smaller vocabulary does not
@@ -82,9 +85,20 @@ class Stage(StageKind):
         state = inputs.state_of(self.inputs)
         teacher = bound_teacher(self.config, self.teacher, self.algorithm, graph.layout)
         self.trainer = Trainer(
-            graph, self.options, self.algorithm, self.config.seed, state=state, teacher=teacher
+            graph,
+            self.options,
+            self.algorithm,
+            self.config.seed,
+            state=state,
+            returns_tokens=self._records_losses,
+            teacher=teacher,
         )
         self.trainer.sharing = sharing_of(self, graph)
+
+    @property
+    def _records_losses(self) -> bool:
+        """Whether a step tells the losses of its sources apart: those of rows with one sequence."""
+        return self.has_sources and self.sequences_per_row == 1
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
         state = self.abstract()
@@ -162,7 +176,12 @@ class Stage(StageKind):
         if inputs.any_at(self, inputs.MODEL_PASSES):
             inputs.run_model_passes(self, data)
         self.complete(data)
-        state, updated = self.update(state, data.batch, n, data.table)
+        outputs: list[TokenOutputs] = []
+        on_tokens = outputs.append if self._records_losses else None
+        state, updated = self.update(state, data.batch, n, data.table, on_tokens=on_tokens)
+        if outputs:
+            logp_NT = np.concatenate([each.on_host()["logp"] for each in outputs])
+            updated |= by_source.of_losses(self.step_sources, logp_NT, data.batch.mask)
         updated["perf/step_tflop"] = (self.trainer.total_flops - flops_before) / 1e12
         return state, data.metrics | updated
 

@@ -14,7 +14,7 @@ import numpy as np
 from rl.data.encoded import Row
 from rl.data.limits import cut_row
 from rl.data.rows.forms import label_of, read_labelled
-from rl.errors import Fault
+from rl.errors import DataError, Fault
 from rl.stages import inputs, supervised
 from rl.stages.shapes import abstract_batch
 from rl.stages.supervised import documents_of
@@ -78,9 +78,14 @@ class Stage(supervised.Stage):
 
         self.read_rows(reader)
         counts = {len(answers) for answers in self.rows.own}
-        self.answers_per_example = max(
-            max(each, default=0) for each in processes.all_gather_object(counts)
-        )
+        counts = set().union(*processes.all_gather_object(counts))
+        if len(counts) > 1:
+            names = ", ".join(each.path or f"task {each.task}" for each in self.datasets)
+            raise DataError(
+                f"{self.name}: some rows of {names} are pairs and others answers with a label; "
+                "give them one form, or stages of their own"
+            )
+        self.answers_per_example = max(counts, default=0)
         self.prepare_rewards(reader, [])
 
     @property
@@ -108,8 +113,8 @@ class Stage(supervised.Stage):
         batch = batch_of(sequences, [label for _, label in rows], self.config.max_length)
         return batch, documents_of(sequences)
 
-    def held_out_examples(self) -> list[Answer]:
-        return [answer for answers in super().held_out_examples() for answer in answers]
+    def held_out_examples(self, numbers: Sequence[int]) -> list[Answer]:
+        return [answer for answers in super().held_out_examples(numbers) for answer in answers]
 
     def counted(self, batch: Batch) -> Batch:
         return without_others(batch)

@@ -19,6 +19,7 @@ import rewards.registry
 import rl.algorithms
 from rl.commands import cli
 from rl.config import files, reference
+from rl.config.data import datasets_of
 from rl.data import datasets
 from rl.data.media import read_processors
 from rl.data.tokenizer import read_tokenizer
@@ -172,23 +173,23 @@ def test_configurations_load_and_their_data_too(document, tmp_path):
         )
         config = load([file, rest])
         for stage in config.stages:
-            if stage.data is not None:
+            for each in datasets_of(stage.data):
                 datasets.load(
-                    stage.data,
+                    each,
                     pairs=rl.algorithms.get(stage.algorithm.name).stage
                     in ("preference", "reward_model"),
                 )
-        if config.data.path is None or Path(config.data.path).exists():
+        for data in datasets_of(config.data):
+            if data.path is not None and not Path(data.path).exists():
+                continue
             expected = {
                 key
                 for f in config.rewards.functions
                 for key in rewards.registry.parameters(rewards.load(f.name), "").required
             }
-            shown = config.data.task in ("pictures", "tones")  # a model that reads them
+            shown = data.task in ("pictures", "tones")  # a model that reads them
             processors = read_processors(config, read_tokenizer(config)[0]) if shown else None
-            given = datasets.load(config.data, processors=processors).columns | set(
-                rewards.registry.GIVEN
-            )
+            given = datasets.load(data, processors=processors).columns | set(rewards.registry.GIVEN)
             assert expected - {key for f in config.rewards.functions for key in f.options} <= given
 
 

@@ -72,7 +72,7 @@ def test_long_rows_are_refused_in_one_message_with_the_keys_that_help(stage):
         stage("grpo", PROMPTS)
     own = {"algorithm": "sft", "steps": 1, "data": "rows.jsonl"}
     with pytest.raises(DataError, match=r"; stages.0.data.too_long=drop"):
-        file = stage("sft", PROMPTS[:1]).data.path
+        file = stage("sft", PROMPTS[:1]).datasets[0].path
         stage("sft", PROMPTS, data=None, stages=[own | {"data": file}])
 
 

@@ -17,7 +17,13 @@ from pydantic.json_schema import JsonSchemaValue
 
 from policy import families, remat
 from policy.mesh.axes import AXES, DEFAULT_RULES, DESCRIPTIONS, REPLICATED, UNUSED
-from rl.config.data import DataOptions, EvaluationOptions, RewardOptions
+from rl.config.data import (
+    DataOptions,
+    EvaluationOptions,
+    NamedDataOptions,
+    RewardOptions,
+    WeightedDataOptions,
+)
 from rl.config.editors import plugins
 from rl.config.editors.algorithms import algorithm, algorithm_part
 from rl.config.editors.files import (
@@ -39,6 +45,7 @@ from rl.config.run import GeneratorSection, ProfileOptions, RunConfig
 from rl.config.schema import Strict
 from rl.config.stage import StageOptions
 
+_DATASETS = (DataOptions, NamedDataOptions, WeightedDataOptions)
 _MERGED = ("every_stage", "if_present")
 _SECTIONS = {
     "vision_config": "the tower of pictures",
@@ -122,7 +129,7 @@ def _definitions() -> dict[str, JsonSchemaValue]:
     }
     choices = {
         RewardOptions: ("name", plugins.reward_options()),
-        DataOptions: ("task", plugins.task_options()),
+        **dict.fromkeys(_DATASETS, ("task", plugins.task_options())),
     }
     unused = {
         axis: {"const": 1, "description": f"only 1 device: {text}", "doNotSuggest": True}
@@ -189,7 +196,7 @@ def _types() -> dict[tuple[type, str], Any]:
         (ModelOptions, "source"): Literal[*model_presets()] | str,
         (ModelOptions, "remat_tensors"): _remat_tensors(),
         (TokenizerOptions, "source"): Literal["bytes", "characters"] | str,
-        (DataOptions, "task"): plugins.task_name(),
+        **{(model, "task"): plugins.task_name() for model in _DATASETS},
         (RewardOptions, "name"): plugins.reward_name(),
         (EvaluationOptions, "k"): list[_Count],
         (EvaluationOptions, "metrics"): list[plugins.Plugin],

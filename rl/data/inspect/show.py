@@ -25,11 +25,11 @@ _WIDTH = 118
 def lines(inspection: Inspection, rows: int, color: bool) -> Iterator[str]:
     """Yields the text of an inspection: the first rows of each stage, then the faults.
 
-    rows: rows shown per stage. color: use the colors of a terminal in place of marks.
+    rows: rows shown per stage and source. color: use the colors of a terminal in place of marks.
     """
     for stage in inspection.stages:
         yield f"== {stage.name}: {stage.total} rows, {_stops(stage)}{statistics(stage.rows)}"
-        for row in stage.rows[:rows]:
+        for row in stage.first_rows(rows):
             yield from _row(stage, row, color)
     if rows and inspection.stages:
         yield _legend(color)
@@ -44,7 +44,7 @@ def to_json(inspection: Inspection, rows: int) -> dict[str, Any]:
             "stage": stage.name,
             "rows": stage.total,
             "stops": list(stage.stops),
-            "shown": [_plain(stage, r) for r in stage.rows[:rows]],
+            "shown": [_plain(stage, r) for r in stage.first_rows(rows)],
         }
         for stage in inspection.stages
     ]
@@ -60,7 +60,7 @@ def page(inspection: Inspection, rows: int) -> str:
         parts.append(
             f"<h2>{html.escape(stage.name)}: {stage.total} rows, {html.escape(_stops(stage))}</h2>"
         )
-        for row in stage.rows[:rows]:
+        for row in stage.first_rows(rows):
             tokens = "".join(map(_span, pieces(stage, row)))
             parts.append(f"<h3>{html.escape(row.example.where)}</h3><pre>{tokens}</pre>")
     css = "".join(f".{kind}{{color:{color}}}" for kind, color in _CSS.items())

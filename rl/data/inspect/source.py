@@ -4,15 +4,15 @@ imports jax in a child process only (weights.py)."""
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import rl.algorithms
 from policy.huggingface import generation_config, sources
 from rewards.suggest import nearest_path
-from rl.config.data import DataOptions, RewardSettings
+from rl.config.data import DataOptions, RewardSettings, datasets_of
 from rl.config.run import RunConfig
 from rl.data import datasets, models, towers
 from rl.data import teacher as teachers
@@ -31,6 +31,7 @@ from rl.errors import ConfigError, DataError, Fault
 from rollout.media.processors import Processors
 from rollout.text.tokenizer import CHAT_TEMPLATE
 
+AnyData = TypeVar("AnyData", bound=DataOptions)
 ENCODED = 5000
 """Rows that are encoded for the checks: all of a smaller dataset, otherwise a seeded sample."""
 
@@ -156,7 +157,7 @@ def stage_rows(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, 
     options = config.stages[index]
     algorithm = rl.algorithms.get(options.algorithm.name, **(options.algorithm.model_extra or {}))
     samples = algorithm.stage == "online"
-    data = options.data or config.data
+    data = datasets_of(options.data or config.data)
     stops = tuple(sorted({*stops, *options.sampling.stop_token_ids}))
     return StageRows(
         name=config.stage_names[index],
@@ -170,7 +171,7 @@ def stage_rows(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, 
         train_on=getattr(algorithm, "train_on", "assistant"),
         vocab_size=models.vocabulary_size(config.model),
         declared_stops={"tokenizer": [tokenizer.eos_token_id], **declared_stops(config)},
-        task=data is not None and data.task is not None,
+        task=bool(data) and all(each.task is not None for each in data),
         prompts_per_step=options.prompts_per_step,
     )
 
@@ -181,8 +182,11 @@ def _held_out(
     if config.evaluation is None:
         return []
     try:
-        return _loaded(config.evaluation.data, processors, held_out=True).examples[
-            : config.evaluation.problems
+        most = config.evaluation.problems
+        return [
+            example
+            for each in datasets_of(config.evaluation.data)
+            for example in _loaded(each, processors, held_out=True).examples[:most]
         ]
     except DataError as error:
         malformed.append(Fault(f"evaluation: {str(error).splitlines()[0]}", check=14))
@@ -197,13 +201,33 @@ def _stage(
     held_out: list[Example],
 ) -> StageRows:
     stage = stage_rows(config, index, encoder.tokenizer, stops)
-    options = config.stages[index].data or config.data
-    if options is None:
+    sources = datasets_of(config.stages[index].data or config.data)
+    if not sources:
         raise DataError("the stage has no data")
     pairs = stage.kind in ("preference", "reward_model")
     form: dict[str, Any] = {"demonstrations": stage.kind == "supervised", "pairs": pairs}
     if stage.kind == "unpaired":
         form = {"read": read_labelled}
+    read = [_read(config, stage, each, encoder, form) for each in sources]
+    return replace(
+        stage,
+        rows=[row for each in read for row in each.rows],
+        problems=[problem for each in read for problem in each.problems],
+        total=sum(each.total for each in read),
+        held_out=held_out,
+        effect="; ".join(each.effect for each in read if each.effect is not None) or None,
+    )
+
+
+def _read(
+    config: RunConfig,
+    stage: StageRows,
+    options: DataOptions,
+    encoder: ExampleEncoder,
+    form: Mapping[str, Any],
+) -> StageRows:
+    """Returns the rows of one dataset of a stage. form: as `datasets.load` takes it."""
+    limit = _limit(config, [options], stage.limit.new_tokens)
     dataset = _loaded(options, encoder.processors, **form)
     examples = dataset.examples
     if encoder.processors is not None:
@@ -221,23 +245,24 @@ def _stage(
         except ValueError as error:
             problems.append((example, str(error)))
     effect = None
-    if stage.limit.too_long != "refuse":
-        fitting = fit(encoded, stage.limit, _longest, never_cut if stage.samples else _cut)
-        effect = stage.limit.effect(len(encoded) - len(fitting.rows), fitting.cut, len(encoded))
+    if limit.too_long != "refuse":
+        fitting = fit(encoded, limit, _longest, never_cut if stage.samples else _cut)
+        effect = limit.effect(len(encoded) - len(fitting.rows), fitting.cut, len(encoded))
         read_all = options.limit is None or dataset.total < options.limit
         if encoded and not fitting.rows and read_all:
-            raise DataError(stage.limit.nothing_left(effect))
+            raise DataError(limit.nothing_left(effect))
         encoded = fitting.rows
     rows = [row for each in encoded for row in each]
-    return replace(
-        stage, rows=rows, problems=problems, total=dataset.total, held_out=held_out, effect=effect
-    )
+    return replace(stage, rows=rows, problems=problems, total=dataset.total, effect=effect)
 
 
-def _limit(config: RunConfig, data: DataOptions | None, new_tokens: int) -> Limit:
-    if data is None:
+def _limit(config: RunConfig, data: Sequence[DataOptions], new_tokens: int) -> Limit:
+    """Returns how long rows may be: the limit of the first dataset that refuses longer ones, since
+    the rows of the others have been made to fit."""
+    if not data:
         return Limit(config.max_length, new_tokens)
-    return Limit(config.max_length, new_tokens, data.too_long, too_long_key(config, data))
+    first = next((each for each in data if each.too_long == "refuse"), data[0])
+    return Limit(config.max_length, new_tokens, first.too_long, too_long_key(config, first))
 
 
 def _longest(rows: list[Encoded]) -> int:
@@ -281,16 +306,19 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     _check_teachers(config)
     notes: list[str] = []
 
-    def first(options: DataOptions | None) -> DataOptions | None:
-        if options is None or options.path is None or hub_name(options.path, alone=True) is None:
-            return options and options.model_copy(
-                update={"limit": min(count, options.limit or count)}
-            )
+    def shortened(options: AnyData) -> AnyData | None:
+        if options.path is None or hub_name(options.path, alone=True) is None:
+            return options.model_copy(update={"limit": min(count, options.limit or count)})
         notes.append(
             f"{options.path} is a dataset of the hub{nearest_path(options.path)}: its rows were "
             "not read (rl inspect reads them)"
         )
         return None
+
+    def first(data: Any) -> Any:
+        if not isinstance(data, list):
+            return data and shortened(data)
+        return list(filter(None, map(shortened, data))) or None
 
     data = first(config.data)
     stages = [stage.model_copy(update={"data": first(stage.data)}) for stage in config.stages]

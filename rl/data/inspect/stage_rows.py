@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -112,6 +113,16 @@ class StageRows:
         """The examples of the rows, each once."""
         seen: dict[int, Example] = {id(row.example): row.example for row in self.rows}
         return list(seen.values())
+
+    def first_rows(self, count: int) -> list[Encoded]:
+        """Returns the first rows, so many of each source."""
+        seen: Counter[str | None] = Counter()
+        result = []
+        for row in self.rows:
+            if seen[row.example.source] < count:
+                seen[row.example.source] += 1
+                result.append(row)
+        return result
 
     @property
     def messages(self) -> bool:

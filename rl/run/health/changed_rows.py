@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from policy.mesh import processes
-from rl.config.data import DataOptions
+from rl.config.data import DataOptions, datasets_of
 from rl.config.run import RunConfig
 from rl.data.encoded import Example
 from rl.data.shard import Shard
@@ -112,18 +112,19 @@ def _held_out_of(stage: str) -> str:
 
 
 def _described(config: RunConfig, name: str) -> str:
-    data: DataOptions | None = None
+    data: Sequence[DataOptions] = ()
     rows = f"the rows of {name}"
     if name == HELD_OUT:
-        data = config.evaluation.data if config.evaluation else None
+        data = datasets_of(config.evaluation and config.evaluation.data)
         rows = "the held-out rows"
     for stage, options in zip(config.stage_names, config.stages, strict=True):
         if name == stage:
-            data = options.data or config.data
+            data = datasets_of(options.data or config.data)
         elif name == _held_out_of(stage) and options.held_out is not None:
-            data = options.held_out.data
+            data = datasets_of(options.held_out.data)
             rows = f"the held-out rows of {stage}"
-    return rows if data is None else f"{rows} ({data.path or f'task {data.task}'})"
+    names = ", ".join(each.path or f"task {each.task}" for each in data)
+    return f"{rows} ({names})" if names else rows
 
 
 def _entry(rows: int, total: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -47,38 +47,55 @@ class HeldOutLoss:
         began = time.perf_counter()
         stage = self._stage
         flops = stage.trainer.total_flops
-        blocks = []
-        coefs = stage.context.progress.adaptive_coefs
+        metrics = {}
         with stage.context.timeline.span("held-out loss", stage=stage.name):
-            for batch, documents in self._batches():
-                batch, table = self._with_media(batch, documents)
-                batch = stage.with_inputs(state, batch, table)
-                options = {"table": table and table.table, "adaptive_coefs": coefs}
-                blocks.append(stage.trainer.held_out_loss(state, batch, self._counts, **options))
+            for prefix, rows in self._rows.items():
+                values = self._loss(state, rows, self._counts[prefix])
+                metrics |= {f"{prefix}{name}": float(value) for name, value in values.items()}
         stage.trainer.total_flops = flops  # those of training
-        values = reduce_metrics(
-            {name: np.asarray([block[name] for block in blocks]) for name in blocks[0]}
-        )
-        metrics = {f"held_out/{name}": float(value) for name, value in values.items()}
         return metrics | {"time/held_out": time.perf_counter() - began}
 
-    @cached_property
-    def _counts(self) -> Counter[str]:
-        """Returns the counts of all rows that the loss divides by."""
-        counts: Counter[str] = Counter()
-        for batch, _ in self._batches():
-            counts.update(self._stage.trainer.counts(self._stage.counted(batch)))
-        return counts
+    def _loss(self, state: Any, rows: Sequence[Any], counts: Counter[str]) -> dict[str, Any]:
+        """Returns the metrics of the loss of these rows. counts: what the loss divides by."""
+        stage = self._stage
+        coefs = stage.context.progress.adaptive_coefs
+        blocks = []
+        for batch, documents in self._batches(rows):
+            batch, table = self._with_media(batch, documents)
+            batch = stage.with_inputs(state, batch, table)
+            options = {"table": table and table.table, "adaptive_coefs": coefs}
+            blocks.append(stage.trainer.held_out_loss(state, batch, counts, **options))
+        return reduce_metrics(
+            {name: np.asarray([block[name] for block in blocks]) for name in blocks[0]}
+        )
 
     @cached_property
-    def _rows(self) -> list[Any]:
-        return self._stage.held_out_examples()
+    def _rows(self) -> dict[str, list[Any]]:
+        """Returns the rows of all sources, and of each of several, by the beginning of the names of
+        their metrics."""
+        stage = self._stage
+        assert stage.held_out_rows is not None
+        numbers = {"held_out/": [*range(stage.held_out_rows.total)]}
+        sources = stage.held_out_rows.sources or ()
+        for name in sorted(set(sources)):
+            numbers[f"held_out/{name}/"] = [n for n, each in enumerate(sources) if each == name]
+        return {prefix: stage.held_out_examples(each) for prefix, each in numbers.items()}
 
-    def _batches(self) -> Iterator[tuple[Batch, Documents]]:
-        """Yields the rows in blocks, the last one filled with rows of padding."""
+    @cached_property
+    def _counts(self) -> dict[str, Counter[str]]:
+        """Returns the counts of the rows that a loss divides by, as in `_rows`."""
+        result = {}
+        for prefix, rows in self._rows.items():
+            result[prefix] = counts = Counter[str]()
+            for batch, _ in self._batches(rows):
+                counts.update(self._stage.trainer.counts(self._stage.counted(batch)))
+        return result
+
+    def _batches(self, rows: Sequence[Any]) -> Iterator[tuple[Batch, Documents]]:
+        """Yields rows in blocks, the last one filled with rows of padding."""
         size = self._stage.rows_per_update
-        for start in range(0, len(self._rows), size):
-            block = self._rows[start : start + size]
+        for start in range(0, len(rows), size):
+            block = rows[start : start + size]
             batch, documents = self._stage.to_batch(block)
             if missing := size - len(block):
                 batch = batch.with_padding(missing)

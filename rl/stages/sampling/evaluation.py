@@ -86,27 +86,54 @@ class Evaluation:
         options = self.options
         greedy, sampled = params_of(options, self._params)
         trajectories, totals = self._rollouts(greedy, step)
-        metrics = {
-            "eval/problems": float(len(self.problems)),
-            "eval/unscored": float(np.sum(~np.isfinite(totals))),
-        }
-        scored = totals[np.isfinite(totals)]
-        if scored.size:
-            metrics["eval/greedy_accuracy"] = float(np.mean(at_least(scored, options.correct_at)))
-            metrics["eval/reward_mean"] = float(np.mean(scored))
+        sources = self._sources()
+        metrics = {}
+        for prefix, rows in sources.items():
+            metrics |= {
+                f"{prefix}{name}": each for name, each in self._greedy(totals[rows]).items()
+            }
         for name in options.metrics:
             metrics |= _own_metric(name, self.problems, trajectories, totals)
         if options.samples:
             totals = self._rollouts(sampled, step)[1].reshape(len(self.problems), options.samples)
-            scored = np.isfinite(totals).sum(axis=1)
-            correct = at_least(totals, options.correct_at).sum(axis=1)
-            counts = list(zip(scored.tolist(), correct.tolist(), strict=True))
             metrics["eval/samples"] = float(options.samples)
-            metrics["eval/unscored_samples"] = float(np.sum(~np.isfinite(totals)))
-            for k in options.k:
-                if chances := [pass_at_k(n, c, k) for n, c in counts if n >= k]:
-                    metrics[f"eval/pass@{k}"] = float(np.mean(chances))
+            for prefix, rows in sources.items():
+                of_rows = self._sampled(totals[rows])
+                metrics |= {f"{prefix}{name}": each for name, each in of_rows.items()}
         return metrics | {"time/eval": time.perf_counter() - began}
+
+    def _sources(self) -> dict[str, list[int]]:
+        """Returns the problems of all sources, and of each where problems have sources, by the
+        beginning of the names of their metrics."""
+        result = {"eval/": [*range(len(self.problems))]}
+        sources = [problem.example.source for problem in self.problems]
+        for name in sorted({each for each in sources if each is not None}):
+            result[f"eval/{name}/"] = [n for n, each in enumerate(sources) if each == name]
+        return result
+
+    def _greedy(self, totals_P: np.ndarray) -> dict[str, float]:
+        """Returns the metrics of greedy completions with these rewards."""
+        scored = totals_P[np.isfinite(totals_P)]
+        metrics = {
+            "problems": float(len(totals_P)),
+            "unscored": float(np.sum(~np.isfinite(totals_P))),
+        }
+        if scored.size:
+            correct = at_least(scored, self.options.correct_at)
+            metrics["greedy_accuracy"] = float(np.mean(correct))
+            metrics["reward_mean"] = float(np.mean(scored))
+        return metrics
+
+    def _sampled(self, totals_PG: np.ndarray) -> dict[str, float]:
+        """Returns the metrics of sampled completions with these rewards."""
+        scored = np.isfinite(totals_PG).sum(axis=1)
+        correct = at_least(totals_PG, self.options.correct_at).sum(axis=1)
+        counts = list(zip(scored.tolist(), correct.tolist(), strict=True))
+        metrics = {"unscored_samples": float(np.sum(~np.isfinite(totals_PG)))}
+        for k in self.options.k:
+            if chances := [pass_at_k(n, c, k) for n, c in counts if n >= k]:
+                metrics[f"pass@{k}"] = float(np.mean(chances))
+        return metrics
 
     def _rollouts(self, params: SamplingParams, step: int) -> tuple[list[Trajectory], np.ndarray]:
         """Returns (trajectories, rewards float[problems * n]); NaN where there is no score."""

@@ -197,6 +197,7 @@ def records(
                 "eval": advantages is None,
                 "media": entries(problem.media),
                 "segments": _lengths(trajectory),
+                "source": problem.example.source,
             }
             lines.append(line | {name: value for name, value in optional.items() if value})
     return lines

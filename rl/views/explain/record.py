@@ -106,13 +106,14 @@ class StageRecord:
         return f"{self.key(dotted)} ({'by default ' if is_default else 'now '}{shown})"
 
     def setting(self, section: str) -> tuple[Mapping[str, Any], str]:
-        """Returns (section of the stage, or else of the run; its dotted key): `data` or
-        `rewards`."""
+        """Returns (section of the stage, or else of the run; its dotted key): `data` or `rewards`.
+        The section is {} for several datasets."""
         own = self.options.get(section)
-        if isinstance(own, Mapping):
-            return own, self.key(section)
-        shared = self.run.config.get(section)
-        return (shared if isinstance(shared, Mapping) else {}), section
+        key = section if own is None else self.key(section)
+        value = self.run.config.get(section) if own is None else own
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        return (value if isinstance(value, Mapping) else {}), key
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
@@ -244,7 +245,9 @@ class RunRecord:
     @property
     def evaluation_problems(self) -> int:
         """Number of held-out problems of an evaluation, at most."""
-        return max(1, int(lookup(self.config, "evaluation.problems", 256)))
+        data = lookup(self.config, "evaluation.data", None)
+        datasets = len(data) if isinstance(data, list) else 1
+        return max(1, datasets * int(lookup(self.config, "evaluation.problems", 256)))
 
     @property
     def float32(self) -> bool:

@@ -14,7 +14,7 @@ from rl.views.report.read import Metric, RecordedRun, evaluation_problems
 from rl.views.report.series import BUCKETS, Axis, Curve, curve, wilson
 
 _MOST_STEPS = 2**40
-_FUNCTIONS = 6  # reward functions in one chart
+_FUNCTIONS = 6  # reward functions, or sources, in one chart
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,8 @@ def _filled(plan: ChartPlan, runs: Sequence[RecordedRun]) -> ChartPlan:
             if len(parts) > 1
             else ()
         )
+    elif plan.key == "sources":
+        lines = _by_source(names)
     elif plan.key == "evaluation":
         ks = sorted(
             int(each[1]) for name in names if (each := re.fullmatch(r"eval/pass@(\d+)", name))
@@ -129,6 +131,19 @@ def _filled(plan: ChartPlan, runs: Sequence[RecordedRun]) -> ChartPlan:
     else:
         return plan
     return replace(plan, lines=lines)
+
+
+def _by_source(names: Sequence[str]) -> tuple[ChartLine, ...]:
+    """Returns a line for each source: its mean reward, else its loss."""
+    for metric in ("reward_mean", "nll"):
+        sources = [
+            each[1] for name in names if (each := re.fullmatch(rf"source/(.+)/{metric}", name))
+        ]
+        if sources:
+            return tuple(
+                ChartLine(f"source/{each}/{metric}", each) for each in sources[:_FUNCTIONS]
+            )
+    return ()
 
 
 def _one_line(plan: ChartPlan, runs: Sequence[RecordedRun]) -> ChartPlan:

@@ -48,6 +48,13 @@ PLANS: tuple[ChartPlan, ...] = (
         "parts", "Reward by function", "Mean score of each function, before its weight.", (), "up"
     ),
     ChartPlan(
+        "sources",
+        "By source",
+        "Mean reward of the completions of each source of the data; without rewards, the mean "
+        "negative log-probability of its tokens.",
+        (),
+    ),
+    ChartPlan(
         "pairs",
         "Pairs ranked right",
         "Share of pairs in which the chosen answer scores higher.",

@@ -1,0 +1,1 @@
+"""Which rows of the data a stage takes next."""

@@ -1,0 +1,52 @@
+"""Metrics of a step by the source of its rows.
+
+P prompts, G completions of each, N rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from rewards import Scores
+from rewards.workers.rounding import all_equal, without_rounding
+from rollout.collect import Rollouts
+
+
+def of_rollouts(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
+    """Returns source/NAME/... of each source that has prompts in the step, by the names of
+    docs/metrics.md; {} for data of one source."""
+    sources = [group.problem.example.source for group in rollouts.groups]
+    totals_PG = without_rounding(scores.total.reshape(len(sources), -1))
+    lengths_PG = np.asarray(
+        [[len(each.new_tokens) for each in group.trajectories] for group in rollouts.groups]
+    )
+    result: dict[str, float] = {}
+    for source in sorted({each for each in sources if each is not None}):
+        rows = np.flatnonzero([each == source for each in sources])
+        scored = totals_PG[rows][np.isfinite(totals_PG[rows]).any(axis=1)]
+        result[f"source/{source}/rows"] = float(len(rows))
+        result[f"source/{source}/mean_length"] = float(lengths_PG[rows].mean())
+        if scored.size:
+            result[f"source/{source}/reward_mean"] = float(scored[np.isfinite(scored)].mean())
+            result[f"source/{source}/frac_zero_std"] = float(np.mean(list(map(all_equal, scored))))
+    return result
+
+
+def of_rows(sources: Sequence[str]) -> dict[str, float]:
+    """Returns source/NAME/rows of each source of the rows of a step."""
+    return {f"source/{name}/rows": float(count) for name, count in sorted(Counter(sources).items())}
+
+
+def of_losses(sources: Sequence[str], logp_NT: np.ndarray, mask_NT: np.ndarray) -> dict[str, float]:
+    """Returns source/NAME/nll: the mean of -logp over the tokens of each source that are trained
+    on."""
+    result = {}
+    trained_NT = mask_NT != 0
+    for name in sorted(set(sources)):
+        chosen_NT = trained_NT & np.asarray([each == name for each in sources])[:, None]
+        if chosen_NT.any():
+            result[f"source/{name}/nll"] = float(-logp_NT[chosen_NT].mean(dtype=np.float64))
+    return result
