@@ -440,8 +440,8 @@ class StageKind(ConfiguredStage, ABC):
             if (mixture := self._mixture(self.rows_of_data)) is not None:
                 epochs = mixture.epochs(progress.examples_drawn)
                 means |= {f"source/{name}/epoch": value for name, value in epochs.items()}
-        if self.has_sources and not self.samples_completions:
-            means |= by_source.of_rows(self.step_sources)
+            if self.has_sources and not self.samples_completions:
+                means |= by_source.of_rows(self.step_sources)
         flops = self.trainer.total_flops - flops_before
         means |= {} if context.media is None else context.media.metrics()
         return state, coefs | means | rates(
