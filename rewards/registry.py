@@ -95,7 +95,7 @@ class Parameters:
     required: tuple[str, ...]
     open: bool
 
-    def takes(self, name: str) -> bool:
+    def accepts(self, name: str) -> bool:
         """Tells whether the reward accepts an argument of this name."""
         return self.open or name in self.names
 
@@ -201,7 +201,7 @@ def parameters(function: RewardFunction, spec: str) -> Parameters:
         open=any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()),
     )
     hidden = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY]
-    if hidden or not parameters.takes("completions"):
+    if hidden or not parameters.accepts("completions"):
         raise RewardError(
             f"reward {spec}: its signature is {signature}; arguments are passed by name, so it "
             "must be `def f(prompts, completions, **columns)`, or name the columns that it uses"
@@ -220,26 +220,26 @@ def check(spec: str, options: dict | None = None, columns: Iterable[str] | None 
     """
     options = dict(options or {})
     function = locate(spec).function
-    takes = parameters(function, spec)
+    accepted = parameters(function, spec)
     reserved = {*TEXTS, *GIVEN}
     hints = _hints(function)
     for key, value in options.items():
         if key in reserved:
             raise RewardError(f"reward {spec}: {key!r} is given by the run and cannot be an option")
-        if not takes.takes(key):
-            choices = [name for name in takes.names if name not in reserved]
+        if not accepted.accepts(key):
+            choices = [name for name in accepted.names if name not in reserved]
             raise RewardError(f"reward {spec}: it has no option {key!r}{nearest(key, choices)}")
         if key in hints and not _fits(value, hints[key]):
             expected = getattr(hints[key], "__name__", hints[key])
             raise RewardError(f"reward {spec}: option {key!r} is {value!r}, expected {expected}")
     if columns is not None:
         columns = set(columns)
-        if taken := [name for name in GIVEN if name in columns and takes.takes(name)]:
+        if taken := [name for name in GIVEN if name in columns and accepted.accepts(name)]:
             raise RewardError(
                 f"reward {spec}: the data has a column {taken[0]!r}, but this argument is given "
                 "by the run; rename the column in the data"
             )
-        require_columns(spec, takes, options, {*columns, *GIVEN})
+        require_columns(spec, accepted, options, {*columns, *GIVEN})
     hook = getattr(function, "__duet_hooks__", Hooks()).check
     if hook is not None:
         activate(function)
@@ -250,11 +250,11 @@ def check(spec: str, options: dict | None = None, columns: Iterable[str] | None 
 
 
 def require_columns(
-    spec: str, takes: Parameters, options: Iterable[str], columns: Iterable[str]
+    spec: str, parameters: Parameters, options: Iterable[str], columns: Iterable[str]
 ) -> None:
     """Raises RewardError if a required argument is neither an option nor among the columns."""
     columns = {*columns}
-    missing = [name for name in takes.required if name not in {*options, *columns}]
+    missing = [name for name in parameters.required if name not in {*options, *columns}]
     if missing:
         raise RewardError(
             f"reward {spec}: it needs {', '.join(map(repr, missing))}, which is neither a column "

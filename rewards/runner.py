@@ -303,10 +303,10 @@ class Runner:
             "completions": plain(completions, "completions"),
         }
         for function in self._functions:
-            registry.require_columns(function.name, function.takes, function.options, columns)
+            registry.require_columns(function.name, function.parameters, function.options, columns)
         for name, column in columns.items():
-            named = any(name in function.takes.names for function in self._functions)
-            if not named and not any(function.takes.open for function in self._functions):
+            named = any(name in function.parameters.names for function in self._functions)
+            if not named and not any(function.parameters.open for function in self._functions):
                 continue
             try:
                 inputs[name] = plain(column, name)
@@ -475,6 +475,6 @@ def _resolve(functions: tuple[tuple[str, float, dict], ...]) -> tuple[Function, 
         seen[located.name] += 1
         name = located.name if seen[located.name] == 1 else f"{located.name}-{seen[located.name]}"
         values = plain(dict(options), f"options of {spec}")
-        takes = registry.parameters(located.function, spec)
-        resolved.append(Function(name, located.address, float(weight), values, takes))
+        parameters = registry.parameters(located.function, spec)
+        resolved.append(Function(name, located.address, float(weight), values, parameters))
     return tuple(resolved)

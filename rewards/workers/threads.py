@@ -27,7 +27,7 @@ class Function:
     address: str
     weight: float
     options: dict
-    takes: Parameters
+    parameters: Parameters
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def _arguments(function: Function, inputs: dict, samples: list[int]) -> dict:
     """Returns the arguments of one call on these samples, without the options."""
     arguments = {}
     for name, column in inputs.items():
-        if function.takes.takes(name) and name not in function.options:
+        if function.parameters.accepts(name) and name not in function.options:
             arguments[name] = (
                 column if name == "max_new_tokens" else [column[sample] for sample in samples]
             )

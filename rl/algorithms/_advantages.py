@@ -85,7 +85,7 @@ def group_advantages(rewards: ArrayLike, scale: str, std_eps: float) -> np.ndarr
     ).astype(dtype)
 
 
-def counted(
+def completion_mask(
     lengths: ArrayLike | None, token_kl: ArrayLike | None, mask: ArrayLike | None
 ) -> np.ndarray:
     """Returns bool[P,G,T]: `mask`, or if it is None the first `lengths` tokens of each completion.

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, model_validator
 
-from rl.algorithms._advantages import combined_advantages, counted, group_advantages
+from rl.algorithms._advantages import combined_advantages, completion_mask, group_advantages
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._sampled import Sampled
 
@@ -443,7 +443,9 @@ class KLReward(_Mixin):
         rewards_PG = np.asarray(rewards, np.float64)
         if not self.kl_reward_coef:
             return rewards_PG
-        kl_PGT = np.where(counted(lengths, token_kl, mask), self.require_token_kl(token_kl), 0.0)
+        kl_PGT = np.where(
+            completion_mask(lengths, token_kl, mask), self.require_token_kl(token_kl), 0.0
+        )
         return rewards_PG - self.kl_reward_coef * kl_PGT.sum(-1)
 
 

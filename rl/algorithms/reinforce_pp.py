@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field
 
-from rl.algorithms._advantages import centred, counted, precision, whiten
+from rl.algorithms._advantages import centred, completion_mask, precision, whiten
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._policy_gradient import Clipped, KLReward
 
@@ -52,7 +52,7 @@ class Algorithm(KLReward, Clipped):
         first `lengths`.
         """
         rewards_PG = np.asarray(rewards, np.float64)
-        mask_PGT = counted(lengths, token_kl, mask) & np.isfinite(rewards_PG)[..., None]
+        mask_PGT = completion_mask(lengths, token_kl, mask) & np.isfinite(rewards_PG)[..., None]
         if self.baseline:
             returns_PGT = np.broadcast_to(
                 centred(self.subtract_kl(rewards, lengths, token_kl, mask))[..., None],

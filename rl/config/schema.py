@@ -150,7 +150,7 @@ def fields_of(
         for name, field in options.items():
             if name in leave_out or name in section.model_fields:
                 continue
-            annotation = _as_written(_type_of(component, name))
+            annotation = _yaml_type(_type_of(component, name))
             metadata = dict(field.metadata)
             default = defaults.get(name, field.default)
             if default is dataclasses.MISSING:
@@ -189,15 +189,15 @@ def _type_of(component: type, name: str) -> Any:
     return typing.get_type_hints(alone)[name]
 
 
-def _as_written(annotation: Any) -> Any:
+def _yaml_type(annotation: Any) -> Any:
     """Returns the type that YAML has for an annotation: a list for a tuple or sequence, a dict for
     a mapping."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        return typing.Union[tuple(_as_written(one) for one in arguments)]  # noqa: UP007
+        return typing.Union[tuple(_yaml_type(one) for one in arguments)]  # noqa: UP007
     if origin in (tuple, collections.abc.Sequence):
-        return list[_as_written(arguments[0])]
+        return list[_yaml_type(arguments[0])]
     if origin is collections.abc.Mapping:
-        return dict[arguments[0], _as_written(arguments[1])]
+        return dict[arguments[0], _yaml_type(arguments[1])]
     return annotation

@@ -85,7 +85,7 @@ class Costs:
         return max(sizes, default=0.0)
 
 
-def described(name: str, gib: float | None) -> Target:
+def describe_target(name: str, gib: float | None) -> Target:
     """Describes a topology. Raises ConfigError for an unknown one, ResourceError if this machine
     cannot describe it."""
     topology = Topology.read(name)
@@ -93,12 +93,12 @@ def described(name: str, gib: float | None) -> Target:
     return Target.of(told, topology, gib)
 
 
-def begun(
+def start_compiling(
     config: RunConfig, name: str, gib: float | None
 ) -> tuple[Target, Iterator[ProgramReport]]:
     """Returns (target, reports of programs in the order in which they are compiled).
 
-    Raises as `described`, and the errors of the child.
+    Raises as `describe_target`, and the errors of the child.
     """
     topology = Topology.read(name)
     lines = _lines({"configs": [_plain(config)], "memory": gib and gib * GIB}, topology)

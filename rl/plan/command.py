@@ -11,7 +11,7 @@ from pathlib import Path
 import rl.stages
 from rl.accounting import chips
 from rl.config.run import RunConfig
-from rl.plan.children import Target, begun, described
+from rl.plan.children import Target, describe_target, start_compiling
 from rl.plan.compiled import GIB, ProgramReport
 from rl.plan.hlo import BETWEEN
 from rl.plan.search import as_yaml, best, search
@@ -40,7 +40,7 @@ def plan(config: RunConfig, options: PlanFlags) -> int:
     print(
         f"{options.topology}: compiling the programs of {', '.join(config.stage_names)}", flush=True
     )
-    target, compiled = begun(config, options.topology, options.memory)
+    target, compiled = start_compiling(config, options.topology, options.memory)
     reports = []
     for report in compiled:
         print(f"  {report.name}: {report.seconds:.0f} s", flush=True)
@@ -76,7 +76,7 @@ def plan(config: RunConfig, options: PlanFlags) -> int:
 def plan_search(config: RunConfig, options: PlanFlags) -> int:
     """Prints mesh, micro-batch and remat policy of the shortest step. Returns 0 if one fits, else
     1."""
-    target = described(options.topology, options.memory)
+    target = describe_target(options.topology, options.memory)
     print(
         f"{options.topology}: {target.count} devices; estimating meshes, micro-batches and remat "
         "policies",

@@ -128,7 +128,7 @@ def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
     ):
         resident = own.bytes
         if sampling:
-            resident += sampling.rolling if each.rollout_memory else sampling.bytes
+            resident += sampling.rollout_bytes if each.rollout_memory else sampling.bytes
         other = resident - on_a_device(each.resident)
         loop = {"trip_count": each.trip_count, "micro_rows": each.micro_rows}
         models = {"graph": each.graph, "teacher": each.teacher, "notes": each.notes}
@@ -238,7 +238,7 @@ class Sampling:
         of a device."""
         self.config = config
         self.graph = first.graph
-        self._shown_with = (
+        self._listed_with = (
             None
             if any(rl.stages.kind_of(each).samples_completions for each in config.stages)
             else first.name
@@ -262,11 +262,11 @@ class Sampling:
             scorer = Scorer(self.graph)
             kept = asked.record_kept
             self._verifier = Verifier(scorer, config.seed, stop_string=None, max_kept=kept)
-        self._dropped = bool(self._weights and self._weights.reshards)
+        self._drops_copy = bool(self._weights and self._weights.reshards)
         # Bytes per device while rollouts run, and bytes that stay.
-        self.rolling = on_a_device((self.cache, self._copy, self._decoded))
-        self.bytes = self.rolling - on_a_device(
-            (self._copy if self._dropped else {}, self._decoded)
+        self.rollout_bytes = on_a_device((self.cache, self._copy, self._decoded))
+        self.bytes = self.rollout_bytes - on_a_device(
+            (self._copy if self._drops_copy else {}, self._decoded)
         )
 
     @property
@@ -286,13 +286,13 @@ class Sampling:
     def used_by(self, stage: PlannedStage) -> bool:
         """Whether `stage` lists the programs: a stage that samples, or the first that evaluates if
         none samples."""
-        return stage.generates or self._shown_with == stage.name
+        return stage.generates or self._listed_with == stage.name
 
     def programs(self, stage: PlannedStage) -> Iterator[Planned]:
         """Yields the largest program of each kind."""
         runner = self._runner
         options = stage.options
-        held = stage.bytes + self.rolling
+        held = stage.bytes + self.rollout_bytes
         slots = runner.geometry.slots
         P = options.prompts_per_step
         weights = stage.state.policy.params
@@ -339,7 +339,7 @@ class Sampling:
     ) -> Iterator[Planned]:
         """Yields the longest programs that check so many exact completions of full length, without
         a replaced token."""
-        held = stage.bytes + self.rolling
+        held = stage.bytes + self.rollout_bytes
         L = verifier.scorer.lengths(self.config.max_length)[-1]
         for kind, arguments in verifier.program_inputs(weights, L).items():
             lower = partial(verifier.executables[kind].lower, *arguments)
@@ -388,10 +388,10 @@ class Sampling:
         """Returns the program that makes the copies: in place, or new at each step if they were
         released."""
         params = {path: stage.state.policy.params[path] for path in copies.paths}
-        lower = lambda: copies.lower(params, again=not self._dropped)  # noqa: E731
+        lower = lambda: copies.lower(params, again=not self._drops_copy)  # noqa: E731
         kind, times = (
             (RESHARD, int(stage.generates))
-            if self._dropped
+            if self._drops_copy
             else ("quantised copy", stage.options.updates_per_step)
         )
         return Planned(

@@ -78,7 +78,7 @@ def messages(record: Mapping[str, Any], name: str) -> Iterator[tuple[str, list[P
         yield "", [_piece(value, waiting)]
 
 
-def described(item: Mapping[str, Any]) -> str:
+def describe_item(item: Mapping[str, Any]) -> str:
     """Returns a picture or sound as text, e.g. `picture 640x480, 192 rows, digest 12ab34cd..`."""
     number = {key: value for key, value in item.items() if isinstance(value, (int, float))}
     facts = [f"{number['rows']:,} rows"] if "rows" in number else []
@@ -99,7 +99,7 @@ def flat(pieces: Sequence[Piece]) -> str:
     text = ""
     for number, piece in enumerate(pieces):
         separate = number and not (isinstance(piece, str) and isinstance(pieces[number - 1], str))
-        own = piece if isinstance(piece, str) else f"[{described(piece)}]"
+        own = piece if isinstance(piece, str) else f"[{describe_item(piece)}]"
         text += "\n" + own.lstrip("\n") if separate and not text.endswith("\n") else own
     return text
 

@@ -23,7 +23,7 @@ from rl.data.reader import DataReader
 from rl.data.teacher_files import TeacherFacts, TeacherWriter, model_sha256, vocabulary_sha256
 from rl.errors import ConfigError, DataError
 from rl.run import checks
-from rl.stages.scorers import bound_teacher
+from rl.stages.scorers import abstract_teacher
 from rl.stages.supervised import Stage
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _write(
     from rl.run import build
     from rl.training.teacher import ModelTeacher
 
-    teacher = bound_teacher(config, stage.teacher, stage.algorithm, build.on_mesh(config))
+    teacher = abstract_teacher(config, stage.teacher, stage.algorithm, build.on_mesh(config))
     assert isinstance(teacher, ModelTeacher)  # it has a source
     teacher.read()
     facts = writer.facts

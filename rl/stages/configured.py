@@ -139,7 +139,7 @@ class ConfiguredStage:
         return None
 
     @property
-    def unshared(self) -> tuple[str, str] | None:
+    def sharing_conflict(self) -> tuple[str, str] | None:
         """Returns (name, reason) of what in the configuration keeps sequences from sharing
         beginnings; None: nothing does."""
         options = self.options
@@ -202,8 +202,8 @@ class ConfiguredStage:
                 f"{config.model.expert_parallel}",
                 key=(*self.path, "router", "ragged_buffer_factor"),
             )
-        if stage.shared_prefix == "always" and self.unshared is not None:
-            excluded, reason = self.unshared
+        if stage.shared_prefix == "always" and self.sharing_conflict is not None:
+            excluded, reason = self.sharing_conflict
             yield Fault(
                 f"always does not go with {excluded}: {reason}; use auto",
                 key=(*self.path, "shared_prefix"),

@@ -21,7 +21,7 @@ from rl.stages.sampling.dynamic import DynamicSampling
 from rl.stages.sampling.staleness import check_difference, difference, gap, stale_tokens, staleness
 from rl.stages.sampling.synchronous import Synchronous
 from rl.stages.sampling.unscored import check_scored
-from rl.stages.scorers import bound_teacher
+from rl.stages.scorers import abstract_teacher
 from rl.stages.shapes import abstract_batch, abstract_rows, policy_update, update_program
 from rl.stages.sharing import sharing_of
 from rl.stages.stage import Program, StageKind
@@ -124,7 +124,7 @@ class Stage(StageKind):
             "temperature": self.options.sampling.temperature,
             "returns_tokens": True,
         }
-        how["teacher"] = bound_teacher(self.config, self.teacher, self.algorithm, graph.layout)
+        how["teacher"] = abstract_teacher(self.config, self.teacher, self.algorithm, graph.layout)
         state = inputs.state_of(self.inputs)
         self.trainer = Trainer(
             graph, self.options, self.algorithm, self.config.seed, state=state, **how

@@ -65,7 +65,7 @@ def load_scorers(
     return scorers
 
 
-def timed(
+def scoring_functions(
     scorers: Mapping[str, RewardModelScorer],
     timeline: Timeline,
     prompts: Sequence[Expanded | None],
@@ -120,7 +120,7 @@ def abstract_scorers(
     return scorers
 
 
-def bound_teacher(
+def abstract_teacher(
     config: RunConfig, options: TeacherOptions | None, algorithm: Any, mesh: Layout
 ) -> Teacher | None:
     """Returns the teacher on the mesh of the run, without weights; None: without options.

@@ -59,8 +59,8 @@ def excluded(stage: ConfiguredStage, graph: Graph) -> str | None:
     length = stage.row_length
     if shared_prefix == "never":
         return f"stages.{stage.index}.shared_prefix: never"
-    if stage.unshared is not None:
-        return stage.unshared[0]
+    if stage.sharing_conflict is not None:
+        return stage.sharing_conflict[0]
     if shared_prefix == "auto" and platform == "gpu" and graph.runtime.dtype == "bfloat16":
         return "bfloat16 on a GPU, whose kernel for attention reads no trees"
     if _by_kernel(graph) and length > LONGEST_TREES:

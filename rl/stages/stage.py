@@ -147,7 +147,7 @@ class StageKind(ConfiguredStage, ABC):
         with places."""
         return batch
 
-    def counted(self, batch: Batch) -> Batch:
+    def only_counted(self, batch: Batch) -> Batch:
         """Returns a batch of `to_batch` with the sequences that the loss counts."""
         return batch
 
@@ -297,7 +297,7 @@ class StageKind(ConfiguredStage, ABC):
         ids: a prompt id for each, for the random draws. counted, again: as for
         `Context.media_table`.
         """
-        from rl.stages.scorers import timed
+        from rl.stages.scorers import scoring_functions
 
         context = self.context
         prompts = None
@@ -310,7 +310,7 @@ class StageKind(ConfiguredStage, ABC):
             Source(
                 context.generator,
                 self.runner,
-                timed(self.scorers, context.timeline, documents, table),
+                scoring_functions(self.scorers, context.timeline, documents, table),
                 context.timeline.calls,
             ),
             problems,

@@ -15,7 +15,7 @@ from rl.data.teacher_files import TeacherFiles, vocabulary_sha256
 from rl.errors import ConfigError, Fault, ModelError
 from rl.stages import inputs
 from rl.stages.sampling import by_source
-from rl.stages.scorers import bound_teacher
+from rl.stages.scorers import abstract_teacher
 from rl.stages.shapes import abstract_batch, abstract_rows, held_out_program, policy_update
 from rl.stages.sharing import sharing_of
 from rl.stages.stage import Program, StageKind
@@ -83,7 +83,7 @@ class Stage(StageKind):
         from rl.training.trainer import Trainer
 
         state = inputs.state_of(self.inputs)
-        teacher = bound_teacher(self.config, self.teacher, self.algorithm, graph.layout)
+        teacher = abstract_teacher(self.config, self.teacher, self.algorithm, graph.layout)
         self.trainer = Trainer(
             graph,
             self.options,

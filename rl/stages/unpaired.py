@@ -116,7 +116,7 @@ class Stage(supervised.Stage):
     def held_out_examples(self, numbers: Sequence[int]) -> list[Answer]:
         return [answer for answers in super().held_out_examples(numbers) for answer in answers]
 
-    def counted(self, batch: Batch) -> Batch:
+    def only_counted(self, batch: Batch) -> Batch:
         return without_others(batch)
 
     def complete(self, data: inputs.StepData) -> None:

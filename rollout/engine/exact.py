@@ -158,7 +158,7 @@ class Verifier:
             T = L - scorer.first(L)
             hidden = scorer.hidden(params, np.zeros((R, L), np.int32), np.zeros(R, np.int32))
             scorer.score(params, hidden, np.zeros((R, T), np.int32), 1.0)
-            self._draw_again(params, hidden, [None] * R, L)
+            self._draw_positions(params, hidden, [None] * R, L)
 
         with ThreadPoolExecutor(
             os.cpu_count() if scorer.graph.layout.mesh.size == 1 else 1
@@ -188,7 +188,7 @@ class Verifier:
                 logp, _ = scorer.score(params, hidden, tokens_RL[:, first:], temperature)
                 batch = [completions[i] for i in numbers]
                 requests = [each.request for each in batch] + [None] * (len(lengths_R) - len(batch))
-                drawn = self._draw_again(params, hidden, requests, L)
+                drawn = self._draw_positions(params, hidden, requests, L)
                 for row, completion in enumerate(batch):
                     columns = slice(completion.first_unverified - first, lengths_R[row] - first)
                     own = jax.tree.map(lambda a, row=row, columns=columns: a[row, columns], drawn)
@@ -234,7 +234,7 @@ class Verifier:
             return "stop"
         return "length" if request.left == 0 else None
 
-    def _draw_again(
+    def _draw_positions(
         self, params, hidden_RTE: jax.Array, requests: list[Request | None], L: int
     ) -> Drawn:
         """Returns arrays [R, T] on the host: what each row's request draws at every position.

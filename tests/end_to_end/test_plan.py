@@ -20,7 +20,7 @@ from rl.accounting import program_memory
 from rl.commands import cli
 from rl.config import files
 from rl.data.reader import read_tokenizer
-from rl.plan.children import described
+from rl.plan.children import describe_target
 from rl.plan.estimate import Estimator
 from rl.plan.programs import programs
 from rl.run import build
@@ -342,7 +342,7 @@ def test_search_prints_a_file_that_fits(numbers, capsys, tmp_path):
 )
 def test_the_devices_of_a_slice_are_those_that_a_run_there_has(topology, kind, count):
     """Chips; of TPU7x the two cores of each."""
-    target = described(topology, None)
+    target = describe_target(topology, None)
     assert (target.device, target.count) == (
         kind,
         count,

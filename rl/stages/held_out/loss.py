@@ -88,7 +88,7 @@ class HeldOutLoss:
         for prefix, rows in self._rows.items():
             result[prefix] = counts = Counter[str]()
             for batch, _ in self._batches(rows):
-                counts.update(self._stage.trainer.counts(self._stage.counted(batch)))
+                counts.update(self._stage.trainer.counts(self._stage.only_counted(batch)))
         return result
 
     def _batches(self, rows: Sequence[Any]) -> Iterator[tuple[Batch, Documents]]:

@@ -191,18 +191,18 @@ def _complete(run: RecordedRun, plan: ChartPlan) -> RecordedRun:
     }
     if not parts:
         return run
-    every = np.unique(np.concatenate([_place(each) for each in parts.values()]))
+    every = np.unique(np.concatenate([_step_number(each) for each in parts.values()]))
     filled = {}
     for name, each in parts.items():
         value = np.zeros(len(every))
-        value[np.searchsorted(every, _place(each))] = np.nan_to_num(each.value)
+        value[np.searchsorted(every, _step_number(each))] = np.nan_to_num(each.value)
         filled[name] = Metric(every // _MOST_STEPS, every % _MOST_STEPS, value)
     used = {name: each for name, each in filled.items() if each.value.any()} or filled
     others = {name: each for name, each in run.metrics.items() if name not in parts}
     return replace(run, metrics=others | used)
 
 
-def _place(metric: Metric) -> np.ndarray:
+def _step_number(metric: Metric) -> np.ndarray:
     """Returns one number for each (stage, step), in their order."""
     return metric.stage * _MOST_STEPS + metric.step
 
@@ -225,7 +225,7 @@ def _drawn(
         )
     if line.deviation in run.metrics:
         other = run.metrics[line.deviation]
-        same = np.isin(_place(other), _place(metric)[np.isfinite(metric.value)])
+        same = np.isin(_step_number(other), _step_number(metric)[np.isfinite(metric.value)])
         spread = curve(*axis.positions(run, other), np.where(same, other.value, np.nan), buckets)
         if len(spread.x) == len(result.x):
             low = result.mean - spread.mean

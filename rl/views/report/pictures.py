@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import Any
 
 from rl.records import thumbnails
-from rl.records.messages import described, pictures
+from rl.records.messages import describe_item, pictures
 from rl.views.report import samples
 from rl.views.report.read import RecordedRun
 from rl.views.report.series import esc
@@ -74,7 +74,7 @@ def embed(runs: Sequence[RecordedRun], chosen: Sequence[samples.Chosen], room: i
 
 def figure(item: Mapping[str, Any], embedded: Embedded) -> str:
     """Returns a picture or sound of a sample. A click on an embedded picture shows it larger."""
-    about = esc(described(item))
+    about = esc(describe_item(item))
     name = embedded.names.get(str(item.get("digest")))
     sides = _sides(item)
     if name is None or sides is None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rl.records import thumbnails
-from rl.records.messages import Piece, described, messages, start
+from rl.records.messages import Piece, describe_item, messages, start
 from rl.views.viewer import tokens as token_texts
 from rl.views.viewer.index import Index, columns
 from rl.views.viewer.search import SamplePlace, places
@@ -90,7 +90,7 @@ def _shown(index: Index, piece: Piece) -> Piece:
     if isinstance(piece, str):
         return piece
     file = thumbnails.find(index.directory, str(piece.get("digest")))
-    return piece | {"about": described(piece), "thumbnail": file and file.name}
+    return piece | {"about": describe_item(piece), "thumbnail": file and file.name}
 
 
 def with_texts(sample: dict[str, Any], texts: token_texts.TokenTexts) -> dict[str, Any]:
