@@ -90,9 +90,9 @@ def update(model: Any, options: argparse.Namespace, rows: int, table: Any) -> Ca
     import jax
 
     import rl.algorithms
+    from policy.cache.media import Media
     from rl.config.stage import StageOptions
     from rl.training.batch import padded_batch
-    from rl.training.media.towers import UpdateMedia
     from rl.training.trainer import Trainer
 
     rng = np.random.default_rng(1)
@@ -100,7 +100,6 @@ def update(model: Any, options: argparse.Namespace, rows: int, table: Any) -> Ca
     T = rows + options.text
     tokens = rng.integers(0, model.config.vocab_size, (N, T))
     batch = padded_batch([(ids.tolist(), [0] * rows + [1] * options.text) for ids in tokens], T)
-    media = None
     if table is not None:
         index = np.full((N, T), -1, np.int32)
         index[:, :rows] = np.repeat(np.arange(options.prompts), options.samples)[
@@ -109,15 +108,14 @@ def update(model: Any, options: argparse.Namespace, rows: int, table: Any) -> Ca
         turns = np.repeat(
             np.broadcast_to(np.arange(T, dtype=np.int32), (N, T))[..., None], 3, axis=2
         )
-        batch = batch.replace(media=index, turns=turns)
-        media = UpdateMedia(table)
+        batch = batch.replace(media=Media(index=index, turns=turns))
     stage = StageOptions.model_validate({"algorithm": "sft", "steps": 100})
     trainer = Trainer(model.graph, stage, rl.algorithms.get("sft"))
     state = trainer.start({path: jax.numpy.copy(array) for path, array in model.params.items()}, 0)
 
     def step() -> Any:
         nonlocal state
-        state, metrics = trainer.update(state, batch, media=media)
+        state, metrics = trainer.update(state, batch, table=table)
         return float(metrics["loss"])
 
     return step

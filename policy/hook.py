@@ -100,15 +100,15 @@ class Rows:
         table = jnp.asarray(self.pages)[jnp.maximum(request, 0)]
         positions = jnp.asarray(self.positions)[:, None]
         step = Step(positions=positions, segments=active[:, None], pages=table, anywhere=True)
-        media = self.media
-        turns = self.turns
-        return dataclasses.replace(
-            step,
-            media=None
-            if media is None
-            else dataclasses.replace(media, index=jnp.asarray(media.index)[:, None]),
-            turns=None if turns is None else jnp.asarray(turns)[:, None],
+        if self.media is None and self.turns is None:
+            return step
+        media = self.media or Media()
+        media = dataclasses.replace(
+            media,
+            index=None if media.index is None else jnp.asarray(media.index)[:, None],
+            turns=None if self.turns is None else jnp.asarray(self.turns)[:, None],
         )
+        return dataclasses.replace(step, media=media)
 
 
 def create_caches(

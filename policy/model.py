@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 from policy import compatibility, modes
 from policy.attention import context_parallel
 from policy.attention.sequence_shards import AXIS
-from policy.cache.media import Media, MediaInputs
+from policy.cache.media import Media
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
@@ -269,8 +269,8 @@ class Model:
 
         Segment 0 is padding; None: one full segment per row. By default positions count from 0 in
         each segment. `media`: the rows of pictures and sounds that stand in the place of tokens.
-        `turns` int[B, T, 3] and `until` int[B, T] are explained by policy.cache.step.Step. Raises
-        ValueError as `logprobs` does.
+        `turns` int[B, T, 3] and `until` int[B, T] take the place of its own
+        (policy.cache.media.Media). Raises ValueError as `logprobs` does.
         """
         return self._logits(
             self.params, *self._arguments(tokens, positions, segments, (media, turns, until))
@@ -377,6 +377,9 @@ class Model:
                 f"tokens have length {tokens.shape[1]}, this model has {limit} positions"
             )
         media, turns, until = media_fields
+        if media is not None:
+            turns = media.turns if turns is None else turns
+            until = media.until if until is None else until
         for name, array in (
             ("positions", positions),
             ("segments", segments),
@@ -393,8 +396,11 @@ class Model:
             )
         if media is not None:
             compatibility.check(self.config, self.graph.runtime, media=True)
-        inputs = MediaInputs(*jax.tree.map(jnp.asarray, (media, turns, until)))
-        return tokens, modes.make_step(tokens, positions, segments, inputs)
+        if not (media is None and turns is None and until is None):
+            media = replace(media or Media(), turns=turns, until=until)
+        return tokens, modes.make_step(
+            tokens, positions, segments, jax.tree.map(jnp.asarray, media)
+        )
 
     @cached_property
     def _encode(self):

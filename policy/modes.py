@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from policy.attention.sequence_shards import FlatRows
-from policy.cache.media import MediaInputs
+from policy.cache.media import Media
 from policy.cache.paths import Tree, before, scored
 from policy.cache.step import Step
 from policy.config import Runtime
@@ -30,7 +30,7 @@ def make_step(
     tokens_BT: jax.Array,
     positions: ArrayLike | None = None,
     segments: ArrayLike | None = None,
-    inputs: MediaInputs | None = None,
+    media: Media | None = None,
     tree: Tree | None = None,
 ) -> Step:
     """Returns the `Step` (positions, segments: the metadata of a forward pass) of tokens without a
@@ -39,11 +39,11 @@ def make_step(
     Without `segments` each row is one full segment; without `positions` they count from 0 inside
     each segment, which must be contiguous.
 
-    `inputs`: the pictures and sounds of the tokens. `tree`: takes the place of positions and
+    `media`: the pictures and sounds of the tokens. `tree`: takes the place of positions and
     segments.
     """
     if tree is not None:
-        return Step(tree.position, tree.node, tree=tree, contiguous=True).with_media(inputs)
+        return Step(tree.position, tree.node, media=media, tree=tree, contiguous=True)
     contiguous = positions is None
     segments = (
         jnp.ones(tokens_BT.shape, jnp.int32)
@@ -54,10 +54,12 @@ def make_step(
         index = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         start = jnp.where(before(segments) != segments, index, 0)
         positions = index - jax.lax.cummax(start, axis=1)
-    step = Step(
-        positions=jnp.asarray(positions, jnp.int32), segments=segments, contiguous=contiguous
+    return Step(
+        positions=jnp.asarray(positions, jnp.int32),
+        segments=segments,
+        media=media,
+        contiguous=contiguous,
     )
-    return step.with_media(inputs)
 
 
 # Key of the optional value head (float32[E]) among the weights.
@@ -171,9 +173,8 @@ def next_token_step(
     step = Step(positions=lengths_B[:, None], segments=segments, pages=pages_BM)
     if deltas_B is None:
         return step
-    return replace(
-        step, turns=jnp.broadcast_to((lengths_B + deltas_B)[:, None, None], (len(lengths_B), 1, 3))
-    )
+    turns_B13 = jnp.broadcast_to((lengths_B + deltas_B)[:, None, None], (len(lengths_B), 1, 3))
+    return replace(step, media=Media(turns=turns_B13))
 
 
 def next_token_states(

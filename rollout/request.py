@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.types import SamplingParams
 
 if TYPE_CHECKING:
-    from policy.cache.media import DocumentMedia
+    from policy.cache.media import Media
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class MediaPrompt:
     them, and its keys (`prefix_keys`)."""
 
     tokens: tuple[int, ...]
-    media: DocumentMedia
+    media: Media
     keys: tuple[int, ...]
 
 
@@ -102,7 +102,7 @@ class Request:
     cached: int = 0
     verified_tokens: int = 0
     routes: dict[str, Any] | None = None
-    media: DocumentMedia | None = None
+    media: Media | None = None
     keys: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
 

@@ -15,7 +15,7 @@ from towers import GRID as VISION
 
 import policy
 from policy import families
-from policy.cache.media import DocumentMedia, Media, MediaTable
+from policy.cache.media import Media, MediaTable
 from policy.media import Item
 
 IMAGE, SOUND = 150, 154
@@ -272,7 +272,7 @@ class Document:
     it, float32[T, V]."""
 
     tokens: np.ndarray
-    media: DocumentMedia
+    media: Media
     inputs: dict
     logits: np.ndarray
 
@@ -282,7 +282,7 @@ class Document:
 
 def places(
     kind: str, texts: tuple[int, ...], seed: int
-) -> tuple[np.ndarray, list[tuple[int, ...]], DocumentMedia]:
+) -> tuple[np.ndarray, list[tuple[int, ...]], Media]:
     """(tokens, pictures, media with an empty table) of texts of these lengths with a picture or a
     sound between each two."""
     rng, shapes = (
@@ -319,13 +319,13 @@ def places(
             tokens[at - 1 if index[at] >= 0 else at] = start if index[at] >= 0 else end
     arrays = [np.asarray(each, np.int32) for each in (index, turns, until)]
     qwen = kind.startswith("Qwen")
-    media = DocumentMedia(
+    media = Media(
         arrays[0],
-        MediaTable(np.zeros((0, 32), np.float32)),
-        arrays[1] if qwen else None,
-        arrays[2] if kind in LOOKS_AHEAD else None,
-        delta=count - len(tokens) if qwen else 0,
+        np.zeros((0, 32), np.float32),
+        turns=arrays[1] if qwen else None,
+        until=arrays[2] if kind in LOOKS_AHEAD else None,
     )
+    assert media.delta == (count - len(tokens) if qwen else 0)
     return np.asarray(tokens), shapes, media
 
 
@@ -366,7 +366,7 @@ def document(
     for handle in handles:
         handle.remove()
     table = _one_table(tables)
-    media = DocumentMedia(media.index, table, media.turns, media.until, media.delta)
+    media = media.in_table(table)
     assert len(table.rows) == (media.index >= 0).sum()
     return Document(tokens, media, inputs, logits)
 
@@ -389,7 +389,7 @@ def plain(kind: str, length: int, seed: int = 3) -> Document:
     )
     return Document(
         tokens,
-        dataclasses.replace(media, table=MediaTable(media.table.rows, deep)),
+        dataclasses.replace(media, deep=deep),
         {},
         np.zeros((0, 0)),
     )
@@ -423,13 +423,9 @@ def batch(rows: list[list[Document]], width: int) -> tuple[np.ndarray, np.ndarra
     """(tokens [B, width], segments, media, turns and until as keywords) of rows of documents,
     packed one after the other; the tables are joined into one."""
     documents = [document for row in rows for document in row]
-    joined = np.concatenate([each.media.table.rows for each in documents])
-    deep = documents[0].media.table.deep
-    deep = (
-        None
-        if deep is None
-        else np.concatenate([each.media.table.deep for each in documents], axis=1)
-    )
+    joined = np.concatenate([each.media.table for each in documents])
+    deep = documents[0].media.deep
+    deep = None if deep is None else np.concatenate([each.media.deep for each in documents], axis=1)
     shape, first = (len(rows), width), documents[0].media
     tokens, segments, index = (
         np.zeros(shape, int),
@@ -447,7 +443,7 @@ def batch(rows: list[list[Document]], width: int) -> tuple[np.ndarray, np.ndarra
                 turns[span] = media.turns
             if media.until is not None:
                 until[span] = media.until
-            offset, at = offset + len(media.table.rows), at + len(document)
+            offset, at = offset + len(media.table), at + len(document)
     keywords = {
         "media": Media(index, joined, deep),
         "turns": None if first.turns is None else turns,

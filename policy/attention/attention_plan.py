@@ -18,6 +18,7 @@ from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
 from policy.attention.flash_attention import CutQueries
 from policy.attention.sequence_shards import AXIS, balanced_places
 from policy.cache.layer_cache import Visible
+from policy.cache.media import Media
 from policy.cache.step import Step
 from policy.config import Runtime
 
@@ -94,7 +95,7 @@ class AttentionPlan:
     def mask(self, queries: TokenPositions, keys: TokenPositions) -> Mask:
         """Returns the mask between tokens at these positions."""
         bounds = self.bounds
-        step = Step(queries.positions, queries.segments, until=queries.until)
+        step = Step(queries.positions, queries.segments, media=Media(until=queries.until))
         return Mask(
             step,
             Visible({}, keys.positions, keys.segments, keys.last),

@@ -112,14 +112,18 @@ class Order:
         if step.routes is not None:
             changes["routes"] = {path: reorder(each, UNKNOWN) for path, each in step.routes.items()}
         if step.media is not None:
-            changes["media"] = replace(step.media, index=reorder(step.media.index, -1))
+            changes["media"] = replace(
+                step.media,
+                **{
+                    name: reorder(array, fill)
+                    for name, fill in (("index", -1), ("turns", 0), ("until", 0))
+                    if (array := getattr(step.media, name)) is not None
+                },
+            )
         if step.tree is not None:
             changes["tree"] = Tree(
                 **{name: reorder(getattr(step.tree, name), Tree.FILLS[name]) for name in Tree.FILLS}
             )
-        for name in ("turns", "until"):
-            if (array := getattr(step, name)) is not None:
-                changes[name] = reorder(array)
         if self.balanced:
             changes |= {"contiguous": False, "balanced": True}
         if self.balanced and step.dropout is not None:

@@ -2,7 +2,7 @@
 
 The host decides which token gets which row, by an index. Token ids decide nothing: a placeholder id
 that the policy samples is a token like any other. Packing moves the index like tokens, chunks of a
-prompt cut it, and several documents may use one row.
+prompt cut it, and several prompts may use one row.
 
 B rows of a call, T tokens, M rows of the table, E hidden, D layers with deepstack features.
 """
@@ -10,7 +10,8 @@ B rows of a call, T tokens, M rows of the table, E hidden, D layers with deepsta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -18,64 +19,56 @@ import jax.numpy as jnp
 import numpy as np
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Media:
-    """The pictures and sounds of a call.
-
-    index: int32[B, T], the row of `table` that stands at each token; -1: the token's own embedding.
-    table: [M, E], the output of towers.
-    deep: [D, M, E], what is added to the outputs of the first D layers at such tokens; None:
-    nothing.
-    """
-
-    index: Any
-    table: Any
-    deep: Any = None
-
-    def text_tokens(self, tokens_BT: jax.Array) -> jax.Array:
-        """Returns the tokens with 0 in the place of placeholders, whose ids may lie outside the
-        vocabulary."""
-        return jnp.where(self.index >= 0, 0, tokens_BT)
-
-
-class MediaInputs(NamedTuple):
-    """Fields of a Step; they are None in a call without pictures and sounds; policy.cache.step.Step
-    explains them."""
-
-    media: Media | None = None
-    turns: Any = None
-    until: Any = None
-
-
 class MediaTable(NamedTuple):
-    """The rows that several documents share: `rows` [M, E] and `deep` [D, M, E] or None. Documents
-    are computed in one call if they have the same table object."""
+    """The rows that several sequences share: `rows` [M, E] and `deep` [D, M, E] or None."""
 
     rows: Any
     deep: Any = None
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
-class DocumentMedia:
-    """The pictures and sounds of one document, as numpy arrays on the host. The arrays hold its
-    first n tokens; the tokens after them are text.
+class Media:
+    """The pictures and sounds of the tokens of a call or a batch, [B, T], or of a prompt, [n] on
+    the host. The arrays of a prompt hold its first n tokens; the tokens after them are text.
 
-    index: int32[n], rows of `table`, -1 at text. turns: int32[n, 3], rotary positions by time,
-    height and width; None: the plain positions. until: int32[n], the number of the last token of
-    each token's block; None: the decoder is causal. delta: the rotary position of token n, less n.
+    index: int32[B, T], the row of `table` that stands at each token; -1: the token's own embedding.
+    None: no token has a row.
+    table: [M, E], the output of towers; None: the caller of a program adds it (`in_table`). Prompts
+    are computed in one call if they have the same array.
+    deep: [D, M, E], what is added to the outputs of the first D layers at such tokens; None:
+    nothing.
+    turns: int32[B, T, 3], rotary positions by time, height and width; None: the plain positions.
+    until: int32[B, T], the position of the last token of each token's block; None: the decoder is
+    causal.
     """
 
-    index: np.ndarray
-    table: MediaTable
-    turns: np.ndarray | None = None
-    until: np.ndarray | None = None
-    delta: int = 0
+    index: Any = None
+    table: Any = None
+    deep: Any = None
+    turns: Any = None
+    until: Any = None
+
+    def in_table(self, table: MediaTable) -> Media:
+        """Returns the same with the rows of this table."""
+        return replace(self, table=table.rows, deep=table.deep)
+
+    def text_tokens(self, tokens_BT: jax.Array) -> jax.Array:
+        """Returns the tokens with 0 in the place of placeholders, whose ids may lie outside the
+        vocabulary."""
+        return tokens_BT if self.index is None else jnp.where(self.index >= 0, 0, tokens_BT)
+
+    @cached_property
+    def delta(self) -> int:
+        """Returns the rotary position of the token after a prompt, less its position."""
+        if self.turns is None or not len(self.turns):
+            return 0
+        return int(np.max(self.turns)) + 1 - len(self.turns)
 
     def refusal(self, T: int) -> str | None:
-        """Returns why these arrays do not fit a prompt of T tokens, to follow "the prompt" in a
+        """Returns why the arrays of a prompt do not fit its T tokens, to follow "the prompt" in a
         message; None: they do."""
-        rows = len(self.table.rows)
+        rows = len(self.table)
         for name, array, shape in (
             ("index", self.index, (T,)),
             ("turns", self.turns, (T, 3)),
@@ -108,7 +101,7 @@ class DocumentMedia:
 
     @property
     def longest_block(self) -> int:
-        """Returns the number of tokens of the longest block; 1 where the decoder is causal."""
+        """Returns the number of tokens of the longest block of a prompt; 1 where the decoder is causal."""
         return (
             1
             if self.until is None
@@ -116,7 +109,7 @@ class DocumentMedia:
         )
 
     def call_end(self, end: int) -> int:
-        """Returns the last place, `end` or earlier, where a call may end: a block is computed in
+        """Returns the last place of a prompt, `end` or earlier, where a call may end: a block is computed in
         one call."""
         if self.until is None or end >= len(self.until):
             return end
@@ -124,43 +117,46 @@ class DocumentMedia:
             np.searchsorted(self.until[:end], end)
         )  # the first token whose block reaches past `end`
 
-    def span(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-        """Returns (index, turns, until) of the tokens start .. end - 1."""
+    def put(self, part: Media, row: int, columns: slice) -> None:
+        """Writes the arrays of a part of a prompt, as many as `columns`, into a row of these
+        arrays on the host. Both have the same kinds of arrays."""
+        for name in ("index", "turns", "until"):
+            if (array := getattr(self, name)) is not None:
+                array[row, columns] = getattr(part, name)
+
+    def part(self, start: int, end: int) -> Media:
+        """Returns those of the tokens start .. end - 1 of a prompt and its completion."""
         places = np.arange(start, end, dtype=np.int32)
-        n = len(self.index)
-        text = places[places >= n]
-        index = np.concatenate([self.index[start:end], np.full(len(text), -1, np.int32)])
-        turns = (
-            None
-            if self.turns is None
-            else np.concatenate([self.turns[start:end], _turns(text + self.delta)])
+        text = places[places >= len(self.index)]
+        after = {
+            "index": np.full(len(text), -1, np.int32),
+            "turns": np.repeat((text + self.delta)[:, None], 3, axis=1),
+            "until": text,
+        }
+        arrays = {name: getattr(self, name) for name in after}
+        return replace(
+            self,
+            **{
+                name: np.concatenate([array[start:end], after[name]])
+                for name, array in arrays.items()
+                if array is not None
+            },
         )
-        until = None if self.until is None else np.concatenate([self.until[start:end], text])
-        return index, turns, until
 
 
-def _turns(positions_T: np.ndarray) -> np.ndarray:
-    """Returns the rotary positions of text, int32[T, 3]."""
-    return np.repeat(positions_T[:, None], 3, axis=1)
-
-
-def media_inputs(
-    documents: Sequence[DocumentMedia], starts: Sequence[int], shape: tuple[int, int]
-) -> MediaInputs:
-    """Returns the inputs of a call of `shape` [B, T] whose row b holds the tokens of document b
-    from starts[b] on. All documents have one table and the same kinds of arrays; rows past the
-    documents are padding."""
+def of_call(prompts: Sequence[Media], starts: Sequence[int], shape: tuple[int, int]) -> Media:
+    """Returns the pictures and sounds of a call of `shape` [B, T] whose row b holds the tokens of
+    prompt b from starts[b] on. All prompts have one table and the same kinds of arrays; rows past
+    the prompts are padding."""
     B, T = shape
-    table = documents[0].table
-    first = documents[0]
-    index = np.full(shape, -1, np.int32)
     places = np.broadcast_to(np.arange(T, dtype=np.int32), shape)
-    turns = None if first.turns is None else np.zeros((B, T, 3), np.int32)
-    until = None if first.until is None else places.copy()
-    for row, (document, start) in enumerate(zip(documents, starts, strict=True)):
-        spans = document.span(start, start + T)
-        for array, values in zip((index, turns, until), spans, strict=True):
-            if array is not None:
-                assert values is not None, "documents of one call have the same kinds of arrays"
-                array[row] = values
-    return MediaInputs(Media(index, table.rows, table.deep), turns, until)
+    first = prompts[0]
+    call = replace(
+        first,
+        index=np.full(shape, -1, np.int32),
+        turns=None if first.turns is None else np.zeros((B, T, 3), np.int32),
+        until=None if first.until is None else places.copy(),
+    )
+    for row, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
+        call.put(prompt.part(start, start + T), row, slice(0, T))
+    return call

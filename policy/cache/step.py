@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from policy.cache.media import Media, MediaInputs
+from policy.cache.media import Media
 from policy.cache.paths import Tree
 from policy.config import Rope
 from policy.ops.dropout import Dropout
@@ -39,14 +39,10 @@ class Step:
     (policy/layers/shared_keys.py), by name. selection: int32[B, T, k], the keys that the nearest
     indexer with `keeps` chose (policy/layers/shared_index.py).
 
-    Three fields are None in calls without pictures and sounds (policy/cache/media.py):
-    media: the rows that stand in the place of token embeddings.
-    turns: int32[B, T, 3], the positions by time, height and width that rotary embeddings with
-    sections turn by. Order
-        and masks go by `positions`.
-    until: int32[B, T], the position of the last token of each token's block, its own outside of
-    blocks. Layers that
-        look ahead see keys up to there. No call ends inside a block.
+    media: the rows of pictures and sounds that stand in the place of token embeddings; None: the
+    call has none. Rotary embeddings with sections turn by `media.turns`; order and masks go by
+    `positions`. Layers that look ahead see keys up to `media.until`, the position of the last token
+    of each token's block, its own outside of blocks. No call ends inside a block.
 
     Three flags are static, known when a program is compiled:
     contiguous: queries look at nothing before this call, and each segment is one run of tokens
@@ -72,8 +68,6 @@ class Step:
     shared: dict[str, Any] | None = None
     selection: jax.Array | None = None
     media: Media | None = None
-    turns: jax.Array | None = None
-    until: jax.Array | None = None
     tree: Tree | None = None
     contiguous: bool = field(default=False, metadata={"static": True})
     balanced: bool = field(default=False, metadata={"static": True})
@@ -89,9 +83,15 @@ class Step:
         assert self.shared is not None, "the decoder hands on what a layer keeps"
         return self.shared[name]
 
-    def with_media(self, inputs: MediaInputs | None) -> Step:
-        """Returns the step with these pictures and sounds; None: the step as it is."""
-        return self if inputs is None else replace(self, **inputs._asdict())
+    @property
+    def turns(self) -> jax.Array | None:
+        """Returns `media.turns`, or None."""
+        return None if self.media is None else self.media.turns
+
+    @property
+    def until(self) -> jax.Array | None:
+        """Returns `media.until`, or None."""
+        return None if self.media is None else self.media.until
 
     def at(self, layer: jax.Array | int) -> Step:
         """Returns the step of layer number `layer`. Needs `dropout`."""

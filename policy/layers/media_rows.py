@@ -19,6 +19,8 @@ from policy.mesh.sharding import Layout, constrain
 
 def check(config: DecoderConfig, media: Media) -> None:
     """Raises ValueError for a table that does not fit the decoder."""
+    if media.index is None:
+        return
     layers = sum(spec.deepstack for spec in config.layers)
     if media.table.shape[1:] != (config.hidden_size,):
         raise ValueError(
@@ -32,6 +34,8 @@ def check(config: DecoderConfig, media: Media) -> None:
 
 def place(x_BTE: jax.Array, media: Media, layout: Layout | None) -> jax.Array:
     """Puts the rows of the table in the place of the embeddings `x`."""
+    if media.index is None:
+        return x_BTE
     return jnp.where(media.index[..., None] >= 0, _rows(media.table, media, x_BTE, layout), x_BTE)
 
 

@@ -16,6 +16,7 @@ R rows, L tokens of a row, T = L - `first(L)` of them scored, E hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy import modes
-from policy.cache.media import DocumentMedia, Media, MediaInputs, MediaTable, media_inputs
+from policy.cache.media import Media, of_call
 from policy.cache.paths import before
 from policy.cache.step import Step
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
@@ -37,7 +38,7 @@ SHORTEST = 128
 # Tokens of all rows of a program, unless one row has more: on CPU a product of more than 512 rows
 # is no faster per row.
 TOKENS = 512
-NO_MEDIA: Mapping[int, DocumentMedia] = MappingProxyType({})
+NO_MEDIA: Mapping[int, Media] = MappingProxyType({})
 
 
 class Document(NamedTuple):
@@ -74,18 +75,19 @@ def documents(
     return spans
 
 
-def media_of(step: Step, spans: list[Document]) -> dict[int, DocumentMedia]:
+def media_of(step: Step, spans: list[Document]) -> dict[int, Media]:
     """Returns the pictures and sounds of the documents of a batch, by number of the document;
     documents of text are left out."""
-    if step.media is None and step.turns is None and step.until is None:
+    if step.media is None:
         return {}
     positions = np.asarray(step.positions)
-    media = step.media or Media(
-        np.full(positions.shape, -1, np.int32), np.zeros((1, 1), np.float32)
+    media = step.media
+    if media.index is None:
+        index = np.full(positions.shape, -1, np.int32)
+        media = replace(media, index=index, table=np.zeros((1, 1), np.float32))
+    index, turns, until = (
+        None if a is None else np.asarray(a) for a in (media.index, media.turns, media.until)
     )
-    table = MediaTable(media.table, media.deep)
-    index = np.asarray(media.index)
-    turns, until = (None if a is None else np.asarray(a) for a in (step.turns, step.until))
     result = {}
     for number, (row, start, end) in enumerate(spans):
         part = (row, slice(start, end))
@@ -96,11 +98,11 @@ def media_of(step: Step, spans: list[Document]) -> dict[int, DocumentMedia]:
             and (until is None or np.all(until[part] == own))
         )
         if not plain:
-            result[number] = DocumentMedia(
-                index[part],
-                table,
-                None if turns is None else turns[part],
-                None if until is None else until[part],
+            result[number] = replace(
+                media,
+                index=index[part],
+                turns=None if turns is None else turns[part],
+                until=None if until is None else until[part],
             )
     return result
 
@@ -146,14 +148,14 @@ class Scorer:
         params: Params,
         tokens_RL: np.ndarray,
         lengths_R: np.ndarray,
-        inputs: MediaInputs | None = None,
+        media: Media | None = None,
     ) -> jax.Array:
         """Returns the state that predicts each token, which is the state of the token before it,
         [R, T, E].
 
-        Row r holds a document of lengths[r] tokens. inputs: the pictures and sounds of the rows.
+        Row r holds a document of lengths[r] tokens. media: the pictures and sounds of the rows.
         """
-        more = () if inputs is None else (inputs,)
+        more = () if media is None else (media,)
         return block_on_cpu_mesh(
             self.states(params, tokens_RL, lengths_R, *more), self.graph.layout
         )
@@ -173,9 +175,9 @@ class Scorer:
         self,
         rows: Iterable[tuple[int, np.ndarray]],
         L: int,
-        media: Mapping[int, DocumentMedia] = NO_MEDIA,
-    ) -> Iterator[tuple[list[int], np.ndarray, np.ndarray, MediaInputs | None]]:
-        """Yields (numbers, tokens int32[R, L], lengths int32[R], MediaInputs or None), the inputs
+        media: Mapping[int, Media] = NO_MEDIA,
+    ) -> Iterator[tuple[list[int], np.ndarray, np.ndarray, Media | None]]:
+        """Yields (numbers, tokens int32[R, L], lengths int32[R], Media or None), the inputs
         of the programs of this length.
 
         rows: numbered documents. Documents without a token to score at this length are skipped.
@@ -196,16 +198,12 @@ class Scorer:
                 for row, (_, tokens) in enumerate(batch):
                     tokens_RL[row, : len(tokens)], lengths_R[row] = tokens, len(tokens)
                 numbers = [number for number, _ in batch]
-                inputs = None
+                own = None
                 if table is not None:
-                    inputs = media_inputs(
-                        [media[number] for number in numbers], [0] * len(batch), (R, L)
-                    )
-                    assert inputs.media is not None
-                    tokens_RL = np.where(
-                        inputs.media.index >= 0, 0, tokens_RL
-                    )  # ids may lie outside the vocabulary
-                yield numbers, tokens_RL, lengths_R, inputs
+                    own = of_call([media[number] for number in numbers], [0] * len(batch), (R, L))
+                    # ids may lie outside the vocabulary
+                    tokens_RL = np.where(own.index >= 0, 0, tokens_RL)
+                yield numbers, tokens_RL, lengths_R, own
 
     def logprobs(
         self,
@@ -213,7 +211,7 @@ class Scorer:
         tokens_BT: np.ndarray,
         spans: list[Document],
         temperature: float,
-        media: Mapping[int, DocumentMedia] = NO_MEDIA,
+        media: Mapping[int, Media] = NO_MEDIA,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns (logp, entropy), float32[B, T]; both are 0 at the first token of a document and
         outside of documents. media: the pictures and sounds of documents, by number."""
@@ -221,8 +219,8 @@ class Scorer:
         documents = [tokens_BT[span.row, span.start : span.end] for span in spans]
         for L in self.lengths(max(map(len, documents), default=0)):
             first = self.first(L)
-            for numbers, tokens_RL, lengths_R, inputs in self.tiles(enumerate(documents), L, media):
-                hidden = self.hidden(params, tokens_RL, lengths_R, inputs)
+            for numbers, tokens_RL, lengths_R, own in self.tiles(enumerate(documents), L, media):
+                hidden = self.hidden(params, tokens_RL, lengths_R, own)
                 logp_and_entropy = np.stack(
                     self.score(params, hidden, tokens_RL[:, first:], temperature)
                 )
@@ -234,7 +232,7 @@ class Scorer:
                     ]
         return out[0], out[1]
 
-    def _states_program(self, params, tokens_RL, lengths_R, inputs=None):
+    def _states_program(self, params, tokens_RL, lengths_R, media=None):
         L = tokens_RL.shape[1]
         layout = self.graph.layout
         segments = (jnp.arange(L) < lengths_R[:, None]).astype(jnp.int32)
@@ -242,7 +240,7 @@ class Scorer:
         with self.graph.precision():
             hidden, _, _ = self.graph.decoder(params)(
                 tokens,
-                modes.make_step(tokens, segments=segments, inputs=inputs),
+                modes.make_step(tokens, segments=segments, media=media),
                 None,
                 self.graph.runtime,
             )

@@ -160,6 +160,7 @@ def with_structure(stage: StageKind, batch: Batch) -> Batch:
     filters leave, and with the places of pictures and sounds, if the plan of the stage has them."""
     import jax
 
+    from policy.cache.media import Media
     from policy.cache.paths import Tree
 
     ids = batch.tokens
@@ -171,7 +172,8 @@ def with_structure(stage: StageKind, batch: Batch) -> Batch:
     if stage.table_shapes is None:
         return batch
     turns = jax.ShapeDtypeStruct((*ids.shape, 3), ids.dtype) if config.has_sections else None
-    return replace(batch, media=ids, turns=turns, until=ids if config.looks_ahead else None)
+    media = Media(index=ids, turns=turns, until=ids if config.looks_ahead else None)
+    return replace(batch, media=media)
 
 
 def abstract_batch(

@@ -144,7 +144,7 @@ class StageKind(ConfiguredStage, ABC):
 
     def with_inputs(self, state: Any, batch: Batch, table: StepTable | None) -> Batch:
         """Returns a batch of `to_batch` with the inputs of the algorithm. table: that of a batch
-        with places."""
+        with media."""
         return batch
 
     def only_counted(self, batch: Batch) -> Batch:
@@ -383,7 +383,7 @@ class StageKind(ConfiguredStage, ABC):
         self, state: Any, batch: Batch, step: int, table: StepTable | None = None, **options: Any
     ) -> tuple[Any, dict[str, float]]:
         """Makes the `updates_per_step` updates of a step, counted from 1, each on a mini-batch of
-        equally many rows. `options`: for `Trainer.update`. table: that of a batch with places.
+        equally many rows. `options`: for `Trainer.update`. table: that of a batch with media.
 
         Returns the state and the mean of each metric over the updates that have it (of
         `first_update_metrics`, the first value): updates without a token in the loss have no metric
@@ -405,7 +405,8 @@ class StageKind(ConfiguredStage, ABC):
             for u in range(updates):
                 mini_batch = batch.rows(slice(u * rows, (u + 1) * rows))
                 if table is not None:
-                    options["media"] = table.update_media(mini_batch)
+                    options["table"] = table.table
+                    options["tower_inputs"] = table.tower_inputs(mini_batch)
                 options |= {
                     "adaptive_coefs": progress.adaptive_coefs,
                     "number": (step - 1) * updates + u,

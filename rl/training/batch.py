@@ -10,28 +10,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from policy.cache.media import Media, MediaInputs, MediaTable
+from policy.cache.media import Media
 from policy.cache.paths import Tree
 
 # numpy.ndarray on the host, jax.Array on the device.
 Array = Any
-
-
-class Places(NamedTuple):
-    """Where the rows of a table stand in a batch: its fields `media`, `turns` and `until`."""
-
-    media: Array
-    turns: Array | None = None
-    until: Array | None = None
-
-    def inputs(self, table: MediaTable) -> MediaInputs:
-        """Returns the inputs of a forward pass with these rows."""
-        return MediaInputs(Media(self.media, table.rows, table.deep), self.turns, self.until)
 
 
 @jax.tree_util.register_dataclass
@@ -82,12 +70,8 @@ class Batch:
     # int32[N, T], policy version (number of updates) that sampled each token; on the host only
     version: Array | None = None
     dropout: Array | None = None  # uint32[N], the seeds of each row; only inside an update
-    # Of rows with pictures or sounds (policy/cache/media.py): int32[N, T], the row of the table at
-    # each token, -1 at text; int32[N, T, 3] and int32[N, T], `turns` and `until` of
-    # policy.cache.step.Step
-    media: Array | None = None
-    turns: Array | None = None
-    until: Array | None = None
+    # Of rows with pictures or sounds: [N, T], without the table
+    media: Media | None = None
     tree: Tree | None = (
         None  # of packed rows whose sequences share beginnings (policy/cache/paths.py)
     )
@@ -96,11 +80,6 @@ class Batch:
     def filled(self) -> Array:
         """Returns bool[N, T]: which tokens are not padding."""
         return (self.segments if self.tree is None else self.tree.node) != 0
-
-    @property
-    def places(self) -> Places | None:
-        """Returns where pictures and sounds stand; None: nowhere."""
-        return None if self.media is None else Places(self.media, self.turns, self.until)
 
     @property
     def real(self) -> int:

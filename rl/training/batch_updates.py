@@ -58,8 +58,8 @@ def shard_rows(tree: Any, layout: Layout) -> Any:
 def step_of(params: dict[str, jax.Array], micro: Batch) -> Step:
     """Returns the forward-pass inputs of a micro-batch: positions, routes, and the places of its
     pictures and sounds, with their table, which is among `params`."""
-    media = towers.inputs_of(params, micro.places)
-    step = modes.make_step(micro.tokens, segments=micro.segments, inputs=media, tree=micro.tree)
+    media = towers.in_table(micro.media, params)
+    step = modes.make_step(micro.tokens, segments=micro.segments, media=media, tree=micro.tree)
     return replace(step, routes=micro.routes)
 
 
@@ -235,7 +235,7 @@ class BatchUpdates:
 
         step: the update whose loss it is. counts: what the loss divides by in place of the counts
         of this batch, so that the sums over several batches are the metrics of all of them. table:
-        that of a batch with places.
+        that of a batch with media.
         """
         packing, R = self.packing_of(batch)
         batch = shard_rows(packing.batch(batch), self.graph.layout)

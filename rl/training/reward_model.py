@@ -38,7 +38,6 @@ from rl.training.batch_updates import (
 )
 from rl.training.critic import Critic
 from rl.training.media import towers
-from rl.training.media.towers import UpdateMedia
 from rl.training.packing.packing import plan_packing
 from rl.training.packing.trees import Sharing, plan_trees
 from rl.training.updater import LossOutput, OptimizerStep, ParamState
@@ -107,21 +106,22 @@ class RewardModelTrainer(BatchUpdates):
         batch: Batch,
         *,
         adaptive_coefs: dict[str, float] | None = None,
-        media: UpdateMedia | None = None,
+        table: MediaTable | None = None,
+        tower_inputs: None = None,
         number: int | None = None,
     ) -> tuple[RewardModelState, dict]:
         """Makes one optimiser update of the reward model from `batch`, one pair per row.
 
-        `adaptive_coefs` is ignored. media: the pictures and sounds of a batch with places, as the
-        towers of the policy encode them. number: of the update in its stage, from 0, as in
+        `adaptive_coefs` is ignored. table: that of a batch with media, as the towers of the policy
+        encode them; no update of a reward model trains a tower. number: of the update in its stage, from 0, as in
         `OptimizerStep`.
         """
         packing, R = self.packing_of(batch)
         self.add_flops(self.model.flops, packing, passes=3)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
-        table = towers.as_params(media and media.table)
         inputs = self.loss_inputs(batch)
-        output = self.reward_model(state.reward_model, batch, inputs, R, table, number=number)
+        rows = towers.as_params(table)
+        output = self.reward_model(state.reward_model, batch, inputs, R, rows, number=number)
         metrics = output.metrics | {LOSS_TOKENS: inputs.num_tokens}
         metrics |= packing.metrics(R, self.sharing is not None)
         return RewardModelState(state.policy, output.learner), metrics
@@ -221,7 +221,7 @@ class RewardModelScorer:
     ) -> list[float]:
         """Returns the score at the last token of each sequence. Sequences are packed.
 
-        add_media: returns the batch of the sequences, one per row, with its places in `table`.
+        add_media: returns the batch of the sequences, one per row, with its media in `table`.
         samples: the number of consecutive sequences that complete one prompt.
         """
         batch = add_media(padded_batch([(ids, [0] * len(ids)) for ids in sequences], self._limit))

@@ -6,7 +6,7 @@ N rows, T tokens, R rows of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.cache.media import MediaTable
+from policy.execution.encoding import PaddedInputs
 from policy.mesh import processes
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
@@ -36,7 +37,6 @@ from rl.training.batch_updates import (
 from rl.training.critic import Critic
 from rl.training.host_memory import copied, mixed
 from rl.training.media import towers
-from rl.training.media.towers import UpdateMedia
 from rl.training.packing.packing import Packing
 from rl.training.teacher import Student, Teacher
 from rl.training.updater import LossOutput, OptimizerStep, ParamState
@@ -223,14 +223,16 @@ class Trainer(BatchUpdates):
         critic_only: bool = False,
         adaptive_coefs: dict[str, float] | None = None,
         on_tokens: Callable[[TokenOutputs], None] | None = None,
-        media: UpdateMedia | None = None,
+        table: MediaTable | None = None,
+        tower_inputs: Sequence[PaddedInputs] | None = None,
         number: int | None = None,
     ) -> tuple[RunState, dict]:
         """Makes one optimiser update of the policy, and of the critic if there is one.
 
         batch: the mini-batch on the host. critic_only: skips the policy. adaptive_coefs: values for
-        `PolicyInputs`. on_tokens: gets the policy's outputs for each token. media: the pictures and
-        sounds of a batch with places. number: of the update in its stage, from 0, as in
+        `PolicyInputs`. on_tokens: gets the policy's outputs for each token. table: that of a
+        batch with media, by the weights before the step. tower_inputs: the inputs of its items, if
+        the stage trains towers. number: of the update in its stage, from 0, as in
         `OptimizerStep`.
 
         Returns (state, metrics). Raises ValueError if the stage replays routes and the batch has
@@ -257,12 +259,12 @@ class Trainer(BatchUpdates):
         metrics: dict[str, Any] = packing.metrics(R, self.sharing is not None)
         coefs = {name: np.float32(value) for name, value in (adaptive_coefs or {}).items()}
         inputs = self.loss_inputs(batch, coefs or None)
-        table = towers.as_params(media and media.table)
+        rows = towers.as_params(table)
         assert inputs.num_tokens is not None  # `loss_inputs` counts them
         metrics |= {LOSS_TOKENS: inputs.num_tokens}
         if separate_critic:
             assert self.critic is not None and state.critic is not None  # the state has a critic
-            trunk = self.value_model.extra_params(state.policy.params) | table
+            trunk = self.value_model.extra_params(state.policy.params) | rows
             output = self.critic(state.critic, batch, inputs, R, trunk, number=number)
             state = replace(state, critic=output.learner)
             result = dict(output.metrics)
@@ -271,10 +273,9 @@ class Trainer(BatchUpdates):
             ]  # the sum of value/loss and value/moe/balance, which are both reported
             metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in result.items()}
         if not critic_only:
-            frozen = table if self.teacher is None else self.teacher.params | table
+            frozen = rows if self.teacher is None else self.teacher.params | rows
             own = {} if (name := self.companion) is None else {name: getattr(state, name)}
-            pieces = None if media is None else media.inputs
-            companions = next(iter(own.values()), None), pieces
+            companions = next(iter(own.values()), None), tower_inputs
             output = self.policy(state.policy, batch, inputs, R, frozen, *companions, number)
             state = replace(state, policy=output.learner, **dict.fromkeys(own, output.companion))
             metrics |= output.metrics
@@ -355,7 +356,7 @@ class Trainer(BatchUpdates):
         """Computes (logp, entropy), float32[N, T] on the host, micro-batch by micro-batch, with the
         graph that skips blocks of attention as updates do and drops no tokens.
 
-        Tokens follow the routes of the batch, if it has routes. table: that of a batch with places.
+        Tokens follow the routes of the batch, if it has routes. table: that of a batch with media.
         """
         logp, entropy = self._by_micro_batch(
             self._logprobs, params | towers.as_params(table), batch, self.flops
@@ -366,7 +367,7 @@ class Trainer(BatchUpdates):
         self, state: RunState, batch: Batch, table: MediaTable | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Computes the values of the states before and after each token, float32[N, T] on the host.
-        table: that of a batch with places."""
+        table: that of a batch with media."""
         model = self.value_model
         assert state.critic is not None
         params = (

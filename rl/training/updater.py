@@ -298,23 +298,23 @@ class OptimizerStep:
         micro_rows: int,
         extra_params: dict[str, jax.Array] | None = None,
         companion: ParamState | None = None,
-        pieces: Sequence[PaddedInputs] | None = None,
+        tower_inputs: Sequence[PaddedInputs] | None = None,
         number: int | None = None,
     ) -> UpdateOutput:
         """Makes one update, which donates the arrays of `learner` and `companion`.
 
         batch: a mini-batch, a multiple of `micro_rows` rows. inputs: its PolicyInputs.
         extra_params: frozen weights that the loss reads, by path. companion: the weights of
-        `self.companion` if this update trains them, else None. pieces: the items of the table among
+        `self.companion` if this update trains them, else None. tower_inputs: of the items of the table among
         `extra_params`, if this update trains a tower, else None. number: of the update in its
         stage, from 0, which its learning rate follows from; None: the number of updates that
         changed the weights.
         """
         arguments = (learner, batch, inputs, extra_params or {}, companion)
         if number is not None:
-            arguments = (*arguments, pieces, np.int32(number))
-        elif pieces is not None:
-            arguments = (*arguments, pieces)
+            arguments = (*arguments, tower_inputs, np.int32(number))
+        elif tower_inputs is not None:
+            arguments = (*arguments, tower_inputs)
         return block_on_cpu_mesh(self.executable(*arguments, micro_rows=micro_rows), self.layout)
 
     def _update(
@@ -324,7 +324,7 @@ class OptimizerStep:
         inputs,
         extra_params=None,
         companion=None,
-        pieces=None,
+        tower_inputs=None,
         number=None,
         *,
         micro_rows: int,
@@ -339,7 +339,7 @@ class OptimizerStep:
         if VALUE_HEAD in joint:  # it has a loss of its own
             constants = constants | joint
             joint = {}
-        towers = TowerGradients(self._graph, trained | joint, constants, pieces)
+        towers = TowerGradients(self._graph, trained | joint, constants, tower_inputs)
         grads, terms = self._gradients(*towers.arguments, batch, inputs, micro_rows)
         grads = towers.gradients(grads)
         metrics = terms.metrics

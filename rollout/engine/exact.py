@@ -182,8 +182,8 @@ class Verifier:
                 for i, completion in enumerate(completions)
                 if completion.matches and completion.first_unverified < L
             ]
-            for numbers, tokens_RL, lengths_R, inputs in scorer.tiles(rows, L, media):
-                hidden = scorer.hidden(params, tokens_RL, lengths_R, inputs)
+            for numbers, tokens_RL, lengths_R, own_media in scorer.tiles(rows, L, media):
+                hidden = scorer.hidden(params, tokens_RL, lengths_R, own_media)
                 self.counts["scored"] += tokens_RL.size
                 logp, _ = scorer.score(params, hidden, tokens_RL[:, first:], temperature)
                 batch = [completions[i] for i in numbers]

@@ -20,7 +20,7 @@ import numpy as np
 
 from policy import compatibility, modes
 from policy.cache import cache as caches
-from policy.cache.media import DocumentMedia, MediaInputs, media_inputs
+from policy.cache.media import Media, of_call
 from policy.cache.pages import Pages
 from policy.cache.sliding_window import WithSlidingWindows
 from policy.cache.step import Step
@@ -52,7 +52,7 @@ class PrefillInputs(NamedTuple):
     starts: np.ndarray
     lengths: np.ndarray
     ends: list[int]
-    media: MediaInputs | None
+    media: Media | None
 
     @classmethod
     def of(
@@ -73,10 +73,8 @@ class PrefillInputs(NamedTuple):
                 request.cached,
                 request.needed if request.media is None else end,
             )
-        documents = [request.media for request in requests if request.media is not None]
-        media = (
-            media_inputs(documents, starts.tolist()[: len(requests)], (P, C)) if documents else None
-        )
+        prompts = [request.media for request in requests if request.media is not None]
+        media = of_call(prompts, starts.tolist()[: len(requests)], (P, C)) if prompts else None
         return cls(tokens, starts, lengths, ends, media)
 
 
@@ -113,7 +111,7 @@ class DecodeState:
     row is in use.
     stops: int32[s, W], the tokens that end a completion, -1 for none.
     draws: how tokens are drawn.
-    deltas: int32[s], `DocumentMedia.delta` of each row where one is not 0; None: rotary positions
+    deltas: int32[s], `Media.delta` of each row where one is not 0; None: rotary positions
     are positions. recent: int32[s, DecoderPrograms.recent], the last tokens of each row up to the
     one to feed, if the programs need them.
     rows, pages: over a paged cache int32[s], the slots (past the end: padding), and int32[s, M],
@@ -230,7 +228,7 @@ class DecoderPrograms:
         self.scan = graph.layout.platform != "cpu" or len(graph.config.layers) > UNROLLED_LAYERS
         self.reads_copies = not self.scan and graph.layout.mesh.size == 1
 
-    def media_refusal(self, media: DocumentMedia) -> str | None:
+    def media_refusal(self, media: Media) -> str | None:
         """Returns why a prompt cannot have these pictures and sounds, as the end of a sentence;
         None: it can."""
         if self.drafts:
@@ -238,7 +236,7 @@ class DecoderPrograms:
                 f"has {compatibility.MEDIA}; they do not go with generator.speculative: a "
                 "module embeds the next token"
             )
-        dtype = jnp.dtype(media.table.rows.dtype)
+        dtype = jnp.dtype(media.table.dtype)
         own = jnp.dtype(self.graph.runtime.dtype)
         if dtype != own:
             return f"has a table of {dtype} rows; this model computes in {own}"
@@ -304,7 +302,7 @@ class DecoderPrograms:
         """
         P = tokens_PC.shape[0]
         C = tokens_PC.shape[1] - self.lookahead_tokens
-        step = self._step(starts, lengths, C, pages_PM).with_media(media)
+        step = replace(self._step(starts, lengths, C, pages_PM), media=media)
         prompt_cache = self._fill(
             params,
             self._empty_rows(P, C),
@@ -316,9 +314,8 @@ class DecoderPrograms:
 
     def extend(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM, media=None):
         """Returns the cache after a later chunk of P prompts."""
-        step = self._step(
-            starts, lengths, tokens_PC.shape[1] - self.lookahead_tokens, pages_PM
-        ).with_media(media)
+        C = tokens_PC.shape[1] - self.lookahead_tokens
+        step = replace(self._step(starts, lengths, C, pages_PM), media=media)
         row_cache = self._fill(params, caches.rows_of(cache, rows), tokens_PC, step, lengths)
         return self.constrained(caches.with_rows(cache, row_cache, rows))
 

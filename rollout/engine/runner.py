@@ -30,7 +30,7 @@ import numpy as np
 
 from policy import modes
 from policy.cache import cache as caches
-from policy.cache.media import Media, MediaInputs
+from policy.cache.media import Media
 from policy.execution.decoding import DecodingWeights
 from policy.mesh import processes
 from policy.mesh.sharding import Layout, block_on_cpu_mesh
@@ -242,9 +242,9 @@ class ModelRunner:
         arguments = params, cache, rows, tokens_PC, starts, lengths, pages_PM
         name = "prefill" if first_chunk else "extend"
         shape = tokens_PC.shape
-        if media is None or media.media is None:
+        if media is None:
             return self._run(name, shape, *arguments)
-        return self._run(name, (*shape, len(media.media.table)), *arguments, media)
+        return self._run(name, (*shape, len(media.table)), *arguments, media)
 
     def copy_rows(self, cache, pairs: Sequence[tuple[int, int]]) -> Any:
         """Returns the cache after copying the row of slot a to slot b for each pair (a, b), one
@@ -567,16 +567,17 @@ def _batch_cache(runner: ModelRunner, rows: int) -> Any:
     )
 
 
-def _media(runner: ModelRunner, P: int, C: int, M: int) -> MediaInputs:
+def _media(runner: ModelRunner, P: int, C: int, M: int) -> Media:
     """Returns the abstract pictures and sounds of a prefill call with a table of M rows."""
     config = runner.graph.config
     dtype = jnp.dtype(runner.graph.runtime.dtype)
     table = (M, config.hidden_size)
     features = sum(spec.deepstack for spec in config.layers)
     deep = jax.ShapeDtypeStruct((features, *table), dtype) if features else None
-    media = Media(_int32(P, C), jax.ShapeDtypeStruct(table, dtype), deep)
-    return MediaInputs(
-        media,
+    return Media(
+        _int32(P, C),
+        jax.ShapeDtypeStruct(table, dtype),
+        deep,
         _int32(P, C, 3) if config.has_sections else None,
         _int32(P, C) if config.looks_ahead else None,
     )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy import families
-from policy.cache.media import Media, MediaInputs
+from policy.cache.media import Media
 from policy.config import Runtime
 from policy.mesh.sharding import layout
 from policy.modes import make_step
@@ -50,8 +50,7 @@ def documents(kind: str) -> list:
         table = media_oracles.MediaTable(
             table, np.stack([table[::-1], 2 * table]) if deep else None
         )
-        media = media_oracles.dataclasses.replace(media, table=table)
-        result.append(media_oracles.Document(tokens, media, {}, np.zeros((0, 0))))
+        result.append(media_oracles.Document(tokens, media.in_table(table), {}, np.zeros((0, 0))))
     return result
 
 
@@ -66,8 +65,8 @@ def scored(kind: str, degrees: str, how: str):
     rows, index = media["media"], jnp.asarray(media["media"].index)
 
     def loss(table, params):
-        inputs = MediaInputs(Media(index, table, rows.deep), media["turns"], media["until"])
-        step = make_step(jnp.asarray(tokens), None, segments, inputs)
+        shown = Media(index, table, rows.deep, media["turns"], media["until"])
+        step = make_step(jnp.asarray(tokens), None, segments, shown)
         logp, _, _ = model.graph.logprobs(params, jnp.asarray(tokens), step, 1.0)
         return jnp.sum(weights * logp), logp
 

@@ -76,9 +76,9 @@ def case(tmp_path_factory):
         documents = [
             dataclasses.replace(
                 each,
-                media=dataclasses.replace(each.media, table=table, index=shifted(each, offset)),
+                media=dataclasses.replace(each.media.in_table(table), index=shifted(each, offset)),
             )
-            for each, offset in ((first, 0), (second, len(first.media.table.rows)))
+            for each, offset in ((first, 0), (second, len(first.media.table)))
         ]
         return policy.load(directory), documents, [greedy(theirs, each) for each in (first, second)]
 
@@ -87,11 +87,11 @@ def case(tmp_path_factory):
 
 def joined(*documents):
     """One table of the rows of all documents."""
-    tables = [each.media.table for each in documents]
+    tables = [each.media for each in documents]
     deep = (
         None if tables[0].deep is None else np.concatenate([each.deep for each in tables], axis=1)
     )
-    return media_oracles.MediaTable(np.concatenate([each.rows for each in tables]), deep)
+    return media_oracles.MediaTable(np.concatenate([each.table for each in tables]), deep)
 
 
 def shifted(document, offset):
@@ -180,13 +180,11 @@ def test_exact_completions_have_the_bits_of_log_probabilities(case, all_optimiza
 def extended(document, completion):
     """(tokens, media keywords) of a document and what follows it."""
     end = len(document) + len(completion)
-    index, turns, until = document.media.span(0, end)
-    media = media_oracles.Media(index[None], *document.media.table)
+    media = document.media.part(0, end)
+    arrays = {name: getattr(media, name) for name in ("index", "turns", "until")}
+    rows = {name: a[None] for name, a in arrays.items() if a is not None}
     row = np.concatenate([document.tokens, completion]).astype(int)
-    arrays = {"turns": turns, "until": until}
-    return row, {"media": media} | {
-        name: None if a is None else a[None] for name, a in arrays.items()
-    }
+    return row, {"media": dataclasses.replace(media, **rows)}
 
 
 @pytest.mark.slow
@@ -247,14 +245,14 @@ def test_samples_of_a_prompt_share_its_entries_and_a_preempted_one_is_prefilled_
 def test_programs_of_prompts_with_pictures_are_compiled_ahead(case):
     model, (first, second), (want, other) = case("Qwen3VLMoe")
     gen = generator(model, prefill_chunk=8)
-    gen.compile_ahead(len(first), [GREEDY], [len(first.media.table.rows)], strict=True)
+    gen.compile_ahead(len(first), [GREEDY], [len(first.media.table)], strict=True)
     assert_greedy(gen.generate([prompt_of(first), prompt_of(second, "b")], GREEDY), [want, other])
 
 
 def test_what_a_prompt_cannot_have_is_refused_by_name(case):
     model, (first, _), _ = case("Qwen3VLMoe")
     gen, prompt, media = generator(model), prompt_of(first), first.media
-    rows, n = media.table.rows, len(first)
+    rows, n = media.table, len(first)
     cut = dataclasses.replace(media, index=media.index[:8], turns=media.turns[:8])
     for wrong, message in (
         (MediaPrompt(prompt.tokens[:8], cut, prompt.keys[:8]), "ends with a picture"),
@@ -269,7 +267,7 @@ def test_what_a_prompt_cannot_have_is_refused_by_name(case):
         (
             MediaPrompt(
                 prompt.tokens,
-                dataclasses.replace(media, table=media.table._replace(rows=rows.astype("f2"))),
+                dataclasses.replace(media, table=rows.astype("f2")),
                 prompt.keys,
             ),
             "computes in float32",

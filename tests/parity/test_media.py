@@ -14,7 +14,7 @@ from oracles import by_kind
 
 import policy
 from policy import hook
-from policy.cache.media import Media, MediaInputs
+from policy.cache.media import Media
 from policy.compatibility import Conflict
 from policy.modes import make_step
 from policy.ops.dropout import Dropout
@@ -109,10 +109,9 @@ def gradients(model, tokens, segments, media):
     weights = np.random.default_rng(0).normal(size=tokens.shape).astype(np.float32)
 
     def loss(rows, deep):
-        inputs = MediaInputs(
-            Media(jnp.asarray(media["media"].index), rows, deep), media["turns"], media["until"]
-        )
-        step = make_step(jnp.asarray(tokens), None, segments, inputs)
+        index = jnp.asarray(media["media"].index)
+        shown = Media(index, rows, deep, media["turns"], media["until"])
+        step = make_step(jnp.asarray(tokens), None, segments, shown)
         logp, _, _ = model.graph.logprobs(model.params, jnp.asarray(tokens), step, 1.0)
         return jnp.sum(weights * logp), logp
 
@@ -128,16 +127,14 @@ def rows_of_hook(documents, spans, table, rng):
     fed = [(r, p) for r, (start, end) in enumerate(spans) for p in range(start, end)]
     fed += [(-1, 0)] * (24 - len(fed))
     fed = [fed[i] for i in rng.permutation(len(fed))]
-    starts = np.cumsum([0] + [len(each.media.table.rows) for each in documents])
+    starts = np.cumsum([0] + [len(each.media.table) for each in documents])
     tokens, index, turns = [], [], []
     for r, p in fed:
         media = documents[r].media
         tokens.append(documents[r].tokens[p])
         index.append(media.index[p] + starts[r] if r >= 0 and media.index[p] >= 0 else -1)
         turns.append((p, p, p) if media.turns is None else media.turns[p])
-    rows, deep = (
-        [getattr(each.media.table, name) for each in documents] for name in ("rows", "deep")
-    )
+    rows, deep = ([getattr(each.media, name) for each in documents] for name in ("table", "deep"))
     deep = None if deep[0] is None else jnp.concatenate(deep, axis=1)
     media = Media(jnp.array(index, jnp.int32), jnp.concatenate(rows), deep)
     request, positions = jnp.array(fed, jnp.int32).T
@@ -246,8 +243,8 @@ def test_dropout_of_rows_with_pictures_does_not_depend_on_how_layers_are_compute
     tokens, segments, media = media_oracles.batch([pair("Qwen3VL").documents], WIDTH)
 
     def logp(model, rate):
-        inputs = MediaInputs(*jax.tree.map(jnp.asarray, tuple(media.values())))
-        step = make_step(jnp.asarray(tokens), None, segments, inputs)
+        shown = dataclasses.replace(media["media"], turns=media["turns"], until=media["until"])
+        step = make_step(jnp.asarray(tokens), None, segments, jax.tree.map(jnp.asarray, shown))
         step = dataclasses.replace(step, dropout=Dropout(jnp.asarray([7], jnp.uint32), rate=rate))
         return np.asarray(
             jax.jit(model.graph.logprobs)(model.params, jnp.asarray(tokens), step, 1.0)[0]

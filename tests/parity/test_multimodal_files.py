@@ -71,9 +71,9 @@ def test_logits_of_a_document_with_pictures_and_sounds(model):
             np.concatenate([table, sounds[0]]),
             np.pad(deep, ((0, 0), (0, len(sounds[0])), (0, 0))),
         )
-    np.testing.assert_allclose(table, document.media.table.rows, atol=2e-5, rtol=0)
+    np.testing.assert_allclose(table, document.media.table, atol=2e-5, rtol=0)
     if deep is not None:
-        np.testing.assert_allclose(deep, document.media.table.deep, atol=2e-5, rtol=0)
+        np.testing.assert_allclose(deep, document.media.deep, atol=2e-5, rtol=0)
     tokens, segments, keywords = media_oracles.batch([[document]], len(document))
     keywords["media"] = type(keywords["media"])(keywords["media"].index, table, deep)
     logits = ours.logits(tokens, segments=segments, **keywords)[0]

@@ -7,29 +7,29 @@ import re
 import numpy as np
 import pytest
 
-from policy.cache.media import DocumentMedia, MediaTable, media_inputs
+from policy.cache.media import Media, of_call
 from policy.config import Rope
 from policy.ops.rope import frequencies, rotation
 from rollout.request import Request, prefix_keys
 
 # Two tokens, a picture of three that see each other, one token, a picture of two, one token. What
-# follows turns by 3 less than its place, as after larger pictures.
+# follows turns by 2 less than its place, as after larger pictures.
 INDEX = np.array([-1, -1, 0, 1, 2, -1, 3, 4, -1], np.int32)
 UNTIL = np.array([0, 1, 4, 4, 4, 5, 7, 7, 8], np.int32)
 TURNS = np.array(
     [
         (0, 0, 0),
         (1, 1, 1),
-        *((2, 2, 2 + n) for n in range(3)),
-        (5,) * 3,
-        (6, 6, 6),
-        (6, 7, 6),
-        (8,) * 3,
+        *((2, 2, 2), (2, 2, 3), (2, 3, 2)),
+        (4,) * 3,
+        (5, 5, 5),
+        (5, 5, 5),
+        (6,) * 3,
     ],
     np.int32,
 )
-TABLE = MediaTable(np.zeros((5, 2), np.float32))
-MEDIA = DocumentMedia(INDEX, TABLE, TURNS, UNTIL, delta=-3)
+TABLE = np.zeros((5, 2), np.float32)
+MEDIA = Media(INDEX, TABLE, turns=TURNS, until=UNTIL)
 
 
 def test_calls_end_at_the_borders_of_blocks():
@@ -49,13 +49,15 @@ def test_every_chunk_of_a_request_holds_full_blocks_and_the_keys_of_its_prompt()
     assert request.span(7, 11) == (7, 8, 20, 21) and request.cacheable == (*keys, 20)
 
 
-def test_a_span_past_the_prompt_is_text_at_shifted_positions():
-    index, turns, until = MEDIA.span(7, 11)
-    assert index.tolist() == [4, -1, -1, -1] and until.tolist() == [7, 8, 9, 10]
-    assert turns.tolist() == [[6, 7, 6], [8, 8, 8], [6, 6, 6], [7, 7, 7]]
-    inputs = media_inputs([MEDIA, MEDIA], [0, 7], (3, 4))
-    assert inputs.media.index.tolist() == [[-1, -1, 0, 1], [4, -1, -1, -1], [-1] * 4]
-    assert inputs.until[1].tolist() == until.tolist() and inputs.turns[1].tolist() == turns.tolist()
+def test_a_part_past_the_prompt_is_text_at_shifted_positions():
+    part = MEDIA.part(7, 11)
+    assert MEDIA.delta == -2 and part.table is TABLE
+    assert part.index.tolist() == [4, -1, -1, -1] and part.until.tolist() == [7, 8, 9, 10]
+    assert part.turns.tolist() == [[5, 5, 5], [6, 6, 6], [7, 7, 7], [8, 8, 8]]
+    call = of_call([MEDIA, MEDIA], [0, 7], (3, 4))
+    assert call.index.tolist() == [[-1, -1, 0, 1], [4, -1, -1, -1], [-1] * 4]
+    assert call.until[1].tolist() == part.until.tolist()
+    assert call.turns[1].tolist() == part.turns.tolist() and call.table is TABLE
 
 
 @pytest.mark.parametrize(

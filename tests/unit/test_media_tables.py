@@ -8,7 +8,7 @@ import learners
 import numpy as np
 import pytest
 from media_oracles import drawn
-from test_media_training import CLOSE, Loader, case, document
+from test_media_training import CLOSE, Loader, case, document, shown_to
 
 import policy
 from policy.config import Runtime
@@ -42,7 +42,7 @@ def test_a_step_of_text_has_a_table_without_items():
     trainer, state = learners.begin(one.model, learners.stage("sft", micro_batch=2))
     text = one.batch.rows(slice(2, 3))
     added = table.add(text, [(0, 0, None)])
-    assert (added.media == -1).all()
+    assert (added.media.index == -1).all()
     logp, _ = trainer.logprobs(state.policy.params, added, table.table)
     np.testing.assert_allclose(logp, trainer.logprobs(state.policy.params, text)[0], atol=CLOSE)
 
@@ -51,12 +51,11 @@ def test_a_mini_batch_without_a_picture_leaves_a_trained_tower_as_it_is():
     one = case("Qwen3VL")
     table = one.tables(trained=True).of(one.model.params, one.documents)
     text = one.add(table).rows(slice(2, 3))
-    media = table.update_media(text)
-    assert media.inputs == []
+    assert table.tower_inputs(text) == []
     options = learners.stage("sft", freeze=[], optimizer={"weight_decay": 0.0})
     trainer, state = learners.begin(one.model, options)
     before = learners.host(state.policy.params)
-    state, metrics = trainer.update(state, text, media=media)
+    state, metrics = trainer.update(state, text, **shown_to(text, table))
     after = learners.host(state.policy.params)
     changed = {path for path in before if before[path].tobytes() != after[path].tobytes()}
     assert (
@@ -108,10 +107,10 @@ def test_a_stage_that_trains_a_tower_reads_inputs_and_one_that_does_not_encodes_
     one = case("Qwen3VL")
     tables = one.tables()
     frozen = tables.of(one.model.params, one.documents)
-    assert frozen.update_media(one.add(frozen)).inputs is None
+    assert frozen.tower_inputs(one.add(frozen)) is None
     tables.start_stage(trained=True)
     trained = tables.of(one.model.params, one.documents)
-    assert trained is not frozen and len(trained.update_media(one.add(trained)).inputs) > 0
+    assert trained is not frozen and len(trained.tower_inputs(one.add(trained))) > 0
     tables.forget()
     assert tables.of(one.model.params, one.documents) is not trained
     tables.start_stage(trained=False)
@@ -119,7 +118,7 @@ def test_a_stage_that_trains_a_tower_reads_inputs_and_one_that_does_not_encodes_
     tables.forget()
     assert tables.of(one.model.params, one.documents) is again and tables.encoder.encoded == encoded
     alone = tables.of(one.model.params, one.documents[:1])
-    assert alone.update_media(one.add(again)).inputs is None
+    assert alone.tower_inputs(one.add(again)) is None
 
 
 def test_planned_rows_hold_every_batch(monkeypatch):
@@ -186,7 +185,8 @@ def test_an_update_of_everything_does_not_depend_on_how_it_is_computed(how):
             model, learners.stage("sft", micro_batch=micro_batch, **options), fresh=True
         )
         before = learners.host(state.policy.params)
-        state, _ = trainer.update(state, one.add(table), media=table.update_media(one.add(table)))
+        batch = one.add(table)
+        state, _ = trainer.update(state, batch, **shown_to(batch, table))
         after = learners.host(state.policy.params)
         results.append({path: after[path] - before[path] for path in before})
     for path, change in results[0].items():

@@ -11,7 +11,6 @@ import pytest
 from media_oracles import IMAGE, LOOKS_AHEAD, drawn, random_policy
 
 from policy import modes
-from policy.cache.media import Media
 from policy.execution.encoding import MediaEncoder
 from rl.data.encoded import Row
 from rl.stages.sampling import rollouts
@@ -95,6 +94,11 @@ class Case:
         return table.add(self.batch, [(row, 0, each) for row, each in enumerate(self.documents)])
 
 
+def shown_to(batch, table) -> dict:
+    """What an update on this batch takes."""
+    return {"table": table.table, "tower_inputs": table.tower_inputs(batch)}
+
+
 @functools.cache
 def case(kind: str) -> Case:
     model = random_policy(kind)
@@ -133,15 +137,11 @@ def test_packed_rows_equal_each_document_alone(kind):
         tokens = np.asarray(([] if each is None else each.tokens.tolist()) + answer, np.int32)
         how = {}
         if each is not None:
-            index, turns, until = (
-                None if a is None else a[None] for a in table.document(each).span(0, len(tokens))
-            )
-            how = {
-                "media": Media(index, table.table.rows, table.table.deep),
-                "turns": turns,
-                "until": until,
-            }
-            tokens = np.where(index[0] >= 0, 0, tokens)
+            media = table.media(each).part(0, len(tokens))
+            tokens = np.asarray(media.text_tokens(tokens))
+            arrays = {name: getattr(media, name) for name in ("index", "turns", "until")}
+            rows = {name: a[None] for name, a in arrays.items() if a is not None}
+            how = {"media": dataclasses.replace(media, **rows)}
         alone, _ = one.model.logprobs(tokens[None], **how)
         np.testing.assert_allclose(logp[row, 1 : len(tokens)], np.asarray(alone)[0, 1:], atol=CLOSE)
 
@@ -173,7 +173,7 @@ def test_frozen_towers_stay_and_the_rest_learns(kind):
     batch = one.add(table)
     trainer, state = learners.begin(one.model, learners.stage("sft", micro_batch=2))
     before = learners.host(state.policy.params)
-    state, metrics = trainer.update(state, batch, media=table.update_media(batch))
+    state, metrics = trainer.update(state, batch, **shown_to(batch, table))
     after = learners.host(state.policy.params)
     changed = {path for path in before if before[path].tobytes() != after[path].tobytes()}
     assert (
@@ -191,19 +191,14 @@ def test_the_gradient_of_a_trained_tower_is_that_of_one_backward_pass(kind):
     batch = one.add(table)
     options = {"learning_rate": 1.0, "eps": 1.0, "clip_norm": None, "weight_decay": 0.0}
     encoder, M = tables.encoder, tables.M
-    inputs = table.update_media(batch).inputs
+    inputs = table.tower_inputs(batch)
 
     def loss(params):
         made = encoder.empty(M)
         for each in inputs:
             made = encoder.encoded_into(params, made, each)
-        how = {
-            "media": Media(batch.media, made.rows, made.deep),
-            "turns": batch.turns,
-            "until": batch.until,
-        }
         logp, _ = type(one.model)(one.model.graph, params).logprobs(
-            batch.tokens, segments=batch.segments, **how
+            batch.tokens, segments=batch.segments, media=batch.media.in_table(made)
         )
         return -jnp.sum(logp * batch.mask) / jnp.sum(batch.mask)
 
@@ -213,7 +208,7 @@ def test_the_gradient_of_a_trained_tower_is_that_of_one_backward_pass(kind):
             one.model, learners.stage("sft", micro_batch=rows, freeze=[], optimizer=options)
         )
         before = {path: np.array(array) for path, array in state.policy.params.items()}
-        state, _ = trainer.update(state, batch, media=table.update_media(batch))
+        state, _ = trainer.update(state, batch, **shown_to(batch, table))
         for path, gradient in expected.items():
             if path in one.model.graph.untrained:
                 continue
@@ -236,7 +231,7 @@ def test_parts_are_frozen_by_name():
     options = learners.stage("sft", freeze=["image.blocks", "stacks", "embed_tokens"])
     trainer, state = learners.begin(one.model, options)
     before = learners.host(state.policy.params)
-    state, _ = trainer.update(state, batch, media=table.update_media(batch))
+    state, _ = trainer.update(state, batch, **shown_to(batch, table))
     after = learners.host(state.policy.params)
     changed = {
         path.strip("[]'") for path in before if before[path].tobytes() != after[path].tobytes()
@@ -263,7 +258,7 @@ def test_reward_models_read_the_rows_of_the_policys_towers():
     assert not any(path.startswith("image.") for path in state.reward_model.params)
     losses = []
     for _ in range(4):
-        state, metrics = trainer.update(state, batch, media=table.update_media(batch))
+        state, metrics = trainer.update(state, batch, **shown_to(batch, table))
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0]
 
@@ -277,7 +272,7 @@ def test_reward_models_read_the_rows_of_the_policys_towers():
         step = modes.make_step(
             jnp.asarray(alone.tokens),
             segments=alone.segments,
-            inputs=alone.places.inputs(table.table),
+            media=alone.media.in_table(table.table),
         )
         expected, _ = trainer.model.scores(params, jnp.asarray(alone.tokens), step)
         assert abs(scores[row] - expected[0, len(ids) - 1]) < CLOSE

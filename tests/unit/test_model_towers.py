@@ -320,9 +320,9 @@ def test_transformers_reads_an_exported_preset(exported, tmp_path):
     pixels = AutoImageProcessor.from_pretrained(folder, backend="pil")(
         [PICTURE], return_tensors="np"
     )
-    (item,) = reference.items(processors.image)
-    np.testing.assert_array_equal(pixels["pixel_values"], item.values)
-    rows, deep = model.encode("image", item.values[None], [item.shape])
+    [(item, values)] = reference.inputs(processors.image).items()
+    np.testing.assert_array_equal(pixels["pixel_values"], values)
+    rows, deep = model.encode("image", values[None], [item.shape])
     media = Media(expanded.index[None], rows[0], deep[:, 0])
     ours = model.logits(expanded.tokens[None], media=media, turns=expanded.turns[None])[0]
     with torch.no_grad():

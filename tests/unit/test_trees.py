@@ -7,6 +7,7 @@ import shared_prefixes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policy.cache.media import Media
 from policy.cache.step import UNKNOWN
 from rl.training.batch import Batch
 from rl.training.packing.packing import row_counts
@@ -175,8 +176,8 @@ def test_a_beginning_ends_before_a_picture_that_sees_itself():
     data = batch_of([[([1, 2, 2, 2, 5], [0] * 4 + [1]), ([1, 2, 2, 2, 6, 6], [0] * 4 + [1] * 2)]])
     places = np.where(data.segments > 0, np.arange(24), 0).astype(np.int32)
     until = np.where((places >= 1) & (places <= 4), np.maximum(places, 4), places).astype(np.int32)
-    media = np.full(data.tokens.shape, -1, np.int32)
-    packing = plan_trees(data.replace(media=media, until=until), [2], Sharing(2))
+    media = Media(index=np.full(data.tokens.shape, -1, np.int32), until=until)
+    packing = plan_trees(data.replace(media=media), [2], Sharing(2))
     assert packing.tree.count.max() == 2 and np.count_nonzero(packing.tree.count == 2) == 1
 
 

@@ -132,16 +132,16 @@ def _gap(model: Model, made: Rollouts, temperature: float, table: StepTable | No
     segments = [row.segment for row in chosen]
     longest = max(len(segment.tokens) for segment in segments)
     batch = padded_batch([(segment.tokens, segment.policy) for segment in segments], longest)
-    shown = {}
+    media = None
     if table is not None:
         batch = table.add(
             batch,
             [(n, 0, made.groups[row.group].problem.media) for n, row in enumerate(chosen)],
         )
-        assert batch.places is not None
-        shown = batch.places.inputs(table.table)._asdict()
+        assert batch.media is not None
+        media = batch.media.in_table(table.table)
     logp, _ = model.logprobs(
-        batch.tokens, segments=batch.segments, temperature=temperature, **shown
+        batch.tokens, segments=batch.segments, temperature=temperature, media=media
     )
     logp = np.asarray(logp)
     differences = [

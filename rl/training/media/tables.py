@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from policy.cache.media import DocumentMedia, MediaTable
-from policy.execution.encoding import MediaEncoder
+from policy.cache.media import Media, MediaTable
+from policy.execution.encoding import MediaEncoder, PaddedInputs
 from policy.media import Item, Kind, is_tower
 from policy.mesh import processes
 from rl.data.encoded import media_of
 from rl.errors import DataError
-from rl.training.media.towers import UpdateMedia
 from rl.training.trainable import frozen_weights, trained_paths
 from rollout.media.loader import Loader
 from rollout.request import MediaPrompt, prefix_keys
@@ -104,7 +103,7 @@ class StepTable:
             np.int32
         )
 
-    def document(self, expanded: Expanded) -> DocumentMedia:
+    def media(self, expanded: Expanded) -> Media:
         """Returns the pictures and sounds of a document, with the arrays that the decoder reads."""
         positions = np.arange(len(expanded.tokens), dtype=np.int32)
         turns = expanded.turns
@@ -113,7 +112,8 @@ class StepTable:
             turns = np.repeat(positions[:, None], 3, axis=1)
         if self._decoder.looks_ahead and until is None:
             until = positions
-        return DocumentMedia(self.index(expanded), self.table, turns, until, expanded.delta)
+        media = Media(index=self.index(expanded), turns=turns, until=until)
+        return media.in_table(self.table)
 
     def prompt(self, ids: Sequence[int], expanded: Expanded | None) -> Any:
         """Returns a prompt as the generator takes it."""
@@ -123,48 +123,44 @@ class StepTable:
         keys = prefix_keys(
             ids, [None if row < 0 else parts[row] for row in expanded.index.tolist()]
         )
-        return MediaPrompt(tuple(ids), self.document(expanded), keys)
+        return MediaPrompt(tuple(ids), self.media(expanded), keys)
 
     def add(self, batch: Batch, documents: Documents) -> Batch:
-        """Returns the batch with `media`, `turns` and `until`, and 0 in place of the ids of
+        """Returns the batch with its pictures and sounds, and 0 in place of the ids of
         placeholders.
 
         documents: of the sequences with pictures or sounds; a sequence may go on with text after
         the tokens of its document. All other sequences are text.
         """
         positions = _positions(batch.segments)
-        media = np.full(batch.tokens.shape, -1, np.int32)
-        turns = np.repeat(positions[..., None], 3, axis=2) if self._decoder.has_sections else None
-        until = positions.copy() if self._decoder.looks_ahead else None
-        made: dict[
-            int, DocumentMedia
-        ] = {}  # by the identity of a document: the completions of a prompt share one
+        sections = self._decoder.has_sections
+        media = Media(
+            index=np.full(batch.tokens.shape, -1, np.int32),
+            turns=np.repeat(positions[..., None], 3, axis=2) if sections else None,
+            until=positions.copy() if self._decoder.looks_ahead else None,
+        )
+        made: dict[int, Media] = {}  # by the identity of a document: the completions of a prompt
+        # share one
         for row, start, expanded in documents:
             if expanded is None:
                 continue
-            document = made.get(id(expanded)) or made.setdefault(
-                id(expanded), self.document(expanded)
-            )
+            if id(expanded) not in made:
+                made[id(expanded)] = self.media(expanded)
             length = int(np.count_nonzero(batch.segments[row] == batch.segments[row, start]))
-            columns = slice(start, start + length)
-            spans = document.span(0, length)
-            for array, values in zip((media, turns, until), spans, strict=True):
-                if array is not None and values is not None:
-                    array[row, columns] = values
-        tokens = np.where(
-            media >= 0, 0, batch.tokens
-        )  # ids at these places may lie outside the vocabulary
-        return batch.replace(tokens=tokens.astype(np.int32), media=media, turns=turns, until=until)
+            media.put(made[id(expanded)].part(0, length), row, slice(start, start + length))
+        # ids at these places may lie outside the vocabulary
+        tokens = np.where(media.index >= 0, 0, batch.tokens)
+        return batch.replace(tokens=tokens.astype(np.int32), media=media)
 
-    def update_media(self, batch: Batch) -> UpdateMedia:
-        """Returns what an update on this batch takes."""
+    def tower_inputs(self, batch: Batch) -> list[PaddedInputs] | None:
+        """Returns the inputs of the items that this batch shows, for an update that trains towers;
+        None: the stage trains none."""
         if self.inputs is None:
-            return UpdateMedia(self.table)
+            return None
         assert batch.media is not None
-        used = set(np.unique(batch.media).tolist())
+        used = set(np.unique(batch.media.index).tolist())
         shown = {item: each for item, each in self.inputs.items() if self.first[item] in used}
-        M = len(self.table.rows)
-        return UpdateMedia(self.table, self.encoder.padded(shown, self.first, M, round_up=True))
+        return self.encoder.padded(shown, self.first, len(self.table.rows), round_up=True)
 
 
 @dataclass

@@ -10,32 +10,18 @@ whatever the size of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from policy.cache.media import MediaInputs, MediaTable
+from policy.cache.media import Media, MediaTable
 from policy.execution.encoding import MediaEncoder, PaddedInputs, tower_params
 from policy.model import Graph
-from rl.training.batch import Places
 
 ROWS = "media.rows"
 DEEP = "media.deep"
 """Names of the arrays of a table next to the paths of weights."""
-
-
-@dataclass(frozen=True)
-class UpdateMedia:
-    """The pictures and sounds of a mini-batch.
-
-    table: its rows, by the weights before the step. inputs: of the items, for the towers that the
-    update trains; None: it trains none.
-    """
-
-    table: MediaTable
-    inputs: Sequence[PaddedInputs] | None = None
 
 
 def as_params(table: MediaTable | None) -> dict[str, Any]:
@@ -44,9 +30,9 @@ def as_params(table: MediaTable | None) -> dict[str, Any]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def inputs_of(params: dict[str, jax.Array], places: Places | None) -> MediaInputs | None:
+def in_table(media: Media | None, params: dict[str, jax.Array]) -> Media | None:
     """Returns the pictures and sounds of a forward pass, with the table among `params`."""
-    return None if places is None else places.inputs(MediaTable(params[ROWS], params.get(DEEP)))
+    return None if media is None else media.in_table(MediaTable(params[ROWS], params.get(DEEP)))
 
 
 class TowerGradients:

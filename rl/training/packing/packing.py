@@ -12,10 +12,11 @@ from functools import cached_property
 
 import numpy as np
 
+from policy.cache.media import Media
 from policy.cache.paths import Tree
 from policy.cache.step import UNKNOWN
 from rl.accounting import flops
-from rl.training.batch import Batch, Places
+from rl.training.batch import Batch
 
 # The most different numbers of packed rows without micro-batches. Each number is a shape that
 # compiles.
@@ -140,7 +141,6 @@ class Packing:
 
     def inputs(self, batch: Batch) -> Batch:
         """Returns what a forward pass reads of the batch, in packed rows."""
-        places = {} if (media := self.places(batch)) is None else media._asdict()
         tokens = self.pack(batch.tokens)
         routes = self.routes(batch)
         kept = None if batch.kept is None else self.pack(batch.kept, fill=-1)
@@ -151,7 +151,7 @@ class Packing:
             "kept": kept,
             "tree": self.tree,
         }
-        return Batch(mask=None, prompt=None, **read, **places)
+        return Batch(mask=None, prompt=None, media=self.media(batch.media), **read)
 
     def routes(self, batch: Batch) -> dict[str, np.ndarray] | None:
         """Packs the routes of the batch into [R, L, ...]. A shared token has the route that any
@@ -168,13 +168,13 @@ class Packing:
                 )
         return packed
 
-    def places(self, batch: Batch) -> Places | None:
+    def media(self, media: Media | None) -> Media | None:
         """Packs the places of pictures and sounds. Positions count in each sequence, so they stay
         as they are."""
-        if batch.media is None:
+        if media is None:
             return None
-        turns, until = (None if a is None else self.pack(a) for a in (batch.turns, batch.until))
-        return Places(self.pack(batch.media, fill=-1), turns, until)
+        turns, until = (None if a is None else self.pack(a) for a in (media.turns, media.until))
+        return Media(index=self.pack(media.index, fill=-1), turns=turns, until=until)
 
 
 def plan_packing(segments_NT: np.ndarray, counts: Sequence[int], multiple: int = 1) -> Packing:

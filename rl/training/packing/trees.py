@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from policy.cache.media import Media
 from policy.cache.paths import Tree
 from policy.cache.step import UNKNOWN
 from policy.config import DecoderConfig
@@ -111,11 +112,11 @@ class GroupSequences:
         def read(array: Any) -> np.ndarray:
             return np.asarray(array).reshape(-1, *np.shape(array)[2:])[index]
 
-        equal = [
-            read(a) for a in (batch.tokens, batch.media, batch.turns, batch.until) if a is not None
-        ]
+        media = batch.media or Media()
+        same = (batch.tokens, media.index, media.turns, media.until)
+        equal = [read(a) for a in same if a is not None]
         routes = [read(a) for a in (batch.routes or {}).values()]
-        until = None if batch.until is None else read(batch.until)
+        until = None if media.until is None else read(media.until)
         return cls(columns, equal, routes, read(batch.mask) > 0, until)
 
     def lengths(self, sequences: Sequence[int]) -> list[int]:
