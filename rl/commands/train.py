@@ -151,7 +151,10 @@ def _checked(config: RunConfig) -> tuple[RunConfig, list[str]]:
         counted, steps = with_steps(config, hub=False)
     complete = continued(counted)
     changed = [line for each in complete.changes for line in changes.notes(complete, *each.place)]
-    remarks = [remark for stage in rl.stages.create(complete) for remark in stage.remarks()]
+    stages = rl.stages.create(complete)
+    for stage in stages:
+        stage.check_groups()
+    remarks = [remark for stage in stages for remark in stage.remarks()]
     return config.model_copy(update={"changes": complete.changes}), [
         *changed,
         *remarks,

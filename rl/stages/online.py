@@ -110,12 +110,13 @@ class Stage(StageKind):
 
     def prepare(self, reader: DataReader) -> None:
         self.read_rows(reader)
-        self.prepare_rewards(reader, self.prompts())
+        self.prepare_rewards(reader, list(self.rows.own))
+        self.check_groups()
         reader.check_teacher(self.teacher, self.options.sampling.stop_token_ids)
         reader.check_words(self.options.sampling.bad_words, f"stages.{self.index}.sampling")
 
     def prompts(self) -> list:
-        return list(self.rows.own)
+        return list(self.rows.own) if self.generates else []
 
     def bind(self, graph: Graph) -> None:
         from rl.training.trainer import Trainer
@@ -163,6 +164,9 @@ class Stage(StageKind):
         if self.algorithm.dynamic_batches:
             return DynamicSampling(producer, self)
         return producer
+
+    def check_groups(self) -> None:
+        self.create_producer().check()
 
     @property
     def generates(self) -> bool:

@@ -256,6 +256,9 @@ class StageKind(ConfiguredStage, ABC):
         context.progress.start_stage(self.algorithm.adaptive_coefs)
         return self.trainer.start(context.model.params, self.config.seed + self.index)
 
+    def check_groups(self) -> None:
+        """Raises DataError for files that a step cannot take its groups from."""
+
     @property
     def generates(self) -> bool:
         """Whether a step calls the generator."""

@@ -36,6 +36,9 @@ class DynamicSampling:
         """Whether the other producer does."""
         return self._producer.generates
 
+    def check(self) -> None:
+        self._producer.check()
+
     def take(self, count: int) -> Rollouts:
         """Returns `count` groups, after at most `dynamic_batches` batches of the other producer. If
         that is not enough, groups without a difference fill the step: they have no advantage."""

@@ -40,6 +40,11 @@ class Producer(Protocol):
         then computes no values of a critic, and checks of log-probabilities look at versions."""
         ...
 
+    def check(self) -> None:
+        """Raises DataError for files that it cannot take groups from. Called before a model is
+        built, and for `rl-train --check`."""
+        ...
+
     def take(self, count: int) -> Rollouts:
         """Returns the next groups, at most `count`, of as many trajectories each as the stage says;
         their scores may still be computed. In a run of several processes all of them call it, and

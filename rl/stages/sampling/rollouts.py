@@ -325,7 +325,7 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
         )
     if rollouts.scoring:
         result["time/reward_models"] = rollouts.scoring
-    if drafted:
+    if drafted and counts is not None:
         steps = sum(trajectory.steps for trajectory in trajectories)
         result["speculative/accepted_per_step"] = float(lengths.sum() / steps - 1)
     if ended.any():

@@ -21,6 +21,9 @@ class Synchronous:
     def __init__(self, stage: StageKind):
         self._stage = stage
 
+    def check(self) -> None:
+        pass
+
     def take(self, count: int) -> Rollouts:
         """Returns `count` groups of `samples_per_prompt` trajectories."""
         stage = self._stage
