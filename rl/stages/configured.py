@@ -308,6 +308,12 @@ class ConfiguredStage:
                 "it out, or set it in stages that sample",
                 key=(*self.path, "router_replay"),
             )
+        if self.options.rollouts is not None:
+            yield Fault(
+                f"{self.options.algorithm.name} learns from data that no policy sampled; leave it "
+                "out",
+                key=(*self.path, "rollouts"),
+            )
         if self.config.evaluation and self.trains_policy:
             yield from self._check_room()
 

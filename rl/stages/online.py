@@ -18,6 +18,7 @@ from rl.stages import inputs
 from rl.stages.inputs import StepData
 from rl.stages.sampling import by_source, filters, rollouts
 from rl.stages.sampling.dynamic import DynamicSampling
+from rl.stages.sampling.recorded import Recorded
 from rl.stages.sampling.staleness import check_difference, difference, gap, stale_tokens, staleness
 from rl.stages.sampling.synchronous import Synchronous
 from rl.stages.sampling.unscored import check_scored
@@ -102,8 +103,26 @@ class Stage(StageKind):
                 "a token leaves the loss; raise max_kept to at least top_k",
                 key=(*self.path, "sampling", "max_kept"),
             )
+        if stage.rollouts is not None:
+            yield from self._check_recorded()
         yield from self._check_no_capacity()
         yield from self._check_room()
+
+    def _check_recorded(self) -> Iterator[Fault]:
+        """Yields the faults of a stage that trains on the samples of an earlier run."""
+        key = (*self.path, "rollouts")
+        if self.options.steps is None:
+            yield Fault("samples are recorded by step: set `steps`, not `epochs`", key=key)
+        if self.max_kept:
+            yield Fault(
+                "samples do not say which ids filters left, over which the loss would be; set "
+                "sampling.filters=ignore",
+                key=key,
+            )
+        if self.options.router_replay:
+            yield Fault(
+                "samples do not say which experts computed them; leave out router_replay", key=key
+            )
 
     def read(self, reader: DataReader, source: DataOptions, held_out: bool = False) -> Shard:
         return reader.problems(source, self.options)
@@ -160,6 +179,8 @@ class Stage(StageKind):
 
     def create_producer(self) -> Producer:
         """Returns what makes the groups of a step. `start` restores its state."""
+        if self.options.rollouts is not None:
+            return Recorded(self, self.options.rollouts)
         producer = Synchronous(self)
         if self.algorithm.dynamic_batches:
             return DynamicSampling(producer, self)

@@ -21,7 +21,7 @@ def of_rollouts(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
     sources = [group.problem.example.source for group in rollouts.groups]
     totals_PG = without_rounding(scores.total.reshape(len(sources), -1))
     lengths_PG = np.asarray(
-        [[len(each.new_tokens) for each in group.trajectories] for group in rollouts.groups]
+        [[trajectory.length for trajectory in group.trajectories] for group in rollouts.groups]
     )
     result: dict[str, float] = {}
     for source in sorted({each for each in sources if each is not None}):

@@ -1,0 +1,249 @@
+"""The producer of `stages.N.rollouts`: the samples of an earlier run, in the place of new ones.
+
+F reward functions, N samples of a step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import numpy as np
+
+from rewards import RewardFault, Runner, RunnerOptions, Scores
+from rl.data.datasets import Example
+from rl.data.encoded import Problem
+from rl.data.tokenizer import read_tokenizer
+from rl.errors import DataError
+from rl.records.json_lines import parse
+from rl.records.run_files import sample_files
+from rl.records.samples import STOP, read_tokens
+from rl.stages.sampling.scored import ReadyScores
+from rollout.collect import Rollouts
+from rollout.text.spelling import decode_after
+from rollout.types import Group, Segment, Trajectory, Turn, from_versions
+
+if TYPE_CHECKING:
+    from rl.stages.stage import StageKind
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A line of samples.jsonl with TOKEN[n_prompt + n] (rl/records/samples.py). place: file:line,
+    for messages."""
+
+    record: Mapping[str, Any]
+    tokens: np.ndarray
+    place: str
+
+    def trajectory(self) -> Trajectory:
+        """Returns the trajectory, without values, experts and what filters left, which are not
+        recorded. Its turns have texts if it has one."""
+        policy = ~np.isnan(self.tokens["logp"])
+        versions = from_versions(policy, self.record.get("version", 0))
+        lengths = self.record.get("segments") or [len(self.tokens)]
+        ends = np.cumsum(lengths)
+        segments = [
+            _segment(self.tokens[start:end], policy[start:end], versions[start:end])
+            for start, end in zip(ends - lengths, ends, strict=True)
+        ]
+        made = Trajectory(tuple(segments), self.record["finish"])
+        if len(segments) > 1 or len(made.turns) > 1:
+            return made
+        (segment,) = segments
+        (turn,) = segment.turns
+        raw = self.record.get("raw")
+        turn = replace(turn, text=self.record["completion"], raw=raw, finish=made.finish)
+        return replace(made, segments=(replace(segment, turns=(turn,)),))
+
+
+def _segment(tokens: np.ndarray, policy: np.ndarray, versions: np.ndarray) -> Segment:
+    """Returns a segment of TOKEN[T]."""
+    turns = []
+    for number in np.unique(tokens["turn"][policy]):
+        places = np.flatnonzero(policy & (tokens["turn"] == number))
+        stopped = tokens["flags"][places[-1]] & STOP
+        finish = "stop" if stopped else "length"
+        turns.append(Turn(int(places[0]), int(places[-1]) + 1, finish))
+    logprobs = np.where(policy, tokens["logp"], np.float32(0))
+    return Segment(tokens["id"].astype(np.int32), policy, logprobs, versions, tuple(turns))
+
+
+class Recorded:
+    """Takes in step n the samples of step n of the stage with this name in an earlier run, in the
+    order in which they were recorded.
+
+    Tokens, log-probabilities, versions and scores are as they stand there; older weights may have
+    drawn the tokens. The state in a checkpoint is the number of steps taken.
+    """
+
+    generates: ClassVar[bool] = False
+    on_policy: ClassVar[bool] = False
+
+    def __init__(self, stage: StageKind, folder: str):
+        self._stage = stage
+        self._folder = Path(folder)
+        self._steps_taken = 0
+
+    def check(self) -> None:
+        """Raises DataError unless the folder has the samples of every step, and unless those of the
+        first step have no pictures, the rewards of this stage and the tokens of its tokenizer."""
+        if not self._folder.is_dir():
+            self._refuse("no such folder")
+        for step in range(1, self._stage.options.total_steps + 1):
+            self._check_count(step)
+        tokenizer, _ = read_tokenizer(self._stage.config)
+        for sample in self._samples(1) if self._stage.options.total_steps else ():
+            self._check_sample(sample)
+            ids = sample.record["tokens"]
+            text = decode_after(tokenizer, ids, skip_special_tokens=True)
+            recorded = sample.record["completion"]
+            if "segments" not in sample.record and text != recorded:
+                self._refuse(
+                    f"{sample.place}: its tokens are those of another tokenizer: they read "
+                    f"{text[:40]!r} with that of this run, where {recorded[:40]!r} is recorded"
+                )
+
+    def take(self, count: int) -> Rollouts:
+        """Returns the groups of the next step."""
+        began = time.perf_counter()
+        self._steps_taken += 1
+        self._check_count(self._steps_taken)
+        samples = self._samples(self._steps_taken)
+        for sample in samples:
+            self._check_sample(sample)
+        groups = [
+            _group(list(own)) for _, own in groupby(samples, lambda each: each.record["prompt_id"])
+        ]
+        progress = self._stage.context.progress
+        last = max(group.prompt_id for group in groups)
+        progress.next_prompt_id = max(progress.next_prompt_id, last + 1)
+        scores = _scores([each.record for each in samples], self._names)
+        return Rollouts(groups, ReadyScores(scores), None, time.perf_counter() - began)
+
+    def state(self) -> dict[str, Any]:
+        return {"steps_taken": self._steps_taken}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._steps_taken = state.get("steps_taken", 0)
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        """Returns the names of the reward functions of the stage."""
+        functions = self._stage.rewards.functions
+        called = tuple((each.name, each.weight, each.options) for each in functions)
+        return Runner(RunnerOptions(called)).names
+
+    @cached_property
+    def _places(self) -> dict[int, list[tuple[Path, int, int]]]:
+        """Returns (file, number of the line, its first byte) of the samples of each step."""
+        result: dict[int, list[tuple[Path, int, int]]] = defaultdict(list)
+        for path in sample_files(self._folder):
+            start = 0
+            name = path.relative_to(self._folder)
+            with path.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if not line.endswith(b"\n"):
+                        break
+                    record = self._parsed(line, f"{name}:{number}")
+                    own = record.get("stage") == self._stage.name and not record.get("eval")
+                    if own:
+                        result[record["step"]].append((path, number, start))
+                    start += len(line)
+        return result
+
+    def _samples(self, step: int) -> list[Sample]:
+        """Returns the samples of a step."""
+        result = []
+        for path, number, start in self._places[step]:
+            place = f"{path.relative_to(self._folder)}:{number}"
+            with path.open("rb") as file:
+                file.seek(start)
+                record = self._parsed(file.readline(), place)
+            result.append(Sample(record, read_tokens(path, record), place))
+        return result
+
+    def _check_count(self, step: int) -> None:
+        """Raises DataError unless a step has as many samples as the stage takes."""
+        options = self._stage.options
+        count = len(self._places.get(step, ()))
+        expected = options.prompts_per_step * options.samples_per_prompt
+        if count != expected:
+            self._refuse(
+                f"step {step} of {self._stage.name} has {count} samples there, and the stage takes "
+                f"{options.prompts_per_step} x {options.samples_per_prompt} (prompts_per_step, "
+                "samples_per_prompt); a run records all of them under run.samples: {every: 1}"
+            )
+
+    def _check_sample(self, sample: Sample) -> None:
+        """Raises DataError for a sample that the stage cannot train on."""
+        record = sample.record
+        if record.get("media"):
+            self._refuse(f"{sample.place} has pictures or sounds, whose contents are not recorded")
+        if not len(sample.tokens) or len(sample.tokens) != record["n_prompt"] + record["n"]:
+            self._refuse(f"{sample.place}: its tokens are not recorded")
+        if len(sample.tokens) > self._stage.config.max_length:
+            self._refuse(
+                f"{sample.place} has {len(sample.tokens)} tokens, more than max_length "
+                f"({self._stage.config.max_length})"
+            )
+        if record["rewards"].keys() != set(self._names):
+            self._refuse(
+                f"{sample.place} has scores of {', '.join(sorted(record['rewards']))}, and the "
+                f"rewards of the stage are {', '.join(sorted(self._names))}"
+            )
+
+    def _parsed(self, line: bytes, place: str) -> dict[str, Any]:
+        try:
+            return parse(line, place)
+        except ValueError as error:
+            self._refuse(str(error))
+
+    def _refuse(self, text: str) -> NoReturn:
+        raise DataError(f"stages.{self._stage.index}.rollouts: {self._folder}: {text}")
+
+
+def _group(samples: Sequence[Sample]) -> Group:
+    """Returns the group of these samples of a prompt."""
+    first = samples[0]
+    record = first.record
+    problem = Problem(
+        Example(
+            record["prompt"],
+            columns=record.get("columns", {}),
+            where=first.place,
+            source=record.get("source"),
+        ),
+        first.tokens["id"][: record["n_prompt"]].tolist(),
+    )
+    return Group(problem, record["prompt_id"], [each.trajectory() for each in samples])
+
+
+def _scores(records: Sequence[Mapping[str, Any]], names: tuple[str, ...]) -> Scores:
+    """Returns the scores of these samples; null is no score."""
+
+    def number(value: float | None) -> float:
+        return math.nan if value is None else value
+
+    faults = [
+        RewardFault(function, sample, kind, "", record["prompt"], record["completion"])
+        for sample, record in enumerate(records)
+        for function, kind in record.get("faults", {}).items()
+    ]
+    logs = {
+        sample: record["reward_log"]
+        for sample, record in enumerate(records)
+        if "reward_log" in record
+    }
+    rewards_NF = np.array(
+        [[number(each["rewards"][name]) for name in names] for each in records], np.float64
+    )
+    total_N = np.array([number(each["reward"]) for each in records], np.float64)
+    return Scores(rewards_NF, total_N, names, faults, {}, logs)
