@@ -1,5 +1,9 @@
 """A decoder with its weights: `policy.load` and `policy.create` return it, trainer and generator
-share it."""
+share it.
+
+B rows, T tokens, V vocabulary, K ids that filters leave; of a tower R items, N inputs of an item, K
+numbers of an input, M rows, E hidden, S features.
+"""
 
 from __future__ import annotations
 

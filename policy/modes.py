@@ -1,7 +1,8 @@
 """The modes of the one forward pass: logprobs, prefill, decode one token (next_token_states), verify
 drafts.
 
-B rows, T tokens, E hidden, V vocabulary.
+B rows, T tokens, E hidden, D hidden of a teacher, V vocabulary, K ids that filters leave, M pages
+of a row.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """The generator: prompts in, completions out. It computes with the policy's own weights, or with a
-copy that is quantised or resharded for decoding."""
+copy that is quantised or resharded for decoding.
+
+E hidden.
+"""
 
 from __future__ import annotations
 

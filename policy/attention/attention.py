@@ -1,6 +1,7 @@
 """Grouped-query attention.
 
-B rows, T queries, C visible keys, H query heads, K key-value heads, G = H / K, D head dimension.
+B rows, T queries, C visible keys, E hidden, H query heads, K key-value heads, G = H / K, D head
+dimension.
 """
 
 from __future__ import annotations

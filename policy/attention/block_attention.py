@@ -14,7 +14,7 @@ serve a call, `attend` returns None, and the caller uses the dense form
 (policy/attention/dot_product_attention.py), which is its oracle.
 
 B rows, T tokens, H query heads, K key-value heads, G = H / K, D and V dimensions of keys and
-values, S places of a block, n = T / S blocks of a row, M pairs of blocks.
+values, S places of a block, n = T / S blocks of a row, I pairs of blocks.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class BlockSpec(NamedTuple):
 class BlockPairs(NamedTuple):
     """The pairs of blocks whose tokens may see each other.
 
-    rows, queries, keys: int32[M], the row, the block of the queries and the block of the keys.
-    number: how many of the M are pairs; the others mean nothing.
+    rows, queries, keys: int32[I], the row, the block of the queries and the block of the keys.
+    number: how many of the I are pairs; the others mean nothing.
     """
 
     rows: jax.Array

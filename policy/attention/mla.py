@@ -1,7 +1,7 @@
 """Multi-head latent attention (arXiv 2405.04434, section 2.1).
 
-E hidden, H heads, r and c ranks of the query and key-value latents, N / R / V dimensions of the
-part without rotation, the rotated part and the values.
+B rows, T tokens, E hidden, H heads, D head dimension, r and c ranks of the query and key-value
+latents, U / Y / V dimensions of the part without rotation, the rotated part and the values.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from policy.ops.rope import rotate
 
 @dataclass(frozen=True)
 class Expansion:
-    """Computes keys and values of every head, [B, H, T, N + R] and [B, H, T, V].
+    """Computes keys and values of every head, [B, H, T, U + Y] and [B, H, T, V].
 
-    Inputs are (latents [B, 1, T, c], rotated keys [B, 1, T, R]) and the weight [c, H, N + V].
+    Inputs are (latents [B, 1, T, c], rotated keys [B, 1, T, Y]) and the weight [c, H, U + V].
     """
 
     nope_dim: int
@@ -47,11 +47,11 @@ class Expansion:
     def __call__(
         self, parts: tuple[jax.Array, jax.Array], weights: tuple[jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        latent_B1Tc, k_rope_B1TR = parts
+        latent_B1Tc, k_rope_B1TY = parts
         expanded = linear("btc,chd->bhtd", latent_B1Tc[:, 0], weights[0], self.runtime)
         k_nope, values = jnp.split(expanded, [self.nope_dim], axis=-1)
         k_rope = reshard_like(
-            jnp.broadcast_to(k_rope_B1TR, (*k_nope.shape[:3], k_rope_B1TR.shape[-1])), k_nope
+            jnp.broadcast_to(k_rope_B1TY, (*k_nope.shape[:3], k_rope_B1TY.shape[-1])), k_nope
         )
         keys = jnp.concatenate([k_nope, k_rope], axis=-1)
         return checkpoint_name(keys, "key_proj"), checkpoint_name(values, "value_proj")
@@ -59,12 +59,12 @@ class Expansion:
 
 class MultiHeadLatentAttention(nnx.Module):
     """Computes keys and values from a normalised latent of c numbers; all heads share one rotated
-    key of R numbers.
+    key of Y numbers.
 
     Without a cache keys and values are expanded. With a cache only (latent, rotated key) is stored,
-    c + R numbers per token, and the expansion is absorbed into the query and the output: the same
-    function, with one key-value head of c + R. A call that sees its own tokens only and is served
-    by a kernel expands them as well: N + R + V products per pair of tokens, not 2 c + R.
+    c + Y numbers per token, and the expansion is absorbed into the query and the output: the same
+    function, with one key-value head of c + Y. A call that sees its own tokens only and is served
+    by a kernel expands them as well: U + Y + V products per pair of tokens, not 2 c + Y.
     """
 
     def __init__(self, spec: LatentAttention, config: DecoderConfig, rngs: nnx.Rngs):
@@ -73,28 +73,28 @@ class MultiHeadLatentAttention(nnx.Module):
         H = spec.heads
         c = spec.kv_lora_rank
         r = spec.q_lora_rank
-        N = spec.nope_dim
-        R = spec.rope.dim
+        U = spec.nope_dim
+        Y = spec.rope.dim
         V = spec.v_dim
         init = normal(config.initializer_range)
         if r is None:
-            self.q_proj = weight(rngs, (E, H, N + R), ("embed", "q_heads", "kv"), init, inputs=(0,))
+            self.q_proj = weight(rngs, (E, H, U + Y), ("embed", "q_heads", "kv"), init, inputs=(0,))
         else:
             self.q_a_proj = weight(rngs, (E, r), ("embed", "q_lora_up_proj"), init, inputs=(0,))
             self.q_a_layernorm = RMSNorm(r, spec.norm, rngs)
             self.q_b_proj = weight(
-                rngs, (r, H, N + R), ("q_lora", "q_heads", "kv"), init, inputs=(0,)
+                rngs, (r, H, U + Y), ("q_lora", "q_heads", "kv"), init, inputs=(0,)
             )
-        self.kv_a_proj = weight(rngs, (E, c + R), ("embed", "kv_lora_up_proj"), init, inputs=(0,))
+        self.kv_a_proj = weight(rngs, (E, c + Y), ("embed", "kv_lora_up_proj"), init, inputs=(0,))
         self.kv_a_layernorm = RMSNorm(c, spec.norm, rngs)
         self.kv_b_proj = weight(
-            rngs, (c, H, N + V), ("kv_lora", "kv_heads", "kv_head_dim"), init, inputs=(0,)
+            rngs, (c, H, U + V), ("kv_lora", "kv_heads", "kv_head_dim"), init, inputs=(0,)
         )
         self.o_proj = weight(rngs, (H, V, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
         if spec.bias:
             if r is not None:
                 self.q_a_bias = weight(rngs, (r,), ("norm",), zeros)
-            self.kv_a_bias = weight(rngs, (c + R,), ("norm",), zeros)
+            self.kv_a_bias = weight(rngs, (c + Y,), ("norm",), zeros)
             self.o_bias = weight(rngs, (E,), ("norm",), zeros)
         if isinstance(spec.indexer, Indexer):
             assert r is not None, "an indexer reads the query latent"
@@ -161,9 +161,9 @@ class MultiHeadLatentAttention(nnx.Module):
         out = self._biased(linear("bhtd,hde->bte", out, self.o_proj[...], runtime), "o")
         return checkpoint_name(out, "out_proj"), cache, aux
 
-    def _rotated(self, x_BHTR: jax.Array, step: Step) -> jax.Array:
+    def _rotated(self, x_BHTY: jax.Array, step: Step) -> jax.Array:
         rope = self.spec.rope
-        return rotate(x_BHTR, rope, step.rotation(rope)) if isinstance(rope, Rope) else x_BHTR
+        return rotate(x_BHTY, rope, step.rotation(rope)) if isinstance(rope, Rope) else x_BHTY
 
     def _index(self, x_BTE: jax.Array, q_latent_BTr: jax.Array | None, step: Step):
         """Returns (index queries, index keys), None each without an indexer of its own."""

@@ -7,8 +7,8 @@ oracle.
 The platform is the platform of the program's devices. A program may be compiled on a machine
 without such devices.
 
-B rows, H query heads, K key-value heads, D head dimension, R repeats of a stack, N pages, P tokens
-of a page, M pages of a row, L latent dimension.
+B rows, T tokens, H query heads, K key-value heads, D and V dimensions of keys and values, R repeats
+of a stack, N pages, P tokens of a page, M pages of a row, L latent dimension.
 """
 
 from __future__ import annotations

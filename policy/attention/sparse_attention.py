@@ -3,7 +3,7 @@
 Decoding reads the selected latents alone. Training also computes the divergence that the indexer
 learns from.
 
-B rows, T queries, C visible keys, H heads, D dimension, k selected keys.
+B rows, T queries, C visible keys, H heads, K key-value heads, D dimension, k selected keys.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ form; where stacks are scanned (DecoderPrograms.scan), as on TPU and GPU, a prod
 in place. `DecodingWeights` keeps the copies between the calls of a generator on one device, and
 `prepare_for_decoding` brings them, or weights that are still stacked, into the form of the layers,
 inside a program.
+
+V vocabulary, E hidden.
 """
 
 from __future__ import annotations

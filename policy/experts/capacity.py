@@ -1,7 +1,7 @@
 """Experts with a limited capacity: each takes a bounded number of tokens of a row (arXiv
 2006.16668, section 2.2).
 
-B rows, T tokens, k choices per token, X experts.
+B rows, T tokens, K = k choices per token, M = T k choices of a row, X experts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The sum of a dense feed-forward and a mixture of experts."""
+"""The sum of a dense feed-forward and a mixture of experts.
+
+B rows, T tokens, E hidden.
+"""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ Without an axis `expert`, or where the experts cannot be spread evenly, each dev
 tokens with all experts. Weights arrive as they are stored and are combined over fsdp here by an
 all-gather, so that their gradients are reduce-scattered.
 
-b rows and t tokens of one device, N = b t; k choices of X experts, G of them on this device; M rows
-of choices, E hidden, p devices.
+B rows, T tokens, of one device b and t, N = b t; K = k choices of X experts, G of them on this
+device; C parts of the tokens, M rows of choices, R rows of an exchange, E hidden, p devices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Mixture of experts. N tokens, k experts per token, X experts, E hidden, F expert width."""
+"""Mixture of experts. B rows, T tokens, N tokens of all rows, k experts per token, X experts, E
+hidden, F expert width.
+"""
 
 from __future__ import annotations
 

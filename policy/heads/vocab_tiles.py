@@ -7,7 +7,7 @@ where the tile is stored. Chunks of rows (policy/heads/head.py) would need the f
 every device, and a float32 gradient of its size: 1 and 2 GiB for llama3.1-8b.
 
 M rows, E hidden, V vocabulary, K targets per row; P parts into which the mesh cuts V, n tiles of P
-x W tokens.
+x W tokens, N tokens of a tile; X any size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads and writes a decoder with a score instead of a head: transformers' sequence classification
 model of one label.
 
-The score is the product of the final hidden state of the last token with SCORE, without a bias.
+The score is the product of the final hidden state [E] of the last token with SCORE, without a bias.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The sum of two mixers that read the same input."""
+"""The sum of two mixers that read the same input.
+
+B rows, T tokens, E hidden.
+"""
 
 from __future__ import annotations
 

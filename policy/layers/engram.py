@@ -1,8 +1,8 @@
 """Tables of n-gram vectors, looked up by a hash of the last tokens: Engram (arXiv 2601.07372) and
 the per-layer embedding of Qwen4Exp (Qwen4ExpTextPLELayer of transformers).
 
-B rows, T tokens, E hidden, G streams, N tokens of the longest n-gram, H heads of all orders, D
-numbers that all heads look up for a token.
+B rows, T tokens, V vocabulary, E hidden, G streams, N tokens of the longest n-gram, H heads of all
+orders, D numbers that all heads look up for a token, X any size.
 """
 
 from __future__ import annotations

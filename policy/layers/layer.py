@@ -1,4 +1,7 @@
-"""One layer: a mixer and a feed-forward with their norms and residual connections."""
+"""One layer: a mixer and a feed-forward with their norms and residual connections.
+
+B rows, T tokens, E hidden.
+"""
 
 from __future__ import annotations
 

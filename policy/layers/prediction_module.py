@@ -1,5 +1,8 @@
 """A module of multi-token prediction (arXiv 2412.19437, section 2.2): a layer that reads a hidden
-state and the next token."""
+state and the next token.
+
+B rows, T tokens, E hidden.
+"""
 
 from __future__ import annotations
 

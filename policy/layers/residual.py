@@ -1,5 +1,8 @@
 """Residual connections: the input that a part of a layer reads, and how its output is written
-back."""
+back.
+
+B rows, T tokens, E hidden.
+"""
 
 from __future__ import annotations
 

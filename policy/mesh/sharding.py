@@ -1,5 +1,8 @@
 """Layouts: a mesh, the rules that map logical axes to its axes, and helpers that constrain
-activations."""
+activations.
+
+B rows, T tokens, V vocabulary, E hidden.
+"""
 
 from __future__ import annotations
 

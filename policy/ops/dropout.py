@@ -1,5 +1,8 @@
 """Dropout whose bits depend only on the row, the layer and the place in the layer: not on
-micro-batches, on the sharding of rows, or on whether layers are scanned."""
+micro-batches, on the sharding of rows, or on whether layers are scanned.
+
+B rows, T tokens, E hidden.
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ product is computed (policy/ops/quantization.py). For rollouts it may be a `qwix
 a rule, by quantised activations. In decoding on CPU it is a `Projection`, stored for fast products
 (policy/ops/projection.py). In decoding on TPU the weights of experts are `StackedWeight`s, which a
 kernel reads in place (policy/ops/stacked.py).
+
+M rows, K inputs of a product; with groups of rows (experts) G groups, E inputs, F outputs.
 """
 
 from __future__ import annotations

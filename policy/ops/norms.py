@@ -1,4 +1,7 @@
-"""Norms over the last dimension."""
+"""Norms over the last dimension.
+
+D numbers over which a norm is taken.
+"""
 
 from __future__ import annotations
 

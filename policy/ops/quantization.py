@@ -16,6 +16,8 @@ the scales of
 the gradients in x and w ignore the rounding and use the same q(x) and q(w), and a quantised
 gradient g of y: dx = q(g s_w) q(w), dw = q(g s_x) q(x). q(x) and q(w) have the name "quantization"
 for remat policies.
+
+M rows, G groups of rows (experts), E inputs, F outputs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Rotary position embedding (arXiv 2104.09864) and its rescalings for longer contexts; sinusoids to
-add to an embedding."""
+add to an embedding.
+
+B rows, T tokens, H heads, D head dimension.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ kernel.
 It serves decoding, where few rows meet many weights: each weight of the layer is read once, in
 place, and all rows stay in VMEM. `jax.lax.ragged_dot` over a slice of the stack is its oracle.
 
-M rows, E inputs, F outputs, G groups, R repeats of a stack.
+M rows, E inputs, F outputs, G groups, R repeats of a stack, H = E / 2.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ other rows, on the number of its row, or on the later tokens of its row.
 The price: a document of n tokens goes through the decoder at every length up to the first that
 holds it, n to 4 n tokens and 2.9 n on average, and through the head once.
 
-R rows, L tokens of a row, T = L - `first(L)` of them scored, E hidden.
+B rows and T tokens of a call; R rows of a tile, L tokens of a row, T = L - `first(L)` of them
+scored, E hidden.
 """
 
 from __future__ import annotations

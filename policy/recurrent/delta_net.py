@@ -2,7 +2,8 @@
 decays by a gate.
 
 B rows, T tokens, E hidden, K key heads, G value heads of a key head, D and V dimensions of keys and
-values, J = 2D + GV channels of a key head in the convolution, W its width.
+values, J = 2D + GV channels of a key head in the convolution, W its width, X any number of
+channels.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 and a norm on its output.
 
 B rows, T tokens, E hidden, K groups, G heads of a group, D dimensions of B and C, V dimensions of a
-head, W width of the convolution.
+head, J channels of a group in the convolution, W its width, X any number of channels.
 """
 
 from __future__ import annotations

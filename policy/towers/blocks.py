@@ -1,6 +1,7 @@
 """What towers share: projections, attention among the inputs of one item, the loop over blocks.
 
-R items, N inputs of an item, D width of the tower, H heads, d their dimension, L blocks.
+R items, N inputs of an item, K numbers of an input, D width of the tower, H heads, G key-value
+heads, d their dimension, L blocks; of a spectrogram T frames of K frequencies in I channels.
 """
 
 from __future__ import annotations
@@ -119,13 +120,13 @@ class TowerBlock(Projections):
 
 
 def attention(
-    q_RHNd: jax.Array, k_RKNd: jax.Array, v_RKNd: jax.Array, mask: Mask, runtime: Runtime
+    q_RHNd: jax.Array, k_RGNd: jax.Array, v_RGNd: jax.Array, mask: Mask, runtime: Runtime
 ) -> jax.Array:
     """Computes softmax attention [R, N, H, d] with the scale already in q. Queries are taken in
     chunks of `runtime.attention_chunk`, so that memory grows with N, not with N^2."""
     q, k, v = (
         checkpoint_name(a, name)
-        for a, name in ((q_RHNd, "query_proj"), (k_RKNd, "key_proj"), (v_RKNd, "value_proj"))
+        for a, name in ((q_RHNd, "query_proj"), (k_RGNd, "key_proj"), (v_RGNd, "value_proj"))
     )
     out = checkpoint_name(attend(q, k, v, mask, runtime.attention_chunk), "context")
     return jnp.swapaxes(out, 1, 2)
@@ -177,12 +178,12 @@ def turn_by(
     return lambda x: rotate(x, rope, table)
 
 
-def convolved(x_RTFC: jax.Array, kernel: jax.Array) -> jax.Array:
+def convolved(x_RTKI: jax.Array, kernel: jax.Array) -> jax.Array:
     """Computes a convolution of stride 2 over time and frequency with a kernel [3, 3, C, channels]
     and zeros around."""
     dims = ("NHWC", "HWIO", "NHWC")
     return jax.lax.conv_general_dilated(
-        x_RTFC, kernel.astype(x_RTFC.dtype), (2, 2), ((1, 1), (1, 1)), dimension_numbers=dims
+        x_RTKI, kernel.astype(x_RTKI.dtype), (2, 2), ((1, 1), (1, 1)), dimension_numbers=dims
     )
 
 

@@ -1,6 +1,7 @@
 """The audio tower of Qwen3-Omni.
 
-R clips, N frames, C chunks of a clip, D width of the tower, M rows, E hidden size of the decoder.
+R clips, N frames, K numbers of a frame, C chunks of a clip, F frames of a chunk, D width of the
+tower, M rows, E hidden size of the decoder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The audio tower of the small Gemma 4: a conformer (arXiv 2005.08100) with attention to the last
 rows only.
 
-R clips, N frames, T rows, D width of the tower, H heads, d their dimension, W places that a row
-sees, M rows, E hidden size of the decoder.
+R clips, N frames, K numbers of a frame, T rows, D width of the tower, H heads, d their dimension, W
+places that a row sees, M rows, E hidden size of the decoder.
 """
 
 from __future__ import annotations

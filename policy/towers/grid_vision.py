@@ -1,7 +1,7 @@
 """The vision tower of Qwen3-VL, Qwen3.5 and Qwen3-Omni.
 
-R pictures, N patches, D width of the tower, M rows, E hidden size of the decoder, S deepstack
-features.
+R pictures, N patches, K numbers of a patch, D width of the tower, M rows, E hidden size of the
+decoder, S deepstack features.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The vision tower of Gemma 4.
 
-R pictures, N patches, D width of the tower, H and K query and key-value heads, d their dimension, M
-rows, E hidden size of the decoder.
+R pictures, N patches, K numbers of a patch, D width of the tower, H and G query and key-value
+heads, d their dimension, M rows, E hidden size of the decoder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The vision tower of Gemma 3: SigLIP, pooled and projected.
 
-R pictures, N patches, D width of the tower, M rows, E hidden size of the decoder.
+R pictures, N patches, K numbers of a patch, D width of the tower, M rows, E hidden size of the
+decoder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The vision tower of Llama 4.
 
-R tiles, N patches, D width of the tower, M rows, E hidden size of the decoder.
+R tiles, N patches, K numbers of a patch, D width of the tower, M rows, E hidden size of the
+decoder.
 """
 
 from __future__ import annotations

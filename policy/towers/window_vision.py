@@ -1,7 +1,7 @@
 """The vision tower of Qwen2.5-VL.
 
-R pictures, N patches, D width of the tower, H heads, d their dimension, M rows, E hidden size of
-the decoder, n groups of the patches of a picture.
+R pictures, N patches, K numbers of a patch, D width of the tower, H heads, d their dimension, M
+rows, E hidden size of the decoder, n groups of the patches of a picture.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ query and of a value and per key that the query sees; a causal sequence of n tok
 2 pairs, fewer with a window. A gradient counts twice its forward pass. Recomputation (remat),
 padding, norms, activations and sampling do not count. Frameworks that count every pair of tokens
 report up to twice as much at long context.
+
+N rows, T tokens.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ The loss of an answer is
 averaged over answers. r is the sum of logp - ref_logp over the tokens of an answer. z is the batch
 mean of the same sum for answers to other prompts, at least 0 and without a gradient: an estimate of
 the KL between policy and reference, taken before the updates of the step.
+
+N rows, T tokens, S sequence numbers in a row.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Rejection-sampling fine-tuning (RAFT, Dong et al. 2023, arXiv:2304.06767): the best completions
 of each prompt are demonstrations.
 
-The `keep` completions with the highest rewards among the G completions of a prompt are kept, if
-their reward is above `threshold`. The loss is the mean of -logp over the tokens of all kept
-completions.
+The `keep` completions with the highest rewards among the G completions of each of P prompts are
+kept, if their reward is above `threshold`. The loss is the mean of -logp over the tokens of all
+kept completions.
 """
 
 from __future__ import annotations

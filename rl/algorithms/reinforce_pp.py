@@ -4,6 +4,8 @@ The return of a token is the reward of its completion minus the KL to the refere
 on. It is normalised over all tokens of the batch, so long completions weigh more in mean and
 deviation. With `baseline` the mean of the group is subtracted first, and all tokens of a completion
 have one advantage.
+
+P prompts, G completions of each, T tokens.
 """
 
 from __future__ import annotations

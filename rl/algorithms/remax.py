@@ -1,5 +1,8 @@
 """ReMax (Li et al. 2024, arXiv:2310.10505): the baseline is the reward of the greedy completion of
-the prompt."""
+the prompt.
+
+P prompts, G completions of each.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 The baseline of a completion is the mean reward of the other completions of its group. A completion
 is one action, whose ratio is the product of its token ratios. With `kl_reward_coef` (0.05 in TRL)
 the KL to the reference, summed over the completion, is subtracted from its reward.
+
+P prompts, G completions of each.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A smooth function of the sequence ratio weighs the log-probability. It is largest at ratio 1 and
 falls off on both sides.
+
+N rows, S sequence numbers in a row.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ of which are trained on, holds
 Log-probabilities are at temperature 1 over `vocab` tokens. teacher.json appears when all parts are
 there; until then partial.json says what they are made from, and a second `rl teach` goes on after
 the last part.
+
+N rows, T tokens.
 """
 
 from __future__ import annotations

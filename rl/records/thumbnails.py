@@ -3,7 +3,7 @@ folder of a run.
 
 Tiny pictures, and all pictures without Pillow, are PNG files (`.png`). A file is written once, in
 one step, and never removed: samples of other steps may show the same picture. H and W are the sides
-of a picture in pixels.
+of a picture in pixels, C its channels.
 """
 
 from __future__ import annotations

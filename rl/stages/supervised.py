@@ -1,5 +1,8 @@
 """A stage that learns from demonstrations, and from a teacher if the algorithm has one. Nothing is
-sampled."""
+sampled.
+
+N rows, T tokens.
+"""
 
 from __future__ import annotations
 

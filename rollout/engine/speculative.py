@@ -15,8 +15,9 @@ decoder's cumulative distribution P and the module's Q, which has probability su
 Q(x)) - max(P(x - 1), Q(x - 1))). No rule accepts more often than sum_x min(p(x), q(x));
 benchmarks/speculative.py prints both. Greedy drafts are the likeliest tokens.
 
-S slots, d drafts, D modules in use, W = d + D entries that modules see again at each decoding step,
-N tokens of a row that a decode can sample, V vocabulary.
+S slots, P rows of one prefill call, C tokens that it computes of each row, M pages of a row, d
+drafts, D modules in use, W = d + D entries that modules see again at each decoding step, T tokens
+of a step, N tokens of a row that a decode can sample, V vocabulary, X any size.
 """
 
 from __future__ import annotations

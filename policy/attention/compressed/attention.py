@@ -6,7 +6,7 @@ the tokens that it sees and with the entries are computed together: T (C + n) of
 over C tokens and n entries, whatever the window and the choice of the indexer leave of them.
 
 B rows, T tokens, C visible tokens, n entries, E hidden, H heads, D head dimension, r rank of the
-query latent, G groups of heads, J = H D / G, L rank of a group.
+query latent, G groups of heads, J = H D / G, Z rank of a group.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class TokensAndEntries(Mask):
 class CompressedMultiQueryAttention(nnx.Module):
     """Computes the attention of DeepSeek V4, as `CompressedAttention` says. Weights: q_a_proj [E,
     r], q_a_norm [r], q_b_proj [r, H, D], kv_proj [E, D], kv_norm [D], sinks [H], o_a_proj [G, J,
-    L], o_b_proj [G, L, E]; compressor and indexer where the layer has them."""
+    Z], o_b_proj [G, Z, E]; compressor and indexer where the layer has them."""
 
     def __init__(self, spec: CompressedAttention, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
@@ -97,7 +97,7 @@ class CompressedMultiQueryAttention(nnx.Module):
         D = spec.head_dim
         r = spec.q_lora_rank
         G = spec.o_groups
-        L = spec.o_lora_rank
+        Z = spec.o_lora_rank
         init = normal(config.initializer_range)
         self.q_a_proj = weight(rngs, (E, r), ("embed", "q_lora_up_proj"), init, inputs=(0,))
         self.q_a_norm = RMSNorm(r, spec.norm, rngs)
@@ -107,9 +107,9 @@ class CompressedMultiQueryAttention(nnx.Module):
         self.kv_norm = RMSNorm(D, spec.norm, rngs)
         self.sinks = weight(rngs, (H,), ("q_heads",), init)
         self.o_a_proj = weight(
-            rngs, (G, H * D // G, L), ("heads", "embed", None), init, inputs=(1,)
+            rngs, (G, H * D // G, Z), ("heads", "embed", None), init, inputs=(1,)
         )
-        self.o_b_proj = weight(rngs, (G, L, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
+        self.o_b_proj = weight(rngs, (G, Z, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
         if spec.compression is not None:
             self.compressor = Compressor(D, spec.compression, spec.norm, config, rngs)
             if spec.compression.indexer is not None:

@@ -1,7 +1,7 @@
 """The indexer of blocks of keys in grouped-query attention (Qwen4ExpTextQSAIndexer of
 transformers).
 
-B rows, T queries, C visible keys, N blocks, E hidden, H index heads, D index dimension.
+B rows, T queries, C visible keys, n blocks, E hidden, H index heads, D index dimension.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ class BlockKeyIndexer(nnx.Module):
         tokens = visible.arrays["index"][:, 0]
         if in_cache:
             B, C = visible.positions.shape
-            N = C // size
-            parts = tokens[:, : N * size].reshape(B, N, size, -1)
-            ends = jnp.broadcast_to(jnp.arange(size - 1, N * size, size), (B, N))
+            n = C // size
+            parts = tokens[:, : n * size].reshape(B, n, size, -1)
+            ends = jnp.broadcast_to(jnp.arange(size - 1, n * size, size), (B, n))
             marks = ends, jnp.ones_like(ends)
         else:
             own = OwnBlocks.of(step, size, size)
             ends = own.ends
             marks = (own.ends, own.segments, *(() if own.last is None else (own.last,)))
-            B, N, _ = own.tokens.shape
-            parts = jnp.take_along_axis(tokens, own.tokens.reshape(B, N * size, 1), axis=1).reshape(
-                B, N, size, -1
+            B, n, _ = own.tokens.shape
+            parts = jnp.take_along_axis(tokens, own.tokens.reshape(B, n * size, 1), axis=1).reshape(
+                B, n, size, -1
             )
         means = jnp.mean(parts.astype(jnp.float32), axis=2).astype(tokens.dtype)
         table = rotation(self.spec.rope, jnp.maximum(ends - (size - 1), 0))
@@ -82,8 +82,8 @@ class BlockKeyIndexer(nnx.Module):
 
 
 class KeyBlocks(NamedTuple):
-    """Blocks of keys: keys [B, N, D]; marks: position, segment (0: no block) and, in trees,
-    `Tree.last` of the last token of each, int32[B, N]."""
+    """Blocks of keys: keys [B, n, D]; marks: position, segment (0: no block) and, in trees,
+    `Tree.last` of the last token of each, int32[B, n]."""
 
     keys: jax.Array
     marks: tuple[jax.Array, ...]
@@ -118,16 +118,16 @@ class BlockMask(Mask):
         """Returns the mask bool[B, T, C] of some queries. The arguments are the arrays of
         `queries`, cut along T."""
         size = self.spec.block_size
-        complete_BTN = Mask.of(self.between((), self.blocks.marks), positions_BT, segments_BT)
+        complete_BTn = Mask.of(self.between((), self.blocks.marks), positions_BT, segments_BT)
         numbers = self.blocks.marks[0] // size, self.keys[0] // size
         chosen_BTC = by_rows(
-            self._chosen, self.layout, complete_BTN, self.scores(q_BTHD), shared=numbers
+            self._chosen, self.layout, complete_BTn, self.scores(q_BTHD), shared=numbers
         )
         open_BTC = numbers[1][:, None] >= ((positions_BT + 1) // size)[..., None]
         return super().of(positions_BT, segments_BT) & (chosen_BTC | open_BTC)
 
     def scores(self, q_BTHD: jax.Array) -> jax.Array:
-        """Returns the index scores of all blocks, visible or not, float32[B, T, N]."""
+        """Returns the index scores of all blocks, visible or not, float32[B, T, n]."""
         dots = jnp.einsum(
             "bthd,bnd->bthn", q_BTHD, self.blocks.keys, preferred_element_type=jnp.float32
         )
@@ -141,8 +141,8 @@ class BlockMask(Mask):
         """
         size = self.spec.block_size
         C = self.keys[0].shape[1]
-        complete_BTN = Mask.of(self.between((), self.blocks.marks), positions_BT, segments_BT)
-        best, counts = by_rows(self._best, self.layout, complete_BTN, self.scores(q_BTHD))
+        complete_BTn = Mask.of(self.between((), self.blocks.marks), positions_BT, segments_BT)
+        best, counts = by_rows(self._best, self.layout, complete_BTn, self.scores(q_BTHD))
         opened = ((positions_BT + 1) // size)[..., None]
         blocks = jnp.concatenate([best, opened], axis=-1)
         columns = blocks[..., None] * size + jnp.arange(size)
@@ -156,26 +156,26 @@ class BlockMask(Mask):
         """Returns how many columns `choose` names for a query."""
         return (min(self.spec.blocks, self.blocks.keys.shape[1]) + 1) * self.spec.block_size
 
-    def _best(self, complete_BTN: jax.Array, scores_BTN: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _best(self, complete_BTn: jax.Array, scores_BTn: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns (the best blocks int32[B, T, k], whether each is complete bool[B, T, k])."""
-        k = min(self.spec.blocks, complete_BTN.shape[-1])
-        _, best = jax.lax.top_k(jnp.where(complete_BTN, scores_BTN, -jnp.inf), k)
-        return best, jnp.take_along_axis(complete_BTN, best, axis=-1)
+        k = min(self.spec.blocks, complete_BTn.shape[-1])
+        _, best = jax.lax.top_k(jnp.where(complete_BTn, scores_BTn, -jnp.inf), k)
+        return best, jnp.take_along_axis(complete_BTn, best, axis=-1)
 
     def _chosen(
         self,
-        complete_BTN: jax.Array,
-        scores_BTN: jax.Array,
-        numbers_BN: jax.Array,
+        complete_BTn: jax.Array,
+        scores_BTn: jax.Array,
+        numbers_Bn: jax.Array,
         of_keys_BC: jax.Array,
     ) -> jax.Array:
         """Returns the keys in the best blocks, bool[B, T, C]. `numbers` are those of the blocks and
         of the keys' own: on the path of a query each number stands for one block."""
-        B, T, _ = complete_BTN.shape
-        best, counts = self._best(complete_BTN, scores_BTN)
+        B, T, _ = complete_BTn.shape
+        best, counts = self._best(complete_BTn, scores_BTn)
         count = -(-of_keys_BC.shape[1] // self.spec.block_size)
         number = jnp.where(
-            counts, jnp.take_along_axis(numbers_BN[:, None], best, axis=-1), count
+            counts, jnp.take_along_axis(numbers_Bn[:, None], best, axis=-1), count
         )  # dropped
         none = jnp.zeros((B, T, count), jnp.bool_)
         chosen = none.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], number].set(

@@ -6,8 +6,8 @@ computes the entries of all blocks in its rows. With one it stores what each tok
 and computes the entries of the blocks that its tokens complete: `ceil(T / rate)` for each row,
 wherever its tokens begin.
 
-B rows, T tokens, E hidden, D dimensions of an entry, W = D or with an overlap 2 D, n blocks, s
-tokens of an entry.
+B rows, T tokens, E hidden, H heads, D dimensions of an entry, W = D or with an overlap 2 D, X = 2 W
+(values and gates), n blocks, s or S tokens of an entry.
 """
 
 from __future__ import annotations
