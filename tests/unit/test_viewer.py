@@ -3,8 +3,10 @@ truncated."""
 
 import contextlib
 import json
+import math
 import os
 import re
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -178,15 +180,26 @@ def test_an_index_is_kept_and_grows(run, monkeypatch):
     assert opened(run).total == 18 and not parsed
     monkeypatch.undo()
     index = opened(run)
-    names = [search.place(index, each.id) for each in search.places(index, range(18))]
+    names = [
+        search.place(index, each.id)
+        for each in search.places(index, search.search(index, "-step:10-"))
+    ]
     log = SampleLog(run, limit=1)
     log.rotate()  # what the index knows as samples.jsonl has another name now
     write(log, (10, 11))
     assert index.refresh() and index.total == 22 and steps(index, "step:10-") == [11, 11, 10, 10]
     assert len(steps(index, "/It is/")) == 21 and steps(index, "fault") == [9]
     assert [each.record() for each in names] == [
-        each.record() for each in search.places(index, range(18))
+        each.record() for each in search.places(index, search.search(index, "-step:10-"))
     ]
+
+
+def test_an_index_without_time_takes_one_file_at_a_time_the_newest_first(run):
+    index = Index(run)
+    seen = []
+    while not index.refresh(0.0):
+        seen.append(steps(index, "")[-1])
+    assert seen == [7, 4] and index.total == 18 and index.pending == 0
 
 
 def test_a_torn_line_waits_until_it_is_complete(run):
@@ -208,6 +221,7 @@ def test_a_torn_line_waits_until_it_is_complete(run):
 def test_a_run_that_continues_replaces_what_it_truncated(run):
     """Also if the file is as long as before when it is read again."""
     index = opened(run)
+    assert len(steps(index, '"It is"')) == 17
     index.save()
     log = SampleLog(run)
     log.truncate_after(lambda row: row["step"] <= 7)
@@ -238,6 +252,121 @@ def test_removed_segments_and_damaged_indexes(run):
     assert index.refresh() and index.total == 12
     (run / "samples" / INDEX).write_bytes(b"PK damaged")
     assert opened(run).total == 12
+
+
+def _truncated(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def _of_other_tables(_: bytes) -> bytes:
+    with contextlib.closing(sqlite3.connect(":memory:")) as database:
+        database.executescript("CREATE TABLE other (a); PRAGMA user_version = 1")
+        return database.serialize()
+
+
+def _with_a_damaged_page(content: bytes) -> bytes:
+    """Damages the samples, which are not read when the index is opened."""
+    return content[: 3 * 4096] + bytes(4096) + content[4 * 4096 :]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda _: b"no database", _truncated, _of_other_tables, _with_a_damaged_page]
+)
+def test_a_damaged_index_is_reported_and_built_again(run, damage, capsys):
+    opened(run).save()
+    file = run / "samples" / INDEX
+    file.write_bytes(damage(file.read_bytes()))
+    index = opened(run)
+    assert "index.sqlite: cannot be read: " in (told := capsys.readouterr().err)
+    assert "the index is built again" in told
+    assert index.total == 18 and steps(index, "fault") == [9]
+    index.save()
+    assert opened(run).total == 18 and capsys.readouterr().err == ""
+
+
+def test_indexes_of_other_versions_are_replaced_without_a_word(run, capsys):
+    (run / "samples" / "index.npz").write_bytes(b"PK of an older version")
+    with contextlib.closing(sqlite3.connect(run / "samples" / INDEX)) as database:
+        database.executescript("CREATE TABLE sample (step); PRAGMA user_version = 99")
+    index = opened(run)
+    index.save()
+    assert index.total == 18 and opened(run).total == 18
+    assert capsys.readouterr() == ("", "")
+
+
+def test_another_process_that_locks_the_index_is_no_obstacle(run, monkeypatch):
+    opened(run).save()
+    with contextlib.closing(sqlite3.connect(run / "samples" / INDEX)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        parsed = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Index, "_append", lambda *_: parsed.append(1))
+            index = opened(run)
+        assert index.total == 18 and not parsed
+        index.save()
+    assert opened(run).total == 18
+    assert not list((run / "samples").glob(".*"))
+
+
+def test_without_a_place_to_write_the_index_stays_in_memory(run, monkeypatch, capsys):
+    def refuse(*_):
+        raise PermissionError("read-only file system")
+
+    for name in ("write_bytes", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, name, refuse)
+            index = opened(run)
+            index.save()
+            assert len(steps(index, "/It is/")) == 17
+        assert {file.suffix for file in (run / "samples").iterdir()} == {".jsonl", ".bin"}
+    assert capsys.readouterr().err == ""
+
+
+def test_two_viewers_follow_a_run_that_grows(run):
+    first, second = opened(run), opened(run)
+    log = SampleLog(run, limit=1)
+    for step in range(10, 14):
+        write(log, (step,))
+        if step == 11:
+            log.rotate()
+        assert first.refresh() and steps(first, f"step:{step}") == [step, step]
+        assert steps(first, f'"It is" step:{step}') == [step, step]
+        first.save()
+        if step % 2:
+            assert second.refresh() and steps(second, f"step:{step - 1}-") == [
+                *(step, step),
+                *(step - 1, step - 1),
+            ]
+            second.save()
+    log.close()
+    everything = sorted([*range(1, 14), *range(1, 14)], reverse=True)
+    for index in (first, second, opened(run)):
+        assert steps(index, "") == everything
+
+
+def test_numbers_that_are_no_plain_numbers(run):
+    log = SampleLog(run)
+    third = float(np.float32(1 / 3))
+    log.write([sample(10, finish="\ud800", rewards={"format": third})], [tokens()])
+    log.close()
+    lines = [
+        {"step": 11, "reward": math.nan, "advantage": math.inf},
+        {"step": 12, "reward": math.inf, "advantage": 1e300},
+        {"step": 13, "reward": "high", "rewards": {"format": True, "'": 2}},
+        {"step": 1 << 70},
+    ]
+    with (run / "samples.jsonl").open("a") as file:
+        file.writelines(json.dumps(sample(1) | own) + "\n" for own in lines)
+    index = opened(run)
+    assert index.total == 22 and index.damaged == 1
+    assert steps(index, "step:10-", "reward") == [10, 13, 12, 11]
+    assert steps(index, "step:10- unscored") == [13, 11]
+    assert steps(index, "step:10- -reward>0") == [13, 11]
+    assert steps(index, "reward>1e308") == [12] and steps(index, "step:11- signal") == [13]
+    assert steps(index, "reward.format=0.33333334") == [10]  # as float32 has them
+    assert steps(index, "finish:\ud801") == [10] and steps(index, "finish:'OR'1'='1") == []
+    shown = records.short(index, search.places(index, search.search(index, "step:13"))[0])
+    assert shown["reward"] is None and shown["rewards"] == {"format": 1.0, "'": 2.0}
 
 
 def test_old_runs_without_tokens(tmp_path):

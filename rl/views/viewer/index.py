@@ -1,21 +1,27 @@
 """An index of the samples of a run: the numbers of every completion, and where its line lies.
 
-It is built once, kept as samples/index.npz, and grows with the run. A file is recognised by its
-first line, since it is renamed when it is full, and by the bytes before the indexed end, since a
-run that continues truncates it: what no longer matches is read again. Without a place to write, the
-index stays in memory.
+It is an SQLite database in memory. It grows with the run, and samples/index.sqlite keeps a copy of
+it, which is written under another name and then renamed, and is only read as one piece. So nothing
+is locked, a folder that another machine mounts needs no locks, several processes may index a run,
+and without a place to write the index stays in memory.
+
+A file is recognised by its first line, since it is renamed when it is full, and by the bytes before
+the indexed end, since a run that continues truncates it: what no longer matches is read again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
+import sqlite3
+import sys
 import time
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -24,75 +30,136 @@ import numpy as np
 
 from rl.records.messages import identity
 from rl.records.run_files import SEGMENTS, sample_files, tokens_file
-from rl.records.samples import TOKEN, TRAINED, first_version
+from rl.records.samples import TOKEN, TRAINED
 from rl.views.report.samples import sample_length
 
-INDEX = "index.npz"
-ROW = np.dtype(
-    [
-        ("offset", "<i8"),
-        ("size", "<i4"),  # bytes of the line
-        (
-            "spans",
-            "<i4",
-            (3, 2),
-        ),  # first and last byte within the line: of prompt, completion, columns and reward logs
-        ("same", "<u8"),  # hash of the prompt: equal for the same row of the data
-        ("at", "<i8"),  # place in tokens.bin, or -1
-        ("prompt", "<i8"),
-        ("step", "<i4"),
-        ("sample", "<i4"),
-        ("version", "<i4"),
-        ("n_prompt", "<i4"),
-        ("len", "<i4"),
-        ("stage", "<i2"),  # number of a name, as finish and faults
-        ("finish", "<i2"),
-        ("fault", "<u4"),  # bit k: the kind of fault number k
-        ("eval", "?"),
-        ("reward", "<f8"),
-        ("advantage", "<f4"),
-        ("gap", "<f4"),  # largest |trainer - generator| of a trained token; NaN if unknown
-    ]
-)
-"""The numbers of one completion."""
+INDEX = "index.sqlite"
 _VERSION = 1
+_SCHEMA = f"""
+PRAGMA user_version = {_VERSION};
+CREATE TABLE segment (
+    number INTEGER PRIMARY KEY,  -- grows with the age of the file: the newest has the largest
+    key TEXT,
+    end INTEGER,
+    tail INTEGER,
+    damaged INTEGER
+);
+CREATE TABLE name (kind TEXT, number INTEGER, value TEXT);
+CREATE TABLE sample (
+    id INTEGER PRIMARY KEY,  -- number of the segment * 2^40 + first byte of the line
+    size INTEGER,            -- bytes of the line
+    prompt_first INTEGER,    -- first byte of the prompt within the line, and the one behind it
+    prompt_end INTEGER,
+    completion_first INTEGER,
+    completion_end INTEGER,
+    rest_first INTEGER,      -- of the columns and reward logs
+    rest_end INTEGER,
+    same INTEGER,            -- hash of the prompt: equal for the same row of the data
+    prompt INTEGER,
+    step INTEGER,
+    sample INTEGER,
+    version INTEGER,
+    n_prompt INTEGER,
+    len INTEGER,
+    stage INTEGER,           -- number of a name, as finish
+    finish INTEGER,
+    eval INTEGER,
+    reward REAL,             -- NULL if there is none, as advantage and gap
+    advantage REAL,
+    gap REAL                 -- largest |trainer - generator| of a trained token
+);
+CREATE INDEX of_group ON sample (prompt, step);
+CREATE INDEX of_row ON sample (same);
+CREATE TABLE score (sample INTEGER, function INTEGER, value REAL, PRIMARY KEY (sample, function))
+WITHOUT ROWID;
+CREATE TABLE fault (sample INTEGER, kind INTEGER, PRIMARY KEY (sample, kind)) WITHOUT ROWID;
+"""
+_SAMPLE_COLUMNS = 21
+_SELECTED = """
+SELECT size, same, prompt, step, sample, version, n_prompt, len, stage, finish, eval, reward, advantage,
+gap FROM sample WHERE id = ?
+"""
+_OFFSET_BITS = 40
+_OFFSET = (1 << _OFFSET_BITS) - 1
 _TAIL = 1 << 16
 _CHUNK = 8 << 20  # bytes of lines that are indexed before others may look
 
 
-@dataclass
+@dataclass(eq=False)
 class Segment:
-    """The index of one file. rows: ROW[n]; scores: function -> float32[n], NaN where there is none;
-    end: indexed bytes.
+    """One file. number: its place in the order of the files, 0: none yet; end: indexed bytes; tail:
+    checksum of the bytes before; damaged: lines that are no sample.
     """
 
     path: Path
     key: str
-    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, ROW))
-    scores: dict[str, np.ndarray] = field(default_factory=dict)
+    number: int = 0
     end: int = 0
     tail: int = 0
     damaged: int = 0
 
+    @property
+    def ids(self) -> tuple[int, int]:
+        """Returns the first id that a sample of this file may have, and the last one."""
+        return self.id_at(0), self.id_at(_OFFSET)
+
+    def id_at(self, offset: int) -> int:
+        """Returns the id of the sample whose line begins at a byte."""
+        return self.number << _OFFSET_BITS | min(offset, _OFFSET)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The numbers of one completion. stage, finish: as the run named them; faults: kinds;
+    reward, advantage, gap, scores of functions: None if there is none."""
+
+    id: int
+    segment: Segment
+    size: int
+    same: int
+    prompt: int
+    step: int
+    sample: int
+    version: int
+    n_prompt: int
+    len: int
+    stage: str
+    finish: str
+    eval: bool
+    reward: float | None
+    advantage: float | None
+    gap: float | None
+    scores: dict[str, float | None]
+    faults: list[str]
+
+    @property
+    def offset(self) -> int:
+        """The first byte of the line."""
+        return self.id & _OFFSET
+
 
 class Index:
-    """The segments of a run, the oldest first, and the names that their rows number."""
+    """The segments of a run, the oldest first, and the samples in them."""
 
     def __init__(self, directory: Path):
-        """Reads samples/index.npz if it is there."""
+        """Reads samples/index.sqlite if it is there."""
         self.directory = directory
-        self.names: dict[str, list[str]] = {"stage": [], "finish": [], "fault": []}
+        self.names: dict[str, list[str]] = {}
         self.segments: list[Segment] = []
         self.generation = 0  # grows with every change
         self.pending = 0  # bytes that are not indexed yet
         self._known: dict[str, Segment] = {}
         self._seen: dict[tuple[int, int, int], Segment] = {}
+        self._lines: dict[Segment, np.ndarray] = {}
+        self._database = _empty()
+        self._clear()
         self._load()
 
     @property
     def total(self) -> int:
         """The number of samples in all segments that the index has read so far."""
-        return sum(len(segment.rows) for segment in self.segments)
+        [[count]] = self.query("SELECT count(*) FROM sample")
+        return count
 
     @property
     def damaged(self) -> int:
@@ -102,31 +169,90 @@ class Index:
     @property
     def functions(self) -> list[str]:
         """The names of the reward functions."""
-        return sorted({name for segment in self.segments for name in segment.scores})
+        return sorted(self.names["function"])
+
+    def query(self, text: str, values: Iterable[Any] = ()) -> Iterator[tuple[Any, ...]]:
+        """Yields the rows that a statement selects."""
+        return self._database.execute(text, tuple(values))
+
+    def ids(self, text: str, values: Iterable[Any] = ()) -> np.ndarray:
+        """Returns the whole numbers that a statement selects, row by row, int64[n]."""
+        return np.fromiter(itertools.chain.from_iterable(self.query(text, values)), np.int64)
+
+    def sample(self, number: int) -> Sample:
+        """Returns the sample with an id. Raises LookupError if there is none."""
+        selected = self.query(_SELECTED, (number,))
+        for own in selected:
+            size, same, prompt, step, sample, version, n_prompt, length, *rest = own
+            stage, finish, evaluation, reward, advantage, gap = rest
+            segment = next(each for each in self.segments if each.number == number >> _OFFSET_BITS)
+            return Sample(
+                id=number,
+                segment=segment,
+                size=size,
+                same=same,
+                prompt=prompt,
+                step=step,
+                sample=sample,
+                version=version,
+                n_prompt=n_prompt,
+                len=length,
+                stage=self.names["stage"][stage],
+                finish=self.names["finish"][finish],
+                eval=bool(evaluation),
+                reward=reward,
+                advantage=advantage,
+                gap=gap,
+                scores=self._scores(number),
+                faults=self._faults(number),
+            )
+        raise LookupError(number)
+
+    def _scores(self, number: int) -> dict[str, float | None]:
+        names = self.names["function"]
+        selected = self.query("SELECT function, value FROM score WHERE sample = ?", (number,))
+        return {names[function]: value for function, value in selected}
+
+    def _faults(self, number: int) -> list[str]:
+        selected = self.query("SELECT kind FROM fault WHERE sample = ?", (number,))
+        return [self.names["fault"][kind] for (kind,) in selected]
+
+    def lines(self, segment: Segment) -> np.ndarray:
+        """Returns where the lines of a file and their texts lie, int64[n, 8]: first byte, bytes,
+        and first byte and end of prompt, completion and the rest within the line."""
+        if segment not in self._lines:
+            numbers = self.ids(
+                "SELECT id, size, prompt_first, prompt_end, completion_first, completion_end, "
+                "rest_first, rest_end FROM sample WHERE id BETWEEN ? AND ? ORDER BY id",
+                segment.ids,
+            ).reshape(-1, 8)
+            numbers[:, 0] &= _OFFSET
+            self._lines[segment] = numbers
+        return self._lines[segment]
 
     def refresh(self, seconds: float = math.inf) -> bool:
         """Indexes what the run has written, the newest file first. Returns whether all of it is
         indexed.
 
-        Stops after `seconds`, and continues at the next call.
+        Stops after `seconds`, and continues at the next call. Each call makes some progress.
         """
-        deadline = time.monotonic() + seconds
-        segments = []
+        segments: list[Segment] = []
         for path in sample_files(self.directory):
-            with contextlib.suppress(
-                OSError
-            ):  # the run has moved or removed it; the next call sees the new name
-                if (segment := self._opened(path)) is not None:
+            # The run may move or remove it; the next call sees the new name.
+            with contextlib.suppress(OSError):
+                segment = self._opened(path)
+                if segment is not None and segment not in segments:
                     segments.append(segment)
-        if [each.key for each in segments] != [each.key for each in self.segments]:
-            self.generation += 1
-        self.segments = segments
-        self._known = {each.key: each for each in segments}
-        self._seen = {
-            state: each for state, each in self._seen.items() if self._known.get(each.key) is each
-        }
+        self._set_segments(segments)
+        deadline = time.monotonic() + seconds
         complete = True
+        worked = False
         for segment in reversed(segments):
+            waits = _size(segment.path) > segment.end
+            if waits and worked and time.monotonic() >= deadline:
+                complete = False
+                continue
+            worked = worked or waits
             while True:
                 with contextlib.suppress(OSError):
                     more = self._grow(segment)
@@ -138,59 +264,96 @@ class Index:
         return complete
 
     def save(self) -> None:
-        """Writes samples/index.npz in one step. Does nothing where it cannot be written."""
+        """Writes samples/index.sqlite. Does nothing where it cannot be written."""
+        self.write(self.image())
+
+    def image(self) -> bytes:
+        """Returns the database as the content of a file."""
+        states = [
+            (each.number, each.key, each.end, each.tail, each.damaged)
+            for each in self._known.values()
+        ]
+        names = [
+            (kind, number, value)
+            for kind, values in self.names.items()
+            for number, value in enumerate(values)
+        ]
+        with self._database:
+            self._database.execute("DELETE FROM segment")
+            self._database.executemany("INSERT INTO segment VALUES (?, ?, ?, ?, ?)", states)
+            self._database.execute("DELETE FROM name")
+            self._database.executemany("INSERT INTO name VALUES (?, ?, ?)", names)
+        return self._database.serialize()
+
+    def write(self, image: bytes) -> None:
+        """Replaces samples/index.sqlite in one step. Does nothing where it cannot be written."""
         folder = self.directory / SEGMENTS
-        arrays: dict[str, np.ndarray] = {}
-        about: list[dict[str, Any]] = []
-        for number, each in enumerate(self.segments):
-            arrays[f"rows{number}"] = each.rows
-            for place, name in enumerate(each.scores):
-                arrays[f"scores{number}.{place}"] = each.scores[name]
-            about.append(
-                {"key": each.key, "end": each.end, "tail": each.tail, "damaged": each.damaged}
-            )
-            about[-1]["scores"] = list(each.scores)
-        header = {
-            "version": _VERSION,
-            "row": str(ROW.descr),
-            "names": self.names,
-            "segments": about,
-        }
-        temporary = folder / f".{INDEX}.{os.getpid()}.npz"
+        temporary = folder / f".{INDEX}.{os.getpid()}"
         try:
             folder.mkdir(exist_ok=True)
-            arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-            np.savez(temporary, allow_pickle=False, **arrays)
+            temporary.write_bytes(image)
             temporary.replace(folder / INDEX)
         except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
 
+    def _clear(self) -> None:
+        self._database = _empty()
+        self.names = {"stage": [], "finish": [], "fault": [], "function": []}
+        self._known = {}
+
     def _load(self) -> None:
+        """Reads the copy in the folder of the run. One of another version is left alone, a damaged
+        one is reported; the index is then built again."""
         file = self.directory / SEGMENTS / INDEX
         try:
-            with np.load(file, allow_pickle=False) as arrays:
-                header = json.loads(arrays["header"].tobytes())
-                if header["version"] != _VERSION or header["row"] != str(ROW.descr):
+            with contextlib.closing(_opened_copy(file.read_bytes())) as copy:
+                [[version]] = copy.execute("PRAGMA user_version")
+                if version != _VERSION:
                     return
-                for number, each in enumerate(header["segments"]):
-                    scores = {
-                        name: arrays[f"scores{number}.{place}"]
-                        for place, name in enumerate(each["scores"])
-                    }
-                    rows = arrays[f"rows{number}"]
-                    self._known[each["key"]] = Segment(
-                        Path(),
-                        each["key"],
-                        rows,
-                        scores,
-                        each["end"],
-                        each["tail"],
-                        each["damaged"],
-                    )
-                self.names = {name: list(values) for name, values in header["names"].items()}
-        except Exception:  # missing, torn or of another version: it is built again
-            self._known = {}
+                [[state]] = copy.execute("PRAGMA quick_check(1)")
+                if state != "ok":
+                    raise sqlite3.DatabaseError(state)
+                copy.backup(self._database)
+            for number, key, *state in self.query("SELECT * FROM segment"):
+                self._known[key] = Segment(Path(), key, number, *state)
+            for kind, _, value in self.query("SELECT * FROM name ORDER BY number"):
+                self.names[kind].append(value)
+        except FileNotFoundError:
+            return
+        except (OSError, sqlite3.Error, ValueError, KeyError, TypeError) as error:
+            print(f"{file}: cannot be read: {error}; the index is built again", file=sys.stderr)
+            self._clear()
+
+    def _set_segments(self, segments: list[Segment]) -> None:
+        """Takes over the files of the run, the oldest first: numbers new ones, and removes the
+        samples of those that are gone."""
+        if [each.key for each in segments] != [each.key for each in self.segments]:
+            self.generation += 1
+        for gone in self._known.values():
+            if gone not in segments:
+                self._remove(gone)
+        last = 0
+        for segment in segments:
+            if segment.number <= last:  # new, or behind a file that is new
+                self._remove(segment)
+                segment.number = 1 + max(each.number for each in (*segments, *self.segments))
+            last = segment.number
+        self.segments = segments
+        self._known = {each.key: each for each in segments}
+        self._seen = {
+            state: each for state, each in self._seen.items() if self._known.get(each.key) is each
+        }
+
+    def _remove(self, segment: Segment) -> None:
+        """Removes the samples of a file, which is then read from its beginning."""
+        self._lines.pop(segment, None)
+        with self._database:
+            for table, column in (("sample", "id"), ("score", "sample"), ("fault", "sample")):
+                self._database.execute(
+                    f"DELETE FROM {table} WHERE {column} BETWEEN ? AND ?", segment.ids
+                )
+        segment.end = segment.tail = segment.damaged = 0
 
     def _opened(self, path: Path) -> Segment | None:
         """Returns the segment of a file: a known one if the file still begins and goes on as it
@@ -219,7 +382,7 @@ class Index:
             file.seek(start)
             if zlib.crc32(file.read(known.end - start)) != known.tail:
                 self.generation += 1
-                return Segment(path, key)
+                self._remove(known)
         return known
 
     def _grow(self, segment: Segment) -> bool:
@@ -241,127 +404,173 @@ class Index:
         self.generation += 1
         return more
 
+    @np.errstate(over="ignore")  # a number that is too large for float32 is infinite
     def _append(self, segment: Segment, data: bytes) -> None:
         lines = (
             data.splitlines(keepends=True)
             if b"\r" not in data
             else data.replace(b"\r", b" ").splitlines(True)
         )
-        rows: list[tuple] = []
-        scores: dict[str, list[float]] = {}
+        rows: list[list[Any]] = []
+        places: list[tuple[int, int, int]] = []
+        scores: list[tuple[int, int, float | None]] = []
+        faults: list[tuple[int, int]] = []
+        first, _ = segment.ids
         offset = segment.end
         for line in lines:
             try:
                 record = json.loads(line)
-                rows.append(self._row(record, line, offset))
+                number = first + offset
+                row, place = self._row(record, number, line)
+                own_scores = self._scores_of(record, number)
+                own_faults = self._faults_of(record, number)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
                 segment.damaged += bool(line.strip())
             else:
-                own = record.get("rewards")
-                for name, score in own.items() if isinstance(own, dict) else ():
-                    column = scores.setdefault(str(name), [])
-                    column.extend([math.nan] * (len(rows) - 1 - len(column)))
-                    column.append(_number(score))
+                rows.append(row)
+                places.append(place)
+                scores += own_scores
+                faults += own_faults
             offset += len(line)
-        fresh = np.array(rows, ROW)
-        self._set_gaps(segment, fresh)
-        old = len(segment.rows)
-        merged = {}
-        for name in {**segment.scores, **scores}:
-            new = np.full(len(fresh), np.nan, np.float32)
-            column = scores.get(name, [])
-            new[: len(column)] = column
-            merged[name] = np.concatenate(
-                [segment.scores.get(name, np.full(old, np.nan, np.float32)), new]
-            )
-        segment.rows = np.concatenate([segment.rows, fresh])
-        segment.scores = merged
+        for row, gap in zip(rows, _gaps(segment.path, places), strict=True):
+            row.append(gap)
+        marks = ", ".join("?" * _SAMPLE_COLUMNS)
+        with self._database:
+            self._database.executemany(f"INSERT INTO sample VALUES ({marks})", rows)
+            self._database.executemany("INSERT INTO score VALUES (?, ?, ?)", scores)
+            self._database.executemany("INSERT INTO fault VALUES (?, ?)", faults)
         segment.end = offset
+        self._lines.pop(segment, None)
 
-    def _row(self, record: dict[str, Any], line: bytes, offset: int) -> tuple:
-        faults = record.get("faults")
-        bits = 0
-        for kind in faults.values() if isinstance(faults, dict) else ():
-            bits |= 1 << min(self._name("fault", str(kind)), 31)
+    def _row(
+        self, record: dict[str, Any], number: int, line: bytes
+    ) -> tuple[list[Any], tuple[int, int, int]]:
+        """Returns the columns of a sample but the gap, and where its tokens lie: place in
+        tokens.bin or -1, tokens of the prompt and of the completion."""
         prompt = identity(record).encode("utf-8", "surrogatepass")
-        return (
-            offset,
+        same = int.from_bytes(blake2b(prompt, digest_size=8).digest(), "little", signed=True)
+        n_prompt = _whole(record.get("n_prompt", 0))
+        length = _whole(sample_length(record))
+        row = [
+            number,
             len(line),
-            _spans(line),
-            int.from_bytes(blake2b(prompt, digest_size=8).digest(), "little"),
-            int(record.get("at", -1)),
-            int(record.get("prompt_id", -1)),
-            int(record["step"]),
-            int(record.get("sample", 0)),
-            first_version(record),
-            int(record.get("n_prompt", 0)),
-            sample_length(record),
-            self._name("stage", str(record["stage"])),
-            self._name("finish", str(record.get("finish"))),
-            bits,
+            *_spans(line),
+            same,
+            _whole(record.get("prompt_id", -1)),
+            _whole(record["step"]),
+            _whole(record.get("sample", 0)),
+            _whole(record.get("version", -1)),
+            n_prompt,
+            length,
+            self._name("stage", record["stage"]),
+            self._name("finish", record.get("finish")),
             record.get("eval") is True,
             _number(record.get("reward")),
-            _number(record.get("advantage")),
-            math.nan,
-        )
+            _single(record.get("advantage")),
+        ]
+        return row, (_whole(record.get("at", -1)), n_prompt, length)
 
-    def _name(self, column: str, name: str) -> int:
-        names = self.names[column]
+    def _scores_of(self, record: dict[str, Any], number: int) -> list[tuple[int, int, Any]]:
+        own = record.get("rewards")
+        scores = own.items() if isinstance(own, dict) else ()
+        return [(number, self._name("function", name), _single(score)) for name, score in scores]
+
+    def _faults_of(self, record: dict[str, Any], number: int) -> list[tuple[int, int]]:
+        own = record.get("faults")
+        kinds = set(own.values()) if isinstance(own, dict) else ()
+        return [(number, kind) for kind in {self._name("fault", kind) for kind in kinds}]
+
+    def _name(self, kind: str, value: Any) -> int:
+        """Returns the number of a name, a new one if it is new."""
+        names = self.names[kind]
+        name = str(value)
+        if name not in names:
+            name = storable(name)
         if name not in names:
             names.append(name)
         return names.index(name)
 
-    def _set_gaps(self, segment: Segment, rows: np.ndarray) -> None:
-        """Reads the tokens of the rows, and sets their gaps."""
-        binary = tokens_file(segment.path)
-        known = np.flatnonzero(rows["at"] >= 0)
-        if not len(known) or not binary.is_file():
-            return
-        at = rows["at"][known]
-        low = int(at.min())
-        high = int((at + rows["n_prompt"][known] + rows["len"][known]).max())
-        tokens = np.fromfile(binary, TOKEN, high - low, offset=low * TOKEN.itemsize)
-        size = np.abs(tokens["gap"].astype(np.float32))
-        size[(tokens["flags"] & TRAINED == 0) | ~np.isfinite(size)] = np.nan
-        known = known[at - low < len(tokens)]
-        known = known[np.argsort(rows["at"][known], kind="stable")]
-        places, first = np.unique(rows["at"][known] - low, return_index=True)
-        if len(places):
-            rows["gap"][known[first]] = np.fmax.reduceat(size, places)
+
+def storable(text: str) -> str:
+    """Returns a text as the database holds it: without halves of surrogate pairs."""
+    return text.encode("utf-8", "replace").decode()
 
 
-def columns(segments: Iterable[Segment], name: str) -> np.ndarray:
-    """Returns a column of all rows, the oldest first; `reward.NAME`: the scores of a function."""
-    function = name.partition(".")[2]
-    if function:
-        parts = [
-            each.scores.get(function, np.full(len(each.rows), np.nan, np.float32))
-            for each in segments
-        ]
-    else:
-        parts = [each.rows[name] for each in segments]
-    return np.concatenate(parts) if parts else np.zeros(0)
+def _empty() -> sqlite3.Connection:
+    """Returns an index without samples, in memory."""
+    database = sqlite3.connect(":memory:", check_same_thread=False)
+    database.executescript(_SCHEMA)
+    return database
 
 
-def _spans(line: bytes) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Returns where a line has its texts. Inside a JSON text a quotation mark is escaped, so
-    `"tokens":` is a key."""
+def _opened_copy(image: bytes) -> sqlite3.Connection:
+    database = sqlite3.connect(":memory:")
+    database.deserialize(image)
+    return database
+
+
+def _gaps(path: Path, places: list[tuple[int, int, int]]) -> list[float | None]:
+    """Reads the tokens of samples of a file. Returns the gap of each, None if it is unknown.
+
+    places: of each sample, place in tokens.bin or -1, tokens of the prompt and of the completion.
+    """
+    result: list[float | None] = [None] * len(places)
+    binary = tokens_file(path)
+    at, n_prompt, length = np.array(places, np.int64).reshape(-1, 3).T
+    known = np.flatnonzero(at >= 0)
+    if not len(known) or not binary.is_file():
+        return result
+    low = int(at[known].min())
+    high = int((at + n_prompt + length)[known].max())
+    tokens = np.fromfile(binary, TOKEN, high - low, offset=low * TOKEN.itemsize)
+    size = np.abs(tokens["gap"].astype(np.float32))
+    size[(tokens["flags"] & TRAINED == 0) | ~np.isfinite(size)] = np.nan
+    known = known[at[known] - low < len(tokens)]
+    known = known[np.argsort(at[known], kind="stable")]
+    starts, first = np.unique(at[known] - low, return_index=True)
+    if len(starts):
+        gaps = np.fmax.reduceat(size, starts)
+        for row, gap in zip(known[first].tolist(), gaps.tolist(), strict=True):
+            result[row] = _number(gap)
+    return result
+
+
+def _spans(line: bytes) -> tuple[int, int, int, int, int, int]:
+    """Returns first byte and end of prompt, completion, and columns with reward logs. Inside a JSON
+    text a quotation mark is escaped, so `"tokens":` is a key."""
     prompt = line.find(b'"prompt":')
     tokens = line.find(b'"tokens":')
     end = tokens if tokens >= 0 else line.rfind(b"}")
     completion = line.find(b'"completion":', prompt, end)
     if prompt < 0 or completion < 0:
-        return (0, end), (end, end), (end, end)
+        return 0, end, end, end, end, end
     more = [
         place for key in (b'"columns":', b'"reward_log":') if (place := line.find(key, end)) >= 0
     ]
     until = line.find(b'"n_prompt":', min(more)) if more else -1
     rest = (min(more) + 10, until) if until >= 0 else (end, end)
-    return (prompt + 9, completion), (completion + 13, end), rest
+    return prompt + 9, completion, completion + 13, end, *rest
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan
+def _whole(value: Any) -> int:
+    """Returns a whole number. Raises OverflowError for one that the database cannot hold."""
+    number = int(value)
+    if number.bit_length() > 63:
+        raise OverflowError(number)
+    return number
+
+
+def _number(value: Any) -> float | None:
+    """Returns a number, None if it is none."""
+    if not isinstance(value, (int, float)) or math.isnan(value):
+        return None
+    return float(value)
+
+
+def _single(value: Any) -> float | None:
+    """Returns a number as float32 holds it, which the run computes with, None if it is none."""
+    number = _number(value)
+    return None if number is None else float(np.float32(number))
 
 
 def _size(path: Path) -> int:

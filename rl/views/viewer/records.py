@@ -6,12 +6,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from rl.records import thumbnails
 from rl.records.messages import Piece, describe_item, messages, start
 from rl.views.viewer import tokens as token_texts
-from rl.views.viewer.index import Index, columns
+from rl.views.viewer.index import Index
 from rl.views.viewer.search import SamplePlace, places
 
 _PEEK = 160
@@ -21,26 +19,22 @@ _MOST = 500  # relatives of a sample that are listed
 
 def short(index: Index, place: SamplePlace) -> dict[str, Any]:
     """Returns the numbers of a sample, without its texts and without reading its line."""
-    row = place.segment.rows[place.row]
-    bits = int(row["fault"])
-    kinds = index.names["fault"]
+    own = place.numbers
     return {
         "id": place.id,
-        "stage": index.names["stage"][row["stage"]],
-        "step": int(row["step"]),
-        "prompt_id": int(row["prompt"]),
-        "sample": int(row["sample"]),
-        "version": int(row["version"]),
-        "reward": number(row["reward"]),
-        "rewards": {
-            name: number(values[place.row]) for name, values in place.segment.scores.items()
-        },
-        "advantage": number(row["advantage"]),
-        "gap": number(row["gap"]),
-        "len": int(row["len"]),
-        "finish": index.names["finish"][row["finish"]],
-        "faults": [kind for bit, kind in enumerate(kinds) if bits >> min(bit, 31) & 1],
-        "eval": bool(row["eval"]),
+        "stage": own.stage,
+        "step": own.step,
+        "prompt_id": own.prompt,
+        "sample": own.sample,
+        "version": own.version,
+        "reward": number(own.reward),
+        "rewards": {name: number(score) for name, score in own.scores.items()},
+        "advantage": number(own.advantage),
+        "gap": number(own.gap),
+        "len": own.len,
+        "finish": own.finish,
+        "faults": own.faults,
+        "eval": own.eval,
     }
 
 
@@ -101,26 +95,30 @@ def with_texts(sample: dict[str, Any], texts: token_texts.TokenTexts) -> dict[st
 def group(index: Index, place: SamplePlace, most: int = _MOST) -> list[SamplePlace]:
     """Returns the completions of the same prompt at the same step, this one included, at most
     `most`."""
-    row = place.segment.rows[place.row]
-    mask = (columns(index.segments, "prompt") == row["prompt"]) & (
-        columns(index.segments, "step") == row["step"]
+    own = place.numbers
+    stage = index.names["stage"].index(own.stage)
+    ids = index.ids(
+        "SELECT id FROM sample WHERE prompt = ? AND step = ? AND stage = ? ORDER BY id LIMIT ?",
+        (own.prompt, own.step, stage, most),
     )
-    mask &= columns(index.segments, "stage") == row["stage"]
-    return places(index, np.flatnonzero(mask)[:most])
+    return places(index, ids)
 
 
 def others(index: Index, place: SamplePlace, most: int = _MOST) -> list[SamplePlace]:
     """Returns the completions of the same row of the data at other steps, the newest first, at most
     `most`."""
-    row = place.segment.rows[place.row]
-    mask = columns(index.segments, "same") == row["same"]
-    away = (columns(index.segments, "step") != row["step"]) | (
-        columns(index.segments, "stage") != row["stage"]
+    own = place.numbers
+    stage = index.names["stage"].index(own.stage)
+    ids = index.ids(
+        "SELECT id FROM sample WHERE same = ? AND NOT (step = ? AND stage = ?) ORDER BY id DESC "
+        "LIMIT ?",
+        (own.same, own.step, stage, most),
     )
-    return places(index, np.flatnonzero(mask & away)[::-1][:most])
+    return places(index, ids)
 
 
-def number(value: Any) -> float | None:
+def number(value: float | None) -> float | None:
     """Returns a number of JSON, or None for one that is not finite."""
-    value = float(value)
-    return float(f"{value:.7g}") if math.isfinite(value) else None
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.7g}")

@@ -57,25 +57,27 @@ def rescore(
     """Yields the samples with their new scores, stage by stage, the completions of a prompt in one
     call.
 
-    rows: numbers of the samples. options_of: the rewards of a stage. limits: stage ->
+    rows: ids of the samples. options_of: the rewards of a stage. limits: stage ->
     max_new_tokens, for rewards that take it. Raises ConfigError for rewards that cannot be run
     here, DataError for a sample that has changed.
     """
+    stages = index.names["stage"]
     every = sorted(
         places(index, rows),
-        key=lambda place: tuple(
-            int(place.segment.rows[name][place.row])
-            for name in ("stage", "step", "prompt", "sample")
+        key=lambda place: (
+            stages.index(place.numbers.stage),
+            place.numbers.step,
+            place.numbers.prompt,
+            place.numbers.sample,
         ),
     )
     start = 0
     while start < len(every):
-        stage = _of(every[start], "stage")
+        stage = every[start].numbers.stage
         end = start
-        while end < len(every) and _of(every[end], "stage") == stage:
+        while end < len(every) and every[end].numbers.stage == stage:
             end += 1
-        name = index.names["stage"][stage]
-        yield from _stage(every[start:end], options_of(name), limits.get(name))
+        yield from _stage(every[start:end], options_of(stage), limits.get(stage))
         start = end
 
 
@@ -158,10 +160,10 @@ def summary(every: Sequence[Rescored]) -> dict[str, Any]:
             "after": _mean(new),
             "faults": sum(name in each.faults for each in every),
         }
-    groups: dict[tuple[int, int, int], list[int]] = {}
+    groups: dict[tuple[str, int, int], list[int]] = {}
     for number, each in enumerate(every):
         if each.record.get("eval") is not True:
-            groups.setdefault((_of(each.place, "stage"), *_group(each.place)), []).append(number)
+            groups.setdefault((each.place.numbers.stage, *_group(each.place)), []).append(number)
     members = [group for group in groups.values() if len(group) > 1]
     return {
         "samples": len(every),
@@ -191,12 +193,8 @@ def _mean(values: Any) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
-def _of(place: SamplePlace, column: str) -> int:
-    return int(place.segment.rows[column][place.row])
-
-
 def _group(place: SamplePlace) -> tuple[int, int]:
-    return _of(place, "step"), _of(place, "prompt")
+    return place.numbers.step, place.numbers.prompt
 
 
 def _record(place: SamplePlace) -> dict[str, Any]:
@@ -204,5 +202,5 @@ def _record(place: SamplePlace) -> dict[str, Any]:
         return place.record()
     except (OSError, ValueError):
         raise DataError(
-            f"{place.segment.path}: the run has changed its samples in the meantime; try again"
+            f"{place.path}: the run has changed its samples in the meantime; try again"
         ) from None

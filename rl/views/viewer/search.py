@@ -6,9 +6,10 @@ import contextlib
 import json
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from json.decoder import scanstring  # pyright: ignore[reportAttributeAccessIssue]
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,77 +17,80 @@ import numpy as np
 from rewards.suggest import nearest
 from rl.records.samples import read_tokens
 from rl.views.viewer import query
-from rl.views.viewer.index import Index, Segment, columns
+from rl.views.viewer.index import Index, Sample, Segment, storable
 from rl.views.viewer.query import FilterError, Flag, NumberTerm, Regex, Term, Text, Word
 
 SORTS = {"reward": "reward", "gap": "gap", "len": "len"}
+_OF_SINGLE_PRECISION = ("advantage", "gap")
 _CHUNK = 8 << 20
 
 
 @dataclass(frozen=True)
 class SamplePlace:
-    """One sample: its segment and its row there."""
+    """One sample: its numbers, which say where its line lies."""
 
-    segment: Segment
-    row: int
+    numbers: Sample
 
     @property
     def id(self) -> str:
         """A name that stays the same when the file is renamed or grows."""
-        return f"{self.segment.key}-{self.segment.rows['offset'][self.row]}"
+        return f"{self.numbers.segment.key}-{self.numbers.offset}"
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.numbers.segment.path
 
     def record(self) -> dict[str, Any]:
         """Reads the line. Raises ValueError if the run has changed it since, OSError if it is
         gone."""
-        own = self.segment.rows[self.row]
-        with self.segment.path.open("rb") as file:
-            file.seek(int(own["offset"]))
-            return json.loads(file.read(int(own["size"])))
+        with self.path.open("rb") as file:
+            file.seek(self.numbers.offset)
+            return json.loads(file.read(self.numbers.size))
 
     def tokens(self, record: dict[str, Any]) -> np.ndarray:
         """Returns TOKEN[n_prompt + n]; fewer or none if they were not recorded. Raises OSError."""
         try:
-            return read_tokens(self.segment.path, record)
+            return read_tokens(self.path, record)
         except FileNotFoundError:
-            return read_tokens(self.segment.path, {})
+            return read_tokens(self.path, {})
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition of SQL, and the values of its question marks."""
+
+    text: str
+    values: tuple[Any, ...] = ()
 
 
 def matching(index: Index, terms: Sequence[Term], sort: str | None = None) -> np.ndarray:
-    """Returns the numbers of the samples that meet all terms, int64[n].
+    """Returns the ids of the samples that meet all terms, int64[n].
 
     The newest come first; with sort, the largest reward, gap or length, and those without a value
     last. Raises FilterError for a reward function that the run does not have.
     """
-    segments = list(index.segments)
-    counts = [len(each.rows) for each in segments]
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    mask = np.ones(int(starts[-1]), bool)
+    conditions = []
+    values: list[Any] = []
     for term in terms:
         if not isinstance(term, (Text, Regex)):
-            mask &= _numbers(index, segments, term) ^ term.negated
-    for term in terms:
-        if isinstance(term, (Text, Regex)):
-            for segment, start, count in zip(segments, starts, counts, strict=False):
-                part = mask[start : start + count]
-                if part.any():
-                    part &= _texts(segment, term, part) ^ term.negated
-    rows = np.flatnonzero(mask)[::-1]
+            condition = _condition(index, term)
+            conditions.append(f"({condition.text}) IS {'NOT ' if term.negated else ''}TRUE")
+            values += condition.values
+    order = "id DESC"
     if sort is not None:
-        values = columns(segments, SORTS[sort])[rows].astype(np.float64)
-        rows = rows[np.argsort(np.where(np.isfinite(values), -values, np.inf), kind="stable")]
-    return rows
+        order = f"CASE WHEN {_is_finite(SORTS[sort])} THEN {SORTS[sort]} END DESC, id DESC"
+    where = " AND ".join(conditions) or "TRUE"
+    ids = index.ids(f"SELECT id FROM sample WHERE {where} ORDER BY {order}", values)
+    for term in terms:
+        if isinstance(term, (Text, Regex)) and len(ids):
+            ids = ids[_with_text(index, term, ids) ^ term.negated]
+    return ids
 
 
-def places(index: Index, rows: Sequence[int] | np.ndarray) -> list[SamplePlace]:
-    """Returns the places of samples by their numbers."""
-    starts = np.concatenate([[0], np.cumsum([len(each.rows) for each in index.segments])]).astype(
-        np.int64
-    )
-    result = []
-    for row in rows:
-        number = int(np.searchsorted(starts, row, side="right")) - 1
-        result.append(SamplePlace(index.segments[number], int(row - starts[number])))
-    return result
+def places(index: Index, ids: Iterable[int] | np.ndarray) -> list[SamplePlace]:
+    """Returns the places of samples by their ids. Raises LookupError for one that is gone."""
+    return [SamplePlace(index.sample(int(each))) for each in ids]
 
 
 def place(index: Index, name: str) -> SamplePlace | None:
@@ -94,66 +98,90 @@ def place(index: Index, name: str) -> SamplePlace | None:
     key, _, offset = name.partition("-")
     for segment in index.segments:
         if segment.key == key and offset.isdecimal():
-            row = int(np.searchsorted(segment.rows["offset"], int(offset)))
-            if row < len(segment.rows) and segment.rows["offset"][row] == int(offset):
-                return SamplePlace(segment, row)
+            with contextlib.suppress(LookupError):
+                return SamplePlace(index.sample(segment.id_at(int(offset))))
     return None
 
 
-def number_of(index: Index, place: SamplePlace) -> int:
-    """Returns the number of a sample, as `matching` counts."""
-    before = 0
-    for segment in index.segments:
-        if segment is place.segment:
-            break
-        before += len(segment.rows)
-    return before + place.row
-
-
-def _numbers(index: Index, segments: list[Segment], term: Term) -> np.ndarray:
-    """Returns for each sample whether it meets a term about numbers or names, without its
-    negation."""
+def _condition(index: Index, term: Term) -> Condition:
+    """Returns which samples meet a term about numbers or names, without its negation. NULL: not
+    met."""
     if isinstance(term, NumberTerm):
-        function = term.column.partition(".")[2]
-        if function and index.functions and function not in index.functions:
-            raise FilterError(
-                f"filter: {term.column}: no such reward "
-                f"function{nearest(function, index.functions)}"
-            )
-        values = columns(segments, term.column)
-        above = values > term.low if term.open_low else values >= term.low
-        within = above & (values < term.high if term.open_high else values <= term.high)
-        return ~within & ~np.isnan(values) if term.outside else within
+        return _compared(index, term)
     if isinstance(term, Word):
-        return _named(index, segments, term)
+        return _named(index, term)
     assert isinstance(term, Flag)
-    if term.name == "eval":
-        return columns(segments, "eval").astype(bool)
-    if term.name == "fault":
-        return columns(segments, "fault") > 0
-    if term.name == "unscored":
-        return np.isnan(columns(segments, "reward"))
-    advantage = columns(segments, "advantage")
-    return np.isfinite(advantage) & (advantage != 0)
+    conditions = {
+        "eval": "eval",
+        "fault": "EXISTS (SELECT * FROM fault WHERE fault.sample = sample.id)",
+        "unscored": "reward IS NULL",
+        "signal": f"advantage <> 0 AND {_is_finite('advantage')}",
+    }
+    return Condition(conditions[term.name])
 
 
-def _named(index: Index, segments: list[Segment], term: Word) -> np.ndarray:
+def _is_finite(column: str) -> str:
+    return f"abs({column}) < 9e999"  # SQLite reads it as infinity
+
+
+def _compared(index: Index, term: NumberTerm) -> Condition:
+    function = term.column.partition(".")[2]
+    column = "value" if function else term.column
+    low = f"{column} {'>' if term.open_low else '>='} ?"
+    high = f"{column} {'<' if term.open_high else '<='} ?"
+    within = f"NOT ({low} AND {high})" if term.outside else f"{low} AND {high}"
+    bounds = (term.low, term.high)
+    if function or column in _OF_SINGLE_PRECISION:  # compared as float32, as the index has them
+        with np.errstate(over="ignore"):
+            bounds = (float(np.float32(term.low)), float(np.float32(term.high)))
+    if not function:
+        return Condition(within, bounds)
+    names = index.names["function"]
+    if storable(function) not in names:
+        if not names:
+            return Condition("FALSE")
+        raise FilterError(
+            f"filter: {term.column}: no such reward function{nearest(function, index.functions)}"
+        )
+    score = f"SELECT * FROM score WHERE score.sample = sample.id AND function = ? AND {within}"
+    return Condition(f"EXISTS ({score})", (names.index(storable(function)), *bounds))
+
+
+def _named(index: Index, term: Word) -> Condition:
     names = index.names[term.column]
-    values = columns(segments, term.column)
-    if term.value not in names:
+    value = storable(term.value)
+    if value not in names:
         if term.column == "stage" and names:
             raise FilterError(
                 f"filter: stage:{term.value}: no such stage{nearest(term.value, names)}"
             )
-        return np.zeros(len(values), bool)
-    number = names.index(term.value)
+        return Condition("FALSE")
+    number = names.index(value)
     if term.column == "fault":
-        return (values & np.uint32(1 << min(number, 31))) > 0
-    return values == number
+        fault = "SELECT * FROM fault WHERE fault.sample = sample.id AND kind = ?"
+        return Condition(f"EXISTS ({fault})", (number,))
+    return Condition(f"{term.column} = ?", (number,))
 
 
-def _texts(segment: Segment, term: Text | Regex, candidates: np.ndarray) -> np.ndarray:
-    """Returns for each row of a file whether its text matches. Rows that are no candidates may be
+def _with_text(index: Index, term: Text | Regex, ids: np.ndarray) -> np.ndarray:
+    """Returns for each sample whether its text matches, bool[n], without the negation."""
+    result = np.zeros(len(ids), bool)
+    for segment in index.segments:
+        first, last = segment.ids
+        own = np.flatnonzero((ids >= first) & (ids <= last))
+        if len(own):
+            lines = index.lines(segment)
+            rows = np.searchsorted(lines[:, 0], ids[own] - first)
+            candidates = np.zeros(len(lines), bool)
+            candidates[rows] = True
+            result[own] = _texts(segment, lines, term, candidates)[rows]
+    return result
+
+
+def _texts(
+    segment: Segment, lines: np.ndarray, term: Text | Regex, candidates: np.ndarray
+) -> np.ndarray:
+    """Returns for each line of a file whether its text matches. Lines that are no candidates may be
     left out."""
     result = np.zeros(len(candidates), bool)
     with contextlib.suppress(OSError, ValueError), segment.path.open("rb") as file:
@@ -161,31 +189,32 @@ def _texts(segment: Segment, term: Text | Regex, candidates: np.ndarray) -> np.n
             return result
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             if isinstance(term, Text):
-                for row in _word_rows(segment.rows, data, term.words):
+                for row in _word_rows(lines, data, term.words):
                     result[row] = True
                 return result
-            spans = (segment.rows["spans"] + segment.rows["offset"][:, None, None]).tolist()
+            spans = (lines[:, 2:6] + lines[:, :1]).tolist()
             for row in np.flatnonzero(candidates).tolist():
-                values = (data[first:last] for first, last in spans[row][:2])
+                prompt, prompt_end, completion, completion_end = spans[row]
+                values = (data[prompt:prompt_end], data[completion:completion_end])
                 result[row] = any(
                     term.pattern.search(text) for value in values for text in _strings(value)
                 )
     return result
 
 
-def _word_rows(rows: np.ndarray, data: mmap.mmap, words: str) -> Iterator[int]:
-    """Yields the rows in whose prompt, completion, columns or reward logs the words are."""
+def _word_rows(lines: np.ndarray, data: mmap.mmap, words: str) -> Iterator[int]:
+    """Yields the lines in whose prompt, completion, columns or reward logs the words are."""
     needle = _escaped(words)
-    offsets = rows["offset"]
+    offsets = np.ascontiguousarray(lines[:, 0])
     first = 0
-    while first < len(rows):
+    while first < len(lines):
         start = int(offsets[first])
         until = int(np.searchsorted(offsets, start + _CHUNK, side="right"))
         last = max(first + 1, until)
-        end = int(offsets[last - 1] + rows["size"][last - 1])
+        end = int(offsets[last - 1] + lines[last - 1, 1])
         chunk = data[start:end].lower()
         begin = (offsets[first:last] - start).tolist()
-        spans = rows["spans"][first:last].tolist()
+        spans = lines[first:last, 2:].reshape(-1, 3, 2).tolist()
         row = 0
         place = chunk.find(needle)
         while place >= 0:

@@ -81,7 +81,7 @@ class Viewer:
                 "damaged": index.damaged,
                 "generation": index.generation,
                 "functions": index.functions,
-                **index.names,
+                **{kind: index.names[kind] for kind in ("stage", "finish", "fault")},
             }
 
     def samples(self, text: str, after: str | None, sort: str | None) -> dict[str, Any]:
@@ -94,11 +94,7 @@ class Viewer:
             start = 0
             if after:
                 last = search.place(self.index, after)
-                numbers = (
-                    np.flatnonzero(rows == search.number_of(self.index, last))
-                    if last is not None
-                    else []
-                )
+                numbers = [] if last is None else np.flatnonzero(rows == last.numbers.id)
                 if not len(numbers):
                     raise LookupError(after)
                 start = int(numbers[0]) + 1
@@ -183,9 +179,13 @@ class Viewer:
         while not self._ended.is_set():
             with self._lock:
                 complete = self.index.refresh(_SLICE)
-            if complete and (saved < 0 or abs(self.index.total - saved) > 1000):
-                self.index.save()
-                saved = self.index.total
+                total = self.index.total
+                # A long run writes its index less often, as it is written anew each time.
+                due = complete and (saved < 0 or abs(total - saved) > max(1000, total // 100))
+                image = self.index.image() if due else None
+            if image is not None:
+                self.index.write(image)
+                saved = total
             self._ended.wait(_PAUSE if complete else 0.001)
 
 

@@ -135,7 +135,7 @@ def record_of(place: search.SamplePlace) -> dict[str, Any]:
         return place.record()
     except (OSError, ValueError):
         raise DataError(
-            f"{place.segment.path}: the run has changed its samples in the meantime; try again"
+            f"{place.path}: the run has changed its samples in the meantime; try again"
         ) from None
 
 
