@@ -70,7 +70,7 @@ def expanded(*contents: tuple[Reference, tuple[int, ...]]) -> Expanded:
 def problem(prompt, media: Expanded | None, **columns) -> SimpleNamespace:
     ids = [1, 7, 2] if media is None else media.tokens.tolist()
     return SimpleNamespace(
-        example=SimpleNamespace(prompt=prompt, columns=columns), ids=ids, media=media
+        example=SimpleNamespace(prompt=prompt, columns=columns, source=None), ids=ids, media=media
     )
 
 

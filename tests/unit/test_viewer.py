@@ -202,6 +202,14 @@ def test_an_index_without_time_takes_one_file_at_a_time_the_newest_first(run):
     assert seen == [7, 4] and index.total == 18 and index.pending == 0
 
 
+def test_weights_that_changed_within_a_sample_count_as_the_last_ones(run):
+    log = SampleLog(run)
+    log.write([sample(10, version=[[0, 8], [4, 9]])], [tokens()])
+    log.close()
+    index = opened(run)
+    assert index.damaged == 0 and steps(index, "version:9 step:10") == [10]
+
+
 def test_a_torn_line_waits_until_it_is_complete(run):
     index = opened(run)
     with (run / "samples.jsonl").open("a") as file:

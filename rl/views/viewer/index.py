@@ -459,7 +459,7 @@ class Index:
             _whole(record.get("prompt_id", -1)),
             _whole(record["step"]),
             _whole(record.get("sample", 0)),
-            _whole(record.get("version", -1)),
+            _whole(_version(record)),
             n_prompt,
             length,
             self._name("stage", record["stage"]),
@@ -550,6 +550,13 @@ def _spans(line: bytes) -> tuple[int, int, int, int, int, int]:
     until = line.find(b'"n_prompt":', min(more)) if more else -1
     rest = (min(more) + 10, until) if until >= 0 else (end, end)
     return prompt + 9, completion, completion + 13, end, *rest
+
+
+def _version(record: dict[str, Any]) -> Any:
+    """Returns the version of the weights that drew a sample, of its last tokens where it changes
+    (`Trajectory.versions`)."""
+    versions = record.get("version", -1)
+    return versions[-1][1] if isinstance(versions, list) else versions
 
 
 def _whole(value: Any) -> int:
