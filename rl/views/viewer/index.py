@@ -176,7 +176,7 @@ class Index:
         return self._database.execute(text, tuple(values))
 
     def ids(self, text: str, values: Iterable[Any] = ()) -> np.ndarray:
-        """Returns the whole numbers that a statement selects, row by row, int64[n]."""
+        """Returns the integers that a statement selects, row by row, int64[n]."""
         return np.fromiter(itertools.chain.from_iterable(self.query(text, values)), np.int64)
 
     def sample(self, number: int) -> Sample:
@@ -449,17 +449,17 @@ class Index:
         tokens.bin or -1, tokens of the prompt and of the completion."""
         prompt = identity(record).encode("utf-8", "surrogatepass")
         same = int.from_bytes(blake2b(prompt, digest_size=8).digest(), "little", signed=True)
-        n_prompt = _whole(record.get("n_prompt", 0))
-        length = _whole(sample_length(record))
+        n_prompt = _integer(record.get("n_prompt", 0))
+        length = _integer(sample_length(record))
         row = [
             number,
             len(line),
             *_spans(line),
             same,
-            _whole(record.get("prompt_id", -1)),
-            _whole(record["step"]),
-            _whole(record.get("sample", 0)),
-            _whole(_version(record)),
+            _integer(record.get("prompt_id", -1)),
+            _integer(record["step"]),
+            _integer(record.get("sample", 0)),
+            _integer(_version(record)),
             n_prompt,
             length,
             self._name("stage", record["stage"]),
@@ -468,7 +468,7 @@ class Index:
             _number(record.get("reward")),
             _single(record.get("advantage")),
         ]
-        return row, (_whole(record.get("at", -1)), n_prompt, length)
+        return row, (_integer(record.get("at", -1)), n_prompt, length)
 
     def _scores_of(self, record: dict[str, Any], number: int) -> list[tuple[int, int, Any]]:
         own = record.get("rewards")
@@ -559,8 +559,8 @@ def _version(record: dict[str, Any]) -> Any:
     return versions[-1][1] if isinstance(versions, list) else versions
 
 
-def _whole(value: Any) -> int:
-    """Returns a whole number. Raises OverflowError for one that the database cannot hold."""
+def _integer(value: Any) -> int:
+    """Returns an integer. Raises OverflowError for one that the database cannot hold."""
     number = int(value)
     if number.bit_length() > 63:
         raise OverflowError(number)
