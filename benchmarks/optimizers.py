@@ -82,7 +82,7 @@ def configuration(optimizer: dict[str, Any], steps: int, rows: int) -> dict[str,
 
 def train(config: dict[str, Any], run: Path, seed: int) -> None:
     """Runs rl-train in a process of its own. Its output is shown if it fails."""
-    file = run.with_suffix(".yml")
+    file = run.parent / f"{run.name}.yml"
     file.write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "rl.commands.cli", str(file), f"run.dir={run}", f"seed={seed}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

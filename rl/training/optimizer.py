@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from policy.mesh.sharding import Layout, axes_of
 from policy.ops.host_memory import fetch, put_back
 from rl.config.stage import OptimizerOptions
 
@@ -65,8 +66,8 @@ class WeightAxes:
     """What the rules of optimizers know of weights, by path.
 
     names: logical axes of each weight. inputs: dimensions that the products of a weight sum over
-    (`Graph.inputs`); a weight without products, such as a norm or an embedding, has none. mesh: of
-    the devices.
+    (`Graph.inputs`); a weight without products, such as a norm or an embedding, has none. layout:
+    the mesh and its rules.
 
     A matrix of a weight is what a product sums over times what it gives, with heads joined. Layers,
     experts, and groups of heads with inputs of their own are separate matrices.
@@ -74,7 +75,7 @@ class WeightAxes:
 
     names: dict[str, tuple[str | None, ...]]
     inputs: dict[str, tuple[int, ...]]
-    mesh: Mesh
+    layout: Layout
 
     def rows(self, path: str) -> tuple[int, ...]:
         """Returns the dimensions of the rows of a matrix: those that products sum over, or the ids
@@ -138,8 +139,8 @@ def _lion(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransfor
 
 def _sgd(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformation:
     if not options.momentum:
-        return _counted(optax.identity())
-    return _counted(optax.trace(options.momentum, nesterov=options.nesterov))
+        return counted(optax.identity())
+    return counted(optax.trace(options.momentum, nesterov=options.nesterov))
 
 
 class Counted(NamedTuple):
@@ -149,7 +150,7 @@ class Counted(NamedTuple):
     inner: Any
 
 
-def _counted(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+def counted(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns a rule that counts updates, for one that does not."""
 
     def init(weights):
@@ -219,30 +220,58 @@ fastest, and leave all of them between about 0.7 and 1.2."""
 def orthogonalized(path: str, weight: jax.Array, axes: WeightAxes, steps: int) -> jax.Array:
     """Returns nearly U V^T of each matrix U S V^T of an array of the shape of the weight at `path`.
 
-    On a mesh each device computes its share of the matrices in full, so that products in the
-    iteration exchange nothing. N matrices, R rows, C columns.
+    On a mesh each device has its share of the matrices in full, so that the products of the
+    iteration exchange nothing: mesh axes that cut matrices cut the first dimension of the stack
+    instead, which zeros fill up.
     """
+    mesh = axes.layout.mesh
     rows, columns = axes.rows(path), axes.columns(path)
     stack = tuple(dim for dim in range(weight.ndim) if dim not in rows + columns)
     order = stack + rows + columns
+    spec = axes.layout.moment_spec(axes.names[path], weight.shape)
+    x = weight.transpose(order)
+    cuts = [axes_of(spec[dim]) for dim in order]
+    if not stack:
+        x, cuts = x[None], [(), *cuts]
+    depth = max(1, len(stack))
+    specs = _uncut(cuts, depth, {axis: size for axis, size in mesh.shape.items() if size > 1})
+    count = len(x)
+    parts = math.prod(mesh.shape[axis] for axis in axes_of(specs[-1][0]))
+    x = jnp.pad(x, [(0, -count % parts), *[(0, 0)] * (x.ndim - 1)])
+    for each in specs:
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, each))
     size = math.prod(weight.shape[dim] for dim in rows)
-    permuted = weight.transpose(order)
-    x_NRC = permuted.reshape(math.prod(weight.shape[dim] for dim in stack), size, -1)
-    count = len(x_NRC)
-    devices = axes.mesh.size
-    if devices > 1:
-        x_NRC = jnp.pad(x_NRC, ((0, -count % devices), (0, 0), (0, 0)))
-        by_device = PartitionSpec(axes.mesh.axis_names)
-        x_NRC = jax.lax.with_sharding_constraint(x_NRC, NamedSharding(axes.mesh, by_device))
-    x_NRC = _newton_schulz(x_NRC, steps)[:count]
-    return x_NRC.reshape(permuted.shape).transpose([order.index(dim) for dim in range(len(order))])
+    x = _newton_schulz(x.reshape(*x.shape[:depth], size, -1), steps).reshape(x.shape)
+    for each in reversed(specs):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, each))
+    x = x[:count] if stack else x[0]
+    return x.transpose([order.index(dim) for dim in range(len(order))])
 
 
-def _newton_schulz(x_NRC: jax.Array, steps: int) -> jax.Array:
+def _uncut(cuts: list[tuple[str, ...]], depth: int, sizes: dict[str, int]) -> list[PartitionSpec]:
+    """Returns shardings of an array, from the one that `cuts` names by dimension to one that cuts
+    only the first `depth` dimensions, over all mesh axes.
+
+    Each moves one mesh axis, in one all-to-all; the partitioner would gather the array to move
+    several at once. sizes: of the mesh axes that cut something.
+    """
+    now = [[axis for axis in cut if axis in sizes] for cut in cuts]
+    specs = [PartitionSpec(*map(tuple, now))]
+    for cut in now[depth:]:
+        while cut:
+            now[0].append(cut.pop())
+            specs.append(PartitionSpec(*map(tuple, now)))
+    used = {axis for cut in now for axis in cut}
+    now[0] += [axis for axis in sizes if axis not in used]
+    return [*specs, PartitionSpec(*map(tuple, now))]
+
+
+def _newton_schulz(x: jax.Array, steps: int) -> jax.Array:
+    """x: matrices [..., R, C]."""
     a, b, c = NEWTON_SCHULZ
-    wide = x_NRC.shape[1] <= x_NRC.shape[2]
-    x = x_NRC if wide else x_NRC.mT
-    x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-7)
+    wide = x.shape[-2] <= x.shape[-1]
+    x = x if wide else x.mT
+    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x

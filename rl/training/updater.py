@@ -176,7 +176,7 @@ class OptimizerStep:
         axes = WeightAxes(
             names=model.axes,
             inputs={path: inputs[path] for path in model.axes if path in inputs},
-            mesh=self.layout.mesh,
+            layout=self.layout,
         )
         transform = optimizer(self._options, self.rate, axes, model.runtime.param_dtype)
         self._transform = self._frozen.without_changes(transform)

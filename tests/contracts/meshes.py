@@ -8,6 +8,7 @@ Prints a JSON list with the findings of each case.
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding
 
 from policy import families, modes
 from policy.attention import flash_attention
@@ -30,6 +32,7 @@ from policy.mesh.axes import STATIONARY_RULES
 from policy.mesh.sharding import layout
 from policy.modes import make_step
 from rl.plan.hlo import HloProgram
+from rl.training.optimizer import WeightAxes, orthogonalized
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -364,6 +367,29 @@ def optimizer(degrees: dict, options: dict) -> dict:
         "change": max(float(np.abs(one[path] - before[path]).max()) for path in one),
         "share": sum(a.addressable_shards[0].data.nbytes for a in moments)
         / sum(a.nbytes for a in moments),
+    }
+
+
+def orthogonal(degrees: dict, axes: list, inputs: list, shape: list) -> dict:
+    """Which collectives the compiled Newton-Schulz iteration of an array of matrices has, and its
+    largest difference from one device."""
+    mesh = on_mesh(degrees, moments_over_data=True)
+    named = WeightAxes({"w": tuple(axes)}, {"w": tuple(inputs)}, mesh)
+    place = NamedSharding(mesh.mesh, mesh.moment_spec(named.names["w"], tuple(shape)))
+    alone = replace(named, layout=layout({}, devices=jax.devices()[:1]))
+    momentum = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+    def run(momentum, axes):
+        return orthogonalized("w", momentum, axes, 5)
+
+    one = jax.jit(partial(run, axes=alone))(momentum)
+    many = jax.jit(partial(run, axes=named), in_shardings=place, out_shardings=place)
+    text = many.lower(momentum).compile().as_text()
+    return {
+        "collectives": sorted(
+            {name for name in ("all-gather", "all-reduce", "all-to-all") if f" {name}(" in text}
+        ),
+        "difference": float(np.abs(np.asarray(many(momentum)) - np.asarray(one)).max()),
     }
 
 

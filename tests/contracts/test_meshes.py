@@ -240,6 +240,23 @@ def test_steps_of_every_optimizer():
 
 
 @pytest.mark.slow
+def test_a_device_has_its_matrices_in_full():
+    """Devices exchange matrices before and after the iteration of Muon, and gather none, also where
+    their number does not divide that of the layers, and where a matrix is alone."""
+    query = [["layers", "embed", "q_heads", "kv"], [1], [6, 16, 4, 8]]
+    experts = [["layers", "exp", "embed_moe", "mlp_moe"], [2], [4, 4, 8, 16]]
+    output = [["layers", "heads", "kv", "embed"], [1, 2], [4, 4, 8, 16]]
+    alone = [["embed", "mlp"], [0], [16, 32]]
+    meshes = {"fsdp": 4, "tensor": 2}, {"fsdp": 2, "tensor": 2, "expert": 2}
+    meshes = (*meshes, {"data": 2, "fsdp": 2, "tensor": 2})
+    weights = query, experts, output, alone
+    cases = [["orthogonal", degrees, *each] for degrees in meshes for each in weights]
+    for case, result in zip(cases, run(*cases), strict=True):
+        assert result["collectives"] == ["all-to-all"], (case, result)
+        assert result["difference"] < 1e-5, (case, result)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_completions_where_devices_share_the_rows(mode):
     cases = [

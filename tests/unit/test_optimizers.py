@@ -58,7 +58,7 @@ EXPERT = "stacks.0.layers.0.expert_up_proj"
 AXES = WeightAxes(
     names={path: names for path, (_, names, _) in WEIGHTS.items()},
     inputs={path: inputs for path, (_, _, inputs) in WEIGHTS.items() if inputs},
-    mesh=layout({}, None, jax.devices()[:1]).mesh,
+    layout=layout({}, None, jax.devices()[:1]),
 )
 
 
@@ -289,7 +289,9 @@ def test_a_change_of_muon_is_as_large_as_one_of_adamw():
     wide and for tall matrices."""
     rng = np.random.default_rng(0)
     sizes = {"wide": (16, 64), "tall": (64, 16), "square": (32, 32)}
-    axes = WeightAxes(dict.fromkeys(sizes, ("embed", "mlp")), dict.fromkeys(sizes, (0,)), AXES.mesh)
+    axes = WeightAxes(
+        dict.fromkeys(sizes, ("embed", "mlp")), dict.fromkeys(sizes, (0,)), AXES.layout
+    )
     transform = transform_of(options_of("muon", learning_rate=1.0), axes)
     grads = {name: rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}
     changes = jax.jit(lambda g: transform.update(g, transform.init(g), g)[0])(grads)
@@ -329,7 +331,7 @@ THEIRS = {
 
 @pytest.mark.parametrize("case", THEIRS)
 def test_a_plain_matrix_is_stepped_as_by_optax(case):
-    axes = WeightAxes({"w": ("embed", "mlp")}, {"w": (0,)}, AXES.mesh)
+    axes = WeightAxes({"w": ("embed", "mlp")}, {"w": (0,)}, AXES.layout)
     options = options_of(case, weight_decay=0.1)
     rng = np.random.default_rng(0)
     first, *grads = ({"w": rng.normal(size=(7, 5)).astype(np.float32)} for _ in range(5))
@@ -353,7 +355,7 @@ def test_a_plain_matrix_is_stepped_as_by_optax(case):
 def test_matrices_of_a_decoder():
     """Every weight of a product, with the dimensions that its products sum over as rows."""
     graph: Graph = learners.experts().graph
-    axes = WeightAxes(graph.axes, graph.inputs, graph.layout.mesh)
+    axes = WeightAxes(graph.axes, graph.inputs, graph.layout)
 
     def names(path):
         return tuple(
