@@ -75,7 +75,7 @@ def measure(name: str, shape: tuple[int, int], policies: Sequence[str], repeats:
 
     model = policy.create(families.read(MODELS[name]) if name in MODELS else name)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, shape)
-    losses = {each: loss(model.graph.at(remat=each), tokens) for each in policies}
+    losses = {each: loss(model.graph.with_runtime(remat=each), tokens) for each in policies}
     programs = {
         each: jax.jit(jax.grad(function)).lower(model.params).compile()
         for each, function in losses.items()

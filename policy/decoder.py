@@ -78,7 +78,7 @@ class LayerStack(nnx.Module):
                 view = None if part is None else LayerCache.of(part[i], index, step, runtime.layout)
                 layer_step = pattern_step
                 if step.dropout is not None:
-                    layer_step = layer_step.at(self.first + r * len(self.layers) + i)
+                    layer_step = layer_step.for_layer(self.first + r * len(self.layers) + i)
                 layer_step = _decode_rotations(layer_step, runtime)
                 if routes[i] is not None:
                     layer_step = replace(

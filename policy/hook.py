@@ -224,7 +224,7 @@ def _graph(model: Model, record: tuple[str, ...] = (), *, media: bool = False) -
             f"the engine hook does not go with mesh.{AXIS}={shards}: a row is one token, and "
             f"there is no sequence to shard; build the model on a mesh with {AXIS}=1"
         )
-    return graph.at(record=record)
+    return graph.with_runtime(record=record)
 
 
 def _by_number(config: DecoderConfig, layers: dict[str, LayerAux], name: str) -> dict[int, Any]:

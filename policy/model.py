@@ -97,7 +97,7 @@ class Graph:
             for path, v in zip(self.paths, variables, strict=True)
         }
 
-    def at(self, **changes) -> Graph:
+    def with_runtime(self, **changes) -> Graph:
         """Returns the graph with some fields of its runtime changed; the dtypes of weights stay."""
         other = copy.copy(self)
         other.runtime = replace(self.runtime, **changes)
@@ -422,7 +422,7 @@ class Model:
 
     @cached_property
     def _hidden(self):
-        graph = self.graph.at(record=("hidden",))
+        graph = self.graph.with_runtime(record=("hidden",))
 
         def run(params, tokens, step):
             with graph.precision():
@@ -450,7 +450,9 @@ class Model:
     def _graphs_by_length(self) -> tuple[Graph, Graph]:
         limit = self.config.longrope_limit
         assert limit is not None
-        return self.graph.at(max_length=limit), self.graph.at(max_length=limit + 1)
+        return self.graph.with_runtime(max_length=limit), self.graph.with_runtime(
+            max_length=limit + 1
+        )
 
     def scorer_for(self, max_length: int) -> Scorer:
         """Returns the scorer of sequences of at most `max_length` tokens (`graph_for`)."""

@@ -13,9 +13,9 @@ They run in the order of vLLM (v1/sample/sampler.py), before temperature and fil
 
 A program has them only if one of its rows needs them; the others compute as if they were not there.
 
-S rows, V vocabulary, H tokens of prompt and completion, B biases of a row, N sequences of forbidden
-words of at most M tokens, W tokens that end a completion. Letters after an underscore are the axes:
-history_SH is [S, H].
+S rows, T places of a step, d drafts, V vocabulary, H tokens of prompt and completion, B biases of a
+row, N sequences of forbidden words of at most M tokens, W tokens that end a completion. Letters
+after an underscore are the axes: history_SH is [S, H].
 """
 
 from __future__ import annotations

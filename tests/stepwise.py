@@ -15,7 +15,7 @@ from policy.cache.step import Step
 def forward(model, tokens_BT, segments_BT=None, **runtime):
     """(hidden float32[B, T, E], Aux) without a cache, under the model's runtime with these
     changes."""
-    graph = model.graph.at(**runtime)
+    graph = model.graph.with_runtime(**runtime)
 
     def run(params, tokens, step):
         with graph.precision():
@@ -34,7 +34,7 @@ def through_cache(
     tokens of each row, or all that it has, in calls of `chunk`, then one by one. Rows end at their
     lengths: they are padding in the prompt and inactive after."""
     graph, tokens, lengths = (
-        model.graph.at(**runtime),
+        model.graph.with_runtime(**runtime),
         np.asarray(tokens_BT),
         np.asarray(lengths_B)[:, None],
     )

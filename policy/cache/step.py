@@ -93,7 +93,7 @@ class Step:
         """Returns `media.until`, or None."""
         return None if self.media is None else self.media.until
 
-    def at(self, layer: jax.Array | int) -> Step:
+    def for_layer(self, layer: jax.Array | int) -> Step:
         """Returns the step of layer number `layer`. Needs `dropout`."""
         assert self.dropout is not None
-        return replace(self, dropout=self.dropout.at(layer))
+        return replace(self, dropout=self.dropout.for_layer(layer))

@@ -55,7 +55,7 @@ def predict(
     module = nnx.merge(graph, jax.tree.map(lambda a: a[d - 1], weights))
     step = decoder.complete_step(step.tokens, step, runtime)
     if step.dropout is not None:
-        step = step.at(len(decoder.config.layers) + d - 1)
+        step = step.for_layer(len(decoder.config.layers) + d - 1)
     x, cache, aux = module(hidden_BTE, decoder.embed(step, runtime), step, cache, runtime)
     normed = module.post_norm(x) if spec.final_norm else decoder.norm(x)
     return normed if spec.input == "post_norm" else x, normed, cache, aux

@@ -31,7 +31,7 @@ class Dropout:
     places: jax.Array | None = None
     rate: float = field(default=0.0, metadata={"static": True})
 
-    def at(self, layer: jax.Array | int) -> Dropout:
+    def for_layer(self, layer: jax.Array | int) -> Dropout:
         """Returns the dropout of another layer."""
         return replace(self, layer=layer)
 

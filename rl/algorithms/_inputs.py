@@ -1,7 +1,7 @@
 """Defines the inputs of a loss and sums over their sequences.
 
-Shapes: N rows of T tokens; S sequence numbers in a row: 1, or T + 1 (0 is padding) where rows are
-packed.
+Shapes: N rows of T tokens, P prompts; S sequence numbers in a row: 1, or T + 1 (0 is padding) where
+rows are packed.
 """
 
 from __future__ import annotations

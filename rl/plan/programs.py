@@ -3,7 +3,8 @@
 No weights and no data are read, and a tokenizer only if the model depends on it. The programs are
 those that the run compiles (rl/training/trainer.py, rl/training/reward_model.py,
 rollout/engine/runner.py, rollout/engine/exact.py), at their largest shape: rows of `max_length`
-tokens, all slots, the longest chunk of a prompt.
+tokens, all slots, the longest chunk of a prompt. A pool of pages is [K, R, N, P, D]: K heads, R
+repeats of a stack, N pages, P tokens of a page, D head dimension.
 """
 
 from __future__ import annotations

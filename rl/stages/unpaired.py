@@ -1,7 +1,7 @@
 """A stage that learns from single answers that are labelled good or bad. Nothing is sampled.
 
 Rows hold `prompt`, `completion` and `label` (true, false, 1 or 0), or pairs as in preferences. Each
-answer of a pair is an example of its own.
+answer of a pair is an example of its own. N rows of a batch.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ class BatchUpdates:
         self.sharing: Sharing | None = None
         # Only updates may drop tokens of full experts: the generator, and passes that are compared
         # with it, never do.
-        self._scoring_graph = graph.at(skip_blocks=True)
-        self._update_graph = self._scoring_graph.at(**stage.runtime)
+        self._scoring_graph = graph.with_runtime(skip_blocks=True)
+        self._update_graph = self._scoring_graph.with_runtime(**stage.runtime)
 
     def packing_of(self, batch: Batch) -> tuple[Packing, int]:
         """Returns (packing of the sequences of a batch on the host, packed rows per micro-batch).

@@ -169,7 +169,7 @@ class RewardModelScorer:
         scorer cannot score. limit: tokens of the longest sequence. sharing: how the sequences of
         the stage share beginnings; None: each is scored alone.
         """
-        self.graph = graph.at(skip_blocks=True)
+        self.graph = graph.with_runtime(skip_blocks=True)
         self._params = params
         self._limit = limit
         self.sharing = sharing and sharing.of_scores(graph.config)

@@ -188,7 +188,7 @@ class ModelTeacher(Teacher):
         weights of products are stored; None: the type of the graph.
         """
         super().__init__(algorithm)
-        self.graph = graph.at(record=("mixed",)) if algorithm.has_features else graph
+        self.graph = graph.with_runtime(record=("mixed",)) if algorithm.has_features else graph
         self._flops = Operations(graph)
         self._directory = directory
         self._seed = seed
@@ -248,7 +248,7 @@ class ModelTeacher(Teacher):
 
     def recorded(self, graph: Graph) -> Graph:
         return (
-            graph.at(record=(*graph.runtime.record, "mixed"))
+            graph.with_runtime(record=(*graph.runtime.record, "mixed"))
             if self.algorithm.has_features
             else graph
         )

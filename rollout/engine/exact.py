@@ -11,7 +11,7 @@ decoder used. The first that differs replaces the decoder's, the tokens after it
 the request goes back to the queue. The final completion is a function of the weights, the prompt,
 and (seed, prompt id, sample) only; its log-probabilities equal `Model.logprobs`, bit for bit.
 
-R rows, T tokens of each, E hidden, V vocabulary.
+R rows, L tokens of each, the last T of them scored, E hidden, V vocabulary.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class DecoderPrograms:
         self.records_routes = options.record_routes
         self.paged = options.cache == "paged"
         if self.records_routes:
-            graph = graph.at(record=(*graph.runtime.record, "routes"))
+            graph = graph.with_runtime(record=(*graph.runtime.record, "routes"))
         self.graph = graph
         self.options = options
         self.slots = slots

@@ -57,7 +57,7 @@ def compiled(split: bool, rule: str | None) -> str:
         quantization=rule,
     )
     options = batch_split.compiler_options(Graph(config, asked, mesh).runtime)
-    graph = Graph(config, asked, mesh).at(batch_split=split)
+    graph = Graph(config, asked, mesh).with_runtime(batch_split=split)
 
     def put(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh.sharding(axes, shape))

@@ -38,7 +38,7 @@ def test_the_output_of_each_mixer(kind, tmp_path):
     model, rows = policy.load(saved(theirs, tmp_path)), tokens(2, 9)
     expected = of_transformers(theirs, rows)
     for how in ({}, {"scan": False, "remat": "none"}):
-        graph = model.graph.at(record=("mixed",), **how)
+        graph = model.graph.with_runtime(record=("mixed",), **how)
         aux = jax.jit(
             lambda params, graph=graph: graph.aux(
                 params, jnp.asarray(rows), make_step(jnp.asarray(rows))

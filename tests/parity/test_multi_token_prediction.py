@@ -76,7 +76,7 @@ def models(tmp_path_factory):
 def program(graph, **runtime):
     import jax
 
-    graph = graph.at(**{"mtp": "joint"} | runtime)
+    graph = graph.with_runtime(**{"mtp": "joint"} | runtime)
     return jax.jit(
         lambda params, rows, step: graph.logprobs(params, rows, step, 0.7)[2].predictions
     )

@@ -19,7 +19,7 @@ from policy.modes import make_step
 
 def value_and_gradient(model, data, **changes):
     """(log-probabilities, counts of choices, gradients) of a decoder of one layer of experts."""
-    graph = model.graph.at(**changes)
+    graph = model.graph.with_runtime(**changes)
 
     @jax.jit
     def run(params):
@@ -67,7 +67,7 @@ def test_what_is_recorded_of_a_layer_is_that_of_all_rows():
     model, data = learners.experts(), learners.batch(rows=6)
 
     def recorded(**changes):
-        graph = model.graph.at(record=("hidden", "mixed", "activations"), **changes)
+        graph = model.graph.with_runtime(record=("hidden", "mixed", "activations"), **changes)
         _, _, aux = graph.logprobs(
             model.params, data.tokens, make_step(data.tokens, segments=data.segments), 0.9
         )

@@ -128,7 +128,7 @@ def test_bytes_and_operations_of_remat_policies(script):
     graph = Graph(families.read(script("models").MODELS["1m"]), Runtime(), layout({"fsdp": 1}))
     device, host, operations = {}, {}, {}
     for policy in ("none", "full", "minimal", "minimal_offloaded"):
-        function = remat.loss(graph.at(remat=policy), np.zeros((2, 32), int))
+        function = remat.loss(graph.with_runtime(remat=policy), np.zeros((2, 32), int))
         device[policy], host[policy] = remat.bytes_kept(function, graph.shapes)
         operations[policy] = remat.operations(function, graph.shapes)
     # q, k, v and out of 4 heads of 32 and 128 numbers, two projections to 512: float32, 4 layers of

@@ -144,5 +144,5 @@ def test_what_is_stored_as_a_matrix_and_what_is_only_sharded():
         kinds["o_proj"] is kinds["q_b_proj"] is Projection and kinds["kv_b_proj"] is not Projection
     )
     assert isinstance(seen["lm_head"], Projection)
-    bfloat16 = model.graph.at(dtype="bfloat16")
+    bfloat16 = model.graph.with_runtime(dtype="bfloat16")
     assert Projection not in look(bfloat16).values() and dataclasses.is_dataclass(Projection)

@@ -215,7 +215,7 @@ def test_features_of_another_width_are_projected_and_the_projections_learn(kind)
 
     def features(params, graph):
         tokens, segments = jax.numpy.asarray(data.tokens), jax.numpy.asarray(data.segments)
-        aux = graph.at(record=("mixed",)).aux(
+        aux = graph.with_runtime(record=("mixed",)).aux(
             params, tokens, modes.make_step(tokens, segments=segments)
         )
         return by_number(aux, graph.config, "mixed")

@@ -31,7 +31,7 @@ def test_rows_layers_places_updates_and_seeds_have_bits_of_their_own():
     first = np.asarray(drop(x, start))
     assert (first[0] != first[1]).any()
     others = (
-        drop(x, start.at(0)),
+        drop(x, start.for_layer(0)),
         drop(x, start, 1),
         *(drop(x, Dropout(row_seeds(*s, 2), rate=0.5)) for s in ((3, 6), (4, 5))),
     )

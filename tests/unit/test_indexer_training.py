@@ -51,7 +51,7 @@ def moved(before, after):
 
 def divergence(model, data, indexer):
     """Its mean over the tokens that are not padding, by a forward pass."""
-    graph = model.graph.at(indexer=indexer)
+    graph = model.graph.with_runtime(indexer=indexer)
     aux = jax.jit(graph.aux)(
         model.params, data.tokens, modes.make_step(jnp.asarray(data.tokens), segments=data.segments)
     )
@@ -74,7 +74,7 @@ def test_without_training_the_indexer_stays_bit_by_bit():
 
 
 def test_the_dense_warm_up_moves_indexers_only_and_computes_no_head(monkeypatch):
-    monkeypatch.setattr(modes, "train", None)  # the only way to the head
+    monkeypatch.setattr(modes, "logprobs", None)  # the only way to the head
     data, options = (
         batch(seed=3),
         stage(optimizer=DECAY, router=ROUTER, indexer={"training": "dense_warmup", "coef": 0.5}),
@@ -96,7 +96,7 @@ def test_layers_that_share_an_index_see_its_choice_and_during_a_warm_up_all_keys
     def outputs(topk, indexer):
         keys = short("GlmMoeDsa") | {"index_topk": topk}
         model = random_model(families.read(keys), seed=3)
-        graph = model.graph.at(indexer=indexer, record=("hidden",), attention_chunk=6)
+        graph = model.graph.with_runtime(indexer=indexer, record=("hidden",), attention_chunk=6)
         aux = jax.jit(graph.aux)(model.params, text, modes.make_step(jnp.asarray(text)))
         hidden = aux.by_layer("hidden")
         return hidden[max(hidden)], list(aux.by_layer("indexing"))

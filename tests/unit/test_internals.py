@@ -120,7 +120,7 @@ def test_activations_are_those_of_the_hidden_states_without_padding():
 def test_a_stage_logs_them_layer_by_layer_for_any_micro_batch():
     model, data = learners.experts(), batch()
     segments = np.asarray(data.segments)
-    graph = model.graph.at(record=RECORD)
+    graph = model.graph.with_runtime(record=RECORD)
     aux = jax.jit(
         lambda p: graph.logprobs(p, data.tokens, make_step(data.tokens, None, segments), 1.0)[2]
     )(model.params)

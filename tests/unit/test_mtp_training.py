@@ -49,7 +49,7 @@ def test_the_loss_is_the_mean_over_modules_of_the_means_over_trained_tokens():
         segments=segments,
         mask=((segments > 0) & (rng.random(segments.shape) < 0.8)).astype(np.float32),
     )
-    graph, params = model(depth=DEPTH).graph.at(mtp="joint"), model(depth=DEPTH).params
+    graph, params = model(depth=DEPTH).graph.with_runtime(mtp="joint"), model(depth=DEPTH).params
     aux = jax.jit(
         lambda p: graph.logprobs(
             p, batch.tokens, make_step(jnp.asarray(batch.tokens), None, segments), 1.0
@@ -159,7 +159,7 @@ def test_states_before_the_final_norm_and_modules_without_a_norm_of_their_own():
             for path in ("norm.weight", "mtp.post_norm.weight")
             if path in params
         }
-        graph = made.graph.at(mtp="joint")
+        graph = made.graph.with_runtime(mtp="joint")
         return jax.jit(
             lambda p: graph.logprobs(p, rows, make_step(jnp.asarray(rows)), 1.0)[2].predictions.logp
         )(params)

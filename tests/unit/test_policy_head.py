@@ -132,7 +132,7 @@ def test_a_model_caps_its_logits_and_takes_its_tiles(tied):
     )
 
     def gradient(tiles):
-        graph = model.graph.at(num_vocab_tiling=tiles)
+        graph = model.graph.with_runtime(num_vocab_tiling=tiles)
 
         def loss(params):
             logp, entropy, _ = graph.logprobs(params, rows, make_step(rows), 0.7)

@@ -53,7 +53,7 @@ def groups(**how):
 
 @functools.cache
 def forward(model):
-    return jax.jit(model.graph.at(record=("routes",)).aux)
+    return jax.jit(model.graph.with_runtime(record=("routes",)).aux)
 
 
 def own_routes(model, tokens, segments=None) -> dict[str, np.ndarray]:
@@ -307,7 +307,7 @@ def test_the_batch_split_schedule_changes_nothing_of_given_routes():
     step = replace(modes.make_step(data.tokens, segments=data.segments), routes=routes)
     result = []
     for changes in ({}, {"batch_split": True}):
-        logp, _, aux = jax.jit(groups().graph.at(**changes).logprobs)(
+        logp, _, aux = jax.jit(groups().graph.with_runtime(**changes).logprobs)(
             groups().params, data.tokens, step, 1.0
         )
         (routing,) = aux.by_layer("routing").values()

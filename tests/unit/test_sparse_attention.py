@@ -243,7 +243,7 @@ def margins(model, rows):
         return real(self, visible, scores)
 
     def run(params):
-        graph = model.graph.at(scan=False, remat="none")
+        graph = model.graph.with_runtime(scan=False, remat="none")
         with graph.precision():
             graph.decoder(params)(
                 jnp.asarray(rows), stepwise.modes.make_step(jnp.asarray(rows)), None, graph.runtime
@@ -286,7 +286,7 @@ def test_the_dense_warm_up_is_dense_and_sparse_training_computes_what_the_policy
 
 
 def gradients(model, rows, of, segments=None, **runtime):
-    graph = model.graph.at(**runtime)
+    graph = model.graph.with_runtime(**runtime)
 
     def loss(params):
         step = stepwise.modes.make_step(jnp.asarray(rows), segments=segments)
