@@ -630,7 +630,7 @@ class Problem(Protocol):
         ...
 
     @property
-    def media(self) -> Expanded | None:
+    def expanded(self) -> Expanded | None:
         """Its pictures and sounds; None: it has none."""
         ...
 

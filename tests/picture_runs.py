@@ -62,15 +62,15 @@ def expanded(*contents: tuple[Reference, tuple[int, ...]]) -> Expanded:
             items.append(Item(reference.kind, digest, (count, 1), count))
     tokens = np.asarray([1, *(MARKER for item in items for _ in range(item.rows)), 2], np.int32)
     references = tuple(reference for reference, _ in contents)
-    return Expanded(
-        tokens, np.full(len(tokens), -1), None, None, 0, tuple(items), tokens, references
-    )
+    return Expanded(tokens, np.full(len(tokens), -1), None, None, tuple(items), tokens, references)
 
 
-def problem(prompt, media: Expanded | None, **columns) -> SimpleNamespace:
-    ids = [1, 7, 2] if media is None else media.tokens.tolist()
+def problem(prompt, expanded: Expanded | None, **columns) -> SimpleNamespace:
+    ids = [1, 7, 2] if expanded is None else expanded.tokens.tolist()
     return SimpleNamespace(
-        example=SimpleNamespace(prompt=prompt, columns=columns, source=None), ids=ids, media=media
+        example=SimpleNamespace(prompt=prompt, columns=columns, source=None),
+        ids=ids,
+        expanded=expanded,
     )
 
 

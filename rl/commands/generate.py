@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
         "the longest prompt and --max-new-tokens",
         "Lower --max-new-tokens or shorten the prompt",
     )
-    model = source.load(media=any(problem.media for problem in problems))
+    model = source.load(media=any(problem.expanded for problem in problems))
     slots = (
         min(SLOTS, len(problems) * source.params.n) if arguments.slots is None else arguments.slots
     )
@@ -117,7 +117,7 @@ def _completions(
     """Yields (prompt, sample, completion). Prompts with pictures or sounds are completed in blocks,
     so that the table of one block is on the devices at a time. Raises DataError for a prompt or a
     picture that cannot be read."""
-    if not any(problem.media for problem in problems):
+    if not any(problem.expanded for problem in problems):
         blocks = [problems]
         tables = None
     else:
@@ -132,8 +132,8 @@ def _completions(
         for block in blocks:
             prompts: list[Any] = [problem.ids for problem in block]
             if tables is not None:
-                table = tables.of(generator.model.params, [problem.media for problem in block])
-                prompts = [table.prompt(problem.ids, problem.media) for problem in block]
+                table = tables.of(generator.model.params, [problem.expanded for problem in block])
+                prompts = [table.prompt(problem.ids, problem.expanded) for problem in block]
             for prompt, sample, completion in generator.stream(
                 prompts, params, range(start, start + len(block))
             ):

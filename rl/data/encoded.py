@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
     ids: list[int]
     mask: list[int]
-    media: Expanded | None = None
+    expanded: Expanded | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Problem:
 
     example: Example
     ids: list[int]
-    media: Expanded | None = None
+    expanded: Expanded | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Pair:
     margin: float
 
 
-def media_of(row: Problem | Row | Pair | Iterable[tuple[Row, Any]]) -> list[Expanded]:
+def expanded_of(row: Problem | Row | Pair | Iterable[tuple[Row, Any]]) -> list[Expanded]:
     """Returns the pictures and sounds of a row of data: of a prompt, a sequence, a pair, or
     labelled answers."""
     if isinstance(row, Pair):
@@ -91,4 +91,4 @@ def media_of(row: Problem | Row | Pair | Iterable[tuple[Row, Any]]) -> list[Expa
         parts = [row]
     else:
         parts = [answer for answer, _ in row]
-    return [part.media for part in parts if part.media is not None]
+    return [part.expanded for part in parts if part.expanded is not None]

@@ -87,7 +87,7 @@ class ExampleEncoder:
         if not any(row.mask):
             raise ValueError("an answer has no token of its own")
         end = len(row.mask) - row.mask[::-1].index(1)
-        return Row(row.ids[:end], row.mask[:end], row.media and row.media.first(end))
+        return Row(row.ids[:end], row.mask[:end], row.expanded and row.expanded.first(end))
 
     def _tokenizer(self, example: Example) -> Any:
         return (

@@ -143,11 +143,11 @@ def never_cut(row: T, end: int) -> T | None:
 def cut_row(row: Row, end: int) -> Row | None:
     """Returns the first `end` tokens of a row, fewer where that would cut a picture or a sound;
     None if none of them is trained on."""
-    if row.media is not None:
-        end = row.media.end_before(end)
+    if row.expanded is not None:
+        end = row.expanded.end_before(end)
     if 1 not in row.mask[:end]:
         return None
-    return Row(row.ids[:end], row.mask[:end], row.media and row.media.first(end))
+    return Row(row.ids[:end], row.mask[:end], row.expanded and row.expanded.first(end))
 
 
 def cut_pair(pair: Pair, end: int) -> Pair | None:

@@ -232,7 +232,7 @@ class DataReader:
         def encode(example: Example) -> list[Row]:
             rows = self.guarded(example, lambda: self._encoder.demonstration(example, train_on))
             for row in rows:
-                self.check_ids(example, row.ids, row.media)
+                self.check_ids(example, row.ids, row.expanded)
             return rows
 
         key = ("demonstrations", train_on)
@@ -366,20 +366,20 @@ class DataReader:
         return self._read[key]
 
     def _problem(self, example: Example) -> Problem:
-        ids, media = self.guarded(example, lambda: self._encoder.prompt(example))
+        ids, expanded = self.guarded(example, lambda: self._encoder.prompt(example))
         if not ids:
             raise DataError(
                 f"{example.where}: the prompt is empty: there is no token to go on from"
             )
-        self.check_ids(example, ids, media)
-        return Problem(example, ids, media)
+        self.check_ids(example, ids, expanded)
+        return Problem(example, ids, expanded)
 
-    def check_ids(self, example: Example, ids: Sequence[int], media: Expanded | None) -> None:
+    def check_ids(self, example: Example, ids: Sequence[int], expanded: Expanded | None) -> None:
         """Raises DataError for a token for which the model has no embedding. Tokens that stand for
         pictures and sounds need none."""
         if max(ids, default=0) < self._used:
             return
-        index = [-1] * len(ids) if media is None else media.index.tolist()
+        index = [-1] * len(ids) if expanded is None else expanded.index.tolist()
         for place, token in enumerate(ids):
             is_text = place >= len(index) or index[place] < 0
             if is_text and token >= self._used:
@@ -394,7 +394,7 @@ class DataReader:
         Raises DataError for an answer without a token.
         """
         row = self.guarded(example, lambda: self._encoder.answer(example, answer))
-        self.check_ids(example, row.ids, row.media)
+        self.check_ids(example, row.ids, row.expanded)
         return row
 
     def _pair(self, example: Example) -> Pair:

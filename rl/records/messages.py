@@ -23,16 +23,16 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 _DATA_URI = re.compile(r"\s*data:[^,\s]*,", re.IGNORECASE)
 
 
-def entries(media: Expanded | None) -> list[dict[str, Any]]:
+def entries(expanded: Expanded | None) -> list[dict[str, Any]]:
     """Returns `media` of a line: one entry for each picture or sound, the rows of its tiles added
     up."""
-    if media is None:
+    if expanded is None:
         return []
-    rows = [0] * len(media.references)
-    for item, owner in zip(media.items, media.owners, strict=True):
+    rows = [0] * len(expanded.references)
+    for item, owner in zip(expanded.items, expanded.owners, strict=True):
         rows[owner] += item.rows
     result = []
-    for number, reference in enumerate(media.references):
+    for number, reference in enumerate(expanded.references):
         first, second = reference.size
         size = {"width": second, "height": first}
         if reference.kind == "audio":

@@ -32,7 +32,7 @@ from rl.config.data import datasets_of
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
 from rl.data import models, towers
-from rl.data.encoded import media_of
+from rl.data.encoded import expanded_of
 from rl.data.media import conflicts
 from rl.data.reader import read_tokenizer
 from rl.errors import ConfigError, ModelError, ResourceError
@@ -108,7 +108,7 @@ def run(
             stop=stop,
             programs=ProgramMemoryLog(folder.path),
             saved=saved,
-            media=media_tables(config, prepared, decoder.graph) if has_media else None,
+            tables=media_tables(config, prepared, decoder.graph) if has_media else None,
         )
     finally:
         sampler.engine.runner.stop_compiling()
@@ -120,14 +120,14 @@ def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTa
     """Returns what makes the tables of pictures and sounds, with rows for those of any step and any
     evaluation."""
     shown = [
-        ([media_of(row) for row in stage.rows.own], stage.options.prompts_per_step)
+        ([expanded_of(row) for row in stage.rows.own], stage.options.prompts_per_step)
         for stage in prepared.stages
     ]
     for stage in prepared.stages:
         if (held_out := stage.held_out_rows) is not None:
-            shown.append(([media_of(row) for row in held_out.own], stage.rows_per_update))
+            shown.append(([expanded_of(row) for row in held_out.own], stage.rows_per_update))
     block = evaluated_at_once(config)
-    shown.append(([media_of(problem) for problem in prepared.held_out], block))
+    shown.append(([expanded_of(problem) for problem in prepared.held_out], block))
     # 1: rows with pictures may be read and never used, such as held-out ones beyond
     # `evaluation.problems`.
     M = max(1, *(table_rows(rows, count) for rows, count in shown))
@@ -340,7 +340,7 @@ def _check_media(config: RunConfig, graph: Graph, prepared: Prepared) -> None:
         changed = (
             stage.index if stage.trains_policy and trains_towers(graph, stage.options) else changed
         )
-        taught = stage.teacher is not None and any(media_of(row) for row in stage.rows.own)
+        taught = stage.teacher is not None and any(expanded_of(row) for row in stage.rows.own)
         if any(processes.all_gather_object(taught)):
             raise ConfigError(
                 f"{stage.name}: a teacher reads no pictures or sounds; use rows of text, or sft"

@@ -37,10 +37,10 @@ def compile_generator(run: Run) -> None:
     if run.config.evaluation is not None:
         every += [params for each in every for params in params_of(run.config.evaluation, each)]
     every += greedy
-    media_rows = (run.media.M,) if run.media else ()
+    media_rows = (run.tables.M,) if run.tables else ()
     if not run.config.generator.strict_shapes:
-        if run.media:
-            run.media.compile_ahead(run.model.params)
+        if run.tables:
+            run.tables.compile_ahead(run.model.params)
         count = generator.compile_in_background(longest, every, media_rows)
         run.events.note(
             f"compiling the {count} programs of the generator in the background, starting with "
@@ -49,7 +49,7 @@ def compile_generator(run: Run) -> None:
         return
     run.events.note("compiling the programs of the generator, once for all steps ...")
     with run.timeline.span("compiling the generator") as span:
-        count = run.media.compile_ahead(run.model.params) if run.media else 0
+        count = run.tables.compile_ahead(run.model.params) if run.tables else 0
         count += generator.compile_ahead(longest, every, media_rows, strict=True)
     run.events.note(
         f"the generator has {count} programs; they were compiled in {span.seconds:.1f} s"

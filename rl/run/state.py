@@ -241,8 +241,8 @@ class Run(Context):
             with self.timeline.span("reading a checkpoint", stage=stage.name):
                 state = self.checkpoints.read(saved, template)
             self.model.params = state.policy.params
-            if self.media is not None:
-                self.media.forget()
+            if self.tables is not None:
+                self.tables.forget()
         self.chosen_steps[stage.name] = {
             "step": newest.step,
             "metric": options.metric,

@@ -60,9 +60,9 @@ def teach(config: RunConfig, options: TeachOptions) -> None:
     teachers.check_teacher(teacher_options, reader.tokenizer, stops, used)
     stage.read_rows(reader)
     rows = stage.rows.own
-    if (seen := next((row for row in rows if row.media is not None), None)) is not None:
+    if (seen := next((row for row in rows if row.expanded is not None), None)) is not None:
         raise DataError(
-            f"{seen.media.references[0].where}: `rl teach` reads texts only; set model.media: never"
+            f"{seen.expanded.references[0].where}: `rl teach` reads texts only; set model.media: never"
         )
     decoder = teachers.decoder_of(teacher_options)
     policy = checks.decoder_of(config.model)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rl.records.events import Events
     from rl.records.timeline import Timeline
     from rl.training.batch import Batch
-    from rl.training.media.tables import Documents, MediaTables, StepTable
+    from rl.training.media.tables import ExpandedAt, MediaTables, StepTable
     from rollout import Generator
     from rollout.media.expand import Expanded
 
@@ -104,36 +104,36 @@ class Context:
     events: Events
     progress: Progress
     timeline: Timeline
-    media: MediaTables | None  # None: no row of the run has pictures or sounds
+    tables: MediaTables | None  # None: no row of the run has pictures or sounds
 
     def media_table(
-        self, documents: Sequence[Expanded | None], *, counted: bool = True, again: bool = False
+        self, expanded: Sequence[Expanded | None], *, counted: bool = True, again: bool = False
     ) -> StepTable:
-        """Returns the table of the pictures and sounds of these documents, by the current weights.
+        """Returns the table of the items of these prompts, by the current weights.
 
         counted: False, for probes and evaluations, drops the metrics since the last step, with
-        those of this call. again: the metrics of the step have the documents already, so only the
+        those of this call. again: the metrics of the step have them already, so only the
         encoding is counted. Raises DataError for a content that cannot be decoded.
         """
-        assert self.media is not None, (
+        assert self.tables is not None, (
             "the stage asks for a table only if the run has pictures or sounds"
         )
         with self.timeline.span("pictures and sounds"):
-            table = self.media.of(self.model.params, documents, again=again)
+            table = self.tables.of(self.model.params, expanded, again=again)
         if not counted:
-            self.media.metrics()
+            self.tables.metrics()
         return table
 
-    def with_media(self, batch: Batch, documents: Documents) -> tuple[Batch, StepTable | None]:
+    def with_media(self, batch: Batch, shown: ExpandedAt) -> tuple[Batch, StepTable | None]:
         """Returns (the batch with the places of its pictures and sounds, their table). In a run of
         text the batch is as it was and the table None.
 
         Raises DataError for a content that cannot be decoded.
         """
-        if self.media is None:
+        if self.tables is None:
             return batch, None
-        table = self.media_table([document for _, _, document in documents])
-        return table.add(batch, documents), table
+        table = self.media_table([expanded for _, _, expanded in shown])
+        return table.add(batch, shown), table
 
     @contextmanager
     def resharded(self) -> Iterator[dict[str, float]]:

@@ -286,7 +286,7 @@ def ref_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities under the reference model. It is another model, so its routers choose
     experts themselves."""
     with stage.context.timeline.span("log-probabilities of the reference") as span:
-        table = stage.context.media and stage.context.media.with_weights(
+        table = stage.context.tables and stage.context.tables.with_weights(
             data.state.reference, data.table
         )
         logp = stage.trainer.logprobs(data.state.reference, data.batch.replace(routes=None), table)[

@@ -259,10 +259,10 @@ class Stage(StageKind):
             batch = batch.replace(mask=batch.mask * complete_N[:, None])
         self._check_rows(data.rollouts)
         data.batch = batch
-        if context.media is not None:
-            documents = [group.problem.media for group in data.rollouts.groups]
-            data.table = context.media_table(documents, again=True)
-            data.batch = data.table.add(batch, rollouts.documents(data.rollouts))
+        if context.tables is not None:
+            expanded = [group.problem.expanded for group in data.rollouts.groups]
+            data.table = context.media_table(expanded, again=True)
+            data.batch = data.table.add(batch, rollouts.expanded_at(data.rollouts))
 
     def _check_rows(self, sampled: Rollouts) -> None:
         """Raises ValueError for trajectories of several rows where losses or mini-batches count

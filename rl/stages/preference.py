@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rl.data.reader import DataReader
     from rl.data.shard import Shard
     from rl.training.batch import Batch
-    from rl.training.media.tables import Documents
+    from rl.training.media.tables import ExpandedAt
 
 
 class Stage(supervised.Stage):
@@ -37,13 +37,13 @@ class Stage(supervised.Stage):
     def abstract_batch(self, shape: tuple[int, int]) -> Batch:
         return abstract_batch(shape, None, *inputs.fields(self), "margin")
 
-    def to_batch(self, rows: Sequence[Pair]) -> tuple[Batch, Documents]:
-        return pairs_with_documents(rows, self.config.max_length)
+    def to_batch(self, rows: Sequence[Pair]) -> tuple[Batch, ExpandedAt]:
+        return pairs_with_expanded(rows, self.config.max_length)
 
 
-def pairs_with_documents(pairs: Sequence[Pair], max_length: int) -> tuple[Batch, Documents]:
+def pairs_with_expanded(pairs: Sequence[Pair], max_length: int) -> tuple[Batch, ExpandedAt]:
     """Returns (a batch with one pair per row, the pictures and sounds of its sequences)."""
-    return batch_of(pairs, max_length), supervised.documents_of(
+    return batch_of(pairs, max_length), supervised.expanded_at(
         [(pair.chosen, pair.rejected) for pair in pairs]
     )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.data.tokenizer import write_tokenizer
 from rl.errors import Fault
-from rl.stages.preference import pairs_with_documents
+from rl.stages.preference import pairs_with_expanded
 from rl.stages.scorers import reward_model_of
 from rl.stages.shapes import abstract_batch, abstract_rows, held_out_program, update_program
 from rl.stages.sharing import sharing_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rl.data.reader import DataReader
     from rl.data.shard import Shard
     from rl.training.batch import Batch
-    from rl.training.media.tables import Documents
+    from rl.training.media.tables import ExpandedAt
     from rl.training.reward_model import RewardModelState
 
 
@@ -56,8 +56,8 @@ class Stage(StageKind):
     def prepare(self, reader: DataReader) -> None:
         self.read_rows(reader)
 
-    def to_batch(self, rows: Sequence[Pair]) -> tuple[Batch, Documents]:
-        return pairs_with_documents(rows, self.config.max_length)
+    def to_batch(self, rows: Sequence[Pair]) -> tuple[Batch, ExpandedAt]:
+        return pairs_with_expanded(rows, self.config.max_length)
 
     def bind(self, graph: Graph) -> None:
         from rl.training.reward_model import RewardModelTrainer

@@ -84,8 +84,8 @@ def scoring_functions(
             samples = len(sequences) // len(prompts)
             if table is None:
                 return scorer(sequences, samples=samples)
-            documents = [(row, 0, prompts[row // samples]) for row in range(len(sequences))]
-            return scorer(sequences, partial(table.add, documents=documents), table.table, samples)
+            shown = [(row, 0, prompts[row // samples]) for row in range(len(sequences))]
+            return scorer(sequences, partial(table.add, shown=shown), table.table, samples)
 
     return {source: partial(rewards_of, source, scorer) for source, scorer in scorers.items()}
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from rl.data.shard import Shard
     from rl.stages.context import Context
     from rl.training.batch import Batch
-    from rl.training.media.tables import Documents, StepTable
+    from rl.training.media.tables import ExpandedAt, StepTable
     from rl.training.reward_model import RewardModelScorer
     from rollout import SamplingParams
 
@@ -138,7 +138,7 @@ class StageKind(ConfiguredStage, ABC):
         assert self.held_out_rows is not None
         return self.held_out_rows.take(numbers)
 
-    def to_batch(self, rows: Sequence[Any]) -> tuple[Batch, Documents]:
+    def to_batch(self, rows: Sequence[Any]) -> tuple[Batch, ExpandedAt]:
         """Returns (a batch with these rows of data, the pictures and sounds of its sequences)."""
         raise NotImplementedError(f"{self.name} makes its batches from completions")
 
@@ -197,8 +197,8 @@ class StageKind(ConfiguredStage, ABC):
         reward_models = {
             program_name(source): scorer.executable for source, scorer in self.scorers.items()
         }
-        media = getattr(self, "context", None) and self.context.media
-        towers = {ENCODING: media.encoder.executable} if media else {}
+        tables = getattr(self, "context", None) and self.context.tables
+        towers = {ENCODING: tables.encoder.executable} if tables else {}
         return self.trainer.executables | towers | reward_models
 
     @abstractmethod
@@ -246,11 +246,11 @@ class StageKind(ConfiguredStage, ABC):
     def start(self, context: Context, restored: Any = None) -> Any:
         """Returns the state before the first step, or `restored`, the arrays of a checkpoint."""
         self.context = context
-        if context.media is not None:
+        if context.tables is not None:
             from rl.training.media.tables import trains_towers
 
             trained = self.trains_policy and trains_towers(context.model.graph, self.options)
-            context.media.start_stage(trained)
+            context.tables.start_stage(trained)
         if restored is not None:
             return restored
         context.progress.start_stage(self.algorithm.adaptive_coefs)
@@ -305,15 +305,15 @@ class StageKind(ConfiguredStage, ABC):
         context = self.context
         prompts = None
         table = None
-        documents = [problem.media for problem in problems]
-        if context.media is not None:
-            table = context.media_table(documents, counted=counted, again=again)
-            prompts = [table.prompt(problem.ids, problem.media) for problem in problems]
+        expanded = [problem.expanded for problem in problems]
+        if context.tables is not None:
+            table = context.media_table(expanded, counted=counted, again=again)
+            prompts = [table.prompt(problem.ids, problem.expanded) for problem in problems]
         return collect(
             Source(
                 context.generator,
                 self.runner,
-                scoring_functions(self.scorers, context.timeline, documents, table),
+                scoring_functions(self.scorers, context.timeline, expanded, table),
                 context.timeline.calls,
             ),
             problems,
@@ -329,7 +329,7 @@ class StageKind(ConfiguredStage, ABC):
         options = self.config.evaluation
         if options is None or not self.trains_policy:
             return None
-        block = None if self.context.media is None else self.context.media.block
+        block = None if self.context.tables is None else self.context.tables.block
         collect = partial(self.collect, counted=False)
         return Evaluation(
             options, held_out, collect, self.sampling_params(), self._record_evaluation, block
@@ -377,9 +377,9 @@ class StageKind(ConfiguredStage, ABC):
         self.rows_of_data = total
         drawn = self.order(total, range(start, start + 2 * count))
         self.example_numbers = drawn[:count]
-        if self.context.media is not None:
+        if self.context.tables is not None:
             held = self.rows.held([number * self.rows.total // total for number in drawn])
-            self.context.media.prefetch(held)
+            self.context.tables.prefetch(held)
         return self.example_numbers
 
     def update(
@@ -417,8 +417,8 @@ class StageKind(ConfiguredStage, ABC):
                 state, metrics = self.trainer.update(state, mini_batch, **options)
                 context.model.params = state.policy.params
                 progress.version += updates_policy
-                if context.media is not None:
-                    context.media.forget()
+                if context.tables is not None:
+                    context.tables.forget()
                 if (
                     coefs and updates_policy
                 ):  # the coefficients of the next update follow from the metrics of this one
@@ -447,7 +447,7 @@ class StageKind(ConfiguredStage, ABC):
             if self.has_sources and not self.samples_completions:
                 means |= by_source.of_rows(self.step_sources)
         flops = self.trainer.total_flops - flops_before
-        means |= {} if context.media is None else context.media.metrics()
+        means |= {} if context.tables is None else context.tables.metrics()
         return state, coefs | means | rates(
             "train", flops, batch.real, span.seconds, context.model.graph.layout
         )
@@ -529,7 +529,7 @@ class StageKind(ConfiguredStage, ABC):
         write_tokenizer(self.config, context.tokenizer, directory)
         if source is not None:
             models.copy_files(source, models.PROCESSOR_FILES, directory)
-        if context.media is not None:
+        if context.tables is not None:
             towers.write_files(self.config.model, context.tokenizer, directory)
 
     def export_at(self, state: Any, directory: Path) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rl.data.shard import Shard
     from rl.stages.context import Context
     from rl.training.batch import Batch
-    from rl.training.media.tables import Documents, StepTable
+    from rl.training.media.tables import ExpandedAt, StepTable
     from rl.training.teacher import Teacher
     from rl.training.trainer import RunState, TokenOutputs
 
@@ -118,15 +118,15 @@ class Stage(StageKind):
             return batch
         return batch.replace(**self.teacher_rows.shapes(shape, self.algorithm.top_k))
 
-    def batch(self) -> tuple[Batch, Documents]:
+    def batch(self) -> tuple[Batch, ExpandedAt]:
         """Returns (the batch of the next step, one example per row; the pictures and sounds of its
         sequences)."""
         return self.to_batch(self.rows.take(self.draw_examples(self.examples)))
 
-    def to_batch(self, rows: Sequence[Row]) -> tuple[Batch, Documents]:
+    def to_batch(self, rows: Sequence[Row]) -> tuple[Batch, ExpandedAt]:
         from rl.training.batch import padded_batch
 
-        return padded_batch(rows, self.config.max_length), documents_of([(row,) for row in rows])
+        return padded_batch(rows, self.config.max_length), expanded_at([(row,) for row in rows])
 
     def complete(self, data: inputs.StepData) -> None:
         """Changes the batch after its inputs have been added. By default it changes nothing."""
@@ -189,10 +189,10 @@ class Stage(StageKind):
         return state, data.metrics | updated
 
 
-def documents_of(sequences: Sequence[Sequence[Row]]) -> Documents:
+def expanded_at(sequences: Sequence[Sequence[Row]]) -> ExpandedAt:
     """Returns (row, first column, pictures and sounds) of the sequences in each row of a batch."""
     result = []
     for number, row in enumerate(sequences):
         starts = [0, *itertools.accumulate(len(each.ids) for each in row)]
-        result += [(number, start, each.media) for start, each in zip(starts, row, strict=False)]
+        result += [(number, start, each.expanded) for start, each in zip(starts, row, strict=False)]
     return result

@@ -17,7 +17,7 @@ from rl.data.rows.forms import label_of, read_labelled
 from rl.errors import DataError, Fault
 from rl.stages import inputs, supervised
 from rl.stages.shapes import abstract_batch
-from rl.stages.supervised import documents_of
+from rl.stages.supervised import expanded_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rl.data.reader import DataReader
     from rl.data.shard import Shard
     from rl.training.batch import Batch
-    from rl.training.media.tables import Documents
+    from rl.training.media.tables import ExpandedAt
 
 Answer = tuple[Row, float]
 """(row of a prompt with its answer, label: 1 for a good answer, 0 for a bad one)."""
@@ -96,7 +96,7 @@ class Stage(supervised.Stage):
         extra = ("label", "kl") if "old_logp" in self.inputs else ("label",)
         return abstract_batch(shape, None, *inputs.fields(self), extra=extra)
 
-    def batch(self) -> tuple[Batch, Documents]:
+    def batch(self) -> tuple[Batch, ExpandedAt]:
         per_example = self.answers_per_example
         numbers = self.draw_examples(self.examples)
         examples = self.rows.take([number // per_example for number in numbers])
@@ -107,11 +107,11 @@ class Stage(supervised.Stage):
             ]
         )
 
-    def to_batch(self, rows: Sequence[Answer]) -> tuple[Batch, Documents]:
+    def to_batch(self, rows: Sequence[Answer]) -> tuple[Batch, ExpandedAt]:
         size = self.rows_per_update if "old_logp" in self.inputs else None
         sequences = sequences_of([row for row, _ in rows], self.config.max_length, size)
         batch = batch_of(sequences, [label for _, label in rows], self.config.max_length)
-        return batch, documents_of(sequences)
+        return batch, expanded_at(sequences)
 
     def held_out_examples(self, numbers: Sequence[int]) -> list[Answer]:
         return [answer for answers in super().held_out_examples(numbers) for answer in answers]
@@ -160,7 +160,7 @@ def _mismatched(row: Row, other: Row, max_length: int) -> Row:
     start = other.mask.index(1)
     ids = [*row.ids[:end], *other.ids[start:]]
     mask = [*row.mask[:end], *other.mask[start:]]
-    return Row(ids[:max_length], mask[:max_length], row.media and row.media.first(end))
+    return Row(ids[:max_length], mask[:max_length], row.expanded and row.expanded.first(end))
 
 
 def with_kl(batch: Batch) -> Batch:

@@ -39,7 +39,7 @@ class Expanded:
     turns: int32[T, 3], rotary positions by (time, height, width); None if all three are the
     position.
     until: int32[T], the position of the last token of the picture, the token's own elsewhere; None
-    in causal families. delta: rotary position of the next token less T.
+    in causal families.
     items: pictures, tiles and clips in the order of their rows.
     starts: int32[T], the character of the rendered text at which a token begins; all tokens of a
     picture begin at its
@@ -51,7 +51,6 @@ class Expanded:
     index: np.ndarray
     turns: np.ndarray | None
     until: np.ndarray | None
-    delta: int
     items: tuple[Item, ...]
     starts: np.ndarray
     references: tuple[Reference, ...] = ()
@@ -81,10 +80,6 @@ class Expanded:
         )
         cut = {"tokens": self.tokens[:end], "index": self.index[:end], "starts": self.starts[:end]}
         return dataclasses.replace(self, turns=turns, until=until, **cut)
-
-
-Masked = tuple[Expanded, list[int]]
-"""(conversation, 1 at each token that is trained on)."""
 
 
 def expand(
@@ -125,8 +120,9 @@ def expand_answer(
     references: Sequence[Reference],
     processors: Processors,
     first: int,
-) -> Masked:
-    """Converts a prompt of `first` messages with its answer as `chat.encode_answer` does.
+) -> tuple[Expanded, list[int]]:
+    """Converts a prompt of `first` messages with its answer as `chat.encode_answer` does. Returns
+    (conversation, 1 at each token that is trained on).
 
     Raises MediaError and ChatError as `expand` and that function.
     """
@@ -143,9 +139,9 @@ def expand_conversation(
     train_on: str = "assistant",
     history: str = "template",
     first: int = 0,
-) -> list[Masked]:
-    """Converts a conversation to rows as `chat.encode_conversation` does; `train_on`, `history` and
-    `first` as there.
+) -> list[tuple[Expanded, list[int]]]:
+    """Converts a conversation to rows (conversation, 1 at each token that is trained on) as
+    `chat.encode_conversation` does; `train_on`, `history` and `first` as there.
 
     Raises MediaError and ChatError as `expand` and that function.
     """
@@ -165,7 +161,7 @@ def _expand_rendered(
     messages: Messages,
     references: Sequence[Reference],
     processors: Processors,
-) -> Masked:
+) -> tuple[Expanded, list[int]]:
     shown = _references_of(messages[: rendered.messages], references)
     expanded = expand_text(tokenizer, rendered.text, shown, processors)
     chat.check_one_beginning(tokenizer, expanded.tokens[:2].tolist())
@@ -228,13 +224,11 @@ def expand_text(
     items = tuple(item for each in groups for item in each)
     index = _index(tokenizer, tokens, items, processors)
     where = {row: place for place, row in enumerate(index.tolist()) if row >= 0}
-    turns, after = _turns(index, items, where, processors)
     return Expanded(
         tokens=tokens,
         index=index,
-        turns=turns,
+        turns=_turns(index, items, where, processors),
         until=_until(len(tokens), items, where, processors),
-        delta=after - len(tokens),
         items=items,
         starts=_origins(
             np.asarray([a for a, _ in encoded["offset_mapping"]], np.int64), pieces, starts
@@ -309,14 +303,14 @@ def _index(
 
 def _turns(
     index: np.ndarray, items: Sequence[Item], where: dict[int, int], processors: Processors
-) -> tuple[np.ndarray | None, int]:
-    """Returns (int32[T, 3] or None, rotary position after the last token).
+) -> np.ndarray | None:
+    """Returns int32[T, 3], or None if all three positions are those of the tokens.
 
     A picture of h x w rows at position c has (c, c + y, c + x), and the next token has c + max(h,
     w).
     """
     if not any(item.kind == "image" and processors.of("image").sections for item in items):
-        return None, len(index)
+        return None
     merge = processors.of("image").merge
     turns = np.zeros((len(index), 3), np.int32)
     place = counter = row = 0
@@ -334,7 +328,7 @@ def _turns(
         place = first + high * wide
         counter = counter + max(high, wide)
     turns[place:] = np.arange(counter, counter + len(index) - place)[:, None]
-    return turns, counter + len(index) - place
+    return turns
 
 
 def _until(

@@ -68,7 +68,7 @@ def test_the_metrics_of_a_step_are_those_of_the_updates_with_tokens():
             params=None, graph=SimpleNamespace(layout=SimpleNamespace(peak_flops=None))
         ),
         timeline=SimpleNamespace(span=lambda name: span),
-        media=None,
+        tables=None,
     )
     stage = SimpleNamespace(
         context=context,

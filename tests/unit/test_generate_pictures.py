@@ -67,8 +67,8 @@ def test_pictures_are_shown_to_the_model_and_text_is_completed_between_them(
     model = policy.load(directory, media=True)
     tables = MediaTables.of_blocks(model.graph, processors, [problems])
     with tables.loader:
-        table = tables.of(model.params, [problem.media for problem in problems])
-    shown = [table.prompt(problem.ids, problem.media) for problem in problems]
+        table = tables.of(model.params, [problem.expanded for problem in problems])
+    shown = [table.prompt(problem.ids, problem.expanded) for problem in problems]
     params = SamplingParams(n=2, max_new_tokens=4, stop_token_ids=(tokenizer.eos_token_id,))
     generator = Generator(model, max_length=128, slots=2, seed=3, tokenizer=tokenizer)
     completions = [each for group in generator.generate(shown, params) for each in group]
@@ -157,7 +157,7 @@ def test_rows_of_nine_patches_are_those_of_transformers(kind, tmp_path, capsys):
         prompts.read_prompts(str(file)), ExampleEncoder(tokenizer, processors), tmp_path
     )
     expected = processor([noise], return_tensors="pt", input_data_format="channels_last")
-    [(item, values)] = problem.media.references[0].inputs(processors.image).items()
+    [(item, values)] = problem.expanded.references[0].inputs(processors.image).items()
     np.testing.assert_array_equal(values, expected["pixel_values"])
     assert item.shape == tuple(expected["image_grid_thw"][0][1:].tolist())
     assert (

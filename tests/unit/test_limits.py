@@ -216,14 +216,14 @@ def test_a_cut_stops_before_a_picture():
     text whose two tokens are of one character."""
     index = np.array([-1, -1, -1, 0, 1, -1, 2, 3, -1, -1, -1])
     starts = np.array([0, 1, 2, 2, 2, 2, 2, 2, 2, 9, 9])
-    media = Expanded(np.arange(11), index, None, None, 0, (), starts)
+    media = Expanded(np.arange(11), index, None, None, (), starts)
     row = Row(list(range(11)), [0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1], media)
     for end, left in ((10, 10), (9, 9), *((inside, 2) for inside in range(2, 9))):
         cut = cut_row(row, end)
         assert (
             cut.ids == row.ids[:left]
             and cut.mask == row.mask[:left]
-            and len(cut.media.index) == left
+            and len(cut.expanded.index) == left
         )
     assert cut_row(row, 1) is None
     limit = Limit(4, too_long="truncate", key="data.too_long")

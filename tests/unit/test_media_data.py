@@ -166,13 +166,13 @@ def test_all_forms_of_a_row_give_the_same_prompt(form, folder, reader):
     [problem] = problems(one)
     assert problem.example.prompt == user(IMAGE, text("Find x."))
     assert one.has_media
-    [reference] = problem.media.references
+    [reference] = problem.expanded.references
     np.testing.assert_array_equal(reference.decode(), pixels(10))
     shown = one.tokenizer.decode(problem.ids)
     assert shown == f"[user]<|vision_start|>{'<|image_pad|>' * 6}<|vision_end|>Find x.[assistant]"
     assert (
-        problem.media.index[problem.media.index >= 0].tolist() == list(range(6))
-        and problem.media.rows == 6
+        problem.expanded.index[problem.expanded.index >= 0].tolist() == list(range(6))
+        and problem.expanded.rows == 6
     )
     [picture] = problem.example.columns["images"]
     assert "image" not in problem.example.columns and picture.size == (16, 24)
@@ -268,9 +268,13 @@ def test_demonstrations_and_masks_are_those_of_transformers(train_on, folder, re
             == trained
         )
     else:
-        assert row.mask == [0, *(int(each < 0) for each in row.media.index[1:])]
-    assert not any(np.asarray(row.mask)[row.media.index >= 0])
-    assert [reference.size for reference in row.media.references] == [(16, 24), (24, 16), (16, 24)]
+        assert row.mask == [0, *(int(each < 0) for each in row.expanded.index[1:])]
+    assert not any(np.asarray(row.mask)[row.expanded.index >= 0])
+    assert [reference.size for reference in row.expanded.references] == [
+        (16, 24),
+        (24, 16),
+        (16, 24),
+    ]
 
 
 def test_a_prompt_with_a_completion_is_the_conversation(folder, reader, theirs):
@@ -317,7 +321,7 @@ def test_both_answers_of_a_pair_follow_the_prompt_with_its_pictures(row, folder,
         assert (
             answer.ids == list(ids)[:-1] and answer.mask == list(mask)[:-1] and answer.mask[-1] == 1
         )
-        assert len(answer.media.tokens) == len(answer.ids) and answer.media.rows == 12
+        assert len(answer.expanded.tokens) == len(answer.ids) and answer.expanded.rows == 12
 
 
 def test_an_answer_ends_with_what_the_assistant_writes(folder, reader):
@@ -334,15 +338,15 @@ def test_an_answer_ends_with_what_the_assistant_writes(folder, reader):
         cut_row,
         read=read_labelled,
     ).own
-    assert one.tokenizer.decode(first.ids).endswith("Yes.<eos>") and len(first.media.tokens) == len(
-        first.ids
-    )
+    assert one.tokenizer.decode(first.ids).endswith("Yes.<eos>") and len(
+        first.expanded.tokens
+    ) == len(first.ids)
     mixed = _mismatched(first, second, 256)
     assert (
         one.tokenizer.decode(mixed.ids).endswith("No.<eos>")
-        and mixed.media.references == first.media.references
+        and mixed.expanded.references == first.expanded.references
     )
-    assert len(mixed.media.index) == first.mask.index(1)
+    assert len(mixed.expanded.index) == first.mask.index(1)
 
 
 def test_rows_of_text_are_those_of_a_text_model(folder, reader, model):
@@ -358,7 +362,7 @@ def test_rows_of_text_are_those_of_a_text_model(folder, reader, model):
     one, other = reader(path), reader(path, keys={"media": "never"})
     assert one.processors is not None and other.processors is None and other.loader is None
     read = [each.demonstrations(each._config.data, "assistant").own for each in (one, other)]
-    assert read[0] == read[1] and [row.media for row in read[0]] == [None, None]
+    assert read[0] == read[1] and [row.expanded for row in read[0]] == [None, None]
     assert not one.has_media and not other.has_media
     assert [p.example.columns for p in problems(one)] == [
         p.example.columns for p in problems(other)
@@ -384,9 +388,9 @@ def test_rows_go_to_other_processes_with_paths_and_each_file_once(folder, reader
             and again.example == problem.example
             and again.ids == problem.ids
         )
-        np.testing.assert_array_equal(again.media.turns, problem.media.turns)
-        assert again.media.items == problem.media.items and again.media.delta == problem.media.delta
-        assert again.media.references[0].source == problem.example.references[0].source
+        np.testing.assert_array_equal(again.expanded.turns, problem.expanded.turns)
+        assert again.expanded.items == problem.expanded.items
+        assert again.expanded.references[0].source == problem.example.references[0].source
         np.testing.assert_array_equal(again.example.columns["images"][0].array(), pixels(10))
         assert sent.count(base64.b64encode(ONE)) == (problem is by_bytes)
     assert (
@@ -445,8 +449,8 @@ def test_unusual_pictures_are_read_by_header_and_content(content, folder, reader
     (folder / "a.bin").write_bytes(content)
     one = reader(lines(folder / "d.jsonl", {"prompt": "a", "image": "a.bin"}))
     [problem] = problems(one)
-    inputs = one.loader.inputs(problem.media.references)
-    assert problem.media.items == tuple(inputs)
+    inputs = one.loader.inputs(problem.expanded.references)
+    assert problem.expanded.items == tuple(inputs)
     [(item, values)] = inputs.items()
     assert values.shape == (item.rows * 4, 96) and np.isfinite(values).all()
 
@@ -592,7 +596,7 @@ def test_a_column_of_a_text_model_stays_a_column(folder, reader, model):
     }
     path = lines(folder / "d.jsonl", {"prompt": "<image> is a tag"} | columns)
     [problem] = problems(reader(path, keys={"media": "never"}))
-    assert problem.example.columns == columns and problem.media is None
+    assert problem.example.columns == columns and problem.expanded is None
 
 
 @pytest.mark.parametrize(

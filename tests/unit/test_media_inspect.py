@@ -132,7 +132,7 @@ def test_tiles_of_one_picture_and_sounds_are_named():
     tiles = [Item("image", f"aa-{n}", (4, 4), 4) for n in (0, 1, 0, 1)]
     items = (*tiles, Item("audio", "cc", (50, 1), 13), Item("image", "bb", (2, 4), 2))
     index = np.arange(31, dtype=np.int32)
-    expanded = Expanded(index, index, None, None, 0, items, index, (*kinds[:2], sound, kinds[2]))
+    expanded = Expanded(index, index, None, None, items, index, (*kinds[:2], sound, kinds[2]))
     assert expanded.owners == [0, 0, 1, 1, 2, 3]
     assert labels(expanded) == [
         "[picture 1, tile 1: 2x2 rows 0..3, 40x30 px, bytes]",
@@ -156,7 +156,9 @@ def test_prompts_of_a_file_have_their_pictures(model, tmp_path):
     encoder = ExampleEncoder(tokens, media.processors_of(tmp_path.joinpath(model), tokens))
     one, other = problems(read_prompts(str(file)), encoder, tmp_path)
     assert (
-        one.media.rows == 6 and one.example.prompt[0]["content"][0] == IMAGE and other.media is None
+        one.expanded.rows == 6
+        and one.example.prompt[0]["content"][0] == IMAGE
+        and other.expanded is None
     )
     assert tokens.decode(other.ids) == "Only text"
     with pytest.raises(

@@ -14,7 +14,7 @@ from policy import modes
 from policy.execution.encoding import MediaEncoder
 from rl.data.encoded import Row
 from rl.stages.sampling import rollouts
-from rl.stages.supervised import documents_of
+from rl.stages.supervised import expanded_at
 from rl.training.batch import padded_batch, segmented_batch
 from rl.training.media.tables import MediaTables, table_rows
 from rl.training.reward_model import RewardModelScorer
@@ -69,7 +69,6 @@ def document(kind: str, parts, seed: int) -> Expanded:
         arrays[1],
         arrays[2] if qwen else None,
         arrays[3] if kind in LOOKS_AHEAD else None,
-        count - len(tokens) if qwen else 0,
         items,
         np.zeros(len(tokens), np.int32),
         items,
@@ -252,7 +251,7 @@ def test_reward_models_read_the_rows_of_the_policys_towers():
         )
         for ids, answer, media in zip(prompts, one.answers, one.documents, strict=True)
     ]
-    batch = table.add(segmented_batch(pairs, 64), documents_of(pairs))
+    batch = table.add(segmented_batch(pairs, 64), expanded_at(pairs))
     batch = batch.replace(margin=np.zeros(batch.tokens.shape, np.float32))
     trainer, state = learners.begin(one.model, learners.stage("reward_model"))
     assert not any(path.startswith("image.") for path in state.reward_model.params)
@@ -265,8 +264,8 @@ def test_reward_models_read_the_rows_of_the_policys_towers():
     params = state.reward_model.params
     scorer = RewardModelScorer(trainer.model.trunk, params, 64)
     sequences = [ids + answer for ids, answer in zip(prompts, one.answers, strict=True)]
-    documents = [(row, 0, each) for row, each in enumerate(one.documents)]
-    scores = scorer(sequences, functools.partial(table.add, documents=documents), table.table)
+    shown = [(row, 0, each) for row, each in enumerate(one.documents)]
+    scores = scorer(sequences, functools.partial(table.add, shown=shown), table.table)
     for row, ids in enumerate(sequences):
         alone = table.add(padded_batch([(ids, [1] * len(ids))], 64), [(0, 0, one.documents[row])])
         step = modes.make_step(

@@ -191,7 +191,7 @@ def test_prompts_that_are_not_recorded_have_no_thumbnails(tmp_path):
     sampled, scores = picture_runs.step(list(map(picture_runs.question, COLOURS)), 0)
     rollouts.record_evaluation(events, "grpo", 0, sampled, scores)
     events.close()
-    expected = {f"{sampled.problems[n].media.references[0].digest}.png" for n in kept}
+    expected = {f"{sampled.problems[n].expanded.references[0].digest}.png" for n in kept}
     assert {path.name for path in (tmp_path / MEDIA).iterdir()} == expected
 
 

@@ -34,7 +34,7 @@ def pieces(stage: StageRows, row: Encoded) -> list[RowPiece]:
     """Returns the pieces of a row in order."""
     kinds = row.kinds(stage.stops)
     decode = stage.tokenizer.decode
-    names = [] if row.media is None else labels(row.media)
+    names = [] if row.expanded is None else labels(row.expanded)
     result = []
     for item, places in itertools.groupby(range(len(row.ids)), key=_item_of(row)):
         group = list(places)
@@ -52,7 +52,7 @@ def pieces(stage: StageRows, row: Encoded) -> list[RowPiece]:
 
 def text_of(stage: StageRows, row: Encoded) -> str:
     """Returns the text of a row, with each picture and sound as its piece."""
-    names = [] if row.media is None else labels(row.media)
+    names = [] if row.expanded is None else labels(row.expanded)
     parts = []
     for item, places in itertools.groupby(range(len(row.ids)), key=_item_of(row)):
         ids = [row.ids[place] for place in places]
@@ -64,25 +64,26 @@ def text_of(stage: StageRows, row: Encoded) -> str:
 
 def _item_of(row: Encoded) -> Any:
     """Returns a function from the place of a token to the number of its item, None at text."""
-    if row.media is None:
+    if row.expanded is None:
         return lambda place: None
-    owner = [number for number, item in enumerate(row.media.items) for _ in range(item.rows)]
-    items = [None if each < 0 else owner[each] for each in row.media.index.tolist()]
+    owner = [number for number, item in enumerate(row.expanded.items) for _ in range(item.rows)]
+    items = [None if each < 0 else owner[each] for each in row.expanded.index.tolist()]
     return lambda place: items[place] if place < len(items) else None
 
 
-def labels(media: Expanded) -> list[str]:
+def labels(expanded: Expanded) -> list[str]:
     """Returns the text of each item, such as `[picture 1: 12x16 rows 0..191, 640x480 px,
     photo.png]`."""
-    owners = media.owners
+    owners = expanded.owners
     result = []
     row = 0
     numbers = {
-        kind: [n for n, each in enumerate(media.references) if each.kind == kind] for kind in KINDS
+        kind: [n for n, each in enumerate(expanded.references) if each.kind == kind]
+        for kind in KINDS
     }
-    for place, item in enumerate(media.items):
+    for place, item in enumerate(expanded.items):
         owner = owners[place]
-        reference = media.references[owner]
+        reference = expanded.references[owner]
         tile = ""
         if owners.count(owner) > 1:
             tile = f", tile {place - owners.index(owner) + 1}"
@@ -121,21 +122,23 @@ def _content(reference: Reference) -> str:
     return f"{size}, {name}"
 
 
-def counts(media: Expanded | None) -> str:
+def counts(expanded: Expanded | None) -> str:
     """Returns how many pictures and sounds a row has and how many tokens they fill, to follow the
     row's own counts; empty without any."""
-    if media is None:
+    if expanded is None:
         return ""
-    return f", {_named([each.kind for each in media.references])} of {media.rows} tokens"
+    return f", {_named([each.kind for each in expanded.references])} of {expanded.rows} tokens"
 
 
 def statistics(rows: Sequence[Encoded]) -> str:
     """Returns the pictures and sounds of all rows, and the tokens that they fill in a row; empty
     without any."""
-    kinds = [each.kind for row in rows if row.media is not None for each in row.media.references]
+    kinds = [
+        each.kind for row in rows if row.expanded is not None for each in row.expanded.references
+    ]
     if not kinds:
         return ""
-    filled = [0 if row.media is None else row.media.rows for row in rows]
+    filled = [0 if row.expanded is None else row.expanded.rows for row in rows]
     return (
         f", {_named(kinds)} of {sum(filled) / len(rows):.1f} tokens in a row on average, "
         f"{max(filled)} at most"

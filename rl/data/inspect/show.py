@@ -83,7 +83,7 @@ def _span(piece: RowPiece) -> str:
 def _row(stage: StageRows, row: Encoded, color: bool) -> Iterator[str]:
     yield (
         f"-- {row.example.where}: {len(row.ids)} tokens, {sum(row.mask)} trained "
-        f"on{counts(row.media)}"
+        f"on{counts(row.expanded)}"
     )
     yield textwrap.indent(for_terminal(text_of(stage, row)), "   | ", lambda _: True)
     line = "  "

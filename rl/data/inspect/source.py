@@ -271,7 +271,7 @@ def _longest(rows: list[Encoded]) -> int:
 
 def _cut(rows: list[Encoded], end: int) -> list[Encoded] | None:
     """Cuts a row, or both answers of a pair, as the run does (limits.py)."""
-    cut = [(row.example, cut_row(Row(row.ids, row.mask, row.media), end)) for row in rows]
+    cut = [(row.example, cut_row(Row(row.ids, row.mask, row.expanded), end)) for row in rows]
     kept = [Encoded(example, *row) for example, row in cut if row is not None]
     distinct = len(kept) < 2 or kept[0].ids != kept[1].ids
     return kept if len(kept) == len(rows) and distinct else None
@@ -288,8 +288,8 @@ def _encoded(stage: StageRows, example: Example, encoder: ExampleEncoder) -> lis
     """Encodes an example as its stage does. Returns what the stage takes or leaves as one: each row
     of a demonstration, a prompt, or both answers of a pair. Raises ValueError."""
     if stage.samples:
-        ids, media = encoder.prompt(example)
-        return [[Encoded(example, ids, [0] * len(ids), media)]]
+        ids, expanded = encoder.prompt(example)
+        return [[Encoded(example, ids, [0] * len(ids), expanded)]]
     if example.pair is not None:
         return [[Encoded(example, *encoder.answer(example, answer)) for answer in example.pair]]
     return [[Encoded(example, *row)] for row in encoder.demonstration(example, stage.train_on)]

@@ -32,14 +32,14 @@ def texts_in(message: dict[str, Any]) -> list[str]:
 class Encoded:
     """A sequence of tokens.
 
-    mask: 1 on the tokens that are trained on; all 0 for a prompt alone. media: its pictures and
+    mask: 1 on the tokens that are trained on; all 0 for a prompt alone. expanded: its pictures and
     sounds; None: it has none. n_prompt: tokens before the first that is trained on.
     """
 
     example: Example
     ids: list[int]
     mask: list[int]
-    media: Expanded | None = None
+    expanded: Expanded | None = None
 
     @property
     def n_prompt(self) -> int:
@@ -49,9 +49,9 @@ class Encoded:
     @property
     def text_ids(self) -> list[int]:
         """Returns the tokens that do not stand for a picture or a sound."""
-        if self.media is None:
+        if self.expanded is None:
             return self.ids
-        index = self.media.index.tolist()
+        index = self.expanded.index.tolist()
         return [
             token for place, token in enumerate(self.ids) if place >= len(index) or index[place] < 0
         ]

@@ -46,7 +46,7 @@ def before_first_step(run: Run, stage: StageKind) -> None:
     with run.resharded(), run.timeline.span("probe", stage=stage.name):
         params = stage.sampling_params(n=stage.options.samples_per_prompt)
         collected = partial(stage.collect, counted=False)
-        problems = _problems(stage, count, has_media=run.media is not None)
+        problems = _problems(stage, count, has_media=run.tables is not None)
         result, _ = probe(stage.name, problems, params, collected, run.tokenizer)
     faults = [each.text for each in result.check()]
     if processes.first():
@@ -91,9 +91,9 @@ def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> Pro
         table = None
         prompts = None
         if has_media:
-            documents = [problem.media for problem in problems]
-            table = build.media_tables(config, prepared, model.graph).of(model.params, documents)
-            prompts = [table.prompt(problem.ids, problem.media) for problem in problems]
+            expanded = [problem.expanded for problem in problems]
+            table = build.media_tables(config, prepared, model.graph).of(model.params, expanded)
+            prompts = [table.prompt(problem.ids, problem.expanded) for problem in problems]
         result, made = probe(
             stage.name,
             problems,
@@ -136,7 +136,7 @@ def _gap(model: Model, made: Rollouts, temperature: float, table: StepTable | No
     if table is not None:
         batch = table.add(
             batch,
-            [(n, 0, made.groups[row.group].problem.media) for n, row in enumerate(chosen)],
+            [(n, 0, made.groups[row.group].problem.expanded) for n, row in enumerate(chosen)],
         )
         assert batch.media is not None
         media = batch.media.in_table(table.table)

@@ -83,7 +83,7 @@ def _encoded(each: Any, example: Example) -> list[Encoded]:
     """Returns the sequences of one entry of a Shard: a problem, a row, a pair, or labelled
     answers."""
     if isinstance(each, Problem):
-        return [Encoded(each.example, each.ids, [0] * len(each.ids), each.media)]
+        return [Encoded(each.example, each.ids, [0] * len(each.ids), each.expanded)]
     if isinstance(each, Pair):
         return [Encoded(example, *each.chosen), Encoded(example, *each.rejected)]
     if isinstance(each, list):

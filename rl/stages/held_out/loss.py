@@ -20,7 +20,7 @@ from rl.algorithms import reduce_metrics
 if TYPE_CHECKING:
     from rl.stages.stage import StageKind
     from rl.training.batch import Batch
-    from rl.training.media.tables import Documents, StepTable
+    from rl.training.media.tables import ExpandedAt, StepTable
 
 
 class HeldOutLoss:
@@ -60,8 +60,8 @@ class HeldOutLoss:
         stage = self._stage
         coefs = stage.context.progress.adaptive_coefs
         blocks = []
-        for batch, documents in self._batches(rows):
-            batch, table = self._with_media(batch, documents)
+        for batch, shown in self._batches(rows):
+            batch, table = self._with_media(batch, shown)
             batch = stage.with_inputs(state, batch, table)
             options = {"table": table and table.table, "adaptive_coefs": coefs}
             blocks.append(stage.trainer.held_out_loss(state, batch, counts, **options))
@@ -91,19 +91,19 @@ class HeldOutLoss:
                 counts.update(self._stage.trainer.counts(self._stage.only_counted(batch)))
         return result
 
-    def _batches(self, rows: Sequence[Any]) -> Iterator[tuple[Batch, Documents]]:
+    def _batches(self, rows: Sequence[Any]) -> Iterator[tuple[Batch, ExpandedAt]]:
         """Yields rows in blocks, the last one filled with rows of padding."""
         size = self._stage.rows_per_update
         for start in range(0, len(rows), size):
             block = rows[start : start + size]
-            batch, documents = self._stage.to_batch(block)
+            batch, shown = self._stage.to_batch(block)
             if missing := size - len(block):
                 batch = batch.with_padding(missing)
-            yield batch, documents
+            yield batch, shown
 
-    def _with_media(self, batch: Batch, documents: Documents) -> tuple[Batch, StepTable | None]:
+    def _with_media(self, batch: Batch, shown: ExpandedAt) -> tuple[Batch, StepTable | None]:
         context = self._stage.context
-        if context.media is None:
+        if context.tables is None:
             return batch, None
-        table = context.media_table([document for *_, document in documents], counted=False)
-        return table.add(batch, documents), table
+        table = context.media_table([expanded for *_, expanded in shown], counted=False)
+        return table.add(batch, shown), table

@@ -77,13 +77,13 @@ def to_batch(
     )
 
 
-def documents(rollouts: Rollouts) -> list[tuple[int, int, Expanded | None]]:
+def expanded_at(rollouts: Rollouts) -> list[tuple[int, int, Expanded | None]]:
     """Returns (row, first column, pictures and sounds of the prompt) of each row of `to_batch`."""
-    media = [group.problem.media for group in rollouts.groups]
-    if any(media):
+    shown = [group.problem.expanded for group in rollouts.groups]
+    if any(shown):
         for trajectory in rollouts.trajectories:
             trajectory.only_segment("a batch with pictures or sounds")
-    return [(number, 0, media[row.group]) for number, row in enumerate(rollouts.rows)]
+    return [(number, 0, shown[row.group]) for number, row in enumerate(rollouts.rows)]
 
 
 def by_row(rollouts: Rollouts, values_N: Any) -> np.ndarray:
@@ -195,7 +195,7 @@ def records(
             optional = {
                 "faults": faults.get(i),
                 "eval": advantages is None,
-                "media": entries(problem.media),
+                "media": entries(problem.expanded),
                 "segments": _lengths(trajectory),
                 "source": problem.example.source,
             }
@@ -220,8 +220,8 @@ def record_evaluation(
 
 def references(rollouts: Rollouts) -> list[Reference]:
     """Returns the pictures and sounds of all prompts, with repeats."""
-    shown = [media for group in rollouts.groups if (media := group.problem.media) is not None]
-    return [reference for media in shown for reference in media.references]
+    shown = [each for group in rollouts.groups if (each := group.problem.expanded) is not None]
+    return [reference for each in shown for reference in each.references]
 
 
 def _is_short(value: Any) -> bool:

@@ -23,7 +23,7 @@ from policy.cache.media import Media, MediaTable
 from policy.execution.encoding import MediaEncoder, PaddedInputs
 from policy.media import Item, Kind, is_tower
 from policy.mesh import processes
-from rl.data.encoded import media_of
+from rl.data.encoded import expanded_of
 from rl.errors import DataError
 from rl.training.trainable import frozen_weights, trained_paths
 from rollout.media.loader import Loader
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from rollout.media.expand import Expanded
     from rollout.media.processors import Processors
 
-    Documents = Sequence[tuple[int, int, Expanded | None]]
-    """(row, first column, document) of sequences of a batch."""
+    ExpandedAt = Sequence[tuple[int, int, Expanded | None]]
+    """(row, first column, pictures and sounds) of sequences of a batch."""
 
 
 def table_rows(rows: Iterable[Sequence[Expanded]], count: int) -> int:
@@ -96,7 +96,7 @@ class StepTable:
         return self.encoder.graph.config
 
     def index(self, expanded: Expanded) -> np.ndarray:
-        """Returns the row of the table at each token of a document, int32[T], -1 at text."""
+        """Returns the row of the table at each token, int32[T], -1 at text."""
         rows = [np.arange(item.rows) + self.first[item] for item in expanded.items]
         own = np.concatenate(rows) if rows else np.zeros(1, int)
         return np.where(expanded.index >= 0, own[np.maximum(expanded.index, 0)], -1).astype(
@@ -104,7 +104,7 @@ class StepTable:
         )
 
     def media(self, expanded: Expanded) -> Media:
-        """Returns the pictures and sounds of a document, with the arrays that the decoder reads."""
+        """Returns where the rows stand, with the arrays that the decoder reads."""
         positions = np.arange(len(expanded.tokens), dtype=np.int32)
         turns = expanded.turns
         until = expanded.until
@@ -125,12 +125,12 @@ class StepTable:
         )
         return MediaPrompt(tuple(ids), self.media(expanded), keys)
 
-    def add(self, batch: Batch, documents: Documents) -> Batch:
+    def add(self, batch: Batch, shown: ExpandedAt) -> Batch:
         """Returns the batch with its pictures and sounds, and 0 in place of the ids of
         placeholders.
 
-        documents: of the sequences with pictures or sounds; a sequence may go on with text after
-        the tokens of its document. All other sequences are text.
+        shown: of the sequences with pictures or sounds; a sequence may go on with text after the
+        tokens of its `Expanded`. All other sequences are text.
         """
         positions = _positions(batch.segments)
         sections = self._decoder.has_sections
@@ -139,9 +139,8 @@ class StepTable:
             turns=np.repeat(positions[..., None], 3, axis=2) if sections else None,
             until=positions.copy() if self._decoder.looks_ahead else None,
         )
-        made: dict[int, Media] = {}  # by the identity of a document: the completions of a prompt
-        # share one
-        for row, start, expanded in documents:
+        made: dict[int, Media] = {}  # by identity: the completions of a prompt share one
+        for row, start, expanded in shown:
             if expanded is None:
                 continue
             if id(expanded) not in made:
@@ -189,7 +188,7 @@ class MediaTables:
         cls, graph: Graph, processors: Processors, blocks: Iterable[Sequence[Any]]
     ) -> MediaTables:
         """Returns what makes the tables of blocks of rows of data, each with a table of its own."""
-        M = max(table_rows([media_of(row) for row in block], len(block)) for block in blocks)
+        M = max(table_rows([expanded_of(row) for row in block], len(block)) for block in blocks)
         return cls(MediaEncoder(graph), Loader(processors), M)
 
     def start_stage(self, trained: bool) -> None:
@@ -201,18 +200,18 @@ class MediaTables:
     def of(
         self,
         params: Mapping[str, jax.Array],
-        documents: Sequence[Expanded | None],
+        expanded: Sequence[Expanded | None],
         *,
         again: bool = False,
     ) -> StepTable:
-        """Returns the table of the pictures and sounds of these documents. again: the metrics have
-        counted these documents before.
+        """Returns the table of the items of these prompts or conversations. again: the metrics have
+        counted them before.
 
         Raises DataError for a content that cannot be decoded.
         """
-        shown = [document for document in documents if document is not None]
+        shown = [each for each in expanded if each is not None]
         counted = [] if again else shown
-        items = dict.fromkeys(item for document in shown for item in document.items)
+        items = dict.fromkeys(item for each in shown for item in each.items)
         starts = np.cumsum([0, *(item.rows for item in items)]).tolist()
         first = dict(zip(items, starts, strict=False))
         if self._last is not None and self._last.first == first:
@@ -249,7 +248,7 @@ class MediaTables:
 
     def prefetch(self, rows: Iterable[Any]) -> None:
         """Starts to decode the contents of these rows of data, the first ones first."""
-        shown = [each for row in rows for each in media_of(row)]
+        shown = [each for row in rows for each in expanded_of(row)]
         self.loader.prefetch([reference for each in shown for reference in each.references])
 
     def forget(self) -> None:
@@ -268,13 +267,13 @@ class MediaTables:
         return counts | {"media/distinct": distinct / pictures if pictures else 1.0}
 
     def _load(
-        self, documents: Sequence[Expanded], items: Iterable[Item]
+        self, shown: Sequence[Expanded], items: Iterable[Item]
     ) -> tuple[dict[Item, np.ndarray], float]:
         contents = {item.content for item in items}
         references = {
             (reference.kind, reference.digest): reference
-            for document in documents
-            for reference in document.references
+            for each in shown
+            for reference in each.references
             if (reference.kind, reference.digest) in contents
         }
         waited = self.loader.waited
@@ -298,7 +297,7 @@ class MediaTables:
     def _count(
         self, shown: Sequence[Expanded], encoded: int, seconds: float, waited: float
     ) -> None:
-        items = [item for document in shown for item in document.items]
+        items = [item for each in shown for item in each.items]
         added = {
             "media/pictures": len(items),
             "media/rows": sum(item.rows for item in items),
