@@ -357,9 +357,10 @@ def test_numbers_that_are_no_plain_numbers(run):
     third = float(np.float32(1 / 3))
     log.write([sample(10, finish="\ud800", rewards={"format": third})], [tokens()])
     log.close()
+    surrogates = {chr(0xD800): 1, chr(0xD801): 2}
     lines = [
         {"step": 11, "reward": math.nan, "advantage": math.inf},
-        {"step": 12, "reward": math.inf, "advantage": 1e300},
+        {"step": 12, "reward": math.inf, "advantage": 1e300, "rewards": surrogates},
         {"step": 13, "reward": "high", "rewards": {"format": True, "'": 2}},
         {"step": 1 << 70},
     ]

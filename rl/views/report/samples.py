@@ -70,10 +70,10 @@ def choose(directory: Path, count: int, part: Part, damage: list[Damage], seed: 
         return Chosen()
     index = _Index()
     extract = _parsed if sum(sizes) <= _PARSED else _cut_out
-    ranges = _ranges(sizes)
-    for number, first, last in ranges:
-        _scan(index, files[number], number, (first, last), extract, part, damage)
-    partial = sum(last - first for _, first, last in ranges) < sum(sizes)
+    blocks = _blocks(sizes)
+    for block in blocks:
+        _scan(index, files[block.file], block, extract, part, damage)
+    partial = sum(block.last - block.first for block in blocks) < sum(sizes)
     result = Chosen(total=len(index.file), partial=partial)
     gaps = _gaps(index, files)
     chosen = pick(index.reward, index.length, index.cut, index.faulted, gaps, count, seed)
@@ -148,55 +148,62 @@ def _top(values: np.ndarray, order: np.ndarray) -> np.ndarray:
     return known[np.argsort(-values[known], kind="stable")]
 
 
-def _ranges(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns the parts (file, first byte, last byte) that are read: all, or blocks spread evenly
-    over the files."""
+@dataclass(frozen=True)
+class _Block:
+    """A part of a file that is read. file: its number; first, last: first byte, and the one behind
+    the block."""
+
+    file: int
+    first: int
+    last: int
+
+
+def _blocks(sizes: Sequence[int]) -> list[_Block]:
+    """Returns the parts that are read: all, or blocks spread evenly over the files."""
     if sum(sizes) <= _READ:
-        return [(number, 0, size) for number, size in enumerate(sizes)]
+        return [_Block(number, 0, size) for number, size in enumerate(sizes)]
     bounds = np.r_[0, np.cumsum(sizes)]
     block = _READ // _BLOCKS
     result = []
     for start in np.linspace(0, bounds[-1] - block, _BLOCKS).astype(np.int64).tolist():
         number = int(np.searchsorted(bounds, start, side="right")) - 1
         first = start - int(bounds[number])
-        result.append((number, first, min(first + block, sizes[number])))
+        result.append(_Block(number, first, min(first + block, sizes[number])))
     return result
 
 
 def _scan(
     index: _Index,
     path: Path,
-    number: int,
-    span: tuple[int, int],
+    block: _Block,
     extract: Callable[[bytes], SampleNumbers | None],
     part: Part,
     damage: list[Damage],
 ) -> None:
     every = part == Part()
-    first, last = span
     with path.open("rb") as file:
-        file.seek(first)
-        if first:
+        file.seek(block.first)
+        if block.first:
             file.readline()  # the end of a line that begins before
         offset = file.tell()
         for line_number, line in enumerate(file, 1):
             start = offset
             offset = offset + len(line)
-            if start >= last:
+            if start >= block.last:
                 return
             if not line.endswith(b"\n"):
                 return  # torn: a process is writing it, or was killed while it did
             sample = extract(line)
             if sample is None:
                 if line.strip():
-                    where = line_number if not first else 0
+                    where = line_number if not block.first else 0
                     damage.append(
                         Damage(path, where, "damaged line; delete it, or restore it from a backup")
                     )
                 continue
             if not every and not part.holds(sample.stage, sample.step):
                 continue
-            index.file.append(number)
+            index.file.append(block.file)
             index.offset.append(start)
             index.size.append(len(line))
             index.line.append(line_number)

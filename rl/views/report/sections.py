@@ -236,7 +236,7 @@ def _stage_rows(run: RecordedRun) -> list[list[str]]:
                 esc(name),
                 done,
                 seconds_text(max(spent) - before) if spent else "-",
-                *_change(run, name),
+                *_metric_cells(run, name),
             ]
         )
     return rows
@@ -268,8 +268,8 @@ def _earlier(run: RecordedRun, stage: str, than: str) -> bool:
     return than in run.stages and run.stages.index(stage) < run.stages.index(than)
 
 
-def _change(run: RecordedRun, stage: str) -> tuple[str, str, str]:
-    """Returns (metric, first, last) of the metric that says most about a stage."""
+def _metric_cells(run: RecordedRun, stage: str) -> list[str]:
+    """Returns three cells: the metric that says most about a stage, its first and last value."""
     for name in (
         ACCURACY,
         "reward/mean",
@@ -282,8 +282,9 @@ def _change(run: RecordedRun, stage: str) -> tuple[str, str, str]:
             values = metric.value[metric.stage == run.stages.index(stage)]
             values = [each for each in values.tolist() if math.isfinite(each)]
             if values:
-                return f'<span class="mono">{esc(name)}</span>', text(values[0]), text(values[-1])
-    return "-", "-", "-"
+                shown = f'<span class="mono">{esc(name)}</span>'
+                return [shown, text(values[0]), text(values[-1])]
+    return ["-", "-", "-"]
 
 
 def evaluation_table(runs: Sequence[RecordedRun]) -> str:

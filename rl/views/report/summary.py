@@ -151,14 +151,23 @@ def interval(share: float, problems: int | None) -> tuple[float, float] | None:
     return float(low[0]), float(high[0])
 
 
-def reached(run: RecordedRun) -> list[tuple[float, str, int, float | None]]:
-    """Returns (tenth, stage, step, seconds) of the first evaluation at each tenth of accuracy that
-    the run reached."""
-    result: list[tuple[float, str, int, float | None]] = []
+@dataclass(frozen=True)
+class Reached:
+    """The first evaluation at an accuracy. seconds: of the run, None if they were not recorded."""
+
+    accuracy: float
+    stage: str
+    step: int
+    seconds: float | None
+
+
+def reached(run: RecordedRun) -> list[Reached]:
+    """Returns the first evaluation at each tenth of accuracy that the run reached."""
+    result: list[Reached] = []
     for each in evaluations(run):
         while len(result) < 10 and each.accuracy >= (len(result) + 1) / 10 - 1e-12:
             seconds = run.seconds.get((each.stage, each.step))
-            result.append(((len(result) + 1) / 10, each.stage, each.step, seconds))
+            result.append(Reached((len(result) + 1) / 10, each.stage, each.step, seconds))
     return result
 
 
@@ -219,10 +228,7 @@ def numbers(run: RecordedRun, axis: Axis, verdict: Sequence[str] = ()) -> dict[s
         "seconds": total_seconds(run),
         "headline": {line.metric: _headline_numbers(line) for line in lines if line},
         "evaluations": [_evaluation_numbers(each) for each in evaluations(run)],
-        "reached": [
-            {"accuracy": tenth, "stage": stage, "step": step, "seconds": seconds}
-            for tenth, stage, step, seconds in reached(run)
-        ],
+        "reached": [asdict(each) for each in reached(run)],
         "series": {
             name: _series(run, axis, metric) for name, metric in sorted(run.metrics.items())
         },
@@ -308,15 +314,15 @@ def _metrics(runs: Sequence[RecordedRun]) -> str:
 
 
 def _reached(runs: Sequence[RecordedRun]) -> str:
-    tables = [{each[0]: each for each in reached(run)} for run in runs]
+    tables = [{each.accuracy: each for each in reached(run)} for run in runs]
     tenths = sorted({tenth for each in tables for tenth in each})
     rows = []
     for tenth in tenths:
         row = [f"{tenth:.1f}"]
         for each in tables:
             if tenth in each:
-                _, stage, step, seconds = each[tenth]
-                row.append(f"{stage} {step:,}, {seconds_text(seconds)}")
+                first = each[tenth]
+                row.append(f"{first.stage} {first.step:,}, {seconds_text(first.seconds)}")
             else:
                 row.append("not reached")
         rows.append(row)

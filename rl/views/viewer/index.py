@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -106,6 +106,27 @@ class Segment:
     def id_at(self, offset: int) -> int:
         """Returns the id of the sample whose line begins at a byte."""
         return self.number << _OFFSET_BITS | min(offset, _OFFSET)
+
+
+class TextSpans(NamedTuple):
+    """First byte within a line, and the one behind it, of the prompt, the completion, and the
+    columns with the reward logs."""
+
+    prompt_first: int
+    prompt_end: int
+    completion_first: int
+    completion_end: int
+    rest_first: int
+    rest_end: int
+
+
+class TokenSpan(NamedTuple):
+    """Where the tokens of a sample lie: place in tokens.bin or -1, tokens of the prompt and of the
+    completion."""
+
+    at: int
+    n_prompt: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -412,7 +433,7 @@ class Index:
             else data.replace(b"\r", b" ").splitlines(True)
         )
         rows: list[list[Any]] = []
-        places: list[tuple[int, int, int]] = []
+        spans: list[TokenSpan] = []
         scores: list[tuple[int, int, float | None]] = []
         faults: list[tuple[int, int]] = []
         first, _ = segment.ids
@@ -421,54 +442,49 @@ class Index:
             try:
                 record = json.loads(line)
                 number = first + offset
-                row, place = self._row(record, number, line)
+                span = _token_span(record)
+                row = self._row(record, number, line, span)
                 own_scores = self._scores_of(record, number)
                 own_faults = self._faults_of(record, number)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
                 segment.damaged += bool(line.strip())
             else:
                 rows.append(row)
-                places.append(place)
+                spans.append(span)
                 scores += own_scores
                 faults += own_faults
             offset += len(line)
-        for row, gap in zip(rows, _gaps(segment.path, places), strict=True):
+        for row, gap in zip(rows, _gaps(segment.path, spans), strict=True):
             row.append(gap)
         marks = ", ".join("?" * _SAMPLE_COLUMNS)
         with self._database:
             self._database.executemany(f"INSERT INTO sample VALUES ({marks})", rows)
-            self._database.executemany("INSERT INTO score VALUES (?, ?, ?)", scores)
+            self._database.executemany("INSERT OR REPLACE INTO score VALUES (?, ?, ?)", scores)
             self._database.executemany("INSERT INTO fault VALUES (?, ?)", faults)
         segment.end = offset
         self._lines.pop(segment, None)
 
-    def _row(
-        self, record: dict[str, Any], number: int, line: bytes
-    ) -> tuple[list[Any], tuple[int, int, int]]:
-        """Returns the columns of a sample but the gap, and where its tokens lie: place in
-        tokens.bin or -1, tokens of the prompt and of the completion."""
+    def _row(self, record: dict[str, Any], number: int, line: bytes, span: TokenSpan) -> list[Any]:
+        """Returns the columns of a sample in the order of the table, but the gap, which is last."""
         prompt = identity(record).encode("utf-8", "surrogatepass")
         same = int.from_bytes(blake2b(prompt, digest_size=8).digest(), "little", signed=True)
-        n_prompt = _integer(record.get("n_prompt", 0))
-        length = _integer(sample_length(record))
-        row = [
+        return [
             number,
             len(line),
-            *_spans(line),
+            *_text_spans(line),
             same,
             _integer(record.get("prompt_id", -1)),
             _integer(record["step"]),
             _integer(record.get("sample", 0)),
             _integer(_version(record)),
-            n_prompt,
-            length,
+            span.n_prompt,
+            span.length,
             self._name("stage", record["stage"]),
             self._name("finish", record.get("finish")),
             record.get("eval") is True,
             _number(record.get("reward")),
             _single(record.get("advantage")),
         ]
-        return row, (_integer(record.get("at", -1)), n_prompt, length)
 
     def _scores_of(self, record: dict[str, Any], number: int) -> list[tuple[int, int, Any]]:
         own = record.get("rewards")
@@ -509,14 +525,19 @@ def _opened_copy(image: bytes) -> sqlite3.Connection:
     return database
 
 
-def _gaps(path: Path, places: list[tuple[int, int, int]]) -> list[float | None]:
-    """Reads the tokens of samples of a file. Returns the gap of each, None if it is unknown.
+def _token_span(record: dict[str, Any]) -> TokenSpan:
+    return TokenSpan(
+        at=_integer(record.get("at", -1)),
+        n_prompt=_integer(record.get("n_prompt", 0)),
+        length=_integer(sample_length(record)),
+    )
 
-    places: of each sample, place in tokens.bin or -1, tokens of the prompt and of the completion.
-    """
-    result: list[float | None] = [None] * len(places)
+
+def _gaps(path: Path, spans: list[TokenSpan]) -> list[float | None]:
+    """Reads the tokens of samples of a file. Returns the gap of each, None if it is unknown."""
+    result: list[float | None] = [None] * len(spans)
     binary = tokens_file(path)
-    at, n_prompt, length = np.array(places, np.int64).reshape(-1, 3).T
+    at, n_prompt, length = np.array(spans, np.int64).reshape(-1, 3).T
     known = np.flatnonzero(at >= 0)
     if not len(known) or not binary.is_file():
         return result
@@ -535,21 +556,21 @@ def _gaps(path: Path, places: list[tuple[int, int, int]]) -> list[float | None]:
     return result
 
 
-def _spans(line: bytes) -> tuple[int, int, int, int, int, int]:
-    """Returns first byte and end of prompt, completion, and columns with reward logs. Inside a JSON
-    text a quotation mark is escaped, so `"tokens":` is a key."""
+def _text_spans(line: bytes) -> TextSpans:
+    """Finds the texts of a line. Inside a JSON text a quotation mark is escaped, so `"tokens":` is
+    a key."""
     prompt = line.find(b'"prompt":')
     tokens = line.find(b'"tokens":')
     end = tokens if tokens >= 0 else line.rfind(b"}")
     completion = line.find(b'"completion":', prompt, end)
     if prompt < 0 or completion < 0:
-        return 0, end, end, end, end, end
+        return TextSpans(0, end, end, end, end, end)
     more = [
         place for key in (b'"columns":', b'"reward_log":') if (place := line.find(key, end)) >= 0
     ]
     until = line.find(b'"n_prompt":', min(more)) if more else -1
     rest = (min(more) + 10, until) if until >= 0 else (end, end)
-    return prompt + 9, completion, completion + 13, end, *rest
+    return TextSpans(prompt + 9, completion, completion + 13, end, *rest)
 
 
 def _version(record: dict[str, Any]) -> Any:
