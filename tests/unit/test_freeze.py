@@ -215,6 +215,24 @@ def test_frozen_layers_stay_and_the_others_learn_as_if_alone(param_dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "lion", "sgd", "adafactor"])
+def test_frozen_layers_stay_with_every_optimizer(name):
+    model = two_layers()
+    options = stage(freeze=["layers.1"], optimizer={"name": name, "weight_decay": 0.3})
+    trainer, state = begin(model, options, fresh=True)
+    for _ in range(2):
+        state, _ = trainer.update(state, batch())
+    for path, array in state.policy.params.items():
+        before = np.array(model.params[path])
+        after = np.array(array)
+        if path.startswith("stacks"):
+            assert after[1].tobytes() == before[1].tobytes(), path
+            assert (after[0] != before[0]).any(), path
+        else:
+            assert (after != before).any(), path
+
+
+@pytest.mark.slow
 def test_biases_and_experts_of_frozen_layers_stay():
     """The selection biases of layer 0 and one expert of layer 1 stay; those of layer 1 follow the
     counts."""
