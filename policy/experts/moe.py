@@ -18,8 +18,8 @@ from policy.config import DecoderConfig, Moe, Runtime
 from policy.experts.expert_parallel import mixture
 from policy.experts.experts import AXES, Weights, inputs
 from policy.experts.mlp import FeedForward
-from policy.experts.router import TopKRouter, chosen
-from policy.intermediates import LayerAux, Routing
+from policy.experts.router import ExpertChoice, TopKRouter, choose
+from policy.intermediates import LayerAux
 from policy.mesh.explicit import auto_axes, in_explicit_mode, spec_of
 from policy.ops.linear import Weight, einsum, linear, rounded
 from policy.ops.parameter import normal, split_module, weight, zeros
@@ -58,40 +58,35 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[jax.Array, LayerAux]:
         """Returns (x_BTE, LayerAux of the router). The router scores `router_input`, by default
         x."""
-        experts, weights, routing = self.choose(
-            x_BTE if router_input is None else router_input, step, runtime
-        )
+        choice = self.choose(x_BTE if router_input is None else router_input, step, runtime)
         read = x_BTE
         if self.spec.latent is not None:
             read = linear("bte,el->btl", x_BTE, self.latent_in_proj[...], runtime)
-        out, lost = mixture(
-            read, experts, weights, self.weights(x_BTE.dtype, runtime), self.spec, runtime
-        )
+        weights = self.weights(x_BTE.dtype, runtime)
+        out, lost = mixture(read, choice.experts, choice.weights, weights, self.spec, runtime)
         if self.spec.latent is not None:
             out = linear("btl,le->bte", out, self.latent_out_proj[...], runtime)
+        routing = choice.routing
         if lost is not None:
             assert routing.dropped is not None, "the runtime drops choices"
             routing = replace(routing, dropped=routing.dropped + lost)
         shared = self.shared_experts(x_BTE, step, runtime)
-        aux = LayerAux(routing=routing, routes=experts if "routes" in runtime.record else None)
+        routes = choice.experts if "routes" in runtime.record else None
+        aux = LayerAux(routing=routing, routes=routes)
         return out if shared is None else out + shared, aux
 
-    def choose(
-        self, x_BTE: jax.Array, step: Step, runtime: Runtime
-    ) -> tuple[jax.Array, jax.Array, Routing]:
-        """Returns (experts int[B, T, k], their weights float32[B, T, k], the statistics of
-        `routing_statistics`)."""
+    def choose(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> ExpertChoice:
+        """Chooses the experts of the tokens of a step."""
         if not in_explicit_mode():
-            return chosen(self.router, x_BTE, step, runtime)
+            return choose(self.router, x_BTE, step, runtime)
         weights, router = split_module(self.router)
 
         def run(weights, x_BTE, step):
-            return chosen(cast(TopKRouter, router(weights)), x_BTE, step, runtime)
+            return choose(cast(TopKRouter, router(weights)), x_BTE, step, runtime)
 
-        specs = spec_of(x_BTE), spec_of(x_BTE), PartitionSpec()
-        return cast(
-            tuple[jax.Array, jax.Array, Routing], auto_axes(run, specs, weights, x_BTE, step)
-        )
+        rows = spec_of(x_BTE)
+        specs = ExpertChoice(rows, rows, PartitionSpec())
+        return auto_axes(run, specs, weights, x_BTE, step)
 
     def shared_experts(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:
         """Returns the sum of the shared experts [B, T, E]; None without shared experts."""

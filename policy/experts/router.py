@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,30 @@ SCORES = {
     "sigmoid": jax.nn.sigmoid,
     "sqrt_softplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
 }
+
+
+class ScoredChoice(NamedTuple):
+    """The experts of tokens, by the scores of a router; all arrays begin with [N] or [B, T].
+
+    experts: int[..., k]. weights: float32[..., k] of their outputs. scores: float32[..., X] of all
+    experts.
+    """
+
+    experts: jax.Array
+    weights: jax.Array
+    scores: jax.Array
+
+
+class ExpertChoice(NamedTuple):
+    """The experts that compute tokens.
+
+    experts: int[B, T, k]. weights: float32[B, T, k] of their outputs. routing: the statistics of
+    `routing_statistics`.
+    """
+
+    experts: jax.Array
+    weights: jax.Array
+    routing: Routing
 
 
 class TopKRouter(nnx.Module):
@@ -55,21 +80,19 @@ class TopKRouter(nnx.Module):
         if spec.expert_scale:
             self.expert_scale = weight(rngs, (spec.experts,), (None,), ones)
 
-    def __call__(
-        self, x_NE: jax.Array, tokens_N: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns (experts int[N, k], weights float32[N, k], scores float32[N, X]) of tokens, given
-        their states and, for a router `by_token`, their ids."""
+    def __call__(self, x_NE: jax.Array, tokens_N: jax.Array | None = None) -> ScoredChoice:
+        """Chooses the experts of tokens by their states or, for a router `by_token`, by their
+        ids."""
         spec = self.spec
         scores, choice = self._scores(x_NE)
         if spec.by_token:
             assert tokens_N is not None, "the decoder fills in the tokens"
             experts = self.token_experts[...][tokens_N]
-            return experts, self.weigh(scores, experts), scores
+            return ScoredChoice(experts, self.weigh(scores, experts), scores)
         if spec.groups > 1:
             choice = jnp.where(self._eligible(choice), choice, -jnp.inf)
         _, experts = jax.lax.top_k(choice, spec.experts_per_token)
-        return experts, self.weigh(scores, experts), scores
+        return ScoredChoice(experts, self.weigh(scores, experts), scores)
 
     def weigh(self, scores: jax.Array, experts: jax.Array) -> jax.Array:
         """Computes the weights float32[..., k] of experts int[..., k] from the scores of all
@@ -120,17 +143,16 @@ def _even_table(tokens: int, spec: Router) -> jax.Array:
     return jnp.arange(tokens * k, dtype=jnp.int32).reshape(tokens, k) % spec.experts
 
 
-def chosen(
-    router: TopKRouter, x_BTE: jax.Array, step: Step, runtime: Runtime
-) -> tuple[jax.Array, jax.Array, Routing]:
-    """Chooses the experts of tokens; `MixtureOfExperts.choose` describes the result."""
+def choose(router: TopKRouter, x_BTE: jax.Array, step: Step, runtime: Runtime) -> ExpertChoice:
+    """Chooses the experts of the tokens of a step, or replays the choice that it brings, and leaves
+    out those beyond the capacity of an expert."""
     B, T, E = x_BTE.shape
     tokens_N = None if step.tokens is None else step.tokens.reshape(-1)
-    results = router(x_BTE.reshape(-1, E), tokens_N)
-    experts, weights, scores = (a.reshape(B, T, -1) for a in results)
-    experts, weights, replayed = replay(router, (experts, weights, scores), step)
+    choice = ScoredChoice(*(a.reshape(B, T, -1) for a in router(x_BTE.reshape(-1, E), tokens_N)))
+    choice, replayed = replay(router, choice, step)
+    experts = choice.experts
     routing = replace(
-        routing_statistics(experts, scores, step.segments, step.tree), replayed=replayed
+        routing_statistics(experts, choice.scores, step.segments, step.tree), replayed=replayed
     )
     if router.spec.by_token:  # the scores do not choose, so nothing balances them
         routing = replace(
@@ -139,7 +161,7 @@ def chosen(
     if runtime.drops:
         experts, dropped = limited(experts, step.segments, router.spec, runtime)
         routing = replace(routing, dropped=dropped)
-    return experts, weights, routing
+    return ExpertChoice(experts, choice.weights, routing)
 
 
 def routing_statistics(
@@ -203,30 +225,24 @@ def bias_update(bias_X: jax.Array, counts_X: jax.Array, rate: float) -> jax.Arra
 
 
 def replay(
-    router: TopKRouter, chosen: tuple[jax.Array, ...], step: Step
-) -> tuple[jax.Array, jax.Array, Replayed | None]:
-    """Replaces the router's choice by `step.routes` where these are known.
-
-    chosen: the router's result (experts, weights, scores), [B, T, ...] each; returned unchanged
-    without routes. Returns (experts int[B, T, k], their weights float32[B, T, k], counts of
-    replayed choices, and of those among them that the router would not have chosen, in any order).
+    router: TopKRouter, own: ScoredChoice, step: Step
+) -> tuple[ScoredChoice, Replayed | None]:
+    """Returns the router's own choice, [B, T, ...], with `step.routes` in its place where these are
+    known, and the counts of replayed choices: of all, and of those that the router would not have
+    made, in any order. Without routes the choice is unchanged, and the counts are None.
 
     Router replay (arXiv 2510.11370): a generator and a trainer that round differently choose
     different experts where two scores are close. With the generator's choice the trainer computes
     the function that was sampled from. The weights still come from the router's own scores, so that
     the gradient reaches the router.
     """
-    own, weights, scores = chosen
     if step.routes is None:
-        return own, weights, None
-    given = step.routes.astype(own.dtype)
+        return own, None
+    given = step.routes.astype(own.experts.dtype)
     known = given != UNKNOWN
     counted = (known & (step.segments != 0)[..., None]).astype(jnp.float32)
     counted = counted if step.tree is None else counted * step.tree.count[..., None]
-    agrees = jnp.any(given[..., :, None] == own[..., None, :], axis=-1)
-    experts = jnp.where(known, given, own)
-    return (
-        experts,
-        router.weigh(scores, experts),
-        Replayed(counted.sum(), jnp.sum(counted * ~agrees)),
-    )
+    agrees = jnp.any(given[..., :, None] == own.experts[..., None, :], axis=-1)
+    experts = jnp.where(known, given, own.experts)
+    replayed = Replayed(counted.sum(), jnp.sum(counted * ~agrees))
+    return own._replace(experts=experts, weights=router.weigh(own.scores, experts)), replayed

@@ -133,13 +133,13 @@ def _over_likeliest(
 ):
     """Compares the k likeliest tokens of the teacher."""
     V = min(student_head.shape[0], teacher_head.shape[0])
-    teacher_MK, ids_MK, rest_M = head.top_and_rest(
+    top = head.top_and_rest(
         teacher, teacher_head, min(spec.top_k, V), temperature, scalings[1], tiling, vocab=V
     )
     student_MK, entropy_M = head.logprobs(
-        student, student_head, ids_MK, temperature, scalings[0], tiling
+        student, student_head, top.ids, temperature, scalings[0], tiling
     )
-    outputs = top_divergence(student_MK, teacher_MK, rest_M, spec)
+    outputs = top_divergence(student_MK, top.logp, top.rest, spec)
     return DivergenceOutputs(
         outputs.divergence,
         jax.lax.stop_gradient(entropy_M),

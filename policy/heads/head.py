@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from policy.config import LogitScaling
 from policy.heads import vocab_tiles
 from policy.heads.logit_scaling import scaled, slope
-from policy.heads.vocab_tiles import Tiles
+from policy.heads.vocab_tiles import Tiles, TopTokens
 from policy.mesh.explicit import in_explicit_mode, over_devices, with_explicit_axes
 from policy.mesh.sharding import Layout, axes_of
 from policy.ops.projection import Projection
@@ -173,7 +173,8 @@ def top_logprobs(
     The tokens are computed in the chunks of `logprobs`. The result is not differentiable: for
     gradients pass `ids` to `logprobs`.
     """
-    return top_and_rest(hidden_ME, weight_VE, k, temperature, scaling, tiling)[:2]
+    top = top_and_rest(hidden_ME, weight_VE, k, temperature, scaling, tiling)
+    return top.logp, top.ids
 
 
 def top_and_rest(
@@ -184,13 +185,12 @@ def top_and_rest(
     scaling: LogitScaling = LogitScaling(),
     tiling: Tiling = Tiling(),
     vocab: int | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (logp, ids) of `top_logprobs`, and the logarithm of the probability of all other
-    tokens, float32[M].
+) -> TopTokens:
+    """Returns the k likeliest tokens as `top_logprobs`, and the rest.
 
-    vocab: the distribution is over the first so many tokens; None: over all. The logarithm is
-    summed over the other tokens, so it is exact where the likeliest have a probability near 1; -inf
-    if there are no others.
+    vocab: the distribution is over the first so many tokens; None: over all. The logarithm of the
+    rest is summed over the other tokens, so it is exact where the likeliest have a probability near
+    1.
     """
 
     def local(hidden, weight, temperature):
@@ -210,7 +210,7 @@ def top_and_rest(
         return vocab_tiles.top_and_rest(
             *given[:2], k, given[2], tiles, min(vocab or tiles.vocab, tiles.vocab)
         )
-    return tiling.spread(local, M, True, False, False)(*given)
+    return TopTokens(*tiling.spread(local, M, True, False, False)(*given))
 
 
 def in_chunks(rows: int, *arrays: jax.Array) -> list[jax.Array]:

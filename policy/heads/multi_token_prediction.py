@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,19 @@ if TYPE_CHECKING:
     from policy.decoder import Decoder
 
 
+class ModuleOutput(NamedTuple):
+    """What a prediction module makes of tokens [B, T].
+
+    states: the input of the next module, [B, T, E]. head_input: the input of the head, [B, T, E].
+    cache: with the entries of these tokens; None without one. aux: of the module's layer.
+    """
+
+    states: jax.Array
+    head_input: jax.Array
+    cache: LayerCache | None
+    aux: LayerAux
+
+
 def predict(
     decoder: Decoder,
     d: int,
@@ -43,12 +56,9 @@ def predict(
     step: Step,
     cache: LayerCache | None,
     runtime: Runtime,
-) -> tuple[jax.Array, jax.Array, LayerCache | None, LayerAux]:
+) -> ModuleOutput:
     """Runs module d on the states of module d - 1 and the step's tokens, which are the tokens d
-    places on.
-
-    Returns (input of module d + 1, input of the head, cache, LayerAux).
-    """
+    places on."""
     spec = _spec(decoder)
     assert step.tokens is not None, "modules read the step's tokens"
     graph, weights = nnx.split(decoder.mtp)
@@ -58,7 +68,7 @@ def predict(
         step = step.for_layer(len(decoder.config.layers) + d - 1)
     x, cache, aux = module(hidden_BTE, decoder.embed(step, runtime), step, cache, runtime)
     normed = module.post_norm(x) if spec.final_norm else decoder.norm(x)
-    return normed if spec.input == "post_norm" else x, normed, cache, aux
+    return ModuleOutput(normed if spec.input == "post_norm" else x, normed, cache, aux)
 
 
 def _spec(decoder: Decoder) -> MultiTokenPrediction:
@@ -107,15 +117,16 @@ def predictions(
             shifted = replace(
                 shifted, tree=replace(step.tree, last=jnp.where(goes_on, step.tree.last, 0))
             )
-        states, normed, _, layer = predict(decoder, d, states, shifted, None, runtime)
-        return states, normed, layer
+        return predict(decoder, d, states, shifted, None, runtime)
 
     logps = []
     agrees = []
     layers = []
     for d in range(1, _spec(decoder).depth + 1):
         run = partial(module, d)
-        states, normed, layer = (run if runtime.remat == "none" else jax.checkpoint(run))(states)
+        output = (run if runtime.remat == "none" else jax.checkpoint(run))(states)
+        states = output.states
+        normed = output.head_input
         rows = _rows(normed, step.tree, d + 1)
         targets = tokens_BT.reshape(-1)
         logp, _ = head.logprobs(
@@ -128,7 +139,7 @@ def predictions(
                 valid, _likeliest(decoder, normed, step.tree, d + 1, tiling) == best, False
             ).astype(jnp.float32)
         )
-        layers.append(layer)
+        layers.append(output.aux)
     stacked = jax.tree.map(lambda *each: jnp.stack(each), *layers)
     return replace(
         aux,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +116,18 @@ def add_exp(sums: tuple[jax.Array, jax.Array], z_MN: jax.Array) -> tuple[jax.Arr
     return new, total * jnp.exp(top - new) + jnp.exp(z_MN - new[:, None]).sum(axis=1)
 
 
+class TopTokens(NamedTuple):
+    """The k likeliest tokens in each of M places, likeliest first, lowest id first among equals.
+
+    logp: float32[M, k], their log-probabilities. ids: int32[M, k]. rest: float32[M], the logarithm
+    of the probability of all other tokens; -inf if there are none.
+    """
+
+    logp: jax.Array
+    ids: jax.Array
+    rest: jax.Array
+
+
 def top_and_rest(
     hidden_ME: jax.Array,
     weight_VE: jax.Array,
@@ -123,7 +135,7 @@ def top_and_rest(
     temperature: jax.Array,
     tiles: Tiles,
     vocab: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> TopTokens:
     """Returns the results of policy/heads/head.py:top_and_rest over the first `vocab` tokens,
     without a gradient.
 
@@ -185,7 +197,7 @@ def top_and_rest(
     top, ids, (largest, total) = jax.lax.fori_loop(0, tiles.count, one, start)
     rest = largest + jnp.log(jnp.where(largest > low, total, 0.0))
     normal = jnp.logaddexp(jax.nn.logsumexp(top, axis=1), rest)
-    return top - normal[:, None], ids, rest - normal
+    return TopTokens(top - normal[:, None], ids, rest - normal)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))

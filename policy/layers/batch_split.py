@@ -191,8 +191,8 @@ def _mix(layer, x: jax.Array, step: Step, runtime: Runtime):
 def _choose(
     layer, read: jax.Array, step: Step, runtime: Runtime
 ) -> tuple[tuple[jax.Array, ...], Routing]:
-    experts, weights, routing = layer.feed_forward.choose(read, step, runtime)
-    return (read, experts, weights), routing
+    choice = layer.feed_forward.choose(read, step, runtime)
+    return (read, choice.experts, choice.weights), choice.routing
 
 
 def _leave(layer, half, out: jax.Array, shared: jax.Array | None, step: Step) -> jax.Array:

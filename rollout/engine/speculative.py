@@ -137,9 +137,10 @@ class SpeculativePrograms(DecoderPrograms):
                     step, segments=step.segments * known, tokens=tokens_PC[:, k : k + C]
                 )
                 layer = LayerCache.of(drafts.layers[k - 1], 0, shifted, runtime.layout)
-                read, _, layer, _ = predict(decoder, k, read, shifted, layer, runtime)
-                assert layer is not None, "a module that has a cache returns it"
-                layers.append(layer.arrays)
+                output = predict(decoder, k, read, shifted, layer, runtime)
+                read = output.states
+                assert output.cache is not None, "a module that has a cache returns it"
+                layers.append(output.cache.arrays)
             hidden = _slide(drafts.hidden[0, :, 0], aux.mtp_input, step.segments.sum(axis=1))
         return self.to_decode(main), Drafts(tuple(layers), hidden[None, :, None])
 
@@ -222,10 +223,11 @@ class SpeculativePrograms(DecoderPrograms):
                 positions=jnp.maximum(at, 0), segments=segments, tokens=tokens, pages=state.pages
             )
             layer = LayerCache.of(layers[module - 1], 0, step, runtime.layout)
-            read, normed, layer, _ = predict(decoder, module, read, step, layer, runtime)
-            assert layer is not None, "a module that has a cache returns it"
-            layers[module - 1] = layer.arrays
-            logits = modes.logits(decoder, normed[:, -1], runtime)
+            output = predict(decoder, module, read, step, layer, runtime)
+            read = output.states
+            assert output.cache is not None, "a module that has a cache returns it"
+            layers[module - 1] = output.cache.arrays
+            logits = modes.logits(decoder, output.head_input[:, -1], runtime)
             place = loop.cached + k
             draw_ids = state.prompt_id, state.sample, place
             processed = state.processed(logits, place, seen)
