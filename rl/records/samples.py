@@ -185,13 +185,6 @@ def read_tokens(path: Path, sample: Mapping[str, Any]) -> np.ndarray:
     return np.fromfile(tokens_file(path), TOKEN, count, offset=start)
 
 
-def first_version(sample: Mapping[str, Any]) -> int:
-    """Returns the version of the weights that drew the first token of a sample; -1 if it is not
-    recorded."""
-    version = sample.get("version", -1)
-    return int(version[0][1] if isinstance(version, list) else version)
-
-
 def _kept_bytes(path: Path, keep: Callable[[dict[str, Any]], bool]) -> tuple[int, int]:
     """Returns the bytes up to the last line that `keep` accepts, and the bytes of tokens up to the
     same completion."""

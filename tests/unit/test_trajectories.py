@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rewards import Scores
+from rl.commands import cli
 from rl.data.datasets import Example
 from rl.data.encoded import Problem
 from rl.records import samples
@@ -155,7 +156,7 @@ def test_filters_are_those_of_the_tokens_that_the_policy_wrote():
     assert (batch.kept[1:] == -1).all() and metrics["sampler/kept_mean"] == 1.5
 
 
-def test_records_have_turns_flags_and_versions(tmp_path):
+def test_records_have_turns_flags_and_versions(tmp_path, capsys):
     made = sampled()
     batch = rollouts.to_batch(made, 8)
     batch = batch.replace(advantages=rollouts.by_row(made, [0.5, -0.5]))
@@ -181,12 +182,16 @@ def test_records_have_turns_flags_and_versions(tmp_path):
     assert (episode_line["n_prompt"], episode_line["n"]) == (2, 9)
     assert episode_line["segments"] == [8, 3] and "segments" not in plain
     assert episode_line["finish"] == "length" and plain["finish"] == "stop"
-    assert list(map(samples.first_version, (episode_line, plain, {}))) == [3, 4, -1]
     log = samples.SampleLog(tmp_path)
     log.write(lines, tokens)
     log.close()
     for line, own in zip(samples.read(tmp_path), tokens, strict=True):
         assert samples.read_tokens(tmp_path / "samples.jsonl", line).tobytes() == own.tobytes()
+    (tmp_path / "events.jsonl").write_text("")
+    assert cli.main(["samples", str(tmp_path), "version:4", "sample:0", "--json"]) == 0
+    (shown,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (shown["version"], shown["n"]) == ([[2, 3], [7, 4]], 9)
+    assert cli.main(["samples", str(tmp_path)]) == 0
 
 
 def test_counts_are_those_of_trajectories():
