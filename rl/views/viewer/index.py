@@ -107,6 +107,11 @@ class Segment:
         """Returns the id of the sample whose line begins at a byte."""
         return self.number << _OFFSET_BITS | min(offset, _OFFSET)
 
+    def name_of(self, number: int) -> str:
+        """Returns a name of the sample with an id, which stays the same when the file is renamed or
+        grows."""
+        return f"{self.key}-{number & _OFFSET}"
+
 
 class TextSpans(NamedTuple):
     """First byte within a line, and the one behind it, of the prompt, the completion, and the
@@ -206,10 +211,9 @@ class Index:
         for own in selected:
             size, same, prompt, step, sample, version, n_prompt, length, *rest = own
             stage, finish, evaluation, reward, advantage, gap = rest
-            segment = next(each for each in self.segments if each.number == number >> _OFFSET_BITS)
             return Sample(
                 id=number,
-                segment=segment,
+                segment=self.segment_of(number),
                 size=size,
                 same=same,
                 prompt=prompt,
@@ -227,6 +231,13 @@ class Index:
                 scores=self._scores(number),
                 faults=self._faults(number),
             )
+        raise LookupError(number)
+
+    def segment_of(self, number: int) -> Segment:
+        """Returns the file of the sample with an id. Raises LookupError if it is gone."""
+        for segment in self.segments:
+            if segment.number == number >> _OFFSET_BITS:
+                return segment
         raise LookupError(number)
 
     def _scores(self, number: int) -> dict[str, float | None]:

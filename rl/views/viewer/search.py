@@ -34,7 +34,7 @@ class SamplePlace:
     @property
     def id(self) -> str:
         """A name that stays the same when the file is renamed or grows."""
-        return f"{self.numbers.segment.key}-{self.numbers.offset}"
+        return self.numbers.segment.name_of(self.numbers.id)
 
     @property
     def path(self) -> Path:

@@ -42,14 +42,15 @@ def write(directory: str, target: str, text: str = "") -> int:
             f"--static {folder}: it exists and is no folder of `rl view`; name a new one"
         )
     index = terminal.opened(directory)
-    every = search.places(index, search.matching(index, terms))
-    numbers = {place.id: str(number) for number, place in enumerate(every)}
+    every = search.matching(index, terms)
+    names = (index.segment_of(each).name_of(each) for each in every.tolist())
+    numbers = {name: str(number) for number, name in enumerate(names)}
     texts = TokenTexts(index.directory)
     pages = -(-len(every) // PER_CHUNK)
     try:
         (folder / "data").mkdir(parents=True, exist_ok=True)
         for page in range(pages):
-            chunk = every[page * PER_CHUNK : (page + 1) * PER_CHUNK]
+            chunk = search.places(index, every[page * PER_CHUNK : (page + 1) * PER_CHUNK])
             lists = [records.listed(index, place) for place in chunk]
             samples = [
                 records.with_texts(records.full(index, place, RELATIVES), texts) for place in chunk
