@@ -16,16 +16,14 @@ import time
 from contextlib import closing
 
 from policy.mesh import processes
-from rl.config import changes, files
+from rl.config import changes
 from rl.config.run import RunConfig
 from rl.errors import reward_errors
 from rl.records.manifest import Manifest
-from rl.records.manifest import devices as device_facts
 from rl.records.timeline import Timeline
 from rl.run import build
-from rl.run.compilation import compile_generator
 from rl.run.folder import RunFolder
-from rl.run.health import devices, probe
+from rl.run.health import devices
 from rl.run.prepare import Prepared, prepare, with_date
 from rl.run.resume.continued import continued_on_all, folder_state, has_known_steps
 from rl.run.signals import StopSignal
@@ -33,6 +31,7 @@ from rl.run.state import Run, is_finished
 from rl.run.steps.measures import Measures
 from rl.run.steps.notes import StepNotes
 from rl.run.steps.outlook import step_metrics
+from rl.run.steps.start import start_run, start_stage
 from rl.run.steps.until import is_reached
 from rl.run.unfinished.stop import StoppedAt
 from rl.stages.stage import StageKind
@@ -72,16 +71,8 @@ def run(config: RunConfig) -> int:
 
 def _run_stages(run: Run, prepared: Prepared, manifest: Manifest) -> None:
     """Runs the remaining stages, and exports the final weights unless `rl stop` stopped the run.
-    run.json gets facts about the run, and where it stopped or which best steps it went on with."""
-    for note in prepared.notes:
-        run.events.note(note)
-    run.note_inspection(prepared.faults)
-    manifest.note(
-        devices=device_facts(),
-        weights=run.weights,
-        data=prepared.fingerprints,
-        changed=files.changed_keys(run.config),
-    )
+    run.json says where it stopped, or which best steps it went on with."""
+    start_run(run, prepared, manifest)
     for stage, checkpoint in run.remaining():
         stopped = _run_stage(run, stage, checkpoint)
         if stopped is not None:
@@ -98,21 +89,14 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
 
     Returns where the run stopped, with its weights exported, if `rl stop` asked for it.
     """
-    resumed = checkpoint is not None
-    done = checkpoint["step"] if resumed else 0
-    is_over = resumed and checkpoint["ended"]
-    state = run.start(stage, checkpoint)
-    run.folder.begin(over=is_over and stage.index == len(run.stages) - 1)
-    compile_generator(run)
-    if not resumed:
-        probe.before_first_step(run, stage)
-    run.use(stage, done + 1)
+    state = start_stage(run, stage, checkpoint)
     measures = Measures(run, stage)
-    if not resumed and (metrics := measures.before_first_step(state)):
+    notes = StepNotes(run, stage, resumed=checkpoint is not None)
+    if checkpoint is None and (metrics := measures.before_first_step(state)):
         run.events.step(stage.name, 0, metrics)
-    notes = StepNotes(run, stage, resumed)
     steps = run.config.stages[stage.index].total_steps
-    last = done if is_over else steps
+    done = 0 if checkpoint is None else checkpoint["step"]
+    last = done if checkpoint is not None and checkpoint["ended"] else steps
     new_settings_after = changes.boundaries(run.config, stage.index)
 
     for step in range(done + 1, last + 1):

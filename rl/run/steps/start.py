@@ -1,0 +1,43 @@
+"""The start of a run and of a stage, before their first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl.config import files
+from rl.records.manifest import Manifest, devices
+from rl.run.compilation import compile_generator
+from rl.run.health import probe
+from rl.run.prepare import Prepared
+from rl.run.state import Run
+from rl.stages.stage import StageKind
+
+
+def start_run(run: Run, prepared: Prepared, manifest: Manifest) -> None:
+    """Notes what the configuration and the data give rise to, and writes facts about the run into
+    run.json."""
+    for note in prepared.notes:
+        run.events.note(note)
+    run.note_inspection(prepared.faults)
+    manifest.note(
+        devices=devices(),
+        weights=run.weights,
+        data=prepared.fingerprints,
+        changed=files.changed_keys(run.config),
+    )
+
+
+def start_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> Any:
+    """Returns the state of a stage, which takes the settings of its next step.
+
+    checkpoint: the host part of the checkpoint that the stage goes on from; None: it begins, and
+    the first stage that samples is probed.
+    """
+    state = run.start(stage, checkpoint)
+    is_over = checkpoint is not None and checkpoint["ended"]
+    run.folder.begin(over=is_over and stage.index == len(run.stages) - 1)
+    compile_generator(run)
+    if checkpoint is None:
+        probe.before_first_step(run, stage)
+    run.use(stage, 1 if checkpoint is None else checkpoint["step"] + 1)
+    return state
