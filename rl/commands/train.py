@@ -144,7 +144,7 @@ def _checked(config: RunConfig) -> tuple[RunConfig, list[str]]:
         build.check_frozen(config)
     counted = config
     steps = []
-    if not has_known_steps(config) or any(stage.held_out for stage in config.stages):
+    if not has_known_steps(config) or any(s.held_out or s.curriculum for s in config.stages):
         from rl.run.prepare import read_held_out, with_steps  # imports jax
 
         notes += read_held_out(config, first=100, hub=False)

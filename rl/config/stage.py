@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 import rl.algorithms
 import rollout.types
-from rl.config.data import HeldOutData, RewardSettings, TrainedData
+from rl.config.data import HeldOutData, PluginOptions, RewardSettings, TrainedData
 from rl.config.model import TeacherOptions
-from rl.config.schema import Section, Strict, accepted_types, as_integer, fields_of
+from rl.config.schema import HOME, Section, Strict, accepted_types, as_integer, fields_of
 
 
 @fields_of(
@@ -294,6 +294,20 @@ class HeldOutOptions(Strict):
     every: int = Field(default=0, ge=0, description="steps; 0: only first and last")
 
 
+class CurriculumOptions(Strict):
+    """A hook that chooses the rows of each step, and is told their rewards (docs/data.md)."""
+
+    shorthand: ClassVar[str | None] = "name"
+
+    name: Annotated[str, HOME] = Field(
+        description="pass_rate (leaves out rows that are always or never solved), file.py:function "
+        "or package.module:function"
+    )
+    options: PluginOptions = Field(
+        default={}, description="keyword arguments handed to the function"
+    )
+
+
 class BestOptions(Strict):
     """Keeps the checkpoint of the best step of the stage, in addition to the newest ones.
 
@@ -367,6 +381,11 @@ class StageOptions(Strict):
         default=None,
         description="rows whose loss is measured during the stage (sft, dpo, kto, reward_model); "
         "null: none",
+    )
+    curriculum: CurriculumOptions | None = Field(
+        default=None,
+        description="what chooses the rows of each step; null: each pass has all rows in shuffled "
+        "order",
     )
     best: BestOptions | None = Field(
         default=None,

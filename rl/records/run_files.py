@@ -26,6 +26,7 @@ SAMPLES = "samples.jsonl"
 TOKENS = "tokens.bin"
 SEGMENTS = "samples"
 MEDIA = "media"
+CURRICULUM = "curriculum.json"
 
 
 @dataclass(frozen=True)

@@ -114,19 +114,24 @@ def _prepared(config: RunConfig) -> Prepared:
         counted, notes = _with_steps(config, stages)
         for stage in stages:
             stage.config, stage.options = counted, counted.stages[stage.index]
-        return Prepared(counted, data, stages, [*notes, *_effects(stages)], faults)
+        notes += [*_effects(stages), *_curricula(stages)]
+        return Prepared(counted, data, stages, notes, faults)
     except (DataError, ModelError):
         data.close()
         raise
 
 
 def with_steps(config: RunConfig, *, hub: bool = True) -> tuple[RunConfig, list[str]]:
-    """Reads the data of stages with `epochs`.
+    """Reads the data of stages with `epochs` or a curriculum.
 
     hub: whether datasets of the hub are read, which may be downloaded. Returns (the configuration
-    with the steps of those stages, a note for each of them). Raises what `prepare` raises for data.
+    with the steps of those stages, notes about them). Raises what `prepare` raises for data.
     """
-    stages = [stage for stage in rl.stages.create(config) if stage.options.epochs is not None]
+    stages = [
+        stage
+        for stage in rl.stages.create(config)
+        if stage.options.epochs is not None or stage.options.curriculum is not None
+    ]
     if not hub:
         stages = [stage for stage in stages if not any(map(_on_hub, stage.datasets))]
     if not stages:
@@ -135,7 +140,8 @@ def with_steps(config: RunConfig, *, hub: bool = True) -> tuple[RunConfig, list[
     try:
         for stage in stages:
             stage.prepare(data)
-        return _with_steps(config, stages)
+        config, notes = _with_steps(config, stages)
+        return config, [*notes, *_curricula(stages)]
     finally:
         data.close()
 
@@ -197,6 +203,12 @@ def _effects(stages: Sequence[StageKind]) -> list[str]:
     ]
 
 
+def _curricula(stages: Sequence[StageKind]) -> list[str]:
+    """Returns what curricula say about the rows."""
+    curricula = {stage.name: stage.curriculum for stage in stages}
+    return [f"{name}: {each.note}" for name, each in curricula.items() if each and each.note]
+
+
 def _with_steps(config: RunConfig, stages: Sequence[StageKind]) -> tuple[RunConfig, list[str]]:
     """Returns (the configuration with `steps` in place of the `epochs` of these stages, a note for
     each of them)."""
@@ -206,7 +218,7 @@ def _with_steps(config: RunConfig, stages: Sequence[StageKind]) -> tuple[RunConf
         if (epochs := stage.options.epochs) is None:
             continue
         steps = stage.steps_of(epochs)
-        rows = stage.examples
+        rows = stage.examples_of_pass
         options[stage.index] = stage.options.model_copy(update={"steps": steps, "epochs": None})
         made = f"{steps:,} step{'s' * (steps != 1)} of {stage.options.prompts_per_step:,}"
         notes.append(

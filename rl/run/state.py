@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rl.data import models
 from rl.data import teacher as teachers
 from rl.data.inspect import listing
 from rl.errors import Fault, Interrupted, ModelError, ResourceError, disk_room
+from rl.records.run_files import CURRICULUM, read_json
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
 from rl.run.health import start_checks
@@ -113,12 +115,27 @@ class Run(Context):
             "starting the stage" if checkpoint is None else "reading a checkpoint", stage=stage.name
         ):
             if checkpoint is None:
-                return stage.start(self)
+                state = stage.start(self)
+                self._note_curriculum(stage)
+                return state
             restored = self.checkpoints.restore(stage.abstract())
             assert restored is not None
             state = stage.start(self, restored[1])
+        self._note_curriculum(stage)
         self.model.params = state.policy.params
         return state
+
+    def _note_curriculum(self, stage: StageKind) -> None:
+        """Writes curriculum.json: the histogram of each stage with a curriculum, for the report."""
+        shown = None if stage.curriculum is None else stage.curriculum.histogram()
+        if shown is None or not processes.first():
+            return
+        file = self.folder.path / CURRICULUM
+        try:
+            stages = read_json(file, []) | {stage.name: asdict(shown)}
+            file.write_text(json.dumps(stages, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            self.events.note(f"{CURRICULUM} cannot be written: {error.strerror}")
 
     def use(self, stage: StageKind, step: int) -> None:
         """Takes the settings that hold from this step of the stage on, and shows those that

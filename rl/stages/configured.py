@@ -12,12 +12,14 @@ from rl.data import models
 from rl.data.datasets import has_sources
 from rl.errors import Fault
 from rl.stages import algorithm_of
+from rl.stages.curriculum import named
 from rl.stages.sampling import filters
 from rollout.types import SamplingParams
 
 if TYPE_CHECKING:
     from rl.config.data import DataOptions
     from rl.config.run import RunConfig
+    from rl.config.stage import CurriculumOptions
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,8 @@ class ConfiguredStage:
                 f"{name} learns from no teacher; leave it out, or use distill",
                 key=(*self.path, "teacher"),
             )
+        if stage.curriculum is not None:
+            yield from self._check_curriculum(stage.curriculum)
         if stage.held_out and (reason := self._unheld()):
             yield Fault(
                 f"{name} {reason}; leave it out, or use `evaluation`", key=(*self.path, "held_out")
@@ -220,6 +224,15 @@ class ConfiguredStage:
         if stage.micro_batch and stage.micro_batch > (rows := self.rows_per_update):
             text = f"{stage.micro_batch} rows, but one update has {rows}; leave it out or lower it"
             yield Fault(text, key=(*self.path, "micro_batch"))
+
+    def _check_curriculum(self, options: CurriculumOptions) -> Iterator[Fault]:
+        path = (*self.path, "curriculum")
+        try:
+            named.check(options)
+        except ValueError as error:
+            keys = [key for key in options.options if f"`{key}`" in str(error)]
+            place = ("options", *keys[:1]) if keys else ("name",)
+            yield Fault(str(error), key=(*path, *place))
 
     def _unheld(self) -> str | None:
         """Returns why the stage has no loss on held-out rows, or None."""

@@ -253,6 +253,9 @@ _CONDITIONS = (
         "source/.+/epoch$", lambda stage: len(stage.datasets) > 1, "its data are one dataset"
     ),
     _Condition(
+        "source/.+/epoch$", lambda stage: not stage.options.curriculum, "it has a curriculum"
+    ),
+    _Condition(
         "source/.+/(reward_mean|frac_zero_std|mean_length)$",
         lambda stage: stage.samples_completions,
         "this stage samples no completions",

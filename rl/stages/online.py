@@ -21,6 +21,7 @@ from rl.stages.sampling.dynamic import DynamicSampling
 from rl.stages.sampling.recorded import Recorded
 from rl.stages.sampling.staleness import check_difference, difference, gap, stale_tokens, staleness
 from rl.stages.sampling.synchronous import Synchronous
+from rl.stages.sampling.taught import Taught
 from rl.stages.sampling.unscored import check_scored
 from rl.stages.scorers import abstract_teacher
 from rl.stages.shapes import abstract_batch, abstract_rows, policy_update, update_program
@@ -111,6 +112,8 @@ class Stage(StageKind):
     def _check_recorded(self) -> Iterator[Fault]:
         """Yields the faults of a stage that trains on the samples of an earlier run."""
         key = (*self.path, "rollouts")
+        if self.options.curriculum is not None:
+            yield Fault("the samples say which rows a step takes; leave out curriculum", key=key)
         if self.options.steps is None:
             yield Fault("samples are recorded by step: set `steps`, not `epochs`", key=key)
         if self.max_kept:
@@ -181,7 +184,9 @@ class Stage(StageKind):
         """Returns what makes the groups of a step. `start` restores its state."""
         if self.options.rollouts is not None:
             return Recorded(self, self.options.rollouts)
-        producer = Synchronous(self)
+        producer: Producer = Synchronous(self)
+        if self.options.curriculum is not None:
+            producer = Taught(producer, self)
         if self.algorithm.dynamic_batches:
             return DynamicSampling(producer, self)
         return producer
@@ -200,7 +205,7 @@ class Stage(StageKind):
         return state
 
     def producer_state(self) -> dict[str, Any]:
-        return self.producer.state()
+        return self.producer.state() | super().producer_state()
 
     def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
         """Takes groups from the producer and trains on them."""

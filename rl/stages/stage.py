@@ -38,6 +38,8 @@ from rl.data.tokenizer import write_tokenizer
 from rl.errors import ModelError
 from rl.stages import generation
 from rl.stages.configured import ConfiguredStage
+from rl.stages.curriculum import named
+from rl.stages.curriculum.hook import Candidates, Curriculum
 from rl.stages.sampling import by_source, rollouts
 from rl.stages.sampling.evaluation import Evaluation
 from rl.stages.sharing import sharing_of
@@ -95,6 +97,8 @@ class StageKind(ConfiguredStage, ABC):
     """The rows of its data."""
     held_out_rows: Shard | None = None
     """The rows of `held_out`."""
+    curriculum: Curriculum | None = None
+    """What chooses the rows of each step; None: all of them, in shuffled order."""
 
     def __init__(self, config: RunConfig, index: int):
         super().__init__(config, index)
@@ -123,6 +127,10 @@ class StageKind(ConfiguredStage, ABC):
     def read_rows(self, reader: DataReader) -> None:
         """Reads the rows of the stage, and those that its loss is measured on."""
         self.rows = joined([self.read(reader, each) for each in self.datasets], self.datasets)
+        if (options := self.options.curriculum) is not None:
+            candidates = Candidates(self.rows, self.draw_seed)
+            self.curriculum = named.create(options, candidates)
+            self._order = candidates.among(self.curriculum.rows)
         self.read_held_out(reader)
 
     def read_held_out(self, reader: DataReader) -> None:
@@ -156,11 +164,18 @@ class StageKind(ConfiguredStage, ABC):
         """Returns how many examples of all processes make a pass over the data (an epoch)."""
         return self.rows.total
 
+    @property
+    def examples_of_pass(self) -> int:
+        """Returns how many of the examples make a pass: with a curriculum, those that it chooses
+        from."""
+        rows = None if self.curriculum is None else self.curriculum.rows
+        return self.examples if rows is None else len(rows)
+
     def steps_of(self, epochs: float) -> int:
-        """Returns the steps that take every example `epochs` times, rounded up: the last step may
+        """Returns the steps that take every example of a pass `epochs` times, rounded up: the last step may
         begin the next epoch. The result is exact for the decimal number that `epochs` was written
         as."""
-        return ceil(Fraction(str(epochs)) * self.examples / self.options.prompts_per_step)
+        return ceil(Fraction(str(epochs)) * self.examples_of_pass / self.options.prompts_per_step)
 
     def prompts(self) -> list:
         """Returns the prompts of this process, with their data columns, that the generator
@@ -251,9 +266,13 @@ class StageKind(ConfiguredStage, ABC):
 
             trained = self.trains_policy and trains_towers(context.model.graph, self.options)
             context.tables.start_stage(trained)
+        progress = context.progress
+        if restored is None:
+            progress.start_stage(self.algorithm.adaptive_coefs)
+        if self.curriculum is not None:
+            self.curriculum.restore(progress.producer.get("curriculum", {}))
         if restored is not None:
             return restored
-        context.progress.start_stage(self.algorithm.adaptive_coefs)
         return self.trainer.start(context.model.params, self.config.seed + self.index)
 
     def check_groups(self) -> None:
@@ -267,7 +286,7 @@ class StageKind(ConfiguredStage, ABC):
     def producer_state(self) -> dict[str, Any]:
         """Returns what a checkpoint holds of the groups that later steps train on, as values that
         JSON can hold. It is `Progress.producer` when the stage goes on."""
-        return {}
+        return {} if self.curriculum is None else {"curriculum": self.curriculum.state()}
 
     def load_scorers(self, context: Context) -> None:
         """Loads the teacher, and the reward models that the rewards call."""
@@ -340,10 +359,17 @@ class StageKind(ConfiguredStage, ABC):
         if self.config.run.samples.every:
             rollouts.record_evaluation(self.context.events, self.name, *evaluated)
 
+    @property
+    def draw_seed(self) -> int:
+        """Returns the seed of the order of the rows."""
+        return self.config.seed * 1000 + self.index
+
     def order(self, total: int, numbers: range) -> list[int]:
         """Returns the indices in the data of the examples that a stage takes as number 0, 1, 2, ...
-        of its `total`."""
-        seed = self.config.seed * 1000 + self.index
+        of its `total`; with a curriculum, of the rows that it chooses from."""
+        if self.curriculum is not None:
+            return self._order.take(numbers)
+        seed = self.draw_seed
         if (mixture := self._mixture(total)) is not None:
             return mixture.order(seed, numbers)
         return [datasets.order(seed, total, number) for number in numbers]
@@ -365,8 +391,8 @@ class StageKind(ConfiguredStage, ABC):
         return Mixture([replace(part, rows=part.rows * per_row) for part in parts])
 
     def draw_examples(self, total: int, count: int | None = None) -> list[int]:
-        """Draws the next `count` of the `total` examples, in shuffled order, and counts them as
-        drawn. None: `prompts_per_step`.
+        """Draws the next `count` of the `total` examples, in shuffled order or by the curriculum,
+        and counts them as drawn. None: `prompts_per_step`.
 
         Returns their indices in the data.
         """
@@ -375,7 +401,11 @@ class StageKind(ConfiguredStage, ABC):
         start = progress.examples_drawn
         progress.examples_drawn += count
         self.rows_of_data = total
-        drawn = self.order(total, range(start, start + 2 * count))
+        if self.curriculum is None:
+            drawn = self.order(total, range(start, start + 2 * count))
+        else:
+            assert self.options.curriculum is not None
+            drawn = named.chosen(self.curriculum, self.options.curriculum.name, count, total)
         self.example_numbers = drawn[:count]
         if self.context.tables is not None:
             held = self.rows.held([number * self.rows.total // total for number in drawn])
@@ -440,8 +470,10 @@ class StageKind(ConfiguredStage, ABC):
         means |= {"time/update": span.seconds, "perf/step_tokens": float(batch.real)}
         means["batch/trained_share"] = float(np.count_nonzero(batch.mask)) / max(1, batch.real)
         if self.rows_of_data:
-            means["data/epoch"] = progress.examples_drawn / self.rows_of_data
-            if (mixture := self._mixture(self.rows_of_data)) is not None:
+            of_pass = self.rows_of_data if self.curriculum is None else self.examples_of_pass
+            means["data/epoch"] = progress.examples_drawn / of_pass
+            mixture = None if self.curriculum else self._mixture(self.rows_of_data)
+            if mixture is not None:
                 epochs = mixture.epochs(progress.examples_drawn)
                 means |= {f"source/{name}/epoch": value for name, value in epochs.items()}
             if self.has_sources and not self.samples_completions:

@@ -44,6 +44,12 @@ class Stage(supervised.Stage):
 
     def _check_kind(self) -> Iterator[Fault]:
         yield from super()._check_kind()
+        if self.options.curriculum is not None:
+            yield Fault(
+                "a curriculum chooses rows, and this stage takes both answers of a pair one by "
+                "one; leave it out",
+                key=(*self.path, "curriculum"),
+            )
         if "old_logp" in self.inputs and self.rows_per_update < 2:
             yield Fault(
                 "the KL is estimated from answers to other prompts, so an update needs at least 2 "

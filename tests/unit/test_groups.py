@@ -64,7 +64,8 @@ def source(batches, problems=100):
         groups = [replace(group, row=row) for group, row in zip(sampled.groups, taken, strict=True)]
         return replace(sampled, groups=groups)
 
-    return SimpleNamespace(generates=True, take=take)
+    keeps_nothing = {"state": dict, "restore": lambda state: None}
+    return SimpleNamespace(generates=True, take=take, **keeps_nothing)
 
 
 def problems_of(rows):

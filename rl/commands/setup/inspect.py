@@ -73,7 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
 
         probed = inspect_probe(config, arguments.probe, arguments.stage)
     notes = []
-    if not inspection.refused and any(stage.epochs or stage.held_out for stage in config.stages):
+    if not inspection.refused and any(
+        stage.epochs or stage.held_out or stage.curriculum for stage in config.stages
+    ):
         from rl.run.prepare import read_held_out, with_steps  # imports jax
 
         notes = [*with_steps(config)[1], *read_held_out(config)]

@@ -71,8 +71,10 @@ class DynamicSampling:
         return replace(result, metrics={**result.metrics, **metrics})
 
     def state(self) -> dict[str, Any]:
-        return {"carried": [group.to_json() for group in self.carried]}
+        carried = [group.to_json() for group in self.carried]
+        return {**self._producer.state(), "carried": carried}
 
     def restore(self, state: dict[str, Any]) -> None:
+        self._producer.restore(state)
         carried = state.get("carried", [])
         self.carried = [ScoredGroup.from_json(each, self._stage.rows.take) for each in carried]

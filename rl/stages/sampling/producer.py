@@ -53,7 +53,7 @@ class Producer(Protocol):
 
     def state(self) -> dict[str, Any]:
         """Returns what later steps depend on, besides the counts in `Progress`, as values that JSON
-        can hold. Checkpoints have it."""
+        can hold. Checkpoints have it. A filter over a producer adds to the state of that one."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:

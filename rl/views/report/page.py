@@ -59,7 +59,7 @@ def page(report: ReportPage) -> str:
         f"<title>{esc(report.title)} - rl "
         f"report</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
     )
-    before = head + _before(report) + charts.html + _evaluations(report)
+    before = head + _before(report) + charts.html + _evaluations(report) + _curricula(report)
     after = (
         f'{_after(report)}</main>\n<script type="application/json" '
         f'id="data">{charts.numbers}</script>\n'
@@ -136,6 +136,15 @@ def _nav(report: ReportPage) -> str:
 def _evaluations(report: ReportPage) -> str:
     shown = sections.evaluation_table(report.runs)
     return f'<section id="evaluation"><h2>Evaluation</h2>{shown}</section>' if shown else ""
+
+
+def _curricula(report: ReportPage) -> str:
+    """Returns the section of the rows that curricula choose from."""
+    shown = [(run, each) for run in report.runs if (each := sections.curricula(run))]
+    body = "".join(
+        (f"<h3>{esc(run.name)}</h3>" if len(report.runs) > 1 else "") + each for run, each in shown
+    )
+    return f'<section id="curriculum"><h2>Curriculum</h2>{body}</section>' if body else ""
 
 
 def _after(report: ReportPage) -> str:

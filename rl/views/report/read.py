@@ -16,6 +16,7 @@ import numpy as np
 
 from rl.errors import ConfigError
 from rl.records.run_files import (
+    CURRICULUM,
     Attempt,
     Damage,
     RecordedStep,
@@ -51,7 +52,8 @@ class RecordedRun:
     steps maps a stage to its (first, last) recorded step. restarts lists the (stage, step) that a
     later attempt wrote first. seconds maps (stage, step) to the seconds of all steps and
     evaluations up to it; by the clock, pauses included, in a run without `time/step`. times maps it
-    to its Unix seconds, if they are recorded.
+    to its Unix seconds, if they are recorded. curricula: the histogram of each stage with a
+    curriculum, as curriculum.json has it.
     """
 
     path: Path
@@ -65,6 +67,7 @@ class RecordedRun:
     attempts: list[Attempt] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     programs: list[dict[str, Any]] = field(default_factory=list)
+    curricula: dict[str, Any] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     damage: list[Damage] = field(default_factory=list)
 
@@ -100,6 +103,7 @@ def read_run(directory: str | Path, part: Part | None = None) -> RecordedRun:
     run.config = read_config(path, run.damage)
     run.attempts = attempts(path, run.damage)
     run.info = dict(run.attempts[-1].facts) if run.attempts else {}
+    run.curricula = read_json(path / CURRICULUM, run.damage)
     programs = read_json(path / PROGRAMS, run.damage).get("programs")
     run.programs = (
         [each for each in programs if isinstance(each, dict)] if isinstance(programs, list) else []

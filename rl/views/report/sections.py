@@ -345,6 +345,40 @@ def _bar(each: summary.EvaluationSummary) -> str:
     )
 
 
+def curricula(run: RecordedRun) -> str:
+    """Returns the histograms of the curricula of a run, or ""."""
+    result = ""
+    for stage, shown in run.curricula.items():
+        bars = shown.get("bars") if isinstance(shown, dict) else None
+        rows = [each for each in bars if isinstance(each, dict)] if isinstance(bars, list) else []
+        counts = [tuple(_count(each.get(key)) for key in ("drawn", "left_out")) for each in rows]
+        most = max((sum(pair) for pair in counts), default=0)
+        if not most:
+            continue
+        lines = [
+            [esc(each.get("label")), _count_bar(*pair, most), *(f"{count:,}" for count in pair)]
+            for each, pair in zip(rows, counts, strict=True)
+        ]
+        head = ("", "", "rows drawn from", "rows left out")
+        title = f"{esc(stage)}: {esc(shown.get('title'))}"
+        result += f'<h3>{title}</h3><div class="card">{table(head, lines, (2, 3))}</div>'
+    return result
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _count_bar(drawn: int, left_out: int, most: int) -> str:
+    """Returns a bar of two parts: rows that are drawn from, and thinner, rows that are left out."""
+    first, second = (100 * count / most for count in (drawn, left_out))
+    return (
+        '<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
+        f'<rect width="100" height="10"/><rect class="v" width="{first:.1f}" height="10"/>'
+        f'<rect class="i" x="{first:.1f}" width="{second:.1f}" height="10"/></svg>'
+    )
+
+
 def configuration(runs: Sequence[RecordedRun]) -> str:
     """Returns what the configuration changes, its full text, and what differs between runs."""
     parts = []

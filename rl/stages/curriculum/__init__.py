@@ -1,0 +1,1 @@
+"""Curricula: which rows of the data the steps of a stage take."""

@@ -1,0 +1,255 @@
+"""Curricula: which rows a hook may choose, what it is told, and the one that leaves out rows that
+are always or never solved."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rl.config.stage import CurriculumOptions
+from rl.data.datasets import order
+from rl.data.drawing.mixture import Part
+from rl.data.encoded import Example
+from rl.data.shard import Shard
+from rl.errors import ConfigError, DataError
+from rl.run.load import load
+from rl.run.prepare import prepare, with_steps
+from rl.stages.curriculum import named, pass_rate
+from rl.stages.curriculum.hook import Candidates, Curriculum
+from rl.stages.sampling.taught import Taught
+from rl.views.report import sections
+
+HOOK = str(Path(__file__).parents[1] / "end_to_end" / "own_curricula.py") + ":resting"
+RATES = (0.0, 0.25, 1.0, None, 0.999, 0.1, 1.0)
+
+
+def shard(rates=RATES, parts=()):
+    examples = [
+        Example(f"p{n}", columns={"rate": rate}, where=f"rows.jsonl:{n + 1}")
+        for n, rate in enumerate(rates)
+    ]
+    return Shard([each.prompt for each in examples], len(examples), examples, parts=parts)
+
+
+def candidates(**options):
+    return Candidates(shard(**options), 5)
+
+
+def test_rows_that_are_left_keep_the_weights_of_their_datasets():
+    rows = candidates(parts=[Part("a", 4, 3.0), Part("b", 3, 1.0)])
+    taken = rows.among([6, 1, 4, 3]).take(range(16))
+    assert [row < 4 for row in taken] == [True, True, False, True] * 4
+    assert sorted(taken[:4] + taken[4:8])[:6] == [1, 1, 1, 3, 3, 3]
+    assert {row for row in taken if row >= 4} == {4, 6}
+    alone = candidates(parts=[Part("a", 4, 3.0), Part("b", 3, 1.0)]).among([5]).take(range(3))
+    assert alone == [5] * 3
+
+
+def test_all_rows_come_in_the_order_without_a_curriculum():
+    assert candidates().among().take(range(20)) == [order(5, 7, n) for n in range(20)]
+    assert candidates().column("rate") == list(RATES)
+    assert candidates().column("other") == [None] * 7
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({}, [1, 3, 4, 5]),
+        ({"missing": "leave_out"}, [1, 4, 5]),
+        ({"above": 0.1, "below": 0.9}, [1, 3]),
+        ({"above": -1, "below": 2}, [0, 1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_rows_between_two_pass_rates_stay(options, rows):
+    made = pass_rate.PassRate(candidates(), column="rate", **options)
+    assert made.rows == rows
+    drawn = [*made.next(len(rows)), *made.next(len(rows))]
+    assert sorted(drawn) == sorted(rows * 2)
+    again = pass_rate.PassRate(candidates(), column="rate", **options)
+    again.restore(json.loads(json.dumps(made.state())))
+    assert again.next(5) == made.next(5)
+
+
+def test_the_note_and_the_histogram_count_every_row():
+    made = pass_rate.PassRate(candidates(), column="rate")
+    assert made.note == (
+        "curriculum pass_rate: 3 of 7 rows are left out: 1 with a pass rate of at most 0, 2 of at "
+        "least 1; 1 without one are kept"
+    )
+    bars = {each.label: (each.drawn, each.left_out) for each in made.histogram().bars}
+    assert list(bars) == [
+        *("0", "0 to 0.1", "0.1 to 0.2", "0.2 to 0.3", "0.3 to 0.4", "0.4 to 0.5", "0.5 to 0.6"),
+        *("0.6 to 0.7", "0.7 to 0.8", "0.8 to 0.9", "0.9 to 1", "1", "unknown"),
+    ]
+    assert {label: bar for label, bar in bars.items() if bar != (0, 0)} == {
+        "0": (0, 1),
+        "0.1 to 0.2": (1, 0),
+        "0.2 to 0.3": (1, 0),
+        "0.9 to 1": (1, 0),
+        "1": (0, 2),
+        "unknown": (1, 0),
+    }
+
+
+def test_pass_rates_come_from_the_samples_of_a_run(tmp_path):
+    def line(prompt, reward, **more):
+        return json.dumps({"prompt": prompt, "reward": reward} | more) + "\n"
+
+    lines = [line("p0", 1.0), line("p0", 1.0), line("p1", 1.0), line("p1", 0.5), line("p1", None)]
+    lines += [line("p2", 0.0), line("p3", 1.0, eval=True), line("else", 1.0)]
+    (tmp_path / "samples.jsonl").write_text("".join(lines))
+    made = pass_rate.PassRate(candidates(), rollouts=str(tmp_path))
+    assert made._rates == [1.0, 0.5, 0.0, None, None, None, None]
+    assert made.rows == [1, 3, 4, 5, 6]
+    easier = pass_rate.PassRate(candidates(), rollouts=str(tmp_path), correct_at=0.5)
+    assert easier._rates[:3] == [1.0, 1.0, 0.0]
+    with pytest.raises(DataError, match="other rows are left out than at the start"):
+        easier.restore(made.state())
+    (tmp_path / "samples.jsonl").write_text(line("else", 1.0))
+    with pytest.raises(DataError, match="none of the 7 prompts of the data is in"):
+        pass_rate.PassRate(candidates(), rollouts=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("rates", "options", "message"),
+    [
+        ([0.5, 1.5], {}, "rows.jsonl:2: column 'rate' is no share from 0 to 1: 1.5"),
+        (["half"], {}, "rows.jsonl:1: column 'rate' is no share from 0 to 1: 'half'"),
+        ([0.5], {"column": "solved"}, "no row has a column 'solved'"),
+        ([0.0, 1.0], {}, "no row is left: 2 of 2 rows are left out: 1 with a pass rate"),
+    ],
+)
+def test_pass_rates_that_cannot_be_used_are_refused(rates, options, message):
+    with pytest.raises(DataError, match=message):
+        pass_rate.PassRate(candidates(rates=rates), **{"column": "rate"} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("pass_rat", "name: no curriculum 'pass_rat' .nearest: pass_rate"),
+        ("pass_rate", "name: give exactly one of `column`"),
+        ({"name": "pass_rate", "options": {"colum": "a"}}, "options.colum: .* no option `colum`"),
+        (
+            {"name": "pass_rate", "options": {"column": "a", "above": 1}},
+            "options.above: `above` must be less than below, got 1 and 1",
+        ),
+        (
+            {"name": "pass_rate", "options": {"rollouts": "nowhere"}},
+            "options.rollouts: `rollouts`: nowhere has no samples.jsonl",
+        ),
+        ({"name": HOOK, "options": {"most": 1}}, "options.most: .* has no option `most`"),
+        (f"{HOOK}s", "name: curriculum .*own_curricula.py:restings: no function 'restings'"),
+    ],
+)
+def test_a_curriculum_that_cannot_be_used_is_refused(options, message, tmp_path):
+    with pytest.raises(ConfigError, match=f"stages.0.curriculum.{message}"):
+        config(tmp_path, curriculum=options)
+
+
+def config(folder, **stage):
+    rows = [{"prompt": f"{n}=", "completion": "1", "rate": n / 4} for n in range(5)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stage = {"algorithm": "sft", "steps": 2, "prompts_per_step": 2} | stage
+    text = {
+        "run": {"dir": str(folder / "run")},
+        "platform": "cpu",
+        "model": {"source": "tiny-deepseek", "overrides": {"vocab_size": 320}},
+        "tokenizer": {"source": "bytes"},
+        "max_length": 16,
+        "data": str(folder / "rows.jsonl"),
+        "stages": [stage | {"sampling": {"max_new_tokens": 4}}],
+    }
+    file = folder / "run.yml"
+    file.write_text(json.dumps(text))
+    return load([file])
+
+
+def test_an_epoch_has_the_rows_that_are_left(tmp_path):
+    options = {"name": "pass_rate", "options": {"column": "rate"}}
+    made = config(tmp_path, steps=None, epochs=2, curriculum=options)
+    counted, notes = with_steps(made)
+    assert counted.stages[0].steps == 3 and notes == [
+        "sft: 3 steps of 2, for 2 epochs of 3 rows",
+        "sft: curriculum pass_rate: 2 of 5 rows are left out: 1 with a pass rate of at most 0, 1 "
+        "of at least 1",
+    ]
+    prepared = prepare(made)
+    assert prepared.notes == notes
+    stage = prepared.stages[0]
+    assert sorted(stage.order(5, range(3))) == [1, 2, 3]  # also of the probe
+    with pytest.raises(DataError, match="no row has a column 'rates'"):
+        prepare(config(tmp_path, curriculum=options | {"options": {"column": "rates"}}))
+
+
+def test_kto_takes_no_curriculum(tmp_path):
+    with pytest.raises(ConfigError, match="stages.0.curriculum: a curriculum chooses rows"):
+        config(tmp_path, algorithm="kto", curriculum=HOOK)
+
+
+def test_what_a_hook_returns_is_checked():
+    class Wrong(Curriculum):
+        def __init__(self, rows):
+            self._rows = rows
+
+        def next(self, count):
+            return self._rows
+
+    assert named.chosen(Wrong(np.asarray([2, 0])), "mine", 2, 3) == [2, 0]
+    with pytest.raises(DataError, match="curriculum mine: asked for 2 rows, it chose 1 rows"):
+        named.chosen(Wrong([1]), "mine", 2, 3)
+    with pytest.raises(DataError, match="it chose row 3 of 3 rows"):
+        named.chosen(Wrong([1, 3]), "mine", 2, 3)
+    plain = CurriculumOptions(name=f"{__file__}:no_curriculum")
+    with pytest.raises(ConfigError, match="returned dict, which has no `next`"):
+        named.create(plain, candidates())
+
+
+def no_curriculum(candidates):
+    return {}
+
+
+def test_rewards_are_told_before_the_next_rows_and_before_a_checkpoint():
+    calls = []
+
+    class Listening(Curriculum):
+        def told(self, rows, rewards_RG):
+            calls.append((list(rows), rewards_RG.tolist()))
+
+    class Producer:
+        generates, on_policy = True, True
+        rows = iter(range(10))
+
+        def take(self, count):
+            calls.append("take")
+            groups = [
+                SimpleNamespace(row=next(self.rows), trajectories=[None, None])
+                for _ in range(count)
+            ]
+            totals = np.arange(2.0 * count)
+            scores = SimpleNamespace(rewards=totals[:, None], total=totals, faults=[], logs={})
+            return SimpleNamespace(groups=groups, scores=SimpleNamespace(result=lambda: scores))
+
+        def state(self):
+            return {"inner": 1}
+
+    taught = Taught(Producer(), SimpleNamespace(curriculum=Listening()))
+    taught.take(2)
+    assert calls == ["take"]
+    taught.take(1)
+    assert calls[1:] == [([0, 1], [[0.0, 1.0], [2.0, 3.0]]), "take"]
+    assert taught.state() == {"inner": 1}
+    assert calls[3:] == [([2], [[0.0, 1.0]])]
+    taught.take(1)
+    assert calls[4:] == ["take"]  # told once
+
+
+def test_the_report_draws_the_histogram_and_escapes_it():
+    bars = [{"label": "<b>0", "drawn": 0, "left_out": 30}, {"label": "1", "drawn": 60}, 7]
+    run = SimpleNamespace(curricula={"grpo": {"title": "<i>Rows", "bars": bars}, "sft": 3})
+    shown = sections.curricula(run)
+    assert "grpo: &lt;i&gt;Rows" in shown and "&lt;b&gt;0" in shown and "<b>" not in shown
+    assert 'class="v" width="100.0"' in shown and 'class="i" x="0.0" width="50.0"' in shown
+    assert sections.curricula(SimpleNamespace(curricula={})) == ""
