@@ -224,7 +224,8 @@ def test_faults_and_logs_go_with_their_completions():
         sampled.scores.result(), faults=faults, logs={3: {"right": "three"}, 8: {"right": "eight"}}
     )
     sampled = replace(sampled, scores=ReadyScores(scores))
-    sampling = dynamic(SimpleNamespace(take=lambda count: sampled))
+    producer = SimpleNamespace(take=lambda count: sampled, state=dict, restore=lambda state: None)
+    sampling = dynamic(producer)
     result = sampling.take(1)
     (fault,) = result.scores.result().faults
     assert (fault.sample, fault.kind) == (2, "timeout") and result.scores.result().logs == {
