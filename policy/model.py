@@ -211,6 +211,11 @@ class Graph:
             return self.decoder(params)(tokens_BT, step, None, self.runtime)[2]
 
     @property
+    def trunk(self) -> Graph:
+        """Returns the decoder that its forward pass runs: itself."""
+        return self
+
+    @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Returns the dimensions of each weight."""
         return {path: shape.shape for path, shape in self.shapes.items()}

@@ -18,6 +18,7 @@ from rl.stages import inputs
 from rl.training.batch import Batch
 from rl.training.reward_model import RewardModelTrainer
 from rl.training.trainer import RunState, Trainer
+from rl.training.updater import UpdateArguments, UpdateCall
 
 VOCAB = 40
 QUICK = Runtime(remat="none", scan=False)  # compiles in half the time of the default
@@ -127,6 +128,14 @@ def batch(rows: int = 8, length: int = 10, group: int = 2, seed: int = 0) -> Bat
         old_values=noise(0.3),
         returns=noise(1.0),
     )
+
+
+def update_call(trainer, state, data, micro_rows: int, *, of_policy: bool = True) -> UpdateCall:
+    """The call of the update of the policy, or of what else learns alone, on rows that are not
+    packed."""
+    arguments = UpdateArguments(data, trainer.loss_inputs(data))
+    calls = trainer.update_calls(state, arguments, micro_rows)
+    return calls[-1 if of_policy else 0]
 
 
 def host(tree) -> dict[str, np.ndarray]:

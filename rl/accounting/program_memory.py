@@ -11,13 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from policy.programs.compiled_cache import CompiledCache
+from rl.accounting.program_names import GENERATOR, ProgramName
 from rollout import Generator
 
 FILE = "programs.json"
-GENERATOR = {"decode": "decode a token", "extend": "prefill, further chunk"}
-"""Name of a generator program -> its name in a plan, where they differ."""
-RESHARD = "reshard"
-ENCODING = "encode pictures and sounds"
 
 
 class ProgramMemoryLog:
@@ -58,7 +55,7 @@ class ProgramMemoryLog:
         if generator.weights:
             analyses.append(
                 (
-                    f"generator: {RESHARD}",
+                    f"generator: {ProgramName.RESHARD}",
                     ((len(generator.weights.paths),), generator.weights.memory),
                 )
             )

@@ -32,7 +32,7 @@ from policy.mesh.sharding import axes_of
 from policy.model import Graph
 from rl.accounting import chips
 from rl.accounting.flops import Operations
-from rl.accounting.program_memory import ENCODING, RESHARD
+from rl.accounting.program_names import UPDATES, ProgramName
 from rl.config.run import RunConfig
 from rl.plan.programs import Planned, PlannedStage, Sampling, planned, stages
 from rl.run import build
@@ -226,8 +226,8 @@ class Estimator:
         config = graph.config
         chip = self._chip
         length = (*planned.shape, 1)[1]
-        update = kind.startswith("update")
-        if kind == "decode a token":
+        update = kind in UPDATES
+        if kind == ProgramName.DECODE:
             length = 1
             numbers = planned.shape[0]
         else:
@@ -235,20 +235,20 @@ class Estimator:
         tokens = numbers / min(weights.parts, max(1, numbers))
         layers = len(config.layers)
         E = config.hidden_size
-        if kind == "quantised copy":
+        if kind == ProgramName.QUANTISED_COPY:
             return Cost(
                 planned.resident,
                 4 * weights.layer,
                 planned.times * weights.local * 8 / (chip.bandwidth * 1e9),
             )
-        if kind == RESHARD:  # sends full arrays and assembles them from parts
+        if kind == ProgramName.RESHARD:  # sends full arrays and assembles them from parts
             slowest = min(chip.bandwidth, chip.links or chip.bandwidth)
             return Cost(
                 planned.resident,
                 2 * item * weights.largest,
                 planned.times * item * weights.local / (slowest * 1e9),
             )
-        if kind == ENCODING:
+        if kind == ProgramName.ENCODING:
             return self._encoding(planned, weights)
         if kind in CHECKS[1:]:
             numbers = config.vocab_size * E / mesh.size

@@ -30,7 +30,7 @@ from policy.mesh.sharding import Layout
 from policy.model import Graph
 from policy.ops.host_memory import on_a_device
 from policy.programs.scoring import Scorer
-from rl.accounting.program_memory import ENCODING, GENERATOR, RESHARD
+from rl.accounting.program_names import GENERATOR, ProgramName
 from rl.config.run import RunConfig
 from rl.config.stage import StageOptions
 from rl.run import build
@@ -164,7 +164,9 @@ def _encoding(stage: StageKind) -> Iterator[Program]:
         return encoder.lower(params, table, kind, N)
 
     times = -(-stage.options.prompts_per_step // R)
-    yield Program(ENCODING, (R, N), lower, encoder.graph, (params, stage.media_params), times)
+    yield Program(
+        ProgramName.ENCODING, (R, N), lower, encoder.graph, (params, stage.table_shapes), times
+    )
 
 
 def _reward_models(stage: StageKind) -> Iterator[Program]:
@@ -191,7 +193,7 @@ def _occupancy(graph: Graph, planned: Planned) -> float:
     moe = next((layer.moe for layer in graph.config.layers if layer.moe), None)
     if moe is None or len(planned.shape) < 2:
         return 1.0
-    length = 1 if planned.kind == GENERATOR["decode"] else planned.shape[1]
+    length = 1 if planned.kind == ProgramName.DECODE else planned.shape[1]
     return ExpertShards(
         moe, graph.runtime, (planned.rows_at_once, length, graph.config.hidden_size)
     ).expected.filled
@@ -391,9 +393,9 @@ class Sampling:
         params = {path: stage.state.policy.params[path] for path in copies.paths}
         lower = lambda: copies.lower(params, again=not self._drops_copy)  # noqa: E731
         kind, times = (
-            (RESHARD, int(stage.generates))
+            (ProgramName.RESHARD, int(stage.generates))
             if self._drops_copy
-            else ("quantised copy", stage.options.updates_per_step)
+            else (ProgramName.QUANTISED_COPY, stage.options.updates_per_step)
         )
         return Planned(
             stage.name,

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from rl.accounting.flops import rates
+from rl.accounting.program_names import ProgramName
 from rl.stages.sampling.rollouts import by_row, greedy_params, one_row_each
 from rl.stages.sampling.staleness import stale_tokens
 from rl.stages.shapes import abstract_batch, abstract_rows, with_structure
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from policy.cache.media import MediaTable
     from rewards import Scores
     from rl.training.media.tables import StepTable
+    from rl.training.weights import Weights
     from rollout.collect import Rollouts
 
 EXAMPLES = "examples"
@@ -43,9 +45,6 @@ SAMPLING: after the groups of the step, while the generator still has its weight
 sample more. MODEL_PASSES: when the batch is made, before the step waits for the rewards. REWARDS:
 when the rewards are there.
 """
-LOGPROBS = "log-probabilities"
-VALUES = "values"
-"""Keys of `Trainer.executables`: the compiled functions that a pass over the batch calls."""
 
 
 @dataclass
@@ -102,7 +101,7 @@ class Input:
     when: str
     fields: tuple[str, ...] = ()
     state: str | None = None
-    executable: str | None = None
+    executable: ProgramName | None = None
     in_some_steps: bool = False
     needed: Callable[[StageKind], bool] = lambda stage: True
 
@@ -158,7 +157,7 @@ def run_model_passes(stage: StageKind, data: StepData) -> None:
     the batch."""
     context = stage.context
     flops_before = stage.trainer.total_flops
-    with context.timeline.span(LOGPROBS) as span:
+    with context.timeline.span(ProgramName.LOGPROBS) as span:
         provide(stage, data, MODEL_PASSES)
     data.metrics["time/logprob"] = span.seconds
     if (flops := stage.trainer.total_flops - flops_before) > 0:
@@ -169,27 +168,39 @@ def run_model_passes(stage: StageKind, data: StepData) -> None:
 
 def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Program]:
     """Yields the programs that the providers call, over all sequences of a step."""
+    from rl.training.weights import Weights
+
     (_, T), R, passes = abstract_rows(stage, 1)
     micro = with_structure(stage, abstract_batch((R, T), routes))
     trainer = stage.trainer
     called = [each.executable for each in active_providers(stage)]
     in_every_step = [each.executable for each in active_providers(stage) if not each.in_some_steps]
 
-    def program(kind: str, params: dict, routes: dict | None, times: int) -> Program:
+    def program(kind: ProgramName, weights: Weights, routes: dict | None, times: int) -> Program:
         def lower() -> Any:
             read = micro.replace(mask=None, prompt=None, routes=routes)
-            read = read.replace(kept=None) if kind == VALUES else read
-            return trainer.executables[kind].lower(params, read)
+            read = read.replace(kept=None) if kind == ProgramName.VALUES else read
+            return trainer.executables[kind].lower(weights, read)
 
-        return Program(kind, (R, T), lower, trainer.graph, params, times)
+        return Program(kind, (R, T), lower, trainer.graph, weights, times)
 
-    params = state.policy.params | stage.media_params
-    if LOGPROBS in called:
-        yield program(LOGPROBS, params, micro.routes, passes * in_every_step.count(LOGPROBS))
-    if VALUES in called:
-        model = trainer.value_model
-        critic_params = model.extra_params(params) | state.critic.params | stage.media_params
-        yield program(VALUES, critic_params, micro.routes if model.shared else None, passes)
+    table = stage.table_shapes
+    if ProgramName.LOGPROBS in called:
+        weights = Weights(policy=state.policy.params, table=table)
+        yield program(
+            ProgramName.LOGPROBS,
+            weights,
+            micro.routes,
+            passes * in_every_step.count(ProgramName.LOGPROBS),
+        )
+    if ProgramName.VALUES in called:
+        weights = trainer.value_weights(state, table)
+        yield program(
+            ProgramName.VALUES,
+            weights,
+            micro.routes if trainer.value_model.shared else None,
+            passes,
+        )
 
 
 # Providers.
@@ -244,7 +255,7 @@ def _old_pass_needed(stage: StageKind) -> bool:
     "entropy",
     when=MODEL_PASSES,
     fields=("old_logp", "entropy"),
-    executable=LOGPROBS,
+    executable=ProgramName.LOGPROBS,
     needed=_old_pass_needed,
 )
 def old_logp(stage: StageKind, data: StepData) -> None:
@@ -259,7 +270,7 @@ def old_logp(stage: StageKind, data: StepData) -> None:
     data.trainer_logp = logp
 
 
-@provides("current_logp", when=MODEL_PASSES, executable=LOGPROBS, in_some_steps=True)
+@provides("current_logp", when=MODEL_PASSES, executable=ProgramName.LOGPROBS, in_some_steps=True)
 def current_logp(stage: StageKind, data: StepData) -> None:
     """The pass of `old_logp`, in steps with tokens that an older policy sampled, unless `old_logp`
     has made it.
@@ -280,7 +291,11 @@ def current_logp(stage: StageKind, data: StepData) -> None:
 
 
 @provides(
-    "ref_logp", when=MODEL_PASSES, fields=("ref_logp",), state="reference", executable=LOGPROBS
+    "ref_logp",
+    when=MODEL_PASSES,
+    fields=("ref_logp",),
+    state="reference",
+    executable=ProgramName.LOGPROBS,
 )
 def ref_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities under the reference model. It is another model, so its routers choose
@@ -297,7 +312,11 @@ def ref_logp(stage: StageKind, data: StepData) -> None:
 
 
 @provides(
-    "values", when=MODEL_PASSES, fields=("old_values", "returns"), state="critic", executable=VALUES
+    "values",
+    when=MODEL_PASSES,
+    fields=("old_values", "returns"),
+    state="critic",
+    executable=ProgramName.VALUES,
 )
 def values(stage: StageKind, data: StepData) -> None:
     """Values of a critic before each token (`old_values`), and after the last token of a truncated

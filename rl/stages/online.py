@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl.accounting.flops import memory_share, rates
+from rl.accounting.program_names import ProgramName
 from rl.errors import Fault
 from rl.stages import inputs
 from rl.stages.inputs import StepData
@@ -24,7 +25,7 @@ from rl.stages.sampling.synchronous import Synchronous
 from rl.stages.sampling.taught import Taught
 from rl.stages.sampling.unscored import check_scored
 from rl.stages.scorers import abstract_teacher
-from rl.stages.shapes import abstract_batch, abstract_rows, policy_update, update_program
+from rl.stages.shapes import abstract_batch, abstract_rows, update_programs
 from rl.stages.sharing import sharing_of
 from rl.stages.stage import Program, StageKind
 from rollout.collect import Rollouts
@@ -162,21 +163,13 @@ class Stage(StageKind):
         batch = self._with_old_logp(
             abstract_batch(abstract_rows(self, updates).shape, routes, *names)
         )
-        policy = state.policy
-        critic = state.critic
-        trainer = self.trainer
-        value_head = critic if trainer.companion == "critic" else None
-        if critic is not None and (value_head is None or self.algorithm.critic_warmup):
-            trunk = trainer.value_model.extra_params(policy.params)
+        if self.algorithm.critic_warmup and self.trainer.value_model.shared:
             # A value head has its own update only during the critic's warm-up, when the policy does
             # not change.
-            times = updates if value_head is None else 0
-            yield update_program(
-                self, "update of the critic", batch, critic, (trunk, None), (critic, trunk), times
-            )
-        yield policy_update(self, batch, state, updates)
+            yield from update_programs(self, state, batch, times=0, critic_only=True)
+        yield from update_programs(self, state, batch, updates)
         for each in inputs.programs(self, state, routes):
-            sampled = each.kind == inputs.VALUES and values and self.sampled_values
+            sampled = each.kind == ProgramName.VALUES and values and self.sampled_values
             if not sampled or self.algorithm.bootstrap_truncated:
                 yield each
 

@@ -12,7 +12,7 @@ from rl.data.tokenizer import write_tokenizer
 from rl.errors import Fault
 from rl.stages.preference import pairs_with_expanded
 from rl.stages.scorers import reward_model_of
-from rl.stages.shapes import abstract_batch, abstract_rows, held_out_program, update_program
+from rl.stages.shapes import abstract_batch, abstract_rows, held_out_program, update_programs
 from rl.stages.sharing import sharing_of
 from rl.stages.stage import Program, StageKind
 
@@ -72,11 +72,8 @@ class Stage(StageKind):
         state = self.abstract()
         updates = self.options.updates_per_step
         batch = abstract_batch(abstract_rows(self, updates).shape, None, "margin")
-        learner = state.reward_model
-        yield update_program(
-            self, "update of the reward model", batch, learner, ({}, None), (learner, {}), updates
-        )
-        yield from held_out_program(self, batch, learner.params, learner)
+        yield from update_programs(self, state, batch, updates)
+        yield from held_out_program(self, state, batch, state.reward_model)
 
     def step(self, state: RewardModelState, n: int) -> tuple[RewardModelState, dict[str, float]]:
         """Makes `updates_per_step` updates on the next `prompts_per_step` pairs."""

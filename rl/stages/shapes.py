@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from rl.accounting.program_names import ProgramName
 from rl.stages.sharing import describe, full_rows
 from rl.stages.stage import Program, StageKind
 
@@ -49,109 +50,88 @@ def abstract_rows(stage: StageKind, updates: int) -> PackedRows:
 def update_notes(stage: StageKind, learner: Any = None) -> tuple[str, ...]:
     """Returns what a plan says of the programs that compute the loss of a stage, in lines.
 
-    learner: the ParamState that the program trains; None: it trains nothing.
+    learner: the ParamState that the program trains, of weights that can be frozen; None: it trains
+    no such weights.
     """
-    from policy.modes import VALUE_HEAD
     from rl.training.trainable import frozen_weights
 
     graph = stage.trainer.graph
     notes = [describe(stage, graph, stage.trainer.sharing)]
-    if learner is not None and not (stage.trains_policy and VALUE_HEAD in learner.params):
+    if learner is not None:
         notes.append(frozen_weights(graph, stage.options).note(learner.optimizer))
     return tuple(note for note in notes if note is not None)
 
 
-def update_program(
-    stage: StageKind,
-    kind: str,
-    batch: Batch,
-    learner: Any,
-    rest: tuple,
-    resident: Any,
-    times: float,
-) -> Program:
-    """Returns the Program of an update, which takes (learner, batch, PolicyInputs, *rest).
+def update_programs(
+    stage: StageKind, state: Any, batch: Batch, times: float, **options: Any
+) -> Iterator[Program]:
+    """Yields the Programs of an update, as `Trainer.update_calls` lists them.
 
-    learner: the ParamState that is trained. batch: the batch of one update, from `abstract_batch`.
-    rest: (extra_params, companion), as OptimizerStep takes them; a companion is other weights that
-    learn in the same program. resident, times: as in Program.
+    state: of the stage, as shapes. batch: that of one update, from `abstract_batch`. times: as in
+    Program. options: for `Trainer.update_calls`.
     """
     import jax
 
+    from rl.training.updater import UpdateArguments
+    from rl.training.weights import Group, Weights
+
     trainer = stage.trainer
-    table = stage.media_params
     batch = with_structure(stage, batch)
-    frozen, *companions = rest
     rows = abstract_rows(stage, stage.options.updates_per_step)
     coefs = {name: jax.ShapeDtypeStruct((), np.float32) for name in stage.algorithm.adaptive_coefs}
-    loss_inputs = jax.eval_shape(trainer.loss_inputs, batch, coefs or None)
-
-    def lower():
-        number = jax.ShapeDtypeStruct((), np.int32)
-        arguments = (
-            learner,
-            batch,
-            loss_inputs,
-            frozen | table,
-            *(*companions, None, None)[:2],
-            number,
-        )
-        return trainer.executables[kind].lower(*arguments, micro_rows=rows.micro_rows)
-
-    teacher = None if kind != "update" or trainer.teacher is None else trainer.teacher.model
-    loop = {"trip_count": rows.trip_count, "micro_rows": rows.micro_rows}
-    more = {"teacher": teacher, "notes": update_notes(stage, learner)}
-    return Program(
-        kind, batch.tokens.shape, lower, trainer.graph, (resident, table), times, **loop, **more
+    arguments = UpdateArguments(
+        batch,
+        jax.eval_shape(trainer.loss_inputs, batch, coefs or None),
+        Weights(table=stage.table_shapes),
+        number=jax.ShapeDtypeStruct((), np.int32),
     )
+    for call in trainer.update_calls(state, arguments, rows.micro_rows, **options):
+        teacher = trainer.teacher if call.name == ProgramName.UPDATE else None
+        can_freeze = call.update.group in (Group.POLICY, Group.REWARD_MODEL)
+        learner = call.learners[call.update.group] if can_freeze else None
+        yield Program(
+            call.name,
+            batch.tokens.shape,
+            call.lower,
+            trainer.graph,
+            resident=(call.learners, call.arguments.frozen),
+            times=times,
+            trip_count=rows.trip_count,
+            micro_rows=rows.micro_rows,
+            teacher=teacher and teacher.model,
+            notes=update_notes(stage, learner),
+        )
 
 
 def held_out_program(
-    stage: StageKind, batch: Batch, params: dict, resident: Any
+    stage: StageKind, state: Any, batch: Batch, resident: Any
 ) -> Iterator[Program]:
     """Yields the Program of the loss on held-out rows, if the stage has such rows.
 
-    batch: that of an update, from `abstract_batch`. params: the weights that it reads, as shapes.
-    resident: as in Program.
+    state: of the stage, as shapes. batch: that of an update, from `abstract_batch`. resident: as in
+    Program.
     """
     import jax
-
-    from rl.training.batch_updates import HELD_OUT
 
     if (options := stage.options.held_out) is None:
         return
     trainer = stage.trainer
-    table = stage.media_params
+    table = stage.table_shapes
     batch = with_structure(stage, batch)
     rows = abstract_rows(stage, stage.options.updates_per_step)
-    loss_inputs = jax.eval_shape(trainer.loss_inputs, batch, None)
-
-    def lower():
-        executable = trainer.executables[HELD_OUT]
-        return executable.lower(params, batch, loss_inputs, table, micro_rows=rows.micro_rows)
-
-    loop = {"trip_count": rows.trip_count, "micro_rows": rows.micro_rows}
-    more: Any = {"notes": update_notes(stage)}
-    times = (
-        1.0 / options.every if options.every else 0.0
-    )  # blocks of rows in each measurement: a plan reads no rows
+    inputs = jax.eval_shape(trainer.loss_inputs, batch, None)
+    call = trainer.held_out_call(state, batch, inputs, table, rows.micro_rows)
     yield Program(
-        HELD_OUT, batch.tokens.shape, lower, trainer.graph, (resident, table), times, **loop, **more
-    )
-
-
-def policy_update(stage: StageKind, batch: Batch, state: Any, times: float) -> Program:
-    """Returns the Program of an update of the policy, with the other weights that it trains and its
-    teacher.
-
-    state: the RunState of the stage, as shapes.
-    """
-    trainer = stage.trainer
-    frozen = {} if trainer.teacher is None else dict(trainer.teacher.abstract)
-    companion = trainer.companion and getattr(state, trainer.companion)
-    resident = state.policy, companion, frozen
-    return update_program(
-        stage, "update", batch, state.policy, (frozen, companion), resident, times
+        ProgramName.HELD_OUT,
+        batch.tokens.shape,
+        call.lower,
+        trainer.graph,
+        resident=(resident, table),
+        # blocks of rows in each measurement: a plan reads no rows
+        times=1.0 / options.every if options.every else 0.0,
+        trip_count=rows.trip_count,
+        micro_rows=rows.micro_rows,
+        notes=update_notes(stage),
     )
 
 

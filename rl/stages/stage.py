@@ -206,14 +206,14 @@ class StageKind(ConfiguredStage, ABC):
     def executables(self) -> Mapping[str, CompiledCache]:
         """Returns the compiled functions of a step and of reward models, by the names of their
         programs in a plan."""
-        from rl.accounting.program_memory import ENCODING
+        from rl.accounting.program_names import ProgramName
         from rl.stages.scorers import program_name
 
         reward_models = {
             program_name(source): scorer.executable for source, scorer in self.scorers.items()
         }
         tables = getattr(self, "context", None) and self.context.tables
-        towers = {ENCODING: tables.encoder.executable} if tables else {}
+        towers = {ProgramName.ENCODING: tables.encoder.executable} if tables else {}
         return self.trainer.executables | towers | reward_models
 
     @abstractmethod
@@ -229,14 +229,7 @@ class StageKind(ConfiguredStage, ABC):
         """Returns the shapes and shardings of other models' weights that the stage keeps on the
         devices."""
         teachers = [] if self.teacher is None else [self.trainer.teacher]
-        return [*(each.abstract for each in (*self.scorers.values(), *teachers)), self.media_params]
-
-    @property
-    def media_params(self) -> dict[str, Any]:
-        """Returns `table_shapes` by the names that programs take its arrays by."""
-        from rl.training.media.towers import as_params
-
-        return as_params(self.table_shapes)
+        return [*(each.abstract for each in (*self.scorers.values(), *teachers)), self.table_shapes]
 
     def with_options(self, options: StageOptions) -> StageKind:
         """Returns a copy of the stage with another micro-batch size, for a plan. Both share their

@@ -19,7 +19,7 @@ from rl.errors import ConfigError, Fault, ModelError
 from rl.stages import inputs
 from rl.stages.sampling import by_source
 from rl.stages.scorers import abstract_teacher
-from rl.stages.shapes import abstract_batch, abstract_rows, held_out_program, policy_update
+from rl.stages.shapes import abstract_batch, abstract_rows, held_out_program, update_programs
 from rl.stages.sharing import sharing_of
 from rl.stages.stage import Program, StageKind
 
@@ -107,9 +107,9 @@ class Stage(StageKind):
         state = self.abstract()
         updates = self.options.updates_per_step
         batch = self.abstract_batch(abstract_rows(self, updates).shape)
-        yield policy_update(self, batch, state, updates)
+        yield from update_programs(self, state, batch, updates)
         yield from inputs.programs(self, state, None)
-        yield from held_out_program(self, batch, state.policy.params, state.policy)
+        yield from held_out_program(self, state, batch, state.policy)
 
     def abstract_batch(self, shape: tuple[int, int]) -> Batch:
         """Returns a packed batch as shapes."""

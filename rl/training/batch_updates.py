@@ -6,6 +6,7 @@ N rows, T tokens, R rows of a micro-batch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -31,7 +32,7 @@ from rl.training.batch import Batch
 from rl.training.media import towers
 from rl.training.packing.packing import Packing, plan_packing, row_counts
 from rl.training.packing.trees import Sharing, plan_trees
-from rl.training.updater import OptimizerStep, ParamState, updates_made
+from rl.training.updater import LossCall, ParamState, updates_made
 
 # Target number of tokens in a default micro-batch on a CPU.
 CPU_TOKENS = 768
@@ -55,10 +56,10 @@ def shard_rows(tree: Any, layout: Layout) -> Any:
     )
 
 
-def step_of(params: dict[str, jax.Array], micro: Batch) -> Step:
+def step_of(table: MediaTable | None, micro: Batch) -> Step:
     """Returns the forward-pass inputs of a micro-batch: positions, routes, and the places of its
-    pictures and sounds, with their table, which is among `params`."""
-    media = towers.in_table(micro.media, params)
+    pictures and sounds, with their table."""
+    media = towers.in_table(micro.media, table)
     step = modes.make_step(micro.tokens, segments=micro.segments, media=media, tree=micro.tree)
     return replace(step, routes=micro.routes)
 
@@ -80,8 +81,6 @@ def by_micro_batch(
     )
 
 
-HELD_OUT = "held-out loss"
-"""Key of `executables`: the program of the loss without a gradient."""
 _COUNTS = ("num_tokens", "num_sequences", "chosen_tokens")
 """The counts of a mini-batch that losses divide by, by their names in PolicyInputs."""
 LOSS_TOKENS = "loss_tokens"
@@ -115,7 +114,7 @@ def without_empty(metrics: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class BatchUpdates:
+class BatchUpdates(ABC):
     """The base of the trainers of policies and reward models: micro-batch rows, batch totals,
     counts of operations."""
 
@@ -221,10 +220,21 @@ class BatchUpdates:
             name: float(value) for name in _COUNTS if (value := getattr(inputs, name)) is not None
         }
 
-    def losses(
+    @abstractmethod
+    def held_out_call(
         self,
-        step: OptimizerStep,
-        params: dict[str, jax.Array],
+        state: Any,
+        batch: Batch,
+        inputs: PolicyInputs,
+        table: MediaTable | None,
+        micro_rows: int,
+    ) -> LossCall:
+        """Returns the call of the loss on held-out rows, of arrays or their shapes. table: that of a
+        batch with media."""
+
+    def held_out_loss(
+        self,
+        state: Any,
         batch: Batch,
         counts: Mapping[str, float],
         table: MediaTable | None = None,
@@ -233,16 +243,15 @@ class BatchUpdates:
         """Returns the metrics of the loss of a batch on the host, `loss` among them, without a
         gradient.
 
-        step: the update whose loss it is. counts: what the loss divides by in place of the counts
-        of this batch, so that the sums over several batches are the metrics of all of them. table:
-        that of a batch with media.
+        counts: what the loss divides by in place of the counts of this batch, so that the sums over
+        several batches are the metrics of all of them. table: that of a batch with media.
         """
         packing, R = self.packing_of(batch)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
         coefs = {name: np.float32(value) for name, value in (adaptive_coefs or {}).items()}
         divisors = {name: np.float32(value) for name, value in counts.items()}
         inputs = replace(self.loss_inputs(batch, coefs or None), **divisors)
-        values = step.losses(params, batch, inputs, R, towers.as_params(table))
+        values = self.held_out_call(state, batch, inputs, table, R).run()
         return {name: float(value) for name, value in jax.device_get(values).items()}
 
     def add_flops(self, operations: Operations, packing: Packing, passes: int) -> None:
@@ -264,9 +273,9 @@ class BatchUpdates:
                 "that are not finite, huge rewards and a narrow dtype are usual causes"
             )
 
-    def step_of(self, params: dict[str, jax.Array], micro: Batch) -> Step:
+    def step_of(self, table: MediaTable | None, micro: Batch) -> Step:
         """Returns the forward-pass inputs of a micro-batch, with the seeds of dropout."""
-        step = step_of(params, micro)
+        step = step_of(table, micro)
         return (
             step
             if micro.dropout is None

@@ -22,11 +22,8 @@ class Critic:
 
     The critic owns VALUE_HEAD float32[E] and, unless `shared`, the weights of the trunk: a decoder
     with the architecture of the policy, without an output projection. If `shared`, the trunk is the
-    policy, which the critic does not change. `metrics` starts the names of the metrics of its
-    updates.
+    policy, which the critic does not change.
     """
-
-    metrics = "value"
 
     def __init__(self, policy: Graph, shared: bool = False):
         self.shared = shared

@@ -5,7 +5,7 @@ N sequences, T tokens, R rows at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,12 @@ from policy.mesh.sharding import Layout, block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.modes import VALUE_HEAD
 from policy.programs.compiled_cache import CompiledCache
+from rl.accounting.program_names import ProgramName
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
 from rl.training.batch import Batch, padded_batch
 from rl.training.batch_updates import (
     CPU_TOKENS,
-    HELD_OUT,
     LOSS_TOKENS,
     BatchUpdates,
     by_micro_batch,
@@ -37,10 +37,18 @@ from rl.training.batch_updates import (
     step_of,
 )
 from rl.training.critic import Critic
-from rl.training.media import towers
 from rl.training.packing.packing import plan_packing
 from rl.training.packing.trees import Sharing, plan_trees
-from rl.training.updater import LossOutput, OptimizerStep, ParamState
+from rl.training.updater import (
+    LossCall,
+    LossOutput,
+    OptimizerStep,
+    ParamState,
+    Update,
+    UpdateArguments,
+    UpdateCall,
+)
+from rl.training.weights import Group, Weights
 
 # Tokens that one device scores at a time, unless it is a CPU.
 SCORED_TOKENS = 16384
@@ -63,29 +71,27 @@ class RewardModelTrainer(BatchUpdates):
         """Defines the program of the update. `seed`: the seed of the run, for dropout."""
         super().__init__(graph, stage, algorithm)
         self.model = Critic(self._scoring_graph)
-        self.reward_model = OptimizerStep(
-            self.model, self._score_loss, stage.optimizer, stage, seed
-        )
+        self._step = OptimizerStep(Group.REWARD_MODEL, self.model, stage.optimizer, stage)
+        self.reward_model = Update(self._score_loss, {Group.REWARD_MODEL: self._step}, stage, seed)
 
     def set_rates(self, stage: StageOptions) -> None:
         """Does what `Trainer.set_rates` does."""
         self.stage = stage
-        self.reward_model = self.reward_model.with_rates(stage.optimizer, stage)
+        self._step = self._step.with_rates(stage.optimizer, stage)
+        self.reward_model = self.reward_model.with_steps({Group.REWARD_MODEL: self._step}, stage)
 
     @property
-    def executables(self) -> dict[str, CompiledCache]:
+    def executables(self) -> dict[ProgramName, CompiledCache]:
         """Returns the compiled functions of a step, by the names of their programs in a plan."""
-        executables = {"update of the reward model": self.reward_model.executable}
-        return executables | (
-            {HELD_OUT: self.reward_model.losses_executable} if self.stage.held_out else {}
-        )
+        executables = {ProgramName.REWARD_MODEL_UPDATE: self.reward_model.executable}
+        if self.stage.held_out:
+            executables |= {ProgramName.HELD_OUT: self.reward_model.losses_executable}
+        return executables
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RewardModelState:
         """Returns the state at the beginning of the stage: `params`, and a copy of them with a new
         score head."""
-        learner = self.reward_model.start(
-            self.model.init(params, self.algorithm.score_init_std, seed)
-        )
+        learner = self._step.start(self.model.init(params, self.algorithm.score_init_std, seed))
         return block_on_cpu_mesh(
             RewardModelState(ParamState(params, None), learner), self.graph.layout
         )
@@ -94,7 +100,7 @@ class RewardModelTrainer(BatchUpdates):
         """Returns the shapes and shardings of the state, for a checkpoint to be read into."""
         shapes = jax.eval_shape(partial(self.start, seed=0), self.graph.shapes)
         shardings = RewardModelState(
-            ParamState(cast(Any, self.graph.shardings), None), self.reward_model.shardings
+            ParamState(cast(Any, self.graph.shardings), None), self._step.shardings
         )
         return jax.tree.map(
             lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, shardings
@@ -120,20 +126,35 @@ class RewardModelTrainer(BatchUpdates):
         self.add_flops(self.model.flops, packing, passes=3)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
         inputs = self.loss_inputs(batch)
-        rows = towers.as_params(table)
-        output = self.reward_model(state.reward_model, batch, inputs, R, rows, number=number)
+        arguments = UpdateArguments.of(batch, inputs, table, number=number)
+        (call,) = self.update_calls(state, arguments, R)
+        output = call.run()
         metrics = output.metrics | {LOSS_TOKENS: inputs.num_tokens}
         metrics |= packing.metrics(R, self.sharing is not None)
-        return RewardModelState(state.policy, output.learner), metrics
+        return RewardModelState(state.policy, output.learners[Group.REWARD_MODEL]), metrics
 
-    def held_out_loss(
-        self, state: RewardModelState, batch: Batch, counts: Mapping[str, float], **options: Any
-    ) -> dict[str, float]:
-        """Returns the metrics of the loss of the reward model; arguments as in `losses`."""
-        return self.losses(self.reward_model, state.reward_model.params, batch, counts, **options)
+    def update_calls(
+        self, state: RewardModelState, arguments: UpdateArguments, micro_rows: int
+    ) -> list[UpdateCall]:
+        """Returns the call of the program of an update, of arrays or their shapes."""
+        learners = {Group.REWARD_MODEL: state.reward_model}
+        name = ProgramName.REWARD_MODEL_UPDATE
+        return [UpdateCall(name, self.reward_model, learners, arguments, micro_rows)]
 
-    def _score_loss(self, params, micro: Batch, inputs: PolicyInputs) -> LossOutput:
-        scores, aux = self.model.scores(params, micro.tokens, self.step_of(params, micro))
+    def held_out_call(
+        self,
+        state: RewardModelState,
+        batch: Batch,
+        inputs: PolicyInputs,
+        table: MediaTable | None,
+        micro_rows: int,
+    ) -> LossCall:
+        weights = Weights(reward_model=state.reward_model.params, table=table)
+        return LossCall(self.reward_model, weights, batch, inputs, micro_rows)
+
+    def _score_loss(self, weights: Weights, micro: Batch, inputs: PolicyInputs) -> LossOutput:
+        step = self.step_of(weights.table, micro)
+        scores, aux = self.model.scores(weights.reward_model, micro.tokens, step)
         loss, metrics = self.algorithm.loss(replace(inputs, scores=scores))
         return LossOutput(loss=loss, metrics=metrics, aux=aux)
 
@@ -234,9 +255,10 @@ class RewardModelScorer:
             packing = plan_trees(
                 batch.replace(prompt=np.arange(N) // samples), counts, self.sharing
             )
-        params = cast(dict, self._params) | towers.as_params(table)
+        assert self._params is not None  # a scorer of a plan has none
+        weights = Weights(reward_model=self._params, table=table)
         (scores,) = by_micro_batch(
-            partial(self.executable, params), batch, packing, R, self._layout
+            partial(self.executable, weights), batch, packing, R, self._layout
         )
         return [float(scores[row, len(ids) - 1]) for row, ids in enumerate(sequences)]
 
@@ -247,8 +269,11 @@ class RewardModelScorer:
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
         tree = None if self.sharing is None else Tree.of_shapes(tokens)
         batch = Batch(tokens=tokens, segments=tokens, mask=None, prompt=None, tree=tree)
-        return shape, lambda: self.executable.lower(self.abstract, batch)
+        return shape, lambda: self.executable.lower(
+            Weights(reward_model=cast(Any, self.abstract)), batch
+        )
 
-    def _scores(self, params, micro: Batch):
+    def _scores(self, weights: Weights, micro: Batch) -> tuple[jax.Array]:
         tokens = constrain(micro.tokens, ("batch", None), self._layout)
-        return self._critic.scores(params, tokens, step_of(params, micro))[:1]
+        step = step_of(weights.table, micro)
+        return self._critic.scores(weights.reward_model, tokens, step)[:1]

@@ -27,6 +27,7 @@ from policy.attention.sequence_shards import FlatRows
 from policy.cache.paths import before, scored
 from policy.cache.step import Step
 from policy.config import StoredType
+from policy.decoder import Decoder
 from policy.fields.config_fields import UnsupportedModel
 from policy.heads import head
 from policy.heads.divergence import DivergenceOutputs, top_divergence
@@ -44,11 +45,8 @@ from rl.accounting.flops import Operations
 from rl.algorithms import PolicyInputs
 from rl.errors import ModelError
 from rl.training.batch import Batch
+from rl.training.weights import Weights
 
-PREFIX = "teacher."
-"""Paths of a teacher's weights begin with it where they lie among the policy's."""
-PROJECTION = "projection."
-"""Behind PREFIX, paths of the projections of features begin with it."""
 COMPARED = (
     "student_entropy",
     "teacher_entropy",
@@ -72,7 +70,7 @@ class Student:
 class Teacher(ABC):
     """What an update compares the policy with.
 
-    params: its weights, by path behind PREFIX, which no update donates; there after `read`.
+    params: its weights, by path, which no update donates; there after `read`.
     """
 
     def __init__(self, algorithm: Any):
@@ -83,6 +81,11 @@ class Teacher(ABC):
     def abstract(self) -> Mapping[str, Any]:
         """Returns the shapes and shardings of the weights."""
         return {}
+
+    @property
+    def weights(self) -> Mapping[str, Any]:
+        """Returns the weights; their shapes before they are read."""
+        return self.params or self.abstract
 
     def read(self) -> None:
         """Reads the weights. Raises ModelError."""
@@ -109,15 +112,6 @@ class Teacher(ABC):
         """Returns the projections of the features of the policy of `graph`; None: they are compared
         as they are."""
         return None
-
-    @staticmethod
-    def split(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns (weights of the policy, weights of the teacher by its own paths, with
-        projections)."""
-        own = {path: array for path, array in params.items() if not path.startswith(PREFIX)}
-        return own, {
-            path.removeprefix(PREFIX): array for path, array in params.items() if path not in own
-        }
 
     def vocabulary(self, graph: Graph) -> int:
         """Returns the number of ids that are compared with those of the policy: by default the
@@ -149,10 +143,10 @@ class Teacher(ABC):
 
     @abstractmethod
     def compare(
-        self, student: Student, micro: Batch, inputs: PolicyInputs, frozen: dict[str, Any]
+        self, student: Student, micro: Batch, inputs: PolicyInputs, weights: Weights
     ) -> PolicyInputs:
-        """Returns the inputs with `divergence`, `features` and `teacher`. frozen: the teacher's
-        weights, and those of projections, which alone have a gradient."""
+        """Returns the inputs with `divergence`, `features` and `teacher`. weights: of the teacher,
+        and of projections, which have a gradient."""
 
     def _with(
         self, inputs: PolicyInputs, outputs: DivergenceOutputs, micro: Batch, **more: Any
@@ -196,7 +190,7 @@ class ModelTeacher(Teacher):
 
     @functools.cached_property
     def abstract(self) -> Mapping[str, Any]:
-        return {PREFIX + path: self._abstract(path) for path in self.graph.paths}
+        return {path: self._abstract(path) for path in self.graph.paths}
 
     def _abstract(self, path: str) -> Any:
         shape = self.graph.shapes[path]
@@ -231,14 +225,12 @@ class ModelTeacher(Teacher):
                 )
             except (ModelFileError, UnsupportedModel) as error:
                 raise ModelError(f"teacher {self._directory}: {error}") from None
-        return block_on_cpu_mesh(
-            {PREFIX + path: array for path, array in params.items()}, self.graph.layout
-        )
+        return block_on_cpu_mesh(params, self.graph.layout)
 
     def _stored(self, path: str, array: jax.Array) -> Any:
         """Returns a weight in the form in which it is kept, so that only one is there as floats
         too."""
-        abstract = self.abstract[PREFIX + path]
+        abstract = self.abstract[path]
         if not isinstance(abstract, qwix.QArray):
             return array
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
@@ -281,10 +273,10 @@ class ModelTeacher(Teacher):
         return None if pairs is None else [(n, m) for n, m in pairs]
 
     def states(
-        self, frozen: dict[str, Any], tokens: jax.Array, step: Step
-    ) -> tuple[Any, jax.Array, Aux]:
+        self, params: dict[str, Any], tokens: jax.Array, step: Step
+    ) -> tuple[Decoder, jax.Array, Aux]:
         """Returns (decoder, final states [R, T, D], Aux) of a pass without a head."""
-        decoder = self.graph.decoder(frozen)
+        decoder = self.graph.decoder(params)
         hidden, _, aux = decoder(tokens, step, None, self.graph.runtime)
         return decoder, hidden, aux
 
@@ -299,7 +291,7 @@ class ModelTeacher(Teacher):
             rows = FlatRows(self.graph.layout, *tokens.shape)
             with self.graph.precision():
                 step = modes.make_step(tokens, segments=micro.segments)
-                decoder, hidden, _ = self.states(self.split(params)[1], tokens, step)
+                decoder, hidden, _ = self.states(params, tokens, step)
                 states = rows.flat(before(hidden))
                 tiling = head.Tiling(None, rows.layout)
                 weight = decoder.head_weight
@@ -311,12 +303,12 @@ class ModelTeacher(Teacher):
         return CompiledCache(jax.jit(run), self.graph.layout.platform)
 
     def compare(
-        self, student: Student, micro: Batch, inputs: PolicyInputs, frozen: dict[str, Any]
+        self, student: Student, micro: Batch, inputs: PolicyInputs, weights: Weights
     ) -> PolicyInputs:
         # its own routes, and no dropout
         step = modes.make_step(micro.tokens, segments=micro.segments, tree=micro.tree)
         with self.graph.precision():
-            decoder, hidden, aux = self.states(frozen, micro.tokens, step)
+            decoder, hidden, aux = self.states(weights.teacher, micro.tokens, step)
         with student.graph.precision():
             assert student.aux.states is not None  # log-probabilities were computed from them
             outputs = modes.compare(
@@ -331,19 +323,21 @@ class ModelTeacher(Teacher):
         if student.graph.config.vocab_size <= self.graph.config.vocab_size:
             outputs = replace(outputs, outside=None)
         features = (
-            self._features(student, aux, micro, frozen) if self.algorithm.has_features else None
+            self._features(student, aux, micro, weights.projections)
+            if self.algorithm.has_features
+            else None
         )
         return self._with(inputs, outputs, micro, features=features)
 
     def _features(
-        self, student: Student, aux: Aux, micro: Batch, frozen: dict[str, Any]
+        self, student: Student, aux: Aux, micro: Batch, params: dict[str, jax.Array]
     ) -> jax.Array:
         """Returns the distance of the layers [R, T], at each token that of the state that predicts
-        it."""
+        it. params: of the projections."""
         mine = by_number(student.aux, student.graph.config, "mixed")
         theirs = by_number(aux, self.graph.config, "mixed")
         projections = self.projections(student.graph)
-        maps = None if projections is None else projections.maps(frozen)
+        maps = None if projections is None else projections.maps(params)
         distance = feature_loss(
             mine, theirs, micro.filled, self.algorithm.features_loss, self._pairs, maps
         )
@@ -358,18 +352,16 @@ class FeatureProjections:
     layers.
 
     They learn with the policy by the same loss. They are a part of the state of a stage, and no
-    part of the policy. `metrics` starts the names of the metrics of their updates.
+    part of the policy.
 
     paths: of each matrix float32[E, D], in the order of the pairs. The other attributes are those
-    of a Critic.
+    of a LearningModel.
     """
-
-    metrics = "distill/projections"
 
     def __init__(self, policy: Graph, width: int, pairs: Sequence[tuple[int, int]]):
         """Defines the matrices. width: of the teacher. pairs: (layer of the policy, layer of the
         teacher)."""
-        self.paths = [f"{PREFIX}{PROJECTION}{n}.{m}" for n, m in pairs]
+        self.paths = [f"teacher.projection.{n}.{m}" for n, m in pairs]  # as checkpoints have them
         shape = (policy.config.hidden_size, width)
         axes = ("embed", None)
         self.trunk, self.runtime = policy, replace(policy.runtime, param_dtype="float32")
@@ -391,10 +383,9 @@ class FeatureProjections:
 
         return jax.jit(create, out_shardings=self.shardings)(jax.random.key(seed))
 
-    def maps(self, params: dict[str, Any]) -> list[jax.Array]:
-        """Returns the matrices in the order of the pairs. params: the second part of
-        `Teacher.split`."""
-        return [params[path.removeprefix(PREFIX)] for path in self.paths]
+    def maps(self, params: dict[str, jax.Array]) -> list[jax.Array]:
+        """Returns the matrices in the order of the pairs."""
+        return [params[path] for path in self.paths]
 
     def operations(self, lengths: Any) -> float:
         """Returns the operations of the products and of their gradients over sequences of these
@@ -406,7 +397,7 @@ class StoredTeacher(Teacher):
     """The likeliest tokens of a teacher, which `rl teach` wrote and the batch holds."""
 
     def compare(
-        self, student: Student, micro: Batch, inputs: PolicyInputs, frozen: dict[str, Any]
+        self, student: Student, micro: Batch, inputs: PolicyInputs, weights: Weights
     ) -> PolicyInputs:
         graph = student.graph
         temperature = self.algorithm.temperature_of(inputs)

@@ -31,12 +31,10 @@ from rewards.suggest import nearest
 from rl.config.stage import StageOptions
 from rl.errors import ConfigError
 from rl.training.critic import Critic
+from rl.training.weights import Group, group_of
 
 INDEXER = ".indexer."
 """Is part of the path of every weight of a key indexer (policy/attention/indexer.py)."""
-MODULES = "mtp."
-"""Starts the path of every weight of a prediction module
-(policy/heads/multi_token_prediction.py)."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ def trained_paths(
     """
 
     def is_trained(path: str) -> bool:
-        if path.startswith(MODULES) and runtime.mtp is None:
+        if group_of(path) is Group.PREDICTION_MODULES and runtime.mtp is None:
             return False
         if path == TABLE and not runtime.train_layer_embeddings:
             return False

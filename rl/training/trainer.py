@@ -6,7 +6,7 @@ N rows, T tokens, R rows of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -17,17 +17,18 @@ import numpy as np
 
 from policy.cache.media import MediaTable
 from policy.execution.encoding import PaddedInputs
+from policy.intermediates import Aux
 from policy.mesh import processes
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.modes import VALUE_HEAD
 from policy.programs.compiled_cache import CompiledCache
 from rl.accounting.flops import Operations
+from rl.accounting.program_names import ProgramName
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
 from rl.training.batch import Batch
 from rl.training.batch_updates import (
-    HELD_OUT,
     LOSS_TOKENS,
     BatchUpdates,
     by_micro_batch,
@@ -36,10 +37,18 @@ from rl.training.batch_updates import (
 )
 from rl.training.critic import Critic
 from rl.training.host_memory import copied, mixed
-from rl.training.media import towers
 from rl.training.packing.packing import Packing
 from rl.training.teacher import Student, Teacher
-from rl.training.updater import LossOutput, OptimizerStep, ParamState
+from rl.training.updater import (
+    LossCall,
+    LossOutput,
+    OptimizerStep,
+    ParamState,
+    Update,
+    UpdateArguments,
+    UpdateCall,
+)
+from rl.training.weights import Group, Weights
 
 
 @jax.tree_util.register_dataclass
@@ -47,15 +56,22 @@ from rl.training.updater import LossOutput, OptimizerStep, ParamState
 class RunState:
     """All arrays of a stage of a run. An absent part is None.
 
-    policy: the trained weights and their optimizer state. reference: the policy at the start of the
-    stage, mixed with later policies at each renewal. critic, projections: other trained weights
-    (FeatureProjections), as of the policy.
+    policy, critic, projections: groups that learn, each with the state of its optimizer.
+    reference: the policy at the start of the stage, mixed with later policies at each renewal.
     """
 
     policy: ParamState
     reference: dict[str, jax.Array] | None
     critic: ParamState | None
     projections: ParamState | None = None
+
+    def learners(self, groups: Iterable[Group]) -> dict[Group, ParamState]:
+        """Returns these groups."""
+        return {group: getattr(self, group) for group in groups}
+
+    def with_learners(self, learners: Mapping[Group, ParamState]) -> RunState:
+        """Returns the state with these groups in the place of its own."""
+        return replace(self, **{group.value: learner for group, learner in learners.items()})
 
 
 @dataclass(frozen=True)
@@ -124,36 +140,51 @@ class Trainer(BatchUpdates):
             if stage.indexer.training == "dense_warmup"
             else self._policy_loss
         )
-        self.critic = self.projections = self.companion = self._value_model = None
+        self._value_model = None
+        self.steps = {
+            Group.POLICY: OptimizerStep(Group.POLICY, self._update_graph, stage.optimizer, stage)
+        }
         if "critic" in state:
             self._value_model = Critic(
                 self._scoring_graph, shared=algorithm.critic_trunk == "policy"
             )
-            self.critic = OptimizerStep(
-                self._value_model, self._critic_loss, stage.critic, stage, seed
+            self.steps[Group.CRITIC] = OptimizerStep(
+                Group.CRITIC, self._value_model, stage.critic, stage
             )
-            self.companion = "critic" if self._value_model.shared else None
         if projections is not None:
-            if self.companion:
-                raise ValueError(
-                    "the update of a policy trains a value head or projections of features, not "
-                    "both"
-                )
-            self.projections = OptimizerStep(projections, loss, stage.optimizer, stage, seed)
-            self.companion = "projections"
-        companion = self.companion and getattr(self, self.companion)
-        self.policy = OptimizerStep(
-            self._update_graph, loss, stage.optimizer, stage, seed, companion
-        )
+            self.steps[Group.PROJECTIONS] = OptimizerStep(
+                Group.PROJECTIONS, projections, stage.optimizer, stage
+            )
+        self._projections = projections
+        self.policy = Update(loss, self._learning_with_policy, stage, seed)
+        self.critic = None
+        if "critic" in state:
+            own = {Group.CRITIC: self.steps[Group.CRITIC]}
+            self.critic = Update(self._critic_loss, own, stage, seed)
+
+    @property
+    def _learning_with_policy(self) -> dict[Group, OptimizerStep]:
+        """Returns the steps of the groups that learn in the update of the policy: all but a critic
+        with a trunk of its own."""
+        own_trunk = self._value_model is not None and not self._value_model.shared
+        return {
+            group: step
+            for group, step in self.steps.items()
+            if not (own_trunk and group is Group.CRITIC)
+        }
 
     def set_rates(self, stage: StageOptions) -> None:
         """Takes the learning rates and the number of steps of `stage`, whose other settings are the
         same. Updates compile again."""
         self.stage = stage
-        self.critic = self.critic and self.critic.with_rates(stage.critic, stage)
-        self.projections = self.projections and self.projections.with_rates(stage.optimizer, stage)
-        companion = getattr(self, self.companion) if self.companion else None
-        self.policy = self.policy.with_rates(stage.optimizer, stage, companion)
+        self.steps = {
+            group: step.with_rates(
+                stage.critic if group is Group.CRITIC else stage.optimizer, stage
+            )
+            for group, step in self.steps.items()
+        }
+        self.policy = self.policy.with_steps(self.steps, stage)
+        self.critic = self.critic and self.critic.with_steps(self.steps, stage)
 
     @property
     def value_model(self) -> Critic:
@@ -166,13 +197,17 @@ class Trainer(BatchUpdates):
         return self._value_model
 
     @property
-    def executables(self) -> dict[str, CompiledCache]:
+    def executables(self) -> dict[ProgramName, CompiledCache]:
         """Returns the compiled functions of a step, by the names of their programs in a plan."""
-        executables = {"update": self.policy.executable, "log-probabilities": self._logprobs}
+        executables = {
+            ProgramName.UPDATE: self.policy.executable,
+            ProgramName.LOGPROBS: self._logprobs,
+        }
         if self.stage.held_out:
-            executables |= {HELD_OUT: self.policy.losses_executable}
+            executables[ProgramName.HELD_OUT] = self.policy.losses_executable
         if self.critic:
-            executables |= {"update of the critic": self.critic.executable, "values": self._values}
+            executables[ProgramName.CRITIC_UPDATE] = self.critic.executable
+            executables[ProgramName.VALUES] = self._values
         return executables
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
@@ -182,14 +217,15 @@ class Trainer(BatchUpdates):
         if self._has_reference:
             copies = partial(copied, tables=self.graph.tables)
             reference = jax.jit(copies, out_shardings=self.graph.shardings)(params)
-        critic = self.critic and self.critic.start(
-            self.value_model.init(params, self.algorithm.value_init_std, seed)
-        )
-        projections = self.projections and self.projections.start(
-            cast(Any, self.projections.model).init(seed)
-        )
+        critic = projections = None
+        if self._value_model is not None:
+            created = self._value_model.init(params, self.algorithm.value_init_std, seed)
+            critic = self.steps[Group.CRITIC].start(created)
+        if self._projections is not None:
+            projections = self.steps[Group.PROJECTIONS].start(self._projections.init(seed))
+        policy = self.steps[Group.POLICY].start(params)
         return block_on_cpu_mesh(
-            RunState(self.policy.start(params), reference, critic, projections), self.graph.layout
+            RunState(policy, reference, critic, projections), self.graph.layout
         )
 
     def renew_reference(self, state: RunState, mix: float) -> RunState:
@@ -205,11 +241,9 @@ class Trainer(BatchUpdates):
     def abstract(self) -> RunState:
         """Returns the shapes and shardings of the state, for a checkpoint to be read into."""
         shapes = jax.eval_shape(partial(self.start, seed=0), self.graph.shapes)
-        shardings = RunState(
-            self.policy.shardings,
-            cast(Any, self.graph.shardings) if shapes.reference is not None else None,
-            self.critic.shardings if self.critic else None,
-            self.projections and self.projections.shardings,
+        reference = cast(Any, self.graph.shardings) if shapes.reference is not None else None
+        shardings = RunState(self.steps[Group.POLICY].shardings, reference, None).with_learners(
+            {group: step.shardings for group, step in self.steps.items()}
         )
         return jax.tree.map(
             lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, shardings
@@ -243,83 +277,128 @@ class Trainer(BatchUpdates):
                 "router_replay: this batch has no routes; take it from rollouts.to_batch(..., "
                 "replay=True)"
             )
-        # A value head learns in the update of the policy, which computes its input states.
-        separate_critic = state.critic is not None and (critic_only or not self.value_model.shared)
         packing, R = self.packing_of(batch)
         if not critic_only:
             self.add_flops(self.flops, packing, passes=3)
             if self.teacher is not None:
                 ends, starts = (self.teacher.operations(self.graph, each) for each in packing.runs)
                 self.total_flops += ends - starts
-        if separate_critic:
-            self.add_flops(
-                self.value_model.flops, packing, passes=1 if self.value_model.shared else 3
-            )
+        if self._updates_critic_alone(critic_only):
+            model = self.value_model
+            self.add_flops(model.flops, packing, passes=1 if model.shared else 3)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
         metrics: dict[str, Any] = packing.metrics(R, self.sharing is not None)
         coefs = {name: np.float32(value) for name, value in (adaptive_coefs or {}).items()}
         inputs = self.loss_inputs(batch, coefs or None)
-        rows = towers.as_params(table)
         assert inputs.num_tokens is not None  # `loss_inputs` counts them
         metrics |= {LOSS_TOKENS: inputs.num_tokens}
-        if separate_critic:
-            assert self.critic is not None and state.critic is not None  # the state has a critic
-            trunk = self.value_model.extra_params(state.policy.params) | rows
-            output = self.critic(state.critic, batch, inputs, R, trunk, number=number)
-            state = replace(state, critic=output.learner)
-            result = dict(output.metrics)
-            del result[
-                "loss"
-            ]  # the sum of value/loss and value/moe/balance, which are both reported
-            metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in result.items()}
-        if not critic_only:
-            frozen = rows if self.teacher is None else self.teacher.params | rows
-            own = {} if (name := self.companion) is None else {name: getattr(state, name)}
-            companions = next(iter(own.values()), None), tower_inputs
-            output = self.policy(state.policy, batch, inputs, R, frozen, *companions, number)
-            state = replace(state, policy=output.learner, **dict.fromkeys(own, output.companion))
+        arguments = UpdateArguments.of(batch, inputs, table, tower_inputs, number)
+        for call in self.update_calls(state, arguments, R, critic_only=critic_only):
+            output = call.run()
+            state = state.with_learners(output.learners)
             metrics |= output.metrics
             if on_tokens is not None and output.tokens:
                 on_tokens(TokenOutputs(output.tokens, packing))
         return state, metrics
 
-    def held_out_loss(
-        self, state: RunState, batch: Batch, counts: Mapping[str, float], **options: Any
-    ) -> dict[str, float]:
-        """Returns the metrics of the loss of the policy; arguments as in `losses`."""
-        return self.losses(self.policy, state.policy.params, batch, counts, **options)
+    def _updates_critic_alone(self, critic_only: bool) -> bool:
+        """Whether the critic has a program of its own. A value head learns in the update of the
+        policy, which computes its input states, unless the policy stays as it is."""
+        return self._value_model is not None and (critic_only or not self._value_model.shared)
 
-    def _auxiliary_only_loss(self, params, micro: Batch, inputs: PolicyInputs) -> LossOutput:
+    def update_calls(
+        self,
+        state: RunState,
+        arguments: UpdateArguments,
+        micro_rows: int,
+        *,
+        critic_only: bool = False,
+    ) -> list[UpdateCall]:
+        """Returns the calls of the programs of an update, of arrays or their shapes: of a critic
+        that learns alone, and of the policy with the groups that learn with it.
+
+        arguments: for all programs; its weights are the table of a batch with media.
+        """
+        calls = []
+        if self._updates_critic_alone(critic_only):
+            assert self.critic is not None
+            trunk = self.value_model.extra_params(state.policy.params)
+            frozen = replace(arguments.frozen, policy=trunk)
+            calls.append(
+                UpdateCall(
+                    ProgramName.CRITIC_UPDATE,
+                    self.critic,
+                    state.learners(self.critic.steps),
+                    replace(arguments, frozen=frozen, tower_inputs=None),
+                    micro_rows,
+                )
+            )
+        if not critic_only:
+            teacher = {} if self.teacher is None else dict(self.teacher.weights)
+            frozen = replace(arguments.frozen, teacher=teacher)
+            calls.append(
+                UpdateCall(
+                    ProgramName.UPDATE,
+                    self.policy,
+                    state.learners(self.policy.steps),
+                    replace(arguments, frozen=frozen),
+                    micro_rows,
+                )
+            )
+        return calls
+
+    def held_out_call(
+        self,
+        state: RunState,
+        batch: Batch,
+        inputs: PolicyInputs,
+        table: MediaTable | None,
+        micro_rows: int,
+    ) -> LossCall:
+        weights = Weights(policy=state.policy.params, table=table)
+        return LossCall(self.policy, weights, batch, inputs, micro_rows)
+
+    def _auxiliary_only_loss(
+        self, weights: Weights, micro: Batch, inputs: PolicyInputs
+    ) -> LossOutput:
         """Returns a policy loss of 0 and the Aux of the layers: only auxiliary losses train.
         Computes no logits."""
-        aux = self._update_graph.aux(params, micro.tokens, self.step_of(params, micro))
+        step = self.step_of(weights.table, micro)
+        aux = self._update_graph.aux(weights.policy, micro.tokens, step)
         return LossOutput(loss=jnp.float32(0.0), metrics={}, aux=aux)
 
-    def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs) -> LossOutput:
-        params, frozen = (params, {}) if self.teacher is None else self.teacher.split(params)
-        step = self.step_of(params, micro)
+    def _policy_loss(self, weights: Weights, micro: Batch, inputs: PolicyInputs) -> LossOutput:
+        step = self.step_of(weights.table, micro)
         logp, entropy, aux = self._update_graph.logprobs(
-            params, micro.tokens, step, self.temperature, micro.kept
+            weights.policy, micro.tokens, step, self.temperature, micro.kept
         )
         inputs = replace(inputs, logp=logp, entropy=entropy)
         if self.teacher is not None:
-            inputs = self.teacher.compare(
-                Student(self._update_graph, params, aux), micro, inputs, frozen
-            )
+            student = Student(self._update_graph, weights.policy, aux)
+            inputs = self.teacher.compare(student, micro, inputs, weights)
         loss, metrics = self.algorithm.loss(inputs)
-        head_gradient = None
-        if VALUE_HEAD in params:
-            head_gradient, head_metrics = self._value_head_gradient(
-                params[VALUE_HEAD], aux.states, micro, inputs
-            )
-            metrics |= head_metrics
+        own_losses = {}
+        if weights.critic:
+            value_loss, value_metrics = self._value_head_loss(weights, aux, micro, inputs)
+            own_losses[Group.CRITIC] = value_loss
+            metrics |= value_metrics
         return LossOutput(
             loss=loss,
             metrics=metrics,
             aux=aux,
+            own_losses=own_losses,
             tokens=self._token_outputs(inputs, logp, entropy),
-            head_gradient=head_gradient,
         )
+
+    def _value_head_loss(
+        self, weights: Weights, aux: Aux, micro: Batch, inputs: PolicyInputs
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns (loss of a value head, metrics). It has a gradient for the head alone: the final
+        states of the policy are constants."""
+        assert aux.states is not None  # log-probabilities were computed from them
+        step = step_of(None, micro.replace(media=None))
+        values = self.value_model.values_of(aux.states, weights.critic[VALUE_HEAD], step)
+        return self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
 
     def _token_outputs(
         self, inputs: PolicyInputs, logp: jax.Array, entropy: jax.Array
@@ -331,22 +410,12 @@ class Trainer(BatchUpdates):
         flags = self.algorithm.token_flags(replace(inputs, logp=logp, entropy=entropy))
         return {"logp": logp, "entropy": entropy} | ({} if flags is None else {"flags": flags})
 
-    def _value_head_gradient(
-        self, head_E, states_BTE, micro: Batch, inputs: PolicyInputs
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns (gradient of the loss of a value head on these states, metrics)."""
-
-        def loss(head_E):
-            values = self.value_model.values_of(
-                states_BTE, head_E, step_of({}, micro.replace(media=None))
-            )
-            return self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
-
-        return jax.grad(loss, has_aux=True)(jax.lax.stop_gradient(head_E))
-
-    def _critic_loss(self, params, micro: Batch, inputs: PolicyInputs) -> LossOutput:
+    def _critic_loss(self, weights: Weights, micro: Batch, inputs: PolicyInputs) -> LossOutput:
         routed = micro if self.value_model.shared else micro.replace(routes=None)
-        values, _, aux = self.value_model.values(params, micro.tokens, step_of(params, routed))
+        step = step_of(weights.table, routed)
+        values, _, aux = self.value_model.values(
+            weights.policy | weights.critic, micro.tokens, step
+        )
         loss, metrics = self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
         return LossOutput(loss=loss, metrics=metrics, aux=aux)
 
@@ -358,9 +427,8 @@ class Trainer(BatchUpdates):
 
         Tokens follow the routes of the batch, if it has routes. table: that of a batch with media.
         """
-        logp, entropy = self._by_micro_batch(
-            self._logprobs, params | towers.as_params(table), batch, self.flops
-        )
+        weights = Weights(policy=params, table=table)
+        logp, entropy = self._by_micro_batch(self._logprobs, weights, batch, self.flops)
         return logp, entropy
 
     def values(
@@ -369,35 +437,39 @@ class Trainer(BatchUpdates):
         """Computes the values of the states before and after each token, float32[N, T] on the host.
         table: that of a batch with media."""
         model = self.value_model
-        assert state.critic is not None
-        params = (
-            model.extra_params(state.policy.params) | state.critic.params | towers.as_params(table)
-        )
+        weights = self.value_weights(state, table)
         # A critic with its own trunk is another model, whose routers make their own choices.
         batch = batch.replace(kept=None, routes=batch.routes if model.shared else None)
-        before, after = self._by_micro_batch(self._values, params, batch, model.flops)
+        before, after = self._by_micro_batch(self._values, weights, batch, model.flops)
         return before, after
 
+    def value_weights(self, state: RunState, table: MediaTable | None) -> Weights:
+        """Returns what the program of `values` reads."""
+        assert state.critic is not None  # the stage has a critic
+        trunk = self.value_model.extra_params(state.policy.params)
+        return Weights(policy=trunk, critic=state.critic.params, table=table)
+
     def _by_micro_batch(
-        self, program, params, batch: Batch, operations: Operations
+        self, program: CompiledCache, weights: Weights, batch: Batch, operations: Operations
     ) -> tuple[np.ndarray, ...]:
         packing, R = self.packing_of(batch)
         self.add_flops(operations, packing, passes=1)
-        return by_micro_batch(partial(program, params), batch, packing, R, self.graph.layout)
+        return by_micro_batch(partial(program, weights), batch, packing, R, self.graph.layout)
 
     @cached_property
     def _logprobs(self):
-        def run(params, micro: Batch):
+        def run(weights: Weights, micro: Batch):
             tokens = constrain(micro.tokens, ("batch", None), self.graph.layout)
-            arguments = tokens, step_of(params, micro), self.temperature, micro.kept
-            return self._scoring_graph.logprobs(params, *arguments)[:2]
+            arguments = tokens, step_of(weights.table, micro), self.temperature, micro.kept
+            return self._scoring_graph.logprobs(weights.policy, *arguments)[:2]
 
         return CompiledCache(jax.jit(run), self.graph.layout.platform)
 
     @cached_property
     def _values(self):
-        def run(params, micro: Batch):
+        def run(weights: Weights, micro: Batch):
             tokens = constrain(micro.tokens, ("batch", None), self.graph.layout)
-            return self.value_model.values(params, tokens, step_of(params, micro))[:2]
+            params = weights.policy | weights.critic
+            return self.value_model.values(params, tokens, step_of(weights.table, micro))[:2]
 
         return CompiledCache(jax.jit(run), self.graph.layout.platform)

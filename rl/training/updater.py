@@ -1,12 +1,14 @@
-"""Compiles one optimiser update of some weights.
+"""Updates: one loss, its gradient with respect to the groups of weights that learn, and a step of
+the optimizer of each group, in one compiled program.
 
-N rows, T tokens, M micro-batches of R rows.
+`Update` is the program, `OptimizerStep` what it does with the gradient of one group. N rows, T
+tokens, M micro-batches of R rows.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -18,20 +20,20 @@ from jax.sharding import NamedSharding
 
 import rl.algorithms
 from policy import modes
+from policy.cache.media import MediaTable
 from policy.execution import row_tables
 from policy.execution.encoding import PaddedInputs
 from policy.intermediates import Aux, Routing
 from policy.layers import batch_split
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
-from policy.model import Graph
-from policy.modes import VALUE_HEAD
 from policy.ops.dropout import row_seeds
 from policy.ops.host_memory import belongs_there, fetch, in_host_memory, to_device
 from policy.programs.compiled_cache import CompiledCache
+from rl.accounting.program_names import ProgramName
+from rl.algorithms import PolicyInputs
 from rl.config.stage import OptimizerOptions, StageOptions
 from rl.training.auxiliary_losses import auxiliary_loss, load_metrics, totals, updated_biases
 from rl.training.batch import Batch
-from rl.training.critic import Critic
 from rl.training.diagnostics import activation_metrics, gradient_norms
 from rl.training.host_memory import joined, on_each_memory
 from rl.training.media.towers import TowerGradients
@@ -47,8 +49,8 @@ from rl.training.optimizer import (
     update_count,
 )
 from rl.training.optimizer import norm as norm_of
-from rl.training.teacher import FeatureProjections
-from rl.training.trainable import MODULES, frozen_weights, trained_paths
+from rl.training.trainable import frozen_weights, trained_paths
+from rl.training.weights import Group, LearningModel, Params, T, Weights, group_of, split
 
 
 @jax.tree_util.register_dataclass
@@ -67,15 +69,53 @@ class LossOutput:
 
     loss: float32 scalar, the share of the micro-batch in the loss of the mini-batch: the update
     sums it over micro-batches. metrics: scalars by name, without a gradient, which
-    `rl.algorithms.reduce_metrics` reduces. aux: the outputs of the layers. tokens: arrays [R, T] by
-    name, for the record of a run. head_gradient: of the loss of a value head; None: there is none.
+    `rl.algorithms.reduce_metrics` reduces. aux: the outputs of the layers. own_losses: further
+    terms, each the loss of one group alone: it has no gradient with respect to other groups, and
+    `loss` has none with respect to that group. tokens: arrays [R, T] by name, for the record of a
+    run.
     """
 
     loss: jax.Array
     metrics: dict[str, jax.Array]
     aux: Aux
+    own_losses: dict[Group, jax.Array] = field(default_factory=dict)
     tokens: dict[str, jax.Array] = field(default_factory=dict)
-    head_gradient: jax.Array | None = None
+
+
+Loss = Callable[[Weights, Batch, PolicyInputs], LossOutput]
+"""(weights, micro-batch, its PolicyInputs) -> LossOutput."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class UpdateArguments:
+    """What an update reads and leaves as it is.
+
+    batch: a mini-batch, a multiple of `micro_rows` rows. inputs: its PolicyInputs. frozen: weights
+    that do not learn in the update. tower_inputs: of the items of the table in `frozen`, if the
+    update trains a tower; None: it trains none. number: of the update in its stage, from 0, which its
+    learning rate follows from; None: the number of updates that changed the weights.
+    """
+
+    batch: Batch
+    inputs: PolicyInputs
+    frozen: Weights = field(default_factory=Weights)
+    tower_inputs: Sequence[PaddedInputs] | None = None
+    number: np.int32 | jax.Array | jax.ShapeDtypeStruct | None = None
+
+    @classmethod
+    def of(
+        cls,
+        batch: Batch,
+        inputs: PolicyInputs,
+        table: MediaTable | None,
+        tower_inputs: Sequence[PaddedInputs] | None = None,
+        number: int | None = None,
+    ) -> UpdateArguments:
+        """Returns the arguments of an update without further weights. table: that of a batch with
+        media."""
+        count = None if number is None else np.int32(number)
+        return cls(batch, inputs, Weights(table=table), tower_inputs, count)
 
 
 @jax.tree_util.register_dataclass
@@ -83,12 +123,11 @@ class LossOutput:
 class UpdateOutput:
     """The results of an update.
 
-    learner, companion: the weights after it. metrics: scalars on the device. tokens: arrays [N, T]
+    learners: the groups that learn, after it. metrics: scalars on the device. tokens: arrays [N, T]
     of the loss, before the weights changed.
     """
 
-    learner: ParamState
-    companion: ParamState | None
+    learners: dict[Group, ParamState]
     metrics: dict[str, jax.Array]
     tokens: dict[str, jax.Array]
 
@@ -104,62 +143,46 @@ class _Terms:
     """
 
     loss: jax.Array
+    own_losses: dict[Group, jax.Array]
     metrics: dict[str, jax.Array]
     routing: dict[str, Routing]
     activations: dict[str, jax.Array]
     tokens: dict[str, jax.Array]
-    head_gradient: jax.Array | None
 
 
-def _first_step(model: Graph | Critic | FeatureProjections, stage: StageOptions) -> int:
-    """Returns the steps of a stage before the first update of the model: a policy waits while only
+def _first_step(group: Group, stage: StageOptions) -> int:
+    """Returns the steps of a stage before the first update of a group: a policy waits while only
     its critic learns."""
-    return 0 if isinstance(model, Critic) else getattr(stage.algorithm, "critic_warmup", 0)
+    return 0 if group is Group.CRITIC else getattr(stage.algorithm, "critic_warmup", 0)
 
 
 class OptimizerStep:
-    """Compiles one optimiser update of some weights: of the policy, a critic or a reward model.
+    """One step of the optimizer of a group, in the jitted function of an update.
 
-    It sums gradients over micro-batches, clips them, runs the optimizer and updates the selection biases of
-    routers.
-    An update that is not finite, or whose gradient is exactly 0, changes nothing.
+    It clips the gradient by its norm, runs the optimizer and updates the selection biases of routers.
+    A step that is not finite, or whose gradient is exactly 0, changes nothing.
     """
 
     def __init__(
-        self,
-        model: Graph | Critic | FeatureProjections,
-        loss: Callable[..., LossOutput],
-        options: OptimizerOptions,
-        stage: StageOptions,
-        seed: int,
-        companion: OptimizerStep | None = None,
+        self, group: Group, model: LearningModel, options: OptimizerOptions, stage: StageOptions
     ):
-        """Defines the update.
+        """Defines the step.
 
         Args:
+          group: of the weights.
           model: the model of the weights.
-          loss: (params, micro-batch, its PolicyInputs) -> LossOutput.
           options: settings of the optimizer.
           stage: settings of the stage.
-          seed: seed of the run, for dropout.
-          companion: update of other weights that learn in the same program, which `loss` reads from
-          `params`. A value
-            head: `loss` returns its gradient and reports value/loss. Projections: the gradient of
-            `loss` is theirs too.
         """
+        self.group = group
         self.model = model
-        self._loss = loss
         self._options = options
         self._stage = stage
-        self.companion = companion
         self._frozen = frozen_weights(model, stage)
         self._trained_paths = trained_paths(model.axes, model.runtime, self._frozen)
-        self._tables = model.tables & self._trained_paths
-        self._seed, self._diagnostics = (
-            seed if stage.dropout else None,
-            stage.diagnostics and isinstance(model, Graph),
-        )
-        self._graph = model if isinstance(model, Graph) else model.trunk
+        self.tables = model.tables & self._trained_paths
+        self._diagnostics = stage.diagnostics and group is Group.POLICY
+        self._graph = model.trunk
         self.layout = self._graph.layout
         self._set_rates()
 
@@ -167,45 +190,38 @@ class OptimizerStep:
         """Defines the learning rate and the optimizer from the options."""
         stage = self._stage
         model = self.model
-        first = _first_step(model, stage)  # a plan does not know the steps of `epochs`
+        first = _first_step(self.group, stage)  # a plan does not know the steps of `epochs`
         self._first_update = first * stage.updates_per_step
         self.rate = schedule(
             self._options, max(0, (stage.steps or 0) - first), stage.updates_per_step
         )
         inputs = self._graph.inputs
         axes = WeightAxes(
-            names=model.axes,
+            names=dict(model.axes),
             inputs={path: inputs[path] for path in model.axes if path in inputs},
             layout=self.layout,
         )
         transform = optimizer(self._options, self.rate, axes, model.runtime.param_dtype)
         self._transform = self._frozen.without_changes(transform)
 
-    def with_rates(
-        self, options: OptimizerOptions, stage: StageOptions, companion: OptimizerStep | None = None
-    ) -> OptimizerStep:
-        """Returns a copy with the learning rates of other options and numbers of steps, whose
-        program is a new one. All other settings must be the same. companion: that of the copy."""
+    def with_rates(self, options: OptimizerOptions, stage: StageOptions) -> OptimizerStep:
+        """Returns a copy with the learning rates of other options and numbers of steps. All other
+        settings must be the same."""
         other = copy.copy(self)
-        other.__dict__.pop("executable", None)
         other._options = options
         other._stage = stage
-        other.companion = companion
         other._set_rates()
         return other
 
-    def _split(self, params: dict) -> tuple[dict, dict]:
+    def split(self, params: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
         """Returns (weights with a gradient, other weights). Biases of routers are trained, but
         without a gradient."""
-        paths = self._trained_paths - self.model.untrained
-        return {k: v for k, v in params.items() if k in paths}, {
-            k: v for k, v in params.items() if k not in paths
-        }
+        return split(params, self._trained_paths - self.model.untrained)
 
     def start(self, params: dict[str, jax.Array]) -> ParamState:
         """Returns the state before the first update, which owns `params`."""
         return ParamState(
-            params, block_on_cpu_mesh(self._start(self._split(params)[0]), self.layout)
+            params, block_on_cpu_mesh(self._start(self.split(params)[0]), self.layout)
         )
 
     @property
@@ -240,7 +256,7 @@ class OptimizerStep:
 
         trained = {
             path: jax.ShapeDtypeStruct(self.model.sizes[path], jnp.float32)
-            for path in self._split(weights)[0]
+            for path in self.split(weights)[0]
         }
         return ParamState(
             cast(Any, weights),
@@ -264,7 +280,7 @@ class OptimizerStep:
             if path not in self.model.tables
         }
 
-    def _shard_as_moments(self, arrays: dict) -> dict:
+    def shard_as_moments(self, arrays: dict) -> dict:
         """Shards weights or gradients as their moments, if moments are sharded further.
 
         XLA then reduce-scatters the gradients, each device updates its part of the weights, and XLA
@@ -275,91 +291,6 @@ class OptimizerStep:
             path: jax.lax.with_sharding_constraint(a, shardings[path]) if path in shardings else a
             for path, a in arrays.items()
         }
-
-    @cached_property
-    def executable(self) -> CompiledCache:
-        """Returns the update, which compiles at the first call of each shape."""
-        update = jax.jit(
-            self._update,
-            donate_argnums=(0, 4),
-            out_shardings=UpdateOutput(
-                self.shardings, self.companion and self.companion.shardings, None, None
-            ),
-            static_argnames="micro_rows",
-            compiler_options=batch_split.compiler_options(self._graph.runtime),
-        )
-        return CompiledCache(update, self.layout.platform)
-
-    def __call__(
-        self,
-        learner: ParamState,
-        batch: Batch,
-        inputs: Any,
-        micro_rows: int,
-        extra_params: dict[str, jax.Array] | None = None,
-        companion: ParamState | None = None,
-        tower_inputs: Sequence[PaddedInputs] | None = None,
-        number: int | None = None,
-    ) -> UpdateOutput:
-        """Makes one update, which donates the arrays of `learner` and `companion`.
-
-        batch: a mini-batch, a multiple of `micro_rows` rows. inputs: its PolicyInputs.
-        extra_params: frozen weights that the loss reads, by path. companion: the weights of
-        `self.companion` if this update trains them, else None. tower_inputs: of the items of the table among
-        `extra_params`, if this update trains a tower, else None. number: of the update in its
-        stage, from 0, which its learning rate follows from; None: the number of updates that
-        changed the weights.
-        """
-        arguments = (learner, batch, inputs, extra_params or {}, companion)
-        if number is not None:
-            arguments = (*arguments, tower_inputs, np.int32(number))
-        elif tower_inputs is not None:
-            arguments = (*arguments, tower_inputs)
-        return block_on_cpu_mesh(self.executable(*arguments, micro_rows=micro_rows), self.layout)
-
-    def _update(
-        self,
-        learner,
-        batch: Batch,
-        inputs,
-        extra_params=None,
-        companion=None,
-        tower_inputs=None,
-        number=None,
-        *,
-        micro_rows: int,
-    ) -> UpdateOutput:
-        trained, others = self._split(learner.params)
-        if self._seed is not None:
-            batch = batch.replace(
-                dropout=row_seeds(self._seed, updates_made(learner), batch.tokens.shape[0])
-            )
-        constants = others | (extra_params or {})
-        joint = companion.params if companion else {}
-        if VALUE_HEAD in joint:  # it has a loss of its own
-            constants = constants | joint
-            joint = {}
-        towers = TowerGradients(self._graph, trained | joint, constants, tower_inputs)
-        grads, terms = self._gradients(*towers.arguments, batch, inputs, micro_rows)
-        grads = towers.gradients(grads)
-        metrics = terms.metrics
-        if companion is not None:  # then there is an update for it
-            step = cast(Any, self.companion)
-            gradients = {path: grads.pop(path) for path in joint}
-            companion, more = step.apply(
-                companion,
-                gradients or {VALUE_HEAD: terms.head_gradient},
-                metrics.get("value/loss", terms.loss),
-                {},
-                number,
-            )
-            metrics |= {
-                f"{step.model.metrics}/{name}": value
-                for name, value in more.items()
-                if name != "loss"
-            }
-        learner, step_metrics = self.apply(learner, grads, terms.loss, terms.routing, number)
-        return UpdateOutput(learner, companion, metrics | step_metrics, terms.tokens)
 
     def apply(
         self,
@@ -374,9 +305,9 @@ class OptimizerStep:
         number = (
             updates_made(learner) if number is None else jnp.maximum(number - self._first_update, 0)
         )
-        trained, others = self._split(learner.params)
+        trained, others = self.split(learner.params)
         grads = self._frozen.filled(grads, 0.0)
-        squares = to_device(joined(on_each_memory(_squares, self._tables, grads)))
+        squares = to_device(joined(on_each_memory(_squares, self.tables, grads)))
         part_norms = gradient_norms(squares) if self._diagnostics else {}
         detach = self._stage.mtp is not None and self._stage.mtp.detach
         factors, norm, norms = _clipping(squares, self._options.clip_norm, detach=detach)
@@ -386,7 +317,7 @@ class OptimizerStep:
         good = finite & (sum(squares.values()) > 0)
         arguments = grads, factors, at_update(learner.optimizer, number), trained, good
         weights, states, changes = zip(
-            *on_each_memory(self._apply_optimizer, self._tables, *arguments), strict=True
+            *on_each_memory(self._apply_optimizer, self.tables, *arguments), strict=True
         )
         biases = {path: array for path, array in others.items() if path in self._trained_paths}
         new_biases = updated_biases(biases, routing, self._stage.router.bias_rate)
@@ -405,56 +336,190 @@ class OptimizerStep:
     def _apply_optimizer(self, grads, factors, state, weights, good):
         """Returns (weights, optimizer state, norm of the change) after an update. Tables in host
         memory stay there."""
-        step = by_layer if self._in_host_memory and not weights.keys() <= self._tables else at_once
+        step = by_layer if self._in_host_memory and not weights.keys() <= self.tables else at_once
         grads = jax.tree.map(jnp.multiply, row_tables.summed(grads), factors)
-        weights = self._shard_as_moments(weights) if step is at_once else weights
+        weights = self.shard_as_moments(weights) if step is at_once else weights
         return step(self._transform, grads, state, weights, good)
+
+
+@dataclass(frozen=True)
+class UpdateCall:
+    """A call of an update: with arrays, or with their shapes in a plan.
+
+    name: of its program. update: what is called. learners: the groups that learn. arguments: what
+    else it reads. micro_rows: rows of a micro-batch.
+    """
+
+    name: ProgramName
+    update: Update
+    learners: dict[Group, ParamState]
+    arguments: UpdateArguments
+    micro_rows: int
+
+    def run(self) -> UpdateOutput:
+        """Makes the update, which donates the arrays of `learners`."""
+        update = self.update
+        output = update.executable(self.learners, self.arguments, micro_rows=self.micro_rows)
+        return block_on_cpu_mesh(output, update.layout)
+
+    def lower(self) -> jax.stages.Lowered:
+        """Traces the program of the update."""
+        executable = self.update.executable
+        return executable.lower(self.learners, self.arguments, micro_rows=self.micro_rows)
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """A call of the loss of an update, without a gradient and without dropout: with arrays, or with
+    their shapes in a plan.
+
+    weights: all that the loss reads. batch, inputs, micro_rows: as of an update. The losses of
+    routers, indexers and prediction modules are not in it.
+    """
+
+    update: Update
+    weights: Weights
+    batch: Batch
+    inputs: PolicyInputs
+    micro_rows: int
+
+    def run(self) -> dict[str, jax.Array]:
+        """Returns the metrics of the loss, `loss` among them."""
+        executable = self.update.losses_executable
+        arguments = self.weights, self.batch, self.inputs
+        values = executable(*arguments, micro_rows=self.micro_rows)
+        return block_on_cpu_mesh(values, self.update.layout)
+
+    def lower(self) -> jax.stages.Lowered:
+        """Traces the program of the loss."""
+        executable = self.update.losses_executable
+        arguments = self.weights, self.batch, self.inputs
+        return executable.lower(*arguments, micro_rows=self.micro_rows)
+
+
+class Update:
+    """A compiled update: one loss, and its gradient with respect to the groups that learn.
+
+    The gradients are sums over micro-batches. Each group has an optimizer and a norm of its own.
+    """
+
+    def __init__(
+        self, loss: Loss, steps: Mapping[Group, OptimizerStep], stage: StageOptions, seed: int
+    ):
+        """Defines the update; it compiles at the first call of each shape.
+
+        Args:
+          loss: of a micro-batch.
+          steps: of the groups that learn. The first is that of the model whose forward pass the
+            loss runs: its layers have auxiliary losses, and it counts the updates for dropout.
+          stage: settings of the stage.
+          seed: seed of the run, for dropout.
+        """
+        self._loss = loss
+        self.steps = dict(steps)
+        self.group = next(iter(self.steps))
+        self.step = self.steps[self.group]
+        self._stage = stage
+        self._seed = seed if stage.dropout else None
+        self._diagnostics = stage.diagnostics and self.group is Group.POLICY
+        self._graph = self.step.model.trunk
+        self.layout = self._graph.layout
+
+    def with_steps(self, steps: Mapping[Group, OptimizerStep], stage: StageOptions) -> Update:
+        """Returns the update with the steps of other learning rates, whose program is a new one.
+        All other settings must be the same."""
+        other = copy.copy(self)
+        other.__dict__.pop("executable", None)
+        other.steps = {group: steps[group] for group in self.steps}
+        other.step = other.steps[self.group]
+        other._stage = stage
+        return other
+
+    @cached_property
+    def executable(self) -> CompiledCache:
+        """Returns the program (learners, UpdateArguments) -> UpdateOutput, which reuses the memory
+        of the learners."""
+        shardings = {group: step.shardings for group, step in self.steps.items()}
+        update = jax.jit(
+            self._update,
+            donate_argnums=0,
+            out_shardings=UpdateOutput(shardings, cast(Any, None), cast(Any, None)),
+            static_argnames="micro_rows",
+            compiler_options=batch_split.compiler_options(self._graph.runtime),
+        )
+        return CompiledCache(update, self.layout.platform)
+
+    def _update(
+        self, learners: dict[Group, ParamState], arguments: UpdateArguments, *, micro_rows: int
+    ) -> UpdateOutput:
+        batch = arguments.batch
+        if self._seed is not None:
+            made = updates_made(learners[self.group])
+            batch = batch.replace(dropout=row_seeds(self._seed, made, batch.tokens.shape[0]))
+        params = {group: learner.params for group, learner in learners.items()}
+        trained, constants = self._split(params, arguments.frozen)
+        towers = TowerGradients(self._graph, trained, constants, arguments.tower_inputs)
+        grads, terms = self._gradients(
+            towers.trained, towers.constants, batch, arguments.inputs, micro_rows
+        )
+        grads = towers.gradients(grads)
+        new = {}
+        metrics = terms.metrics
+        number = cast(jax.Array | None, arguments.number)  # this runs while it is traced
+        for group, step in self.steps.items():
+            routing = terms.routing if group is self.group else {}
+            loss = terms.own_losses.get(group, terms.loss)
+            new[group], more = step.apply(learners[group], grads[group], loss, routing, number)
+            if group.prefix:  # the loss of the group is among the metrics of the loss
+                more = {f"{group.prefix}{k}": v for k, v in more.items() if k != "loss"}
+            metrics = metrics | more
+        return UpdateOutput(new, metrics, terms.tokens)
+
+    def _split(self, params: Mapping[Group, Params], frozen: Weights) -> tuple[Weights, Weights]:
+        """Returns (weights with a gradient, all other weights)."""
+        trained = Weights()
+        constants = frozen
+        for group, step in self.steps.items():
+            with_gradient, others = step.split(params[group])
+            trained = trained.with_group(group, with_gradient)
+            constants = constants | Weights().with_group(group, others)
+        return trained, constants
 
     @cached_property
     def losses_executable(self) -> CompiledCache:
-        """Returns the program of `losses`, which compiles at the first call of each shape."""
+        """Returns the program (weights, mini-batch, PolicyInputs) -> metrics of the loss."""
         return CompiledCache(
             jax.jit(self._losses, static_argnames="micro_rows"), self.layout.platform
         )
 
-    def losses(
-        self,
-        params: dict[str, jax.Array],
-        batch: Batch,
-        inputs: Any,
-        micro_rows: int,
-        extra_params: dict,
-    ) -> dict[str, jax.Array]:
-        """Returns the metrics of the loss of a batch, `loss` among them, without a gradient and
-        without dropout.
-
-        Arguments as in `__call__`. The losses of routers, indexers and prediction modules are not
-        in it.
-        """
-        values = self.losses_executable(params, batch, inputs, extra_params, micro_rows=micro_rows)
-        return block_on_cpu_mesh(values, self.layout)
-
     def _losses(
-        self, params, batch: Batch, inputs, extra_params, *, micro_rows: int
+        self, weights: Weights, batch: Batch, inputs: PolicyInputs, *, micro_rows: int
     ) -> dict[str, jax.Array]:
-        trained, others = self._split(params)
-        constants = others | extra_params
+        trained, constants = self._split({group: weights[group] for group in self.steps}, weights)
         micros = self._micro_batches((batch, inputs), micro_rows)
-        dense = {path: weight for path, weight in trained.items() if path not in self._tables}
-        multiplied = self._graph.cast_for_products(dense)
+        multiplied = self._multiplied(self._dense(trained))
 
         def micro_step(_, xs):
             _, looked_up = self._looked_up(trained | constants, xs[0])
-            output = self._loss(multiplied | looked_up | constants, *xs)
+            output = self._loss(constants | multiplied | looked_up, *xs)
             return (), (output.loss, output.metrics)
 
         scan = (
             jax.lax.scan
-            if self._tables
+            if self.step.tables
             else partial(_scan_first, count=_num_filled(micros[0].filled))
         )
         loss, metrics = scan(micro_step, (), micros)[1]
         return rl.algorithms.reduce_metrics(metrics) | {"loss": loss.sum()}
+
+    def _dense(self, trained: Weights) -> Weights:
+        """Returns the weights that are no tables in host memory."""
+        dense = split(trained[self.group], self.step.tables)[1]
+        return trained.with_group(self.group, dense)
+
+    def _multiplied(self, weights: Weights) -> Weights:
+        """Returns the weights in the dtype of the products that read them."""
+        return weights.with_group(self.group, self._graph.cast_for_products(weights[self.group]))
 
     def _micro_batches(self, tree: Any, R: int) -> Any:
         """Reshapes [N, ...] to [M, R, ...], each micro-batch sharded by rows; scalars (totals) are
@@ -471,22 +536,25 @@ class OptimizerStep:
 
         return jax.tree.map(split, tree)
 
-    def _looked_up(self, params: dict, micro: Batch) -> tuple[dict, dict]:
+    def _looked_up(self, weights: Weights, micro: Batch) -> tuple[dict, Weights]:
         """Returns what `row_tables.read_rows` reads for a micro-batch from tables in host memory;
-        ({}, {}) without such tables."""
-        if not self._tables:
-            return {}, {}
+        ({}, no weights) without such tables."""
+        if not self.step.tables:
+            return {}, Weights()
         step = replace(
             modes.make_step(micro.tokens, segments=micro.segments, tree=micro.tree),
             tokens=micro.tokens,
         )
-        return row_tables.read_rows(self._graph, params, step, self._tables)
+        rows, values = row_tables.read_rows(
+            self._graph, weights[self.group], step, self.step.tables
+        )
+        return rows, Weights().with_group(self.group, values)
 
     def _gradients(
-        self, trained: dict, constants: dict, batch: Batch, inputs, R: int
-    ) -> tuple[dict, _Terms]:
-        """Returns (float32 gradients by path, further terms): sums over micro-batches, of tokens
-        arrays [N, T]."""
+        self, trained: Weights, constants: Weights, batch: Batch, inputs: PolicyInputs, R: int
+    ) -> tuple[Weights, _Terms]:
+        """Returns (float32 gradients, further terms): sums over micro-batches, of tokens arrays
+        [N, T]."""
         M = batch.tokens.shape[0] // R
         N = M * R
         micros = self._micro_batches((batch, inputs), R)
@@ -495,64 +563,72 @@ class OptimizerStep:
             # An extra forward pass, of which XLA drops the head: the balance loss of every
             # micro-batch needs the token count of each expert in the mini-batch.
             def count(_, xs):
-                routing = self._loss(trained | constants, *xs).aux.by_layer("routing")
+                aux = self._loss(trained | constants, *xs).aux
+                routing = cast(dict[str, Routing], aux.by_layer("routing"))
                 return None, {path: each.counts for path, each in routing.items()}
 
             counts = jax.tree.map(lambda a: a.sum(axis=0), jax.lax.scan(count, None, micros)[1])
             batch_totals = replace(batch_totals, counts=counts)
+        prefix = self.group.prefix
 
-        def objective(weights, micro, inputs):
-            output = self._loss(weights | constants, micro, inputs)
+        def objective(weights: Weights, micro: Batch, inputs: PolicyInputs):
+            output = self._loss(constants | weights, micro, inputs)
             aux = output.aux
             auxiliary, auxiliary_metrics = auxiliary_loss(self._stage, aux, micro, batch_totals)
             loss = output.loss + auxiliary
-            return loss, _Terms(
+            terms = _Terms(
                 loss=loss,
-                metrics=output.metrics | auxiliary_metrics,
-                routing=aux.by_layer("routing"),
+                own_losses=output.own_losses,
+                metrics=output.metrics
+                | {f"{prefix}{name}": value for name, value in auxiliary_metrics.items()},
+                routing=cast(dict[str, Routing], aux.by_layer("routing")),
                 activations=aux.by_layer("activations") if self._diagnostics else {},
                 tokens=output.tokens,
-                head_gradient=output.head_gradient,
             )
+            return sum(output.own_losses.values(), loss), terms
 
-        dense = {path: weight for path, weight in trained.items() if path not in self._tables}
-        multiplied = self._graph.cast_for_products(dense)
+        dense = self._dense(trained)
+        multiplied = self._multiplied(dense)
 
         def micro_step(total, xs):
             rows, looked_up = self._looked_up(trained | constants, xs[0])
             grads, terms = jax.grad(objective, has_aux=True)(multiplied | looked_up, *xs)
-            table_grads = row_tables.gradients(
-                self._graph, rows, {path: grads.pop(path) for path in looked_up}
-            )
-            return _accumulated(total, self._shard_as_moments(fetch(grads))), (table_grads, terms)
+            row_grads, dense_grads = split(grads[self.group], looked_up[self.group])
+            table_grads = row_tables.gradients(self._graph, rows, row_grads)
+            grads = self._shard_as_moments(fetch(grads.with_group(self.group, dense_grads)))
+            return _accumulated(total, grads), (table_grads, terms)
 
         # Gradients of tables in host memory stay in host memory. There, only a scan can stack
         # arrays.
         scan = (
             jax.lax.scan
-            if self._tables
+            if self.step.tables
             else partial(_scan_first, count=_num_filled(micros[0].filled))
         )
-        grads, (table_grads, stacked) = scan(
-            micro_step, self._shard_as_moments(_zeros(dense)), micros
-        )
+        zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), dense)
+        grads, (table_grads, stacked) = scan(micro_step, self._shard_as_moments(zeros), micros)
         metrics = rl.algorithms.reduce_metrics(stacked.metrics)
         if self._diagnostics:
             metrics |= activation_metrics(
                 stacked.activations, batch.filled.reshape(M, R, -1), self._graph.config
             )
-        head_gradient, routing = jax.tree.map(
-            lambda a: a.sum(axis=0), (stacked.head_gradient, stacked.routing)
+        loss, own_losses, routing = jax.tree.map(
+            lambda a: a.sum(axis=0), (stacked.loss, stacked.own_losses, stacked.routing)
         )
         terms = replace(
             stacked,
-            loss=stacked.loss.sum(),
+            loss=loss,
+            own_losses=own_losses,
             metrics=metrics,
             routing=routing,
             tokens={name: array.reshape(N, -1) for name, array in stacked.tokens.items()},
-            head_gradient=head_gradient,
         )
-        return grads | table_grads, terms
+        return grads.with_group(self.group, cast(Params, grads[self.group] | table_grads)), terms
+
+    def _shard_as_moments(self, grads: Weights) -> Weights:
+        for group, step in self.steps.items():
+            grads = grads.with_group(group, step.shard_as_moments(grads[group]))
+        return grads
 
 
 def _clipping(
@@ -565,7 +641,7 @@ def _clipping(
     scale down the update of the policy.
     """
     metrics: dict[str, jax.Array] = {}
-    modules = [path for path in squares if path.startswith(MODULES)]
+    modules = [path for path in squares if group_of(path) is Group.PREDICTION_MODULES]
     clipped_alone = modules if detach else []
     norm = _norm_from_squares(
         [square for path, square in squares.items() if path not in clipped_alone]
@@ -635,9 +711,5 @@ def _norm_from_squares(squares: list[jax.Array]) -> jax.Array:
     return jnp.sqrt(sum(squares))
 
 
-def _accumulated(total: dict, grads: dict) -> dict:
+def _accumulated(total: Weights, grads: Weights) -> Weights:
     return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
-
-
-def _zeros(weights: dict) -> dict:
-    return {path: jnp.zeros(w.shape, jnp.float32) for path, w in weights.items()}

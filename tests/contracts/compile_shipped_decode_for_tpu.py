@@ -16,7 +16,7 @@ from pathlib import Path
 from tpu_compiler import program_text  # isort: split
 
 from policy.programs.compiled_cache import Memory
-from rl.accounting.program_memory import GENERATOR
+from rl.accounting.program_names import ProgramName
 from rl.plan.compiled import counts
 from rl.plan.hlo import HloProgram
 from rl.plan.programs import programs
@@ -32,7 +32,7 @@ def main(name: str, slice_name: str) -> dict:
     devices = topology.devices()
     config = load([CONFIGS / f"{name}.yml"])
     planned = programs(config, build.on_mesh(config, devices), topology.memory(devices[0]))
-    decode = next(each for each in planned if each.kind == GENERATOR["decode"])
+    decode = next(each for each in planned if each.kind == ProgramName.DECODE)
     memory = Memory.of(decode.lower().compile(), topology.platform)
     assert memory is not None
     text = program_text()

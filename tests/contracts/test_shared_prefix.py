@@ -18,6 +18,7 @@ from policy.attention import block_attention
 from policy.config import Runtime
 from rl.training.auxiliary_losses import auxiliary_loss, totals
 from rl.training.packing.trees import Sharing
+from rl.training.weights import Weights
 
 UNROLLED = Runtime(remat="none", scan=False)
 SCANNED = Runtime(remat="full", scan=True)
@@ -40,7 +41,7 @@ def results(trainer, params, data) -> tuple:
     }
 
     def loss(weights):
-        output = trainer._policy_loss(params | weights, batch, inputs)
+        output = trainer._policy_loss(Weights(policy=params | weights), batch, inputs)
         auxiliary, more = auxiliary_loss(trainer.stage, output.aux, batch, counted)
         return output.loss + auxiliary, (
             output.metrics | more,

@@ -63,6 +63,7 @@ def compiled_sizes(name: str) -> dict[str, int]:
     from policy.mesh.sharding import layout
     from policy.model import Graph
     from rl.training.trainer import Trainer
+    from rl.training.updater import UpdateArguments
 
     mesh = layout(
         {"fsdp": 4}, devices=topologies.get_topology_desc("v5p:2x2x1", platform="tpu").devices
@@ -86,10 +87,9 @@ def compiled_sizes(name: str) -> dict[str, int]:
     def abstract(a):
         return jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=mesh.replicated)
 
-    arguments = jax.tree.map(abstract, (data, jax.eval_shape(trainer.loss_inputs, data)))
-    compiled = trainer.policy.executable.lower(
-        trainer.abstract().policy, *arguments, micro_rows=4
-    ).compile()
+    inputs = jax.tree.map(abstract, (data, jax.eval_shape(trainer.loss_inputs, data)))
+    (call,) = trainer.update_calls(trainer.abstract(), UpdateArguments(*inputs), 4)
+    compiled = call.lower().compile()
     (table,) = (graph.shapes[path] for path in graph.tables)
     return {
         "table": table.size * 4 // mesh.mesh.size,

@@ -16,8 +16,9 @@ from policy.heads.features import by_number
 from policy.model import Graph, Model
 from rl.algorithms.distill import ALPHA, FEATURES, TEMPERATURE
 from rl.training.batch import Batch
-from rl.training.teacher import PREFIX, ModelTeacher, StoredTeacher
+from rl.training.teacher import ModelTeacher, StoredTeacher
 from rl.training.trainer import Trainer
+from rl.training.weights import Group
 
 
 @functools.cache
@@ -40,7 +41,7 @@ def learner(model, teacher, algorithm="distill", steps=10, **keys):
     frozen = None
     if teacher is not None:
         frozen = ModelTeacher(teacher.graph, loss)
-        frozen.params = {PREFIX + path: array for path, array in teacher.params.items()}
+        frozen.params = teacher.params
     trainer = Trainer(model.graph, made, loss, teacher=frozen)
     return trainer, trainer.start(
         jax.tree.map(lambda a: jax.device_put(np.array(a), a.sharding), model.params), seed=3
@@ -74,9 +75,9 @@ def reverse():
 
 def test_a_teacher_equal_to_the_policy_gives_no_divergence_and_no_gradient():
     trainer, state = reverse()
-    before = host(trainer.policy.start(state.policy.params).params)
+    before = host(trainer.policy.step.start(state.policy.params).params)
     state = dataclasses.replace(
-        state, policy=trainer.policy.start(jax.tree.map(np.array, dense().params))
+        state, policy=trainer.policy.step.start(jax.tree.map(np.array, dense().params))
     )
     arrays, metrics = updated(trainer, state, batch())
     assert abs(metrics["distill/reverse_kl"]) < 1e-6 and metrics["optim/grad_norm"] < 1e-6
@@ -95,7 +96,7 @@ def test_the_policy_learns_one_batch_of_another_model():
     """Until the reverse KL of each token is below a hundredth of a nat in the mean."""
     trainer, _ = reverse()
     other = Graph(dense().config, dense().graph.runtime, dense().graph.layout).init(7)
-    trainer.teacher.params = {PREFIX + path: array for path, array in other.items()}
+    trainer.teacher.params = other
     state = trainer.start(jax.tree.map(np.array, dense().params), seed=3)
     first = updated(trainer, state, batch())[1]["distill/reverse_kl"]
     state = trainer.start(jax.tree.map(np.array, dense().params), seed=3)
@@ -271,7 +272,7 @@ def test_projections_learn_to_map_the_features_and_equal_widths_have_none():
         losses.append(float(metrics["distill/features"]))
     assert losses[-1] < 0.5 * losses[0], losses
     trainer, state = learner(dense(), dense(), options={"features_coef": 1.0})
-    assert state.projections is None and trainer.projections is None
+    assert state.projections is None and Group.PROJECTIONS not in trainer.steps
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from rl.stages.sampling import filters
 from rl.stages.sampling.scored import ScoredGroup
 from rl.training.batch import Batch
 from rl.training.packing.trees import Sharing
+from rl.training.weights import Weights
 from rollout import Completion, SamplingParams
 from rollout.engine.sampling import Draws, choose
 from rollout.types import Trajectory
@@ -383,8 +384,11 @@ def gradient(trainer, params, batch):
     packing = trainer.packing_of(batch)[0]
     packed = packing.batch(batch)
     inputs = trainer.loss_inputs(packed)
-    objective = jax.jit(jax.grad(lambda params: trainer._policy_loss(params, packed, inputs).loss))
-    return packing, objective(params)
+
+    def loss(params):
+        return trainer._policy_loss(Weights(policy=params), packed, inputs).loss
+
+    return packing, jax.jit(jax.grad(loss))(params)
 
 
 @pytest.mark.parametrize(

@@ -278,9 +278,12 @@ def test_moments_of_frozen_arrays_are_not_kept_and_a_plan_says_what_parts_keep()
 def test_a_reward_model_is_frozen_by_the_same_names_and_a_critic_is_not():
     model = learners.dense()
     names = ["embed_tokens", "self_attn"]
-    reward_model = learners.trainer(model, stage("reward_model", freeze=names)).reward_model
+    reward_model = learners.trainer(model, stage("reward_model", freeze=names)).reward_model.step
     learned = trained_paths(reward_model.model.axes, Runtime(), reward_model._frozen)
     assert "embed_tokens" not in learned and LAYER + "mixer.q_proj" not in learned
     assert LAYER + "feed_forward.up_proj" in learned
     trainer = learners.trainer(model, stage("ppo", freeze=names))
-    assert not trainer.critic._frozen.paths and "embed_tokens" in trainer.policy._frozen.paths
+    assert (
+        not trainer.critic.step._frozen.paths
+        and "embed_tokens" in trainer.policy.step._frozen.paths
+    )

@@ -67,9 +67,7 @@ def assert_same_updates(kind, sizes, algorithm, **runtime):
             kinds(state),
         )
         if offload:
-            lowered = trainer.policy.executable.lower(
-                state.policy, data, trainer.loss_inputs(data), micro_rows=2
-            )
+            lowered = learners.update_call(trainer, state, data, 2).lower()
             stats = lowered.compile().memory_analysis()
             shards = sum(
                 leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.policy)

@@ -449,9 +449,10 @@ def test_an_update_makes_no_array_as_large_as_a_table_in_host_memory():
                     (eqn.primitive.name, str(v.aval)) for v in eqn.outvars if v.aval.size >= size
                 )
 
+    call = learners.update_call(trainer, state, data, 2)
     visit(
         trainer.policy.executable.jitted.trace(
-            state.policy, data, trainer.loss_inputs(data), micro_rows=2
+            call.learners, call.arguments, micro_rows=2
         ).jaxpr.jaxpr
     )
     assert all("<host>" in aval for _, aval in made)

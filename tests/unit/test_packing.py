@@ -18,6 +18,7 @@ import rl.algorithms
 from policy import modes
 from rl.training.batch import segmented_batch
 from rl.training.packing.packing import MAX_ROW_COUNTS, plan_packing, row_counts
+from rl.training.weights import Group
 
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "constant", "prompt")
 RATIOS = ("token", "sequence", "sequence_token")
@@ -182,18 +183,18 @@ def test_updates_are_those_of_separate_rows(create, algorithm):
     data = uneven()
     options = stage(algorithm, router={"bias_rate": 0.05, "balance_coef": 0.3})
     trainer, state = begin(create(), options, fresh=True)
-    apart = trainer.policy(state.policy, data, trainer.loss_inputs(data), 12)
+    apart = learners.update_call(trainer, state, data, 12).run()
     if trainer.critic:
-        critic = trainer.critic(state.critic, data, trainer.loss_inputs(data), 12)
+        critic = learners.update_call(trainer, state, data, 12, of_policy=False).run()
     trainer, state = begin(create(), options)
     together, metrics = trainer.update(state, data)
     assert 0.5 < metrics["perf/packed_share"] <= 1
     for key, value in apart.metrics.items():
         np.testing.assert_allclose(metrics[key], value, rtol=2e-5, atol=1e-6, err_msg=key)
-    pairs = [(apart.learner, together.policy)]
+    pairs = [(apart.learners[Group.POLICY], together.policy)]
     if trainer.critic:
         np.testing.assert_allclose(metrics["value/loss"], critic.metrics["value/loss"], rtol=1e-5)
-        pairs.append((critic.learner, together.critic))
+        pairs.append((critic.learners[Group.CRITIC], together.critic))
     for one, other in pairs:
         one, other = host(one), host(other)
         for key in one:

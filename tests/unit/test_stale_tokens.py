@@ -13,6 +13,7 @@ import pytest
 from rl.errors import ModelError
 from rl.stages import inputs, online
 from rl.stages.sampling import staleness
+from rl.training.updater import UpdateArguments
 
 NOW = 3
 
@@ -139,13 +140,7 @@ def test_an_array_of_a_mini_batch_has_a_value_per_row_or_is_a_scalar():
     it = case({})
     batch = it.batch.replace(version=None, advantages=it.own)
     total = it.trainer.loss_inputs(batch)
-    lower = it.trainer.policy.executable.lower
+    arguments = UpdateArguments(batch, dataclasses.replace(total, mean_weight=np.ones(3)))
+    (call,) = it.trainer.update_calls(it.state, arguments, 4)
     with pytest.raises(TypeError, match="cannot reshape"):
-        lower(
-            it.state.policy,
-            batch,
-            dataclasses.replace(total, mean_weight=np.ones(3)),
-            {},
-            None,
-            micro_rows=4,
-        )
+        call.lower()

@@ -20,11 +20,13 @@ import policy
 from policy.experts.router import bias_update
 from policy.model import Model
 from policy.modes import make_step
+from rl.accounting.program_names import ProgramName
 from rl.config.stage import OptimizerOptions
 from rl.training.batch import padded_batch
 from rl.training.learning_rate import drawn, learning_rate
 from rl.training.optimizer import schedule, stored_as
-from rl.training.updater import updates_made
+from rl.training.updater import UpdateArguments, UpdateCall, updates_made
+from rl.training.weights import Group
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 
@@ -139,15 +141,23 @@ def test_rollout_updates_of_experts_are_the_same_for_any_micro_batch(algorithm):
     )
 
 
+def test_an_update_of_two_groups_happens_in_place():
+    options = stage({"name": "ppo", "critic_trunk": "policy"})
+    trainer, state = begin(learners.dense(), options)
+    call = learners.update_call(trainer, state, batch(), 8)
+    assert call.learners == {Group.POLICY: state.policy, Group.CRITIC: state.critic}
+    aliased = call.lower().compile().memory_analysis().alias_size_in_bytes
+    leaves = sum(leaf.nbytes for leaf in jax.tree.leaves(call.learners))
+    assert aliased == leaves - 2 * 4  # the counts of the two schedules are not read
+
+
 def test_an_update_happens_in_place_in_one_program(compilations):
     model = Model(learners.dense().graph, {})
     trainer, state = begin(learners.dense(), stage("grpo"), fresh=True)
     data = batch()
     model.params = state.policy.params
     old = model.params
-    lowered = trainer.policy.executable.lower(
-        state.policy, data, trainer.loss_inputs(data), micro_rows=8
-    )
+    lowered = learners.update_call(trainer, state, data, 8).lower()
     aliased = lowered.compile().memory_analysis().alias_size_in_bytes
     leaves = sum(leaf.nbytes for leaf in jax.tree.leaves(state.policy))
     assert (
@@ -313,8 +323,10 @@ def test_a_policy_counts_from_the_step_after_the_warm_up_of_its_critic():
     trainer, _ = begin(
         learners.dense(), stage({"name": "ppo", "critic_warmup": 2}, steps=6, optimizer=options)
     )
-    assert trainer.policy._first_update == 2
-    assert [float(trainer.policy.rate(u)) for u in range(4)] == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    assert trainer.policy.step._first_update == 2
+    assert [float(trainer.policy.step.rate(u)) for u in range(4)] == pytest.approx(
+        [0.4, 0.3, 0.2, 0.1]
+    )
 
 
 @pytest.mark.slow
@@ -367,8 +379,9 @@ def test_an_update_leaves_every_array_in_its_dtype(param_dtype, state_dtype):
     model = learners.dense(runtime=dataclasses.replace(learners.QUICK, param_dtype=param_dtype))
     trainer, state = begin(model, stage("grpo", optimizer={"state_dtype": state_dtype}))
     data = batch()
+    call = learners.update_call(trainer, state, data, 8)
     update = partial(trainer.policy._update, micro_rows=8)
-    new = jax.eval_shape(update, state.policy, data, trainer.loss_inputs(data)).learner
+    new = jax.eval_shape(update, call.learners, call.arguments).learners[Group.POLICY]
     assert jax.tree.map(lambda a: a.dtype, new) == jax.tree.map(lambda a: a.dtype, state.policy)
     sizes = [np.dtype(a.dtype).itemsize for a in jax.tree.leaves(new.optimizer) if a.ndim]
     copies = 3 if (param_dtype, state_dtype) == ("bfloat16", "float32") else 2
@@ -550,9 +563,11 @@ def test_a_value_head_learns_with_the_policy_what_it_learns_alone():
     trainer, state = begin(model, options)
     packing, R = trainer.packing_of(data)
     packed, start = packing.batch(data), host(state.policy)
-    still = jax.jit(partial(trainer.policy._update, micro_rows=R))(
-        state.policy, packed, trainer.loss_inputs(packed)
-    ).learner
+    critic_stays = trainer.policy.with_steps(trainer.steps, options)
+    critic_stays.steps = {Group.POLICY: trainer.steps[Group.POLICY]}
+    arguments = UpdateArguments(packed, trainer.loss_inputs(packed))
+    call = UpdateCall(ProgramName.UPDATE, critic_stays, {Group.POLICY: state.policy}, arguments, R)
+    still = call.run().learners[Group.POLICY]
     moved = host(both.policy)
     assert not same_bits(moved, start)
     for path, array in host(still).items():
@@ -626,7 +641,6 @@ results = []
 for degrees in ({"fsdp": 1}, {"fsdp": 8}, {"fsdp": 2, "tensor": 2, "expert": 2}):
     mesh = layout(degrees, devices=devices[: int(np.prod(list(degrees.values())))])
     trainer, state = learners.begin(learners.experts(mesh=mesh), options)
-    lowered = trainer.policy.executable.lower
     for _ in range(2):
         state, metrics = trainer.update(state, data)
     assert trainer.policy.executable.number == 1

@@ -1,5 +1,4 @@
-"""Pictures and sounds in updates: the table among the arguments of a loss, and the gradients of
-trained towers.
+"""Pictures and sounds in updates: the table that a loss reads, and the gradients of trained towers.
 
 The table of frozen towers is a constant of the update. If a tower is trained, the update encodes
 the items itself; the gradient of the table is summed over the micro-batches, and then goes backward
@@ -10,7 +9,7 @@ whatever the size of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -18,59 +17,56 @@ import jax.numpy as jnp
 from policy.cache.media import Media, MediaTable
 from policy.execution.encoding import MediaEncoder, PaddedInputs, tower_params
 from policy.model import Graph
-
-ROWS = "media.rows"
-DEEP = "media.deep"
-"""Names of the arrays of a table next to the paths of weights."""
+from rl.training.weights import Weights
 
 
-def as_params(table: MediaTable | None) -> dict[str, Any]:
-    """Returns the arrays of a table by name; None: there is no table."""
-    arrays = {} if table is None else {ROWS: table.rows, DEEP: table.deep}
-    return {name: array for name, array in arrays.items() if array is not None}
-
-
-def in_table(media: Media | None, params: dict[str, jax.Array]) -> Media | None:
-    """Returns the pictures and sounds of a forward pass, with the table among `params`."""
-    return None if media is None else media.in_table(MediaTable(params[ROWS], params.get(DEEP)))
+def in_table(media: Media | None, table: MediaTable | None) -> Media | None:
+    """Returns the pictures and sounds of a forward pass. table: that of a batch with media."""
+    if media is None:
+        return None
+    assert table is not None  # a batch with media comes with its table
+    return media.in_table(table)
 
 
 class TowerGradients:
     """Gradients of an update, through the towers that it trains.
 
-    arguments: (what the loss is differentiated by, its constants), by path. If towers are trained,
-    a float32 table is among the first, and their weights, which the loss does not read, are among
-    the second: a decoder needs all its weights.
+    trained: what the loss is differentiated by. constants: what else it reads. If towers are
+    trained, a float32 table is among the first, and their weights, which the loss does not read,
+    are among the second: a decoder needs all its weights.
     """
 
     def __init__(
-        self, graph: Graph, trained: dict, constants: dict, inputs: Sequence[PaddedInputs] | None
+        self,
+        graph: Graph,
+        trained: Weights,
+        constants: Weights,
+        inputs: Sequence[PaddedInputs] | None,
     ):
         """Encodes the `inputs`, while the update is traced; None: it trains no tower, and nothing
         changes."""
         self._inputs = inputs
-        self.arguments = (trained, constants)
+        self.trained = trained
+        self.constants = constants
         if inputs is None:
             return
         self._encoder = MediaEncoder(graph)
-        self._trained, self._others = tower_params(trained), tower_params(constants)
-        table = MediaTable(constants[ROWS], constants.get(DEEP))
-        table = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), table)
+        self._towers = tower_params(trained.policy)
+        self._others = tower_params(constants.policy)
+        table = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), constants.table)
         for each in inputs:
-            table = self._encoder.encoded_into(self._trained | self._others, table, each)
-        rest = {path: array for path, array in trained.items() if path not in self._trained}
-        kept = {path: array for path, array in constants.items() if path not in (ROWS, DEEP)}
-        self.arguments = rest | as_params(table), kept | self._trained
+            table = self._encoder.encoded_into(self._towers | self._others, table, each)
+        rest = {path: array for path, array in trained.policy.items() if path not in self._towers}
+        self.trained = replace(trained, policy=rest, table=table)
+        self.constants = replace(constants, policy=constants.policy | self._towers, table=None)
 
-    def gradients(self, grads: dict) -> dict:
-        """Returns the gradients by path, with those of the towers in the place of those of the
-        table."""
+    def gradients(self, grads: Weights) -> Weights:
+        """Returns the gradients, with those of the towers in the place of that of the table."""
         if self._inputs is None:
             return grads
-        towers = {path: jnp.zeros(a.shape, jnp.float32) for path, a in self._trained.items()}
-        table = MediaTable(grads[ROWS], grads.get(DEEP))
+        assert grads.table is not None  # it is among `trained`
+        towers = {path: jnp.zeros(a.shape, jnp.float32) for path, a in self._towers.items()}
         for each in self._inputs:
-            towers = jax.tree.map(
-                jnp.add, towers, self._encoder.gradients(self._trained, self._others, table, each)
-            )
-        return {path: grad for path, grad in grads.items() if path not in (ROWS, DEEP)} | towers
+            more = self._encoder.gradients(self._towers, self._others, grads.table, each)
+            towers = jax.tree.map(jnp.add, towers, more)
+        return replace(grads, policy=grads.policy | towers, table=None)

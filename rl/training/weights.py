@@ -1,0 +1,152 @@
+"""The weights of a stage, in named groups.
+
+A group is a flat dict of arrays by path. A program gets the groups that learn in it, which it
+changes in place, and those that it only reads. Adapters would be a group that learns over a policy
+that does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import jax
+
+from policy.cache.media import MediaTable
+from policy.config import Runtime
+from policy.media import is_tower
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding
+
+    from policy.model import Graph
+
+T = TypeVar("T")
+Params = dict[str, jax.Array]
+_MODULES = "mtp."  # starts the paths of policy/heads/multi_token_prediction.py
+
+
+class Group(StrEnum):
+    """A named group of weights.
+
+    POLICY: the decoder. TOWERS, PREDICTION_MODULES: parts of the policy, in the same dict; the
+    gradient of a tower goes through the table of its rows, and prediction modules may be clipped by
+    a norm of their own. CRITIC: a value head, with the trunk that it may have. PROJECTIONS: maps of
+    the policy's features to the width of a teacher. REWARD_MODEL: a trunk with a score head.
+
+    The values of the groups with an optimizer are names of fields of Weights.
+    """
+
+    POLICY = "policy"
+    TOWERS = "towers"
+    PREDICTION_MODULES = "prediction modules"
+    CRITIC = "critic"
+    PROJECTIONS = "projections"
+    REWARD_MODEL = "reward_model"
+
+    @property
+    def prefix(self) -> str:
+        """Returns what the names of the metrics of its updates begin with."""
+        return _PREFIXES.get(self, "")
+
+
+_PREFIXES = {Group.CRITIC: "value/", Group.PROJECTIONS: "distill/projections/"}
+
+
+def group_of(path: str) -> Group:
+    """Returns the group of a weight of a policy: POLICY, TOWERS or PREDICTION_MODULES."""
+    if path.startswith(_MODULES):
+        return Group.PREDICTION_MODULES
+    return Group.TOWERS if is_tower(path) else Group.POLICY
+
+
+class LearningModel(Protocol):
+    """A model whose weights an optimizer changes: the decoder of a policy (`Graph`), a critic or a
+    reward model (`Critic`), projections of features (`FeatureProjections`)."""
+
+    @property
+    def axes(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Logical axes of each weight, by path. None: the axis has no name."""
+        ...
+
+    @property
+    def sizes(self) -> Mapping[str, tuple[int, ...]]:
+        """Dimensions of each weight, by path."""
+        ...
+
+    @property
+    def shardings(self) -> Mapping[str, NamedSharding]:
+        """Sharding of each weight, by path."""
+        ...
+
+    @property
+    def untrained(self) -> frozenset[str]:
+        """Paths of arrays that never have a gradient, such as the selection biases of routers."""
+        ...
+
+    @property
+    def hosted(self) -> frozenset[str]:
+        """Paths of weights in host memory, tables among them."""
+        ...
+
+    @property
+    def tables(self) -> frozenset[str]:
+        """Paths of tables in host memory, of which a pass reads a few rows."""
+        ...
+
+    @property
+    def runtime(self) -> Runtime:
+        """How its layers are computed, and in which dtype its weights are stored."""
+        ...
+
+    @property
+    def trunk(self) -> Graph:
+        """The decoder that its forward pass runs."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The weights that a loss reads, in groups. An absent group is empty.
+
+    policy, critic, projections, reward_model: as in Group. teacher: a frozen model, by its own
+    paths; its arrays may be quantised. table: the rows of pictures and sounds of the batch, which
+    frozen towers made, or towers that this update trains.
+    """
+
+    policy: Params = field(default_factory=dict)
+    critic: Params = field(default_factory=dict)
+    projections: Params = field(default_factory=dict)
+    reward_model: Params = field(default_factory=dict)
+    teacher: Params = field(default_factory=dict)
+    table: MediaTable | None = None
+
+    def __getitem__(self, group: Group) -> Params:
+        return getattr(self, group)
+
+    def with_group(self, group: Group, params: Params) -> Weights:
+        """Returns these weights with another group."""
+        return replace(self, **{group.value: params})
+
+    def __or__(self, other: Weights) -> Weights:
+        """Returns the weights of both, of a path in both those of `other`."""
+        return Weights(
+            policy=self.policy | other.policy,
+            critic=self.critic | other.critic,
+            projections=self.projections | other.projections,
+            reward_model=self.reward_model | other.reward_model,
+            teacher=self.teacher | other.teacher,
+            table=self.table if other.table is None else other.table,
+        )
+
+
+def split(params: Mapping[str, T], paths: Iterable[str]) -> tuple[dict[str, T], dict[str, T]]:
+    """Returns (the arrays at these paths, the others)."""
+    chosen = frozenset(paths)
+    return (
+        {path: array for path, array in params.items() if path in chosen},
+        {path: array for path, array in params.items() if path not in chosen},
+    )
