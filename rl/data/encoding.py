@@ -9,7 +9,7 @@ from typing import Any
 from rl.data.encoded import Example, Messages, Row
 from rollout.media import expand
 from rollout.media.expand import Expanded
-from rollout.media.item import MediaError
+from rollout.media.processor import MediaError
 from rollout.media.processors import Processors
 from rollout.text import chat
 

@@ -20,7 +20,7 @@ from rl.data import models, towers
 from rl.data.encoded import Example, Messages
 from rl.errors import DataError
 from rollout.media import processors, rows
-from rollout.media.item import KINDS, NOUNS, Kind, MediaError, Processor
+from rollout.media.processor import KINDS, NOUNS, Kind, MediaError, Processor
 from rollout.media.processors import Processors
 from rollout.media.reference import Reference
 

@@ -17,7 +17,7 @@ from rl.config.model import ModelOptions
 from rl.data import models
 from rl.errors import ModelError
 from rollout.media import processors
-from rollout.media.item import MediaError
+from rollout.media.processor import MediaError
 from rollout.media.processors import ProcessorConfigs, Processors
 from rollout.text import media_tokens as tokens
 from rollout.text.tokenizer import MediaTokens

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollout.media.item import NOUNS
+from rollout.media.processor import NOUNS
 
 if TYPE_CHECKING:
     from rollout.media.expand import Expanded

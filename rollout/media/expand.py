@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from policy.media import Item
-from rollout.media.item import KINDS, NOUNS, Kind, MediaError
+from rollout.media.processor import KINDS, NOUNS, Kind, MediaError
 from rollout.media.processors import Processors
 from rollout.media.reference import Reference
 from rollout.text import chat

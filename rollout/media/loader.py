@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from policy.media import Item
-from rollout.media.item import MediaError
+from rollout.media.processor import MediaError
 from rollout.media.processors import Processors
 from rollout.media.reference import Reference
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.media.item import MediaError, require
+from rollout.media.processor import MediaError, require
 
 MAX_PIXELS = 89_478_485
 """Pixels of the largest picture that is opened: from there on Pillow warns of decompression

@@ -13,7 +13,7 @@ from typing import Any
 
 from rewards.suggest import nearest
 from rollout.media import families
-from rollout.media.item import NOUNS, Kind, MediaError, Processor
+from rollout.media.processor import NOUNS, Kind, MediaError, Processor
 
 _Reader = Callable[[Mapping[str, Any], Mapping[str, Any], Any], Processor]
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from policy.media import Item
 from rollout.media import picture, sound
-from rollout.media.item import NOUNS, Kind, MediaError, Processor
+from rollout.media.processor import NOUNS, Kind, MediaError, Processor
 
 _PLACES = ("path", "image", "image_url", "audio", "audio_url", "input_audio", "url", "data")
 

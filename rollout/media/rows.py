@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from rewards.suggest import nearest
-from rollout.media.item import KINDS, NOUNS, Kind, MediaError
+from rollout.media.processor import KINDS, NOUNS, Kind, MediaError
 from rollout.media.reference import Reference, refer
 
 _TYPES: dict[str, Kind] = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollout.media.item import MediaError, require
+from rollout.media.processor import MediaError, require
 
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE  # format tags of WAV files
 _UNKNOWN_LENGTHS = (0, 0xFFFFFFFF)  # of the data in a file that was written as a stream

@@ -29,7 +29,7 @@ from transformers.processing_utils import ProcessorMixin
 from policy.cache.media import Media
 from rollout.media import processors
 from rollout.media.expand import expand, expand_text
-from rollout.media.item import MediaError
+from rollout.media.processor import MediaError
 from rollout.media.reference import refer
 
 GRID = {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 4096}}

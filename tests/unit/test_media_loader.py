@@ -9,8 +9,8 @@ from media_rows import PROCESSOR, pixels, png
 from media_tokenizers import tokenizer
 
 from rollout.media.families import qwen
-from rollout.media.item import MediaError
 from rollout.media.loader import Loader
+from rollout.media.processor import MediaError
 from rollout.media.processors import Processors
 from rollout.media.reference import Reference, refer
 

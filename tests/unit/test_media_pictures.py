@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from rollout.media import picture
-from rollout.media.item import MediaError
+from rollout.media.processor import MediaError
 from rollout.media.reference import refer
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 20, 3), dtype=np.uint8)

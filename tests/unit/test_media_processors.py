@@ -28,7 +28,7 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
 from transformers.models.whisper.feature_extraction_whisper import WhisperFeatureExtractor
 
 from rollout.media import processors
-from rollout.media.item import MediaError
+from rollout.media.processor import MediaError
 from rollout.media.reference import refer
 
 NAMES = ["image", "boi", "eoi", "audio", "boa", "eoa"]

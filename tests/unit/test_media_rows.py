@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rollout.media.item import MediaError
+from rollout.media.processor import MediaError
 from rollout.media.rows import normalise
 
 

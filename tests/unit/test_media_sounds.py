@@ -9,7 +9,7 @@ import scipy.signal
 import soundfile
 
 from rollout.media import sound
-from rollout.media.item import MediaError
+from rollout.media.processor import MediaError
 from rollout.media.reference import refer
 
 WAVE = (np.sin(np.arange(400) / 7) * np.linspace(-0.9, 0.9, 400)).astype(np.float32)

@@ -18,7 +18,7 @@ from rl.config.run import RunConfig
 from rl.data import models, towers
 from rl.data.tokenizer import read_tokenizer
 from rollout.media.expand import expand
-from rollout.media.item import MediaError
+from rollout.media.processor import MediaError
 from rollout.media.reference import refer
 from rollout.text.chat import ChatError, render_prompt
 from rollout.text.tokenizer import SPECIALS, load_tokenizer

@@ -8,7 +8,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from rl.data.inspect.template_checks import end_of_turn
 from rollout.media import processors
-from rollout.media.item import MediaError
+from rollout.media.processor import MediaError
 from rollout.text.chat import encode_answer, encode_completion, render_prompt
 from rollout.text.spelling import decode_after, encode_after
 from rollout.text.tokenizer import first_stop, load_tokenizer

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from policy.media import Item
 from rl.data.inspect.stage_rows import Encoded, Kind, StageRows
 from rollout.media.expand import Expanded
-from rollout.media.item import KINDS, NOUNS
+from rollout.media.processor import KINDS, NOUNS
 from rollout.media.reference import Reference
 
 

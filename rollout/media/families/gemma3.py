@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rollout.media import picture
-from rollout.media.item import Kind, MediaError, Processor, special
+from rollout.media.processor import Kind, MediaError, Processor, special
 
 CLASS = "Gemma3ImageProcessor"
 _HALF = (0.5, 0.5, 0.5)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rollout.media import picture
-from rollout.media.item import Kind, MediaError, Processor, special
+from rollout.media.processor import Kind, MediaError, Processor, special
 
 CLASS = "Gemma4ImageProcessor"
 _BOUNDS = (70, 140, 280, 560, 1120)  # rows of a picture that released models were trained with

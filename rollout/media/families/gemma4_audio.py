@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rollout.media import sound
-from rollout.media.item import Kind, MediaError, Processor, special
+from rollout.media.processor import Kind, MediaError, Processor, special
 
 CLASS = "Gemma4AudioFeatureExtractor"
 _MULTIPLE = 128  # of samples, which the extractor pads to

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rollout.media import picture
-from rollout.media.item import Kind, MediaError, Processor
+from rollout.media.processor import Kind, MediaError, Processor
 
 CLASS = "Llama4ImageProcessor"
 _TOKENS = {

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rollout.media import picture
-from rollout.media.item import Kind, MediaError, Processor, special
+from rollout.media.processor import Kind, MediaError, Processor, special
 
 CLASS = "Qwen2VLImageProcessor"
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rollout.media import sound
-from rollout.media.item import Kind, MediaError, Processor, special
+from rollout.media.processor import Kind, MediaError, Processor, special
 
 CLASS = "WhisperFeatureExtractor"
 _CHUNK = 100  # frames of a chunk of the tower
