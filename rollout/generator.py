@@ -398,7 +398,6 @@ class Generator:
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
-        """Tokens that `skip_special_tokens` leaves out."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         special = {token for token, how in added.items() if how.special}
         return frozenset(special | set(getattr(self.tokenizer, "all_special_ids", ())))

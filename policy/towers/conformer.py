@@ -62,7 +62,7 @@ class RelativeAttention(Projections):
         self.add(rngs, "o", ((D,), (D,)), (("heads",), ("embed",)), clipped=spec.clipped)
 
     def __call__(self, x_RTD: jax.Array, runtime: Runtime) -> jax.Array:
-        """Returns [R, T, D]."""
+        """Returns the output of attention over the frames, [R, T, D], without a residual."""
         spec = self.spec
         W = self.spec.context
         q, k, v = (
@@ -99,7 +99,7 @@ class LightConvolution(Projections):
         self.add(rngs, "down", ((D,), (D,)), (("mlp",), ("embed",)), clipped=spec.clipped)
 
     def __call__(self, x_RTD: jax.Array, runtime: Runtime) -> jax.Array:
-        """Returns x_RTD after the convolution."""
+        """Returns the frames [R, T, D] after the gated causal convolution, with its residual."""
         h, gate = jnp.split(self.project(self.input_norm(x_RTD), "up", runtime), 2, axis=-1)
         taps = self.conv[...].astype(h.dtype)[::-1]
         h = jnp.einsum("rtwd,wd->rtd", _last(h * jax.nn.sigmoid(gate), self.spec.kernel), taps)
@@ -122,7 +122,8 @@ class ConformerBlock(nnx.Module):
         self.output_norm = RMSNorm(D, norm, rngs)
 
     def __call__(self, x_RTD: jax.Array, runtime: Runtime) -> jax.Array:
-        """Returns x_RTD after the block."""
+        """Returns the frames [R, T, D] after half a feed-forward, attention, convolution, and the
+        other half."""
         x = self.first(x_RTD, runtime)
         h = self.attention(self.input_norm(x), runtime)
         x = x + checkpoint_name(self.attention_norm(h), "out_proj")

@@ -23,7 +23,7 @@ from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
 from rl.run.health import start_checks
 from rl.run.resume.best import BestSteps
-from rl.run.resume.continued import Place
+from rl.run.resume.continued import PlaceOfRun
 from rl.run.signals import StopSignal
 from rl.run.unfinished import stop
 from rl.stages.context import Context
@@ -353,7 +353,7 @@ class Run(Context):
 def stage_ended(host: dict, stage: StageKind) -> bool:
     """Whether the stage of a checkpoint is over: it may have got more steps since, unless `until`
     ended it."""
-    return Place.of(host).is_over(stage.options.total_steps)
+    return PlaceOfRun.of(host).is_over(stage.options.total_steps)
 
 
 def is_finished(folder: RunFolder) -> bool:

@@ -81,7 +81,7 @@ class StepData:
 
     @property
     def media_rows(self) -> MediaTable | None:
-        """Returns the arrays of `table`."""
+        """The rows of pictures and sounds on the devices; None in a run of text."""
         return None if self.table is None else self.table.table
 
 

@@ -75,7 +75,8 @@ class RewardModelTrainer(BatchUpdates):
         self.reward_model = Update(self._score_loss, {Group.REWARD_MODEL: self._step}, stage, seed)
 
     def set_rates(self, stage: StageOptions) -> None:
-        """Does what `Trainer.set_rates` does."""
+        """Takes the learning rate and the number of steps of `stage`, whose other settings are the
+        same. Updates compile again."""
         self.stage = stage
         self._step = self._step.with_rates(stage.optimizer, stage)
         self.reward_model = self.reward_model.with_steps({Group.REWARD_MODEL: self._step}, stage)

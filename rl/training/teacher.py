@@ -88,7 +88,8 @@ class Teacher(ABC):
         return self.params or self.abstract
 
     def read(self) -> None:
-        """Reads the weights. Raises ModelError."""
+        """Reads the weights of the teacher onto its mesh. Raises ModelError if they cannot be
+        read."""
         self.params = self._read()
 
     def _read(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class RestoreStates:
 
 @dataclass(frozen=True)
 class UnpinStates:
-    """Drops the copy."""
+    """Tells the engine to drop the copy of the recurrent states of a pinned prefix."""
 
 
 CacheUpdate = Copies | PinStates | RestoreStates | UnpinStates

@@ -125,7 +125,7 @@ class Draws:
         )
 
     def repeat(self, times: int) -> Draws:
-        """Repeats each row `times` times."""
+        """Returns settings for rows that each stand `times` times, one after the other."""
         rows = (self.temperature, self.top_k, self.top_p, self.min_p)
         return Draws(self.seed, *(jnp.repeat(row, times) for row in rows))
 

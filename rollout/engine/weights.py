@@ -72,7 +72,7 @@ class RolloutWeights:
         return params | (self._copies or {})
 
     def release(self) -> None:
-        """Gives up the copies."""
+        """Drops the copies of the weights for rollouts; the next use makes them again."""
         self._identity = ArrayIdentity()
         self._copies: dict[str, jax.Array | qwix.QArray] | None = None
 

@@ -50,7 +50,7 @@ class Processors:
 
     @property
     def all(self) -> tuple[Processor, ...]:
-        """Returns the processors that exist."""
+        """The processors that the model has, that of pictures first."""
         return tuple(p for p in (self.image, self.audio) if p is not None)
 
 

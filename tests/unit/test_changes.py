@@ -15,7 +15,7 @@ from rl.records.run_files import EVENTS
 from rl.run.folder import RunFolder
 from rl.run.load import load
 from rl.run.manifest import seal
-from rl.run.resume.continued import Place, continued
+from rl.run.resume.continued import PlaceOfRun, continued
 from rl.training.learning_rate import drawn, stage_rates
 
 STAGES = [
@@ -191,9 +191,9 @@ def test_after_the_last_step_of_the_run_nothing_is_listed(folder):
 
 @pytest.mark.parametrize("host", [{}, {"steps": 9}, {"until": True}, {"steps": None}])
 def test_whether_a_stage_is_over_has_one_rule(host):
-    place = Place.of({"stage": 0, "step": 3, "steps": 3, "ended": True} | host)
+    place = PlaceOfRun.of({"stage": 0, "step": 3, "steps": 3, "ended": True} | host)
     assert place.is_over(3) and place.is_over(5) == bool(host)
-    assert not Place.of({"stage": 0, "step": 3, "steps": 3, "ended": False} | host).is_over(3)
+    assert not PlaceOfRun.of({"stage": 0, "step": 3, "steps": 3, "ended": False} | host).is_over(3)
 
 
 def test_a_run_in_use_is_not_changed(folder, monkeypatch):

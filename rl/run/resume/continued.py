@@ -30,7 +30,7 @@ from rl.stages.scorers import reward_model_of
 _FREE = ("run", "profile", "changes")
 
 
-class Place(NamedTuple):
+class PlaceOfRun(NamedTuple):
     """Where a run goes on: after `step` steps of a stage. steps: those that the stage was to have
     when they were made; None: unknown. ended: whether the stage ended with this step. until:
     whether its `until` ended it."""
@@ -42,7 +42,7 @@ class Place(NamedTuple):
     until: bool = False
 
     @classmethod
-    def of(cls, host: Mapping[str, Any]) -> Place:
+    def of(cls, host: Mapping[str, Any]) -> PlaceOfRun:
         """Returns the place of a checkpoint with this host part (host.json)."""
         return cls(
             host["stage"], host["step"], host.get("steps"), host["ended"], bool(host.get("until"))
@@ -115,7 +115,7 @@ def continued_on_all(config: RunConfig) -> RunConfig:
     )
 
 
-def listed(before: RunConfig, config: RunConfig, place: Place) -> list[Change]:
+def listed(before: RunConfig, config: RunConfig, place: PlaceOfRun) -> list[Change]:
     """Returns the changes of a run that goes on from a place with the values of `config`.
 
     What was changed after this place never held, as the steps after it are made again. After the
@@ -136,7 +136,7 @@ def listed(before: RunConfig, config: RunConfig, place: Place) -> list[Change]:
     return [*kept, Change(stage=place.stage, step=place.step, was=was)] if was else kept
 
 
-def newest_place(directory: Path) -> Place:
+def newest_place(directory: Path) -> PlaceOfRun:
     """Returns the place of the newest undamaged checkpoint of a run; that of the beginning if there
     is none.
 
@@ -146,16 +146,16 @@ def newest_place(directory: Path) -> Place:
     for _, path in checkpoints:
         manifest, wrong = examine(path)
         if manifest is not None and not wrong:
-            return Place.of(json.loads((path / HOST).read_text()))
+            return PlaceOfRun.of(json.loads((path / HOST).read_text()))
     if checkpoints:
         raise ModelError(
             f"{directory}: all checkpoints are damaged, so the run cannot go on. Restore "
             f"{CHECKPOINT_FOLDER} from a backup, or start a new run in another directory"
         )
-    return Place()
+    return PlaceOfRun()
 
 
-def _check_changes(before: RunConfig, config: RunConfig, place: Place) -> None:
+def _check_changes(before: RunConfig, config: RunConfig, place: PlaceOfRun) -> None:
     """Raises ConfigError for changes that would have no effect: in a stage that is over, or of
     steps that are done."""
     index = place.stage

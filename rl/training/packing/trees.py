@@ -284,7 +284,7 @@ class _Rows:
             self.arrays.setdefault(name, []).append(array)
 
     def joined(self) -> dict[str, np.ndarray]:
-        """Returns each array as one."""
+        """Returns each array with its parts of all rows joined along the first axis."""
         return {name: np.concatenate(parts) for name, parts in self.arrays.items()}
 
 

@@ -40,7 +40,7 @@ class Gemma3(Processor):
         return ((self.side // self.patch, self.side // self.patch),)
 
     def rows(self, shape: tuple[int, int]) -> int:
-        """Returns `count`."""
+        """Returns how many rows a picture has: `count`, whatever its shape."""
         return self.count
 
     def text(self, size: tuple[int, int]) -> str:

@@ -68,7 +68,8 @@ class Gemma4Audio(Processor):
         return f"{self.begin}{self.row_token * self.rows(self.shapes(size)[0])}{self.end}"
 
     def values(self, content: np.ndarray, rate: int) -> list[np.ndarray]:
-        """Returns float32[frames, bins]."""
+        """Returns the log-mel spectrum float32[frames, bins] of a clip, by the extractor of
+        transformers. Raises MediaError if it makes another number of frames than `shapes` says."""
         (frames, _) = self.shapes((len(content), rate))[0]
         features = _extractor(self.stored)([sound.resample(content, rate, self.rate)])
         mask = features["input_features_mask"][0]

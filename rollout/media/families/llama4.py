@@ -59,7 +59,7 @@ class Llama4(Processor):
         return ((patches, patches),) * (tiles + (tiles > 1))
 
     def rows(self, shape: tuple[int, int]) -> int:
-        """Returns `count`."""
+        """Returns how many rows a tile has: `count`, whatever its shape."""
         return self.count
 
     def text(self, size: tuple[int, int]) -> str:

@@ -64,7 +64,8 @@ class QwenAudio(Processor):
         return self.row_token * self.rows(self.shapes(size)[0])
 
     def values(self, content: np.ndarray, rate: int) -> list[np.ndarray]:
-        """Returns float32[frames, bins]."""
+        """Returns the log-mel spectrum float32[frames, bins] of a clip, as WhisperFeatureExtractor
+        of transformers."""
         (frames, _) = self.shapes((len(content), rate))[0]
         wave = sound.resample(content, rate, self.rate).astype(np.float64)
         padded = np.pad(wave, self.fft // 2, mode="reflect")
