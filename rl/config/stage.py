@@ -460,7 +460,7 @@ class StageOptions(Strict):
         default=SamplingOptions(),
         description="of completions; sft: of its evaluations, which are greedy",
     )
-    rollouts: str | None = Field(
+    rollouts: Annotated[str | None, HOME] = Field(
         default=None,
         description="folder of an earlier run: step n trains on the samples that its stage of this "
         "name recorded for step n, and samples nothing (docs/sampling.md); null: it samples",

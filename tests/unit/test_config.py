@@ -973,6 +973,7 @@ def test_every_key_of_the_schema_that_is_a_path_says_so():
         "path.subset",
         "algorithm.name",
         "dir.keep_checkpoints",
+        "stages.freeze",
     }
     for model, path in sections(files.RunConfig, ""):
         for name, field in model.model_fields.items():
