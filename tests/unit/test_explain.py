@@ -357,3 +357,21 @@ def test_a_reward_that_stays_at_a_tiny_learning_rate(tmp_path):
     assert "learning rate too low" in illnesses(1e-7, 0.21)
     assert "learning rate too low" not in illnesses(1e-7, 0.7)
     assert "learning rate too low" not in illnesses(1e-6, 0.21)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "too_high"),
+    [
+        ("{learning_rate: 0.3}", True),
+        ("{name: lion, learning_rate: 0.3}", True),
+        ("{name: sgd, learning_rate: 0.3}", False),
+        ("{name: muon, learning_rate: 0.03, update_scale: original}", False),
+        ("{name: adafactor, learning_rate: 0.03, scale_parameter: true}", False),
+    ],
+)
+def test_a_rate_is_high_for_rules_that_move_weights_by_it(tmp_path, optimizer, too_high):
+    rate = float(optimizer.partition("rate: ")[2].split(",")[0].strip("}"))
+    steps = [{"loss": 1.0 - n / 100, "optim/lr": rate} for n in range(10)]
+    stage = f"{{algorithm: {{name: sft}}, steps: 10, prompts_per_step: 8, optimizer: {optimizer}}}"
+    illnesses = named(run(tmp_path, steps, "sft", config=f"stages: [{stage}]\n"))
+    assert ("learning rate too high" in illnesses) == too_high

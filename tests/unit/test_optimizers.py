@@ -124,6 +124,8 @@ def test_a_saved_state_goes_on_with_the_same_bits(name, dtype, tmp_path):
     _, step = program(name, dtype)
     grads = numbers(2)
     saved = stepped(name, numbers(0, dtype), grads, dtype=dtype)
+    if dtype == "bfloat16":  # small steps add up in a copy
+        assert {array.dtype.name for array in saved[1][0].values()} == {"float32"}
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, saved, {}, wait=True)
     shapes = jax.tree.map(

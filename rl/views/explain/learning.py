@@ -111,13 +111,23 @@ def _reward_falls(stage: StageRecord) -> tuple[int, str] | None:
 
 def _large_steps(stage: StageRecord) -> tuple[int, str] | None:
     rate = stage.series("optim/lr")
-    if not rate or rate.largest < WEIGHT_STD:
+    if not rate or rate.largest < WEIGHT_STD or not _moves_by_rate(stage):
         return None
     step = rate.steps[rate.values.index(rate.largest)]
     return (
         step,
         f"optim/lr {rate.largest:.2g} moves every weight by about its own size ({WEIGHT_STD}) in "
         "one update",
+    )
+
+
+def _moves_by_rate(stage: StageRecord) -> bool:
+    """Returns whether an update moves a weight by about the learning rate, as AdamW's does: not by
+    the gradient, by the size of its matrix or by that of its weights."""
+    return (
+        stage.option("optimizer.name", "adamw") != "sgd"
+        and stage.option("optimizer.update_scale", "match_rms_adamw") == "match_rms_adamw"
+        and not stage.option("optimizer.scale_parameter", False)
     )
 
 
