@@ -33,6 +33,7 @@ from policy.mesh.sharding import layout
 from policy.modes import make_step
 from rl.plan.hlo import HloProgram
 from rl.training.optimizer import WeightAxes, orthogonalized
+from rl.training.weights import Group
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -346,9 +347,8 @@ def optimizer(degrees: dict, options: dict) -> dict:
     for mesh in (None, on_mesh(degrees, moments_over_data=True)):
         model = learners.experts(**({} if mesh is None else {"mesh": mesh}))
         trainer, state = learners.begin(model, learners.stage(optimizer=options), fresh=True)
-        step = jax.jit(
-            trainer.policy.apply, out_shardings=(trainer.policy.shardings, None), donate_argnums=()
-        )
+        policy = trainer.steps[Group.POLICY]
+        step = jax.jit(policy.apply, out_shardings=(policy.shardings, None))
         learner = state.policy
         rng = np.random.default_rng(0)
         before = learners.host(learner.params)
