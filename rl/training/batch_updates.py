@@ -26,6 +26,7 @@ from policy.model import Graph
 from policy.ops.dropout import Dropout
 from rl.accounting.flops import Operations
 from rl.algorithms import PolicyInputs
+from rl.algorithms._protocols import TrainedLoss
 from rl.config.stage import StageOptions
 from rl.errors import ModelError
 from rl.training.batch import Batch
@@ -118,7 +119,7 @@ class BatchUpdates(ABC):
     """The base of the trainers of policies and reward models: micro-batch rows, batch totals,
     counts of operations."""
 
-    def __init__(self, graph: Graph, stage: StageOptions, algorithm: Any):
+    def __init__(self, graph: Graph, stage: StageOptions, algorithm: TrainedLoss):
         self.graph = graph
         self.stage = stage
         self.algorithm = algorithm

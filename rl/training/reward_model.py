@@ -26,6 +26,7 @@ from policy.modes import VALUE_HEAD
 from policy.programs.compiled_cache import CompiledCache
 from rl.accounting.program_names import ProgramName
 from rl.algorithms import PolicyInputs
+from rl.algorithms._protocols import ScoreLoss
 from rl.config.stage import StageOptions
 from rl.training.batch import Batch, padded_batch
 from rl.training.batch_updates import (
@@ -67,7 +68,9 @@ class RewardModelState:
 class RewardModelTrainer(BatchUpdates):
     """Updates of a reward model: a copy of the policy's trunk with a score head."""
 
-    def __init__(self, graph: Graph, stage: StageOptions, algorithm: Any, seed: int = 0):
+    algorithm: ScoreLoss
+
+    def __init__(self, graph: Graph, stage: StageOptions, algorithm: ScoreLoss, seed: int = 0):
         """Defines the program of the update. `seed`: the seed of the run, for dropout."""
         super().__init__(graph, stage, algorithm)
         self.model = Critic(self._scoring_graph)

@@ -43,6 +43,7 @@ from policy.ops.quantization import TYPES, quantize
 from policy.programs.compiled_cache import CompiledCache
 from rl.accounting.flops import Operations
 from rl.algorithms import PolicyInputs
+from rl.algorithms._protocols import TeacherLoss
 from rl.errors import ModelError
 from rl.training.batch import Batch
 from rl.training.weights import Weights
@@ -73,7 +74,7 @@ class Teacher(ABC):
     params: its weights, by path, which no update donates; there after `read`.
     """
 
-    def __init__(self, algorithm: Any):
+    def __init__(self, algorithm: TeacherLoss):
         self.algorithm = algorithm
         self.params: dict[str, Any] = {}
 
@@ -172,7 +173,7 @@ class ModelTeacher(Teacher):
     def __init__(
         self,
         graph: Graph,
-        algorithm: Any,
+        algorithm: TeacherLoss,
         directory: Path | None = None,
         seed: int = 0,
         weights: StoredType | None = None,

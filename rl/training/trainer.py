@@ -26,6 +26,7 @@ from policy.programs.compiled_cache import CompiledCache
 from rl.accounting.flops import Operations
 from rl.accounting.program_names import ProgramName
 from rl.algorithms import PolicyInputs
+from rl.algorithms._protocols import CriticLoss, TokenFlags, TrainedLoss
 from rl.config.stage import StageOptions
 from rl.training.batch import Batch
 from rl.training.batch_updates import (
@@ -103,7 +104,7 @@ class Trainer(BatchUpdates):
         self,
         graph: Graph,
         stage: StageOptions,
-        algorithm: Any,
+        algorithm: TrainedLoss,
         seed: int = 0,
         *,
         state: Collection[str] = (),
@@ -146,7 +147,7 @@ class Trainer(BatchUpdates):
         }
         if "critic" in state:
             self._value_model = Critic(
-                self._scoring_graph, shared=algorithm.critic_trunk == "policy"
+                self._scoring_graph, shared=self._critic_algorithm.critic_trunk == "policy"
             )
             self.steps[Group.CRITIC] = OptimizerStep(
                 Group.CRITIC, self._value_model, stage.critic, stage
@@ -187,6 +188,10 @@ class Trainer(BatchUpdates):
         self.critic = self.critic and self.critic.with_steps(self.steps, stage)
 
     @property
+    def _critic_algorithm(self) -> CriticLoss:
+        return cast(CriticLoss, self.algorithm)  # of a stage with a critic
+
+    @property
     def value_model(self) -> Critic:
         """Returns the model of the critic. Raises ValueError if the stage has none."""
         if self._value_model is None:
@@ -219,7 +224,7 @@ class Trainer(BatchUpdates):
             reference = jax.jit(copies, out_shardings=self.graph.shardings)(params)
         critic = projections = None
         if self._value_model is not None:
-            created = self._value_model.init(params, self.algorithm.value_init_std, seed)
+            created = self._value_model.init(params, self._critic_algorithm.value_init_std, seed)
             critic = self.steps[Group.CRITIC].start(created)
         if self._projections is not None:
             projections = self.steps[Group.PROJECTIONS].start(self._projections.init(seed))
@@ -398,7 +403,13 @@ class Trainer(BatchUpdates):
         assert aux.states is not None  # log-probabilities were computed from them
         step = step_of(None, micro.replace(media=None))
         values = self.value_model.values_of(aux.states, weights.critic[VALUE_HEAD], step)
-        return self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
+        return self._value_loss(values, micro, inputs)
+
+    def _value_loss(
+        self, values: jax.Array, micro: Batch, inputs: PolicyInputs
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        assert micro.old_values is not None and micro.returns is not None  # the stage adds them
+        return self._critic_algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
 
     def _token_outputs(
         self, inputs: PolicyInputs, logp: jax.Array, entropy: jax.Array
@@ -407,7 +418,9 @@ class Trainer(BatchUpdates):
         if not self._returns_tokens:
             return {}
         logp, entropy = jax.lax.stop_gradient((logp, entropy))
-        flags = self.algorithm.token_flags(replace(inputs, logp=logp, entropy=entropy))
+        flags = cast(TokenFlags, self.algorithm).token_flags(
+            replace(inputs, logp=logp, entropy=entropy)
+        )
         return {"logp": logp, "entropy": entropy} | ({} if flags is None else {"flags": flags})
 
     def _critic_loss(self, weights: Weights, micro: Batch, inputs: PolicyInputs) -> LossOutput:
@@ -416,7 +429,7 @@ class Trainer(BatchUpdates):
         values, _, aux = self.value_model.values(
             weights.policy | weights.critic, micro.tokens, step
         )
-        loss, metrics = self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
+        loss, metrics = self._value_loss(values, micro, inputs)
         return LossOutput(loss=loss, metrics=metrics, aux=aux)
 
     def logprobs(

@@ -1,14 +1,15 @@
 """The cache managers, which know what the slots of a cache hold and which slots are free; and the
 shape of a cache.
 
-A contiguous cache and a paged one have a manager each, with the same methods. Pure Python: no
-arrays, no device.
+A contiguous cache and a paged one have a manager each; `CacheManager` says what both do. Pure
+Python: no arrays, no device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rollout.engine.page_allocator import Chain, PageAllocator, PageCopy
 from rollout.engine.prefix_index import PrefixIndex, common_length, is_worth_sharing
@@ -65,22 +66,108 @@ class CacheGeometry:
         )
 
 
-class ContiguousCacheManager:
-    """Tracks the tokens in the slots of a contiguous cache, and the free slots.
+class CacheManager(Protocol):
+    """Tracks what the slots of a cache hold, and which slots are free.
 
     The scheduler calls, for a request from its admission to its end: `allocate` (or `reallocate`,
     when a request starts again in its slot), `reserve` before each program that makes entries,
     `mark_cached` after its prefill, `advance` when it decodes, and `free`. A prefix is always
     described by (source, num_shared): the first `num_shared` entries of slot `source`.
 
-    A slot keeps its entries when its request ends, until another request takes it. So a prompt can
-    begin with the entries of an earlier one: the samples of one prompt, the turns of a
+    The methods from `shard_of` on matter for pages. By default every slot has all entries that it
+    may need, and there is nothing to do.
+
+    supports_truncation: as in CacheGeometry. num_shards: into how many equal shards a mesh splits
+    the slots.
+    """
+
+    supports_truncation: bool
+    num_shards: int = 1
+
+    @property
+    def num_free(self) -> int:
+        """The number of free slots."""
+        ...
+
+    def allocate(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
+        """Takes a free slot for a request whose prompt is `tokens`. Returns (slot, source,
+        num_shared): the slot begins with the first `num_shared` entries of slot `source`."""
+        ...
+
+    def reallocate(self, slot: int, tokens: tuple[int, ...]) -> tuple[int, int]:
+        """Returns (source, num_shared), as `allocate` does, for a slot in use that begins again
+        and will hold these tokens."""
+        ...
+
+    def clear(self, slot: int) -> None:
+        """Empties a slot that stays in use."""
+        ...
+
+    def advance(self, slot: int) -> None:
+        """Notes that the slot decodes: its state of fixed size, if it has one, has moved past the
+        prompt, so no other slot can begin with it."""
+        ...
+
+    def free(self, slot: int, tokens: tuple[int, ...]) -> None:
+        """Frees a slot that holds these tokens. Raises ValueError if it is free already."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Lets no later sequence share entries that the slots hold now. The lowest free slot is
+        allocated next, whatever ran before."""
+        ...
+
+    def shard_of(self, slot: int) -> int:
+        """Returns the shard that a slot belongs to."""
+        return 0
+
+    def fits(self, spans: Iterable[tuple[int, int, int]]) -> bool:
+        """Whether each (slot, start, end) can have entries for its tokens start .. end - 1, all at
+        the same time."""
+        return True
+
+    def reserve(self, slot: int, start: int, end: int) -> list[PageCopy] | None:
+        """Allocates pages for the tokens start .. end - 1 of a slot, as PageAllocator.reserve
+        does."""
+        return []
+
+    def pages(self, slot: int) -> list[int]:
+        """Returns the pages of a slot, in the order of its tokens."""
+        return []
+
+    def share(self, source: int, slot: int, num_shared: int) -> None:
+        """Replaces the pages of a slot by the pages of the first `num_shared` tokens of another."""
+        return
+
+    def mark_cached(self, slot: int, tokens: tuple[int, ...]) -> None:
+        """Notes that the entries of these tokens of the slot are in the cache."""
+        return
+
+    def pin(self, slot: int, tokens: int) -> None:
+        """Keeps the pages of a slot's first `tokens` tokens in use, whatever becomes of the slot.
+        Unpins earlier ones."""
+        return
+
+    def unpin(self) -> None:
+        """Releases the pinned pages, if there are any."""
+        return
+
+    def start_from_pinned(self, slot: int) -> bool:
+        """Replaces the pages of a slot by the pinned ones. False if they lie in another shard of
+        the cache."""
+        return True
+
+
+class ContiguousCacheManager(CacheManager):
+    """Tracks the tokens in the slots of a contiguous cache, and the free slots.
+
+    A prefix is always described by (source, num_shared): the first `num_shared` entries of slot
+    `source`. A slot keeps its entries when its request ends, until another request takes it. So a
+    prompt can begin with the entries of an earlier one: the samples of one prompt, the turns of a
     conversation, prompts with one system message.
 
     supports_truncation: as in CacheGeometry.
     """
-
-    num_shards = 1
 
     def __init__(self, slots: int, *, supports_truncation: bool):
         self.supports_truncation = supports_truncation
@@ -177,36 +264,9 @@ class ContiguousCacheManager:
         self._index = PrefixIndex()
         self._last_started.clear()
 
-    # The methods that matter for pages only (PagedCacheManager). Here every slot has all entries
-    # that it may need.
 
-    def shard_of(self, slot: int) -> int:
-        return 0
-
-    def fits(self, spans: Iterable[tuple[int, int, int]]) -> bool:
-        return True
-
-    def reserve(self, slot: int, start: int, end: int) -> list[PageCopy] | None:
-        return []
-
-    def pages(self, slot: int) -> list[int]:
-        return []
-
-    def share(self, source: int, slot: int, num_shared: int) -> None: ...
-
-    def mark_cached(self, slot: int, tokens: tuple[int, ...]) -> None: ...
-
-    def pin(self, slot: int, tokens: int) -> None: ...
-
-    def unpin(self) -> None: ...
-
-    def start_from_pinned(self, slot: int) -> bool:
-        return True
-
-
-class PagedCacheManager:
-    """Tracks the pages of the slots of a paged cache, and the free slots. It has the same methods
-    as ContiguousCacheManager.
+class PagedCacheManager(CacheManager):
+    """Tracks the pages of the slots of a paged cache, and the free slots.
 
     allocators: one for each shard into which a mesh splits the slots. A slot has its pages in its
     shard. supports_truncation: whether a sequence has nothing but pages. If not, states of fixed
@@ -401,6 +461,3 @@ class PagedCacheManager:
         self._tokens = [()] * self._slots
         self._index = [PrefixIndex() for _ in self._allocators]
         self._free = [dict.fromkeys(sorted(free)) for free in self._free]
-
-
-CacheManager = ContiguousCacheManager | PagedCacheManager
