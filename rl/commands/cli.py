@@ -38,6 +38,7 @@ VERBS = {
         ),
         *(
             "runs.samples",
+            "rollout",
             "generate",
             "chat",
             "teach",

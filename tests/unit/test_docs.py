@@ -75,6 +75,7 @@ NOT_RUN = {
     "rl-train configs/vlm_quickstart.yml",  # test_picture_runs.py
     "rl-train configs/distill_quickstart.yml",
     "rl-train configs/distill_quickstart.yml teacher.files=runs/teacher_files",
+    "rl rollout configs/quickstart.yml model=runs/sft/export run.dir=runs/sampled",
     "rl teach configs/distill_quickstart.yml --top 16 --output runs/teacher_files",
     "rl-train configs/ppo_qwen3.yml configs/tiny.yml",
     "rl-train configs/grpo_smollm2.yml configs/tiny.yml",

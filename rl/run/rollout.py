@@ -1,0 +1,339 @@
+"""Samples and scores completions for the stages of a configuration, without training: `rl rollout`.
+
+    rollout -> _sample_stages -> _sample_stage:
+        producer of the stage -> generator -> rewards -> events, samples
+
+The producer of a stage (rl/stages/sampling/producer.py) makes the groups, as for a step that trains
+on them. Nothing trains here: there is no optimizer, no critic, no reference model and no checkpoint,
+and the weights stay those of the configuration, version 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+import rl.stages
+from rewards.registry import REWARD_MODEL
+from rewards.text import quoted
+from rl.accounting.flops import Operations, memory_share, rates
+from rl.accounting.program_memory import ProgramMemoryLog
+from rl.config import files
+from rl.config.changes import differences, stage_of
+from rl.config.run import RunConfig
+from rl.errors import ConfigError, Interrupted, ResourceError, disk_room, reward_errors
+from rl.records.events import Events
+from rl.records.manifest import Manifest, devices
+from rl.records.run_files import EVENTS
+from rl.records.timeline import Timeline
+from rl.run import build
+from rl.run.checkpoint import Checkpoints
+from rl.run.compilation import compile_generator
+from rl.run.folder import RunFolder
+from rl.run.health.devices import check as check_devices
+from rl.run.health.devices import line as devices_line
+from rl.run.manifest import CHECKPOINT_FOLDER
+from rl.run.prepare import Prepared, prepare, with_date
+from rl.run.resume.continued import saved
+from rl.run.signals import StopSignal
+from rl.run.state import Run
+from rl.run.steps.outlook import step_metrics
+from rl.stages.context import Progress
+from rl.stages.online import Stage
+from rl.stages.sampling import by_source, rollouts
+from rl.stages.sampling.unscored import check_scored
+from rl.stages.scorers import load_scorers
+from rl.stages.sharing import sharing_of
+from rl.stages.stage import StageKind
+from rl.training.trainer import RunState
+from rl.training.updater import ParamState
+from rollout.collect import Rollouts
+
+ROLLOUTS = "rollouts.json"
+"""The file that says how far the rollouts of a folder are. No folder of a training run has it."""
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """The last complete step of the rollouts in a folder: step `step` of the stage with this index,
+    0 before the first one. progress: what later steps depend on."""
+
+    stage: int
+    step: int
+    progress: Progress
+
+    def write(self, folder: Path) -> None:
+        """Writes the file in one step. Raises ResourceError."""
+        values = {"stage": self.stage, "step": self.step, "progress": self.progress.to_json()}
+        temporary = folder / f"{ROLLOUTS}.tmp"
+        try:
+            temporary.write_text(json.dumps(values) + "\n", encoding="utf-8")
+            temporary.replace(folder / ROLLOUTS)
+        except OSError as error:
+            raise ResourceError(
+                f"{folder / ROLLOUTS} cannot be written: {error.strerror}. Make room, then continue "
+                f"with `rl rollout {quoted(folder)}` ({disk_room(folder)})"
+            ) from None
+
+    @classmethod
+    def read(cls, folder: Path) -> LastStep | None:
+        """Returns that of a folder; None if it has no rollouts. Raises ResourceError."""
+        try:
+            values = json.loads((folder / ROLLOUTS).read_text(encoding="utf-8"))
+            return cls(values["stage"], values["step"], Progress.from_json(values["progress"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ResourceError(
+                f"{folder / ROLLOUTS} cannot be read ({error}); choose another run.dir"
+            ) from None
+
+    def is_over(self, stages: Sequence[Stage]) -> bool:
+        """Whether no step of these stages is left."""
+        final = stages[-1]
+        return self.stage == final.index and self.step >= final.options.total_steps
+
+
+def check(config: RunConfig) -> None:
+    """Checks what `rl rollout` asks of a configuration and of its folder. Raises ConfigError.
+
+    The folder is a new one, or has rollouts of the same configuration; the last stage may have more
+    steps.
+    """
+    stages = sampling_stages(rl.stages.create(config))
+    if not stages:
+        names = ", ".join(config.stage_names)
+        raise ConfigError(f"rl rollout: no stage samples new completions; the stages are: {names}")
+    for stage in stages:
+        for function in stage.rewards.functions if stage.rewards else ():
+            source = function.options.get("source")
+            if function.name == REWARD_MODEL and source in config.stage_names:
+                raise ConfigError(
+                    f"{stage.name}: its reward model is the one of stage {source}, and `rl rollout` "
+                    "trains none; set `source` to the folder of a reward model"
+                )
+    folder = config.directory
+    if (last := LastStep.read(folder)) is None:
+        if (folder / EVENTS).exists() or (folder / CHECKPOINT_FOLDER).exists():
+            raise ConfigError(
+                f"run.dir: {folder} is the folder of a training run; choose another one for the "
+                f"rollouts: run.dir={quoted(f'{folder}-rollouts')}"
+            )
+        return
+    before = saved(folder)
+    for key in differences(before, config) if before is not None else ():
+        stage = stage_of(key)
+        if key.endswith(".steps") and stage is not None and stage < last.stage:
+            raise ConfigError(
+                f"{key}: the rollouts in {folder} are past this stage; choose another run.dir"
+            )
+
+
+def sampling_stages(stages: Sequence[StageKind]) -> list[Stage]:
+    """Returns the stages that sample new completions to train on."""
+    return [
+        stage for stage in stages if isinstance(stage, Stage) and stage.create_producer().generates
+    ]
+
+
+def rollout(config: RunConfig) -> None:
+    """Samples and scores the steps of all stages that sample, or those that the folder lacks.
+
+    Raises what `check` raises, further errors of rl.errors, and `Interrupted` after SIGTERM or
+    Ctrl-C, once the step is written.
+    """
+    check_devices(config.platform)
+    print(devices_line(), flush=True)
+    check(config)
+    with closing(prepare(with_date(config))) as prepared:
+        config = prepared.config
+        stages = sampling_stages(prepared.stages)
+        with RunFolder(config) as folder, StopSignal() as signal:
+            last = LastStep.read(folder.path) or LastStep(stages[0].index, 0, Progress())
+            if last.is_over(stages):
+                print(f"{folder.path} is finished: its samples are in {folder.path}/samples.jsonl")
+                return
+            last.write(folder.path)  # first: it tells the folder from that of a training run
+            with (
+                Manifest(folder.path) as manifest,
+                reward_errors(),
+                closing(Timeline(folder.path, config.profile)) as timeline,
+                _opened(config, prepared, folder, signal, timeline, last.progress) as run,
+            ):
+                _begin(run, prepared, manifest, last)
+                _sample_stages(run, stages, last)
+
+
+@contextmanager
+def _opened(
+    config: RunConfig,
+    prepared: Prepared,
+    folder: RunFolder,
+    signal: StopSignal,
+    timeline: Timeline,
+    progress: Progress,
+) -> Iterator[Run]:
+    """Builds what the stages share, without anything that only training reads, such as values and
+    experts of completions. Closes the events at the end."""
+    has_media = prepared.data.has_media
+    with timeline.span("loading the model"):
+        model = build.model(config, prepared, with_weights=True, media=has_media)
+    options = replace(
+        build.generator_options(config), record_values=False, record_routes=False, record_kept=0
+    )
+    generator = build.generator(config, model, prepared.tokenizer, options)
+    events = Events(config, folder.path)
+    try:
+        yield Run(
+            config=config,
+            tokenizer=prepared.tokenizer,
+            stop_ids=prepared.stop_ids,
+            model=model,
+            generator=generator,
+            events=events,
+            progress=progress,
+            timeline=timeline,
+            tables=build.media_tables(config, prepared, model.graph) if has_media else None,
+            stages=prepared.stages,
+            held_out=prepared.held_out,
+            folder=folder,
+            checkpoints=Checkpoints(folder.path / CHECKPOINT_FOLDER, 1),  # never saved
+            stop=signal,
+            programs=ProgramMemoryLog(folder.path),
+            saved=None,
+        )
+    finally:
+        generator.engine.runner.stop_compiling()
+        events.close()
+
+
+def _begin(run: Run, prepared: Prepared, manifest: Manifest, last: LastStep) -> None:
+    """Writes the files of the start, and removes the records of a step that is not complete."""
+    folder = run.folder
+    folder.begin()
+    for note in prepared.notes:
+        run.events.note(note)
+    run.note_inspection(prepared.faults)
+    manifest.note(
+        devices=devices(),
+        weights=run.weights,
+        data=prepared.fingerprints,
+        changed=files.changed_keys(run.config),
+        rollouts=True,
+    )
+    names = run.config.stage_names
+    run.events.truncate_after(names, names[last.stage], last.step)
+    if last.step:
+        run.events.note(f"continuing {folder.path} after step {last.step} of {names[last.stage]}")
+    if run.weights == "random":
+        run.events.note(
+            f"model {run.config.model.source} names an architecture without weights: the weights "
+            f"are random (seed {run.config.seed})"
+        )
+    compile_generator(run)
+
+
+def _sample_stages(run: Run, stages: Sequence[Stage], last: LastStep) -> None:
+    """Samples the steps after `last`."""
+    sampling = [stage.index for stage in stages]
+    for stage in run.stages:
+        if stage.index not in sampling:
+            run.events.note(f"{stage.name} samples nothing: left out")
+    for stage in stages:
+        if stage.index >= last.stage:
+            _sample_stage(run, stage, last.step if stage.index == last.stage else 0)
+    path = run.folder.path
+    if not run.events.sync():
+        raise ResourceError(
+            f"{path}: the last samples have no room; make some, and continue with the same command "
+            f"({disk_room(path)})"
+        )
+    word = quoted(path)
+    run.events.note(
+        f"samples in {path}/samples.jsonl; see them: rl report {word}, rl explain {word}; train on "
+        f"them: stages.N.rollouts={word} (docs/sampling.md)"
+    )
+
+
+def _sample_stage(run: Run, stage: Stage, done: int) -> None:
+    """Samples the steps of a stage after the first `done` ones."""
+    _start_stage(run, stage, new=done == 0)
+    steps = stage.options.total_steps
+    run.events.start_stage(stage.name, steps, done)
+    for step in range(done + 1, steps + 1):
+        with run.timeline.step(stage.name, step) as span:
+            metrics = _sample(run, stage, step)
+        metrics |= step_metrics(metrics, span.seconds, run.model.graph.layout)
+        run.events.step(stage.name, step, metrics)
+        if run.events.sync():
+            run.progress.producer = stage.producer_state()
+            LastStep(stage.index, step, run.progress).write(run.folder.path)
+            run.events.rotate()
+        _stop_if_asked(run, stage, step)
+    stage.scorers = {}
+
+
+def _start_stage(run: Run, stage: Stage, new: bool) -> None:
+    """Prepares the producer of a stage and loads its reward models. new: whether the stage has no
+    steps yet."""
+    if new:
+        run.progress.start_stage(stage.algorithm.adaptive_coefs)
+    policy = ParamState(run.model.params, optimizer=None)
+    stage.start(run, RunState(policy, reference=None, critic=None))
+    if stage.runner.sources:
+        graph = run.model.graph
+        with run.timeline.span("loading reward models", stage=stage.name):
+            stage.scorers = load_scorers(
+                run.config, stage.runner.sources, graph.layout, sharing_of(stage, graph)
+            )
+
+
+def _sample(run: Run, stage: Stage, step: int) -> dict[str, float]:
+    """Takes the groups of a step and writes them. Returns their metrics."""
+    # The weights stay, and the cache would make the bits of a step depend on the steps before.
+    run.generator.reset_prefix_cache()
+    with run.resharded() as metrics, run.timeline.span("sampling"):
+        sampled = stage.producer.take(stage.options.prompts_per_step)
+    with run.timeline.span("waiting for rewards") as span:
+        scores = sampled.scores.result()
+    check_scored(stage, scores)
+    if run.config.run.samples.keeps_step(step):
+        with run.timeline.span("writing samples"):
+            no_advantages = np.full(len(sampled.trajectories), np.nan)
+            lines = rollouts.records(sampled, scores, stage.name, step, no_advantages)
+            tokens = rollouts.token_records(sampled)
+            run.events.samples(lines, tokens, rollouts.references(sampled))
+    drafted = run.config.generator.speculative > 0
+    metrics |= rollouts.metrics(sampled, scores, drafted=drafted) | sampled.metrics
+    metrics |= by_source.of_rollouts(sampled, scores) | _work(run, sampled)
+    metrics |= {} if run.tables is None else run.tables.metrics()
+    drawn = run.progress.examples_drawn / stage.examples_of_pass
+    return metrics | {"data/epoch": drawn, "time/reward": span.seconds}
+
+
+def _work(run: Run, sampled: Rollouts) -> dict[str, float]:
+    """Returns the rates of sampling, and the operations and tokens of the step."""
+    assert sampled.counts is not None
+    layout = run.model.graph.layout
+    flops = rollouts.operations(sampled, Operations(run.model.graph))
+    tokens = sampled.counts["tokens"]
+    read = sampled.counts["steps"] * run.generator.weight_bytes
+    metrics = rates("sample", flops, tokens, sampled.seconds, layout)
+    metrics |= memory_share(read, sampled.seconds, layout)
+    return metrics | {"perf/step_tflop": flops / 1e12, "perf/step_tokens": float(tokens)}
+
+
+def _stop_if_asked(run: Run, stage: Stage, step: int) -> None:
+    """Raises Interrupted after a signal, unless this was the last step of all."""
+    request = run.stop.received
+    is_over = LastStep(stage.index, step, run.progress).is_over(sampling_stages(run.stages))
+    if request and not is_over:
+        raise Interrupted(
+            f"{request}: the samples up to step {step} of {stage.name} are written; continue with "
+            f"`rl rollout {quoted(run.folder.path)}`"
+        )
