@@ -7,13 +7,18 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from policy.mesh import processes
 from rl.config import files
+from rl.config.data import ColumnNames, NamedDataOptions
+from rl.data import datasets
 from rl.data.datasets import order
 from rl.data.drawing.mixture import Mixture, Part, Schedule
+from rl.data.shard import Shard, joined
 from rl.errors import ConfigError, DataError
 from rl.run.load import load
 from rl.run.prepare import prepare
 from rl.stages import metric_names
+from rl.stages.curriculum.hook import Candidates
 from rl.stages.sampling import by_source
 
 STAGE = {
@@ -270,3 +275,35 @@ def test_losses_of_sources_are_means_over_their_tokens():
         "source/b/nll": 4.0,
     }
     assert by_source.of_rows(["a", "b", "a"]) == {"source/a/rows": 2.0, "source/b/rows": 1.0}
+
+
+def test_processes_know_the_sources_of_rows_that_others_hold(folder, monkeypatch):
+    options = [
+        NamedDataOptions(path="sums.jsonl"),
+        NamedDataOptions(path="doubles.jsonl", columns=ColumnNames(**DOUBLES["columns"])),
+    ]
+
+    def shards(index):
+        loaded = [datasets.load(each, part=(index, 2)) for each in options]
+        return [Shard([e.prompt for e in each], each.total, each.examples) for each in loaded]
+
+    def on(index, others, work):
+        with monkeypatch.context() as one:
+            one.setattr(processes, "index", lambda: index)
+            one.setattr(processes, "count", lambda: 2)
+            told = []
+            one.setattr(
+                processes, "all_gather_object", lambda own: told.append(own) or [*others, own]
+            )
+            return work(), told[-1]
+
+    part = on(1, [], lambda: joined(shards(1), options))[1]
+    rows, own = on(0, [part], lambda: joined(shards(0), options))
+    assert rows.sources == ["sums"] * 5 + ["doubles"] * 8
+    assert [number for number, _ in part] == [1, 3, 6, 8, 10, 12]
+    assert [number for number, _ in own] == [0, 2, 4, 5, 7, 9, 11]
+    numbered = on(0, [], lambda: [rows.numbered(), processes.all_gather_object(0)])[0][0]
+    assert numbered == {n: f"{n}+1=" for n in (0, 2, 4)} | {5 + n: f"2*{n}=" for n in (0, 2, 4, 6)}
+    of_other = {number: f"value {number}" for number, _ in part}
+    values = on(0, [of_other], lambda: Candidates(rows, 0).values(lambda each: each.prompt))[0]
+    assert values[:4] == ["0+1=", "value 1", "2+1=", "value 3"] and values[12] == "value 12"
