@@ -123,8 +123,8 @@ class RewardModelTrainer(BatchUpdates):
         """Makes one optimiser update of the reward model from `batch`, one pair per row.
 
         `adaptive_coefs` is ignored. table: that of a batch with media, as the towers of the policy
-        encode them; no update of a reward model trains a tower. number: of the update in its stage, from 0, as in
-        `OptimizerStep`.
+        encode them; no update of a reward model trains a tower. number: of the update in its
+        stage, from 0, as in UpdateArguments.
         """
         packing, R = self.packing_of(batch)
         self.add_flops(self.model.flops, packing, passes=3)

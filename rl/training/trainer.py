@@ -272,7 +272,7 @@ class Trainer(BatchUpdates):
         `PolicyInputs`. on_tokens: gets the policy's outputs for each token. table: that of a
         batch with media, by the weights before the step. tower_inputs: the inputs of its items, if
         the stage trains towers. number: of the update in its stage, from 0, as in
-        `OptimizerStep`.
+        UpdateArguments.
 
         Returns (state, metrics). Raises ValueError if the stage replays routes and the batch has
         none.

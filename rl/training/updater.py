@@ -301,7 +301,7 @@ class OptimizerStep:
         number: jax.Array | None = None,
     ) -> tuple[ParamState, dict]:
         """Returns (learner after an update by these gradients, metrics), in a jitted function.
-        routing: router loads. number: as in `__call__`."""
+        routing: router loads. number: as in UpdateArguments."""
         number = (
             updates_made(learner) if number is None else jnp.maximum(number - self._first_update, 0)
         )
