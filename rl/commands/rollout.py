@@ -56,9 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     rollout.check(config)
     if arguments.check:
-        words = [*given, *overrides, f"run.dir={config.run.dir}"]
-        options = {"processes": 1, "process": None, "coordinator": None}
-        return train.run(argparse.Namespace(config=words, check=True, **options))
+        return train.check(config, given)
     print(files.changed_yaml(config), flush=True)
     use_program_cache(config.run.program_cache)
     rollout.rollout(config)

@@ -75,40 +75,60 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(arguments: argparse.Namespace) -> int:
     """Checks the configuration, trains, and returns the exit code."""
     from rl.cluster import launch
-    from rl.config import files
     from rl.run.load import load
 
     given, overrides = split_arguments(arguments.config)
     config = load(given, overrides)
-    together = (
-        None
-        if arguments.check
-        else launch.launch(arguments.processes, arguments.process, arguments.coordinator)
-    )
+    _refuse_rollouts(config)
+    if arguments.check:
+        return check(config, given)
+    together = launch.launch(arguments.processes, arguments.process, arguments.coordinator)
     if config.run.dir is None and together is not None:
         raise ConfigError(
             "run.dir: several processes need one folder that all of them see; set run.dir=FOLDER"
         )
     if config.run.dir is None:
         config = with_directory(config, new_directory(given))
-    # An error comes before the configuration.
-    notes = []
-    older = _notes_on_filters(config)
-    if arguments.check:
-        config, remarks = _checked(config)
-        notes = [*files.cut_texts(given), *remarks]
     if together is None or together.index == 0:
-        _show(files.changed_yaml(config))
-        for note in older:
-            print(note, flush=True)
-    if arguments.check:
-        for note in notes:
-            print(note)
-        print("the configuration is good, and so are the tokenizer and the first rows of the data")
-        return 0
+        _show_configuration(config)
     choose_platform(config.platform)
     use_program_cache(config.run.program_cache)
     return _train(config) if together is None else _train_together(config, launch.start(together))
+
+
+def check(config: RunConfig, given: Sequence[str]) -> int:
+    """Checks the configuration that these files make, as `--check` says, and returns 0."""
+    from rl.config import files
+
+    if config.run.dir is None:
+        config = with_directory(config, new_directory(given))
+    config, remarks = _checked(config)  # an error comes before the configuration
+    _show_configuration(config)
+    for note in (*files.cut_texts(given), *remarks):
+        print(note)
+    print("the configuration is good, and so are the tokenizer and the first rows of the data")
+    return 0
+
+
+def _refuse_rollouts(config: RunConfig) -> None:
+    """Raises ConfigError if the folder of the run holds samples of `rl rollout`, which training
+    would remove."""
+    from rl.records.run_files import ROLLOUTS
+
+    if config.run.dir is not None and (config.directory / ROLLOUTS).exists():
+        raise ConfigError(
+            f"run.dir: {config.directory} holds samples of `rl rollout`; choose another one to "
+            f"train: run.dir={quoted(f'{config.directory}-trained')}"
+        )
+
+
+def _show_configuration(config: RunConfig) -> None:
+    """Prints the keys that differ from their defaults, and notes on them."""
+    from rl.config import files
+
+    _show(files.changed_yaml(config))
+    for note in _notes_on_filters(config):
+        print(note, flush=True)
 
 
 def _notes_on_filters(config: RunConfig) -> list[str]:

@@ -27,6 +27,8 @@ TOKENS = "tokens.bin"
 SEGMENTS = "samples"
 MEDIA = "media"
 CURRICULUM = "curriculum.json"
+ROLLOUTS = "rollouts.json"
+"""How far `rl rollout` is. No folder of a training run has it."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from rl.config.run import RunConfig
 from rl.errors import ConfigError, Interrupted, ResourceError, disk_room, reward_errors
 from rl.records.events import Events
 from rl.records.manifest import Manifest, devices
-from rl.records.run_files import EVENTS
+from rl.records.run_files import EVENTS, ROLLOUTS
 from rl.records.timeline import Timeline
 from rl.run import build
 from rl.run.checkpoint import Checkpoints
@@ -53,10 +53,6 @@ from rl.stages.stage import StageKind
 from rl.training.trainer import RunState
 from rl.training.updater import ParamState
 from rollout.collect import Rollouts
-
-ROLLOUTS = "rollouts.json"
-"""The file that says how far the rollouts of a folder are. No folder of a training run has it."""
-
 
 @dataclass(frozen=True)
 class LastStep:

@@ -11,7 +11,7 @@ from test_asking_algorithms import DENSE, stage
 
 from rl.commands import cli
 from rl.commands import rollout as verb
-from rl.records import events, samples
+from rl.records import events, run_files, samples
 from rl.run import rollout
 from rl.training import trainer
 
@@ -111,7 +111,7 @@ def test_a_second_call_goes_on_after_the_last_complete_step(tmp_path, capsys, mo
         patch.setattr(rollout.LastStep, "write", write_and_stop)
         assert sampled(parts, *settings) == 75
     assert "SIGINT: the samples up to step 1 of dapo are written" in capsys.readouterr().err
-    assert json.loads((parts / rollout.ROLLOUTS).read_text())["progress"]["producer"]["carried"]
+    assert json.loads((parts / run_files.ROLLOUTS).read_text())["progress"]["producer"]["carried"]
     assert cli.main(["rollout", str(parts)]) == 0
     for name in ("samples.jsonl", "tokens.bin"):
         assert (parts / name).read_bytes() == (tmp_path / "uninterrupted" / name).read_bytes(), name
@@ -134,6 +134,13 @@ def test_refusals(tmp_path, capsys, monkeypatch):
         for check in ((), ("--check",)):
             assert sampled(directory, *settings, *check) == 2
             assert message in capsys.readouterr().err
+    # Training would remove the samples.
+    (folder / run_files.ROLLOUTS).write_text("{}")
+    for check in ((), ("--check",)):
+        assert cli.train_main([*launch.arguments(folder, *given(one())), *check]) == 2
+        assert "holds samples of `rl rollout`" in capsys.readouterr().err
+    assert sampled(tmp_path / "good", *given(one()), "--check") == 0
+    assert "the configuration is good" in capsys.readouterr().out
     monkeypatch.setattr("rl.cluster.launch.launch", lambda *given: object())
     assert sampled(tmp_path / "new", *given(one())) == 2
     assert "runs in one process" in capsys.readouterr().err
