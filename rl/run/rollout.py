@@ -54,6 +54,7 @@ from rl.training.trainer import RunState
 from rl.training.updater import ParamState
 from rollout.collect import Rollouts
 
+
 @dataclass(frozen=True)
 class LastStep:
     """The last complete step of the rollouts in a folder: step `step` of the stage with this index,
