@@ -33,7 +33,6 @@ from rl.accounting.flops import rates
 from rl.config.data import datasets_of
 from rl.data import datasets, models, towers
 from rl.data.drawing.mixture import Mixture
-from rl.data.shard import joined
 from rl.data.tokenizer import write_tokenizer
 from rl.errors import ModelError
 from rl.stages import generation
@@ -126,6 +125,8 @@ class StageKind(ConfiguredStage, ABC):
 
     def read_rows(self, reader: DataReader) -> None:
         """Reads the rows of the stage, and those that its loss is measured on."""
+        from rl.data.shard import joined  # imports jax
+
         self.rows = joined([self.read(reader, each) for each in self.datasets], self.datasets)
         if (options := self.options.curriculum) is not None:
             candidates = Candidates(self.rows, self.draw_seed)
@@ -135,6 +136,8 @@ class StageKind(ConfiguredStage, ABC):
 
     def read_held_out(self, reader: DataReader) -> None:
         """Reads the rows of `held_out`, if the stage has such rows."""
+        from rl.data.shard import joined  # imports jax
+
         if self.options.held_out is not None:
             sources = datasets_of(self.options.held_out.data)
             shards = [self.read(reader, each, held_out=True) for each in sources]

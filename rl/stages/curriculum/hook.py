@@ -9,14 +9,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from policy.mesh import processes
 from rl.data.drawing.mixture import Mixture, Part
 from rl.data.encoded import Example
-from rl.data.shard import Shard
+
+if TYPE_CHECKING:
+    from rl.data.shard import Shard
 
 
 class Candidates:
@@ -34,6 +35,8 @@ class Candidates:
     def values(self, function: Callable[[Example], Any]) -> list[Any]:
         """Returns function(example) of each row. In a run of several processes all of them call it,
         and get the values of all rows."""
+        from policy.mesh import processes  # imports jax
+
         examples = replace(self._shard, own=self._shard.examples).numbered()
         own = {number: function(example) for number, example in examples.items()}
         values: list[Any] = [None] * self.total
