@@ -83,6 +83,9 @@ def run(
             changed_rows.check, config, prepared.fingerprints, folder.path, stage, ended
         )
         changed = on_first(compare)
+        if not ended:
+            state = (saved[1].get("progress") or {}).get("producer") or {}
+            prepared.stages[stage].check_restored(state)
     progress = Progress.from_json(saved[1].get("progress")) if saved else Progress()
     has_media = prepared.data.has_media
     with timeline.span("loading the model"):

@@ -5,9 +5,10 @@ samples.
         prompts -> generator -> rewards -> advantages -> updates, in place -> events
 
 The configuration determines every number but the timings, unless a reward is random or exceeds its
-deadline, or a stage ends by `until` on a metric of time. A prompt follows from (seed, stage, number
-of prompts drawn before). The random number of a token follows from (seed, prompt id, sample,
-position).
+deadline, or a stage ends by `until` on a metric of time. A row of data follows from (seed, stage,
+number of rows drawn before); with a curriculum from its state, which the rewards before changed;
+with `rollouts` from the samples of the earlier run. Dynamic sampling draws as many rows as the
+rewards ask for. The random number of a token follows from (seed, prompt id, sample, position).
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ from typing import Any
 
 import rl.stages
 from policy.mesh import processes
-from rl.cluster.launch import raise_on_all
+from rl.cluster.launch import on_first, raise_on_all
 from rl.config import files
 from rl.config.data import DataOptions, datasets_of
 from rl.config.model import TokenizerOptions
@@ -26,7 +27,8 @@ from rl.records.run_files import EVENTS
 from rl.run.health.changed_rows import Fingerprints, fingerprints
 from rl.run.health.start_checks import start_checks
 from rl.run.load import load
-from rl.run.manifest import CHECKPOINT_FOLDER
+from rl.run.manifest import CHECKPOINT_FOLDER, HOST, complete
+from rl.run.resume.continued import PlaceOfRun
 from rl.stages.stage import StageKind
 
 
@@ -101,7 +103,7 @@ def prepare(config: RunConfig) -> Prepared:
 
 def _prepared(config: RunConfig) -> Prepared:
     data = DataReader(config)
-    stages = rl.stages.create(config)
+    stages = _created(config)
     evaluated = [stage.options for stage in stages if stage.trains_policy]
     if config.evaluation and evaluated:
         data.read_held_out(config.evaluation, evaluated)
@@ -129,7 +131,7 @@ def with_steps(config: RunConfig, *, hub: bool = True) -> tuple[RunConfig, list[
     """
     stages = [
         stage
-        for stage in rl.stages.create(config)
+        for stage in _created(config)
         if stage.options.epochs is not None or stage.options.curriculum is not None
     ]
     if not hub:
@@ -187,6 +189,37 @@ def read_held_out(config: RunConfig, *, first: int | None = None, hub: bool = Tr
         return [*notes, *_effects(made)]
     finally:
         data.close()
+
+
+def _created(config: RunConfig) -> list[StageKind]:
+    """Returns the stages. Those that are over know it."""
+    stages = rl.stages.create(config)
+    places = on_first(lambda: _places(config))
+    for stage in stages:
+        stage.is_over = bool(places) and all(
+            place.stage > stage.index
+            or (
+                place.stage == stage.index
+                and stage.options.steps is not None
+                and place.is_over(stage.options.steps)
+            )
+            for place in places
+        )
+    return stages
+
+
+def _places(config: RunConfig) -> list[PlaceOfRun]:
+    """Returns the places of all checkpoints of the run, since any of them may be damaged; none if
+    one has no readable host part."""
+    if config.run.dir is None:
+        return []
+    try:
+        return [
+            PlaceOfRun.of(json.loads((path / HOST).read_text()))
+            for _, path in complete(config.directory / CHECKPOINT_FOLDER)
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _on_hub(source: DataOptions) -> bool:

@@ -11,6 +11,7 @@ from rl.config.data import datasets_of
 from rl.data import models
 from rl.data.datasets import has_sources
 from rl.errors import Fault
+from rl.records.run_files import EVENTS
 from rl.stages import algorithm_of
 from rl.stages.curriculum import named
 from rl.stages.sampling import filters
@@ -227,8 +228,10 @@ class ConfiguredStage:
 
     def _check_curriculum(self, options: CurriculumOptions) -> Iterator[Fault]:
         path = (*self.path, "curriculum")
+        # A run that goes on reads the files of the stages that are not over when it reads data.
+        goes_on = self.config.run.dir is not None and (self.config.directory / EVENTS).exists()
         try:
-            named.check(options)
+            named.check(options, with_files=not goes_on)
         except ValueError as error:
             keys = [key for key in options.options if f"`{key}`" in str(error)]
             place = ("options", *keys[:1]) if keys else ("name",)

@@ -98,6 +98,8 @@ class StageKind(ConfiguredStage, ABC):
     """The rows of `held_out`."""
     curriculum: Curriculum | None = None
     """What chooses the rows of each step; None: all of them, in shuffled order."""
+    is_over: bool = False
+    """Whether the run goes on after the last step of the stage, which then takes no more rows."""
 
     def __init__(self, config: RunConfig, index: int):
         super().__init__(config, index)
@@ -128,7 +130,8 @@ class StageKind(ConfiguredStage, ABC):
         from rl.data.shard import joined  # imports jax
 
         self.rows = joined([self.read(reader, each) for each in self.datasets], self.datasets)
-        if (options := self.options.curriculum) is not None:
+        options = self.options.curriculum
+        if options is not None and not (self.is_over and self.options.epochs is None):
             candidates = Candidates(self.rows, self.draw_seed)
             self.curriculum = named.create(options, candidates)
             self._order = candidates.among(self.curriculum.rows)
@@ -186,11 +189,12 @@ class StageKind(ConfiguredStage, ABC):
         return []
 
     def prepare_rewards(self, reader: DataReader, prompts: list) -> None:
-        """Makes the reward runner if the stage scores completions of `prompts` or evaluates.
+        """Makes the reward runner if the stage scores completions, or evaluates. prompts: those of
+        this process, which may have none: the completions of a step are scored on all processes.
 
         Its workers start with the first call.
         """
-        if self.rewards and (prompts or reader.held_out):
+        if self.rewards and (self.samples_completions or reader.held_out):
             self.runner = reader.reward_runner(self.rewards, prompts)
 
     # Model.
@@ -270,6 +274,12 @@ class StageKind(ConfiguredStage, ABC):
         if restored is not None:
             return restored
         return self.trainer.start(context.model.params, self.config.seed + self.index)
+
+    def check_restored(self, producer: dict[str, Any]) -> None:
+        """Raises DataError for the state of a checkpoint (`producer_state`) that does not fit the
+        rows of the data. Called before a model is built."""
+        if self.curriculum is not None:
+            self.curriculum.restore(producer.get("curriculum", {}))
 
     def check_groups(self) -> None:
         """Raises DataError for files that a step cannot take its groups from."""
@@ -361,8 +371,12 @@ class StageKind(ConfiguredStage, ABC):
         return self.config.seed * 1000 + self.index
 
     def order(self, total: int, numbers: range) -> list[int]:
-        """Returns the indices in the data of the examples that a stage takes as number 0, 1, 2, ...
-        of its `total`; with a curriculum, of the rows that it chooses from."""
+        """Returns the indices in the data of the examples that stand at these numbers, 0, 1, 2, ...,
+        of the shuffled order of its `total`: those that the stage takes one after the other.
+
+        With a curriculum, the order is that of the rows that it chooses from; which of them a step
+        takes is up to the curriculum, in `draw_examples`.
+        """
         if self.curriculum is not None:
             return self._order.take(numbers)
         seed = self.draw_seed

@@ -2,12 +2,14 @@
 are always or never solved."""
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import rl.stages
 from rl.config.stage import CurriculumOptions
 from rl.data.datasets import order
 from rl.data.drawing.mixture import Part
@@ -72,6 +74,14 @@ def test_rows_between_two_pass_rates_stay(options, rows):
     assert again.next(5) == made.next(5)
 
 
+def test_empty_cells_and_nan_are_no_pass_rates():
+    rates = ("0.5", "", " ", math.nan, 1.0, "nan")
+    made = pass_rate.PassRate(candidates(rates=rates), column="rate")
+    assert made._rates == [0.5, None, None, None, 1.0, None] and made.rows == [0, 1, 2, 3, 5]
+    with pytest.raises(DataError, match="no row has a column 'rate' with a value"):
+        pass_rate.PassRate(candidates(rates=["", math.nan]), column="rate")
+
+
 def test_the_note_and_the_histogram_count_every_row():
     made = pass_rate.PassRate(candidates(), column="rate")
     assert made.note == (
@@ -105,8 +115,15 @@ def test_pass_rates_come_from_the_samples_of_a_run(tmp_path):
     assert made.rows == [1, 3, 4, 5, 6]
     easier = pass_rate.PassRate(candidates(), rollouts=str(tmp_path), correct_at=0.5)
     assert easier._rates[:3] == [1.0, 1.0, 0.0]
-    with pytest.raises(DataError, match="other rows are left out than at the start"):
+    with pytest.raises(DataError, match="other rows stay than at the start.* also with"):
         easier.restore(made.state())
+    assert "dynamic_batches" not in made.note
+    stages = [{"algorithm": {"name": "sft"}}, {"algorithm": {"name": "dapo", "dynamic_batches": 3}}]
+    (tmp_path / "config.yml").write_text(json.dumps({"stages": stages}))
+    noted = pass_rate.PassRate(candidates(), rollouts=str(tmp_path)).note
+    assert "sampled with dynamic_batches (dapo), which drops groups" in noted
+    without = pass_rate.PassRate(candidates(), rollouts=str(tmp_path), missing="leave_out")
+    assert "dynamic_batches" not in without.note
     (tmp_path / "samples.jsonl").write_text(line("else", 1.0))
     with pytest.raises(DataError, match="none of the 7 prompts of the data is in"):
         pass_rate.PassRate(candidates(), rollouts=str(tmp_path))
@@ -135,6 +152,10 @@ def test_pass_rates_that_cannot_be_used_are_refused(rates, options, message):
         (
             {"name": "pass_rate", "options": {"column": "a", "above": 1}},
             "options.above: `above` must be less than below, got 1 and 1",
+        ),
+        (
+            {"name": "pass_rate", "options": {"column": "a", "correct_at": 1}},
+            "options.correct_at: `correct_at` is for rewards of `rollouts`, and a column has",
         ),
         (
             {"name": "pass_rate", "options": {"rollouts": "nowhere"}},
@@ -182,6 +203,56 @@ def test_an_epoch_has_the_rows_that_are_left(tmp_path):
     assert sorted(stage.order(5, range(3))) == [1, 2, 3]  # also of the probe
     with pytest.raises(DataError, match="no row has a column 'rates'"):
         prepare(config(tmp_path, curriculum=options | {"options": {"column": "rates"}}))
+
+
+def test_a_stage_that_is_over_needs_no_rollouts(tmp_path):
+    def line(n):
+        return json.dumps({"prompt": f"{n}=", "reward": 0.5}) + "\n"
+
+    def saved(number, **place):
+        folder = tmp_path / "run" / "checkpoints" / f"{number:08d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        host = {"stage": 0, "step": 2, "steps": 2, "ended": True} | place
+        (folder / "host.json").write_text(json.dumps(host))
+
+    rollouts = tmp_path / "earlier"
+    rollouts.mkdir()
+    (rollouts / "samples.jsonl").write_text("".join(map(line, range(5))))
+    options = {"name": "pass_rate", "options": {"rollouts": str(rollouts)}}
+    config(tmp_path, curriculum=options)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").write_text("{}\n")
+    (rollouts / "samples.jsonl").unlink()
+    made = config(tmp_path, curriculum=options)  # which stages are over is not known yet
+    with pytest.raises(ConfigError, match="curriculum pass_rate: `rollouts`: .* has no samples"):
+        prepare(made)
+    saved(1)
+    (stage,) = prepare(made).stages
+    assert stage.is_over and stage.curriculum is None
+    saved(0, step=1, ended=False)  # the run goes on from here if the newest one is damaged
+    with pytest.raises(ConfigError, match="has no samples"):
+        prepare(made)
+
+
+def test_a_checkpoint_of_other_rows_is_refused_before_the_stage_starts(tmp_path):
+    options = {"name": "pass_rate", "options": {"column": "rate"}}
+    (stage,) = prepare(config(tmp_path, curriculum=options)).stages
+    stage.check_restored({"curriculum": stage.curriculum.state()})
+    stage.check_restored({})
+    with pytest.raises(DataError, match="curriculum pass_rate: other rows stay"):
+        stage.check_restored({"curriculum": {"drawn": 2, "rows_sha256": "0"}})
+
+
+def test_a_process_without_a_row_of_its_own_scores_too(tmp_path):
+    rewards = {"functions": ["exact_answer"]}
+    made = config(tmp_path, algorithm="grpo", steps=1, rewards=rewards)
+    (stage,) = rl.stages.create(made)
+    asked = []
+    reader = SimpleNamespace(
+        held_out=[], reward_runner=lambda rewards, prompts: asked.append(prompts) or "runner"
+    )
+    stage.prepare_rewards(reader, [])
+    assert asked == [[]] and stage.runner == "runner"
 
 
 def test_kto_takes_no_curriculum(tmp_path):

@@ -72,12 +72,15 @@ def problems_of(rows):
     return [Problem(Example(f"p{row}"), [100 + row]) for row in rows]
 
 
-def dynamic(producer, most=10, reward=None, carried=(), router_replay=False):
+def dynamic(producer, most=10, reward=None, carried=(), router_replay=False, rows=100):
+    notes = []
     stage = SimpleNamespace(
+        name="dapo",
+        context=SimpleNamespace(events=SimpleNamespace(note=notes.append), notes=notes),
         algorithm=SimpleNamespace(dynamic_batches=most, dynamic_reward=reward),
         options=SimpleNamespace(router_replay=router_replay),
         runner=Runner,
-        rows=SimpleNamespace(take=problems_of),
+        rows=SimpleNamespace(take=problems_of, total=rows),
     )
     sampling = DynamicSampling(producer, stage)
     sampling.restore(json.loads(json.dumps({"carried": [group.to_json() for group in carried]})))
@@ -87,6 +90,23 @@ def dynamic(producer, most=10, reward=None, carried=(), router_replay=False):
 def stored(group):
     """The group as a checkpoint gives it back."""
     return ScoredGroup.from_json(json.loads(json.dumps(group.to_json())), problems_of)
+
+
+def test_carried_groups_of_rows_that_changed_are_left_out():
+    sampling = dynamic(source([[[1, 0], [0, 1], [1, 0], [0, 1]]]))
+    sampling.take(1)
+    carried = sampling.carried
+    assert [each.group.row for each in carried] == [1, 2, 3]
+    assert dynamic(source([]), carried=carried)._stage.context.notes == []
+    other = dynamic(source([]), carried=carried, rows=3)  # row 3 is gone
+    assert [each.group.row for each in other.carried] == [1, 2]
+    (group, *_) = carried
+    moved = replace(group, group=replace(group.group, row=2))  # row 2 has another prompt
+    other = dynamic(source([]), carried=[moved, *carried[1:]])
+    assert [each.group.row for each in other.carried] == [2, 3]
+    assert other._stage.context.notes == [
+        "dapo: 1 groups of the step before are left out: the rows of their prompts have changed"
+    ]
 
 
 def prompt_ids(rollouts):

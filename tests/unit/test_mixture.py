@@ -104,6 +104,16 @@ def test_each_dataset_gives_its_share_to_within_one_row(weights):
         assert schedule.counts(drawn) == [counts[part] for part in range(len(weights))]
 
 
+def test_rows_of_a_rare_dataset_are_counted_without_looking_for_the_last_one():
+    schedule = Schedule((3000, 1))
+    schedule.place(2900)
+    places = schedule.place
+    schedule.place = lambda number: pytest.fail(f"looked at row {number}")
+    counts = schedule.counts(2900)
+    assert sum(counts) == 2900 and counts[1] == sum(places(n).part for n in range(2900)) == 1
+    assert schedule.counts(3001 * 5) == [15000, 5] and schedule.counts(0) == [0, 0]
+
+
 def test_rows_are_numbered_from_the_first_dataset_on_and_keep_their_own_order():
     mixture = Mixture([Part("a", 5, 0.75), Part("b", 3, 0.25)])
     rows = mixture.order(7, range(40))

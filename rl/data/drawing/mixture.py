@@ -8,6 +8,7 @@ assignment problem, 1980). Each dataset has its own shuffled order and its own p
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -81,45 +82,43 @@ class Schedule:
         self._weights = weights
         self._period = sum(weights)
         self._parts = array("I")  # of each place that is known so far, up to a period
-        self._taken = array("Q")
-        self._counts = [0] * len(weights)
+        self._places = [array("Q") for _ in weights]  # of each dataset, the places that it gives
 
     def place(self, number: int) -> Place:
         """Returns which dataset gives row `number`, from 0, and its rows before."""
         periods, place = divmod(number, self._period)
         self._extend(place + 1)
         part = self._parts[place]
-        return Place(part, periods * self._weights[part] + self._taken[place])
+        taken = bisect_left(self._places[part], place)
+        return Place(part, periods * self._weights[part] + taken)
 
     def counts(self, drawn: int) -> list[int]:
         """Returns how many of the first `drawn` rows each dataset gives."""
-        counts: dict[int, int] = {}
-        number = drawn
-        while number and len(counts) < len(self._weights):
-            number -= 1
-            part, taken = self.place(number)
-            counts.setdefault(part, taken + 1)
-        return [counts.get(part, 0) for part in range(len(self._weights))]
+        periods, rest = divmod(drawn, self._period)
+        self._extend(rest)
+        return [
+            periods * weight + bisect_left(places, rest)
+            for weight, places in zip(self._weights, self._places, strict=True)
+        ]
 
     def _extend(self, length: int) -> None:
         parts = range(len(self._weights))
         halves = max(1, 2 * len(self._weights) - 2)
         total = self._period
+        counts = [len(places) for places in self._places]
         for place in range(len(self._parts) + 1, length + 1):
             due = [
                 part
                 for part in parts
-                if halves * place * self._weights[part] >= (halves * self._counts[part] + 1) * total
+                if halves * place * self._weights[part] >= (halves * counts[part] + 1) * total
             ]
             part = min(
                 due,
-                key=lambda part: Fraction(
-                    halves * (self._counts[part] + 1) - 1, self._weights[part]
-                ),
+                key=lambda part: Fraction(halves * (counts[part] + 1) - 1, self._weights[part]),
             )
+            self._places[part].append(place - 1)
             self._parts.append(part)
-            self._taken.append(self._counts[part])
-            self._counts[part] += 1
+            counts[part] += 1
 
 
 @lru_cache(maxsize=8)

@@ -15,12 +15,12 @@ from rl.stages.curriculum.hook import Candidates, Curriculum
 _SHIPPED: dict[str, tuple[Callable[..., Curriculum], Callable[..., Any]]] = {
     "pass_rate": (pass_rate.PassRate, pass_rate.Options)
 }
-"""Name -> (function that makes the curriculum, check of its options)."""
+"""Name -> (function that makes the curriculum, class of its options with `check_files`)."""
 
 
-def check(options: CurriculumOptions) -> None:
+def check(options: CurriculumOptions, *, with_files: bool = True) -> None:
     """Raises ValueError for an unknown name, and for an option (in backticks) that it does not
-    take."""
+    take. with_files: also for files that options name and that do not exist."""
     name = options.name
     if plugins.is_plugin(name):
         plugins.check_options(plugins.load(name, "curriculum"), name, options.options)
@@ -32,14 +32,16 @@ def check(options: CurriculumOptions) -> None:
         )
     function = _SHIPPED[name][1]
     plugins.check_options(function, name, options.options)
-    function(**options.options)
+    made = function(**options.options)
+    if with_files:
+        made.check_files()
 
 
 def create(options: CurriculumOptions, candidates: Candidates) -> Curriculum:
     """Returns the curriculum of a stage. Raises ConfigError as `check` does, and what the function
     raises."""
     try:
-        check(options)
+        check(options, with_files=False)
         if not plugins.is_plugin(options.name):
             return _SHIPPED[options.name][0](candidates, **options.options)
         curriculum = plugins.load(options.name, "curriculum")(candidates, **options.options)

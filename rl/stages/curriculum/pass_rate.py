@@ -21,7 +21,7 @@ from rl.data.encoded import Example
 from rl.errors import DataError
 from rl.records import samples
 from rl.records.messages import without_contents
-from rl.records.run_files import SAMPLES, sample_files
+from rl.records.run_files import SAMPLES, read_config, sample_files
 from rl.stages.curriculum.hook import Bar, Candidates, Curriculum, Histogram
 
 _BINS = 10
@@ -33,15 +33,15 @@ class Options:
 
     column: the column of the data with the pass rate, from 0 to 1. rollouts: folder of a run whose
     samples give it, by prompt. above, below: rows between these rates stay. correct_at: a sample of
-    `rollouts` is solved from this reward on. missing: what happens to rows without a pass rate.
-    Raises ValueError, with the option in backticks.
+    `rollouts` is solved from this reward on; None: 1. missing: what happens to rows without a pass
+    rate. Raises ValueError, with the option in backticks.
     """
 
     column: str | None = None
     rollouts: str | None = None
     above: float = 0.0
     below: float = 1.0
-    correct_at: float = 1.0
+    correct_at: float | None = None
     missing: Literal["keep", "leave_out"] = "keep"
 
     def __post_init__(self):
@@ -53,8 +53,15 @@ class Options:
                 "give exactly one of `column`, a column of the data with the pass rate, and "
                 "`rollouts`, the folder of a run"
             )
+        if self.column is not None and self.correct_at is not None:
+            raise ValueError(
+                "`correct_at` is for rewards of `rollouts`, and a column has pass rates; leave it "
+                "out"
+            )
         for name in ("above", "below", "correct_at"):
             value = getattr(self, name)
+            if name == "correct_at" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ValueError(f"`{name}` is a number, got {value!r}")
         if not self.above < self.below:
@@ -63,6 +70,9 @@ class Options:
             )
         if self.missing not in ("keep", "leave_out"):
             raise ValueError(f"`missing` must be keep or leave_out, got {self.missing!r}")
+
+    def check_files(self) -> None:
+        """Raises ValueError, with the option in backticks, if `rollouts` has no samples."""
         if self.rollouts is not None and not list(sample_files(self.folder)):
             raise ValueError(
                 f"`rollouts`: {self.rollouts} has no {SAMPLES}; name the folder of a run"
@@ -85,8 +95,10 @@ class PassRate(Curriculum):
     """Draws the rows between two pass rates, in the order that they have without a curriculum."""
 
     def __init__(self, candidates: Candidates, **options: Any):
-        """Raises DataError for pass rates that cannot be read, and if no row is left."""
+        """Raises ValueError for options that cannot be used, DataError for pass rates that cannot be
+        read, and if no row is left."""
         self._options = Options(**options)
+        self._options.check_files()
         self._rates = (
             _of_column(candidates, self._options.column)
             if self._options.column is not None
@@ -97,7 +109,7 @@ class PassRate(Curriculum):
             raise DataError(f"curriculum pass_rate: no row is left: {self._left_out()}")
         self._order = candidates.among(self.rows)
         self._drawn = 0
-        self.note = f"curriculum pass_rate: {self._left_out()}"
+        self.note = f"curriculum pass_rate: {self._left_out()}{self._unrecorded()}"
 
     def next(self, count: int) -> list[int]:
         numbers = range(self._drawn, self._drawn + count)
@@ -112,8 +124,9 @@ class PassRate(Curriculum):
         self._drawn = state.get("drawn", 0)
         if state and state["rows_sha256"] != self._digest():
             raise DataError(
-                "curriculum pass_rate: other rows are left out than at the start of the stage; "
-                "restore the pass rates, or start a new run in another run.dir"
+                "curriculum pass_rate: other rows stay than at the start of the stage. It cannot go "
+                "on with changed rows or pass rates, also with run.changed_data=allow; restore them, "
+                "or start a new run in another run.dir"
             )
 
     def histogram(self) -> Histogram:
@@ -141,6 +154,22 @@ class PassRate(Curriculum):
             + (f"; {unknown} without one are {said}" if unknown else "")
         )
 
+    def _unrecorded(self) -> str:
+        """Returns that the run of `rollouts` did not record all groups, if rows without a pass rate
+        stay."""
+        if self._options.rollouts is None or self._options.missing == "leave_out":
+            return ""
+        stages = _dynamic_stages(self._options.folder)
+        if None not in self._rates or not stages:
+            return ""
+        return (
+            f". {self._options.rollouts} sampled with dynamic_batches ({', '.join(stages)}), which "
+            "drops groups of prompts that are always or never solved: such rows have no pass "
+            "rate and are kept. Take the rates from `rl rollout` with "
+            "stages.N.algorithm.dynamic_batches=0, or set missing: leave_out, which also leaves out "
+            "prompts that were never sampled"
+        )
+
     def _digest(self) -> str:
         return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()[:16]
 
@@ -162,17 +191,19 @@ def _label(rate: float | None) -> str:
 
 
 def _of_column(candidates: Candidates, column: str) -> list[float | None]:
-    """Returns the pass rates in a column. Raises DataError for one that is no share, and if no row
-    has the column."""
+    """Returns the pass rates in a column; None where it is absent, empty (CSV) or NaN (Parquet).
+    Raises DataError for one that is no share, and if no row has a pass rate."""
 
     def rate_of(example: Example) -> float | str | None:
         value = example.columns.get(column)
-        if value is None:
+        if value is None or (isinstance(value, str) and not value.strip()):
             return None
         try:
             rate = float(value)
         except (TypeError, ValueError):
-            rate = math.nan
+            rate = math.inf
+        if math.isnan(rate):
+            return None
         if not 0 <= rate <= 1:
             return f"{example.where}: column {column!r} is no share from 0 to 1: {value!r}"
         return rate
@@ -181,7 +212,7 @@ def _of_column(candidates: Candidates, column: str) -> list[float | None]:
     if problem := next((rate for rate in rates if isinstance(rate, str)), None):
         raise DataError(f"curriculum pass_rate: {problem}")
     if all(rate is None for rate in rates):
-        raise DataError(f"curriculum pass_rate: no row has a column {column!r}")
+        raise DataError(f"curriculum pass_rate: no row has a column {column!r} with a value")
     return rates
 
 
@@ -197,9 +228,8 @@ def _of_samples(candidates: Candidates, options: Options) -> list[float | None]:
                 rewards[_key(line.get("prompt"))].append(reward)
     except (ValueError, OSError) as error:
         raise DataError(f"curriculum pass_rate: {error}") from None
-    rates = {
-        key: float(at_least(values, options.correct_at).mean()) for key, values in rewards.items()
-    }
+    solved_from = 1.0 if options.correct_at is None else options.correct_at
+    rates = {key: float(at_least(values, solved_from).mean()) for key, values in rewards.items()}
     of_rows = candidates.values(lambda example: rates.get(_key(without_contents(example.prompt))))
     if all(rate is None for rate in of_rows):
         raise DataError(
@@ -207,6 +237,17 @@ def _of_samples(candidates: Candidates, options: Options) -> list[float | None]:
             f"{options.rollouts}/{SAMPLES} with a reward"
         )
     return of_rows
+
+
+def _dynamic_stages(folder: Path) -> list[str]:
+    """Returns the algorithms of the stages of a run that sample with `dynamic_batches`."""
+    stages = read_config(folder, []).get("stages")
+    algorithms = [each.get("algorithm") for each in stages or () if isinstance(each, dict)]
+    return [
+        str(each.get("name"))
+        for each in algorithms
+        if isinstance(each, dict) and each.get("dynamic_batches")
+    ]
 
 
 def _key(prompt: Any) -> str:

@@ -24,6 +24,7 @@ class DynamicSampling:
     takes them first: older weights sampled them. The state in a checkpoint is `carried`.
     """
 
+    # Of no step, also where nothing is carried: the programs of a stage are the same in every step.
     on_policy: ClassVar[bool] = False
 
     def __init__(self, producer: Producer, stage: StageKind):
@@ -75,6 +76,15 @@ class DynamicSampling:
         return {**self._producer.state(), "carried": carried}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Takes the state of a checkpoint. Groups whose row has another prompt now, or is gone, are
+        left out: `run.changed_data` allowed other rows."""
         self._producer.restore(state)
-        carried = state.get("carried", [])
-        self.carried = [ScoredGroup.from_json(each, self._stage.rows.take) for each in carried]
+        rows = self._stage.rows
+        known = [each for each in state.get("carried", []) if each.get("row", 0) < rows.total]
+        groups = [ScoredGroup.from_json(each, rows.take) for each in known]
+        self.carried = [each for each in groups if each.has_prompt_of_row]
+        if left_out := len(state.get("carried", [])) - len(self.carried):
+            self._stage.context.events.note(
+                f"{self._stage.name}: {left_out} groups of the step before are left out: the rows "
+                "of their prompts have changed"
+            )

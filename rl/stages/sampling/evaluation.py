@@ -162,11 +162,8 @@ def _own_metric(
     """
     function = plugins.load(name, "evaluation metric")
     examples = [problem.example for problem in problems]
-    columns = {
-        key: [each.columns.get(key) for each in examples]
-        for each in examples
-        for key in each.columns
-    }
+    names = dict.fromkeys(key for each in examples for key in each.columns)
+    columns = {key: [each.columns.get(key) for each in examples] for key in names}
     values = columns | {
         "prompts": [each.prompt for each in examples],
         "completions": [each.text for each in trajectories],

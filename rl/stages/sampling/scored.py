@@ -36,6 +36,15 @@ class ScoredGroup:
         """Whether its scores, of one reward function or in sum, differ by more than rounding."""
         return not all_equal(self.total if column is None else self.rewards[:, column])
 
+    @property
+    def has_prompt_of_row(self) -> bool:
+        """Whether its trajectories begin with the tokens of its problem. A group of a checkpoint
+        does not if the row of its number has changed."""
+        return all(
+            each.segments[0].tokens[: each.prompt_length].tolist() == list(self.group.problem.ids)
+            for each in self.group.trajectories
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Returns the group as values that JSON can hold, without its problem: `row` says which one
         of the stage's data it is."""
