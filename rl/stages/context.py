@@ -43,9 +43,10 @@ class Progress:
 
     - examples_drawn: how many examples of its shuffled data it has taken. The order goes on from
       here.
-    - producer: state of what makes the groups of a step, as values that JSON can hold: `carried`,
-      the groups that dynamic sampling (DAPO) has sampled beyond the need of a step. Of the
-      checkpoint that was read or is to be written (`StageKind.producer_state`).
+    - producer: state of what chooses rows and makes groups, as values that JSON can hold:
+      `carried`, the groups that dynamic sampling (DAPO) has sampled beyond the need of a step;
+      `steps_taken` of recorded samples; `curriculum`, the state of a curriculum. Of the checkpoint
+      that was read or is to be written (`StageKind.producer_state`).
     - adaptive_coefs: scalars that the algorithm adapts from update to update.
     - unscored_steps: how many steps in a row, up to the last one, had no completion with a score
       (`rewards.unscored_steps`).

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -21,9 +22,13 @@ from rl.commands import cli
 from rl.config import files, reference
 from rl.config.data import datasets_of
 from rl.data import datasets
+from rl.data.encoded import Row
 from rl.data.media import read_processors
+from rl.data.shard import Shard
 from rl.data.tokenizer import read_tokenizer
 from rl.run.load import load
+from rl.stages.context import Progress
+from rl.stages.stage import StageKind
 from rl.tasks import arithmetic
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,6 +197,35 @@ def test_configurations_load_and_their_data_too(document, tmp_path):
             processors = read_processors(config, read_tokenizer(config)[0]) if shown else None
             given = datasets.load(data, processors=processors).columns | set(rewards.registry.GIVEN)
             assert expected - {key for f in config.rewards.functions for key in f.options} <= given
+
+
+def test_the_kind_of_stage_in_the_docs_makes_batches():
+    text = (ROOT / "docs" / "extending.md").read_text()
+    (code,) = re.findall(
+        r"^```python\n(from rl.stages import supervised\n.*?)^```$", text, re.M | re.S
+    )
+    defined = {}
+    exec(code, defined)
+    stage = defined["Stage"].__new__(defined["Stage"])
+    stage.index = 0
+    stage.config = SimpleNamespace(seed=0, max_length=16)
+    stage.options = SimpleNamespace(prompts_per_step=4, curriculum=None)
+    stage.context = SimpleNamespace(progress=Progress(), tables=None)
+    rows = [Row([1] * n, [1] * n) for n in (5, 2, 4, 3)]
+    sources = [f"of length {len(row.ids)}" for row in rows]
+    stage.rows = Shard(rows, len(rows), sources=sources)
+    batch, expanded_at = stage.batch()
+    assert batch.mask.sum(axis=1).tolist() == [2, 3, 4, 5] and len(expanded_at) == 4
+    assert stage.step_sources == [f"of length {n}" for n in (2, 3, 4, 5)]
+    assert stage.context.progress.examples_drawn == 4
+
+
+def test_the_methods_of_stages_in_the_docs_exist():
+    section = (ROOT / "docs" / "extending.md").read_text().partition("## A kind of stage\n")[2]
+    table = section.partition("\nA kind that differs")[0]
+    names = re.findall(r"`(\w+)\(", table)
+    assert len(names) > 10
+    assert [name for name in names if not hasattr(StageKind, name)] == []
 
 
 @documents_with("python", slow=("extending.md", "generator.md", "hook.md"))

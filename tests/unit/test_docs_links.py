@@ -2,6 +2,7 @@
 in the code."""
 
 import ast
+import itertools
 import re
 import shlex
 from collections import Counter
@@ -99,6 +100,14 @@ def test_a_dead_link_is_seen(tmp_path, monkeypatch, target):
 def test_the_index_lists_every_document():
     listed = {Path(urlsplit(target).path).name for target in links(prose(DOCS / "index.md"))}
     assert {path.name for path in DOCUMENTS} - listed <= {"index.md"}
+
+
+def test_the_path_of_a_prompt_changes_rooms_as_often_as_it_says():
+    section = (DOCS / "architecture.md").read_text().partition("## The path of a prompt\n")[2]
+    text = section.partition("\n## ")[0]
+    named = re.findall(r"`((?:rl|rollout|policy|rewards)/\w+)", text)
+    changes = sum(here != there for here, there in itertools.pairwise(named))
+    assert f"changes rooms {changes} times" in " ".join(text.split()) and changes <= 25
 
 
 # Messages

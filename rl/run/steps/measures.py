@@ -47,7 +47,9 @@ class Measures:
         """
         options = self._stage.options
         left = self._measures
-        # A stage that got other steps after this one was measured where it was to end.
+        # `options.steps` are those in force at this step, the last one at that time. If the run got
+        # more steps afterwards, this evaluation has been made, and a new run of the same
+        # configuration makes it too.
         while due := [
             each for each in left if until_reached or step == options.steps or each.due(step)
         ]:

@@ -123,7 +123,9 @@ class Curriculum:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes the state of a checkpoint; {} at the start of the stage."""
+        """Takes the state of a checkpoint; {} at the start of the stage. May raise DataError for a
+        state that does not fit the rows: a run that goes on calls it before the model is built, and
+        again when the stage starts."""
 
     def histogram(self) -> Histogram | None:
         """Returns what the report shows; None: nothing."""

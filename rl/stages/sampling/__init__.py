@@ -1,1 +1,2 @@
-"""What stages do with sampled completions: rows for the device, dynamic sampling, evaluations."""
+"""What stages do with sampled completions: producers of groups (synchronous, recorded, dynamic, told
+to a curriculum), rows for the device, evaluations."""

@@ -9,8 +9,10 @@ Neither side knows the other. What training needs of a group is in the group (ro
 prompt with its row of data, its prompt id, and trajectories whose tokens say who wrote them, with
 which log-probability and by weights of which version.
 
-Synchronous sampling is one producer (synchronous.py), dynamic sampling a filter over one
-(dynamic.py). `Stage.create_producer` of rl/stages/online.py chooses.
+Two producers make groups: `Synchronous` samples them with the current weights, `Recorded` reads
+those of an earlier run. Two stand over another one: `Taught` tells a curriculum the rewards of all
+its groups, `DynamicSampling` leaves out groups with equal rewards. `Stage.create_producer` of
+rl/stages/online.py chooses; the order is DynamicSampling(Taught(Synchronous)).
 """
 
 from __future__ import annotations
