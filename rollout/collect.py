@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rewards import Runner, Scores
 from rewards.text import in_form_of
-from rollout.types import Group, Problem, Segment, Trajectory
+from rollout.types import Group, ProblemLike, Segment, Trajectory
 
 if TYPE_CHECKING:
     from rollout.generator import Generator
@@ -82,7 +82,7 @@ class Rollouts:
         return [each for group in self.groups for each in group.trajectories]
 
     @property
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[ProblemLike]:
         """Returns the prompt of each group."""
         return [group.problem for group in self.groups]
 
@@ -99,7 +99,7 @@ class Rollouts:
 
 def collect(
     source: Source,
-    problems: Sequence[Problem],
+    problems: Sequence[ProblemLike],
     params: SamplingParams,
     prompt_ids: Sequence[int],
     version: int = 0,

@@ -600,7 +600,7 @@ def _spans(policy: np.ndarray) -> list[list[int]]:
     return edges.reshape(-1, 2).tolist()
 
 
-class Example(Protocol):
+class ExampleLike(Protocol):
     """A row of data: its prompt, as text or as messages, and its other columns, which rewards may
     take."""
 
@@ -615,12 +615,12 @@ class Example(Protocol):
         ...
 
 
-class Problem(Protocol):
+class ProblemLike(Protocol):
     """A prompt to complete, with its row of data. (A task of rl/tasks makes problems; here a
     problem can be any row.)"""
 
     @property
-    def example(self) -> Example:
+    def example(self) -> ExampleLike:
         """The row of data."""
         ...
 
@@ -644,7 +644,7 @@ class Group:
     that data.
     """
 
-    problem: Problem
+    problem: ProblemLike
     prompt_id: int
     trajectories: Sequence[Trajectory]
     row: int | None = None

@@ -11,7 +11,7 @@ from typing import Any
 from policy.mesh import processes
 from rl.config.data import DataOptions, NamedDataOptions
 from rl.data.datasets import has_sources
-from rl.data.drawing.mixture import Part
+from rl.data.drawing.mixture import MixturePart
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Shard:
     examples: Sequence[Any] = ()
     numbers: Sequence[int] | None = None
     effect: str | None = None
-    parts: Sequence[Part] = ()
+    parts: Sequence[MixturePart] = ()
     sources: Sequence[str] | None = None
 
     def numbered(self) -> dict[int, Any]:
@@ -90,7 +90,7 @@ def joined(shards: Sequence[Shard], options: Sequence[DataOptions]) -> Shard:
         numbers=numbers,
         effect=_effects(shards, options),
         parts=[
-            Part(each.label, shard.total, getattr(each, "weight", None))
+            MixturePart(each.label, shard.total, getattr(each, "weight", None))
             for each, shard in zip(options, shards, strict=True)
             if isinstance(each, NamedDataOptions)
         ],

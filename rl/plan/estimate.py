@@ -66,7 +66,7 @@ class Cost:
     seconds: float
 
 
-class Weights:
+class WeightSizes:
     """Sizes of a graph per device, in numbers.
 
     local: stored weights, and trained: those with a gradient; largest: the largest stored array.
@@ -161,11 +161,12 @@ class Estimator:
         self._parts: dict[
             str,
             tuple[
-                Weights, list[tuple[PlannedStage, Sampling | None, list[tuple[Planned, Weights]]]]
+                WeightSizes,
+                list[tuple[PlannedStage, Sampling | None, list[tuple[Planned, WeightSizes]]]],
             ],
         ] = {}
-        self._programs: dict[str, list[tuple[Planned, Weights]]] = {}
-        self._teachers: dict[int, Weights] = {}
+        self._programs: dict[str, list[tuple[Planned, WeightSizes]]] = {}
+        self._teachers: dict[int, WeightSizes] = {}
 
     def __call__(self, config: RunConfig) -> dict[str, Cost]:
         """Returns the cost of each program by name. Raises the errors of rl.run.build."""
@@ -180,16 +181,16 @@ class Estimator:
             for each, weights in self._programs[key]
         }
 
-    def _listed(self, config: RunConfig) -> Iterator[tuple[Planned, Weights]]:
+    def _listed(self, config: RunConfig) -> Iterator[tuple[Planned, WeightSizes]]:
         weights, parts = self._on_mesh(config)
         for (stage, sampling, generating), options in zip(parts, config.stages, strict=True):
             # Only the shape of a batch depends on the rows of a micro-batch.
             for each in planned(stage.with_options(options), sampling):
                 assert each.graph is not None  # programs of a stage name their model
-                yield each, weights if each.graph is stage.graph else Weights(each.graph)
+                yield each, weights if each.graph is stage.graph else WeightSizes(each.graph)
             yield from generating
 
-    def _on_mesh(self, config: RunConfig) -> tuple[Weights, list]:
+    def _on_mesh(self, config: RunConfig) -> tuple[WeightSizes, list]:
         """Returns (weights, [(stage, generator, programs of the generator with their weights)]).
 
         Ignores the micro-batches of the configuration.
@@ -202,10 +203,10 @@ class Estimator:
         key = plain.model_dump_json()
         if key not in self._parts:
             pairs = list(stages(plain, build.on_mesh(plain, self._devices), self._memory))
-            weights = Weights(pairs[0][0].graph)
+            weights = WeightSizes(pairs[0][0].graph)
             decoding = {}
             for sampling in {each for _, each in pairs if each}:
-                decoding[sampling] = Weights(sampling.decoding)
+                decoding[sampling] = WeightSizes(sampling.decoding)
             parts = [
                 (stage, each, list(_generating(stage, each, weights, decoding.get(each))))
                 for stage, each in pairs
@@ -213,12 +214,12 @@ class Estimator:
             self._parts[key] = weights, parts
         return self._parts[key]
 
-    def _teacher(self, graph: Graph) -> Weights:
+    def _teacher(self, graph: Graph) -> WeightSizes:
         if id(graph) not in self._teachers:
-            self._teachers[id(graph)] = Weights(graph)
+            self._teachers[id(graph)] = WeightSizes(graph)
         return self._teachers[id(graph)]
 
-    def _cost(self, planned: Planned, weights: Weights, remat: str) -> Cost:
+    def _cost(self, planned: Planned, weights: WeightSizes, remat: str) -> Cost:
         graph = weights.graph
         kind = planned.kind
         item = weights.bytes
@@ -293,7 +294,7 @@ class Estimator:
         seconds = max(work / (chip.tflops * 1e12), moved / (chip.bandwidth * 1e9), links)
         return Cost(planned.resident, temporaries, planned.times * planned.trip_count * seconds)
 
-    def _encoding(self, planned: Planned, weights: Weights) -> Cost:
+    def _encoding(self, planned: Planned, weights: WeightSizes) -> Cost:
         """Returns the cost of encoding pictures: the products with the weights of towers, and the
         scores of one block, cut to 512 queries."""
         graph = weights.graph
@@ -313,13 +314,16 @@ def teacher_work(planned: Planned) -> list[float] | None:
     of an update."""
     if planned.teacher is None:
         return None
-    each = Weights(planned.teacher).forward(planned.rows_at_once, planned.shape[1])
+    each = WeightSizes(planned.teacher).forward(planned.rows_at_once, planned.shape[1])
     return [planned.trip_count * number for number in each]
 
 
 def _generating(
-    stage: PlannedStage, sampling: Sampling | None, weights: Weights, decoding: Weights | None
-) -> Iterator[tuple[Planned, Weights]]:
+    stage: PlannedStage,
+    sampling: Sampling | None,
+    weights: WeightSizes,
+    decoding: WeightSizes | None,
+) -> Iterator[tuple[Planned, WeightSizes]]:
     """Yields the programs of the generator with their weights.
 
     Checks compute with the trained weights, other rollouts with the weights in the layout of

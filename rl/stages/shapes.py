@@ -73,7 +73,7 @@ def update_programs(
     import jax
 
     from rl.training.updater import UpdateArguments
-    from rl.training.weights import Group, Weights
+    from rl.training.weights import WeightGroup, Weights
 
     trainer = stage.trainer
     batch = with_structure(stage, batch)
@@ -87,7 +87,7 @@ def update_programs(
     )
     for call in trainer.update_calls(state, arguments, rows.micro_rows, **options):
         teacher = trainer.teacher if call.name == ProgramName.UPDATE else None
-        can_freeze = call.update.group in (Group.POLICY, Group.REWARD_MODEL)
+        can_freeze = call.update.group in (WeightGroup.POLICY, WeightGroup.REWARD_MODEL)
         learner = call.learners[call.update.group] if can_freeze else None
         yield Program(
             call.name,

@@ -5,7 +5,7 @@ yields mappings with `prompt`, optionally `completion`, and columns for the rewa
 
 A task file defines the frozen dataclass `Options`, whose fields are the keys of `data.options`, and
 
-    problems(options, split) -> list[Problem]     deterministic; no problem occurs in both splits
+    problems(options, split) -> list[TaskProblem]     deterministic; no problem occurs in both splits
 
 A hash of its text decides the split of a problem (`is_held_out`), not a seed, so that no problem of
 the evaluation occurs in training.
@@ -28,7 +28,7 @@ Split = Literal["train", "eval"]
 
 
 @dataclass(frozen=True)
-class Problem:
+class TaskProblem:
     """A prompt, a demonstration of its answer (None if the task has none), and the columns for
     rewards."""
 
@@ -55,7 +55,7 @@ def check(name: str, options: dict[str, Any]) -> None:
         importlib.import_module("rl.tasks._reasoning_gym").check(name, options)
 
 
-def problems(name: str, options: dict[str, Any], split: Split) -> list[Problem]:
+def problems(name: str, options: dict[str, Any], split: Split) -> list[TaskProblem]:
     """Returns the problems of a split, always the same in the same order. Raises ValueError as
     `check` does."""
     if split not in typing.get_args(Split):
@@ -72,15 +72,15 @@ def problems(name: str, options: dict[str, Any], split: Split) -> list[Problem]:
     return importlib.import_module("rl.tasks._reasoning_gym").problems(name, options, split)
 
 
-def _problem(name: str, number: int, row: Any) -> Problem:
-    if isinstance(row, Problem):
+def _problem(name: str, number: int, row: Any) -> TaskProblem:
+    if isinstance(row, TaskProblem):
         return row
     if not isinstance(row, dict) or "prompt" not in row:
         raise ValueError(
             f"task {name}: problem {number} must be a mapping with `prompt`, got {row!r}"
         )
     columns = {key: value for key, value in row.items() if key not in ("prompt", "completion")}
-    return Problem(row["prompt"], row.get("completion"), columns)
+    return TaskProblem(row["prompt"], row.get("completion"), columns)
 
 
 def hash_share(text: str) -> float:

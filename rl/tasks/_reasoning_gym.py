@@ -19,7 +19,7 @@ import json
 from typing import Any
 
 from rewards.suggest import nearest
-from rl.tasks import Problem, Split, is_held_out, names
+from rl.tasks import Split, TaskProblem, is_held_out, names
 
 _EVAL_SHARE = 0.1
 _SEEDS = {"train": 0, "eval": 1_000_003}
@@ -31,21 +31,21 @@ def check(name: str, options: dict[str, Any]) -> None:
     _configured(name, options, "train", 1)
 
 
-def problems(name: str, options: dict[str, Any], split: Split) -> list[Problem]:
+def problems(name: str, options: dict[str, Any], split: Split) -> list[TaskProblem]:
     """Returns `size` (train) or `eval_size` (eval) distinct problems, fewer if the task has
     fewer."""
     size = (_OWN_OPTIONS | options)["eval_size" if split == "eval" else "size"]
     # One problem in ten is held out and duplicates are dropped. The bound ends the loop for a task
     # with few problems.
     dataset = _configured(name, options, split, size * (30 if split == "eval" else 3))
-    distinct: dict[str, Problem] = {}
+    distinct: dict[str, TaskProblem] = {}
     for index in range(len(dataset)):
         entry = dataset[index]
         question = entry["question"]
         if question in distinct or is_held_out(question, _EVAL_SHARE) != (split == "eval"):
             continue
         columns = {"task": name, "entry": json.dumps(entry, default=str), "answer": entry["answer"]}
-        distinct[question] = Problem(question, entry["answer"], columns)
+        distinct[question] = TaskProblem(question, entry["answer"], columns)
         if len(distinct) == size:
             break
     return list(distinct.values())

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from rl.tasks import Problem, Split, hash_share, is_held_out
+from rl.tasks import Split, TaskProblem, hash_share, is_held_out
 
 _DRAW = 20250601
 
@@ -103,7 +103,7 @@ def count(options: Options) -> int:
     return len(set(options.operations)) ** (options.terms - 1) * operands**options.terms
 
 
-def problems(options: Options, split: Split) -> list[Problem]:
+def problems(options: Options, split: Split) -> list[TaskProblem]:
     """Returns the problems of a split. The hash orders the evaluation's, so that the first n are a
     random sample."""
     expressions = [
@@ -155,11 +155,11 @@ def demonstration(text: str, style: str) -> str:
     return "=".join([_sum_text(step) for step in steps if len(step) > 1] + [answer])
 
 
-def _problem(text: str, options: Options, noise: float) -> Problem:
+def _problem(text: str, options: Options, noise: float) -> TaskProblem:
     answer = demonstration(text, "reversed" if options.style == "reversed" else "plain")
     completion = _with_noise(demonstration(text, options.style), text, noise) + options.end
     shown = re.sub(r"([-+*])", r" \1 ", text) if options.spaces else text
-    return Problem(
+    return TaskProblem(
         options.prompt.replace("{problem}", shown), completion, {"answer": answer, "problem": text}
     )
 

@@ -25,7 +25,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from rl.tasks import Problem, Split, hash_share, is_held_out
+from rl.tasks import Split, TaskProblem, hash_share, is_held_out
 
 Question = Literal["colour", "where", "count", "shape", "digit"]
 
@@ -109,7 +109,7 @@ class HashedIntegers:
         return (self._bytes.astype(np.int32) * (2 * most + 1) >> 8) - most
 
 
-def problems(options: Options, split: Split) -> list[Problem]:
+def problems(options: Options, split: Split) -> list[TaskProblem]:
     """Returns the problems of a split: the column `image` holds uint8[H, W, 3], `answer` the
     answer.
 
@@ -124,7 +124,8 @@ def problems(options: Options, split: Split) -> list[Problem]:
         chosen.sort(key=lambda each: (hash_share(each[0]), each[2].tobytes()))
     prompt = f"{options.question}?"
     return [
-        Problem(prompt, answer, {"answer": answer, "image": pixels}) for _, answer, pixels in chosen
+        TaskProblem(prompt, answer, {"answer": answer, "image": pixels})
+        for _, answer, pixels in chosen
     ]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl.tasks import Problem, Split, hash_share, is_held_out
+from rl.tasks import Split, TaskProblem, hash_share, is_held_out
 
 NOTES = ("C", "C#", "D", "D#", "E", "F", "F#", "G", "G#", "A", "A#", "B")
 _FULL = 32767  # largest sample of 16 bits
@@ -72,7 +72,7 @@ class Options:
             )
 
 
-def problems(options: Options, split: Split) -> list[Problem]:
+def problems(options: Options, split: Split) -> list[TaskProblem]:
     """Returns the problems of a split: the column `audio` holds {"array": float32[samples],
     "sampling_rate": Hz}, `answer` the name of the note.
 
@@ -86,7 +86,7 @@ def problems(options: Options, split: Split) -> list[Problem]:
     if split == "eval":
         chosen.sort(key=lambda each: (hash_share(each[0]), each[0]))
     return [
-        Problem(
+        TaskProblem(
             "note?", note, {"answer": note, "audio": {"array": wave, "sampling_rate": options.rate}}
         )
         for _, note, wave in chosen

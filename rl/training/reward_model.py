@@ -49,7 +49,7 @@ from rl.training.updater import (
     UpdateArguments,
     UpdateCall,
 )
-from rl.training.weights import Group, Weights
+from rl.training.weights import WeightGroup, Weights
 
 # Tokens that one device scores at a time, unless it is a CPU.
 SCORED_TOKENS = 16384
@@ -74,15 +74,19 @@ class RewardModelTrainer(BatchUpdates):
         """Defines the program of the update. `seed`: the seed of the run, for dropout."""
         super().__init__(graph, stage, algorithm)
         self.model = Critic(self._scoring_graph)
-        self._step = OptimizerStep(Group.REWARD_MODEL, self.model, stage.optimizer, stage)
-        self.reward_model = Update(self._score_loss, {Group.REWARD_MODEL: self._step}, stage, seed)
+        self._step = OptimizerStep(WeightGroup.REWARD_MODEL, self.model, stage.optimizer, stage)
+        self.reward_model = Update(
+            self._score_loss, {WeightGroup.REWARD_MODEL: self._step}, stage, seed
+        )
 
     def set_rates(self, stage: StageOptions) -> None:
         """Takes the learning rate and the number of steps of `stage`, whose other settings are the
         same. Updates compile again."""
         self.stage = stage
         self._step = self._step.with_rates(stage.optimizer, stage)
-        self.reward_model = self.reward_model.with_steps({Group.REWARD_MODEL: self._step}, stage)
+        self.reward_model = self.reward_model.with_steps(
+            {WeightGroup.REWARD_MODEL: self._step}, stage
+        )
 
     @property
     def executables(self) -> dict[ProgramName, CompiledCache]:
@@ -135,13 +139,13 @@ class RewardModelTrainer(BatchUpdates):
         output = call.run()
         metrics = output.metrics | {LOSS_TOKENS: inputs.num_tokens}
         metrics |= packing.metrics(R, self.sharing is not None)
-        return RewardModelState(state.policy, output.learners[Group.REWARD_MODEL]), metrics
+        return RewardModelState(state.policy, output.learners[WeightGroup.REWARD_MODEL]), metrics
 
     def update_calls(
         self, state: RewardModelState, arguments: UpdateArguments, micro_rows: int
     ) -> list[UpdateCall]:
         """Returns the call of the program of an update, of arrays or their shapes."""
-        learners = {Group.REWARD_MODEL: state.reward_model}
+        learners = {WeightGroup.REWARD_MODEL: state.reward_model}
         name = ProgramName.REWARD_MODEL_UPDATE
         return [UpdateCall(name, self.reward_model, learners, arguments, micro_rows)]
 

@@ -31,7 +31,7 @@ from rewards.suggest import nearest
 from rl.config.stage import StageOptions
 from rl.errors import ConfigError
 from rl.training.critic import Critic
-from rl.training.weights import Group, group_of
+from rl.training.weights import WeightGroup, group_of
 
 INDEXER = ".indexer."
 """Is part of the path of every weight of a key indexer (policy/attention/indexer.py)."""
@@ -123,7 +123,7 @@ def trained_paths(
     """
 
     def is_trained(path: str) -> bool:
-        if group_of(path) is Group.PREDICTION_MODULES and runtime.mtp is None:
+        if group_of(path) is WeightGroup.PREDICTION_MODULES and runtime.mtp is None:
             return False
         if path == TABLE and not runtime.train_layer_embeddings:
             return False

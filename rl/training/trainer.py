@@ -49,7 +49,7 @@ from rl.training.updater import (
     UpdateArguments,
     UpdateCall,
 )
-from rl.training.weights import Group, Weights
+from rl.training.weights import WeightGroup, Weights
 
 
 @jax.tree_util.register_dataclass
@@ -66,11 +66,11 @@ class RunState:
     critic: ParamState | None
     projections: ParamState | None = None
 
-    def learners(self, groups: Iterable[Group]) -> dict[Group, ParamState]:
+    def learners(self, groups: Iterable[WeightGroup]) -> dict[WeightGroup, ParamState]:
         """Returns these groups."""
         return {group: getattr(self, group) for group in groups}
 
-    def with_learners(self, learners: Mapping[Group, ParamState]) -> RunState:
+    def with_learners(self, learners: Mapping[WeightGroup, ParamState]) -> RunState:
         """Returns the state with these groups in the place of its own."""
         return replace(self, **{group.value: learner for group, learner in learners.items()})
 
@@ -143,35 +143,37 @@ class Trainer(BatchUpdates):
         )
         self._value_model = None
         self.steps = {
-            Group.POLICY: OptimizerStep(Group.POLICY, self._update_graph, stage.optimizer, stage)
+            WeightGroup.POLICY: OptimizerStep(
+                WeightGroup.POLICY, self._update_graph, stage.optimizer, stage
+            )
         }
         if "critic" in state:
             self._value_model = Critic(
                 self._scoring_graph, shared=self._critic_algorithm.critic_trunk == "policy"
             )
-            self.steps[Group.CRITIC] = OptimizerStep(
-                Group.CRITIC, self._value_model, stage.critic, stage
+            self.steps[WeightGroup.CRITIC] = OptimizerStep(
+                WeightGroup.CRITIC, self._value_model, stage.critic, stage
             )
         if projections is not None:
-            self.steps[Group.PROJECTIONS] = OptimizerStep(
-                Group.PROJECTIONS, projections, stage.optimizer, stage
+            self.steps[WeightGroup.PROJECTIONS] = OptimizerStep(
+                WeightGroup.PROJECTIONS, projections, stage.optimizer, stage
             )
         self._projections = projections
         self.policy = Update(loss, self._learning_with_policy, stage, seed)
         self.critic = None
         if "critic" in state:
-            own = {Group.CRITIC: self.steps[Group.CRITIC]}
+            own = {WeightGroup.CRITIC: self.steps[WeightGroup.CRITIC]}
             self.critic = Update(self._critic_loss, own, stage, seed)
 
     @property
-    def _learning_with_policy(self) -> dict[Group, OptimizerStep]:
+    def _learning_with_policy(self) -> dict[WeightGroup, OptimizerStep]:
         """Returns the steps of the groups that learn in the update of the policy: all but a critic
         with a trunk of its own."""
         own_trunk = self._value_model is not None and not self._value_model.shared
         return {
             group: step
             for group, step in self.steps.items()
-            if not (own_trunk and group is Group.CRITIC)
+            if not (own_trunk and group is WeightGroup.CRITIC)
         }
 
     def set_rates(self, stage: StageOptions) -> None:
@@ -180,7 +182,7 @@ class Trainer(BatchUpdates):
         self.stage = stage
         self.steps = {
             group: step.with_rates(
-                stage.critic if group is Group.CRITIC else stage.optimizer, stage
+                stage.critic if group is WeightGroup.CRITIC else stage.optimizer, stage
             )
             for group, step in self.steps.items()
         }
@@ -225,10 +227,10 @@ class Trainer(BatchUpdates):
         critic = projections = None
         if self._value_model is not None:
             created = self._value_model.init(params, self._critic_algorithm.value_init_std, seed)
-            critic = self.steps[Group.CRITIC].start(created)
+            critic = self.steps[WeightGroup.CRITIC].start(created)
         if self._projections is not None:
-            projections = self.steps[Group.PROJECTIONS].start(self._projections.init(seed))
-        policy = self.steps[Group.POLICY].start(params)
+            projections = self.steps[WeightGroup.PROJECTIONS].start(self._projections.init(seed))
+        policy = self.steps[WeightGroup.POLICY].start(params)
         return block_on_cpu_mesh(
             RunState(policy, reference, critic, projections), self.graph.layout
         )
@@ -247,9 +249,9 @@ class Trainer(BatchUpdates):
         """Returns the shapes and shardings of the state, for a checkpoint to be read into."""
         shapes = jax.eval_shape(partial(self.start, seed=0), self.graph.shapes)
         reference = cast(Any, self.graph.shardings) if shapes.reference is not None else None
-        shardings = RunState(self.steps[Group.POLICY].shardings, reference, None).with_learners(
-            {group: step.shardings for group, step in self.steps.items()}
-        )
+        shardings = RunState(
+            self.steps[WeightGroup.POLICY].shardings, reference, None
+        ).with_learners({group: step.shardings for group, step in self.steps.items()})
         return jax.tree.map(
             lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, shardings
         )
@@ -385,7 +387,7 @@ class Trainer(BatchUpdates):
         own_losses = {}
         if weights.critic:
             value_loss, value_metrics = self._value_head_loss(weights, aux, micro, inputs)
-            own_losses[Group.CRITIC] = value_loss
+            own_losses[WeightGroup.CRITIC] = value_loss
             metrics |= value_metrics
         return LossOutput(
             loss=loss,

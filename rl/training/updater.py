@@ -50,7 +50,7 @@ from rl.training.optimizer import (
 )
 from rl.training.optimizer import norm as norm_of
 from rl.training.trainable import frozen_weights, trained_paths
-from rl.training.weights import Group, LearningModel, Params, T, Weights, group_of, split
+from rl.training.weights import LearningModel, Params, T, WeightGroup, Weights, group_of, split
 
 
 @jax.tree_util.register_dataclass
@@ -78,7 +78,7 @@ class LossOutput:
     loss: jax.Array
     metrics: dict[str, jax.Array]
     aux: Aux
-    own_losses: dict[Group, jax.Array] = field(default_factory=dict)
+    own_losses: dict[WeightGroup, jax.Array] = field(default_factory=dict)
     tokens: dict[str, jax.Array] = field(default_factory=dict)
 
 
@@ -127,7 +127,7 @@ class UpdateOutput:
     of the loss, before the weights changed.
     """
 
-    learners: dict[Group, ParamState]
+    learners: dict[WeightGroup, ParamState]
     metrics: dict[str, jax.Array]
     tokens: dict[str, jax.Array]
 
@@ -143,17 +143,17 @@ class _Terms:
     """
 
     loss: jax.Array
-    own_losses: dict[Group, jax.Array]
+    own_losses: dict[WeightGroup, jax.Array]
     metrics: dict[str, jax.Array]
     routing: dict[str, Routing]
     activations: dict[str, jax.Array]
     tokens: dict[str, jax.Array]
 
 
-def _first_step(group: Group, stage: StageOptions) -> int:
+def _first_step(group: WeightGroup, stage: StageOptions) -> int:
     """Returns the steps of a stage before the first update of a group: a policy waits while only
     its critic learns."""
-    return 0 if group is Group.CRITIC else getattr(stage.algorithm, "critic_warmup", 0)
+    return 0 if group is WeightGroup.CRITIC else getattr(stage.algorithm, "critic_warmup", 0)
 
 
 class OptimizerStep:
@@ -164,7 +164,11 @@ class OptimizerStep:
     """
 
     def __init__(
-        self, group: Group, model: LearningModel, options: OptimizerOptions, stage: StageOptions
+        self,
+        group: WeightGroup,
+        model: LearningModel,
+        options: OptimizerOptions,
+        stage: StageOptions,
     ):
         """Defines the step.
 
@@ -181,7 +185,7 @@ class OptimizerStep:
         self._frozen = frozen_weights(model, stage)
         self._trained_paths = trained_paths(model.axes, model.runtime, self._frozen)
         self.tables = model.tables & self._trained_paths
-        self._diagnostics = stage.diagnostics and group is Group.POLICY
+        self._diagnostics = stage.diagnostics and group is WeightGroup.POLICY
         self._graph = model.trunk
         self.layout = self._graph.layout
         self._set_rates()
@@ -352,7 +356,7 @@ class UpdateCall:
 
     name: ProgramName
     update: Update
-    learners: dict[Group, ParamState]
+    learners: dict[WeightGroup, ParamState]
     arguments: UpdateArguments
     micro_rows: int
 
@@ -404,7 +408,7 @@ class Update:
     """
 
     def __init__(
-        self, loss: Loss, steps: Mapping[Group, OptimizerStep], stage: StageOptions, seed: int
+        self, loss: Loss, steps: Mapping[WeightGroup, OptimizerStep], stage: StageOptions, seed: int
     ):
         """Defines the update; it compiles at the first call of each shape.
 
@@ -421,11 +425,11 @@ class Update:
         self.step = self.steps[self.group]
         self._stage = stage
         self._seed = seed if stage.dropout else None
-        self._diagnostics = stage.diagnostics and self.group is Group.POLICY
+        self._diagnostics = stage.diagnostics and self.group is WeightGroup.POLICY
         self._graph = self.step.model.trunk
         self.layout = self._graph.layout
 
-    def with_steps(self, steps: Mapping[Group, OptimizerStep], stage: StageOptions) -> Update:
+    def with_steps(self, steps: Mapping[WeightGroup, OptimizerStep], stage: StageOptions) -> Update:
         """Returns the update with the steps of other learning rates, whose program is a new one.
         All other settings must be the same."""
         other = copy.copy(self)
@@ -450,7 +454,11 @@ class Update:
         return CompiledCache(update, self.layout.platform)
 
     def _update(
-        self, learners: dict[Group, ParamState], arguments: UpdateArguments, *, micro_rows: int
+        self,
+        learners: dict[WeightGroup, ParamState],
+        arguments: UpdateArguments,
+        *,
+        micro_rows: int,
     ) -> UpdateOutput:
         batch = arguments.batch
         if self._seed is not None:
@@ -475,7 +483,9 @@ class Update:
             metrics = metrics | more
         return UpdateOutput(new, metrics, terms.tokens)
 
-    def _split(self, params: Mapping[Group, Params], frozen: Weights) -> tuple[Weights, Weights]:
+    def _split(
+        self, params: Mapping[WeightGroup, Params], frozen: Weights
+    ) -> tuple[Weights, Weights]:
         """Returns (weights with a gradient, all other weights)."""
         trained = Weights()
         constants = frozen
@@ -641,7 +651,7 @@ def _clipping(
     scale down the update of the policy.
     """
     metrics: dict[str, jax.Array] = {}
-    modules = [path for path in squares if group_of(path) is Group.PREDICTION_MODULES]
+    modules = [path for path in squares if group_of(path) is WeightGroup.PREDICTION_MODULES]
     clipped_alone = modules if detach else []
     norm = _norm_from_squares(
         [square for path, square in squares.items() if path not in clipped_alone]

@@ -28,7 +28,7 @@ Params = dict[str, jax.Array]
 _MODULES = "mtp."  # starts the paths of policy/heads/multi_token_prediction.py
 
 
-class Group(StrEnum):
+class WeightGroup(StrEnum):
     """A named group of weights.
 
     POLICY: the decoder. TOWERS, PREDICTION_MODULES: parts of the policy, in the same dict; the
@@ -52,14 +52,14 @@ class Group(StrEnum):
         return _PREFIXES.get(self, "")
 
 
-_PREFIXES = {Group.CRITIC: "value/", Group.PROJECTIONS: "distill/projections/"}
+_PREFIXES = {WeightGroup.CRITIC: "value/", WeightGroup.PROJECTIONS: "distill/projections/"}
 
 
-def group_of(path: str) -> Group:
+def group_of(path: str) -> WeightGroup:
     """Returns the group of a weight of a policy: POLICY, TOWERS or PREDICTION_MODULES."""
     if path.startswith(_MODULES):
-        return Group.PREDICTION_MODULES
-    return Group.TOWERS if is_tower(path) else Group.POLICY
+        return WeightGroup.PREDICTION_MODULES
+    return WeightGroup.TOWERS if is_tower(path) else WeightGroup.POLICY
 
 
 class LearningModel(Protocol):
@@ -112,7 +112,7 @@ class LearningModel(Protocol):
 class Weights:
     """The weights that a loss reads, in groups. An absent group is empty.
 
-    policy, critic, projections, reward_model: as in Group. teacher: a frozen model, by its own
+    policy, critic, projections, reward_model: as in WeightGroup. teacher: a frozen model, by its own
     paths; its arrays may be quantised. table: the rows of pictures and sounds of the batch, which
     frozen towers made, or towers that this update trains.
     """
@@ -124,10 +124,10 @@ class Weights:
     teacher: Params = field(default_factory=dict)
     table: MediaTable | None = None
 
-    def __getitem__(self, group: Group) -> Params:
+    def __getitem__(self, group: WeightGroup) -> Params:
         return getattr(self, group)
 
-    def with_group(self, group: Group, params: Params) -> Weights:
+    def with_group(self, group: WeightGroup, params: Params) -> Weights:
         """Returns these weights with another group."""
         return replace(self, **{group.value: params})
 

@@ -33,7 +33,7 @@ from policy.mesh.sharding import layout
 from policy.modes import make_step
 from rl.plan.hlo import HloProgram
 from rl.training.optimizer import WeightAxes, orthogonalized
-from rl.training.weights import Group
+from rl.training.weights import WeightGroup
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -347,7 +347,7 @@ def optimizer(degrees: dict, options: dict) -> dict:
     for mesh in (None, on_mesh(degrees, moments_over_data=True)):
         model = learners.experts(**({} if mesh is None else {"mesh": mesh}))
         trainer, state = learners.begin(model, learners.stage(optimizer=options), fresh=True)
-        policy = trainer.steps[Group.POLICY]
+        policy = trainer.steps[WeightGroup.POLICY]
         step = jax.jit(policy.apply, out_shardings=(policy.shardings, None))
         learner = state.policy
         rng = np.random.default_rng(0)

@@ -12,7 +12,7 @@ import pytest
 import rl.stages
 from rl.config.stage import CurriculumOptions
 from rl.data.datasets import order
-from rl.data.drawing.mixture import Part
+from rl.data.drawing.mixture import MixturePart
 from rl.data.encoded import Example
 from rl.data.shard import Shard
 from rl.errors import ConfigError, DataError
@@ -40,12 +40,16 @@ def candidates(**options):
 
 
 def test_rows_that_are_left_keep_the_weights_of_their_datasets():
-    rows = candidates(parts=[Part("a", 4, 3.0), Part("b", 3, 1.0)])
+    rows = candidates(parts=[MixturePart("a", 4, 3.0), MixturePart("b", 3, 1.0)])
     taken = rows.among([6, 1, 4, 3]).take(range(16))
     assert [row < 4 for row in taken] == [True, True, False, True] * 4
     assert sorted(taken[:4] + taken[4:8])[:6] == [1, 1, 1, 3, 3, 3]
     assert {row for row in taken if row >= 4} == {4, 6}
-    alone = candidates(parts=[Part("a", 4, 3.0), Part("b", 3, 1.0)]).among([5]).take(range(3))
+    alone = (
+        candidates(parts=[MixturePart("a", 4, 3.0), MixturePart("b", 3, 1.0)])
+        .among([5])
+        .take(range(3))
+    )
     assert alone == [5] * 3
 
 

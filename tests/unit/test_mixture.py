@@ -12,7 +12,7 @@ from rl.config import files
 from rl.config.data import ColumnNames, NamedDataOptions
 from rl.data import datasets
 from rl.data.datasets import order
-from rl.data.drawing.mixture import Mixture, Part, Schedule
+from rl.data.drawing.mixture import Mixture, MixturePart, Schedule
 from rl.data.shard import Shard, joined
 from rl.errors import ConfigError, DataError
 from rl.run.load import load
@@ -115,7 +115,7 @@ def test_rows_of_a_rare_dataset_are_counted_without_looking_for_the_last_one():
 
 
 def test_rows_are_numbered_from_the_first_dataset_on_and_keep_their_own_order():
-    mixture = Mixture([Part("a", 5, 0.75), Part("b", 3, 0.25)])
+    mixture = Mixture([MixturePart("a", 5, 0.75), MixturePart("b", 3, 0.25)])
     rows = mixture.order(7, range(40))
     own = {"a": [row for row in rows if row < 5], "b": [row - 5 for row in rows if row >= 5]}
     assert own["a"] == [order(7, 5, n) for n in range(30)]  # the order of the dataset alone

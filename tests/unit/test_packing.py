@@ -18,7 +18,7 @@ import rl.algorithms
 from policy import modes
 from rl.training.batch import segmented_batch
 from rl.training.packing.packing import MAX_ROW_COUNTS, plan_packing, row_counts
-from rl.training.weights import Group
+from rl.training.weights import WeightGroup
 
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "constant", "prompt")
 RATIOS = ("token", "sequence", "sequence_token")
@@ -191,10 +191,10 @@ def test_updates_are_those_of_separate_rows(create, algorithm):
     assert 0.5 < metrics["perf/packed_share"] <= 1
     for key, value in apart.metrics.items():
         np.testing.assert_allclose(metrics[key], value, rtol=2e-5, atol=1e-6, err_msg=key)
-    pairs = [(apart.learners[Group.POLICY], together.policy)]
+    pairs = [(apart.learners[WeightGroup.POLICY], together.policy)]
     if trainer.critic:
         np.testing.assert_allclose(metrics["value/loss"], critic.metrics["value/loss"], rtol=1e-5)
-        pairs.append((critic.learners[Group.CRITIC], together.critic))
+        pairs.append((critic.learners[WeightGroup.CRITIC], together.critic))
     for one, other in pairs:
         one, other = host(one), host(other)
         for key in one:

@@ -266,7 +266,7 @@ def test_a_part_of_a_run(tmp_path):
     numbers = json.loads((tmp_path / "n.json").read_text())
     assert numbers["stages"] == [{"stage": "grpo", "first": 5, "last": 10}]
     assert [each["step"] for each in numbers["evaluations"]] == [5, 10]
-    chosen = samples.choose(run, 200, read.Part("grpo", 5, 10), [])
+    chosen = samples.choose(run, 200, read.ReportPart("grpo", 5, 10), [])
     assert {row["step"] for row in chosen.records} == set(range(5, 11))
 
 
@@ -295,7 +295,7 @@ def test_unscored_completions_are_faulted_and_neither_best_nor_worst(tmp_path):
     rows = [
         sample(1, n, reward=None if n < 3 else float(n), rewards={"exact": None}) for n in range(30)
     ]
-    chosen = samples.choose(write_run(tmp_path, [], rows), 14, read.Part(), [])
+    chosen = samples.choose(write_run(tmp_path, [], rows), 14, read.ReportPart(), [])
     why = {row["sample"]: row["why"] for row in chosen.records}
     assert chosen.total == 30 and all(
         not {"best", "worst"} & set(why[n]) for n in range(3) if n in why
@@ -338,12 +338,12 @@ def test_numbers_are_cut_out_of_a_line_as_they_are_parsed():
 
 def test_large_files_give_the_same_choice(tmp_path, monkeypatch):
     run = learning(tmp_path / "a", 60)
-    before = samples.choose(run, 50, read.Part(), [])
+    before = samples.choose(run, 50, read.ReportPart(), [])
     monkeypatch.setattr(samples, "_PARSED", 0)
-    assert samples.choose(run, 50, read.Part(), []) == before
+    assert samples.choose(run, 50, read.ReportPart(), []) == before
     monkeypatch.setattr(samples, "_READ", 20_000)
     monkeypatch.setattr(samples, "_BLOCKS", 4)
-    part = samples.choose(run, 50, read.Part(), [])
+    part = samples.choose(run, 50, read.ReportPart(), [])
     steps = [row["step"] for row in part.records]
     assert part.partial and 0 < part.total < before.total and min(steps) < 20 and max(steps) > 40
 
@@ -367,7 +367,7 @@ def test_tokens_give_the_gap(tmp_path, files):
         for n in range(4)
     ]
     (run / files[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chosen = samples.choose(run, 7, read.Part(), [])
+    chosen = samples.choose(run, 7, read.ReportPart(), [])
     assert [row.get("gap") for row in chosen.records] == [
         None,
         0,

@@ -25,7 +25,7 @@ from policy.layers.layer_embeddings import TABLE
 from policy.mesh.sharding import layout
 from policy.model import Graph
 from rl.config.run import RunConfig
-from rl.plan.estimate import Weights
+from rl.plan.estimate import WeightSizes
 from rl.plan.programs import stages
 from rl.run import build
 from rl.training.host_memory import copied
@@ -241,7 +241,7 @@ def test_a_plan_counts_a_frozen_table_once_and_only_in_device_memory():
         )
         (planned, _), *_ = stages(config, build.on_mesh(config, jax.devices()[:1]), None)
         resident[memory] = planned.bytes
-        estimated = Weights(planned.graph)
+        estimated = WeightSizes(planned.graph)
         parameters = planned.graph.parameters - table * (memory == "host")
         assert (estimated.local, estimated.trained) == (
             parameters,

@@ -26,7 +26,7 @@ from rl.training.batch import padded_batch
 from rl.training.learning_rate import drawn, learning_rate
 from rl.training.optimizer import schedule, stored_as
 from rl.training.updater import UpdateArguments, UpdateCall, updates_made
-from rl.training.weights import Group
+from rl.training.weights import WeightGroup
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 
@@ -145,7 +145,7 @@ def test_an_update_of_two_groups_happens_in_place():
     options = stage({"name": "ppo", "critic_trunk": "policy"})
     trainer, state = begin(learners.dense(), options)
     call = learners.update_call(trainer, state, batch(), 8)
-    assert call.learners == {Group.POLICY: state.policy, Group.CRITIC: state.critic}
+    assert call.learners == {WeightGroup.POLICY: state.policy, WeightGroup.CRITIC: state.critic}
     aliased = call.lower().compile().memory_analysis().alias_size_in_bytes
     leaves = sum(leaf.nbytes for leaf in jax.tree.leaves(call.learners))
     assert aliased == leaves - 2 * 4  # the counts of the two schedules are not read
@@ -381,7 +381,7 @@ def test_an_update_leaves_every_array_in_its_dtype(param_dtype, state_dtype):
     data = batch()
     call = learners.update_call(trainer, state, data, 8)
     update = partial(trainer.policy._update, micro_rows=8)
-    new = jax.eval_shape(update, call.learners, call.arguments).learners[Group.POLICY]
+    new = jax.eval_shape(update, call.learners, call.arguments).learners[WeightGroup.POLICY]
     assert jax.tree.map(lambda a: a.dtype, new) == jax.tree.map(lambda a: a.dtype, state.policy)
     sizes = [np.dtype(a.dtype).itemsize for a in jax.tree.leaves(new.optimizer) if a.ndim]
     copies = 3 if (param_dtype, state_dtype) == ("bfloat16", "float32") else 2
@@ -564,10 +564,12 @@ def test_a_value_head_learns_with_the_policy_what_it_learns_alone():
     packing, R = trainer.packing_of(data)
     packed, start = packing.batch(data), host(state.policy)
     critic_stays = trainer.policy.with_steps(trainer.steps, options)
-    critic_stays.steps = {Group.POLICY: trainer.steps[Group.POLICY]}
+    critic_stays.steps = {WeightGroup.POLICY: trainer.steps[WeightGroup.POLICY]}
     arguments = UpdateArguments(packed, trainer.loss_inputs(packed))
-    call = UpdateCall(ProgramName.UPDATE, critic_stays, {Group.POLICY: state.policy}, arguments, R)
-    still = call.run().learners[Group.POLICY]
+    call = UpdateCall(
+        ProgramName.UPDATE, critic_stays, {WeightGroup.POLICY: state.policy}, arguments, R
+    )
+    still = call.run().learners[WeightGroup.POLICY]
     moved = host(both.policy)
     assert not same_bits(moved, start)
     for path, array in host(still).items():

@@ -20,7 +20,7 @@ from rl.data import datasets
 
 
 @dataclass(frozen=True)
-class Part:
+class MixturePart:
     """One of the datasets of a stage.
 
     name: of the dataset. rows: their number on all processes. weight: share of the rows that come
@@ -44,7 +44,7 @@ class Mixture:
     """The order of the rows of several datasets. Rows are numbered from those of the first dataset
     on."""
 
-    def __init__(self, parts: Sequence[Part]):
+    def __init__(self, parts: Sequence[MixturePart]):
         self.parts = parts
         self._starts = [sum(part.rows for part in parts[:n]) for n in range(len(parts))]
         weights = [Fraction(str(part.weight or part.rows)) for part in parts]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl.data.drawing.mixture import Mixture, Part
+from rl.data.drawing.mixture import Mixture, MixturePart
 from rl.data.encoded import Example
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Candidates:
         self.total = shard.total
         self.seed = seed
         self._shard = shard
-        self._parts = list(shard.parts) or [Part("", shard.total)]
+        self._parts = list(shard.parts) or [MixturePart("", shard.total)]
 
     def values(self, function: Callable[[Example], Any]) -> list[Any]:
         """Returns function(example) of each row. In a run of several processes all of them call it,

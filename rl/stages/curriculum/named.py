@@ -13,7 +13,7 @@ from rl.stages.curriculum import pass_rate
 from rl.stages.curriculum.hook import Candidates, Curriculum
 
 _SHIPPED: dict[str, tuple[Callable[..., Curriculum], Callable[..., Any]]] = {
-    "pass_rate": (pass_rate.PassRate, pass_rate.Options)
+    "pass_rate": (pass_rate.PassRate, pass_rate.PassRateOptions)
 }
 """Name -> (function that makes the curriculum, class of its options with `check_files`)."""
 

@@ -28,7 +28,7 @@ _BINS = 10
 
 
 @dataclass(frozen=True)
-class Options:
+class PassRateOptions:
     """Options of `pass_rate`.
 
     column: the column of the data with the pass rate, from 0 to 1. rollouts: folder of a run whose
@@ -97,7 +97,7 @@ class PassRate(Curriculum):
     def __init__(self, candidates: Candidates, **options: Any):
         """Raises ValueError for options that cannot be used, DataError for pass rates that cannot be
         read, and if no row is left."""
-        self._options = Options(**options)
+        self._options = PassRateOptions(**options)
         self._options.check_files()
         self._rates = (
             _of_column(candidates, self._options.column)
@@ -216,7 +216,7 @@ def _of_column(candidates: Candidates, column: str) -> list[float | None]:
     return rates
 
 
-def _of_samples(candidates: Candidates, options: Options) -> list[float | None]:
+def _of_samples(candidates: Candidates, options: PassRateOptions) -> list[float | None]:
     """Returns the pass rates of the prompts in the samples of a run, those of evaluations left out.
     Raises DataError for samples that cannot be read, and if they have none of the prompts."""
     rewards = defaultdict(list)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sample:
+class RecordedSample:
     """A line of samples.jsonl with TOKEN[n_prompt + n] (rl/records/samples.py). place: file:line,
     for messages."""
 
@@ -159,7 +159,7 @@ class Recorded:
                     start += len(line)
         return result
 
-    def _samples(self, step: int) -> list[Sample]:
+    def _samples(self, step: int) -> list[RecordedSample]:
         """Returns the samples of a step."""
         result = []
         for path, number, start in self._places[step]:
@@ -167,7 +167,7 @@ class Recorded:
             with path.open("rb") as file:
                 file.seek(start)
                 record = self._parsed(file.readline(), place)
-            result.append(Sample(record, read_tokens(path, record), place))
+            result.append(RecordedSample(record, read_tokens(path, record), place))
         return result
 
     def _check_count(self, step: int) -> None:
@@ -182,7 +182,7 @@ class Recorded:
                 "samples_per_prompt); a run records all of them under run.samples: {every: 1}"
             )
 
-    def _check_sample(self, sample: Sample) -> None:
+    def _check_sample(self, sample: RecordedSample) -> None:
         """Raises DataError for a sample that the stage cannot train on."""
         record = sample.record
         if record.get("media"):
@@ -210,7 +210,7 @@ class Recorded:
         raise DataError(f"stages.{self._stage.index}.rollouts: {self._folder}: {text}")
 
 
-def _group(samples: Sequence[Sample]) -> Group:
+def _group(samples: Sequence[RecordedSample]) -> Group:
     """Returns the group of these samples of a prompt."""
     first = samples[0]
     record = first.record

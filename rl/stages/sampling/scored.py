@@ -16,7 +16,7 @@ from rewards import RewardFault, Scores
 from rewards.workers.rounding import all_equal
 from rl.errors import ModelError
 from rollout.collect import Rollouts
-from rollout.types import Completion, Group, Kept, Problem, Trajectory
+from rollout.types import Completion, Group, Kept, ProblemLike, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class ScoredGroup:
 
     @classmethod
     def from_json(
-        cls, plain: Mapping[str, Any], problems: Callable[[list[int]], Sequence[Problem]]
+        cls, plain: Mapping[str, Any], problems: Callable[[list[int]], Sequence[ProblemLike]]
     ) -> ScoredGroup:
         """Returns the group that `to_json` wrote, also one of a version that kept completions in
         the place of trajectories, or no faults and logs. problems: returns the problems of rows of
@@ -88,7 +88,7 @@ class ScoredGroup:
             ) from None
 
 
-def _of_completion(problem: Problem, plain: Mapping[str, Any], version: int) -> Trajectory:
+def _of_completion(problem: ProblemLike, plain: Mapping[str, Any], version: int) -> Trajectory:
     """Returns the trajectory of a completion as checkpoints of earlier versions hold it."""
     fields = dict(plain)
     kept = fields.get("kept")

@@ -13,7 +13,7 @@ from pathlib import Path
 from rl.errors import ConfigError, DataError, DuetError, ResourceError
 from rl.records.run_files import Damage
 from rl.views.report import page, samples, series, summary
-from rl.views.report.read import Part, RecordedRun, check_steps, damage_text, read_run
+from rl.views.report.read import RecordedRun, ReportPart, check_steps, damage_text, read_run
 
 
 @dataclass(frozen=True)
@@ -22,23 +22,23 @@ class ReportFlags:
 
     output: str | None = None
     samples: int = 200
-    part: Part = Part()
+    part: ReportPart = ReportPart()
     against: str | None = None
     json: str | None = None
     open: bool = False
 
 
-def part_of(stage: str | None, steps: str | None) -> Part:
+def part_of(stage: str | None, steps: str | None) -> ReportPart:
     """Reads --stage and --steps A:B. Raises ConfigError for steps of another form."""
     if steps is None:
-        return Part(stage)
+        return ReportPart(stage)
     match = re.fullmatch(r"(\d*):(\d*)", steps)
     first, last = (int(match[1] or 0), float(match[2] or "inf")) if match else (1, 0.0)
     if first > last:
         raise ConfigError(
             f"--steps {steps}: not a range of steps; write first:last, e.g. 100:200, or 100:"
         )
-    return Part(stage, first, last)
+    return ReportPart(stage, first, last)
 
 
 def report(directories: Sequence[str], options: ReportFlags) -> int:
@@ -79,7 +79,7 @@ def report(directories: Sequence[str], options: ReportFlags) -> int:
     return 0
 
 
-def compare_text(directories: Sequence[str], part: Part) -> int:
+def compare_text(directories: Sequence[str], part: ReportPart) -> int:
     """Prints the comparison of runs as tables. Raises as `report` does."""
     runs = _read(directories, part)
     print(summary.compare(runs))
@@ -99,7 +99,7 @@ def verdict(run: RecordedRun) -> list[str]:
         return []
 
 
-def _read(directories: Sequence[str], part: Part) -> list[RecordedRun]:
+def _read(directories: Sequence[str], part: ReportPart) -> list[RecordedRun]:
     runs = [read_run(directory, part) for directory in directories]
     for run in runs:
         check_steps(run, part)

@@ -78,7 +78,7 @@ class RecordedRun:
 
 
 @dataclass(frozen=True)
-class Part:
+class ReportPart:
     """The part of a run that is shown: one stage or all, and steps first .. last of every stage."""
 
     stage: str | None = None
@@ -90,10 +90,10 @@ class Part:
         return (self.stage is None or stage == self.stage) and self.first <= step <= self.last
 
 
-def read_run(directory: str | Path, part: Part | None = None) -> RecordedRun:
+def read_run(directory: str | Path, part: ReportPart | None = None) -> RecordedRun:
     """Reads a run folder. Raises ConfigError if there is no run, or no stage of the requested
     name."""
-    part = part or Part()
+    part = part or ReportPart()
     path = Path(directory)
     check_run(path)
     run = RecordedRun(path, path.resolve().name)
@@ -112,9 +112,9 @@ def read_run(directory: str | Path, part: Part | None = None) -> RecordedRun:
     return run
 
 
-def check_steps(run: RecordedRun, part: Part) -> None:
+def check_steps(run: RecordedRun, part: ReportPart) -> None:
     """Raises ConfigError if the part of the run holds no step although the run has some."""
-    if run.stages or (part.stage is None and part == Part()):
+    if run.stages or (part.stage is None and part == ReportPart()):
         return
     names = sorted({stage for stage, _ in steps(run.path, [])})
     if part.stage is not None and part.stage not in names:

@@ -19,7 +19,7 @@ import numpy as np
 
 from rl.records.run_files import Damage, sample_files, tokens_file
 from rl.records.samples import TOKEN, TRAINED
-from rl.views.report.read import Part
+from rl.views.report.read import ReportPart
 
 KINDS = ("best", "worst", "gap", "longest", "cut off", "faulted", "random")
 """Reasons to show a completion, in the order of the page."""
@@ -59,7 +59,9 @@ class _Index:
     at: list[int] = field(default_factory=list)
 
 
-def choose(directory: Path, count: int, part: Part, damage: list[Damage], seed: int = 0) -> Chosen:
+def choose(
+    directory: Path, count: int, part: ReportPart, damage: list[Damage], seed: int = 0
+) -> Chosen:
     """Chooses at most `count` completions of a run. Equal files give equal choices.
 
     Appends damaged lines to `damage`.
@@ -177,10 +179,10 @@ def _scan(
     path: Path,
     block: _Block,
     extract: Callable[[bytes], SampleNumbers | None],
-    part: Part,
+    part: ReportPart,
     damage: list[Damage],
 ) -> None:
-    every = part == Part()
+    every = part == ReportPart()
     with path.open("rb") as file:
         file.seek(block.first)
         if block.first:

@@ -86,7 +86,7 @@ _CHUNK = 8 << 20  # bytes of lines that are indexed before others may look
 
 
 @dataclass(eq=False)
-class Segment:
+class SampleSegment:
     """One file. number: its place in the order of the files, 0: none yet; end: indexed bytes; tail:
     checksum of the bytes before; damaged: lines that are no sample.
     """
@@ -135,12 +135,12 @@ class TokenSpan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sample:
+class IndexedSample:
     """The numbers of one completion. stage, finish: as the run named them; faults: kinds;
     reward, advantage, gap, scores of functions: None if there is none."""
 
     id: int
-    segment: Segment
+    segment: SampleSegment
     size: int
     same: int
     prompt: int
@@ -171,12 +171,12 @@ class Index:
         """Reads samples/index.sqlite if it is there."""
         self.directory = directory
         self.names: dict[str, list[str]] = {}
-        self.segments: list[Segment] = []
+        self.segments: list[SampleSegment] = []
         self.generation = 0  # grows with every change
         self.pending = 0  # bytes that are not indexed yet
-        self._known: dict[str, Segment] = {}
-        self._seen: dict[tuple[int, int, int], Segment] = {}
-        self._lines: dict[Segment, np.ndarray] = {}
+        self._known: dict[str, SampleSegment] = {}
+        self._seen: dict[tuple[int, int, int], SampleSegment] = {}
+        self._lines: dict[SampleSegment, np.ndarray] = {}
         self._database = _empty()
         self._clear()
         self._load()
@@ -205,13 +205,13 @@ class Index:
         """Returns the integers that a statement selects, row by row, int64[n]."""
         return np.fromiter(itertools.chain.from_iterable(self.query(text, values)), np.int64)
 
-    def sample(self, number: int) -> Sample:
+    def sample(self, number: int) -> IndexedSample:
         """Returns the sample with an id. Raises LookupError if there is none."""
         selected = self.query(_SELECTED, (number,))
         for own in selected:
             size, same, prompt, step, sample, version, n_prompt, length, *rest = own
             stage, finish, evaluation, reward, advantage, gap = rest
-            return Sample(
+            return IndexedSample(
                 id=number,
                 segment=self.segment_of(number),
                 size=size,
@@ -233,7 +233,7 @@ class Index:
             )
         raise LookupError(number)
 
-    def segment_of(self, number: int) -> Segment:
+    def segment_of(self, number: int) -> SampleSegment:
         """Returns the file of the sample with an id. Raises LookupError if it is gone."""
         for segment in self.segments:
             if segment.number == number >> _OFFSET_BITS:
@@ -249,7 +249,7 @@ class Index:
         selected = self.query("SELECT kind FROM fault WHERE sample = ?", (number,))
         return [self.names["fault"][kind] for (kind,) in selected]
 
-    def lines(self, segment: Segment) -> np.ndarray:
+    def lines(self, segment: SampleSegment) -> np.ndarray:
         """Returns where the lines of a file and their texts lie, int64[n, 8]: first byte, bytes,
         and first byte and end of prompt, completion and the rest within the line."""
         if segment not in self._lines:
@@ -268,7 +268,7 @@ class Index:
 
         Stops after `seconds`, and continues at the next call. Each call makes some progress.
         """
-        segments: list[Segment] = []
+        segments: list[SampleSegment] = []
         for path in sample_files(self.directory):
             # The run may move or remove it; the next call sees the new name.
             with contextlib.suppress(OSError):
@@ -348,7 +348,7 @@ class Index:
                     raise sqlite3.DatabaseError(state)
                 copy.backup(self._database)
             for number, key, *state in self.query("SELECT * FROM segment"):
-                self._known[key] = Segment(Path(), key, number, *state)
+                self._known[key] = SampleSegment(Path(), key, number, *state)
             for kind, _, value in self.query("SELECT * FROM name ORDER BY number"):
                 self.names[kind].append(value)
         except FileNotFoundError:
@@ -357,7 +357,7 @@ class Index:
             print(f"{file}: cannot be read: {error}; the index is built again", file=sys.stderr)
             self._clear()
 
-    def _set_segments(self, segments: list[Segment]) -> None:
+    def _set_segments(self, segments: list[SampleSegment]) -> None:
         """Takes over the files of the run, the oldest first: numbers new ones, and removes the
         samples of those that are gone."""
         if [each.key for each in segments] != [each.key for each in self.segments]:
@@ -377,7 +377,7 @@ class Index:
             state: each for state, each in self._seen.items() if self._known.get(each.key) is each
         }
 
-    def _remove(self, segment: Segment) -> None:
+    def _remove(self, segment: SampleSegment) -> None:
         """Removes the samples of a file, which is then read from its beginning."""
         self._lines.pop(segment, None)
         with self._database:
@@ -387,7 +387,7 @@ class Index:
                 )
         segment.end = segment.tail = segment.damaged = 0
 
-    def _opened(self, path: Path) -> Segment | None:
+    def _opened(self, path: Path) -> SampleSegment | None:
         """Returns the segment of a file: a known one if the file still begins and goes on as it
         did."""
         about = path.stat()
@@ -400,7 +400,7 @@ class Index:
             self._seen[state] = segment
         return segment
 
-    def _checked(self, path: Path) -> Segment | None:
+    def _checked(self, path: Path) -> SampleSegment | None:
         with path.open("rb") as file:
             first = file.readline()
             if not first.endswith(b"\n"):
@@ -408,7 +408,7 @@ class Index:
             key = blake2b(first, digest_size=6).hexdigest()
             known = self._known.get(key)
             if known is None:
-                return Segment(path, key)
+                return SampleSegment(path, key)
             known.path = path
             start = max(0, known.end - _TAIL)
             file.seek(start)
@@ -417,7 +417,7 @@ class Index:
                 self._remove(known)
         return known
 
-    def _grow(self, segment: Segment) -> bool:
+    def _grow(self, segment: SampleSegment) -> bool:
         """Indexes the next lines of a file. Returns whether there may be more."""
         with segment.path.open("rb") as file:
             file.seek(segment.end)
@@ -437,7 +437,7 @@ class Index:
         return more
 
     @np.errstate(over="ignore")  # a number that is too large for float32 is infinite
-    def _append(self, segment: Segment, data: bytes) -> None:
+    def _append(self, segment: SampleSegment, data: bytes) -> None:
         lines = (
             data.splitlines(keepends=True)
             if b"\r" not in data

@@ -17,7 +17,7 @@ import numpy as np
 from rewards.suggest import nearest
 from rl.records.samples import read_tokens
 from rl.views.viewer import query
-from rl.views.viewer.index import Index, Sample, Segment, storable
+from rl.views.viewer.index import Index, IndexedSample, SampleSegment, storable
 from rl.views.viewer.query import FilterError, Flag, NumberTerm, Regex, Term, Text, Word
 
 SORTS = {"reward": "reward", "gap": "gap", "len": "len"}
@@ -29,7 +29,7 @@ _CHUNK = 8 << 20
 class SamplePlace:
     """One sample: its numbers, which say where its line lies."""
 
-    numbers: Sample
+    numbers: IndexedSample
 
     @property
     def id(self) -> str:
@@ -179,7 +179,7 @@ def _with_text(index: Index, term: Text | Regex, ids: np.ndarray) -> np.ndarray:
 
 
 def _texts(
-    segment: Segment, lines: np.ndarray, term: Text | Regex, candidates: np.ndarray
+    segment: SampleSegment, lines: np.ndarray, term: Text | Regex, candidates: np.ndarray
 ) -> np.ndarray:
     """Returns for each line of a file whether its text matches. Lines that are no candidates may be
     left out."""
