@@ -35,8 +35,7 @@ import numpy as np
 from rewards import registry
 from rewards.registry import RewardError, RewardFailed
 from rewards.workers.columns import plain, split_groups
-from rewards.workers.rounding import all_equal, without_rounding
-from rewards.workers.scores import RewardFault, Scores
+from rewards.workers.scores import RewardFault, Scores, statistics, weighted_sums
 from rewards.workers.threads import Call, Failure, Function, Result, ScoringBatch, WorkerThread
 
 _LOG = logging.getLogger("duet.rewards")
@@ -359,15 +358,9 @@ class Runner:
             ],
             np.float64,
         ).reshape(len(batch.results), len(self.names))
-        missing = np.isnan(rewards)
-        weights = np.array([function.weight for function in self._functions])
-        weighted = np.where(missing, 0.0, rewards * weights)
-        total = weighted.sum(axis=1)
-        summed = np.abs(weighted).sum(axis=1)
-        total[missing.all(axis=1)] = math.nan
-        total[[fault.sample for fault in faults]] = math.nan
-        for group in groups:
-            total[group] = without_rounding(total[group], summed[group])
+        weights = [function.weight for function in self._functions]
+        faulted = [fault.sample for fault in faults]
+        total = weighted_sums(rewards, weights, faulted, groups)
         self._show(faults)
         self._show_causes(batch.causes)
         if faults and self.options.on_error == "stop":
@@ -439,12 +432,7 @@ class Runner:
     def _metrics(
         self, batch: ScoringBatch, rewards: np.ndarray, faults: list[RewardFault]
     ) -> dict[str, float]:
-        metrics = {}
-        for slot, name in enumerate(self.names):
-            scores = rewards[~np.isnan(rewards[:, slot]), slot]
-            if scores.size:
-                metrics[f"rewards/{name}/mean"] = float(scores.mean())
-                metrics[f"rewards/{name}/std"] = 0.0 if all_equal(scores) else float(scores.std())
+        metrics = statistics(rewards, self.names)
         metrics["reward/faults"] = float(len(faults))
         metrics["reward/timeouts"] = float(sum(fault.kind == "timeout" for fault in faults))
         metrics["reward/not_applicable"] = float(

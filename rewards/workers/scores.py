@@ -5,9 +5,13 @@ Shapes: N completions, F functions.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from rewards.workers.rounding import all_equal, without_rounding
 
 _SHOWN_CHARACTERS = 500
 
@@ -54,6 +58,40 @@ class Scores:
     metrics: dict[str, float]
     logs: dict[int, dict[str, str]] = field(default_factory=dict)
     causes: dict[str, str] = field(default_factory=dict)
+
+
+def weighted_sums(
+    rewards: np.ndarray,
+    weights: Sequence[float],
+    faulted: Sequence[int],
+    groups: Iterable[Sequence[int]],
+) -> np.ndarray:
+    """Returns `Scores.total` of rewards float64[N, F].
+
+    faulted: samples on which a function faulted. groups: the samples of each group, in which sums
+    that differ by rounding become the same.
+    """
+    missing = np.isnan(rewards)
+    weighted = np.where(missing, 0.0, rewards * np.array(weights))
+    total = weighted.sum(axis=1)
+    summed = np.abs(weighted).sum(axis=1)
+    total[missing.all(axis=1)] = math.nan
+    total[faulted] = math.nan
+    for group in groups:
+        total[group] = without_rounding(total[group], summed[group])
+    return total
+
+
+def statistics(rewards: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+    """Returns mean and standard deviation of each function's scores float64[N, F], as metrics;
+    nothing of a function without a score."""
+    metrics = {}
+    for slot, name in enumerate(names):
+        scores = rewards[~np.isnan(rewards[:, slot]), slot]
+        if scores.size:
+            metrics[f"rewards/{name}/mean"] = float(scores.mean())
+            metrics[f"rewards/{name}/std"] = 0.0 if all_equal(scores) else float(scores.std())
+    return metrics
 
 
 def _shortened(value: object) -> str:

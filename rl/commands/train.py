@@ -151,10 +151,9 @@ def _checked(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
     Returns (the configuration with the changes of that run, remarks on changes, settings and rows).
     """
-    import rl.stages
     from rl.config import changes
     from rl.data.inspect import check_first_rows
-    from rl.run.resume.continued import continued, has_known_steps
+    from rl.run.resume.continued import continued, has_known_steps, places, stages_of_run
 
     notes = check_first_rows(config)
     if any(stage.freeze for stage in config.stages):
@@ -171,9 +170,10 @@ def _checked(config: RunConfig) -> tuple[RunConfig, list[str]]:
         counted, steps = with_steps(config, hub=False)
     complete = continued(counted)
     changed = [line for each in complete.changes for line in changes.notes(complete, *each.place)]
-    stages = rl.stages.create(complete)
+    stages = stages_of_run(complete, places(complete))
     for stage in stages:
-        stage.check_groups()
+        if not stage.is_over:
+            stage.check_groups()
     remarks = [remark for stage in stages for remark in stage.remarks()]
     return config.model_copy(update={"changes": complete.changes}), [
         *changed,

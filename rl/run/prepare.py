@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,8 +26,8 @@ from rl.records.run_files import EVENTS
 from rl.run.health.changed_rows import Fingerprints, fingerprints
 from rl.run.health.start_checks import start_checks
 from rl.run.load import load
-from rl.run.manifest import CHECKPOINT_FOLDER, HOST, complete
-from rl.run.resume.continued import PlaceOfRun
+from rl.run.manifest import CHECKPOINT_FOLDER
+from rl.run.resume.continued import places, stages_of_run
 from rl.stages.stage import StageKind
 
 
@@ -110,6 +109,9 @@ def _prepared(config: RunConfig) -> Prepared:
     for stage in stages:
         stage.prepare(data)
     try:
+        for stage in stages:
+            if not stage.is_over:
+                stage.check_groups()
         faults = start_checks(config, data, stages)
         # Checkpoints bring the weights of the policy.
         weights.check(config, data.has_media, policy=not _has_checkpoints(config))
@@ -192,34 +194,8 @@ def read_held_out(config: RunConfig, *, first: int | None = None, hub: bool = Tr
 
 
 def _created(config: RunConfig) -> list[StageKind]:
-    """Returns the stages. Those that are over know it."""
-    stages = rl.stages.create(config)
-    places = on_first(lambda: _places(config))
-    for stage in stages:
-        stage.is_over = bool(places) and all(
-            place.stage > stage.index
-            or (
-                place.stage == stage.index
-                and stage.options.steps is not None
-                and place.is_over(stage.options.steps)
-            )
-            for place in places
-        )
-    return stages
-
-
-def _places(config: RunConfig) -> list[PlaceOfRun]:
-    """Returns the places of all checkpoints of the run, since any of them may be damaged; none if
-    one has no readable host part."""
-    if config.run.dir is None:
-        return []
-    try:
-        return [
-            PlaceOfRun.of(json.loads((path / HOST).read_text()))
-            for _, path in complete(config.directory / CHECKPOINT_FOLDER)
-        ]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    """Returns the stages. The first process reads which ones are over."""
+    return stages_of_run(config, on_first(lambda: places(config)))
 
 
 def _on_hub(source: DataOptions) -> bool:

@@ -267,11 +267,12 @@ def _sample_stage(run: Run, stage: Stage, done: int) -> None:
             metrics = _sample(run, stage, step)
         metrics |= step_metrics(metrics, span.seconds, run.model.graph.layout)
         run.events.step(stage.name, step, metrics)
-        if run.events.sync():
+        written = run.events.sync()
+        if written:
             run.progress.producer = stage.producer_state()
             LastStep(stage.index, step, run.progress).write(run.folder.path)
             run.events.rotate()
-        _stop_if_asked(run, stage, step)
+        _stop_if_asked(run, stage, step, written)
     stage.scorers = {}
 
 
@@ -325,9 +326,15 @@ def _work(run: Run, sampled: Rollouts) -> dict[str, float]:
     return metrics | {"perf/step_tflop": flops / 1e12, "perf/step_tokens": float(tokens)}
 
 
-def _stop_if_asked(run: Run, stage: Stage, step: int) -> None:
-    """Raises Interrupted after a signal, unless this was the last step of all."""
+def _stop_if_asked(run: Run, stage: Stage, step: int, written: bool) -> None:
+    """Raises Interrupted after a signal, unless this was the last step of all; ResourceError, if
+    the step is not written."""
     request = run.stop.received
+    if request and not written:
+        raise ResourceError(
+            f"{request}: NOT written (see above) after step {step} of {stage.name}; make room, then "
+            f"continue with `rl rollout {quoted(run.folder.path)}`"
+        )
     is_over = LastStep(stage.index, step, run.progress).is_over(sampling_stages(run.stages))
     if request and not is_over:
         raise Interrupted(

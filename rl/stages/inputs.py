@@ -278,7 +278,7 @@ def current_logp(stage: StageKind, data: StepData) -> None:
     Under `generator.exact`, stale tokens use them as old log-probabilities. The other tokens show
     how far generator and trainer differ.
     """
-    stale_NT = stale_tokens(data.batch, stage.context.progress.version)
+    stale_NT = stale_tokens(data.batch, cast(Any, stage).current_version)
     if not stale_NT.any():
         return
     data.current = data.batch

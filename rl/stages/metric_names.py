@@ -248,6 +248,12 @@ _CONDITIONS = (
         lambda stage: stage.samples_completions,
         "this stage samples no completions",
     ),
+    _Condition(
+        "(async|dynamic|generator|speculative)/|reward/(faults|timeouts|not_applicable|retried)$|"
+        "data/epoch$|source/.+/epoch$|time/reward_|perf/(sample_|mfu_sample$)",
+        lambda stage: stage.options.rollouts is None,
+        "it samples nothing, and takes recorded samples (`rollouts`)",
+    ),
     _Condition("source/", lambda stage: stage.has_sources, "its data have one source"),
     _Condition(
         "source/.+/epoch$", lambda stage: len(stage.datasets) > 1, "its data are one dataset"

@@ -58,10 +58,17 @@ class Stage(StageKind):
     def inputs(self) -> frozenset[str]:
         """Adds `current_logp` if groups may be stale and `exact` or `max_logp_diff` uses it."""
         exact = self.config.generator.exact and self.algorithm.old_logp == "trainer"
-        compared = exact or self.options.max_logp_diff is not None
+        limited = self.options.max_logp_diff is not None and self.options.rollouts is None
+        compared = exact or limited
         return super().inputs | (
             {"current_logp"} if compared and not self.create_producer().on_policy else frozenset()
         )
+
+    @property
+    def current_version(self) -> int | None:
+        """The version of the current weights, which staleness.py compares with those of tokens;
+        None with `rollouts`, where versions count the updates of the earlier run."""
+        return None if self.options.rollouts is not None else self.context.progress.version
 
     @property
     def rows_per_update(self) -> int:
@@ -123,9 +130,33 @@ class Stage(StageKind):
                 "sampling.filters=ignore",
                 key=key,
             )
+        if inputs.any_at(self, inputs.SAMPLING):
+            yield Fault(
+                f"{self.options.algorithm.name} samples greedy completions of the prompts as well, "
+                "and samples lack the long columns that their rewards may need; leave out rollouts, "
+                "or use another algorithm",
+                key=key,
+            )
         if self.options.router_replay:
             yield Fault(
                 "samples do not say which experts computed them; leave out router_replay", key=key
+            )
+
+    def remarks(self) -> Iterator[str]:
+        """Adds the settings that have no effect with `rollouts`."""
+        yield from super().remarks()
+        if self.options.rollouts is None:
+            return
+        place = f"stages.{self.index}"
+        if self.algorithm.dynamic_batches:
+            yield (
+                f"{place}.algorithm.dynamic_batches: no effect with rollouts: the groups are those "
+                "that the earlier run trained on"
+            )
+        if self.options.max_logp_diff is not None:
+            yield (
+                f"{place}.max_logp_diff: no effect with rollouts: other weights than the current "
+                "ones may have drawn the tokens"
             )
 
     def read(self, reader: DataReader, source: DataOptions, held_out: bool = False) -> Shard:
@@ -134,7 +165,6 @@ class Stage(StageKind):
     def prepare(self, reader: DataReader) -> None:
         self.read_rows(reader)
         self.prepare_rewards(reader, list(self.rows.own))
-        self.check_groups()
         reader.check_teacher(self.teacher, self.options.sampling.stop_token_ids)
         reader.check_words(self.options.sampling.bad_words, f"stages.{self.index}.sampling")
 
@@ -297,7 +327,7 @@ class Stage(StageKind):
             len(data.rollouts.groups), self.options.samples_per_prompt
         )
         inputs.provide(self, data, inputs.REWARDS)
-        data.stale, metrics = staleness(data.batch, context.progress.version)
+        data.stale, metrics = staleness(data.batch, self.current_version)
         data.metrics |= metrics
 
     def log_probabilities(self, data: StepData) -> None:
@@ -307,7 +337,7 @@ class Stage(StageKind):
         """
         inputs.run_model_passes(self, data)
         if data.current is not None:
-            apart = difference(data.current, self.context.progress.version)
+            apart = difference(data.current, self.current_version)
             check_difference(self.options.max_logp_diff, apart)
         data.batch = self._with_old_logp(data.batch, data.current)
 
@@ -321,7 +351,7 @@ class Stage(StageKind):
             return batch.replace(old_logp=self.algorithm.select_old_logp(batch))
         old_logp = batch.sampler_logp
         if current is not None:
-            stale_NT = stale_tokens(batch, self.context.progress.version)
+            stale_NT = stale_tokens(batch, self.current_version)
             old_logp = np.where(stale_NT, self.algorithm.select_old_logp(current), old_logp)
         return batch.replace(old_logp=old_logp)
 
@@ -354,7 +384,7 @@ class Stage(StageKind):
         the critic alone."""
         batch = data.batch
         progress = self.context.progress
-        version = self.context.progress.version
+        version = self.current_version
         critic_only = data.state.critic is not None and n <= self.algorithm.critic_warmup
         outputs = []
         on_tokens = outputs.append if self.config.run.samples.keeps_step(n) else None

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import launch
 import numpy as np
@@ -11,6 +12,7 @@ from test_asking_algorithms import DENSE, stage
 
 from rl.commands import cli
 from rl.commands import rollout as verb
+from rl.errors import ResourceError
 from rl.records import events, run_files, samples
 from rl.run import rollout
 from rl.training import trainer
@@ -149,6 +151,15 @@ def test_refusals(tmp_path, capsys, monkeypatch):
     assert sampled(tmp_path / "new", *given(one())) == 2
     assert "runs in one process" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_signal_after_a_step_without_room_is_no_plain_stop(tmp_path):
+    run = SimpleNamespace(
+        stop=SimpleNamespace(received="SIGTERM"), folder=SimpleNamespace(path=tmp_path)
+    )
+    with pytest.raises(ResourceError, match="SIGTERM: NOT written .* after step 2 of grpo") as told:
+        rollout._stop_if_asked(run, SimpleNamespace(name="grpo"), 2, written=False)
+    assert told.value.exit_code == 5 and f"rl rollout {tmp_path}" in str(told.value)
 
 
 def test_folders_are_not_those_of_training(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 trained on is refused."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,13 +10,16 @@ import pytest
 from test_trajectories import episode
 
 from rewards import RewardFault, Scores
+from rl.commands import train
 from rl.config.run import RunConfig
 from rl.data.datasets import Example
 from rl.data.encoded import Problem
 from rl.errors import DataError
 from rl.records.json_lines import line
 from rl.records.samples import SampleLog
-from rl.stages import create
+from rl.run import prepare
+from rl.run.resume import continued
+from rl.stages import create, metric_names
 from rl.stages.context import Progress
 from rl.stages.sampling import rollouts
 from rl.stages.sampling.recorded import Recorded
@@ -75,13 +79,14 @@ def directory(tmp_path):
     (tmp_path / "run").mkdir()
 
 
-def producer(folder, alphabet=LETTERS, rewards=("exact_answer",), **options):
+def producer(folder, alphabet=LETTERS, rewards=("exact_answer",), weight=2.0, **options):
     shape = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2, "rollouts": str(folder)}
+    shape["sampling"] = {"max_new_tokens": 8}
     config = RunConfig.model_validate(
         {
             "model": "tiny",
             "tokenizer": {"source": "characters", "alphabet": alphabet},
-            "rewards": {"functions": list(rewards)},
+            "rewards": {"functions": [{"name": name, "weight": weight} for name in rewards]},
             "data": {"task": "arithmetic"},
             "max_length": 16,
             "stages": [{"algorithm": "grpo"} | shape | options],
@@ -90,12 +95,13 @@ def producer(folder, alphabet=LETTERS, rewards=("exact_answer",), **options):
     (stage,) = create(config)
     stage.context = SimpleNamespace(progress=Progress())
     made = stage.create_producer()
-    assert isinstance(made, Recorded) and not stage.generates and stage.prompts() == []
+    assert isinstance(made, Recorded)
     return made, stage
 
 
 def test_the_groups_of_a_step_are_those_that_were_recorded(folder):
     made, stage = producer(folder)
+    assert not stage.generates and stage.prompts() == []
     made.check()
     for step in (1, 2):
         taken, expected = made.take(2), groups_of(step)
@@ -148,6 +154,10 @@ def test_a_run_that_goes_on_takes_the_next_step(folder):
         ({"rewards": ["exact_answer", "math"]}, "has scores of exact_answer, and the rewards"),
         ({"steps": 3}, "step 3 of grpo has 0 samples there, and the stage takes 2 x 2"),
         ({"samples_per_prompt": 4}, "step 1 of grpo has 4 samples there, .* takes 2 x 4"),
+        (
+            {"prompts_per_step": 1, "samples_per_prompt": 4},
+            "step 1 of grpo has 2 prompts with 2 samples there, .* takes 1 x 4",
+        ),
     ],
 )
 def test_what_a_stage_cannot_train_on_is_refused(folder, options, message):
@@ -174,6 +184,73 @@ def test_folders_that_lack_something_are_refused(folder):
         producer(folder)[0].check()
     with pytest.raises(DataError, match="no such folder"):
         producer(folder / "nothing")[0].check()
+
+
+def test_a_group_that_another_one_interrupts_is_refused(folder):
+    edited(folder, lambda record: record | {"prompt_id": record["sample"]})
+    with pytest.raises(DataError, match="step 1 of grpo: samples of another prompt stand between"):
+        producer(folder)[0].check()
+
+
+def test_sums_have_the_weights_of_the_stage(folder):
+    made, _ = producer(folder, weight=0.5)
+    scores = made.take(2).scores.result()
+    np.testing.assert_array_equal(scores.total, scores_of(scores.names).rewards[:, 0] / 2)
+    known = scores.rewards[[0, 1, 3], 0]
+    assert scores.metrics["rewards/exact_answer/mean"] == known.mean()
+    assert scores.metrics["rewards/exact_answer/std"] == known.std()
+
+
+def test_the_text_of_several_turns_is_not_that_of_all_tokens(tmp_path):
+    log = SampleLog(tmp_path / "run")
+    groups = groups_of(1)
+    (segment,) = groups[0].trajectories[1].segments
+    turns = (replace(segment.turns[0], end=3), replace(segment.turns[0], start=4))
+    segment = replace(segment, policy=np.array([0, 0, 1, 0, 1], bool), turns=turns)
+    groups[0].trajectories[1] = replace(groups[0].trajectories[1], segments=(segment,))
+    made = Rollouts(groups, None, {}, 1.0)
+    lines = rollouts.records(made, scores_of(("exact_answer",)), "grpo", 1, np.ones(4))
+    log.write(lines, rollouts.token_records(made))
+    log.close()
+    assert lines[1]["completion"] != "bcd"
+    one, _ = producer(tmp_path / "run", steps=1)
+    one.check()
+    assert len(one.take(2).trajectories[1].turns) == 2
+
+
+def test_settings_without_an_effect_are_refused_or_named(folder):
+    def faults(name, **options):
+        return [each.text for each in producer(folder, algorithm=name, **options)[1].check()]
+
+    assert faults("grpo") == []
+    assert "remax samples greedy completions" in " ".join(faults("remax"))
+    _, stage = producer(folder, algorithm="dapo", max_logp_diff=0.1)
+    assert "current_logp" not in stage.inputs
+    remarks = [each for each in stage.remarks() if "no effect with rollouts" in each]
+    keys = [each.partition(":")[0] for each in remarks]
+    assert keys == ["stages.0.algorithm.dynamic_batches", "stages.0.max_logp_diff"]
+    for metric in ("async/staleness_max", "data/epoch", "reward/faults", "generator/useful_rows"):
+        assert "takes recorded samples" in metric_names.problem(stage, metric), metric
+    for metric in ("reward/mean", "rewards/exact_answer/mean", "time/reward", "sampler/kl"):
+        assert metric_names.problem(stage, metric) is None, metric
+
+
+def test_a_stage_that_is_over_needs_no_folder(folder, monkeypatch):
+    """Neither for a run that goes on nor for --check."""
+    _, stage = producer(folder.parent / "gone")
+    config = train.with_directory(stage.config, str(folder.parent / "new"))
+    over = [continued.PlaceOfRun(0, 2, 2, ended=True)]
+    damaged = [*over, continued.PlaceOfRun(0, 1, 2)]  # the newest one may be
+    for places in ([], damaged):
+        monkeypatch.setattr(continued, "places", lambda config, places=places: places)
+        with pytest.raises(DataError, match="no such folder"):
+            train.check(config, [])
+    with pytest.raises(DataError, match="no such folder"):
+        prepare.prepare(config)
+    for module in (continued, prepare):
+        monkeypatch.setattr(module, "places", lambda config: over)
+    train.check(config, [])
+    prepare.prepare(config).close()
 
 
 def test_folders_of_older_versions_are_read(folder):

@@ -128,6 +128,19 @@ def test_the_difference_of_sampler_and_trainer_is_that_of_fresh_tokens(updates, 
     it.scored(exact=exact, version=NOW + 1)  # all are stale
 
 
+def test_no_token_of_another_run_has_the_weights_of_this_one():
+    """Equal versions count the updates of two runs."""
+    it = case({}, max_logp_diff=1e-9)
+    it.batch = it.batch.replace(version=np.where(it.batch.mask != 0, NOW, 0))
+    options = it.trainer.stage
+    it.trainer.stage = options.model_copy(update={"rollouts": "runs/earlier"})
+    data = it.data(exact=True)
+    mask = it.batch.mask != 0
+    assert (data.batch.old_logp == it.own)[mask].all()
+    assert staleness.staleness(it.batch, None) == (True, {})
+    assert np.isnan(staleness.gap(it.batch, it.own, it.own, None)).all()
+
+
 def test_a_trainer_without_a_critic_says_so():
     it = case({})
     with pytest.raises(

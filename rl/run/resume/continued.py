@@ -8,10 +8,11 @@ other keys must be the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import rl.stages
 from rewards.text import quoted
 from rl.cluster.launch import on_first
 from rl.config import files
@@ -25,6 +26,9 @@ from rl.run.manifest import CHECKPOINT_FOLDER, HOST, complete, examine
 from rl.run.unfinished import stop
 from rl.stages import kind_of
 from rl.stages.scorers import reward_model_of
+
+if TYPE_CHECKING:
+    from rl.stages.stage import StageKind
 
 # Keys that may differ when a run is continued: they change what is kept and shown, and no number.
 _FREE = ("run", "profile", "changes")
@@ -153,6 +157,37 @@ def newest_place(directory: Path) -> PlaceOfRun:
             f"{CHECKPOINT_FOLDER} from a backup, or start a new run in another directory"
         )
     return PlaceOfRun()
+
+
+def stages_of_run(config: RunConfig, places: Sequence[PlaceOfRun]) -> list[StageKind]:
+    """Returns the stages of a configuration. Those that are over know it. places: those of the
+    checkpoints of its run."""
+    stages = rl.stages.create(config)
+    for stage in stages:
+        stage.is_over = bool(places) and all(
+            place.stage > stage.index
+            or (
+                place.stage == stage.index
+                and stage.options.steps is not None
+                and place.is_over(stage.options.steps)
+            )
+            for place in places
+        )
+    return stages
+
+
+def places(config: RunConfig) -> list[PlaceOfRun]:
+    """Returns the places of all checkpoints of the run, since any of them may be damaged; none if
+    one has no readable host part."""
+    if config.run.dir is None:
+        return []
+    try:
+        return [
+            PlaceOfRun.of(json.loads((path / HOST).read_text()))
+            for _, path in complete(config.directory / CHECKPOINT_FOLDER)
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _check_changes(before: RunConfig, config: RunConfig, place: PlaceOfRun) -> None:

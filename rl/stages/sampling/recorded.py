@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import numpy as np
 
 from rewards import RewardFault, Runner, RunnerOptions, Scores
+from rewards.workers.scores import statistics, weighted_sums
 from rl.data.datasets import Example
 from rl.data.encoded import Problem
 from rl.data.tokenizer import read_tokenizer
@@ -43,6 +44,12 @@ class RecordedSample:
     tokens: np.ndarray
     place: str
 
+    @property
+    def has_one_turn(self) -> bool:
+        """Whether the policy wrote it in one turn, so that the text is that of its tokens."""
+        policy = ~np.isnan(self.tokens["logp"])
+        return "segments" not in self.record and len(np.unique(self.tokens["turn"][policy])) < 2
+
     def trajectory(self) -> Trajectory:
         """Returns the trajectory, without values, experts and what filters left, which are not
         recorded. Its turns have texts if it has one."""
@@ -55,13 +62,29 @@ class RecordedSample:
             for start, end in zip(ends - lengths, ends, strict=True)
         ]
         made = Trajectory(tuple(segments), self.record["finish"])
-        if len(segments) > 1 or len(made.turns) > 1:
+        if len(made.turns) != 1:
             return made
         (segment,) = segments
         (turn,) = segment.turns
         raw = self.record.get("raw")
         turn = replace(turn, text=self.record["completion"], raw=raw, finish=made.finish)
         return replace(made, segments=(replace(segment, turns=(turn,)),))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a sample is: a file, the number of its line and the first byte of it, and the prompt
+    id, which its group has in common."""
+
+    path: Path
+    line: int
+    start: int
+    prompt_id: int
+
+
+def _number(value: float | None) -> float:
+    """Returns a score; NaN for null."""
+    return math.nan if value is None else value
 
 
 def _segment(tokens: np.ndarray, policy: np.ndarray, versions: np.ndarray) -> Segment:
@@ -80,8 +103,9 @@ class Recorded:
     """Takes in step n the samples of step n of the stage with this name in an earlier run, in the
     order in which they were recorded.
 
-    Tokens, log-probabilities, versions and scores are as they stand there; older weights may have
-    drawn the tokens. The state in a checkpoint is the number of steps taken.
+    Tokens, log-probabilities, versions and scores are as they stand there, and sums of scores have
+    the weights of this stage. Versions count the updates of that run: the weights that drew a token
+    are never taken for those of this run. The state in a checkpoint is the number of steps taken.
     """
 
     generates: ClassVar[bool] = False
@@ -93,19 +117,20 @@ class Recorded:
         self._steps_taken = 0
 
     def check(self) -> None:
-        """Raises DataError unless the folder has the samples of every step, and unless those of the
-        first step have no pictures, the rewards of this stage and the tokens of its tokenizer."""
+        """Raises DataError unless the folder has the groups of every step, and unless the samples of
+        the first step have no pictures, the rewards of this stage and the tokens of its tokenizer.
+        """
         if not self._folder.is_dir():
             self._refuse("no such folder")
         for step in range(1, self._stage.options.total_steps + 1):
-            self._check_count(step)
+            self._check_shape(step)
         tokenizer, _ = read_tokenizer(self._stage.config)
         for sample in self._samples(1) if self._stage.options.total_steps else ():
             self._check_sample(sample)
             ids = sample.record["tokens"]
             text = decode_after(tokenizer, ids, skip_special_tokens=True)
             recorded = sample.record["completion"]
-            if "segments" not in sample.record and text != recorded:
+            if sample.has_one_turn and text != recorded:
                 self._refuse(
                     f"{sample.place}: its tokens are those of another tokenizer: they read "
                     f"{text[:40]!r} with that of this run, where {recorded[:40]!r} is recorded"
@@ -115,7 +140,7 @@ class Recorded:
         """Returns the groups of the next step."""
         began = time.perf_counter()
         self._steps_taken += 1
-        self._check_count(self._steps_taken)
+        self._check_shape(self._steps_taken)
         samples = self._samples(self._steps_taken)
         for sample in samples:
             self._check_sample(sample)
@@ -125,7 +150,7 @@ class Recorded:
         progress = self._stage.context.progress
         last = max(group.prompt_id for group in groups)
         progress.next_prompt_id = max(progress.next_prompt_id, last + 1)
-        scores = _scores([each.record for each in samples], self._names)
+        scores = self._scores([each.record for each in samples])
         return Rollouts(groups, ReadyScores(scores), None, time.perf_counter() - began)
 
     def state(self) -> dict[str, Any]:
@@ -142,9 +167,9 @@ class Recorded:
         return Runner(RunnerOptions(called)).names
 
     @cached_property
-    def _places(self) -> dict[int, list[tuple[Path, int, int]]]:
-        """Returns (file, number of the line, its first byte) of the samples of each step."""
-        result: dict[int, list[tuple[Path, int, int]]] = defaultdict(list)
+    def _places(self) -> dict[int, list[_Place]]:
+        """Returns where the samples of each step are."""
+        result: dict[int, list[_Place]] = defaultdict(list)
         for path in sample_files(self._folder):
             start = 0
             name = path.relative_to(self._folder)
@@ -155,31 +180,49 @@ class Recorded:
                     record = self._parsed(line, f"{name}:{number}")
                     own = record.get("stage") == self._stage.name and not record.get("eval")
                     if own:
-                        result[record["step"]].append((path, number, start))
+                        place = _Place(path, number, start, record["prompt_id"])
+                        result[record["step"]].append(place)
                     start += len(line)
         return result
 
     def _samples(self, step: int) -> list[RecordedSample]:
         """Returns the samples of a step."""
         result = []
-        for path, number, start in self._places[step]:
-            place = f"{path.relative_to(self._folder)}:{number}"
-            with path.open("rb") as file:
-                file.seek(start)
-                record = self._parsed(file.readline(), place)
-            result.append(RecordedSample(record, read_tokens(path, record), place))
+        for place in self._places[step]:
+            shown = f"{place.path.relative_to(self._folder)}:{place.line}"
+            with place.path.open("rb") as file:
+                file.seek(place.start)
+                record = self._parsed(file.readline(), shown)
+            result.append(RecordedSample(record, read_tokens(place.path, record), shown))
         return result
 
-    def _check_count(self, step: int) -> None:
-        """Raises DataError unless a step has as many samples as the stage takes."""
+    def _check_shape(self, step: int) -> None:
+        """Raises DataError unless a step has as many groups as the stage takes, of as many samples,
+        one group after the other."""
         options = self._stage.options
-        count = len(self._places.get(step, ()))
+        places = self._places.get(step, ())
+        count = len(places)
         expected = options.prompts_per_step * options.samples_per_prompt
         if count != expected:
             self._refuse(
                 f"step {step} of {self._stage.name} has {count} samples there, and the stage takes "
                 f"{options.prompts_per_step} x {options.samples_per_prompt} (prompts_per_step, "
                 "samples_per_prompt); a run records all of them under run.samples: {every: 1}"
+            )
+        ids = [place.prompt_id for place in places]
+        lengths = [len(list(own)) for _, own in groupby(ids)]
+        if len(set(ids)) != len(lengths):
+            self._refuse(
+                f"step {step} of {self._stage.name}: samples of another prompt stand between those "
+                "of one; the lines are not in the order in which a run writes them"
+            )
+        if lengths != [options.samples_per_prompt] * options.prompts_per_step:
+            sizes = " or ".join(map(str, sorted(set(lengths))))
+            self._refuse(
+                f"step {step} of {self._stage.name} has {len(lengths)} prompts with {sizes} samples "
+                f"there, and the stage takes {options.prompts_per_step} x "
+                f"{options.samples_per_prompt} (prompts_per_step, samples_per_prompt); set them as "
+                "in the earlier run"
             )
 
     def _check_sample(self, sample: RecordedSample) -> None:
@@ -199,6 +242,30 @@ class Recorded:
                 f"{sample.place} has scores of {', '.join(sorted(record['rewards']))}, and the "
                 f"rewards of the stage are {', '.join(sorted(self._names))}"
             )
+
+    def _scores(self, records: Sequence[Mapping[str, Any]]) -> Scores:
+        """Returns the scores of the samples of a step, and their sums with the weights of the stage.
+        null is no score, and a sample without a recorded sum has none here."""
+        faults = [
+            RewardFault(function, sample, kind, "", record["prompt"], record["completion"])
+            for sample, record in enumerate(records)
+            for function, kind in record.get("faults", {}).items()
+        ]
+        logs = {
+            sample: record["reward_log"]
+            for sample, record in enumerate(records)
+            if "reward_log" in record
+        }
+        names = self._names
+        rewards_NF = np.array(
+            [[_number(each["rewards"][name]) for name in names] for each in records], np.float64
+        )
+        weights = [each.weight for each in self._stage.rewards.functions]
+        unscored = [n for n, each in enumerate(records) if math.isnan(_number(each["reward"]))]
+        size = self._stage.options.samples_per_prompt
+        groups = np.arange(len(records)).reshape(-1, size).tolist()
+        total_N = weighted_sums(rewards_NF, weights, unscored, groups)
+        return Scores(rewards_NF, total_N, names, faults, statistics(rewards_NF, names), logs)
 
     def _parsed(self, line: bytes, place: str) -> dict[str, Any]:
         try:
@@ -224,26 +291,3 @@ def _group(samples: Sequence[RecordedSample]) -> Group:
         first.tokens["id"][: record["n_prompt"]].tolist(),
     )
     return Group(problem, record["prompt_id"], [each.trajectory() for each in samples])
-
-
-def _scores(records: Sequence[Mapping[str, Any]], names: tuple[str, ...]) -> Scores:
-    """Returns the scores of these samples; null is no score."""
-
-    def number(value: float | None) -> float:
-        return math.nan if value is None else value
-
-    faults = [
-        RewardFault(function, sample, kind, "", record["prompt"], record["completion"])
-        for sample, record in enumerate(records)
-        for function, kind in record.get("faults", {}).items()
-    ]
-    logs = {
-        sample: record["reward_log"]
-        for sample, record in enumerate(records)
-        if "reward_log" in record
-    }
-    rewards_NF = np.array(
-        [[number(each["rewards"][name]) for name in names] for each in records], np.float64
-    )
-    total_N = np.array([number(each["reward"]) for each in records], np.float64)
-    return Scores(rewards_NF, total_N, names, faults, {}, logs)

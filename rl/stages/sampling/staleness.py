@@ -1,6 +1,9 @@
 """How far the weights that drew the tokens of a step are from the current ones, in updates and in
 log-probabilities.
 
+`version` is that of the current weights. None: the versions of the batch count the updates of another
+run, so that no token is known to be of the current weights, and all are stale.
+
 N rows, T tokens.
 """
 
@@ -16,18 +19,21 @@ if TYPE_CHECKING:
     from rl.training.batch import Batch
 
 
-def stale_tokens(batch: Batch, version: int) -> np.ndarray:
+def stale_tokens(batch: Batch, version: int | None) -> np.ndarray:
     """Returns bool[N, T]: the tokens of the mask that a policy older than `version` sampled."""
-    return (batch.mask != 0) & (batch.version != version)
+    trained_NT = batch.mask != 0
+    return trained_NT if version is None else trained_NT & (batch.version != version)
 
 
-def staleness(batch: Batch, version: int) -> tuple[bool, dict[str, float]]:
+def staleness(batch: Batch, version: int | None) -> tuple[bool, dict[str, float]]:
     """Counts the updates between the weights that sampled each token of the mask and the current
     weights.
 
-    Returns (whether any token is stale, metrics).
+    Returns (whether any token is stale, metrics); no metrics without a version.
     """
     assert batch.version is not None
+    if version is None:
+        return bool(np.any(batch.mask)), {}
     stale = version - batch.version[batch.mask != 0]
     if not stale.size:
         return False, {}
@@ -39,7 +45,7 @@ def staleness(batch: Batch, version: int) -> tuple[bool, dict[str, float]]:
 
 
 def gap(
-    batch: Batch, trainer_logp: np.ndarray | None, first_logp: np.ndarray, version: int
+    batch: Batch, trainer_logp: np.ndarray | None, first_logp: np.ndarray, version: int | None
 ) -> np.ndarray:
     """Returns float32[N,T]: log-probabilities of the trainer minus those of the generator, under
     the same weights.
@@ -49,6 +55,8 @@ def gap(
     are NaN: their log-probabilities include the change of the policy. So are tokens that a policy
     older than `version` sampled.
     """
+    if version is None:
+        return np.full(batch.mask.shape, np.nan, np.float32)
     logp = trainer_logp
     if logp is None:
         logp = np.full(batch.mask.shape, np.nan, np.float32)
@@ -56,7 +64,7 @@ def gap(
     return np.where(batch.version == version, logp - batch.sampler_logp, np.float32(np.nan))
 
 
-def difference(batch: Batch, version: int) -> float | None:
+def difference(batch: Batch, version: int | None) -> float | None:
     """Returns the mean |old_logp - sampler_logp| of the tokens of the mask that are not stale; None
     if all are."""
     assert batch.old_logp is not None and batch.sampler_logp is not None
