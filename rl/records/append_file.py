@@ -34,6 +34,10 @@ class AppendFile:
         """Bytes that wait in memory for room on the disk."""
         return len(self._waiting)
 
+    def hold(self, data: bytes) -> None:
+        """Keeps data in memory for the next call that writes."""
+        self._waiting += data
+
     def append(self, data: bytes) -> None:
         """Writes data. On a full disk they wait for the next call; the first such call logs an
         error."""

@@ -84,14 +84,17 @@ class SampleLog:
 
     def write(self, records: Sequence[Mapping[str, Any]], tokens: Sequence[np.ndarray]) -> None:
         """Writes one line per completion, with its place `at` in tokens.bin. tokens: TOKEN[n] of
-        each."""
+        each. While tokens wait for room, lines do too: a reader finds the tokens of every line."""
         first = self._tokens.size // TOKEN.itemsize
         text = ""
         for record, own in zip(records, tokens, strict=True):
             text += line({**record, "at": first})
             first += len(own)
         self._tokens.append(b"".join(own.astype(TOKEN, copy=False).tobytes() for own in tokens))
-        self._lines.append(text.encode())
+        if self._tokens.waiting:
+            self._lines.hold(text.encode())
+        else:
+            self._lines.append(text.encode())
 
     def truncate_after(self, keep: Callable[[dict[str, Any]], bool]) -> None:
         """Removes all lines after the last one that `keep` accepts, their tokens, and a torn last
@@ -176,11 +179,15 @@ def read(directory: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def read_tokens(path: Path, sample: Mapping[str, Any]) -> np.ndarray:
-    """Returns TOKEN[n_prompt + n] of a sample in the file `path`; an empty array if none were
+    """Returns TOKEN[n_prompt + n] of a sample in the file `path`; fewer or none if they were not
     recorded."""
     if "at" not in sample or not tokens_file(path).exists():
         return np.zeros(0, TOKEN)
-    count = sample["n_prompt"] + sample["n"]
+    # numpy allocates what it is asked for before it reads, also beyond the end of the file.
+    recorded = tokens_file(path).stat().st_size // TOKEN.itemsize - sample["at"]
+    count = min(sample["n_prompt"] + sample["n"], recorded)
+    if count <= 0:
+        return np.zeros(0, TOKEN)
     start = sample["at"] * TOKEN.itemsize
     return np.fromfile(tokens_file(path), TOKEN, count, offset=start)
 

@@ -1,5 +1,6 @@
 """The record of completions: segments, tokens, and what is left after a cut."""
 
+import errno
 import json
 import os
 
@@ -49,6 +50,25 @@ def check(directory, steps):
     for path in sample_files(directory):
         for record in map(json.loads, path.open()):
             np.testing.assert_array_equal(samples.read_tokens(path, record), tokens_of(record))
+
+
+def test_lines_wait_for_their_tokens(tmp_path, monkeypatch):
+    """On a disk with room for the lines but not for the tokens."""
+    log = SampleLog(tmp_path)
+    write(log, (1,))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(log._tokens, "_flush", full)
+    write(log, (2, 3))
+    assert log.waiting
+    check(tmp_path, (1,))
+    monkeypatch.undo()
+    write(log, (4,))
+    log.sync()
+    check(tmp_path, (1, 2, 3, 4))
+    assert not log.waiting
 
 
 def keep_until(step):

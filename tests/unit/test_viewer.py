@@ -19,6 +19,7 @@ import pytest
 from rl.commands import cli
 from rl.errors import ConfigError
 from rl.records.samples import CLIPPED_LOW, STOP, TOKEN, TRAINED, SampleLog
+from rl.views.viewer import index as index_module
 from rl.views.viewer import query, records, search
 from rl.views.viewer.index import INDEX, Index
 
@@ -260,6 +261,119 @@ def test_removed_segments_and_damaged_indexes(run):
     assert index.refresh() and index.total == 12
     (run / "samples" / INDEX).write_bytes(b"PK damaged")
     assert opened(run).total == 12
+
+
+@pytest.mark.parametrize(
+    ("own", "damaged"),
+    [
+        ({"at": 1 << 62}, True),
+        ({"n_prompt": 1 << 62}, True),
+        ({"n": (1 << 63) - 1}, True),
+        ({"n_prompt": -9}, True),
+        ({"at": 1 << 50}, False),
+        ({"n_prompt": 1 << 50}, False),
+    ],
+)
+def test_a_line_with_a_huge_place_of_tokens_is_no_obstacle(run, own, damaged):
+    with (run / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(sample(10) | {"at": 0} | own) + "\n")
+        file.write(json.dumps(sample(11) | {"at": 0}) + "\n")
+    index = opened(run)
+    assert index.damaged == damaged and len(steps(index, "step:10-")) == 2 - damaged
+    for place in search.places(index, search.search(index, "step:10-")):
+        records.full(index, place)
+
+
+@pytest.mark.parametrize("also_reopened", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_file_that_moves_while_files_are_listed_keeps_its_samples(
+    run, also_reopened, kept, monkeypatch
+):
+    """kept: the index is read from its copy. also_reopened: the run has begun a new file."""
+    index = opened(run)
+    if kept:
+        index.save()
+        index = Index(run)
+    listed = index_module.sample_files
+
+    def moved(directory):
+        files = listed(directory)
+        monkeypatch.setattr(index_module, "sample_files", listed)
+        if also_reopened:
+            SampleLog(run, limit=1).rotate()
+        else:
+            for name in ("tokens.bin", "samples.jsonl"):
+                moved = run / "samples" / f"000002-grpo-00007{Path(name).suffix}"
+                (run / name).replace(moved)
+        return files
+
+    monkeypatch.setattr(index_module, "sample_files", moved)
+    monkeypatch.setattr(Index, "_append", lambda *_: pytest.fail("reads a file again"))
+    assert index.refresh() and index.total == 18
+    assert {each.path.parent for each in index.segments} == {run / "samples"}
+    assert len(steps(index, "")) == 18
+
+
+def test_an_old_list_of_files_keeps_the_samples_of_one_that_moved(run, monkeypatch):
+    """As a mounted folder shows it for some seconds."""
+    index = opened(run)
+    with monkeypatch.context() as patch:
+        old = index_module.sample_files(run)
+        patch.setattr(index_module, "sample_files", lambda _: old)
+        (run / "samples.jsonl").replace(run / "samples" / "000002-grpo-00007.jsonl")
+        assert index.refresh() and index.total == 18
+    assert index.refresh() and len(steps(index, "")) == 18
+
+
+def test_tokens_of_a_new_file_are_not_those_of_lines_that_moved(run, monkeypatch):
+    """The run starts new files between the reads of lines and of tokens."""
+    index = Index(run)
+    gaps = index_module._gaps
+
+    def rotated(path, spans):
+        monkeypatch.setattr(index_module, "_gaps", gaps)
+        log = SampleLog(run, limit=1)
+        log.rotate()
+        write(log, (20, 21, 22))
+        log.close()
+        return gaps(path, spans)
+
+    monkeypatch.setattr(index_module, "_gaps", rotated)
+    assert not index.refresh()
+    assert index.refresh() and index.total == 24
+    places = search.places(index, search.search(index, "step:7-8"))
+    assert [round(each.numbers.gap, 4) for each in places] == [0.008, 0.008, 0.007, 0.007]
+
+
+def test_a_record_is_that_of_its_sample(run):
+    """A run that continues may write another line, as long as the old one, in its place."""
+    index = opened(run)
+    [place] = search.places(index, search.search(index, "step:8 sample:1"))
+    file = run / "samples.jsonl"
+    lines = file.read_bytes()
+    assert place.record()["step"] == 8
+    for old, new in (
+        (b'"prompt_id":8', b'"prompt_id":7'),
+        (b'"step":8', b'"step":6'),
+        (b'"sample":1', b'"sample":0'),
+    ):
+        assert old in lines
+        file.write_bytes(lines.replace(old, new))
+        with pytest.raises(ValueError, match="another sample has the place of"):
+            place.record()
+
+
+def test_writers_of_an_index_have_files_of_their_own(run, monkeypatch):
+    """Two machines on a mounted folder may give their processes the same number."""
+    index = opened(run)
+    names = []
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda self, to: names.append(self) or replace(self, to))
+    index.save()
+    index.save()
+    assert len(set(names)) == 2
+    assert not list((run / "samples").glob(".*"))
+    assert (run / "samples" / INDEX).stat().st_mode == (run / "config.yml").stat().st_mode
 
 
 def _truncated(content: bytes) -> bytes:

@@ -18,6 +18,7 @@ import math
 import os
 import sqlite3
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Iterable, Iterator
@@ -134,6 +135,14 @@ class TokenSpan(NamedTuple):
     length: int
 
 
+class SampleNumbers(NamedTuple):
+    """The numbers that tell a completion from the others of a run."""
+
+    prompt: int
+    step: int
+    sample: int
+
+
 @dataclass(frozen=True)
 class IndexedSample:
     """The numbers of one completion. stage, finish: as the run named them; faults: kinds;
@@ -162,6 +171,14 @@ class IndexedSample:
     def offset(self) -> int:
         """The first byte of the line."""
         return self.id & _OFFSET
+
+    def describes(self, record: dict[str, Any]) -> bool:
+        """Returns whether a line is that of this completion."""
+        own = SampleNumbers(self.prompt, self.step, self.sample)
+        try:
+            return _sample_numbers(record) == own
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            return False
 
 
 class Index:
@@ -268,13 +285,10 @@ class Index:
 
         Stops after `seconds`, and continues at the next call. Each call makes some progress.
         """
-        segments: list[SampleSegment] = []
-        for path in sample_files(self.directory):
-            # The run may move or remove it; the next call sees the new name.
-            with contextlib.suppress(OSError):
-                segment = self._opened(path)
-                if segment is not None and segment not in segments:
-                    segments.append(segment)
+        segments = self._listed(kept=[])
+        if any(each not in segments for each in self._known.values()):
+            # The run removed a file, or moved it after it was listed.
+            segments = self._listed(kept=self.segments)
         self._set_segments(segments)
         deadline = time.monotonic() + seconds
         complete = True
@@ -286,14 +300,35 @@ class Index:
                 continue
             worked = worked or waits
             while True:
-                with contextlib.suppress(OSError):
+                try:
                     more = self._grow(segment)
+                except _MovedError:
+                    complete = False  # the next call sees the new name
+                except OSError:
+                    pass
+                else:
                     if more and time.monotonic() < deadline:
                         continue
                     complete = complete and not more
                 break
         self.pending = sum(_size(each.path) - each.end for each in segments) if not complete else 0
         return complete
+
+    def _listed(self, kept: list[SampleSegment]) -> list[SampleSegment]:
+        """Returns the files of the run, the oldest first, but those without a complete line.
+
+        kept: files that are returned even if they cannot be opened, while a listing shows them.
+        """
+        by_path = {each.path: each for each in kept}
+        segments: list[SampleSegment] = []
+        for path in sample_files(self.directory):
+            try:
+                segment = self._opened(path)
+            except OSError:
+                segment = by_path.get(path)
+            if segment is not None and segment not in segments:
+                segments.append(segment)
+        return segments
 
     def save(self) -> None:
         """Writes samples/index.sqlite. Does nothing where it cannot be written."""
@@ -320,14 +355,13 @@ class Index:
     def write(self, image: bytes) -> None:
         """Replaces samples/index.sqlite in one step. Does nothing where it cannot be written."""
         folder = self.directory / SEGMENTS
-        temporary = folder / f".{INDEX}.{os.getpid()}"
-        try:
+        with contextlib.suppress(OSError):
             folder.mkdir(exist_ok=True)
-            temporary.write_bytes(image)
-            temporary.replace(folder / INDEX)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+            # A file of `tempfile` could be read by its owner alone, one in such a folder by others.
+            with tempfile.TemporaryDirectory(prefix=f".{INDEX}.", dir=folder) as own:
+                temporary = Path(own) / INDEX
+                temporary.write_bytes(image)
+                temporary.replace(folder / INDEX)
 
     def _clear(self) -> None:
         self._database = _empty()
@@ -420,6 +454,7 @@ class Index:
     def _grow(self, segment: SampleSegment) -> bool:
         """Indexes the next lines of a file. Returns whether there may be more."""
         with segment.path.open("rb") as file:
+            opened = os.fstat(file.fileno())
             file.seek(segment.end)
             data = file.read(_CHUNK)
             more = len(data) == _CHUNK
@@ -429,7 +464,7 @@ class Index:
                 end = data.rfind(b"\n") + 1
             if not end:
                 return False
-            self._append(segment, data[:end])
+            self._append(segment, data[:end], opened)
             start = max(0, segment.end - _TAIL)
             file.seek(start)
             segment.tail = zlib.crc32(file.read(segment.end - start))
@@ -437,7 +472,9 @@ class Index:
         return more
 
     @np.errstate(over="ignore")  # a number that is too large for float32 is infinite
-    def _append(self, segment: SampleSegment, data: bytes) -> None:
+    def _append(self, segment: SampleSegment, data: bytes, opened: os.stat_result) -> None:
+        """Indexes lines. opened: the file that they were read from. Raises _MovedError if its path
+        does not name it any more: the tokens may then be those of another file."""
         lines = (
             data.splitlines(keepends=True)
             if b"\r" not in data
@@ -447,6 +484,7 @@ class Index:
         spans: list[TokenSpan] = []
         scores: list[tuple[int, int, float | None]] = []
         faults: list[tuple[int, int]] = []
+        damaged = 0
         first, _ = segment.ids
         offset = segment.end
         for line in lines:
@@ -458,14 +496,17 @@ class Index:
                 own_scores = self._scores_of(record, number)
                 own_faults = self._faults_of(record, number)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
-                segment.damaged += bool(line.strip())
+                damaged += bool(line.strip())
             else:
                 rows.append(row)
                 spans.append(span)
                 scores += own_scores
                 faults += own_faults
             offset += len(line)
-        for row, gap in zip(rows, _gaps(segment.path, spans), strict=True):
+        gaps = _gaps(segment.path, spans)
+        if not _names(segment.path, opened):
+            raise _MovedError(segment.path)
+        for row, gap in zip(rows, gaps, strict=True):
             row.append(gap)
         marks = ", ".join("?" * _SAMPLE_COLUMNS)
         with self._database:
@@ -473,6 +514,7 @@ class Index:
             self._database.executemany("INSERT OR REPLACE INTO score VALUES (?, ?, ?)", scores)
             self._database.executemany("INSERT INTO fault VALUES (?, ?)", faults)
         segment.end = offset
+        segment.damaged += damaged
         self._lines.pop(segment, None)
 
     def _row(self, record: dict[str, Any], number: int, line: bytes, span: TokenSpan) -> list[Any]:
@@ -484,9 +526,7 @@ class Index:
             len(line),
             *_text_spans(line),
             same,
-            _integer(record.get("prompt_id", -1)),
-            _integer(record["step"]),
-            _integer(record.get("sample", 0)),
+            *_sample_numbers(record),
             _integer(_version(record)),
             span.n_prompt,
             span.length,
@@ -518,6 +558,10 @@ class Index:
         return names.index(name)
 
 
+class _MovedError(OSError):
+    """The run has moved a file that is being read."""
+
+
 def storable(text: str) -> str:
     """Returns a text as the database holds it: without halves of surrogate pairs."""
     return text.encode("utf-8", "replace").decode()
@@ -536,12 +580,26 @@ def _opened_copy(image: bytes) -> sqlite3.Connection:
     return database
 
 
+def _sample_numbers(record: dict[str, Any]) -> SampleNumbers:
+    return SampleNumbers(
+        prompt=_integer(record.get("prompt_id", -1)),
+        step=_integer(record["step"]),
+        sample=_integer(record.get("sample", 0)),
+    )
+
+
 def _token_span(record: dict[str, Any]) -> TokenSpan:
-    return TokenSpan(
+    """Reads where the tokens lie. Raises OverflowError for a place that no file has, ValueError for
+    negative numbers of tokens."""
+    span = TokenSpan(
         at=_integer(record.get("at", -1)),
         n_prompt=_integer(record.get("n_prompt", 0)),
         length=_integer(sample_length(record)),
     )
+    if span.n_prompt < 0 or span.length < 0:
+        raise ValueError(f"{span}: negative numbers of tokens")
+    _integer(sum(span) * TOKEN.itemsize)
+    return span
 
 
 def _gaps(path: Path, spans: list[TokenSpan]) -> list[float | None]:
@@ -553,7 +611,10 @@ def _gaps(path: Path, spans: list[TokenSpan]) -> list[float | None]:
     if not len(known) or not binary.is_file():
         return result
     low = int(at[known].min())
-    high = int((at + n_prompt + length)[known].max())
+    end = binary.stat().st_size // TOKEN.itemsize
+    high = min(end, int((at + n_prompt + length)[known].max()))
+    if low >= high:
+        return result
     tokens = np.fromfile(binary, TOKEN, high - low, offset=low * TOKEN.itemsize)
     size = np.abs(tokens["gap"].astype(np.float32))
     size[(tokens["flags"] & TRAINED == 0) | ~np.isfinite(size)] = np.nan
@@ -610,6 +671,14 @@ def _single(value: Any) -> float | None:
     """Returns a number as float32 holds it, which the run computes with, None if it is none."""
     number = _number(value)
     return None if number is None else float(np.float32(number))
+
+
+def _names(path: Path, opened: os.stat_result) -> bool:
+    """Returns whether a path still names a file that was opened by it."""
+    try:
+        return os.path.samestat(opened, path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _size(path: Path) -> int:

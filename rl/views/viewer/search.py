@@ -46,7 +46,10 @@ class SamplePlace:
         gone."""
         with self.path.open("rb") as file:
             file.seek(self.numbers.offset)
-            return json.loads(file.read(self.numbers.size))
+            record = json.loads(file.read(self.numbers.size))
+        if not self.numbers.describes(record):
+            raise ValueError(f"{self.path}: another sample has the place of {self.id}")
+        return record
 
     def tokens(self, record: dict[str, Any]) -> np.ndarray:
         """Returns TOKEN[n_prompt + n]; fewer or none if they were not recorded. Raises OSError."""
