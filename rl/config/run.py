@@ -247,7 +247,7 @@ class RunConfig(Strict):
         refused = [
             ("stages", index, key, "name")
             for index, stage in enumerate(self.stages)
-            for key in ("optimizer", "critic")
+            for key in (("optimizer", "critic") if stage.has_critic else ("optimizer",))
             if getattr(stage, key).name in BY_MATRIX
         ]
         if weights and refused:

@@ -62,7 +62,7 @@ BY_MATRIX = ("muon", "adafactor")
 
 class OptimizerOptions(Strict):
     """The optimizer, its learning rates and where its moments live ([optimizers.md](optimizers.md)).
-    Weight decay acts on matrices only.
+    Weight decay acts on matrices, tables and kernels, and on no norm or bias.
 
     Options from `beta1` to `scale_parameter` belong to some optimizers. Such an option is null
     where its optimizer does not read it, and a value is refused there; the optimizer's own default
@@ -126,7 +126,8 @@ class OptimizerOptions(Strict):
         default=None,
         ge=0.0,
         lt=1.0,
-        description="decay of the sum of gradients (muon: 0.95; sgd: 0.9, and 0 keeps no sum)",
+        description="decay of the mean of gradients (muon: 0.95), or of their sum (sgd: 0.9, and 0 "
+        "keeps no sum)",
     )
     nesterov: bool | None = Field(
         default=None,
@@ -203,6 +204,10 @@ class OptimizerOptions(Strict):
         for option, default in own.items():
             if getattr(self, option) is None:
                 object.__setattr__(self, option, default)
+        if self.name == "sgd" and self.nesterov and not self.momentum:
+            raise ValueError(
+                "`nesterov: true` needs a `momentum` above 0; set one, or leave `nesterov` out"
+            )
         return self
 
 
@@ -494,6 +499,12 @@ class StageOptions(Strict):
             "capacity_factor": self.router.capacity_factor,
             "ragged_buffer_factor": self.router.ragged_buffer_factor,
         }
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the algorithm has a critic, which `critic` is the optimizer of."""
+        options = self.algorithm.model_extra or {}
+        return "values" in rl.algorithms.get(self.algorithm.name, **options).inputs
 
     @field_validator("freeze")
     @classmethod

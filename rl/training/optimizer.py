@@ -9,6 +9,7 @@ that takes the norm of an array cannot run there.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
@@ -96,7 +97,17 @@ class WeightAxes:
             if dim not in rows and name not in stacks
         )
 
+    def decays(self, path: str) -> bool:
+        """Whether weight decay acts on a weight: on matrices, tables and kernels of convolutions,
+        and not on norms, biases and other vectors, also where heads or experts give them a second
+        axis."""
+        axes = [axis for axis in self.names[path] if axis != "layers"]
+        return len(axes) > 1 and not _VECTOR.fullmatch(path.rpartition(".")[2])
 
+
+_VECTOR = re.compile(r".*(bias|norm)|A_log|D")
+"""Last word of the path of a vector that may have two axes. A_log, dt_bias and D are those of the
+state of Mamba 2 and of delta nets, which their papers do not decay."""
 _STACKS = ("layers", "exp", "heads")
 """Axes that count matrices, unless a product sums over them. Results of attention have `heads`:
 where a product does not sum over them, each group of heads has a matrix of its own."""
@@ -107,16 +118,12 @@ _TABLE_ROWS = ("embed_vocab", "engram_row")
 def optimizer(
     options: OptimizerOptions, rate: optax.Schedule, axes: WeightAxes, param_dtype: str
 ) -> optax.GradientTransformation:
-    """Returns the optimizer for weights in `param_dtype`. Weight decay acts on matrices only, not
-    on vectors."""
-    decayed = {
-        path: len([a for a in names if a != "layers"]) > 1 for path, names in axes.names.items()
-    }
+    """Returns the optimizer for weights in `param_dtype`, with the decay of `WeightAxes.decays`."""
     transform = optax.chain(
         RULES[options.name](options, axes),
         optax.add_decayed_weights(
             options.weight_decay,
-            mask=lambda params: {path: decayed[path] for path in cast(dict, params)},
+            mask=lambda params: {path: axes.decays(path) for path in cast(dict, params)},
         ),
         optax.scale_by_learning_rate(rate),
     )
@@ -221,43 +228,48 @@ def orthogonalized(path: str, weight: jax.Array, axes: WeightAxes, steps: int) -
     """Returns nearly U V^T of each matrix U S V^T of an array of the shape of the weight at `path`.
 
     On a mesh each device has its share of the matrices in full, so that the products of the
-    iteration exchange nothing: mesh axes that cut matrices cut the first dimension of the stack
-    instead, which zeros fill up.
+    iteration exchange nothing: mesh axes that cut matrices cut the number of all matrices of the
+    array instead (layers times experts), which zeros fill up.
     """
     mesh = axes.layout.mesh
     rows, columns = axes.rows(path), axes.columns(path)
-    stack = tuple(dim for dim in range(weight.ndim) if dim not in rows + columns)
-    order = stack + rows + columns
     spec = axes.layout.moment_spec(axes.names[path], weight.shape)
+    stack = [dim for dim in range(weight.ndim) if dim not in rows + columns]
+    stack.sort(key=lambda dim: not axes_of(spec[dim]))  # one of them may be cut, such as experts
+    order = (*stack, *rows, *columns)
     x = weight.transpose(order)
-    cuts = [axes_of(spec[dim]) for dim in order]
-    if not stack:
-        x, cuts = x[None], [(), *cuts]
-    depth = max(1, len(stack))
-    specs = _uncut(cuts, depth, {axis: size for axis, size in mesh.shape.items() if size > 1})
-    count = len(x)
+    stacked, matrix = x.shape[: len(stack)], x.shape[len(stack) :]
+    cut = axes_of(spec[stack[0]]) if stack else ()
+    cuts = [cut, *(axes_of(spec[dim]) for dim in rows + columns)]
+    specs = _uncut(cuts, {axis: size for axis, size in mesh.shape.items() if size > 1})
     parts = math.prod(mesh.shape[axis] for axis in axes_of(specs[-1][0]))
-    x = jnp.pad(x, [(0, -count % parts), *[(0, 0)] * (x.ndim - 1)])
+    outer = stacked[0] if cut else 1
+    x = x.reshape(outer, -1, *matrix)
+    inner = x.shape[1]
+    filled = -inner % (parts // math.gcd(parts, outer))
+    x = jnp.pad(x, [(0, 0), (0, filled), *[(0, 0)] * len(matrix)])
+    padded = x.shape
+    x = x.reshape(-1, *matrix)
     for each in specs:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, each))
     size = math.prod(weight.shape[dim] for dim in rows)
-    x = _newton_schulz(x.reshape(*x.shape[:depth], size, -1), steps).reshape(x.shape)
+    x = _newton_schulz(x.reshape(len(x), size, -1), steps).reshape(x.shape)
     for each in reversed(specs):
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, each))
-    x = x[:count] if stack else x[0]
+    x = x.reshape(padded)[:, :inner].reshape(*stacked, *matrix)
     return x.transpose([order.index(dim) for dim in range(len(order))])
 
 
-def _uncut(cuts: list[tuple[str, ...]], depth: int, sizes: dict[str, int]) -> list[PartitionSpec]:
+def _uncut(cuts: list[tuple[str, ...]], sizes: dict[str, int]) -> list[PartitionSpec]:
     """Returns shardings of an array, from the one that `cuts` names by dimension to one that cuts
-    only the first `depth` dimensions, over all mesh axes.
+    only the first dimension, over all mesh axes.
 
     Each moves one mesh axis, in one all-to-all; the partitioner would gather the array to move
     several at once. sizes: of the mesh axes that cut something.
     """
     now = [[axis for axis in cut if axis in sizes] for cut in cuts]
     specs = [PartitionSpec(*map(tuple, now))]
-    for cut in now[depth:]:
+    for cut in now[1:]:
         while cut:
             now[0].append(cut.pop())
             specs.append(PartitionSpec(*map(tuple, now)))

@@ -8,7 +8,7 @@ that does not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -133,14 +133,12 @@ class Weights:
 
     def __or__(self, other: Weights) -> Weights:
         """Returns the weights of both, of a path in both those of `other`."""
-        return Weights(
-            policy=self.policy | other.policy,
-            critic=self.critic | other.critic,
-            projections=self.projections | other.projections,
-            reward_model=self.reward_model | other.reward_model,
-            teacher=self.teacher | other.teacher,
-            table=self.table if other.table is None else other.table,
-        )
+        groups = {
+            each.name: getattr(self, each.name) | getattr(other, each.name)
+            for each in fields(self)
+            if each.name != "table"
+        }
+        return Weights(**groups, table=self.table if other.table is None else other.table)
 
 
 def split(params: Mapping[str, T], paths: Iterable[str]) -> tuple[dict[str, T], dict[str, T]]:

@@ -47,6 +47,14 @@ def test_a_step_of_text_has_a_table_without_items():
     np.testing.assert_allclose(logp, trainer.logprobs(state.policy.params, text)[0], atol=CLOSE)
 
 
+def test_items_with_more_rows_than_a_table_are_refused():
+    one = case("Qwen3VL")
+    tables = one.tables()
+    tables.M = 2
+    with pytest.raises(AssertionError, match="rows in a table of 2"):
+        tables.of(one.model.params, one.documents)
+
+
 def test_a_mini_batch_without_a_picture_leaves_a_trained_tower_as_it_is():
     one = case("Qwen3VL")
     table = one.tables(trained=True).of(one.model.params, one.documents)

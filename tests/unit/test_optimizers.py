@@ -2,18 +2,24 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import learners
 import numpy as np
 import optax
+import oracles
 import pytest
+from jax.sharding import AbstractMesh
 from learners import host, same_bits
 from pydantic import ValidationError
 
-from policy.mesh.sharding import layout
+from policy import families
+from policy.huggingface.model_directory import places
+from policy.mesh.sharding import Layout, layout
 from policy.model import Graph
+from rl.config.run import RunConfig
 from rl.config.stage import BY_MATRIX, OPTIMIZERS, OptimizerOptions, StageOptions
 from rl.run.checkpoint import Checkpoints
 from rl.training import optimizer as optimizers
@@ -373,7 +379,78 @@ def test_matrices_of_a_decoder():
     assert ends["input_layernorm.weight"] == ((), ("norm",))
 
 
+NO_DECAY = {
+    "Qwen3Next": "input_layernorm post_attention_layernorm norm q_norm k_norm "
+    "linear_attn.norm A_log dt_bias",
+    "KimiLinear": "input_layernorm post_attention_layernorm norm kv_a_layernorm o_norm A_log dt_bias",
+    "NemotronH": "norm norm_f mixer.norm A_log D dt_bias conv1d.bias",
+    "GptOss": "input_layernorm post_attention_layernorm norm sinks q_proj.bias k_proj.bias "
+    "v_proj.bias o_proj.bias router.bias gate_up_proj_bias down_proj_bias",
+}
+"""Kind of model -> ends of the stored names of what weight decay leaves, by hand."""
+
+
+@pytest.mark.parametrize("kind", NO_DECAY)
+def test_decay_leaves_norms_biases_and_decays_of_states(kind):
+    graph = Graph(families.read(oracles.short(kind)), learners.QUICK, AXES.layout)
+    axes = WeightAxes(graph.axes, graph.inputs, graph.layout)
+    left = set()
+    for place in places(graph):
+        name = place.name(place.stored, place.layers and place.layers[0], 0).removesuffix(".weight")
+        ends = [end for end in NO_DECAY[kind].split() if f".{name}".endswith(f".{end}")]
+        if place.path in graph.untrained:
+            continue
+        assert axes.decays(place.path) == (not ends), (name, place.path)
+        left |= set(ends)
+    assert left == set(NO_DECAY[kind].split())
+
+
+def test_decay_takes_tables_kernels_and_towers_and_no_vector_of_streams():
+    names = {
+        "image.blocks.0.q_proj": ("layers", "embed", "q_heads", "kv"),
+        "layers.0.lookup.key_proj": (None, "engram_dim", "embed"),
+        "layers.0.lookup.table": (None, "engram_row"),
+        "layers.0.mixer.q_conv": ("layers", "kv_heads", "kv", None),
+        "mixer.compressor.position_bias": (None, "kv"),
+        "layers.0.lookup.key_bias": (None, None),
+        "layers.0.lookup.conv_norm": (None, "norm"),
+        "mixer_residual.reader.norm": ("layers", None, "norm"),
+    }
+    axes = WeightAxes(names, {}, AXES.layout)
+    assert [axes.decays(path) for path in names] == [True] * 4 + [False] * 4
+
+
+@pytest.mark.parametrize(("experts", "count"), [(256, 1024), (5, 64)])
+def test_muon_fills_up_the_product_of_layers_and_experts(experts, count):
+    """4 layers of 256 experts on 64 devices are 1024 matrices, and no zeros."""
+    mesh = AbstractMesh((1, 64), ("data", "fsdp"))
+    layout = Layout(mesh, (("embed_moe", ("fsdp",)),))
+    axes = WeightAxes({"w": ("layers", "exp", "embed_moe", "mlp_moe")}, {"w": (2,)}, layout)
+    weight = jax.ShapeDtypeStruct((4, experts, 64, 8), jnp.float32)
+    program = str(jax.make_jaxpr(lambda w: optimizers.orthogonalized("w", w, axes, 1))(weight))
+    assert max(int(n) for n in re.findall(r"f32\[(\d+),64,8\]", program)) == count
+
+
 # Options
+
+
+def test_nesterov_of_sgd_needs_momentum():
+    with pytest.raises(ValidationError, match="`nesterov: true` needs a `momentum` above 0"):
+        OptimizerOptions(name="sgd", momentum=0.0, nesterov=True)
+    assert OptimizerOptions(name="sgd", nesterov=True).nesterov
+
+
+def test_the_optimizer_of_a_critic_is_checked_where_there_is_one():
+    def run(algorithm):
+        stage = {"algorithm": algorithm, "steps": 1, "critic": {"name": "muon"}}
+        model = {"source": "tiny-deepseek", "table_memory": "host"}
+        return RunConfig.model_validate(
+            {"model": model, "data": {"path": "rows.jsonl"}, "stages": [stage]}
+        )
+
+    assert run("grpo").stages[0].critic.name == "muon"
+    with pytest.raises(ValidationError, match="must be adamw, lion or sgd with"):
+        run("ppo")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -213,6 +213,8 @@ class MediaTables:
         counted = [] if again else shown
         items = dict.fromkeys(item for each in shown for item in each.items)
         starts = np.cumsum([0, *(item.rows for item in items)]).tolist()
+        # writes beyond the last row would be dropped without a word
+        assert starts[-1] <= self.M, f"{starts[-1]} rows in a table of {self.M}"
         first = dict(zip(items, starts, strict=False))
         if self._last is not None and self._last.first == first:
             self._count(counted, 0, 0.0, 0.0)
