@@ -31,12 +31,13 @@ _MODULES = "mtp."  # starts the paths of policy/heads/multi_token_prediction.py
 class WeightGroup(StrEnum):
     """A named group of weights.
 
-    POLICY: the decoder. TOWERS, PREDICTION_MODULES: parts of the policy, in the same dict; the
-    gradient of a tower goes through the table of its rows, and prediction modules may be clipped by
-    a norm of their own. CRITIC: a value head, with the trunk that it may have. PROJECTIONS: maps of
-    the policy's features to the width of a teacher. REWARD_MODEL: a trunk with a score head.
+    POLICY: the decoder. TOWERS, PREDICTION_MODULES: parts of the policy, in the same dict and with
+    its optimizer; the gradient of a tower goes through the table of its rows, and prediction
+    modules may be clipped by a norm of their own. CRITIC: a value head, with the trunk that it may
+    have. PROJECTIONS: maps of the policy's features to the width of a teacher. REWARD_MODEL: a
+    trunk with a score head.
 
-    The values of the groups with an optimizer are names of fields of Weights.
+    The values of the groups with an optimizer of their own are names of fields of Weights.
     """
 
     POLICY = "policy"
