@@ -12,6 +12,7 @@ from rl.config.data import EvaluationOptions
 from rl.data.datasets import Example
 from rl.data.encoded import Problem
 from rl.errors import DataError
+from rl.stages.sampling import evaluation
 from rl.stages.sampling.evaluation import Evaluation, pass_at_k
 from rollout import Completion, SamplingParams
 from rollout.collect import Source, collect
@@ -131,6 +132,26 @@ def test_evaluations_are_due_every_so_many_steps():
 
     assert due(7, every=3) == [3, 6]
     assert due(7) == []
+
+
+def test_a_metric_of_ones_own_gets_each_column_once():
+    read = []
+
+    class Columns(dict):
+        def get(self, name):
+            read.append(name)
+            return super().get(name)
+
+    examples = [Example("p", columns=Columns(a=n, b=n)) for n in range(20)]
+    problems = [SimpleNamespace(example=each) for each in examples]
+    texts = [SimpleNamespace(text="x", raw=None)] * 20
+    name = f"{__file__}:sum_of_a"
+    assert evaluation._own_metric(name, problems, texts, np.zeros(20)) == {"eval/sum_of_a": 190.0}
+    assert len(read) == 40
+
+
+def sum_of_a(a):
+    return sum(a)
 
 
 def test_a_metric_of_ones_own_sees_greedy_completions_with_their_columns(tmp_path):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from rl.stages.sampling.scored import ScoredGroup, joined, split
+from rl.stages.sampling.scored import ScoredGroup, joined, of_same_rows, split
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
@@ -79,11 +79,9 @@ class DynamicSampling:
         """Takes the state of a checkpoint. Groups whose row has another prompt now, or is gone, are
         left out: `run.changed_data` allowed other rows."""
         self._producer.restore(state)
-        rows = self._stage.rows
-        known = [each for each in state.get("carried", []) if each.get("row", 0) < rows.total]
-        groups = [ScoredGroup.from_json(each, rows.take) for each in known]
-        self.carried = [each for each in groups if each.has_prompt_of_row]
-        if left_out := len(state.get("carried", [])) - len(self.carried):
+        carried = state.get("carried", [])
+        self.carried = of_same_rows(carried, self._stage.rows)
+        if left_out := len(carried) - len(self.carried):
             self._stage.context.events.note(
                 f"{self._stage.name}: {left_out} groups of the step before are left out: the rows "
                 "of their prompts have changed"

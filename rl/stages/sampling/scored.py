@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from rewards.workers.rounding import all_equal
 from rl.errors import ModelError
 from rollout.collect import Rollouts
 from rollout.types import Completion, Group, Kept, ProblemLike, Trajectory
+
+if TYPE_CHECKING:
+    from rl.data.shard import Shard
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +89,16 @@ class ScoredGroup:
                 f"cannot read a group that it carries to the next step ({error!r}). Continue the "
                 "run with that version, or start a new one in another run.dir"
             ) from None
+
+
+def of_same_rows(plain: Sequence[Mapping[str, Any]], rows: Shard) -> list[ScoredGroup]:
+    """Returns the groups that `to_json` wrote whose row has the same prompt in these rows.
+
+    In a run of several processes all of them call it. Raises ModelError as `from_json`.
+    """
+    known = [each for each in plain if each.get("row", 0) < rows.total]
+    groups = [ScoredGroup.from_json(each, rows.take) for each in known]
+    return [group for group in groups if group.has_prompt_of_row]
 
 
 def _of_completion(problem: ProblemLike, plain: Mapping[str, Any], version: int) -> Trajectory:
