@@ -112,16 +112,17 @@ def on_a_device(tree: Any) -> int:
     Arrays in host memory count nothing.
     """
 
-    def size(array) -> int:
-        place = array.sharding
-        if place is not None and getattr(place, "memory_kind", None) == HOST:
-            return 0
-        shape = array.shape if place is None else place.shard_shape(array.shape)
-        return math.ceil(
-            math.prod(shape) * (0.5 if array.dtype == jnp.int4 else array.dtype.itemsize)
-        )
+    def is_hosted(array) -> bool:
+        return getattr(array.sharding, "memory_kind", None) == HOST
 
-    return sum(map(size, jax.tree.leaves(tree)))
+    return sum(shard_bytes(array) for array in jax.tree.leaves(tree) if not is_hosted(array))
+
+
+def shard_bytes(array: Any) -> int:
+    """Counts the bytes of a shard of an array, which may be abstract, in any memory."""
+    place = array.sharding
+    shape = array.shape if place is None else place.shard_shape(array.shape)
+    return math.ceil(math.prod(shape) * (0.5 if array.dtype == jnp.int4 else array.dtype.itemsize))
 
 
 def on_host(function: Callable, *trees: Any) -> Any:

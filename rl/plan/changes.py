@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 import rl.stages
 from rl.config.run import RunConfig
+from rl.config.stage import BY_MATRIX
 
 REMAT = ("none", "minimal", "save_qkv_proj", "full")
 """Remat policies, from the one that keeps most for the backward pass to the one that keeps
@@ -181,5 +182,6 @@ def _moments(config: RunConfig) -> list[SettingsChange]:
         f"stages.{i}.{name}.host_memory"
         for i, name in parts
         if not getattr(config.stages[i], name).host_memory
+        and getattr(config.stages[i], name).name not in BY_MATRIX
     ]
     return [SettingsChange(dict.fromkeys(here, True))] if here else []

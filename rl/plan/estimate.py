@@ -9,7 +9,8 @@ Temporaries and seconds are a model of a few terms, good for a comparison of con
   chunk of logits. Other passes: the last three.
 - Operations (rl/accounting/flops.py): three times the forward pass for a gradient, and once more
   for recomputation.
-- HBM traffic: all weights in each pass, and activations.
+- HBM traffic: all weights in each pass, activations, and in an update each trained weight with the
+  state of its optimizer, read and written once. Operations of optimizers count nothing.
 - The pass of a teacher in an update is one more forward pass, of its own weights.
 - Communication: an all-gather of weights over the axes that shard them but not the products, a
   reduce-scatter of their gradients, and two activations per layer where products are sharded.
@@ -36,7 +37,6 @@ from rl.accounting.program_names import UPDATES, ProgramName
 from rl.config.run import RunConfig
 from rl.plan.programs import Planned, PlannedStage, Sampling, planned, stages
 from rl.run import build
-from rl.training.trainable import trained_paths
 from rollout.engine.exact import CHECKS
 
 # Kept numbers by remat policy, over the product outputs of a layer. `none` keeps norms, activations
@@ -69,7 +69,7 @@ class Cost:
 class WeightSizes:
     """Sizes of a graph per device, in numbers.
 
-    local: stored weights, and trained: those with a gradient; largest: the largest stored array.
+    local: stored weights; largest: the largest stored array.
     assembled: weights as its products read them, after the all-gather; layer: the same of the
     largest layer. outputs: product outputs per token in all layers; widest: in the largest layer;
     qkv: for attention. parts: shards of the tokens; the other mesh axes shard products. Tables in
@@ -80,10 +80,9 @@ class WeightSizes:
         mesh, self.graph, rules = graph.layout.mesh.shape, graph, dict(graph.layout.rules)
         rows = {*rules["batch"], *rules["length"]}
         self.parts, self.operations = math.prod(mesh[axis] for axis in rows), Operations(graph)
-        self.local = self.trained = self.largest = self.assembled = self.outputs = self.qkv = 0.0
+        self.local = self.largest = self.assembled = self.outputs = self.qkv = 0.0
         layers = {}
         outputs = {}
-        trained = trained_paths(graph.shapes, graph.runtime)
         for path, shape in graph.shapes.items():
             if path in graph.tables or is_tower(path):
                 continue
@@ -100,7 +99,6 @@ class WeightSizes:
             numbers = math.prod(sizes)
             repeats = sizes[0] if axes[0] == "layers" else 1
             self.local += numbers / math.prod(parts)
-            self.trained += numbers / math.prod(parts) * (path in trained)
             self.largest = max(self.largest, numbers / math.prod(parts))
             self.assembled += numbers / (math.prod(parts) if path == TABLE else cut)
             layer = ".".join(path.split(".")[:4])
@@ -267,12 +265,12 @@ class Estimator:
         logits = 8.0 * min(_LOGITS, tokens * config.vocab_size / mesh.shape["tensor"])
         temporaries = item * (3 * tokens * weights.widest + 2 * weights.layer) + logits
         if update:
-            temporaries += 4 * weights.trained + item * tokens * (E * layers + kept)
+            temporaries += planned.gradient + item * tokens * (E * layers + kept)
         passes = 3.0 + again if update else 1.0
         work, moved = (passes * each for each in weights.forward(numbers // length, length))
-        moved += update * 24 * weights.trained / planned.trip_count
+        moved += 2 * planned.stepped / planned.trip_count
         exchanged = (2 + (again > 0) if update else 1) * item * (weights.assembled - weights.local)
-        exchanged += update * 4 * (weights.assembled - weights.local)
+        exchanged += planned.gradient / weights.local * (weights.assembled - weights.local)
         if planned.teacher is not None:
             teacher = self._teacher(planned.teacher)
             further = teacher.forward(numbers // length, length)

@@ -54,7 +54,7 @@ class Planned:
     that hold tokens), each with `micro_rows` rows; None: all. dispatch: most steps of one run of a
     multi-step decode; `times` and counts are per step. kernels and occupancy: as in rl/plan/hlo.py.
     graph: the model that it computes. teacher: a further model, whose forward pass it contains.
-    notes: what the plan says of it, in lines.
+    gradient, stepped, notes: as in Program (rl/stages/stage.py).
     """
 
     stage: str
@@ -71,6 +71,8 @@ class Planned:
     occupancy: float = 1.0
     graph: Graph | None = None
     teacher: Graph | None = None
+    gradient: int = 0
+    stepped: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -143,6 +145,8 @@ def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
             each.times,
             **loop,
             **models,
+            gradient=each.gradient,
+            stepped=each.stepped,
         )
         yield replace(made, occupancy=_occupancy(each.graph, made))
 

@@ -6,6 +6,7 @@ one row (rl/training/packing/packing.py). The batches of this module have the sh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,11 @@ from rl.stages.sharing import describe, full_rows
 from rl.stages.stage import Program, StageKind
 
 if TYPE_CHECKING:
+    import jax
+
     from rl.training.batch import Batch
+    from rl.training.updater import UpdateCall
+    from rl.training.weights import WeightGroup
 
 
 class PackedRows(NamedTuple):
@@ -99,8 +104,45 @@ def update_programs(
             trip_count=rows.trip_count,
             micro_rows=rows.micro_rows,
             teacher=teacher and teacher.model,
+            gradient=_gradient_bytes(call),
+            stepped=_stepped_bytes(call),
             notes=update_notes(stage, learner),
         )
+
+
+def _gradient_bytes(call: UpdateCall) -> int:
+    """Counts the bytes per device of the gradient of an update, in float32."""
+    arrays = [
+        array for group in call.update.steps for array in _with_gradient(call, group).values()
+    ]
+    return sum(4 * math.prod(each.sharding.shard_shape(each.shape)) for each in arrays)
+
+
+def _stepped_bytes(call: UpdateCall) -> int:
+    """Counts the bytes per device of the weights and moments that an update changes, also of those
+    that stay in host memory. Tables in host memory, which the host changes, count nothing."""
+    import jax
+
+    from policy.ops.host_memory import shard_bytes
+
+    result = 0
+    for group, step in call.update.steps.items():
+        weights = _with_gradient(call, group)
+        moments = jax.tree_util.tree_leaves_with_path(call.learners[group].optimizer)
+        result += sum(map(shard_bytes, weights.values()))
+        result += sum(
+            shard_bytes(moment)
+            for keys, moment in moments
+            if not any(getattr(key, "key", None) in step.tables for key in keys)
+        )
+    return result
+
+
+def _with_gradient(call: UpdateCall, group: WeightGroup) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the weights of a group with a gradient on the device, by path."""
+    step = call.update.steps[group]
+    weights, _ = step.split(call.learners[group].params)
+    return {path: array for path, array in weights.items() if path not in step.tables}
 
 
 def held_out_program(

@@ -71,7 +71,9 @@ class Program:
     of `micro_rows` rows (None: one iteration of all rows). The program computes this number, so the
     compiler does not know it. rollout_memory: whether the generator's resharded weights
     (`Context.resharded`) are on the devices while it runs. teacher: the model whose forward pass it
-    contains. notes: what a plan says of it, in lines.
+    contains. gradient: bytes per device of the float32 gradient of an update. stepped: bytes per
+    device of the weights and moments that the optimizers of an update change. notes: what a plan
+    says of it, in lines.
     """
 
     kind: str
@@ -84,6 +86,8 @@ class Program:
     micro_rows: int | None = None
     rollout_memory: bool = False
     teacher: Graph | None = None
+    gradient: int = 0
+    stepped: int = 0
     notes: tuple[str, ...] = ()
 
 

@@ -309,6 +309,68 @@ def test_a_copy_of_weights_that_is_dropped_is_stored_during_rollouts_only(tmp_pa
     assert "quantised copy" in kept and "reshard" not in kept and "quantised copy" not in dropped
 
 
+def test_an_estimate_counts_the_weights_that_learn_with_the_state_of_their_optimizer(tmp_path):
+    """Numbers of 4 bytes per weight, read and written: itself, and 2, 1 or no moments. A table of
+    the means of rows and columns is small. What is frozen has neither a gradient nor moments."""
+    import jax
+
+    from rl.accounting.chips import Chip
+    from rl.plan.estimate import Estimator
+    from rl.plan.programs import programs
+    from rl.run import build
+
+    slow = Chip(
+        "slow", tflops=1e6, memory=1.0, bandwidth=1e-3, links=0.0
+    )  # HBM traffic takes longest
+    device = jax.devices()[:1]
+
+    def update(*more):
+        made = config(tmp_path, "model=qwen3-0.6b", *more)
+        (program,) = (
+            each
+            for each in programs(made, build.on_mesh(made, device), None)
+            if each.kind == "update"
+        )
+        return program, Estimator(device, slow, None)(made)["sft: update"]
+
+    def stage(optimizer, freeze="null"):
+        options = f"optimizer: {optimizer}, freeze: {freeze}"
+        return f"stages=[{{algorithm: sft, steps: 1, {options}}}]"
+
+    adamw, cost = update(stage("{weight_decay: 0.1}"))
+    parameters = adamw.graph.parameters
+    assert adamw.gradient == 4 * parameters
+    assert adamw.stepped == pytest.approx(12 * parameters, abs=64)  # and counters
+    for optimizer, each in {"{name: lion}": 2, "{name: sgd, momentum: 0.0}": 1}.items():
+        program, other = update(stage(optimizer))
+        assert program.stepped == pytest.approx(4 * each * parameters, abs=64)
+        saved = 2 * (adamw.stepped - program.stepped) / (slow.bandwidth * 1e9)
+        assert cost.seconds - other.seconds == pytest.approx(program.times * saved, abs=1e-9)
+    assert 4 * parameters < update(stage("{name: adafactor}"))[0].stepped < 4.5 * parameters
+    matrices = update(stage("{name: muon}"))[0].stepped
+    assert 8 * parameters < matrices < 12 * parameters, "its other weights have AdamW's moments"
+    head, less = update(stage("{}", freeze="[model.layers]"))
+    learning = parameters - sum(
+        math.prod(shape.shape)
+        for path, shape in head.graph.shapes.items()
+        if path.startswith("stacks.")
+    )
+    assert 0 < learning < parameters and head.gradient == 4 * learning
+    assert head.stepped == pytest.approx(12 * learning, abs=64)
+    assert cost.temporaries - less.temporaries == 4 * (parameters - learning)
+
+
+def test_moments_go_to_host_memory_where_the_optimizer_allows_it(tmp_path):
+    made = config(
+        tmp_path,
+        "stages=[{algorithm: sft, steps: 1, optimizer: {name: muon}}, {algorithm: sft, steps: 1}]",
+    )
+    every = [change for choice in changes.knobs(made, []) for change in choice]
+    (moments,) = (change for change in every if "stages.1.optimizer.host_memory" in change.settings)
+    assert moments.settings == {"stages.1.optimizer.host_memory": True}
+    assert moments.of(made) is not None
+
+
 def test_a_compiler_for_tpus_is_given_no_flags_of_other_compilers(monkeypatch):
     """libtpu ends the process otherwise."""
     monkeypatch.setenv(
