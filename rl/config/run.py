@@ -23,7 +23,7 @@ from rl.config.data import EvaluationOptions, RewardSettings, TrainedData
 from rl.config.mesh import MeshOptions
 from rl.config.model import ModelOptions, TeacherOptions, TokenizerOptions
 from rl.config.schema import FINITE, HOME, Section, Strict, fields_of
-from rl.config.stage import BY_MATRIX, StageOptions
+from rl.config.stage import BY_MATRIX, ONE_BY_NUMBER, StageOptions
 from rl.config.stage_names import numbered
 from rl.errors import ConfigError
 
@@ -251,7 +251,7 @@ class RunConfig(Strict):
             if getattr(stage, key).name in BY_MATRIX
         ]
         if weights and refused:
-            text = f"must be adamw, lion or sgd with {' and '.join(weights)}"
+            text = f"must be {ONE_BY_NUMBER} with {' and '.join(weights)}"
             kind = PydanticCustomError("weights_in_host_memory", cast(LiteralString, text))
             raise ValidationError.from_exception_data(
                 "RunConfig",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -58,6 +58,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 (rl/training/optimizer.py)."""
 BY_MATRIX = ("muon", "adafactor")
 """Optimizers whose change of a number depends on the other numbers of its matrix."""
+BY_NUMBER = tuple(name for name in OPTIMIZERS if name not in BY_MATRIX)
+"""The other optimizers, which may update a layer of a stack at a time."""
+ONE_BY_NUMBER = f"{', '.join(BY_NUMBER[:-1])} or {BY_NUMBER[-1]}"
+"""These names in a sentence."""
+OptimizerName = str if TYPE_CHECKING else Literal[tuple(OPTIMIZERS)]
 
 
 class OptimizerOptions(Strict):
@@ -77,9 +82,7 @@ class OptimizerOptions(Strict):
     first step after critic_warmup. `rl plan` and the report draw it.
     """
 
-    name: Literal["adamw", "muon", "lion", "sgd", "adafactor"] = Field(
-        default="adamw", description="the rule of an update"
-    )
+    name: OptimizerName = Field(default="adamw", description="the rule of an update")
     learning_rate: float = Field(default=1e-5, gt=0.0, description="at its peak")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="after the warm-up, by the formula above"
@@ -175,7 +178,7 @@ class OptimizerOptions(Strict):
     host_memory: bool = Field(
         default=False,
         description="its moments live in host memory; an update takes them a layer at a time "
-        "(adamw, lion, sgd)",
+        f"({', '.join(BY_NUMBER)})",
     )
 
     @model_validator(mode="before")
@@ -199,7 +202,7 @@ class OptimizerOptions(Strict):
         if self.host_memory and self.name in BY_MATRIX:
             raise ValueError(
                 f"{self.name} computes with a matrix at a time, and `host_memory` takes a layer "
-                "apart; leave it out, or use adamw, lion or sgd"
+                f"apart; leave it out, or use {ONE_BY_NUMBER}"
             )
         for option, default in own.items():
             if getattr(self, option) is None:

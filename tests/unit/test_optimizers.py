@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,14 @@ from policy import families
 from policy.huggingface.model_directory import places
 from policy.mesh.sharding import Layout, layout
 from policy.model import Graph
+from rl.config import foreign
 from rl.config.run import RunConfig
-from rl.config.stage import BY_MATRIX, OPTIMIZERS, OptimizerOptions, StageOptions
+from rl.config.stage import BY_MATRIX, BY_NUMBER, OPTIMIZERS, OptimizerOptions, StageOptions
 from rl.run.checkpoint import Checkpoints
 from rl.training import optimizer as optimizers
 from rl.training.optimizer import WeightAxes, at_once, at_update, optimizer, update_count
 
+_DOCS = Path(__file__).parents[2] / "docs" / "optimizers.md"
 OPTIONS = {
     "adamw": {"learning_rate": 0.05},
     "muon": {"learning_rate": 0.2},
@@ -104,6 +107,11 @@ def stepped(case, weights, grads, updates=3, **how):
 
 def test_every_optimizer_is_in_the_list():
     assert OPTIONS.keys() == OPTIMIZERS.keys() == optimizers.RULES.keys()
+    assert {*BY_MATRIX} | {*BY_NUMBER} == OPTIMIZERS.keys()
+    table = _DOCS.read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", table, re.M) == ["name", *OPTIMIZERS]
+    for name in OPTIMIZERS:
+        assert f"`{name}`" in foreign.NOTES["optim"]
 
 
 # What holds of every optimizer
@@ -470,7 +478,8 @@ def test_options_of_other_optimizers_are_refused(name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_matrices_refuse_moments_in_host_memory(name):
     if name in BY_MATRIX:
-        with pytest.raises(ValidationError, match="computes with a matrix at a time"):
+        text = "computes with a matrix at a time, .* leave it out, or use adamw, lion or sgd"
+        with pytest.raises(ValidationError, match=text):
             OptimizerOptions(name=name, host_memory=True)
     else:
         assert OptimizerOptions(name=name, host_memory=True).host_memory
