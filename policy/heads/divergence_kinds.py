@@ -1,10 +1,9 @@
 """Divergences of a student's next-token distribution p from a teacher's q, as formulas on
 log-probabilities.
 
-forward   KL(q || p) = sum q (log q - log p)                                             covers what
-the teacher does reverse   KL(p || q) = sum p (log p - log q)
-avoids what it does not do jsd       beta KL(q || m) + (1 - beta) KL(p || m), with m = (1 - beta) p
-+ beta q        arXiv 2306.13649
+- forward: KL(q || p) = sum q (log q - log p); covers what the teacher does.
+- reverse: KL(p || q) = sum p (log p - log q); avoids what the teacher does not do.
+- jsd: beta KL(q || m) + (1 - beta) KL(p || m), with m = (1 - beta) p + beta q (arXiv 2306.13649).
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def run_model_passes(stage: StageKind, data: StepData) -> None:
     data.metrics["time/logprob"] = span.seconds
     if (flops := stage.trainer.total_flops - flops_before) > 0:
         data.metrics |= rates(
-            "logprob", flops, data.batch.real, span.seconds, context.model.graph.layout
+            "logprob", flops, data.batch.filled_tokens, span.seconds, context.model.graph.layout
         )
 
 

@@ -481,8 +481,10 @@ class StageKind(ConfiguredStage, ABC):
         means |= {
             key: float(values[key][0]) for key in self.algorithm.first_update_metrics & means.keys()
         }
-        means |= {"time/update": span.seconds, "perf/step_tokens": float(batch.real)}
-        means["batch/trained_share"] = float(np.count_nonzero(batch.mask)) / max(1, batch.real)
+        means |= {"time/update": span.seconds, "perf/step_tokens": float(batch.filled_tokens)}
+        means["batch/trained_share"] = float(np.count_nonzero(batch.mask)) / max(
+            1, batch.filled_tokens
+        )
         if self.rows_of_data:
             of_pass = self.rows_of_data if self.curriculum is None else self.examples_of_pass
             means["data/epoch"] = progress.examples_drawn / of_pass
@@ -495,7 +497,7 @@ class StageKind(ConfiguredStage, ABC):
         flops = self.trainer.total_flops - flops_before
         means |= {} if context.tables is None else context.tables.metrics()
         return state, coefs | means | rates(
-            "train", flops, batch.real, span.seconds, context.model.graph.layout
+            "train", flops, batch.filled_tokens, span.seconds, context.model.graph.layout
         )
 
     def learner(self, state: Any) -> Any:

@@ -147,7 +147,7 @@ class Stage(StageKind):
         if graph.config.vocab_size <= vocabulary:
             return
         first = self.rows.take(range(min(self.rows.total, self.options.prompts_per_step)))
-        outside = teacher.outside(
+        outside = teacher.probability_outside(
             graph, state.policy.params, padded_batch(first, self.config.max_length)
         )
         if outside > MOST_OUTSIDE:

@@ -82,7 +82,7 @@ class Batch:
         return (self.segments if self.tree is None else self.tree.node) != 0
 
     @property
-    def real(self) -> int:
+    def filled_tokens(self) -> int:
         """Returns how many tokens of a batch on the host are not padding."""
         return int(np.count_nonzero(self.segments))
 

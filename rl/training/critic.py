@@ -1,5 +1,8 @@
 """The critic of PPO: a linear value head on the final hidden states of its own decoder or of the
-policy."""
+policy.
+
+B rows, T tokens, E numbers of a state.
+"""
 
 from __future__ import annotations
 

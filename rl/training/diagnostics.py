@@ -1,5 +1,8 @@
 """Computes the metrics of `diagnostics`, activations of each layer and gradient norms by kind of
-part, and looks for numbers that are not finite."""
+part, and looks for numbers that are not finite.
+
+M micro-batches, R rows of a micro-batch, T tokens.
+"""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ def _uncut(cuts: list[tuple[str, ...]], sizes: dict[str, int]) -> list[Partition
 
 
 def _newton_schulz(x: jax.Array, steps: int) -> jax.Array:
-    """x: matrices [..., R, C]."""
+    """x: matrices [..., rows, columns]."""
     a, b, c = NEWTON_SCHULZ
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
@@ -500,7 +500,7 @@ def by_layer(
 
 
 def _step_layers(step, grads: dict, arrays: tuple, counters: dict):
-    """Runs `step` for each layer of a stack, whose arrays are all [R, ...].
+    """Runs `step` for each layer of a stack, whose arrays are all [repeats, ...].
 
     The loop carries the arrays, so each is written in place. A scan would hold its inputs and its
     outputs.

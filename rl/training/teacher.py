@@ -96,7 +96,7 @@ class Teacher(ABC):
     def _read(self) -> dict[str, Any]:
         return {}
 
-    def recorded(self, graph: Graph) -> Graph:
+    def with_recorded_outputs(self, graph: Graph) -> Graph:
         """Returns the graph of the policy with the outputs that the comparison reads."""
         return graph
 
@@ -120,7 +120,9 @@ class Teacher(ABC):
         policy's own."""
         return graph.config.vocab_size
 
-    def outside(self, graph: Graph, params: dict[str, jax.Array], batch: Batch) -> float:
+    def probability_outside(
+        self, graph: Graph, params: dict[str, jax.Array], batch: Batch
+    ) -> float:
         """Returns the probability that the policy gives to ids beyond `vocabulary`, the mean over
         the tokens that are trained on."""
         vocabulary = self.vocabulary(graph)
@@ -150,7 +152,7 @@ class Teacher(ABC):
         """Returns the inputs with `divergence`, `features` and `teacher`. weights: of the teacher,
         and of projections, which have a gradient."""
 
-    def _with(
+    def _with_comparison(
         self, inputs: PolicyInputs, outputs: DivergenceOutputs, micro: Batch, **more: Any
     ) -> PolicyInputs:
         """Adds numbers per token, 0 at the first token of a sequence and on padding, which nothing
@@ -240,7 +242,7 @@ class ModelTeacher(Teacher):
         inputs = self.graph.inputs[path]
         return jax.jit(lambda a: quantize(fetch(a), qtype, inputs), out_shardings=shardings)(array)
 
-    def recorded(self, graph: Graph) -> Graph:
+    def with_recorded_outputs(self, graph: Graph) -> Graph:
         return (
             graph.with_runtime(record=(*graph.runtime.record, "mixed"))
             if self.algorithm.has_features
@@ -329,7 +331,7 @@ class ModelTeacher(Teacher):
             if self.algorithm.has_features
             else None
         )
-        return self._with(inputs, outputs, micro, features=features)
+        return self._with_comparison(inputs, outputs, micro, features=features)
 
     def _features(
         self, student: Student, aux: Aux, micro: Batch, params: dict[str, jax.Array]
@@ -423,4 +425,4 @@ class StoredTeacher(Teacher):
             rows.flat(mine), teacher, rows.flat(micro.teacher_rest), self.algorithm.divergence_spec
         )
         outputs = replace(jax.tree.map(rows.back, outputs), student_entropy=entropy)
-        return self._with(inputs, outputs, micro)
+        return self._with_comparison(inputs, outputs, micro)

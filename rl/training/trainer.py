@@ -130,7 +130,7 @@ class Trainer(BatchUpdates):
         projections = None
         if teacher is not None:
             self._update_graph, projections = (
-                teacher.recorded(self._update_graph),
+                teacher.with_recorded_outputs(self._update_graph),
                 teacher.projections(graph),
             )
         self.temperature = np.float32(temperature)

@@ -465,10 +465,10 @@ class Update:
             made = updates_made(learners[self.group])
             batch = batch.replace(dropout=row_seeds(self._seed, made, batch.tokens.shape[0]))
         params = {group: learner.params for group, learner in learners.items()}
-        trained, constants = self._split(params, arguments.frozen)
-        towers = TowerGradients(self._graph, trained, constants, arguments.tower_inputs)
+        trained, without_gradient = self._split(params, arguments.frozen)
+        towers = TowerGradients(self._graph, trained, without_gradient, arguments.tower_inputs)
         grads, terms = self._gradients(
-            towers.trained, towers.constants, batch, arguments.inputs, micro_rows
+            towers.trained, towers.without_gradient, batch, arguments.inputs, micro_rows
         )
         grads = towers.gradients(grads)
         new = {}
@@ -488,12 +488,12 @@ class Update:
     ) -> tuple[Weights, Weights]:
         """Returns (weights with a gradient, all other weights)."""
         trained = Weights()
-        constants = frozen
+        without_gradient = frozen
         for group, step in self.steps.items():
             with_gradient, others = step.split(params[group])
             trained = trained.with_group(group, with_gradient)
-            constants = constants | Weights().with_group(group, others)
-        return trained, constants
+            without_gradient = without_gradient | Weights().with_group(group, others)
+        return trained, without_gradient
 
     @cached_property
     def losses_executable(self) -> CompiledCache:
@@ -505,13 +505,15 @@ class Update:
     def _losses(
         self, weights: Weights, batch: Batch, inputs: PolicyInputs, *, micro_rows: int
     ) -> dict[str, jax.Array]:
-        trained, constants = self._split({group: weights[group] for group in self.steps}, weights)
+        trained, without_gradient = self._split(
+            {group: weights[group] for group in self.steps}, weights
+        )
         micros = self._micro_batches((batch, inputs), micro_rows)
         multiplied = self._multiplied(self._dense(trained))
 
         def micro_step(_, xs):
-            _, looked_up = self._looked_up(trained | constants, xs[0])
-            output = self._loss(constants | multiplied | looked_up, *xs)
+            _, looked_up = self._looked_up(trained | without_gradient, xs[0])
+            output = self._loss(without_gradient | multiplied | looked_up, *xs)
             return (), (output.loss, output.metrics)
 
         scan = (
@@ -561,7 +563,12 @@ class Update:
         return rows, Weights().with_group(self.group, values)
 
     def _gradients(
-        self, trained: Weights, constants: Weights, batch: Batch, inputs: PolicyInputs, R: int
+        self,
+        trained: Weights,
+        without_gradient: Weights,
+        batch: Batch,
+        inputs: PolicyInputs,
+        R: int,
     ) -> tuple[Weights, _Terms]:
         """Returns (float32 gradients, further terms): sums over micro-batches, of tokens arrays
         [N, T]."""
@@ -573,7 +580,7 @@ class Update:
             # An extra forward pass, of which XLA drops the head: the balance loss of every
             # micro-batch needs the token count of each expert in the mini-batch.
             def count(_, xs):
-                aux = self._loss(trained | constants, *xs).aux
+                aux = self._loss(trained | without_gradient, *xs).aux
                 routing = cast(dict[str, Routing], aux.by_layer("routing"))
                 return None, {path: each.counts for path, each in routing.items()}
 
@@ -582,7 +589,7 @@ class Update:
         prefix = self.group.prefix
 
         def objective(weights: Weights, micro: Batch, inputs: PolicyInputs):
-            output = self._loss(constants | weights, micro, inputs)
+            output = self._loss(without_gradient | weights, micro, inputs)
             aux = output.aux
             auxiliary, auxiliary_metrics = auxiliary_loss(self._stage, aux, micro, batch_totals)
             loss = output.loss + auxiliary
@@ -601,7 +608,7 @@ class Update:
         multiplied = self._multiplied(dense)
 
         def micro_step(total, xs):
-            rows, looked_up = self._looked_up(trained | constants, xs[0])
+            rows, looked_up = self._looked_up(trained | without_gradient, xs[0])
             grads, terms = jax.grad(objective, has_aux=True)(multiplied | looked_up, *xs)
             row_grads, dense_grads = split(grads[self.group], looked_up[self.group])
             table_grads = row_tables.gradients(self._graph, rows, row_grads)

@@ -126,18 +126,18 @@ def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     N, T = options.prompts_per_step, config.max_length
     packing, _ = trainer.packing_of(padded_batch([([0] * T, [1] * T)] * N, T))
-    assert result["aliased"] == held
-    read = (
-        3 * 4 * packing.shape[0] * packing.shape[1] + 4
-    )  # tokens, segments and mask, and how many tokens count
-    assert result["arguments"] == held + read
+    updated = held - 4  # the count of the schedule follows from the number of the update
+    assert result["aliased"] == updated
+    # tokens, segments and mask, how many tokens count, and the number of the update
+    read = 3 * 4 * packing.shape[0] * packing.shape[1] + 4 + 4
+    assert result["arguments"] == updated + read
     estimated = Estimator(jax.devices()[:1], None, None)(config)
     assert estimated["sft: update"].resident == held, (
         "what lies there all the time is known without compiling"
     )
-    assert estimated["grpo: prefill"].resident == estimated["grpo: update"].resident > 1.3 * held, (
-        "a reference, and the cache"
-    )
+    update = estimated["grpo: update"].resident
+    assert update > 1.3 * held, "a reference, and the cache"
+    assert estimated["grpo: prefill"].resident > update, "copies of weights, as a CPU decodes"
 
 
 @pytest.mark.slow

@@ -410,7 +410,7 @@ def test_alpha_and_temperature_follow_their_schedules():
 def test_the_probability_of_ids_that_the_teacher_lacks_is_measured():
     trainer, state = learner(wider(), dense(), options={"alpha": 1.0})
     data = batch()
-    outside = trainer.teacher.outside(wider().graph, wider().params, data)
+    outside = trainer.teacher.probability_outside(wider().graph, wider().params, data)
     logits = np.asarray(wider().logits(data.tokens, segments=data.segments), np.float64)[:, :-1]
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)

@@ -31,7 +31,7 @@ def in_table(media: Media | None, table: MediaTable | None) -> Media | None:
 class TowerGradients:
     """Gradients of an update, through the towers that it trains.
 
-    trained: what the loss is differentiated by. constants: what else it reads. If towers are
+    trained: what the loss is differentiated by. without_gradient: what else it reads. If towers are
     trained, a float32 table is among the first, and their weights, which the loss does not read,
     are among the second: a decoder needs all its weights.
     """
@@ -40,25 +40,27 @@ class TowerGradients:
         self,
         graph: Graph,
         trained: Weights,
-        constants: Weights,
+        without_gradient: Weights,
         inputs: Sequence[PaddedInputs] | None,
     ):
         """Encodes the `inputs`, while the update is traced; None: it trains no tower, and nothing
         changes."""
         self._inputs = inputs
         self.trained = trained
-        self.constants = constants
+        self.without_gradient = without_gradient
         if inputs is None:
             return
         self._encoder = MediaEncoder(graph)
         self._towers = tower_params(trained.policy)
-        self._others = tower_params(constants.policy)
-        table = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), constants.table)
+        self._others = tower_params(without_gradient.policy)
+        table = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), without_gradient.table)
         for each in inputs:
             table = self._encoder.encoded_into(self._towers | self._others, table, each)
         rest = {path: array for path, array in trained.policy.items() if path not in self._towers}
         self.trained = replace(trained, policy=rest, table=table)
-        self.constants = replace(constants, policy=constants.policy | self._towers, table=None)
+        self.without_gradient = replace(
+            without_gradient, policy=without_gradient.policy | self._towers, table=None
+        )
 
     def gradients(self, grads: Weights) -> Weights:
         """Returns the gradients, with those of the towers in the place of that of the table."""

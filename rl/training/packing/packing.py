@@ -1,7 +1,7 @@
 """Packs several sequences into one row of the device, so that few computed tokens are padding.
 
-N rows of a batch, with one or a few sequences each, R packed rows, T tokens. The lengths alone
-determine where a sequence goes, so a resumed run packs in the same way.
+N rows of T tokens of a batch, with one or a few sequences each; R packed rows of L tokens. The
+lengths alone determine where a sequence goes, so a resumed run packs in the same way.
 """
 
 from __future__ import annotations

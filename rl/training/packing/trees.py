@@ -80,10 +80,12 @@ class Node:
         """Returns the tokens of the node and of all that continue it."""
         return self.end - self.start + sum(child.size for child in self.children)
 
-    def only(self, kept: set[int]) -> Node:
+    def restricted_to(self, kept: set[int]) -> Node:
         """Returns the tree of some of the sequences."""
         children = [
-            child.only(kept) for child in self.children if kept.intersection(child.sequences)
+            child.restricted_to(kept)
+            for child in self.children
+            if kept.intersection(child.sequences)
         ]
         return Node(self.start, self.end, [s for s in self.sequences if s in kept], children)
 
@@ -128,7 +130,7 @@ class GroupSequences:
         the tokens."""
         every = list(range(len(self.columns)))
         total = sum(self.lengths(every))
-        trees = list(self._from(every, 0, sharing, 0))
+        trees = list(self._trees_from(every, 0, sharing, 0))
         if sum(tree.size for tree in trees) > (1 - LEAST_SAVED) * total:
             return [self._alone(s, 0) for s in every]
         return trees
@@ -136,7 +138,7 @@ class GroupSequences:
     def _alone(self, s: int, start: int) -> Node:
         return Node(start, len(self.columns[s]), [s])
 
-    def _from(
+    def _trees_from(
         self, sequences: list[int], start: int, sharing: Sharing, level: int
     ) -> Iterator[Node]:
         """Yields the trees, from `start` on, of sequences that are equal up to `start`."""
@@ -152,7 +154,7 @@ class GroupSequences:
         below = [
             tree
             for part in parts
-            for tree in self._from(part, max(start, end), sharing, level + (node is not None))
+            for tree in self._trees_from(part, max(start, end), sharing, level + (node is not None))
         ]
         if node is None:
             yield from below
@@ -329,12 +331,12 @@ def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: 
             continue
         emptiest = max(range(len(room)), key=room.__getitem__, default=0)
         if room and (fitting := _fitting(trees[0], room[emptiest])):
-            rows.add(group, [trees[0].only(fitting)], emptiest)
+            rows.add(group, [trees[0].restricted_to(fitting)], emptiest)
         else:
             fitting = _fitting(trees[0], limit)
-            rows.add(group, [trees[0].only(fitting)], len(room))
+            rows.add(group, [trees[0].restricted_to(fitting)], len(room))
         if rest := set(trees[0].sequences) - fitting:
-            tree = trees[0].only(rest)
+            tree = trees[0].restricted_to(rest)
             place = next(
                 (i for i, each in enumerate(waiting) if sum(t.size for t in each[1]) < tree.size),
                 len(waiting),
@@ -352,7 +354,7 @@ def _fitting(tree: Node, room: int) -> set[int]:
             own[s] = node.end - node.start
     chosen: set[int] = set()
     for s in sorted(own, key=lambda s: (-own[s], s)):
-        if tree.only(chosen | {s}).size <= room:
+        if tree.restricted_to(chosen | {s}).size <= room:
             chosen.add(s)
     return chosen
 
