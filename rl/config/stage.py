@@ -435,7 +435,7 @@ class StageOptions(Strict):
         description="weights that updates leave as they are: parts at the beginning of their "
         "paths, such as image.blocks or embed_tokens, or regular expressions that are searched in "
         "the names of the Hugging Face files, such as model.layers.0 (docs/freeze.md); null: the "
-        "towers of pictures and sounds (image, audio); []: none",
+        "towers of pictures and sounds (image, audio), which a list without them trains; []: none",
     )
     diagnostics: bool = Field(
         default=False,

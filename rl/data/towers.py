@@ -9,10 +9,13 @@ A directory of a model holds files of its processors; a file of configs/models/ 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+from policy.fields import tower_files
 from policy.huggingface import sources
+from policy.media import is_tower
 from rl.config.model import ModelOptions
 from rl.data import models
 from rl.errors import ModelError
@@ -37,6 +40,12 @@ def stored_processors(model: ModelOptions) -> ProcessorConfigs | None:
         return None if result.image is None and result.audio is None else result
     preset = _preset(model)
     return None if preset is None else processors.stored(*preset, {})
+
+
+def names_tower(entry: str) -> bool:
+    """Whether an entry of `freeze` means weights of a tower, by their paths or stored names."""
+    roots = "|".join(tower_files.ROOTS)
+    return is_tower(entry) or re.search(rf"\b({roots})\b", entry) is not None
 
 
 def media_tokens(model: ModelOptions) -> MediaTokens | None:

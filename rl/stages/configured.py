@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl.config.data import datasets_of
-from rl.data import models
+from rl.data import models, towers
 from rl.data.datasets import has_sources
 from rl.errors import Fault
 from rl.records.run_files import EVENTS
@@ -261,6 +261,7 @@ class ConfiguredStage:
                 "filtered distribution and the log-probabilities of the loss from the full one, "
                 "so the gradient is biased; renormalise takes both from the filtered one"
             )
+        yield from self._freeze_remarks()
         yield from self._best_remarks()
         if self.options.steps is None:
             return
@@ -272,6 +273,19 @@ class ConfiguredStage:
                     f"stages.{self.index}.{key}.warmup_steps: {warmup:,} updates, and the stage "
                     f"makes {updates:,}: the learning rate never reaches its peak"
                 )
+
+    def _freeze_remarks(self) -> Iterator[str]:
+        """Yields that `freeze` takes the place of its default, which freezes the towers. `[]` says
+        that they are to be trained."""
+        names = self.options.freeze
+        if not names or not self.trains_policy or any(map(towers.names_tower, names)):
+            return
+        if towers.stored_processors(self.config.model) is not None:
+            yield (
+                f"stages.{self.index}.freeze names no tower, so the stage trains the towers of "
+                "pictures and sounds where its rows have them; add image and audio to freeze them, "
+                "as without `freeze`"
+            )
 
     def _best_remarks(self) -> Iterator[str]:
         """Yields that `best` compares nothing, if its metric is measured after the last step

@@ -52,18 +52,27 @@ def abstract_rows(stage: StageKind, updates: int) -> PackedRows:
     return PackedRows((rows, -(-length // multiple) * multiple), R, -(-full // R))
 
 
-def update_notes(stage: StageKind, learner: Any = None) -> tuple[str, ...]:
+_TOWERS = (
+    "the stage trains towers: their forward and backward passes are not in this program, since a "
+    "plan does not know the pictures and sounds of an update"
+)
+
+
+def update_notes(stage: StageKind, call: UpdateCall | None = None) -> tuple[str, ...]:
     """Returns what a plan says of the programs that compute the loss of a stage, in lines.
 
-    learner: the ParamState that the program trains, of weights that can be frozen; None: it trains
-    no such weights.
+    call: of the update, as shapes; None: the program trains nothing.
     """
+    from rl.training.media.tables import trains_towers
     from rl.training.trainable import frozen_weights
 
     graph = stage.trainer.graph
     notes = [describe(stage, graph, stage.trainer.sharing)]
-    if learner is not None:
-        notes.append(frozen_weights(graph, stage.options).note(learner.optimizer))
+    if call is not None:
+        frozen = frozen_weights(call.update.step.model, stage.options)
+        notes.append(frozen.note(call.learners[call.update.group].optimizer))
+        if stage.trains_policy and trains_towers(graph, stage.options):
+            notes.append(_TOWERS)
     return tuple(note for note in notes if note is not None)
 
 
@@ -78,7 +87,7 @@ def update_programs(
     import jax
 
     from rl.training.updater import UpdateArguments
-    from rl.training.weights import WeightGroup, Weights
+    from rl.training.weights import Weights
 
     trainer = stage.trainer
     batch = with_structure(stage, batch)
@@ -92,8 +101,6 @@ def update_programs(
     )
     for call in trainer.update_calls(state, arguments, rows.micro_rows, **options):
         teacher = trainer.teacher if call.name == ProgramName.UPDATE else None
-        can_freeze = call.update.group in (WeightGroup.POLICY, WeightGroup.REWARD_MODEL)
-        learner = call.learners[call.update.group] if can_freeze else None
         yield Program(
             call.name,
             batch.tokens.shape,
@@ -106,7 +113,7 @@ def update_programs(
             teacher=teacher and teacher.model,
             gradient=_gradient_bytes(call),
             stepped=_stepped_bytes(call),
-            notes=update_notes(stage, learner),
+            notes=update_notes(stage, call),
         )
 
 

@@ -20,7 +20,6 @@ import optax
 import rl.algorithms
 from policy import families
 from policy.config import Runtime
-from policy.fields import tower_files
 from policy.fields.stored_names import prefixes
 from policy.huggingface.model_directory import places
 from policy.layers.layer_embeddings import TABLE
@@ -29,6 +28,7 @@ from policy.model import Graph
 from policy.ops.host_memory import on_a_device
 from rewards.suggest import nearest
 from rl.config.stage import StageOptions
+from rl.data.towers import names_tower
 from rl.errors import ConfigError
 from rl.training.critic import Critic
 from rl.training.weights import WeightGroup, group_of
@@ -225,25 +225,34 @@ def _spelled(name: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def check_freeze(graph: Graph, stages: Sequence[StageOptions]) -> Graph:
-    """Returns the graph. Raises ConfigError for a name in `freeze` that no weight has, if nothing
-    is left to train, and for parts of arrays in host memory. Names of weights of towers go with a
-    model that was built without towers, for rows of text."""
+    """Returns the graph, of the policy. Raises ConfigError for a name in `freeze` that no weight of
+    the trained model has, if nothing is left to train, and for parts of arrays in host memory.
+    Names of weights of towers go with a model that was built without towers, for rows of text, and
+    with a reward model, which has none."""
     has_towers = any(map(is_tower, graph.paths))
     for number, stage in enumerate(stages):
         where = f"stages.{number}.freeze"
+        scores = bool(stage.freeze) and _trains_reward_model(stage)
+        model = Critic(graph) if scores else graph
+        trunk = model.trunk
         for name in stage.freeze or ():
-            known = _frozen(graph, [name])
-            absent = _names_tower(name) and not has_towers
-            if not absent and not known.paths and not known.parts:
+            absent = names_tower(name) and (scores or not has_towers)
+            if absent or _has_weights(_frozen(trunk, [name])):
+                continue
+            if _has_weights(_frozen(graph, [name])):
                 raise ConfigError(
-                    f"{where}: the path of no weight begins with {name!r}, and no stored name has "
-                    f"it{nearest(name.replace(chr(92), ''), _valid_names(graph))}"
+                    f"{where}: {name!r} is no part of a reward model, which has neither output "
+                    "head nor prediction modules; leave it out"
                 )
-        frozen = frozen_weights(graph, stage)
-        if not trained_paths(graph.paths, replace(graph.runtime, **stage.runtime), frozen):
+            raise ConfigError(
+                f"{where}: the path of no weight begins with {name!r}, and no stored name has "
+                f"it{nearest(name.replace(chr(92), ''), _valid_names(trunk))}"
+            )
+        frozen = frozen_weights(model, stage)
+        if not trained_paths(model.axes, replace(graph.runtime, **stage.runtime), frozen):
             raise ConfigError(f"{where}: no weight is left to train; name fewer parts")
-        in_host_memory = graph.hosted - graph.tables or stage.optimizer.host_memory
-        refused = [path for path in frozen.parts if in_host_memory or path in graph.tables]
+        in_host_memory = trunk.hosted - trunk.tables or stage.optimizer.host_memory
+        refused = [path for path in frozen.parts if in_host_memory or path in trunk.tables]
         if refused:
             raise ConfigError(
                 f"{where}: takes {_counted(frozen, refused[0])}, whose weights or moments are in "
@@ -252,10 +261,8 @@ def check_freeze(graph: Graph, stages: Sequence[StageOptions]) -> Graph:
     return graph
 
 
-def _names_tower(name: str) -> bool:
-    """Whether an entry of `freeze` means weights of a tower, by their paths or stored names."""
-    roots = "|".join(tower_files.ROOTS)
-    return is_tower(name) or re.search(rf"\b({roots})\b", name) is not None
+def _has_weights(frozen: Frozen) -> bool:
+    return bool(frozen.paths or frozen.parts)
 
 
 def _valid_names(graph: Graph) -> set[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,16 @@ import pytest
 from learners import SIZES, batch, begin, host, stage
 from oracles import configuration, random_model
 
+import rl.stages
 from policy import families
 from policy.config import Runtime
 from policy.huggingface import sources
 from policy.mesh.sharding import layout
 from policy.model import Graph, Model
 from policy.ops.host_memory import on_a_device
+from rl.config.run import RunConfig
 from rl.errors import ConfigError
+from rl.stages import shapes
 from rl.training.trainable import check_freeze, frozen_weights, trained_paths
 
 LAYER = "stacks.0.layers.0."
@@ -118,6 +122,62 @@ def test_names_without_weights_are_refused(names, message):
         check_freeze(model, [stage(), stage(freeze=names)])
     assert re.search(message, str(error.value))
     assert check_freeze(model, [stage(freeze=["visual", "image.blocks", "embed_tokens"])]) is model
+
+
+def test_names_of_a_stage_of_a_reward_model_are_those_of_its_trunk():
+    tied = graph(num_hidden_layers=2, tie_word_embeddings=True)
+    everything = stage("reward_model", freeze=["model"])
+    assert check_freeze(tied, [everything]) is tied  # the score head learns
+    with pytest.raises(ConfigError, match="no weight is left to train"):
+        check_freeze(tied, [stage(freeze=["model"])])
+    model = graph(num_hidden_layers=2)
+    for names in (["lm_head"], ["model", "lm_head"]):
+        with pytest.raises(ConfigError, match="'lm_head' is no part of a reward model"):
+            check_freeze(model, [stage("reward_model", freeze=names)])
+    with pytest.raises(ConfigError, match=r"stages.0.freeze: .* 'model.layers.2.'"):
+        check_freeze(model, [stage("reward_model", freeze=["model.layers.2."])])
+    assert check_freeze(model, [stage("reward_model", freeze=["image", "embed_tokens"])]) is model
+
+
+def test_a_plan_of_a_reward_model_counts_no_parts_of_towers():
+    model = Model(on_one_device(sources.preset("tiny-vl", media=True)), {})
+    options = stage("reward_model", freeze=["visual.blocks.0"])
+    trainer = learners.trainer(model, options)
+    learner = trainer.abstract().reward_model
+    kind = SimpleNamespace(trainer=trainer, options=options, trains_policy=False, group=None)
+    call = SimpleNamespace(
+        update=trainer.reward_model, learners={trainer.reward_model.group: learner}
+    )
+    assert frozen_weights(model.graph, options).parts  # of the towers of the policy
+    assert not any("freeze takes parts" in each for each in shapes.update_notes(kind, call))
+
+
+@pytest.mark.parametrize(("freeze", "said"), [(None, 0), (["embed_tokens"], 1), (["image"], 0)])
+def test_a_plan_says_that_it_leaves_out_the_towers_that_a_stage_trains(freeze, said):
+    model = Model(on_one_device(sources.preset("tiny-vl", media=True)), {})
+    options = stage(freeze=freeze)
+    trainer = learners.trainer(model, options)
+    learners_ = {trainer.policy.group: trainer.abstract().policy}
+    call = SimpleNamespace(update=trainer.policy, learners=learners_)
+    kind = SimpleNamespace(trainer=trainer, options=options, trains_policy=True, group=None)
+    notes = shapes.update_notes(kind, call)
+    assert sum("the stage trains towers" in each for each in notes) == said
+
+
+@pytest.mark.parametrize(
+    ("source", "freeze", "said"),
+    [
+        ("tiny-vl", ["embed_tokens"], 1),
+        ("tiny-vl", ["embed_tokens", "visual.blocks"], 0),
+        ("tiny-vl", [], 0),
+        ("tiny-deepseek", ["embed_tokens"], 0),
+    ],
+)
+def test_a_list_without_the_towers_of_the_default_is_said(source, freeze, said):
+    config = {"model": source, "stages": [{"algorithm": "sft", "steps": 1, "freeze": freeze}]}
+    (made,) = rl.stages.create(RunConfig.model_validate(config))
+    remarks = [each for each in made.remarks() if "freeze names no tower" in each]
+    assert len(remarks) == said
 
 
 def test_an_invalid_expression_is_refused_with_the_configuration():
