@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rewards import Runner, Scores
 from rewards.text import in_form_of
@@ -137,7 +137,7 @@ def collect(
 
     def reward(p: int, sample: int, **more: Any) -> None:
         trajectory = made[p, sample]
-        text = in_form_of(problems[p].example.prompt, trajectory.text)
+        text = in_form_of(problems[p].example.prompt, cast(str, trajectory.text))
         known = {
             "completion_lengths": trajectory.length,
             "truncated": trajectory.truncated,

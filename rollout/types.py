@@ -543,7 +543,7 @@ class Trajectory:
 
     def only_segment(self, reader: str) -> Segment:
         """Returns its segment. Raises ValueError, which names the reader, if it has several."""
-        if len(self.segments) > 1:
+        if len(self.segments) != 1:
             raise ValueError(
                 f"{reader} reads one segment of a trajectory, and this one has {len(self.segments)}"
             )
@@ -612,6 +612,11 @@ class ExampleLike(Protocol):
     @property
     def columns(self) -> Mapping[str, Any]:
         """The other columns by name."""
+        ...
+
+    @property
+    def source(self) -> str | None:
+        """The name of the dataset that it is from; None: it has no name."""
         ...
 
 

@@ -5,7 +5,7 @@ hidden, F expert width.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import jax
 import qwix
@@ -85,7 +85,7 @@ class MixtureOfExperts(nnx.Module):
             return choose(cast(TopKRouter, router(weights)), x_BTE, step, runtime)
 
         rows = spec_of(x_BTE)
-        specs = ExpertChoice(rows, rows, PartitionSpec())
+        specs: Any = ExpertChoice(*cast(Any, (rows, rows, PartitionSpec())))
         return auto_axes(run, specs, weights, x_BTE, step)
 
     def shared_experts(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:

@@ -89,6 +89,7 @@ def media_of(step: Step, spans: list[Document]) -> dict[int, Media]:
     index, turns, until = (
         None if a is None else np.asarray(a) for a in (media.index, media.turns, media.until)
     )
+    assert index is not None
     result = {}
     for number, (row, start, end) in enumerate(spans):
         part = (row, slice(start, end))

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -190,7 +190,7 @@ AnyDataset = TypeVar("AnyDataset", bound=NamedDataOptions)
 def _one_or_list_of(kind: type[AnyDataset]) -> WrapValidator:
     """Returns the validator of one dataset, a list of datasets, or none. It looks at the form of
     the value first, so that errors are about the form that was written."""
-    entries = TypeAdapter(list[kind])
+    entries: TypeAdapter[Any] = TypeAdapter(cast(Any, list)[kind])
 
     def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
         if isinstance(value, list):

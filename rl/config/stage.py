@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -62,7 +62,10 @@ BY_NUMBER = tuple(name for name in OPTIMIZERS if name not in BY_MATRIX)
 """The other optimizers, which may update a layer of a stack at a time."""
 ONE_BY_NUMBER = f"{', '.join(BY_NUMBER[:-1])} or {BY_NUMBER[-1]}"
 """These names in a sentence."""
-OptimizerName = str if TYPE_CHECKING else Literal[tuple(OPTIMIZERS)]
+if TYPE_CHECKING:
+    OptimizerName: TypeAlias = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
 
 
 class OptimizerOptions(Strict):

@@ -82,7 +82,7 @@ class Limit:
 def too_long_key(config: RunConfig, source: DataOptions) -> str:
     """Returns the dotted key of `too_long` for a section of data of the run: this object, not one
     that is equal."""
-    sections = {"data": config.data}
+    sections: dict[str, Any] = {"data": config.data}
     for number, stage in enumerate(config.stages):
         sections[f"stages.{number}.data"] = stage.data
         sections[f"stages.{number}.held_out.data"] = stage.held_out and stage.held_out.data

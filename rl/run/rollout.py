@@ -307,7 +307,7 @@ def _sample(run: Run, stage: Stage, step: int) -> dict[str, float]:
             tokens = rollouts.token_records(sampled)
             run.events.samples(lines, tokens, rollouts.references(sampled))
     drafted = run.config.generator.speculative > 0
-    metrics |= rollouts.metrics(sampled, scores, drafted=drafted) | sampled.metrics
+    metrics |= rollouts.metrics(sampled, scores, drafted=drafted) | dict(sampled.metrics)
     metrics |= by_source.of_rollouts(sampled, scores) | _work(run, sampled)
     metrics |= {} if run.tables is None else run.tables.metrics()
     drawn = run.progress.examples_drawn / stage.examples_of_pass

@@ -329,11 +329,13 @@ def reward_names(stage: ConfiguredStage) -> list[str]:
 
 def _sources(datasets: Sequence[DataOptions]) -> list[str]:
     """Returns the names of the sources of these datasets; <source> for those of a column."""
-    return [
-        "<source>" if each.columns.source is not None else each.label
-        for each in datasets
-        if isinstance(each, NamedDataOptions) or each.columns.source is not None
-    ]
+    names = []
+    for each in datasets:
+        if each.columns.source is not None:
+            names.append("<source>")
+        elif isinstance(each, NamedDataOptions):
+            names.append(each.label)
+    return names
 
 
 def _excluded(stage: ConfiguredStage, metric: str) -> str | None:
@@ -376,10 +378,12 @@ def _examples(stage: ConfiguredStage) -> Iterator[str]:
         if name == "eval/pass@<k>":
             yield from (f"eval/pass@{k}" for k in (evaluation.k if evaluation else ()))
         elif name == "eval/<source>/<metric>":
+            assert evaluation is not None  # `_excluded` leaves the name out without evaluations
             metrics = [f"pass@{k}" for k in evaluation.k] if evaluation.samples else []
             for source in _sources(datasets_of(evaluation.data)):
                 yield from (f"eval/{source}/{each}" for each in (*_OF_EVALUATED_SOURCES, *metrics))
         elif name == "held_out/<metric>":
+            assert stage.options.held_out is not None
             held_out = datasets_of(stage.options.held_out.data)
             losses = [
                 each for each in NAMES if re.fullmatch(_OF_LOSSES[stage.algorithm.stage], each)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -149,7 +149,7 @@ def _with_gradient(call: UpdateCall, group: WeightGroup) -> dict[str, jax.ShapeD
     """Returns the weights of a group with a gradient on the device, by path."""
     step = call.update.steps[group]
     weights, _ = step.split(call.learners[group].params)
-    return {path: array for path, array in weights.items() if path not in step.tables}
+    return {path: cast(Any, a) for path, a in weights.items() if path not in step.tables}
 
 
 def held_out_program(

@@ -137,17 +137,19 @@ def optimizer(
 
 
 def _adamw(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformation:
+    assert options.beta1 is not None and options.beta2 is not None and options.eps is not None
     return optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps)
 
 
 def _lion(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformation:
+    assert options.beta1 is not None and options.beta2 is not None
     return optax.scale_by_lion(b1=options.beta1, b2=options.beta2)
 
 
 def _sgd(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformation:
     if not options.momentum:
         return counted(optax.identity())
-    return counted(optax.trace(options.momentum, nesterov=options.nesterov))
+    return counted(optax.trace(options.momentum, nesterov=bool(options.nesterov)))
 
 
 class Counted(NamedTuple):
@@ -165,9 +167,9 @@ def counted(rule: optax.GradientTransformation) -> optax.GradientTransformation:
 
     def update(grads, state, weights=None):
         changes, inner = rule.update(grads, state.inner, weights)
-        return changes, Counted(optax.safe_increment(state.count), inner)
+        return changes, Counted(cast(jax.Array, optax.safe_increment(state.count)), inner)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(cast(Any, init), cast(Any, update))
 
 
 class Muon(NamedTuple):
@@ -187,6 +189,9 @@ def _muon(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransfor
     """
     adam = _adamw(options, axes)
     decay = options.momentum
+    steps = options.ns_steps
+    scale_name = options.update_scale
+    assert decay is not None and steps is not None and scale_name is not None
 
     def split(arrays):
         matrices = {path: a for path, a in arrays.items() if path in axes.inputs}
@@ -201,22 +206,22 @@ def _muon(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransfor
         scale = {
             "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns)),
             "original": math.sqrt(max(1.0, columns / rows)),
-        }[options.update_scale]
-        return scale * orthogonalized(path, momentum, axes, options.ns_steps)
+        }[scale_name]
+        return scale * orthogonalized(path, momentum, axes, steps)
 
     def init(weights):
         matrices, others = split(weights)
-        return Muon(jax.tree.map(jnp.zeros_like, matrices), adam.init(others))
+        return Muon(jax.tree.map(jnp.zeros_like, matrices), cast(Any, adam.init(others)))
 
     def update(grads, state, weights=None):
         matrices, others = split(grads)
         momentum = jax.tree.map(mean, state.momentum, matrices)
         ahead = jax.tree.map(mean, momentum, matrices) if options.nesterov else momentum
         changes = {path: change(path, each) for path, each in ahead.items()}
-        other_changes, adam_state = adam.update(others, state.adam)
+        other_changes, adam_state = cast(Any, adam.update(others, state.adam))
         return changes | other_changes, Muon(momentum, adam_state)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(cast(Any, init), cast(Any, update))
 
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -305,6 +310,10 @@ def _adafactor(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTra
     """Adafactor (arXiv:1804.04235) without momentum. The mean of squares of a matrix is the product
     of its row means and its column means over the mean of all."""
 
+    threshold = options.clip_threshold
+    rate = options.decay_rate
+    assert threshold is not None and rate is not None
+
     def mean(array, dims):
         return jnp.mean(array, axis=dims, keepdims=True)
 
@@ -329,14 +338,14 @@ def _adafactor(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTra
         dims = axes.rows(path) + axes.columns(path)
         change = direction(path, grad, state)
         rms = jnp.sqrt(mean(jnp.square(change), dims))
-        change = change / jnp.maximum(1.0, rms / options.clip_threshold)
+        change = change / jnp.maximum(1.0, rms / threshold)
         if not options.scale_parameter:
             return change
         return change * jnp.maximum(1e-3, jnp.sqrt(mean(jnp.square(weight), dims)))
 
     def update(grads, state, weights):
-        count = optax.safe_increment(state.count)
-        decay = 1.0 - count.astype(jnp.float32) ** -options.decay_rate
+        count = cast(jax.Array, optax.safe_increment(state.count))
+        decay = 1.0 - count.astype(jnp.float32) ** -rate
         squared = {path: jnp.square(grad) + 1e-30 for path, grad in grads.items()}
 
         def updated(means, dims_of):
@@ -354,7 +363,7 @@ def _adafactor(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTra
         changes = {path: change(path, grad, new, weights[path]) for path, grad in grads.items()}
         return changes, new
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(cast(Any, init), cast(Any, update))
 
 
 RULES: dict[str, Callable[[OptimizerOptions, WeightAxes], optax.GradientTransformation]] = {

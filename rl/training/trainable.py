@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -75,9 +75,11 @@ class Frozen:
 
         def update(grads, state, weights=None):
             changes, state = transform.update(grads, state, weights)
-            return self.filled(changes, -0.0), state  # 0 + -0.0 is 0, and -0.0 + -0.0 is -0.0
+            return self.filled(
+                cast(Any, changes), -0.0
+            ), state  # 0 + -0.0 is 0, and -0.0 + -0.0 is -0.0
 
-        return optax.GradientTransformation(transform.init, update)
+        return optax.GradientTransformation(transform.init, cast(Any, update))
 
     def note(self, moments: Any) -> str | None:
         """Returns a line of a plan about the parts; None: there are none.
@@ -88,7 +90,7 @@ class Frozen:
             return None
         spent = 0.0
         for keys, moment in jax.tree_util.tree_leaves_with_path(moments):
-            path = next((k.key for k in keys if isinstance(k, jax.tree_util.DictKey)), None)
+            path = next((k.key for k in keys if isinstance(k, jax.tree_util.DictKey)), "")
             if path in self.parts:
                 spent += on_a_device(moment) * self.parts[path].mean()
         return (

@@ -11,7 +11,8 @@ import pytest
 
 import rl.algorithms
 from rl.records import events
-from rl.training.teacher import COMPARED, FeatureProjections
+from rl.training.teacher import COMPARED
+from rl.training.weights import WeightGroup
 
 PREDICTION = ("mtp/loss", "mtp/acceptance", "mtp/grad_norm", "speculative/accepted_per_step")
 EXACT = ("generator/replaced_share",)
@@ -29,6 +30,13 @@ ASKED_FOR = (
 REWARD_MODELS = ("time/reward_models",)
 RESHARDED = ("time/sync",)
 HELD_OUT = ("held_out/<metric>", "time/held_out")  # test_held_out.py
+SOURCES = (
+    "eval/<source>/<metric>",
+    *(
+        f"source/<source>/{name}"
+        for name in ("rows", "epoch", "reward_mean", "frac_zero_std", "mean_length", "nll")
+    ),
+)  # test_mixture_runs.py
 PICTURES = tuple(
     f"media/{name}"
     for name in ("pictures", "rows", "distinct", "encoded", "encode_seconds", "wait_seconds")
@@ -151,10 +159,22 @@ def test_every_metric_of_the_losses_is_documented_and_no_other_name(uninterrupte
         losses
         | written(uninterrupted)
         | {f"value/{name}" for name in CRITIC}
-        | {f"{FeatureProjections.metrics}/{name}" for name in CRITIC if name.startswith("optim/")}
+        | {
+            f"{WeightGroup.PROJECTIONS.prefix}{name}"
+            for name in CRITIC
+            if name.startswith("optim/")
+        }
         | {*PREDICTION, *INDEXER, *EXACT, *REPLAY}
     )
-    possible |= {*ASKED_FOR, *UTILISATION, *RESHARDED, *REWARD_MODELS, *PICTURES, *HELD_OUT}
+    possible |= {
+        *ASKED_FOR,
+        *UTILISATION,
+        *RESHARDED,
+        *REWARD_MODELS,
+        *PICTURES,
+        *HELD_OUT,
+        *SOURCES,
+    }
     # Only where a completion ended by itself, which those of a run of three steps may not have.
     possible |= {f"completion/{name}_terminated_length" for name in ("mean", "min", "max")}
     assert not documented() - possible

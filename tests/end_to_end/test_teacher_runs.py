@@ -342,6 +342,7 @@ def test_the_least_time_of_an_update_counts_the_pass_of_the_teacher(finished):
     fields = {field.name: 0 for field in dataclasses.fields(compiled.ProgramReport)} | {
         "exchanged": {},
         "kernels": {},
+        "notes": [],
     }
     shown = compiled.ProgramReport(
         **fields | {"name": "distill: update", "teacher": [operations, moved]}

@@ -5,7 +5,7 @@ out groups whose rewards are all equal and takes others.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class DynamicSampling:
     """
 
     # Of no step, also where nothing is carried: the programs of a stage are the same in every step.
-    on_policy: ClassVar[bool] = False
+    on_policy = False
 
     def __init__(self, producer: Producer, stage: StageKind):
         self._producer = producer

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -108,8 +108,8 @@ class Recorded:
     are never taken for those of this run. The state in a checkpoint is the number of steps taken.
     """
 
-    generates: ClassVar[bool] = False
-    on_policy: ClassVar[bool] = False
+    generates = False
+    on_policy = False
 
     def __init__(self, stage: StageKind, folder: str):
         self._stage = stage

@@ -57,6 +57,7 @@ def gap(
     """
     if version is None:
         return np.full(batch.mask.shape, np.nan, np.float32)
+    assert batch.sampler_logp is not None
     logp = trainer_logp
     if logp is None:
         logp = np.full(batch.mask.shape, np.nan, np.float32)

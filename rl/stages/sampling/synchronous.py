@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from rollout.collect import Rollouts
 
@@ -15,8 +15,8 @@ class Synchronous:
     """Draws the next prompts of the stage's data in shuffled order and completes them with the
     current weights. It keeps nothing from step to step but the counts in `Progress`."""
 
-    generates: ClassVar[bool] = True
-    on_policy: ClassVar[bool] = True
+    generates = True
+    on_policy = True
 
     def __init__(self, stage: StageKind):
         self._stage = stage

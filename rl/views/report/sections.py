@@ -351,7 +351,7 @@ def curricula(run: RecordedRun) -> str:
     for stage, shown in run.curricula.items():
         bars = shown.get("bars") if isinstance(shown, dict) else None
         rows = [each for each in bars if isinstance(each, dict)] if isinstance(bars, list) else []
-        counts = [tuple(_count(each.get(key)) for key in ("drawn", "left_out")) for each in rows]
+        counts = [(_count(each.get("drawn")), _count(each.get("left_out"))) for each in rows]
         most = max((sum(pair) for pair in counts), default=0)
         if not most:
             continue
